@@ -1,0 +1,115 @@
+"""The words of fxpipe: what a node, a value and a section are called.
+
+The training step is one ``torch.fx.Graph``.  Three pieces of metadata hang on its nodes:
+
+``node.meta["val"]``
+    the fake tensor (or int, …) that the node produces: shape, dtype, device, strides;
+``node.meta["origin"]``
+    an :class:`Origin`: where in the user's model the node comes from;
+``node.meta["colour"]``
+    a :class:`Colour`: the stage and phase that run it (absent before partitioning).
+
+A placeholder also carries ``node.meta["input"]``, an :class:`Input`.  The output node's single
+argument is a dict (see :data:`OUTPUTS`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from torch import fx
+
+OUTPUTS = """
+{"loss":    the loss of one microbatch (a 0-d tensor),
+ "count":   what the loss is a sum over, or None when the loss is a mean,
+ "grads":   {parameter name: (contribution, …)}   one gradient, as summands,
+ "buffers": {buffer name: new value}}             for every buffer that the step changes
+"""
+
+
+class Phase(StrEnum):
+    """What a node is for.  The order is the order in which one microbatch passes through a stage."""
+
+    F = "F"  # forward
+    S = "S"  # vocabulary pass before its barrier
+    T = "T"  # vocabulary pass after it
+    B = "B"  # backward, gradients of activations
+    W = "W"  # backward, gradients of parameters
+
+
+class Kind(StrEnum):
+    """What a value that crosses the border of a section is."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    CONSTANT = "constant"
+    BATCH = "batch"  # a leaf of the user's microbatch
+    KEY = "key"  # the random-number key of (seed, step, microbatch)
+    VALUE = "value"  # computed by another section of the same microbatch
+    LOSS = "loss"
+    COUNT = "count"
+    GRADIENT = "gradient"  # of a parameter: added to its accumulator
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a node comes from.
+
+    ``path`` is the module path (``"transformer.h.3.attn"``, "" for the model itself), ``source`` the
+    user's ``file:line``, ``seq`` autograd's sequence number of the forward op that the node is part
+    of or differentiates (None where autograd recorded none), ``backward`` whether it ran in backward.
+    """
+
+    path: str = ""
+    source: str = ""
+    seq: int | None = None
+    backward: bool = False
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Colour:
+    stage: int
+    phase: Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """What a placeholder stands for: ``name`` is the parameter's, buffer's or batch leaf's name."""
+
+    kind: Kind
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One input or output of a section.
+
+    ``name`` is unique in the whole step: a parameter name for PARAMETER and GRADIENT, the name of
+    the producing node for VALUE.  ``producer`` is the section that computes a VALUE, else None.
+    """
+
+    kind: Kind
+    name: str
+    producer: Colour | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Section:
+    """The extracted subgraph of one (stage, phase): a plain function from ``inputs`` to ``outputs``.
+
+    ``graph`` has one placeholder an input, in order, and returns a tuple, one entry an output.
+    """
+
+    colour: Colour
+    graph: fx.Graph
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+
+    @property
+    def stage(self) -> int:
+        return self.colour.stage
+
+    @property
+    def phase(self) -> Phase:
+        return self.colour.phase
