@@ -1,0 +1,136 @@
+"""The traced graph brought into fxpipe's words.
+
+before: flat placeholders and outputs, constants as attributes, random ops on torch's hidden generator
+after:  placeholders with an ``Input``, a named output dict, constants as placeholders, random ops that
+        take an explicit key, nodes named after their module, nothing dead
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe.capture.functional import is_mutating
+from fxpipe.errors import CaptureError
+from fxpipe.graph import Input, Kind, Origin
+from fxpipe.runtime.random import keyed
+
+aten = torch.ops.aten
+
+_SAME_VALUE = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default}
+_NO_VALUE = {aten._assert_tensor_metadata.default, aten._assert_async.msg, aten._assert_async.default}
+
+
+def clean(
+    module: fx.GraphModule, inputs: list[Input], layout: dict[str, Any]
+) -> tuple[fx.Graph, dict[str, torch.Tensor]]:
+    """Return the rebuilt graph and the constants that its CONSTANT placeholders stand for."""
+    graph = fx.Graph()
+    constants: dict[str, torch.Tensor] = {}
+    new: dict[fx.Node, fx.Node] = {}
+    written: dict[str, fx.Node] = {}  # buffer name -> its last value
+    remaining = iter(inputs)
+    by_placeholder: dict[fx.Node, Input] = {}
+    flat: Any = ()
+
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            by_placeholder[node] = given = next(remaining)
+            new[node] = _placeholder(graph, given, node.meta.get("val"))
+    key = _placeholder(graph, Input(Kind.KEY, "key"), None)
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            name = f"constant_{len(constants)}"
+            constants[name] = getattr(module, node.target).detach()
+            new[node] = _placeholder(graph, Input(Kind.CONSTANT, name), constants[name])
+
+    for node in module.graph.nodes:
+        if node.op == "output":
+            (flat,) = node.args
+        if node.op != "call_function" or node.target in _NO_VALUE:
+            continue
+        if node.target in _SAME_VALUE:
+            new[node] = new[node.args[0]]
+        elif node.target is aten.copy_.default and node.args[0] in by_placeholder:
+            given = by_placeholder[node.args[0]]
+            if given.kind is Kind.PARAMETER:
+                raise CaptureError(
+                    f"The forward writes to the parameter {given.name!r}. "
+                    "Make it a buffer, or move the write out of the forward."
+                )
+            if given.kind is Kind.BUFFER:
+                written[given.name] = new[node.args[1]]
+            new[node] = new[node.args[1]]
+        elif is_mutating(node):
+            raise CaptureError(f"{node.target} writes in place and could not be made functional{_at(node)}.")
+        else:
+            new[node] = _copied(graph, node, new, key)
+
+    graph.output(_outputs([new[n] for n in flat], layout, written))
+    _drop_dead(graph)
+    return graph, constants
+
+
+def _placeholder(graph: fx.Graph, given: Input, val: Any) -> fx.Node:
+    node = graph.placeholder(_identifier(given.name))
+    node.meta.update(input=given, val=val, origin=Origin())
+    return node
+
+
+def _copied(graph: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node], key: fx.Node) -> fx.Node:
+    args = fx.map_arg(node.args, new.__getitem__)
+    kwargs = fx.map_arg(node.kwargs, new.__getitem__)
+    target = node.target
+    if _is_random(node):
+        args = (key, node.meta["random_position"], target, *args)
+        target = keyed
+    origin = node.meta.get("origin", Origin())
+    copy = graph.create_node("call_function", target, args, kwargs, name=_name(node, origin))
+    copy.meta.update(origin=origin, val=node.meta.get("val"))
+    return copy
+
+
+def _is_random(node: fx.Node) -> bool:
+    """Whether the op draws numbers: its tag says so, and no argument switches that off."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    parameters = node.target._schema.arguments  # type: ignore[union-attr]
+    given = {p.name: a for p, a in zip(parameters, node.args, strict=False)} | dict(node.kwargs)
+    defaults = {p.name: p.default_value for p in parameters if p.has_default_value()}
+    values = defaults | given
+    return values.get("dropout_p") != 0.0 and values.get("train", True) is not False
+
+
+def _name(node: fx.Node, origin: Origin) -> str:
+    op = "item" if not hasattr(node.target, "overloadpacket") else node.target.overloadpacket.__name__
+    prefix = "d_" if origin.backward else ""
+    return _identifier(f"{prefix}{origin.path}.{op.strip('_')}" if origin.path else f"{prefix}{op.strip('_')}")
+
+
+def _identifier(text: str) -> str:
+    word = re.sub(r"\W+", "_", text).strip("_")
+    return f"_{word}" if not word or word[0].isdigit() else word
+
+
+def _outputs(flat: list[fx.Node], layout: dict[str, Any], written: dict[str, fx.Node]) -> dict[str, Any]:
+    values = iter(flat)
+    loss = next(values)
+    count = next(values) if layout["count"] else None
+    grads = {name: (next(values),) for name in layout["grads"]}
+    buffers = {name: next(values) for name in layout["buffers"]} | written
+    return {"loss": loss, "count": count, "grads": grads, "buffers": buffers}
+
+
+def _drop_dead(graph: fx.Graph) -> None:
+    """Every op is pure here (random ops have keys), so what has no user goes; placeholders as well."""
+    for node in reversed(list(graph.nodes)):
+        if node.op != "output" and not node.users:
+            graph.erase_node(node)
+
+
+def _at(node: fx.Node) -> str:
+    origin = node.meta.get("origin", Origin())
+    return f" (module {origin.path!r}, {origin.source})"

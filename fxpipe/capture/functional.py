@@ -1,0 +1,48 @@
+"""The traced graph made functional: no node writes to a value that another one reads.
+
+The first trace shows what autograd really ran, in-place ops included.  Where there are any, the
+graph is run once more through ``torch.func.functionalize``; node metadata is carried across.  A write
+to a buffer becomes an output of the step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fxpipe import compat
+
+
+def is_mutating(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def functionalize(module: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
+    """Return an equal module without in-place ops, but for ``copy_`` to placeholders at the end."""
+    if not any(is_mutating(node) for node in module.graph.nodes):
+        return module
+    interpreter = _Carrying(module)
+    with torch.no_grad():
+        return make_fx(torch.func.functionalize(interpreter.run), _allow_non_fake_inputs=True)(*inputs)
+
+
+class _Carrying(fx.Interpreter):
+    """Gives the nodes of the running trace the metadata of the node that is being interpreted."""
+
+    def __init__(self, module: fx.GraphModule):
+        super().__init__(module)
+        self._seen: fx.Node | None = None
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        graph = compat.traced_graph()
+        for node in compat.nodes_after(self._seen, graph):
+            for key in ("origin", "random_position"):
+                if key in n.meta:
+                    node.meta[key] = n.meta[key]
+            self._seen = node
+        return result

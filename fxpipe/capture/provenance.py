@@ -1,0 +1,144 @@
+"""Where every traced node comes from: module path, source line, forward or backward, and which forward op.
+
+A backward node is known by the forward op that it differentiates.  Autograd numbers the ops that it
+records; a hook on each recorded op says which of them is running backward, and the nodes traced
+meanwhile get its number.  (Operands would not do: a weight gradient uses values of any stage.)
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+import fxpipe
+from fxpipe import compat
+from fxpipe.graph import Origin
+
+_LIBRARY = tuple(os.path.dirname(os.path.abspath(f)) + os.sep for f in (torch.__file__, fxpipe.__file__))
+
+
+class Provenance(compat.TorchDispatchMode):
+    """While entered, gives every node of the running make_fx trace its ``origin``.
+
+    Before the gradient is taken, ``backward_from(loss)`` must be called.
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self._paths: list[str] = []
+        self._seq: int | None = None  # of the op that runs backward
+        self._backward = False
+        self._forward_origin: dict[int, Origin] = {}
+        self._random_states: dict[bytes, int] = {}
+        self._seen: fx.Node | None = None
+        self._model = model
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Provenance:
+        for path, module in self._model.named_modules():
+            push = _Push(self._paths, path)
+            self._handles.append(module.register_forward_pre_hook(push, prepend=True))
+            self._handles.append(module.register_forward_hook(self._pop))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        for handle in self._handles:
+            handle.remove()
+
+    def _pop(self, module: nn.Module, args: Any, output: Any) -> None:
+        # Not called for a module that raised: an error message wants the innermost path.
+        self._paths.pop()
+
+    @property
+    def path(self) -> str:
+        """Path of the module that runs now ("" for the model itself)."""
+        return self._paths[-1] if self._paths else ""
+
+    def source(self) -> str:
+        """The innermost frame that belongs neither to torch nor to fxpipe, as ``file:line``."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if self.is_users(file):
+                return f"{file}:{frame.f_lineno}"
+            frame = frame.f_back  # type: ignore[assignment]
+        return ""
+
+    @staticmethod
+    @functools.cache
+    def is_users(file: str) -> bool:
+        return not file.startswith((*_LIBRARY, "<"))
+
+    def backward_from(self, loss: torch.Tensor) -> None:
+        """From now on nodes are backward nodes; watch which recorded op each belongs to."""
+        self._backward = True
+        seen = set()
+        todo = [loss.grad_fn]
+        while todo:
+            fn = todo.pop()
+            if fn is None or fn in seen:
+                continue
+            seen.add(fn)
+            seq = compat.sequence_number(fn)
+            fn.register_prehook(_SetSeq(self, seq))
+            fn.register_hook(_SetSeq(self, None))
+            todo.extend(next_fn for next_fn, _ in fn.next_functions)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        new = compat.nodes_after(self._seen, compat.traced_graph())
+        if new:
+            self._seen = new[-1]
+            origin = self._origin()
+            for node in new:
+                node.meta["origin"] = origin
+                if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+                    node.meta["random_position"] = self._random_position()
+        return result
+
+    def _origin(self) -> Origin:
+        if not self._backward:
+            seq = compat.current_sequence_number()
+            origin = Origin(self.path, self.source(), seq)
+            self._forward_origin.setdefault(seq, origin)
+            return origin
+        if self._paths:  # a forward that runs again inside backward: activation checkpointing
+            return Origin(self.path, self.source(), self._seq, backward=True)
+        forward = self._forward_origin.get(self._seq) if self._seq is not None else None
+        if forward is None:
+            return Origin(seq=self._seq, backward=True)
+        return Origin(forward.path, forward.source, self._seq, backward=True)
+
+    def _random_position(self) -> int:
+        """The position of a random op in the model.
+
+        It is told by the state of torch's generator, which is moved on at each op, so that an op
+        that activation checkpointing repeats under a restored state gets the number it had before.
+        """
+        with compat.no_modes():
+            state = bytes(torch.get_rng_state().numpy())
+            torch.rand(())
+        return self._random_states.setdefault(state, len(self._random_states))
+
+
+class _Push:
+    def __init__(self, paths: list[str], path: str):
+        self._paths, self._path = paths, path
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self._paths.append(self._path)
+
+
+class _SetSeq:
+    def __init__(self, provenance: Provenance, seq: int | None):
+        self._provenance, self._seq = provenance, seq
+
+    def __call__(self, *gradients: Any) -> None:
+        self._provenance._seq = self._seq

@@ -1,0 +1,37 @@
+"""The errors that fxpipe raises.  Each message says what is wrong, where, and what to do."""
+
+
+class FxpipeError(Exception):
+    """Base of all of them."""
+
+
+class CaptureError(FxpipeError):
+    """The model or its loss cannot be traced."""
+
+
+class PartitionError(FxpipeError):
+    """The model cannot be cut as asked."""
+
+
+class VerifyError(FxpipeError):
+    """A rewrite left the graph in a state that it must not be in: a fault in fxpipe."""
+
+
+class ScheduleError(FxpipeError):
+    """A schedule is unknown, incomplete, or not one that can run."""
+
+
+class DeadlockError(ScheduleError):
+    """A schedule in which ranks would wait for each other for ever."""
+
+
+class ArtefactError(FxpipeError):
+    """A saved pipeline cannot be read or written."""
+
+
+class BatchError(FxpipeError):
+    """A batch is not like the example that the pipeline was compiled for."""
+
+
+class RunError(FxpipeError):
+    """A rank failed while the programs ran."""
