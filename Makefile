@@ -1,0 +1,53 @@
+# Every target does its own set-up: `make demo` and `make test` work on a fresh Linux machine with
+# Python 3.11 or newer, git, make and gcc. Another Python: `make test PYTHON=python3.12`.
+
+PYTHON ?= python3
+ARGS ?=
+
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
+
+.PHONY: help demo test lint env clean distclean
+
+help:
+	@echo "make demo       compile a small GPT-2 into 4 rank programs and train it here; see build/demo/"
+	@echo "make test       run the tests            (make test ARGS='-k text' runs some of them)"
+	@echo "make lint       check style and types    (ruff, mypy)"
+	@echo "make env        only make .venv and install into it"
+	@echo "make clean      remove what was built; make distclean removes .venv as well"
+
+demo: env
+	$(BIN)/python examples/demo.py $(ARGS)
+
+test: env
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+env: $(INSTALLED)
+
+# torch first and alone, by its exact version: constraints.txt says why.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	    echo "fxpipe needs Python 3.11 or newer, and '$(PYTHON)' is not that" \
+	         "($$($(PYTHON) --version 2>&1)). Name another: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@# Debian packages venv apart from Python.
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || scripts/apt_install.sh \
+	    $$($(PYTHON) -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])') || true
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@command -v dot >/dev/null || scripts/apt_install.sh graphviz || \
+	    echo "Graph drawings will be written as .dot only. For pictures: apt-get install graphviz"
+	@touch $@
+
+clean:
+	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find fxpipe tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf .venv
