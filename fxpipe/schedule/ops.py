@@ -1,9 +1,19 @@
-"""The vocabulary of schedules: a schedule is data, per rank a tuple of ops."""
+"""The vocabulary of schedules: a schedule is data, per rank a tuple of ops.
+
+As text an op is ``F2.5`` (the forward of stage 2, microbatch 5), an order one line a rank::
+
+    F0.0 F0.1 BW0.0 BW0.1
+    F1.0 BW1.0 F1.1 BW1.1
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
+
+from fxpipe.errors import ScheduleError
+from fxpipe.graph import Phase
 
 
 class OpKind(StrEnum):
@@ -11,6 +21,15 @@ class OpKind(StrEnum):
     B = "B"  # input gradient
     W = "W"  # weight gradient
     BW = "BW"  # both as one unit: its results leave when all of it is done (classical backward)
+
+
+PHASES: dict[OpKind, tuple[Phase, ...]] = {
+    OpKind.F: (Phase.F,),
+    OpKind.B: (Phase.B,),
+    OpKind.W: (Phase.W,),
+    OpKind.BW: (Phase.B, Phase.W),
+}
+"""The sections that an op of a kind runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +44,18 @@ class Op:
         return f"{self.kind}{self.stage}.{self.microbatch}"
 
 
+Order = tuple[tuple[Op, ...], ...]
+"""What each rank runs, in order."""
+
+
 @dataclass(frozen=True)
 class Schedule:
-    """``placement[stage]`` is the rank that holds the stage; ``order[rank]`` what that rank runs, in order."""
+    """``placement[stage]`` is the rank that holds a stage, ``order[rank]`` what that rank runs, in order."""
 
     name: str
     placement: tuple[int, ...]
     microbatches: int
-    order: tuple[tuple[Op, ...], ...]
+    order: Order
 
     @property
     def ranks(self) -> int:
@@ -41,3 +64,21 @@ class Schedule:
     @property
     def stages(self) -> int:
         return len(self.placement)
+
+
+def parse_op(text: str) -> Op:
+    """``"F2.5"`` to an op.  Raises ScheduleError where the text is none."""
+    match = re.fullmatch(r"(F|BW|B|W)(\d+)\.(\d+)", text)
+    if match is None:
+        raise ScheduleError(f"{text!r} is no op: write kind, stage, dot, microbatch, such as F2.5 or BW0.3")
+    return Op(OpKind(match[1]), int(match[2]), int(match[3]))
+
+
+def parse_order(text: str) -> Order:
+    """One line a rank (empty lines are skipped), ops divided by spaces; the inverse of :func:`order_text`."""
+    return tuple(tuple(parse_op(word) for word in line.split()) for line in text.splitlines() if line.strip())
+
+
+def order_text(order: Order) -> str:
+    """One line a rank."""
+    return "\n".join(" ".join(map(str, ops)) for ops in order)

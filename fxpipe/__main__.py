@@ -1,0 +1,5 @@
+"""``python -m fxpipe`` is ``fxpipe``."""
+
+from fxpipe.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,55 @@
+"""A time that no schedule can beat."""
+
+from __future__ import annotations
+
+from graphlib import CycleError, TopologicalSorter
+
+from fxpipe.errors import ScheduleError
+from fxpipe.schedule.costs import Costs
+from fxpipe.schedule.dependencies import (
+    SECTION_KINDS,
+    SECTIONS_PER_STAGE,
+    Needs,
+    durations,
+    needs,
+    op_of_value,
+)
+
+
+def lower_bound(costs: Costs, placement: tuple[int, ...], microbatches: int) -> float:
+    """Seconds that every schedule of this placement needs, from first start to last end.
+
+    The larger of two: one microbatch's longest path; and for any rank, the shortest way to its first
+    op, all its work, and the shortest way from its last op to the end of the step.
+    Raises ScheduleError where the edges form a cycle.
+    """
+    table, times = needs(costs, placement), durations(costs)
+    stages = range(len(placement))
+    waits = [table[kind][stage] for stage in stages for kind in SECTION_KINDS]
+    lasts = [times[kind][stage] for stage in stages for kind in SECTION_KINDS]
+    head, tail = _distances(waits, lasts)
+    bounds = [h + last + t for h, last, t in zip(head, lasts, tail, strict=True)]
+    own: dict[int, list[int]] = {}
+    for section in range(len(lasts)):
+        own.setdefault(placement[section // SECTIONS_PER_STAGE], []).append(section)
+    for mine in own.values():
+        work = microbatches * sum(lasts[i] for i in mine)
+        bounds.append(min(head[i] for i in mine) + work + min(tail[i] for i in mine))
+    return max(bounds)
+
+
+def _distances(waits: list[Needs], lasts: list[float]) -> tuple[list[float], list[float]]:
+    """The longest way to each section's start, and from its end to the end of all."""
+    graph = {section: [source for source, _ in sources] for section, sources in enumerate(waits)}
+    try:
+        order = tuple(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        cycle = " -> ".join(str(op_of_value(section, 1)).removesuffix(".0") for section in error.args[1])
+        raise ScheduleError(f"the edges between the sections form a cycle: {cycle}") from None
+    head, tail = [0.0] * len(lasts), [0.0] * len(lasts)
+    for section in order:
+        head[section] = max((head[s] + lasts[s] + delay for s, delay in waits[section]), default=0.0)
+    for section in reversed(order):
+        for source, delay in waits[section]:
+            tail[source] = max(tail[source], delay + lasts[section] + tail[section])
+    return head, tail

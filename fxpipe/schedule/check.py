@@ -1,0 +1,60 @@
+"""Is a schedule whole?  Every op once, on the rank of its stage, F before B before W."""
+
+from __future__ import annotations
+
+from fxpipe.errors import ScheduleError
+from fxpipe.schedule.dependencies import SECTIONS_PER_STAGE, op_of_value, sections
+from fxpipe.schedule.ops import Op, Schedule
+
+
+def check(schedule: Schedule) -> None:
+    """Raises ScheduleError, naming op and rank, where an op is missing, repeated, misplaced or too early.
+
+    A stage's backward of a microbatch is either B and W or one BW.  Whether the ranks' orders can
+    progress together is not checked here: the simulator and the deadlock proof do that.
+    """
+    _check_placement(schedule)
+    microbatches, table = schedule.microbatches, sections(schedule.stages)
+    done = bytearray(SECTIONS_PER_STAGE * schedule.stages * microbatches)
+    for rank, ops in enumerate(schedule.order):
+        for op in ops:
+            _check_home(schedule, rank, op)
+            for section in table[op.kind][op.stage]:
+                value = section * microbatches + op.microbatch
+                if done[value]:
+                    again = op_of_value(value, microbatches)
+                    raise _error(schedule, f"rank {rank} runs {again} a second time, as {op}")
+                if section % SECTIONS_PER_STAGE and not done[value - microbatches]:
+                    before = op_of_value(value - microbatches, microbatches)
+                    raise _error(schedule, f"rank {rank} runs {op} and has not run {before} before it")
+                done[value] = 1
+    missing = done.find(0)
+    if missing >= 0:
+        op = op_of_value(missing, microbatches)
+        raise _error(schedule, f"rank {schedule.placement[op.stage]} never runs {op}")
+
+
+def _check_placement(schedule: Schedule) -> None:
+    if schedule.microbatches < 1 or not schedule.placement:
+        raise _error(schedule, "needs at least one microbatch and one stage")
+    for stage, rank in enumerate(schedule.placement):
+        if not 0 <= rank < schedule.ranks:
+            raise _error(
+                schedule, f"stage {stage} is placed on rank {rank}, but there are {schedule.ranks} ranks"
+            )
+
+
+def _check_home(schedule: Schedule, rank: int, op: Op) -> None:
+    if not (0 <= op.stage < schedule.stages and 0 <= op.microbatch < schedule.microbatches):
+        raise _error(
+            schedule,
+            f"rank {rank} runs {op}, but there are {schedule.stages} stages and "
+            f"{schedule.microbatches} microbatches, both counted from 0",
+        )
+    home = schedule.placement[op.stage]
+    if home != rank:
+        raise _error(schedule, f"rank {rank} runs {op}, but stage {op.stage} is placed on rank {home}")
+
+
+def _error(schedule: Schedule, what: str) -> ScheduleError:
+    return ScheduleError(f"schedule {schedule.name}: {what}")

@@ -1,0 +1,92 @@
+"""What an op must wait for: the one reading of ``Costs.edges`` that all of this folder shares.
+
+Sections are counted densely, 3·stage + 0, 1, 2 for F, B, W; and what a section gives for one
+microbatch, its *value*, is section · microbatches + microbatch.
+"""
+
+from __future__ import annotations
+
+from fxpipe.errors import ScheduleError
+from fxpipe.graph import Colour, Phase
+from fxpipe.schedule.costs import Costs, StageCost
+from fxpipe.schedule.ops import PHASES, Op, OpKind
+
+Needs = tuple[tuple[int, float], ...]
+"""(section that must have ended, seconds that its value then travels), …"""
+
+SECTION_KINDS = (OpKind.F, OpKind.B, OpKind.W)
+SECTIONS_PER_STAGE = len(SECTION_KINDS)
+_OFFSET = {Phase.F: 0, Phase.B: 1, Phase.W: 2}
+
+
+def index(colour: Colour) -> int:
+    if colour.phase not in _OFFSET:
+        raise ScheduleError(
+            f"an edge at phase {colour.phase} of stage {colour.stage}: schedules hold F, B and W only"
+        )
+    return SECTIONS_PER_STAGE * colour.stage + _OFFSET[colour.phase]
+
+
+def sections(stages: int) -> dict[OpKind, tuple[tuple[int, ...], ...]]:
+    """Per kind and stage, the sections that an op runs: two for BW."""
+    return {
+        kind: tuple(tuple(index(Colour(stage, phase)) for phase in PHASES[kind]) for stage in range(stages))
+        for kind in OpKind
+    }
+
+
+def op_of_value(value: int, microbatches: int) -> Op:
+    """The F, B or W that gives a value."""
+    section, microbatch = divmod(value, microbatches)
+    stage, offset = divmod(section, SECTIONS_PER_STAGE)
+    return Op(SECTION_KINDS[offset], stage, microbatch)
+
+
+def durations(costs: Costs) -> dict[OpKind, tuple[float, ...]]:
+    """Per kind and stage, how long an op takes."""
+    return {kind: tuple(_seconds(kind, cost) for cost in costs.stages) for kind in OpKind}
+
+
+def _seconds(kind: OpKind, cost: StageCost) -> float:
+    match kind:
+        case OpKind.F:
+            return cost.forward
+        case OpKind.B:
+            return cost.backward
+        case OpKind.W:
+            return cost.weight
+        case OpKind.BW:
+            return cost.backward + cost.weight
+
+
+def needs(costs: Costs, placement: tuple[int, ...]) -> dict[OpKind, tuple[Needs, ...]]:
+    """Per kind and stage, what an op waits for: the edges, and F before B before W of its own stage.
+
+    An edge takes time only between two ranks.  Raises ScheduleError where the costs are not those of
+    as many stages as are placed, or an edge names another stage.
+    """
+    stages = len(placement)
+    if len(costs.stages) != stages:
+        raise ScheduleError(f"costs of {len(costs.stages)} stages given for {stages} placed stages")
+    incoming: list[dict[int, float]] = [{} for _ in range(SECTIONS_PER_STAGE * stages)]
+    for section in range(len(incoming)):
+        if section % SECTIONS_PER_STAGE:
+            incoming[section][section - 1] = 0.0
+    for edge in costs.edges:
+        for end in (edge.source, edge.target):
+            if not 0 <= end.stage < stages:
+                raise ScheduleError(f"an edge names stage {end.stage}, but there are {stages} stages")
+        local = placement[edge.source.stage] == placement[edge.target.stage]
+        source, delay = index(edge.source), 0.0 if local else edge.seconds
+        into = incoming[index(edge.target)]
+        into[source] = max(delay, into.get(source, 0.0))
+    return {
+        kind: tuple(_needs_of(incoming, own) for own in per_stage)
+        for kind, per_stage in sections(stages).items()
+    }
+
+
+def _needs_of(incoming: list[dict[int, float]], own: tuple[int, ...]) -> Needs:
+    return tuple(
+        (source, delay) for section in own for source, delay in incoming[section].items() if source not in own
+    )

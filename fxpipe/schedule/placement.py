@@ -1,0 +1,37 @@
+"""Which rank holds which stage."""
+
+from __future__ import annotations
+
+from fxpipe.errors import ScheduleError
+
+
+def plain(ranks: int, stages_per_rank: int) -> tuple[int, ...]:
+    """Round and round: stage s on rank s mod p."""
+    return tuple(range(ranks)) * stages_per_rank
+
+
+def v_shape(ranks: int, stages_per_rank: int) -> tuple[int, ...]:
+    """Down and back up: 0 … p-1, p-1 … 0 (2405.15362); more stages go on in zigzag."""
+    down = tuple(range(ranks))
+    return tuple(rank for chunk in range(stages_per_rank) for rank in (down[::-1] if chunk % 2 else down))
+
+
+PLACEMENTS = {"plain": plain, "v": v_shape}
+
+
+def place(name: str, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
+    """The placement called ``name``: stage -> rank.
+
+    Raises ScheduleError, listing the known ones, for another name.
+    """
+    if name not in PLACEMENTS:
+        raise ScheduleError(f"unknown placement {name!r}; known: {', '.join(sorted(PLACEMENTS))}")
+    return PLACEMENTS[name](ranks, stages_per_rank)
+
+
+def stages_of(placement: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Per rank its stages, in model order."""
+    own: list[list[int]] = [[] for _ in range(max(placement) + 1)]
+    for stage, rank in enumerate(placement):
+        own[rank].append(stage)
+    return tuple(map(tuple, own))

@@ -1,0 +1,74 @@
+"""Orders of forward and backward alone, per rank; each names its source.
+
+A spine is built for a number of microbatches that suits its pattern, and the ones that are too many
+are left out: microbatches do not wait for each other, so what remains can still progress.
+``backward`` is B, for W to be put between later, or BW.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from fxpipe.schedule.ops import Op, OpKind, Order
+from fxpipe.schedule.placement import stages_of
+
+
+def breadth_first(placement: tuple[int, ...], microbatches: int, backward: OpKind) -> Order:
+    """All forwards, a stage at a time, then all backwards (GPipe, 1811.06965; looped: 2211.05953)."""
+    return tuple(
+        (
+            *(Op(OpKind.F, stage, j) for stage in stages for j in range(microbatches)),
+            *(Op(backward, stage, j) for stage in reversed(stages) for j in range(microbatches)),
+        )
+        for stages in stages_of(placement)
+    )
+
+
+def interleaved(
+    placement: tuple[int, ...], microbatches: int, backward: OpKind, in_flight: Callable[[int], int]
+) -> Order:
+    """One forward, one backward, over any number of chunks a rank (2104.04473).
+
+    Microbatches go in groups of p, a group through one chunk after the other.  ``in_flight(rank)`` is
+    how many forwards may be without their backward; with one chunk and p - rank of them this is 1F1B.
+    """
+    ranks = max(placement) + 1
+    groups = range(0, microbatches, ranks)
+    order = []
+    for rank, stages in enumerate(stages_of(placement)):
+        down = [Op(OpKind.F, stage, i + j) for i in groups for stage in stages for j in range(ranks)]
+        up = [Op(backward, stage, i + j) for i in groups for stage in reversed(stages) for j in range(ranks)]
+        warm = min(in_flight(rank) - 1, len(down))
+        pairs = zip(down[warm:], up, strict=False)
+        ops = (*down[:warm], *(op for pair in pairs for op in pair), *up[len(down) - warm :])
+        order.append(tuple(op for op in ops if op.microbatch < microbatches))
+    return tuple(order)
+
+
+def zero_bubble_v(ranks: int, microbatches: int, backward: OpKind) -> Order:
+    """The order of ZB-V (2401.10241): two chunks a rank in V placement, at most 2p of them in flight."""
+    return tuple(_zero_bubble_v(rank, ranks, microbatches, backward) for rank in range(ranks))
+
+
+def _zero_bubble_v(rank: int, ranks: int, microbatches: int, backward: OpKind) -> tuple[Op, ...]:
+    f, b = OpKind.F, backward
+    whole = max(microbatches, 2 * ranks - 1)
+    stage = (rank, 2 * ranks - 1 - rank)
+    ops: list[Op] = []
+    count: Counter[tuple[OpKind, int]] = Counter()
+
+    def run(*steps: tuple[OpKind, int], times: int = 1) -> None:
+        for _ in range(times):
+            for kind, chunk in steps:
+                ops.append(Op(kind, stage[chunk], count[kind, chunk]))
+                count[kind, chunk] += 1
+
+    run((f, 0), times=2 * (ranks - rank) - 1)
+    run((f, 1), (f, 0), times=rank)
+    run((f, 1), (b, 1), times=ranks - rank)
+    run((f, 0), (b, 0), (f, 1), (b, 1), times=whole - count[f, 0])
+    run((b, 0), (f, 1), (b, 1), times=whole - count[f, 1])
+    run((b, 0), (b, 1), times=rank)
+    run((b, 0), times=ranks - rank)
+    return tuple(op for op in ops if op.microbatch < microbatches)

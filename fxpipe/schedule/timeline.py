@@ -1,0 +1,92 @@
+"""What a simulated step was like: times, bubbles, memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from fxpipe.schedule.bound import lower_bound
+from fxpipe.schedule.costs import Costs
+from fxpipe.schedule.ops import Op, OpKind, Schedule
+
+
+class Span(NamedTuple):
+    """When an op ran, in the unit of the costs (seconds)."""
+
+    op: Op
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """``spans[rank]`` is what the rank ran, in order.  Times and bytes are in the units of ``costs``."""
+
+    schedule: Schedule
+    costs: Costs
+    spans: tuple[tuple[Span, ...], ...]
+
+    @cached_property
+    def seconds(self) -> float:
+        """The makespan: from the first op's start to the last op's end over all ranks."""
+        return max(spans[-1].end for spans in self.spans if spans) - min(
+            spans[0].start for spans in self.spans if spans
+        )
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Seconds that each rank computes."""
+        return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
+
+    @cached_property
+    def span_bubble(self) -> float:
+        """The rate of 2401.10241: (span - work) / span.
+
+        The span is the longest of the ranks' times from their first op's start to their last op's end;
+        the work is that of the busiest rank, which for even costs is the paper's m·(F+B+W).
+        """
+        return _bubble(max(spans[-1].end - spans[0].start for spans in self.spans if spans), max(self.busy))
+
+    @cached_property
+    def makespan_bubble(self) -> float:
+        """The same rate with the makespan for the span."""
+        return _bubble(self.seconds, max(self.busy))
+
+    @cached_property
+    def memory(self) -> tuple[tuple[tuple[float, float], ...], ...]:
+        """Per rank the steps of its memory: (time, bytes live from that time on)."""
+        return tuple(_memory(spans, self.costs) for spans in self.spans)
+
+    @cached_property
+    def peak_memory(self) -> tuple[float, ...]:
+        """Per rank the most that is live at a time."""
+        return tuple(max((live for _, live in steps), default=0.0) for steps in self.memory)
+
+    @cached_property
+    def lower_bound(self) -> float:
+        """Seconds below which no schedule of this placement can come; see :mod:`fxpipe.schedule.bound`."""
+        return lower_bound(self.costs, self.schedule.placement, self.schedule.microbatches)
+
+
+def _bubble(whole: float, work: float) -> float:
+    # The largest rank's own sum of times can exceed its span by rounding.
+    return max(0.0, (whole - work) / whole) if whole > 0 else 0.0
+
+
+def _memory(spans: tuple[Span, ...], costs: Costs) -> tuple[tuple[float, float], ...]:
+    live, steps = 0.0, []
+    for op, start, end in spans:
+        cost = costs.stages[op.stage]
+        match op.kind:
+            case OpKind.F:
+                time, change = start, cost.saved
+            case OpKind.B:
+                time, change = end, cost.kept - cost.saved
+            case OpKind.W:
+                time, change = end, -cost.kept
+            case OpKind.BW:
+                time, change = end, -cost.saved
+        live += change
+        steps.append((time, live))
+    return tuple(steps)

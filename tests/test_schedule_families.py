@@ -1,0 +1,222 @@
+"""The named schedules: their orders, their bubbles against the papers, their memory."""
+
+import pytest
+
+from fxpipe.errors import DeadlockError, ScheduleError
+from fxpipe.schedule.costs import Costs, StageCost, chain
+from fxpipe.schedule.families import FAMILIES, build
+from fxpipe.schedule.ops import order_text, parse_order
+from fxpipe.schedule.simulator import simulate
+from fxpipe.schedule.timeline import Timeline
+from fxpipe.schedule.weights import Gap, fill, lag
+
+
+def even(ranks: int, stages_per_rank: int = 1, times=(1.0, 1.0, 1.0), comm: float = 0.0) -> Costs:
+    """Stages that cost 1/v of ``times``, memory in microbatches of a rank; a B frees nothing."""
+    v = stages_per_rank
+    forward, backward, weight = (time / v for time in times)
+    return chain([StageCost(forward, backward, weight, 1 / v, 1 / v)] * (ranks * v), comm)
+
+
+def run(name, ranks, microbatches, stages_per_rank=1, placement="plain", **costs) -> Timeline:
+    table = even(ranks, stages_per_rank, **costs)
+    schedule = build(
+        name,
+        ranks=ranks,
+        microbatches=microbatches,
+        costs=table,
+        stages_per_rank=stages_per_rank,
+        placement=placement,
+    )
+    return simulate(schedule, table)
+
+
+def text(*arguments, **options) -> str:
+    return order_text(run(*arguments, **options).schedule.order)
+
+
+def lines(expected: str) -> str:
+    return "\n".join(line.strip() for line in expected.strip().splitlines())
+
+
+def test_order_of_gpipe():
+    assert text("gpipe", 2, 3) == lines("""
+        F0.0 F0.1 F0.2 BW0.0 BW0.1 BW0.2
+        F1.0 F1.1 F1.2 BW1.0 BW1.1 BW1.2
+    """)
+    assert text("gpipe", 2, 2, 2, "v") == lines("""
+        F0.0 F0.1 F3.0 F3.1 BW3.0 BW3.1 BW0.0 BW0.1
+        F1.0 F1.1 F2.0 F2.1 BW2.0 BW2.1 BW1.0 BW1.1
+    """)
+
+
+def test_order_of_1f1b():
+    assert text("1f1b", 3, 4) == lines("""
+        F0.0 F0.1 F0.2 BW0.0 F0.3 BW0.1 BW0.2 BW0.3
+        F1.0 F1.1 BW1.0 F1.2 BW1.1 F1.3 BW1.2 BW1.3
+        F2.0 BW2.0 F2.1 BW2.1 F2.2 BW2.2 F2.3 BW2.3
+    """)
+
+
+def test_order_of_1f1b_with_fewer_microbatches_than_ranks():
+    assert text("1f1b", 3, 1) == "F0.0 BW0.0\nF1.0 BW1.0\nF2.0 BW2.0"
+    assert text("1f1b", 3, 2) == lines("""
+        F0.0 F0.1 BW0.0 BW0.1
+        F1.0 F1.1 BW1.0 BW1.1
+        F2.0 BW2.0 F2.1 BW2.1
+    """)
+
+
+def test_order_of_interleaved_1f1b():
+    assert text("1f1b", 2, 4, 2) == lines("""
+        F0.0 F0.1 F2.0 F2.1 F0.2 BW2.0 F0.3 BW2.1 F2.2 BW0.0 F2.3 BW0.1 BW2.2 BW2.3 BW0.2 BW0.3
+        F1.0 F1.1 F3.0 BW3.0 F3.1 BW3.1 F1.2 BW1.0 F1.3 BW1.1 F3.2 BW3.2 F3.3 BW3.3 BW1.2 BW1.3
+    """)
+
+
+def test_order_of_zb_h1():
+    assert text("zb-h1", 3, 4) == lines("""
+        F0.0 F0.1 F0.2 B0.0 W0.0 F0.3 B0.1 W0.1 B0.2 W0.2 B0.3 W0.3
+        F1.0 F1.1 B1.0 F1.2 B1.1 W1.0 F1.3 B1.2 W1.1 B1.3 W1.2 W1.3
+        F2.0 B2.0 F2.1 B2.1 F2.2 B2.2 W2.0 F2.3 B2.3 W2.1 W2.2 W2.3
+    """)
+
+
+def test_order_of_zb_h1_in_v_placement():
+    assert text("zb-h1", 2, 3, 2, "v") == lines("""
+        F0.0 F0.1 F0.2 F3.0 B3.0 W3.0 F3.1 B3.1 W3.1 B0.0 W0.0 F3.2 B3.2 B0.1 W3.2 B0.2 W0.1 W0.2
+        F1.0 F2.0 F1.1 F2.1 B2.0 W2.0 F1.2 B1.0 W1.0 F2.2 B2.1 B1.1 B2.2 B1.2 W2.1 W1.1 W2.2 W1.2
+    """)
+
+
+PAPER = [  # 2401.10241: p, m, F, B, W, Tc, 1F1B, ZB-H1
+    (8, 24, 18.522, 18.086, 9.337, 0.601, 0.2431, 0.1585),
+    (8, 32, 18.513, 18.086, 9.331, 0.626, 0.1985, 0.1242),
+    (8, 64, 18.546, 18.097, 9.321, 0.762, 0.1240, 0.0674),
+    (8, 24, 29.718, 29.444, 19.927, 0.527, 0.2347, 0.1323),
+    (8, 32, 29.802, 29.428, 19.530, 0.577, 0.1898, 0.1045),
+    (8, 64, 29.935, 29.621, 19.388, 0.535, 0.1091, 0.0554),
+]
+
+
+@pytest.mark.parametrize(("p", "m", "f", "b", "w", "comm", "classical", "zb"), PAPER)
+def test_span_bubble_is_the_papers_to_four_decimals(p, m, f, b, w, comm, classical, zb):
+    assert round(run("1f1b", p, m, times=(f, b, w), comm=comm).span_bubble, 4) == classical
+    timeline = run("zb-h1", p, m, times=(f, b, w), comm=comm)
+    assert round(timeline.span_bubble, 4) == zb
+    assert timeline.peak_memory == (p,) * p
+
+
+@pytest.mark.parametrize(
+    ("m", "times", "comm", "bubble"),
+    [  # per chunk, 2401.10241
+        (48, (14.407, 14.380, 9.676), 1.610, 0.0697),
+        (64, (14.412, 14.393, 9.688), 1.621, 0.0533),
+        (128, (14.316, 14.306, 9.639), 1.619, 0.0274),
+    ],
+)
+def test_zb_h1_in_v_placement_is_the_papers_zb_v(m, times, comm, bubble):
+    timeline = run("zb-h1", 16, m, 2, "v", times=tuple(2 * time for time in times), comm=comm)
+    assert round(timeline.span_bubble, 4) == bubble
+    assert max(timeline.peak_memory) == 16
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (3, 6), (4, 8), (5, 20), (8, 16)])
+def test_published_formulas(p, m):
+    f, b, w, comm = 2.0, 1.75, 1.0, 0.0625
+    work = m * (f + b + w)
+    span = work + (p - 1) * (f + b + w) + 2 * comm * ((p - 1) * m / p + p - 2)
+    assert run("1f1b", p, m, times=(f, b, w), comm=comm).span_bubble == pytest.approx(1 - work / span)
+    span = work + (p - 1) * (f + b - w) + 4 * (p - 1) * comm
+    assert run("zb-h1", p, m, times=(f, b, w), comm=comm).span_bubble == pytest.approx(1 - work / span)
+
+
+@pytest.mark.parametrize("m", [8, 24, 64])
+def test_two_chunks_a_rank_without_communication(m):
+    """The interleaved bubble is 1/v of 1F1B's; F = B = W in V placement leaves none."""
+    assert run("1f1b", 8, m, 2).span_bubble == pytest.approx(10.5 / (10.5 + 3 * m))
+    assert run("zb-h1", 8, m, 2).span_bubble == pytest.approx(3.5 / (3.5 + 3 * m))
+    if m >= 16:
+        assert run("zb-h1", 8, m, 2, "v").span_bubble == pytest.approx(0, abs=1e-12)
+
+
+def test_peak_memory():
+    assert run("gpipe", 4, 6).peak_memory == (6, 6, 6, 6)
+    assert run("1f1b", 4, 6).peak_memory == (4, 3, 2, 1)
+    assert run("1f1b", 8, 24, 2).peak_memory == (11.5, 10.5, 9.5, 8.5, 7.5, 6.5, 5.5, 4.5)
+    assert max(run("1f1b", 8, 24, 2, "v").peak_memory) == 8
+    assert run("zb-h1", 4, 6).peak_memory == (4, 4, 4, 4)
+    assert run("zb-h1", 4, 2).peak_memory == (2, 2, 2, 2)
+    assert run("zb-h1", 8, 24, 2).peak_memory == (8,) * 8
+    assert run("zb-h1", 8, 24, 2, "v").peak_memory == (8,) * 8
+
+
+def test_one_stage_a_rank_is_the_same_in_v_placement():
+    for name in FAMILIES:
+        assert run(name, 3, 4, 1, "v").schedule == run(name, 3, 4).schedule
+
+
+@pytest.mark.parametrize("placement", ["plain", "v"])
+def test_one_rank_has_no_bubble(placement):
+    for name in FAMILIES:
+        assert run(name, 1, 3, 2, placement).makespan_bubble == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": "zb-h9"}, "unknown schedule 'zb-h9'; known: gpipe, 1f1b, zb-h1"),
+        ({"ranks": 0}, "ranks is 0; it must be at least 1"),
+        ({"microbatches": 0}, "microbatches is 0; it must be at least 1"),
+        ({"stages_per_rank": -1}, "stages_per_rank is -1; it must be at least 1"),
+        ({"ranks": 3}, "3 ranks of 1 stages each need the costs of 3 stages, not 2"),
+        ({"placement": "x"}, "unknown placement 'x'; known: plain, v"),
+    ],
+)
+def test_bad_input(changes, message):
+    good = {"name": "zb-h1", "ranks": 2, "microbatches": 2, "costs": even(2)}
+    with pytest.raises(ScheduleError, match=message):
+        build(**{**good, **changes})
+
+
+def test_v_placement_has_two_stages_a_rank():
+    with pytest.raises(ScheduleError, match="zb-h1 in V placement has 2 stages per rank, not 3"):
+        run("zb-h1", 2, 2, 3, "v")
+
+
+SPINE = parse_order("F0.0 F0.1 B0.0 B0.1\nF1.0 B1.0 F1.1 B1.1")
+
+
+def test_lag():
+    assert order_text(lag(SPINE, lambda rank: rank)) == lines("""
+        F0.0 F0.1 B0.0 W0.0 B0.1 W0.1
+        F1.0 B1.0 F1.1 B1.1 W1.0 W1.1
+    """)
+
+
+@pytest.mark.parametrize(
+    ("gap", "first"),
+    [  # rank 0 waits a half for B0.1, where a W is 1 long
+        (Gap.ANY, "F0.0 F0.1 B0.0 W0.0 B0.1 W0.1"),
+        (Gap.WHOLE, "F0.0 F0.1 B0.0 B0.1 W0.0 W0.1"),
+        (Gap.LEAST, "F0.0 F0.1 B0.0 W0.0 B0.1 W0.1"),
+    ],
+)
+def test_fill_by_gap(gap, first):
+    costs = chain([StageCost(1.0, 1.5, 1.0, 1, 1), StageCost(1.0, 1.0, 1.0, 1, 1)])
+    assert order_text(fill(SPINE, (0, 1), costs, (2, 2), gap)).splitlines()[0] == first
+
+
+def test_fill_runs_w_where_memory_is_full():
+    costs = chain([StageCost(1, 1, 1, 1, 1)] * 2)
+    assert order_text(fill(SPINE, (0, 1), costs, (2, 1), Gap.WHOLE)).splitlines()[1] == (
+        "F1.0 B1.0 W1.0 F1.1 B1.1 W1.1"
+    )
+    with pytest.raises(ScheduleError, match=r"rank 0 cannot run F0\.1 within its memory limit of 1: 1 is"):
+        fill(SPINE, (0, 1), costs, (1, 1), Gap.WHOLE)
+
+
+def test_fill_of_a_spine_that_cannot_progress():
+    spine = parse_order("F0.0 B0.0 F0.1 B0.1\nF1.0 F1.1 B1.0 B1.1")
+    with pytest.raises(DeadlockError, match=r"cannot progress: rank 0 at B0\.0, rank 1 at F1\.1"):
+        fill(spine, (0, 1), even(2), (2, 2), Gap.ANY)

@@ -1,0 +1,170 @@
+"""Instructions of small schedules, and the proof that they end."""
+
+import pytest
+
+from fxpipe.errors import DeadlockError, ScheduleError
+from fxpipe.graph import Colour, Phase
+from fxpipe.schedule.costs import Edge, StageCost, chain
+from fxpipe.schedule.deadlock import prove
+from fxpipe.schedule.lowering import Post, Wait, lower
+from fxpipe.schedule.ops import Schedule, parse_order
+
+F, B, W = Phase.F, Phase.B, Phase.W
+
+
+def edge(source: tuple[Phase, int], target: tuple[Phase, int]) -> Edge:
+    return Edge(Colour(source[1], source[0]), Colour(target[1], target[0]))
+
+
+def hand(text: str, placement: tuple[int, ...], microbatches: int = 1) -> Schedule:
+    return Schedule("hand", placement, microbatches, parse_order(text))
+
+
+def text(program) -> list[str]:
+    return [str(instruction) for instruction in program]
+
+
+CHAIN = chain([StageCost(1, 1, 1)] * 2).edges
+
+
+def test_receives_are_posted_one_compute_ahead():
+    schedule = hand("F0.0 F0.1 B0.0 W0.0 B0.1 W0.1\nF1.0 B1.0 F1.1 B1.1 W1.0 W1.1", (0, 1), 2)
+    programs = lower(schedule, CHAIN)
+    assert text(programs[0]) == [
+        "compute F0.0",
+        "send F0 -> F1, microbatch 0",
+        "post B1 -> B0, microbatch 0",
+        "compute F0.1",
+        "send F0 -> F1, microbatch 1",
+        "wait B1 -> B0, microbatch 0",
+        "compute B0.0",
+        "post B1 -> B0, microbatch 1",
+        "compute W0.0",
+        "wait B1 -> B0, microbatch 1",
+        "compute B0.1",
+        "compute W0.1",
+    ]
+    assert text(programs[1]) == [
+        "post F0 -> F1, microbatch 0",
+        "wait F0 -> F1, microbatch 0",
+        "compute F1.0",
+        "post F0 -> F1, microbatch 1",
+        "compute B1.0",
+        "send B1 -> B0, microbatch 0",
+        "wait F0 -> F1, microbatch 1",
+        "compute F1.1",
+        "compute B1.1",
+        "send B1 -> B0, microbatch 1",
+        "compute W1.0",
+        "compute W1.1",
+    ]
+    prove(programs, schedule.placement)
+
+
+def test_edges_within_a_rank_are_no_messages():
+    schedule = hand("F0.0 F1.0 BW1.0 BW0.0", (0, 0))
+    assert text(lower(schedule, CHAIN)[0]) == [
+        "compute F0.0",
+        "compute F1.0",
+        "compute BW1.0",
+        "compute BW0.0",
+    ]
+
+
+def test_a_fused_backward_takes_and_gives_the_edges_of_both_its_sections():
+    edges = (*CHAIN, edge((F, 0), (W, 1)), edge((W, 1), (W, 0)))
+    schedule = hand("F0.0 BW0.0\nF1.0 BW1.0", (0, 1))
+    programs = lower(schedule, edges)
+    assert text(programs[1]) == [
+        "post F0 -> F1, microbatch 0",
+        "post F0 -> W1, microbatch 0",
+        "wait F0 -> F1, microbatch 0",
+        "compute F1.0",
+        "wait F0 -> W1, microbatch 0",
+        "compute BW1.0",
+        "send B1 -> B0, microbatch 0",
+        "send W1 -> W0, microbatch 0",
+    ]
+    prove(programs, schedule.placement)
+
+
+def test_receives_are_posted_earlier_where_the_channel_is_used_in_another_order():
+    """Rank 0 sends microbatch 0, then 1; rank 1 needs 1 first."""
+    schedule = hand("F0.0 F0.1 BW0.1 BW0.0\nF1.1 BW1.1 F1.0 BW1.0", (0, 1), 2)
+    programs = lower(schedule, CHAIN)
+    assert text(programs[1])[:5] == [
+        "post F0 -> F1, microbatch 0",
+        "post F0 -> F1, microbatch 1",
+        "wait F0 -> F1, microbatch 1",
+        "compute F1.1",
+        "compute BW1.1",
+    ]
+    prove(programs, schedule.placement)
+
+
+def test_a_skip_connection_shares_the_channel():
+    """Stage 2 lies on stage 1's rank, and its skip value is sent before the next microbatch's."""
+    edges = (*chain([StageCost(1, 1, 1)] * 3).edges, edge((F, 0), (F, 2)))
+    schedule = hand("F0.0 F0.1 BW0.0 BW0.1\nF1.0 F1.1 F2.0 BW2.0 F2.1 BW2.1 BW1.0 BW1.1", (0, 1, 1), 2)
+    programs = lower(schedule, edges)
+    posts = [str(i).removeprefix("post ") for i in programs[1] if isinstance(i, Post)]
+    assert posts == [f"F0 -> F{stage}, microbatch {j}" for j in (0, 1) for stage in (1, 2)]
+    prove(programs, schedule.placement)
+
+
+def test_two_edges_between_the_same_sections():
+    with pytest.raises(ScheduleError, match="two edges from F0 to F1"):
+        lower(hand("F0.0 BW0.0\nF1.0 BW1.0", (0, 1)), (*CHAIN, CHAIN[0]))
+
+
+def test_lowering_checks_the_schedule():
+    with pytest.raises(ScheduleError, match=r"rank 1 never runs B1\.0"):
+        lower(hand("F0.0 BW0.0\nF1.0", (0, 1)), CHAIN)
+
+
+def test_ranks_that_wait_for_each_other():
+    schedule = hand("F0.0 BW0.0 F0.1 BW0.1\nF1.0 F1.1 BW1.0 BW1.1\nF2.0 F2.1 BW2.0 BW2.1", (0, 1, 2), 2)
+    with pytest.raises(DeadlockError) as error:
+        prove(lower(schedule, chain([StageCost(1, 1, 1)] * 3).edges), schedule.placement)
+    assert str(error.value).splitlines() == [
+        "the programs of the ranks block each other:",
+        "  rank 0, before BW0.0: wait B1 -> B0, microbatch 0, from rank 1",
+        "  rank 1, before F1.1: wait F0 -> F1, microbatch 1, from rank 0",
+        "  rank 2, before F2.1: wait F1 -> F2, microbatch 1, from rank 1",
+    ]
+
+
+def test_a_rank_that_has_finished_is_said_to_have():
+    programs = lower(hand("F0.0 BW0.0\nF1.0 BW1.0", (0, 1)), CHAIN)
+    orphan = (*programs[1], Wait(CHAIN[0], 9))
+    with pytest.raises(DeadlockError) as error:
+        prove((programs[0], orphan), (0, 1))
+    assert str(error.value).splitlines()[1:] == [
+        "  rank 0 has finished",
+        "  rank 1, before its end: wait F0 -> F1, microbatch 9, from rank 0",
+    ]
+
+
+def test_a_receive_that_is_posted_too_late():
+    """Waited for before it is posted: the rank blocks itself."""
+    programs = lower(hand("F0.0 BW0.0\nF1.0 BW1.0", (0, 1)), CHAIN)
+    post, wait, *rest = programs[1]
+    with pytest.raises(
+        DeadlockError, match=r"rank 1, before F1\.0: wait F0 -> F1, microbatch 0, from rank 0"
+    ):
+        prove((programs[0], (wait, post, *rest)), (0, 1))
+
+
+def test_channels_whose_ends_disagree():
+    schedule = hand("F0.0 F0.1 BW0.0 BW0.1\nF1.0 F1.1 BW1.0 BW1.1", (0, 1), 2)
+    first, second = lower(schedule, CHAIN)
+    posts = [position for position, i in enumerate(second) if isinstance(i, Post)]
+    swapped = list(second)
+    swapped[posts[0]], swapped[posts[1]] = swapped[posts[1]], swapped[posts[0]]
+    with pytest.raises(DeadlockError, match="message 0 from rank 0 to rank 1") as error:
+        prove((first, tuple(swapped)), (0, 1))
+    assert "rank 0 has 'send F0 -> F1, microbatch 0', rank 1 has 'post F0 -> F1, microbatch 1'" in str(
+        error.value
+    )
+    with pytest.raises(DeadlockError, match="rank 1 has 'no post'"):
+        prove((first, second[:1]), (0, 1))

@@ -1,0 +1,136 @@
+"""What holds for every family, whatever the ranks, microbatches, chunks, costs and skip connections."""
+
+from collections import defaultdict
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxpipe.graph import Colour, Phase
+from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
+from fxpipe.schedule.critical import critical_path
+from fxpipe.schedule.deadlock import prove
+from fxpipe.schedule.families import FAMILIES, build
+from fxpipe.schedule.lowering import Compute, Post, Send, Wait, lower
+from fxpipe.schedule.ops import PHASES, OpKind, Schedule
+from fxpipe.schedule.simulator import simulate
+
+TIMES = st.floats(0, 4).map(lambda time: round(time, 2))
+
+
+@st.composite
+def problems(draw) -> tuple[Schedule, Costs]:
+    ranks, microbatches, chunks = draw(st.integers(1, 6)), draw(st.integers(1, 14)), draw(st.integers(1, 2))
+    stages = ranks * chunks
+    saved, kept = draw(st.sampled_from([(1.0, 1.0), (1.0, 0.5), (1.0, 0.0), (0.0, 0.0)]))
+    costs = chain(
+        [StageCost(draw(TIMES), draw(TIMES), draw(TIMES), saved, kept) for _ in range(stages)], draw(TIMES)
+    )
+    reach = st.tuples(st.integers(0, stages - 1), st.integers(0, stages - 1))
+    skips = {tuple(sorted(pair)) for pair in draw(st.lists(reach, max_size=3)) if abs(pair[0] - pair[1]) > 1}
+    extra = [Edge(Colour(a, Phase.F), Colour(b, Phase.F), seconds=draw(TIMES)) for a, b in skips]
+    extra += [Edge(Colour(b, Phase.B), Colour(a, Phase.B), seconds=draw(TIMES)) for a, b in skips]
+    extra += [Edge(Colour(a, Phase.F), Colour(b, Phase.W), seconds=draw(TIMES)) for a, b in skips]
+    costs = Costs(costs.stages, (*costs.edges, *extra))
+    schedule = build(
+        draw(st.sampled_from(list(FAMILIES))),
+        ranks=ranks,
+        microbatches=microbatches,
+        costs=costs,
+        stages_per_rank=chunks,
+        placement=draw(st.sampled_from(["plain", "v"])),
+    )
+    return schedule, costs
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems())
+def test_complete_and_not_below_the_bound(problem):
+    schedule, costs = problem
+    timeline = simulate(schedule, costs)
+    rounding = 1e-9 * (1 + timeline.seconds)
+    assert timeline.seconds >= timeline.lower_bound - rounding
+    assert 0 <= timeline.span_bubble <= timeline.makespan_bubble + 1e-9
+    for spans in timeline.spans:
+        assert all(before.end <= after.start for before, after in pairwise(spans))
+    path = critical_path(timeline)
+    assert path[0].start == 0
+    assert path[-1].end == max(spans[-1].end for spans in timeline.spans)
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems())
+def test_the_ops_of_a_stage_run_in_the_order_of_the_microbatches(problem):
+    schedule, _ = problem
+    seen: dict[tuple[OpKind, int], list[int]] = defaultdict(list)
+    for ops in schedule.order:
+        for op in ops:
+            seen[op.kind, op.stage].append(op.microbatch)
+    assert all(order == list(range(schedule.microbatches)) for order in seen.values())
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems())
+def test_memory_stays_within_what_the_family_claims(problem):
+    schedule, costs = problem
+    p, m, v = schedule.ranks, schedule.microbatches, schedule.stages // schedule.ranks
+    plain = schedule.placement == tuple(range(p)) * v
+    timeline = simulate(schedule, costs)
+    chunk = costs.stages[0].saved
+    for rank, (peak, steps) in enumerate(zip(timeline.peak_memory, timeline.memory, strict=True)):
+        claim = {
+            "gpipe": m * v,
+            "1f1b": p - rank if v == 1 else p * (v - 1) + 2 * (p - rank) - 1 if plain else p * v,
+            "zb-h1": p * v,
+        }[schedule.name]
+        assert peak <= min(claim, m * v) * chunk
+        assert steps[-1][1] == 0
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems())
+def test_lowered_programs_end_and_have_what_they_compute_with(problem):
+    schedule, costs = problem
+    programs = lower(schedule, costs.edges)
+    prove(programs, schedule.placement)
+    crossing = [
+        e for e in costs.edges if schedule.placement[e.source.stage] != schedule.placement[e.target.stage]
+    ]
+    for ops, program in zip(schedule.order, programs, strict=True):
+        assert tuple(i.op for i in program if isinstance(i, Compute)) == ops
+        posted, arrived, sent, done = set(), set(), set(), set()
+        for instruction in program:
+            match instruction:
+                case Post(edge, microbatch):
+                    assert (edge, microbatch) not in posted
+                    posted.add((edge, microbatch))
+                case Wait(edge, microbatch):
+                    assert (edge, microbatch) in posted - arrived
+                    arrived.add((edge, microbatch))
+                case Send(edge, microbatch):
+                    assert (edge.source, microbatch) in done
+                    assert (edge, microbatch) not in sent
+                    sent.add((edge, microbatch))
+                case Compute(op):
+                    own = {Colour(op.stage, phase) for phase in PHASES[op.kind]}
+                    assert all((e, op.microbatch) in arrived for e in crossing if e.target in own)
+                    done |= {(colour, op.microbatch) for colour in own}
+        assert posted == arrived
+        assert sent == {(e, j) for e in crossing for colour, j in done if e.source == colour}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 8), st.integers(1, 20), st.sampled_from(["1f1b", "zb-h1"]))
+def test_receive_buffers_live_for_two_ops_at_most_in_a_plain_chain(ranks, microbatches, name):
+    costs = chain([StageCost(1, 1, 1)] * ranks)
+    schedule = build(name, ranks=ranks, microbatches=microbatches, costs=costs)
+    for program in lower(schedule, costs.edges):
+        age: dict[tuple[Edge, int], int] = {}
+        for instruction in program:
+            match instruction:
+                case Post(edge, microbatch):
+                    age[edge, microbatch] = 0
+                case Wait(edge, microbatch):
+                    assert age.pop((edge, microbatch)) <= 1
+                case Compute():
+                    age = {message: ops + 1 for message, ops in age.items()}
