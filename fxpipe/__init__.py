@@ -1,0 +1,30 @@
+"""A pipeline-parallel compiler for PyTorch: one training-step graph in, one readable program a rank out."""
+
+from fxpipe.api import compile, load
+from fxpipe.errors import (
+    ArtefactError,
+    BatchError,
+    CaptureError,
+    DeadlockError,
+    FxpipeError,
+    PartitionError,
+    RunError,
+    ScheduleError,
+)
+from fxpipe.pipeline import Pipeline
+from fxpipe.version import __version__
+
+__all__ = [
+    "ArtefactError",
+    "BatchError",
+    "CaptureError",
+    "DeadlockError",
+    "FxpipeError",
+    "PartitionError",
+    "Pipeline",
+    "RunError",
+    "ScheduleError",
+    "__version__",
+    "compile",
+    "load",
+]

@@ -106,12 +106,13 @@ def _is_random(node: fx.Node) -> bool:
 
 def _name(node: fx.Node, origin: Origin) -> str:
     op = "item" if not hasattr(node.target, "overloadpacket") else node.target.overloadpacket.__name__
-    prefix = "d_" if origin.backward else ""
-    return _identifier(f"{prefix}{origin.path}.{op.strip('_')}" if origin.path else f"{prefix}{op.strip('_')}")
+    # Never the bare name of an op: programs use those for the ops themselves.
+    path = origin.path or ("sum" if origin.backward else "model")
+    return _identifier(f"{'d_' if origin.backward else ''}{path}.{op.strip('_')}")
 
 
 def _identifier(text: str) -> str:
-    word = re.sub(r"\W+", "_", text).strip("_")
+    word = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", re.sub(r"\W+", "_", text)).strip("_").lower()
     return f"_{word}" if not word or word[0].isdigit() else word
 
 

@@ -22,7 +22,8 @@ from fxpipe.capture.clean import clean
 from fxpipe.capture.functional import functionalize
 from fxpipe.capture.provenance import Provenance
 from fxpipe.errors import CaptureError
-from fxpipe.graph import Input, Kind, Origin
+from fxpipe.graph import Input, Kind
+from fxpipe.runtime.batch import batch_leaves
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,19 +92,6 @@ def _fake_inputs(
             values.append(fake(leaf))
             inputs.append(Input(Kind.BATCH, name))
     return values, inputs
-
-
-def batch_leaves(example: Any) -> list[tuple[str, Any]]:
-    """The leaves of a (micro)batch with readable names: ``input_ids``, ``0``, ``image.pixels``."""
-    paths, _ = pytree.tree_flatten_with_path(example)
-    return [(".".join(_key_name(key) for key in path), leaf) for path, leaf in paths]
-
-
-def _key_name(key: Any) -> str:
-    for attribute in ("key", "idx", "name"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
 
 
 class _Step:

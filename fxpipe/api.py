@@ -1,0 +1,136 @@
+"""The two ways to a pipeline: compile a model, or load what was saved."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load as tensors_from_bytes
+from safetensors.torch import save as tensors_to_bytes
+from torch import nn
+
+from fxpipe import artefact as files
+from fxpipe.artefact import Artefact, Plan
+from fxpipe.compiler import Compiled, Options, check, compile_model
+from fxpipe.errors import FxpipeError, RunError
+from fxpipe.pipeline import Pipeline
+from fxpipe.progress import Progress
+from fxpipe.runtime.process import Process, default_device, under_torchrun
+
+
+def compile(
+    model: nn.Module,
+    example: Mapping[str, Any] | tuple[Any, ...],
+    *,
+    ranks: int,
+    microbatches: int,
+    schedule: str = "auto",
+    loss_fn: Callable[..., Any] | None = None,
+    stages_per_rank: int | None = None,
+    placement: str = "plain",
+    split_points: Sequence[str] | None = None,
+    seed: int = 0,
+) -> Pipeline:
+    """Compile a model into one program a rank.
+
+    model: any module, on the CPU, a GPU, or the meta device; it is not changed.
+    example: one microbatch, a mapping of keyword arguments or a tuple of arguments.
+    schedule: ``gpipe``, ``1f1b``, ``zb-h1``, or ``auto``, which takes the one with the shortest
+        simulated step.
+    loss_fn: ``(output, microbatch) -> loss``, a scalar, or ``-> (sum, count)`` for an exact mean over
+        all counts of the batch.  Without it the model's output or its ``.loss`` is the loss.
+    placement: ``plain`` (stage s on rank s mod ranks) or ``v`` (down the ranks and back up).
+    split_points: module paths that begin the second and later stages, instead of cuts by cost.
+    seed: of the random ops; their numbers depend on it, the step and the microbatch alone.
+
+    Under torchrun all ranks call it alike; rank 0 compiles and the others receive the programs.
+    Raises CaptureError, PartitionError or ScheduleError, each with what to do, and RunError where the
+    number of processes is not ``ranks``.
+    """
+    options = Options(
+        ranks=ranks,
+        microbatches=microbatches,
+        schedule=schedule,
+        stages_per_rank=stages_per_rank or 1,
+        placement=placement,
+        split_points=None if split_points is None else tuple(split_points),
+        seed=seed,
+    )
+    check(options)
+    device = _device_of(model)
+    process = Process.join(ranks, device) if under_torchrun() else None
+    compiled: Compiled | None = None
+    if process is None or process.rank == 0:
+        title = f"fxpipe {type(model).__name__}"
+        try:
+            compiled = compile_model(model, example, loss_fn, options, device, Progress(title))
+        except FxpipeError as error:
+            if process is not None:
+                process.share(json.dumps({"error": str(error)}).encode())
+            raise
+    artefact = compiled.artefact if compiled is not None else None
+    if process is not None:
+        artefact = _shared(artefact, process)
+    assert artefact is not None
+    pipe = Pipeline(
+        artefact=artefact,
+        parameters=dict(model.named_parameters()),
+        buffers=dict(model.named_buffers()),
+        device=device,
+        process=process,
+        graph=compiled.graph if compiled else None,
+        sections=compiled.sections if compiled else (),
+    )
+    return pipe
+
+
+def load(path: str | Path) -> Pipeline:
+    """Load a saved pipeline with its weights; its programs run as they are now, edits included.
+
+    Under torchrun each rank loads the weights that it holds.  Raises ArtefactError for a directory
+    that holds no pipeline, is cut short, or was written by another version.
+    """
+    directory = Path(path).absolute()
+    plan, programs = files.read(directory)
+    device = default_device()
+    process = Process.join(plan.ranks, device) if under_torchrun() else None
+    ranks = range(plan.ranks) if process is None else [process.rank]
+    parameters: dict[str, nn.Parameter] = {}
+    buffers: dict[str, torch.Tensor] = {}
+    constants: dict[str, torch.Tensor] = {}
+    for rank in ranks:
+        held = plan.tensors[rank]
+        tensors = files.read_tensors(directory / f"rank{rank}.safetensors", held)
+        for name in held.parameters:
+            trained = name in held.gradients
+            parameters.setdefault(name, nn.Parameter(tensors[name].to(device), requires_grad=trained))
+        buffers |= {name: tensors[name].to(device) for name in held.buffers}
+        constants |= {name: tensors[name] for name in held.constants}
+    return Pipeline(Artefact(plan, programs, constants), parameters, buffers, device, process, directory=directory)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    devices = {t.device for t in (*model.parameters(), *model.buffers())} - {torch.device("meta")}
+    if len(devices) > 1:
+        raise FxpipeError(
+            f"The model's tensors lie on several devices ({', '.join(sorted(map(str, devices)))}). "
+            "Move the model to one."
+        )
+    return devices.pop() if devices else default_device()
+
+
+def _shared(artefact: Artefact | None, process: Process) -> Artefact:
+    """Rank 0's artefact on every rank, as JSON and safetensors."""
+    if artefact is not None:
+        text = json.dumps({"plan": artefact.plan.to_json(), "programs": artefact.programs})
+        process.share(text.encode())
+        process.share(tensors_to_bytes({k: v.contiguous() for k, v in artefact.constants.items()}))
+        return artefact
+    data = json.loads(process.share(None))
+    if "error" in data:
+        raise RunError(f"Rank 0 could not compile the model: {data['error']}")
+    constants = tensors_from_bytes(process.share(None))
+    return Artefact(Plan.from_json(data["plan"], "rank 0's plan"), tuple(data["programs"]), constants)

@@ -1,0 +1,166 @@
+"""One Python function for each section.
+
+What a section gets from or hands to another phase of its own stage travels in one list (``saved`` from
+F to B, ``saved_for_weight`` from F to W, ``gradients`` from B to W), which the receiver empties, so that
+each value is freed after its last use and not when the call returns.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from torch import fx
+
+from fxpipe.codegen.expressions import CONTAINERS, Names, expression
+from fxpipe.graph import Colour, Kind, Phase, Section, Value
+from fxpipe.values import call_nodes
+
+PHASE_NAMES = {Phase.F: "forward", Phase.B: "backward", Phase.W: "weight"}
+LISTS = {
+    (Phase.F, Phase.B): "saved",
+    (Phase.F, Phase.W): "saved_for_weight",
+    (Phase.B, Phase.W): "gradients",
+}
+
+
+@dataclass(frozen=True)
+class Signature:
+    """How a section is called.
+
+    ``containers``: the dicts it reads (``params``, …) and ``key``.  ``lists_in`` / ``lists_out``: the
+    phases of its own stage that it gets a list from / makes one for, with the values in each.
+    ``values_in`` / ``values_out``: what it exchanges with other stages, one by one.
+    ``results``: loss, count and buffers.
+    """
+
+    name: str
+    containers: tuple[str, ...]
+    lists_in: dict[Phase, tuple[str, ...]]
+    values_in: tuple[str, ...]
+    values_out: tuple[str, ...]
+    results: tuple[Value, ...]
+    lists_out: dict[Phase, tuple[str, ...]]
+
+
+def signatures(sections: tuple[Section, ...]) -> dict[Colour, Signature]:
+    consumers: dict[Colour, list[tuple[Colour, str]]] = {s.colour: [] for s in sections}
+    for section in sections:
+        for value in section.inputs:
+            if value.producer is not None:
+                consumers[value.producer].append((section.colour, value.name))
+    return {s.colour: _signature(s, consumers[s.colour]) for s in sections}
+
+
+def _signature(section: Section, consumers: list[tuple[Colour, str]]) -> Signature:
+    kinds = {v.kind for v in section.inputs}
+    containers = [text for kind, text in CONTAINERS.items() if kind in kinds]
+    if Kind.KEY in kinds:
+        containers.append("key")
+    lists_in: dict[Phase, list[str]] = {}
+    for v in section.inputs:
+        if v.producer is not None and v.producer.stage == section.stage:
+            lists_in.setdefault(v.producer.phase, []).append(v.name)
+    lists_out: dict[Phase, list[str]] = {}
+    for colour, name in consumers:
+        if colour.stage == section.stage:
+            lists_out.setdefault(colour.phase, []).append(name)
+    abroad = {name for colour, name in consumers if colour.stage != section.stage}
+    return Signature(
+        name=f"stage{section.stage}_{PHASE_NAMES[section.phase]}",
+        containers=tuple(containers),
+        lists_in={k: tuple(v) for k, v in lists_in.items()},
+        values_in=tuple(
+            v.name for v in section.inputs if v.producer is not None and v.producer.stage != section.stage
+        ),
+        values_out=tuple(v.name for v in section.outputs if v.kind is Kind.VALUE and v.name in abroad),
+        results=tuple(v for v in section.outputs if v.kind is not Kind.VALUE),
+        lists_out={k: tuple(v) for k, v in lists_out.items()},
+    )
+
+
+def function_source(section: Section, signature: Signature, names: Names) -> str:
+    """The section as a Python function."""
+    phase = section.phase
+    lists = [LISTS[p, phase] for p in signature.lists_in]
+    arguments = [*signature.containers, *lists, *signature.values_in]
+    lines = [f"def {signature.name}({', '.join(arguments)}):"]
+    for source, values in signature.lists_in.items():
+        name = LISTS[source, phase]
+        lines.append(f"    {', '.join(values)}{',' if len(values) == 1 else ''} = {name}")
+        lines.append(f"    {name}.clear()")
+    results, returned = _returned(section, signature)
+    lines += _body(section, names, returned)
+    if results:
+        lines.append(f"    return {', '.join(results)}")
+    return "\n".join(lines)
+
+
+def _returned(section: Section, signature: Signature) -> tuple[list[str], set[str]]:
+    """The expressions that are returned, in order, and the names that they use."""
+    by_value = dict(zip(section.outputs, section.graph.output_node().args[0], strict=True))  # type: ignore
+    results = list(signature.values_out)
+    results += [by_value[v].name for v in signature.results]
+    used = set(results)
+    for values in signature.lists_out.values():
+        results.append(f"[{', '.join(values)}]")
+        used.update(values)
+    return results, used
+
+
+def _body(section: Section, names: Names, returned: set[str]) -> list[str]:
+    """One line a node, under a comment for each source line of the model; dead names are deleted there."""
+    lines: list[str] = []
+    nodes = call_nodes(section.graph)
+    last_use = {n: user for user in nodes for n in user.all_input_nodes}
+    ends: dict[fx.Node, list[str]] = {}
+    for n, user in last_use.items():
+        is_value = n.meta.get("input") is None
+        if is_value and n.name not in returned and not _is_unpacked(n):
+            ends.setdefault(user, []).append(n.name)
+    heading, dead = None, []
+    for node in nodes:
+        origin = node.meta["origin"]
+        if (origin.path, origin.source) != heading:
+            lines += _deletion(dead)
+            dead = []
+            heading = (origin.path, origin.source)
+            lines.append(f"    # {_place(origin.path, origin.source)}")
+        if not _is_item_of_unpacked(node):
+            lines.append(f"    {_targets(node)}{expression(node, names)}")
+        dead += ends.get(node, [])
+    return lines + _deletion(dead)
+
+
+def _targets(node: fx.Node) -> str:
+    """The left-hand side with its ``=``; nothing for an op that is run for what it writes."""
+    if _is_unpacked(node):
+        items = {int(u.args[1]): u.name for u in node.users}  # type: ignore[arg-type]
+        return ", ".join(items.get(i, "_") for i in range(len(node.meta["val"]))) + " = "
+    return f"{node.name} = " if node.users else ""
+
+
+def _is_unpacked(node: fx.Node) -> bool:
+    """Whether the op's tuple is taken apart where it is made."""
+    val = node.meta.get("val")
+    if node.op != "call_function" or not isinstance(val, (tuple, list)) or len(val) < 2:
+        return False
+    return all(user.target is operator.getitem for user in node.users)
+
+
+def _is_item_of_unpacked(node: fx.Node) -> bool:
+    return node.target is operator.getitem and _is_unpacked(node.args[0])  # type: ignore[arg-type]
+
+
+def _deletion(dead: Iterable[str]) -> list[str]:
+    unique = list(dict.fromkeys(dead))
+    return [f"    del {', '.join(unique)}"] if unique else []
+
+
+def _place(path: str, source: str) -> str:
+    if not path and not source:
+        return "autograd"
+    file, _, line = source.rpartition(":")
+    return f"{path or 'the model itself'}  ({PurePath(file).name}:{line})" if source else path

@@ -1,0 +1,46 @@
+"""The analytic cost of a node: floating-point operations and bytes moved, from its shapes alone."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
+
+from fxpipe.partition.device import Device
+from fxpipe.values import is_view, node_bytes, tensors
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCost:
+    flops: int
+    bytes: int
+    seconds: float
+
+
+_FREE = NodeCost(0, 0, 0.0)
+
+
+def node_cost(node: fx.Node, device: Device) -> NodeCost:
+    """FLOPs (matrix products and convolutions, as ``torch.utils.flop_counter`` counts them), bytes
+    read and written, and the roofline time on the device.  Views and placeholders cost nothing."""
+    if node.op != "call_function" or node.target is operator.getitem or is_view(node):
+        return _FREE
+    flops = node_flops(node)
+    moved = node_bytes(node) + sum(node_bytes(n) for n in node.all_input_nodes)
+    results = tensors(node)
+    dtype = results[0].dtype if results else torch.float32
+    return NodeCost(flops, moved, device.seconds(flops, moved, dtype))
+
+
+def node_flops(node: fx.Node) -> int:
+    """FLOPs of one node; 0 for what is no matrix product, convolution or attention."""
+    packet = getattr(node.target, "overloadpacket", None)
+    formula = flop_registry.get(packet)
+    if formula is None:
+        return 0
+    args, kwargs = pytree.tree_map_only(fx.Node, lambda n: n.meta.get("val"), (node.args, dict(node.kwargs)))
+    return formula(*args, **kwargs, out_val=node.meta["val"])

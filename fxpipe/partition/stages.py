@@ -1,0 +1,145 @@
+"""Stages: which forward nodes each holds, and from them the colour of every node.
+
+The forward is cut in the order in which it ran.  A backward node belongs to the stage of the forward
+op that it differentiates (autograd's sequence number), whatever its operands are.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from itertools import accumulate
+
+from torch import fx
+
+from fxpipe.errors import PartitionError
+from fxpipe.graph import Colour, Input, Kind, Phase
+from fxpipe.partition.cost import node_cost
+from fxpipe.partition.cuts import choose_cuts
+from fxpipe.partition.device import Device
+from fxpipe.partition.free import free_nodes
+from fxpipe.values import call_nodes, node_bytes, output_dict, storage_root
+
+
+def partition(
+    graph: fx.Graph, stages: int, device: Device, split_points: Sequence[str] | None = None
+) -> None:
+    """Give every op of the graph its colour: a stage, and phase F or B.
+
+    split_points: module paths; each begins a new stage (None: cuts are chosen by cost).
+    Raises PartitionError for a split point that is no module of the graph and for more stages than
+    there are places to cut.
+    """
+    forward = [n for n in call_nodes(graph) if not n.meta["origin"].backward]
+    position = {n: i for i, n in enumerate(forward)}
+    by_seq: dict[int, int] = {}
+    for node in forward:
+        by_seq.setdefault(node.meta["origin"].seq, position[node])
+    if split_points is None:
+        cuts = _cuts_by_cost(graph, position, by_seq, stages, device)
+    else:
+        cuts = _cuts_by_path(forward, stages, split_points)
+    starts = {c + 1 for c in cuts}
+    stage_at = list(accumulate((int(i in starts) for i in range(len(forward))), operator.add))
+    _colour(graph, {n: stage_at[i] for n, i in position.items()}, {s: stage_at[i] for s, i in by_seq.items()})
+
+
+def _cuts_by_cost(
+    graph: fx.Graph, position: dict[fx.Node, int], by_seq: dict[int, int], stages: int, device: Device
+) -> tuple[int, ...]:
+    seconds = [0.0] * len(position)
+    home = dict(position)  # forward and backward ops alike: the position whose stage they go with
+    for node in call_nodes(graph):
+        if node.meta["origin"].backward:
+            at = by_seq.get(node.meta["origin"].seq)
+            if at is None:
+                continue
+            home[node] = at
+        seconds[home[node]] += node_cost(node, device).seconds
+    return choose_cuts(seconds, _crossing_bytes(graph, position, home, device), stages)
+
+
+def _crossing_bytes(
+    graph: fx.Graph, position: dict[fx.Node, int], home: dict[fx.Node, int], device: Device
+) -> list[float]:
+    """For every position: bytes that a cut after it would send, or inf where it may not be cut."""
+    free = free_nodes(graph, device, across_stages=True)
+    steps = [0.0] * (len(position) + 1)
+    barred = [0] * (len(position) + 1)
+    last_use: dict[fx.Node, int] = {}
+    for node, at in position.items():
+        uses = [home[u] for u in node.users if u in home]
+        if isinstance(node.meta.get("val"), (tuple, list)):
+            _add(barred, at, max([*uses, at]), 1)
+        elif node not in free:
+            root = storage_root(node)
+            last_use[root] = max([last_use.get(root, at), *uses])
+    for root, last in last_use.items():
+        if root in position:
+            _add(steps, position[root], last, node_bytes(root))
+    for name in output_dict(graph)["buffers"]:
+        holders = [n for n in graph.nodes if n.op == "placeholder" and n.meta["input"] == Input(Kind.BUFFER, name)]
+        touched = [home[u] for n in holders for u in n.users if u in home]
+        touched += [home[n] for n in [output_dict(graph)["buffers"][name]] if n in home]
+        if touched:
+            _add(barred, min(touched), max(touched), 1)
+    crossing, closed = list(accumulate(steps)), list(accumulate(barred))
+    return [math.inf if closed[i] else crossing[i] for i in range(len(position))]
+
+
+def _add(steps: list, first: int, last: int, amount: float) -> None:
+    """Add ``amount`` to every cut between positions ``first`` and ``last``."""
+    if last > first:
+        steps[first] += amount
+        steps[last] -= amount
+
+
+def _cuts_by_path(forward: list[fx.Node], stages: int, split_points: Sequence[str]) -> tuple[int, ...]:
+    if len(split_points) != stages - 1:
+        raise PartitionError(
+            f"{len(split_points)} split points make {len(split_points) + 1} stages, and {stages} are needed "
+            "(ranks × stages per rank)."
+        )
+    paths = [n.meta["origin"].path for n in forward]
+    cuts = []
+    for point in split_points:
+        at = next((i for i, p in enumerate(paths) if p == point or p.startswith(point + ".")), None)
+        if at is None:
+            known = sorted({".".join(p.split(".")[: point.count(".") + 1]) for p in paths if p})
+            raise PartitionError(
+                f"The split point {point!r} is no module that the forward calls. "
+                f"Modules at that depth: {', '.join(known[:20])}."
+            )
+        if at == 0:
+            raise PartitionError(f"The split point {point!r} would leave the first stage empty.")
+        cuts.append(at - 1)
+    if sorted(set(cuts)) != cuts:
+        raise PartitionError(f"Split points must be different and in the order of the forward: {list(split_points)}.")
+    return tuple(cuts)
+
+
+def _colour(graph: fx.Graph, stage_of: dict[fx.Node, int], stage_of_seq: dict[int, int]) -> None:
+    """Write the colours.
+
+    Backward nodes that autograd's engine made itself (sums of gradients, first gradients) have no
+    forward op.  A sum runs where its last summand is ready; what has no gradient among its inputs
+    runs where it is needed first.
+    """
+    ops = call_nodes(graph)
+    stage = dict(stage_of)
+    for node in ops:
+        if node in stage:
+            continue
+        known = stage_of_seq.get(node.meta["origin"].seq)
+        if known is None:
+            inputs = [n for n in node.all_input_nodes if n in stage and n.meta["origin"].backward]
+            known = min((stage[n] for n in inputs), default=None)
+        if known is not None:
+            stage[node] = known
+    for node in reversed(ops):
+        if node not in stage:
+            stage[node] = max((stage[u] for u in node.users if u in stage), default=max(stage.values()))
+    for node in ops:
+        phase = Phase.B if node.meta["origin"].backward else Phase.F
+        node.meta["colour"] = Colour(stage[node], phase)

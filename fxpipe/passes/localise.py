@@ -1,0 +1,31 @@
+"""Cheap values are computed where they are used, not sent or kept.
+
+needs:  colours
+before: mask (F, stage 0) ──► attention (F, stage 1);   t(weight) (F) ──► mm (B)
+after:  each section has its own mask and t(weight), made from what the rank has anyway
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from fxpipe.graph import Colour
+from fxpipe.partition.device import Device
+from fxpipe.partition.free import free_nodes
+from fxpipe.passes.rewrite import clone_into, drop_dead
+from fxpipe.values import call_nodes
+
+
+def localise(graph: fx.Graph, device: Device) -> None:
+    anywhere = free_nodes(graph, device, across_stages=True)
+    in_stage = free_nodes(graph, device, across_stages=False)
+    clones: dict[tuple[Colour, fx.Node], fx.Node] = {}
+    for user in call_nodes(graph):
+        colour = user.meta["colour"]
+        for node in user.all_input_nodes:
+            if node.op != "call_function" or node.meta["colour"] == colour:
+                continue
+            if node in anywhere or (node in in_stage and node.meta["colour"].stage == colour.stage):
+                clone = clone_into(node, colour, user, clones, lambda n: False)
+                user.replace_input_with(node, clone)
+    drop_dead(graph)

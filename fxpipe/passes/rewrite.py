@@ -1,0 +1,50 @@
+"""The two moves that the passes share: computing a value again in another section, and dropping what is dead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import fx
+
+from fxpipe.graph import Colour
+from fxpipe.values import output_dict
+
+
+def clone_into(
+    node: fx.Node,
+    colour: Colour,
+    before: fx.Node,
+    clones: dict[tuple[Colour, fx.Node], fx.Node],
+    stop: Callable[[fx.Node], bool],
+) -> fx.Node:
+    """Compute ``node`` again in ``colour``, and all that leads to it up to where ``stop`` holds.
+
+    Nodes for which ``stop`` holds (and placeholders) are used as they are.  ``clones`` remembers what
+    has been cloned; calls with the same memory must come in the order of ``before``.
+    """
+    if node.op != "call_function" or node.meta["colour"] == colour or stop(node):
+        return node
+    known = clones.get((colour, node))
+    if known is not None:
+        return known
+    inputs = {n: clone_into(n, colour, before, clones, stop) for n in node.all_input_nodes}
+    with node.graph.inserting_before(before):
+        clone = node.graph.node_copy(node, inputs.__getitem__)
+    clone.meta["colour"] = colour
+    clones[(colour, node)] = clone
+    return clone
+
+
+def drop_dead(graph: fx.Graph) -> None:
+    """Erase ops and placeholders without users.  Every op is pure until accumulation is fused."""
+    for node in reversed(list(graph.nodes)):
+        if node.op != "output" and not node.users:
+            graph.erase_node(node)
+
+
+def gradients(graph: fx.Graph) -> dict[str, tuple[fx.Node, ...]]:
+    return output_dict(graph)["grads"]
+
+
+def set_gradients(graph: fx.Graph, grads: dict[str, tuple[fx.Node, ...]]) -> None:
+    graph.output_node().args = ({**output_dict(graph), "grads": grads},)

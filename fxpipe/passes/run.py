@@ -1,0 +1,28 @@
+"""The passes, in order.  Each rewrites the one coloured graph; ``verify`` runs after each."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from fxpipe.partition.device import Device
+from fxpipe.passes.accumulate import fuse_accumulation
+from fxpipe.passes.keep import keep_fewest_bytes
+from fxpipe.passes.localise import localise
+from fxpipe.passes.sendable import make_sendable
+from fxpipe.passes.split_backward import split_backward
+from fxpipe.passes.untie import untie
+from fxpipe.verify import verify
+
+
+def run_passes(graph: fx.Graph, device: Device) -> None:
+    verify(graph, "partition")
+    for name, rewrite in (
+        ("untie", untie),
+        ("split_backward", split_backward),
+        ("localise", lambda g: localise(g, device)),
+        ("keep_fewest_bytes", keep_fewest_bytes),
+        ("make_sendable", make_sendable),
+        ("fuse_accumulation", fuse_accumulation),
+    ):
+        rewrite(graph)
+        verify(graph, name)

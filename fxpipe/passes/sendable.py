@@ -1,0 +1,27 @@
+"""What crosses between stages fills its storage, so that a message carries each element once.
+
+before: expand(x) or x[:, :8] (stage 0) ──► stage 1
+after:  clone(expand(x)) (stage 0) ──► stage 1
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fxpipe.values import call_nodes, is_dense
+
+aten = torch.ops.aten
+
+
+def make_sendable(graph: fx.Graph) -> None:
+    for node in call_nodes(graph):
+        far = [u for u in node.users if u.op != "output" and u.meta["colour"].stage != node.meta["colour"].stage]
+        if not far or is_dense(node.meta["val"]):
+            continue
+        with graph.inserting_after(node):
+            copy = graph.call_function(aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
+        val = node.meta["val"]
+        copy.meta = {**node.meta, "val": val.new_empty(val.shape)}
+        for user in far:
+            user.replace_input_with(node, copy)

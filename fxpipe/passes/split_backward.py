@@ -1,0 +1,79 @@
+"""Backward split into B, which gives gradients of activations, and W, which gives those of parameters.
+
+needs:  colours F and B, sequence numbers
+after:  W holds exactly the backward nodes that no gradient of an activation needs
+
+B runs back to the first activation of every stage, the first stage included: a gradient that enters
+the backward of an op on activations is B's, even if all that comes after it are weight gradients.
+Ops that work on parameters alone (a cast, a norm of a weight, a learned position table) are no
+activations: their backward is W's.  (Zero bubble pipeline parallelism, arXiv 2401.10241.)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fxpipe.graph import Colour, Kind, Phase
+from fxpipe.values import call_nodes
+
+aten = torch.ops.aten
+
+
+def split_backward(graph: fx.Graph) -> None:
+    _split_convolutions(graph)
+    on_data = _ops_on_data(graph)
+    needed: set[fx.Node] = set()
+    for node in reversed(call_nodes(graph)):
+        stage, phase = node.meta["colour"].stage, node.meta["colour"].phase
+        if phase is Phase.F:
+            continue
+        seq = node.meta["origin"].seq
+        for user in node.users:
+            if user.op == "output":
+                continue
+            enters = user.meta["origin"].seq in on_data and user.meta["origin"].seq != seq
+            if user in needed or enters or user.meta["colour"].stage != stage:
+                needed.add(node)
+                break
+        else:
+            node.meta["colour"] = Colour(stage, Phase.W)
+
+
+def _ops_on_data(graph: fx.Graph) -> set[int]:
+    """Sequence numbers of the forward ops that work on something that comes from the batch."""
+    data: set[fx.Node] = set()
+    ops: set[int] = set()
+    parameters_only: set[int] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            if node.meta["input"].kind is Kind.BATCH:
+                data.add(node)
+        elif node.op == "call_function" and not node.meta["origin"].backward:
+            seq = node.meta["origin"].seq
+            if any(n in data for n in node.all_input_nodes):
+                data.add(node)
+                if seq not in parameters_only:
+                    ops.add(seq)
+            elif seq not in ops:
+                parameters_only.add(seq)
+    return ops
+
+
+def _split_convolutions(graph: fx.Graph) -> None:
+    """One op for all gradients of a convolution becomes one for the input's and one for the weight's."""
+    for node in graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
+        mask = node.args[-1]
+        if not (mask[0] and any(mask[1:])):
+            continue
+        with graph.inserting_before(node):
+            for_input = graph.node_copy(node)
+            for_weight = graph.node_copy(node)
+        for_input.args = (*node.args[:-1], [True, False, False])
+        for_weight.args = (*node.args[:-1], [False, *mask[1:]])
+        val = node.meta["val"]
+        for_input.meta = {**node.meta, "val": (val[0], None, None)}
+        for_weight.meta = {**node.meta, "val": (None, *val[1:])}
+        for item in list(node.users):
+            item.args = (for_input if item.args[1] == 0 else for_weight, item.args[1])
+        graph.erase_node(node)

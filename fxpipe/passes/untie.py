@@ -1,0 +1,31 @@
+"""Gradients of a parameter that several stages use: one summand a stage.
+
+needs:  colours
+before: grads[w] = (a + b,)      with a made in one stage and b in another
+after:  grads[w] = (a, b)        each accumulated where it is made; the ranks sum once a step
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fxpipe.passes.rewrite import drop_dead, gradients, set_gradients
+
+aten = torch.ops.aten
+
+
+def untie(graph: fx.Graph) -> None:
+    set_gradients(
+        graph, {name: tuple(_summands(value)) for name, (value,) in gradients(graph).items()}
+    )
+    drop_dead(graph)
+
+
+def _summands(node: fx.Node) -> list[fx.Node]:
+    """The summands of a sum across stages; a value of one stage alone is its own summand."""
+    crosses = any(n.meta["colour"].stage != node.meta["colour"].stage for n in node.all_input_nodes if n.op != "placeholder")
+    is_sum = node.target is aten.add.Tensor and not node.kwargs and node.meta["origin"].seq is None
+    if not (is_sum and crosses and len(node.users) == 1):
+        return [node]
+    return [s for n in node.args for s in _summands(n)]  # type: ignore[arg-type]

@@ -1,0 +1,228 @@
+"""A compiled pipeline as the user holds it: run, train, save, simulate, draw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe import artefact as files
+from fxpipe.artefact import Artefact, Plan
+from fxpipe.errors import FxpipeError, RunError
+from fxpipe.graph import Section
+from fxpipe.runtime.comm import Comm, DistributedComm
+from fxpipe.runtime.local import LocalComm, LocalWorld, run_all
+from fxpipe.runtime.optimizer import PipelineOptimizer
+from fxpipe.runtime.process import Process
+from fxpipe.runtime.program import load_step
+from fxpipe.runtime.rank import Runtime
+from fxpipe.schedule.costs import StageCost
+from fxpipe.schedule.ops import Schedule, parse_order
+from fxpipe.schedule.simulator import simulate
+from fxpipe.schedule.timeline import Timeline
+from fxpipe.viz.pictures import draw
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """One stage: its parameters' names, the costs that the schedule was made with, and its sections
+    (none where the pipeline was loaded or compiled by another rank)."""
+
+    index: int
+    rank: int
+    parameters: tuple[str, ...]
+    costs: StageCost
+    sections: tuple[Section, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class LocalResult:
+    """``loss``: of the whole batch, 0-d.  ``grads``: parameter name -> gradient of the mean loss.
+    ``runtimes``: the ranks' runtimes, with what they recorded."""
+
+    loss: torch.Tensor
+    grads: dict[str, torch.Tensor]
+    runtimes: tuple[Runtime, ...]
+
+
+@dataclass(eq=False)
+class Pipeline:
+    """What ``fxpipe.compile`` and ``fxpipe.load`` return.
+
+    ``parameters`` and ``buffers`` are the model's own tensors: training the pipeline trains the model
+    (under torchrun, the part of it that this rank holds).
+    """
+
+    artefact: Artefact
+    parameters: dict[str, torch.nn.Parameter]
+    buffers: dict[str, torch.Tensor]
+    device: torch.device
+    process: Process | None
+    graph: fx.Graph | None = None
+    sections: tuple[Section, ...] = ()
+    directory: Path | None = None
+
+    @property
+    def plan(self) -> Plan:
+        return self.artefact.plan
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return tuple(
+            Stage(s.stage, s.rank, s.parameters, cost, tuple(x for x in self.sections if x.stage == s.stage))
+            for s, cost in zip(self.plan.stages, self.plan.costs.stages, strict=True)
+        )
+
+    @property
+    def schedule(self) -> Schedule:
+        plan = self.plan
+        return Schedule(plan.schedule, plan.placement, plan.step.microbatches, parse_order("\n".join(plan.order)))
+
+    def simulate(self) -> Timeline:
+        """The step as simulated: times, bubbles and the bytes that each rank holds between ops."""
+        return simulate(self.schedule, self.plan.costs)
+
+    def run_local(self, batch: Any, *, step: int = 0, threads: int = 1) -> LocalResult:
+        """Run one step of all ranks in this process, the programs taking turns.
+
+        batch: leading dimension = microbatches × the example's.  step: number of the step, for random
+        numbers.  threads: intra-op threads of each rank; 1 is what torchrun gives, and then the result is
+        bit for bit what torchrun's ranks compute.
+        Buffers are updated as in training; parameters and their ``.grad`` are left alone.
+        """
+        world = LocalWorld(self.plan.ranks)
+        runtimes = tuple(
+            self._runtime_of(rank, LocalComm(world, rank), self._zeros(rank)) for rank in range(self.plan.ranks)
+        )
+        for runtime in runtimes:
+            runtime.step_number = step
+        mains = [partial(self._step_function(rt.rank), rt, batch) for rt in runtimes]
+        losses = run_all(world, mains, lambda rank: runtimes[rank].current_op or "its start", threads)
+        found = {name: grad for rt in reversed(runtimes) for name, grad in rt.grads.items()}
+        for runtime in runtimes:
+            self._store_buffers(runtime)
+        grads = {name: found[name] for name in self.parameters if name in found}
+        return LocalResult(losses[0], grads, runtimes)
+
+    def step(self, batch: Any) -> torch.Tensor:
+        """Run one training step of this rank; return the loss of the whole batch, on every rank.
+
+        Gradients are added to the parameters' ``.grad``.  Needs torchrun with one process a rank (a
+        pipeline of one rank runs as it is).  If a rank fails, all raise RunError with its message.
+        """
+        rt = self.runtime
+        for name in self.plan.tensors[rt.rank].gradients:
+            parameter = self.parameters[name]
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            rt.grads[name] = parameter.grad
+        try:
+            with torch.no_grad():
+                loss = self._step_function(rt.rank)(rt, batch)
+        except Exception as error:
+            raise self._failure(error, rt) from error
+        self._store_buffers(rt)
+        return loss
+
+    def optimizer(
+        self, cls: type[torch.optim.Optimizer], *, clip_grad_norm: float | None = None, **options: Any
+    ) -> PipelineOptimizer:
+        """A torch optimiser over this rank's parameters; ``clip_grad_norm`` is of the whole model's norm."""
+        rt = self.runtime
+        held = {name: self.parameters[name] for name in self.plan.tensors[rt.rank].gradients}
+        owner = {name: r for r, t in reversed(list(enumerate(self.plan.tensors))) for name in t.gradients}
+        counted = {name: p for name, p in held.items() if owner[name] == rt.rank}
+        total = self.process.sum if self.process is not None else float
+        return PipelineOptimizer(cls(list(held.values()), **options), counted, total, clip_grad_norm)
+
+    def save(self, path: str | Path) -> None:
+        """Write programs, plan, weights and pictures to a new directory.
+
+        Under torchrun every rank calls it and writes the weights that it holds.  Raises ArtefactError if
+        the directory is not empty; then nothing is written.
+        """
+        ranks = range(self.plan.ranks) if self.process is None else [self.process.rank]
+        with files.new_directory(Path(path), self.process) as draft:
+            for rank in ranks:
+                files.write_tensors(self._tensors_of(rank), draft / f"rank{rank}.safetensors")
+            if 0 in ranks:
+                files.write_programs(self.artefact, draft)
+                if self.graph is not None:
+                    self.draw(draft)
+
+    def draw(self, path: str | Path, expand: tuple[int, str] | None = None) -> list[Path]:
+        """Write pictures of the graph and of the schedule into a directory; return the files.
+
+        expand: (stage, phase), say ``(1, "B")``: one section, drawn node by node as well.
+        """
+        return draw(self, Path(path), expand)
+
+    @cached_property
+    def runtime(self) -> Runtime:
+        """What this process's program runs on."""
+        plan = self.plan
+        if self.process is not None:
+            comm: Comm = DistributedComm(self.device, self.process.rank, plan.channels)
+            return self._runtime_of(self.process.rank, comm, {})
+        if plan.ranks > 1:
+            raise RunError(
+                f"This pipeline has {plan.ranks} ranks and this is one process. Start the script with "
+                f"torchrun --nproc-per-node {plan.ranks}, or run all ranks here with pipe.run_local(batch)."
+            )
+        return self._runtime_of(0, LocalComm(LocalWorld(1), 0), {})
+
+    def _runtime_of(self, rank: int, comm: Comm, grads: dict[str, torch.Tensor]) -> Runtime:
+        held = self.plan.tensors[rank]
+        missing = [n for n in held.parameters if self.parameters[n].is_meta]
+        if missing:
+            raise RunError(
+                f"The model is on the meta device: {missing[0]} has no values. "
+                "Give them with pipe.load_state_dict(…) before you run the pipeline."
+            )
+        return Runtime(
+            rank=rank,
+            spec=self.plan.step,
+            comm=comm,
+            params={n: self.parameters[n].detach() for n in held.parameters},
+            grads=grads,
+            buffers={n: self.buffers[n] for n in held.buffers},
+            constants={n: self.artefact.constants[n].to(self.device) for n in held.constants},
+        )
+
+    def _zeros(self, rank: int) -> dict[str, torch.Tensor]:
+        return {n: torch.zeros_like(self.parameters[n]) for n in self.plan.tensors[rank].gradients}
+
+    @cache  # noqa: B019 - as long-lived as the pipeline
+    def _step_function(self, rank: int) -> Callable[[Runtime, Any], torch.Tensor]:
+        name = f"rank{rank}.py"
+        file = f"<fxpipe {self.plan.model} {name}>" if self.directory is None else str(self.directory / name)
+        return load_step(self.artefact.programs[rank], file)
+
+    def _tensors_of(self, rank: int) -> dict[str, torch.Tensor]:
+        held = self.plan.tensors[rank]
+        tensors: dict[str, torch.Tensor] = {n: self.artefact.constants[n] for n in held.constants}
+        tensors |= {n: self.parameters[n] for n in held.parameters}
+        return tensors | {n: self.buffers[n] for n in held.buffers}
+
+    def _store_buffers(self, runtime: Runtime) -> None:
+        """What the step did to buffers, done to the model's."""
+        for name, value in runtime.buffers.items():
+            if value is not self.buffers[name]:
+                runtime.buffers[name] = self.buffers[name].copy_(value)
+
+    def _failure(self, error: Exception, rt: Runtime) -> Exception:
+        """What to raise for an error on this rank, after the other ranks were told of it."""
+        message = f"Rank {rt.rank} failed in {rt.current_op or 'its start'}: {type(error).__name__}: {error}"
+        if self.process is None:
+            return error if isinstance(error, FxpipeError) else RunError(message)
+        if isinstance(error, RunError):
+            first = self.process.find_failure()
+            if first is not None:
+                return RunError(f"{first} (Rank {rt.rank} stopped in {rt.current_op or 'its start'}.)")
+        self.process.leave_failure(message)
+        return error if isinstance(error, FxpipeError) else RunError(message)

@@ -1,0 +1,109 @@
+"""Whole batches: checked against the example that the pipeline was compiled for, and cut into microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from fxpipe.errors import BatchError
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One leaf of the example microbatch.  ``shape`` and ``dtype`` for a tensor, else ``value`` as text."""
+
+    name: str
+    shape: tuple[int, ...] | None
+    dtype: str
+    value: str
+
+
+@dataclass(frozen=True)
+class BatchSpec:
+    leaves: tuple[Leaf, ...]
+
+    @staticmethod
+    def of(example: Any) -> BatchSpec:
+        leaves = []
+        for name, leaf in batch_leaves(example):
+            if isinstance(leaf, torch.Tensor):
+                leaves.append(Leaf(name, tuple(leaf.shape), str(leaf.dtype), ""))
+            else:
+                leaves.append(Leaf(name, None, "", repr(leaf)))
+        return BatchSpec(tuple(leaves))
+
+    def split(self, batch: Any, microbatches: int) -> list[dict[str, torch.Tensor]]:
+        """Cut a batch along the leading dimension; raise BatchError where it is unlike the example."""
+        given = dict(batch_leaves(batch))
+        expected = {leaf.name for leaf in self.leaves}
+        if given.keys() != expected:
+            raise BatchError(
+                f"The batch has {_names(given)} and the pipeline was compiled for {_names(expected)}."
+            )
+        cut: list[dict[str, torch.Tensor]] = [{} for _ in range(microbatches)]
+        for leaf in self.leaves:
+            value = given[leaf.name]
+            if leaf.shape is None:
+                if isinstance(value, torch.Tensor) or repr(value) != leaf.value:
+                    raise BatchError(
+                        f"{leaf.name!r} is {_described(value)} and was {leaf.value} in the example. What is no "
+                        "tensor is fixed when the pipeline is compiled: compile again for another value."
+                    )
+                continue
+            _check(leaf, value, microbatches)
+            pieces = [value] * microbatches if not leaf.shape else value.split(leaf.shape[0])
+            for microbatch, piece in zip(cut, pieces, strict=True):
+                microbatch[leaf.name] = piece
+        return cut
+
+
+def batch_leaves(example: Any) -> list[tuple[str, Any]]:
+    """The leaves of a (micro)batch with readable names: ``input_ids``, ``0``, ``image.pixels``."""
+    if not isinstance(example, (Mapping, tuple)):
+        raise BatchError(
+            f"A batch is a mapping of keyword arguments or a tuple of arguments, not {type(example).__name__}."
+        )
+    paths, _ = pytree.tree_flatten_with_path(example)
+    return [(".".join(_key_name(key) for key in path), leaf) for path, leaf in paths]
+
+
+def _key_name(key: Any) -> str:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def _check(leaf: Leaf, value: Any, microbatches: int) -> None:
+    assert leaf.shape is not None
+    if not isinstance(value, torch.Tensor):
+        raise BatchError(f"{leaf.name!r} is {_described(value)}; a tensor of dtype {leaf.dtype} is expected.")
+    if str(value.dtype) != leaf.dtype:
+        raise BatchError(f"{leaf.name!r} has dtype {value.dtype}; the example has {leaf.dtype}.")
+    if not leaf.shape:
+        if value.shape:
+            raise BatchError(f"{leaf.name!r} has shape {tuple(value.shape)}; the example has a 0-d tensor.")
+        return
+    rows = leaf.shape[0] * microbatches
+    if value.dim() == len(leaf.shape) and tuple(value.shape[1:]) == leaf.shape[1:] and value.shape[0] != rows:
+        raise BatchError(
+            f"{leaf.name!r} has {value.shape[0]} rows, which do not make {microbatches} microbatches of "
+            f"{leaf.shape[0]}: {rows} are needed. Drop or pad the last batch of an epoch."
+        )
+    if tuple(value.shape) != (rows, *leaf.shape[1:]):
+        raise BatchError(
+            f"{leaf.name!r} has shape {tuple(value.shape)}; {microbatches} microbatches of "
+            f"{leaf.shape} make {(rows, *leaf.shape[1:])}."
+        )
+
+
+def _described(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+
+
+def _names(names: Any) -> str:
+    return "leaves " + ", ".join(sorted(names)) if names else "no leaves"

@@ -1,0 +1,129 @@
+"""All ranks in this process: a thread each, one running at a time, which passes on when it must wait.
+
+For tests and debuggers: the programs are the same as under torchrun, and give the same bits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fxpipe.errors import DeadlockError, FxpipeError, RunError
+from fxpipe.runtime.comm import Pending, in_memory_order
+
+
+class LocalWorld:
+    """What the ranks of one process share: the messages between them, and whose turn it is."""
+
+    def __init__(self, ranks: int):
+        self.ranks = ranks
+        self.turn = threading.Condition()  # held by the rank that runs
+        self.messages: dict[tuple[int, int, int], torch.Tensor] = {}  # (from, to, number) -> contents
+        self.shared: dict[int, torch.Tensor] = {}  # what the loss rank broadcast, until all have it
+        self.waiting: dict[int, str] = {}
+        self.running = ranks
+        self.failed: tuple[int, BaseException] | None = None
+
+    def wait_until(self, ready: Callable[[], bool], rank: int, what: str) -> None:
+        while not ready():
+            self.waiting[rank] = what
+            if len(self.waiting) == self.running and self.failed is None:
+                lines = "\n".join(f"  rank {r} waits for {w}" for r, w in sorted(self.waiting.items()))
+                self.failed = (rank, DeadlockError(f"All ranks wait:\n{lines}"))
+            if self.failed is not None:
+                self.turn.notify_all()
+                raise _Stopped
+            self.turn.wait()
+        self.waiting.pop(rank, None)
+
+    def woken(self) -> None:
+        """Something arrived: those who wait look again, and do not count as waiting meanwhile."""
+        self.waiting.clear()
+        self.turn.notify_all()
+
+
+class _Stopped(Exception):
+    """Ends a rank after another one failed."""
+
+
+class LocalComm:
+    """``Comm`` between the ranks of a LocalWorld."""
+
+    def __init__(self, world: LocalWorld, rank: int):
+        self._world, self._rank = world, rank
+        self._received: Counter[int] = Counter()
+        self._sent: Counter[int] = Counter()
+
+    def receive(
+        self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, source: int
+    ) -> Pending:
+        # The n-th receive posted gets the n-th message sent, in whatever order they are waited for.
+        number = self._received[source]
+        self._received[source] += 1
+        return Pending(torch.empty_strided(shape, stride, dtype=dtype, device="meta"), source, number)
+
+    def wait(self, pending: Pending) -> torch.Tensor:
+        messages, key = self._world.messages, (pending.source, self._rank, pending.work)
+        self._world.wait_until(lambda: key in messages, self._rank, f"rank {pending.source}")
+        flat, expected = messages.pop(key), pending.buffer
+        if flat.dtype != expected.dtype or flat.numel() != expected.numel():
+            raise RunError(
+                f"Rank {pending.source} sent {flat.numel()} elements of {flat.dtype}, "
+                f"rank {self._rank} expected {tuple(expected.shape)} of {expected.dtype}."
+            )
+        return flat.as_strided(expected.shape, expected.stride())
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        self._world.messages[self._rank, to, self._sent[to]] = in_memory_order(tensor).clone()
+        self._sent[to] += 1
+        self._world.woken()
+
+    def broadcast(self, tensor: torch.Tensor | None, source: int) -> torch.Tensor:
+        if tensor is not None:
+            self._world.shared[source] = tensor
+            self._world.woken()
+        self._world.wait_until(lambda: source in self._world.shared, self._rank, f"the loss of rank {source}")
+        return self._world.shared[source]
+
+    def flush(self) -> None:
+        pass
+
+
+def run_all(world: LocalWorld, rank_mains: list[Callable[[], Any]], where: Callable[[int], str], threads: int) -> list[Any]:
+    """Run one function a rank; return their results.
+
+    where: rank -> what it was doing, for the message of the RunError that a failing rank gives.
+    threads: intra-op threads of each rank.
+    """
+    results: list[Any] = [None] * world.ranks
+
+    def main(rank: int) -> None:
+        with world.turn:
+            try:
+                torch.set_num_threads(threads)
+                with torch.no_grad():
+                    results[rank] = rank_mains[rank]()
+            except _Stopped:
+                pass
+            except BaseException as error:  # noqa: BLE001 - carried to the caller's thread
+                if world.failed is None:
+                    world.failed = (rank, error)
+            finally:
+                world.running -= 1
+                world.woken()
+
+    workers = [threading.Thread(target=main, args=(r,), name=f"fxpipe-rank{r}", daemon=True) for r in range(world.ranks)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    if world.failed is not None:
+        rank, error = world.failed
+        if isinstance(error, FxpipeError):
+            raise error
+        raise RunError(f"Rank {rank} failed in {where(rank)}: {type(error).__name__}: {error}") from error
+    return results

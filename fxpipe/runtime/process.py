@@ -1,0 +1,101 @@
+"""This process among the ranks that torchrun started: joining, sharing, failing together."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from fxpipe.errors import RunError
+
+#: How long a rank waits for another before it gives up.
+TIMEOUT = timedelta(minutes=10)
+#: How long a rank whose neighbour is gone looks for the message that the neighbour left.
+GRACE = 3.0
+
+
+def under_torchrun() -> bool:
+    """Whether there are other ranks: a process group exists, or torchrun's variables ask for one."""
+    return dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def default_device() -> torch.device:
+    """This process's GPU if there is one (shared where processes outnumber GPUs), else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+    return torch.device("cuda", index)
+
+
+@dataclass(frozen=True)
+class Process:
+    rank: int
+    ranks: int
+    timeout: timedelta
+
+    @staticmethod
+    def join(ranks: int, device: torch.device, timeout: timedelta = TIMEOUT) -> Process:
+        """Join the process group, made here if there is none.
+
+        Raises RunError if the number of processes is not the number of ranks.
+        """
+        world = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
+        if world != ranks:
+            raise RunError(
+                f"The pipeline has {ranks} ranks and there are {world} processes. "
+                f"Start it with torchrun --nproc-per-node {ranks}, or compile with ranks={world}."
+            )
+        if not dist.is_initialized():
+            dist.init_process_group(_backend_for(device), timeout=timeout)
+        return Process(dist.get_rank(), ranks, timeout)
+
+    def share(self, data: bytes | None) -> bytes:
+        """Bytes from rank 0 (who gives them; the others give None) to all."""
+        size = self._on_wire(torch.tensor([len(data or b"")]))
+        dist.broadcast(size, 0)
+        payload = torch.empty(int(size), dtype=torch.uint8)
+        if data is not None:
+            payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        payload = self._on_wire(payload)
+        dist.broadcast(payload, 0)
+        return payload.cpu().numpy().tobytes()
+
+    def sum(self, value: float) -> float:
+        """The sum of one number over all ranks."""
+        total = self._on_wire(torch.tensor(value, dtype=torch.float64))
+        dist.all_reduce(total)
+        return float(total)
+
+    def barrier(self) -> None:
+        self.sum(0.0)
+
+    def leave_failure(self, message: str) -> None:
+        """Let the other ranks know why this one stops."""
+        _store().set("fxpipe/failure", message)
+
+    def find_failure(self) -> str | None:
+        """The message of a rank that stopped, once it is there."""
+        end = time.monotonic() + GRACE
+        while time.monotonic() < end:
+            if _store().check(["fxpipe/failure"]):
+                return _store().get("fxpipe/failure").decode()
+            time.sleep(0.05)
+        return None
+
+    @staticmethod
+    def _on_wire(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.cuda() if dist.get_backend() == "nccl" else tensor
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _backend_for(device: torch.device) -> str:
+    """nccl where every process of this machine has its own GPU; gloo otherwise."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return "nccl" if device.type == "cuda" and torch.cuda.device_count() >= local else "gloo"

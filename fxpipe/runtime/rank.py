@@ -1,0 +1,133 @@
+"""``rt``: what a generated program sees of the world.  One object a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fxpipe.runtime.batch import BatchSpec
+from fxpipe.runtime.comm import Comm, Pending
+from fxpipe.runtime.random import fold
+from fxpipe.runtime.record import Record
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """What every rank's runtime must know beside its program; a part of plan.json.
+
+    ``has_count``: the loss is given as (sum, count).  ``loss_dtype`` as text: "torch.float32".
+    """
+
+    ranks: int
+    microbatches: int
+    batch: BatchSpec
+    loss_rank: int
+    loss_dtype: str
+    has_count: bool
+    seed: int
+
+
+@dataclass(eq=False)
+class Runtime:
+    """The tensors of one rank and its means to talk to the others.
+
+    ``params`` and ``grads`` (accumulators) by parameter name; ``buffers``, ``constants`` by name.
+    Gradients are added to; who wants fresh ones zeroes them before the step.
+    """
+
+    rank: int
+    spec: StepSpec
+    comm: Comm
+    params: Mapping[str, torch.Tensor]
+    grads: Mapping[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    constants: Mapping[str, torch.Tensor]
+    record: Record = field(default_factory=Record)
+    step_number: int = 0
+    current_op: str = ""
+    _losses: list[torch.Tensor] = field(default_factory=list)
+    _counts: list[torch.Tensor] = field(default_factory=list)
+    _shared: list[float] | None = None
+
+    def op(self, name: str) -> None:
+        """The program begins ``name`` ("F1.3": forward of stage 1, microbatch 3)."""
+        self.current_op = name
+        self.record.begin(name)
+
+    def microbatches(self, batch: Any) -> list[dict[str, torch.Tensor]]:
+        """The batch cut into microbatches, each a dict from leaf name to tensor."""
+        return self.spec.batch.split(batch, self.spec.microbatches)
+
+    def key(self, microbatch: int) -> int:
+        """The random-number key of one microbatch of this step."""
+        return fold(fold(fold(0, self.spec.seed), self.step_number), microbatch)
+
+    def receive(
+        self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, source: int
+    ) -> Pending:
+        """Make a buffer and start to receive into it; does not block."""
+        return self.comm.receive(shape, stride, dtype, source)
+
+    def wait(self, pending: Pending) -> torch.Tensor:
+        """The received tensor, as soon as it is there."""
+        with self.record.waiting():
+            return self.comm.wait(pending)
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        """Start to send; does not block, and holds the tensor until it is sent."""
+        self.comm.send(tensor, to)
+
+    def add_loss(self, loss: torch.Tensor, count: torch.Tensor | None = None) -> None:
+        """The loss of one microbatch, with the count that it is a sum over if it is one."""
+        self._losses.append(loss)
+        if count is not None:
+            self._counts.append(count)
+
+    def sum_gradient(self, name: str, ranks: tuple[int, ...]) -> None:
+        """Sum the gradient of a parameter that several ranks hold; all get the same bits.
+
+        The first of ``ranks`` adds up in their order and sends the sum back.
+        """
+        grad = self.grads[name]
+        first = ranks[0]
+        if self.rank != first:
+            self.send(grad, first)
+            grad.copy_(self.wait(self._receive_like(grad, first)))
+            return
+        for rank in ranks[1:]:
+            grad.add_(self.wait(self._receive_like(grad, rank)))
+        for rank in ranks[1:]:
+            self.send(grad, rank)
+
+    def _receive_like(self, tensor: torch.Tensor, source: int) -> Pending:
+        return self.receive(tuple(tensor.shape), tensor.stride(), tensor.dtype, source)
+
+    def divide_gradients_by_count(self) -> None:
+        """For losses given as (sum, count): gradients of the sum become those of the mean."""
+        _, count = self._total()
+        for grad in self.grads.values():
+            grad.div_(count)
+
+    def finish(self) -> torch.Tensor:
+        """End the step: wait until all is sent; return the loss of the whole batch, on every rank."""
+        total, count = self._total()
+        self.comm.flush()
+        self.record.end()
+        self._losses, self._counts, self._shared = [], [], None
+        self.step_number += 1
+        return torch.tensor(total / count, dtype=getattr(torch, self.spec.loss_dtype.removeprefix("torch.")))
+
+    def _total(self) -> tuple[float, float]:
+        """The sum of the losses and what to divide it by, known to every rank."""
+        if self._shared is None:
+            mine = None
+            if self.rank == self.spec.loss_rank:
+                total = torch.stack([x.double() for x in self._losses]).sum()
+                count = torch.stack(self._counts).sum() if self._counts else torch.tensor(len(self._losses))
+                mine = torch.stack([total.cpu(), count.double().cpu()])
+            with self.record.waiting():
+                self._shared = self.comm.broadcast(mine, self.spec.loss_rank).tolist()
+        return self._shared[0], self._shared[1]

@@ -1,0 +1,45 @@
+"""What really happened in a step on one rank: when each op ran, and how long it waited for others."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Record:
+    """``spans``: (op, start, end, seconds waited before it could start) of the last step.
+
+    ``at_op`` is called between ops, for measurements.  Times are ``time.perf_counter`` seconds.
+    """
+
+    spans: list[tuple[str, float, float, float]] = field(default_factory=list)
+    at_op: Callable[[str], None] | None = None
+    _name: str = ""
+    _start: float = 0.0
+    _waited: float = 0.0
+
+    def begin(self, name: str) -> None:
+        self._close()
+        if not self._name:
+            self.spans = []
+        self._name, self._start, self._waited = name, time.perf_counter(), 0.0
+        if self.at_op is not None:
+            self.at_op(name)
+
+    def end(self) -> None:
+        """The step is over."""
+        self._close()
+        self._name = ""
+
+    def _close(self) -> None:
+        if self._name:
+            self.spans.append((self._name, self._start, time.perf_counter(), self._waited))
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        before = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - before

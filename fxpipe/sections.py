@@ -1,0 +1,118 @@
+"""Extraction: one function per (stage, phase), cut out of the coloured graph by colour alone.
+
+before: one graph whose edges run between colours
+after:  sections with named inputs and outputs; a value that a stage gets from another one arrives in
+        the first phase that needs it, which hands it on to the later phases of that stage
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from torch import fx
+
+from fxpipe.errors import VerifyError
+from fxpipe.graph import Colour, Kind, Phase, Section, Value
+from fxpipe.values import call_nodes, held_bytes, is_dense, node_bytes, output_dict, storage_root
+
+ORDER = (Phase.F, Phase.B, Phase.W)
+
+
+@dataclass(frozen=True, eq=False)
+class Message:
+    """What section ``source`` sends to section ``target`` of another stage: the named values."""
+
+    source: Colour
+    target: Colour
+    names: tuple[str, ...]
+
+
+def extract(graph: fx.Graph) -> tuple[Section, ...]:
+    """Cut the graph into its sections, ordered by stage and phase."""
+    by_colour: dict[Colour, list[fx.Node]] = defaultdict(list)
+    for node in call_nodes(graph):
+        by_colour[node.meta["colour"]].append(node)
+    phases: dict[int, list[Phase]] = defaultdict(list)
+    for colour in sorted(by_colour, key=lambda c: (c.stage, ORDER.index(c.phase))):
+        phases[colour.stage].append(colour.phase)
+
+    wanted = {colour: _foreign(nodes) for colour, nodes in by_colour.items()}
+    outputs: dict[Colour, dict[fx.Node, None]] = defaultdict(dict)
+    inputs: dict[Colour, dict[fx.Node, Colour]] = defaultdict(dict)
+    for stage, of_stage in phases.items():
+        arrived: dict[fx.Node, Colour] = {}
+        for phase in of_stage:
+            colour = Colour(stage, phase)
+            for node in wanted[colour]:
+                home = node.meta["colour"]
+                producer = home if home.stage == stage else arrived.setdefault(node, home)
+                inputs[colour][node] = producer
+                outputs[producer][node] = None
+                if home.stage != stage and producer == home:
+                    arrived[node] = colour
+    return tuple(
+        _section(graph, Colour(stage, phase), by_colour[Colour(stage, phase)], inputs, outputs)
+        for stage in sorted(phases)
+        for phase in phases[stage]
+    )
+
+
+def _foreign(nodes: list[fx.Node]) -> dict[fx.Node, None]:
+    """Values of other sections that these nodes use, in order of use."""
+    own = set(nodes)
+    used: dict[fx.Node, None] = {}
+    for node in nodes:
+        for n in node.all_input_nodes:
+            if n.op == "call_function" and n not in own:
+                used[n] = None
+    return used
+
+
+def _section(
+    graph: fx.Graph,
+    colour: Colour,
+    nodes: list[fx.Node],
+    inputs: dict[Colour, dict[fx.Node, Colour]],
+    outputs: dict[Colour, dict[fx.Node, None]],
+) -> Section:
+    new = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    ins: list[Value] = []
+    outs: list[tuple[Value, fx.Node]] = []
+    own = set(nodes)
+    placeholders = {n: None for node in nodes for n in node.all_input_nodes if n.op == "placeholder"}
+    for node in placeholders:
+        given = node.meta["input"]
+        ins.append(Value(given.kind, given.name))
+    for node, producer in inputs[colour].items():
+        ins.append(Value(Kind.VALUE, node.name, producer))
+    for node in [*placeholders, *inputs[colour]]:
+        copies[node] = new.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in nodes:
+        copies[node] = new.node_copy(node, copies.__getitem__)
+    renamed = [n for n in copies if copies[n].name != n.name]
+    if renamed:
+        raise VerifyError(f"{renamed[0].name} was renamed in section {colour}: names must be unique.")
+    for node in outputs[colour]:
+        outs.append((Value(Kind.VALUE, node.name, colour), copies[node]))
+    named = output_dict(graph)
+    for kind, node in ((Kind.LOSS, named["loss"]), (Kind.COUNT, named["count"])):
+        if node in own:
+            outs.append((Value(kind, kind.value), copies[node]))
+    for name, node in named["buffers"].items():
+        if node in own:
+            outs.append((Value(Kind.BUFFER, name), copies[node]))
+    new.output(tuple(n for _, n in outs))
+    return Section(colour, new, tuple(ins), tuple(v for v, _ in outs))
+
+
+def messages(sections: tuple[Section, ...]) -> tuple[Message, ...]:
+    """What passes between stages, one message for each pair of sections that exchange values."""
+    names: dict[tuple[Colour, Colour], list[str]] = defaultdict(list)
+    for section in sections:
+        for value in section.inputs:
+            if value.producer is not None and value.producer.stage != section.stage:
+                names[value.producer, section.colour].append(value.name)
+    return tuple(Message(a, b, tuple(n)) for (a, b), n in names.items())

@@ -1,0 +1,78 @@
+"""Questions about the values of a graph: which share a storage, how many bytes they hold."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+# Returns its input's storage without saying so in its schema.
+_SILENT_VIEWS = {aten._unsafe_view.default, aten._reshape_alias.default}
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node's value lives in the storage of its first argument."""
+    if node.target in _SILENT_VIEWS:
+        return True
+    if node.target is operator.getitem:
+        return is_view(node.args[0])  # type: ignore[arg-type]
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(
+        r.alias_info is not None and not r.alias_info.is_write for r in schema.returns
+    )
+
+
+def storage_root(node: fx.Node) -> fx.Node:
+    """The node that made the storage which this node's value lives in."""
+    while node.op == "call_function" and is_view(node):
+        node = node.args[0].args[0] if node.target is operator.getitem else node.args[0]  # type: ignore
+    return node
+
+
+def tensors(node: fx.Node) -> list[torch.Tensor]:
+    """The fake tensors of the node's value (several for an op with a tuple of results)."""
+    val = node.meta.get("val")
+    found = val if isinstance(val, (tuple, list)) else [val]
+    return [v for v in found if isinstance(v, torch.Tensor)]
+
+
+def storage_bytes(tensor: torch.Tensor) -> int:
+    """Bytes that the elements of a tensor span in memory (an expanded dimension costs nothing)."""
+    if tensor.numel() == 0:
+        return 0
+    span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return span * tensor.element_size()
+
+
+def node_bytes(node: fx.Node) -> int:
+    return sum(storage_bytes(t) for t in tensors(node))
+
+
+def held_bytes(nodes: Iterable[fx.Node]) -> int:
+    """Bytes that stay allocated while these values live, each storage counted once."""
+    return sum(node_bytes(root) for root in {storage_root(n) for n in nodes})
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a block of memory without holes or overlap, in whatever order."""
+    return storage_bytes(tensor) == tensor.numel() * tensor.element_size() and not _overlaps(tensor)
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    dims = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
+    sizes = [n for _, n in dims]
+    return any(s != math.prod(sizes[:i]) for i, (s, _) in enumerate(dims))
+
+
+def call_nodes(graph: fx.Graph) -> list[fx.Node]:
+    return [n for n in graph.nodes if n.op == "call_function"]
+
+
+def output_dict(graph: fx.Graph) -> dict:
+    """The dict described at ``fxpipe.graph.OUTPUTS``."""
+    return graph.output_node().args[0]  # type: ignore[return-value]

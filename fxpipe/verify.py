@@ -1,0 +1,64 @@
+"""What holds for the coloured graph between any two passes."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fxpipe.errors import VerifyError
+from fxpipe.graph import Colour, Kind, Phase
+from fxpipe.values import call_nodes, output_dict
+
+
+def verify(graph: fx.Graph, after: str) -> None:
+    """Raise VerifyError, naming the pass and the node, unless
+
+    - the graph is well formed, every op has a colour, and stages and phases have no cycle: F feeds the
+      same and later stages, B the same and earlier ones, W nothing but itself;
+    - only tensors cross from stage to stage;
+    - nothing is written to but accumulators of gradients, and no random op is without a key.
+    """
+    graph.lint()
+    for node in call_nodes(graph):
+        if "colour" not in node.meta:
+            raise VerifyError(f"After {after}: {node} has no colour.")
+        _check_op(node, after)
+        for source in node.all_input_nodes:
+            if source.op == "call_function":
+                _check_edge(source, node, after)
+    for name, parts in output_dict(graph)["grads"].items():
+        if not parts:
+            raise VerifyError(f"After {after}: the gradient of {name} has no summand.")
+
+
+def _check_op(node: fx.Node, after: str) -> None:
+    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        draws = {"dropout_p": 0.0, "train": False}
+        names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+        given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+        if not any(given.get(k, v) == v for k, v in draws.items() if k in names):
+            raise VerifyError(f"After {after}: the random op {node} has no key.")
+    schema = getattr(node.target, "_schema", None)
+    if schema is not None and schema.is_mutable:
+        into = node.args[0]
+        while isinstance(into, fx.Node) and into.op == "call_function":
+            into = into.args[0]
+        if not isinstance(into, fx.Node) or into.meta["input"].kind is not Kind.GRADIENT:
+            raise VerifyError(f"After {after}: {node} ({node.target}) writes in place.")
+
+
+def _check_edge(source: fx.Node, target: fx.Node, after: str) -> None:
+    a, b = source.meta["colour"], target.meta["colour"]
+    if not may_feed(a, b):
+        raise VerifyError(f"After {after}: {source} ({a}) feeds {target} ({b}).")
+    if a.stage != b.stage and not isinstance(source.meta.get("val"), torch.Tensor):
+        raise VerifyError(f"After {after}: {source}, which is no tensor, crosses from {a} to {b}.")
+
+
+def may_feed(a: Colour, b: Colour) -> bool:
+    """Whether a value of section ``a`` may be used in section ``b``."""
+    if a.phase is Phase.F:
+        return b.phase is not Phase.F or a.stage <= b.stage
+    if a.phase is Phase.B:
+        return b.phase is not Phase.F and a.stage >= b.stage
+    return a == b

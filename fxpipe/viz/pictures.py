@@ -1,0 +1,2 @@
+from pathlib import Path
+def draw(pipe, path, expand=None): return []
