@@ -8,6 +8,7 @@ after:  placeholders with an ``Input``, a named output dict, constants as placeh
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ def clean(
     module: fx.GraphModule, inputs: list[Input], layout: dict[str, Any]
 ) -> tuple[fx.Graph, dict[str, torch.Tensor]]:
     """Return the rebuilt graph and the constants that its CONSTANT placeholders stand for."""
+    _place_sums(module.graph)
+    short = _short_paths({n.meta["origin"].path for n in module.graph.nodes if "origin" in n.meta})
     graph = fx.Graph()
     constants: dict[str, torch.Tensor] = {}
     new: dict[fx.Node, fx.Node] = {}
@@ -67,7 +70,7 @@ def clean(
         elif is_mutating(node):
             raise CaptureError(f"{node.target} writes in place and could not be made functional{_at(node)}.")
         else:
-            new[node] = _copied(graph, node, new, key)
+            new[node] = _copied(graph, node, new, key, short)
 
     graph.output(_outputs([new[n] for n in flat], layout, written))
     _drop_dead(graph)
@@ -80,7 +83,9 @@ def _placeholder(graph: fx.Graph, given: Input, val: Any) -> fx.Node:
     return node
 
 
-def _copied(graph: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node], key: fx.Node) -> fx.Node:
+def _copied(
+    graph: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node], key: fx.Node, short: dict[str, str]
+) -> fx.Node:
     args = fx.map_arg(node.args, new.__getitem__)
     kwargs = fx.map_arg(node.kwargs, new.__getitem__)
     target = node.target
@@ -88,7 +93,7 @@ def _copied(graph: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node], key: fx
         args = (key, node.meta["random_position"], target, *args)
         target = keyed
     origin = node.meta.get("origin", Origin())
-    copy = graph.create_node("call_function", target, args, kwargs, name=_name(node, origin))
+    copy = graph.create_node("call_function", target, args, kwargs, name=_name(node, origin, short))
     copy.meta.update(origin=origin, val=node.meta.get("val"))
     return copy
 
@@ -104,10 +109,33 @@ def _is_random(node: fx.Node) -> bool:
     return values.get("dropout_p") != 0.0 and values.get("train", True) is not False
 
 
-def _name(node: fx.Node, origin: Origin) -> str:
+def _place_sums(graph: fx.Graph) -> None:
+    """A sum that autograd's engine made is the gradient of what the op that uses it gave: it has its place."""
+    for node in reversed(graph.nodes):
+        origin = node.meta.get("origin")
+        if origin is not None and origin.backward and not origin.path and not origin.source:
+            user = next((u.meta["origin"] for u in node.users if "origin" in u.meta), origin)
+            node.meta["origin"] = replace(origin, path=user.path, source=user.source)
+
+
+def _short_paths(paths: set[str]) -> dict[str, str]:
+    """Module paths for names: without the first component where what remains says as much."""
+    owners: dict[str, set[str]] = {}
+    for path in paths:
+        first, _, rest = path.partition(".")
+        owners.setdefault((rest or first).partition(".")[0], set()).add(first)
+    short = {}
+    for path in paths:
+        first, _, rest = path.partition(".")
+        unambiguous = rest and len(owners[rest.partition(".")[0]]) == 1
+        short[path] = rest if unambiguous else path
+    return short
+
+
+def _name(node: fx.Node, origin: Origin, short: dict[str, str]) -> str:
     op = "item" if not hasattr(node.target, "overloadpacket") else node.target.overloadpacket.__name__
     # Never the bare name of an op: programs use those for the ops themselves.
-    path = origin.path or ("sum" if origin.backward else "model")
+    path = short.get(origin.path) or "model"
     return _identifier(f"{'d_' if origin.backward else ''}{path}.{op.strip('_')}")
 
 

@@ -15,6 +15,7 @@ from pathlib import PurePath
 from torch import fx
 
 from fxpipe.codegen.expressions import CONTAINERS, Names, expression
+from fxpipe.codegen.layout import wrapped
 from fxpipe.graph import Colour, Kind, Phase, Section, Value
 from fxpipe.values import call_nodes
 
@@ -89,13 +90,13 @@ def function_source(section: Section, signature: Signature, names: Names) -> str
     lines = [f"def {signature.name}({', '.join(arguments)}):"]
     for source, values in signature.lists_in.items():
         name = LISTS[source, phase]
-        lines.append(f"    {', '.join(values)}{',' if len(values) == 1 else ''} = {name}")
+        lines.append(f"    ({values[0]},) = {name}" if len(values) == 1 else f"    {', '.join(values)} = {name}")
         lines.append(f"    {name}.clear()")
     results, returned = _returned(section, signature)
     lines += _body(section, names, returned)
     if results:
         lines.append(f"    return {', '.join(results)}")
-    return "\n".join(lines)
+    return "\n".join(wrapped(line) for line in lines)
 
 
 def _returned(section: Section, signature: Signature) -> tuple[list[str], set[str]]:

@@ -10,6 +10,7 @@ import torch
 
 from fxpipe.codegen.expressions import Names
 from fxpipe.codegen.functions import LISTS, Signature, function_source, signatures
+from fxpipe.codegen.layout import wrapped
 from fxpipe.graph import Colour, Kind, Phase, Section
 from fxpipe.schedule.lowering import Compute, Instruction, Post, Send, Wait
 from fxpipe.schedule.ops import PHASES
@@ -108,7 +109,7 @@ def _step_source(plan: RankPlan, calls: dict[Colour, Signature]) -> str:
     if plan.has_count:
         tail.append("    rt.divide_gradients_by_count()")
     tail.append("    return rt.finish()")
-    return "\n".join([*head, *body, *tail])
+    return "\n".join(wrapped(line) for line in [*head, *body, *tail])
 
 
 def _instruction(plan: RankPlan, calls: dict[Colour, Signature], instruction: Instruction) -> list[_Line]:

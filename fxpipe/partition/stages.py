@@ -42,7 +42,14 @@ def partition(
         cuts = _cuts_by_path(forward, stages, split_points)
     starts = {c + 1 for c in cuts}
     stage_at = list(accumulate((int(i in starts) for i in range(len(forward))), operator.add))
-    _colour(graph, {n: stage_at[i] for n, i in position.items()}, {s: stage_at[i] for s, i in by_seq.items()})
+    stage = {n: stage_at[i] for n, i in position.items()}
+    # A cast or a view of a parameter goes to where it is used, so that no weight is sent.
+    of_parameters = free_nodes(graph, device, across_stages=False)
+    for node in reversed(forward):
+        users = [stage[u] for u in node.users if u in stage]
+        if node in of_parameters and users:
+            stage[node] = min(users)
+    _colour(graph, stage, {s: stage[forward[i]] for s, i in by_seq.items()})
 
 
 def _cuts_by_cost(
@@ -64,7 +71,7 @@ def _crossing_bytes(
     graph: fx.Graph, position: dict[fx.Node, int], home: dict[fx.Node, int], device: Device
 ) -> list[float]:
     """For every position: bytes that a cut after it would send, or inf where it may not be cut."""
-    free = free_nodes(graph, device, across_stages=True)
+    free = free_nodes(graph, device, across_stages=False)
     steps = [0.0] * (len(position) + 1)
     barred = [0] * (len(position) + 1)
     last_use: dict[fx.Node, int] = {}

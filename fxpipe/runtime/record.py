@@ -1,4 +1,4 @@
-"""What really happened in a step on one rank: when each op ran, and how long it waited for others."""
+"""What really happened in a step on one rank: when each op ran."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Record:
-    """``spans``: (op, start, end, seconds waited before it could start) of the last step.
+    """``spans``: (op, start, end) of the last step, in ``time.perf_counter`` seconds.
 
-    ``at_op`` is called between ops, for measurements.  Times are ``time.perf_counter`` seconds.
+    A program waits for messages between its ops; that time belongs to none of them.
+    ``at_op`` is called before each op, for measurements.
     """
 
-    spans: list[tuple[str, float, float, float]] = field(default_factory=list)
+    spans: list[tuple[str, float, float]] = field(default_factory=list)
     at_op: Callable[[str], None] | None = None
     _name: str = ""
     _start: float = 0.0
@@ -36,7 +37,7 @@ class Record:
 
     def _close(self) -> None:
         if self._name:
-            self.spans.append((self._name, self._start, time.perf_counter(), self._waited))
+            self.spans.append((self._name, self._start, time.perf_counter() - self._waited))
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
