@@ -14,10 +14,10 @@ from torch import nn
 
 from fxpipe import artefact as files
 from fxpipe.artefact import Artefact, Plan
-from fxpipe.compiler import Compiled, Options, check, compile_model
+from fxpipe.compiler import PHASES, Compiled, Options, check, compile_model
 from fxpipe.errors import FxpipeError, RunError
 from fxpipe.pipeline import Pipeline
-from fxpipe.progress import Progress
+from fxpipe.progress import Phases
 from fxpipe.runtime.process import Process, default_device, under_torchrun
 
 
@@ -66,7 +66,7 @@ def compile(
     if process is None or process.rank == 0:
         title = f"fxpipe {type(model).__name__}"
         try:
-            compiled = compile_model(model, example, loss_fn, options, device, Progress(title))
+            compiled = compile_model(model, example, loss_fn, options, device, Phases(title, PHASES))
         except FxpipeError as error:
             if process is not None:
                 process.share(json.dumps({"error": str(error)}).encode())

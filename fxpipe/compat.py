@@ -17,18 +17,20 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as no_modes
 
 __all__ = [
     "DATA_DEPENDENT",
     "FakeTensorMode",
+    "StorageWeakRef",
     "TorchDispatchMode",
     "compiling_flags",
     "current_sequence_number",
     "no_modes",
+    "nodes_after",
     "sequence_number",
-    "storage_id",
     "traced_graph",
 ]
 
@@ -71,8 +73,3 @@ def nodes_after(last: torch.fx.Node | None, graph: torch.fx.Graph) -> list[torch
     """The nodes that were appended to the graph after ``last``, in order."""
     new = itertools.takewhile(lambda node: node is not last, reversed(graph.nodes))
     return list(new)[::-1]
-
-
-def storage_id(tensor: torch.Tensor) -> int:
-    """Equal for two tensors exactly if they share their storage (while both are alive)."""
-    return tensor.untyped_storage()._cdata

@@ -21,7 +21,7 @@ from fxpipe.graph import Colour, Kind, Phase, Section
 from fxpipe.partition.device import describe
 from fxpipe.partition.stages import partition
 from fxpipe.passes.run import run_passes
-from fxpipe.progress import Progress
+from fxpipe.progress import Phases
 from fxpipe.runtime.batch import BatchSpec
 from fxpipe.runtime.rank import StepSpec
 from fxpipe.schedule.costs import Costs
@@ -37,6 +37,8 @@ from fxpipe.version import __version__
 
 
 AUTO = "auto"
+#: How many phases ``compile_model`` goes through.
+PHASES = 6
 
 
 @dataclass(frozen=True)
@@ -67,28 +69,28 @@ def compile_model(
     loss_fn: Callable[..., Any] | None,
     options: Options,
     device: torch.device,
-    progress: Progress,
+    phase: Phases,
 ) -> Compiled:
     check(options)
     hardware = describe(device)
     stages = options.ranks * options.stages_per_rank
 
-    with progress("capture"):
+    with phase("capture"):
         captured = capture(model, example, loss_fn, 1 / options.microbatches, device)
         graph = captured.graph
-    with progress("partition"):
+    with phase("partition"):
         partition(graph, stages, hardware, options.split_points)
-    with progress("passes"):
+    with phase("passes"):
         run_passes(graph, hardware)
-    with progress("extract"):
+    with phase("extract"):
         sections = extract(graph)
         passing = messages(sections)
-    with progress("schedule"):
+    with phase("schedule"):
         costs = analytic_costs(graph, sections, passing, hardware)
         schedule = _schedule(options, costs)
         instructions = lower(schedule, costs.edges)
         prove(instructions, schedule.placement)
-    with progress("codegen"):
+    with phase("codegen"):
         plan = _plan(model, example, options, graph, sections, passing, schedule, costs)
         programs = _programs(plan, graph, sections, passing, schedule, instructions)
     return Compiled(Artefact(plan, programs, captured.constants), graph, sections)

@@ -15,8 +15,10 @@ from fxpipe import artefact as files
 from fxpipe.artefact import Artefact, Plan
 from fxpipe.errors import FxpipeError, RunError
 from fxpipe.graph import Section
+from fxpipe.runtime.batch import batch_leaves
 from fxpipe.runtime.comm import Comm, DistributedComm
 from fxpipe.runtime.local import LocalComm, LocalWorld, run_all
+from fxpipe.runtime.memory import SavedBytes
 from fxpipe.runtime.optimizer import PipelineOptimizer
 from fxpipe.runtime.process import Process
 from fxpipe.runtime.program import load_step
@@ -43,11 +45,13 @@ class Stage:
 @dataclass(frozen=True, eq=False)
 class LocalResult:
     """``loss``: of the whole batch, 0-d.  ``grads``: parameter name -> gradient of the mean loss.
-    ``runtimes``: the ranks' runtimes, with what they recorded."""
+    ``runtimes``: the ranks' runtimes, with what they recorded.  ``peak_saved``: per rank the most bytes
+    that it held between two ops, if that was to be measured."""
 
     loss: torch.Tensor
     grads: dict[str, torch.Tensor]
     runtimes: tuple[Runtime, ...]
+    peak_saved: tuple[int, ...]
 
 
 @dataclass(eq=False)
@@ -87,12 +91,14 @@ class Pipeline:
         """The step as simulated: times, bubbles and the bytes that each rank holds between ops."""
         return simulate(self.schedule, self.plan.costs)
 
-    def run_local(self, batch: Any, *, step: int = 0, threads: int = 1) -> LocalResult:
+    def run_local(
+        self, batch: Any, *, step: int = 0, threads: int = 1, measure_memory: bool = False
+    ) -> LocalResult:
         """Run one step of all ranks in this process, the programs taking turns.
 
         batch: leading dimension = microbatches × the example's.  step: number of the step, for random
         numbers.  threads: intra-op threads of each rank; 1 is what torchrun gives, and then the result is
-        bit for bit what torchrun's ranks compute.
+        bit for bit what torchrun's ranks compute.  measure_memory: also find each rank's peak of saved bytes.
         Buffers are updated as in training; parameters and their ``.grad`` are left alone.
         """
         world = LocalWorld(self.plan.ranks)
@@ -102,12 +108,15 @@ class Pipeline:
         for runtime in runtimes:
             runtime.step_number = step
         mains = [partial(self._step_function(rt.rank), rt, batch) for rt in runtimes]
+        meters = [SavedBytes(self._given(rt, batch)) for rt in runtimes] if measure_memory else []
+        for runtime, meter in zip(runtimes, meters, strict=False):
+            mains[runtime.rank] = partial(_metered, mains[runtime.rank], runtime, meter)
         losses = run_all(world, mains, lambda rank: runtimes[rank].current_op or "its start", threads)
         found = {name: grad for rt in reversed(runtimes) for name, grad in rt.grads.items()}
         for runtime in runtimes:
             self._store_buffers(runtime)
         grads = {name: found[name] for name in self.parameters if name in found}
-        return LocalResult(losses[0], grads, runtimes)
+        return LocalResult(losses[0], grads, runtimes, tuple(m.peak for m in meters))
 
     def step(self, batch: Any) -> torch.Tensor:
         """Run one training step of this rank; return the loss of the whole batch, on every rank.
@@ -194,6 +203,12 @@ class Pipeline:
             constants={n: self.artefact.constants[n].to(self.device) for n in held.constants},
         )
 
+    @staticmethod
+    def _given(rt: Runtime, batch: Any) -> list[torch.Tensor]:
+        """The tensors that a rank holds whether or not a step runs."""
+        held = [*rt.params.values(), *rt.grads.values(), *rt.buffers.values(), *rt.constants.values()]
+        return held + [x for _, x in batch_leaves(batch) if isinstance(x, torch.Tensor)]
+
     def _zeros(self, rank: int) -> dict[str, torch.Tensor]:
         return {n: torch.zeros_like(self.parameters[n]) for n in self.plan.tensors[rank].gradients}
 
@@ -226,3 +241,9 @@ class Pipeline:
                 return RunError(f"{first} (Rank {rt.rank} stopped in {rt.current_op or 'its start'}.)")
         self.process.leave_failure(message)
         return error if isinstance(error, FxpipeError) else RunError(message)
+
+
+def _metered(main: Callable[[], Any], rt: Runtime, meter: SavedBytes) -> Any:
+    rt.record.at_op, rt.record.at_arrival = meter.between_ops, meter.arrived
+    with meter:
+        return main()

@@ -1,4 +1,4 @@
-"""Progress of long work: on a terminal only, and nothing elsewhere."""
+"""Progress of long work as a bar, on a terminal only."""
 
 from __future__ import annotations
 
@@ -7,23 +7,33 @@ import time
 from collections.abc import Iterator
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 
-class Progress:
-    """``with progress("capture"): …`` shows the phase while it runs and its seconds when it is done."""
+class Phases:
+    """``with phases("capture"): …`` moves a bar through named phases; ``seconds`` keeps their times."""
 
-    def __init__(self, title: str, shown: bool = True):
-        self._console = Console(stderr=True)
-        self._shown = shown and self._console.is_terminal
-        self._title = title
+    def __init__(self, title: str, count: int):
+        console = Console(stderr=True)
+        self._bar = Progress(
+            TextColumn(title), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(),
+            console=console, disable=not console.is_terminal,
+        )  # fmt: skip
+        self._task = self._bar.add_task("", total=count)
         self.seconds: dict[str, float] = {}
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         before = time.perf_counter()
-        status = self._console.status(f"{self._title}: {phase}") if self._shown else contextlib.nullcontext()
-        with status:
+        self._bar.update(self._task, description=phase)
+        self._bar.start()
+        try:
             yield
+        except BaseException:
+            self._bar.stop()
+            raise
         self.seconds[phase] = time.perf_counter() - before
-        if self._shown:
-            self._console.print(f"[dim]{self._title}: {phase:<10} {self.seconds[phase]:6.2f} s")
+        self._bar.advance(self._task)
+        if self._bar.finished:
+            self._bar.update(self._task, description=f"compiled in {sum(self.seconds.values()):.1f} s")
+            self._bar.stop()

@@ -84,7 +84,7 @@ def test_memory_stays_within_what_the_family_claims(problem):
             "zb-h1": p * v,
         }[schedule.name]
         assert peak <= min(claim, m * v) * chunk
-        assert steps[-1][1] == 0
+        assert not steps or steps[-1][1] == 0
 
 
 @settings(max_examples=150, deadline=None)

@@ -10,8 +10,6 @@ and of the time it takes.  Of equally small cuts the one with the least to repea
 
 from __future__ import annotations
 
-import operator
-
 import networkx as nx
 import torch
 from torch import fx
@@ -45,10 +43,8 @@ def keep_fewest_bytes(graph: fx.Graph) -> None:
 
 
 def _is_cheap(node: fx.Node, stage: int) -> bool:
-    if node.meta["colour"].stage != stage or isinstance(node.meta.get("val"), (tuple, list)):
+    if node.meta["colour"].stage != stage:
         return False
-    if node.target is operator.getitem:
-        return is_view(node)
     return is_view(node) or node.target in _CASTS or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 

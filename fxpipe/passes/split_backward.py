@@ -11,6 +11,8 @@ activations: their backward is W's.  (Zero bubble pipeline parallelism, arXiv 24
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import fx
 
@@ -23,6 +25,7 @@ aten = torch.ops.aten
 def split_backward(graph: fx.Graph) -> None:
     _split_convolutions(graph)
     on_data = _ops_on_data(graph)
+    items = graph.find_nodes(op="call_function", target=operator.getitem)
     needed: set[fx.Node] = set()
     for node in reversed(call_nodes(graph)):
         stage, phase = node.meta["colour"].stage, node.meta["colour"].phase
@@ -38,6 +41,8 @@ def split_backward(graph: fx.Graph) -> None:
                 break
         else:
             node.meta["colour"] = Colour(stage, Phase.W)
+    for item in items:  # a tuple is taken apart where it is made
+        item.meta["colour"] = item.args[0].meta["colour"]
 
 
 def _ops_on_data(graph: fx.Graph) -> set[int]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fxpipe.compat import no_modes
 from fxpipe.errors import DeadlockError, FxpipeError, RunError
 from fxpipe.runtime.comm import Pending, in_memory_order
 
@@ -64,7 +65,9 @@ class LocalComm:
         # The n-th receive posted gets the n-th message sent, in whatever order they are waited for.
         number = self._received[source]
         self._received[source] += 1
-        return Pending(torch.empty_strided(shape, stride, dtype=dtype, device="meta"), source, number)
+        with no_modes():
+            expected = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        return Pending(expected, source, number)
 
     def wait(self, pending: Pending) -> torch.Tensor:
         messages, key = self._world.messages, (pending.source, self._rank, pending.work)
@@ -78,7 +81,9 @@ class LocalComm:
         return flat.as_strided(expected.shape, expected.stride())
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
-        self._world.messages[self._rank, to, self._sent[to]] = in_memory_order(tensor).clone()
+        with no_modes():  # what a mode of this rank's thread watches are its own tensors
+            copy = in_memory_order(tensor).clone()
+        self._world.messages[self._rank, to, self._sent[to]] = copy
         self._sent[to] += 1
         self._world.woken()
 

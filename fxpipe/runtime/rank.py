@@ -74,7 +74,10 @@ class Runtime:
     def wait(self, pending: Pending) -> torch.Tensor:
         """The received tensor, as soon as it is there."""
         with self.record.waiting():
-            return self.comm.wait(pending)
+            tensor = self.comm.wait(pending)
+        if self.record.at_arrival is not None:
+            self.record.at_arrival(tensor)
+        return tensor
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """Start to send; does not block, and holds the tensor until it is sent."""

@@ -7,17 +7,21 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import torch
+
 
 @dataclass
 class Record:
     """``spans``: (op, start, end) of the last step, in ``time.perf_counter`` seconds.
 
     A program waits for messages between its ops; that time belongs to none of them.
-    ``at_op`` is called before each op, for measurements.
+    For measurements ``at_op`` is called with the name of each op before it runs, and ``at_arrival`` with
+    each message.
     """
 
     spans: list[tuple[str, float, float]] = field(default_factory=list)
     at_op: Callable[[str], None] | None = None
+    at_arrival: Callable[[torch.Tensor], None] | None = None
     _name: str = ""
     _start: float = 0.0
     _waited: float = 0.0

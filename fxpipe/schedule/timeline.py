@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from fxpipe.graph import Colour
 from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.costs import Costs
-from fxpipe.schedule.ops import Op, OpKind, Schedule
+from fxpipe.schedule.ops import PHASES, Op, OpKind, Schedule
 
 
 class Span(NamedTuple):
@@ -55,8 +57,17 @@ class Timeline:
 
     @cached_property
     def memory(self) -> tuple[tuple[tuple[float, float], ...], ...]:
-        """Per rank the steps of its memory: (time, bytes live from that time on)."""
-        return tuple(_memory(spans, self.costs) for spans in self.spans)
+        """Per rank the steps of its memory: (time, bytes live from that time on).
+
+        A value that one stage of a rank hands to another of the same rank lives from op to op.
+        """
+        handed: dict[Colour, list[float]] = defaultdict(list)
+        placement = self.schedule.placement
+        for edge in self.costs.edges:
+            if placement[edge.source.stage] == placement[edge.target.stage] and edge.bytes:
+                handed[edge.source].append(edge.bytes)
+                handed[edge.target].append(-edge.bytes)
+        return tuple(_memory(spans, self.costs, handed) for spans in self.spans)
 
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:
@@ -74,19 +85,29 @@ def _bubble(whole: float, work: float) -> float:
     return max(0.0, (whole - work) / whole) if whole > 0 else 0.0
 
 
-def _memory(spans: tuple[Span, ...], costs: Costs) -> tuple[tuple[float, float], ...]:
+def _memory(
+    spans: tuple[Span, ...], costs: Costs, handed: dict[Colour, list[float]]
+) -> tuple[tuple[float, float], ...]:
     live, steps = 0.0, []
     for op, start, end in spans:
         cost = costs.stages[op.stage]
         match op.kind:
             case OpKind.F:
-                time, change = start, cost.saved
+                at_start, at_end = cost.saved, 0.0
             case OpKind.B:
-                time, change = end, cost.kept - cost.saved
+                at_start, at_end = 0.0, cost.kept - cost.saved
             case OpKind.W:
-                time, change = end, -cost.kept
+                at_start, at_end = 0.0, -cost.kept
             case OpKind.BW:
-                time, change = end, -cost.saved
-        live += change
-        steps.append((time, live))
+                at_start, at_end = 0.0, -cost.saved
+        for phase in PHASES[op.kind]:
+            for change in handed.get(Colour(op.stage, phase), ()):
+                if change < 0:
+                    at_start += change
+                else:
+                    at_end += change
+        for time, change in ((start, at_start), (end, at_end)):
+            if change:
+                live += change
+                steps.append((time, live))
     return tuple(steps)

@@ -1,0 +1,50 @@
+"""How many bytes a rank really holds between its ops, by watching every storage that it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from fxpipe.compat import StorageWeakRef, TorchDispatchMode
+
+
+class SavedBytes(TorchDispatchMode):
+    """While entered on a rank's thread: ``peak`` is the most that lived between two ops, in bytes.
+
+    given: tensors that lie in memory anyway (parameters, gradients, the batch).  Messages that have
+    arrived for the next op do not count until that op has saved them.
+    """
+
+    def __init__(self, given: Iterable[torch.Tensor]):
+        super().__init__()
+        self._held = list(given)  # kept alive, so that no new storage gets the address of one of these
+        self._ignored = {t.untyped_storage()._cdata for t in self._held}
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._arrived: set[int] = set()
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._watch(tensor)
+        return result
+
+    def _watch(self, tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        reference = StorageWeakRef(storage)
+        if reference.cdata not in self._ignored:
+            self._live[reference.cdata] = (reference, storage.nbytes())
+        return reference.cdata
+
+    def arrived(self, tensor: torch.Tensor) -> None:
+        self._arrived.add(self._watch(tensor))
+
+    def between_ops(self, name: str) -> None:
+        """Take the measure before op ``name``."""
+        self._live = {key: (ref, size) for key, (ref, size) in self._live.items() if not ref.expired()}
+        self.peak = max(self.peak, sum(n for key, (_, n) in self._live.items() if key not in self._arrived))
+        self._arrived.clear()
