@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Sequence
 from math import isfinite
+from pathlib import Path
 from typing import Any, NoReturn
 
 from rich.console import Console
@@ -21,6 +22,7 @@ from fxpipe.schedule.families import FAMILIES, build
 from fxpipe.schedule.placement import PLACEMENTS
 from fxpipe.schedule.simulator import simulate
 from fxpipe.schedule.timeline import Timeline
+from fxpipe.train import train
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="fxpipe", description="A pipeline-parallel compiler for PyTorch.")
     commands = parser.add_subparsers(metavar="command", required=True, parser_class=_Parser)
     _add_simulate(commands)
+    _add_run(commands)
     options = parser.parse_args(arguments)
     try:
         options.command(options)
@@ -95,6 +98,28 @@ def _simulate(options: argparse.Namespace) -> None:
         print(json.dumps(_figures(timeline)))
     else:
         _print_table(timeline)
+
+
+def _add_run(commands: Any) -> None:
+    parser = commands.add_parser(
+        "run",
+        help="train a saved pipeline (under torchrun)",
+        description="Trains a saved pipeline: torchrun --nproc-per-node RANKS -m fxpipe run DIR --data FILE",
+    )
+    parser.set_defaults(command=_run)
+    add = parser.add_argument
+    add("directory", type=Path, help="what pipe.save wrote")
+    add("--data", required=True, type=Path, metavar="FILE", help="safetensors, a tensor for each batch leaf")
+    add("--steps", type=_positive_int, metavar="N", help="(once through the data)")
+    add("--lr", type=_positive, default=3e-4, metavar="X", help="of AdamW (3e-4)")
+    add("--clip-grad-norm", type=_positive, metavar="X", help="of the whole model (no clipping)")
+    add("--save", type=Path, metavar="DIR", help="save the trained pipeline there")
+
+
+def _run(options: argparse.Namespace) -> None:
+    train(
+        options.directory, options.data, options.steps, options.lr, options.clip_grad_norm, options.save
+    )
 
 
 def _figures(timeline: Timeline) -> dict[str, Any]:

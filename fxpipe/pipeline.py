@@ -176,6 +176,7 @@ class Pipeline:
         """What this process's program runs on."""
         plan = self.plan
         if self.process is not None:
+            self.process.watch()
             comm: Comm = DistributedComm(self.device, self.process.rank, plan.channels)
             return self._runtime_of(self.process.rank, comm, {})
         if plan.ranks > 1:

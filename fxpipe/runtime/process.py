@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,8 +16,9 @@ from fxpipe.errors import RunError
 
 #: How long a rank waits for another before it gives up.
 TIMEOUT = timedelta(minutes=10)
-#: How long a rank whose neighbour is gone looks for the message that the neighbour left.
-GRACE = 3.0
+FAILURE = "fxpipe/failure"  # where a rank leaves its message in the store
+#: Seconds between looks for that message, and that a rank has to raise by itself once it is there.
+POLL, GRACE = 0.5, 2.0
 
 
 def under_torchrun() -> bool:
@@ -58,7 +61,7 @@ class Process:
         size = self._on_wire(torch.tensor([len(data or b"")]))
         dist.broadcast(size, 0)
         payload = torch.empty(int(size), dtype=torch.uint8)
-        if data is not None:
+        if data:
             payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         payload = self._on_wire(payload)
         dist.broadcast(payload, 0)
@@ -73,16 +76,36 @@ class Process:
     def barrier(self) -> None:
         self.sum(0.0)
 
+    def watch(self) -> None:
+        """End this process soon after another rank has left a failure, whatever it waits for then.
+
+        A rank whose neighbour is gone raises by itself; one that waits for a rank that still runs would
+        not notice.
+        """
+        threading.Thread(target=self._watch, name="fxpipe-watch", daemon=True).start()
+
+    def _watch(self) -> None:
+        store = _store()
+        try:
+            while not store.check([FAILURE]):
+                time.sleep(POLL)
+            message = store.get(FAILURE).decode()
+        except RuntimeError:  # the store is gone: the run is over
+            return
+        time.sleep(GRACE)
+        print(f"fxpipe: rank {self.rank} ends: {message}", file=sys.stderr, flush=True)
+        os._exit(1)
+
     def leave_failure(self, message: str) -> None:
         """Let the other ranks know why this one stops."""
-        _store().set("fxpipe/failure", message)
+        _store().set(FAILURE, message)
 
     def find_failure(self) -> str | None:
         """The message of a rank that stopped, once it is there."""
         end = time.monotonic() + GRACE
         while time.monotonic() < end:
-            if _store().check(["fxpipe/failure"]):
-                return _store().get("fxpipe/failure").decode()
+            if _store().check([FAILURE]):
+                return _store().get(FAILURE).decode()
             time.sleep(0.05)
         return None
 

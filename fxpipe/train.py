@@ -1,0 +1,73 @@
+"""``fxpipe run``: train a saved pipeline on tensors from a file."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from fxpipe.api import load
+from fxpipe.errors import BatchError
+from fxpipe.pipeline import Pipeline
+from fxpipe.runtime.batch import BatchSpec
+
+
+def train(
+    directory: Path, data: Path, steps: int | None, lr: float, clip: float | None, save: Path | None
+) -> None:
+    """Train with AdamW and print the losses (rank 0); all ranks call it alike.
+
+    data: a safetensors file with a tensor for each leaf of the batch, under its name; its rows are taken
+        in order, a batch a step, from the start again when they are used up.
+    steps: None for all whole batches once.
+    """
+    pipe = load(directory)
+    tensors = read_data(data, pipe.plan.step.batch)
+    rows = rows_of_batch(pipe)
+    total = min((t.shape[0] for t in tensors.values() if t.dim()), default=rows)
+    count = total // rows
+    if count == 0:
+        raise BatchError(f"{data} has {total} rows, and one batch of this pipeline takes {rows}.")
+    optimizer = pipe.optimizer(torch.optim.AdamW, lr=lr, clip_grad_norm=clip)
+    rank = pipe.runtime.rank
+    console = Console(quiet=rank != 0)
+    hidden = rank != 0 or not console.is_terminal
+    for step in track(range(steps or count), "train", console=console, disable=hidden):
+        start = step % count * rows
+        batch = {name: t[start : start + rows] if t.dim() else t for name, t in tensors.items()}
+        loss = pipe.step({**batch, **fixed_values(pipe.plan.step.batch)})
+        optimizer.step()
+        optimizer.zero_grad()
+        console.print(f"step {step}  loss {float(loss):.6f}")
+    if save is not None:
+        pipe.save(save)
+        console.print(f"saved: {save}")
+
+
+def read_data(path: Path, spec: BatchSpec) -> dict[str, torch.Tensor]:
+    """The tensors of the file that the batch has leaves for."""
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise BatchError(f"{path} is no readable safetensors file: {error}") from error
+    wanted = [leaf.name for leaf in spec.leaves if leaf.shape is not None]
+    missing = [name for name in wanted if name not in tensors]
+    if missing:
+        raise BatchError(f"{path} has no tensor {missing[0]!r}; it holds {', '.join(sorted(tensors))}.")
+    return {name: tensors[name] for name in wanted}
+
+
+def fixed_values(spec: BatchSpec) -> dict[str, Any]:
+    """The leaves that are no tensors, as they were in the example."""
+    return {leaf.name: ast.literal_eval(leaf.value) for leaf in spec.leaves if leaf.shape is None}
+
+
+def rows_of_batch(pipe: Pipeline) -> int:
+    step = pipe.plan.step
+    return step.microbatches * next((leaf.shape[0] for leaf in step.batch.leaves if leaf.shape), 1)
