@@ -57,6 +57,8 @@ def clean(
             continue
         if node.target in _SAME_VALUE:
             new[node] = new[node.args[0]]
+        elif node.target is aten.t.default and new[node.args[0]].target is aten.t.default:
+            new[node] = new[node.args[0]].args[0]  # type: ignore[assignment]
         elif node.target is aten.copy_.default and node.args[0] in by_placeholder:
             given = by_placeholder[node.args[0]]
             if given.kind is Kind.PARAMETER:

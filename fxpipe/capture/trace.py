@@ -118,7 +118,7 @@ class _Step:
             loss, count = _loss_of(output, example, self.loss_fn)
             self.provenance.backward_from(loss)
             with torch.autocast(loss.device.type, enabled=False):
-                seed = torch.full_like(loss, self.scale)
+                seed = torch.full((), self.scale, dtype=loss.dtype, device=loss.device)
                 grads = torch.autograd.grad(loss, list(wanted.values()), seed, allow_unused=True)
 
         found = {name: g for name, g in zip(wanted, grads, strict=True) if g is not None}
@@ -156,7 +156,7 @@ def _loss_of(output: Any, example: Any, loss_fn: Any) -> tuple[torch.Tensor, tor
             f"The loss needs no gradient: what {source} does not depend on any parameter with "
             "requires_grad=True. Look for a detach(), a no_grad() block, or parameters that are all frozen."
         )
-    return loss.reshape(()), count
+    return loss.reshape(()) if loss.dim() else loss, count
 
 
 def _explained(error: Exception, provenance: Provenance) -> CaptureError:

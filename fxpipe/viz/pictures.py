@@ -1,2 +1,83 @@
+"""All pictures of a compiled pipeline: its graph, its sections and its schedule.
+
+graph.dot, graph.svg            the coloured graph, collapsed to modules
+stage1_B.dot, stage1_B.svg      one section, node by node
+timeline.svg                    the simulated schedule
+"""
+
+from __future__ import annotations
+
 from pathlib import Path
-def draw(pipe, path, expand=None): return []
+from typing import TYPE_CHECKING
+
+import graphviz
+
+from fxpipe.errors import FxpipeError
+from fxpipe.graph import Section
+from fxpipe.viz.boxes import collapse
+from fxpipe.viz.graph_picture import graph_picture
+from fxpipe.viz.render import render
+from fxpipe.viz.section_picture import section_picture
+from fxpipe.viz.timeline_picture import timeline_svg
+from fxpipe.viz.units import bytes_text, seconds_text
+
+if TYPE_CHECKING:
+    from fxpipe.pipeline import Pipeline
+
+
+def draw(pipe: Pipeline, path: Path, expand: tuple[int, str] | None = None) -> list[Path]:
+    """Write the pictures into a directory, made where it is missing; return the files.
+
+    expand: (stage, phase) of a section to draw node by node as well.
+    A pipeline that was loaded has no graph any more: then it is the timeline alone.
+    Raises FxpipeError for a section that is not there.
+    """
+    graphs: dict[str, graphviz.Digraph] = {}
+    if pipe.graph is not None:
+        graphs["graph"] = graph_picture(collapse(pipe.graph), _title(pipe), _stages(pipe))
+    if expand is not None:
+        section = _section(pipe, *expand)
+        name = f"stage{section.stage}_{section.phase}"
+        graphs[name] = section_picture(section, pipe.sections, pipe.plan.model)
+    path.mkdir(parents=True, exist_ok=True)
+    files = render(graphs, path)
+    timeline = path / "timeline.svg"
+    timeline.write_text(timeline_svg(pipe.simulate(), pipe.plan.model))
+    return [*files, timeline]
+
+
+def _title(pipe: Pipeline) -> tuple[str, ...]:
+    plan = pipe.plan
+    return (
+        f"{plan.model}: one microbatch of a training step",
+        f"schedule {plan.schedule}, {plan.ranks} ranks, {len(plan.stages)} stages, "
+        f"{plan.step.microbatches} microbatches",
+    )
+
+
+def _stages(pipe: Pipeline) -> tuple[tuple[str, ...], ...]:
+    """The lines above each stage.  Times and bytes are of one microbatch."""
+    lines = []
+    for stage, cost in zip(pipe.plan.stages, pipe.plan.costs.stages, strict=True):
+        times = zip("FBW", (cost.forward, cost.backward, cost.weight), strict=True)
+        lines.append(
+            (
+                f"stage {stage.stage} on rank {stage.rank}",
+                ", ".join(f"{phase} {seconds_text(seconds)}" for phase, seconds in times),
+                f"held: F to B {bytes_text(cost.saved)}, B to W {bytes_text(cost.kept)}",
+            )
+        )
+    return tuple(lines)
+
+
+def _section(pipe: Pipeline, stage: int, phase: str) -> Section:
+    for section in pipe.sections:
+        if (section.stage, section.phase) == (stage, phase):
+            return section
+    if not pipe.sections:
+        raise FxpipeError(
+            "This pipeline was loaded, or compiled by another rank: its sections are not here to be drawn. "
+            "Compile the model in one process and draw that pipeline."
+        )
+    known = ", ".join(f"({s.stage}, {str(s.phase)!r})" for s in pipe.sections)
+    raise FxpipeError(f"There is no section ({stage}, {phase!r}) to draw. There are: {known}.")

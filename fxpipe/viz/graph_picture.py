@@ -1,0 +1,155 @@
+"""The collapsed graph as graphviz source, each box and line in the place that the layout gives it."""
+
+from __future__ import annotations
+
+import math
+from html import escape
+
+import graphviz
+
+from fxpipe.graph import Phase
+from fxpipe.viz.boxes import Box, Boxes, Flow, Place
+from fxpipe.viz.layout import HEIGHT, Frame, Layout, Point, lay_out
+from fxpipe.viz.palette import MEANING, PHASES, tint
+from fxpipe.viz.units import bytes_text, flops_text
+
+FONT = {"fontname": "Helvetica", "fontsize": "10"}
+GREY = "#666666"
+ARROW = 7.0
+TERMINAL = 90.0  # from a frame to the middle of a batch leaf beside it
+
+
+def graph_picture(
+    boxes: Boxes, title: tuple[str, ...], stages: tuple[tuple[str, ...], ...]
+) -> graphviz.Digraph:
+    """title: lines above the picture.  stages: per stage the lines above its boxes."""
+    texts = {box.place: _text(box) for box in boxes.boxes}
+    layout = lay_out(boxes, len(stages), max(len(line) for text in texts.values() for line in text))
+    dot = graphviz.Digraph("fxpipe", node_attr=FONT | {"shape": "box"}, edge_attr=FONT | {"fontsize": "8"})
+    # nop2: positions are given, graphviz only draws.
+    dot.attr(layout="nop2", outputorder="edgesfirst")
+    ids = {box.place: f"b{i}" for i, box in enumerate(boxes.boxes)}
+    _heading(dot, title, boxes, layout.frames[0])
+    for stage, (lines, frame) in enumerate(zip(stages, layout.frames, strict=True)):
+        _frame(dot, stage, lines, frame)
+    for box in boxes.boxes:
+        _box(dot, ids[box.place], box, texts[box.place], layout)
+    largest = max((flow.bytes for flow in boxes.flows if flow.crosses), default=1)
+    for route in layout.routes:
+        flow = route.flow
+        look = _look(flow, largest) | {"pos": _spline(route.points), "lp": _at(route.label)}
+        dot.edge(ids[flow.source], ids[flow.target], **look)
+    _terminals(dot, boxes, ids, layout)
+    return dot
+
+
+def _text(box: Box) -> tuple[str, str]:
+    size = f"{box.nodes} op{'s' * (box.nodes != 1)}"
+    return box.place.path or "(the model itself)", f"{size}, {flops_text(box.flops)}" if box.flops else size
+
+
+def _heading(dot: graphviz.Digraph, title: tuple[str, ...], boxes: Boxes, first: Frame) -> None:
+    rows = [f"<TR><TD ALIGN='LEFT'><FONT POINT-SIZE='16'><B>{escape(title[0])}</B></FONT></TD></TR>"]
+    rows += [f"<TR><TD ALIGN='LEFT'>{escape(line)}</TD></TR>" for line in title[1:]]
+    phases = {box.place.colour.phase for box in boxes.boxes}
+    keys = "".join(
+        f"<TD BGCOLOR='{tint(PHASES[p], 0.45)}' BORDER='1' COLOR='{PHASES[p]}'>{p} {MEANING[p]}</TD>"
+        for p in Phase
+        if p in phases
+    )
+    rows.append(f"<TR><TD ALIGN='LEFT'><TABLE BORDER='0' CELLSPACING='4'><TR>{keys}</TR></TABLE></TD></TR>")
+    rows.append(
+        "<TR><TD ALIGN='LEFT'>thick, coloured: sent to another stage; thin: handed on within a stage</TD></TR>"
+    )
+    label = f"<<TABLE BORDER='0' CELLBORDER='0' CELLSPACING='2'>{''.join(rows)}</TABLE>>"
+    middle = Point((first.left + first.right) / 2, first.top - 20 - 12 * len(rows))
+    dot.node("title", label=label, shape="plaintext", pos=_at(middle), width="6")
+
+
+def _frame(dot: graphviz.Digraph, stage: int, lines: tuple[str, ...], frame: Frame) -> None:
+    with dot.subgraph(name=f"cluster_{stage}") as drawn:
+        head = Point((frame.left + frame.right) / 2, frame.top + 6 + 6 * len(lines))
+        drawn.attr(
+            label="\n".join(lines),
+            lp=_at(head),
+            bb=f"{frame.left},{-frame.bottom},{frame.right},{-frame.top}",
+        )
+        drawn.attr(style="rounded,filled", color="#888888", fillcolor="#F6F6F6", **FONT)
+
+
+def _box(dot: graphviz.Digraph, name: str, box: Box, text: tuple[str, ...], layout: Layout) -> None:
+    phase = box.place.colour.phase
+    dot.node(
+        name,
+        label="\n".join(text),
+        pos=_at(layout.centres[box.place]),
+        style="filled,rounded",
+        fillcolor=tint(PHASES[phase], 0.45),
+        color=PHASES[phase],
+        fixedsize="true",
+        width=f"{layout.width / 72:.3f}",
+        height=f"{HEIGHT / 72:.3f}",
+    )
+
+
+def _look(flow: Flow, largest: int) -> dict[str, str]:
+    """largest: bytes of the largest flow between stages."""
+    label = bytes_text(flow.bytes)
+    look = {"label": label, "tooltip": f"{flow.values} value{'s' * (flow.values != 1)}, {label}"}
+    if flow.crosses:
+        width = 1.5 + 2.5 * flow.bytes / max(largest, 1)
+        return look | {
+            "penwidth": f"{width:.1f}",
+            "color": PHASES[flow.source.colour.phase],
+            "arrowsize": "0.7",
+        }
+    return look | {"penwidth": "0.8", "color": GREY, "arrowsize": "0.7"}
+
+
+def _terminals(dot: graphviz.Digraph, boxes: Boxes, ids: dict[Place, str], layout: Layout) -> None:
+    """Leaves of the batch, loss and count: ellipses beside the frames."""
+    x = layout.frames[0].left - TERMINAL
+    beside: dict[Place, int] = {}
+    ends = [(f"batch: {name}", place, True) for name, place in boxes.batch]
+    ends += [(name, place, False) for name, place in boxes.results]
+    for number, (name, place, enters) in enumerate(ends):
+        centre = layout.centres[place]
+        beside[place] = beside.get(place, -1) + 1
+        at = Point(x, centre.y + 34 * beside[place])
+        dot.node(
+            f"t{number}",
+            label=name,
+            shape="ellipse",
+            style="filled",
+            fillcolor="white",
+            pos=_at(at),
+            height="0.36",
+        )
+        touch = Point(centre.x - layout.width / 2, centre.y + 3)
+        beside_ellipse = Point(x + 46, at.y)
+        path = (beside_ellipse, touch) if enters else (touch, beside_ellipse)
+        pair = (f"t{number}", ids[place]) if enters else (ids[place], f"t{number}")
+        dot.edge(*pair, pos=_spline(path), color=GREY, style="dashed", arrowsize="0.7")
+
+
+def _at(point: Point) -> str:
+    return f"{point.x:.1f},{-point.y:.1f}"
+
+
+def _spline(points: tuple[Point, ...]) -> str:
+    """A path with rounded corners and an arrow's head at its end, as graphviz writes one."""
+    tip, before = points[-1], points[-2]
+    neck = _towards(tip, before, ARROW)
+    path = [points[0]]
+    for a, corner, b in zip(points, points[1:], points[2:], strict=False):
+        start, end = _towards(corner, a, 6), _towards(corner, b, 6)
+        path += [path[-1], start, start, corner, corner, end]
+    path += [path[-1], neck, neck]
+    return " ".join([f"e,{_at(tip)}", *map(_at, path)])
+
+
+def _towards(start: Point, end: Point, distance: float) -> Point:
+    """The point so far from ``start`` on the way to ``end``, at most half of the way."""
+    length = math.dist(start, end)
+    share = min(distance / length, 0.5) if length else 0.0
+    return Point(start.x + share * (end.x - start.x), start.y + share * (end.y - start.y))

@@ -1,0 +1,27 @@
+"""The colours of phases: of Okabe and Ito's palette, which colour-blind readers can tell apart."""
+
+from __future__ import annotations
+
+from fxpipe.graph import Phase
+
+PHASES: dict[Phase, str] = {
+    Phase.F: "#56B4E9",
+    Phase.S: "#F0E442",
+    Phase.T: "#CC79A7",
+    Phase.B: "#E69F00",
+    Phase.W: "#009E73",
+}
+
+MEANING: dict[Phase, str] = {
+    Phase.F: "forward",
+    Phase.S: "vocabulary, before its barrier",
+    Phase.T: "vocabulary, after its barrier",
+    Phase.B: "input gradient",
+    Phase.W: "weight gradient",
+}
+
+
+def tint(colour: str, share: float) -> str:
+    """``#rrggbb`` mixed with white; 0 leaves the colour, 1 gives white."""
+    mixed = (round(int(colour[i : i + 2], 16) * (1 - share) + 255 * share) for i in (1, 3, 5))
+    return "#" + "".join(f"{channel:02X}" for channel in mixed)

@@ -1,0 +1,37 @@
+"""Graphviz source and its picture, side by side; the source alone on a machine without ``dot``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import graphviz
+
+
+def render(graphs: Mapping[str, graphviz.Digraph], directory: Path) -> list[Path]:
+    """Writes ``NAME.dot`` and ``NAME.svg`` for each graph; returns the files that are there then.
+
+    Where ``dot`` is missing or fails, pictures are left out and one line on stderr says how to get them.
+    """
+    files, missing, problem = [], [], ""
+    for name, graph in graphs.items():
+        source = directory / f"{name}.dot"
+        source.write_text(graph.source)
+        files.append(source)
+        try:
+            picture = graph.pipe(format="svg", encoding="utf-8")
+        except graphviz.ExecutableNotFound:
+            problem = "dot is not installed (Debian, Ubuntu: apt install graphviz)"
+        except subprocess.CalledProcessError as error:
+            problem = f"dot failed: {error.stderr.strip().splitlines()[-1:]}"
+        else:
+            files.append(directory / f"{name}.svg")
+            files[-1].write_text(picture)
+            continue
+        missing.append(source)
+    if missing:
+        names = " ".join(map(str, missing))
+        print(f"fxpipe: {problem}; for pictures run: dot -Tsvg -O {names}", file=sys.stderr)
+    return files

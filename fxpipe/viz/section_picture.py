@@ -1,0 +1,136 @@
+"""One section for graphviz, every node of it: a box an op, other shapes for what comes in and goes out."""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+
+import graphviz
+import networkx as nx
+import torch
+from torch import fx
+
+from fxpipe.graph import Colour, Kind, Origin, Section, Value
+from fxpipe.values import node_bytes
+from fxpipe.viz.palette import MEANING, PHASES, tint
+from fxpipe.viz.units import bytes_text
+
+FONT = {"fontname": "Helvetica", "fontsize": "10"}
+ABREAST = 3  # unconnected parts side by side
+
+SHAPES: dict[Kind, tuple[str, str]] = {
+    Kind.PARAMETER: ("cylinder", "parameter"),
+    Kind.BUFFER: ("cylinder", "buffer"),
+    Kind.CONSTANT: ("note", "constant"),
+    Kind.BATCH: ("ellipse", "batch"),
+    Kind.KEY: ("ellipse", "random key"),
+    Kind.VALUE: ("hexagon", "value"),
+    Kind.LOSS: ("doubleoctagon", "loss"),
+    Kind.COUNT: ("doubleoctagon", "count"),
+    Kind.GRADIENT: ("cylinder", "gradient so far of"),
+}
+"""Per kind of a section's inputs and outputs: its shape and what it is called."""
+
+
+def section_picture(section: Section, sections: tuple[Section, ...], title: str) -> graphviz.Digraph:
+    """sections: all of the step, to say where outputs go."""
+    dot = graphviz.Digraph(f"stage{section.stage}_{section.phase}")
+    dot.attr("node", **FONT, shape="box", margin="0.1,0.04")
+    dot.attr("edge", **FONT, color="#555555", arrowsize="0.7")
+    phase = section.phase
+    ops = [n for n in section.graph.nodes if n.op == "call_function"]
+    lines = (
+        title,
+        f"Stage {section.stage}, {phase} ({MEANING[phase]}): {len(ops)} ops, "
+        f"{len(section.inputs)} inputs, {len(section.outputs)} outputs",
+        "box: op; cylinder: parameter, buffer or accumulator; hexagon: value of another section (filled: for another)",
+    )
+    dot.attr(label="\n".join(lines) + "\n", labelloc="t", ranksep="0.3", nodesep="0.2", **FONT)
+    placeholders = [n for n in section.graph.nodes if n.op == "placeholder"]
+    for node, value in zip(placeholders, section.inputs, strict=True):
+        _input(dot, node, value)
+    for node in ops:
+        _op(dot, node, PHASES[phase])
+        for source in node.all_input_nodes:
+            dot.edge(source.name, node.name, tooltip=f"{source.name}: {bytes_text(node_bytes(source))}")
+    returned = section.graph.output_node().args[0]
+    for value, node in zip(section.outputs, returned, strict=True):  # type: ignore[arg-type]
+        _output(dot, node, value, _readers(section, value, sections))  # type: ignore[arg-type]
+    parts = _parts(ops)
+    for upper, lower in zip(parts, parts[ABREAST:], strict=False):
+        dot.edge(upper[-1].name, lower[0].name, style="invis", weight="10")
+    return dot
+
+
+def shape_text(value: object) -> str:
+    """``f32[2, 16]`` for a tensor; a tuple's parts one after the other; the type's name for the rest."""
+    if isinstance(value, torch.Tensor):
+        return f"{_SHORT.get(value.dtype, str(value.dtype).removeprefix('torch.'))}{list(value.shape)}"
+    if isinstance(value, (tuple, list)):
+        return ", ".join(map(shape_text, value))
+    return type(value).__name__
+
+
+_SHORT = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+}
+
+
+def _parts(ops: list[fx.Node]) -> list[list[fx.Node]]:
+    """The parts of the section that no value joins (the weight gradients of two modules, say), in order."""
+    joined = nx.Graph()
+    joined.add_nodes_from(ops)
+    joined.add_edges_from((source, node) for node in ops for source in node.all_input_nodes)
+    order = {node: i for i, node in enumerate(ops)}
+    parts = [sorted(part & order.keys(), key=order.__getitem__) for part in nx.connected_components(joined)]
+    return sorted(parts, key=lambda part: order[part[0]])
+
+
+def _op(dot: graphviz.Digraph, node: fx.Node, colour: str) -> None:
+    origin: Origin = node.meta["origin"]
+    is_aten = isinstance(node.target, torch._ops.OpOverload)
+    target = str(node.target) if is_aten else getattr(node.target, "__name__", str(node.target))
+    where = [origin.path or "(the model itself)"]
+    if origin.source:
+        where.append(PurePath(origin.source).name)
+    lines = (node.name, f"{target}  {shape_text(node.meta.get('val'))}", "  ".join(where))
+    dot.node(
+        node.name,
+        label="\n".join(lines),
+        tooltip=origin.source or origin.path or node.name,
+        style="filled,rounded",
+        fillcolor=tint(colour, 0.6),
+        color=colour,
+    )
+
+
+def _input(dot: graphviz.Digraph, node: fx.Node, value: Value) -> None:
+    shape, kind = SHAPES[value.kind]
+    if value.producer is not None:
+        kind = f"from stage {value.producer.stage} {value.producer.phase}"
+    label = f"{kind}\n{value.name}\n{shape_text(node.meta.get('val'))}"
+    dot.node(node.name, label=label, shape=shape, style="filled", fillcolor="white", color="#555555")
+
+
+def _output(dot: graphviz.Digraph, node: fx.Node, value: Value, readers: list[Colour]) -> None:
+    shape, kind = SHAPES[value.kind]
+    if value.kind is Kind.VALUE:
+        kind = f"to {', '.join(f'stage {c.stage} {c.phase}' for c in readers)}"
+    size = bytes_text(node_bytes(node))
+    name = f"out_{value.kind}_{value.name}"
+    dot.node(
+        name, label=f"{kind}\n{value.name}\n{size}", shape=shape, style="filled,bold", fillcolor="#DDDDDD"
+    )
+    dot.edge(node.name, name)
+
+
+def _readers(section: Section, value: Value, sections: tuple[Section, ...]) -> list[Colour]:
+    return [
+        s.colour
+        for s in sections
+        if any(v.name == value.name and v.producer == section.colour for v in s.inputs)
+    ]

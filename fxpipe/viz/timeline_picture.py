@@ -1,0 +1,176 @@
+"""A simulated step as an SVG: a row for each rank, an op a rectangle, below it the rank's memory."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from dataclasses import dataclass
+
+from fxpipe.graph import Phase
+from fxpipe.schedule.ops import Op, OpKind
+from fxpipe.schedule.timeline import Span, Timeline
+from fxpipe.viz.palette import PHASES, tint
+from fxpipe.viz.units import PHYSICAL, Units, ticks
+
+BAR = 22  # heights, in pixels
+MEMORY = 26
+ROW = BAR + MEMORY + 14
+TOP = 84
+LEFT, RIGHT = 64, 110
+LETTER = 5.2  # width of a digit in a rectangle
+OP_WIDTH = 30  # width to give an op on the average, where the widest allowed picture has the room
+NARROWEST, WIDEST = 900, 3200
+
+COLOURS: dict[OpKind, str] = {
+    OpKind.F: PHASES[Phase.F],
+    OpKind.B: PHASES[Phase.B],
+    OpKind.W: PHASES[Phase.W],
+    OpKind.BW: "url(#BW)",
+}
+MEANING: dict[OpKind, str] = {
+    OpKind.F: "F forward",
+    OpKind.B: "B input gradient",
+    OpKind.W: "W weight gradient",
+    OpKind.BW: "BW both gradients",
+}
+STYLE = (
+    "text{font:11px Helvetica,Arial,sans-serif;fill:#222}.n{font-size:9px;text-anchor:middle}"
+    "rect{stroke:#fff;stroke-width:.5}.idle{fill:#ececec;stroke:none}.held{fill:#c9b8d8;stroke:#7a5c99}"
+    + "".join(f".{kind}{{fill:{colour}}}" for kind, colour in COLOURS.items())
+    + ".late{opacity:.62}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Seconds to pixels."""
+
+    start: float
+    seconds: float
+    pixels: float
+
+    def __call__(self, time: float) -> float:
+        return round((time - self.start) / self.seconds * self.pixels, 2) if self.seconds else 0.0
+
+
+def timeline_svg(timeline: Timeline, title: str, units: Units = PHYSICAL) -> str:
+    """The source of the picture.
+
+    title: what the step is of; schedule, sizes, bubbles and peaks are added to it.
+    units: how times and memory are written (``fxpipe.viz.units.PLAIN`` for times without a unit).
+    Memory has one scale for all ranks: the greatest peak fills its strip.
+    """
+    ranks = timeline.schedule.ranks
+    longest = max(map(len, timeline.spans), default=0)
+    pixels = min(max(NARROWEST, longest * OP_WIDTH), WIDEST)
+    start = min((spans[0].start for spans in timeline.spans if spans), default=0.0)
+    scale = Scale(start, timeline.seconds, pixels)
+    width, height = LEFT + pixels + RIGHT, TOP + ranks * ROW + 26
+    box = {"width": f"{width}", "height": f"{height}", "viewBox": f"0 0 {width} {height}"}
+    svg = ET.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", **box})
+    ET.SubElement(svg, "style").text = STYLE
+    _stripes(svg)
+    ET.SubElement(svg, "rect", {"width": "100%", "height": "100%", "style": "fill:#fff"})
+    _head(svg, timeline, title, units)
+    _axis(svg, scale, ranks, units)
+    for rank in range(ranks):
+        row = ET.SubElement(svg, "g", {"transform": f"translate({LEFT} {TOP + rank * ROW})"})
+        _row(row, timeline, rank, scale, units)
+    return ET.tostring(svg, encoding="unicode") + "\n"
+
+
+def _head(svg: ET.Element, timeline: Timeline, title: str, units: Units) -> None:
+    schedule, peaks = timeline.schedule, timeline.peak_memory
+    fullest = max(range(len(peaks)), key=peaks.__getitem__)
+    stages = f", {schedule.stages} stages" if schedule.stages != schedule.ranks else ""
+    _text(
+        svg,
+        12,
+        22,
+        f"{title}: {schedule.name}, {schedule.ranks} ranks{stages}, {schedule.microbatches} microbatches",
+        style="font-size:15px;font-weight:bold",
+    )
+    _text(
+        svg,
+        12,
+        42,
+        f"step {units.time(timeline.seconds)}, span bubble {timeline.span_bubble:.1%}, "
+        f"makespan bubble {timeline.makespan_bubble:.1%}, "
+        f"peak memory {units.memory(peaks[fullest])} (rank {fullest})",
+    )
+    x = 12.0
+    kinds = {span.op.kind for spans in timeline.spans for span in spans}
+    keys = [(str(kind), MEANING[kind]) for kind in OpKind if kind in kinds]
+    keys += [("idle", "idle"), ("held", "memory held between ops")]
+    for style, text in keys:
+        ET.SubElement(svg, "rect", {"x": f"{x}", "y": "52", "width": "14", "height": "12", "class": style})
+        _text(svg, x + 18, 62, text)
+        x += 18 + 5.6 * len(text) + 16
+    if stages:
+        _text(svg, x, 62, "a number is stage.microbatch, paler where the stage is a later one of its rank")
+    else:
+        _text(svg, x, 62, "a number is the microbatch")
+
+
+def _axis(svg: ET.Element, scale: Scale, ranks: int, units: Units) -> None:
+    bottom = TOP + ranks * ROW
+    for tick in ticks(scale.seconds, int(scale.pixels / 90)):
+        x = LEFT + scale(scale.start + tick)
+        line = {"x1": f"{x}", "x2": f"{x}", "y1": f"{TOP - 4}", "y2": f"{bottom}", "stroke": "#ccc"}
+        ET.SubElement(svg, "line", line)
+        _text(svg, x, bottom + 14, units.time(tick), style="text-anchor:middle")
+
+
+def _row(row: ET.Element, timeline: Timeline, rank: int, scale: Scale, units: Units) -> None:
+    spans = timeline.spans[rank]
+    _text(row, -LEFT + 12, 15, f"rank {rank}")
+    ET.SubElement(row, "rect", {"width": f"{scale.pixels}", "height": f"{BAR}", "class": "idle"})
+    own = [stage for stage, home in enumerate(timeline.schedule.placement) if home == rank]
+    for span in spans:
+        _op(row, span, scale, own.index(span.op.stage), len(own), units)
+    _memory(row, timeline, rank, scale, units)
+
+
+def _op(row: ET.Element, span: Span, scale: Scale, chunk: int, chunks: int, units: Units) -> None:
+    """chunk: which of its rank's stages the op belongs to."""
+    x, end = scale(span.start), scale(span.end)
+    look = f"{span.op.kind} late" if chunk else f"{span.op.kind}"
+    rect = {"x": f"{x:g}", "width": f"{end - x:.4g}", "height": f"{BAR}", "class": look}
+    drawn = ET.SubElement(row, "rect", rect)
+    start = units.time(span.start - scale.start)
+    ET.SubElement(drawn, "title").text = f"{span.op} from {start}, {units.time(span.end - span.start)}"
+    text = _number(span.op, chunks)
+    if len(text) * LETTER <= end - x - 2:
+        ET.SubElement(row, "text", {"x": f"{(x + end) / 2:.5g}", "y": "15", "class": "n"}).text = text
+
+
+def _number(op: Op, chunks: int) -> str:
+    return f"{op.stage}.{op.microbatch}" if chunks > 1 else f"{op.microbatch}"
+
+
+def _memory(row: ET.Element, timeline: Timeline, rank: int, scale: Scale, units: Units) -> None:
+    top, peak, steps = max(timeline.peak_memory), timeline.peak_memory[rank], timeline.memory[rank]
+    base = BAR + 4 + MEMORY
+
+    def y(live: float) -> float:
+        return round(base - MEMORY * (live / top if top else 0.0), 2)
+
+    # What frees and takes at one moment leaves no notch: the last level at a place counts.
+    levels = {scale(time): y(live) for time, live in steps}
+    path = f"M0 {base}" + "".join(f"H{x:g}V{level:g}" for x, level in levels.items())
+    path += f"H{scale.pixels:g}V{base}Z"
+    drawn = ET.SubElement(row, "path", {"d": path, "class": "held"})
+    ET.SubElement(drawn, "title").text = f"memory of rank {rank}, peak {units.memory(peak)}"
+    _text(row, scale.pixels + 8, base - 6, f"peak {units.memory(peak)}")
+
+
+def _stripes(svg: ET.Element) -> None:
+    """BW: the colour of B above that of W."""
+    fill = {"id": "BW", "x1": "0", "y1": "0", "x2": "0", "y2": "1"}
+    gradient = ET.SubElement(ET.SubElement(svg, "defs"), "linearGradient", fill)
+    for phase in (Phase.B, Phase.W):
+        ET.SubElement(gradient, "stop", {"offset": "0.5", "stop-color": tint(PHASES[phase], 0.1)})
+
+
+def _text(parent: ET.Element, x: float, y: float, text: str, style: str = "") -> None:
+    look = {"x": f"{x:g}", "y": f"{y:g}"} | ({"style": style} if style else {})
+    ET.SubElement(parent, "text", look).text = text

@@ -1,0 +1,67 @@
+"""Numbers as people read them, and the ticks of an axis."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """How a timeline's times and memory are written."""
+
+    time: Callable[[float], str]
+    memory: Callable[[float], str]
+
+
+def bytes_text(count: float) -> str:
+    """``1536`` to ``1.5 KiB``."""
+    return _scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+
+
+def flops_text(count: float) -> str:
+    """``2_000_000`` to ``2 MFLOP``."""
+    return _scaled(count, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"))
+
+
+def seconds_text(seconds: float) -> str:
+    """``0.0015`` to ``1.5 ms``."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if abs(seconds) >= 0.9995 * size:
+            return f"{number_text(seconds / size)} {unit}"
+    return f"{number_text(seconds / 1e-9)} ns" if seconds else "0 s"
+
+
+def number_text(number: float) -> str:
+    """Three significant digits, all digits of a larger whole part: ``1234``, ``12.3``, ``0.5``."""
+    if number == 0:
+        return "0"
+    digits = max(0, 2 - math.floor(math.log10(abs(number))))
+    text = f"{number:.{digits}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _scaled(count: float, base: int, names: tuple[str, ...]) -> str:
+    for name in names[:-1]:
+        if abs(count) < base:
+            return f"{number_text(count)} {name}"
+        count /= base
+    return f"{number_text(count)} {names[-1]}"
+
+
+def ticks(end: float, at_most: int) -> tuple[float, ...]:
+    """Round numbers (1, 2 or 5 times a power of ten apart) from 0 to ``end``, at most so many steps."""
+    if end <= 0:
+        return (0.0,)
+    raw = end / at_most
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * (1 - 1e-9))
+    return tuple(i * step for i in range(math.floor(end / step * (1 + 1e-9)) + 1))
+
+
+PHYSICAL = Units(seconds_text, bytes_text)
+"""Seconds and bytes."""
+
+PLAIN = Units(number_text, number_text)
+"""Any one unit of each."""
