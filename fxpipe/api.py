@@ -32,6 +32,7 @@ def compile(
     stages_per_rank: int | None = None,
     placement: str = "plain",
     split_points: Sequence[str] | None = None,
+    costs: str = "analytic",
     seed: int = 0,
 ) -> Pipeline:
     """Compile a model into one program a rank.
@@ -44,6 +45,8 @@ def compile(
         all counts of the batch.  Without it the model's output or its ``.loss`` is the loss.
     placement: ``plain`` (stage s on rank s mod ranks) or ``v`` (down the ranks and back up).
     split_points: module paths that begin the second and later stages, instead of cuts by cost.
+    costs: what the schedule is made for: ``analytic`` (FLOPs and bytes on a described device) or
+        ``measured`` (each section timed on the device at hand).
     seed: of the random ops; their numbers depend on it, the step and the microbatch alone.
 
     Under torchrun all ranks call it alike; rank 0 compiles and the others receive the programs.
@@ -57,6 +60,7 @@ def compile(
         stages_per_rank=stages_per_rank or 1,
         placement=placement,
         split_points=None if split_points is None else tuple(split_points),
+        costs=costs,
         seed=seed,
     )
     check(options)
@@ -109,7 +113,9 @@ def load(path: str | Path) -> Pipeline:
             parameters.setdefault(name, nn.Parameter(tensors[name].to(device), requires_grad=trained))
         buffers |= {name: tensors[name].to(device) for name in held.buffers}
         constants |= {name: tensors[name] for name in held.constants}
-    return Pipeline(Artefact(plan, programs, constants), parameters, buffers, device, process, directory=directory)
+    return Pipeline(
+        Artefact(plan, programs, constants), parameters, buffers, device, process, directory=directory
+    )
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -99,12 +99,14 @@ class Plan:
                 )
             return _converter.structure(data, Plan)
         except (json.JSONDecodeError, cattrs.BaseValidationError, KeyError) as error:
-            raise ArtefactError(f"{where} is damaged or cut short ({type(error).__name__}). Save the pipeline again.") from error
+            raise ArtefactError(
+                f"{where} is damaged or cut short ({type(error).__name__}). Save the pipeline again."
+            ) from error
 
 
 @dataclass(frozen=True, eq=False)
 class Artefact:
-    """``programs``: the source of every rank's program.  ``constants``: tensors that the model made itself."""
+    """``programs``: the source of every rank's program.  ``constants``: tensors the model made itself."""
 
     plan: Plan
     programs: tuple[str, ...]

@@ -117,9 +117,7 @@ def _add_run(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> None:
-    train(
-        options.directory, options.data, options.steps, options.lr, options.clip_grad_norm, options.save
-    )
+    train(options.directory, options.data, options.steps, options.lr, options.clip_grad_norm, options.save)
 
 
 def _figures(timeline: Timeline) -> dict[str, Any]:

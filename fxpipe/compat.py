@@ -55,7 +55,7 @@ def compiling_flags() -> Iterator[None]:
 
 def current_sequence_number() -> int:
     """The sequence number of the autograd node that was made last on this thread."""
-    return torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
+    return torch.autograd._get_sequence_nr() - 1
 
 
 def sequence_number(grad_fn: Any) -> int:

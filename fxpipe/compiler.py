@@ -1,11 +1,11 @@
 """The compiler, from top to bottom: a model and an example microbatch in, a program for each rank out.
 
-    capture ──► partition ──► passes ──► extract ──► schedule ──► codegen
+capture ──► partition ──► passes ──► extract ──► schedule ──► codegen
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from fxpipe.codegen.program import RankPlan, Tied, program_source
 from fxpipe.costing import analytic_costs
 from fxpipe.errors import ScheduleError
 from fxpipe.graph import Colour, Kind, Phase, Section
+from fxpipe.measure import measured_costs
 from fxpipe.partition.device import describe
 from fxpipe.partition.stages import partition
 from fxpipe.passes.run import run_passes
@@ -35,7 +36,6 @@ from fxpipe.sections import Message, extract, messages
 from fxpipe.values import call_nodes, output_dict
 from fxpipe.version import __version__
 
-
 AUTO = "auto"
 #: How many phases ``compile_model`` goes through.
 PHASES = 6
@@ -51,6 +51,7 @@ class Options:
     stages_per_rank: int
     placement: str
     split_points: tuple[str, ...] | None
+    costs: str
     seed: int
 
 
@@ -87,6 +88,8 @@ def compile_model(
         passing = messages(sections)
     with phase("schedule"):
         costs = analytic_costs(graph, sections, passing, hardware)
+        if options.costs == "measured":
+            costs = measured_costs(sections, costs, device)
         schedule = _schedule(options, costs)
         instructions = lower(schedule, costs.edges)
         prove(instructions, schedule.placement)
@@ -120,6 +123,8 @@ def check(options: Options) -> None:
     for name in ("ranks", "microbatches", "stages_per_rank"):
         if getattr(options, name) < 1:
             raise ScheduleError(f"{name} is {getattr(options, name)} and must be at least 1.")
+    if options.costs not in ("analytic", "measured"):
+        raise ScheduleError(f"costs is {options.costs!r} and must be 'analytic' or 'measured'.")
     place(options.placement, options.ranks, options.stages_per_rank)
 
 
@@ -171,7 +176,9 @@ def _stage_plans(
 ) -> tuple[StagePlan, ...]:
     plans = []
     for stage, rank in enumerate(placement):
-        paths = [n.meta["origin"].path for n in call_nodes(graph) if n.meta["colour"] == Colour(stage, Phase.F)]
+        paths = [
+            n.meta["origin"].path for n in call_nodes(graph) if n.meta["colour"] == Colour(stage, Phase.F)
+        ]
         paths = [p for p in paths if p] or [""]
         held = {v.name for s in sections if s.stage == stage for v in s.inputs if v.kind is Kind.PARAMETER}
         plans.append(StagePlan(stage, rank, paths[0], paths[-1], tuple(sorted(held))))
@@ -227,9 +234,7 @@ def _programs(
     fakes = {n.name: n.meta["val"] for n in call_nodes(graph) if n.name in crossing}
     programs = []
     for rank in range(plan.ranks):
-        stages = ", ".join(
-            f"{s.stage} ({s.first} … {s.last})" for s in plan.stages if s.rank == rank
-        )
+        stages = ", ".join(f"{s.stage} ({s.first} … {s.last})" for s in plan.stages if s.rank == rank)
         title = (
             f"Rank {rank} of {plan.ranks}: {plan.model}, stage {stages}.\n\n"
             f"Schedule {plan.schedule}, {plan.step.microbatches} microbatches."

@@ -26,8 +26,8 @@ def analytic_costs(
     stages = []
     for stage in sorted({s.stage for s in sections}):
         saved, kept = _held(nodes, [s for s in sections if s.stage == stage])
-        times = [seconds[Colour(stage, phase)] for phase in (Phase.F, Phase.B, Phase.W)]
-        stages.append(StageCost(*times, saved=saved, kept=kept))
+        forward, backward, weight = (seconds[Colour(stage, phase)] for phase in (Phase.F, Phase.B, Phase.W))
+        stages.append(StageCost(forward, backward, weight, saved, kept))
     edges = []
     for message in messages:
         size = sum(node_bytes(nodes[name]) for name in message.names)

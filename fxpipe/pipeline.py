@@ -85,7 +85,9 @@ class Pipeline:
     @property
     def schedule(self) -> Schedule:
         plan = self.plan
-        return Schedule(plan.schedule, plan.placement, plan.step.microbatches, parse_order("\n".join(plan.order)))
+        return Schedule(
+            plan.schedule, plan.placement, plan.step.microbatches, parse_order("\n".join(plan.order))
+        )
 
     def simulate(self) -> Timeline:
         """The step as simulated: times, bubbles and the bytes that each rank holds between ops."""
@@ -103,11 +105,12 @@ class Pipeline:
         """
         world = LocalWorld(self.plan.ranks)
         runtimes = tuple(
-            self._runtime_of(rank, LocalComm(world, rank), self._zeros(rank)) for rank in range(self.plan.ranks)
+            self._runtime_of(rank, LocalComm(world, rank), self._zeros(rank))
+            for rank in range(self.plan.ranks)
         )
         for runtime in runtimes:
             runtime.step_number = step
-        mains = [partial(self._step_function(rt.rank), rt, batch) for rt in runtimes]
+        mains: list[Callable[[], Any]] = [partial(self._step_function(rt.rank), rt, batch) for rt in runtimes]
         meters = [SavedBytes(self._given(rt, batch)) for rt in runtimes] if measure_memory else []
         for runtime, meter in zip(runtimes, meters, strict=False):
             mains[runtime.rank] = partial(_metered, mains[runtime.rank], runtime, meter)

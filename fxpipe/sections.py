@@ -14,7 +14,7 @@ from torch import fx
 
 from fxpipe.errors import VerifyError
 from fxpipe.graph import Colour, Kind, Phase, Section, Value
-from fxpipe.values import call_nodes, held_bytes, is_dense, node_bytes, output_dict, storage_root
+from fxpipe.values import call_nodes, output_dict
 
 ORDER = (Phase.F, Phase.B, Phase.W)
 

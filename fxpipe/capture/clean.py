@@ -92,7 +92,7 @@ def _copied(
     kwargs = fx.map_arg(node.kwargs, new.__getitem__)
     target = node.target
     if _is_random(node):
-        args = (key, node.meta["random_position"], target, *args)
+        args = (key, node.meta["random_position"], target, *args)  # type: ignore[arg-type]
         target = keyed
     origin = node.meta.get("origin", Origin())
     copy = graph.create_node("call_function", target, args, kwargs, name=_name(node, origin, short))
@@ -112,7 +112,7 @@ def _is_random(node: fx.Node) -> bool:
 
 
 def _place_sums(graph: fx.Graph) -> None:
-    """A sum that autograd's engine made is the gradient of what the op that uses it gave: it has its place."""
+    """A sum that autograd's engine made has the place of the op whose result it is the gradient of."""
     for node in reversed(graph.nodes):
         origin = node.meta.get("origin")
         if origin is not None and origin.backward and not origin.path and not origin.source:

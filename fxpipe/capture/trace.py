@@ -57,7 +57,7 @@ def capture(
     """
     mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
     values, inputs = _fake_inputs(model, example, mode, device)
-    step = _Step(model, example, loss_fn, scale, [i for i in inputs])
+    step = _Step(model, example, loss_fn, scale, inputs)
     with compat.compiling_flags(), torch.random.fork_rng(devices=[]), mode:
         try:
             module = make_fx(step, tracing_mode="real", _allow_non_fake_inputs=True)(*values)
@@ -168,7 +168,9 @@ def _explained(error: Exception, provenance: Provenance) -> CaptureError:
             "A pipeline program is fixed before the data is known. Replace the Python branch, .item() or "
             "boolean indexing there by tensor operations (torch.where, masks), or move it out of the model."
         )
-    return CaptureError(f"The model cannot be traced, in {where}: {type(error).__name__}: {_first_line(error)}")
+    return CaptureError(
+        f"The model cannot be traced, in {where}: {type(error).__name__}: {_first_line(error)}"
+    )
 
 
 def _first_line(error: Exception) -> str:

@@ -30,7 +30,11 @@ class Names:
 
     def op(self, target: Any) -> str:
         packet, overload = target.overloadpacket, target._overloadname
-        alias = packet.__name__.lstrip("_") if overload in ("default", "Tensor", "int") else f"{packet.__name__.lstrip('_')}_{overload.lower()}"
+        alias = (
+            packet.__name__.lstrip("_")
+            if overload in ("default", "Tensor", "int")
+            else f"{packet.__name__.lstrip('_')}_{overload.lower()}"
+        )
         dotted = f"torch.ops.{target.namespace}.{packet.__name__}.{overload}"
         while self.ops.setdefault(alias, dotted) != dotted:
             alias += "_"

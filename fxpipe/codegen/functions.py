@@ -90,7 +90,9 @@ def function_source(section: Section, signature: Signature, names: Names) -> str
     lines = [f"def {signature.name}({', '.join(arguments)}):"]
     for source, values in signature.lists_in.items():
         name = LISTS[source, phase]
-        lines.append(f"    ({values[0]},) = {name}" if len(values) == 1 else f"    {', '.join(values)} = {name}")
+        lines.append(
+            f"    ({values[0]},) = {name}" if len(values) == 1 else f"    {', '.join(values)} = {name}"
+        )
         lines.append(f"    {name}.clear()")
     results, returned = _returned(section, signature)
     lines += _body(section, names, returned)
@@ -121,7 +123,8 @@ def _body(section: Section, names: Names, returned: set[str]) -> list[str]:
         is_value = n.meta.get("input") is None
         if is_value and n.name not in returned and not _is_unpacked(n):
             ends.setdefault(user, []).append(n.name)
-    heading, dead = None, []
+    heading: tuple[str, str] | None = None
+    dead: list[str] = []
     for node in nodes:
         origin = node.meta["origin"]
         if (origin.path, origin.source) != heading:

@@ -30,9 +30,12 @@ def free_nodes(graph: fx.Graph, device: Device, *, across_stages: bool) -> set[f
             given = node.meta["input"]
             if given.kind in at_hand and not (given.kind is Kind.BUFFER and given.name in changed):
                 leads[node] = frozenset()
-        elif node.op == "call_function" and not node.meta["origin"].backward and node.target is not keyed:
-            if all(n in leads for n in node.all_input_nodes):
-                way = frozenset([node]).union(*(leads[n] for n in node.all_input_nodes))
-                if sum(cost[n] for n in way) <= budget:
-                    leads[node] = way
+        elif _may_repeat(node) and all(n in leads for n in node.all_input_nodes):
+            way = frozenset([node]).union(*(leads[n] for n in node.all_input_nodes))
+            if sum(cost[n] for n in way) <= budget:
+                leads[node] = way
     return {n for n in leads if n.op == "call_function"}
+
+
+def _may_repeat(node: fx.Node) -> bool:
+    return node.op == "call_function" and not node.meta["origin"].backward and node.target is not keyed

@@ -86,7 +86,9 @@ def _crossing_bytes(
         if root in position:
             _add(steps, position[root], last, node_bytes(root))
     for name in output_dict(graph)["buffers"]:
-        holders = [n for n in graph.nodes if n.op == "placeholder" and n.meta["input"] == Input(Kind.BUFFER, name)]
+        holders = [
+            n for n in graph.nodes if n.op == "placeholder" and n.meta["input"] == Input(Kind.BUFFER, name)
+        ]
         touched = [home[u] for n in holders for u in n.users if u in home]
         touched += [home[n] for n in [output_dict(graph)["buffers"][name]] if n in home]
         if touched:
@@ -122,7 +124,9 @@ def _cuts_by_path(forward: list[fx.Node], stages: int, split_points: Sequence[st
             raise PartitionError(f"The split point {point!r} would leave the first stage empty.")
         cuts.append(at - 1)
     if sorted(set(cuts)) != cuts:
-        raise PartitionError(f"Split points must be different and in the order of the forward: {list(split_points)}.")
+        raise PartitionError(
+            f"Split points must be different and in the order of the forward: {list(split_points)}."
+        )
     return tuple(cuts)
 
 

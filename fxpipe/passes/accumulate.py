@@ -63,4 +63,4 @@ def _accumulated(graph: fx.Graph, into: fx.Node, part: fx.Node) -> fx.Node:
 def _plain_lookup(node: fx.Node) -> bool:
     """No padding row to leave out and no scaling by frequency."""
     padding, scaled = node.args[3:5]
-    return padding == -1 and not scaled
+    return bool(padding == -1 and not scaled)

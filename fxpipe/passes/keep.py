@@ -37,7 +37,7 @@ def keep_fewest_bytes(graph: fx.Graph) -> None:
         for user in users:
             for node in user.all_input_nodes:
                 if node in repeated:
-                    clone = clone_into(node, Colour(stage, Phase.W), user, clones, lambda n: n not in repeated)  # noqa: B023
+                    clone = clone_into(node, Colour(stage, Phase.W), user, clones, repeated)
                     user.replace_input_with(node, clone)
     drop_dead(graph)
 

@@ -25,7 +25,9 @@ def localise(graph: fx.Graph, device: Device) -> None:
         for node in user.all_input_nodes:
             if node.op != "call_function" or node.meta["colour"] == colour:
                 continue
-            if node in anywhere or (node in in_stage and node.meta["colour"].stage == colour.stage):
-                clone = clone_into(node, colour, user, clones, lambda n: False)
+            within = node.meta["colour"].stage == colour.stage
+            free = in_stage if within else anywhere
+            if node in free:
+                clone = clone_into(node, colour, user, clones, free)
                 user.replace_input_with(node, clone)
     drop_dead(graph)

@@ -1,8 +1,6 @@
-"""The two moves that the passes share: computing a value again in another section, and dropping what is dead."""
+"""What passes share: computing a value again in another section, dropping what is dead, gradients."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from torch import fx
 
@@ -15,19 +13,19 @@ def clone_into(
     colour: Colour,
     before: fx.Node,
     clones: dict[tuple[Colour, fx.Node], fx.Node],
-    stop: Callable[[fx.Node], bool],
+    repeated: set[fx.Node],
 ) -> fx.Node:
-    """Compute ``node`` again in ``colour``, and all that leads to it up to where ``stop`` holds.
+    """Compute ``node`` again in ``colour``, and what leads to it as far as it is in ``repeated``.
 
-    Nodes for which ``stop`` holds (and placeholders) are used as they are.  ``clones`` remembers what
-    has been cloned; calls with the same memory must come in the order of ``before``.
+    Other nodes are used as they are.  ``clones`` remembers what has been cloned; calls with the same
+    memory must come in the order of ``before``.
     """
-    if node.op != "call_function" or node.meta["colour"] == colour or stop(node):
+    if node not in repeated or node.meta["colour"] == colour:
         return node
     known = clones.get((colour, node))
     if known is not None:
         return known
-    inputs = {n: clone_into(n, colour, before, clones, stop) for n in node.all_input_nodes}
+    inputs = {n: clone_into(n, colour, before, clones, repeated) for n in node.all_input_nodes}
     with node.graph.inserting_before(before):
         clone = node.graph.node_copy(node, inputs.__getitem__)
     clone.meta["colour"] = colour

@@ -16,11 +16,15 @@ aten = torch.ops.aten
 
 def make_sendable(graph: fx.Graph) -> None:
     for node in call_nodes(graph):
-        far = [u for u in node.users if u.op != "output" and u.meta["colour"].stage != node.meta["colour"].stage]
+        far = [
+            u for u in node.users if u.op != "output" and u.meta["colour"].stage != node.meta["colour"].stage
+        ]
         if not far or is_dense(node.meta["val"]):
             continue
         with graph.inserting_after(node):
-            copy = graph.call_function(aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
+            copy = graph.call_function(
+                aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
+            )
         val = node.meta["val"]
         copy.meta = {**node.meta, "val": val.new_empty(val.shape)}
         for user in far:

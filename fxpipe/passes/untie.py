@@ -16,15 +16,17 @@ aten = torch.ops.aten
 
 
 def untie(graph: fx.Graph) -> None:
-    set_gradients(
-        graph, {name: tuple(_summands(value)) for name, (value,) in gradients(graph).items()}
-    )
+    set_gradients(graph, {name: tuple(_summands(value)) for name, (value,) in gradients(graph).items()})
     drop_dead(graph)
 
 
 def _summands(node: fx.Node) -> list[fx.Node]:
     """The summands of a sum across stages; a value of one stage alone is its own summand."""
-    crosses = any(n.meta["colour"].stage != node.meta["colour"].stage for n in node.all_input_nodes if n.op != "placeholder")
+    crosses = any(
+        n.meta["colour"].stage != node.meta["colour"].stage
+        for n in node.all_input_nodes
+        if n.op != "placeholder"
+    )
     is_sum = node.target is aten.add.Tensor and not node.kwargs and node.meta["origin"].seq is None
     if not (is_sum and crosses and len(node.users) == 1):
         return [node]

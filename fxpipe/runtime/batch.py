@@ -1,4 +1,4 @@
-"""Whole batches: checked against the example that the pipeline was compiled for, and cut into microbatches."""
+"""Whole batches: checked against the example of the compilation, and cut into microbatches."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class BatchSpec:
             if leaf.shape is None:
                 if isinstance(value, torch.Tensor) or repr(value) != leaf.value:
                     raise BatchError(
-                        f"{leaf.name!r} is {_described(value)} and was {leaf.value} in the example. What is no "
-                        "tensor is fixed when the pipeline is compiled: compile again for another value."
+                        f"{leaf.name!r} is {_described(value)} and was {leaf.value} in the example. What "
+                        "is no tensor is fixed when the pipeline is compiled: compile again for another value."
                     )
                 continue
             _check(leaf, value, microbatches)
@@ -65,7 +65,7 @@ def batch_leaves(example: Any) -> list[tuple[str, Any]]:
     """The leaves of a (micro)batch with readable names: ``input_ids``, ``0``, ``image.pixels``."""
     if not isinstance(example, (Mapping, tuple)):
         raise BatchError(
-            f"A batch is a mapping of keyword arguments or a tuple of arguments, not {type(example).__name__}."
+            f"A batch is a mapping of keyword arguments or a tuple, not {type(example).__name__}."
         )
     paths, _ = pytree.tree_flatten_with_path(example)
     return [(".".join(_key_name(key) for key in path), leaf) for path, leaf in paths]

@@ -98,7 +98,9 @@ class LocalComm:
         pass
 
 
-def run_all(world: LocalWorld, rank_mains: list[Callable[[], Any]], where: Callable[[int], str], threads: int) -> list[Any]:
+def run_all(
+    world: LocalWorld, rank_mains: list[Callable[[], Any]], where: Callable[[int], str], threads: int
+) -> list[Any]:
     """Run one function a rank; return their results.
 
     where: rank -> what it was doing, for the message of the RunError that a failing rank gives.
@@ -121,7 +123,10 @@ def run_all(world: LocalWorld, rank_mains: list[Callable[[], Any]], where: Calla
                 world.running -= 1
                 world.woken()
 
-    workers = [threading.Thread(target=main, args=(r,), name=f"fxpipe-rank{r}", daemon=True) for r in range(world.ranks)]
+    workers = [
+        threading.Thread(target=main, args=(r,), name=f"fxpipe-rank{r}", daemon=True)
+        for r in range(world.ranks)
+    ]
     for worker in workers:
         worker.start()
     for worker in workers:

@@ -42,7 +42,7 @@ class Runtime:
     spec: StepSpec
     comm: Comm
     params: Mapping[str, torch.Tensor]
-    grads: Mapping[str, torch.Tensor]
+    grads: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
     constants: Mapping[str, torch.Tensor]
     record: Record = field(default_factory=Record)

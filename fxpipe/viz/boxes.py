@@ -24,7 +24,7 @@ from fxpipe.graph import Colour, Kind, Phase
 from fxpipe.partition.cost import node_flops
 from fxpipe.values import call_nodes, is_view, node_bytes, output_dict
 
-BOXES_PER_SECTION = 10
+BOXES_PER_SECTION = 9
 """In the section with the most; the depth that comes nearest is taken."""
 
 BOXES = 240

@@ -58,9 +58,8 @@ def _heading(dot: graphviz.Digraph, title: tuple[str, ...], boxes: Boxes, first:
         if p in phases
     )
     rows.append(f"<TR><TD ALIGN='LEFT'><TABLE BORDER='0' CELLSPACING='4'><TR>{keys}</TR></TABLE></TD></TR>")
-    rows.append(
-        "<TR><TD ALIGN='LEFT'>thick, coloured: sent to another stage; thin: handed on within a stage</TD></TR>"
-    )
+    key = "thick, coloured: sent to another stage; thin: handed on within a stage"
+    rows.append(f"<TR><TD ALIGN='LEFT'>{key}</TD></TR>")
     label = f"<<TABLE BORDER='0' CELLBORDER='0' CELLSPACING='2'>{''.join(rows)}</TABLE>>"
     middle = Point((first.left + first.right) / 2, first.top - 20 - 12 * len(rows))
     dot.node("title", label=label, shape="plaintext", pos=_at(middle), width="6")
@@ -95,7 +94,8 @@ def _box(dot: graphviz.Digraph, name: str, box: Box, text: tuple[str, ...], layo
 def _look(flow: Flow, largest: int) -> dict[str, str]:
     """largest: bytes of the largest flow between stages."""
     label = bytes_text(flow.bytes)
-    look = {"label": label, "tooltip": f"{flow.values} value{'s' * (flow.values != 1)}, {label}"}
+    tip = f"{flow.values} value{'s' * (flow.values != 1)}, {label}"
+    look = {"label": label, "tooltip": tip, "arrowsize": "0.7"}
     if flow.crosses:
         width = 1.5 + 2.5 * flow.bytes / max(largest, 1)
         return look | {
@@ -103,7 +103,7 @@ def _look(flow: Flow, largest: int) -> dict[str, str]:
             "color": PHASES[flow.source.colour.phase],
             "arrowsize": "0.7",
         }
-    return look | {"penwidth": "0.8", "color": GREY, "arrowsize": "0.7"}
+    return look | {"penwidth": "0.8", "color": GREY}
 
 
 def _terminals(dot: graphviz.Digraph, boxes: Boxes, ids: dict[Place, str], layout: Layout) -> None:

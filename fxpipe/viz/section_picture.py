@@ -42,7 +42,7 @@ def section_picture(section: Section, sections: tuple[Section, ...], title: str)
         title,
         f"Stage {section.stage}, {phase} ({MEANING[phase]}): {len(ops)} ops, "
         f"{len(section.inputs)} inputs, {len(section.outputs)} outputs",
-        "box: op; cylinder: parameter, buffer or accumulator; hexagon: value of another section (filled: for another)",
+        "box: op; cylinder: parameter, buffer or accumulator; hexagon: from another section (grey: to one)",
     )
     dot.attr(label="\n".join(lines) + "\n", labelloc="t", ranksep="0.3", nodesep="0.2", **FONT)
     placeholders = [n for n in section.graph.nodes if n.op == "placeholder"]
@@ -54,7 +54,7 @@ def section_picture(section: Section, sections: tuple[Section, ...], title: str)
             dot.edge(source.name, node.name, tooltip=f"{source.name}: {bytes_text(node_bytes(source))}")
     returned = section.graph.output_node().args[0]
     for value, node in zip(section.outputs, returned, strict=True):  # type: ignore[arg-type]
-        _output(dot, node, value, _readers(section, value, sections))  # type: ignore[arg-type]
+        _output(dot, node, value, _readers(section, value, sections))
     parts = _parts(ops)
     for upper, lower in zip(parts, parts[ABREAST:], strict=False):
         dot.edge(upper[-1].name, lower[0].name, style="invis", weight="10")
@@ -113,7 +113,8 @@ def _input(dot: graphviz.Digraph, node: fx.Node, value: Value) -> None:
     if value.producer is not None:
         kind = f"from stage {value.producer.stage} {value.producer.phase}"
     label = f"{kind}\n{value.name}\n{shape_text(node.meta.get('val'))}"
-    dot.node(node.name, label=label, shape=shape, style="filled", fillcolor="white", color="#555555")
+    look = {"shape": shape, "style": "filled", "fillcolor": "white", "margin": "0.02,0.02"}
+    dot.node(node.name, label=label, color="#555555", **look)
 
 
 def _output(dot: graphviz.Digraph, node: fx.Node, value: Value, readers: list[Colour]) -> None:
