@@ -15,7 +15,7 @@ from torch import nn
 from fxpipe import artefact as files
 from fxpipe.artefact import Artefact, Plan
 from fxpipe.compiler import PHASES, Compiled, Options, check, compile_model
-from fxpipe.errors import FxpipeError, RunError
+from fxpipe.errors import CaptureError, FxpipeError, PartitionError, RunError
 from fxpipe.pipeline import Pipeline
 from fxpipe.progress import Phases
 from fxpipe.runtime.process import Process, default_device, under_torchrun
@@ -53,11 +53,15 @@ def compile(
     Raises CaptureError, PartitionError or ScheduleError, each with what to do, and RunError where the
     number of processes is not ``ranks``.
     """
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"The model is a {type(model).__name__}; fxpipe compiles an nn.Module.")
+    if isinstance(split_points, str):
+        raise PartitionError(f"split_points is a list of module paths: give [{split_points!r}].")
     options = Options(
         ranks=ranks,
         microbatches=microbatches,
         schedule=schedule,
-        stages_per_rank=stages_per_rank or 1,
+        stages_per_rank=1 if stages_per_rank is None else stages_per_rank,
         placement=placement,
         split_points=None if split_points is None else tuple(split_points),
         costs=costs,
@@ -107,7 +111,7 @@ def load(path: str | Path) -> Pipeline:
     constants: dict[str, torch.Tensor] = {}
     for rank in ranks:
         held = plan.tensors[rank]
-        tensors = files.read_tensors(directory / f"rank{rank}.safetensors", held)
+        tensors = files.read_tensors(directory / f"rank{rank}.safetensors", plan, rank)
         for name in held.parameters:
             trained = name in held.gradients
             parameters.setdefault(name, nn.Parameter(tensors[name].to(device), requires_grad=trained))

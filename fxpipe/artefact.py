@@ -65,6 +65,7 @@ class Plan:
     """All decisions and predictions; plan.json is this and nothing else.
 
     ``order``: the schedule as text, a line a rank.  ``channels``: the ordered pairs of ranks that talk.
+    ``shapes`` are those of parameters and buffers.
     """
 
     format: int
@@ -78,6 +79,7 @@ class Plan:
     costs: Costs
     channels: tuple[tuple[int, int], ...]
     tensors: tuple[RankTensors, ...]
+    shapes: dict[str, tuple[int, ...]]
     prediction: Prediction
 
     @property
@@ -171,7 +173,8 @@ def read(directory: Path) -> tuple[Plan, tuple[str, ...]]:
     """Plan and programs of a saved pipeline."""
     if not (directory / "plan.json").is_file():
         raise ArtefactError(f"{directory} holds no saved pipeline: there is no plan.json in it.")
-    plan = Plan.from_json((directory / "plan.json").read_text(), str(directory / "plan.json"))
+    text = (directory / "plan.json").read_text(errors="replace")
+    plan = Plan.from_json(text, str(directory / "plan.json"))
     programs = []
     for rank in range(plan.ranks):
         for file in (f"rank{rank}.py", f"rank{rank}.safetensors"):
@@ -181,7 +184,9 @@ def read(directory: Path) -> tuple[Plan, tuple[str, ...]]:
     return plan, tuple(programs)
 
 
-def read_tensors(path: Path, held: RankTensors) -> dict[str, torch.Tensor]:
+def read_tensors(path: Path, plan: Plan, rank: int) -> dict[str, torch.Tensor]:
+    """What the rank holds; raises ArtefactError if the file does not hold it, or in other shapes."""
+    held = plan.tensors[rank]
     try:
         tensors = load_file(path)
     except SafetensorError as error:
@@ -189,4 +194,10 @@ def read_tensors(path: Path, held: RankTensors) -> dict[str, torch.Tensor]:
     missing = {*held.parameters, *held.buffers, *held.constants} - tensors.keys()
     if missing:
         raise ArtefactError(f"{path} does not hold {sorted(missing)[0]}. Save the pipeline again.")
+    for name in (*held.parameters, *held.buffers):
+        if tuple(tensors[name].shape) != plan.shapes[name]:
+            raise ArtefactError(
+                f"{path} holds {name} in shape {tuple(tensors[name].shape)}, and the programs need "
+                f"{plan.shapes[name]}. Save the pipeline again."
+            )
     return tensors

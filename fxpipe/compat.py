@@ -28,6 +28,7 @@ __all__ = [
     "TorchDispatchMode",
     "compiling_flags",
     "current_sequence_number",
+    "gradient_hooks",
     "no_modes",
     "nodes_after",
     "sequence_number",
@@ -60,6 +61,11 @@ def current_sequence_number() -> int:
 
 def sequence_number(grad_fn: Any) -> int:
     return grad_fn._sequence_nr()
+
+
+def gradient_hooks(parameter: torch.Tensor) -> list[Any]:
+    """What ``parameter.register_hook`` was given."""
+    return list((parameter._backward_hooks or {}).values())
 
 
 def traced_graph() -> torch.fx.Graph:

@@ -121,8 +121,9 @@ def check(options: Options) -> None:
     if options.schedule not in (AUTO, *FAMILIES):
         raise ScheduleError(f"Unknown schedule {options.schedule!r}. Known: {AUTO}, {', '.join(FAMILIES)}.")
     for name in ("ranks", "microbatches", "stages_per_rank"):
-        if getattr(options, name) < 1:
-            raise ScheduleError(f"{name} is {getattr(options, name)} and must be at least 1.")
+        value = getattr(options, name)
+        if not isinstance(value, int) or value < 1:
+            raise ScheduleError(f"{name} is {value!r} and must be a whole number, at least 1.")
     if options.costs not in ("analytic", "measured"):
         raise ScheduleError(f"costs is {options.costs!r} and must be 'analytic' or 'measured'.")
     place(options.placement, options.ranks, options.stages_per_rank)
@@ -165,6 +166,7 @@ def _plan(
         costs=costs,
         channels=tuple(sorted((a, b) for a, b in channels if a != b)),
         tensors=tensors,
+        shapes={n: tuple(t.shape) for n, t in (*model.named_parameters(), *model.named_buffers())},
         prediction=Prediction(
             timeline.seconds, timeline.span_bubble, timeline.makespan_bubble, timeline.peak_memory
         ),

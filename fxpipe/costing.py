@@ -12,7 +12,7 @@ from fxpipe.partition.cost import node_cost
 from fxpipe.partition.device import Device
 from fxpipe.schedule.costs import Costs, Edge, StageCost
 from fxpipe.sections import Message
-from fxpipe.values import call_nodes, is_view, node_bytes
+from fxpipe.values import call_nodes, node_bytes, root_within
 
 
 def analytic_costs(
@@ -42,17 +42,10 @@ def _held(nodes: dict[str, fx.Node], sections: Iterable[Section]) -> tuple[int, 
     for section in sections:
         for value in section.inputs:
             if value.kind is Kind.VALUE and value.producer and value.producer.stage == section.stage:
-                root = _root_within(nodes[value.name], section.stage)
+                root = root_within(nodes[value.name], section.stage)
                 if root.op != "placeholder":
                     if value.producer.phase is Phase.F:
                         saved.add(root)
                     if section.phase is Phase.W:
                         kept.add(root)
     return sum(node_bytes(r) for r in saved), sum(node_bytes(r) for r in kept)
-
-
-def _root_within(node: fx.Node, stage: int) -> fx.Node:
-    """The owner of the node's storage on the rank of ``stage``: what another stage sent owns its own."""
-    while node.op == "call_function" and node.meta["colour"].stage == stage and is_view(node):
-        node = node.all_input_nodes[0]
-    return node

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from torch import fx
 
 from fxpipe import artefact as files
 from fxpipe.artefact import Artefact, Plan
-from fxpipe.errors import FxpipeError, RunError
+from fxpipe.errors import ArtefactError, FxpipeError, RunError
 from fxpipe.graph import Section
 from fxpipe.runtime.batch import batch_leaves
 from fxpipe.runtime.comm import Comm, DistributedComm
@@ -152,6 +152,28 @@ class Pipeline:
         total = self.process.sum if self.process is not None else float
         return PipelineOptimizer(cls(list(held.values()), **options), counted, total, clip_grad_norm)
 
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers under the model's names (under torchrun only this rank's are trained)."""
+        return {name: t.detach() for name, t in (*self.parameters.items(), *self.buffers.items())}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Give parameters and buffers their values; a model on the meta device gets its tensors by this.
+
+        Call it before ``optimizer`` and the first ``step``.  Raises ArtefactError for a name that is
+        missing or has another shape.
+        """
+        for tensors in (self.parameters, self.buffers):
+            for name, old in list(tensors.items()):
+                if name not in state or state[name].shape != old.shape:
+                    found = f"has shape {tuple(state[name].shape)}" if name in state else "is missing"
+                    raise ArtefactError(f"{name}, of shape {tuple(old.shape)}, {found} in the state dict.")
+                if not old.is_meta:
+                    old.data.copy_(state[name])
+                    continue
+                value = state[name].to(self.device, old.dtype, copy=True)
+                trained = isinstance(old, torch.nn.Parameter)
+                tensors[name] = torch.nn.Parameter(value, old.requires_grad) if trained else value  # type: ignore
+
     def save(self, path: str | Path) -> None:
         """Write programs, plan, weights and pictures to a new directory.
 
@@ -159,6 +181,8 @@ class Pipeline:
         the directory is not empty; then nothing is written.
         """
         ranks = range(self.plan.ranks) if self.process is None else [self.process.rank]
+        for rank in ranks:
+            self._need_values(rank)
         with files.new_directory(Path(path), self.process) as draft:
             for rank in ranks:
                 files.write_tensors(self._tensors_of(rank), draft / f"rank{rank}.safetensors")
@@ -191,12 +215,7 @@ class Pipeline:
 
     def _runtime_of(self, rank: int, comm: Comm, grads: dict[str, torch.Tensor]) -> Runtime:
         held = self.plan.tensors[rank]
-        missing = [n for n in held.parameters if self.parameters[n].is_meta]
-        if missing:
-            raise RunError(
-                f"The model is on the meta device: {missing[0]} has no values. "
-                "Give them with pipe.load_state_dict(…) before you run the pipeline."
-            )
+        self._need_values(rank)
         return Runtime(
             rank=rank,
             spec=self.plan.step,
@@ -212,6 +231,18 @@ class Pipeline:
         """The tensors that a rank holds whether or not a step runs."""
         held = [*rt.params.values(), *rt.grads.values(), *rt.buffers.values(), *rt.constants.values()]
         return held + [x for _, x in batch_leaves(batch) if isinstance(x, torch.Tensor)]
+
+    def _need_values(self, rank: int) -> None:
+        held = self.plan.tensors[rank]
+        tensors = {n: self.parameters[n] for n in held.parameters} | {
+            n: self.buffers[n] for n in held.buffers
+        }
+        missing = [name for name, tensor in tensors.items() if tensor.is_meta]
+        if missing:
+            raise RunError(
+                f"The model is on the meta device: {missing[0]} has no values. "
+                "Give them with pipe.load_state_dict(…) before you run or save the pipeline."
+            )
 
     def _zeros(self, rank: int) -> dict[str, torch.Tensor]:
         return {n: torch.zeros_like(self.parameters[n]) for n in self.plan.tensors[rank].gradients}

@@ -34,6 +34,13 @@ def storage_root(node: fx.Node) -> fx.Node:
     return node
 
 
+def root_within(node: fx.Node, stage: int) -> fx.Node:
+    """The owner of the node's storage on the rank of ``stage``: what another stage sent owns its own."""
+    while node.op == "call_function" and node.meta["colour"].stage == stage and is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
 def tensors(node: fx.Node) -> list[torch.Tensor]:
     """The fake tensors of the node's value (several for an op with a tuple of results)."""
     val = node.meta.get("val")

@@ -47,7 +47,15 @@ def clean(
     for node in module.graph.nodes:
         if node.op == "get_attr":
             name = f"constant_{len(constants)}"
-            constants[name] = getattr(module, node.target).detach()
+            held = getattr(module, node.target)
+            if not isinstance(held, torch.Tensor):
+                user = next(iter(node.users), node)
+                raise CaptureError(
+                    f"The model gives a {type(held).__name__} to an op, which a program cannot hold"
+                    f"{_at(user)}. Leave random numbers to torch's default generator: fxpipe gives each "
+                    "random op a key of its own."
+                )
+            constants[name] = held.detach()
             new[node] = _placeholder(graph, Input(Kind.CONSTANT, name), constants[name])
 
     for node in module.graph.nodes:

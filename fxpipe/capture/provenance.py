@@ -17,6 +17,7 @@ from torch import fx, nn
 
 import fxpipe
 from fxpipe import compat
+from fxpipe.errors import CaptureError
 from fxpipe.graph import Origin
 
 _LIBRARY = tuple(os.path.dirname(os.path.abspath(f)) + os.sep for f in (torch.__file__, fxpipe.__file__))
@@ -86,6 +87,11 @@ class Provenance(compat.TorchDispatchMode):
             if fn is None or fn in seen:
                 continue
             seen.add(fn)
+            if fn.name() == "CheckpointFunctionBackward":
+                raise CaptureError(
+                    "The model uses reentrant activation checkpointing, which hides its backward. Give "
+                    "torch.utils.checkpoint.checkpoint(…, use_reentrant=False)."
+                )
             seq = compat.sequence_number(fn)
             fn.register_prehook(_SetSeq(self, seq))
             fn.register_hook(_SetSeq(self, None))

@@ -24,6 +24,7 @@ from fxpipe.capture.provenance import Provenance
 from fxpipe.errors import CaptureError
 from fxpipe.graph import Input, Kind
 from fxpipe.runtime.batch import batch_leaves
+from fxpipe.values import is_dense
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,11 +75,17 @@ def _fake_inputs(
 ) -> tuple[list[torch.Tensor], list[Input]]:
     """A fake tensor and its description for each parameter, buffer and tensor of the microbatch."""
 
+    lazy = [n for n, p in model.named_parameters() if nn.parameter.is_lazy(p)]
+    if lazy:
+        raise CaptureError(
+            f"The parameter {lazy[0]!r} has no shape yet (a lazy module). Run the model on one batch first."
+        )
+
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type == "meta":
             with mode:
                 return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-        return mode.from_tensor(tensor.detach())
+        return mode.from_tensor(tensor.detach() if is_dense(tensor) else tensor.detach().contiguous())
 
     values, inputs = [], []
     for name, parameter in model.named_parameters():
@@ -112,15 +119,25 @@ class _Step:
         example = pytree.tree_unflatten(leaves, self.spec)
         wanted = {i.name: v for i, v in named if i.kind is Kind.PARAMETER and v.requires_grad}
 
+        parameters = dict(self.model.named_parameters())
         with self.provenance:
+            for name, value in wanted.items():
+                for hook in compat.gradient_hooks(parameters[name]):
+                    value.register_hook(hook)
             args, kwargs = (example, {}) if isinstance(example, tuple) else ((), dict(example))
             output = torch.func.functional_call(self.model, state, args, kwargs)
             loss, count = _loss_of(output, example, self.loss_fn)
             self.provenance.backward_from(loss)
             with torch.autocast(loss.device.type, enabled=False):
-                seed = torch.full((), self.scale, dtype=loss.dtype, device=loss.device)
+                scale = self.scale if count is None else 1.0
+                seed = torch.full((), scale, dtype=loss.dtype, device=loss.device)
                 grads = torch.autograd.grad(loss, list(wanted.values()), seed, allow_unused=True)
 
+        if all(g is None for g in grads):
+            raise CaptureError(
+                "No trainable parameter gets a gradient: the loss does not depend on any of them. "
+                "Look for a detach() or a no_grad() block on the way."
+            )
         found = {name: g for name, g in zip(wanted, grads, strict=True) if g is not None}
         replaced = {name: state[name] for name, old in buffers.items() if state[name] is not old}
         self.layout = {"count": count is not None, "grads": list(found), "buffers": list(replaced)}
@@ -134,6 +151,8 @@ def _loss_of(output: Any, example: Any, loss_fn: Any) -> tuple[torch.Tensor, tor
     if loss_fn is not None:
         loss = loss_fn(output, example)
         if isinstance(loss, tuple):
+            if len(loss) != 2:
+                raise CaptureError(f"loss_fn returned {len(loss)} values: return the loss, or (sum, count).")
             loss, count = loss
             count = torch.as_tensor(count)
         source = "loss_fn returned"
@@ -142,9 +161,10 @@ def _loss_of(output: Any, example: Any, loss_fn: Any) -> tuple[torch.Tensor, tor
     else:
         loss, source = getattr(output, "loss", None), "the model's output has as its .loss"
     if not isinstance(loss, torch.Tensor):
+        who, what = ("loss_fn", loss) if loss_fn is not None else ("the model", output)
         raise CaptureError(
-            f"No loss: {source} {type(loss).__name__}. Let the model return a scalar tensor or an output "
-            "with a .loss (Hugging Face models: put labels into the example), or give loss_fn."
+            f"No loss: {who} returned {type(what).__name__}. Let the model return a scalar tensor or an "
+            "output with a .loss (Hugging Face models: put labels into the example), or give loss_fn."
         )
     if loss.numel() != 1:
         raise CaptureError(

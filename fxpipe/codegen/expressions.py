@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import operator
 from typing import Any
 
@@ -60,7 +61,7 @@ def literal(value: Any, names: Names) -> str:
     match value:
         case fx.Node(op="placeholder") if isinstance(value.meta.get("input"), Input):
             given = value.meta["input"]
-            return "key" if given.kind is Kind.KEY else f'{CONTAINERS[given.kind]}["{given.name}"]'
+            return "key" if given.kind is Kind.KEY else f"{CONTAINERS[given.kind]}[{json.dumps(given.name)}]"
         case fx.Node():
             return value.name
         case list() | tuple():
@@ -72,6 +73,16 @@ def literal(value: Any, names: Names) -> str:
             return f'float("{value}")'
         case torch.device():
             return f'torch.device("{value.type}")' if value.index is None else f'torch.device("{value}")'
-        case None | bool() | int() | float() | str() | torch.dtype() | torch.memory_format() | torch.layout():
+        case (
+            None
+            | bool()
+            | int()
+            | float()
+            | complex()
+            | str()
+            | torch.dtype()
+            | torch.memory_format()
+            | torch.layout()
+        ):
             return repr(value)
     raise TypeError(f"No source for an argument of type {type(value).__name__}: {value!r}")

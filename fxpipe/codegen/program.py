@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
@@ -71,10 +72,10 @@ def _head(plan: RankPlan, names: Names) -> str:
     if names.uses_keyed:
         lines += ["", "from fxpipe.runtime.random import keyed"]
     lines += ["", *(f"{alias} = {dotted}" for alias, dotted in sorted(names.ops.items()))]
-    received = sorted({n for i in plan.instructions if isinstance(i, Post) for n in _names(plan, i)})
-    if received:
-        lines += ["", "# What other ranks send: shape, strides, dtype", "MESSAGES = {"]
-        for name in received:
+    exchanged = sorted({n for i in plan.instructions if isinstance(i, Post | Send) for n in _names(plan, i)})
+    if exchanged:
+        lines += ["", "# What ranks send each other: shape, strides, dtype", "MESSAGES = {"]
+        for name in exchanged:
             t = plan.tensors[name]
             lines.append(f'    "{name}": ({tuple(t.shape)}, {tuple(t.stride())}, {t.dtype}),')
         lines.append("}")
@@ -116,7 +117,9 @@ def _step_source(plan: RankPlan, calls: dict[Colour, Signature]) -> str:
         if dead:
             body.append(f"    del {', '.join(dead)}")
     tail = [""]
-    tail += [f'    rt.sum_gradient("{t.name}", ranks={t.ranks})' for t in plan.tied if plan.rank in t.ranks]
+    for tied in plan.tied:
+        if plan.rank in tied.ranks:
+            tail.append(f"    rt.sum_gradient({json.dumps(tied.name)}, ranks={tied.ranks})")
     if plan.has_count:
         tail.append("    rt.divide_gradients_by_count()")
     tail.append("    return rt.finish()")
@@ -138,13 +141,13 @@ def _instruction(plan: RankPlan, calls: dict[Colour, Signature], instruction: In
         match instruction:
             case Post():
                 variable = _variable(plan, name, edge.target.stage, m)
-                lines.append(_Line(f'{variable} = rt.receive(*MESSAGES["{name}"], source={source})'))
+                lines.append(_Line(f'{variable} = rt.receive(MESSAGES["{name}"], source={source})'))
             case Wait():
                 variable = _variable(plan, name, edge.target.stage, m)
                 lines.append(_Line(f"{variable} = rt.wait({variable})"))
             case Send():
                 variable = f"{name}_m{m}"
-                lines.append(_Line(f"rt.send({variable}, to={target})", (variable,)))
+                lines.append(_Line(f'rt.send({variable}, MESSAGES["{name}"], to={target})', (variable,)))
     return lines
 
 
@@ -166,7 +169,7 @@ def _call(plan: RankPlan, call: Signature, stage: int, phase: Phase, m: int) -> 
     after = []
     for value in call.results:
         if value.kind is Kind.BUFFER:
-            targets.append(f'buffers["{value.name}"]')
+            targets.append(f"buffers[{json.dumps(value.name)}]")
         else:
             targets.append(value.name)
     targets += [f"{LISTS[phase, to]}{stage}_m{m}" for to in call.lists_out]

@@ -39,6 +39,8 @@ def node_cost(node: fx.Node, device: Device) -> NodeCost:
 def node_flops(node: fx.Node) -> int:
     """FLOPs of one node; 0 for what is no matrix product, convolution or attention."""
     packet = getattr(node.target, "overloadpacket", None)
+    if packet is not None and packet not in flop_registry:  # addmm_ counts as addmm
+        packet = getattr(torch.ops.aten, packet.__name__.removesuffix("_"), packet)
     formula = flop_registry.get(packet)
     if formula is None:
         return 0

@@ -11,6 +11,7 @@ import operator
 from collections.abc import Sequence
 from itertools import accumulate
 
+import torch
 from torch import fx
 
 from fxpipe.errors import PartitionError
@@ -20,6 +21,8 @@ from fxpipe.partition.cuts import choose_cuts
 from fxpipe.partition.device import Device
 from fxpipe.partition.free import free_nodes
 from fxpipe.values import call_nodes, node_bytes, output_dict, storage_root
+
+aten = torch.ops.aten
 
 
 def partition(
@@ -47,9 +50,28 @@ def partition(
     of_parameters = free_nodes(graph, device, across_stages=False)
     for node in reversed(forward):
         users = [stage[u] for u in node.users if u in stage]
-        if node in of_parameters and users:
+        if node in of_parameters and users and node.target is not operator.getitem:
             stage[node] = min(users)
     _colour(graph, stage, {s: stage[forward[i]] for s, i in by_seq.items()})
+    _count_beside_loss(graph)
+
+
+def _count_beside_loss(graph: fx.Graph) -> None:
+    """Let loss and count come out of the same section, the later of the two; a count may be a constant."""
+    named = output_dict(graph)
+    if named["count"] is None:
+        return
+    both = {key: named[key] for key in ("loss", "count")}
+    stage = max(n.meta["colour"].stage for n in both.values() if n.op == "call_function")
+    for key, node in both.items():
+        if node.op == "call_function" and node.meta["colour"].stage == stage:
+            continue
+        with graph.inserting_before(graph.output_node()):
+            copy = graph.call_function(aten.clone.default, (node,))
+        origin = named["loss"].meta["origin"]
+        copy.meta.update(val=node.meta["val"], origin=origin, colour=Colour(stage, Phase.F))
+        both[key] = copy
+    graph.output_node().args = ({**named, **both},)
 
 
 def _cuts_by_cost(

@@ -10,6 +10,7 @@ These are the only nodes that write to an input.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -24,17 +25,19 @@ aten = torch.ops.aten
 def fuse_accumulation(graph: fx.Graph) -> None:
     first = next(n for n in graph.nodes if n.op != "placeholder")
     fused: dict[str, tuple[fx.Node, ...]] = {}
+    times = Counter(part for parts in gradients(graph).values() for part in parts)
     for name, parts in gradients(graph).items():
         with graph.inserting_before(first):
             into = graph.placeholder(f"grad_{name.replace('.', '_')}")
         into.meta.update(input=Input(Kind.GRADIENT, name), val=parts[0].meta["val"], origin=Origin())
         with graph.inserting_before(graph.output_node()):
-            fused[name] = tuple(_accumulated(graph, into, part) for part in parts)
+            fused[name] = tuple(_accumulated(graph, into, part, times[part] == 1) for part in parts)
     set_gradients(graph, fused)
     drop_dead(graph)
 
 
-def _accumulated(graph: fx.Graph, into: fx.Node, part: fx.Node) -> fx.Node:
+def _accumulated(graph: fx.Graph, into: fx.Node, part: fx.Node, once: bool) -> fx.Node:
+    """Add ``part`` to ``into``; what is added only ``once`` need not exist by itself."""
     colour = Colour(part.meta["colour"].stage, Phase.W)
 
     def call(target: Any, *args: Any) -> fx.Node:
@@ -45,9 +48,12 @@ def _accumulated(graph: fx.Graph, into: fx.Node, part: fx.Node) -> fx.Node:
     source, transposed = part, False
     while source.target is aten.t.default and len(source.users) == 1:
         source, transposed = source.args[0], not transposed  # type: ignore[assignment]
-    alone = len(source.users) == 1 and source.meta["colour"] == colour
+    alone = once and len(source.users) == 1 and source.meta["colour"] == colour
     if alone and source.target is aten.mm.default:
-        target = call(aten.t.default, into) if transposed else into
+        target = into
+        if transposed:
+            target = call(aten.t.default, into)
+            target.meta["val"] = into.meta["val"].t()
         return call(aten.addmm_.default, target, *source.args)
     if alone and part.target is aten.embedding_dense_backward.default and _plain_lookup(part):
         gradient, index = part.args[:2]

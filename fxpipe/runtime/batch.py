@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import BatchError
+from fxpipe.values import is_dense
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,7 @@ class Leaf:
 
     name: str
     shape: tuple[int, ...] | None
+    stride: tuple[int, ...]
     dtype: str
     value: str
 
@@ -31,9 +34,10 @@ class BatchSpec:
         leaves = []
         for name, leaf in batch_leaves(example):
             if isinstance(leaf, torch.Tensor):
-                leaves.append(Leaf(name, tuple(leaf.shape), str(leaf.dtype), ""))
+                dense = leaf if is_dense(leaf) else leaf.contiguous()
+                leaves.append(Leaf(name, tuple(leaf.shape), dense.stride(), str(leaf.dtype), ""))
             else:
-                leaves.append(Leaf(name, None, "", repr(leaf)))
+                leaves.append(Leaf(name, None, (), "", repr(leaf)))
         return BatchSpec(tuple(leaves))
 
     def split(self, batch: Any, microbatches: int) -> list[dict[str, torch.Tensor]]:
@@ -51,14 +55,21 @@ class BatchSpec:
                 if isinstance(value, torch.Tensor) or repr(value) != leaf.value:
                     raise BatchError(
                         f"{leaf.name!r} is {_described(value)} and was {leaf.value} in the example. What "
-                        "is no tensor is fixed when the pipeline is compiled: compile again for another value."
+                        "is no tensor is fixed when the pipeline is compiled: compile again for it."
                     )
                 continue
             _check(leaf, value, microbatches)
             pieces = [value] * microbatches if not leaf.shape else value.split(leaf.shape[0])
             for microbatch, piece in zip(cut, pieces, strict=True):
-                microbatch[leaf.name] = piece
+                microbatch[leaf.name] = _laid_out(piece, leaf.stride)
         return cut
+
+
+def _laid_out(piece: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """A program may take views that only the example's strides allow."""
+    if piece.stride() == stride:
+        return piece
+    return torch.empty_strided(piece.shape, stride, dtype=piece.dtype, device=piece.device).copy_(piece)
 
 
 def batch_leaves(example: Any) -> list[tuple[str, Any]]:
@@ -68,7 +79,11 @@ def batch_leaves(example: Any) -> list[tuple[str, Any]]:
             f"A batch is a mapping of keyword arguments or a tuple, not {type(example).__name__}."
         )
     paths, _ = pytree.tree_flatten_with_path(example)
-    return [(".".join(_key_name(key) for key in path), leaf) for path, leaf in paths]
+    leaves = [(".".join(_key_name(key) for key in path), leaf) for path, leaf in paths]
+    twice = [name for name, times in Counter(name for name, _ in leaves).items() if times > 1]
+    if twice:
+        raise BatchError(f"Two leaves of the batch are both called {twice[0]!r}. Rename one of the keys.")
+    return leaves
 
 
 def _key_name(key: Any) -> str:

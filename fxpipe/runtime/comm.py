@@ -16,6 +16,9 @@ import torch.distributed as dist
 
 from fxpipe.errors import RunError
 
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""How a message lies in memory on both sides: shape, strides, dtype."""
+
 
 @dataclass(eq=False)
 class Pending:
@@ -27,9 +30,7 @@ class Pending:
 
 
 class Comm(Protocol):
-    def receive(
-        self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, source: int
-    ) -> Pending: ...
+    def receive(self, layout: Layout, source: int) -> Pending: ...
 
     def wait(self, pending: Pending) -> torch.Tensor: ...
 
@@ -42,6 +43,22 @@ class Comm(Protocol):
     def flush(self) -> None:
         """Return when all that was sent has left."""
         ...
+
+
+def in_layout(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The tensor, copied if it lies in memory otherwise (kernels do not always give the traced strides).
+
+    Raises RunError if it has another shape or dtype.
+    """
+    shape, stride, dtype = layout
+    if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+        raise RunError(
+            f"A message is to be a tensor of shape {shape} and {dtype}, and what is sent has shape "
+            f"{tuple(tensor.shape)} and {tensor.dtype}."
+        )
+    if tensor.stride() == stride:
+        return tensor
+    return torch.empty_strided(shape, stride, dtype=dtype, device=tensor.device).copy_(tensor)
 
 
 def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
@@ -70,9 +87,8 @@ class DistributedComm:
             self._groups = {pair: dist.new_group(list(pair)) for pair in self.channels}
         self._leaving = _Leaving()
 
-    def receive(
-        self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, source: int
-    ) -> Pending:
+    def receive(self, layout: Layout, source: int) -> Pending:
+        shape, stride, dtype = layout
         device = torch.device("cpu") if self._gloo else self.device
         buffer = torch.empty_strided(shape, stride, dtype=dtype, device=device)
         group = self._groups.get((source, self.rank))

@@ -14,7 +14,7 @@ import torch
 
 from fxpipe.compat import no_modes
 from fxpipe.errors import DeadlockError, FxpipeError, RunError
-from fxpipe.runtime.comm import Pending, in_memory_order
+from fxpipe.runtime.comm import Layout, Pending, in_memory_order
 
 
 class LocalWorld:
@@ -59,9 +59,8 @@ class LocalComm:
         self._received: Counter[int] = Counter()
         self._sent: Counter[int] = Counter()
 
-    def receive(
-        self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, source: int
-    ) -> Pending:
+    def receive(self, layout: Layout, source: int) -> Pending:
+        shape, stride, dtype = layout
         # The n-th receive posted gets the n-th message sent, in whatever order they are waited for.
         number = self._received[source]
         self._received[source] += 1

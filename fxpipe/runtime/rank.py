@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fxpipe.runtime.batch import BatchSpec
-from fxpipe.runtime.comm import Comm, Pending
+from fxpipe.runtime.comm import Comm, Layout, Pending, in_layout
 from fxpipe.runtime.random import fold
 from fxpipe.runtime.record import Record
 
@@ -65,11 +65,9 @@ class Runtime:
         """The random-number key of one microbatch of this step."""
         return fold(fold(fold(0, self.spec.seed), self.step_number), microbatch)
 
-    def receive(
-        self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, source: int
-    ) -> Pending:
+    def receive(self, layout: Layout, source: int) -> Pending:
         """Make a buffer and start to receive into it; does not block."""
-        return self.comm.receive(shape, stride, dtype, source)
+        return self.comm.receive(layout, source)
 
     def wait(self, pending: Pending) -> torch.Tensor:
         """The received tensor, as soon as it is there."""
@@ -79,9 +77,9 @@ class Runtime:
             self.record.at_arrival(tensor)
         return tensor
 
-    def send(self, tensor: torch.Tensor, to: int) -> None:
+    def send(self, tensor: torch.Tensor, layout: Layout, to: int) -> None:
         """Start to send; does not block, and holds the tensor until it is sent."""
-        self.comm.send(tensor, to)
+        self.comm.send(in_layout(tensor, layout), to)
 
     def add_loss(self, loss: torch.Tensor, count: torch.Tensor | None = None) -> None:
         """The loss of one microbatch, with the count that it is a sum over if it is one."""
@@ -95,18 +93,16 @@ class Runtime:
         The first of ``ranks`` adds up in their order and sends the sum back.
         """
         grad = self.grads[name]
+        layout: Layout = (tuple(grad.shape), grad.contiguous().stride(), grad.dtype)
         first = ranks[0]
         if self.rank != first:
-            self.send(grad, first)
-            grad.copy_(self.wait(self._receive_like(grad, first)))
+            self.send(grad, layout, first)
+            grad.copy_(self.wait(self.receive(layout, first)))
             return
         for rank in ranks[1:]:
-            grad.add_(self.wait(self._receive_like(grad, rank)))
+            grad.add_(self.wait(self.receive(layout, rank)))
         for rank in ranks[1:]:
-            self.send(grad, rank)
-
-    def _receive_like(self, tensor: torch.Tensor, source: int) -> Pending:
-        return self.receive(tuple(tensor.shape), tensor.stride(), tensor.dtype, source)
+            self.send(grad, layout, rank)
 
     def divide_gradients_by_count(self) -> None:
         """For losses given as (sum, count): gradients of the sum become those of the mean."""

@@ -22,7 +22,7 @@ from torch import fx
 
 from fxpipe.graph import Colour, Kind, Phase
 from fxpipe.partition.cost import node_flops
-from fxpipe.values import call_nodes, is_view, node_bytes, output_dict
+from fxpipe.values import call_nodes, node_bytes, output_dict, root_within
 
 BOXES_PER_SECTION = 9
 """In the section with the most; the depth that comes nearest is taken."""
@@ -138,7 +138,7 @@ def _flows(place_of: dict[fx.Node, Place]) -> tuple[Flow, ...]:
         stage = place.colour.stage
         holders[stage, user].append(place)
         for value in user.all_input_nodes:
-            if value not in place_of or _root(value, stage).op == "placeholder":
+            if value not in place_of or root_within(value, stage).op == "placeholder":
                 continue
             having = holders[stage, value]
             if place not in having:
@@ -155,14 +155,7 @@ def _flows(place_of: dict[fx.Node, Place]) -> tuple[Flow, ...]:
 def _bytes(values: dict[fx.Node, None], source: Place, target: Place) -> int:
     if source.colour.stage != target.colour.stage:
         return sum(node_bytes(n) for n in values)
-    return sum(node_bytes(n) for n in {_root(n, target.colour.stage) for n in values})
-
-
-def _root(node: fx.Node, stage: int) -> fx.Node:
-    """The owner of the node's storage on ``stage``: what another stage sent owns its own."""
-    while node.op == "call_function" and node.meta["colour"].stage == stage and is_view(node):
-        node = node.all_input_nodes[0]
-    return node
+    return sum(node_bytes(n) for n in {root_within(n, target.colour.stage) for n in values})
 
 
 def _batch(place_of: dict[fx.Node, Place]) -> list[tuple[str, Place]]:

@@ -1,0 +1,54 @@
+"""Loss, gradients and buffers of the zoo's models against one process, in double precision."""
+
+import itertools
+
+import pytest
+import torch
+from zoo import CASES, Shape, check_against_eager
+
+SHAPES = {
+    "2-gpipe": Shape(2, "gpipe"),
+    "2-1f1b-v": Shape(2, "1f1b", 2, "v"),
+    "4-zb-h1": Shape(4, "zb-h1"),
+    "4-zb-h1-v": Shape(4, "zb-h1", 2, "v"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _double():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", CASES)
+def test_equals_one_process(name, shape):
+    check_against_eager(CASES[name], 4, SHAPES[shape])
+
+
+GRID = list(itertools.product((2, 4), ("gpipe", "1f1b", "zb-h1"), ((1, "plain"), (2, "plain"), (2, "v"))))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "schedule", "stages"), GRID, ids=lambda x: str(x) if x != (1, "plain") else "1"
+)
+def test_every_shape(ranks, schedule, stages):
+    check_against_eager(CASES["unet"], 4, Shape(ranks, schedule, *stages))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("microbatches", [1, 2, 3])
+def test_fewer_microbatches_than_ranks(microbatches, schedule):
+    check_against_eager(CASES["encoder_decoder"], microbatches, Shape(4, schedule))
+
+
+@pytest.mark.parametrize("placement", ["plain", "v"])
+def test_one_microbatch_and_two_stages_a_rank(placement):
+    check_against_eager(CASES["tied_thrice"], 1, Shape(4, "zb-h1", 2, placement))
+
+
+@pytest.mark.parametrize("stages_per_rank", [1, 2])
+@pytest.mark.parametrize("name", ["tied_thrice", "batch_norm", "sum_and_count"])
+def test_one_rank(name, stages_per_rank):
+    check_against_eager(CASES[name], 3, Shape(1, "1f1b", stages_per_rank))

@@ -1,0 +1,258 @@
+"""Over F, B and W of all stages, each matrix product of eager's forward and backward occurs once."""
+
+import math
+import operator
+from collections import Counter
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+from zoo import CASES, WIDTH, Case, Chain, Shape, compiled, numbers
+
+import fxpipe
+from fxpipe.graph import Kind, Phase
+from fxpipe.partition.cost import node_flops
+from fxpipe.values import call_nodes
+
+aten = torch.ops.aten
+
+PRODUCTS = {
+    aten.mm,
+    aten.addmm,
+    aten.bmm,
+    aten.baddbmm,
+    aten.convolution,
+    aten.convolution_backward,
+    aten.addmm_,
+}
+SHAPES = [Shape(1), Shape(2), Shape(4, "zb-h1"), Shape(4, "zb-h1", 2, "v")]
+#: Ops through which a weight gradient passes on its way to its accumulator.
+ON_THE_WAY = {
+    aten.t,
+    aten.transpose,
+    aten.view,
+    aten.reshape,
+    aten._unsafe_view,
+    aten.sum,
+    aten.add,
+    operator.getitem,
+}
+
+
+def packet(node: fx.Node):
+    return getattr(node.target, "overloadpacket", node.target)
+
+
+def flops(node: fx.Node) -> int:
+    if packet(node) is aten.addmm_:  # the product that goes straight into an accumulator
+        left, right = (argument.meta["val"] for argument in node.args[1:])
+        return 2 * left.shape[0] * left.shape[1] * right.shape[1]
+    return node_flops(node)
+
+
+def flops_by_phase(pipe: fxpipe.Pipeline) -> Counter:
+    count: Counter = Counter()
+    for section in pipe.sections:
+        count[section.phase] += sum(map(flops, call_nodes(section.graph)))
+    return count
+
+
+def eager_flops(case: Case) -> int:
+    """Of forward and backward of one microbatch."""
+    model, example = case.build(), case.example()
+    with FlopCounterMode(display=False) as counter:
+        output = model(*example) if isinstance(example, tuple) else model(**example)
+        loss = output if case.loss_fn is None else case.loss_fn(output, example)
+        (loss[0] if isinstance(loss, tuple) else loss).backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=["1", "2", "4-zb-h1", "4-zb-h1-v"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tied_thrice",
+        "shared_layer",
+        "sum_of_weights",
+        "weight_norm",
+        "learned_tables",
+        "unet",
+        "encoder_decoder",
+        "teacher",
+        "checkpointed",
+        "frozen_and_unused",
+        "in_place",
+        "batch_norm",
+        "transformer_layer",
+        "multihead_attention",
+        "lstm",
+        "experts",
+    ],
+)
+def test_as_many_flops_as_eager(name, shape):
+    case = CASES[name]
+    pipe = compiled(case, case.build(), 4, shape)
+    assert sum(flops_by_phase(pipe).values()) == eager_flops(case)
+
+
+@pytest.mark.parametrize("shape", SHAPES[1:], ids=["2", "4-zb-h1", "4-zb-h1-v"])
+def test_flops_of_each_phase(shape):
+    """Of a chain of linear layers W does as much as F, and B all but the gradient of the batch."""
+    case = Case(lambda: Chain(8, TwoLayers), numbers)
+    pipe = compiled(case, case.build(), 4, shape)
+    linear = 2 * 2 * WIDTH * 2 * WIDTH  # rows of the microbatch, in and out
+    assert flops_by_phase(pipe) == {Phase.F: 16 * linear, Phase.B: 15 * linear, Phase.W: 16 * linear}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_each_stage_has_its_own_backward_and_weight_section(ranks):
+    case = Case(lambda: Chain(8), numbers)
+    pipe = compiled(case, case.build(), 4, Shape(ranks, "zb-h1"))
+    assert [s.colour.phase for s in pipe.sections] == [Phase.F, Phase.B, Phase.W] * ranks
+    for stage in pipe.stages:
+        work = {s.phase: sum(map(flops, call_nodes(s.graph))) for s in stage.sections}
+        assert min(work.values()) > 0, stage.index
+
+
+def reached(node: fx.Node) -> set[fx.Node]:
+    """All that the node leads to."""
+    found: set[fx.Node] = set()
+    todo = [node]
+    while todo:
+        for user in todo.pop().users:
+            if user not in found:
+                found.add(user)
+                todo.append(user)
+    return found
+
+
+def accumulators(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that write to a gradient's accumulator."""
+    return [
+        n for n in call_nodes(graph) if getattr(n.target, "_schema", None) and n.target._schema.is_mutable
+    ]
+
+
+WEIGHTS = [
+    "tied_head",
+    "unet",
+    "encoder_decoder",
+    "learned_tables",
+    "weight_norm",
+    "transformer_layer",
+    "experts",
+]
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weight_sections_hold_weight_gradients_alone(name):
+    """Every product in W ends in an accumulator, and W gives nothing to any other section."""
+    case = CASES[name]
+    pipe = compiled(case, case.build(), 4, Shape(4, "zb-h1"))
+    products = 0
+    for section in pipe.sections:
+        if section.phase is Phase.W:
+            ends = set(accumulators(section.graph))
+            assert section.outputs == ()
+            for node in call_nodes(section.graph):
+                assert node in ends or reached(node) & ends, node
+                products += packet(node) in PRODUCTS
+        else:
+            assert accumulators(section.graph) == []
+    assert products > 0
+
+
+@pytest.mark.parametrize("name", [name for name in WEIGHTS if name != "weight_norm"])
+def test_no_product_for_a_weight_alone_is_done_in_the_backward_section(name):
+    """A product that leads to accumulators only, through views and sums, belongs to W."""
+    case = CASES[name]
+    pipe = compiled(case, case.build(), 4, Shape(4, "zb-h1"))
+    ends = set(accumulators(pipe.graph))
+    for node in call_nodes(pipe.graph):
+        if packet(node) in PRODUCTS and node.meta["colour"].phase is Phase.B:
+            assert any(
+                n.op != "output" and n not in ends and packet(n) not in ON_THE_WAY for n in reached(node)
+            ), node
+
+
+def test_each_parameter_has_its_own_accumulator_in_each_stage_that_uses_it():
+    case = CASES["tied_thrice"]
+    pipe = compiled(case, case.build(), 4, Shape(4, "zb-h1"))
+    uses = Counter(
+        (value.name, section.stage)
+        for section in pipe.sections
+        for value in section.inputs
+        if value.kind is Kind.GRADIENT
+    )
+    assert set(uses.values()) == {1}
+    assert len([stage for name, stage in uses if name == "embedding.weight"]) >= 3
+
+
+# -- what is held ------------------------------------------------------------------------------------------
+
+FLOAT = 4
+
+
+class TwoLayers(nn.Module):
+    """Linear, ReLU, linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+
+    def forward(self, x):
+        return self.outer(F.relu(self.inner(x)))
+
+
+def saved_and_kept(model: nn.Module, rows: int, **options) -> list[tuple[float, float]]:
+    pipe = fxpipe.compile(model, numbers(rows), ranks=2, microbatches=2, **options)
+    return [(stage.costs.saved, stage.costs.kept) for stage in pipe.stages]
+
+
+def test_bytes_saved_by_hand():
+    rows = 32
+    found = saved_and_kept(Chain(2, TwoLayers), rows, split_points=["blocks.1"])
+    activation, output = 16 * rows * FLOAT, WIDTH * rows * FLOAT
+    loss = FLOAT
+    # Stage 0: the ReLU's result, for its own derivative and for the weight of the layer after it; what
+    # came in is the batch. W needs it and the gradients of what both layers gave out.
+    assert found[0] == (activation, activation + activation + output)
+    # Stage 1: what came in, the ReLU's result, and the last output for the loss.
+    saved, kept = found[1]
+    assert output + activation + output <= saved <= output + activation + output + loss
+    assert kept == output + activation + activation + output
+
+
+class Gated(nn.Module):
+    """Both factors are views of one linear layer's result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.back = nn.Linear(WIDTH, 32), nn.Linear(16, WIDTH)
+
+    def forward(self, x):
+        a, b = self.linear(x).chunk(2, -1)
+        return self.back(a * b)
+
+
+def test_views_of_one_storage_count_once():
+    rows = 32
+    found = saved_and_kept(Chain(2, Gated), rows, split_points=["blocks.1"])
+    # The one result that both factors are views of, and their product (or the product is made again).
+    both, product, output = 32 * rows * FLOAT, 16 * rows * FLOAT, WIDTH * rows * FLOAT
+    assert found[0][0] in (both, both + product)
+    assert found[1][0] - output - output in (both, both + product, both + FLOAT, both + product + FLOAT)
+
+
+def test_expanded_values_count_what_they_hold():
+    class Expanded(Chain):
+        def between(self, x, i):
+            return x.mean(-1, keepdim=True).expand(-1, WIDTH) if i == 0 else x
+
+    rows = 32
+    pipe = fxpipe.compile(Expanded(2, TwoLayers), numbers(rows), ranks=1, microbatches=2)
+    activation = 16 * rows * FLOAT
+    mean, last = rows * FLOAT, WIDTH * rows * FLOAT
+    assert math.isclose(pipe.stages[0].costs.saved, 2 * activation + mean + last, abs_tol=FLOAT)

@@ -1,0 +1,322 @@
+"""The pictures: what is in them, for graphs small enough to count by hand."""
+
+import dataclasses
+import re
+import shutil
+import xml.etree.ElementTree as ET
+
+import pytest
+import torch
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import FxpipeError
+from fxpipe.graph import Colour, Phase
+from fxpipe.schedule.costs import StageCost, chain
+from fxpipe.schedule.families import build
+from fxpipe.schedule.ops import Schedule, parse_order
+from fxpipe.schedule.simulator import simulate
+from fxpipe.sections import messages
+from fxpipe.values import call_nodes
+from fxpipe.viz.boxes import Place, collapse
+from fxpipe.viz.graph_picture import graph_picture
+from fxpipe.viz.layout import lay_out
+from fxpipe.viz.pictures import draw
+from fxpipe.viz.section_picture import section_picture, shape_text
+from fxpipe.viz.timeline_picture import timeline_svg
+from fxpipe.viz.units import PLAIN, bytes_text, flops_text, number_text, seconds_text, ticks
+
+F, B, W = Phase.F, Phase.B, Phase.W
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+class Block(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.inner = nn.Linear(width, 4 * width)
+        self.outer = nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.outer(torch.relu(self.inner(x)))
+
+
+def blocks(count: int, ranks: int = 2, **options):
+    model = nn.Sequential(*(Block(8) for _ in range(count)))
+    example = (torch.zeros(4, 8),)
+    options = {"microbatches": 4, "schedule": "1f1b"} | options
+    return fxpipe.compile(
+        model, example, ranks=ranks, loss_fn=lambda out, batch: out.pow(2).mean(), **options
+    )
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    return blocks(4, split_points=["2"])
+
+
+def place(stage: int, phase: Phase, path: str) -> Place:
+    return Place(Colour(stage, phase), path)
+
+
+# Boxes
+
+
+def test_a_box_for_each_stage_phase_and_module(pipe):
+    boxes = collapse(pipe.graph, per_section=3)
+    by_place = {box.place: box for box in boxes.boxes}
+    assert [p.path for p in by_place if p.colour == Colour(0, F)] == ["0", "1"]
+    assert [p.path for p in by_place if p.colour == Colour(1, F)] == ["2", "3", ""]
+    assert by_place[place(0, F, "0")].flops == 2 * (2 * 4 * 8 * 32)
+    assert sum(box.nodes for box in boxes.boxes) == len(call_nodes(pipe.graph))
+
+
+def test_depth_follows_the_number_of_boxes(pipe):
+    def paths(**limits):
+        return {box.place.path for box in collapse(pipe.graph, **limits).boxes}
+
+    assert paths(per_section=3) == {"0", "1", "2", "3", ""}
+    assert {"0", "0.inner", "0.outer"} < paths(per_section=8)
+    assert paths(per_section=8, total=20) == {"0", "1", "2", "3", ""}
+    assert paths(total=1) == {""}
+
+
+def test_flows_within_a_stage(pipe):
+    flows = {(f.source, f.target): f for f in collapse(pipe.graph, per_section=3).flows}
+    hidden = flows[place(0, F, "0"), place(0, F, "1")]
+    assert (hidden.values, hidden.bytes, hidden.crosses) == (1, 4 * 8 * 4, False)
+    # A block's input and the output of its relu are what its gradients need.
+    kept = [f for f in flows.values() if f.source == place(0, F, "1")]
+    assert {f.target for f in kept} == {place(0, B, "1"), place(0, W, "1"), place(1, F, "2")}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_flows_between_stages_are_the_messages(ranks):
+    pipe = blocks(4, ranks)
+    flows = [f for f in collapse(pipe.graph).flows if f.crosses]
+    found = sum(f.values for f in flows), sum(f.bytes for f in flows)
+    passing = messages(pipe.sections)
+    assert found == (sum(len(m.names) for m in passing), sum(e.bytes for e in pipe.plan.costs.edges))
+    assert {(f.source.colour, f.target.colour) for f in flows} == {(m.source, m.target) for m in passing}
+
+
+def test_a_value_enters_a_stage_once():
+    class Skip(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x):
+            first = self.parts[0](x)
+            second = self.parts[1](first)
+            return self.parts[3](self.parts[2](second + first) + first)
+
+    pipe = fxpipe.compile(
+        Skip(),
+        (torch.zeros(4, 8),),
+        ranks=2,
+        microbatches=2,
+        schedule="1f1b",
+        split_points=["parts.2"],
+        loss_fn=lambda out, batch: out.sum(),
+    )
+    # The sum and the skipped value both go to parts.2 and parts.3: the second arrives at one of them.
+    flows = collapse(pipe.graph).flows
+    sent = [f for f in flows if f.crosses and f.source.colour.phase is F]
+    passing = [m for m in messages(pipe.sections) if m.source.phase is F]
+    assert sum(f.values for f in sent) == sum(len(m.names) for m in passing)
+
+
+def test_batch_and_loss_stand_at_their_boxes(pipe):
+    boxes = collapse(pipe.graph, per_section=3)
+    assert boxes.batch == (("0", place(0, F, "0")),)
+    assert boxes.results == (("loss", place(1, F, "")),)
+
+
+# The collapsed picture
+
+
+def test_layout_is_a_grid(pipe):
+    boxes = collapse(pipe.graph, per_section=3)
+    layout = lay_out(boxes, 2, letters=10)
+    centres = layout.centres
+    assert len(set(centres.values())) == len(boxes.boxes)
+    assert centres[place(0, F, "0")].y == centres[place(0, B, "0")].y < centres[place(0, W, "0")].y
+    assert centres[place(0, W, "0")].y < centres[place(0, F, "1")].y
+    assert centres[place(0, F, "0")].x < centres[place(0, W, "0")].x < centres[place(0, B, "0")].x
+    for place_, at in centres.items():
+        frame = layout.frames[place_.colour.stage]
+        assert frame.left < at.x < frame.right
+        assert frame.top < at.y < frame.bottom
+    assert len(layout.routes) == len(boxes.flows)
+
+
+def test_graph_source_says_what_is_in_a_box_and_on_an_edge(pipe):
+    boxes = collapse(pipe.graph, per_section=3)
+    source = graph_picture(boxes, ("Blocks & more",), (("stage 0 on rank 0",), ("stage 1 on rank 1",))).source
+    assert "Blocks &amp; more" in source
+    assert 'label="stage 1 on rank 1"' in source
+    assert source.count("fixedsize=true") == len(boxes.boxes)
+    assert source.count("->") == len(boxes.flows) + len(boxes.batch) + len(boxes.results)
+    sent = [line for line in source.splitlines() if "->" in line and "penwidth=4.0" in line]
+    assert len(sent) == 2
+    assert all('label="128 B"' in line for line in sent)
+    assert {re.search(r'color="(#\w+)"', line)[1] for line in sent} == {"#56B4E9", "#E69F00"}
+
+
+# One section
+
+
+def test_section_source_has_every_node(pipe):
+    section = next(s for s in pipe.sections if s.colour == Colour(1, B))
+    source = section_picture(section, pipe.sections, "Blocks").source
+    ops = [n for n in section.graph.nodes if n.op == "call_function"]
+    for node in ops:
+        assert re.search(rf'\t{node.name} \[label="[^"]*{node.target}', source)
+    assert source.count("shape=cylinder") == sum(v.kind == "parameter" for v in section.inputs)
+    assert "parameter\n3.outer.weight\nf32[8, 32]" in source
+    assert "test_viz.py:" in source
+    assert "to stage 0 B" in source
+    assert "to stage 1 W" in source
+
+
+def test_shape_text():
+    assert shape_text(torch.zeros(2, 3, dtype=torch.bfloat16)) == "bf16[2, 3]"
+    assert shape_text((torch.zeros(2), torch.zeros((), dtype=torch.bool))) == "f32[2], bool[]"
+    assert shape_text(3) == "int"
+
+
+# The timeline
+
+
+def hand(text: str, placement: tuple[int, ...], microbatches: int):
+    schedule = Schedule("hand", placement, microbatches, parse_order(text))
+    costs = chain([StageCost(0.001, 0.001, 0.001, saved=2048, kept=1024)] * len(placement))
+    return simulate(schedule, costs)
+
+
+def rectangles(svg: str) -> list[tuple[str, float, float, str]]:
+    """(class, x, width, tooltip) of every op's rectangle."""
+    found = ET.fromstring(svg).findall(f".//{SVG}g/{SVG}rect[{SVG}title]")
+    return [
+        (r.get("class"), float(r.get("x")), float(r.get("width")), r.findtext(f"{SVG}title")) for r in found
+    ]
+
+
+def texts(svg: str) -> list[str]:
+    return [t.text for t in ET.fromstring(svg).iter(f"{SVG}text")]
+
+
+def test_timeline_has_a_rectangle_for_each_op():
+    svg = timeline_svg(hand("F0.0 B0.0 W0.0\nF1.0 BW1.0", (0, 1), 1), "Model")
+    # F0 B1+W1 B0 W0 one after the other: 900 pixels are 6 ms.
+    assert rectangles(svg) == [
+        ("F", 0, 150, "F0.0 from 0 s, 1 ms"),
+        ("B", 600, 150, "B0.0 from 4 ms, 1 ms"),
+        ("W", 750, 150, "W0.0 from 5 ms, 1 ms"),
+        ("F", 150, 150, "F1.0 from 1 ms, 1 ms"),
+        ("BW", 300, 300, "BW1.0 from 2 ms, 2 ms"),
+    ]
+
+
+def test_timeline_says_bubble_peak_and_units():
+    timeline = hand("F0.0 F0.1 B0.0 W0.0 B0.1 W0.1\nF1.0 B1.0 W1.0 F1.1 B1.1 W1.1", (0, 1), 2)
+    said = " ".join(texts(timeline_svg(timeline, "Model")))
+    assert "Model: hand, 2 ranks, 2 microbatches" in said
+    assert f"step {seconds_text(timeline.seconds)}" in said
+    assert f"span bubble {timeline.span_bubble:.1%}" in said
+    assert "peak memory 4 KiB (rank 0)" in said
+    assert "peak 2 KiB" in said
+    assert "1 ms" in said
+    plain = " ".join(texts(timeline_svg(timeline, "Model", PLAIN)))
+    assert "ms" not in plain
+    assert "KiB" not in plain
+
+
+def test_memory_curve_rises_and_falls():
+    svg = timeline_svg(hand("F0.0 B0.0 W0.0", (0,), 1), "Model")
+    # The strip is 26 pixels high and ends at 52; all at F, half from the end of B on.
+    path = ET.fromstring(svg).find(f".//{SVG}path").get("d")
+    assert path == "M0 52H0V26H600V39H900V52H900V52Z"
+
+
+def test_later_stages_of_a_rank_are_paler_and_named():
+    svg = timeline_svg(hand("F0.0 F3.0 BW3.0 BW0.0\nF1.0 F2.0 BW2.0 BW1.0", (0, 1, 1, 0), 1), "Model")
+    looks = [look for look, *_ in rectangles(svg)]
+    assert looks == ["F", "F late", "BW late", "BW", "F", "F late", "BW late", "BW"]
+    assert "3.0" in texts(svg)
+
+
+def test_a_large_timeline_is_small_and_bounded():
+    costs = chain([StageCost(1, 1, 1, 1, 0.5)] * 8)
+    timeline = simulate(build("zb-h1", ranks=8, microbatches=64, costs=costs), costs)
+    svg = timeline_svg(timeline, "Model", PLAIN)
+    assert len(rectangles(svg)) == 8 * 64 * 3
+    assert len(svg) < 400_000
+    assert int(ET.fromstring(svg).get("width")) < 4000
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (bytes_text(0), "0 B"),
+        (bytes_text(1536), "1.5 KiB"),
+        (bytes_text(3 * 2**30), "3 GiB"),
+        (flops_text(3_145_728), "3.15 MFLOP"),
+        (seconds_text(0), "0 s"),
+        (seconds_text(1.25e-4), "125 µs"),
+        (seconds_text(0.01802), "18 ms"),
+        (number_text(1234.5), "1234"),
+    ],
+)
+def test_numbers(text, expected):
+    assert text == expected
+
+
+def test_ticks():
+    assert ticks(10, 5) == (0, 2, 4, 6, 8, 10)
+    assert ticks(0.007, 10) == pytest.approx([i * 0.001 for i in range(8)])
+    assert ticks(0, 10) == (0,)
+
+
+# Files
+
+
+@pytest.mark.skipif(shutil.which("dot") is None, reason="needs graphviz")
+def test_pictures_with_dot(pipe, tmp_path):
+    files = pipe.draw(tmp_path / "new", expand=(1, "B"))
+    assert [f.name for f in files] == [
+        "graph.dot",
+        "graph.svg",
+        "stage1_B.dot",
+        "stage1_B.svg",
+        "timeline.svg",
+    ]
+    drawn = texts((tmp_path / "new" / "graph.svg").read_text())
+    assert "stage 1 on rank 1" in drawn
+    assert "Sequential: one microbatch of a training step" in drawn
+    assert "schedule 1f1b, 2 ranks, 2 stages, 4 microbatches" in drawn
+    assert "batch: 0" in drawn
+
+
+def test_sources_and_one_line_without_dot(pipe, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    files = draw(pipe, tmp_path, (0, "F"))
+    assert [f.name for f in files] == ["graph.dot", "stage0_F.dot", "timeline.svg"]
+    assert all(f.stat().st_size for f in files)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert "apt install graphviz" in lines[0]
+    assert f"dot -Tsvg -O {tmp_path / 'graph.dot'} {tmp_path / 'stage0_F.dot'}" in lines[0]
+
+
+def test_a_section_that_is_not_there(pipe, tmp_path):
+    with pytest.raises(FxpipeError, match=r"no section \(2, 'B'\).*\(0, 'F'\), \(0, 'B'\)"):
+        pipe.draw(tmp_path, expand=(2, "B"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_loaded_pipeline_has_a_timeline(pipe, tmp_path):
+    loaded = dataclasses.replace(pipe, graph=None, sections=())
+    assert [f.name for f in loaded.draw(tmp_path)] == ["timeline.svg"]
+    with pytest.raises(FxpipeError, match="loaded"):
+        loaded.draw(tmp_path, expand=(0, "F"))
