@@ -8,9 +8,10 @@ from fxpipe.graph import Kind
 from fxpipe.partition.cost import node_cost
 from fxpipe.partition.device import Device
 from fxpipe.runtime.random import keyed
-from fxpipe.values import call_nodes, output_dict
+from fxpipe.values import call_nodes, node_bytes, output_dict
 
-#: A value is free if all that leads to it takes at most this share of the whole step.
+#: A value is free if all that leads to it takes at most this share of the whole step, or no longer than to
+#: send it would.
 SHARE = 0.002
 
 
@@ -32,7 +33,8 @@ def free_nodes(graph: fx.Graph, device: Device, *, across_stages: bool) -> set[f
                 leads[node] = frozenset()
         elif _may_repeat(node) and all(n in leads for n in node.all_input_nodes):
             way = frozenset([node]).union(*(leads[n] for n in node.all_input_nodes))
-            if sum(cost[n] for n in way) <= budget:
+            sending = device.transfer_seconds(node_bytes(node)) if across_stages else 0.0
+            if sum(cost[n] for n in way) <= max(budget, sending):
                 leads[node] = way
     return {n for n in leads if n.op == "call_function"}
 
