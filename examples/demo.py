@@ -32,7 +32,7 @@ RANKS, MICROBATCHES, ROWS, SEQUENCE, VOCABULARY = 4, 8, 2, 128, 2048
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--schedule", default="zb-h1")
     options = parser.parse_args()
