@@ -6,6 +6,7 @@ Messages from one rank to another arrive in the order in which they were sent.  
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 from dataclasses import dataclass
@@ -123,26 +124,35 @@ class _Leaving:
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._error: Exception | None = None
-        threading.Thread(target=self._run, name="fxpipe-sends", daemon=True).start()
+        thread = threading.Thread(target=self._run, name="fxpipe-sends", daemon=True)
+        thread.start()
+
+        def stop() -> None:  # a thread inside torch when the interpreter ends would abort the process
+            self._queue.put(None)
+            thread.join(1.0)
+
+        atexit.register(stop)
 
     def add(self, work: Any, tensor: torch.Tensor) -> None:
         self._queue.put((work, tensor))
 
     def join(self) -> None:
         done = threading.Event()
-        self._queue.put((None, done))
+        self._queue.put(done)
         done.wait()
         if self._error is not None:
             raise RunError(f"A message could not be sent: {self._error}") from self._error
 
     def _run(self) -> None:
         while True:
-            work, held = self._queue.get()
-            if work is None:
-                held.set()
+            item = self._queue.get()
+            if item is None:
+                return
+            if isinstance(item, threading.Event):
+                item.set()
                 continue
             try:
-                work.wait()
+                item[0].wait()
             except RuntimeError as error:  # the peer is gone; reported at the end of the step
                 self._error = error
-            del work, held
+            del item

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
@@ -82,17 +83,27 @@ class Process:
         A rank whose neighbour is gone raises by itself; one that waits for a rank that still runs would
         not notice.
         """
-        threading.Thread(target=self._watch, name="fxpipe-watch", daemon=True).start()
+        over = threading.Event()
+        watcher = threading.Thread(target=self._watch, args=(over,), name="fxpipe-watch", daemon=True)
+        watcher.start()
 
-    def _watch(self) -> None:
+        def stop() -> None:  # a thread inside torch when the interpreter ends would abort the process
+            over.set()
+            watcher.join(GRACE)
+
+        atexit.register(stop)
+
+    def _watch(self, over: threading.Event) -> None:
         store = _store()
         try:
             while not store.check([FAILURE]):
-                time.sleep(POLL)
+                if over.wait(POLL):
+                    return
             message = store.get(FAILURE).decode()
         except RuntimeError:  # the store is gone: the run is over
             return
-        time.sleep(GRACE)
+        if over.wait(GRACE):
+            return
         print(f"fxpipe: rank {self.rank} ends: {message}", file=sys.stderr, flush=True)
         os._exit(1)
 
