@@ -146,15 +146,23 @@ def new_directory(path: Path, process: Process | None) -> Iterator[Path]:
 
 def _begin(path: Path, draft: Path) -> str:
     """Make the draft; return what stands in the way."""
-    if path.exists() and not path.is_dir():
-        return f"{path} is a file. Name a new directory to save the pipeline in."
-    if path.exists() and any(path.iterdir()):
-        return f"{path} is not empty. Name a new directory, or remove it first."
+    problem = taken(path)
+    if problem:
+        return problem
     try:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
     except OSError as error:
         return f"{path} cannot be written: {error}"
+    return ""
+
+
+def taken(path: Path) -> str:
+    """Why no pipeline can be saved at ``path``; empty if one can."""
+    if path.exists() and not path.is_dir():
+        return f"{path} is a file. Name a new directory to save the pipeline in."
+    if path.exists() and any(path.iterdir()):
+        return f"{path} is not empty. Name a new directory, or remove it first."
     return ""
 
 

@@ -87,7 +87,8 @@ def compile_model(
         sections = extract(graph)
         passing = messages(sections)
     with phase("schedule"):
-        costs = analytic_costs(graph, sections, passing, hardware)
+        homes = place(options.placement, options.ranks, options.stages_per_rank)
+        costs = analytic_costs(graph, sections, passing, homes, hardware)
         if options.costs == "measured":
             costs = measured_costs(sections, costs, device)
         schedule = _schedule(options, costs)

@@ -125,21 +125,39 @@ class Pipeline:
         """Run one training step of this rank; return the loss of the whole batch, on every rank.
 
         Gradients are added to the parameters' ``.grad``.  Needs torchrun with one process a rank (a
-        pipeline of one rank runs as it is).  If a rank fails, all raise RunError with its message.
+        pipeline of one rank runs as it is).  If a rank fails, all raise RunError with its message, and
+        their processes end soon after, whether or not the error is caught.
         """
         rt = self.runtime
-        for name in self.plan.tensors[rt.rank].gradients:
-            parameter = self.parameters[name]
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            rt.grads[name] = parameter.grad
+        rt.start()
+        earlier = self._accumulators(rt)
         try:
             with torch.no_grad():
                 loss = self._step_function(rt.rank)(rt, batch)
         except Exception as error:
             raise self._failure(error, rt) from error
+        for name, grad in earlier.items():
+            grad.add_(rt.grads[name])
         self._store_buffers(rt)
         return loss
+
+    def _accumulators(self, rt: Runtime) -> dict[str, torch.Tensor]:
+        """Give the program the parameters' ``.grad`` to add to.
+
+        What the step works on as a whole (sums over ranks, division by the count) must not hold an
+        earlier step's gradient: it gets fresh zeros, and the ``.grad`` to add them to is returned.
+        """
+        held = [set(t.gradients) for t in self.plan.tensors]
+        earlier = {}
+        for name in self.plan.tensors[rt.rank].gradients:
+            parameter = self.parameters[name]
+            worked_on = self.plan.step.has_count or sum(name in names for names in held) > 1
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            elif worked_on:
+                earlier[name] = parameter.grad
+            rt.grads[name] = torch.zeros_like(parameter) if name in earlier else parameter.grad
+        return earlier
 
     def optimizer(
         self, cls: type[torch.optim.Optimizer], *, clip_grad_norm: float | None = None, **options: Any

@@ -13,7 +13,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from fxpipe.api import load
-from fxpipe.errors import BatchError
+from fxpipe.artefact import taken
+from fxpipe.errors import ArtefactError, BatchError
 from fxpipe.pipeline import Pipeline
 from fxpipe.runtime.batch import BatchSpec
 
@@ -27,6 +28,9 @@ def train(
         in order, a batch a step, from the start again when they are used up.
     steps: None for all whole batches once.
     """
+    problem = taken(save.absolute()) if save is not None else ""
+    if problem:
+        raise ArtefactError(problem)
     pipe = load(directory)
     tensors = read_data(data, pipe.plan.step.batch)
     rows = rows_of_batch(pipe)

@@ -171,9 +171,9 @@ def _call(plan: RankPlan, call: Signature, stage: int, phase: Phase, m: int) -> 
         if value.kind is Kind.BUFFER:
             targets.append(f"buffers[{json.dumps(value.name)}]")
         else:
-            targets.append(value.name)
+            targets.append(f"{value.name}_m{m}")
     targets += [f"{LISTS[phase, to]}{stage}_m{m}" for to in call.lists_out]
-    results = [v.name for v in call.results if v.kind in (Kind.LOSS, Kind.COUNT)]
+    results = [f"{v.name}_m{m}" for v in call.results if v.kind in (Kind.LOSS, Kind.COUNT)]
     if results:
         after.append(_Line(f"rt.add_loss({', '.join(results)})", tuple(results)))
     left = f"{', '.join(targets)} = " if targets else ""

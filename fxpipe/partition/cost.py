@@ -13,6 +13,8 @@ from torch.utils.flop_counter import flop_registry
 from fxpipe.partition.device import Device
 from fxpipe.values import is_view, node_bytes, tensors
 
+aten = torch.ops.aten
+
 
 @dataclass(frozen=True, slots=True)
 class NodeCost:
@@ -30,10 +32,22 @@ def node_cost(node: fx.Node, device: Device) -> NodeCost:
     if node.op != "call_function" or node.target is operator.getitem or is_view(node):
         return _FREE
     flops = node_flops(node)
-    moved = node_bytes(node) + sum(node_bytes(n) for n in node.all_input_nodes)
+    moved = _bytes_moved(node)
     results = tensors(node)
     dtype = results[0].dtype if results else torch.float32
     return NodeCost(flops, moved, device.seconds(flops, moved, dtype))
+
+
+def _bytes_moved(node: fx.Node) -> int:
+    """What the op reads and writes; of a table that rows are looked up in or added to, those rows."""
+    match node.target:
+        case aten.embedding.default:
+            return 2 * node_bytes(node) + node_bytes(node.args[1])  # type: ignore[arg-type]
+        case aten.embedding_dense_backward.default:  # to be added by index_add_
+            return 3 * node_bytes(node.args[0])  # type: ignore[arg-type]
+        case aten.index_add_.default:
+            return 3 * node_bytes(node.args[3])  # type: ignore[arg-type]
+    return node_bytes(node) + sum(node_bytes(n) for n in node.all_input_nodes)
 
 
 def node_flops(node: fx.Node) -> int:

@@ -20,7 +20,7 @@ from fxpipe.partition.cost import node_cost
 from fxpipe.partition.cuts import choose_cuts
 from fxpipe.partition.device import Device
 from fxpipe.partition.free import free_nodes
-from fxpipe.values import call_nodes, node_bytes, output_dict, storage_root
+from fxpipe.values import call_nodes, is_view, node_bytes, output_dict, storage_root
 
 aten = torch.ops.aten
 
@@ -52,7 +52,7 @@ def partition(
         users = [stage[u] for u in node.users if u in stage]
         if node in of_parameters and users and node.target is not operator.getitem:
             stage[node] = min(users)
-    _colour(graph, stage, {s: stage[forward[i]] for s, i in by_seq.items()})
+    _colour(graph, stages, stage, {s: stage[forward[i]] for s, i in by_seq.items()})
     _count_beside_loss(graph)
 
 
@@ -79,9 +79,12 @@ def _cuts_by_cost(
 ) -> tuple[int, ...]:
     seconds = [0.0] * len(position)
     home = dict(position)  # forward and backward ops alike: the position whose stage they go with
+    accumulated = {node for parts in output_dict(graph)["grads"].values() for node in parts}
     for node in call_nodes(graph):
         if node.meta["origin"].backward:
             at = by_seq.get(node.meta["origin"].seq)
+            if at is None and node not in accumulated:  # a sum that autograd's engine made
+                at = min((home[n] for n in node.all_input_nodes if n in home), default=None)
             if at is None:
                 continue
             home[node] = at
@@ -116,7 +119,11 @@ def _crossing_bytes(
         if touched:
             _add(barred, min(touched), max(touched), 1)
     crossing, closed = list(accumulate(steps)), list(accumulate(barred))
-    return [math.inf if closed[i] else crossing[i] for i in range(len(position))]
+    # Behind a view or a free value there is nothing to gain, and the stage in between might be empty.
+    return [
+        math.inf if closed[i] or node in free or is_view(node) else crossing[i]
+        for node, i in position.items()
+    ]
 
 
 def _add(steps: list, first: int, last: int, amount: float) -> None:
@@ -152,7 +159,7 @@ def _cuts_by_path(forward: list[fx.Node], stages: int, split_points: Sequence[st
     return tuple(cuts)
 
 
-def _colour(graph: fx.Graph, stage_of: dict[fx.Node, int], stage_of_seq: dict[int, int]) -> None:
+def _colour(graph: fx.Graph, stages: int, stage_of: dict[fx.Node, int], stage_of_seq: dict[int, int]) -> None:
     """Write the colours.
 
     Backward nodes that autograd's engine made itself (sums of gradients, first gradients) have no
@@ -173,6 +180,12 @@ def _colour(graph: fx.Graph, stage_of: dict[fx.Node, int], stage_of_seq: dict[in
     for node in reversed(ops):
         if node not in stage:
             stage[node] = max((stage[u] for u in node.users if u in stage), default=max(stage.values()))
+    empty = set(range(stages)) - {stage[n] for n in ops if not n.meta["origin"].backward}
+    if empty:
+        raise PartitionError(
+            f"Stage {min(empty)} would be empty: all that it could hold belongs to the stages beside it. "
+            "Use fewer ranks or fewer stages per rank, or other split points."
+        )
     for node in ops:
         phase = Phase.B if node.meta["origin"].backward else Phase.F
         node.meta["colour"] = Colour(stage[node], phase)

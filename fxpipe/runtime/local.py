@@ -43,8 +43,9 @@ class LocalWorld:
 
     def woken(self) -> None:
         """Something arrived: those who wait look again, and do not count as waiting meanwhile."""
-        self.waiting.clear()
-        self.turn.notify_all()
+        with self.turn:
+            self.waiting.clear()
+            self.turn.notify_all()
 
 
 class _Stopped(Exception):

@@ -52,6 +52,11 @@ class Runtime:
     _counts: list[torch.Tensor] = field(default_factory=list)
     _shared: list[float] | None = None
 
+    def start(self) -> None:
+        """A step begins, whatever became of the one before."""
+        self.current_op = ""
+        self._losses, self._counts, self._shared = [], [], None
+
     def op(self, name: str) -> None:
         """The program begins ``name`` ("F1.3": forward of stage 1, microbatch 3)."""
         self.current_op = name
@@ -83,7 +88,7 @@ class Runtime:
 
     def add_loss(self, loss: torch.Tensor, count: torch.Tensor | None = None) -> None:
         """The loss of one microbatch, with the count that it is a sum over if it is one."""
-        self._losses.append(loss)
+        self._losses.append(loss.clone())  # a kernel may give it a storage as large as its input
         if count is not None:
             self._counts.append(count)
 
@@ -115,7 +120,6 @@ class Runtime:
         total, count = self._total()
         self.comm.flush()
         self.record.end()
-        self._losses, self._counts, self._shared = [], [], None
         self.step_number += 1
         return torch.tensor(total / count, dtype=getattr(torch, self.spec.loss_dtype.removeprefix("torch.")))
 

@@ -31,8 +31,8 @@ class StageCost:
 class Edge:
     """A value set that section ``source`` computes and section ``target`` needs, both of one microbatch.
 
-    It takes ``seconds`` (and is a message of ``bytes``) where the two stages lie on different ranks,
-    and nothing where they share one.
+    It takes ``seconds`` (and is a message of ``bytes``) where the two stages lie on different ranks; where
+    they share one it takes no time, and ``bytes`` are held from the one section's end to the other's start.
     """
 
     source: Colour

@@ -1,0 +1,205 @@
+"""``fxpipe run``: a saved pipeline trained from the shell."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from launch import torchrun
+from safetensors.torch import load_file, save_file
+from zoo import CASES, Shape, compiled, cut
+
+import fxpipe
+from fxpipe.cli import main
+
+CASE, MICROBATCHES = CASES["tied_head"], 4
+ROWS = CASE.rows * MICROBATCHES  # of one batch
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("pipelines") / "saved"
+    compiled(CASE, CASE.build(), MICROBATCHES, Shape(2, "zb-h1")).save(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """Two batches, some rows that do not make a third, and a tensor that nobody needs."""
+    file = tmp_path_factory.mktemp("data") / "data.safetensors"
+    save_file({**rows(2 * ROWS + 3), "unused": torch.zeros(1)}, file)
+    return file
+
+
+def rows(number: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(4)
+    return CASE.batch(number)
+
+
+def losses(printed: str) -> list[float]:
+    lines = re.findall(r"^step (\d+)  loss (\d+\.\d+)$", printed, re.MULTILINE)
+    assert [int(step) for step, _ in lines] == list(range(len(lines)))
+    return [float(loss) for _, loss in lines]
+
+
+# -- training -----------------------------------------------------------------------------------------------
+
+
+def eager_course(steps: int, lr: float, clip: float) -> tuple[list[float], torch.nn.Module]:
+    model, batch = CASE.build(), rows(2 * ROWS + 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    course = []
+    for step in range(steps):
+        start = step % 2 * ROWS
+        parts = cut({name: x[start : start + ROWS] for name, x in batch.items()}, MICROBATCHES)
+        loss = torch.stack([model(**part) for part in parts]).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        course.append(loss.item())
+    return course, model
+
+
+def test_trains_and_saves(saved, data, tmp_path):
+    """The batches in turn, from the start again; the losses and weights of plain torch."""
+    run = torchrun(
+        2, "-m", "fxpipe", "run", saved, "--data", data, "--steps", 8, "--lr", 0.02,
+        "--clip-grad-norm", 0.5, "--save", tmp_path / "trained", logs=tmp_path / "logs",
+    )  # fmt: skip
+    assert run.code == 0, run
+    expected, model = eager_course(8, 0.02, 0.5)
+    course = losses(run.stdout[0])
+    assert course == pytest.approx(expected, abs=1e-4)
+    assert course[6] < course[0]
+    assert course[7] < course[1]
+    assert f"saved: {tmp_path / 'trained'}" in run.stdout[0].replace("\n", "").replace("saved:/", "saved: /")
+    assert (run.stdout[1], run.stderr) == ("", ("", "")), "rank 0 alone prints"
+    found = fxpipe.load(tmp_path / "trained").parameters
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(found[name], parameter, atol=1e-4), name
+    assert load_file(saved / "rank0.safetensors")["embedding.weight"].equal(CASE.build().embedding.weight), (
+        "what was trained from stays as it was"
+    )
+
+
+def test_once_through_the_data_without_options(saved, data, tmp_path):
+    """A pipeline of one rank needs no torchrun."""
+    alone = tmp_path / "alone"
+    compiled(CASE, CASE.build(), MICROBATCHES, Shape(1)).save(alone)
+    command = [sys.executable, "-m", "fxpipe", "run", str(alone), "--data", str(data)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert losses(run.stdout) == pytest.approx(eager_course(2, 3e-4, 1e9)[0], abs=1e-4)
+
+
+# -- what is refused
+
+
+def refusal(capsys, *arguments: object) -> str:
+    """The one line on stderr of a command that ends with exit code 2."""
+    try:
+        code = main([str(a) for a in arguments])
+    except SystemExit as end:  # of the parser
+        code = end.code
+    printed, error = capsys.readouterr()
+    assert (code, printed) == (2, "")
+    assert error.startswith("fxpipe")
+    assert error.count("\n") == 1, error
+    return error
+
+
+def test_directory_without_a_plan(data, tmp_path, capsys):
+    assert f"{tmp_path} holds no saved pipeline" in refusal(capsys, "run", tmp_path, "--data", data)
+    assert "plan.json" in refusal(capsys, "run", tmp_path / "nothing", "--data", data)
+
+
+def test_plan_of_another_version(saved, data, tmp_path, capsys):
+    plan = json.loads((saved / "plan.json").read_text())
+    (tmp_path / "plan.json").write_text(json.dumps(plan | {"format": 99}))
+    assert "format 99" in refusal(capsys, "run", tmp_path, "--data", data)
+
+
+def test_data_file_that_is_missing(saved, tmp_path, capsys):
+    file = tmp_path / "nothing.safetensors"
+    assert str(file) in refusal(capsys, "run", saved, "--data", file)
+
+
+@pytest.mark.parametrize("contents", [b"", b"step,loss\n1,2\n", b"\xff" * 100])
+def test_data_file_that_is_no_safetensors(saved, tmp_path, capsys, contents):
+    file = tmp_path / "data"
+    file.write_bytes(contents)
+    assert f"{file} is no readable safetensors file" in refusal(capsys, "run", saved, "--data", file)
+
+
+def test_data_file_that_is_a_directory(saved, tmp_path, capsys):
+    assert str(tmp_path) in refusal(capsys, "run", saved, "--data", tmp_path)
+
+
+def written(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    save_file(tensors, tmp_path / "data.safetensors")
+    return tmp_path / "data.safetensors"
+
+
+def test_data_without_a_needed_tensor(saved, tmp_path, capsys):
+    file = written(tmp_path, {"ids": rows(ROWS)["ids"], "label": rows(ROWS)["labels"]})
+    message = refusal(capsys, "run", saved, "--data", file)
+    assert "has no tensor 'labels'" in message
+    assert "ids, label" in message
+
+
+def test_too_few_rows(saved, tmp_path, capsys):
+    message = refusal(capsys, "run", saved, "--data", written(tmp_path, rows(ROWS - 1)))
+    assert f"{ROWS - 1} rows" in message
+    assert str(ROWS) in message
+
+
+def test_one_process_for_two_ranks(saved, data, capsys):
+    message = refusal(capsys, "run", saved, "--data", data)
+    assert "2 ranks" in message
+    assert "torchrun --nproc-per-node 2" in message
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--steps", "0"), ("--steps", "many"), ("--lr", "-1"), ("--lr", "nan"), ("--clip-grad-norm", "0")],
+)
+def test_numbers_out_of_range(saved, data, capsys, option, value):
+    message = refusal(capsys, "run", saved, "--data", data, option, value)
+    assert option in message
+    assert value in message
+
+
+def test_no_data(saved, capsys):
+    assert "--data" in refusal(capsys, "run", saved)
+
+
+def one_line_each(run) -> list[str]:
+    assert run.code != 0
+    assert run.stdout == ("",) * len(run.stdout)
+    lines = [line for line in "".join(run.stderr).splitlines() if line]
+    assert lines, run
+    assert all(line.startswith("fxpipe: error: ") for line in lines), run
+    return lines
+
+
+def test_data_of_another_shape_under_torchrun(saved, tmp_path):
+    """Also where all ranks refuse at once, no rank prints a traceback."""
+    file = written(tmp_path, {name: x[:, :-1].contiguous() for name, x in rows(ROWS).items()})
+    run = torchrun(2, "-m", "fxpipe", "run", saved, "--data", file, logs=tmp_path / "logs")
+    for line in one_line_each(run):
+        assert "'ids' has shape (8, 4)" in line
+
+
+def test_place_to_save_that_is_not_empty(saved, data, tmp_path, capsys):
+    """Found out before training, not after it."""
+    alone, full = tmp_path / "alone", tmp_path / "full"
+    compiled(CASE, CASE.build(), MICROBATCHES, Shape(1)).save(alone)
+    full.mkdir()
+    (full / "file").write_text("mine")
+    message = refusal(capsys, "run", alone, "--data", data, "--save", full)
+    assert f"{full} is not empty" in message
+    assert [file.name for file in full.iterdir()] == ["file"]

@@ -1,0 +1,177 @@
+"""Numerics on a GPU: ``pytest -m gpu``.  Ranks share one device, in one process or through gloo.
+
+Run as a script under torchrun, this file is a rank: ``test_gpu.py DIRECTORY`` writes what it computed there.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch import torchrun
+from models import MODELS, in_precision, own_loss
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.utils import _pytree as pytree
+from zoo import Shape, eager, relative_error, too_far
+
+import fxpipe
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+MICROBATCHES = 4
+NAMES = ["gpt2", "llama", "t5"]
+SHAPES = {
+    "2-gpipe": Shape(2, "gpipe"),
+    "2-1f1b": Shape(2, "1f1b"),
+    "2-zb-h1-v": Shape(2, "zb-h1", 2, "v"),
+    "4-zb-h1": Shape(4, "zb-h1"),
+}
+SHARED = {"gpt2": Shape(2, "zb-h1"), "t5": Shape(2, "1f1b")}  # under torchrun
+
+
+@pytest.fixture(autouse=True)
+def _full_precision_products():
+    """No TF32: its products have ten bits."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def on_gpu(batch: Any) -> Any:
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.cuda(), batch)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model and its whole batch on the GPU, and how it is compiled there."""
+
+    model: nn.Module
+    batch: dict[str, torch.Tensor]
+    pipe: fxpipe.Pipeline
+
+
+def problem(name: str, shape: Shape, dtype: torch.dtype) -> Problem:
+    """The same numbers for every precision, before they are rounded to it."""
+    case = in_precision(MODELS[name], dtype)
+    model = case.build().cuda()
+    pipe = fxpipe.compile(
+        model,
+        on_gpu(case.example()),
+        ranks=shape.ranks,
+        microbatches=MICROBATCHES,
+        schedule=shape.schedule,
+        stages_per_rank=shape.stages_per_rank,
+        placement=shape.placement,
+    )
+    return Problem(model, on_gpu(case.data(MICROBATCHES)), pipe)
+
+
+def norm_of_difference(grads: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
+    """As a share of the norm of the exact gradients, all parameters together."""
+    difference = sum((g.double() - exact[n]).square().sum().item() for n, g in grads.items())
+    return (difference / sum(g.square().sum().item() for g in exact.values())) ** 0.5
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_single_precision(name, shape):
+    given = problem(name, SHAPES[shape], torch.float32)
+    expected = eager(given.model, given.batch, MICROBATCHES, own_loss)
+    result = given.pipe.run_local(given.batch)
+    assert {g.device.type for g in result.grads.values()} == {"cuda"}
+    assert relative_error(result.loss.cpu(), expected.loss.cpu()) <= 1e-5
+    assert too_far(result.grads, expected.grads, 1e-4) == {}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_double_precision(name):
+    given = problem(name, Shape(4, "zb-h1"), torch.float64)
+    expected = eager(given.model, given.batch, MICROBATCHES, own_loss)
+    result = given.pipe.run_local(given.batch)
+    assert relative_error(result.loss.cpu(), expected.loss.cpu()) <= 1e-10
+    assert too_far(result.grads, expected.grads, 1e-10) == {}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_bfloat16_is_as_exact_as_in_one_process(name, shape):
+    given = problem(name, SHAPES[shape], torch.bfloat16)
+    ours = given.pipe.run_local(given.batch)
+    theirs = eager(given.model, given.batch, MICROBATCHES, own_loss)
+    exact_batch = {k: t.double() if t.is_floating_point() else t for k, t in given.batch.items()}
+    exact = eager(given.model.double(), exact_batch, MICROBATCHES, own_loss)  # of the rounded weights
+    assert {g.dtype for g in ours.grads.values()} == {torch.bfloat16}
+    assert ours.grads.keys() == exact.grads.keys()
+    error = norm_of_difference(theirs.grads, exact.grads)
+    assert 0 < error < 0.1
+    assert norm_of_difference(ours.grads, exact.grads) <= 2 * error
+    # Single parameters may round otherwise; bfloat16 has eight bits.
+    limit = {n: 2 * relative_error(g.double(), exact.grads[n]) + 2**-7 for n, g in theirs.grads.items()}
+    errors = {n: relative_error(g.double(), exact.grads[n]) for n, g in ours.grads.items()}
+    assert {n: e for n, e in errors.items() if not e <= limit[n]} == {}
+    assert abs(ours.loss.item() - exact.loss.item()) <= 2 * abs(
+        theirs.loss.item() - exact.loss.item()
+    ) + 2**-8 * abs(exact.loss.item())
+
+
+def test_peak_memory_as_simulated():
+    given = problem("gpt2", Shape(2, "zb-h1"), torch.float32)
+    result = given.pipe.run_local(given.batch, measure_memory=True)
+    assert list(given.pipe.simulate().peak_memory) == pytest.approx(list(result.peak_saved), rel=0.05)
+
+
+def test_measured_costs_schedule_a_model_on_the_gpu():
+    case = MODELS["gpt2"]
+    model = case.build().cuda()
+    pipe = fxpipe.compile(
+        model, on_gpu(case.example()), ranks=2, microbatches=MICROBATCHES, schedule="zb-h1", costs="measured"
+    )
+    batch = on_gpu(case.data(MICROBATCHES))
+    expected = eager(model, batch, MICROBATCHES, own_loss)
+    assert too_far(pipe.run_local(batch).grads, expected.grads, 1e-4) == {}
+    assert all(stage.costs.forward > 0 for stage in pipe.stages)
+
+
+def test_two_processes_share_the_gpu_through_gloo(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    run = torchrun(2, __file__, tmp_path, logs=tmp_path / "logs", limit=300)
+    assert run.code == 0, run
+    for name, shape in SHARED.items():
+        given = problem(name, shape, torch.float32)
+        expected = eager(given.model, given.batch, MICROBATCHES, own_loss)
+        found: dict[str, torch.Tensor] = {}
+        for rank in range(2):
+            held = load_file(tmp_path / f"{name}.{rank}.safetensors")
+            assert relative_error(held.pop("loss"), expected.loss.cpu()) <= 1e-5
+            for parameter, grad in held.items():  # tied weights are on both ranks, with the same bits
+                assert torch.equal(found.setdefault(parameter, grad), grad)
+        assert too_far(found, {n: g.cpu() for n, g in expected.grads.items()}, 1e-4) == {}
+
+
+def main(directory: Path) -> None:
+    """One rank of two."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    for name, shape in SHARED.items():
+        given = problem(name, shape, torch.float32)
+        assert dist.get_backend() == "gloo"
+        loss = given.pipe.step(given.batch)
+        rank = dist.get_rank()
+        held = given.pipe.plan.tensors[rank].gradients
+        grads = {n: given.pipe.parameters[n].grad.cpu().contiguous() for n in held}
+        save_file({"loss": loss.cpu(), **grads}, directory / f"{name}.{rank}.safetensors")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,289 @@
+"""Real processes: what torchrun's ranks compute, and how they fail together."""
+
+import copy
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torchrun_worker as worker
+from launch import Run, torchrun
+from safetensors.torch import load_file
+from torchrun_worker import MICROBATCHES
+from zoo import compiled, cut, eager, relative_error, too_far
+
+import fxpipe
+
+SCRIPT = Path(worker.__file__)
+
+
+def start(check: str, ranks: int, directory: Path) -> Run:
+    return torchrun(ranks, SCRIPT, check, directory, logs=directory / f"logs {check}")
+
+
+def tensors(directory: Path, name: str, ranks: int) -> list[dict[str, torch.Tensor]]:
+    return [load_file(directory / f"{name}.{rank}.safetensors") for rank in range(ranks)]
+
+
+def text(directory: Path, name: str, ranks: int) -> list[str]:
+    return [json.loads((directory / f"{name}.{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def flat(result, pipe: fxpipe.Pipeline) -> dict[str, torch.Tensor]:
+    """What all ranks hold after a step of ``run_local``."""
+    found = {"loss": result.loss} | {f"grad {name}": g for name, g in result.grads.items()}
+    held = {name for ranks in pipe.plan.tensors for name in ranks.buffers}
+    return found | {f"buffer {name}": pipe.buffers[name].clone() for name in held}
+
+
+def other_bits(found: list[dict[str, torch.Tensor]], expected: dict[str, torch.Tensor]) -> list[str]:
+    """Where some rank differs from what is expected in a single bit; all together must hold everything."""
+    assert {name for rank in found for name in rank} == expected.keys()
+    return [
+        f"rank {r}: {name}"
+        for r, rank in enumerate(found)
+        for name, t in rank.items()
+        if t.dtype != expected[name].dtype or not torch.equal(t, expected[name])
+    ]
+
+
+def one_message(texts: list[str]) -> str:
+    assert len(set(texts)) == 1, texts
+    return texts[0]
+
+
+@pytest.fixture
+def double():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+# -- the same bits ----------------------------------------------------------------------------------------
+
+
+def check_bits(ranks: int, directory: Path) -> None:
+    """Loss on every rank, gradients and buffers of two steps; a weight held by several ranks on each."""
+    for name, (case, shape) in worker.SAME_BITS[ranks].items():
+        pipe = compiled(case, case.build(), MICROBATCHES, shape)
+        for step in (0, 1):
+            result = pipe.run_local(case.data(MICROBATCHES), step=step)
+            found = tensors(directory, f"{name} {step}", ranks)
+            assert other_bits(found, flat(result, pipe)) == [], (name, step)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("two_ranks")
+    run = start("same_bits_and_sums", 2, directory)
+    assert run.code == 0, run
+    return directory
+
+
+def test_the_same_bits_as_in_one_process_on_two_ranks(two_ranks):
+    check_bits(2, two_ranks)
+
+
+def test_the_same_bits_as_in_one_process_on_four_ranks(tmp_path):
+    run = start("same_bits", 4, tmp_path)
+    assert run.code == 0, run
+    check_bits(4, tmp_path)
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("name", worker.ADDED)
+def test_gradients_of_steps_add_up(two_ranks, name):
+    case, _ = worker.ADDED[name]
+    expected = eager(case.build(), case.data(MICROBATCHES), MICROBATCHES, case.loss_fn).grads
+    for step in (0, 1):
+        for found in tensors(two_ranks, f"added {name} {step}", 2):
+            del found["loss"]
+            wanted = {key: (step + 1) * expected[key.removeprefix("grad ")] for key in found}
+            assert too_far(found, wanted) == {}, f"step {step}"
+
+
+# -- training ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("trained")
+    run = start("training", worker.TRAINED_SHAPE.ranks, directory)
+    assert run.code == 0, run
+    return directory
+
+
+def trained_in_one_process():
+    """The model after the same steps in plain torch, with their losses and gradient norms."""
+    model = worker.TRAINED.build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=worker.LEARNING_RATE)
+    losses, norms = [], []
+    for seed in worker.BATCHES:
+        parts = [model(**part) for part in cut(worker.batch_of(seed), MICROBATCHES)]
+        loss = torch.stack(parts).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        losses.append(loss.detach())
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), worker.CLIP))
+        optimizer.step()
+    return model, torch.stack(losses), torch.stack(norms)
+
+
+@pytest.mark.usefixtures("double")
+def test_training_is_that_of_one_process(trained):
+    """AdamW with clipping by the norm of the whole model, a tied weight counted once in it."""
+    model, losses, norms = trained_in_one_process()
+    assert (norms > worker.CLIP).all()
+    expected = dict(model.named_parameters())
+    held: set[str] = set()
+    for course in tensors(trained, "course", 2):
+        assert relative_error(course["losses"], losses) <= 1e-10
+        assert relative_error(course["norms"], norms) <= 1e-6  # clip_grad_norm_ is free to be less exact
+    for parameters in tensors(trained, "parameters", 2):
+        assert too_far(parameters, {name: expected[name] for name in parameters}) == {}
+        held |= parameters.keys()
+    assert held == expected.keys()
+
+
+@pytest.mark.usefixtures("double")
+def test_saved_under_torchrun_and_loaded_in_one_process(trained):
+    pipe = fxpipe.load(trained / "saved")
+    for parameters in tensors(trained, "parameters", 2):
+        assert all(torch.equal(pipe.parameters[name], value) for name, value in parameters.items())
+    assert not list(trained.glob(".*")), "the draft is gone"
+    model, _, _ = trained_in_one_process()
+    batch = worker.batch_of(8)
+    result, expected = pipe.run_local(batch), eager(copy.deepcopy(model), batch, MICROBATCHES)
+    assert relative_error(result.loss, expected.loss) <= 1e-10
+    assert too_far(result.grads, expected.grads, 1e-9) == {}
+
+
+@pytest.mark.usefixtures("double")
+def test_an_edited_program_runs_as_edited(trained):
+    """Another epsilon in the norms of rank 0."""
+    shutil.copytree(trained / "saved", trained / "edited")
+    program = trained / "edited" / "rank0.py"
+    source = program.read_text()
+    assert source.count("1e-05") >= 2
+    program.write_text(source.replace("1e-05", "0.25"))
+    run = start("loaded", 2, trained)
+    assert run.code == 0, run
+    batch, losses = worker.batch_of(worker.BATCHES[0]), []
+    for name in ("saved", "edited"):
+        pipe = fxpipe.load(trained / name)
+        result = pipe.run_local(batch)
+        assert other_bits(tensors(trained, name, 2), flat(result, pipe)) == []
+        losses.append(result.loss.item())
+    plain, held = worker.TRAINED.build(), pipe.plan.tensors[0].parameters
+    plain.load_state_dict(pipe.state_dict(), strict=False)  # all but the tied weight's second name
+    for name, module in plain.named_modules():
+        if isinstance(module, torch.nn.LayerNorm) and f"{name}.weight" in held:
+            module.eps = 0.25
+    assert losses[1] == pytest.approx(eager(plain, batch, MICROBATCHES).loss.item(), rel=1e-10)
+    assert abs(losses[1] - losses[0]) > 1e-4
+
+
+# -- what is refused: one clear error on each rank ----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("refused")
+    (directory / "full").mkdir()
+    (directory / "full" / "file").write_text("mine")
+    run = start("refused", 2, directory)
+    assert run.code == 0, run
+    return directory
+
+
+def test_world_size_unlike_ranks(refused):
+    message = one_message(text(refused, "world size", 2))
+    assert message.startswith("RunError: The pipeline has 3 ranks and there are 2 processes.")
+    assert "--nproc-per-node 3" in message
+
+
+def test_model_that_cannot_be_traced(refused):
+    first, second = text(refused, "untraceable", 2)
+    error, _, message = first.partition(": ")
+    assert error == "CaptureError"
+    assert re.search(r"torchrun_worker\.py:\d+", message)
+    assert second == f"RunError: Rank 0 could not compile the model: {message}"
+
+
+def test_options_that_are_wrong(refused):
+    for name in ("schedule", "too few blocks"):
+        first, second = text(refused, name, 2)
+        assert "no error" not in (first, second)
+        assert first.partition(": ")[2] in second
+    assert "zb-h1" in text(refused, "schedule", 2)[1]
+
+
+def test_the_same_processes_can_still_compile_and_run(refused):
+    case = worker.ADDED["plain"][0]
+    pipe = compiled(case, case.build(), MICROBATCHES, worker.Shape(2))
+    result = pipe.run_local(case.data(MICROBATCHES))
+    assert [t["loss"].item() for t in tensors(refused, "fine", 2)] == [result.loss.item()] * 2
+
+
+def test_directory_that_is_not_empty(refused):
+    message = one_message(text(refused, "not empty", 2))
+    assert message.startswith("ArtefactError: ")
+    assert "is not empty" in message
+    assert [file.name for file in (refused / "full").iterdir()] == ["file"]
+    assert (refused / "full" / "file").read_text() == "mine"
+    assert not list(refused.glob(".*"))
+
+
+def test_directory_that_is_a_file_or_no_pipeline(refused):
+    assert "is a file" in one_message(text(refused, "a file", 2))
+    assert "no plan.json" in one_message(text(refused, "loaded", 2))
+
+
+def test_saved_after_what_was_refused(refused):
+    assert fxpipe.load(refused / "new").plan.ranks == 2
+
+
+def test_a_bad_batch_on_one_rank(refused):
+    """After a step that went well."""
+    first, second = text(refused, "one bad batch", 2)
+    assert second.startswith("BatchError: 'x' has shape (8, 9)")
+    assert first.startswith("RunError: Rank 1 failed in its start: BatchError: 'x' has shape (8, 9)")
+
+
+# -- what fails in the middle -------------------------------------------------------------------------------
+
+BOOM = "Rank 2 failed in B2.1: ValueError: boom"
+
+
+def seconds_to_end(directory: Path, run: Run) -> float:
+    return run.ended - json.loads((directory / "failed.2.json").read_text())
+
+
+def test_a_rank_that_raises_in_the_middle_of_a_step(tmp_path):
+    """Every rank gets the message, and none needs torchrun to end it."""
+    run = start("raises", 4, tmp_path)
+    assert run.code != 0
+    errors = text(tmp_path, "error", 4)
+    assert errors[2] == f"RunError: {BOOM}"
+    for rank in (0, 1, 3):
+        assert re.fullmatch(rf"RunError: {BOOM} \(Rank {rank} stopped in \w+\.\d\.\)", errors[rank]), errors
+        assert BOOM in run.stderr[rank]
+    assert 'raise ValueError("boom")' in run.stderr[2], "the traceback leads to the place"
+    assert seconds_to_end(tmp_path, run) < 10
+
+
+def test_ranks_end_even_if_the_failing_one_lives_on(tmp_path):
+    run = start("raises_and_stays", 3, tmp_path)
+    assert run.code != 0
+    message = "Rank 2 failed in F2.2: ValueError: boom"
+    assert any(message in run.stderr[rank] for rank in (0, 1)), run
+    assert seconds_to_end(tmp_path, run) < 10
+
+
+def test_a_rank_that_is_killed(tmp_path):
+    run = start("killed", 3, tmp_path)
+    assert run.code != 0
+    assert "SIGKILL" in run.own or "-9" in run.own, run
+    assert seconds_to_end(tmp_path, run) < 15

@@ -1,0 +1,235 @@
+"""What torchrun starts in tests: ``torchrun_worker.py CHECK DIRECTORY``.
+
+Every rank writes what it found into the directory: tensors as ``NAME.RANK.safetensors``, text as
+``NAME.RANK.json``.  An error that a test expects is caught and written, so that the rank ends by itself and
+torchrun ends no other one meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn import functional as F
+from zoo import CASES, Case, Chain, Dropout, Shape, compiled, numbers
+
+import fxpipe
+
+MICROBATCHES = 4
+DROPOUT = Case(Dropout, numbers)
+#: By number of ranks: name -> how it is run.
+SAME_BITS: dict[int, dict[str, tuple[Case, Shape]]] = {
+    2: {
+        "sum_and_count": (CASES["sum_and_count"], Shape(2, "gpipe")),
+        "batch_norm": (CASES["batch_norm"], Shape(2, "1f1b")),
+        "dropout": (DROPOUT, Shape(2, "zb-h1", seed=3)),
+        "skips, V": (CASES["unet"], Shape(2, "zb-h1", 2, "v")),
+        "tied": (CASES["tied_head"], Shape(2, "1f1b", 2)),
+    },
+    4: {
+        "tied thrice": (CASES["tied_thrice"], Shape(4, "1f1b")),
+        "tied, V": (CASES["tied_head"], Shape(4, "zb-h1", 2, "v")),
+        "skips": (CASES["unet"], Shape(4, "zb-h1")),
+        "encoder output": (CASES["encoder_decoder"], Shape(4, "1f1b")),
+        "batch_norm": (CASES["batch_norm"], Shape(4, "zb-h1")),
+        "dropout, V": (DROPOUT, Shape(4, "zb-h1", 2, "v")),
+        "integers": (CASES["integer_crossing"], Shape(4, "gpipe")),
+        "sum_and_count": (CASES["sum_and_count"], Shape(4, "gpipe")),
+    },
+}
+#: Gradients of several steps add up, until they are zeroed.
+ADDED = {
+    "plain": (Case(Chain, numbers), Shape(2, "zb-h1")),
+    "tied": (CASES["tied_head"], Shape(2, "1f1b")),
+    "sum_and_count": (CASES["sum_and_count"], Shape(2, "1f1b")),
+}
+TRAINED, TRAINED_SHAPE = CASES["tied_head"], Shape(2, "zb-h1", 2)
+STEPS, LEARNING_RATE, CLIP = 3, 0.01, 0.2
+BATCHES = [5, 6, 7]  # seeds
+
+
+def batch_of(seed: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    return TRAINED.batch(TRAINED.rows * MICROBATCHES)
+
+
+class BranchesOnData(Chain):
+    def between(self, x, i):
+        return x * 2 if i == 2 and x.sum() > 0 else x
+
+
+class Rank:
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self.number = int(os.environ["RANK"])
+
+    def tensors(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        own = {key: t.detach().contiguous().clone() for key, t in tensors.items()}
+        save_file(own, self.directory / f"{name}.{self.number}.safetensors")
+
+    def text(self, name: str, value: object) -> None:
+        (self.directory / f"{name}.{self.number}.json").write_text(json.dumps(value))
+
+    def error(self, name: str, function: Callable[..., object], *args: object, **kwargs: object) -> None:
+        message = "no error"
+        try:
+            function(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - the test looks at its type
+            message = f"{type(error).__name__}: {error}"
+        self.text(name, message)
+
+
+def after_step(pipe: fxpipe.Pipeline, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What this rank holds then."""
+    held = pipe.plan.tensors[pipe.runtime.rank]
+    found = {"loss": loss}
+    found |= {f"grad {name}": pipe.parameters[name].grad for name in held.gradients}
+    return found | {f"buffer {name}": pipe.buffers[name] for name in held.buffers}
+
+
+# -- the same bits ----------------------------------------------------------------------------------------
+
+
+def same_bits(rank: Rank) -> None:
+    """Two steps of each case with the same weights."""
+    for name, (case, shape) in SAME_BITS[int(os.environ["WORLD_SIZE"])].items():
+        pipe = compiled(case, case.build(), MICROBATCHES, shape)
+        for step in (0, 1):
+            for parameter in pipe.parameters.values():
+                parameter.grad = None
+            rank.tensors(f"{name} {step}", after_step(pipe, pipe.step(case.data(MICROBATCHES))))
+
+
+def same_bits_and_sums(rank: Rank) -> None:
+    same_bits(rank)
+    torch.set_default_dtype(torch.float64)
+    for name, (case, shape) in ADDED.items():
+        pipe = compiled(case, case.build(), MICROBATCHES, shape)
+        for step in (0, 1):
+            rank.tensors(f"added {name} {step}", after_step(pipe, pipe.step(case.data(MICROBATCHES))))
+
+
+# -- training ---------------------------------------------------------------------------------------------
+
+
+def training(rank: Rank) -> None:
+    """Three steps; then the pipeline is saved."""
+    torch.set_default_dtype(torch.float64)
+    pipe = compiled(TRAINED, TRAINED.build(), MICROBATCHES, TRAINED_SHAPE)
+    optimizer = pipe.optimizer(torch.optim.AdamW, lr=LEARNING_RATE, clip_grad_norm=CLIP)
+    losses, norms = [], []
+    for seed in BATCHES:
+        losses.append(pipe.step(batch_of(seed)))
+        norms.append(optimizer.step())
+        optimizer.zero_grad()
+    held = pipe.plan.tensors[rank.number].parameters
+    rank.tensors("parameters", {name: pipe.parameters[name] for name in held})
+    rank.tensors("course", {"losses": torch.stack(losses), "norms": torch.tensor(norms)})
+    pipe.save(rank.directory / "saved")
+
+
+def loaded(rank: Rank) -> None:
+    """One step of what ``training`` saved, as it is and edited.
+
+    The watch for failures never pauses, so that the process ends in the middle of a look at the store.
+    """
+    fxpipe.runtime.process.POLL = 0.0
+    for name in ("saved", "edited"):
+        pipe = fxpipe.load(rank.directory / name)
+        rank.tensors(name, after_step(pipe, pipe.step(batch_of(BATCHES[0]))))
+
+
+# -- what is refused --------------------------------------------------------------------------------------
+
+
+def refused(rank: Rank) -> None:
+    """One after the other, in the same processes."""
+    case = Case(Chain, numbers)
+    batch = case.data(MICROBATCHES)
+    rank.error("world size", compiled, case, case.build(), MICROBATCHES, Shape(3))
+    rank.error("untraceable", compiled, Case(BranchesOnData, numbers), BranchesOnData(), 2, Shape(2))
+    rank.error("schedule", compiled, case, case.build(), MICROBATCHES, Shape(2, "2f2b"))
+    rank.error("too few blocks", compiled, case, nn.Identity(), MICROBATCHES, Shape(2))
+    pipe = compiled(case, case.build(), MICROBATCHES, Shape(2))
+    rank.tensors("fine", {"loss": pipe.step(batch)})
+    rank.error("not empty", pipe.save, rank.directory / "full")
+    rank.error("a file", pipe.save, rank.directory / "full" / "file")
+    rank.error("loaded", fxpipe.load, rank.directory / "full")
+    pipe.save(rank.directory / "new")
+    if rank.number == 1:
+        batch = {name: F.pad(x, (0, 1)) for name, x in batch.items()}
+    rank.error("one bad batch", pipe.step, batch)
+
+
+# -- what fails in the middle -----------------------------------------------------------------------------
+
+
+def step_with_fault(rank: Rank, fault: Callable[[], None], at: str) -> Callable[[], torch.Tensor]:
+    """The second step of a pipeline, in which rank 2 meets a fault where it begins ``at``."""
+    case = Case(Chain, numbers)
+    pipe = compiled(case, case.build(), MICROBATCHES, Shape(int(os.environ["WORLD_SIZE"]), "zb-h1"))
+    pipe.step(case.data(MICROBATCHES))
+
+    def begins(op: str) -> None:
+        if rank.number == 2 and op == at:
+            rank.text("failed", time.time())
+            fault()
+
+    pipe.runtime.record.at_op = begins
+    return lambda: pipe.step(case.data(MICROBATCHES))
+
+
+def boom() -> None:
+    raise ValueError("boom")
+
+
+def raises(rank: Rank) -> None:
+    """Torchrun ends all ranks as soon as one has failed. They do not listen: they must end by themselves."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    step = step_with_fault(rank, boom, "B2.1")
+    try:
+        step()
+    except Exception as error:
+        rank.text("error", f"{type(error).__name__}: {error}")
+        raise
+
+
+def raises_and_stays(rank: Rank) -> None:
+    """The rank that failed goes on living, so that no connection breaks."""
+    step = step_with_fault(rank, boom, "F2.2")
+    try:
+        step()
+    except fxpipe.errors.RunError:
+        if rank.number != 2:
+            raise
+        signal.pause()
+
+
+def killed(rank: Rank) -> None:
+    step_with_fault(rank, lambda: os.kill(os.getpid(), signal.SIGKILL), "B2.1")()
+
+
+CHECKS = {
+    check.__name__: check
+    for check in (
+        same_bits,
+        same_bits_and_sums,
+        training,
+        loaded,
+        refused,
+        raises,
+        raises_and_stays,
+        killed,
+    )
+}
+
+if __name__ == "__main__":
+    CHECKS[sys.argv[1]](Rank(Path(sys.argv[2])))
