@@ -87,7 +87,6 @@ def eager_flops(case: Case) -> int:
         "batch_norm",
         "transformer_layer",
         "multihead_attention",
-        "lstm",
         "experts",
     ],
 )

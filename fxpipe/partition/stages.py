@@ -96,7 +96,7 @@ def _crossing_bytes(
     graph: fx.Graph, position: dict[fx.Node, int], home: dict[fx.Node, int], device: Device
 ) -> list[float]:
     """For every position: bytes that a cut after it would send, or inf where it may not be cut."""
-    free = free_nodes(graph, device, across_stages=False)
+    free = free_nodes(graph, device, across_stages=False) | free_nodes(graph, device, across_stages=True)
     steps = [0.0] * (len(position) + 1)
     barred = [0] * (len(position) + 1)
     last_use: dict[fx.Node, int] = {}
