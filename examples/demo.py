@@ -23,6 +23,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from safetensors.torch import load_file, save_file
 from text import batches, standard_library, tokenize, train_tokenizer
 
 import fxpipe
@@ -33,7 +34,7 @@ RANKS, MICROBATCHES, ROWS, SEQUENCE, VOCABULARY = 4, 8, 2, 128, 2048
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--schedule", default="zb-h1")
     options = parser.parse_args()
     if "LOCAL_RANK" in os.environ:
@@ -44,6 +45,7 @@ def main() -> None:
 
 def make_model() -> torch.nn.Module:
     """A GPT-2 with random weights; without dropout, so that losses can be compared."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from transformers import GPT2Config, GPT2LMHeadModel  # the ranks run without it
 
     torch.manual_seed(0)
@@ -55,7 +57,7 @@ def make_model() -> torch.nn.Module:
 
 
 def make_batches() -> Iterator[dict[str, torch.Tensor]]:
-    tokens = torch.load(BUILD.parent / "demo-tokens.pt")
+    tokens = load_file(BUILD.parent / "demo-tokens.safetensors")["tokens"]
     return batches(tokens, batch=MICROBATCHES * ROWS, sequence=SEQUENCE, seed=0)
 
 
@@ -74,7 +76,7 @@ def run_demo(steps: int, schedule: str) -> None:
     console.rule("text: the standard library of this Python")
     documents = standard_library()
     tokens = tokenize(documents, train_tokenizer(documents, VOCABULARY))
-    torch.save(tokens, BUILD.parent / "demo-tokens.pt")
+    save_file({"tokens": tokens}, BUILD.parent / "demo-tokens.safetensors")
     console.print(f"{len(documents)} files, {len(tokens):,} tokens, vocabulary {VOCABULARY}")
 
     console.rule("compile")
