@@ -1,10 +1,9 @@
-"""Questions about the values of a graph: which share a storage, how many bytes they hold."""
+"""Values of a graph: which share a storage, how many bytes they hold, which nobody uses."""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
 
 import torch
 from torch import fx
@@ -60,11 +59,6 @@ def node_bytes(node: fx.Node) -> int:
     return sum(storage_bytes(t) for t in tensors(node))
 
 
-def held_bytes(nodes: Iterable[fx.Node]) -> int:
-    """Bytes that stay allocated while these values live, each storage counted once."""
-    return sum(node_bytes(root) for root in {storage_root(n) for n in nodes})
-
-
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements fill a block of memory without holes or overlap, in whatever order."""
     return storage_bytes(tensor) == tensor.numel() * tensor.element_size() and not _overlaps(tensor)
@@ -83,3 +77,17 @@ def call_nodes(graph: fx.Graph) -> list[fx.Node]:
 def output_dict(graph: fx.Graph) -> dict:
     """The dict described at ``fxpipe.graph.OUTPUTS``."""
     return graph.output_node().args[0]  # type: ignore[return-value]
+
+
+def drop_dead(graph: fx.Graph) -> None:
+    """Erase ops and placeholders without users.  Every op is pure until accumulation is fused."""
+    for node in reversed(list(graph.nodes)):
+        if node.op != "output" and not node.users:
+            graph.erase_node(node)
+
+
+def in_strides(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """The tensor, copied if it lies in memory otherwise."""
+    if tensor.stride() == stride:
+        return tensor
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

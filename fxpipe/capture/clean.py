@@ -18,6 +18,7 @@ from fxpipe.capture.functional import is_mutating
 from fxpipe.errors import CaptureError
 from fxpipe.graph import Input, Kind, Origin
 from fxpipe.runtime.random import keyed
+from fxpipe.values import drop_dead
 
 aten = torch.ops.aten
 
@@ -83,7 +84,7 @@ def clean(
             new[node] = _copied(graph, node, new, key, short)
 
     graph.output(_outputs([new[n] for n in flat], layout, written))
-    _drop_dead(graph)
+    drop_dead(graph)
     return graph, constants
 
 
@@ -161,13 +162,6 @@ def _outputs(flat: list[fx.Node], layout: dict[str, Any], written: dict[str, fx.
     grads = {name: (next(values),) for name in layout["grads"]}
     buffers = {name: next(values) for name in layout["buffers"]} | written
     return {"loss": loss, "count": count, "grads": grads, "buffers": buffers}
-
-
-def _drop_dead(graph: fx.Graph) -> None:
-    """Every op is pure here (random ops have keys), so what has no user goes; placeholders as well."""
-    for node in reversed(list(graph.nodes)):
-        if node.op != "output" and not node.users:
-            graph.erase_node(node)
 
 
 def _at(node: fx.Node) -> str:

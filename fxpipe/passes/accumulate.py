@@ -17,7 +17,8 @@ import torch
 from torch import fx
 
 from fxpipe.graph import Colour, Input, Kind, Origin, Phase
-from fxpipe.passes.rewrite import drop_dead, gradients, set_gradients
+from fxpipe.passes.rewrite import gradients, set_gradients
+from fxpipe.values import drop_dead
 
 aten = torch.ops.aten
 

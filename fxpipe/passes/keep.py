@@ -15,8 +15,8 @@ import torch
 from torch import fx
 
 from fxpipe.graph import Colour, Phase
-from fxpipe.passes.rewrite import clone_into, drop_dead
-from fxpipe.values import call_nodes, is_view, node_bytes
+from fxpipe.passes.rewrite import clone_into
+from fxpipe.values import call_nodes, drop_dead, is_view, node_bytes
 
 aten = torch.ops.aten
 _SOURCE, _SINK = "source", "sink"

@@ -12,8 +12,8 @@ from torch import fx
 from fxpipe.graph import Colour
 from fxpipe.partition.device import Device
 from fxpipe.partition.free import free_nodes
-from fxpipe.passes.rewrite import clone_into, drop_dead
-from fxpipe.values import call_nodes
+from fxpipe.passes.rewrite import clone_into
+from fxpipe.values import call_nodes, drop_dead
 
 
 def localise(graph: fx.Graph, device: Device) -> None:

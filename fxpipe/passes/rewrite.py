@@ -1,4 +1,4 @@
-"""What passes share: computing a value again in another section, dropping what is dead, gradients."""
+"""What passes share: computing a value again in another section, and the gradients."""
 
 from __future__ import annotations
 
@@ -31,13 +31,6 @@ def clone_into(
     clone.meta["colour"] = colour
     clones[(colour, node)] = clone
     return clone
-
-
-def drop_dead(graph: fx.Graph) -> None:
-    """Erase ops and placeholders without users.  Every op is pure until accumulation is fused."""
-    for node in reversed(list(graph.nodes)):
-        if node.op != "output" and not node.users:
-            graph.erase_node(node)
 
 
 def gradients(graph: fx.Graph) -> dict[str, tuple[fx.Node, ...]]:

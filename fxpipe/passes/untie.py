@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fxpipe.passes.rewrite import drop_dead, gradients, set_gradients
+from fxpipe.passes.rewrite import gradients, set_gradients
+from fxpipe.values import drop_dead
 
 aten = torch.ops.aten
 

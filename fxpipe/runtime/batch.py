@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import BatchError
-from fxpipe.values import is_dense
+from fxpipe.values import in_strides, is_dense
 
 
 @dataclass(frozen=True)
@@ -61,15 +61,9 @@ class BatchSpec:
             _check(leaf, value, microbatches)
             pieces = [value] * microbatches if not leaf.shape else value.split(leaf.shape[0])
             for microbatch, piece in zip(cut, pieces, strict=True):
-                microbatch[leaf.name] = _laid_out(piece, leaf.stride)
+                # A program may take views that only the example's strides allow.
+                microbatch[leaf.name] = in_strides(piece, leaf.stride)
         return cut
-
-
-def _laid_out(piece: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """A program may take views that only the example's strides allow."""
-    if piece.stride() == stride:
-        return piece
-    return torch.empty_strided(piece.shape, stride, dtype=piece.dtype, device=piece.device).copy_(piece)
 
 
 def batch_leaves(example: Any) -> list[tuple[str, Any]]:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fxpipe.errors import RunError
+from fxpipe.values import in_strides
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """How a message lies in memory on both sides: shape, strides, dtype."""
@@ -57,9 +58,7 @@ def in_layout(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
             f"A message is to be a tensor of shape {shape} and {dtype}, and what is sent has shape "
             f"{tuple(tensor.shape)} and {tensor.dtype}."
         )
-    if tensor.stride() == stride:
-        return tensor
-    return torch.empty_strided(shape, stride, dtype=dtype, device=tensor.device).copy_(tensor)
+    return in_strides(tensor, stride)
 
 
 def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
