@@ -188,7 +188,7 @@ def main() -> None:
     worker = Worker.join()
     measured = []
     for case in worker.case["cases"]:
-        seconds = worker.case["sleep"] / case["stages_per_rank"]
+        seconds = worker.case["sleep"]
         step, reset, simulated = CONTENDERS[worker.case["contender"]](worker, case, seconds)
         taken, loss = worker.time_steps(step, reset, WARM_UP, worker.case["steps"])
         measured.append({"seconds": taken, "simulated": simulated, "loss": loss})

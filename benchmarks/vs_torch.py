@@ -9,9 +9,10 @@ and the head on the last stage; fxpipe compiles the model once, saves it, and th
   (libraries, weights; those that fxpipe loads are mapped from their file and come in with the first step).
 Bar: fxpipe's best above torch's best.
 
-Part b: the pipeline itself.  8 ranks whose stages only sleep: 20 ms in each of forward, input gradient and
-weight gradient (with two stages a rank 10 ms each).  Printed: time of a step / time simulated for the same
-order of ops, without any cost of communication.  Bar: at most 1.03 for every schedule of fxpipe.
+Part b: the pipeline itself.  8 ranks whose stages only sleep, 20 ms in each of forward, input gradient and
+weight gradient of a stage (with two stages a rank a microbatch takes twice as long).  Printed: time of a
+step / time simulated for the same order of ops, without any cost of communication.  Bar: at most 1.03 for
+every schedule of fxpipe.
 
 A step lasts from the first rank's start to the last rank's end.  Every round runs every contender once, in
 fresh processes, in an order that differs from round to round; shown are the median over the rounds (of the
@@ -213,7 +214,7 @@ def part_b(options: argparse.Namespace, report: Report) -> None:
         case = {"contender": kind, "cases": cases[kind], "sleep": SLEEP, "steps": options.steps}
         runs[kind].append(run("sleep_worker.py", RANKS_B, case))
     report.line(
-        f"\n{RANKS_B} ranks, {1000 * SLEEP:.0f} ms for each of F, B and W of a rank; "
+        f"\n{RANKS_B} ranks, {1000 * SLEEP:.0f} ms for each of F, B and W of a stage; "
         f"{options.rounds} rounds of {options.steps} steps"
     )
     over = max(run["overshoot"] for results in runs.values() for run in results)

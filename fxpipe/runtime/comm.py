@@ -62,10 +62,16 @@ def in_layout(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a dense tensor as they lie in memory, as one contiguous dimension."""
+    """A contiguous tensor over the elements of a dense one, as they lie in memory."""
     if tensor.is_contiguous():
-        return tensor.view(-1)
+        return tensor
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def _on_wire(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as the process groups want it: contiguous and of real numbers."""
+    flat = in_memory_order(tensor)
+    return torch.view_as_real(flat) if flat.is_complex() else flat
 
 
 @dataclass(eq=False)
@@ -82,30 +88,34 @@ class DistributedComm:
 
     def __post_init__(self) -> None:
         self._gloo = dist.get_backend() == "gloo"
+        self._wire_device = torch.device("cpu") if self._gloo else self.device
         self._groups: dict[tuple[int, int], Any] = {}
-        if not self._gloo:
-            self._groups = {pair: dist.new_group(list(pair)) for pair in self.channels}
+        for pair in self.channels:
+            self._groups[pair] = dist.group.WORLD if self._gloo else dist.new_group(list(pair))
         self._leaving = _Leaving()
 
     def receive(self, layout: Layout, source: int) -> Pending:
         shape, stride, dtype = layout
-        device = torch.device("cpu") if self._gloo else self.device
-        buffer = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-        group = self._groups.get((source, self.rank))
-        return Pending(buffer, source, dist.irecv(in_memory_order(buffer), source, group=group))
+        buffer = torch.empty_strided(shape, stride, dtype=dtype, device=self._wire_device)
+        group = self._groups[source, self.rank]
+        # The group's own method: torch.distributed.irecv checks at every call what never changes here.
+        work = group.recv([_on_wire(buffer)], dist.get_group_rank(group, source), 0)
+        return Pending(buffer, source, work)
 
     def wait(self, pending: Pending) -> torch.Tensor:
         try:
             pending.work.wait()
         except RuntimeError as error:
             raise RunError(f"Nothing came from rank {pending.source}: {error}") from error
-        return pending.buffer.to(self.device)
+        buffer = pending.buffer
+        return buffer if self._wire_device == self.device else buffer.to(self.device)
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
-        flat = in_memory_order(tensor)
-        if self._gloo:
+        flat = _on_wire(tensor)
+        if self._wire_device != self.device:
             flat = flat.cpu()
-        self._leaving.add(dist.isend(flat, to, group=self._groups.get((self.rank, to))), flat)
+        group = self._groups[self.rank, to]
+        self._leaving.add(group.send([flat], dist.get_group_rank(group, to), 0), flat)
 
     def broadcast(self, tensor: torch.Tensor | None, source: int) -> torch.Tensor:
         value = torch.empty(2, dtype=torch.float64) if tensor is None else tensor
@@ -118,10 +128,18 @@ class DistributedComm:
 
 
 class _Leaving:
-    """Holds what is being sent until it has left.  Gloo's sends cannot be polled, so a thread waits."""
+    """Holds what is being sent until it has left.  Gloo's sends cannot be polled, so a thread waits.
+
+    It is woken when ``ENOUGH`` bytes have come together, not for every message: that would cost more
+    than a small message holds.
+    """
+
+    ENOUGH = 1 << 20
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._sent: list[tuple[Any, torch.Tensor]] = []
+        self._bytes = 0
         self._error: Exception | None = None
         thread = threading.Thread(target=self._run, name="fxpipe-sends", daemon=True)
         thread.start()
@@ -133,14 +151,22 @@ class _Leaving:
         atexit.register(stop)
 
     def add(self, work: Any, tensor: torch.Tensor) -> None:
-        self._queue.put((work, tensor))
+        self._sent.append((work, tensor))
+        self._bytes += tensor.nbytes
+        if self._bytes >= self.ENOUGH:
+            self._hand_over()
 
     def join(self) -> None:
+        self._hand_over()
         done = threading.Event()
         self._queue.put(done)
         done.wait()
         if self._error is not None:
             raise RunError(f"A message could not be sent: {self._error}") from self._error
+
+    def _hand_over(self) -> None:
+        self._queue.put(self._sent)
+        self._sent, self._bytes = [], 0
 
     def _run(self) -> None:
         while True:
@@ -151,7 +177,9 @@ class _Leaving:
                 item.set()
                 continue
             try:
-                item[0].wait()
+                while item:
+                    work, _tensor = item[0]
+                    work.wait()
+                    del item[0], work, _tensor
             except RuntimeError as error:  # the peer is gone; reported at the end of the step
                 self._error = error
-            del item

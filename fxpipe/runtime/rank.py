@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,8 +77,9 @@ class Runtime:
 
     def wait(self, pending: Pending) -> torch.Tensor:
         """The received tensor, as soon as it is there."""
-        with self.record.waiting():
-            tensor = self.comm.wait(pending)
+        before = time.perf_counter()
+        tensor = self.comm.wait(pending)
+        self.record.waited(before)
         if self.record.at_arrival is not None:
             self.record.at_arrival(tensor)
         return tensor
@@ -131,6 +133,7 @@ class Runtime:
                 total = torch.stack([x.double() for x in self._losses]).sum()
                 count = torch.stack(self._counts).sum() if self._counts else torch.tensor(len(self._losses))
                 mine = torch.stack([total.cpu(), count.double().cpu()])
-            with self.record.waiting():
-                self._shared = self.comm.broadcast(mine, self.spec.loss_rank).tolist()
+            before = time.perf_counter()
+            self._shared = self.comm.broadcast(mine, self.spec.loss_rank).tolist()
+            self.record.waited(before)
         return self._shared[0], self._shared[1]

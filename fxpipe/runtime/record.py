@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -43,8 +42,6 @@ class Record:
         if self._name:
             self.spans.append((self._name, self._start, time.perf_counter() - self._waited))
 
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        before = time.perf_counter()
-        yield
-        self._waited += time.perf_counter() - before
+    def waited(self, since: float) -> None:
+        """The op that began last has waited from ``since`` (``time.perf_counter``) until now."""
+        self._waited += time.perf_counter() - since
