@@ -125,6 +125,7 @@ def train_this_rank(steps: int) -> None:
         "busy": sum(end - start for _, start, end in spans),
         "span": spans[-1][2] - spans[0][1],
         "resident": peak_resident_bytes(),
+        "spans": spans,
     }
     (BUILD / f"measured{rank}.json").write_text(json.dumps(measured))
     dist.destroy_process_group()

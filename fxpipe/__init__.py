@@ -10,6 +10,7 @@ from fxpipe.errors import (
     PartitionError,
     RunError,
     ScheduleError,
+    SizeError,
 )
 from fxpipe.pipeline import Pipeline
 from fxpipe.version import __version__
@@ -24,6 +25,7 @@ __all__ = [
     "Pipeline",
     "RunError",
     "ScheduleError",
+    "SizeError",
     "__version__",
     "compile",
     "load",

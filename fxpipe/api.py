@@ -14,11 +14,15 @@ from torch import nn
 
 from fxpipe import artefact as files
 from fxpipe.artefact import Artefact, Plan
-from fxpipe.compiler import PHASES, Compiled, Options, check, compile_model
+from fxpipe.compiler import Compiled, compile_model, phases
 from fxpipe.errors import CaptureError, FxpipeError, PartitionError, RunError
+from fxpipe.limit import parse_bytes
+from fxpipe.options import Options, check
 from fxpipe.pipeline import Pipeline
 from fxpipe.progress import Phases
 from fxpipe.runtime.process import Process, default_device, under_torchrun
+from fxpipe.schedule.handwritten import read_schedule
+from fxpipe.schedule.ops import Schedule
 
 
 def compile(
@@ -27,27 +31,37 @@ def compile(
     *,
     ranks: int,
     microbatches: int,
-    schedule: str = "auto",
+    schedule: str | Schedule | Path = "auto",
     loss_fn: Callable[..., Any] | None = None,
     stages_per_rank: int | None = None,
-    placement: str = "plain",
+    placement: str | None = None,
     split_points: Sequence[str] | None = None,
+    memory_limit: float | str | None = None,
     costs: str = "analytic",
     seed: int = 0,
+    dimensions: Mapping[str, int] | None = None,
 ) -> Pipeline:
     """Compile a model into one program a rank.
 
     model: any module, on the CPU, a GPU, or the meta device; it is not changed.
     example: one microbatch, a mapping of keyword arguments or a tuple of arguments.
-    schedule: ``gpipe``, ``1f1b``, ``zb-h1``, or ``auto``, which takes the one with the shortest
-        simulated step.
+    schedule: the name of a family (``fxpipe simulate --help`` lists them); ``auto``, the one with the
+        shortest simulated step over all families, placements and one or two stages a rank; a Schedule; or
+        the path of one that you wrote, as text or as torch's CSV.
     loss_fn: ``(output, microbatch) -> loss``, a scalar, or ``-> (sum, count)`` for an exact mean over
         all counts of the batch.  Without it the model's output or its ``.loss`` is the loss.
-    placement: ``plain`` (stage s on rank s mod ranks) or ``v`` (down the ranks and back up).
+    stages_per_rank, placement: ``plain`` (stage s on rank s mod ranks) or ``v`` (down the ranks and back
+        up).  The schedule's own where they are not given.
     split_points: module paths that begin the second and later stages, instead of cuts by cost.
+    memory_limit: of each rank, in bytes or as ``"16GiB"``: for its parameters, gradients and buffers, and
+        what it saves between ops.  Leave room for the optimizer's state and for what a single op needs.
     costs: what the schedule is made for: ``analytic`` (FLOPs and bytes on a described device) or
         ``measured`` (each section timed on the device at hand).
     seed: of the random ops; their numbers depend on it, the step and the microbatch alone.
+    dimensions: names for lengths of the example, ``{"sequence": 256}``, so that ``pipe.simulate`` can tell
+        costs for other lengths: every dimension that is 256 long is called so, but for the leading one,
+        ``microbatch``.  The model is traced twice more, at other lengths.  Raises SizeError where it then
+        does other ops.
 
     Under torchrun all ranks call it alike; rank 0 compiles and the others receive the programs.
     Raises CaptureError, PartitionError or ScheduleError, each with what to do, and RunError where the
@@ -60,12 +74,14 @@ def compile(
     options = Options(
         ranks=ranks,
         microbatches=microbatches,
-        schedule=schedule,
-        stages_per_rank=1 if stages_per_rank is None else stages_per_rank,
+        schedule=read_schedule(schedule) if isinstance(schedule, Path) else schedule,
+        stages_per_rank=stages_per_rank,
         placement=placement,
         split_points=None if split_points is None else tuple(split_points),
+        memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
         costs=costs,
         seed=seed,
+        dimensions=dimensions,
     )
     check(options)
     device = _device_of(model)
@@ -74,7 +90,7 @@ def compile(
     if process is None or process.rank == 0:
         title = f"fxpipe {type(model).__name__}"
         try:
-            compiled = compile_model(model, example, loss_fn, options, device, Phases(title, PHASES))
+            compiled = compile_model(model, example, loss_fn, options, device, Phases(title, phases(options)))
         except FxpipeError as error:
             if process is not None:
                 process.share(json.dumps({"error": str(error)}).encode())

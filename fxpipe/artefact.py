@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from fxpipe.errors import ArtefactError
+from fxpipe.expressions import PlanWork
 from fxpipe.runtime.process import Process
 from fxpipe.runtime.rank import StepSpec
 from fxpipe.schedule.costs import Costs
@@ -61,11 +62,28 @@ class Prediction:
 
 
 @dataclass(frozen=True)
+class Attempt:
+    """A schedule that ``auto`` looked at: what it was simulated to take, or ``why`` it was left out.
+
+    ``seconds`` a step, ``peak_memory`` in bytes, of the rank that needs most.
+    """
+
+    schedule: str
+    stages_per_rank: int
+    placement: str
+    seconds: float | None
+    span_bubble: float | None
+    peak_memory: float | None
+    why: str
+
+
+@dataclass(frozen=True)
 class Plan:
     """All decisions and predictions; plan.json is this and nothing else.
 
     ``order``: the schedule as text, a line a rank.  ``channels``: the ordered pairs of ranks that talk.
-    ``shapes`` are those of parameters and buffers.
+    ``shapes`` are those of parameters and buffers.  ``work``: the costs for other sizes, where dimensions
+    were named.  ``tried``: what ``auto`` looked at.
     """
 
     format: int
@@ -81,6 +99,8 @@ class Plan:
     tensors: tuple[RankTensors, ...]
     shapes: dict[str, tuple[int, ...]]
     prediction: Prediction
+    work: PlanWork | None = None
+    tried: tuple[Attempt, ...] = ()
 
     @property
     def ranks(self) -> int:

@@ -1,58 +1,42 @@
 """The compiler, from top to bottom: a model and an example microbatch in, a program for each rank out.
 
-capture ──► partition ──► passes ──► extract ──► schedule ──► codegen
+capture ──► (partition ──► passes ──► extract) ──► schedule ──► codegen
+
+What stands in brackets is done for every number of stages that comes into question.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from fxpipe.artefact import FORMAT, Artefact, Plan, Prediction, RankTensors, StagePlan
-from fxpipe.capture.trace import capture
-from fxpipe.codegen.program import RankPlan, Tied, program_source
-from fxpipe.costing import analytic_costs
-from fxpipe.errors import ScheduleError
+from fxpipe.artefact import FORMAT, Artefact, Attempt, Plan, Prediction, StagePlan
+from fxpipe.capture.resized import named_lengths, sample
+from fxpipe.capture.trace import Captured, capture
+from fxpipe.choose import Choice, choose
+from fxpipe.codegen.program import RankPlan, program_source
+from fxpipe.costing import work_for_any_size
+from fxpipe.cut import CUT_PHASES, Cut, cut
+from fxpipe.errors import PartitionError
+from fxpipe.expressions import PlanWork
 from fxpipe.graph import Colour, Kind, Phase, Section
-from fxpipe.measure import measured_costs
-from fxpipe.partition.device import describe
-from fxpipe.partition.stages import partition
-from fxpipe.passes.run import run_passes
+from fxpipe.holdings import holdings, tied_parameters, weight_bytes
+from fxpipe.options import Options, stage_counts
+from fxpipe.partition.device import Device, describe
 from fxpipe.progress import Phases
 from fxpipe.runtime.batch import BatchSpec
 from fxpipe.runtime.rank import StepSpec
-from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.deadlock import prove
-from fxpipe.schedule.families import FAMILIES, build
 from fxpipe.schedule.lowering import Programs, lower
-from fxpipe.schedule.ops import Schedule, order_text
-from fxpipe.schedule.placement import place
+from fxpipe.schedule.ops import order_text
 from fxpipe.schedule.simulator import simulate
-from fxpipe.sections import Message, extract, messages
 from fxpipe.values import call_nodes, output_dict
 from fxpipe.version import __version__
-
-AUTO = "auto"
-#: How many phases ``compile_model`` goes through.
-PHASES = 6
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the user asked for; see ``fxpipe.compile``."""
-
-    ranks: int
-    microbatches: int
-    schedule: str
-    stages_per_rank: int
-    placement: str
-    split_points: tuple[str, ...] | None
-    costs: str
-    seed: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,80 +56,61 @@ def compile_model(
     device: torch.device,
     phase: Phases,
 ) -> Compiled:
-    check(options)
     hardware = describe(device)
-    stages = options.ranks * options.stages_per_rank
+
+    def traced(example: Any) -> Captured:
+        return capture(model, example, loss_fn, 1 / options.microbatches, device)
 
     with phase("capture"):
-        captured = capture(model, example, loss_fn, 1 / options.microbatches, device)
-        graph = captured.graph
-    with phase("partition"):
-        partition(graph, stages, hardware, options.split_points)
-    with phase("passes"):
-        run_passes(graph, hardware)
-    with phase("extract"):
-        sections = extract(graph)
-        passing = messages(sections)
+        lengths = None if options.dimensions is None else named_lengths(example, options.dimensions)
+        captured = traced(example)
+        samples = None
+        if lengths is not None:
+            samples = sample(captured.graph, example, lengths, lambda resized: traced(resized).graph)
+    cuts = _cuts(captured.graph, options, hardware, phase)
     with phase("schedule"):
-        homes = place(options.placement, options.ranks, options.stages_per_rank)
-        costs = analytic_costs(graph, sections, passing, homes, hardware)
-        if options.costs == "measured":
-            costs = measured_costs(sections, costs, device)
-        schedule = _schedule(options, costs)
-        instructions = lower(schedule, costs.edges)
-        prove(instructions, schedule.placement)
+        choice = choose(options, cuts, hardware, device, partial(_weights, model))
+        instructions = lower(choice.schedule, choice.costs.edges)
+        prove(instructions, choice.schedule.placement)
+        work = None
+        if samples is not None:
+            work = work_for_any_size(choice.ledger, choice.cut.graph, samples, hardware)
     with phase("codegen"):
-        plan = _plan(model, example, options, graph, sections, passing, schedule, costs)
-        programs = _programs(plan, graph, sections, passing, schedule, instructions)
-    return Compiled(Artefact(plan, programs, captured.constants), graph, sections)
+        plan = _plan(model, example, options, choice, work)
+        programs = _programs(plan, choice, instructions)
+    return Compiled(Artefact(plan, programs, captured.constants), choice.cut.graph, choice.cut.sections)
 
 
-def _schedule(options: Options, costs: Costs) -> Schedule:
-    """The named schedule; for ``auto`` the one whose simulated step is the shortest."""
-    names = FAMILIES if options.schedule == AUTO else [options.schedule]
-    candidates = [
-        build(
-            name,
-            ranks=options.ranks,
-            microbatches=options.microbatches,
-            costs=costs,
-            stages_per_rank=options.stages_per_rank,
-            placement=options.placement,
-        )
-        for name in names
-    ]
-    return min(candidates, key=lambda schedule: simulate(schedule, costs).seconds)
+def phases(options: Options) -> int:
+    """How many phases ``compile_model`` goes through."""
+    return 3 + CUT_PHASES * len(stage_counts(options))
 
 
-def check(options: Options) -> None:
-    """Raise for what can be known to be wrong before anything is traced."""
-    if options.schedule not in (AUTO, *FAMILIES):
-        raise ScheduleError(f"Unknown schedule {options.schedule!r}. Known: {AUTO}, {', '.join(FAMILIES)}.")
-    for name in ("ranks", "microbatches", "stages_per_rank"):
-        value = getattr(options, name)
-        if not isinstance(value, int) or value < 1:
-            raise ScheduleError(f"{name} is {value!r} and must be a whole number, at least 1.")
-    if options.costs not in ("analytic", "measured"):
-        raise ScheduleError(f"costs is {options.costs!r} and must be 'analytic' or 'measured'.")
-    place(options.placement, options.ranks, options.stages_per_rank)
+def _cuts(captured: fx.Graph, options: Options, hardware: Device, phase: Phases) -> list[Cut]:
+    """The graph cut into each number of stages that comes into question."""
+    cuts: list[Cut] = []
+    for stages in stage_counts(options):
+        try:
+            cuts.append(cut(captured, stages, hardware, options.split_points, phase))
+        except PartitionError:
+            if not cuts:
+                raise
+            break  # more stages than there are places to cut: the fastest of the fewer is found
+    return cuts
 
 
-def _plan(
-    model: nn.Module,
-    example: Any,
-    options: Options,
-    graph: fx.Graph,
-    sections: tuple[Section, ...],
-    passing: tuple[Message, ...],
-    schedule: Schedule,
-    costs: Costs,
-) -> Plan:
+def _weights(model: nn.Module, cut: Cut, placement: tuple[int, ...]) -> tuple[int, ...]:
+    return weight_bytes(model, holdings(model, cut.sections, placement, max(placement) + 1))
+
+
+def _plan(model: nn.Module, example: Any, options: Options, choice: Choice, work: PlanWork | None) -> Plan:
+    graph, schedule = choice.cut.graph, choice.schedule
     named = output_dict(graph)
     placement = schedule.placement
-    timeline = simulate(schedule, costs)
-    channels = {(placement[m.source.stage], placement[m.target.stage]) for m in passing}
-    tensors = _tensors(model, sections, placement, options.ranks)
-    for tied in _tied(tensors):
+    timeline = simulate(schedule, choice.costs)
+    channels = {(placement[m.source.stage], placement[m.target.stage]) for m in choice.cut.messages}
+    tensors = holdings(model, choice.cut.sections, placement, options.ranks)
+    for tied in tied_parameters(tensors):
         channels |= {(a, b) for r in tied.ranks[1:] for a, b in ((r, tied.ranks[0]), (tied.ranks[0], r))}
     return Plan(
         format=FORMAT,
@@ -163,14 +128,31 @@ def _plan(
             has_count=named["count"] is not None,
             seed=options.seed,
         ),
-        stages=_stage_plans(graph, sections, placement),
-        costs=costs,
+        stages=_stage_plans(graph, choice.cut.sections, placement),
+        costs=choice.costs,
         channels=tuple(sorted((a, b) for a, b in channels if a != b)),
         tensors=tensors,
         shapes={n: tuple(t.shape) for n, t in (*model.named_parameters(), *model.named_buffers())},
         prediction=Prediction(
             timeline.seconds, timeline.span_bubble, timeline.makespan_bubble, timeline.peak_memory
         ),
+        work=work,
+        tried=_attempts(choice),
+    )
+
+
+def _attempts(choice: Choice) -> tuple[Attempt, ...]:
+    return tuple(
+        Attempt(
+            schedule=t.name,
+            stages_per_rank=t.setting.stages_per_rank,
+            placement=t.setting.placement,
+            seconds=t.seconds,
+            span_bubble=t.span_bubble,
+            peak_memory=t.peak_memory,
+            why=t.why,
+        )
+        for t in choice.tried
     )
 
 
@@ -188,51 +170,8 @@ def _stage_plans(
     return tuple(plans)
 
 
-def _tensors(
-    model: nn.Module, sections: tuple[Section, ...], placement: tuple[int, ...], ranks: int
-) -> tuple[RankTensors, ...]:
-    """What each rank holds; what no section uses is kept by rank 0, so that nothing is lost in a save."""
-    used: list[dict[Kind, set[str]]] = [{k: set() for k in Kind} for _ in range(ranks)]
-    for section in sections:
-        for value in (*section.inputs, *section.outputs):
-            used[placement[section.stage]][value.kind].add(value.name)
-    spare_parameters = {n for n, _ in model.named_parameters()} - set().union(
-        *(u[Kind.PARAMETER] | u[Kind.GRADIENT] for u in used)
-    )
-    spare_buffers = {n for n, _ in model.named_buffers()} - set().union(*(u[Kind.BUFFER] for u in used))
-    used[0][Kind.PARAMETER] |= spare_parameters
-    used[0][Kind.BUFFER] |= spare_buffers
-    accumulated = set().union(*(u[Kind.GRADIENT] for u in used))
-    plans = []
-    for u in used:
-        parameters = u[Kind.PARAMETER] | u[Kind.GRADIENT]
-        plans.append(
-            RankTensors(
-                parameters=tuple(sorted(parameters)),
-                buffers=tuple(sorted(u[Kind.BUFFER])),
-                constants=tuple(sorted(u[Kind.CONSTANT])),
-                gradients=tuple(sorted(parameters & accumulated)),
-            )
-        )
-    return tuple(plans)
-
-
-def _tied(tensors: tuple[RankTensors, ...]) -> tuple[Tied, ...]:
-    holders: dict[str, list[int]] = {}
-    for rank, held in enumerate(tensors):
-        for name in held.gradients:
-            holders.setdefault(name, []).append(rank)
-    return tuple(Tied(name, tuple(ranks)) for name, ranks in holders.items() if len(ranks) > 1)
-
-
-def _programs(
-    plan: Plan,
-    graph: fx.Graph,
-    sections: tuple[Section, ...],
-    passing: tuple[Message, ...],
-    schedule: Schedule,
-    instructions: Programs,
-) -> tuple[str, ...]:
+def _programs(plan: Plan, choice: Choice, instructions: Programs) -> tuple[str, ...]:
+    graph, sections, passing = choice.cut.graph, choice.cut.sections, choice.cut.messages
     crossing = {name for m in passing for name in m.names}
     fakes = {n.name: n.meta["val"] for n in call_nodes(graph) if n.name in crossing}
     programs = []
@@ -249,9 +188,9 @@ def _programs(
                     title=title,
                     sections=sections,
                     messages=passing,
-                    placement=schedule.placement,
+                    placement=plan.placement,
                     instructions=instructions[rank],
-                    tied=_tied(plan.tensors),
+                    tied=tied_parameters(plan.tensors),
                     has_count=plan.step.has_count,
                     tensors=fakes,
                 )

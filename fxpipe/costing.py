@@ -2,56 +2,111 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from torch import fx
 
+from fxpipe.capture.resized import Samples
+from fxpipe.expressions import PlanWork, Rates, StageWork, Work
 from fxpipe.graph import Colour, Kind, Phase, Section
-from fxpipe.partition.cost import node_cost
+from fxpipe.partition.cost import bytes_moved, dtype_of, is_free, node_cost, node_flops
 from fxpipe.partition.device import Device
+from fxpipe.partition.sizes import Polynomial, Sizes, Terms
 from fxpipe.schedule.costs import Costs, Edge, StageCost
 from fxpipe.sections import Message
 from fxpipe.values import call_nodes, node_bytes, root_within
 
 
-def analytic_costs(
+@dataclass(frozen=True, eq=False)
+class Ledger:
+    """Which nodes count where.  ``ops``: those that a section runs.  ``saved``, ``kept``: per stage, the
+    owners of the storages that are live from F to B and from B to W.  ``sent``: per message, those that it
+    carries.
+
+    What two stages of one rank both save counts for the first of them, which holds it the longest.
+    """
+
+    ops: defaultdict[Colour, list[fx.Node]]
+    saved: tuple[set[fx.Node], ...]
+    kept: tuple[set[fx.Node], ...]
+    sent: tuple[set[fx.Node], ...]
+    messages: tuple[Message, ...]
+
+
+def ledger(
     graph: fx.Graph,
     sections: tuple[Section, ...],
     messages: tuple[Message, ...],
     placement: tuple[int, ...],
-    device: Device,
-) -> Costs:
-    """Seconds and bytes of every section and message, from shapes and the device's description.
-
-    What two stages of one rank both save counts for the first of them, which holds it the longest.
-    """
-    seconds: dict[Colour, float] = defaultdict(float)
+) -> Ledger:
+    ops: defaultdict[Colour, list[fx.Node]] = defaultdict(list)
     nodes = {n.name: n for n in call_nodes(graph)}
     for node in nodes.values():
-        seconds[node.meta["colour"]] += node_cost(node, device).seconds
-    stages: list[StageCost] = []
+        ops[node.meta["colour"]].append(node)
+    all_saved, all_kept, sent = [], [], []
     owned: dict[int, set[fx.Node]] = defaultdict(set)  # rank -> storages made there that its stages save
     for stage in sorted({s.stage for s in sections}):
         rank = placement[stage]
         saved, kept = _held(nodes, [s for s in sections if s.stage == stage])
-        own = {n for n in saved if placement[n.meta["colour"].stage] == rank}
-        forward, backward, weight = (seconds[Colour(stage, phase)] for phase in (Phase.F, Phase.B, Phase.W))
-        stages.append(StageCost(forward, backward, weight, _bytes(saved - owned[rank]), _bytes(kept)))
-        owned[rank] |= own
-    edges = []
+        all_saved.append(saved - owned[rank])
+        all_kept.append(kept)
+        owned[rank] |= {n for n in saved if placement[n.meta["colour"].stage] == rank}
     for message in messages:
         values = {nodes[name] for name in message.names}
         rank = placement[message.source.stage]
-        if rank == placement[message.target.stage]:
-            values -= owned[rank]
-        size = _bytes(values)
-        edges.append(Edge(message.source, message.target, size, device.transfer_seconds(size)))
+        sent.append(values - owned[rank] if rank == placement[message.target.stage] else values)
+    return Ledger(ops, tuple(all_saved), tuple(all_kept), tuple(sent), messages)
+
+
+def analytic_costs(entries: Ledger, device: Device) -> Costs:
+    """Seconds and bytes of every section and message, from shapes and the device's description."""
+
+    def seconds(stage: int, phase: Phase) -> float:
+        return sum((node_cost(n, device).seconds for n in entries.ops[Colour(stage, phase)]), start=0.0)
+
+    def size(roots: set[fx.Node]) -> int:
+        return sum(node_bytes(r) for r in roots)
+
+    stages = [
+        StageCost(
+            seconds(stage, Phase.F), seconds(stage, Phase.B), seconds(stage, Phase.W), size(saved), size(kept)
+        )
+        for stage, (saved, kept) in enumerate(zip(entries.saved, entries.kept, strict=True))
+    ]
+    edges = []
+    for message, values in zip(entries.messages, entries.sent, strict=True):
+        moved = size(values)
+        edges.append(Edge(message.source, message.target, moved, device.transfer_seconds(moved)))
     return Costs(tuple(stages), tuple(edges))
 
 
-def _bytes(roots: set[fx.Node]) -> int:
-    return sum(node_bytes(r) for r in roots)
+def work_for_any_size(entries: Ledger, graph: fx.Graph, samples: Samples, device: Device) -> PlanWork:
+    """The same as expressions of the named lengths; raises SizeError where a size is no polynomial."""
+    sizes = Sizes(graph, samples)
+
+    def work(stage: int, phase: Phase) -> tuple[Work, ...]:
+        alike: Counter[tuple[Polynomial, Polynomial, float]] = Counter()
+        for node in entries.ops[Colour(stage, phase)]:
+            if not is_free(node):
+                flops, moved = node_flops(node, sizes.shapes), bytes_moved(node, sizes.bytes)
+                alike[flops, moved, device.rate(dtype_of(node))] += 1
+        return tuple(Work(n, sizes.terms(f), sizes.terms(b), rate) for (f, b, rate), n in alike.items())
+
+    def size(roots: Iterable[fx.Node]) -> Terms:
+        return sizes.terms(sum(sizes.bytes(r) for r in roots))
+
+    stages = [
+        StageWork(work(stage, Phase.F), work(stage, Phase.B), work(stage, Phase.W), size(saved), size(kept))
+        for stage, (saved, kept) in enumerate(zip(entries.saved, entries.kept, strict=True))
+    ]
+    return PlanWork(
+        lengths=dict(zip(samples.names, samples.points[0], strict=True)),
+        stages=tuple(stages),
+        edges=tuple(size(values) for values in entries.sent),
+        rates=Rates(device.memory, device.link, device.launch, device.latency),
+    )
 
 
 def _held(nodes: dict[str, fx.Node], sections: Iterable[Section]) -> tuple[set[fx.Node], set[fx.Node]]:

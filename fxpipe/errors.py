@@ -9,6 +9,10 @@ class CaptureError(FxpipeError):
     """The model or its loss cannot be traced."""
 
 
+class SizeError(FxpipeError):
+    """A named dimension is unknown, or costs cannot be told for its other lengths."""
+
+
 class PartitionError(FxpipeError):
     """The model cannot be cut as asked."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,23 +12,31 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxpipe.graph import Input, Kind, Phase, Section
+from fxpipe.graph import Colour, Input, Kind, Phase, Section
 from fxpipe.schedule.costs import Costs
 
 RUNS = 3
 _FIELDS = {Phase.F: "forward", Phase.B: "backward", Phase.W: "weight"}
 
 
-def measured_costs(sections: tuple[Section, ...], costs: Costs, device: torch.device) -> Costs:
-    """``costs`` with the stages' times replaced by the median of a few runs; bytes and edges stay."""
-    stages = list(costs.stages)
+def measured_seconds(sections: tuple[Section, ...], device: torch.device) -> dict[Colour, float]:
+    """The median of a few runs of each section."""
+    taken = {}
     for section in sections:
         module = fx.GraphModule(nn.Module(), section.graph)
         inputs = [_made_up(n, device) for n in section.graph.find_nodes(op="placeholder")]
         with torch.no_grad():
             seconds = [_timed(partial(module, *inputs), device) for _ in range(RUNS + 1)]
-        times = {_FIELDS[section.phase]: statistics.median(seconds[1:])}
-        stages[section.stage] = replace(stages[section.stage], **times)
+        taken[section.colour] = statistics.median(seconds[1:])
+    return taken
+
+
+def with_seconds(costs: Costs, seconds: Mapping[Colour, float]) -> Costs:
+    """``costs`` with these times of sections; bytes and edges stay."""
+    stages = list(costs.stages)
+    for colour, taken in seconds.items():
+        times = {_FIELDS[colour.phase]: taken}
+        stages[colour.stage] = replace(stages[colour.stage], **times)
     return replace(costs, stages=tuple(stages))
 
 

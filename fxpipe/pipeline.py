@@ -13,7 +13,8 @@ from torch import fx
 
 from fxpipe import artefact as files
 from fxpipe.artefact import Artefact, Plan
-from fxpipe.errors import ArtefactError, FxpipeError, RunError
+from fxpipe.errors import ArtefactError, FxpipeError, RunError, SizeError
+from fxpipe.expressions import Expressions, PlanWork
 from fxpipe.graph import Section
 from fxpipe.runtime.batch import batch_leaves
 from fxpipe.runtime.comm import Comm, DistributedComm
@@ -32,14 +33,23 @@ from fxpipe.viz.pictures import draw
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """One stage: its parameters' names, the costs that the schedule was made with, and its sections
-    (none where the pipeline was loaded or compiled by another rank)."""
+    """One stage: its parameters' names, the costs that the schedule was made with, and its sections (none
+    where the pipeline was loaded or compiled by another rank)."""
 
     index: int
     rank: int
     parameters: tuple[str, ...]
     costs: StageCost
     sections: tuple[Section, ...]
+    work: PlanWork | None
+
+    @cached_property
+    def expressions(self) -> Expressions:
+        """The costs as sympy expressions of the named lengths.
+
+        Raises SizeError where the pipeline was compiled without ``dimensions``.
+        """
+        return _named(self.work).expressions(self.index)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +88,14 @@ class Pipeline:
     @property
     def stages(self) -> tuple[Stage, ...]:
         return tuple(
-            Stage(s.stage, s.rank, s.parameters, cost, tuple(x for x in self.sections if x.stage == s.stage))
+            Stage(
+                s.stage,
+                s.rank,
+                s.parameters,
+                cost,
+                tuple(x for x in self.sections if x.stage == s.stage),
+                self.plan.work,
+            )
             for s, cost in zip(self.plan.stages, self.plan.costs.stages, strict=True)
         )
 
@@ -89,9 +106,15 @@ class Pipeline:
             plan.schedule, plan.placement, plan.step.microbatches, parse_order("\n".join(plan.order))
         )
 
-    def simulate(self) -> Timeline:
-        """The step as simulated: times, bubbles and the bytes that each rank holds between ops."""
-        return simulate(self.schedule, self.plan.costs)
+    def simulate(self, sizes: Mapping[str, int] | None = None) -> Timeline:
+        """The step as simulated: times, bubbles and the bytes that each rank holds between ops.
+
+        sizes: other lengths than the example's, ``{"microbatch": 2, "sequence": 4096}``; ``compile`` must
+            have been given the names, as ``dimensions``.  Stages and schedule stay as they are.
+        Raises SizeError for an unknown name and for a length below one.
+        """
+        costs = self.plan.costs
+        return simulate(self.schedule, costs if sizes is None else _named(self.plan.work).costs(costs, sizes))
 
     def run_local(
         self, batch: Any, *, step: int = 0, threads: int = 1, measure_memory: bool = False
@@ -294,6 +317,15 @@ class Pipeline:
                 return RunError(f"{first} (Rank {rt.rank} stopped in {rt.current_op or 'its start'}.)")
         self.process.leave_failure(message)
         return error if isinstance(error, FxpipeError) else RunError(message)
+
+
+def _named(work: PlanWork | None) -> PlanWork:
+    if work is None:
+        raise SizeError(
+            "Costs are known for the example's sizes alone. Name its dimensions when you compile, for "
+            'example with dimensions={"sequence": 256}.'
+        )
+    return work
 
 
 def _metered(main: Callable[[], Any], rt: Runtime, meter: SavedBytes) -> Any:

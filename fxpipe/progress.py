@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 
 from rich.console import Console
@@ -20,7 +21,7 @@ class Phases:
             console=console, disable=not console.is_terminal,
         )  # fmt: skip
         self._task = self._bar.add_task("", total=count)
-        self.seconds: dict[str, float] = {}
+        self.seconds: defaultdict[str, float] = defaultdict(float)
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -32,7 +33,7 @@ class Phases:
         except BaseException:
             self._bar.stop()
             raise
-        self.seconds[phase] = time.perf_counter() - before
+        self.seconds[phase] += time.perf_counter() - before
         self._bar.advance(self._task)
         if self._bar.finished:
             self._bar.update(self._task, description=f"compiled in {sum(self.seconds.values()):.1f} s")

@@ -16,17 +16,25 @@ from fxpipe.api import load
 from fxpipe.artefact import taken
 from fxpipe.errors import ArtefactError, BatchError
 from fxpipe.pipeline import Pipeline
+from fxpipe.recorded import write_spans
 from fxpipe.runtime.batch import BatchSpec
 
 
 def train(
-    directory: Path, data: Path, steps: int | None, lr: float, clip: float | None, save: Path | None
+    directory: Path,
+    data: Path,
+    steps: int | None,
+    lr: float,
+    clip: float | None,
+    save: Path | None,
+    record: bool = False,
 ) -> None:
     """Train with AdamW and print the losses (rank 0); all ranks call it alike.
 
     data: a safetensors file with a tensor for each leaf of the batch, under its name; its rows are taken
         in order, a batch a step, from the start again when they are used up.
     steps: None for all whole batches once.
+    record: leave what the last step measured in the directory; see :mod:`fxpipe.recorded`.
     """
     problem = taken(save.absolute()) if save is not None else ""
     if problem:
@@ -49,6 +57,8 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         console.print(f"step {step}  loss {float(loss):.6f}")
+    if record:
+        write_spans(directory, rank, pipe.runtime.record.spans)
     if save is not None:
         pipe.save(save)
         console.print(f"saved: {save}")

@@ -36,6 +36,27 @@ def test_json(capsys):
     assert result["placement"] == list(range(8))
     assert result["busy"] == pytest.approx([1102.68] * 8)
     assert result["lower_bound"] < result["seconds"]
+    assert (result["schedule"], result["ranks"], result["microbatches"]) == ("zb-h1", 8, 24)
+
+
+def test_what_each_rank_does_with_its_time(capsys):
+    result = figures(
+        capsys, schedule="1f1b", ranks="2", microbatches="2", forward="1", backward_input="1",
+        backward_weight="1", comm="0.25",
+    )  # fmt: skip
+    assert result["seconds"] == 9.5
+    assert result["busy"] == [6, 6]
+    assert result["idle"] == [3.5, 3.5]
+    assert result["exposed_communication"] == [0.5, 0.25]
+    assert result["memory"][1] == [[1.25, 1], [4.25, 0], [4.25, 1], [7.25, 0]]
+    assert result["critical_path"] == [
+        ["F0.0", 0, 1],
+        ["F1.0", 1.25, 2.25],
+        ["BW1.0", 2.25, 4.25],
+        ["F1.1", 4.25, 5.25],
+        ["BW1.1", 5.25, 7.25],
+        ["BW0.1", 7.5, 9.5],
+    ]
 
 
 def test_chunks_cost_their_share_of_a_rank(capsys):
@@ -54,15 +75,107 @@ def test_weight_memory(capsys):
 def test_table(capsys):
     assert main(arguments(ranks="2", microbatches="4", stages_per_rank="2", placement="v")) == 0
     out = capsys.readouterr().out
-    assert "zb-h1: 2 ranks, 4 microbatches" in out
+    assert "zb-h1: 2 ranks, 4 stages, 4 microbatches; F 18.522, B 18.086, W 9.337, transfer 0.601" in out
     assert "0 3" in out
+    assert "exposed communication" in out
     assert "span bubble" in out
+    assert "critical path: " in out
+
+
+def test_the_timeline_in_a_terminal_without_colours(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setenv("NO_COLOR", "1")
+    unit = {"forward": "1", "backward_input": "1", "backward_weight": "1", "comm": "0"}
+    assert main(arguments(ranks="2", microbatches="2", **unit)) == 0
+    assert capsys.readouterr().out.splitlines()[1:3] == [
+        "0 F0··F1··    B0··W0··B1··W1··",
+        "1     F0··B0··F1··B1··W0··W1··",
+    ]
+
+
+def test_a_family_comes_with_its_own_chunks_and_placement(capsys):
+    result = figures(capsys, schedule="zb-v")
+    assert result["placement"] == [*range(8), *reversed(range(8))]
+    assert max(result["peak_memory"]) <= 8
+
+
+def test_memory_limit(capsys):
+    limited = figures(capsys, schedule="zb", memory_limit="5.5")
+    assert max(limited["peak_memory"]) <= 5.5
+    assert limited["seconds"] > figures(capsys, schedule="zb")["seconds"]
+
+
+def test_auto_is_the_fastest(capsys):
+    some = {"ranks": "4", "microbatches": "8", "memory_limit": "4"}
+    auto = figures(capsys, schedule="auto", **some)
+    assert max(auto["peak_memory"]) <= 4
+    assert auto["seconds"] <= figures(capsys, schedule="zb-v", **some)["seconds"]
+    assert auto["seconds"] <= figures(capsys, schedule="zb-h1", **some)["seconds"]
+
+
+def test_the_exact_answer_beside(capsys):
+    pytest.importorskip("ortools")
+    unit = {"forward": "10", "backward_input": "12", "backward_weight": "6", "comm": "1"}
+    small = arguments(ranks="4", microbatches="6", schedule="1f1b", **unit)
+    assert main([*small, "--exact", "30", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["seconds"], result["exact"]["seconds"]) == (264, 228)
+    assert result["exact"]["proven"]
+    assert max(result["exact"]["peak_memory"]) <= 4
+    assert main([*small, "--exact"]) == 0
+    assert "exact: 228 (the least there is, proven), span bubble 0.2632" in capsys.readouterr().out
+
+
+def test_draw(capsys, tmp_path):
+    assert main([*arguments(), "--draw", str(tmp_path / "step.svg")]) == 0
+    assert f"drawn: {tmp_path / 'step.svg'}" in capsys.readouterr().out
+    picture = (tmp_path / "step.svg").read_text()
+    assert picture.startswith("<svg")
+    assert "F 18.522, B 18.086, W 9.337, transfer 0.601: zb-h1, 8 ranks, 24 microbatches" in picture
+
+
+def test_a_schedule_file(capsys, tmp_path):
+    file = tmp_path / "mine.csv"
+    file.write_text("0F0,0F1,0I0,0I1,0W0,0W1\n,1F0,1B0,1F1,1B1\n")
+    times = ["--forward", "1", "--backward-input", "1", "--backward-weight", "1"]
+    assert main(["simulate", "--schedule-file", str(file), *times, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["schedule"], result["ranks"], result["microbatches"]) == ("mine", 2, 2)
+    assert result["seconds"] == 10
+    assert result["peak_memory"] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--schedule", "1f1b"], "--schedule and --schedule-file do not go together"),
+        (["--ranks", "3"], "schedule mine has 2 ranks, and 3 are asked for"),
+        (["--microbatches", "3"], "schedule mine has 1 microbatches, and 3 are asked for"),
+        (["--memory-limit", "0.5"], "schedule mine holds 1 on rank 0, above the memory limit of 0.5"),
+    ],
+)
+def test_a_schedule_file_that_is_not_what_was_asked_for(capsys, tmp_path, more, message):
+    file = tmp_path / "mine.txt"
+    file.write_text("F0.0 BW0.0\nF1.0 BW1.0\n")
+    times = ["--forward", "1", "--backward-input", "1", "--backward-weight", "1"]
+    assert main(["simulate", "--schedule-file", str(file), *times, *more]) == 2
+    assert capsys.readouterr().err == f"fxpipe: error: {message}\n"
+
+
+def test_what_is_missing_is_named(capsys):
+    assert main(["simulate", "--schedule", "1f1b", "--ranks", "2", "--forward", "1"]) == 2
+    assert capsys.readouterr().err == (
+        "fxpipe: error: these arguments are required: --microbatches, --backward-input, --backward-weight\n"
+    )
+    times = ["--forward", "1", "--backward-input", "1", "--backward-weight", "1"]
+    assert main(["simulate", "--ranks", "2", "--microbatches", "2", *times]) == 2
+    assert capsys.readouterr().err == "fxpipe: error: --schedule NAME or --schedule-file FILE is required\n"
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schedule": "nope"}, "unknown schedule 'nope'; known: gpipe, 1f1b, zb-h1"),
+        ({"schedule": "nope"}, "unknown schedule 'nope'; known: gpipe, 1f1b, "),
         ({"ranks": "0"}, "argument --ranks: 0 must be at least 1"),
         ({"microbatches": "0"}, "argument --microbatches: 0 must be at least 1"),
         ({"microbatches": "2.5"}, "argument --microbatches: '2.5' is not a whole number"),
@@ -74,7 +187,12 @@ def test_table(capsys):
         ({"comm": "-0.1"}, "argument --comm: -0.1 must be finite and not negative"),
         ({"weight_memory": "1.5"}, "argument --weight-memory: 1.5 must be from 0 to 1"),
         ({"placement": "w"}, "argument --placement: invalid choice"),
-        ({"placement": "v", "stages_per_rank": "3"}, "in V placement has 2 stages per rank, not 3"),
+        ({"memory_limit": "0"}, "argument --memory-limit: 0 must be above 0"),
+        ({"memory_limit": "0.5"}, "schedule zb-h1"),
+        ({"schedule": "zb-v", "memory_limit": "0.5"}, "the limit is 0.5"),
+        ({"schedule": "auto", "memory_limit": "0.5"}, "limit"),
+        ({"schedule": "zb-v", "stages_per_rank": "3"}, "schedule zb-v"),
+        ({"draw": "/no/such/place.svg"}, "/no/such/place.svg cannot be written: No such file or directory"),
     ],
 )
 def test_bad_input_gets_one_line(capsys, changes, message):

@@ -47,7 +47,7 @@ def check(case: Case, shape: Shape, dtype: torch.dtype) -> None:
 
 def label(value) -> str:
     if isinstance(value, Shape):
-        chunks = "" if value.stages_per_rank == 1 else f"-{value.stages_per_rank}{value.placement}"
+        chunks = "" if value.stages_per_rank is None else f"-{value.stages_per_rank}{value.placement}"
         return f"{value.ranks}-{value.schedule}{chunks}"
     return {SINGLE: "fp32", DOUBLE: "fp64"}.get(value, str(value))
 

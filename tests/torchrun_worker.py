@@ -43,6 +43,10 @@ SAME_BITS: dict[int, dict[str, tuple[Case, Shape]]] = {
         "dropout, V": (DROPOUT, Shape(4, "zb-h1", 2, "v")),
         "integers": (CASES["integer_crossing"], Shape(4, "gpipe")),
         "sum_and_count": (CASES["sum_and_count"], Shape(4, "gpipe")),
+        **{
+            name: (CASES["unet"], Shape(4, name))
+            for name in ("interleaved", "gis", "zb-2p", "zb-v", "v-min", "1f1b-v", "dualpipe-v")
+        },
     },
 }
 #: Gradients of several steps add up, until they are zeroed.

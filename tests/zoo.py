@@ -117,8 +117,8 @@ class Shape:
 
     ranks: int
     schedule: str = "1f1b"
-    stages_per_rank: int = 1
-    placement: str = "plain"
+    stages_per_rank: int | None = None
+    placement: str | None = None
     seed: int = 0
 
 

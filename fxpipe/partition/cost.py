@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from fxpipe.partition.device import Device
@@ -29,34 +30,47 @@ _FREE = NodeCost(0, 0, 0.0)
 def node_cost(node: fx.Node, device: Device) -> NodeCost:
     """FLOPs (matrix products and convolutions, as ``torch.utils.flop_counter`` counts them), bytes
     read and written, and the roofline time on the device.  Views and placeholders cost nothing."""
-    if node.op != "call_function" or node.target is operator.getitem or is_view(node):
+    if is_free(node):
         return _FREE
-    flops = node_flops(node)
-    moved = _bytes_moved(node)
+    flops, moved = node_flops(node), bytes_moved(node)
+    return NodeCost(flops, moved, device.seconds(flops, moved, dtype_of(node)))
+
+
+def is_free(node: fx.Node) -> bool:
+    return node.op != "call_function" or node.target is operator.getitem or is_view(node)
+
+
+def dtype_of(node: fx.Node) -> torch.dtype:
+    """What the op computes in."""
     results = tensors(node)
-    dtype = results[0].dtype if results else torch.float32
-    return NodeCost(flops, moved, device.seconds(flops, moved, dtype))
+    return results[0].dtype if results else torch.float32
 
 
-def _bytes_moved(node: fx.Node) -> int:
-    """What the op reads and writes; of a table that rows are looked up in or added to, those rows."""
+def bytes_moved(node: fx.Node, size: Callable[[fx.Node], Any] = node_bytes) -> Any:
+    """What the op reads and writes; of a table that rows are looked up in or added to, those rows.
+
+    size: the bytes of a node's value, a number or a polynomial; so is what is returned.
+    """
     match node.target:
         case aten.embedding.default:
-            return 2 * node_bytes(node) + node_bytes(node.args[1])  # type: ignore[arg-type]
+            return 2 * size(node) + size(node.args[1])  # type: ignore[arg-type]
         case aten.embedding_dense_backward.default:  # to be added by index_add_
-            return 3 * node_bytes(node.args[0])  # type: ignore[arg-type]
+            return 3 * size(node.args[0])  # type: ignore[arg-type]
         case aten.index_add_.default:
-            return 3 * node_bytes(node.args[3])  # type: ignore[arg-type]
-    return node_bytes(node) + sum(node_bytes(n) for n in node.all_input_nodes)
+            return 3 * size(node.args[3])  # type: ignore[arg-type]
+    return size(node) + sum(size(n) for n in node.all_input_nodes)
 
 
-def node_flops(node: fx.Node) -> int:
-    """FLOPs of one node; 0 for what is no matrix product, convolution or attention."""
+def node_flops(node: fx.Node, value: Callable[[fx.Node], Any] = lambda n: n.meta.get("val")) -> Any:
+    """FLOPs of one node; 0 for what is no matrix product, convolution or attention.
+
+    value: a node's value, with tensors or with shapes that may be polynomials; so is what is returned.
+    """
     packet = getattr(node.target, "overloadpacket", None)
     if packet is not None and packet not in flop_registry:  # addmm_ counts as addmm
         packet = getattr(torch.ops.aten, packet.__name__.removesuffix("_"), packet)
     formula = flop_registry.get(packet)
     if formula is None:
         return 0
-    args, kwargs = pytree.tree_map_only(fx.Node, lambda n: n.meta.get("val"), (node.args, dict(node.kwargs)))
-    return formula(*args, **kwargs, out_val=node.meta["val"])
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), value)
+    return formula(*args, **kwargs, out_val=value(node))

@@ -24,8 +24,11 @@ class Device:
 
     def seconds(self, flops: float, bytes: float, dtype: torch.dtype) -> float:
         """Roofline: the slower of computing and moving, and no faster than a launch."""
-        rate = self.flops.get(dtype, self.flops[torch.float32])
-        return max(flops / rate, bytes / self.memory, self.launch)
+        return max(flops / self.rate(dtype), bytes / self.memory, self.launch)
+
+    def rate(self, dtype: torch.dtype) -> float:
+        """FLOPs a second; what is not described counts as float32."""
+        return self.flops.get(dtype, self.flops[torch.float32])
 
     def transfer_seconds(self, bytes: float) -> float:
         return self.latency + bytes / self.link

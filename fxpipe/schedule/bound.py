@@ -40,12 +40,7 @@ def lower_bound(costs: Costs, placement: tuple[int, ...], microbatches: int) -> 
 
 def _distances(waits: list[Needs], lasts: list[float]) -> tuple[list[float], list[float]]:
     """The longest way to each section's start, and from its end to the end of all."""
-    graph = {section: [source for source, _ in sources] for section, sources in enumerate(waits)}
-    try:
-        order = tuple(TopologicalSorter(graph).static_order())
-    except CycleError as error:
-        cycle = " -> ".join(str(op_of_value(section, 1)).removesuffix(".0") for section in error.args[1])
-        raise ScheduleError(f"the edges between the sections form a cycle: {cycle}") from None
+    order = in_order(waits)
     head, tail = [0.0] * len(lasts), [0.0] * len(lasts)
     for section in order:
         head[section] = max((head[s] + lasts[s] + delay for s, delay in waits[section]), default=0.0)
@@ -53,3 +48,13 @@ def _distances(waits: list[Needs], lasts: list[float]) -> tuple[list[float], lis
         for source, delay in waits[section]:
             tail[source] = max(tail[source], delay + lasts[section] + tail[section])
     return head, tail
+
+
+def in_order(waits: list[Needs]) -> tuple[int, ...]:
+    """The sections, each after those that it waits for.  Raises ScheduleError where there is a cycle."""
+    graph = {section: [source for source, _ in sources] for section, sources in enumerate(waits)}
+    try:
+        return tuple(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        cycle = " -> ".join(str(op_of_value(section, 1)).removesuffix(".0") for section in error.args[1])
+        raise ScheduleError(f"the edges between the sections form a cycle: {cycle}") from None

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from fxpipe.schedule.dependencies import needs, sections
-from fxpipe.schedule.timeline import Span, Timeline
+from array import array
+from typing import TYPE_CHECKING
+
+from fxpipe.schedule.dependencies import SECTIONS_PER_STAGE, needs, sections
+
+if TYPE_CHECKING:
+    from fxpipe.schedule.timeline import Span, Timeline
 
 
 def critical_path(timeline: Timeline) -> tuple[Span, ...]:
@@ -11,11 +16,12 @@ def critical_path(timeline: Timeline) -> tuple[Span, ...]:
     (on its rank, or elsewhere and its value arrived then)."""
     schedule = timeline.schedule
     table, own = needs(timeline.costs, schedule.placement), sections(schedule.stages)
-    place: dict[int, tuple[int, int]] = {}  # value -> rank, position
-    for rank, spans in enumerate(timeline.spans):
-        for position, span in enumerate(spans):
-            for section in own[span.op.kind][span.op.stage]:
-                place[section * schedule.microbatches + span.op.microbatch] = rank, position
+    microbatches = schedule.microbatches
+    position_of = array("q", bytes(8 * SECTIONS_PER_STAGE * schedule.stages * microbatches))  # of a value
+    for spans in timeline.spans:
+        for position, (op, _, _) in enumerate(spans):
+            for section in own[op.kind][op.stage]:
+                position_of[section * microbatches + op.microbatch] = position
 
     rank = max(range(schedule.ranks), key=lambda r: timeline.spans[r][-1].end if timeline.spans[r] else 0.0)
     at: tuple[int, int] | None = rank, len(timeline.spans[rank]) - 1
@@ -27,7 +33,8 @@ def critical_path(timeline: Timeline) -> tuple[Span, ...]:
         # When each of what it waited for let it start, and where that ran.
         causes = [(timeline.spans[rank][position - 1].end, (rank, position - 1))] if position else []
         for section, delay in table[span.op.kind][span.op.stage]:
-            source = place[section * schedule.microbatches + span.op.microbatch]
-            causes.append((timeline.spans[source[0]][source[1]].end + delay, source))
+            home = schedule.placement[section // SECTIONS_PER_STAGE]
+            source = position_of[section * microbatches + span.op.microbatch]
+            causes.append((timeline.spans[home][source].end + delay, (home, source)))
         at = max(causes)[1] if causes else None
     return tuple(reversed(path))

@@ -35,6 +35,11 @@ def sections(stages: int) -> dict[OpKind, tuple[tuple[int, ...], ...]]:
     }
 
 
+def sections_of(stage: int) -> range:
+    """A stage's F, B and W."""
+    return range(SECTIONS_PER_STAGE * stage, SECTIONS_PER_STAGE * (stage + 1))
+
+
 def op_of_value(value: int, microbatches: int) -> Op:
     """The F, B or W that gives a value."""
     section, microbatch = divmod(value, microbatches)

@@ -1,48 +1,51 @@
 """The schedules that have names: a registry of functions from a problem to an order.
 
-===========  ==========================================================================================
-``gpipe``    all forwards, then all backwards (1811.06965): peak memory m · M_B
-``1f1b``     one forward, one backward (2104.04473): at most p · M_B with one stage a rank; with more,
-             Megatron's interleaved order, or in V placement ZB-V's with fused backwards
-``zb-h1``    the backward split, W delayed or put into gaps (2401.10241): at most p · M_B
-===========  ==========================================================================================
-
-M_B is what one microbatch saves on one rank, all its chunks together, where chunks save equally.
+M_B is what one microbatch saves on one rank, all its chunks together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from math import ceil, inf
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule import spines
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.ops import OpKind, Order, Schedule
 from fxpipe.schedule.placement import place
-from fxpipe.schedule.simulator import simulate
+from fxpipe.schedule.problem import Limit, Problem, per_rank
+from fxpipe.schedule.shop import encode, peaks
+from fxpipe.schedule.synthesis import synthesise
 from fxpipe.schedule.weights import Gap, fill, lag
 
 
 @dataclass(frozen=True)
-class Problem:
-    """What a schedule is sought for.  ``costs`` has ``ranks · stages_per_rank`` stages."""
+class Family:
+    """A named way to build a schedule.
+
+    ``chunks`` and ``shapes`` are the stages per rank and the placements that it has; the first of each is
+    taken where none is asked for.  ``is_searched``: what it gives depends on the memory limit.
+    """
 
     name: str
-    ranks: int
-    microbatches: int
-    stages_per_rank: int
-    shape: str
-    costs: Costs
+    function: Callable[[Problem], Order]
+    summary: str
+    chunks: tuple[int, ...] | range = range(1, 1024)
+    shapes: tuple[str, ...] = ("plain", "v")
+    is_searched: bool = False
 
     @property
-    def placement(self) -> tuple[int, ...]:
-        return place(self.shape, self.ranks, self.stages_per_rank)
+    def stages_per_rank(self) -> int:
+        return self.chunks[0]
 
     @property
-    def is_v(self) -> bool:
-        """V placement with more than one stage: with one it is the plain one."""
-        return self.shape == "v" and self.stages_per_rank > 1
+    def placement(self) -> str:
+        return self.shapes[0]
+
+    def has(self, stages_per_rank: int, placement: str) -> bool:
+        return stages_per_rank in self.chunks and (stages_per_rank == 1 or placement in self.shapes)
 
 
 def gpipe(problem: Problem) -> Order:
@@ -53,28 +56,115 @@ def one_f_one_b(problem: Problem) -> Order:
     if problem.is_v:
         return _v_spine(problem, OpKind.BW)
     p, v = problem.ranks, problem.stages_per_rank
+    in_flight = [p - rank if v == 1 else p * (v - 1) + 2 * (p - rank) - 1 for rank in range(p)]
+    return spines.interleaved(problem.placement, problem.microbatches, OpKind.BW, in_flight.__getitem__)
 
-    def in_flight(rank: int) -> int:
-        return p - rank if v == 1 else p * (v - 1) + 2 * (p - rank) - 1
 
-    return spines.interleaved(problem.placement, problem.microbatches, OpKind.BW, in_flight)
+def gis(problem: Problem) -> Order:
+    """The backward split; where no group size is asked for, the largest from p to p/2 that fits memory."""
+    p = problem.ranks
+    least = ceil(p / 2)
+    if problem.group is not None:
+        if not least <= problem.group <= p:
+            raise ScheduleError(
+                f"schedule {problem.name} on {p} ranks has groups of {least} to {p} microbatches, "
+                f"not {problem.group}"
+            )
+        sizes = range(problem.group, problem.group + 1)
+    else:
+        sizes = range(p, least - 1, -1)
+    chosen = next((g for g in sizes if not problem.excess(_lagged_gis(g, problem))), sizes[-1])
+    return problem.fastest_of([partial(_lagged_gis, chosen), *_fillers(partial(_gis_spine, chosen))])
+
+
+def _gis_spine(group: int, problem: Problem) -> tuple[Order, int]:
+    most = group * (problem.stages_per_rank - 1) + problem.ranks
+    spine = spines.interleaved(
+        problem.placement, problem.microbatches, OpKind.B, lambda rank: most - rank, group
+    )
+    return spine, most
+
+
+def _lagged_gis(group: int, problem: Problem) -> Order:
+    return lag(_gis_spine(group, problem)[0], lambda rank: rank)
 
 
 def zb_h1(problem: Problem) -> Order:
     """Plain placement: rank r has at most p·v - r forwards without B, and W r ops of B behind, so that
-    every rank holds p·v chunks.  V placement: W goes into the gaps that these costs leave; each rule
-    for gaps is tried and the one with the least span bubble kept, with the shorter makespan of equals.
+    every rank holds p·v chunks.  V placement: W goes into the gaps that these costs leave.
     """
-    p, v = problem.ranks, problem.stages_per_rank
-    if not problem.is_v:
-        spine = spines.interleaved(
-            problem.placement, problem.microbatches, OpKind.B, lambda rank: p * v - rank
-        )
-        return lag(spine, lambda rank: rank)
-    spine = _v_spine(problem, OpKind.B)
-    counted = _count_chunks(problem.costs)
-    limits = (p * v,) * p
-    return _fastest(problem, [fill(spine, problem.placement, counted, limits, gap) for gap in Gap])
+    if problem.is_v:
+        return problem.fastest_of(_fillers(_zb_v_spine))
+    return _lagged_gis(problem.ranks, problem)
+
+
+def zb_h2(problem: Problem) -> Order:
+    """Rank r has at most 2(p - r) - 1 forwards without B, and W 2r ops of B behind: 2p - 1 on every rank."""
+    p = problem.ranks
+    spine = spines.interleaved(
+        problem.placement, problem.microbatches, OpKind.B, lambda rank: 2 * (p - rank) - 1
+    )
+    return lag(spine, lambda rank: 2 * rank)
+
+
+def zb_v(problem: Problem) -> Order:
+    return zb(problem.within(problem.ranks))
+
+
+def zb(problem: Problem) -> Order:
+    """The fastest of what is published for the placement and what synthesis finds, under any limit."""
+    return synthesise(problem, starts(problem))
+
+
+def zb_1p(problem: Problem) -> Order:
+    return zb(problem.within(problem.ranks))
+
+
+def zb_2p(problem: Problem) -> Order:
+    return zb(problem.within(2 * problem.ranks))
+
+
+def v_half(problem: Problem) -> Order:
+    """⌊(p + 2) / 2⌋ microbatches, about half of 1F1B's peak, where no limit says else."""
+    return zb(problem if problem.is_limited else problem.within((problem.ranks + 2) // 2))
+
+
+def v_min(problem: Problem) -> Order:
+    """⌊(p + 4) / 3⌋ microbatches, about a third of 1F1B's peak, where no limit says else."""
+    return zb(problem if problem.is_limited else problem.within((problem.ranks + 4) // 3))
+
+
+def dual_pipe_v(problem: Problem) -> Order:
+    return spines.dual_pipe_v(problem.ranks, problem.microbatches)
+
+
+def starts(problem: Problem) -> list[Order]:
+    """The published orders with split backward that the placement has, within the limits."""
+    makers: list[Callable[[Problem], Order]] = []
+    if problem.is_v:
+        if problem.stages_per_rank == 2:
+            makers += _fillers(_zb_v_spine)
+    elif problem.stages_per_rank > 1:
+        makers += [zb_h1, gis]
+    else:
+        makers += [zb_h1, zb_h2, *(partial(_warm, extra, gap) for extra in (1, 2) for gap in Gap)]
+    try:
+        order = problem.fastest_of(makers)
+    except ScheduleError:
+        return []
+    return [] if problem.excess(order) else [order]
+
+
+def _warm(extra: int, gap: Gap, problem: Problem) -> Order:
+    """As many forwards before the first B as are of use, W in the gaps under the limit (2401.10241)."""
+    spine = spines.interleaved(
+        problem.placement, problem.microbatches, OpKind.B, lambda rank: extra * (problem.ranks - rank)
+    )
+    return fill(spine, problem.placement, problem.costs, problem.limits, gap)
+
+
+def _zb_v_spine(problem: Problem) -> tuple[Order, int]:
+    return _v_spine(problem, OpKind.B), 2 * problem.ranks
 
 
 def _v_spine(problem: Problem, backward: OpKind) -> Order:
@@ -85,21 +175,40 @@ def _v_spine(problem: Problem, backward: OpKind) -> Order:
     return spines.zero_bubble_v(problem.ranks, problem.microbatches, backward)
 
 
-def _count_chunks(costs: Costs) -> Costs:
-    """The same times; memory counts the chunks between F and W, as if a B freed nothing."""
-    return replace(costs, stages=tuple(replace(stage, saved=1.0, kept=1.0) for stage in costs.stages))
+def _fillers(spine: Callable[[Problem], tuple[Order, int]]) -> list[Callable[[Problem], Order]]:
+    """W in the gaps of a spine by each rule; with the spine, the most chunks between F and W on a rank."""
+    return [partial(_filled, spine, gap) for gap in Gap]
 
 
-def _fastest(problem: Problem, orders: list[Order]) -> Order:
-    def bubble(order: Order) -> tuple[float, float]:
-        schedule = Schedule(problem.name, problem.placement, problem.microbatches, order)
-        timeline = simulate(schedule, problem.costs)
-        return timeline.span_bubble, timeline.seconds
-
-    return min(orders, key=bubble)
+def _filled(spine: Callable[[Problem], tuple[Order, int]], gap: Gap, problem: Problem) -> Order:
+    order, chunks = spine(problem)
+    counted = tuple(replace(stage, saved=1.0, kept=1.0) for stage in problem.costs.stages)
+    costs = replace(problem.costs, stages=counted)
+    return fill(order, problem.placement, costs, (chunks,) * problem.ranks, gap)
 
 
-FAMILIES: dict[str, Callable[[Problem], Order]] = {"gpipe": gpipe, "1f1b": one_f_one_b, "zb-h1": zb_h1}
+_CHUNKS = range(2, 1024)
+_TWO_IN_V = ((2,), ("v",))
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        Family("gpipe", gpipe, "all forwards, then all backwards (1811.06965): peak memory m · M_B"),
+        Family("1f1b", one_f_one_b, "one forward, one backward (2104.04473): at most p · M_B"),
+        Family("interleaved", one_f_one_b, "1F1B over chunks (2104.04473)", _CHUNKS, ("plain",)),
+        Family("gis", gis, "interleaved, short warm-up, small groups (2503.01328)", _CHUNKS, ("plain",)),
+        Family("zb-h1", zb_h1, "backward split, W delayed (2401.10241): at most p · M_B"),
+        Family("zb-h2", zb_h2, "W delayed further, to 2p - 1 M_B (2401.10241)", (1,)),
+        Family("zb", zb, "searched under any memory limit (after 2401.10241)", is_searched=True),
+        Family("zb-1p", zb_1p, "zb under p · M_B", is_searched=True),
+        Family("zb-2p", zb_2p, "zb under 2p · M_B", is_searched=True),
+        Family("zb-v", zb_v, "V placement, at most p · M_B (2401.10241)", *_TWO_IN_V, is_searched=True),
+        Family("v-half", v_half, "V placement, about p/2 · M_B (2405.15362)", *_TWO_IN_V, is_searched=True),
+        Family("v-min", v_min, "V placement, about p/3 · M_B (2405.15362)", *_TWO_IN_V, is_searched=True),
+        Family("1f1b-v", one_f_one_b, "ZB-V's order, B and W as one (2405.15362)", *_TWO_IN_V),
+        Family("dualpipe-v", dual_pipe_v, "DualPipeV without overlap, one model copy", *_TWO_IN_V),
+    )
+}
 
 
 def build(
@@ -108,25 +217,83 @@ def build(
     ranks: int,
     microbatches: int,
     costs: Costs,
-    stages_per_rank: int = 1,
-    placement: str = "plain",
+    stages_per_rank: int | None = None,
+    placement: str | None = None,
+    memory_limit: Limit = None,
+    group: int | None = None,
+    effort: float = 1.0,
 ) -> Schedule:
     """The schedule of a named family, for any numbers of ranks and microbatches from 1.
 
-    ``placement`` is ``"plain"`` (stage s on rank s mod p) or ``"v"`` (0 … p-1, then back).  On every
-    stage the ops of a kind run in the order of the microbatches.  Raises ScheduleError for an unknown
-    name (it lists the known ones), numbers below 1, or a number of stages that the family has not.
+    ``placement`` is ``"plain"`` (stage s on rank s mod p) or ``"v"`` (0 … p-1, then back); what is not
+    given is the family's own.  ``memory_limit`` is in the unit of the costs' ``saved``, one for all ranks
+    or one for each.  ``group`` is for ``gis``, ``effort`` for the families that search: the time that they
+    may take, in what they take by default.  On every stage the ops of a kind run in the order of the
+    microbatches.  With uneven costs the order is never slower than the one for their mean.
+
+    Raises ScheduleError for an unknown name (it lists the known ones), numbers below 1, stages per rank
+    or a placement that the family has not, and a limit that it cannot keep (it names the smallest).
     """
     if name not in FAMILIES:
         raise ScheduleError(f"unknown schedule {name!r}; known: {', '.join(FAMILIES)}")
-    numbers = {"ranks": ranks, "microbatches": microbatches, "stages_per_rank": stages_per_rank}
+    family = FAMILIES[name]
+    chunks = family.stages_per_rank if stages_per_rank is None else stages_per_rank
+    numbers = {"ranks": ranks, "microbatches": microbatches, "stages_per_rank": chunks}
     for what, number in numbers.items():
         if number < 1:
             raise ScheduleError(f"schedule {name}: {what} is {number}; it must be at least 1")
-    if len(costs.stages) != ranks * stages_per_rank:
+    shape = family.placement if placement is None else placement
+    homes = place(shape, ranks, chunks)
+    _check_family(family, chunks, shape)
+    if len(costs.stages) != len(homes):
         raise ScheduleError(
-            f"schedule {name}: {ranks} ranks of {stages_per_rank} stages each need the costs of "
-            f"{ranks * stages_per_rank} stages, not {len(costs.stages)}"
+            f"schedule {name}: {ranks} ranks of {chunks} stages each need the costs of "
+            f"{len(homes)} stages, not {len(costs.stages)}"
         )
-    problem = Problem(name, ranks, microbatches, stages_per_rank, placement, costs)
-    return Schedule(name, problem.placement, microbatches, FAMILIES[name](problem))
+    limits = per_rank(memory_limit, ranks)
+    problem = Problem(name, ranks, microbatches, chunks, shape, costs, limits, group, effort)
+    _check_least(problem)
+    order = family.function(problem)
+    if not problem.is_even and (even := _for_mean(family, problem)) not in (None, order):
+        assert even is not None
+        order = problem.fastest((order, even))
+    _check_memory(problem, order)
+    return Schedule(name, homes, microbatches, order)
+
+
+def _for_mean(family: Family, problem: Problem) -> Order | None:
+    try:
+        return family.function(problem.with_mean_costs())
+    except ScheduleError:
+        return None
+
+
+def _check_family(family: Family, chunks: int, shape: str) -> None:
+    if chunks not in family.chunks:
+        has = f"{family.chunks[0]}" if len(family.chunks) == 1 else f"at least {family.chunks[0]}"
+        raise ScheduleError(f"schedule {family.name} has {has} stages per rank, not {chunks}")
+    if not family.has(chunks, shape):
+        raise ScheduleError(f"schedule {family.name} has {family.placement} placement, not {shape}")
+
+
+def _check_least(problem: Problem) -> None:
+    """Raises where one microbatch alone is above a rank's limit: no family can do that."""
+    needed = [problem.shop.smallest_limit(rank) for rank in range(problem.ranks)]
+    for rank, (least, limit) in enumerate(zip(needed, problem.limits, strict=True)):
+        if least > limit * (1 + 1e-9):
+            raise ScheduleError(
+                f"schedule {problem.name}: one microbatch needs {least:g} of memory on rank {rank}, and the "
+                f"limit is {limit:g}; the smallest limit that any schedule can keep is {max(needed):g}"
+            )
+
+
+def _check_memory(problem: Problem, order: Order) -> None:
+    if not problem.is_limited:
+        return
+    peak = peaks(problem.shop, encode(order, problem.microbatches), problem.microbatches)
+    for rank, (most, limit) in enumerate(zip(peak, problem.limits, strict=True)):
+        if limit < inf and most > limit * (1 + 1e-9):
+            raise ScheduleError(
+                f"schedule {problem.name} needs {most:g} of memory on rank {rank}, and the limit is "
+                f"{limit:g}; the smallest limit that it can keep is {max(peak):g}"
+            )

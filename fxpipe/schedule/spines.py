@@ -7,7 +7,7 @@ are left out: microbatches do not wait for each other, so what remains can still
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 
 from fxpipe.schedule.ops import Op, OpKind, Order
@@ -26,19 +26,24 @@ def breadth_first(placement: tuple[int, ...], microbatches: int, backward: OpKin
 
 
 def interleaved(
-    placement: tuple[int, ...], microbatches: int, backward: OpKind, in_flight: Callable[[int], int]
+    placement: tuple[int, ...],
+    microbatches: int,
+    backward: OpKind,
+    in_flight: Callable[[int], int],
+    group: int | None = None,
 ) -> Order:
     """One forward, one backward, over any number of chunks a rank (2104.04473).
 
-    Microbatches go in groups of p, a group through one chunk after the other.  ``in_flight(rank)`` is
-    how many forwards may be without their backward; with one chunk and p - rank of them this is 1F1B.
+    Microbatches go in groups of ``group`` (p), a group through one chunk after the other.
+    ``in_flight(rank)`` is how many forwards may be without their backward; with one chunk and p - rank of
+    them this is 1F1B.
     """
-    ranks = max(placement) + 1
-    groups = range(0, microbatches, ranks)
+    size = group or max(placement) + 1
+    groups = range(0, microbatches, size)
     order = []
     for rank, stages in enumerate(stages_of(placement)):
-        down = [Op(OpKind.F, stage, i + j) for i in groups for stage in stages for j in range(ranks)]
-        up = [Op(backward, stage, i + j) for i in groups for stage in reversed(stages) for j in range(ranks)]
+        down = [Op(OpKind.F, stage, i + j) for i in groups for stage in stages for j in range(size)]
+        up = [Op(backward, stage, i + j) for i in groups for stage in reversed(stages) for j in range(size)]
         warm = min(in_flight(rank) - 1, len(down))
         pairs = zip(down[warm:], up, strict=False)
         ops = (*down[:warm], *(op for pair in pairs for op in pair), *up[len(down) - warm :])
@@ -72,3 +77,60 @@ def _zero_bubble_v(rank: int, ranks: int, microbatches: int, backward: OpKind) -
     run((b, 0), (b, 1), times=rank)
     run((b, 0), times=ranks - rank)
     return tuple(op for op in ops if op.microbatch < microbatches)
+
+
+def dual_pipe_v(ranks: int, microbatches: int) -> Order:
+    """DualPipeV (DeepSeek's DualPipe, cut in half): V placement, one model copy, two chunks a rank.
+
+    A forward and a backward that it would overlap run one after the other here.  A backward is one BW
+    but where the published order delays its W.
+    """
+    return tuple(_dual_pipe_v(rank, ranks, microbatches) for rank in range(ranks))
+
+
+def _dual_pipe_v(rank: int, ranks: int, microbatches: int) -> tuple[Op, ...]:
+    whole = max(microbatches, 2 * ranks)
+    stage = (rank, 2 * ranks - 1 - rank)
+    ops: list[Op] = []
+    count: Counter[tuple[bool, int]] = Counter()
+    delayed: deque[Op] = deque()
+
+    def forward(chunk: int) -> None:
+        ops.append(Op(OpKind.F, stage[chunk], count[True, chunk]))
+        count[True, chunk] += 1
+
+    def backward(chunk: int, delay: bool = False) -> None:
+        microbatch = count[False, chunk]
+        ops.append(Op(OpKind.B if delay else OpKind.BW, stage[chunk], microbatch))
+        if delay:
+            delayed.append(Op(OpKind.W, stage[chunk], microbatch))
+        count[False, chunk] += 1
+
+    after = ranks - rank - 1
+    for _ in range(2 * after):
+        forward(0)
+    for _ in range(rank + 1):
+        forward(0)
+        forward(1)
+    for _ in range(after):
+        backward(1, delay=True)
+        ops.append(delayed.popleft())
+        forward(1)
+    for _ in range(whole - 2 * ranks + rank + 1):
+        forward(0)
+        backward(1)
+        forward(1)
+        backward(0)
+    for _ in range(after):
+        backward(1)
+        forward(1)
+        backward(0)
+    half = (rank + 1) // 2
+    for step in range(rank + 1):
+        backward(1, delay=step > half or (step == half and rank % 2 == 1))
+        backward(0, delay=step >= half)
+    for _ in range(after):
+        if delayed:
+            ops.append(delayed.popleft())
+        backward(0, delay=True)
+    return tuple(op for op in (*ops, *delayed) if op.microbatch < microbatches)

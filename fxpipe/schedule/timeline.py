@@ -10,6 +10,8 @@ from typing import NamedTuple
 from fxpipe.graph import Colour
 from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.costs import Costs
+from fxpipe.schedule.critical import critical_path
+from fxpipe.schedule.exposed import exposed_communication
 from fxpipe.schedule.ops import PHASES, Op, OpKind, Schedule
 
 
@@ -42,13 +44,32 @@ class Timeline:
         return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
 
     @cached_property
+    def idle(self) -> tuple[float, ...]:
+        """Seconds of the makespan in which each rank computes nothing."""
+        return tuple(max(0.0, self.seconds - busy) for busy in self.busy)
+
+    @cached_property
+    def exposed_communication(self) -> tuple[float, ...]:
+        """The part of ``idle`` in which all that the rank's next op needs is computed and on its way."""
+        return exposed_communication(self)
+
+    @cached_property
+    def critical_path(self) -> tuple[Span, ...]:
+        """The chain of ops that the makespan is made of; see :mod:`fxpipe.schedule.critical`."""
+        return critical_path(self)
+
+    @cached_property
+    def span(self) -> float:
+        """The longest of the ranks' times from their first op's start to their last op's end."""
+        return max(spans[-1].end - spans[0].start for spans in self.spans if spans)
+
+    @cached_property
     def span_bubble(self) -> float:
         """The rate of 2401.10241: (span - work) / span.
 
-        The span is the longest of the ranks' times from their first op's start to their last op's end;
-        the work is that of the busiest rank, which for even costs is the paper's m·(F+B+W).
+        The work is that of the busiest rank, which for even costs is the paper's m·(F+B+W).
         """
-        return _bubble(max(spans[-1].end - spans[0].start for spans in self.spans if spans), max(self.busy))
+        return _bubble(self.span, max(self.busy))
 
     @cached_property
     def makespan_bubble(self) -> float:

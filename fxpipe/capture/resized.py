@@ -1,0 +1,179 @@
+"""The training step captured again at other sizes, to tell which numbers in it are lengths of the example.
+
+    captured graph, {"sequence": 256}  ──►  what each fake tensor of the graph is at a few other sizes
+
+Sizes in the graph stay plain numbers, which is what makes capture robust.  Each tensor has a twin in
+each of the other captures, found by its node's position; what a pass does to the graph later leaves the
+tensors of ``meta["val"]`` as they are.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from fxpipe.errors import CaptureError, SizeError
+from fxpipe.graph import Origin
+from fxpipe.runtime.batch import batch_leaves
+from fxpipe.values import tensors
+
+MICROBATCH = "microbatch"
+#: The least determinant of three terms at the points, each as a share of its value in the example.
+INDEPENDENT = 1e-7
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """``points``: the lengths of the named dimensions, in the example first, then in the other captures.
+    ``twins``: a tensor of the example's graph -> it and its like, one a point."""
+
+    names: tuple[str, ...]
+    points: tuple[tuple[int, ...], ...]
+    twins: dict[torch.Tensor, tuple[torch.Tensor, ...]]
+
+
+def named_lengths(example: Any, dimensions: Mapping[str, int]) -> dict[str, int]:
+    """The length of every named dimension, ``microbatch`` (the leading one) first.
+
+    A microbatch of one row is no named length: ops on a length of one are others than on two or more.
+    Raises SizeError for names and lengths that do not tell the example's dimensions apart.
+    """
+    if not isinstance(dimensions, Mapping) or not all(isinstance(name, str) for name in dimensions):
+        raise SizeError(
+            f"dimensions maps names to lengths, as {{'sequence': 256}} does; it is {dimensions!r}."
+        )
+    shapes = {n: tuple(x.shape) for n, x in batch_leaves(example) if isinstance(x, torch.Tensor) and x.dim()}
+    found = (
+        f"The example has {', '.join(f'{name} {shape}' for name, shape in shapes.items()) or 'no tensors'}."
+    )
+    rows = {shape[0] for shape in shapes.values()}
+    if len(rows) != 1:
+        raise SizeError(
+            f"There is no one leading length to call {MICROBATCH!r}: leave dimensions out. {found}"
+        )
+    if MICROBATCH in dimensions:
+        raise SizeError(
+            f"{MICROBATCH!r} is always the leading dimension: leave it out of dimensions. {found}"
+        )
+    lengths = {n for shape in shapes.values() for n in shape[1:] if n > 1}
+    for name, length in dimensions.items():
+        if length not in lengths:
+            raise SizeError(
+                f"{name!r} is to be {length!r} long, and no dimension but the leading one is, or it is one. "
+                f"{found}"
+            )
+    if len(set(dimensions.values())) < len(dimensions):
+        raise SizeError(
+            f"Two names for one length cannot be told apart: {dict(dimensions)}. Give an example in which "
+            f"these lengths differ. {found}"
+        )
+    named = {MICROBATCH: rows.pop(), **dimensions}
+    if named[MICROBATCH] == 1:
+        del named[MICROBATCH]
+    if not named:
+        raise SizeError(f"There is no length to name: give an example of two rows or more. {found}")
+    return named
+
+
+def sample(
+    graph: fx.Graph, example: Any, lengths: Mapping[str, int], capture: Callable[[Any], fx.Graph]
+) -> Samples:
+    """Capture the step at other lengths and match the graphs node by node.
+
+    capture: an example -> the graph.  Raises SizeError, naming op, module path and source line, where
+    the step is not made of the same ops at other lengths.
+    """
+    first, failure = tuple(lengths.values()), None
+    for smaller in (True, False):
+        try:
+            others = _points(lengths, smaller)
+            resized = [_resized(example, lengths, dict(zip(lengths, point, strict=True))) for point in others]
+            like = [dict(_matched(graph, capture(other))) for other in resized]
+        except (CaptureError, SizeError) as error:
+            failure = failure or error
+            continue
+        twins = {t: (t, *(other[t] for other in like)) for node in graph.nodes for t in tensors(node)}
+        return Samples(tuple(lengths), (first, *others), twins)
+    raise SizeError(
+        f"Costs cannot be told for other sizes than the example's. {failure} Leave dimensions out."
+    ) from failure
+
+
+def _resized(example: Any, old: Mapping[str, int], new: Mapping[str, int]) -> Any:
+    """The example with other lengths."""
+    lengths = {length: new[name] for name, length in old.items() if name != MICROBATCH}
+
+    def resize(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.dim():
+            return tensor
+        order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+        shape = (new.get(MICROBATCH, 1), *(lengths.get(n, n) for n in tensor.shape[1:]))
+        return torch.empty_permuted(shape, order, dtype=tensor.dtype, device=tensor.device).zero_()
+
+    return pytree.tree_map_only(torch.Tensor, resize, example)
+
+
+def _matched(graph: fx.Graph, other: fx.Graph) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The tensors of two graphs, side by side."""
+    same: dict[fx.Node, fx.Node] = {}
+    for a, b in itertools.zip_longest(graph.nodes, other.nodes):
+        if (
+            a is None
+            or b is None
+            or a.target != b.target
+            or [same[n] for n in a.all_input_nodes] != b.all_input_nodes
+            or len(tensors(a)) != len(tensors(b))
+            or any(x.dim() != y.dim() for x, y in zip(tensors(a), tensors(b), strict=True))
+        ):
+            origin = (a or b).meta.get("origin", Origin())
+            raise SizeError(
+                f"The step is made of other ops at other sizes, from {(a or b).target} on, in module "
+                f"{origin.path!r} ({origin.source})."
+            )
+        same[a] = b
+        yield from zip(tensors(a), tensors(b), strict=True)
+
+
+def _points(lengths: Mapping[str, int], smaller: bool) -> list[tuple[int, ...]]:
+    """Two points that, with the example's, make sizes of one term distinct and any three terms independent.
+
+    smaller: positions fewer than the example's, as a model may have a table of them.
+    """
+    choices = []
+    for name, length in lengths.items():
+        if name == MICROBATCH:
+            some = (
+                [n for n in (3, 5, 7, 11, 13) if n != length] if smaller else [length * k for k in (2, 3, 5)]
+            )
+        else:
+            # What divides the length four times goes on dividing it first, as strided ops want.
+            steps = [(length & -length) >> k for k in range(length.bit_length())]
+            steps = [k for k in steps if k and 4 * k <= length] or [1]
+            below = [n for k in steps for n in range(length - k, 2, -k)]
+            above = [length + n * k for k in steps for n in range(1, 9)]
+            some = [*dict.fromkeys([*below, *above] if smaller else above)][:8]
+        choices.append(some)
+    high, low = (monomials(len(lengths), terms) for terms in (1, 2))
+    triples = np.array([*itertools.combinations(range(len(low)), 3)])
+    # The rows vary first: any number of them will do.
+    for pairs in itertools.product(*(itertools.permutations(c, 2) for c in reversed(choices))):
+        points = list(zip(*reversed(pairs), strict=True))
+        growth = np.array([tuple(lengths.values()), *points]) / tuple(lengths.values())
+        grown = np.array([(growth**e).prod(axis=1) for e in [*high, *low]]).round(9)
+        distinct = len(np.unique(grown[: len(high)], axis=0)) == len(high)
+        if distinct and np.abs(np.linalg.det(grown[len(high) :][triples])).min() > INDEPENDENT:
+            return points
+    raise SizeError(f"No other sizes were found that tell {', '.join(lengths)} apart.")
+
+
+def monomials(count: int, terms: int) -> list[tuple[int, ...]]:
+    """The exponents of the monomials of ``count`` lengths that a size of one term or two may have."""
+    degree = max(3, count) if terms == 1 or count <= 3 else 2
+    return [e for e in itertools.product(range(degree + 1), repeat=count) if sum(e) <= degree]

@@ -1,0 +1,145 @@
+"""``fxpipe compare``: all schedules for one setting, and the frontier of bubble against memory."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from fxpipe.cli.arguments import positive, write
+from fxpipe.cli.planning import AUTO, Wish, plan
+from fxpipe.cli.sources import EPILOG, Source, add_cost_arguments, source_of
+from fxpipe.errors import FxpipeError, ScheduleError
+from fxpipe.schedule.families import FAMILIES
+from fxpipe.schedule.placement import PLACEMENTS
+from fxpipe.schedule.timeline import Timeline
+from fxpipe.viz.frontier_picture import Point, frontier, frontier_svg
+
+Outcome = Timeline | ScheduleError
+"""A schedule, or why there is none."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row of the table: the schedule ``name``, built as wished for."""
+
+    label: str
+    name: str
+    wish: Wish
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser(
+        "compare",
+        help="all schedules for one setting",
+        description="Simulates every schedule for one setting: bubbles, memory and time.",
+        epilog=EPILOG,
+    )
+    parser.set_defaults(command=_compare)
+    add_cost_arguments(parser)
+    add = parser.add_argument
+    add("--objective", choices=("makespan", "span"), default="makespan", help=f"of {AUTO} and the picture")
+    add(
+        "--limits",
+        type=positive,
+        nargs="+",
+        default=(),
+        metavar="X",
+        help=f"also {AUTO} under these memory limits, a row each",
+    )
+    add("--draw", type=Path, metavar="FILE.svg", help="draw bubble against memory")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def _compare(options: argparse.Namespace) -> None:
+    source = source_of(options)
+    wish = Wish(options.stages_per_rank, options.placement, options.memory_limit, options.objective)
+    entries = [Entry(name, name, wish) for name in (*FAMILIES, AUTO)]
+    for limit in options.limits:
+        entries.append(Entry(f"{AUTO} ≤ {limit:g}", AUTO, replace(wish, memory_limit=limit)))
+    outcomes = dict(_outcomes(source, entries))
+    found = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Timeline)}
+    points = [
+        Point(name, max(timeline.peak_memory), _bubble(timeline, options.objective))
+        for name, timeline in found.items()
+    ]
+    if not points:
+        raise FxpipeError(f"no schedule is possible; {AUTO}: {outcomes[AUTO]}")
+    sizes = f"{source.ranks} ranks, {source.microbatches} microbatches; {source.note}"
+    if options.draw is not None:
+        bubble = f"{options.objective} bubble"
+        write(options.draw, frontier_svg(points, sizes, bubble, source.units))
+    if options.json:
+        print(json.dumps([_figures(name, outcome) for name, outcome in outcomes.items()]))
+        return
+    console = Console()
+    console.print(sizes, highlight=False, soft_wrap=True)
+    best = {point.name for point in frontier(points)}
+    console.print(_table(outcomes, best, source))
+    console.print(f"* no other has less memory and a smaller {options.objective} bubble", highlight=False)
+    for name, outcome in outcomes.items():
+        if isinstance(outcome, ScheduleError):
+            console.print(f"{name}: {outcome}", highlight=False, soft_wrap=True, style="dim")
+    if options.draw is not None:
+        console.print(f"drawn: {options.draw}", highlight=False, soft_wrap=True)
+
+
+def _outcomes(source: Source, entries: list[Entry]) -> Iterator[tuple[str, Outcome]]:
+    console = Console(stderr=True)
+    for entry in track(entries, "compare", console=console, disable=not console.is_terminal):
+        try:
+            yield entry.label, plan(entry.name, source, entry.wish)
+        except ScheduleError as error:
+            yield entry.label, error
+
+
+def _bubble(timeline: Timeline, objective: str) -> float:
+    return timeline.span_bubble if objective == "span" else timeline.makespan_bubble
+
+
+def _figures(name: str, outcome: Outcome) -> dict[str, Any]:
+    if isinstance(outcome, ScheduleError):
+        return {"schedule": name, "why_not": str(outcome)}
+    return {
+        "schedule": name,
+        "placement": outcome.schedule.placement,
+        "seconds": outcome.seconds,
+        "span_bubble": outcome.span_bubble,
+        "makespan_bubble": outcome.makespan_bubble,
+        "peak_memory": outcome.peak_memory,
+    }
+
+
+def _table(outcomes: dict[str, Outcome], best: set[str], source: Source) -> Table:
+    numbers = ("span bubble", "makespan bubble", "peak memory", "time")
+    table = Table("schedule", "stages per rank", "placement", *numbers)
+    table.columns[0].no_wrap = True
+    for column in (table.columns[1], *table.columns[3:]):
+        column.justify = "right"
+    for name, outcome in outcomes.items():
+        if isinstance(outcome, ScheduleError):
+            table.add_row(name, *"–" * 6, style="dim")
+            continue
+        schedule = outcome.schedule
+        table.add_row(
+            f"{name} *" if name in best else name,
+            str(schedule.stages // schedule.ranks),
+            _placement(schedule.placement, schedule.ranks),
+            f"{outcome.span_bubble:.4f}",
+            f"{outcome.makespan_bubble:.4f}",
+            source.units.memory(max(outcome.peak_memory)),
+            source.units.time(outcome.seconds),
+        )
+    return table
+
+
+def _placement(placement: tuple[int, ...], ranks: int) -> str:
+    chunks = len(placement) // ranks
+    return next((name for name, place in PLACEMENTS.items() if place(ranks, chunks) == placement), "other")

@@ -1,0 +1,62 @@
+"""``fxpipe explain``: what ``auto`` tried for a saved pipeline, and why it chose what it did."""
+
+from __future__ import annotations
+
+import argparse
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from fxpipe.artefact import Attempt, Plan, read
+from fxpipe.viz.units import bytes_text, seconds_text
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser(
+        "explain",
+        help="why a saved pipeline has the schedule that it has",
+        description="Lists what schedule='auto' tried for a saved pipeline, the fastest first.",
+    )
+    parser.set_defaults(command=_explain)
+    parser.add_argument("directory", type=Path, help="what pipe.save wrote")
+
+
+def _explain(options: argparse.Namespace) -> None:
+    plan, _ = read(options.directory)
+    console = Console()
+    console.print(_reason(plan), highlight=False, soft_wrap=True)
+    if plan.tried:
+        console.print(_table(plan.tried))
+    for attempt in plan.tried:
+        if attempt.why:
+            console.print(f"{_name(attempt)}: {attempt.why}", highlight=False, soft_wrap=True, style="dim")
+
+
+def _reason(plan: Plan) -> str:
+    step = seconds_text(plan.prediction.seconds)
+    what = f"{plan.model} on {plan.ranks} ranks, {plan.step.microbatches} microbatches: {plan.schedule}"
+    if not plan.tried:
+        return f"{what}, as it was asked for; a step is simulated to take {step}."
+    others = sorted({a.seconds for a in plan.tried if a.seconds is not None and a.schedule != plan.schedule})
+    ahead = f"; the next other takes {others[0] / plan.prediction.seconds - 1:.1%} longer" if others else ""
+    return f"{what}, as its simulated step of {step} is the shortest within the memory limit{ahead}."
+
+
+def _table(tried: tuple[Attempt, ...]) -> Table:
+    table = Table("schedule", "stages a rank", "placement", "step", "span bubble", "peak memory")
+    for column in (*table.columns[1:2], *table.columns[3:]):
+        column.justify = "right"
+    for a in sorted(tried, key=lambda a: inf if a.seconds is None else a.seconds):
+        if a.seconds is None or a.span_bubble is None or a.peak_memory is None:
+            figures = ["left out", "", ""]
+        else:
+            figures = [seconds_text(a.seconds), f"{a.span_bubble:.4f}", bytes_text(a.peak_memory)]
+        table.add_row(a.schedule, str(a.stages_per_rank), a.placement, *figures)
+    return table
+
+
+def _name(attempt: Attempt) -> str:
+    return f"{attempt.schedule}, {attempt.stages_per_rank} a rank, {attempt.placement}"

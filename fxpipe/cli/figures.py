@@ -1,0 +1,102 @@
+"""A timeline's figures: as a JSON object, and for a terminal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from fxpipe.cli.sources import Source
+from fxpipe.schedule.exact import Exact
+from fxpipe.schedule.placement import stages_of
+from fxpipe.schedule.timeline import Timeline
+from fxpipe.viz.terminal import ROWS, timeline_text
+from fxpipe.viz.units import Units
+
+
+def figures(timeline: Timeline, best: Exact | None) -> dict[str, Any]:
+    """What ``--json`` prints.  Lists have one entry a rank; ``memory`` holds (time, live from then on)."""
+    schedule = timeline.schedule
+    found = {
+        "schedule": schedule.name,
+        "ranks": schedule.ranks,
+        "microbatches": schedule.microbatches,
+        "placement": schedule.placement,
+        "seconds": timeline.seconds,
+        "lower_bound": timeline.lower_bound,
+        "span_bubble": timeline.span_bubble,
+        "makespan_bubble": timeline.makespan_bubble,
+        "busy": timeline.busy,
+        "idle": timeline.idle,
+        "exposed_communication": timeline.exposed_communication,
+        "peak_memory": timeline.peak_memory,
+        "memory": timeline.memory,
+        "critical_path": [(str(op), start, end) for op, start, end in timeline.critical_path],
+    }
+    if best is not None:
+        found["exact"] = {
+            "value": best.value,
+            "bound": best.bound,
+            "proven": best.proven,
+            "seconds": best.timeline.seconds,
+            "span_bubble": best.timeline.span_bubble,
+            "makespan_bubble": best.timeline.makespan_bubble,
+            "peak_memory": best.timeline.peak_memory,
+        }
+    return found
+
+
+def print_timeline(console: Console, timeline: Timeline, source: Source, best: Exact | None) -> None:
+    schedule, units = timeline.schedule, source.units
+    stages = "" if schedule.stages == schedule.ranks else f", {schedule.stages} stages"
+    console.print(
+        f"{schedule.name}: {schedule.ranks} ranks{stages}, {schedule.microbatches} microbatches; "
+        f"{source.note}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(timeline_text(timeline, console.width, console.color_system is not None))
+    console.print(_ranks(timeline, units))
+    path = Counter(str(span.op.kind) for span in timeline.critical_path)
+    kinds = ", ".join(f"{count} {kind}" for kind, count in path.items())
+    on_path = sum(span.end - span.start for span in timeline.critical_path)
+    lines = [
+        f"time {units.time(timeline.seconds)}, lower bound {units.time(timeline.lower_bound)}",
+        f"span bubble {timeline.span_bubble:.4f}, makespan bubble {timeline.makespan_bubble:.4f}",
+        f"critical path: {kinds}; {units.time(timeline.seconds - on_path)} of it in transfers",
+    ]
+    if best is not None:
+        lines.append(_compared(timeline, best, units))
+    console.print("\n".join(lines), highlight=False, soft_wrap=True)
+
+
+def _ranks(timeline: Timeline, units: Units) -> Table:
+    table = Table("rank", "stages", "busy", "idle", "exposed communication", "peak memory")
+    for column in table.columns[2:]:
+        column.justify = "right"
+    owns = stages_of(timeline.schedule.placement)
+    for rank, own in enumerate(owns):
+        if ROWS // 2 <= rank < len(owns) - ROWS // 2:
+            if rank == ROWS // 2:
+                table.add_row("…")
+            continue
+        table.add_row(
+            str(rank),
+            " ".join(map(str, own)),
+            units.time(timeline.busy[rank]),
+            units.time(timeline.idle[rank]),
+            units.time(timeline.exposed_communication[rank]),
+            units.memory(timeline.peak_memory[rank]),
+        )
+    return table
+
+
+def _compared(timeline: Timeline, best: Exact, units: Units) -> str:
+    peak = units.memory(max(best.timeline.peak_memory))
+    what = "the least there is, proven" if best.proven else f"nothing is below {units.time(best.bound)}"
+    return (
+        f"exact: {units.time(best.value)} ({what}), span bubble {best.timeline.span_bubble:.4f}, "
+        f"makespan bubble {best.timeline.makespan_bubble:.4f}, peak memory {peak}"
+    )

@@ -1,0 +1,117 @@
+"""``fxpipe simulate``: bubble, memory and timeline of one schedule."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from fxpipe.cli.arguments import positive, write
+from fxpipe.cli.figures import figures, print_timeline
+from fxpipe.cli.planning import AUTO, Wish, plan
+from fxpipe.cli.sources import EPILOG, Source, add_cost_arguments, source_of
+from fxpipe.errors import FxpipeError, ScheduleError
+from fxpipe.schedule.exact import Exact, exact
+from fxpipe.schedule.families import FAMILIES
+from fxpipe.schedule.handwritten import read_schedule
+from fxpipe.schedule.ops import Schedule
+from fxpipe.schedule.simulator import simulate
+from fxpipe.schedule.timeline import Timeline
+from fxpipe.viz.timeline_picture import timeline_svg
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser(
+        "simulate",
+        help="predict bubble and memory of a schedule",
+        description="Predicts times, bubbles and memory of a schedule.",
+        epilog=EPILOG,
+    )
+    parser.set_defaults(command=_simulate)
+    add = parser.add_argument
+    add("--schedule", metavar="NAME", help=f"one of: {', '.join((*FAMILIES, AUTO))}")
+    add("--schedule-file", type=Path, metavar="FILE", help="a hand-written one: text, or torch's CSV")
+    add_cost_arguments(parser)
+    add("--objective", choices=("makespan", "span"), default="makespan", help=f"of {AUTO} and --exact")
+    add(
+        "--exact",
+        type=positive,
+        nargs="?",
+        const=60.0,
+        metavar="SECONDS",
+        help="also the best that any schedule can do in the same memory, searched for so long (60)",
+    )
+    add("--draw", type=Path, metavar="FILE.svg", help="write the timeline as a picture")
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def _simulate(options: argparse.Namespace) -> None:
+    source, timeline = _timeline(options)
+    best = None if options.exact is None else _exact(options, timeline)
+    if options.draw is not None:
+        write(options.draw, timeline_svg(timeline, source.note, source.units))
+    if options.json:
+        print(json.dumps(figures(timeline, best)))
+        return
+    console = Console()
+    print_timeline(console, timeline, source, best)
+    if options.draw is not None:
+        console.print(f"drawn: {options.draw}", soft_wrap=True)
+
+
+def _timeline(options: argparse.Namespace) -> tuple[Source, Timeline]:
+    if options.schedule is not None and options.schedule_file is not None:
+        raise FxpipeError("--schedule and --schedule-file do not go together")
+    written = None if options.schedule_file is None else read_schedule(options.schedule_file)
+    if written is not None:
+        options.ranks = options.ranks or written.ranks
+        options.microbatches = options.microbatches or written.microbatches
+    source = source_of(options)
+    written = written or (source.own if options.schedule is None else None)
+    if written is not None:
+        return source, _simulate_written(written, source, options)
+    if options.schedule is None:
+        raise FxpipeError("--schedule NAME or --schedule-file FILE is required")
+    wish = Wish(options.stages_per_rank, options.placement, options.memory_limit, options.objective)
+    return source, plan(options.schedule, source, wish)
+
+
+def _simulate_written(schedule: Schedule, source: Source, options: argparse.Namespace) -> Timeline:
+    """Raises ScheduleError where the schedule is not what the arguments say, or is above the limit."""
+    asked = {"ranks": source.ranks, "microbatches": source.microbatches}
+    for what, number in asked.items():
+        if getattr(schedule, what) != number:
+            raise ScheduleError(
+                f"schedule {schedule.name} has {getattr(schedule, what)} {what}, and {number} are asked for"
+            )
+    chunks, rest = divmod(schedule.stages, schedule.ranks)
+    if rest and source.stages_per_rank is None:
+        raise ScheduleError(
+            f"schedule {schedule.name} has {schedule.stages} stages on {schedule.ranks} ranks: where ranks "
+            "hold different numbers of stages, give the costs of each stage with --costs"
+        )
+    timeline = simulate(schedule, source.costs(chunks))
+    limit, peaks = options.memory_limit, timeline.peak_memory
+    if limit is not None and max(peaks) > limit * (1 + 1e-9):
+        fullest = max(range(len(peaks)), key=peaks.__getitem__)
+        raise ScheduleError(
+            f"schedule {schedule.name} holds {source.units.memory(peaks[fullest])} on rank {fullest}, above "
+            f"the memory limit of {source.units.memory(limit)}"
+        )
+    return timeline
+
+
+def _exact(options: argparse.Namespace, timeline: Timeline) -> Exact:
+    """In the memory that is allowed, or if no limit is given, in the memory that the schedule takes."""
+    return exact(
+        timeline.costs,
+        timeline.schedule.placement,
+        timeline.schedule.microbatches,
+        memory_limit=max(timeline.peak_memory) if options.memory_limit is None else options.memory_limit,
+        objective=options.objective,
+        seconds=options.exact,
+        start=timeline.schedule,
+    )

@@ -1,0 +1,144 @@
+"""Where the costs of ``simulate`` and ``compare`` come from: times, a file, or a saved pipeline."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fxpipe.artefact import read
+from fxpipe.cli.arguments import non_negative, positive, positive_int, share
+from fxpipe.errors import FxpipeError
+from fxpipe.recorded import read_spans, recorded_costs
+from fxpipe.schedule.costs import Costs, StageCost, chain
+from fxpipe.schedule.costs_file import read_costs
+from fxpipe.schedule.ops import Schedule, parse_order
+from fxpipe.schedule.placement import PLACEMENTS
+from fxpipe.viz.units import PHYSICAL, PLAIN, Units
+
+TIMES = ("forward", "backward_input", "backward_weight")
+EPILOG = (
+    "Times are per microbatch and per rank: a chunk of V costs 1/V of them. Memory, and its limit, is in "
+    "units of one microbatch's activations on one rank; with --costs, in the unit of the file (bytes for a "
+    "saved pipeline). A limit is of each rank. docs/simulate.md describes the files."
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """``costs``: of so many stages a rank; ``stages_per_rank`` is set where there are only costs for that.
+    ``own``: the schedule that comes with the costs.  ``note``: of what they are the costs."""
+
+    note: str
+    ranks: int
+    microbatches: int
+    costs: Callable[[int], Costs]
+    units: Units
+    stages_per_rank: int | None = None
+    own: Schedule | None = None
+
+
+def add_cost_arguments(parser: Any) -> None:
+    add = parser.add_argument
+    add("--ranks", type=positive_int, metavar="P")
+    add("--microbatches", type=positive_int, metavar="M")
+    add("--forward", type=positive, metavar="TF", help="seconds, or any unit of time")
+    add("--backward-input", type=positive, metavar="TB")
+    add("--backward-weight", type=positive, metavar="TW")
+    add("--comm", type=non_negative, metavar="TC", help="one transfer between two ranks (0)")
+    add(
+        "--weight-memory",
+        type=share,
+        metavar="X",
+        help="share of the activations that W still needs (1: B frees nothing)",
+    )
+    add(
+        "--costs",
+        type=Path,
+        metavar="PATH",
+        help="instead of times: a JSON file, or the directory of a saved pipeline "
+        "(with the times of a recorded run, if one was left there)",
+    )
+    add("--stages-per-rank", type=positive_int, metavar="V", help="chunks a rank holds (what suits)")
+    add("--placement", choices=sorted(PLACEMENTS), help="of the chunks on the ranks (what suits)")
+    add("--memory-limit", type=positive, metavar="X", help="a real number (none)")
+
+
+def source_of(options: argparse.Namespace) -> Source:
+    """Raises FxpipeError where arguments are missing or do not go together."""
+    if options.costs is None:
+        _require(options, "ranks", "microbatches", *TIMES)
+        return _from_times(options)
+    for name in (*TIMES, "weight_memory"):
+        if getattr(options, name) is not None:
+            raise FxpipeError(f"--costs and {_flag(name)} do not go together")
+    return _from_directory(options) if options.costs.is_dir() else _from_file(options)
+
+
+def _from_times(options: argparse.Namespace) -> Source:
+    def costs(chunks: int) -> Costs:
+        stage = StageCost(
+            forward=options.forward / chunks,
+            backward=options.backward_input / chunks,
+            weight=options.backward_weight / chunks,
+            saved=1 / chunks,
+            kept=(1.0 if options.weight_memory is None else options.weight_memory) / chunks,
+        )
+        return chain([stage] * (options.ranks * chunks), seconds=options.comm or 0.0)
+
+    times = (options.forward, options.backward_input, options.backward_weight, options.comm or 0.0)
+    note = "F {:g}, B {:g}, W {:g}, transfer {:g}".format(*times)
+    return Source(note, options.ranks, options.microbatches, costs, PLAIN)
+
+
+def _from_file(options: argparse.Namespace) -> Source:
+    _require(options, "ranks", "microbatches")
+    costs = read_costs(options.costs, options.comm or 0.0)
+    note = f"costs of {options.costs}"
+    return _of_stages(options, note, options.ranks, options.microbatches, costs, PLAIN, None)
+
+
+def _from_directory(options: argparse.Namespace) -> Source:
+    plan, _ = read(options.costs)
+    ranks, microbatches = options.ranks or plan.ranks, options.microbatches or plan.step.microbatches
+    own = None
+    if (ranks, microbatches) == (plan.ranks, plan.step.microbatches):
+        own = Schedule(plan.schedule, plan.placement, microbatches, parse_order("\n".join(plan.order)))
+    spans = read_spans(options.costs, plan.ranks)
+    costs = plan.costs if spans is None else recorded_costs(plan, spans)
+    note = f"{plan.model} in {options.costs}, {'planned' if spans is None else 'recorded'} times"
+    return _of_stages(options, note, ranks, microbatches, costs, PHYSICAL, own)
+
+
+def _of_stages(
+    options: argparse.Namespace,
+    note: str,
+    ranks: int,
+    microbatches: int,
+    costs: Costs,
+    units: Units,
+    own: Schedule | None,
+) -> Source:
+    chunks, rest = divmod(len(costs.stages), ranks)
+    if rest or not chunks:
+        raise FxpipeError(
+            f"{options.costs} has {len(costs.stages)} stages: not as many for each of {ranks} ranks"
+        )
+    if options.stages_per_rank not in (None, chunks):
+        raise FxpipeError(
+            f"{options.costs} has {len(costs.stages)} stages: {chunks} for each of {ranks} ranks, "
+            f"not {options.stages_per_rank}"
+        )
+    return Source(note, ranks, microbatches, lambda _: costs, units, chunks, own)
+
+
+def _require(options: argparse.Namespace, *names: str) -> None:
+    missing = [_flag(name) for name in names if getattr(options, name) is None]
+    if missing:
+        raise FxpipeError(f"these arguments are required: {', '.join(missing)}")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

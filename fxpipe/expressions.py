@@ -1,0 +1,138 @@
+"""Costs for any lengths of the named dimensions: what a plan keeps, to be costed again without tracing.
+
+microbatch · (sequence² / 2 - 1)  is kept as  ((1, 2, 1, 2), (-1, 1, 1, 0))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import prod
+from typing import Any
+
+from fxpipe.errors import SizeError
+from fxpipe.partition.sizes import Terms
+from fxpipe.schedule.costs import Costs
+
+
+def _at(terms: Terms, lengths: Sequence[Any]) -> Any:
+    """The polynomial's value for lengths that are fractions or symbols; exact."""
+    values = (n * prod(x**k for x, k in zip(lengths, powers, strict=True)) / d for n, d, *powers in terms)
+    return sum(values, start=0 * lengths[0])
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of a device: bytes a second to memory and to another rank; the least seconds of an op and a message."""
+
+    memory: float
+    link: float
+    launch: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """``count`` ops alike, each of so many FLOPs and bytes; ``rate``: the FLOPs a second for their dtype."""
+
+    count: int
+    flops: Terms
+    bytes: Terms
+    rate: float
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """The ops of each phase of a stage, and its bytes from F to B (``saved``) and from B to W (``kept``)."""
+
+    forward: tuple[Work, ...]
+    backward: tuple[Work, ...]
+    weight: tuple[Work, ...]
+    saved: Terms
+    kept: Terms
+
+
+@dataclass(frozen=True)
+class Expressions:
+    """One stage's costs, as sympy expressions of the named lengths: seconds of each phase, bytes ``saved``
+    and ``kept``, FLOPs of all phases."""
+
+    forward: Any
+    backward: Any
+    weight: Any
+    saved: Any
+    kept: Any
+    flops: Any
+
+
+@dataclass(frozen=True)
+class PlanWork:
+    """``lengths``: name -> length in the example.  ``edges``: the bytes of ``Costs.edges``, in order."""
+
+    lengths: dict[str, int]
+    stages: tuple[StageWork, ...]
+    edges: tuple[Terms, ...]
+    rates: Rates
+
+    def expressions(self, stage: int) -> Expressions:
+        import sympy  # here, as it takes a quarter of a second and few pipelines need it
+
+        symbols = [sympy.Symbol(name) for name in self.lengths]
+        return self._stage(self.stages[stage], symbols, sympy.Max)
+
+    def costs(self, costs: Costs, sizes: Mapping[str, int]) -> Costs:
+        """The costs at other lengths, from ``costs`` at the example's: bytes are exact, and the times of a
+        stage grow as the analytic ones do, be they analytic or measured.
+
+        Raises SizeError for an unknown name and for a length below one.
+        """
+        old, new = ([Fraction(n) for n in x.values()] for x in (self.lengths, self._checked(sizes)))
+        stages, edges = [], []
+        for cost, work in zip(costs.stages, self.stages, strict=True):
+            before, after = (self._stage(work, lengths, max) for lengths in (old, new))
+            times = {
+                phase: getattr(cost, phase) * (getattr(after, phase) / getattr(before, phase))
+                for phase in ("forward", "backward", "weight")
+                if getattr(before, phase)
+            }
+            stages.append(replace(cost, **times, saved=float(after.saved), kept=float(after.kept)))
+        for edge, terms in zip(costs.edges, self.edges, strict=True):
+            moved = float(_at(terms, new))
+            edges.append(replace(edge, bytes=moved, seconds=self.rates.latency + moved / self.rates.link))
+        return Costs(tuple(stages), tuple(edges))
+
+    def _stage(self, work: StageWork, lengths: Sequence[Any], largest: Callable[..., Any]) -> Expressions:
+        none = 0 * lengths[0]
+
+        def seconds(ops: tuple[Work, ...]) -> Any:
+            return sum((op.count * largest(*self._bounds(op, lengths)) for op in ops), start=none)
+
+        ops = (*work.forward, *work.backward, *work.weight)
+        return Expressions(
+            seconds(work.forward),
+            seconds(work.backward),
+            seconds(work.weight),
+            _at(work.saved, lengths),
+            _at(work.kept, lengths),
+            sum((op.count * _at(op.flops, lengths) for op in ops), start=none),
+        )
+
+    def _bounds(self, op: Work, lengths: Sequence[Any]) -> tuple[Any, Any, float]:
+        """The roofline of ``partition.device``."""
+        computing, moving = _at(op.flops, lengths) / op.rate, _at(op.bytes, lengths) / self.rates.memory
+        return computing, moving, self.rates.launch
+
+    def _checked(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        known = ", ".join(f"{name} ({length} in the example)" for name, length in self.lengths.items())
+        for name, length in sizes.items():
+            if name not in self.lengths:
+                raise SizeError(
+                    f"No dimension is called {name!r}. Known: {known}. (microbatch is, where the example has "
+                    "two rows or more; others as you name them in dimensions.)"
+                )
+            if not isinstance(length, int) or length < 1:
+                raise SizeError(
+                    f"{name} is {length!r} and must be a whole number, at least 1. Known: {known}."
+                )
+        return {**self.lengths, **sizes}

@@ -1,0 +1,52 @@
+"""Which rank holds which parameters, gradients, buffers and constants, and how many bytes that is."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from fxpipe.artefact import RankTensors
+from fxpipe.codegen.program import Tied
+from fxpipe.graph import Kind, Section
+
+
+def holdings(
+    model: nn.Module, sections: tuple[Section, ...], placement: tuple[int, ...], ranks: int
+) -> tuple[RankTensors, ...]:
+    """What each rank holds; what no section uses is kept by rank 0, so that nothing is lost in a save."""
+    used: list[dict[Kind, set[str]]] = [{k: set() for k in Kind} for _ in range(ranks)]
+    for section in sections:
+        for value in (*section.inputs, *section.outputs):
+            used[placement[section.stage]][value.kind].add(value.name)
+    spare_parameters = {n for n, _ in model.named_parameters()} - set().union(
+        *(u[Kind.PARAMETER] | u[Kind.GRADIENT] for u in used)
+    )
+    spare_buffers = {n for n, _ in model.named_buffers()} - set().union(*(u[Kind.BUFFER] for u in used))
+    used[0][Kind.PARAMETER] |= spare_parameters
+    used[0][Kind.BUFFER] |= spare_buffers
+    accumulated = set().union(*(u[Kind.GRADIENT] for u in used))
+    plans = []
+    for u in used:
+        parameters = u[Kind.PARAMETER] | u[Kind.GRADIENT]
+        plans.append(
+            RankTensors(
+                parameters=tuple(sorted(parameters)),
+                buffers=tuple(sorted(u[Kind.BUFFER])),
+                constants=tuple(sorted(u[Kind.CONSTANT])),
+                gradients=tuple(sorted(parameters & accumulated)),
+            )
+        )
+    return tuple(plans)
+
+
+def tied_parameters(tensors: tuple[RankTensors, ...]) -> tuple[Tied, ...]:
+    holders: dict[str, list[int]] = {}
+    for rank, held in enumerate(tensors):
+        for name in held.gradients:
+            holders.setdefault(name, []).append(rank)
+    return tuple(Tied(name, tuple(ranks)) for name, ranks in holders.items() if len(ranks) > 1)
+
+
+def weight_bytes(model: nn.Module, held: tuple[RankTensors, ...]) -> tuple[int, ...]:
+    """Per rank the bytes of its parameters, gradients and buffers."""
+    size = {n: t.nbytes for n, t in (*model.named_parameters(), *model.named_buffers())}
+    return tuple(sum(size[n] for n in (*h.parameters, *h.gradients, *h.buffers)) for h in held)

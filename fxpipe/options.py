@@ -1,0 +1,73 @@
+"""What a user asks the compiler for, and whether it can be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fxpipe.errors import ScheduleError
+from fxpipe.schedule.families import FAMILIES
+from fxpipe.schedule.ops import Schedule
+from fxpipe.schedule.placement import place
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Options:
+    """See ``fxpipe.compile``; None is for what the compiler is to choose.  ``memory_limit`` is in bytes."""
+
+    ranks: int
+    microbatches: int
+    schedule: str | Schedule
+    stages_per_rank: int | None
+    placement: str | None
+    split_points: tuple[str, ...] | None
+    memory_limit: float | None
+    costs: str
+    seed: int
+    dimensions: Mapping[str, int] | None = None
+
+
+def check(options: Options) -> None:
+    """Raise ScheduleError for what can be known to be wrong before anything is traced."""
+    for name in ("ranks", "microbatches", "stages_per_rank"):
+        value = getattr(options, name)
+        chosen = name == "stages_per_rank" and value is None
+        if not chosen and (not isinstance(value, int) or value < 1):
+            raise ScheduleError(f"{name} is {value!r} and must be a whole number, at least 1.")
+    if options.costs not in ("analytic", "measured"):
+        raise ScheduleError(f"costs is {options.costs!r} and must be 'analytic' or 'measured'.")
+    if options.placement is not None:
+        place(options.placement, options.ranks, 1)
+    if isinstance(options.schedule, Schedule):
+        _check_given(options, options.schedule)
+    elif options.schedule not in (AUTO, *FAMILIES):
+        raise ScheduleError(f"Unknown schedule {options.schedule!r}. Known: {AUTO}, {', '.join(FAMILIES)}.")
+
+
+def _check_given(options: Options, schedule: Schedule) -> None:
+    """A schedule that the user wrote says itself how many ranks, microbatches and stages there are."""
+    for name, found in (("ranks", schedule.ranks), ("microbatches", schedule.microbatches)):
+        if getattr(options, name) != found:
+            raise ScheduleError(
+                f"The schedule {schedule.name} is for {found} {name}, and {name} is {getattr(options, name)}."
+            )
+    for name in ("stages_per_rank", "placement", "memory_limit"):
+        if getattr(options, name) is not None:
+            raise ScheduleError(f"The schedule {schedule.name} is given whole: leave out {name}.")
+
+
+def stage_counts(options: Options) -> tuple[int, ...]:
+    """Into how many stages the model is cut; several where the fastest of them is to be found."""
+    if isinstance(options.schedule, Schedule):
+        return (options.schedule.stages,)
+    if options.stages_per_rank is not None:
+        per_rank = [options.stages_per_rank]
+    elif options.schedule != AUTO:
+        per_rank = [FAMILIES[options.schedule].stages_per_rank]
+    elif options.split_points is not None:
+        per_rank = [max(1, (len(options.split_points) + 1) // options.ranks)]
+    else:
+        per_rank = [1, 2] if options.ranks > 1 else [1]
+    return tuple(options.ranks * n for n in per_rank)

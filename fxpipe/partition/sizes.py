@@ -1,0 +1,162 @@
+"""Sizes as polynomials of the named lengths, read from a few captures of the same step.
+
+A size is one number in each capture.  It is taken for the simplest polynomial that gives them all: one
+term (``32·microbatch·sequence``), else a sum of two (``sequence - 1``, ``source + target``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from fxpipe.capture.resized import Samples, monomials
+from fxpipe.errors import SizeError
+from fxpipe.graph import Origin
+from fxpipe.values import tensors
+
+Polynomial = Any  #: an element of a sympy polynomial ring, or a whole number
+#: A polynomial for a file, term by term: numerator, denominator, the exponent of each named length.
+Terms = tuple[tuple[int, ...], ...]
+Numbers = tuple[int | Fraction, ...]  #: one a point
+
+
+class Shape(tuple[Polynomial, ...]):
+    """A shape that the formulas of ``torch.utils.flop_counter`` take in place of a tensor."""
+
+    @property
+    def shape(self) -> Shape:
+        return self
+
+
+class Sizes:
+    """Shapes and bytes of the values of a graph that was rewritten since it was sampled.
+
+    Raises SizeError for a size that no polynomial explains, naming op, module path and source line.
+    """
+
+    def __init__(self, graph: fx.Graph, samples: Samples):
+        # Here, as it takes a quarter of a second and few pipelines need it.
+        from sympy import QQ, Symbol
+        from sympy.polys.rings import ring
+
+        self._points = samples.points
+        self._ring = ring([Symbol(name) for name in samples.names], QQ)[0]
+        self._monomials = [
+            {
+                e: tuple(math.prod(map(pow, point, e)) for point in samples.points)
+                for e in monomials(len(samples.names), terms)
+            }
+            for terms in (1, 2)
+        ]
+        self._read: dict[Numbers, Polynomial | None] = {}
+        self._twins = dict(samples.twins)
+        for node in graph.nodes:
+            if any(t not in self._twins for t in tensors(node)):
+                self._derive(node)
+
+    def shapes(self, node: fx.Node) -> Any:
+        """The node's value, with a Shape for each tensor."""
+
+        def shape(tensor: torch.Tensor) -> Shape:
+            lengths = zip(*(t.shape for t in self._twins[tensor]), strict=True)
+            return Shape(self._polynomial(n, node) for n in lengths)
+
+        return pytree.tree_map_only(torch.Tensor, shape, node.meta.get("val"))
+
+    def bytes(self, node: fx.Node) -> Polynomial:
+        """What ``values.node_bytes`` gives, for any lengths."""
+        return sum(self._span(self._twins[t], node) * t.element_size() for t in tensors(node))
+
+    def terms(self, polynomial: Polynomial) -> Terms:
+        found = self._ring(polynomial).terms()
+        return tuple((int(c.numerator), int(c.denominator), *powers) for powers, c in found)
+
+    def _derive(self, node: fx.Node) -> None:
+        """Twins for what a pass has made: its op, run on the twins of its inputs."""
+        inputs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
+
+        def result(point: int) -> list[torch.Tensor]:
+            args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: self._twins[t][point], inputs)
+            leaves = pytree.tree_leaves(node.target(*args, **kwargs))  # type: ignore[operator]
+            return [x for x in leaves if isinstance(x, torch.Tensor)]
+
+        for like in zip(tensors(node), *map(result, range(1, len(self._points))), strict=True):
+            self._twins[like[0]] = like
+
+    def _span(self, like: tuple[torch.Tensor, ...], node: fx.Node) -> Polynomial:
+        """``values.storage_bytes``, in elements.  Each stride is a polynomial times the one below it."""
+        if any(t.numel() == 0 for t in like):
+            return 0
+        last = like[-1]
+        wide = [d for d in range(last.dim()) if any(t.shape[d] > 1 and t.stride(d) for t in like)]
+        total, step, below = 1, 1, [1] * len(like)
+        for d in sorted(wide, key=last.stride):
+            strides = [t.stride(d) for t in like]
+            step *= self._polynomial(tuple(map(Fraction, strides, below)), node)
+            total += (self._polynomial(tuple(t.shape[d] for t in like), node) - 1) * step
+            below = strides
+        return total
+
+    def _polynomial(self, values: Numbers, node: fx.Node) -> Polynomial:
+        if values not in self._read:
+            self._read[values] = self._explained(values)
+        found = self._read[values]
+        if found is None:
+            origin = node.meta.get("origin", Origin())
+            seen = " and ".join(f"{v} at {p}" for v, p in zip(values, self._points, strict=True))
+            raise SizeError(
+                f"Costs cannot be told for other sizes than the example's: {node.target}, in module "
+                f"{origin.path!r} ({origin.source}), has a size that is no simple polynomial of "
+                f"{', '.join(map(str, self._ring.symbols))}: {seen}. Leave dimensions out."
+            )
+        return found
+
+    def _explained(self, values: Numbers) -> Polynomial | None:
+        """The polynomial of the fewest terms, and of those the one of the simplest numbers."""
+        if len(set(values)) == 1 and values[0] == int(values[0]):
+            return int(values[0])
+        scale = math.lcm(*(Fraction(v).denominator for v in values))
+        whole = [int(v * scale) for v in values]
+        for terms, monomials_at in enumerate(self._monomials, start=1):
+            found = []
+            for powers in itertools.combinations(monomials_at, terms):
+                solved = _solved(*(monomials_at[e] for e in powers), values=whole)
+                if solved is not None:
+                    found.append({e: c / scale for e, c in zip(powers, solved, strict=True)})
+            if found:
+                simplest = min(found, key=_complexity)
+                rational = self._ring.domain
+                return self._ring.from_dict(
+                    {e: rational(c.numerator, c.denominator) for e, c in simplest.items()}
+                )
+        return None
+
+
+def _solved(*columns: tuple[int, ...], values: list[int]) -> list[Fraction] | None:
+    """The coefficients, none of them 0, with which one or two columns add up to the values."""
+    if len(columns) == 1:
+        found, scale = [values[0]], columns[0][0]
+    else:
+        (a, c, *_), (b, d, *_) = columns
+        v, w, *_ = values
+        found, scale = [v * d - b * w, a * w - v * c], a * d - b * c
+    if not scale or not all(found):
+        return None
+    for row, v in zip(zip(*columns, strict=True), values, strict=True):
+        if sum(map(operator.mul, row, found)) != v * scale:
+            return None
+    return [Fraction(n, scale) for n in found]
+
+
+def _complexity(polynomial: dict[tuple[int, ...], Fraction]) -> int:
+    """Degrees and digits, together; what shrinks where the lengths grow counts as far-fetched."""
+    far = 8 if polynomial[max(polynomial, key=sum)] < 0 else 0
+    digits = (abs(c.numerator).bit_length() + c.denominator.bit_length() for c in polynomial.values())
+    return sum(map(sum, polynomial)) + sum(digits) + far

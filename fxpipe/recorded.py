@@ -1,0 +1,73 @@
+"""What a run measured, kept beside the pipeline that ran: ``measured0.json`` …, one file a rank.
+
+``{"spans": [["F0.0", start, end], …]}``: the ops of one step with their times in seconds.  Other entries
+are left to whoever writes them.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from fxpipe.artefact import Plan
+from fxpipe.errors import ArtefactError
+from fxpipe.graph import Colour, Phase
+from fxpipe.measure import with_seconds
+from fxpipe.schedule.costs import Costs, StageCost
+from fxpipe.schedule.ops import PHASES, OpKind, parse_op
+
+RankSpans = Sequence[tuple[str, float, float]]
+"""What ``Record.spans`` of one rank holds."""
+
+
+def write_spans(directory: Path, rank: int, spans: RankSpans) -> None:
+    (directory / f"measured{rank}.json").write_text(json.dumps({"spans": spans}))
+
+
+def read_spans(directory: Path, ranks: int) -> tuple[RankSpans, ...] | None:
+    """The spans of every rank; None where no run was recorded.
+
+    Raises ArtefactError for a file that cannot be read.
+    """
+    files = [directory / f"measured{rank}.json" for rank in range(ranks)]
+    if not all(file.is_file() for file in files):
+        return None
+    spans = []
+    for file in files:
+        try:
+            found = json.loads(file.read_text()).get("spans")
+            spans.append([(str(op), float(start), float(end)) for op, start, end in found or ()])
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ArtefactError(f"{file} is damaged: {error}. Record the run again, or remove it.") from error
+    return tuple(spans) if all(spans) else None
+
+
+def recorded_costs(plan: Plan, spans: Sequence[RankSpans]) -> Costs:
+    """The plan's costs with the stages' times replaced by the medians of their ops; bytes and edges stay.
+
+    An op that runs both gradients gives the time of both, shared as in the plan.
+    Raises ArtefactError where the spans are not those of this plan.
+    """
+    taken: dict[tuple[int, OpKind], list[float]] = defaultdict(list)
+    for rank, own in enumerate(spans):
+        for name, start, end in own:
+            op = parse_op(name)
+            if op.stage >= len(plan.placement) or plan.placement[op.stage] != rank:
+                raise ArtefactError(f"measured{rank}.json holds {name}, which rank {rank} does not run")
+            taken[op.stage, op.kind].append(end - start)
+    seconds = {}
+    for (stage, kind), times in taken.items():
+        for phase, share in _shares(kind, plan.costs.stages[stage]).items():
+            seconds[Colour(stage, phase)] = share * statistics.median(times)
+    return with_seconds(plan.costs, seconds)
+
+
+def _shares(kind: OpKind, planned: StageCost) -> dict[Phase, float]:
+    if kind is not OpKind.BW:
+        return {PHASES[kind][0]: 1.0}
+    both = planned.backward + planned.weight
+    backward = planned.backward / both if both else 1.0
+    return {Phase.B: backward, Phase.W: 1 - backward}

@@ -1,0 +1,200 @@
+"""The best schedule there is, proven: for small cases.
+
+One start time for every section and microbatch, minimised by CP-SAT.  The microbatches of a section run
+in order: they are all alike, so that any schedule can be renamed to one that does, with the same times
+and memory.  Times are counted in their common measure where they have one, else rounded down to 1/100 000
+of the longest, so that the bound is one for the real times too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from fxpipe.errors import ScheduleError
+from fxpipe.graph import Colour, Phase
+from fxpipe.schedule.bound import in_order, lower_bound
+from fxpipe.schedule.costs import Costs, Edge, StageCost
+from fxpipe.schedule.dependencies import SECTION_KINDS, Needs, index, needs, op_of_value, sections_of
+from fxpipe.schedule.dependencies import durations as seconds_of
+from fxpipe.schedule.ops import PHASES, Order, Schedule
+from fxpipe.schedule.placement import stages_of
+from fxpipe.schedule.search import Objective
+from fxpipe.schedule.simulator import simulate
+from fxpipe.schedule.solver import cp_sat, rounded_down, rounded_up, solve, unit_of
+from fxpipe.schedule.timeline import Timeline
+
+Life = tuple[Any, Any, float]
+"""Variables of when something is held from and to, and how much it is."""
+
+
+@dataclass(frozen=True)
+class Exact:
+    """The best that was found, and what nothing can be below; ``value`` and ``bound`` are seconds of the
+    objective.  ``proven``: nothing is better, but for differences too small to be counted."""
+
+    timeline: Timeline
+    value: float
+    bound: float
+    proven: bool
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.timeline.schedule
+
+
+def exact(
+    costs: Costs,
+    placement: tuple[int, ...],
+    microbatches: int,
+    *,
+    memory_limit: float | Sequence[float] | None = None,
+    objective: Objective = "makespan",
+    seconds: float = 60.0,
+    start: Schedule | None = None,
+) -> Exact:
+    """The schedule with the least makespan, or the least span (the longest of the ranks' times from first
+    op to last).  B and W are apart in it.
+
+    memory_limit: of every rank, or one for each, in the unit of ``StageCost.saved``.
+    seconds: how long to search.  start: a schedule of this placement to begin with.
+    Raises ScheduleError where nothing keeps the limit or nothing was found in time, and FxpipeError where
+    OR-tools is not installed.
+    """
+    model = _Model(costs, placement, microbatches)
+    if memory_limit is not None:
+        ranks = max(placement) + 1
+        model.limit_memory(memory_limit if isinstance(memory_limit, Sequence) else [memory_limit] * ranks)
+    model.minimise(objective)
+    if start is not None:
+        model.begin_with(simulate(start, costs))
+    unit = model.unit
+    found = solve(model.model, seconds, lambda value, bound: f"{value * unit:.6g} … {bound * unit:.6g}")
+    if found.infeasible:
+        raise ScheduleError(f"no schedule of this placement keeps the memory limit {memory_limit}")
+    if found.value is None:
+        raise ScheduleError(f"no schedule was found in {seconds:g} s: give it longer, or one to start with")
+    timeline = simulate(Schedule("exact", placement, microbatches, model.order(found.value)), costs)
+    value, bound = timeline.seconds, lower_bound(costs, placement, microbatches)
+    if objective == "span":
+        value, bound = timeline.span, max(timeline.busy)
+    return Exact(timeline, value, min(value, max(bound, found.bound * unit)), found.proven)
+
+
+class _Model:
+    """Variables and constraints; a section is numbered as in :mod:`fxpipe.schedule.dependencies`."""
+
+    def __init__(self, costs: Costs, placement: tuple[int, ...], microbatches: int) -> None:
+        self.costs, self.placement, self.microbatches = costs, placement, microbatches
+        stages = range(len(placement))
+        table, times = needs(costs, placement), seconds_of(costs)
+        waits = [table[kind][stage] for stage in stages for kind in SECTION_KINDS]
+        durations = [times[kind][stage] for stage in stages for kind in SECTION_KINDS]
+        self.turn = {section: turn for turn, section in enumerate(in_order(waits))}
+        self.unit = unit_of([*durations, *(delay for sources in waits for _, delay in sources)])
+        self.durations = [rounded_down(duration, self.unit) for duration in durations]
+        self.model = cp_sat().CpModel()
+        delays = sum(rounded_down(delay, self.unit) for sources in waits for _, delay in sources)
+        # Long enough for one op or transfer at a time.
+        self.horizon = microbatches * (sum(self.durations) + delays)
+        self.starts = [
+            [self.model.new_int_var(0, self.horizon, f"{section}.{j}") for j in range(microbatches)]
+            for section in range(len(durations))
+        ]
+        self.owns = [
+            [section for stage in own for section in sections_of(stage)] for own in stages_of(placement)
+        ]
+        self._keep_order(waits)
+
+    def _keep_order(self, waits: list[Needs]) -> None:
+        for section, sources in enumerate(waits):
+            for j, start in enumerate(self.starts[section]):
+                for source, delay in sources:
+                    self.model.add(start >= self.end(source, j) + rounded_down(delay, self.unit))
+                if j:
+                    self.model.add(start >= self.end(section, j - 1))
+        for own in self.owns:
+            self.model.add_no_overlap(
+                self.model.new_fixed_size_interval_var(start, self.durations[section], "")
+                for section in own
+                for start in self.starts[section]
+            )
+
+    def end(self, section: int, microbatch: int) -> Any:
+        return self.starts[section][microbatch] + self.durations[section]
+
+    def limit_memory(self, limits: Sequence[float]) -> None:
+        """What is live is a set of intervals, each with its bytes; see ``Timeline.memory``."""
+        lives: list[list[Life]] = [[] for _ in limits]
+        for j in range(self.microbatches):
+            for stage, cost in enumerate(self.costs.stages):
+                lives[self.placement[stage]] += self._held_by(stage, cost, j)
+            for edge in self.costs.edges:
+                rank = self.placement[edge.source.stage]
+                if rank == self.placement[edge.target.stage]:
+                    lives[rank].append(self._handed(edge, j))
+        for limit, intervals in zip(limits, lives, strict=True):
+            self._at_most(limit, [life for life in intervals if life[2]])
+
+    def _held_by(self, stage: int, cost: StageCost, microbatch: int) -> tuple[Life, Life]:
+        forward, backward, weight = sections_of(stage)
+        begin, end = self.starts[forward][microbatch], self.end(weight, microbatch)
+        middle = self.end(backward, microbatch)
+        part = (begin, middle) if cost.saved > cost.kept else (middle, end)
+        return (begin, end, min(cost.saved, cost.kept)), (*part, abs(cost.saved - cost.kept))
+
+    def _handed(self, edge: Edge, microbatch: int) -> Life:
+        """Held also where the target starts as the source ends: a unit is added, on the side on which the
+        op itself takes and frees nothing else."""
+        begin = self.end(index(edge.source), microbatch)
+        end = self.starts[index(edge.target)][microbatch]
+        if edge.source.phase is Phase.F:
+            return begin - 1, end, edge.bytes
+        return begin, end + 1, edge.bytes
+
+    def _at_most(self, limit: float, lives: Sequence[Life]) -> None:
+        unit = unit_of(size for _, _, size in lives)
+        intervals = [
+            self.model.new_interval_var(begin, self.model.new_int_var(0, self.horizon + 1, ""), end, "")
+            for begin, end, _ in lives
+        ]
+        sizes = [rounded_up(size, unit) for _, _, size in lives]
+        self.model.add_cumulative(intervals, sizes, rounded_down(limit, unit))
+
+    def minimise(self, objective: Objective) -> None:
+        goal = self.model.new_int_var(0, self.horizon, objective)
+        for own in self.owns:
+            self.model.add(goal >= self.microbatches * sum(self.durations[section] for section in own))
+            begins = [self.starts[section][0] for section in own] if objective == "span" else [0]
+            for section, begin in product(own, begins):
+                self.model.add(goal >= self.end(section, self.microbatches - 1) - begin)
+        if objective == "makespan":
+            bound = lower_bound(self.costs, self.placement, self.microbatches)
+            self.model.add(goal >= rounded_down(bound, self.unit))
+        self.model.minimize(goal)
+
+    def begin_with(self, timeline: Timeline) -> None:
+        for spans in timeline.spans:
+            for op, start, _ in spans:
+                at = round(start / self.unit)
+                for phase in PHASES[op.kind]:
+                    section = index(Colour(op.stage, phase))
+                    self.model.add_hint(self.starts[section][op.microbatch], at)
+                    at += self.durations[section]
+
+    def order(self, value: Any) -> Order:
+        """By start; of ops that take no time, the one that is needed first."""
+
+        def place(section: int, microbatch: int) -> tuple[int, int, int]:
+            start = value(self.starts[section][microbatch])
+            return start, start + self.durations[section], self.turn[section]
+
+        ranks = []
+        for own in self.owns:
+            values = sorted((place(s, j), s, j) for s in own for j in range(self.microbatches))
+            ranks.append(
+                tuple(op_of_value(s * self.microbatches + j, self.microbatches) for _, s, j in values)
+            )
+        return tuple(ranks)

@@ -1,0 +1,36 @@
+"""Communication that no computation hides."""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING
+
+from fxpipe.schedule.dependencies import SECTIONS_PER_STAGE, needs, sections
+
+if TYPE_CHECKING:
+    from fxpipe.schedule.timeline import Timeline
+
+
+def exposed_communication(timeline: Timeline) -> tuple[float, ...]:
+    """Per rank the seconds in which it is idle, its next op's needs are all computed, and messages with
+    some of them are still on their way: what faster links would save at once.
+    """
+    schedule = timeline.schedule
+    table, own = needs(timeline.costs, schedule.placement), sections(schedule.stages)
+    microbatches = schedule.microbatches
+    ended = array("d", bytes(8 * SECTIONS_PER_STAGE * schedule.stages * microbatches))
+    for spans in timeline.spans:
+        for op, _, end in spans:
+            for section in own[op.kind][op.stage]:
+                ended[section * microbatches + op.microbatch] = end
+    step_start = min((spans[0].start for spans in timeline.spans if spans), default=0.0)
+    exposed = []
+    for spans in timeline.spans:
+        total, free = 0.0, step_start
+        for op, start, end in spans:
+            for section, _ in table[op.kind][op.stage]:
+                free = max(free, ended[section * microbatches + op.microbatch])
+            total += max(0.0, start - free)
+            free = end
+        exposed.append(total)
+    return tuple(exposed)

@@ -1,0 +1,106 @@
+"""Local search on an order: ops move along the critical path, the memory limits kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from fxpipe.schedule.goal import Goal
+from fxpipe.schedule.shop import Coded, Shop, peak, run
+
+_REACH = 8  # ops that a move may pass
+_MEMORY = 50  # moves after which a value must have been beaten (late acceptance, Burke and Bykov)
+
+
+def improve(
+    shop: Shop,
+    coded: Coded,
+    microbatches: int,
+    limits: Sequence[float],
+    goal: Goal,
+    tries: int,
+) -> Coded:
+    """The best order of so many tries.  On every stage the ops of a kind keep their order."""
+    search = _Climb(shop, coded, microbatches, limits, goal)
+    for _ in range(tries):
+        if goal.is_met(search.best) or not search.step():
+            break
+    return search.best_order
+
+
+class _Climb:
+    def __init__(
+        self, shop: Shop, coded: Coded, microbatches: int, limits: Sequence[float], goal: Goal
+    ) -> None:
+        self.shop, self.microbatches, self.limits, self.goal = shop, microbatches, limits, goal
+        self.random = Random(0)
+        self.order = [list(ops) for ops in coded]
+        first = run(shop, self.order, microbatches)
+        assert first is not None, "the order to improve cannot progress"
+        self.run = first
+        self.value = self.best = goal.value(first)
+        self.best_order = [list(ops) for ops in coded]
+        self.past = [self.value] * _MEMORY
+        self.count = 0
+        self.arcs = self._critical()
+
+    def _critical(self) -> list[tuple[int, int]]:
+        """Ops that wait for the one before them on their rank alone, on the way to the worst rank's end."""
+        done, rank = self.run, self.shop.rank
+        m, order = self.microbatches, self.order
+        spans = [last - first for last, first in zip(done.free, done.first, strict=True)]
+        worst = max(spans)
+        at = self.random.choice([r for r, span in enumerate(spans) if span >= worst * (1 - 1e-9)])
+        value, arcs = order[at][-1], []
+        while (before := done.cause[value]) >= 0:
+            if rank[before // m] == rank[value // m]:
+                arcs.append((before, value))
+            value = before
+        return arcs
+
+    def step(self) -> bool:
+        """One try; False where no op on the critical path waits for another of its rank."""
+        self.count += 1
+        if not self.arcs:
+            return False
+        before, after = self.random.choice(self.arcs)
+        rank = self.shop.rank[before // self.microbatches]
+        old = self.order[rank]
+        new = self._moved(old, before, after)
+        if new is None or peak(self.shop, new, self.microbatches) > self.limits[rank] * (1 + 1e-9):
+            return True
+        self.order[rank] = new
+        done = run(self.shop, self.order, self.microbatches)
+        value = self.goal.value(done) if done is not None else None
+        slot = self.count % _MEMORY
+        if value is None or done is None or (value > self.value and value > self.past[slot]):
+            self.order[rank] = old
+        else:
+            self.run, self.value = done, value
+            self.arcs = self._critical()
+            if value < self.best * (1 - 1e-12):
+                self.best, self.best_order = value, [list(ops) for ops in self.order]
+        self.past[slot] = self.value
+        return True
+
+    def _moved(self, ops: list[int], before: int, after: int) -> list[int] | None:
+        """One of the two put behind or before a few others; None where it may not pass them."""
+        m, random = self.microbatches, self.random
+        at = ops.index(before)
+        if at + 1 >= len(ops) or ops[at + 1] != after:
+            return None
+        if random.random() < 0.6:
+            source, target = at, min(len(ops) - 1, at + 1 + random.choice((0, random.randrange(_REACH))))
+        else:
+            source, target = at + 1, max(0, at - random.randrange(_REACH))
+        section, microbatch = divmod(ops[source], m)
+        low, high = sorted((source, target))
+        for value in ops[low : high + 1]:
+            other, its = divmod(value, m)
+            if value != ops[source] and (
+                other == section or (other // 3 == section // 3 and its == microbatch)
+            ):
+                return None
+        new = ops[:source] + ops[source + 1 :]
+        new.insert(target, ops[source])
+        return new

@@ -1,0 +1,157 @@
+"""From a repeated block to due dates: how the block is entered, kept up and left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from random import Random
+from typing import Any
+
+from fxpipe.schedule.blocks import Block, find_block, flow
+from fxpipe.schedule.shop import Shop
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """``period`` is in the work of the busiest rank, ``waits`` (per quarter of a microbatch's way) in the
+    mean time of an F, what says delay or lead in periods.
+
+    The first ``head`` and the last ``tail`` microbatches (of a step on eight ranks; in proportion on more)
+    follow each other at ``pace`` periods and wait less: ``stretch`` is 1 for the block's waits, 0 for none.
+    """
+
+    period: float = 1.0
+    waits: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+    head: int = 0
+    head_pace: float = 1.0
+    head_stretch: float = 1.0
+    tail: int = 0
+    tail_pace: float = 1.0
+    tail_stretch: float = 1.0
+    weight_delay: float = 0.0
+    late_weights: int = 0  # microbatches at the end whose W are due after all else
+    forward_lead: float = 0.0  # of the first chunk's F
+    patience: tuple[float, float, float] = (1.0, 1.0, 1.0)
+
+
+def random_recipe(random: Random) -> Recipe:
+    def wait() -> float:
+        return random.choice((0.0, 0.0, random.uniform(0, 0.5), random.uniform(0, 1.7)))
+
+    def patience() -> float:
+        return random.choice((0, 0.3, 0.5, 0.7, 1, 1.001, 1.001, 1.05, 1.5, 3))
+
+    return Recipe(
+        period=random.choice((1, 1, 1.005, 1.01, 1.02, 1.05, 1.1, 1.15, 1.2)),
+        waits=(wait(), wait(), wait(), wait()),
+        head=random.choice((0, 0, random.randrange(2, 10))),
+        head_pace=random.uniform(0.2, 1.2),
+        head_stretch=random.uniform(-0.5, 1),
+        tail=random.choice((0, 0, random.randrange(2, 10))),
+        tail_pace=random.uniform(0.2, 1.2),
+        tail_stretch=random.uniform(-0.5, 1),
+        weight_delay=random.choice((0, 0, 0, 0.5, 1, 2, 3)),
+        late_weights=random.choice((0, 0, 3, 6, 9)),
+        forward_lead=random.choice((0.0, 0.0, 0.0, random.uniform(-0.3, 1))),
+        patience=(patience(), patience(), patience()),
+    )
+
+
+def mutate(recipe: Recipe, random: Random) -> Recipe:
+    """A few fields changed, mostly by little."""
+    other = random_recipe(random)
+    changes: dict[str, Any] = {}
+    for field in fields(Recipe):
+        if random.random() > 0.15:
+            continue
+        value = getattr(recipe, field.name)
+        if field.name == "waits":
+            k = random.randrange(len(value))
+            near = max(0.0, value[k] + random.gauss(0, 0.15))
+            changed = near if random.random() < 0.7 else other.waits[k]
+            changes["waits"] = (*value[:k], changed, *value[k + 1 :])
+        elif field.name == "patience":
+            k = random.randrange(len(value))
+            changes["patience"] = (*value[:k], other.patience[k], *value[k + 1 :])
+        elif field.name in ("head", "tail"):
+            changes[field.name] = max(0, value + random.choice((-1, 1)))
+        elif field.name in ("late_weights", "weight_delay") or random.random() < 0.2:
+            changes[field.name] = getattr(other, field.name)
+        elif field.name == "period":
+            changes["period"] = max(1.0, value + random.gauss(0, 0.02))
+        else:
+            changes[field.name] = value + random.gauss(0, 0.1)
+    return Recipe(
+        **{field.name: changes.get(field.name, getattr(recipe, field.name)) for field in fields(Recipe)}
+    )
+
+
+def cross(one: Recipe, other: Recipe, random: Random) -> Recipe:
+    """Every field of one or of the other."""
+    return Recipe(**{f.name: getattr(random.choice((one, other)), f.name) for f in fields(Recipe)})
+
+
+class Kitchen:
+    """Due dates of recipes for one shop; blocks that were found are kept."""
+
+    def __init__(self, shop: Shop, width: int) -> None:
+        self.shop, self.width = shop, width
+        self.flow = flow(shop)
+        self.unit = sum(shop.seconds[::3]) / shop.stages
+        self.blocks: dict[tuple[float, tuple[float, ...]], Block] = {}
+
+    def due(self, recipe: Recipe, microbatches: int) -> list[float]:
+        """Per op (see :mod:`fxpipe.schedule.shop`) when it should be run."""
+        m, block, flow = microbatches, self._block(recipe), self.flow
+        period, scale = block.period, max(1.0, self.shop.ranks / 8)
+        head, tail = round(recipe.head * scale), round(recipe.tail * scale)
+        begins, stretch = [0.0] * m, [1.0] * m
+        for j in range(m):
+            pace = 1.0
+            if j < head:
+                pace = recipe.head_pace
+                stretch[j] = recipe.head_stretch + (1 - recipe.head_stretch) * j / head
+            elif j >= m - tail:
+                pace = recipe.tail_pace
+                stretch[j] = 1 - (1 - recipe.tail_stretch) * (j - m + tail + 1) / tail
+            if j:
+                begins[j] = begins[j - 1] + pace * period
+        timing = list(zip(begins, stretch, strict=True))
+        never = begins[-1] + 2 * max(*block.start, *flow) + m * period
+        on_time = m - round(recipe.late_weights * scale)
+        first = {own[0] for own in self.shop.own}
+        due: list[float] = []
+        for section, start in enumerate(block.start):
+            alone, wait, shift = flow[section], start - flow[section], 0.0
+            if section % 3 == 2:
+                shift = recipe.weight_delay * period
+            elif section % 3 == 0 and section // 3 in first:
+                shift = -recipe.forward_lead * period
+            alone += shift
+            dates = [begin + alone + wait * share for begin, share in timing]
+            if section % 3 == 2 and on_time < m:
+                for j in range(max(0, on_time), m):
+                    dates[j] += never
+            due += dates
+        return due
+
+    def _block(self, recipe: Recipe) -> Block:
+        key = round(recipe.period, 3), tuple(round(wait, 2) for wait in recipe.waits)
+        if key not in self.blocks:
+            period, waits = key[0] * self.shop.period, tuple(wait * self.unit for wait in key[1])
+            found = find_block(self.shop, period, waits, self.width)
+            self.blocks[key] = found or Block(period, self._slow_flow(waits))
+        return self.blocks[key]
+
+    def _slow_flow(self, waits: tuple[float, ...]) -> tuple[float, ...]:
+        """The flow of a lone microbatch with half an F of wait, and what is asked, before every op."""
+        steps = 2 * self.shop.stages
+        late, total = [0.0] * steps, 0.0
+        for k in range(steps):
+            total += waits[k * len(waits) // steps] + self.unit / 2
+            late[k] = total
+        start = list(self.flow)
+        for stage in range(self.shop.stages):
+            start[3 * stage] += late[stage]
+            start[3 * stage + 1] += late[steps - 1 - stage]
+            start[3 * stage + 2] += late[steps - 1 - stage]
+        return tuple(start)

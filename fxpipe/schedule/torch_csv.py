@@ -1,0 +1,56 @@
+"""The CSV of torch's pipeline schedules: a row a rank, a cell an action, an empty cell a pause.
+
+An action is stage, kind, microbatch: ``3F0``.  torch's kinds are ``F``, ``I`` (input gradient, here B), ``W``
+(weight gradient) and ``B`` (both, here BW); ``(1F4;2B0)OVERLAP_F_B`` is two actions that run together,
+taken here as one after the other.  What only moves or shards tensors (``3SEND_F0``, ``1UNSHARD``) is left
+out: fxpipe makes its own messages.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator
+
+from fxpipe.errors import ScheduleError
+from fxpipe.schedule.ops import Op, OpKind, Order
+
+_KINDS = {"F": OpKind.F, "I": OpKind.B, "W": OpKind.W, "B": OpKind.BW}
+_LETTERS = {kind: letter for letter, kind in _KINDS.items()}
+_COMPUTE = re.compile(r"(\d+)([FIWB])(\d+)")
+_MOVES = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+_TOGETHER = re.compile(r"\((.*)\)OVERLAP_F_B")
+
+
+def looks_like_csv(text: str) -> bool:
+    """Whether the first thing in a text is an action of torch's."""
+    first = next((cell for cell in re.split(r"[,\s]+", text) if cell), "")
+    return bool(re.match(r"\d|\(", first))
+
+
+def parse_csv(text: str) -> Order:
+    """Raises ScheduleError where a cell holds no action."""
+    return tuple(
+        tuple(op for cell in row for op in _ops(cell.strip(), f"row {number}"))
+        for number, row in enumerate(csv.reader(io.StringIO(text)))
+    )
+
+
+def csv_text(order: Order) -> str:
+    """One row a rank, without pauses."""
+    rows = (",".join(f"{op.stage}{_LETTERS[op.kind]}{op.microbatch}" for op in ops) + "\r\n" for ops in order)
+    return "".join(rows)
+
+
+def _ops(cell: str, where: str) -> Iterator[Op]:
+    if together := _TOGETHER.fullmatch(cell):
+        for part in together[1].split(";"):
+            yield from _ops(part.strip(), where)
+    elif action := _COMPUTE.fullmatch(cell):
+        yield Op(_KINDS[action[2]], int(action[1]), int(action[3]))
+    elif cell and not _MOVES.fullmatch(cell):
+        raise ScheduleError(
+            f"{where}: {cell!r} is no action of torch's: write stage, kind (F, I, W or B), microbatch, "
+            "such as 3F0"
+        )

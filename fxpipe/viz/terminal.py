@@ -1,0 +1,90 @@
+"""A simulated step in a terminal: a row for each rank, an op a coloured block with its microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+
+from rich.style import Style
+from rich.text import Text
+
+from fxpipe.graph import Phase
+from fxpipe.schedule.ops import PHASES as RUNS
+from fxpipe.schedule.ops import Op, OpKind
+from fxpipe.schedule.timeline import Timeline
+from fxpipe.viz import palette
+
+ROWS = 32
+"""Ranks that are drawn at most: the first and the last ones."""
+
+MEANING = {
+    OpKind.F: "forward",
+    OpKind.B: "input gradient",
+    OpKind.W: "weight gradient",
+    OpKind.BW: "both gradients",
+}
+
+
+def timeline_text(timeline: Timeline, width: int, coloured: bool) -> Text:
+    """``width`` cells wide; a cell shows what its rank runs in the middle of the cell's time.
+
+    Neighbouring microbatches, and the stages of one rank, differ in shade.  Not coloured, a block begins
+    with its letter: ``F0··F1··B0··``.
+    """
+    ranks = range(timeline.schedule.ranks)
+    shown = ranks if len(ranks) <= ROWS else [*ranks[: ROWS // 2], *ranks[-ROWS // 2 :]]
+    label = len(str(ranks[-1])) + 1
+    text = Text(no_wrap=True, overflow="crop")
+    for before, rank in zip([-1, *shown], shown, strict=False):
+        if rank != before + 1:
+            text.append(f"{'…':<{label}}{rank - before - 1} more ranks\n", "dim")
+        text.append(f"{rank:<{label}}", "dim")
+        for op, cells in _blocks(timeline, rank, max(1, width - label)):
+            text.append(*_block(timeline, op, cells, coloured))
+        text.append("\n")
+    kinds = {span.op.kind for spans in timeline.spans for span in spans}
+    text.append(" " * label)
+    for kind in sorted(kinds, key=list(OpKind).index):
+        key = f" {kind} " if coloured else f"{_letter(kind)} "
+        text.append(key, Style(color="black", bgcolor=_colour(kind)) if coloured else "")
+        text.append(f" {MEANING[kind]}   " if coloured else f"{MEANING[kind]}   ")
+    return text
+
+
+def _blocks(timeline: Timeline, rank: int, width: int) -> Iterator[tuple[Op | None, int]]:
+    """What runs, and in how many cells; None where nothing does."""
+    begin = min(spans[0].start for spans in timeline.spans if spans)
+    spans = timeline.spans[rank]
+
+    def ops() -> Iterator[Op | None]:
+        position = 0
+        for cell in range(width):
+            time = begin + (cell + 0.5) / width * timeline.seconds
+            while position < len(spans) and spans[position].end <= time:
+                position += 1
+            running = position < len(spans) and spans[position].start <= time
+            yield spans[position].op if running else None
+
+    for op, cells in groupby(ops()):
+        yield op, sum(1 for _ in cells)
+
+
+def _block(timeline: Timeline, op: Op | None, cells: int, coloured: bool) -> tuple[str, Style]:
+    if op is None:
+        return " " * cells, Style()
+    number = str(op.microbatch)
+    if not coloured:
+        text = f"{_letter(op.kind)}{number}"
+        return (text if len(text) <= cells else _letter(op.kind)).ljust(cells, "·"), Style()
+    placement = timeline.schedule.placement
+    late = placement[op.stage] in placement[: op.stage]
+    shade = palette.tint(_colour(op.kind), 0.22 * (op.microbatch % 2) + 0.4 * late)
+    return (number if len(number) <= cells else "").center(cells), Style(color="black", bgcolor=shade)
+
+
+def _letter(kind: OpKind) -> str:
+    return str(kind)[0]
+
+
+def _colour(kind: OpKind) -> str:
+    return palette.PHASES[Phase(RUNS[kind][0])]

@@ -1,0 +1,191 @@
+"""Schedules of ``compile``: every family for real, given ones, ``auto``, and the memory limit."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from zoo import CASES, Chain, Shape, check_against_eager, eager, numbers, relative_error
+
+import fxpipe
+from fxpipe.cli import main
+from fxpipe.errors import ScheduleError
+from fxpipe.schedule.families import FAMILIES
+from fxpipe.schedule.ops import Schedule, parse_order
+
+
+@pytest.fixture(autouse=True)
+def _double():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 5), (4, 3)])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_equals_one_process(name, ranks, microbatches):
+    check_against_eager(CASES["unet"], microbatches, Shape(ranks, name))
+
+
+def compiled(ranks=2, microbatches=4, depth=6, **options) -> fxpipe.Pipeline:
+    torch.manual_seed(0)
+    return fxpipe.compile(Chain(depth), numbers(2), ranks=ranks, microbatches=microbatches, **options)
+
+
+# -- given by hand -------------------------------------------------------------------------------------
+
+BY_HAND = """
+F0.0 F0.1 B0.0 F0.2 W0.0 B0.1 B0.2 W0.1 W0.2
+F1.0 B1.0 F1.1 W1.0 B1.1 F1.2 B1.2 W1.1 W1.2
+"""
+
+
+def check_loss(pipe: fxpipe.Pipeline, microbatches: int) -> None:
+    torch.manual_seed(0)
+    model, batch = Chain(6), numbers(2 * microbatches)
+    expected = eager(model, batch, microbatches)
+    result = pipe.run_local(batch)
+    assert relative_error(result.loss, expected.loss) <= 1e-10
+    assert all(relative_error(result.grads[n], g) <= 1e-10 for n, g in expected.grads.items())
+
+
+def test_a_schedule_by_hand():
+    given = Schedule("by-hand", (0, 1), 3, parse_order(BY_HAND))
+    pipe = compiled(microbatches=3, schedule=given)
+    assert pipe.schedule == given
+    program = pipe.artefact.programs[0]
+    assert re.findall(r'rt\.op\("(.+?)"\)', program) == BY_HAND.split("\n")[1].split()
+    check_loss(pipe, 3)
+
+
+def test_a_schedule_from_a_file(tmp_path: Path):
+    file = tmp_path / "mine.txt"
+    file.write_text(BY_HAND)
+    pipe = compiled(microbatches=3, schedule=file)
+    assert pipe.schedule == Schedule("mine", (0, 1), 3, parse_order(BY_HAND))
+
+
+def test_a_schedule_of_torch(tmp_path: Path):
+    file = tmp_path / "torch.csv"
+    file.write_text("0F0,0F1,0B0,0B1\n1F0,1I0,1W0,1F1,1B1\n")
+    pipe = compiled(microbatches=2, schedule=file)
+    assert pipe.schedule.order == parse_order("F0.0 F0.1 BW0.0 BW0.1\nF1.0 B1.0 W1.0 F1.1 BW1.1")
+    check_loss(pipe, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ranks": 3}, "by-hand is for 2 ranks, and ranks is 3"),
+        ({"microbatches": 4}, "by-hand is for 3 microbatches, and microbatches is 4"),
+        ({"stages_per_rank": 1}, "is given whole: leave out stages_per_rank"),
+        ({"placement": "v"}, "is given whole: leave out placement"),
+        ({"memory_limit": "1GB"}, "is given whole: leave out memory_limit"),
+    ],
+)
+def test_a_schedule_by_hand_that_does_not_go_with_the_rest(options, message):
+    given = Schedule("by-hand", (0, 1), 3, parse_order(BY_HAND))
+    with pytest.raises(ScheduleError, match=message):
+        compiled(**{"microbatches": 3, "schedule": given, **options})
+
+
+def test_a_schedule_that_cannot_progress():
+    order = parse_order("F0.0 B0.0 W0.0 F0.1 B0.1 W0.1\nF1.1 B1.1 W1.1 F1.0 B1.0 W1.0")
+    with pytest.raises(fxpipe.FxpipeError, match=r"rank 0, before B0\.0: wait B1 -> B0"):
+        compiled(microbatches=2, schedule=Schedule("crossed", (0, 1), 2, order))
+
+
+# -- auto ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def automatic() -> fxpipe.Pipeline:
+    torch.set_default_dtype(torch.float64)
+    return compiled(microbatches=4)
+
+
+def test_auto_is_the_fastest_of_what_it_tried(automatic):
+    tried = automatic.plan.tried
+    assert {a.stages_per_rank for a in tried} == {1, 2}
+    assert {a.placement for a in tried if a.stages_per_rank == 2} == {"plain", "v"}
+    fastest = min(a.seconds for a in tried if a.seconds is not None)
+    assert automatic.simulate().seconds == pytest.approx(fastest)
+    assert len({a.schedule for a in tried}) >= 8
+    check_loss(automatic, 4)
+
+
+def test_auto_with_what_is_given():
+    pipe = compiled(stages_per_rank=2, placement="v", schedule="auto")
+    assert pipe.schedule.placement == (0, 1, 1, 0)
+    assert {(a.stages_per_rank, a.placement) for a in pipe.plan.tried} == {(2, "v")}
+
+
+def test_auto_where_the_model_can_be_cut_into_few_stages_only():
+    pipe = compiled(depth=1, schedule="auto")
+    assert {a.stages_per_rank for a in pipe.plan.tried} <= {1, 2}
+
+
+def test_explain(automatic, tmp_path, capsys):
+    automatic.save(tmp_path / "auto")
+    assert main(["explain", str(tmp_path / "auto")]) == 0
+    printed = capsys.readouterr().out
+    assert f"Chain on 2 ranks, 4 microbatches: {automatic.schedule.name}, as its simulated step" in printed
+    assert "1f1b" in printed
+    assert "zb-h1" in printed
+
+
+def test_explain_a_named_one(tmp_path, capsys):
+    compiled(schedule="gpipe").save(tmp_path / "named")
+    assert main(["explain", str(tmp_path / "named")]) == 0
+    assert "gpipe, as it was asked for" in capsys.readouterr().out
+
+
+def test_explain_nothing(tmp_path, capsys):
+    assert main(["explain", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("fxpipe: error: ")
+
+
+# -- the memory limit ----------------------------------------------------------------------------------
+
+
+def held(pipe: fxpipe.Pipeline) -> list[int]:
+    """Bytes of parameters and gradients of each rank."""
+    size = {name: p.nbytes for name, p in pipe.parameters.items()}
+    return [sum(size[n] for n in (*t.parameters, *t.gradients)) for t in pipe.plan.tensors]
+
+
+@pytest.mark.parametrize("schedule", ["auto", "zb", "v-half"])
+def test_the_limit_is_kept(schedule):
+    free = compiled(ranks=4, microbatches=8, depth=12, schedule=schedule)
+    limit = 0.8 * max(map(sum, zip(held(free), free.simulate().peak_memory, strict=True)))
+    bound = compiled(ranks=4, microbatches=8, depth=12, schedule=schedule, memory_limit=limit)
+    for weights, peak in zip(held(bound), bound.simulate().peak_memory, strict=True):
+        assert weights + peak <= limit * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("limit", "message"),
+    [
+        (100, "of rank . alone take"),
+        ("16 XB", r"give a number of bytes above 0 or a text such as '16GiB' \(units: B, kB"),
+        (0, "above 0"),
+        (-5, "above 0"),
+        ("GiB", "'GiB'"),
+    ],
+)
+def test_limits_that_cannot_be(limit, message):
+    with pytest.raises(ScheduleError, match=message):
+        compiled(schedule="auto", memory_limit=limit)
+
+
+def test_a_limit_that_nothing_keeps_names_what_is_needed():
+    pipe = compiled(schedule="1f1b")
+    limit = max(held(pipe)) + 1
+    with pytest.raises(ScheduleError, match=r"the smallest that one can keep is \d+.*offload or recompute"):
+        compiled(schedule="auto", memory_limit=limit, stages_per_rank=1)
+
+
+def test_units_of_the_limit():
+    from fxpipe.limit import parse_bytes
+
+    assert [parse_bytes(x) for x in ("16GiB", "1.5 kB", "2mb", 7, "8")] == [16 * 2**30, 1500.0, 2e6, 7.0, 8.0]
