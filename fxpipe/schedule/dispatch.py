@@ -48,7 +48,7 @@ def dispatch(
     held = [[0.0] * len(own) for own in shop.own]  # between F and B, per stage of a rank
     order: Coded = [[] for _ in range(shop.ranks)]
     heads = [_heads(shop, rank, m) for rank in range(shop.ranks)]
-    place = [at for stage in range(shop.stages) for at in [shop.own[home[3 * stage]].index(stage)]]
+    place = {stage: at for own in shop.own for at, stage in enumerate(own)}
     events = [(0.0, rank) for rank in range(shop.ranks)]
     push, pop = heapq.heappush, heapq.heappop
 

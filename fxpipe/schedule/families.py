@@ -147,7 +147,7 @@ def starts(problem: Problem) -> list[Order]:
     elif problem.stages_per_rank > 1:
         makers += [zb_h1, gis]
     else:
-        makers += [zb_h1, zb_h2, *(partial(_warm, extra, gap) for extra in (1, 2) for gap in Gap)]
+        makers += [zb_h1, zb_h2, *(partial(_warm, even, gap) for even in (False, True) for gap in Gap)]
     try:
         order = problem.fastest_of(makers)
     except ScheduleError:
@@ -155,11 +155,22 @@ def starts(problem: Problem) -> list[Order]:
     return [] if problem.excess(order) else [order]
 
 
-def _warm(extra: int, gap: Gap, problem: Problem) -> Order:
-    """As many forwards before the first B as are of use, W in the gaps under the limit (2401.10241)."""
-    spine = spines.interleaved(
-        problem.placement, problem.microbatches, OpKind.B, lambda rank: extra * (problem.ranks - rank)
-    )
+def _warm(even: bool, gap: Gap, problem: Problem) -> Order:
+    """As many forwards before the first B as memory and the way to the last rank allow (2401.10241).
+
+    The first ranks run up to their limit; with ``even`` all ranks go as far beyond 1F1B, in proportion.
+    """
+    p = problem.ranks
+    room = [
+        int(min(limit / least, 2 * p) + 1e-9) if (least := problem.shop.smallest_limit(rank)) else 2 * p
+        for rank, limit in enumerate(problem.limits)
+    ]
+    beyond = min(1.0, (min(room) - p) / max(1, p - 1)) if even else 1.0
+
+    def in_flight(rank: int) -> int:
+        return max(1, min(room[rank], p - rank + int(beyond * (p - rank - 1) + 1e-9)))
+
+    spine = spines.interleaved(problem.placement, problem.microbatches, OpKind.B, in_flight)
     return fill(spine, problem.placement, problem.costs, problem.limits, gap)
 
 
@@ -254,18 +265,19 @@ def build(
     problem = Problem(name, ranks, microbatches, chunks, shape, costs, limits, group, effort)
     _check_least(problem)
     order = family.function(problem)
-    if not problem.is_even and (even := _for_mean(family, problem)) not in (None, order):
-        assert even is not None
-        order = problem.fastest((order, even))
+    if not problem.is_even:
+        for other in _for_mean(family, problem):
+            order = order if other == order else problem.fastest((order, other))
     _check_memory(problem, order)
     return Schedule(name, homes, microbatches, order)
 
 
-def _for_mean(family: Family, problem: Problem) -> Order | None:
+def _for_mean(family: Family, problem: Problem) -> tuple[Order, ...]:
+    """The family's order for stages that are all alike, where it has one under the limit."""
     try:
-        return family.function(problem.with_mean_costs())
+        return (family.function(problem.with_mean_costs()),)
     except ScheduleError:
-        return None
+        return ()
 
 
 def _check_family(family: Family, chunks: int, shape: str) -> None:

@@ -63,18 +63,15 @@ class _Climb:
         self.count += 1
         if not self.arcs:
             return False
-        before, after = self.random.choice(self.arcs)
-        rank = self.shop.rank[before // self.microbatches]
-        old = self.order[rank]
-        new = self._moved(old, before, after)
-        if new is None or peak(self.shop, new, self.microbatches) > self.limits[rank] * (1 + 1e-9):
+        old = self._move(*self.random.choice(self.arcs))
+        if not old:
             return True
-        self.order[rank] = new
         done = run(self.shop, self.order, self.microbatches)
         value = self.goal.value(done) if done is not None else None
         slot = self.count % _MEMORY
         if value is None or done is None or (value > self.value and value > self.past[slot]):
-            self.order[rank] = old
+            for rank, ops in old.items():
+                self.order[rank] = ops
         else:
             self.run, self.value = done, value
             self.arcs = self._critical()
@@ -83,24 +80,45 @@ class _Climb:
         self.past[slot] = self.value
         return True
 
-    def _moved(self, ops: list[int], before: int, after: int) -> list[int] | None:
-        """One of the two put behind or before a few others; None where it may not pass them."""
+    def _move(self, before: int, after: int) -> dict[int, list[int]]:
+        """Puts one of the two behind or before a few others, at times on several ranks in a row.
+
+        The orders that the ranks had; empty where nothing can be moved so.
+        """
         m, random = self.microbatches, self.random
-        at = ops.index(before)
-        if at + 1 >= len(ops) or ops[at + 1] != after:
-            return None
+        home = self.shop.rank[before // m]
         if random.random() < 0.6:
-            source, target = at, min(len(ops) - 1, at + 1 + random.choice((0, random.randrange(_REACH))))
+            op, by = before, 1 + random.choice((0, random.randrange(_REACH)))
         else:
-            source, target = at + 1, max(0, at - random.randrange(_REACH))
-        section, microbatch = divmod(ops[source], m)
+            op, by = after, -1 - random.randrange(_REACH)
+        section, microbatch = divmod(op, m)
+        chunk = self.shop.own[home].index(section // 3)
+        ranks = [home]
+        if random.random() < 0.4:
+            other = home + random.choice((-1, 1)) * random.randrange(1, self.shop.ranks + 1)
+            ranks = list(range(min(home, other), max(home, other) + 1))
+        old: dict[int, list[int]] = {}
+        for rank in ranks:
+            if not 0 <= rank < self.shop.ranks or chunk >= len(self.shop.own[rank]):
+                continue
+            its = (3 * self.shop.own[rank][chunk] + section % 3) * m + microbatch
+            new = self._shifted(self.order[rank], its, by)
+            if new is not None and peak(self.shop, new, m) <= self.limits[rank] * (1 + 1e-9):
+                old[rank], self.order[rank] = self.order[rank], new
+        return old
+
+    def _shifted(self, ops: list[int], op: int, by: int) -> list[int] | None:
+        """The op so many places later; None where it may not pass the ops between."""
+        m, source = self.microbatches, ops.index(op)
+        target = max(0, min(len(ops) - 1, source + by))
+        section, microbatch = divmod(op, m)
         low, high = sorted((source, target))
         for value in ops[low : high + 1]:
             other, its = divmod(value, m)
-            if value != ops[source] and (
-                other == section or (other // 3 == section // 3 and its == microbatch)
-            ):
+            if value != op and (other == section or (other // 3 == section // 3 and its == microbatch)):
                 return None
+        if source == target:
+            return None
         new = ops[:source] + ops[source + 1 :]
-        new.insert(target, ops[source])
+        new.insert(target, op)
         return new

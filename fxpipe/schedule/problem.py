@@ -16,7 +16,7 @@ from fxpipe.schedule.shop import Shop, encode, peaks, run, shop
 Limit = float | Sequence[float] | None
 """A memory limit of every rank, of each rank, or none; in the unit of the costs' ``saved``."""
 
-_SHORT = 2  # a step of so many microbatches per rank tells which of several orders is the fastest
+_SHORT = 3  # a step of so many microbatches per rank tells which of several orders is the fastest
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ class Recipe:
     late_weights: int = 0  # microbatches at the end whose W are due after all else
     forward_lead: float = 0.0  # of the first chunk's F
     patience: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    memory: float = 2.0  # that it uses at most, in ranks · M_B; a limit may be lower
 
 
 def random_recipe(random: Random) -> Recipe:
@@ -53,6 +54,7 @@ def random_recipe(random: Random) -> Recipe:
         late_weights=random.choice((0, 0, 3, 6, 9)),
         forward_lead=random.choice((0.0, 0.0, 0.0, random.uniform(-0.3, 1))),
         patience=(patience(), patience(), patience()),
+        memory=random.choice((2.0, 2.0, 2.0, 1.5, 1.25, 1.1, 1.0, 0.75)),
     )
 
 
@@ -74,7 +76,7 @@ def mutate(recipe: Recipe, random: Random) -> Recipe:
             changes["patience"] = (*value[:k], other.patience[k], *value[k + 1 :])
         elif field.name in ("head", "tail"):
             changes[field.name] = max(0, value + random.choice((-1, 1)))
-        elif field.name in ("late_weights", "weight_delay") or random.random() < 0.2:
+        elif field.name in ("late_weights", "weight_delay", "memory") or random.random() < 0.2:
             changes[field.name] = getattr(other, field.name)
         elif field.name == "period":
             changes["period"] = max(1.0, value + random.gauss(0, 0.02))

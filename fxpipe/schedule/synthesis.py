@@ -28,7 +28,7 @@ _RECIPES = 1_500  # more are not of use
 _POPULATION = 16
 _SHORT = 3  # that part's microbatches per rank
 _BEAM = 30  # what finding a block costs, in ops per section and unit of width
-_IMPROVE = 3  # an improvement's try costs so much less than scheduling anew
+_IMPROVE = 6  # tries of an improvement that cost as much as scheduling anew
 
 
 def synthesise(
@@ -74,6 +74,7 @@ def _worth(problem: Problem, coded: Coded, goal: Goal) -> float:
 class _Evolution:
     def __init__(self, problem: Problem, goal: Goal, kitchen: Kitchen, effort: int) -> None:
         self.shop, self.limits, self.microbatches = problem.shop, problem.limits, problem.microbatches
+        self.memory = [self.shop.smallest_limit(rank) for rank in range(self.shop.ranks)]
         self.goal = goal
         self.left = self.effort = effort
         self.random = Random(0)
@@ -112,7 +113,8 @@ class _Evolution:
         """What the recipe's order is worth, infinite where it does not keep the limits; and the order."""
         known, m = len(self.kitchen.blocks), self.microbatches
         due = self.kitchen.due(recipe, m)
-        coded = dispatch(self.shop, m, due, self.limits, recipe.patience)
+        caps = [max(1.0, recipe.memory * self.shop.ranks) * memory for memory in self.memory]
+        coded = dispatch(self.shop, m, due, list(map(min, self.limits, caps)), recipe.patience)
         self.left -= self.shop.sections * m
         if len(self.kitchen.blocks) > known:
             self.left -= _BEAM * self.kitchen.width * self.shop.sections

@@ -1,0 +1,72 @@
+"""``auto``: what is tried, what is chosen, and what is said where nothing fits."""
+
+import pytest
+
+from fxpipe.errors import ScheduleError
+from fxpipe.schedule.check import check
+from fxpipe.schedule.costs import Costs, StageCost, chain
+from fxpipe.schedule.search import Setting, search
+
+
+def costs(ranks: int, chunks: int, times=(1.0, 1.0, 1.0), kept: float = 0.5) -> Costs:
+    forward, backward, weight = (time / chunks for time in times)
+    return chain([StageCost(forward, backward, weight, 1 / chunks, kept / chunks)] * (ranks * chunks), 0.05)
+
+
+def settings(ranks: int, **options) -> list[Setting]:
+    kinds = ((1, "plain"), (2, "plain"), (2, "v"))
+    return [Setting(v, placement, costs(ranks, v, **options)) for v, placement in kinds]
+
+
+def test_the_fastest_of_what_was_tried_or_better():
+    found = search(settings(4), ranks=4, microbatches=6)
+    check(found.schedule)
+    tried = {(t.name, t.setting.stages_per_rank, t.setting.placement): t for t in found.tried}
+    assert {"gpipe", "1f1b", "interleaved", "gis", "zb-h1", "zb-h2", "zb", "1f1b-v", "dualpipe-v"} == {
+        name for name, _, _ in tried
+    }
+    assert all(t.why == "" for t in found.tried)
+    assert found.timeline.seconds <= min(t.seconds for t in found.tried)
+    assert found.schedule.placement == (found.setting.placement == "v" and (0, 1, 2, 3, 3, 2, 1, 0)) or (
+        found.schedule.placement == (0, 1, 2, 3) * found.setting.stages_per_rank
+    )
+
+
+def test_the_objective():
+    span = search(settings(4), ranks=4, microbatches=6, objective="span").timeline
+    makespan = search(settings(4), ranks=4, microbatches=6, objective="makespan").timeline
+    assert span.span <= makespan.span
+    assert makespan.seconds <= span.seconds
+
+
+def test_what_does_not_fit_is_left_out():
+    found = search(settings(4), ranks=4, microbatches=6, memory_limit=2.5)
+    assert max(found.timeline.peak_memory) <= 2.5
+    left_out = {t.name: t.why for t in found.tried if t.why}
+    assert "needs 6 of memory on rank 0, and the limit is 2.5" in left_out["gpipe"]
+    assert all(t.seconds is None for t in found.tried if t.why)
+
+
+def test_each_setting_has_its_own_limit():
+    kinds = settings(4)
+    small = [Setting(s.stages_per_rank, s.placement, s.costs, 0.5) for s in kinds[1:]]
+    found = search([kinds[0], *small], ranks=4, microbatches=6)
+    assert found.setting is kinds[0]
+
+
+def test_nothing_fits():
+    with pytest.raises(
+        ScheduleError, match=r"limit of 0\.5; the smallest that one can keep is 1, .* offload"
+    ):
+        search(settings(4), ranks=4, microbatches=6, memory_limit=0.5)
+    with pytest.raises(ScheduleError, match="nothing to search"):
+        search([], ranks=4, microbatches=6)
+
+
+def test_below_the_fixed_orders_of_torch():
+    """F, B, W = 1, 1.2, 0.6 on 8 ranks, 16 microbatches: 1.094 m(F+B+W) for ZBVZeroBubble there."""
+    kinds = [Setting(2, name, chain([StageCost(0.5, 0.6, 0.3, 0.5, 0.5)] * 16)) for name in ("plain", "v")]
+    found = search(kinds, ranks=8, microbatches=16)
+    work = 16 * 2.8
+    assert found.timeline.seconds < 1.094 * work
+    assert found.timeline.span < 1.094 * work

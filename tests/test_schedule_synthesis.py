@@ -1,0 +1,189 @@
+"""Synthesis: repeated blocks, list scheduling, recipes, local search; marks of the papers at equal memory."""
+
+from itertools import pairwise
+from math import inf
+
+import pytest
+
+from fxpipe.errors import ScheduleError
+from fxpipe.schedule.blocks import find_block, flow
+from fxpipe.schedule.costs import Costs, StageCost, chain
+from fxpipe.schedule.dispatch import dispatch
+from fxpipe.schedule.families import build
+from fxpipe.schedule.goal import Goal
+from fxpipe.schedule.improve import improve
+from fxpipe.schedule.ops import order_text, parse_order
+from fxpipe.schedule.placement import place
+from fxpipe.schedule.problem import Problem, per_rank
+from fxpipe.schedule.shop import Shop, decode, encode, peaks, run, shop
+from fxpipe.schedule.simulator import simulate
+
+
+def v_costs(ranks: int, times=(1.0, 1.0, 1.0), comm: float = 0.0, kept: float = 0.5) -> Costs:
+    """Two chunks a rank; memory in microbatches of a rank, of which W needs ``kept``."""
+    forward, backward, weight = (time / 2 for time in times)
+    return chain([StageCost(forward, backward, weight, 0.5, kept / 2)] * (2 * ranks), comm)
+
+
+def v_shop(ranks: int, **costs) -> Shop:
+    return shop(v_costs(ranks, **costs), place("v", ranks, 2))
+
+
+LARGE = {"times": (29.718, 29.444, 19.927), "comm": 0.527, "kept": 0.4324}  # 6.2B of 2401.10241
+
+
+def test_a_lone_microbatch_flows_down_and_up():
+    times = flow(shop(chain([StageCost(1, 2, 3), StageCost(4, 5, 6)], seconds=0.5), (0, 1)))
+    assert times == (0, 11, 13, 1.5, 5.5, 10.5)
+
+
+def overlaps(flat: Shop, period: float, start: tuple[float, ...]) -> bool:
+    """Do two ops of a rank overlap modulo the period?"""
+    for own in flat.own:
+        sections = [3 * stage + kind for stage in own for kind in range(3)]
+        slots = sorted((start[s] % period, flat.seconds[s]) for s in sections)
+        slots.append((slots[0][0] + period, 0.0))
+        if any(one + seconds > other + 1e-6 for (one, seconds), (other, _) in pairwise(slots)):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("stretch", [1.0, 1.05, 1.2])
+def test_a_block_repeats_without_overlap_and_in_the_order_of_what_it_needs(stretch):
+    flat = v_shop(8, **LARGE)
+    block = find_block(flat, stretch * flat.period, (0.0,) * 4)
+    assert not overlaps(flat, block.period, block.start)
+    for section, sources in enumerate(flat.needs):
+        for source, delay in sources:
+            assert block.start[section] >= block.start[source] + flat.seconds[source] + delay - 1e-6
+
+
+def test_a_block_holds_little():
+    """F = B = W on 8 ranks: 2.83 microbatches between F and B on any rank and no bubble; V-Min holds more."""
+    flat = v_shop(8)
+    block = find_block(flat, flat.period, (0.0,) * 4)
+    held = [
+        sum(block.start[3 * s + 1] + flat.seconds[3 * s + 1] - block.start[3 * s] for s in own) / 2
+        for own in flat.own
+    ]
+    assert max(held) / block.period == pytest.approx(17 / 6)
+
+
+def test_no_block_where_the_work_does_not_fit_the_period():
+    flat = v_shop(2)
+    assert find_block(flat, 0.9 * flat.period, (0.0,) * 4) is None
+
+
+def test_dispatch_follows_due_dates_and_memory():
+    flat = shop(chain([StageCost(1, 1, 1, 1, 1)] * 2), (0, 1))
+    due = [*range(9), *range(9)]
+    early = dispatch(flat, 3, due, (inf, inf), (0, 0, 0))
+    assert order_text(decode(early, 3)).splitlines()[0] == "F0.0 F0.1 F0.2 B0.0 B0.1 B0.2 W0.0 W0.1 W0.2"
+    narrow = dispatch(flat, 3, due, (2, 1), (0, 0, 0))
+    assert peaks(flat, narrow, 3) == [2, 1]
+    with pytest.raises(ScheduleError, match=r"rank 1 has a memory limit of 0\.5, but one microbatch takes 1"):
+        dispatch(flat, 3, due, (2, 0.5), (0, 0, 0))
+
+
+@pytest.mark.parametrize("limit", [1.0, 1.3, 2.0])
+def test_dispatch_ends_however_little_memory_there_is_and_whatever_is_due(limit):
+    """The later chunk due last: without a place kept for it the first chunk would fill the memory."""
+    flat, m = v_shop(4), 6
+    for sign in (1, -1):
+        due = [float(sign * section) for section in range(flat.sections) for _ in range(m)]
+        for patience in ((0, 0, 0), (1, 1, 1), (3, 3, 3)):
+            coded = dispatch(flat, m, due, (limit,) * 4, patience)
+            assert sorted(op for ops in coded for op in ops) == list(range(flat.sections * m))
+            assert max(peaks(flat, coded, m)) <= limit * (1 + 1e-9)
+            assert run(flat, coded, m) is not None
+
+
+def test_run_agrees_with_the_simulator():
+    costs = v_costs(4, **LARGE)
+    schedule = build("zb-v", ranks=4, microbatches=6, costs=costs, effort=0.01)
+    flat, timeline = shop(costs, schedule.placement), simulate(schedule, costs)
+    coded = encode(schedule.order, 6)
+    done = run(flat, coded, 6)
+    assert done.span == pytest.approx(timeline.span)
+    assert done.makespan == pytest.approx(timeline.seconds)
+    assert peaks(flat, coded, 6) == pytest.approx(list(timeline.peak_memory))
+    assert decode(coded, 6) == schedule.order
+
+
+def test_orders_that_block_each_other_do_not_run():
+    flat = shop(chain([StageCost(1, 1, 1)] * 2), (0, 1))
+    order = parse_order("F0.0 B0.0 F0.1 B0.1 W0.0 W0.1\nF1.0 F1.1 B1.0 B1.1 W1.0 W1.1")
+    assert run(flat, encode(order, 2), 2) is None
+
+
+def test_improvement_moves_a_weight_gradient_off_the_critical_path():
+    costs = chain([StageCost(1, 1, 1, 1, 1)] * 2)
+    problem = Problem("hand", 2, 2, 1, "plain", costs, (inf, inf))
+    slow = parse_order("F0.0 F0.1 B0.0 W0.0 B0.1 W0.1\nF1.0 B1.0 W1.0 F1.1 B1.1 W1.1")
+    goal = Goal.of(problem, "makespan")
+    better = improve(problem.shop, encode(slow, 2), 2, problem.limits, goal, 200)
+    assert problem.span(slow)[1] == 8
+    assert problem.span(decode(better, 2))[1] == 7
+
+
+# Bubbles of the published schedulers on the same times, at the same peak memory.
+@pytest.mark.parametrize(
+    ("name", "limit", "costs", "mark"),
+    [
+        ("v-min", 4, {}, 0.1379),
+        ("v-half", 5, {}, 0.1056),
+        ("v-half", 6, {}, 0.0711),
+        ("zb-v", 8, {}, 1e-9),
+        ("v-min", 4, LARGE, 0.2400),
+        ("v-half", 5, LARGE, 0.1440),
+        ("v-half", 6, LARGE, 0.1132),
+        ("zb-v", 8, LARGE, 0.0404),
+    ],
+)
+def test_span_bubble_under_a_limit_is_at_most_what_is_published(name, limit, costs, mark):
+    table = v_costs(8, **costs)
+    schedule = build(name, ranks=8, microbatches=24, costs=table, memory_limit=limit, effort=0.4)
+    timeline = simulate(schedule, table)
+    assert max(timeline.peak_memory) <= limit * (1 + 1e-9)
+    assert timeline.span_bubble <= mark
+
+
+def test_the_same_input_gives_the_same_schedule():
+    costs = v_costs(4, **LARGE)
+    make = {"ranks": 4, "microbatches": 6, "costs": costs, "memory_limit": 2.3, "effort": 0.05}
+    assert build("v-half", **make) == build("v-half", **make)
+
+
+def test_any_limit_down_to_one_microbatch():
+    costs = v_costs(4, **LARGE)
+    bubbles = []
+    for limit in (1.0, 1.37, 2.0, 2.71, 4.0):
+        schedule = build("zb-v", ranks=4, microbatches=8, costs=costs, memory_limit=limit, effort=0.05)
+        timeline = simulate(schedule, costs)
+        assert max(timeline.peak_memory) <= limit * (1 + 1e-9)
+        bubbles.append(timeline.span_bubble)
+    assert bubbles == sorted(bubbles, reverse=True)
+
+
+@pytest.mark.parametrize(("name", "limit"), [("zb-h1", None), ("zb-v", None), ("v-half", 3), ("gis", None)])
+@pytest.mark.parametrize("heavy", [0, 3])
+def test_uneven_costs_are_no_worse_than_the_schedule_for_their_mean(name, limit, heavy):
+    homes = place("plain" if name in ("zb-h1", "gis") else "v", 4, 1 if name == "zb-h1" else 2)
+    times = [1.3 if rank == heavy else 1.0 for rank in homes]
+    costs = chain([StageCost(t, t, 0.7 * t, 0.5, 0.25) for t in times], 0.05)
+    mean = sum(times) / len(times)
+    even = chain([StageCost(mean, mean, 0.7 * mean, 0.5, 0.25)] * len(homes), 0.05)
+    make = {"ranks": 4, "microbatches": 8, "memory_limit": limit, "effort": 0.02}
+    ours = simulate(build(name, costs=costs, **make), costs)
+    assert ours.span <= simulate(build(name, costs=even, **make), costs).span * (1 + 1e-9)
+
+
+def test_limits_per_rank():
+    assert per_rank(None, 2) == (inf, inf)
+    assert per_rank(3, 2) == (3, 3)
+    assert per_rank((1.5, 2), 2) == (1.5, 2)
+    costs = v_costs(2)
+    schedule = build("zb-v", ranks=2, microbatches=6, costs=costs, memory_limit=(2, 1.25), effort=0.05)
+    peak = simulate(schedule, costs).peak_memory
+    assert peak[0] <= 2
+    assert peak[1] <= 1.25
