@@ -2,7 +2,8 @@
 
 Marks of 2401.10241 are of its paper.  Marks under a memory limit (†) are what the published schedulers of
 2401.10241, 2405.15362 and 2503.01328 gave when they were run on the same times; a mark is the best of them
-at that peak.  Times of a model are per microbatch and rank; memory is in microbatches of a rank.
+at that peak.  Families have their own stages per rank; ``auto`` tries one, two and four.  Times of a model
+are per microbatch and rank; memory is in microbatches of a rank.
 
     python benchmarks/schedules.py --output benchmarks/results/schedules.txt
     python benchmarks/schedules.py --only limits uneven
@@ -12,16 +13,17 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from report import Report
 
+from fxpipe.cli.planning import CHUNKS
 from fxpipe.schedule.costs import Costs, StageCost, chain
 from fxpipe.schedule.families import FAMILIES, build
 from fxpipe.schedule.placement import place
-from fxpipe.schedule.search import Setting, search
+from fxpipe.schedule.search import Choice, Objective, Setting, search
 from fxpipe.schedule.simulator import simulate
 from fxpipe.schedule.timeline import Timeline
 
@@ -77,6 +79,9 @@ LIMITS: dict[tuple[str, float], dict[Model, float]] = {  # family, limit; the ma
     ("zb", 16): {B15: 0.0433, B62: 0.0029, B62_64: 0.0010, UNIT: 0.0, UNIT_64: 0.0},
 }
 
+LIMITS |= {
+    ("auto", limit): marks for (name, limit), marks in LIMITS.items() if name.startswith(("v-", "zb-v"))
+}
 FRONTIER = (2.0, 3.0, 3.5, 4.0, 4.3, 4.7, 5.0, 5.35, 5.7, 6.0, 6.5, 7.0, 8.0)
 UNEVEN = (("1f1b", None), ("zb-h1", None), ("zb", 8), ("zb-v", None), ("v-half", 5), ("v-min", 4), ("gis", 8))
 TORCH = Model("1 / 1.2 / 0.6", 8, 16, 1.0, 1.2, 0.6, 0.0)
@@ -108,13 +113,30 @@ def made(
     name: str, model: Model, limit: float | None = None, costs: Costs | None = None
 ) -> tuple[Timeline, float]:
     """The simulated schedule, and the seconds that it took to make it."""
-    costs = costs or model.costs(FAMILIES[name].stages_per_rank)
     began = time.perf_counter()
+    if name == "auto":
+        return found(model, limit, "span").timeline, time.perf_counter() - began
+    costs = costs or model.costs(FAMILIES[name].stages_per_rank)
     schedule = build(
         name, ranks=model.ranks, microbatches=model.microbatches, costs=costs, memory_limit=limit
     )
     seconds = time.perf_counter() - began
     return simulate(schedule, costs), seconds
+
+
+def found(model: Model, limit: float | None, objective: Objective, chunks: Sequence[int] = CHUNKS) -> Choice:
+    settings = [
+        Setting(v, placement, model.costs(v))
+        for v in chunks
+        for placement in (("plain", "v") if v > 1 else ("plain",))
+    ]
+    return search(
+        settings,
+        ranks=model.ranks,
+        microbatches=model.microbatches,
+        memory_limit=limit,
+        objective=objective,
+    )
 
 
 def setting(model: Model) -> str:
@@ -226,21 +248,20 @@ def torch_orders(report: Report) -> None:
         f"\nTwo stages a rank, {setting(TORCH)}: makespan and span, of m(F+B+W). "
         "torch: 1.125 (InterleavedZeroBubble), 1.094 (ZBVZeroBubble)"
     )
-    settings = [Setting(2, placement, TORCH.costs(2)) for placement in ("plain", "v")]
     rows = []
     for limit in (None, 8.0):
         for objective in ("makespan", "span"):
             began = time.perf_counter()
-            found = search(settings, ranks=8, microbatches=16, memory_limit=limit, objective=objective)
+            choice = found(TORCH, limit, objective, chunks=(2,))
             seconds = time.perf_counter() - began
-            timeline = found.timeline
+            timeline = choice.timeline
             rows.append(
                 [
                     f"auto, {objective}, {'no limit' if limit is None else f'limit {limit:g}'}",
                     f"{timeline.seconds / work:.4f}",
                     f"{timeline.span / work:.4f}",
                     f"{max(timeline.peak_memory):.4g}",
-                    found.setting.placement,
+                    choice.setting.placement,
                     f"{seconds:.1f}",
                 ]
             )
@@ -256,13 +277,9 @@ def times(report: Report) -> None:
         rows.append([f"{name}, p=32 m=256", f"{seconds:.2f}", "2"])
     for model, bar in ((B62_64, 10), (large, 60)):
         for limit in (None, model.ranks * 0.7):
-            settings = [
-                Setting(v, shape, model.costs(v)) for v, shape in ((1, "plain"), (2, "plain"), (2, "v"))
-            ]
             began = time.perf_counter()
-            found = search(settings, ranks=model.ranks, microbatches=model.microbatches, memory_limit=limit)
+            timeline = found(model, limit, "makespan").timeline
             seconds = time.perf_counter() - began
-            timeline = found.timeline
             rows.append(
                 [
                     f"auto, p={model.ranks} m={model.microbatches}, limit {limit}: "

@@ -178,6 +178,26 @@ def test_uneven_costs_are_no_worse_than_the_schedule_for_their_mean(name, limit,
     assert ours.span <= simulate(build(name, costs=even, **make), costs).span * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("placement", ["plain", "v"])
+@pytest.mark.parametrize("chunks", [3, 4])
+def test_more_than_two_stages_a_rank_under_a_tight_limit(chunks, placement):
+    """A microbatch must find room in all stages of a rank at a time, or the ranks block each other."""
+    stage = StageCost(15 / chunks, 15 / chunks, 10 / chunks, 1 / chunks, 0.43 / chunks)
+    costs = chain([stage] * (3 * chunks), 0.5)
+    for limit in (1.0, 1.5, 2.0):
+        schedule = build(
+            "zb",
+            ranks=3,
+            microbatches=7,
+            costs=costs,
+            stages_per_rank=chunks,
+            placement=placement,
+            memory_limit=limit,
+            effort=0.02,
+        )
+        assert max(simulate(schedule, costs).peak_memory) <= limit * (1 + 1e-9)
+
+
 def test_limits_per_rank():
     assert per_rank(None, 2) == (inf, inf)
     assert per_rank(3, 2) == (3, 3)

@@ -13,7 +13,7 @@ from fxpipe.schedule.simulator import simulate
 from fxpipe.schedule.timeline import Timeline
 
 AUTO = "auto"
-CHUNKS = (1, 2)
+CHUNKS = (1, 2, 4)
 """Stages a rank that ``auto`` tries where none are given."""
 
 

@@ -3,9 +3,9 @@
 Time runs forward over all ranks at once.  A rank that is free starts the op with the least *due* among
 those that have arrived and fit its memory, unless an op that is due before would then come too late.
 
-Why it ends: an F of a rank's stage is admitted only while, with the later stages of that rank empty, one F
-of each of them would still fit.  Take the latest stage whose next F has arrived and does not fit: all later
-stages can run empty, and then it fits.
+Why it ends: an F of a rank's stage is admitted only while one microbatch would still fit in all later stages
+of that rank at a time.  Take the latest stage whose next F has arrived and does not fit: all later stages can
+run empty, and then it fits, or an earlier F of the same stage gets its B.
 """
 
 from __future__ import annotations
@@ -145,9 +145,10 @@ def _has_room(
     if live + hold > limit:
         return False
     own = shop.own[rank]
-    below = hold + sum(held[: at + 1])
+    needed = hold + sum(held[: at + 1])
     for later in range(at + 1, len(own)):
-        if below + shop.hold[own[later]] > limit:
+        one = shop.hold[own[later]]
+        if needed + one > limit:
             return False
-        below += held[later]
+        needed += max(held[later], one)
     return True

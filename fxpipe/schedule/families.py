@@ -140,14 +140,15 @@ def dual_pipe_v(problem: Problem) -> Order:
 
 def starts(problem: Problem) -> list[Order]:
     """The published orders with split backward that the placement has, within the limits."""
-    makers: list[Callable[[Problem], Order]] = []
+    if problem.is_v and problem.stages_per_rank != 2:
+        return []
+    makers: list[Callable[[Problem], Order]]
     if problem.is_v:
-        if problem.stages_per_rank == 2:
-            makers += _fillers(_zb_v_spine)
+        makers = _fillers(_zb_v_spine)
     elif problem.stages_per_rank > 1:
-        makers += [zb_h1, gis]
+        makers = [zb_h1, gis]
     else:
-        makers += [zb_h1, zb_h2, *(partial(_warm, even, gap) for even in (False, True) for gap in Gap)]
+        makers = [zb_h1, zb_h2, *(partial(_warm, even, gap) for even in (False, True) for gap in Gap)]
     try:
         order = problem.fastest_of(makers)
     except ScheduleError:

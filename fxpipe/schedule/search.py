@@ -22,7 +22,7 @@ SEARCHED = "zb"
 """The family whose synthesis stands for all that are searched: the others are its cases."""
 
 _FINALISTS = 2
-_FIRST, _LAST = 0.5, 1.0  # effort on all settings, on the finalists
+_FIRST, _LAST = 0.5, 1.5  # effort on all settings, on the finalists
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class _Entry:
-    key: tuple[float, float]
+    key: tuple[float, float, float]
     setting: Setting
     timeline: Timeline
 
@@ -75,7 +75,7 @@ def search(
 ) -> Choice:
     """The schedule with the least makespan, or the shortest span of a rank, within the memory limits.
 
-    The objective that is not asked for decides between equals.  ``memory_limit``, in the unit of the
+    Of those that are equally fast one that needs the least memory.  ``memory_limit``, in the unit of the
     costs' ``saved``, holds for all settings, beside their own limits.  First every family is tried in
     every setting, with a short synthesis; then the settings that did best get a long one.
     Raises ScheduleError where nothing fits, with the smallest limit that does.
@@ -137,8 +137,11 @@ def _synthesise(problem: Problem, orders: Sequence[Order], objective: Objective,
 
 def _entry(schedule: Schedule, setting: Setting, objective: Objective) -> _Entry:
     timeline = simulate(schedule, setting.costs)
-    key = timeline.seconds, timeline.span
-    return _Entry(key if objective == "makespan" else key[::-1], setting, timeline)
+    seconds, span, peak = (
+        float(f"{x:.9g}") for x in (timeline.seconds, timeline.span, max(timeline.peak_memory))
+    )
+    key = (seconds, peak, span) if objective == "makespan" else (span, seconds, peak)
+    return _Entry(key, setting, timeline)
 
 
 def _tried(entry: _Entry) -> Tried:
