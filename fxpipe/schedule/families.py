@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from math import ceil, inf
+from math import ceil, floor, inf
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule import spines
@@ -265,12 +265,25 @@ def build(
     limits = per_rank(memory_limit, ranks)
     problem = Problem(name, ranks, microbatches, chunks, shape, costs, limits, group, effort)
     _check_least(problem)
-    order = family.function(problem)
+    orders = [family.function(problem)]
+    if family.is_searched:
+        orders += map(family.function, _below(problem))
     if not problem.is_even:
-        for other in _for_mean(family, problem):
-            order = order if other == order else problem.fastest((order, other))
+        orders += _for_mean(family, problem)
+    order = problem.fastest(dict.fromkeys(orders)) if len(orders) > 1 else orders[0]
     _check_memory(problem, order)
     return Schedule(name, homes, microbatches, order)
+
+
+def _below(problem: Problem) -> list[Problem]:
+    """The same under somewhat lower limits, so that more memory does not cost time by a search's bad luck."""
+    limits = zip(problem.limits, map(problem.shop.smallest_limit, range(problem.ranks)), strict=True)
+    units = min((limit / least for limit, least in limits if least), default=inf)
+    if units == inf:
+        return []
+    level = floor(4 * units + 1e-9) / 4
+    lower = [x for x in (level, level - 0.25) if 1 <= x < units - 1e-9]
+    return [problem.within(x) for x in lower]
 
 
 def _for_mean(family: Family, problem: Problem) -> tuple[Order, ...]:
