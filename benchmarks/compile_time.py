@@ -12,7 +12,6 @@ time to import torch, transformers and fxpipe is not counted.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import cProfile
 import json
 import os
@@ -21,13 +20,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from report import Report
 
 LAYERS = (12, 24, 48)
-SCHEDULES = ("1f1b", "zb-h1")
+SCHEDULES = ("1f1b", "zb-h1", "auto")
 RANKS, MICROBATCHES = 4, 16
 #: Seconds that compiling so many layers may take, on 2 cores.
 BARS = {12: 15.0, 48: 60.0}
@@ -93,7 +91,9 @@ def compile_once(layers: int, schedule: str, dropout: float) -> dict[str, float]
     from transformers import GPT2Config, GPT2LMHeadModel
 
     import fxpipe  # noqa: F401 - imported before the clock starts
-    from fxpipe.compiler import Options, compile_model
+    from fxpipe.compiler import compile_model, phases
+    from fxpipe.options import Options
+    from fxpipe.progress import Phases
 
     config = GPT2Config(
         n_layer=layers,
@@ -113,29 +113,17 @@ def compile_once(layers: int, schedule: str, dropout: float) -> dict[str, float]
         ranks=RANKS,
         microbatches=MICROBATCHES,
         schedule=schedule,
-        stages_per_rank=1,
-        placement="plain",
+        stages_per_rank=None,
+        placement=None,
         split_points=None,
+        memory_limit=None,
         costs="analytic",
         seed=0,
     )
-    phases = Phases()
+    phase = Phases("", phases(options))
     before = time.perf_counter()
-    compile_model(model, example, None, options, torch.device("cpu"), phases)
-    return {"total": time.perf_counter() - before, **phases.seconds}
-
-
-class Phases:
-    """Takes the time of each phase, as ``fxpipe.progress`` does, without a progress bar."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextlib.contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        before = time.perf_counter()
-        yield
-        self.seconds[phase] = time.perf_counter() - before
+    compile_model(model, example, None, options, torch.device("cpu"), phase)
+    return {"total": time.perf_counter() - before, **phase.seconds}
 
 
 def profile(layers: int, schedule: str, dropout: float, path: Path) -> None:
