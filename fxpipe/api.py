@@ -23,6 +23,7 @@ from fxpipe.progress import Phases
 from fxpipe.runtime.process import Process, default_device, under_torchrun
 from fxpipe.schedule.handwritten import read_schedule
 from fxpipe.schedule.ops import Schedule
+from fxpipe.vocabulary.rows import whole
 
 
 def compile(
@@ -37,6 +38,7 @@ def compile(
     placement: str | None = None,
     split_points: Sequence[str] | None = None,
     memory_limit: float | str | None = None,
+    vocab_parallel: bool | str = False,
     costs: str = "analytic",
     seed: int = 0,
     dimensions: Mapping[str, int] | None = None,
@@ -55,6 +57,9 @@ def compile(
     split_points: module paths that begin the second and later stages, instead of cuts by cost.
     memory_limit: of each rank, in bytes or as ``"16GiB"``: for its parameters, gradients and buffers, and
         what it saves between ops.  Leave room for the optimizer's state and for what a single op needs.
+    vocab_parallel: spread the output layer with its cross-entropy, and the input embedding, over all ranks:
+        ``"1-barrier"`` (or True) or ``"2-barrier"`` (ranks wait for each other once or twice a microbatch;
+        the second needs less work before the first barrier and holds a microbatch more).
     costs: what the schedule is made for: ``analytic`` (FLOPs and bytes on a described device) or
         ``measured`` (each section timed on the device at hand).
     seed: of the random ops; their numbers depend on it, the step and the microbatch alone.
@@ -64,7 +69,7 @@ def compile(
         does other ops.
 
     Under torchrun all ranks call it alike; rank 0 compiles and the others receive the programs.
-    Raises CaptureError, PartitionError or ScheduleError, each with what to do, and RunError where the
+    Raises CaptureError, PartitionError, VocabularyError or ScheduleError, each with what to do, and RunError where the
     number of processes is not ``ranks``.
     """
     if not isinstance(model, nn.Module):
@@ -81,6 +86,7 @@ def compile(
         memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
         costs=costs,
         seed=seed,
+        vocab_parallel=vocab_parallel,
         dimensions=dimensions,
     )
     check(options)
@@ -133,6 +139,9 @@ def load(path: str | Path) -> Pipeline:
             parameters.setdefault(name, nn.Parameter(tensors[name].to(device), requires_grad=trained))
         buffers |= {name: tensors[name].to(device) for name in held.buffers}
         constants |= {name: tensors[name] for name in held.constants}
+    if process is None:
+        joined = whole(parameters).items()
+        parameters = {name: nn.Parameter(t.detach(), t.requires_grad) for name, t in joined}
     return Pipeline(
         Artefact(plan, programs, constants), parameters, buffers, device, process, directory=directory
     )

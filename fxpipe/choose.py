@@ -38,18 +38,20 @@ def choose(
     options: Options, cuts: Sequence[Cut], hardware: Device, device: torch.device, weights: Weights
 ) -> Choice:
     """Raises ScheduleError where no schedule keeps the memory limit."""
-    candidates: dict[tuple[int, str], tuple[Cut, Ledger]] = {}
-    settings = []
+    candidates: list[tuple[Cut, Ledger]] = []
+    settings: list[Setting] = []
     for cut in cuts:
         measured = measured_seconds(cut.sections, device) if options.costs == "measured" else {}
         for shape, homes in _placements(options, cut.stages):
+            if cut.vocabulary is not None:
+                homes = cut.vocabulary.placement(homes)
             entries = ledger(cut.graph, cut.sections, cut.messages, homes)
             costs = with_seconds(analytic_costs(entries, hardware), measured)
             if isinstance(options.schedule, Schedule):
                 return Choice(cut, entries, costs, options.schedule, ())
             limits = None if options.memory_limit is None else room(options.memory_limit, weights(cut, homes))
-            settings.append(Setting(cut.stages // options.ranks, shape, costs, limits))
-            candidates[cut.stages // options.ranks, shape] = cut, entries
+            settings.append(Setting(cut.stages // options.ranks, shape, costs, limits, cut.vocabulary))
+            candidates.append((cut, entries))
     if options.schedule == AUTO:
         found = search(settings, ranks=options.ranks, microbatches=options.microbatches)
         chosen, schedule, tried = found.setting, found.schedule, found.tried
@@ -63,8 +65,9 @@ def choose(
             stages_per_rank=chosen.stages_per_rank,
             placement=chosen.placement,
             memory_limit=chosen.limits,
+            vocabulary=chosen.vocabulary,
         )
-    cut, entries = candidates[chosen.stages_per_rank, chosen.placement]
+    cut, entries = candidates[settings.index(chosen)]
     return Choice(cut, entries, chosen.costs, schedule, tried)
 
 

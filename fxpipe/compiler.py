@@ -25,8 +25,8 @@ from fxpipe.cut import CUT_PHASES, Cut, cut
 from fxpipe.errors import PartitionError
 from fxpipe.expressions import PlanWork
 from fxpipe.graph import Colour, Kind, Phase, Section
-from fxpipe.holdings import holdings, tied_parameters, weight_bytes
-from fxpipe.options import Options, stage_counts
+from fxpipe.holdings import holdings, shapes_of, tied_parameters, weight_bytes
+from fxpipe.options import BARRIERS, Options, stage_counts
 from fxpipe.partition.device import Device, describe
 from fxpipe.progress import Phases
 from fxpipe.runtime.batch import BatchSpec
@@ -90,13 +90,31 @@ def _cuts(captured: fx.Graph, options: Options, hardware: Device, phase: Phases)
     """The graph cut into each number of stages that comes into question."""
     cuts: list[Cut] = []
     for stages in stage_counts(options):
-        try:
-            cuts.append(cut(captured, stages, hardware, options.split_points, phase))
-        except PartitionError:
-            if not cuts:
-                raise
-            break  # more stages than there are places to cut: the fastest of the fewer is found
+        for barriers in _barriers(options):
+            try:
+                cuts.append(
+                    cut(
+                        captured,
+                        stages,
+                        hardware,
+                        options.split_points,
+                        phase,
+                        ranks=options.ranks,
+                        barriers=barriers,
+                    )
+                )
+            except PartitionError:
+                if not cuts:
+                    raise
+                return cuts  # more stages than there are places to cut: the fastest of the fewer is found
     return cuts
+
+
+def _barriers(options: Options) -> tuple[int | None, ...]:
+    """In how many ways the vocabulary layers are looked at: not spread, or with so many barriers."""
+    if options.vocab_parallel is False:
+        return (None,)
+    return (BARRIERS[options.vocab_parallel],)
 
 
 def _weights(model: nn.Module, cut: Cut, placement: tuple[int, ...]) -> tuple[int, ...]:
@@ -132,7 +150,7 @@ def _plan(model: nn.Module, example: Any, options: Options, choice: Choice, work
         costs=choice.costs,
         channels=tuple(sorted((a, b) for a, b in channels if a != b)),
         tensors=tensors,
-        shapes={n: tuple(t.shape) for n, t in (*model.named_parameters(), *model.named_buffers())},
+        shapes=shapes_of(model, tensors),
         prediction=Prediction(
             timeline.seconds, timeline.span_bubble, timeline.makespan_bubble, timeline.peak_memory
         ),

@@ -13,6 +13,8 @@ from fxpipe.partition.stages import partition
 from fxpipe.passes.run import run_passes
 from fxpipe.progress import Phases
 from fxpipe.sections import Message, extract, messages
+from fxpipe.vocabulary.split import split_vocabulary
+from fxpipe.vocabulary.stages import Vocabulary
 
 #: How many phases ``cut`` goes through.
 CUT_PHASES = 3
@@ -20,26 +22,43 @@ CUT_PHASES = 3
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """``messages``: what sections give each other, whatever ranks they will lie on."""
+    """``stages`` are the model's own; ``vocabulary``: which others there are.
+
+    ``messages``: what sections give each other, whatever ranks they will lie on.
+    """
 
     stages: int
+    vocabulary: Vocabulary | None
     graph: fx.Graph
     sections: tuple[Section, ...]
     messages: tuple[Message, ...]
 
 
 def cut(
-    captured: fx.Graph, stages: int, device: Device, split_points: Sequence[str] | None, phase: Phases
+    captured: fx.Graph,
+    stages: int,
+    device: Device,
+    split_points: Sequence[str] | None,
+    phase: Phases,
+    *,
+    ranks: int,
+    barriers: int | None = None,
 ) -> Cut:
-    """The captured graph stays as it is.  Raises PartitionError as ``partition`` does."""
-    graph = _copied(captured)
+    """The captured graph stays as it is.
+
+    barriers: spread the vocabulary layers over the ranks, with one or two barriers a microbatch.
+    Raises PartitionError as ``partition`` does, VocabularyError as ``split_vocabulary`` does.
+    """
+    graph, vocabulary = _copied(captured), None
     with phase("partition"):
-        partition(graph, stages, device, split_points)
+        if barriers is not None:
+            vocabulary = split_vocabulary(graph, ranks, stages, barriers)
+        partition(graph, stages, device, split_points, vocabulary.lookups if vocabulary else 0)
     with phase("passes"):
         run_passes(graph, device)
     with phase("extract"):
         sections = extract(graph)
-        return Cut(stages, graph, sections, messages(sections))
+        return Cut(stages, vocabulary, graph, sections, messages(sections))
 
 
 def _copied(graph: fx.Graph) -> fx.Graph:

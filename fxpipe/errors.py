@@ -39,3 +39,7 @@ class BatchError(FxpipeError):
 
 class RunError(FxpipeError):
     """A rank failed while the programs ran."""
+
+
+class VocabularyError(FxpipeError):
+    """The vocabulary layers cannot be found, or not be split over the ranks."""

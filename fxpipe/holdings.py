@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import nn
 
 from fxpipe.artefact import RankTensors
 from fxpipe.codegen.program import Tied
 from fxpipe.graph import Kind, Section
+from fxpipe.vocabulary.rows import rows_of
 
 
 def holdings(
@@ -17,9 +20,9 @@ def holdings(
     for section in sections:
         for value in (*section.inputs, *section.outputs):
             used[placement[section.stage]][value.kind].add(value.name)
-    spare_parameters = {n for n, _ in model.named_parameters()} - set().union(
-        *(u[Kind.PARAMETER] | u[Kind.GRADIENT] for u in used)
-    )
+    taken = set().union(*(u[Kind.PARAMETER] | u[Kind.GRADIENT] for u in used))
+    taken |= {rows.table for name in taken if (rows := rows_of(name))}
+    spare_parameters = {n for n, _ in model.named_parameters()} - taken
     spare_buffers = {n for n, _ in model.named_buffers()} - set().union(*(u[Kind.BUFFER] for u in used))
     used[0][Kind.PARAMETER] |= spare_parameters
     used[0][Kind.BUFFER] |= spare_buffers
@@ -48,5 +51,20 @@ def tied_parameters(tensors: tuple[RankTensors, ...]) -> tuple[Tied, ...]:
 
 def weight_bytes(model: nn.Module, held: tuple[RankTensors, ...]) -> tuple[int, ...]:
     """Per rank the bytes of its parameters, gradients and buffers."""
-    size = {n: t.nbytes for n, t in (*model.named_parameters(), *model.named_buffers())}
-    return tuple(sum(size[n] for n in (*h.parameters, *h.gradients, *h.buffers)) for h in held)
+    shapes = shapes_of(model, held)
+    width = {n: t.element_size() for n, t in (*model.named_parameters(), *model.named_buffers())}
+
+    def size(name: str) -> int:
+        rows = rows_of(name)
+        return math.prod(shapes[name]) * width[rows.table if rows else name]
+
+    return tuple(sum(size(n) for n in (*h.parameters, *h.gradients, *h.buffers)) for h in held)
+
+
+def shapes_of(model: nn.Module, held: tuple[RankTensors, ...]) -> dict[str, tuple[int, ...]]:
+    """Of parameters and buffers, and of the rows of a parameter that a rank holds."""
+    shapes = {n: tuple(t.shape) for n, t in (*model.named_parameters(), *model.named_buffers())}
+    for name in {n for h in held for n in h.parameters}:
+        if rows := rows_of(name):
+            shapes[name] = (rows.end - rows.begin, *shapes[rows.table][1:])
+    return shapes

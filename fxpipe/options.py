@@ -11,6 +11,7 @@ from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.placement import place
 
 AUTO = "auto"
+BARRIERS: dict[str | bool, int] = {"1-barrier": 1, "2-barrier": 2, True: 1}
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Options:
     memory_limit: float | None
     costs: str
     seed: int
+    vocab_parallel: str | bool = False
     dimensions: Mapping[str, int] | None = None
 
 
@@ -38,6 +40,11 @@ def check(options: Options) -> None:
             raise ScheduleError(f"{name} is {value!r} and must be a whole number, at least 1.")
     if options.costs not in ("analytic", "measured"):
         raise ScheduleError(f"costs is {options.costs!r} and must be 'analytic' or 'measured'.")
+    if options.vocab_parallel not in (False, AUTO, *BARRIERS):
+        raise ScheduleError(
+            f"vocab_parallel is {options.vocab_parallel!r} and must be True, False, 'auto', '1-barrier' or "
+            "'2-barrier'."
+        )
     if options.placement is not None:
         place(options.placement, options.ranks, 1)
     if isinstance(options.schedule, Schedule):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from fxpipe.schedule.ops import Schedule, parse_order
 from fxpipe.schedule.simulator import simulate
 from fxpipe.schedule.timeline import Timeline
 from fxpipe.viz.pictures import draw
+from fxpipe.vocabulary.rows import rows_of, whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +81,7 @@ class Pipeline:
     graph: fx.Graph | None = None
     sections: tuple[Section, ...] = ()
     directory: Path | None = None
+    _rows: dict[str, torch.nn.Parameter] = field(default_factory=dict)
 
     @property
     def plan(self) -> Plan:
@@ -138,7 +140,7 @@ class Pipeline:
         for runtime, meter in zip(runtimes, meters, strict=False):
             mains[runtime.rank] = partial(_metered, mains[runtime.rank], runtime, meter)
         losses = run_all(world, mains, lambda rank: runtimes[rank].current_op or "its start", threads)
-        found = {name: grad for rt in reversed(runtimes) for name, grad in rt.grads.items()}
+        found = whole({name: grad for rt in reversed(runtimes) for name, grad in rt.grads.items()})
         for runtime in runtimes:
             self._store_buffers(runtime)
         grads = {name: found[name] for name in self.parameters if name in found}
@@ -173,7 +175,7 @@ class Pipeline:
         held = [set(t.gradients) for t in self.plan.tensors]
         earlier = {}
         for name in self.plan.tensors[rt.rank].gradients:
-            parameter = self.parameters[name]
+            parameter = self._parameter(name)
             worked_on = self.plan.step.has_count or sum(name in names for names in held) > 1
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -187,7 +189,7 @@ class Pipeline:
     ) -> PipelineOptimizer:
         """A torch optimiser over this rank's parameters; ``clip_grad_norm`` is of the whole model's norm."""
         rt = self.runtime
-        held = {name: self.parameters[name] for name in self.plan.tensors[rt.rank].gradients}
+        held = {name: self._parameter(name) for name in self.plan.tensors[rt.rank].gradients}
         owner = {name: r for r, t in reversed(list(enumerate(self.plan.tensors))) for name in t.gradients}
         counted = {name: p for name, p in held.items() if owner[name] == rt.rank}
         total = self.process.sum if self.process is not None else float
@@ -203,6 +205,7 @@ class Pipeline:
         Call it before ``optimizer`` and the first ``step``.  Raises ArtefactError for a name that is
         missing or has another shape.
         """
+        self._rows.clear()
         for tensors in (self.parameters, self.buffers):
             for name, old in list(tensors.items()):
                 if name not in state or state[name].shape != old.shape:
@@ -261,7 +264,7 @@ class Pipeline:
             rank=rank,
             spec=self.plan.step,
             comm=comm,
-            params={n: self.parameters[n].detach() for n in held.parameters},
+            params={n: self._parameter(n).detach() for n in held.parameters},
             grads=grads,
             buffers={n: self.buffers[n] for n in held.buffers},
             constants={n: self.artefact.constants[n].to(self.device) for n in held.constants},
@@ -275,7 +278,7 @@ class Pipeline:
 
     def _need_values(self, rank: int) -> None:
         held = self.plan.tensors[rank]
-        tensors = {n: self.parameters[n] for n in held.parameters} | {
+        tensors: dict[str, torch.Tensor] = {n: self._parameter(n) for n in held.parameters} | {
             n: self.buffers[n] for n in held.buffers
         }
         missing = [name for name, tensor in tensors.items() if tensor.is_meta]
@@ -286,7 +289,18 @@ class Pipeline:
             )
 
     def _zeros(self, rank: int) -> dict[str, torch.Tensor]:
-        return {n: torch.zeros_like(self.parameters[n]) for n in self.plan.tensors[rank].gradients}
+        return {n: torch.zeros_like(self._parameter(n)) for n in self.plan.tensors[rank].gradients}
+
+    def _parameter(self, name: str) -> torch.nn.Parameter:
+        """A parameter, or the rows of one that a rank holds: they share its memory, and have a gradient of
+        their own size."""
+        rows = rows_of(name)
+        if rows is None or name in self.parameters:
+            return self.parameters[name]
+        if name not in self._rows:
+            table = self.parameters[rows.table]
+            self._rows[name] = torch.nn.Parameter(table.detach()[rows.begin : rows.end], table.requires_grad)
+        return self._rows[name]
 
     @cache  # noqa: B019 - as long-lived as the pipeline
     def _step_function(self, rank: int) -> Callable[[Runtime, Any], torch.Tensor]:
@@ -297,7 +311,7 @@ class Pipeline:
     def _tensors_of(self, rank: int) -> dict[str, torch.Tensor]:
         held = self.plan.tensors[rank]
         tensors: dict[str, torch.Tensor] = {n: self.artefact.constants[n] for n in held.constants}
-        tensors |= {n: self.parameters[n] for n in held.parameters}
+        tensors |= {n: self._parameter(n) for n in held.parameters}
         return tensors | {n: self.buffers[n] for n in held.buffers}
 
     def _store_buffers(self, runtime: Runtime) -> None:

@@ -26,15 +26,20 @@ aten = torch.ops.aten
 
 
 def partition(
-    graph: fx.Graph, stages: int, device: Device, split_points: Sequence[str] | None = None
+    graph: fx.Graph,
+    stages: int,
+    device: Device,
+    split_points: Sequence[str] | None = None,
+    first: int = 0,
 ) -> None:
-    """Give every op of the graph its colour: a stage, and phase F or B.
+    """Give every op that has none its colour: a stage, and phase F or B.
 
     split_points: module paths; each begins a new stage (None: cuts are chosen by cost).
+    first: the number of the first stage.
     Raises PartitionError for a split point that is no module of the graph and for more stages than
     there are places to cut.
     """
-    forward = [n for n in call_nodes(graph) if not n.meta["origin"].backward]
+    forward = [n for n in _without_colour(graph) if not n.meta["origin"].backward]
     position = {n: i for i, n in enumerate(forward)}
     by_seq: dict[int, int] = {}
     for node in forward:
@@ -52,8 +57,12 @@ def partition(
         users = [stage[u] for u in node.users if u in stage]
         if node in of_parameters and users and node.target is not operator.getitem:
             stage[node] = min(users)
-    _colour(graph, stages, stage, {s: stage[forward[i]] for s, i in by_seq.items()})
+    _colour(graph, stages, stage, {s: stage[forward[i]] for s, i in by_seq.items()}, first)
     _count_beside_loss(graph)
+
+
+def _without_colour(graph: fx.Graph) -> list[fx.Node]:
+    return [n for n in call_nodes(graph) if "colour" not in n.meta]
 
 
 def _count_beside_loss(graph: fx.Graph) -> None:
@@ -62,14 +71,16 @@ def _count_beside_loss(graph: fx.Graph) -> None:
     if named["count"] is None:
         return
     both = {key: named[key] for key in ("loss", "count")}
-    stage = max(n.meta["colour"].stage for n in both.values() if n.op == "call_function")
+    colours = [n.meta["colour"] for n in both.values() if n.op == "call_function"]
+    stage = max(colour.stage for colour in colours)
+    phase = max((colour.phase for colour in colours), key=list(Phase).index)
     for key, node in both.items():
-        if node.op == "call_function" and node.meta["colour"].stage == stage:
+        if node.op == "call_function" and node.meta["colour"] == Colour(stage, phase):
             continue
         with graph.inserting_before(graph.output_node()):
             copy = graph.call_function(aten.clone.default, (node,))
         origin = named["loss"].meta["origin"]
-        copy.meta.update(val=node.meta["val"], origin=origin, colour=Colour(stage, Phase.F))
+        copy.meta.update(val=node.meta["val"], origin=origin, colour=Colour(stage, phase))
         both[key] = copy
     graph.output_node().args = ({**named, **both},)
 
@@ -80,7 +91,7 @@ def _cuts_by_cost(
     seconds = [0.0] * len(position)
     home = dict(position)  # forward and backward ops alike: the position whose stage they go with
     accumulated = {node for parts in output_dict(graph)["grads"].values() for node in parts}
-    for node in call_nodes(graph):
+    for node in _without_colour(graph):
         if node.meta["origin"].backward:
             at = by_seq.get(node.meta["origin"].seq)
             if at is None and node not in accumulated:  # a sum that autograd's engine made
@@ -159,14 +170,16 @@ def _cuts_by_path(forward: list[fx.Node], stages: int, split_points: Sequence[st
     return tuple(cuts)
 
 
-def _colour(graph: fx.Graph, stages: int, stage_of: dict[fx.Node, int], stage_of_seq: dict[int, int]) -> None:
+def _colour(
+    graph: fx.Graph, stages: int, stage_of: dict[fx.Node, int], stage_of_seq: dict[int, int], first: int
+) -> None:
     """Write the colours.
 
     Backward nodes that autograd's engine made itself (sums of gradients, first gradients) have no
     forward op.  A sum runs where its last summand is ready; what has no gradient among its inputs
     runs where it is needed first.
     """
-    ops = call_nodes(graph)
+    ops = _without_colour(graph)
     stage = dict(stage_of)
     for node in ops:
         if node in stage:
@@ -188,4 +201,4 @@ def _colour(graph: fx.Graph, stages: int, stage_of: dict[fx.Node, int], stage_of
         )
     for node in ops:
         phase = Phase.B if node.meta["origin"].backward else Phase.F
-        node.meta["colour"] = Colour(stage[node], phase)
+        node.meta["colour"] = Colour(first + stage[node], phase)

@@ -17,7 +17,8 @@ aten = torch.ops.aten
 
 
 def untie(graph: fx.Graph) -> None:
-    set_gradients(graph, {name: tuple(_summands(value)) for name, (value,) in gradients(graph).items()})
+    found = gradients(graph).items()
+    set_gradients(graph, {name: tuple(s for part in parts for s in _summands(part)) for name, parts in found})
     drop_dead(graph)
 
 

@@ -18,7 +18,9 @@ from fxpipe.schedule.placement import place
 from fxpipe.schedule.problem import Limit, Problem, per_rank
 from fxpipe.schedule.shop import encode, peaks
 from fxpipe.schedule.synthesis import synthesise
+from fxpipe.schedule.vocabulary import body_costs, room_for_body, weave
 from fxpipe.schedule.weights import Gap, fill, lag
+from fxpipe.vocabulary.stages import Vocabulary
 
 
 @dataclass(frozen=True)
@@ -234,6 +236,7 @@ def build(
     memory_limit: Limit = None,
     group: int | None = None,
     effort: float = 1.0,
+    vocabulary: Vocabulary | None = None,
 ) -> Schedule:
     """The schedule of a named family, for any numbers of ranks and microbatches from 1.
 
@@ -242,6 +245,7 @@ def build(
     or one for each.  ``group`` is for ``gis``, ``effort`` for the families that search: the time that they
     may take, in what they take by default.  On every stage the ops of a kind run in the order of the
     microbatches.  With uneven costs the order is never slower than the one for their mean.
+    ``vocabulary``: the costs are of vocabulary stages too, which are woven into the family's schedule.
 
     Raises ScheduleError for an unknown name (it lists the known ones), numbers below 1, stages per rank
     or a placement that the family has not, and a limit that it cannot keep (it names the smallest).
@@ -249,6 +253,9 @@ def build(
     if name not in FAMILIES:
         raise ScheduleError(f"unknown schedule {name!r}; known: {', '.join(FAMILIES)}")
     family = FAMILIES[name]
+    whole, given = costs, per_rank(memory_limit, max(1, ranks))
+    if vocabulary is not None:
+        costs, memory_limit = body_costs(costs, vocabulary), room_for_body(costs, vocabulary, given)
     chunks = family.stages_per_rank if stages_per_rank is None else stages_per_rank
     numbers = {"ranks": ranks, "microbatches": microbatches, "stages_per_rank": chunks}
     for what, number in numbers.items():
@@ -272,6 +279,9 @@ def build(
         orders += _for_mean(family, problem)
     order = problem.fastest(dict.fromkeys(orders)) if len(orders) > 1 else orders[0]
     _check_memory(problem, order)
+    if vocabulary is not None:
+        order = weave(problem, order, whole, vocabulary, given)
+        homes = vocabulary.placement(homes)
     return Schedule(name, homes, microbatches, order)
 
 

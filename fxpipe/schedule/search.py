@@ -17,6 +17,8 @@ from fxpipe.schedule.shop import shop
 from fxpipe.schedule.simulator import simulate
 from fxpipe.schedule.synthesis import synthesise
 from fxpipe.schedule.timeline import Timeline
+from fxpipe.schedule.vocabulary import body_costs, room_for_body, weave
+from fxpipe.vocabulary.stages import Vocabulary
 
 SEARCHED = "zb"
 """The family whose synthesis stands for all that are searched: the others are its cases."""
@@ -27,12 +29,16 @@ _FIRST, _LAST = 0.5, 1.5  # effort on all settings, on the finalists
 
 @dataclass(frozen=True)
 class Setting:
-    """Stages on ranks, what they cost there, and what memory there is for activations (``limits``)."""
+    """Stages on ranks, what they cost there, and what memory there is for activations (``limits``).
+
+    ``stages_per_rank`` are the model's own; with ``vocabulary`` the costs are of its stages as well.
+    """
 
     stages_per_rank: int
     placement: str
     costs: Costs
     limits: Limit = None
+    vocabulary: Vocabulary | None = None
 
 
 @dataclass(frozen=True)
@@ -60,9 +66,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class _Entry:
+    """``order`` is of the model's own stages."""
+
     key: tuple[float, float, float]
     setting: Setting
     timeline: Timeline
+    order: Order
 
 
 def search(
@@ -92,34 +101,40 @@ def search(
             if family.is_searched and family.name != SEARCHED:
                 continue
             try:
-                schedule = _schedule(family, problem, objective, _FIRST / len(settings))
+                order = _order(family, problem, objective, _FIRST / len(settings))
             except ScheduleError as error:
                 tried.append(Tried(family.name, setting, None, None, None, str(error)))
                 continue
-            entry = _entry(schedule, setting, objective)
+            entry = _entry(family.name, problem, order, setting, memory_limit, objective)
             entries.append(entry)
             tried.append(_tried(entry))
     if not entries:
         raise ScheduleError(_nothing_fits(problems))
     for entry in _best_of_settings(entries):
         problem = problems[settings.index(entry.setting)]
-        order = _synthesise(problem, (entry.timeline.schedule.order,), objective, _LAST / _FINALISTS)
-        schedule = Schedule(SEARCHED, problem.placement, microbatches, order)
-        entries.append(_entry(schedule, entry.setting, objective))
+        order = _synthesise(problem, (entry.order,), objective, _LAST / _FINALISTS)
+        entries.append(_entry(SEARCHED, problem, order, entry.setting, memory_limit, objective))
     best = min(entries, key=lambda entry: entry.key)
     return Choice(best.timeline.schedule, best.setting, best.timeline, tuple(tried))
 
 
 def _problem(setting: Setting, ranks: int, microbatches: int, limit: Limit) -> Problem:
-    limits = tuple(map(min, per_rank(limit, ranks), per_rank(setting.limits, ranks)))
+    """What is sought for the model's own stages."""
+    limits, costs = _limits(setting, limit, ranks), setting.costs
+    if setting.vocabulary is not None:
+        limits = room_for_body(costs, setting.vocabulary, limits)
+        costs = body_costs(costs, setting.vocabulary)
     v, shape = setting.stages_per_rank, setting.placement
-    return Problem(SEARCHED, ranks, microbatches, v, shape, setting.costs, limits)
+    return Problem(SEARCHED, ranks, microbatches, v, shape, costs, limits)
 
 
-def _schedule(family: Family, problem: Problem, objective: Objective, effort: float) -> Schedule:
+def _limits(setting: Setting, limit: Limit, ranks: int) -> tuple[float, ...]:
+    return tuple(map(min, per_rank(limit, ranks), per_rank(setting.limits, ranks)))
+
+
+def _order(family: Family, problem: Problem, objective: Objective, effort: float) -> Order:
     if family.is_searched:
-        order = _synthesise(problem, starts(problem), objective, effort)
-        return Schedule(family.name, problem.placement, problem.microbatches, order)
+        return _synthesise(problem, starts(problem), objective, effort)
     return build(
         family.name,
         ranks=problem.ranks,
@@ -128,20 +143,27 @@ def _schedule(family: Family, problem: Problem, objective: Objective, effort: fl
         stages_per_rank=problem.stages_per_rank,
         placement=problem.shape,
         memory_limit=problem.limits,
-    )
+    ).order
 
 
 def _synthesise(problem: Problem, orders: Sequence[Order], objective: Objective, effort: float) -> Order:
     return synthesise(replace(problem, effort=effort), orders, objective)
 
 
-def _entry(schedule: Schedule, setting: Setting, objective: Objective) -> _Entry:
-    timeline = simulate(schedule, setting.costs)
+def _entry(
+    name: str, problem: Problem, order: Order, setting: Setting, limit: Limit, objective: Objective
+) -> _Entry:
+    placement, whole, vocabulary = problem.placement, order, setting.vocabulary
+    if vocabulary is not None:
+        limits = _limits(setting, limit, problem.ranks)
+        whole = weave(problem, order, setting.costs, vocabulary, limits, objective)
+        placement = vocabulary.placement(placement)
+    timeline = simulate(Schedule(name, placement, problem.microbatches, whole), setting.costs)
     seconds, span, peak = (
         float(f"{x:.9g}") for x in (timeline.seconds, timeline.span, max(timeline.peak_memory))
     )
     key = (seconds, peak, span) if objective == "makespan" else (span, seconds, peak)
-    return _Entry(key, setting, timeline)
+    return _Entry(key, setting, timeline, order)
 
 
 def _tried(entry: _Entry) -> Tried:

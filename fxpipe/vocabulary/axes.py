@@ -1,0 +1,190 @@
+"""Which dimension of which value is the vocabulary: followed from a table through all that is made of it."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe.errors import VocabularyError
+from fxpipe.values import call_nodes
+
+aten = torch.ops.aten
+
+LOOKUPS = {aten.embedding.default}
+PICKS = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
+UNPICKS = {aten.nll_loss_backward.default, aten.nll_loss2d_backward.default}
+RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+LINEAR = {  # in their first argument
+    aten.mul.Tensor,
+    aten.mul.Scalar,
+    aten.div.Tensor,
+    aten.div.Scalar,
+    aten.neg.default,
+    aten._to_copy.default,
+    aten.clone.default,
+}
+_AS_BEFORE = {  # where they leave the vocabulary's dimension whole
+    aten.slice.Tensor,
+    aten.slice_backward.default,
+    aten.constant_pad_nd.default,
+    aten.clone.default,
+    aten._to_copy.default,
+    aten._log_softmax.default,
+    aten._log_softmax_backward_data.default,
+}
+
+
+def vocabulary_axes(graph: fx.Graph, tables: set[fx.Node]) -> dict[fx.Node, int]:
+    """For every value with a vocabulary dimension the number of that dimension.
+
+    tables: placeholders whose first dimension is the vocabulary.  Sums over the vocabulary (lookups, matrix
+    products, picked entries) end the way.  Raises VocabularyError for an op that would need all of the
+    vocabulary in one place.
+    """
+    size = next(iter(tables)).meta["val"].shape[0]
+    axes: dict[fx.Node, int] = dict.fromkeys(tables, 0)
+    for node in call_nodes(graph):
+        if any(n in axes for n in node.all_input_nodes):
+            axis = _axis(node, axes, size)
+        else:
+            axis = 0 if _is_gradient_of_lookup(node, tables, size) else None
+        if axis is not None:
+            axes[node] = axis
+    return axes
+
+
+def is_uniform(node: fx.Node, dim: int) -> bool:
+    """Is the value the same all along a dimension (counted from the last), expanded from one element?"""
+    if node.target is not aten.expand.default:
+        return False
+    before = node.args[0].meta["val"]  # type: ignore[union-attr]
+    return before.dim() < -dim or before.shape[dim] == 1
+
+
+def whole(node: fx.Node) -> VocabularyError:
+    """The error for an op that needs the whole vocabulary."""
+    origin = node.meta["origin"]
+    return VocabularyError(
+        f"vocab_parallel cannot split {node.target} in module {origin.path or '(the model itself)'!r} "
+        f"({origin.source or 'autograd'}): it uses the logits, or the table, beside the projection and the "
+        "cross-entropy. Compile without vocab_parallel, or drop that use from the training step."
+    )
+
+
+def _is_gradient_of_lookup(node: fx.Node, tables: set[fx.Node], size: int) -> bool:
+    """It has the vocabulary of the table, though it is not made from it."""
+    if node.target is not aten.embedding_dense_backward.default or node.args[2] != size:
+        return False
+    users = [user for table in tables for user in table.users]
+    return any(u.target in LOOKUPS and u.meta["origin"].seq == node.meta["origin"].seq for u in users)
+
+
+def _axis(node: fx.Node, axes: dict[fx.Node, int], size: int) -> int | None:
+    """The vocabulary's dimension in what an op makes of values that have one; None where it is summed."""
+    if node.target in LOOKUPS or node.target in PICKS:
+        return None
+    args: tuple[Any, ...] = node.args
+    if node.target is aten.mm.default:
+        found, summed = _product(axes.get(args[0]), axes.get(args[1]))
+        if summed:
+            return None
+    elif node.target is aten.addmm.default:
+        found, summed = _product(axes.get(args[1]), axes.get(args[2]))
+        if summed or args[0] not in axes:  # what is added is the bias of every entry
+            found = None
+    elif node.target is aten.cat.default:
+        found = _of_joined(node, [axes.get(n) for n in args[0]])
+    elif node.target in UNPICKS:
+        found = axes.get(args[1])
+    elif args[0] in axes and node.target in _MOVES:
+        return _MOVES[node.target](node, axes[args[0]])
+    elif args[0] in axes and node.target in _AS_BEFORE:
+        found = axes[args[0]] if node.meta["val"].shape[axes[args[0]]] == size else None
+    elif torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        found = _of_operands(node, axes)
+    else:
+        found = None
+    if found is None:
+        raise whole(node)
+    return found
+
+
+def _product(left: int | None, right: int | None) -> tuple[int | None, bool]:
+    """Of a matrix product: the dimension, and whether the vocabulary is summed over."""
+    if (left, right) == (1, 0):
+        return None, True
+    if left == 0 and right is None:
+        return 0, False
+    if left is None and right == 1:
+        return 1, False
+    return None, False
+
+
+def _through_view(node: fx.Node, at: int) -> int:
+    """Where a reshape puts a dimension that it neither joins with others nor cuts."""
+    before: Sequence[int] = node.args[0].meta["val"].shape  # type: ignore[union-attr]
+    after: Sequence[int] = node.meta["val"].shape
+    for k, length in enumerate(after):
+        if length == before[at] and math.prod(after[:k]) == math.prod(before[:at]):
+            return k
+    raise whole(node)
+
+
+def _through_transpose(node: fx.Node, at: int) -> int:
+    if node.target is aten.t.default:
+        return 1 - at
+    one, other = (dim % node.meta["val"].dim() for dim in node.args[1:])
+    return {one: other, other: one}.get(at, at)
+
+
+def _through_split(node: fx.Node, at: int) -> int:
+    if (node.args[2] if len(node.args) > 2 else 0) % node.meta["val"][0].dim() == at:
+        raise whole(node)
+    return at
+
+
+def _through_sum(node: fx.Node, at: int) -> int | None:
+    before, dims = node.args[0].meta["val"].dim(), node.args[1]  # type: ignore[union-attr]
+    summed = {dim % before for dim in dims}  # type: ignore
+    if at in summed:
+        return None
+    keeps = len(node.args) > 2 and node.args[2]
+    return at if keeps else at - sum(dim < at for dim in summed)
+
+
+_MOVES: dict[Any, Callable[[fx.Node, int], int | None]] = {
+    **dict.fromkeys(RESHAPES, _through_view),
+    aten.t.default: _through_transpose,
+    aten.transpose.int: _through_transpose,
+    aten.split.Tensor: _through_split,
+    aten.sum.dim_IntList: _through_sum,
+    operator.getitem: lambda node, at: at,
+}
+
+
+def _of_joined(node: fx.Node, found: list[int | None]) -> int | None:
+    along = (node.args[1] if len(node.args) > 1 else 0) % node.meta["val"].dim()
+    return found[0] if len(set(found)) == 1 and found[0] != along else None
+
+
+def _of_operands(node: fx.Node, axes: dict[fx.Node, int]) -> int | None:
+    """Operands are lined up at their last dimensions; what has not the vocabulary must be the same for all
+    of it, or a value that every rank has."""
+    places = {axes[n] - n.meta["val"].dim() for n in node.all_input_nodes if n in axes}
+    if len(places) != 1:
+        return None
+    (place,) = places
+    for n in node.all_input_nodes:
+        val = n.meta["val"]
+        if n in axes or val.dim() < -place or val.shape[place] == 1:
+            continue
+        if is_uniform(n, place):
+            axes[n] = val.dim() + place
+        elif n.op != "placeholder":
+            return None
+    return node.meta["val"].dim() + place

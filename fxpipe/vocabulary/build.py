@@ -1,0 +1,76 @@
+"""New nodes for a graph: each with its value, its origin and its colour."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe.graph import Colour, Origin
+
+aten = torch.ops.aten
+
+
+class Builder:
+    """Appends ops to a graph; where they belong in its order is found at the end (:func:`in_order`)."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.colour: Colour | None = None
+        self.origin = Origin()
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """An op on nodes and plain values; its value is found on fake tensors."""
+        values, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+        val = target(*values, **named)
+        with self.graph.inserting_before(self.graph.output_node()):
+            node = self.graph.create_node("call_function", target, args, kwargs, name=self._name(target))
+        node.meta.update(val=val, origin=self.origin)
+        if self.colour is not None:
+            node.meta["colour"] = self.colour
+        return node
+
+    def _name(self, target: Callable[..., Any]) -> str:
+        """Never the bare name of an op: programs use those for the ops themselves."""
+        place = "_".join(self.origin.path.split(".")[-2:]) or "model"
+        packet = getattr(target, "overloadpacket", target)
+        return f"{'d_' if self.origin.backward else ''}{place}_{packet.__name__.strip('_')}"
+
+    def copy(self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:
+        """The same op on other arguments."""
+        self.origin = node.meta["origin"]
+        return self.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+
+
+def in_order(graph: fx.Graph) -> None:
+    """Bring every node that stands behind one that uses it right before that one."""
+    done: set[fx.Node] = set()
+    for node in list(graph.nodes):
+        todo = [node]
+        while todo:
+            missing = [n for n in todo[-1].all_input_nodes if n not in done]
+            if missing:
+                todo.append(missing[0])
+                continue
+            ready = todo.pop()
+            if ready is not node:
+                node.prepend(ready)
+            done.add(ready)
+
+
+def given(node: fx.Node, position: int) -> fx.Node:
+    """An argument that is a node."""
+    argument = node.args[position]
+    assert isinstance(argument, fx.Node), f"argument {position} of {node} is no node"
+    return argument
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums over the vocabulary are made in."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def cast(build: Builder, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    return node if node.meta["val"].dtype == dtype else build.call(aten._to_copy.default, node, dtype=dtype)

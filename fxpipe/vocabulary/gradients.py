@@ -1,0 +1,123 @@
+"""The gradient of the logits, from the gradient of the log-softmax.
+
+That one has two parts, both one number a token: one for the label's entry, one for every entry (label
+smoothing).  d_logits = pick · onehot + all - softmax · (pick + size · all)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from fxpipe.graph import Phase
+from fxpipe.vocabulary.axes import LINEAR, RESHAPES, UNPICKS, is_uniform, whole
+from fxpipe.vocabulary.build import cast, given, wide
+from fxpipe.vocabulary.shard import Shard
+from fxpipe.vocabulary.softmax import Softmax
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Per token, with size one for the vocabulary; ``label`` goes with ``pick``."""
+
+    pick: fx.Node | None = None
+    all: fx.Node | None = None
+    label: fx.Node | None = None
+
+
+class Gradients:
+    def __init__(self, shard: Shard, softmax: Softmax) -> None:
+        self.shard, self.softmax, self.axes = shard, softmax, shard.layers.axes
+        self._parts: dict[fx.Node, Parts] = {}
+        shard.makers[aten._log_softmax_backward_data.default] = self._of_logits
+
+    def parts(self, node: fx.Node) -> Parts:
+        """Of the gradient that a log-softmax's backward is given."""
+        if node not in self._parts:
+            found = self._collapsed(given(node, 0))
+            build = self.shard.at(Phase.B, node.meta["origin"])
+            dtype = wide(given(node, 1).meta["val"].dtype)
+            self._parts[node] = replace(
+                found,
+                pick=None if found.pick is None else cast(build, found.pick, dtype),
+                all=None if found.all is None else cast(build, found.all, dtype),
+            )
+        return self._parts[node]
+
+    def total(self, node: fx.Node) -> fx.Node:
+        """Its sum over the vocabulary."""
+        parts = self.parts(node)
+        build = self.shard.at(Phase.B, node.meta["origin"])
+        if parts.all is None:
+            assert parts.pick is not None, "a gradient has at least one part"
+            return parts.pick
+        everywhere = build.call(aten.mul.Tensor, parts.all, float(self.shard.layers.size))
+        return everywhere if parts.pick is None else build.call(aten.add.Tensor, parts.pick, everywhere)
+
+    def _of_logits(self, node: fx.Node) -> fx.Node:
+        phase, loss = self.shard.phase, given(node, 1)
+        parts, total, scores = self.parts(node), self.total(node), self.softmax.scores(loss)
+        build = self.shard.at(phase, node.meta["origin"])
+        below = build.call(aten.sub.Tensor, scores, self.softmax.logsums[loss])
+        result = build.call(
+            aten.mul.Tensor, build.call(aten.exp.default, below), build.call(aten.neg.default, total)
+        )
+        if parts.all is not None:
+            result = build.call(aten.add.Tensor, result, parts.all)
+        if parts.label is not None:
+            index, inside = self.shard.inside(parts.label, build)
+            entry = build.call(aten.mul.Tensor, parts.pick, cast(build, inside, result.meta["val"].dtype))
+            result = build.call(aten.scatter_add.default, result, self.axes[node], index, entry)
+        return cast(build, result, node.meta["val"].dtype)
+
+    def _collapsed(self, node: fx.Node) -> Parts:
+        if node.target in UNPICKS:
+            return self._of_pick(node)
+        if is_uniform(node, self.axes[node] - node.meta["val"].dim()):
+            value = self.softmax.here(given(node, 0))
+            shape = list(node.meta["val"].shape)
+            shape[self.axes[node]] = 1
+            build = self.shard.at(Phase.B, node.meta["origin"])
+            return Parts(all=build.call(aten.expand.default, value, shape))
+        inputs = [self._collapsed(n) for n in node.all_input_nodes if n in self.axes]
+        if node.target is aten.add.Tensor and not node.kwargs and len(inputs) == 2:
+            return self._sum(node, *inputs)
+        if len(inputs) != 1 or node.target not in RESHAPES | LINEAR:
+            raise whole(node)
+        (inner,), slim = inputs, self.shard.slim
+        return Parts(
+            pick=None if inner.pick is None else slim(node, inner.pick, Phase.B),
+            all=None if inner.all is None else slim(node, inner.all, Phase.B),
+            label=slim(node, inner.label, Phase.F)
+            if inner.label is not None and node.target in RESHAPES
+            else inner.label,
+        )
+
+    def _sum(self, node: fx.Node, one: Parts, other: Parts) -> Parts:
+        if one.label is not None and other.label is not None:
+            raise whole(node)
+        everywhere = one.all if other.all is None else other.all
+        if one.all is not None and other.all is not None:
+            build = self.shard.at(Phase.B, node.meta["origin"])
+            everywhere = build.call(aten.add.Tensor, one.all, other.all)
+        return Parts(one.pick or other.pick, everywhere, one.label or other.label)
+
+    def _of_pick(self, node: fx.Node) -> Parts:
+        """What nll_loss's backward puts at the label's entry, 0 for an ignored label."""
+        label, _, reduction, ignored, count = node.args[2:]
+        axis = self.axes[node]
+        above, number = self.softmax.here(given(node, 0)), self.softmax.here(count)  # type: ignore[arg-type]
+        kept = self.shard.at(Phase.F, node.meta["origin"]).call(aten.unsqueeze.default, label, axis)
+        build = self.shard.at(Phase.B, node.meta["origin"])
+        value = build.call(aten.neg.default, above)
+        if reduction == 0:
+            value = build.call(aten.unsqueeze.default, value, axis)
+        elif reduction == 1:
+            value = build.call(aten.div.Tensor, value, number)
+        counts = build.call(aten.ne.Scalar, kept, ignored)
+        value = build.call(aten.where.self, counts, value, build.call(aten.zeros_like.default, value))
+        return Parts(pick=value, label=kept)

@@ -1,0 +1,167 @@
+"""The vocabulary layers of a captured step: projections that end in a cross-entropy, and their lookups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe.errors import VocabularyError
+from fxpipe.graph import Kind
+from fxpipe.values import call_nodes, output_dict
+from fxpipe.vocabulary.axes import LOOKUPS, PICKS, RESHAPES, UNPICKS, vocabulary_axes, whole
+from fxpipe.vocabulary.build import given
+
+aten = torch.ops.aten
+_PROJECTIONS = {aten.mm.default: 1, aten.addmm.default: 2}  # where the table is among the arguments
+_OF_TABLES = RESHAPES | {aten.t.default, aten._to_copy.default, aten.transpose.int, aten.permute.default}
+
+
+@dataclass(frozen=True, eq=False)
+class Layers:
+    """``axes``: which dimension of a value is the vocabulary, ``size`` its length.
+
+    ``losses``: the log-softmaxes.  ``picks``: what takes the labels' entries of one.  ``totals``: sums of one
+    over the vocabulary.  ``products``: matrix products over the vocabulary, which give the gradient of what
+    was projected.  ``lookups``: embeddings.
+    """
+
+    size: int
+    tables: tuple[fx.Node, ...]
+    axes: dict[fx.Node, int]
+    losses: tuple[fx.Node, ...]
+    picks: tuple[fx.Node, ...]
+    totals: tuple[fx.Node, ...]
+    products: tuple[fx.Node, ...]
+    lookups: tuple[fx.Node, ...]
+
+
+def find_layers(graph: fx.Graph) -> Layers:
+    """Raises VocabularyError, naming the condition that failed and where, if there is nothing to split."""
+    heads = [n for n in call_nodes(graph) if n.target is aten._log_softmax.default and _is_picked(n)]
+    if not heads:
+        raise VocabularyError(
+            "vocab_parallel found no cross-entropy in the training step: no log-softmax whose entries the "
+            "labels pick (F.cross_entropy, nn.CrossEntropyLoss, or F.nll_loss of F.log_softmax)."
+        )
+    projections = [_projection(head) for head in heads]
+    size = max(table.meta["val"].shape[0] for table, _ in projections)
+    tables: dict[fx.Node, None] = {}
+    for table, biases in projections:
+        if table.meta["val"].shape[0] == size:
+            tables |= dict.fromkeys([table, *biases])
+    for node in call_nodes(graph):
+        if node.target not in LOOKUPS or not _is_of_batch(given(node, 1)):
+            continue
+        table = given(node, 0)
+        if _is_parameter(table) and table.meta["val"].shape[0] == size:
+            tables[table] = None
+    return _sorted(graph, size, tuple(tables), vocabulary_axes(graph, set(tables)))
+
+
+def _is_picked(loss: fx.Node) -> bool:
+    """Do labels pick entries of a log-softmax?"""
+    todo = [loss]
+    while todo:
+        users = list(todo.pop().users)
+        if any(user.target in PICKS for user in users):
+            return True
+        todo += [user for user in users if user.target in RESHAPES]
+    return False
+
+
+def _projection(loss: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    """The table that a loss's logits come from, and the bias where there is one."""
+    size = loss.meta["val"].shape[loss.args[1]]
+    node, biases = given(loss, 0), list[fx.Node]()
+    while node.op == "call_function" and node.target not in _PROJECTIONS:
+        inputs = node.all_input_nodes
+        biases += [n for n in inputs if _is_parameter(n) and n.meta["val"].shape == (size,)]
+        values = [n for n in inputs if not _is_parameter(n)]
+        if not values:
+            break
+        node = max(values, key=_elements)
+    if node.target not in _PROJECTIONS:
+        raise _not_projected(loss, "they do not come from a matrix product")
+    table = given(node, _PROJECTIONS[node.target])
+    if node.target is aten.addmm.default and _is_parameter(given(node, 0)):
+        biases.append(given(node, 0))
+    while table.op == "call_function" and table.target in _OF_TABLES:
+        table = given(table, 0)
+    if not _is_parameter(table):
+        raise _not_projected(loss, f"the matrix product {node.name} is not with a parameter")
+    shape = tuple(table.meta["val"].shape)
+    if shape[0] != size:
+        raise _not_projected(loss, f"the parameter has shape {shape}, and there are {size} logits")
+    return table, biases
+
+
+def _elements(node: fx.Node) -> int:
+    val: Any = node.meta.get("val")
+    if isinstance(val, (list, tuple)):
+        val = val[0]
+    return val.numel() if isinstance(val, torch.Tensor) else 0
+
+
+def _is_parameter(node: fx.Node) -> bool:
+    return node.op == "placeholder" and node.meta["input"].kind is Kind.PARAMETER
+
+
+def _is_of_batch(node: fx.Node) -> bool:
+    """Is the value made from the batch alone, so that every rank can make it?"""
+    if node.op == "placeholder":
+        return node.meta["input"].kind in (Kind.BATCH, Kind.CONSTANT)
+    return all(_is_of_batch(n) for n in node.all_input_nodes)
+
+
+def _not_projected(loss: fx.Node, why: str) -> VocabularyError:
+    origin = loss.meta["origin"]
+    return VocabularyError(
+        f"vocab_parallel found a cross-entropy in module {origin.path or '(the model itself)'!r} "
+        f"({origin.source}), but not the projection that gives its logits: {why}."
+    )
+
+
+def _sorted(graph: fx.Graph, size: int, tables: tuple[fx.Node, ...], axes: dict[fx.Node, int]) -> Layers:
+    """Raises VocabularyError where logits or a table are used for something else."""
+    losses = tuple(n for n in axes if n.target is aten._log_softmax.default)
+    logs: set[fx.Node] = set()  # they and views of them
+    picks, totals, products, lookups = [], [], [], []
+    for node in call_nodes(graph):
+        if node in axes:
+            if node in losses or (node.target in RESHAPES and node.args[0] in logs):
+                logs.add(node)
+            elif any(n in logs for n in node.all_input_nodes) and not _is_gradient(node):
+                raise whole(node)
+        elif not any(n in axes for n in node.all_input_nodes):
+            continue
+        elif node.target in LOOKUPS and _is_of_batch(given(node, 1)):
+            lookups.append(node)
+        elif node.target in PICKS and given(node, 0) in logs:
+            picks.append(_without_weights(node))
+        elif node.target is aten.sum.dim_IntList and node.args[0] in logs:
+            totals.append(node)
+        elif node.target is aten.mm.default and node.meta["origin"].backward:
+            products.append(node)
+        else:
+            raise whole(node)
+    named = output_dict(graph)
+    for node in (named["loss"], named["count"], *named["buffers"].values()):
+        if node in axes:
+            raise whole(node)
+    return Layers(size, tables, axes, losses, tuple(picks), tuple(totals), tuple(products), tuple(lookups))
+
+
+def _is_gradient(node: fx.Node) -> bool:
+    return node.target in UNPICKS or node.target is aten._log_softmax_backward_data.default
+
+
+def _without_weights(pick: fx.Node) -> fx.Node:
+    if pick.args[2] is not None:
+        raise VocabularyError(
+            f"vocab_parallel cannot split a cross-entropy with class weights ({pick.meta['origin'].source}). "
+            "Compile without vocab_parallel, or weight the tokens' losses yourself."
+        )
+    return pick

@@ -1,0 +1,199 @@
+"""A rank's part of the gradient of what was projected: d_logits · table, over the rank's rows.
+
+With one barrier the matrix product comes before it.  All that lies between the gradient of a log-softmax and
+the product is linear in that gradient and scales a token's row or moves it about; so the product is made for
+the exponentials, and for the labels' entries, and what the barrier gives, one factor a token, is applied
+afterwards.  (2411.05288, section 4.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import fx
+
+from fxpipe.errors import VocabularyError
+from fxpipe.graph import Phase
+from fxpipe.vocabulary.axes import LINEAR, whole
+from fxpipe.vocabulary.build import cast, given
+from fxpipe.vocabulary.gradients import Gradients
+from fxpipe.vocabulary.shard import Shard
+from fxpipe.vocabulary.softmax import Softmax
+
+aten = torch.ops.aten
+_START = aten._log_softmax_backward_data.default
+
+
+class Products(Protocol):
+    def before(self, product: fx.Node) -> None:
+        """What is done before the barrier."""
+        ...
+
+    def after(self, product: fx.Node) -> fx.Node:
+        """The rank's part, behind the barrier."""
+        ...
+
+
+class TwoBarriers:
+    """The product follows the barrier, and its sum over the ranks is the second one."""
+
+    def __init__(self, shard: Shard) -> None:
+        self.shard = shard
+
+    def before(self, product: fx.Node) -> None:
+        pass
+
+    def after(self, product: fx.Node) -> fx.Node:
+        self.shard.phase = Phase.B
+        logits, table = (self.shard.local(n) for n in product.all_input_nodes)
+        return self.shard.at(Phase.B, product.meta["origin"]).call(aten.mm.default, logits, table)
+
+
+@dataclass(frozen=True)
+class _Unscaled:
+    """A product for every part of the gradient; ``all`` only with label smoothing."""
+
+    exponentials: fx.Node
+    pick: fx.Node
+    all: fx.Node | None
+
+
+class OneBarrier:
+    def __init__(self, shard: Shard, softmax: Softmax, gradients: Gradients) -> None:
+        self.shard, self.softmax, self.gradients = shard, softmax, gradients
+        self.axes = shard.layers.axes
+        self._way = self._find_way()
+        self._unscaled: dict[fx.Node, _Unscaled] = {}
+
+    def _find_way(self) -> set[fx.Node]:
+        """Gradients of log-softmaxes, and what is made of them with a vocabulary dimension."""
+        found: set[fx.Node] = set()
+        for node in self.axes:
+            if node.target is _START or any(n in found for n in node.all_input_nodes):
+                found.add(node)
+        return found
+
+    def before(self, product: fx.Node) -> None:
+        shard, logits, rows = self.shard, given(product, 0), self.shard.local(given(product, 1))
+        exponentials, ones, labels, inside = {}, {}, {}, {}
+        for start in self._starts(logits):
+            parts = self.gradients.parts(start)
+            if parts.label is None:
+                raise whole(product)
+            build, dtype = shard.at(Phase.F, start.meta["origin"]), start.meta["val"].dtype
+            exponentials[start] = cast(build, self.softmax.exponentials[given(start, 1)], dtype)
+            if parts.all is not None:
+                ones[start] = build.call(aten.ones_like.default, exponentials[start])
+            labels[start], mask = shard.inside(parts.label, build)
+            inside[start] = cast(build, mask, dtype)
+
+        def multiplied(seeds: dict[fx.Node, fx.Node]) -> fx.Node:
+            left = self._carried(logits, shard.size, seeds, lambda n, _: shard.local(n))
+            return shard.at(Phase.F, product.meta["origin"]).call(aten.mm.default, left, rows)
+
+        def at_label(n: fx.Node, met: fx.Node) -> fx.Node:
+            index = self._moved(met, labels, Phase.F)
+            local = shard.local(n)
+            return shard.at(Phase.F, n.meta["origin"]).call(aten.gather.default, local, self.axes[n], index)
+
+        slope = self._carried(logits, 1, inside, at_label)
+        index = self._moved(logits, labels, Phase.F)
+        build = shard.at(Phase.F, product.meta["origin"])
+        own = build.call(aten.embedding.default, rows, build.call(aten.reshape.default, index, [-1]))
+        pick = build.call(aten.mul.Tensor, own, slope)
+        if ones and len(ones) < len(inside):
+            raise whole(product)
+        self._unscaled[product] = _Unscaled(
+            multiplied(exponentials), pick, multiplied(ones) if ones else None
+        )
+
+    def after(self, product: fx.Node) -> fx.Node:
+        unscaled, logits = self._unscaled[product], given(product, 0)
+        softmax, pick, everywhere = {}, {}, {}
+        for start in self._starts(logits):
+            parts, total, loss = self.gradients.parts(start), self.gradients.total(start), given(start, 1)
+            build = self.shard.at(Phase.B, start.meta["origin"])
+            below = build.call(aten.sub.Tensor, self.softmax.maxima[loss], self.softmax.logsums[loss])
+            share = build.call(aten.mul.Tensor, build.call(aten.exp.default, below), total)
+            softmax[start] = build.call(aten.neg.default, share)
+            assert parts.pick is not None, "asked for before the barrier"
+            pick[start] = parts.pick
+            if parts.all is not None:
+                everywhere[start] = parts.all
+        pairs = [(unscaled.exponentials, softmax), (unscaled.pick, pick)]
+        if unscaled.all is not None:
+            pairs.append((unscaled.all, everywhere))
+        scaled = []
+        for part, factors in pairs:
+            factor = self._moved(logits, factors, Phase.B)
+            build = self.shard.at(Phase.B, product.meta["origin"])
+            scaled.append(build.call(aten.mul.Tensor, part, factor))
+        build = self.shard.at(Phase.B, product.meta["origin"])
+        total = scaled[0]
+        for other in scaled[1:]:
+            total = build.call(aten.add.Tensor, total, other)
+        return cast(build, total, product.meta["val"].dtype)
+
+    def _before(self, node: fx.Node) -> list[fx.Node]:
+        return [n for n in node.all_input_nodes if n in self._way]
+
+    def _starts(self, node: fx.Node) -> list[fx.Node]:
+        """The gradients of log-softmaxes that a value is made from."""
+        if node.target is _START:
+            return [node]
+        return [start for n in self._before(node) for start in self._starts(n)]
+
+    def _carried(
+        self,
+        node: fx.Node,
+        size: int,
+        seeds: dict[fx.Node, fx.Node],
+        operand: Callable[[fx.Node, fx.Node], fx.Node],
+    ) -> fx.Node:
+        """A value for other gradients of the log-softmaxes, with another size of the vocabulary.
+
+        ``operand``: a value of the forward, for the gradient that it meets.
+        """
+        if node in seeds:
+            return seeds[node]
+        before = self._before(node)
+        if _scales(node) and not (len(before) == 1 and node.args[0] is before[0] and _is_linear(node)):
+            raise _not_linear(node)
+        ways = {n: self._carried(n, size, seeds, operand) for n in before}
+        args, kwargs = self.shard.arguments(
+            node, size, lambda n: ways[n] if n in ways else operand(n, before[0])
+        )
+        return self.shard.at(Phase.F, node.meta["origin"]).copy(node, args, kwargs)
+
+    def _moved(self, node: fx.Node, seeds: dict[fx.Node, fx.Node], phase: Phase) -> fx.Node:
+        """One number a token, in the order of the tokens that a value has."""
+        if node in seeds:
+            return seeds[node]
+        ways = {n: self._moved(n, seeds, phase) for n in self._before(node)}
+        if _scales(node):
+            (moved,) = ways.values()
+            return moved
+        args, kwargs = self.shard.arguments(node, 1, ways.__getitem__)
+        return self.shard.at(phase, node.meta["origin"]).copy(node, args, kwargs)
+
+
+def _scales(node: fx.Node) -> bool:
+    """Does the op change each element by itself, rather than move it?"""
+    return node.target in LINEAR or torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _is_linear(node: fx.Node) -> bool:
+    """In its first argument."""
+    return node.target in LINEAR or node.target.overloadpacket.__name__.endswith("_backward")  # type: ignore
+
+
+def _not_linear(node: fx.Node) -> VocabularyError:
+    origin = node.meta["origin"]
+    return VocabularyError(
+        f"vocab_parallel with one barrier cannot scale the gradient of the logits behind {node.target} in "
+        f"module {origin.path or '(the model itself)'!r} ({origin.source}). Ask for "
+        'vocab_parallel="2-barrier".'
+    )

@@ -1,0 +1,117 @@
+"""One rank's rows of the tables, and the ops on what has a vocabulary dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe.graph import Colour, Input, Kind, Origin, Phase
+from fxpipe.vocabulary.axes import RESHAPES
+from fxpipe.vocabulary.build import Builder
+from fxpipe.vocabulary.layers import Layers
+from fxpipe.vocabulary.rows import Rows
+
+aten = torch.ops.aten
+_WITH_SIZES = RESHAPES | {aten.expand.default, aten.slice_backward.default}
+
+
+class Shard:
+    """``makers``: how the part of a value is made that is not the same op on parts, by the op's target.
+
+    ``phase``: that of backward ops that are made from now on.
+    """
+
+    def __init__(self, graph: fx.Graph, layers: Layers, begin: int, end: int, lookup: int, head: int) -> None:
+        self.graph, self.layers = graph, layers
+        self.begin, self.end = begin, end
+        self.lookup_stage, self.head_stage = lookup, head
+        self.phase = Phase.B
+        self.makers: dict[Any, Callable[[fx.Node], fx.Node]] = {}
+        self._build = Builder(graph)
+        self._tables: dict[fx.Node, fx.Node] = {}
+        self._locals: dict[fx.Node, fx.Node] = {}
+
+    @property
+    def size(self) -> int:
+        return self.end - self.begin
+
+    def rows(self, table: str) -> str:
+        return str(Rows(table, self.begin, self.end))
+
+    def at(self, phase: Phase, origin: Origin, stage: int | None = None) -> Builder:
+        """To build ops in a phase of the head's stage, or of another one."""
+        self._build.colour = Colour(self.head_stage if stage is None else stage, phase)
+        self._build.origin = origin
+        return self._build
+
+    def table(self, node: fx.Node) -> fx.Node:
+        """The shard's rows of a table."""
+        if node not in self._tables:
+            name, val = node.meta["input"].name, node.meta["val"]
+            with self.graph.inserting_before(node):
+                new = self.graph.placeholder(f"{node.name}_{self.begin}_{self.end}")
+            new.meta.update(node.meta, input=Input(Kind.PARAMETER, self.rows(name)))
+            new.meta["val"] = val.new_empty((self.size, *val.shape[1:]))
+            self._tables[node] = new
+        return self._tables[node]
+
+    def local(self, node: fx.Node) -> fx.Node:
+        """The shard's part of a value with a vocabulary dimension."""
+        if node in self.layers.tables:
+            return self.table(node)
+        if node not in self._locals:
+            make = self.makers.get(node.target)
+            if make is not None:
+                self._locals[node] = make(node)
+            else:
+                args, kwargs = self.arguments(node, self.size, self.local)
+                backward = node.meta["origin"].backward
+                build = self.at(self.phase if backward else Phase.F, node.meta["origin"])
+                self._locals[node] = build.copy(node, args, kwargs)
+        return self._locals[node]
+
+    def arguments(
+        self, node: fx.Node, size: int, local: Callable[[fx.Node], fx.Node]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """An op's arguments for another size of the vocabulary; ``local`` gives those that have one."""
+        axis = self.layers.axes[node]
+
+        def part(n: fx.Node) -> fx.Node:
+            if n in self.layers.axes:
+                return local(n)
+            return self._part_of_whole(n, node, axis) if n.op == "placeholder" else n
+
+        args, kwargs = list(fx.map_arg(node.args, part)), dict(fx.map_arg(node.kwargs, part))
+        if node.target in _WITH_SIZES:
+            changed = list(args[1])  # type: ignore[arg-type]
+            changed[axis] = size
+            args[1] = changed
+        return tuple(args), kwargs
+
+    def _part_of_whole(self, n: fx.Node, user: fx.Node, axis: int) -> fx.Node:
+        """The shard's part of a buffer or a mask that all ranks have as a whole."""
+        if torch.Tag.pointwise not in getattr(user.target, "tags", ()):
+            return n
+        place, val = axis - user.meta["val"].dim(), n.meta["val"]
+        if val.dim() < -place or val.shape[place] != self.layers.size:
+            return n
+        build = self.at(Phase.F, user.meta["origin"])
+        return build.call(aten.slice.Tensor, n, place, self.begin, self.end)
+
+    def slim(self, node: fx.Node, value: fx.Node, phase: Phase) -> fx.Node:
+        """What an op does to a value that has one entry in place of a vocabulary."""
+        args, kwargs = self.arguments(node, 1, lambda _: value)
+        return self.at(phase, node.meta["origin"]).copy(node, args, kwargs)
+
+    def inside(self, index: fx.Node, build: Builder) -> tuple[fx.Node, fx.Node]:
+        """Indices counted from the shard's first row, 0 for those outside; and which are inside."""
+        shifted = build.call(aten.sub.Tensor, index, self.begin)
+        above, below = (
+            build.call(aten.ge.Scalar, shifted, 0),
+            build.call(aten.lt.Scalar, shifted, self.size),
+        )
+        inside = build.call(aten.bitwise_and.Tensor, above, below)
+        return build.call(aten.mul.Tensor, shifted, inside), inside

@@ -1,0 +1,164 @@
+"""The cross-entropies of one rank: what it finds about its part, and what follows from what all found.
+
+Of every token a rank finds the maximum of its logits, the sum of the exponentials of what lies below it, and
+the label's logit, if it has that one.  From those of all ranks come the log-sum-exp and the losses, on each.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import fx
+
+from fxpipe.graph import Phase
+from fxpipe.vocabulary.axes import whole
+from fxpipe.vocabulary.build import cast, given, wide
+from fxpipe.vocabulary.shard import Shard
+
+aten = torch.ops.aten
+
+
+class Softmax:
+    """What is kept per token has size one where the logits have the vocabulary.
+
+    ``maxima``, ``exponentials``: of the shard's logits, per loss.  ``logsums``: of all logits.
+    """
+
+    def __init__(self, shard: Shard) -> None:
+        self.shard, self.layers = shard, shard.layers
+        self.maxima: dict[fx.Node, fx.Node] = {}
+        self.exponentials: dict[fx.Node, fx.Node] = {}
+        self.logsums: dict[fx.Node, fx.Node] = {}
+        self._entries: dict[fx.Node, fx.Node] = {}  # per pick, the log-probability of the label
+        self._others: dict[fx.Node, fx.Node] = {}
+        self._after = self._following()
+        # A part of a log-softmax stands for the logits: what it lacks is the same for all entries.
+        shard.makers[aten._log_softmax.default] = lambda node: shard.local(given(node, 0))
+
+    def scores(self, logs: fx.Node) -> fx.Node:
+        """The shard's logits in the shape of a log-softmax or a view of it, in single precision at least."""
+        local = self.shard.local(logs)
+        return cast(self.shard.at(Phase.F, logs.meta["origin"]), local, wide(local.meta["val"].dtype))
+
+    def statistics(self) -> fx.Node:
+        """All that the shard finds, in one tensor."""
+        layers, found = self.layers, []
+        for loss in layers.losses:
+            scores, axis = self.scores(loss), layers.axes[loss]
+            build = self.shard.at(Phase.F, loss.meta["origin"])
+            least = torch.finfo(scores.meta["val"].dtype).min  # of a part that is all -inf
+            top = build.call(
+                aten.clamp_min.default, build.call(aten.amax.default, scores, [axis], True), least
+            )
+            each = build.call(aten.exp.default, build.call(aten.sub.Tensor, scores, top))
+            self.maxima[loss], self.exponentials[loss] = top, each
+            found += [top, build.call(aten.sum.dim_IntList, each, [axis], True)]
+        for pick in layers.picks:
+            scores, axis = self.scores(given(pick, 0)), layers.axes[given(pick, 0)]
+            build = self.shard.at(Phase.F, pick.meta["origin"])
+            label = build.call(aten.unsqueeze.default, pick.args[1], axis)
+            index, inside = self.shard.inside(label, build)
+            entry = build.call(aten.gather.default, scores, axis, index)
+            found.append(
+                build.call(aten.where.self, inside, entry, build.call(aten.zeros_like.default, entry))
+            )
+        for total in layers.totals:
+            scores, axis = self.scores(given(total, 0)), layers.axes[given(total, 0)]
+            build = self.shard.at(Phase.F, total.meta["origin"])
+            found.append(build.call(aten.sum.dim_IntList, scores, [axis], True))
+        build = self.shard.at(Phase.F, layers.losses[0].meta["origin"])
+        return build.call(aten.cat.default, [build.call(aten.reshape.default, f, [-1]) for f in found])
+
+    def combine(self, found: list[fx.Node]) -> None:
+        """Take in what all shards found."""
+        build = self.shard.at(Phase.B, self.layers.losses[0].meta["origin"])
+        table, position = build.call(aten.stack.default, found), 0
+
+        def take(node: fx.Node) -> fx.Node:
+            nonlocal position
+            shape = list(node.meta["val"].shape)
+            shape[self.layers.axes[node]] = 1
+            begin, position = position, position + math.prod(shape)
+            part = build.call(aten.slice.Tensor, table, 1, begin, position)
+            return build.call(aten.reshape.default, part, [len(found), *shape])
+
+        for loss in self.layers.losses:
+            tops, sums = take(loss), take(loss)
+            top = build.call(aten.amax.default, tops, [0])
+            share = build.call(aten.exp.default, build.call(aten.sub.Tensor, tops, top))
+            total = build.call(aten.sum.dim_IntList, build.call(aten.mul.Tensor, sums, share), [0])
+            self.logsums[loss] = build.call(aten.add.Tensor, top, build.call(aten.log.default, total))
+        for pick in self.layers.picks:
+            logs = given(pick, 0)
+            entry = build.call(aten.sum.dim_IntList, take(logs), [0])
+            self._entries[pick] = build.call(aten.sub.Tensor, entry, self._logsum(logs))
+        for total in self.layers.totals:
+            logs = given(total, 0)
+            entry = build.call(aten.sum.dim_IntList, take(logs), [0])
+            size = float(self.layers.size)
+            value = build.call(aten.sub.Tensor, entry, build.call(aten.mul.Tensor, self._logsum(logs), size))
+            value = build.call(aten.view.default, value, list(total.meta["val"].shape))
+            self._others[total] = cast(build, value, total.meta["val"].dtype)
+
+    def _logsum(self, logs: fx.Node) -> fx.Node:
+        """The log-sum-exp of a loss, in the shape of a view of it."""
+        if logs in self.logsums:
+            return self.logsums[logs]
+        return self.shard.slim(logs, self._logsum(given(logs, 0)), Phase.B)
+
+    def here(self, node: fx.Node) -> fx.Node:
+        """This rank's own copy of a value that follows from the losses or is a part of the backward; the
+        value itself where it is neither."""
+        if node in self._others:
+            return self._others[node]
+        if node.op != "call_function" or not (node in self._after or node.meta["origin"].backward):
+            return node
+        if node in self.layers.axes or node in self.layers.products:
+            raise whole(node)
+        if node.args and node.args[0] in self._entries:  # one of a pick's two results
+            found = self._picked(given(node, 0))[node.args[1]]  # type: ignore[index]
+        else:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), self.here)
+            found = self.shard.at(Phase.B, node.meta["origin"]).copy(node, args, kwargs)
+        self._others[node] = found
+        return found
+
+    def _picked(self, pick: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """The loss and the number of labels that count, as nll_loss gives them."""
+        logs, (label, _, reduction, ignored) = given(pick, 0), pick.args[1:]
+        build = self.shard.at(Phase.B, pick.meta["origin"])
+        dtype = logs.meta["val"].dtype
+        each = build.call(aten.squeeze.dim, self._entries[pick], self.layers.axes[logs])
+        each = build.call(aten.neg.default, each)
+        counts = build.call(aten.ne.Scalar, label, ignored)
+        each = build.call(aten.where.self, counts, each, build.call(aten.zeros_like.default, each))
+        count = cast(build, build.call(aten.sum.default, counts), each.meta["val"].dtype)
+        if reduction:
+            each = build.call(aten.sum.default, each)
+        if reduction == 1:
+            each = build.call(aten.div.Tensor, each, count)
+        return cast(build, each, dtype), cast(build, count, dtype)
+
+    def give_the_rest(self) -> None:
+        """The model's other ops that use what follows from the losses get it from this rank."""
+        for node in self._after:
+            for user in list(node.users):
+                if user.op != "call_function" or user in self._after or "colour" in user.meta:
+                    continue
+                if user not in self.layers.axes and not any(
+                    n in self.layers.axes for n in user.all_input_nodes
+                ):
+                    user.replace_input_with(node, self.here(node))
+
+    def _following(self) -> dict[fx.Node, None]:
+        """What follows from the losses and has no vocabulary dimension."""
+        found: dict[fx.Node, None] = {}
+        todo = [*self.layers.picks, *self.layers.totals]
+        while todo:
+            node = todo.pop()
+            other = node.op == "output" or node in self.layers.axes or node in self.layers.products
+            if node not in found and not other:
+                found[node] = None
+                todo += node.users
+        return found

@@ -1,0 +1,145 @@
+"""The vocabulary layers spread over all ranks: every rank has some rows of the tables, and all that follows.
+
+before: logits = x @ table.T ──► log_softmax ──► loss;   d_logits ──► d_x, d_table
+after:  on every rank, of its rows:
+  S  local logits, their maximum, the sum of their exponentials, the labels' logits; with one barrier also
+     both parts of d_x, not yet scaled
+     ── barrier: each rank gets what all found ──
+  R  the loss; the rank's part of d_x; the last stage adds the parts up
+  T  d_table, at any later time
+
+S, R and T are the F, B and W of a *vocabulary stage*, one a rank behind the model's stages.  The lookups of
+such tables are spread over vocabulary stages before them.  (Vocabulary parallelism, arXiv 2411.05288.)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fxpipe.errors import VocabularyError
+from fxpipe.graph import Origin, Phase
+from fxpipe.values import call_nodes, drop_dead, output_dict
+from fxpipe.vocabulary.build import Builder, cast, given, in_order, wide
+from fxpipe.vocabulary.gradients import Gradients
+from fxpipe.vocabulary.layers import Layers, find_layers
+from fxpipe.vocabulary.lookups import Lookups
+from fxpipe.vocabulary.products import OneBarrier, Products, TwoBarriers
+from fxpipe.vocabulary.shard import Shard
+from fxpipe.vocabulary.softmax import Softmax
+from fxpipe.vocabulary.stages import Vocabulary
+
+aten = torch.ops.aten
+_UNIT = 64  # rows of a shard are a multiple of it where the table is large: matrix products like that
+_EVEN = 0.01  # by how much a shard may be larger than the mean
+
+
+def split_vocabulary(graph: fx.Graph, ranks: int, stages: int, barriers: int) -> Vocabulary:
+    """Rewrite a captured step whose model will be cut into so many stages.
+
+    Raises VocabularyError where there is nothing to split, or what cannot be.
+    """
+    layers = find_layers(graph)
+    bounds = shard_bounds(layers.size, ranks)
+    lookups = ranks if layers.lookups else 0
+    parts = [
+        _Part(Shard(graph, layers, bounds[r], bounds[r + 1], r, lookups + stages + r), barriers)
+        for r in range(ranks)
+    ]
+    for lookup in layers.lookups:
+        _add_up(graph, lookup, [p.lookups.part(lookup) for p in parts], lookup.meta["origin"])
+    found = [p.softmax.statistics() for p in parts]
+    for p in parts:
+        p.softmax.combine(found)
+    for product in layers.products:
+        for p in parts:
+            p.products.before(product)
+    for product in layers.products:
+        _add_up(graph, product, [p.products.after(product) for p in parts], _before_projection(product))
+    _set_outputs(graph, layers, parts)
+    in_order(graph)
+    drop_dead(graph)
+    return Vocabulary(lookups=lookups, heads=ranks, ahead=barriers)
+
+
+def shard_bounds(size: int, ranks: int) -> list[int]:
+    """Where each rank's rows begin, and the end of the last.
+
+    Raises VocabularyError for fewer rows than ranks.
+    """
+    if size < ranks:
+        raise VocabularyError(
+            f"vocab_parallel spreads the vocabulary over all ranks, and it has {size} entries for {ranks} "
+            "ranks. Compile without vocab_parallel, or with fewer ranks."
+        )
+    unit = _UNIT
+    while unit > 1 and unit * ranks > _EVEN * size:
+        unit //= 2
+    units = -(-size // unit)
+    return [min(size, unit * (units * r // ranks)) for r in range(ranks)] + [size]
+
+
+class _Part:
+    """What one rank does."""
+
+    def __init__(self, shard: Shard, barriers: int) -> None:
+        self.shard = shard
+        self.lookups = Lookups(shard)
+        self.softmax = Softmax(shard)
+        gradients = Gradients(shard, self.softmax)
+        one = barriers == 1
+        self.products: Products = OneBarrier(shard, self.softmax, gradients) if one else TwoBarriers(shard)
+
+
+def _add_up(graph: fx.Graph, old: fx.Node, parts: list[fx.Node], origin: Origin) -> None:
+    """Let the sum of the ranks' parts take the place of a value; it is made where the value is needed."""
+    build, dtype = Builder(graph), old.meta["val"].dtype
+    build.origin = origin
+    total = cast(build, parts[0], wide(dtype))
+    for part in parts[1:]:
+        total = build.call(aten.add.Tensor, total, cast(build, part, wide(dtype)))
+    total = cast(build, total, dtype)
+    if total is parts[0]:  # what follows needs a node that is the model's own
+        total = build.call(aten.view.default, total, list(old.meta["val"].shape))
+    old.replace_all_uses_with(total)
+
+
+def _before_projection(product: fx.Node) -> Origin:
+    """Where the gradient of what was projected belongs: to the op that made it."""
+    own = product.meta["origin"]
+    made: fx.Node | None = next(
+        n
+        for n in call_nodes(product.graph)
+        if n.meta["origin"].seq == own.seq and not n.meta["origin"].backward
+    )
+    while made is not None:
+        made = next((n for n in made.all_input_nodes if n.op == "call_function"), None)
+        if made is not None and made.meta["origin"].seq != own.seq:
+            origin = made.meta["origin"]
+            return Origin(origin.path, origin.source, origin.seq, backward=True)
+    return own
+
+
+def _set_outputs(graph: fx.Graph, layers: Layers, parts: list[_Part]) -> None:
+    """Loss and count come from the last rank, the tables' gradients from each."""
+    named, last = output_dict(graph), parts[-1].softmax
+    tables = {table.meta["input"].name for table in layers.tables}
+    grads: dict[str, tuple[fx.Node, ...]] = {}
+    for name, summands in named["grads"].items():
+        if name not in tables:
+            grads[name] = summands
+            continue
+        leaves = [leaf for summand in summands for leaf in _leaves(summand, layers)]
+        for part in parts:
+            part.shard.phase = Phase.W
+            grads[part.shard.rows(name)] = tuple(part.shard.local(leaf) for leaf in leaves)
+    kept = {key: None if named[key] is None else last.here(named[key]) for key in ("loss", "count")}
+    graph.output_node().args = ({**named, **kept, "grads": grads},)
+    last.give_the_rest()
+
+
+def _leaves(node: fx.Node, layers: Layers) -> list[fx.Node]:
+    """The summands of a sum of gradients of a table."""
+    if node.target is aten.add.Tensor and not node.kwargs and all(n in layers.axes for n in node.args):
+        return [leaf for k in (0, 1) for leaf in _leaves(given(node, k), layers)]
+    return [node]

@@ -1,0 +1,21 @@
+"""Vocabulary stages beside the model's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """How many vocabulary stages there are before and behind the model's: none, or one a rank.
+
+    ``ahead``: how many microbatches a rank may hold beyond what it does without, one for each barrier.
+    """
+
+    lookups: int = 0
+    heads: int = 0
+    ahead: int = 1
+
+    def placement(self, body: tuple[int, ...]) -> tuple[int, ...]:
+        """The rank of every stage, given those of the model's own."""
+        return (*range(self.lookups), *body, *range(self.heads))

@@ -1,0 +1,340 @@
+"""The vocabulary layers spread over the ranks: gradients against eager, and what cannot be spread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import models
+import pytest
+import torch
+import torch.nn.functional as F
+from models import MODELS, in_precision, next_word_loss, same_word_loss
+from torch import nn
+from zoo import Case, eager, relative_error
+
+import fxpipe
+from fxpipe.errors import VocabularyError
+from fxpipe.vocabulary.rows import rows_of, whole
+from fxpipe.vocabulary.split import shard_bounds
+
+FAMILIES = ("gpt2", "llama", "qwen3", "gemma2", "gpt_neox", "opt", "bert", "t5", "mixtral")
+CAUSAL = set(FAMILIES) - {"bert", "t5"}
+MICROBATCHES = 4
+WORDS, WIDTH, LENGTH = 50, 8, 5
+
+
+def spread(case: Case, ranks: int, schedule: str, vocab_parallel: str, **options: Any) -> fxpipe.Pipeline:
+    return fxpipe.compile(
+        case.build(),
+        case.example(),
+        ranks=ranks,
+        microbatches=MICROBATCHES,
+        schedule=schedule,
+        vocab_parallel=vocab_parallel,
+        loss_fn=case.loss_fn,
+        **options,
+    )
+
+
+def agrees(case: Case, pipe: fxpipe.Pipeline, limit: float) -> None:
+    """Loss and all gradients are what one process gets; those that are exactly zero but for rounding, too."""
+    batch = case.data(MICROBATCHES)
+    result = pipe.run_local(batch)
+    expected = eager(case.build(), batch, MICROBATCHES, case.loss_fn)
+    assert relative_error(result.loss, expected.loss) <= limit
+    assert set(result.grads) == set(expected.grads)
+    scale = max(grad.abs().max() for grad in expected.grads.values())
+    for name, grad in expected.grads.items():
+        difference = (result.grads[name] - grad).abs().max()
+        assert difference <= limit * max(grad.abs().max(), 1e-6 * scale), name
+
+
+def language_case(name: str) -> Case:
+    case = in_precision(MODELS[name], torch.float64)
+    loss_fn = next_word_loss if name in CAUSAL else same_word_loss
+    return Case(case.model, case.batch, loss_fn, case.rows)
+
+
+COMBINATIONS = [
+    (2, "1f1b", "1-barrier"),
+    (3, "zb-h1", "2-barrier"),
+    (2, "zb-v", "2-barrier"),
+    (2, "v-half", "1-barrier"),
+]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("ranks", "schedule", "barriers"), COMBINATIONS[:2])
+def test_models_have_the_gradients_of_one_process(
+    name: str, ranks: int, schedule: str, barriers: str
+) -> None:
+    case = language_case(name)
+    agrees(case, spread(case, ranks, schedule, barriers), 1e-10)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+@pytest.mark.parametrize(("ranks", "schedule", "barriers"), COMBINATIONS[2:])
+def test_two_stages_a_rank(name: str, ranks: int, schedule: str, barriers: str) -> None:
+    case = language_case(name)
+    agrees(case, spread(case, ranks, schedule, barriers), 1e-10)
+
+
+def test_four_ranks_and_a_loss_of_the_models_own() -> None:
+    """In single precision, as the model's own loss is."""
+    case = Case(MODELS["gpt2"].model, MODELS["gpt2"].batch, models.own_loss)
+    agrees(case, spread(case, 4, "1f1b", "1-barrier", stages_per_rank=1), 1e-5)
+
+
+# -- forms of the loss ------------------------------------------------------------------------------------
+
+
+class Words(nn.Module):
+    """An embedding, two layers, a projection, and a loss of the logits."""
+
+    def __init__(
+        self,
+        loss: Callable[[torch.Tensor, torch.Tensor], Any],
+        *,
+        tied: bool = False,
+        bias: bool = True,
+        scale: float = 1.0,
+        padding: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH, padding_idx=padding)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=bias)
+        if tied:
+            self.head.weight = self.embedding.weight
+        self.loss, self.scale = loss, scale
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        hidden = self.second(self.first(self.embedding(ids)).tanh()).tanh()
+        return self.loss(self.scale * self.head(hidden), labels)
+
+
+def flat(logits: torch.Tensor, labels: torch.Tensor, **options: Any) -> torch.Tensor:
+    return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), **options)
+
+
+def shifted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return flat(logits[:, :-1], labels[:, 1:])
+
+
+def in_chunks(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    parts = zip(logits.split(2, 1), labels.split(2, 1), strict=True)
+    return torch.stack([flat(z, y, reduction="sum") for z, y in parts]).sum() / labels.numel()
+
+
+def capped(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return flat(5 * torch.tanh(logits / 5), labels, label_smoothing=0.1)
+
+
+def by_hand(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return (
+        F.nll_loss(F.log_softmax(logits, -1).flatten(0, 1), labels.flatten(), reduction="none")
+        .square()
+        .mean()
+    )
+
+
+def along_the_second(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.CrossEntropyLoss()(logits.transpose(1, 2), labels)
+
+
+def of_all_tokens(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return flat(logits, labels, reduction="sum") / (labels >= 0).sum()
+
+
+FORMS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "mean": flat,
+    "shifted": shifted,
+    "in chunks": in_chunks,
+    "capped, smoothed": capped,
+    "by hand, squared": by_hand,
+    "along the second dimension": along_the_second,
+    "sum over all tokens": of_all_tokens,
+    "smoothed": lambda z, y: flat(z, y, label_smoothing=0.2),
+    "no reduction": lambda z, y: flat(z, y, reduction="none").mean(),
+    "temperature": lambda z, y: flat(z / 0.7, y),
+}
+
+
+def batch(rows: int) -> dict[str, torch.Tensor]:
+    labels = torch.randint(WORDS, (rows, LENGTH))
+    labels[0, :2] = -100
+    return {"ids": torch.randint(WORDS, (rows, LENGTH)), "labels": labels}
+
+
+def words(loss: Callable[[torch.Tensor, torch.Tensor], Any], **options: Any) -> Case:
+    return Case(lambda: Words(loss, **options).double(), batch)
+
+
+@pytest.mark.parametrize("barriers", ["1-barrier", "2-barrier"])
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_the_loss(form: str, barriers: str) -> None:
+    case = words(FORMS[form])
+    agrees(case, spread(case, 2, "1f1b", barriers), 1e-10)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"tied": True}, {"bias": False}, {"tied": True, "padding": 3}, {"scale": 3000.0}],
+    ids=["tied", "no bias", "tied, padded", "logits of thousands"],
+)
+def test_forms_of_the_layers(options: dict[str, Any]) -> None:
+    case = words(flat, **options)
+    agrees(case, spread(case, 3, "zb-h1", "1-barrier"), 1e-10)
+
+
+def test_a_sum_and_a_count() -> None:
+    """The exact mean over all tokens of the batch, whose microbatches have different numbers of them."""
+
+    def loss_fn(output: Any, given: Any) -> Any:
+        return output, (given["labels"] >= 0).sum()
+
+    case = Case(lambda: Words(lambda z, y: flat(z, y, reduction="sum")).double(), batch, loss_fn)
+    agrees(case, spread(case, 2, "1f1b", "1-barrier"), 1e-10)
+
+
+def test_a_microbatch_without_labels_gives_what_one_process_gives() -> None:
+    case = words(flat)
+    pipe = spread(case, 2, "1f1b", "1-barrier")
+    data = case.data(MICROBATCHES)
+    data["labels"][2:4] = -100
+    found, expected = pipe.run_local(data), eager(case.build(), data, MICROBATCHES, None)
+    assert found.loss.isnan()
+    assert expected.loss.isnan()
+    for name, grad in expected.grads.items():
+        assert torch.allclose(found.grads[name], grad, rtol=1e-10, atol=1e-12), name
+
+
+def test_half_precision_is_as_near_as_one_process() -> None:
+    case = Case(lambda: Words(lambda z, y: flat(z.float(), y), tied=True), batch)
+    model, data = case.build(), case.data(MICROBATCHES)
+    exact = eager(model.double(), data, MICROBATCHES)
+    low = model.bfloat16()
+    theirs = eager(low, data, MICROBATCHES)
+    pipe = fxpipe.compile(
+        low, case.example(), ranks=2, microbatches=MICROBATCHES, schedule="1f1b", vocab_parallel=True
+    )
+    ours = pipe.run_local(data)
+
+    def error(grads: dict[str, torch.Tensor]) -> float:
+        return sum(float((grads[n].double() - g).square().sum()) for n, g in exact.grads.items()) ** 0.5
+
+    assert error(ours.grads) <= 1.5 * error(theirs.grads)
+
+
+# -- where the work lies ----------------------------------------------------------------------------------
+
+
+def test_no_rank_has_logits_of_the_whole_vocabulary() -> None:
+    for barriers in ("1-barrier", "2-barrier"):
+        pipe = spread(words(flat, tied=True), 2, "1f1b", barriers)
+        for section in pipe.sections:
+            for node in section.graph.nodes:
+                val = node.meta.get("val")
+                if isinstance(val, torch.Tensor):
+                    assert WORDS not in val.shape, f"{node.name} of {section.colour}"
+
+
+def test_a_tied_table_is_held_once_a_rank() -> None:
+    pipe = spread(words(flat, tied=True, bias=False), 2, "zb-v", "1-barrier")
+    for rank, held in enumerate(pipe.plan.tensors):
+        rows = [name for name in held.parameters if rows_of(name)]
+        assert rows == [f"embedding.weight[{(0, 25)[rank]}:{(25, 50)[rank]}]"]
+        assert rows[0] in held.gradients
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 7])
+@pytest.mark.parametrize("size", [32000, 32768, 50257, 151936, 256000])
+def test_shards_are_even(size: int, ranks: int) -> None:
+    bounds = shard_bounds(size, ranks)
+    rows = [end - begin for begin, end in pairwise(bounds)]
+    assert sum(rows) == size
+    assert max(rows) <= 1.01 * size / ranks
+    assert all(begin % 16 == 0 for begin in bounds[:-1])
+
+
+def test_small_vocabularies_are_cut_to_the_row() -> None:
+    assert shard_bounds(7, 3) == [0, 2, 4, 7]
+
+
+def test_saved_and_loaded_and_trained(tmp_path: Any) -> None:
+    case = words(flat, tied=True)
+    pipe = spread(case, 2, "1f1b", "1-barrier")
+    data = case.data(MICROBATCHES)
+    expected = pipe.run_local(data)
+    pipe.save(tmp_path / "pipe")
+    loaded = fxpipe.load(tmp_path / "pipe")
+    assert set(loaded.state_dict()) == set(pipe.state_dict())
+    for name, tensor in pipe.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor)
+    found = loaded.run_local(data)
+    assert torch.equal(found.loss, expected.loss)
+    for name, grad in expected.grads.items():
+        assert torch.equal(found.grads[name], grad)
+
+
+def test_a_meta_model_gets_its_tables_by_a_state_dict() -> None:
+    case = words(flat, tied=True)
+    with torch.device("meta"):
+        model = Words(flat, tied=True).double()
+    pipe = fxpipe.compile(
+        model, case.example(), ranks=2, microbatches=MICROBATCHES, schedule="1f1b", vocab_parallel=True
+    )
+    pipe.load_state_dict(case.build().state_dict())
+    agrees(case, pipe, 1e-10)
+
+
+def test_rows_and_tables() -> None:
+    assert rows_of("head.weight") is None
+    parts = {"a[2:3]": torch.tensor([3.0]), "b": torch.ones(2), "a[0:2]": torch.tensor([1.0, 2.0])}
+    assert whole(parts)["a"].tolist() == [1, 2, 3]
+    assert set(whole(parts)) == {"a", "b"}
+
+
+# -- what cannot be spread --------------------------------------------------------------------------------
+
+
+def returned_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return flat(logits, labels) + 1e-3 * logits.logsumexp(-1).square().mean()
+
+
+def weighted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return flat(logits, labels, weight=torch.ones(WORDS, dtype=logits.dtype))
+
+
+def squared(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return logits.square().mean()
+
+
+BAD = {
+    "other use": (returned_logits, r"logsumexp.*uses the logits.*beside"),
+    "class weights": (weighted, "class weights"),
+    "no cross-entropy": (squared, "no cross-entropy"),
+    "no projection": (
+        lambda z, y: flat(z.softmax(-1), y),
+        "cannot split aten._softmax|not the projection",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_split_is_named(name: str) -> None:
+    loss, message = BAD[name]
+    with pytest.raises(VocabularyError, match=message):
+        spread(words(loss), 2, "1f1b", "1-barrier")
+
+
+def test_fewer_words_than_ranks() -> None:
+    with pytest.raises(VocabularyError, match="3 entries for 4 ranks"):
+        shard_bounds(3, 4)
+
+
+def test_an_unknown_choice() -> None:
+    with pytest.raises(fxpipe.errors.ScheduleError, match="vocab_parallel is '3-barrier'"):
+        spread(words(flat), 2, "1f1b", "3-barrier")
