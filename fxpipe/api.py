@@ -69,8 +69,8 @@ def compile(
         does other ops.
 
     Under torchrun all ranks call it alike; rank 0 compiles and the others receive the programs.
-    Raises CaptureError, PartitionError, VocabularyError or ScheduleError, each with what to do, and RunError where the
-    number of processes is not ``ranks``.
+    Raises CaptureError, PartitionError, VocabularyError or ScheduleError, each with what to do, and RunError
+    where the number of processes is not ``ranks``.
     """
     if not isinstance(model, nn.Module):
         raise CaptureError(f"The model is a {type(model).__name__}; fxpipe compiles an nn.Module.")

@@ -81,7 +81,8 @@ class Attempt:
 class Plan:
     """All decisions and predictions; plan.json is this and nothing else.
 
-    ``order``: the schedule as text, a line a rank.  ``channels``: the ordered pairs of ranks that talk.
+    ``order``: the schedule as text, a line a rank.  ``channels``: the ordered pairs of ranks that talk;
+    ``collectives``: how many communicators all ranks share.
     ``shapes`` are those of parameters and buffers.  ``work``: the costs for other sizes, where dimensions
     were named.  ``tried``: what ``auto`` looked at.
     """
@@ -99,6 +100,7 @@ class Plan:
     tensors: tuple[RankTensors, ...]
     shapes: dict[str, tuple[int, ...]]
     prediction: Prediction
+    collectives: int = 0
     work: PlanWork | None = None
     tried: tuple[Attempt, ...] = ()
 

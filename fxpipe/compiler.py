@@ -23,6 +23,7 @@ from fxpipe.codegen.program import RankPlan, program_source
 from fxpipe.costing import work_for_any_size
 from fxpipe.cut import CUT_PHASES, Cut, cut
 from fxpipe.errors import PartitionError
+from fxpipe.exchanges import exchanges
 from fxpipe.expressions import PlanWork
 from fxpipe.graph import Colour, Kind, Phase, Section
 from fxpipe.holdings import holdings, shapes_of, tied_parameters, weight_bytes
@@ -32,7 +33,7 @@ from fxpipe.progress import Phases
 from fxpipe.runtime.batch import BatchSpec
 from fxpipe.runtime.rank import StepSpec
 from fxpipe.schedule.deadlock import prove
-from fxpipe.schedule.lowering import Programs, lower
+from fxpipe.schedule.lowering import Exchange, Programs, lower
 from fxpipe.schedule.ops import order_text
 from fxpipe.schedule.simulator import simulate
 from fxpipe.values import call_nodes, output_dict
@@ -70,13 +71,14 @@ def compile_model(
     cuts = _cuts(captured.graph, options, hardware, phase)
     with phase("schedule"):
         choice = choose(options, cuts, hardware, device, partial(_weights, model))
-        instructions = lower(choice.schedule, choice.costs.edges)
+        collectives = _exchanges(choice)
+        instructions = lower(choice.schedule, choice.costs.edges, collectives)
         prove(instructions, choice.schedule.placement)
         work = None
         if samples is not None:
             work = work_for_any_size(choice.ledger, choice.cut.graph, samples, hardware)
     with phase("codegen"):
-        plan = _plan(model, example, options, choice, work)
+        plan = _plan(model, example, options, choice, collectives, work)
         programs = _programs(plan, choice, instructions)
     return Compiled(Artefact(plan, programs, captured.constants), choice.cut.graph, choice.cut.sections)
 
@@ -121,12 +123,33 @@ def _weights(model: nn.Module, cut: Cut, placement: tuple[int, ...]) -> tuple[in
     return weight_bytes(model, holdings(model, cut.sections, placement, max(placement) + 1))
 
 
-def _plan(model: nn.Module, example: Any, options: Options, choice: Choice, work: PlanWork | None) -> Plan:
+def _exchanges(choice: Choice) -> tuple[Exchange, ...]:
+    vocabulary = choice.cut.vocabulary
+    if vocabulary is None:
+        return ()
+    stages = len(choice.schedule.placement)
+    special = frozenset((*range(vocabulary.lookups), *range(stages - vocabulary.heads, stages)))
+    return exchanges(choice.cut.messages, choice.schedule.placement, special)
+
+
+def _plan(
+    model: nn.Module,
+    example: Any,
+    options: Options,
+    choice: Choice,
+    collectives: tuple[Exchange, ...],
+    work: PlanWork | None,
+) -> Plan:
     graph, schedule = choice.cut.graph, choice.schedule
     named = output_dict(graph)
     placement = schedule.placement
     timeline = simulate(schedule, choice.costs)
-    channels = {(placement[m.source.stage], placement[m.target.stage]) for m in choice.cut.messages}
+    joint = {(a, b) for exchange in collectives for a in exchange.sources for b in exchange.targets}
+    channels = {
+        (placement[m.source.stage], placement[m.target.stage])
+        for m in choice.cut.messages
+        if (m.source, m.target) not in joint
+    }
     tensors = holdings(model, choice.cut.sections, placement, options.ranks)
     for tied in tied_parameters(tensors):
         channels |= {(a, b) for r in tied.ranks[1:] for a, b in ((r, tied.ranks[0]), (tied.ranks[0], r))}
@@ -149,6 +172,7 @@ def _plan(model: nn.Module, example: Any, options: Options, choice: Choice, work
         stages=_stage_plans(graph, choice.cut.sections, placement),
         costs=choice.costs,
         channels=tuple(sorted((a, b) for a, b in channels if a != b)),
+        collectives=len(collectives),
         tensors=tensors,
         shapes=shapes_of(model, tensors),
         prediction=Prediction(

@@ -175,7 +175,7 @@ class Pipeline:
         held = [set(t.gradients) for t in self.plan.tensors]
         earlier = {}
         for name in self.plan.tensors[rt.rank].gradients:
-            parameter = self._parameter(name)
+            parameter = self.parameter(name)
             worked_on = self.plan.step.has_count or sum(name in names for names in held) > 1
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -184,12 +184,23 @@ class Pipeline:
             rt.grads[name] = torch.zeros_like(parameter) if name in earlier else parameter.grad
         return earlier
 
+    def parameter(self, name: str) -> torch.nn.Parameter:
+        """A parameter, or the rows of one that a rank holds: they share its memory, and have a gradient of
+        their own size."""
+        rows = rows_of(name)
+        if rows is None or name in self.parameters:
+            return self.parameters[name]
+        if name not in self._rows:
+            table = self.parameters[rows.table]
+            self._rows[name] = torch.nn.Parameter(table.detach()[rows.begin : rows.end], table.requires_grad)
+        return self._rows[name]
+
     def optimizer(
         self, cls: type[torch.optim.Optimizer], *, clip_grad_norm: float | None = None, **options: Any
     ) -> PipelineOptimizer:
         """A torch optimiser over this rank's parameters; ``clip_grad_norm`` is of the whole model's norm."""
         rt = self.runtime
-        held = {name: self._parameter(name) for name in self.plan.tensors[rt.rank].gradients}
+        held = {name: self.parameter(name) for name in self.plan.tensors[rt.rank].gradients}
         owner = {name: r for r, t in reversed(list(enumerate(self.plan.tensors))) for name in t.gradients}
         counted = {name: p for name, p in held.items() if owner[name] == rt.rank}
         total = self.process.sum if self.process is not None else float
@@ -248,7 +259,9 @@ class Pipeline:
         plan = self.plan
         if self.process is not None:
             self.process.watch()
-            comm: Comm = DistributedComm(self.device, self.process.rank, plan.channels)
+            comm: Comm = DistributedComm(
+                self.device, self.process.rank, plan.ranks, plan.channels, plan.collectives
+            )
             return self._runtime_of(self.process.rank, comm, {})
         if plan.ranks > 1:
             raise RunError(
@@ -264,7 +277,7 @@ class Pipeline:
             rank=rank,
             spec=self.plan.step,
             comm=comm,
-            params={n: self._parameter(n).detach() for n in held.parameters},
+            params={n: self.parameter(n).detach() for n in held.parameters},
             grads=grads,
             buffers={n: self.buffers[n] for n in held.buffers},
             constants={n: self.artefact.constants[n].to(self.device) for n in held.constants},
@@ -278,7 +291,7 @@ class Pipeline:
 
     def _need_values(self, rank: int) -> None:
         held = self.plan.tensors[rank]
-        tensors: dict[str, torch.Tensor] = {n: self._parameter(n) for n in held.parameters} | {
+        tensors: dict[str, torch.Tensor] = {n: self.parameter(n) for n in held.parameters} | {
             n: self.buffers[n] for n in held.buffers
         }
         missing = [name for name, tensor in tensors.items() if tensor.is_meta]
@@ -289,18 +302,7 @@ class Pipeline:
             )
 
     def _zeros(self, rank: int) -> dict[str, torch.Tensor]:
-        return {n: torch.zeros_like(self._parameter(n)) for n in self.plan.tensors[rank].gradients}
-
-    def _parameter(self, name: str) -> torch.nn.Parameter:
-        """A parameter, or the rows of one that a rank holds: they share its memory, and have a gradient of
-        their own size."""
-        rows = rows_of(name)
-        if rows is None or name in self.parameters:
-            return self.parameters[name]
-        if name not in self._rows:
-            table = self.parameters[rows.table]
-            self._rows[name] = torch.nn.Parameter(table.detach()[rows.begin : rows.end], table.requires_grad)
-        return self._rows[name]
+        return {n: torch.zeros_like(self.parameter(n)) for n in self.plan.tensors[rank].gradients}
 
     @cache  # noqa: B019 - as long-lived as the pipeline
     def _step_function(self, rank: int) -> Callable[[Runtime, Any], torch.Tensor]:
@@ -311,7 +313,7 @@ class Pipeline:
     def _tensors_of(self, rank: int) -> dict[str, torch.Tensor]:
         held = self.plan.tensors[rank]
         tensors: dict[str, torch.Tensor] = {n: self.artefact.constants[n] for n in held.constants}
-        tensors |= {n: self._parameter(n) for n in held.parameters}
+        tensors |= {n: self.parameter(n) for n in held.parameters}
         return tensors | {n: self.buffers[n] for n in held.buffers}
 
     def _store_buffers(self, runtime: Runtime) -> None:

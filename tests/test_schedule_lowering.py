@@ -6,7 +6,7 @@ from fxpipe.errors import DeadlockError, ScheduleError
 from fxpipe.graph import Colour, Phase
 from fxpipe.schedule.costs import Edge, StageCost, chain
 from fxpipe.schedule.deadlock import prove
-from fxpipe.schedule.lowering import Post, Wait, lower
+from fxpipe.schedule.lowering import Exchange, ExchangeKind, Post, Wait, lower
 from fxpipe.schedule.ops import Schedule, parse_order
 
 F, B, W = Phase.F, Phase.B, Phase.W
@@ -168,3 +168,65 @@ def test_channels_whose_ends_disagree():
     )
     with pytest.raises(DeadlockError, match="rank 1 has 'no post'"):
         prove((first, second[:1]), (0, 1))
+
+
+# -- exchanges --------------------------------------------------------------------------------------------
+
+HEADS = """
+F0.0 F2.0 F0.1 B2.0 W2.0 F2.1 BW0.0 B2.1 W2.1 BW0.1
+F1.0 F3.0 B3.0 W3.0 BW1.0 F1.1 F3.1 B3.1 W3.1 BW1.1
+"""
+
+
+def head_edges() -> tuple[tuple[Edge, ...], tuple[Exchange, ...]]:
+    """Stages 0 and 1, and a head on each of the ranks 0 and 1."""
+    f, b, heads = Phase.F, Phase.B, (2, 3)
+    pairs = [((1, f), (h, f)) for h in heads] + [((h, b), (1, b)) for h in heads]
+    pairs += [((2, f), (3, b)), ((3, f), (2, b))]
+    edges = [Edge(Colour(*one), Colour(*other), seconds=0.1) for one, other in pairs]
+    ends = {phase: tuple(Colour(h, phase) for h in heads) for phase in (f, b)}
+    return (*chain([StageCost(1, 1, 1)] * 2).edges, *edges), (
+        Exchange(ExchangeKind.BROADCAST, 0, (Colour(1, f),), ends[f]),
+        Exchange(ExchangeKind.ALL_GATHER, 1, ends[f], ends[b]),
+        Exchange(ExchangeKind.GATHER, 2, ends[b], (Colour(1, b),)),
+    )
+
+
+def test_exchanges_take_the_place_of_messages_and_are_joined_ahead():
+    schedule = hand(HEADS, (0, 1, 0, 1), 2)
+    edges, exchanges = head_edges()
+    programs = lower(schedule, edges, exchanges)
+    assert text(programs[0])[:12] == [
+        "join broadcast F1 … -> F2 …, microbatch 0",
+        "compute F0.0",
+        "send F0 -> F1, microbatch 0",
+        "collect broadcast F1 … -> F2 …, microbatch 0",
+        "compute F2.0",
+        "join all-gather F2 … -> B2 …, microbatch 0",
+        "join broadcast F1 … -> F2 …, microbatch 1",
+        "compute F0.1",
+        "send F0 -> F1, microbatch 1",
+        "collect all-gather F2 … -> B2 …, microbatch 0",
+        "compute B2.0",
+        "join gather B2 … -> B1 …, microbatch 0",
+    ]
+    assert "collect gather B2 … -> B1 …, microbatch 1" in text(programs[1])
+    assert not any("broadcast" in line for line in text(programs[1]) if line.startswith("collect"))
+    prove(programs, schedule.placement)
+
+
+def test_an_exchange_that_a_rank_joins_too_late():
+    """Rank 1 wants the sum of a microbatch whose head rank 0 runs only behind what rank 1 gives later."""
+    late = HEADS.replace("F2.0 F0.1 B2.0 W2.0 F2.1 BW0.0", "F0.1 BW0.0 F2.0 B2.0 W2.0 F2.1")
+    schedule = hand(late, (0, 1, 0, 1), 2)
+    with pytest.raises(
+        DeadlockError, match=r"rank 1, before B3\.0: collect all-gather .* rank 0 has not joined"
+    ):
+        prove(lower(schedule, *head_edges()), schedule.placement)
+
+
+def test_exchanges_in_another_order_on_each_rank():
+    other = HEADS.replace("F0.0 F2.0 F0.1 B2.0 W2.0 F2.1", "F0.0 F0.1 F2.1 F2.0 B2.0 W2.0")
+    schedule = hand(other, (0, 1, 0, 1), 2)
+    with pytest.raises(DeadlockError, match=r"all-gather .*rank 0 joins it for microbatches \[1, 0\]"):
+        prove(lower(schedule, *head_edges()), schedule.placement)

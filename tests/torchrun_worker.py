@@ -33,8 +33,11 @@ SAME_BITS: dict[int, dict[str, tuple[Case, Shape]]] = {
         "dropout": (DROPOUT, Shape(2, "zb-h1", seed=3)),
         "skips, V": (CASES["unet"], Shape(2, "zb-h1", 2, "v")),
         "tied": (CASES["tied_head"], Shape(2, "1f1b", 2)),
+        "vocabulary": (CASES["tied_head"], Shape(2, "1f1b", vocab_parallel="1-barrier")),
     },
     4: {
+        "vocabulary, V": (CASES["tied_head"], Shape(4, "zb-v", vocab_parallel="1-barrier")),
+        "vocabulary, two barriers": (CASES["tied_head"], Shape(4, "zb-h1", vocab_parallel="2-barrier")),
         "tied thrice": (CASES["tied_thrice"], Shape(4, "1f1b")),
         "tied, V": (CASES["tied_head"], Shape(4, "zb-h1", 2, "v")),
         "skips": (CASES["unet"], Shape(4, "zb-h1")),
@@ -54,8 +57,10 @@ ADDED = {
     "plain": (Case(Chain, numbers), Shape(2, "zb-h1")),
     "tied": (CASES["tied_head"], Shape(2, "1f1b")),
     "sum_and_count": (CASES["sum_and_count"], Shape(2, "1f1b")),
+    "vocabulary": (CASES["tied_head"], Shape(2, "zb-v", vocab_parallel=True)),
 }
-TRAINED, TRAINED_SHAPE = CASES["tied_head"], Shape(2, "zb-h1", 2)
+TRAINED = CASES["tied_head"]
+TRAINED_SHAPES = {"whole": Shape(2, "zb-h1", 2), "vocabulary": Shape(2, "zb-h1", vocab_parallel=True)}
 STEPS, LEARNING_RATE, CLIP = 3, 0.01, 0.2
 BATCHES = [5, 6, 7]  # seeds
 
@@ -95,7 +100,7 @@ def after_step(pipe: fxpipe.Pipeline, loss: torch.Tensor) -> dict[str, torch.Ten
     """What this rank holds then."""
     held = pipe.plan.tensors[pipe.runtime.rank]
     found = {"loss": loss}
-    found |= {f"grad {name}": pipe.parameters[name].grad for name in held.gradients}
+    found |= {f"grad {name}": pipe.parameter(name).grad for name in held.gradients}
     return found | {f"buffer {name}": pipe.buffers[name] for name in held.buffers}
 
 
@@ -107,8 +112,8 @@ def same_bits(rank: Rank) -> None:
     for name, (case, shape) in SAME_BITS[int(os.environ["WORLD_SIZE"])].items():
         pipe = compiled(case, case.build(), MICROBATCHES, shape)
         for step in (0, 1):
-            for parameter in pipe.parameters.values():
-                parameter.grad = None
+            for held in pipe.plan.tensors[rank.number].parameters:
+                pipe.parameter(held).grad = None
             rank.tensors(f"{name} {step}", after_step(pipe, pipe.step(case.data(MICROBATCHES))))
 
 
@@ -127,17 +132,18 @@ def same_bits_and_sums(rank: Rank) -> None:
 def training(rank: Rank) -> None:
     """Three steps; then the pipeline is saved."""
     torch.set_default_dtype(torch.float64)
-    pipe = compiled(TRAINED, TRAINED.build(), MICROBATCHES, TRAINED_SHAPE)
-    optimizer = pipe.optimizer(torch.optim.AdamW, lr=LEARNING_RATE, clip_grad_norm=CLIP)
-    losses, norms = [], []
-    for seed in BATCHES:
-        losses.append(pipe.step(batch_of(seed)))
-        norms.append(optimizer.step())
-        optimizer.zero_grad()
-    held = pipe.plan.tensors[rank.number].parameters
-    rank.tensors("parameters", {name: pipe.parameters[name] for name in held})
-    rank.tensors("course", {"losses": torch.stack(losses), "norms": torch.tensor(norms)})
-    pipe.save(rank.directory / "saved")
+    for name, shape in TRAINED_SHAPES.items():
+        pipe = compiled(TRAINED, TRAINED.build(), MICROBATCHES, shape)
+        optimizer = pipe.optimizer(torch.optim.AdamW, lr=LEARNING_RATE, clip_grad_norm=CLIP)
+        losses, norms = [], []
+        for seed in BATCHES:
+            losses.append(pipe.step(batch_of(seed)))
+            norms.append(optimizer.step())
+            optimizer.zero_grad()
+        held = pipe.plan.tensors[rank.number].parameters
+        rank.tensors(f"{name} parameters", {name: pipe.parameter(name) for name in held})
+        rank.tensors(f"{name} course", {"losses": torch.stack(losses), "norms": torch.tensor(norms)})
+        pipe.save(rank.directory / name)
 
 
 def loaded(rank: Rank) -> None:
@@ -146,7 +152,7 @@ def loaded(rank: Rank) -> None:
     The watch for failures never pauses, so that the process ends in the middle of a look at the store.
     """
     fxpipe.runtime.process.POLL = 0.0
-    for name in ("saved", "edited"):
+    for name in ("whole", "edited", "vocabulary"):
         pipe = fxpipe.load(rank.directory / name)
         rank.tensors(name, after_step(pipe, pipe.step(batch_of(BATCHES[0]))))
 

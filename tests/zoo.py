@@ -120,6 +120,7 @@ class Shape:
     stages_per_rank: int | None = None
     placement: str | None = None
     seed: int = 0
+    vocab_parallel: bool | str = False
 
 
 def compiled(case: Case, model: nn.Module, microbatches: int, shape: Shape) -> fxpipe.Pipeline:
@@ -133,6 +134,7 @@ def compiled(case: Case, model: nn.Module, microbatches: int, shape: Shape) -> f
         placement=shape.placement,
         loss_fn=case.loss_fn,
         seed=shape.seed,
+        vocab_parallel=shape.vocab_parallel,
     )
 
 

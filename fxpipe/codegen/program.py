@@ -12,8 +12,9 @@ import torch
 from fxpipe.codegen.expressions import Names
 from fxpipe.codegen.functions import LISTS, Signature, function_source, signatures
 from fxpipe.codegen.layout import wrapped
+from fxpipe.exchanges import values
 from fxpipe.graph import Colour, Kind, Phase, Section
-from fxpipe.schedule.lowering import Compute, Instruction, Post, Send, Wait
+from fxpipe.schedule.lowering import Collect, Compute, ExchangeKind, Instruction, Join, Post, Send, Wait
 from fxpipe.schedule.ops import PHASES
 from fxpipe.sections import Message
 
@@ -43,8 +44,17 @@ class RankPlan:
     @cached_property
     def arrives_twice(self) -> frozenset[str]:
         """Values that more than one stage of this rank is sent from other ranks."""
+        joint = {
+            (a, b)
+            for i in self.instructions
+            if isinstance(i, Join)
+            for a in i.exchange.sources
+            for b in i.exchange.targets
+        }
         count: Counter[str] = Counter()
         for message in self.messages:
+            if (message.source, message.target) in joint:
+                continue
             source, target = self.placement[message.source.stage], self.placement[message.target.stage]
             if target == self.rank != source:
                 count.update(message.names)
@@ -72,7 +82,7 @@ def _head(plan: RankPlan, names: Names) -> str:
     if names.uses_keyed:
         lines += ["", "from fxpipe.runtime.random import keyed"]
     lines += ["", *(f"{alias} = {dotted}" for alias, dotted in sorted(names.ops.items()))]
-    exchanged = sorted({n for i in plan.instructions if isinstance(i, Post | Send) for n in _names(plan, i)})
+    exchanged = sorted({name for i in plan.instructions for name in _sent(plan, i)})
     if exchanged:
         lines += ["", "# What ranks send each other: shape, strides, dtype", "MESSAGES = {"]
         for name in exchanged:
@@ -80,6 +90,17 @@ def _head(plan: RankPlan, names: Names) -> str:
             lines.append(f'    "{name}": ({tuple(t.shape)}, {tuple(t.stride())}, {t.dtype}),')
         lines.append("}")
     return "\n".join(lines)
+
+
+def _sent(plan: RankPlan, instruction: Instruction) -> tuple[str, ...]:
+    """The values whose layout an instruction must know."""
+    match instruction:
+        case Post() | Send():
+            return _names(plan, instruction)
+        case Join():
+            given = values(instruction.exchange, plan.messages)
+            return given[0] if len(given) == 1 else given[plan.rank]
+    return ()
 
 
 def _names(plan: RankPlan, instruction: Post | Wait | Send) -> tuple[str, ...]:
@@ -134,6 +155,10 @@ def _instruction(plan: RankPlan, calls: dict[Colour, Signature], instruction: In
             if Colour(op.stage, phase) in calls:
                 lines += _call(plan, calls[Colour(op.stage, phase)], op.stage, phase, op.microbatch)
         return lines
+    if isinstance(instruction, Join):
+        return _join(plan, instruction)
+    if isinstance(instruction, Collect):
+        return _collect(plan, instruction)
     m, edge = instruction.microbatch, instruction.edge
     lines = []
     source, target = plan.placement[edge.source.stage], plan.placement[edge.target.stage]
@@ -149,6 +174,47 @@ def _instruction(plan: RankPlan, calls: dict[Colour, Signature], instruction: In
                 variable = f"{name}_m{m}"
                 lines.append(_Line(f'rt.send({variable}, MESSAGES["{name}"], to={target})', (variable,)))
     return lines
+
+
+def _join(plan: RankPlan, join: Join) -> list[_Line]:
+    exchange, m = join.exchange, join.microbatch
+    given = values(exchange, plan.messages)
+    lines = []
+    if exchange.kind is ExchangeKind.BROADCAST:
+        source = plan.placement[exchange.sources[0].stage]
+        for name in given[0]:
+            gives = source == plan.rank
+            left, read = ("", f"{name}_m{m}") if gives else (f"{name}_m{m} = ", "None")
+            call = f'rt.broadcast({read}, MESSAGES["{name}"], source={source}, group={exchange.number})'
+            lines.append(_Line(left + call, (read,) if gives else ()))
+        return lines
+    for k, name in enumerate(given[plan.rank]):
+        own, pending = f"{name}_m{m}", _pending(exchange.number, k, m)
+        call = f'all_gather({own}, MESSAGES["{name}"], group={exchange.number})'
+        if exchange.kind is ExchangeKind.GATHER:
+            target = plan.placement[exchange.targets[0].stage]
+            call = f'gather({own}, MESSAGES["{name}"], to={target}, group={exchange.number})'
+            pending = pending if target == plan.rank else ""
+        lines.append(_Line(f"{pending} = rt.{call}" if pending else f"rt.{call}", (own,)))
+    return lines
+
+
+def _collect(plan: RankPlan, collect: Collect) -> list[_Line]:
+    exchange, m = collect.exchange, collect.microbatch
+    given = values(exchange, plan.messages)
+    if exchange.kind is ExchangeKind.BROADCAST:
+        return [_Line(f"{name}_m{m} = rt.wait({name}_m{m})") for name in given[0]]
+    lines = []
+    for k in range(len(given[0])):
+        pending = _pending(exchange.number, k, m)
+        names = [f"{own[k]}_m{m}" if rank != plan.rank else "_" for rank, own in enumerate(given)]
+        lines.append(_Line(f"{', '.join(names)} = rt.wait_all({pending})", (pending,)))
+    return lines
+
+
+def _pending(number: int, k: int, m: int) -> str:
+    """The variable for what an exchange will bring."""
+    return f"exchange{number}_{k}_m{m}"
 
 
 def _variable(plan: RankPlan, name: str, stage: int, m: int) -> str:

@@ -1,7 +1,7 @@
 """How ranks talk: one protocol, over torch.distributed or inside one process.
 
-Messages from one rank to another arrive in the order in which they were sent.  ``send`` and
-``receive`` do not block; ``wait`` does, for at most the time limit.
+Messages from one rank to another arrive in the order in which they were sent; in a collective of a group
+all ranks take part, in the same order.  Only the waits block, for at most the time limit.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 @dataclass(eq=False)
 class Pending:
-    """A message that is being received; ``work`` is what its Comm knows it by."""
+    """What is being received; ``work`` is what its Comm knows it by.
 
-    buffer: torch.Tensor
+    ``buffers``: one tensor, or one from every rank.  ``source``: the rank that sends, or -1 for all.
+    """
+
+    buffers: list[torch.Tensor]
     source: int
     work: Any = None
 
@@ -38,7 +41,17 @@ class Comm(Protocol):
 
     def send(self, tensor: torch.Tensor, to: int) -> None: ...
 
-    def broadcast(self, tensor: torch.Tensor | None, source: int) -> torch.Tensor:
+    def wait_all(self, pending: Pending) -> list[torch.Tensor]: ...
+
+    def broadcast(
+        self, tensor: torch.Tensor | None, layout: Layout, source: int, group: int
+    ) -> Pending | None: ...
+
+    def gather(self, tensor: torch.Tensor, layout: Layout, to: int, group: int) -> Pending | None: ...
+
+    def all_gather(self, tensor: torch.Tensor, layout: Layout, group: int) -> Pending: ...
+
+    def share(self, tensor: torch.Tensor | None, source: int) -> torch.Tensor:
         """Two float64 numbers on the CPU, given on ``source`` alone."""
         ...
 
@@ -79,12 +92,15 @@ class DistributedComm:
     """Over torch.distributed: nccl between GPUs, gloo otherwise (also for ranks that share a GPU).
 
     A receive posted early must not hold up a later send: every direction between two neighbours has its
-    own communicator under nccl (``channels``: all ordered pairs of ranks that talk, the same on all).
+    own communicator under nccl (``channels``: all ordered pairs of ranks that talk, the same on all), and
+    so has each of the ``collectives``, so that none waits for another.
     """
 
     device: torch.device
     rank: int
+    ranks: int
     channels: tuple[tuple[int, int], ...]
+    collectives: int = 0
 
     def __post_init__(self) -> None:
         self._gloo = dist.get_backend() == "gloo"
@@ -92,32 +108,70 @@ class DistributedComm:
         self._groups: dict[tuple[int, int], Any] = {}
         for pair in self.channels:
             self._groups[pair] = dist.group.WORLD if self._gloo else dist.new_group(list(pair))
+        self._joint = [dist.new_group() for _ in range(self.collectives)]
         self._leaving = _Leaving()
 
     def receive(self, layout: Layout, source: int) -> Pending:
-        shape, stride, dtype = layout
-        buffer = torch.empty_strided(shape, stride, dtype=dtype, device=self._wire_device)
+        buffer = self._buffer(layout)
         group = self._groups[source, self.rank]
         # The group's own method: torch.distributed.irecv checks at every call what never changes here.
         work = group.recv([_on_wire(buffer)], dist.get_group_rank(group, source), 0)
-        return Pending(buffer, source, work)
+        return Pending([buffer], source, work)
+
+    def _buffer(self, layout: Layout) -> torch.Tensor:
+        shape, stride, dtype = layout
+        return torch.empty_strided(shape, stride, dtype=dtype, device=self._wire_device)
+
+    def _flat(self, tensor: torch.Tensor) -> torch.Tensor:
+        flat = _on_wire(tensor)
+        return flat if self._wire_device == self.device else flat.cpu()
 
     def wait(self, pending: Pending) -> torch.Tensor:
+        return self.wait_all(pending)[0]
+
+    def wait_all(self, pending: Pending) -> list[torch.Tensor]:
         try:
             pending.work.wait()
         except RuntimeError as error:
-            raise RunError(f"Nothing came from rank {pending.source}: {error}") from error
-        buffer = pending.buffer
-        return buffer if self._wire_device == self.device else buffer.to(self.device)
+            whom = f"rank {pending.source}" if pending.source >= 0 else "the other ranks"
+            raise RunError(f"Nothing came from {whom}: {error}") from error
+        if self._wire_device == self.device:
+            return pending.buffers
+        return [buffer.to(self.device) for buffer in pending.buffers]
+
+    def broadcast(
+        self, tensor: torch.Tensor | None, layout: Layout, source: int, group: int
+    ) -> Pending | None:
+        buffer = self._buffer(layout) if tensor is None else tensor
+        flat = _on_wire(buffer) if tensor is None else self._flat(tensor)
+        work = dist.broadcast(flat, source, self._joint[group], async_op=True)
+        if tensor is None:
+            return Pending([buffer], source, work)
+        self._leaving.add(work, flat)
+        return None
+
+    def gather(self, tensor: torch.Tensor, layout: Layout, to: int, group: int) -> Pending | None:
+        flat = self._flat(tensor)
+        buffers = [self._buffer(layout) for _ in range(self.ranks)] if self.rank == to else []
+        into = [_on_wire(buffer) for buffer in buffers] or None
+        work = dist.gather(flat, into, to, self._joint[group], async_op=True)
+        if buffers:
+            return Pending(buffers, -1, work)
+        self._leaving.add(work, flat)
+        return None
+
+    def all_gather(self, tensor: torch.Tensor, layout: Layout, group: int) -> Pending:
+        buffers = [self._buffer(layout) for _ in range(self.ranks)]
+        into = [_on_wire(buffer) for buffer in buffers]
+        work = dist.all_gather(into, self._flat(tensor), self._joint[group], async_op=True)
+        return Pending(buffers, -1, work)
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
-        flat = _on_wire(tensor)
-        if self._wire_device != self.device:
-            flat = flat.cpu()
+        flat = self._flat(tensor)
         group = self._groups[self.rank, to]
         self._leaving.add(group.send([flat], dist.get_group_rank(group, to), 0), flat)
 
-    def broadcast(self, tensor: torch.Tensor | None, source: int) -> torch.Tensor:
+    def share(self, tensor: torch.Tensor | None, source: int) -> torch.Tensor:
         value = torch.empty(2, dtype=torch.float64) if tensor is None else tensor
         value = value if self._gloo else value.to(self.device)
         dist.broadcast(value, source)

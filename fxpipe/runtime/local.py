@@ -24,6 +24,9 @@ class LocalWorld:
         self.ranks = ranks
         self.turn = threading.Condition()  # held by the rank that runs
         self.messages: dict[tuple[int, int, int], torch.Tensor] = {}  # (from, to, number) -> contents
+        # (group, number) -> the tensors by rank, and how many ranks have still to take them
+        self.joint: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
+        self.takers: dict[tuple[int, int], int] = {}
         self.shared: dict[int, torch.Tensor] = {}  # what the loss rank broadcast, until all have it
         self.waiting: dict[int, str] = {}
         self.running = ranks
@@ -59,6 +62,7 @@ class LocalComm:
         self._world, self._rank = world, rank
         self._received: Counter[int] = Counter()
         self._sent: Counter[int] = Counter()
+        self._joined: Counter[int] = Counter()
 
     def receive(self, layout: Layout, source: int) -> Pending:
         shape, stride, dtype = layout
@@ -67,15 +71,19 @@ class LocalComm:
         self._received[source] += 1
         with no_modes():
             expected = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        return Pending(expected, source, number)
+        return Pending([expected], source, number)
 
     def wait(self, pending: Pending) -> torch.Tensor:
+        if isinstance(pending.work, tuple):
+            return self.wait_all(pending)[0]
         messages, key = self._world.messages, (pending.source, self._rank, pending.work)
         self._world.wait_until(lambda: key in messages, self._rank, f"rank {pending.source}")
-        flat, expected = messages.pop(key), pending.buffer
+        return self._received_as(messages.pop(key), pending.buffers[0], pending.source)
+
+    def _received_as(self, flat: torch.Tensor, expected: torch.Tensor, source: int) -> torch.Tensor:
         if flat.dtype != expected.dtype or flat.numel() != expected.numel():
             raise RunError(
-                f"Rank {pending.source} sent {flat.numel()} elements of {flat.dtype}, "
+                f"Rank {source} sent {flat.numel()} elements of {flat.dtype}, "
                 f"rank {self._rank} expected {tuple(expected.shape)} of {expected.dtype}."
             )
         return flat.as_strided(expected.shape, expected.stride())
@@ -87,7 +95,54 @@ class LocalComm:
         self._sent[to] += 1
         self._world.woken()
 
-    def broadcast(self, tensor: torch.Tensor | None, source: int) -> torch.Tensor:
+    def broadcast(
+        self, tensor: torch.Tensor | None, layout: Layout, source: int, group: int
+    ) -> Pending | None:
+        key = self._join(tensor, group)
+        others = self._world.ranks - 1
+        return self._pending(layout, source, key, [source], others) if tensor is None else None
+
+    def gather(self, tensor: torch.Tensor, layout: Layout, to: int, group: int) -> Pending | None:
+        key = self._join(tensor, group)
+        everyone = list(range(self._world.ranks))
+        return self._pending(layout, -1, key, everyone, 1) if self._rank == to else None
+
+    def all_gather(self, tensor: torch.Tensor, layout: Layout, group: int) -> Pending:
+        ranks = self._world.ranks
+        return self._pending(layout, -1, self._join(tensor, group), list(range(ranks)), ranks)
+
+    def _join(self, tensor: torch.Tensor | None, group: int) -> tuple[int, int]:
+        """The n-th collective of a group is the same on all ranks."""
+        key = group, self._joined[group]
+        self._joined[group] += 1
+        if tensor is not None:
+            with no_modes():
+                copy = in_memory_order(tensor).clone()
+            self._world.joint.setdefault(key, {})[self._rank] = copy
+            self._world.woken()
+        return key
+
+    def _pending(
+        self, layout: Layout, source: int, key: tuple[int, int], ranks: list[int], takers: int
+    ) -> Pending:
+        self._world.takers.setdefault(key, takers)
+        shape, stride, dtype = layout
+        with no_modes():
+            expected = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        return Pending([expected] * len(ranks), source, (key, ranks))
+
+    def wait_all(self, pending: Pending) -> list[torch.Tensor]:
+        key, ranks = pending.work
+        joint, what = self._world.joint, "all ranks" if pending.source < 0 else f"rank {pending.source}"
+        self._world.wait_until(lambda: all(r in joint.get(key, {}) for r in ranks), self._rank, what)
+        self._world.takers[key] -= 1
+        tensors = joint.pop(key) if not self._world.takers[key] else joint[key]
+        return [
+            self._received_as(tensors[r].clone(), expected, r)
+            for r, expected in zip(ranks, pending.buffers, strict=True)
+        ]
+
+    def share(self, tensor: torch.Tensor | None, source: int) -> torch.Tensor:
         if tensor is not None:
             self._world.shared[source] = tensor
             self._world.woken()

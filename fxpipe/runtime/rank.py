@@ -84,6 +84,31 @@ class Runtime:
             self.record.at_arrival(tensor)
         return tensor
 
+    def wait_all(self, pending: Pending) -> list[torch.Tensor]:
+        """What was gathered from all ranks, in their order, as soon as it is there."""
+        before = time.perf_counter()
+        tensors = self.comm.wait_all(pending)
+        self.record.waited(before)
+        if self.record.at_arrival is not None:
+            for tensor in tensors:
+                self.record.at_arrival(tensor)
+        return tensors
+
+    def broadcast(
+        self, tensor: torch.Tensor | None, layout: Layout, source: int, group: int
+    ) -> Pending | None:
+        """Start to give the tensor of rank ``source`` to all; the others get it by ``wait``."""
+        given = None if tensor is None else in_layout(tensor, layout)
+        return self.comm.broadcast(given, layout, source, group)
+
+    def gather(self, tensor: torch.Tensor, layout: Layout, to: int, group: int) -> Pending | None:
+        """Start to give every rank's tensor to one, which gets them by ``wait_all``."""
+        return self.comm.gather(in_layout(tensor, layout), layout, to, group)
+
+    def all_gather(self, tensor: torch.Tensor, layout: Layout, group: int) -> Pending:
+        """Start to give every rank's tensor to all, which get them by ``wait_all``."""
+        return self.comm.all_gather(in_layout(tensor, layout), layout, group)
+
     def send(self, tensor: torch.Tensor, layout: Layout, to: int) -> None:
         """Start to send; does not block, and holds the tensor until it is sent."""
         self.comm.send(in_layout(tensor, layout), to)
@@ -134,6 +159,6 @@ class Runtime:
                 count = torch.stack(self._counts).sum() if self._counts else torch.tensor(len(self._losses))
                 mine = torch.stack([total.cpu(), count.double().cpu()])
             before = time.perf_counter()
-            self._shared = self.comm.broadcast(mine, self.spec.loss_rank).tolist()
+            self._shared = self.comm.share(mine, self.spec.loss_rank).tolist()
             self.record.waited(before)
         return self._shared[0], self._shared[1]

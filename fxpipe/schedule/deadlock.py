@@ -1,8 +1,9 @@
 """Proves that lowered programs come to their end, before anything runs.
 
 The semantics is rendezvous: sends and posted receives do not block their rank, a transfer takes place
-when both are issued and all earlier ones of its channel are done, and only a wait blocks.  Nothing
-else is shared by two ranks, so if one way of running the programs ends, all do.
+when both are issued and all earlier ones of its channel are done, and only a wait blocks.  An exchange
+takes place when all ranks have joined it and all earlier ones of its number.  Nothing else is shared by
+two ranks, so if one way of running the programs ends, all do.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from itertools import zip_longest
 
 from fxpipe.errors import DeadlockError
 from fxpipe.schedule.costs import Edge
-from fxpipe.schedule.lowering import Compute, Instruction, Post, Programs, Send, Wait
+from fxpipe.schedule.lowering import Collect, Compute, Exchange, Instruction, Join, Post, Programs, Send, Wait
 
 Channel = tuple[int, int]
 
@@ -24,7 +25,7 @@ def prove(programs: Programs, placement: tuple[int, ...]) -> None:
     the first that differs), or where ranks are stuck (it lists what each waits for, and from whom).
     """
     turns = _match_channels(programs, placement)
-    _run(programs, placement, turns)
+    _run(programs, placement, turns, _match_exchanges(programs))
 
 
 def _channel(instruction: Post | Wait | Send, placement: tuple[int, ...]) -> Channel:
@@ -55,8 +56,33 @@ def _match_channels(programs: Programs, placement: tuple[int, ...]) -> dict[tupl
     return turns
 
 
-def _run(programs: Programs, placement: tuple[int, ...], turns: dict[tuple[Edge, int], int]) -> None:
+def _match_exchanges(programs: Programs) -> dict[tuple[Exchange, int], int]:
+    """The position of every exchange among those of its number."""
+    joins: list[dict[Exchange, list[int]]] = []
+    for program in programs:
+        own: dict[Exchange, list[int]] = {}
+        for instruction in program:
+            if isinstance(instruction, Join):
+                own.setdefault(instruction.exchange, []).append(instruction.microbatch)
+        joins.append(own)
+    for rank, own in enumerate(joins):
+        for exchange in joins[0].keys() | own.keys():
+            if own.get(exchange) != joins[0].get(exchange):
+                raise DeadlockError(
+                    f"{exchange}: rank 0 joins it for microbatches {joins[0].get(exchange, [])}, "
+                    f"rank {rank} for {own.get(exchange, [])}; the order must be the same on all ranks"
+                )
+    return {(e, m): turn for e, microbatches in joins[0].items() for turn, m in enumerate(microbatches)}
+
+
+def _run(
+    programs: Programs,
+    placement: tuple[int, ...],
+    turns: dict[tuple[Edge, int], int],
+    rounds: dict[tuple[Exchange, int], int],
+) -> None:
     at = [0] * len(programs)
+    joined: defaultdict[Exchange, list[int]] = defaultdict(lambda: [0] * len(programs))
     sent: defaultdict[Channel, int] = defaultdict(int)
     posted: defaultdict[Channel, int] = defaultdict(int)
     runnable = list(range(len(programs)))
@@ -65,7 +91,16 @@ def _run(programs: Programs, placement: tuple[int, ...], turns: dict[tuple[Edge,
         program = programs[rank]
         while at[rank] < len(program):
             instruction = program[at[rank]]
-            if not isinstance(instruction, Compute):
+            if isinstance(instruction, Join):
+                counts = joined[instruction.exchange]
+                counts[rank] += 1
+                if counts[rank] == min(counts):
+                    runnable += [other for other in range(len(programs)) if other != rank]
+            elif isinstance(instruction, Collect):
+                exchange = instruction.exchange
+                if min(joined[exchange]) <= rounds.get((exchange, instruction.microbatch), len(rounds)):
+                    break
+            elif not isinstance(instruction, Compute):
                 channel = _channel(instruction, placement)
                 if isinstance(instruction, Post):
                     posted[channel] += 1
@@ -88,12 +123,18 @@ def _stuck(programs: Programs, placement: tuple[int, ...], at: list[int]) -> str
             lines.append(f"  rank {rank} has finished")
             continue
         wait = program[at[rank]]
-        assert isinstance(wait, Wait)
-        source, _ = _channel(wait, placement)
-        lines.append(
-            f"  rank {rank}, before {_next_compute(program[at[rank] :])}: {wait}, from rank {source}"
-        )
+        if isinstance(wait, Wait):
+            whom = f"from rank {_channel(wait, placement)[0]}"
+        else:
+            assert isinstance(wait, Collect)
+            missing = [r for r, program in enumerate(programs) if not _has_joined(program[: at[r]], wait)]
+            whom = f"which rank {', '.join(map(str, missing))} has not joined"
+        lines.append(f"  rank {rank}, before {_next_compute(program[at[rank] :])}: {wait}, {whom}")
     return "\n".join(lines)
+
+
+def _has_joined(done: tuple[Instruction, ...], wait: Collect) -> bool:
+    return Join(wait.exchange, wait.microbatch) in done
 
 
 def _next_compute(program: tuple[Instruction, ...]) -> str:

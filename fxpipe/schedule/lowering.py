@@ -3,6 +3,8 @@
 A *message* is what one edge carries for one microbatch, where the edge's stages lie on different
 ranks.  A *channel* is an ordered pair of ranks; its messages travel in the order in which they are
 sent, and receives are posted in that same order.
+
+An *exchange* takes the place of the messages of many edges between all ranks at once, a collective.
 """
 
 from __future__ import annotations
@@ -10,12 +12,58 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 
 from fxpipe.errors import ScheduleError
 from fxpipe.graph import Colour
 from fxpipe.schedule.check import check
 from fxpipe.schedule.costs import Edge
 from fxpipe.schedule.ops import PHASES, Op, Schedule
+
+
+class ExchangeKind(StrEnum):
+    BROADCAST = "broadcast"  # one section's values to a section on every rank
+    GATHER = "gather"  # a value of a section on every rank to one section
+    ALL_GATHER = "all-gather"  # a value of a section on every rank to a section on every rank
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """``sources`` and ``targets``: one section, or one on every rank in the ranks' order.
+
+    ``number`` tells exchanges apart; each has a communicator of its own.
+    """
+
+    kind: ExchangeKind
+    number: int
+    sources: tuple[Colour, ...]
+    targets: tuple[Colour, ...]
+
+    def __str__(self) -> str:
+        source, target = self.sources[0], self.targets[0]
+        return f"{self.kind} {source.phase}{source.stage} … -> {target.phase}{target.stage} …"
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Take part in an exchange; does not block."""
+
+    exchange: Exchange
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"join {self.exchange}, microbatch {self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Collect:
+    """Go on when an exchange has brought its values."""
+
+    exchange: Exchange
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"collect {self.exchange}, microbatch {self.microbatch}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,26 +100,29 @@ class Send(_Message):
     """Start to send a message; does not block."""
 
 
-Instruction = Compute | Post | Wait | Send
+Instruction = Compute | Post | Wait | Send | Join | Collect
 Programs = tuple[tuple[Instruction, ...], ...]
 """What each rank does, in order."""
 
 
-def lower(schedule: Schedule, edges: tuple[Edge, ...]) -> Programs:
+def lower(schedule: Schedule, edges: tuple[Edge, ...], exchanges: tuple[Exchange, ...] = ()) -> Programs:
     """Before each compute the receives of the *next* one are posted, and those of its own waited for;
     after it its results are sent.
 
     Where a channel's messages are needed in another order than they are sent in, the ones sent before
-    a needed one are posted together with it.  Edges within a rank give no instruction.  Raises
-    ScheduleError where the schedule is not whole or two edges join the same two sections.
+    a needed one are posted together with it.  Edges within a rank give no instruction, nor do those of
+    ``exchanges``, which ranks join as soon as they have what they give; who only takes from a broadcast
+    joins one ahead.  Raises ScheduleError where the schedule is not whole or two edges join the same two
+    sections.
     """
     check(schedule)
-    return _Lowering(schedule, edges).programs()
+    return _Lowering(schedule, edges, exchanges).programs()
 
 
 class _Lowering:
-    def __init__(self, schedule: Schedule, edges: tuple[Edge, ...]) -> None:
-        self.schedule = schedule
+    def __init__(self, schedule: Schedule, edges: tuple[Edge, ...], exchanges: tuple[Exchange, ...]) -> None:
+        self.schedule, self.exchanges = schedule, exchanges
+        exchanged = {(a, b) for exchange in exchanges for a in exchange.sources for b in exchange.targets}
         self.outgoing: defaultdict[Colour, list[Edge]] = defaultdict(list)
         self.incoming: defaultdict[Colour, list[Edge]] = defaultdict(list)
         joined = set()
@@ -82,6 +133,8 @@ class _Lowering:
                     f"{edge.target.phase}{edge.target.stage}: join what they carry in one"
                 )
             joined.add((edge.source, edge.target))
+            if (edge.source, edge.target) in exchanged:
+                continue
             if schedule.placement[edge.source.stage] != schedule.placement[edge.target.stage]:
                 self.outgoing[edge.source].append(edge)
                 self.incoming[edge.target].append(edge)
@@ -106,10 +159,13 @@ class _Lowering:
         return placement[edge.source.stage], placement[edge.target.stage]
 
     def programs(self) -> Programs:
-        return tuple(tuple(self._program(ops)) for ops in self.schedule.order)
+        return tuple(tuple(self._program(rank)) for rank in range(self.schedule.ranks))
 
-    def _program(self, ops: tuple[Op, ...]) -> Iterator[Instruction]:
+    def _program(self, rank: int) -> Iterator[Instruction]:
+        ops = self.schedule.order[rank]
         posted: defaultdict[tuple[int, int], int] = defaultdict(int)
+        part = _Part(self.schedule, self.exchanges, rank)
+        yield from part.at_start()
         for position, op in enumerate(ops):
             if position == 0:
                 yield from self._posts(op, posted)
@@ -117,7 +173,9 @@ class _Lowering:
                 yield from self._posts(ops[position + 1], posted)
             for edge in self._edges(op, self.incoming):
                 yield Wait(edge, op.microbatch)
+            yield from part.before(op)
             yield Compute(op)
+            yield from part.after(op)
             for edge in self._edges(op, self.outgoing):
                 yield Send(edge, op.microbatch)
 
@@ -128,3 +186,54 @@ class _Lowering:
             due = self.turn[edge, op.microbatch] + 1
             yield from self.sent[channel][posted[channel] : due]
             posted[channel] = max(posted[channel], due)
+
+
+class _Part:
+    """One rank's part in the exchanges."""
+
+    def __init__(self, schedule: Schedule, exchanges: tuple[Exchange, ...], rank: int) -> None:
+        self.gives: defaultdict[Colour, list[Exchange]] = defaultdict(list)
+        self.takes: defaultdict[Colour, list[Exchange]] = defaultdict(list)
+        self.ahead: dict[Exchange, Iterator[int]] = {}  # microbatches of broadcasts that it only takes from
+        home = schedule.placement
+        for exchange in exchanges:
+            own = [colour for colour in exchange.sources if home[colour.stage] == rank]
+            for colour in own:
+                self.gives[colour].append(exchange)
+            if exchange.kind is ExchangeKind.BROADCAST and own:
+                continue  # what it takes it has
+            for colour in exchange.targets:
+                if home[colour.stage] == rank:
+                    self.takes[colour].append(exchange)
+            if not own:
+                source = exchange.sources[0]
+                giver = schedule.order[home[source.stage]]
+                self.ahead[exchange] = iter(
+                    [
+                        op.microbatch
+                        for op in giver
+                        if source.stage == op.stage and source.phase in PHASES[op.kind]
+                    ]
+                )
+
+    def at_start(self) -> Iterator[Join]:
+        for exchange in self.ahead:
+            yield from self._next(exchange)
+
+    def before(self, op: Op) -> Iterator[Collect]:
+        for phase in PHASES[op.kind]:
+            for exchange in self.takes.get(Colour(op.stage, phase), ()):
+                yield Collect(exchange, op.microbatch)
+
+    def after(self, op: Op) -> Iterator[Join]:
+        for phase in PHASES[op.kind]:
+            for exchange in self.gives.get(Colour(op.stage, phase), ()):
+                yield Join(exchange, op.microbatch)
+            for exchange in self.takes.get(Colour(op.stage, phase), ()):
+                if exchange in self.ahead:
+                    yield from self._next(exchange)
+
+    def _next(self, exchange: Exchange) -> Iterator[Join]:
+        microbatch = next(self.ahead[exchange], None)
+        if microbatch is not None:
+            yield Join(exchange, microbatch)

@@ -1,0 +1,70 @@
+"""Which messages between the model's stages and the vocabulary's are sent as collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count, groupby
+
+from fxpipe.graph import Colour
+from fxpipe.schedule.lowering import Exchange, ExchangeKind
+from fxpipe.sections import Message
+
+
+def exchanges(
+    messages: tuple[Message, ...], placement: tuple[int, ...], vocabulary: frozenset[int]
+) -> tuple[Exchange, ...]:
+    """A value to a vocabulary stage on every rank, from one on every rank, or both; other messages go by
+    themselves."""
+    numbers = count()
+    return tuple(
+        Exchange(kind, next(numbers), sources, targets)
+        for kind, sources, targets in _found(messages, placement, vocabulary)
+    )
+
+
+def values(exchange: Exchange, messages: tuple[Message, ...]) -> tuple[tuple[str, ...], ...]:
+    """Per source the names of the values that it gives."""
+    given: dict[Colour, tuple[str, ...]] = {}
+    for message in messages:
+        if message.source in exchange.sources and message.target in exchange.targets:
+            given[message.source] = message.names
+    return tuple(given[source] for source in exchange.sources)
+
+
+def _found(
+    messages: tuple[Message, ...], placement: tuple[int, ...], vocabulary: frozenset[int]
+) -> Iterator[tuple[ExchangeKind, tuple[Colour, ...], tuple[Colour, ...]]]:
+    everyone = list(range(max(placement) + 1))
+    if len(everyone) == 1:
+        return
+
+    def on_all_ranks(colours: tuple[Colour, ...]) -> bool:
+        return [placement[colour.stage] for colour in colours] == everyone
+
+    spread = [m for m in messages if m.source.stage not in vocabulary and m.target.stage in vocabulary]
+    for source, group in _grouped(spread, by_source=True):
+        targets = tuple(sorted(m.target for m in group))
+        if on_all_ranks(targets) and len({m.names for m in group}) == 1:
+            yield ExchangeKind.BROADCAST, (source,), targets
+    gathered = [m for m in messages if m.source.stage in vocabulary and m.target.stage not in vocabulary]
+    for target, group in _grouped(gathered, by_source=False):
+        sources = tuple(sorted(m.source for m in group))
+        if on_all_ranks(sources) and len({len(m.names) for m in group}) == 1:
+            yield ExchangeKind.GATHER, sources, (target,)
+    among = [m for m in messages if m.source.stage in vocabulary and m.target.stage in vocabulary]
+    sources = tuple(sorted({m.source for m in among}))
+    targets = tuple(sorted({m.target for m in among}))
+    pairs = len(everyone) * (len(everyone) - 1)
+    if on_all_ranks(sources) and on_all_ranks(targets) and len(among) == pairs:
+        yield ExchangeKind.ALL_GATHER, sources, targets
+
+
+def _grouped(messages: list[Message], *, by_source: bool) -> list[tuple[Colour, list[Message]]]:
+    def end(message: Message) -> Colour:
+        return message.source if by_source else message.target
+
+    def key(message: Message) -> tuple[Colour, str]:
+        other = message.target if by_source else message.source
+        return end(message), other.phase
+
+    return [(k[0], list(group)) for k, group in groupby(sorted(messages, key=key), key)]
