@@ -77,13 +77,15 @@ class ContenderA:
     schedule: str = ""
     stages_per_rank: int = 1
     placement: str = "plain"
+    vocab_parallel: str = ""
 
     @property
     def name(self) -> str:
         chunks = (
             f", {self.stages_per_rank} stages a rank, {self.placement}" if self.stages_per_rank > 1 else ""
         )
-        return f"{self.kind} {self.schedule}{chunks}".strip()
+        vocabulary = f", vocabulary {self.vocab_parallel}" if self.vocab_parallel else ""
+        return f"{self.kind} {self.schedule}{chunks}{vocabulary}".strip()
 
 
 EAGER = ContenderA("eager")
@@ -96,6 +98,10 @@ CONTENDERS_A = (
     ContenderA("fxpipe", "1f1b", 2, "v"),
     ContenderA("torch", "ZBVZeroBubble"),
     ContenderA("fxpipe", "zb-h1", 2, "v"),
+    ContenderA("fxpipe", "zb-h1", vocab_parallel="1-barrier"),
+    ContenderA("fxpipe", "zb-h1", 2, "v", vocab_parallel="1-barrier"),
+    ContenderA("fxpipe", "zb-h1", 2, "v", vocab_parallel="2-barrier"),
+    ContenderA("fxpipe", "zb", 2, "v", vocab_parallel="1-barrier"),
 )
 
 
@@ -138,6 +144,7 @@ def _compiled(contender: ContenderA, microbatches: int, folder: Path) -> Path:
         schedule=contender.schedule,
         stages_per_rank=contender.stages_per_rank,
         placement=contender.placement,
+        vocab_parallel=contender.vocab_parallel or False,
     )
     directory = folder / f"{contender.name} {microbatches}".replace(" ", "_")
     pipe.save(directory)

@@ -25,6 +25,7 @@ from fxpipe.runtime.process import Process
 from fxpipe.runtime.rank import StepSpec
 from fxpipe.schedule.costs import Costs
 from fxpipe.version import __version__
+from fxpipe.vocabulary.stages import Vocabulary
 
 FORMAT = 1
 _converter = cattrs.Converter()
@@ -65,7 +66,8 @@ class Prediction:
 class Attempt:
     """A schedule that ``auto`` looked at: what it was simulated to take, or ``why`` it was left out.
 
-    ``seconds`` a step, ``peak_memory`` in bytes, of the rank that needs most.
+    ``seconds`` a step, ``peak_memory`` in bytes, of the rank that needs most.  ``barriers``: of the
+    vocabulary layers spread over the ranks, 0 where they are not.
     """
 
     schedule: str
@@ -75,13 +77,15 @@ class Attempt:
     span_bubble: float | None
     peak_memory: float | None
     why: str
+    barriers: int = 0
 
 
 @dataclass(frozen=True)
 class Plan:
     """All decisions and predictions; plan.json is this and nothing else.
 
-    ``order``: the schedule as text, a line a rank.  ``channels``: the ordered pairs of ranks that talk;
+    ``order``: the schedule as text, a line a rank.  ``vocabulary``: which stages are not the model's own.
+    ``channels``: the ordered pairs of ranks that talk;
     ``collectives``: how many communicators all ranks share.
     ``shapes`` are those of parameters and buffers.  ``work``: the costs for other sizes, where dimensions
     were named.  ``tried``: what ``auto`` looked at.
@@ -100,6 +104,7 @@ class Plan:
     tensors: tuple[RankTensors, ...]
     shapes: dict[str, tuple[int, ...]]
     prediction: Prediction
+    vocabulary: Vocabulary | None = None
     collectives: int = 0
     work: PlanWork | None = None
     tried: tuple[Attempt, ...] = ()

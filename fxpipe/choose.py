@@ -9,6 +9,7 @@ import torch
 
 from fxpipe.costing import Ledger, analytic_costs, ledger
 from fxpipe.cut import Cut
+from fxpipe.errors import ScheduleError
 from fxpipe.limit import room
 from fxpipe.measure import measured_seconds, with_seconds
 from fxpipe.options import AUTO, Options
@@ -18,6 +19,7 @@ from fxpipe.schedule.families import FAMILIES, build
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.placement import PLACEMENTS, place
 from fxpipe.schedule.search import Setting, Tried, search
+from fxpipe.schedule.simulator import simulate
 
 Weights = Callable[[Cut, tuple[int, ...]], tuple[int, ...]]
 """What parameters, gradients and buffers take on each rank, given which rank holds which stage."""
@@ -56,19 +58,38 @@ def choose(
         found = search(settings, ranks=options.ranks, microbatches=options.microbatches)
         chosen, schedule, tried = found.setting, found.schedule, found.tried
     else:
-        (chosen,), tried = settings, ()
-        schedule = build(
-            str(options.schedule),
-            ranks=options.ranks,
-            microbatches=options.microbatches,
-            costs=chosen.costs,
-            stages_per_rank=chosen.stages_per_rank,
-            placement=chosen.placement,
-            memory_limit=chosen.limits,
-            vocabulary=chosen.vocabulary,
-        )
+        chosen, schedule = _fastest(options, settings)
+        tried = ()
     cut, entries = candidates[settings.index(chosen)]
     return Choice(cut, entries, chosen.costs, schedule, tried)
+
+
+def _fastest(options: Options, settings: Sequence[Setting]) -> tuple[Setting, Schedule]:
+    """The setting in which the family that was asked for is the fastest; raises the first's error where it
+    fits in none."""
+    made: list[tuple[float, int, Schedule]] = []
+    errors: list[ScheduleError] = []
+    for k, setting in enumerate(settings):
+        try:
+            schedule = build(
+                str(options.schedule),
+                ranks=options.ranks,
+                microbatches=options.microbatches,
+                costs=setting.costs,
+                stages_per_rank=setting.stages_per_rank,
+                placement=setting.placement,
+                memory_limit=setting.limits,
+                vocabulary=setting.vocabulary,
+            )
+        except ScheduleError as error:
+            errors.append(error)
+            continue
+        seconds = simulate(schedule, setting.costs).seconds if len(settings) > 1 else 0.0
+        made.append((seconds, k, schedule))
+    if not made:
+        raise errors[0]
+    _, k, schedule = min(made, key=lambda entry: entry[:2])
+    return settings[k], schedule
 
 
 def _placements(options: Options, stages: int) -> list[tuple[str, tuple[int, ...]]]:

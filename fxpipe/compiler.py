@@ -7,6 +7,7 @@ What stands in brackets is done for every number of stages that comes into quest
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,12 +23,12 @@ from fxpipe.choose import Choice, choose
 from fxpipe.codegen.program import RankPlan, program_source
 from fxpipe.costing import work_for_any_size
 from fxpipe.cut import CUT_PHASES, Cut, cut
-from fxpipe.errors import PartitionError
+from fxpipe.errors import PartitionError, VocabularyError
 from fxpipe.exchanges import exchanges
 from fxpipe.expressions import PlanWork
 from fxpipe.graph import Colour, Kind, Phase, Section
 from fxpipe.holdings import holdings, shapes_of, tied_parameters, weight_bytes
-from fxpipe.options import BARRIERS, Options, stage_counts
+from fxpipe.options import AUTO, Options, barriers_tried, stage_counts
 from fxpipe.partition.device import Device, describe
 from fxpipe.progress import Phases
 from fxpipe.runtime.batch import BatchSpec
@@ -85,14 +86,15 @@ def compile_model(
 
 def phases(options: Options) -> int:
     """How many phases ``compile_model`` goes through."""
-    return 3 + CUT_PHASES * len(stage_counts(options))
+    return 3 + CUT_PHASES * len(stage_counts(options)) * len(barriers_tried(options))
 
 
 def _cuts(captured: fx.Graph, options: Options, hardware: Device, phase: Phases) -> list[Cut]:
     """The graph cut into each number of stages that comes into question."""
     cuts: list[Cut] = []
+    ways = barriers_tried(options)
     for stages in stage_counts(options):
-        for barriers in _barriers(options):
+        for barriers in ways:
             try:
                 cuts.append(
                     cut(
@@ -109,14 +111,12 @@ def _cuts(captured: fx.Graph, options: Options, hardware: Device, phase: Phases)
                 if not cuts:
                     raise
                 return cuts  # more stages than there are places to cut: the fastest of the fewer is found
+            except VocabularyError as error:
+                if options.vocab_parallel != AUTO:
+                    raise
+                ways = (None,)
+                warnings.warn(f"vocab_parallel='auto' goes on without: {error}", stacklevel=2)
     return cuts
-
-
-def _barriers(options: Options) -> tuple[int | None, ...]:
-    """In how many ways the vocabulary layers are looked at: not spread, or with so many barriers."""
-    if options.vocab_parallel is False:
-        return (None,)
-    return (BARRIERS[options.vocab_parallel],)
 
 
 def _weights(model: nn.Module, cut: Cut, placement: tuple[int, ...]) -> tuple[int, ...]:
@@ -172,6 +172,7 @@ def _plan(
         stages=_stage_plans(graph, choice.cut.sections, placement),
         costs=choice.costs,
         channels=tuple(sorted((a, b) for a, b in channels if a != b)),
+        vocabulary=choice.cut.vocabulary,
         collectives=len(collectives),
         tensors=tensors,
         shapes=shapes_of(model, tensors),
@@ -193,6 +194,7 @@ def _attempts(choice: Choice) -> tuple[Attempt, ...]:
             span_bubble=t.span_bubble,
             peak_memory=t.peak_memory,
             why=t.why,
+            barriers=t.setting.vocabulary.ahead if t.setting.vocabulary else 0,
         )
         for t in choice.tried
     )

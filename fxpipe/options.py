@@ -78,3 +78,10 @@ def stage_counts(options: Options) -> tuple[int, ...]:
     else:
         per_rank = [1, 2] if options.ranks > 1 else [1]
     return tuple(options.ranks * n for n in per_rank)
+
+
+def barriers_tried(options: Options) -> tuple[int | None, ...]:
+    """In which ways the vocabulary layers are looked at: not spread (None), or with so many barriers."""
+    if options.ranks == 1 or options.vocab_parallel is False:
+        return (None,)
+    return (None, 1, 2) if options.vocab_parallel == AUTO else (BARRIERS[options.vocab_parallel],)

@@ -104,9 +104,8 @@ class Pipeline:
     @property
     def schedule(self) -> Schedule:
         plan = self.plan
-        return Schedule(
-            plan.schedule, plan.placement, plan.step.microbatches, parse_order("\n".join(plan.order))
-        )
+        order = parse_order("\n".join(plan.order))
+        return Schedule(plan.schedule, plan.placement, plan.step.microbatches, order, plan.vocabulary)
 
     def simulate(self, sizes: Mapping[str, int] | None = None) -> Timeline:
         """The step as simulated: times, bubbles and the bytes that each rank holds between ops.

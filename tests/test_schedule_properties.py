@@ -1,11 +1,13 @@
 """What holds for every family, whatever the ranks, microbatches, chunks, costs and skip connections."""
 
 from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fxpipe.exchanges import exchanges
 from fxpipe.graph import Colour, Phase
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
 from fxpipe.schedule.critical import critical_path
@@ -14,6 +16,9 @@ from fxpipe.schedule.families import FAMILIES, build
 from fxpipe.schedule.lowering import Compute, Post, Send, Wait, lower
 from fxpipe.schedule.ops import PHASES, Schedule
 from fxpipe.schedule.simulator import simulate
+from fxpipe.schedule.vocabulary import with_heads
+from fxpipe.sections import Message
+from fxpipe.vocabulary.stages import Vocabulary
 
 TIMES = st.floats(0, 4).map(lambda time: round(time, 2))
 
@@ -165,3 +170,66 @@ def test_receive_buffers_live_for_two_ops_at_most_in_a_plain_chain(ranks, microb
                     assert age.pop((edge, microbatch)) <= 1
                 case Compute():
                     age = {message: ops + 1 for message, ops in age.items()}
+
+
+@st.composite
+def problems_with_vocabulary(draw) -> tuple[Schedule, Costs, float | None]:
+    """With heads, and at times lookups, of any costs; the limit is for the activations of all stages."""
+    family = FAMILIES[draw(st.sampled_from(tuple(FAMILIES)))]
+    kinds = [(v, shape) for v in (1, 2) for shape in ("plain", "v") if family.has(v, shape)]
+    chunks, shape = draw(st.sampled_from(kinds))
+    ranks, microbatches = draw(st.integers(1, 5)), draw(st.integers(1, 10))
+    body = chain([StageCost(draw(TIMES), draw(TIMES), draw(TIMES), 1.0, 0.5)] * ranks * chunks, draw(TIMES))
+    barriers, lookups = draw(st.integers(1, 2)), draw(st.booleans())
+    costs = with_heads(body, ranks, draw(TIMES), barriers, draw(TIMES), saved=0.25)
+    if lookups:
+        costs = with_lookups(costs, ranks, draw(TIMES))
+    vocabulary = Vocabulary(ranks if lookups else 0, ranks, barriers)
+    least = chunks + 0.25 + 0.2
+    limit = draw(st.one_of(st.none(), st.floats(least, least + 6)))
+    schedule = build(
+        family.name,
+        ranks=ranks,
+        microbatches=microbatches,
+        costs=costs,
+        stages_per_rank=chunks,
+        placement=shape,
+        memory_limit=None if family.name in UNLIMITED else limit,
+        effort=0.01,
+        vocabulary=vocabulary,
+    )
+    return schedule, costs, limit
+
+
+def with_lookups(costs: Costs, ranks: int, seconds: float) -> Costs:
+    """A stage on every rank before all others, which hands 0.1 to the first of them."""
+
+    def moved(colour: Colour) -> Colour:
+        return Colour(colour.stage + ranks, colour.phase)
+
+    edges = [replace(e, source=moved(e.source), target=moved(e.target)) for e in costs.edges]
+    for own in range(ranks):
+        edges.append(Edge(Colour(own, Phase.F), Colour(ranks, Phase.F), 0.1, seconds))
+        edges.append(Edge(Colour(ranks, Phase.B), Colour(own, Phase.W), 0.0, seconds))
+    return Costs((*(StageCost(0.05, 0, 0.05),) * ranks, *costs.stages), tuple(edges))
+
+
+UNLIMITED = ("gpipe", "1f1b", "interleaved", "gis", "zb-h1", "zb-h2", "1f1b-v", "dualpipe-v")
+"""Families that may refuse a limit."""
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems_with_vocabulary())
+def test_vocabulary_stages_are_woven_into_every_family(problem):
+    """Whole, not below the bound, within memory, and proved to end with its exchanges."""
+    schedule, costs, limit = problem
+    timeline = simulate(schedule, costs)
+    assert timeline.seconds >= timeline.lower_bound - 1e-9 * (1 + timeline.seconds)
+    if limit is not None and schedule.name not in UNLIMITED:
+        assert max(timeline.peak_memory) <= limit * (1 + 1e-9)
+    messages = tuple(Message(e.source, e.target, (f"{e.source}",)) for e in costs.edges)
+    special = frozenset(stage for stage in range(schedule.stages) if schedule.is_vocabulary(stage))
+    joint = exchanges(messages, schedule.placement, special)
+    prove(lower(schedule, costs.edges, joint), schedule.placement)
+    if schedule.ranks > 1:
+        assert len(joint) == (5 if schedule.vocabulary.lookups else 3)

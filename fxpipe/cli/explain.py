@@ -46,17 +46,25 @@ def _reason(plan: Plan) -> str:
 
 
 def _table(tried: tuple[Attempt, ...]) -> Table:
-    table = Table("schedule", "stages a rank", "placement", "step", "span bubble", "peak memory")
-    for column in (*table.columns[1:2], *table.columns[3:]):
+    spread = any(attempt.barriers for attempt in tried)
+    names = ["schedule", "stages a rank", "placement", *["vocabulary"] * spread]
+    table = Table(*names, "step", "span bubble", "peak memory")
+    for column in (*table.columns[1:2], *table.columns[len(names) :]):
         column.justify = "right"
     for a in sorted(tried, key=lambda a: inf if a.seconds is None else a.seconds):
         if a.seconds is None or a.span_bubble is None or a.peak_memory is None:
             figures = ["left out", "", ""]
         else:
             figures = [seconds_text(a.seconds), f"{a.span_bubble:.4f}", bytes_text(a.peak_memory)]
-        table.add_row(a.schedule, str(a.stages_per_rank), a.placement, *figures)
+        vocabulary = [_vocabulary(a)] if spread else []
+        table.add_row(a.schedule, str(a.stages_per_rank), a.placement, *vocabulary, *figures)
     return table
 
 
+def _vocabulary(attempt: Attempt) -> str:
+    return f"spread, {attempt.barriers}-barrier" if attempt.barriers else "whole"
+
+
 def _name(attempt: Attempt) -> str:
-    return f"{attempt.schedule}, {attempt.stages_per_rank} a rank, {attempt.placement}"
+    vocabulary = f", vocabulary {_vocabulary(attempt)}" if attempt.barriers else ""
+    return f"{attempt.schedule}, {attempt.stages_per_rank} a rank, {attempt.placement}{vocabulary}"

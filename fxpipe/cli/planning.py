@@ -47,6 +47,7 @@ def plan(name: str, source: Source, wish: Wish) -> Timeline:
         stages_per_rank=chunks,
         placement=wish.placement,
         memory_limit=wish.memory_limit,
+        vocabulary=source.vocabulary,
     )
     return simulate(schedule, costs)
 
@@ -54,7 +55,7 @@ def plan(name: str, source: Source, wish: Wish) -> Timeline:
 def _search(source: Source, wish: Wish) -> Timeline:
     given = wish.stages_per_rank or source.stages_per_rank
     settings = [
-        Setting(chunks, placement, source.costs(chunks))
+        Setting(chunks, placement, source.costs(chunks), vocabulary=source.vocabulary)
         for chunks in ((given,) if given else CHUNKS)
         for placement in ((wish.placement,) if wish.placement else PLACEMENTS)
         if chunks > 1 or placement == wish.placement or placement == "plain"

@@ -16,7 +16,9 @@ from fxpipe.schedule.costs import Costs, StageCost, chain
 from fxpipe.schedule.costs_file import read_costs
 from fxpipe.schedule.ops import Schedule, parse_order
 from fxpipe.schedule.placement import PLACEMENTS
+from fxpipe.schedule.vocabulary import with_heads
 from fxpipe.viz.units import PHYSICAL, PLAIN, Units
+from fxpipe.vocabulary.stages import Vocabulary
 
 TIMES = ("forward", "backward_input", "backward_weight")
 EPILOG = (
@@ -29,7 +31,8 @@ EPILOG = (
 @dataclass(frozen=True)
 class Source:
     """``costs``: of so many stages a rank; ``stages_per_rank`` is set where there are only costs for that.
-    ``own``: the schedule that comes with the costs.  ``note``: of what they are the costs."""
+    ``own``: the schedule that comes with the costs.  ``note``: of what they are the costs.
+    ``vocabulary``: the stages beside the model's own that the costs are of as well."""
 
     note: str
     ranks: int
@@ -38,6 +41,7 @@ class Source:
     units: Units
     stages_per_rank: int | None = None
     own: Schedule | None = None
+    vocabulary: Vocabulary | None = None
 
 
 def add_cost_arguments(parser: Any) -> None:
@@ -61,6 +65,15 @@ def add_cost_arguments(parser: Any) -> None:
         help="instead of times: a JSON file, or the directory of a saved pipeline "
         "(with the times of a recorded run, if one was left there)",
     )
+    add(
+        "--vocab-time",
+        type=positive,
+        metavar="TV",
+        help="what every rank spends on its share of an output layer that is spread over all",
+    )
+    add(
+        "--vocab-barriers", type=int, choices=(1, 2), help="how often the ranks wait for each other in it (1)"
+    )
     add("--stages-per-rank", type=positive_int, metavar="V", help="chunks a rank holds (what suits)")
     add("--placement", choices=sorted(PLACEMENTS), help="of the chunks on the ranks (what suits)")
     add("--memory-limit", type=positive, metavar="X", help="a real number (none)")
@@ -68,10 +81,12 @@ def add_cost_arguments(parser: Any) -> None:
 
 def source_of(options: argparse.Namespace) -> Source:
     """Raises FxpipeError where arguments are missing or do not go together."""
+    if options.vocab_barriers is not None and options.vocab_time is None:
+        raise FxpipeError("--vocab-barriers needs --vocab-time")
     if options.costs is None:
         _require(options, "ranks", "microbatches", *TIMES)
         return _from_times(options)
-    for name in (*TIMES, "weight_memory"):
+    for name in (*TIMES, "weight_memory", "vocab_time"):
         if getattr(options, name) is not None:
             raise FxpipeError(f"--costs and {_flag(name)} do not go together")
     return _from_directory(options) if options.costs.is_dir() else _from_file(options)
@@ -86,18 +101,26 @@ def _from_times(options: argparse.Namespace) -> Source:
             saved=1 / chunks,
             kept=(1.0 if options.weight_memory is None else options.weight_memory) / chunks,
         )
-        return chain([stage] * (options.ranks * chunks), seconds=options.comm or 0.0)
+        body = chain([stage] * (options.ranks * chunks), seconds=options.comm or 0.0)
+        if options.vocab_time is None:
+            return body
+        return with_heads(body, options.ranks, options.vocab_time, barriers, options.comm or 0.0)
 
+    barriers = options.vocab_barriers or 1
     times = (options.forward, options.backward_input, options.backward_weight, options.comm or 0.0)
     note = "F {:g}, B {:g}, W {:g}, transfer {:g}".format(*times)
-    return Source(note, options.ranks, options.microbatches, costs, PLAIN)
+    vocabulary = None
+    if options.vocab_time is not None:
+        note += f", vocabulary {options.vocab_time:g}"
+        vocabulary = Vocabulary(heads=options.ranks, ahead=barriers)
+    return Source(note, options.ranks, options.microbatches, costs, PLAIN, vocabulary=vocabulary)
 
 
 def _from_file(options: argparse.Namespace) -> Source:
     _require(options, "ranks", "microbatches")
     costs = read_costs(options.costs, options.comm or 0.0)
     note = f"costs of {options.costs}"
-    return _of_stages(options, note, options.ranks, options.microbatches, costs, PLAIN, None)
+    return _of_stages(options, note, options.ranks, options.microbatches, costs, PLAIN, None, None)
 
 
 def _from_directory(options: argparse.Namespace) -> Source:
@@ -105,11 +128,14 @@ def _from_directory(options: argparse.Namespace) -> Source:
     ranks, microbatches = options.ranks or plan.ranks, options.microbatches or plan.step.microbatches
     own = None
     if (ranks, microbatches) == (plan.ranks, plan.step.microbatches):
-        own = Schedule(plan.schedule, plan.placement, microbatches, parse_order("\n".join(plan.order)))
+        order = parse_order("\n".join(plan.order))
+        own = Schedule(plan.schedule, plan.placement, microbatches, order, plan.vocabulary)
     spans = read_spans(options.costs, plan.ranks)
     costs = plan.costs if spans is None else recorded_costs(plan, spans)
     note = f"{plan.model} in {options.costs}, {'planned' if spans is None else 'recorded'} times"
-    return _of_stages(options, note, ranks, microbatches, costs, PHYSICAL, own)
+    if plan.vocabulary is not None and ranks != plan.ranks:
+        raise FxpipeError(f"{options.costs} has vocabulary stages on {plan.ranks} ranks: not for {ranks}")
+    return _of_stages(options, note, ranks, microbatches, costs, PHYSICAL, own, plan.vocabulary)
 
 
 def _of_stages(
@@ -120,8 +146,10 @@ def _of_stages(
     costs: Costs,
     units: Units,
     own: Schedule | None,
+    vocabulary: Vocabulary | None,
 ) -> Source:
-    chunks, rest = divmod(len(costs.stages), ranks)
+    beside = 0 if vocabulary is None else vocabulary.lookups + vocabulary.heads
+    chunks, rest = divmod(len(costs.stages) - beside, ranks)
     if rest or not chunks:
         raise FxpipeError(
             f"{options.costs} has {len(costs.stages)} stages: not as many for each of {ranks} ranks"
@@ -131,7 +159,7 @@ def _of_stages(
             f"{options.costs} has {len(costs.stages)} stages: {chunks} for each of {ranks} ranks, "
             f"not {options.stages_per_rank}"
         )
-    return Source(note, ranks, microbatches, lambda _: costs, units, chunks, own)
+    return Source(note, ranks, microbatches, lambda _: costs, units, chunks, own, vocabulary)
 
 
 def _require(options: argparse.Namespace, *names: str) -> None:

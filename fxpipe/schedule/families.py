@@ -282,7 +282,7 @@ def build(
     if vocabulary is not None:
         order = weave(problem, order, whole, vocabulary, given)
         homes = vocabulary.placement(homes)
-    return Schedule(name, homes, microbatches, order)
+    return Schedule(name, homes, microbatches, order, vocabulary)
 
 
 def _below(problem: Problem) -> list[Problem]:

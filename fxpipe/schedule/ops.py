@@ -14,6 +14,7 @@ from enum import StrEnum
 
 from fxpipe.errors import ScheduleError
 from fxpipe.graph import Phase
+from fxpipe.vocabulary.stages import Vocabulary
 
 
 class OpKind(StrEnum):
@@ -50,12 +51,16 @@ Order = tuple[tuple[Op, ...], ...]
 
 @dataclass(frozen=True)
 class Schedule:
-    """``placement[stage]`` is the rank that holds a stage, ``order[rank]`` what that rank runs, in order."""
+    """``placement[stage]`` is the rank that holds a stage, ``order[rank]`` what that rank runs, in order.
+
+    ``vocabulary``: which stages are not the model's own.
+    """
 
     name: str
     placement: tuple[int, ...]
     microbatches: int
     order: Order
+    vocabulary: Vocabulary | None = None
 
     @property
     def ranks(self) -> int:
@@ -64,6 +69,10 @@ class Schedule:
     @property
     def stages(self) -> int:
         return len(self.placement)
+
+    def is_vocabulary(self, stage: int) -> bool:
+        vocabulary = self.vocabulary
+        return vocabulary is not None and not vocabulary.lookups <= stage < self.stages - vocabulary.heads
 
 
 def parse_op(text: str) -> Op:

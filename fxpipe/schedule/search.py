@@ -158,7 +158,7 @@ def _entry(
         limits = _limits(setting, limit, problem.ranks)
         whole = weave(problem, order, setting.costs, vocabulary, limits, objective)
         placement = vocabulary.placement(placement)
-    timeline = simulate(Schedule(name, placement, problem.microbatches, whole), setting.costs)
+    timeline = simulate(Schedule(name, placement, problem.microbatches, whole, vocabulary), setting.costs)
     seconds, span, peak = (
         float(f"{x:.9g}") for x in (timeline.seconds, timeline.span, max(timeline.peak_memory))
     )

@@ -3,23 +3,25 @@
 Beside its stages of the model every rank has a *head*, its share of the output layer: F is pass S (before
 the barrier), B what follows the barrier, W pass T; and, if they are spread too, a *lookup*, its share of the
 input embedding.  The model's schedule says what is due when; list scheduling under the memory limits finds
-the places for the rest, and moves the backward behind the barrier.
+the places for the heads, and moves the backward behind the barrier.  Lookups are short: they are put in
+where there is time, one microbatch ahead of need.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import accumulate, product
 from math import inf
 
 from fxpipe.graph import Colour, Phase
 from fxpipe.schedule.blocks import flow
-from fxpipe.schedule.costs import Costs, Edge
+from fxpipe.schedule.costs import Costs, Edge, StageCost
 from fxpipe.schedule.dispatch import dispatch
 from fxpipe.schedule.goal import Goal, Objective
 from fxpipe.schedule.improve import improve
-from fxpipe.schedule.ops import Order
+from fxpipe.schedule.ops import Op, OpKind, Order
 from fxpipe.schedule.problem import Problem
 from fxpipe.schedule.shop import Coded, Shop, decode, encode, fits, peaks, run, shop
 from fxpipe.vocabulary.stages import Vocabulary
@@ -31,7 +33,11 @@ _TRIES = 2_000_000  # ops that the improvement may run
 
 def body_costs(costs: Costs, vocabulary: Vocabulary) -> Costs:
     """What the model's own stages cost."""
-    first, last = vocabulary.lookups, len(costs.stages) - vocabulary.heads
+    return _some(costs, vocabulary.lookups, len(costs.stages) - vocabulary.heads)
+
+
+def _some(costs: Costs, first: int, last: int) -> Costs:
+    """The costs of the stages from ``first`` to before ``last``, which are counted from 0."""
 
     def moved(colour: Colour) -> Colour:
         return Colour(colour.stage - first, colour.phase)
@@ -68,11 +74,15 @@ def weave(
     model's stages than it does in ``order``.
     """
     m = body.microbatches
-    flat = shop(costs, vocabulary.placement(body.placement))
-    goal = Goal("span" if objective == "span" else "makespan", m * flat.period)
+    without = _some(costs, vocabulary.lookups, len(costs.stages))
+    flat = shop(without, replace(vocabulary, lookups=0).placement(body.placement))
+    goal = Goal(objective, m * flat.period)
     coded = encode(order, m)
-    dates = _Dates(body, coded, flat, vocabulary)
-    caps = _caps(body, coded, flat, vocabulary, limits)
+    dates = _Dates(body, coded, flat, vocabulary.heads)
+    if vocabulary.lookups:
+        held = shop(costs, vocabulary.placement(body.placement)).hold
+        limits = [limit - 2 * held[rank] for rank, limit in enumerate(limits)]
+    caps = _caps(body, coded, flat, vocabulary.ahead, limits)
     best: tuple[float, Coded] | None = None
     for delay, patience in product(_DELAYS, _PATIENCE):
         found = dispatch(flat, m, dates.due(delay), caps, patience)
@@ -83,81 +93,95 @@ def weave(
             best = value, found
     assert best is not None, "there is at least one way to weave"
     tries = min(300, _TRIES // (flat.sections * m))
-    return decode(improve(flat, best[1], m, caps, goal, tries), m)
+    woven = improve(flat, best[1], m, caps, goal, tries)
+    if not vocabulary.lookups:
+        return decode(woven, m)
+    return _with_lookups(flat, woven, m, vocabulary.lookups)
 
 
-def _caps(
-    body: Problem, coded: Coded, flat: Shop, vocabulary: Vocabulary, limits: Sequence[float]
-) -> list[float]:
+def _with_lookups(flat: Shop, coded: Coded, microbatches: int, lookups: int) -> Order:
+    """Each lookup a period before the model's first F wants its result, its gradient when that is there.
+
+    What an op that is put in depends on has started before, and what depends on it has not, so that the
+    ranks' orders cannot block each other.
+    """
+    m = microbatches
+    done = run(flat, coded, m)
+    assert done is not None, "the order to put lookups in can progress"
+    ahead = [done.end[j] - flat.seconds[0] - flat.period for j in range(m)]  # of the first stage's F
+    behind = [done.end[m + j] for j in range(m)]  # its B
+    orders = []
+    for rank, ops in enumerate(decode(coded, m)):
+        starts = accumulate((done.end[value] - flat.seconds[value // m] for value in coded[rank]), max)
+        wanted, given = deque(ahead), deque(behind)
+        order: list[Op] = []
+        for op, start in zip(ops, starts, strict=True):
+            while wanted and wanted[0] <= start:
+                wanted.popleft()
+                order.append(Op(OpKind.F, rank, m - 1 - len(wanted)))
+            while given and given[0] < start:
+                given.popleft()
+                order.append(Op(OpKind.BW, rank, m - 1 - len(given)))
+            order.append(replace(op, stage=op.stage + lookups))
+        order += (Op(OpKind.F, rank, m - left) for left in range(len(wanted), 0, -1))
+        order += (Op(OpKind.BW, rank, m - left) for left in range(len(given), 0, -1))
+        orders.append(tuple(order))
+    return tuple(orders)
+
+
+def _caps(body: Problem, coded: Coded, flat: Shop, ahead: int, limits: Sequence[float]) -> list[float]:
     """Per rank what it may hold."""
     caps = []
     most = peaks(body.shop, coded, body.microbatches)
     for rank, limit in enumerate(limits):
         own = body.shop.smallest_limit(rank)
-        beside = (1 + vocabulary.ahead) * (flat.smallest_limit(rank) - own)
-        caps.append(min(limit, most[rank] + vocabulary.ahead * own + beside))
+        beside = (1 + ahead) * (flat.smallest_limit(rank) - own)
+        caps.append(min(limit, most[rank] + ahead * own + beside))
     return caps
 
 
 class _Dates:
     """When ops are due, from when the model's own schedule runs them."""
 
-    def __init__(self, body: Problem, coded: Coded, flat: Shop, vocabulary: Vocabulary) -> None:
-        self.microbatches, self.flat = body.microbatches, flat
-        self.lookups, self.heads = vocabulary.lookups, vocabulary.heads
-        self.body = body.shop
+    def __init__(self, body: Problem, coded: Coded, flat: Shop, heads: int) -> None:
+        self.microbatches, self.flat, self.body, self.heads = body.microbatches, flat, body.shop, heads
         done = run(self.body, coded, body.microbatches)
         assert done is not None, "the order to weave into can progress"
         self.end = done.end
         self.scale = flat.period / self.body.period if self.body.period else 1.0
-        self.start = flow(flat)
+        self.alone = flow(flat)
 
     def due(self, delay: float) -> list[float]:
-        m, flat, body = self.microbatches, self.flat, self.body
-        first, last = 3 * self.lookups, flat.sections - 3 * self.heads
-        bottom = 3 * (body.stages - 1)  # the last F of the model
-        alone = self.start
-        late = alone[first + bottom + 1] - alone[first + bottom] - flat.seconds[first + bottom]
+        """With T put off by so many periods."""
+        flat, alone = self.flat, self.alone
+        bottom = 3 * (self.body.stages - 1)  # the last F of the model
+        behind = alone[bottom + 1] - alone[bottom] - flat.seconds[bottom]  # the barrier
         dates: list[float] = []
-        for section in range(flat.sections):
-            own = section - first
-            if first <= section < last:
-                shift = late if section % 3 else 0.0
-                dates += [self.scale * (self.end[own * m + j] - body.seconds[own]) + shift for j in range(m)]
-                continue
-            # Beside a lone microbatch's way: as far from the model's nearest op as there.
-            anchor = first if section < first else first + bottom
-            if section < first and section % 3:
-                anchor = first + 1
-            gap = alone[section] - alone[anchor]
-            if section >= last and section % 3 == 2:
-                gap += delay * flat.period
-            dates += [
-                self.scale * (self.end[(anchor - first) * m + j] - body.seconds[anchor - first]) + gap
-                for j in range(m)
-            ]
+        for section in range(self.body.sections):
+            dates += self._moved(section, behind if section % 3 else 0.0)
+        for section in range(self.body.sections, flat.sections):
+            late = delay * flat.period if section % 3 == 2 else 0.0
+            dates += self._moved(bottom, alone[section] - alone[bottom] + late)
         return dates
 
+    def _moved(self, section: int, by: float) -> list[float]:
+        """The starts of one of the model's sections, as much later as the vocabulary makes it, and moved."""
+        m, seconds = self.microbatches, self.body.seconds[section]
+        return [self.scale * (self.end[section * m + j] - seconds) + by for j in range(m)]
 
-def vocabulary_costs(
+
+def with_heads(
     costs: Costs, ranks: int, seconds: float, barriers: int, transfer: float, saved: float = 0.0
-) -> tuple[Costs, Vocabulary]:
-    """The costs of a model with an output layer that takes ``seconds`` a microbatch on one rank, a third each
-    for its forward and both gradients, spread over all ranks."""
-    third = seconds / 3 / ranks
-    body, last = len(costs.stages), len(costs.stages) - 1
-    one = replace(
-        costs.stages[0],
-        forward=third * (2 if barriers == 1 else 1),
-        backward=third * (0 if barriers == 1 else 1),
-        weight=third,
-        saved=saved,
-        kept=saved,
-    )
-    edges = list(costs.edges)
-    heads = range(body, body + ranks)
-    for head in heads:
-        edges.append(Edge(Colour(last, Phase.F), Colour(head, Phase.F), seconds=transfer))
-        edges += [Edge(Colour(head, Phase.F), Colour(other, Phase.B), seconds=transfer) for other in heads]
-        edges.append(Edge(Colour(head, Phase.B), Colour(last, Phase.B), seconds=transfer))
-    return Costs((*costs.stages, *(one,) * ranks), tuple(edges)), Vocabulary(0, ranks, barriers)
+) -> Costs:
+    """The costs of a model whose output layer is spread: every rank spends ``seconds`` a microbatch on it, a
+    third each on the logits and on both gradients, and holds ``saved`` from pass S to pass T."""
+    third, last = seconds / 3, len(costs.stages) - 1
+    before = 2 * third if barriers == 1 else third
+    head = StageCost(before, max(0.0, seconds - third - before), third, saved, saved)
+    heads, edges = range(last + 1, last + 1 + ranks), list(costs.edges)
+    for own in heads:
+        edges.append(Edge(Colour(last, Phase.F), Colour(own, Phase.F), seconds=transfer))
+        others = [Colour(other, Phase.B) for other in heads if other != own]
+        edges += [Edge(Colour(own, Phase.F), other, seconds=transfer) for other in others]
+        edges.append(Edge(Colour(own, Phase.B), Colour(last, Phase.B), seconds=transfer))
+    return Costs((*costs.stages, *(head,) * ranks), tuple(edges))

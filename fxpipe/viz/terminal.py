@@ -8,21 +8,13 @@ from itertools import groupby
 from rich.style import Style
 from rich.text import Text
 
-from fxpipe.graph import Phase
-from fxpipe.schedule.ops import PHASES as RUNS
-from fxpipe.schedule.ops import Op, OpKind
+from fxpipe.schedule.ops import Op
 from fxpipe.schedule.timeline import Timeline
 from fxpipe.viz import palette
+from fxpipe.viz.roles import MEANING, Role, colour, role
 
 ROWS = 32
 """Ranks that are drawn at most: the first and the last ones."""
-
-MEANING = {
-    OpKind.F: "forward",
-    OpKind.B: "input gradient",
-    OpKind.W: "weight gradient",
-    OpKind.BW: "both gradients",
-}
 
 
 def timeline_text(timeline: Timeline, width: int, coloured: bool) -> Text:
@@ -42,12 +34,12 @@ def timeline_text(timeline: Timeline, width: int, coloured: bool) -> Text:
         for op, cells in _blocks(timeline, rank, max(1, width - label)):
             text.append(*_block(timeline, op, cells, coloured))
         text.append("\n")
-    kinds = {span.op.kind for spans in timeline.spans for span in spans}
+    shown_roles = {role(span.op, timeline.schedule) for spans in timeline.spans for span in spans}
     text.append(" " * label)
-    for kind in sorted(kinds, key=list(OpKind).index):
-        key = f" {kind} " if coloured else f"{_letter(kind)} "
-        text.append(key, Style(color="black", bgcolor=_colour(kind)) if coloured else "")
-        text.append(f" {MEANING[kind]}   " if coloured else f"{MEANING[kind]}   ")
+    for what in sorted(shown_roles, key=list(Role).index):
+        key = f" {what} " if coloured else f"{_letter(what)} "
+        text.append(key, Style(color="black", bgcolor=colour(what)) if coloured else "")
+        text.append(f" {MEANING[what]}   " if coloured else f"{MEANING[what]}   ")
     return text
 
 
@@ -72,19 +64,16 @@ def _blocks(timeline: Timeline, rank: int, width: int) -> Iterator[tuple[Op | No
 def _block(timeline: Timeline, op: Op | None, cells: int, coloured: bool) -> tuple[str, Style]:
     if op is None:
         return " " * cells, Style()
-    number = str(op.microbatch)
+    number, schedule = str(op.microbatch), timeline.schedule
+    shown = role(op, schedule)
     if not coloured:
-        text = f"{_letter(op.kind)}{number}"
-        return (text if len(text) <= cells else _letter(op.kind)).ljust(cells, "·"), Style()
-    placement = timeline.schedule.placement
-    late = placement[op.stage] in placement[: op.stage]
-    shade = palette.tint(_colour(op.kind), 0.22 * (op.microbatch % 2) + 0.4 * late)
+        text = f"{_letter(shown)}{number}"
+        return (text if len(text) <= cells else _letter(shown)).ljust(cells, "·"), Style()
+    earlier = [s for s in range(op.stage) if schedule.placement[s] == schedule.placement[op.stage]]
+    late = not schedule.is_vocabulary(op.stage) and any(not schedule.is_vocabulary(s) for s in earlier)
+    shade = palette.tint(colour(shown), 0.22 * (op.microbatch % 2) + 0.4 * late)
     return (number if len(number) <= cells else "").center(cells), Style(color="black", bgcolor=shade)
 
 
-def _letter(kind: OpKind) -> str:
-    return str(kind)[0]
-
-
-def _colour(kind: OpKind) -> str:
-    return palette.PHASES[Phase(RUNS[kind][0])]
+def _letter(shown: Role) -> str:
+    return str(shown)[0]

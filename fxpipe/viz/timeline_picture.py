@@ -6,9 +6,10 @@ import xml.etree.ElementTree as ET
 from dataclasses import dataclass
 
 from fxpipe.graph import Phase
-from fxpipe.schedule.ops import Op, OpKind
+from fxpipe.schedule.ops import Op
 from fxpipe.schedule.timeline import Span, Timeline
 from fxpipe.viz.palette import PHASES, tint
+from fxpipe.viz.roles import MEANING, Role, colour, role
 from fxpipe.viz.units import PHYSICAL, Units, ticks
 
 BAR = 22  # heights, in pixels
@@ -20,22 +21,11 @@ LETTER = 5.2  # width of a digit in a rectangle
 OP_WIDTH = 30  # width to give an op on the average, where the widest allowed picture has the room
 NARROWEST, WIDEST = 900, 3200
 
-COLOURS: dict[OpKind, str] = {
-    OpKind.F: PHASES[Phase.F],
-    OpKind.B: PHASES[Phase.B],
-    OpKind.W: PHASES[Phase.W],
-    OpKind.BW: "url(#BW)",
-}
-MEANING: dict[OpKind, str] = {
-    OpKind.F: "F forward",
-    OpKind.B: "B input gradient",
-    OpKind.W: "W weight gradient",
-    OpKind.BW: "BW both gradients",
-}
+COLOURS = {shown: "url(#BW)" if shown is Role.BW else colour(shown) for shown in Role}
 STYLE = (
     "text{font:11px Helvetica,Arial,sans-serif;fill:#222}.n{font-size:9px;text-anchor:middle}"
     "rect{stroke:#fff;stroke-width:.5}.idle{fill:#ececec;stroke:none}.held{fill:#c9b8d8;stroke:#7a5c99}"
-    + "".join(f".{kind}{{fill:{colour}}}" for kind, colour in COLOURS.items())
+    + "".join(f".{shown}{{fill:{fill}}}" for shown, fill in COLOURS.items())
     + ".late{opacity:.62}"
 )
 
@@ -98,8 +88,8 @@ def _head(svg: ET.Element, timeline: Timeline, title: str, units: Units) -> None
         f"peak memory {units.memory(peaks[fullest])} (rank {fullest})",
     )
     x = 12.0
-    kinds = {span.op.kind for spans in timeline.spans for span in spans}
-    keys = [(str(kind), MEANING[kind]) for kind in OpKind if kind in kinds]
+    roles = {role(span.op, schedule) for spans in timeline.spans for span in spans}
+    keys = [(str(shown), f"{shown} {MEANING[shown]}") for shown in Role if shown in roles]
     keys += [("idle", "idle"), ("held", "memory held between ops")]
     for style, text in keys:
         ET.SubElement(svg, "rect", {"x": f"{x}", "y": "52", "width": "14", "height": "12", "class": style})
@@ -124,16 +114,18 @@ def _row(row: ET.Element, timeline: Timeline, rank: int, scale: Scale, units: Un
     spans = timeline.spans[rank]
     _text(row, -LEFT + 12, 15, f"rank {rank}")
     ET.SubElement(row, "rect", {"width": f"{scale.pixels}", "height": f"{BAR}", "class": "idle"})
-    own = [stage for stage, home in enumerate(timeline.schedule.placement) if home == rank]
+    schedule = timeline.schedule
+    own = [stage for stage, home in enumerate(schedule.placement) if home == rank]
+    body = [stage for stage in own if not schedule.is_vocabulary(stage)]
     for span in spans:
-        _op(row, span, scale, own.index(span.op.stage), len(own), units)
+        late = span.op.stage in body[1:]
+        look = f"{role(span.op, schedule)} late" if late else str(role(span.op, schedule))
+        _op(row, span, scale, look, len(own), units)
     _memory(row, timeline, rank, scale, units)
 
 
-def _op(row: ET.Element, span: Span, scale: Scale, chunk: int, chunks: int, units: Units) -> None:
-    """chunk: which of its rank's stages the op belongs to."""
+def _op(row: ET.Element, span: Span, scale: Scale, look: str, chunks: int, units: Units) -> None:
     x, end = scale(span.start), scale(span.end)
-    look = f"{span.op.kind} late" if chunk else f"{span.op.kind}"
     rect = {"x": f"{x:g}", "width": f"{end - x:.4g}", "height": f"{BAR}", "class": look}
     drawn = ET.SubElement(row, "rect", rect)
     start = units.time(span.start - scale.start)

@@ -1,0 +1,39 @@
+"""What an op is shown as: a stage's F, B, W or BW, or the passes S and T of a vocabulary stage."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from fxpipe.graph import Phase
+from fxpipe.schedule.ops import Op, OpKind, Schedule
+from fxpipe.viz.palette import PHASES
+
+
+class Role(StrEnum):
+    F = "F"
+    B = "B"
+    W = "W"
+    BW = "BW"
+    S = "S"
+    T = "T"
+
+
+MEANING: dict[Role, str] = {
+    Role.F: "forward",
+    Role.B: "input gradient",
+    Role.W: "weight gradient",
+    Role.BW: "both gradients",
+    Role.S: "vocabulary, before its barrier",
+    Role.T: "vocabulary, after its barrier",
+}
+
+
+def role(op: Op, schedule: Schedule) -> Role:
+    if not schedule.is_vocabulary(op.stage):
+        return Role(op.kind)
+    return Role.S if op.kind is OpKind.F else Role.T
+
+
+def colour(shown: Role) -> str:
+    """Of BW that of its B."""
+    return PHASES[Phase.B if shown is Role.BW else Phase(shown)]
