@@ -41,6 +41,7 @@ def compile(
     vocab_parallel: bool | str = False,
     costs: str = "analytic",
     seed: int = 0,
+    gradients: bool = True,
     dimensions: Mapping[str, int] | None = None,
 ) -> Pipeline:
     """Compile a model into one program a rank.
@@ -63,6 +64,8 @@ def compile(
     costs: what the schedule is made for: ``analytic`` (FLOPs and bytes on a described device) or
         ``measured`` (each section timed on the device at hand).
     seed: of the random ops; their numbers depend on it, the step and the microbatch alone.
+    gradients: False compiles the forward alone: ``pipe.step`` and ``run_local`` then only give the loss. For
+        evaluation, of ``model.eval()``; the pipeline works on the model's own weights, as others of it do.
     dimensions: names for lengths of the example, ``{"sequence": 256}``, so that ``pipe.simulate`` can tell
         costs for other lengths: every dimension that is 256 long is called so, but for the leading one,
         ``microbatch``.  The model is traced twice more, at other lengths.  Raises SizeError where it then
@@ -87,6 +90,7 @@ def compile(
         costs=costs,
         seed=seed,
         vocab_parallel=vocab_parallel,
+        gradients=gradients,
         dimensions=dimensions,
     )
     check(options)

@@ -61,7 +61,7 @@ def compile_model(
     hardware = describe(device)
 
     def traced(example: Any) -> Captured:
-        return capture(model, example, loss_fn, 1 / options.microbatches, device)
+        return capture(model, example, loss_fn, 1 / options.microbatches, device, options.gradients)
 
     with phase("capture"):
         lengths = None if options.dimensions is None else named_lengths(example, options.dimensions)

@@ -28,6 +28,7 @@ class Options:
     costs: str
     seed: int
     vocab_parallel: str | bool = False
+    gradients: bool = True
     dimensions: Mapping[str, int] | None = None
 
 

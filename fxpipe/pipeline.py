@@ -205,8 +205,32 @@ class Pipeline:
         total = self.process.sum if self.process is not None else float
         return PipelineOptimizer(cls(list(held.values()), **options), counted, total, clip_grad_norm)
 
+    def synchronise(self) -> None:
+        """Give every rank the values that each parameter and buffer has on the rank that holds it.
+
+        Under torchrun a rank trains what it holds and leaves the rest of its model as it was.  All ranks call
+        this, before ``state_dict``, or before another pipeline of the same model is run.  Raises RunError
+        where this process has not the whole model (a loaded pipeline, a model on the meta device).
+        """
+        if self.process is None:
+            return
+        sent: set[str] = set()
+        for rank, held in enumerate(self.plan.tensors):
+            for name in (*held.parameters, *held.buffers):
+                if name in sent:
+                    continue
+                sent.add(name)
+                rows = rows_of(name)
+                known = self.parameters if rows or name in held.parameters else self.buffers
+                tensor = known.get(rows.table if rows else name)
+                if tensor is None or tensor.is_meta:
+                    raise RunError(f"This process has no {name} to give a value to: it holds its part alone.")
+                whole_tensor = tensor.detach()
+                self.process.spread(whole_tensor[rows.begin : rows.end] if rows else whole_tensor, rank)
+
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers under the model's names (under torchrun only this rank's are trained)."""
+        """Parameters and buffers under the model's names (under torchrun only this rank's are trained, until
+        ``synchronise`` is called)."""
         return {name: t.detach() for name, t in (*self.parameters.items(), *self.buffers.items())}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:

@@ -157,6 +157,19 @@ def test_training_is_that_of_one_process(trained, name):
 
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("name", worker.TRAINED_SHAPES)
+def test_the_whole_model_after_training_and_its_evaluation(trained, name):
+    """Each rank has all that the others trained, and a pipeline without gradients runs on it."""
+    model, _, _ = trained_in_one_process()
+    expected = {key: p.detach() for key, p in model.named_parameters()}
+    loss = eager(model, worker.batch_of(8), MICROBATCHES).loss
+    for whole_state in tensors(trained, f"{name} whole", 2):
+        assert too_far(whole_state, expected) == {}
+    for found in tensors(trained, f"{name} evaluation", 2):
+        assert relative_error(found["loss"], loss) <= 1e-10
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("name", worker.TRAINED_SHAPES)
 def test_saved_under_torchrun_and_loaded_in_one_process(trained, name):
     pipe = fxpipe.load(trained / name)
     for parameters in tensors(trained, f"{name} parameters", 2):

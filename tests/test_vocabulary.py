@@ -338,3 +338,27 @@ def test_fewer_words_than_ranks() -> None:
 def test_an_unknown_choice() -> None:
     with pytest.raises(fxpipe.errors.ScheduleError, match="vocab_parallel is '3-barrier'"):
         spread(words(flat), 2, "1f1b", "3-barrier")
+
+
+# -- evaluation -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocab_parallel", [False, "1-barrier", "2-barrier"])
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_evaluation_gives_the_loss_alone(name: str, vocab_parallel: str | bool) -> None:
+    case = language_case(name)
+    model, data = case.build().eval(), case.data(MICROBATCHES)
+    pipe = fxpipe.compile(
+        model,
+        case.example(),
+        ranks=2,
+        microbatches=MICROBATCHES,
+        vocab_parallel=vocab_parallel,
+        loss_fn=case.loss_fn,
+        gradients=False,
+    )
+    result = pipe.run_local(data)
+    assert result.grads == {}
+    assert relative_error(result.loss, eager(model, data, MICROBATCHES, case.loss_fn).loss) <= 1e-12
+    behind = [n for s in pipe.sections if s.phase != "F" for n in s.graph.nodes]
+    assert not any("mm" in str(n.target) for n in behind)

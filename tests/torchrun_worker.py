@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -133,7 +134,8 @@ def training(rank: Rank) -> None:
     """Three steps; then the pipeline is saved."""
     torch.set_default_dtype(torch.float64)
     for name, shape in TRAINED_SHAPES.items():
-        pipe = compiled(TRAINED, TRAINED.build(), MICROBATCHES, shape)
+        model = TRAINED.build()
+        pipe = compiled(TRAINED, model, MICROBATCHES, shape)
         optimizer = pipe.optimizer(torch.optim.AdamW, lr=LEARNING_RATE, clip_grad_norm=CLIP)
         losses, norms = [], []
         for seed in BATCHES:
@@ -144,6 +146,10 @@ def training(rank: Rank) -> None:
         rank.tensors(f"{name} parameters", {name: pipe.parameter(name) for name in held})
         rank.tensors(f"{name} course", {"losses": torch.stack(losses), "norms": torch.tensor(norms)})
         pipe.save(rank.directory / name)
+        pipe.synchronise()
+        rank.tensors(f"{name} whole", pipe.state_dict())
+        evaluation = compiled(TRAINED, model.eval(), MICROBATCHES, replace(shape, gradients=False))
+        rank.tensors(f"{name} evaluation", {"loss": evaluation.step(batch_of(8))})
 
 
 def loaded(rank: Rank) -> None:

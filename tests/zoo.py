@@ -121,6 +121,7 @@ class Shape:
     placement: str | None = None
     seed: int = 0
     vocab_parallel: bool | str = False
+    gradients: bool = True
 
 
 def compiled(case: Case, model: nn.Module, microbatches: int, shape: Shape) -> fxpipe.Pipeline:
@@ -135,6 +136,7 @@ def compiled(case: Case, model: nn.Module, microbatches: int, shape: Shape) -> f
         loss_fn=case.loss_fn,
         seed=shape.seed,
         vocab_parallel=shape.vocab_parallel,
+        gradients=shape.gradients,
     )
 
 

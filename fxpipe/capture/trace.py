@@ -45,6 +45,7 @@ def capture(
     loss_fn: Callable[..., Any] | None,
     scale: float,
     device: torch.device,
+    gradients: bool = True,
 ) -> Captured:
     """Trace the loss of one microbatch and its gradients.
 
@@ -53,12 +54,13 @@ def capture(
         is a scalar, else its ``.loss``.
     scale: the gradient of the loss that the backward starts from (1 / microbatches; for a loss given
         as (sum, count) it is 1, and the division is the step's last act).
+    gradients: False traces the loss alone.
     Raises CaptureError, naming module path and source line, for a model that cannot be traced and a
     loss that is no scalar or needs no gradient.
     """
     mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
     values, inputs = _fake_inputs(model, example, mode, device)
-    step = _Step(model, example, loss_fn, scale, inputs)
+    step = _Step(model, example, loss_fn, scale, inputs, gradients)
     with compat.compiling_flags(), torch.random.fork_rng(devices=[]), mode:
         try:
             module = make_fx(step, tracing_mode="real", _allow_non_fake_inputs=True)(*values)
@@ -104,8 +106,17 @@ def _fake_inputs(
 class _Step:
     """The function that is traced: fake parameters, buffers and batch leaves to loss and gradients."""
 
-    def __init__(self, model: nn.Module, example: Any, loss_fn: Any, scale: float, inputs: list[Input]):
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Any,
+        loss_fn: Any,
+        scale: float,
+        inputs: list[Input],
+        gradients: bool,
+    ):
         self.model, self.loss_fn, self.scale, self.inputs = model, loss_fn, scale, inputs
+        self.gradients = gradients
         self.leaves, self.spec = pytree.tree_flatten(example)
         self.provenance = Provenance(model)
         self.layout: dict[str, Any] = {}  # what the flat outputs of the traced graph are
@@ -126,26 +137,33 @@ class _Step:
                     value.register_hook(hook)
             args, kwargs = (example, {}) if isinstance(example, tuple) else ((), dict(example))
             output = torch.func.functional_call(self.model, state, args, kwargs)
-            loss, count = _loss_of(output, example, self.loss_fn)
-            self.provenance.backward_from(loss)
-            with torch.autocast(loss.device.type, enabled=False):
-                scale = self.scale if count is None else 1.0
-                seed = torch.full((), scale, dtype=loss.dtype, device=loss.device)
-                grads = torch.autograd.grad(loss, list(wanted.values()), seed, allow_unused=True)
-
-        if all(g is None for g in grads):
-            raise CaptureError(
-                "No trainable parameter gets a gradient: the loss does not depend on any of them. "
-                "Look for a detach() or a no_grad() block on the way."
-            )
-        found = {name: g for name, g in zip(wanted, grads, strict=True) if g is not None}
+            loss, count = _loss_of(output, example, self.loss_fn, self.gradients)
+            found = self._gradients(loss, wanted, 1.0 if count is not None else self.scale)
         replaced = {name: state[name] for name, old in buffers.items() if state[name] is not old}
         self.layout = {"count": count is not None, "grads": list(found), "buffers": list(replaced)}
         counts = [] if count is None else [count.detach()]
         return [loss.detach(), *counts, *found.values(), *replaced.values()]
 
+    def _gradients(
+        self, loss: torch.Tensor, wanted: dict[str, torch.Tensor], scale: float
+    ) -> dict[str, torch.Tensor]:
+        if not self.gradients:
+            return {}
+        self.provenance.backward_from(loss)
+        with torch.autocast(loss.device.type, enabled=False):
+            seed = torch.full((), scale, dtype=loss.dtype, device=loss.device)
+            grads = torch.autograd.grad(loss, list(wanted.values()), seed, allow_unused=True)
+        if all(g is None for g in grads):
+            raise CaptureError(
+                "No trainable parameter gets a gradient: the loss does not depend on any of them. "
+                "Look for a detach() or a no_grad() block on the way."
+            )
+        return {name: g for name, g in zip(wanted, grads, strict=True) if g is not None}
 
-def _loss_of(output: Any, example: Any, loss_fn: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+
+def _loss_of(
+    output: Any, example: Any, loss_fn: Any, gradients: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The scalar loss, and the count that it is a sum over where ``loss_fn`` gives (sum, count)."""
     count = None
     if loss_fn is not None:
@@ -171,7 +189,7 @@ def _loss_of(output: Any, example: Any, loss_fn: Any) -> tuple[torch.Tensor, tor
             f"The loss is not a scalar: {source} a tensor of shape {tuple(loss.shape)}. "
             "Reduce it to one number, for example with .mean()."
         )
-    if not loss.requires_grad:
+    if gradients and not loss.requires_grad:
         raise CaptureError(
             f"The loss needs no gradient: what {source} does not depend on any parameter with "
             "requires_grad=True. Look for a detach(), a no_grad() block, or parameters that are all frozen."

@@ -154,7 +154,7 @@ def _instruction(plan: RankPlan, calls: dict[Colour, Signature], instruction: In
         for phase in PHASES[op.kind]:
             if Colour(op.stage, phase) in calls:
                 lines += _call(plan, calls[Colour(op.stage, phase)], op.stage, phase, op.microbatch)
-        return lines
+        return lines if len(lines) > 2 else []
     if isinstance(instruction, Join):
         return _join(plan, instruction)
     if isinstance(instruction, Collect):

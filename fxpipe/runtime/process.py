@@ -68,6 +68,13 @@ class Process:
         dist.broadcast(payload, 0)
         return payload.cpu().numpy().tobytes()
 
+    def spread(self, tensor: torch.Tensor, source: int) -> None:
+        """Give a tensor the values that it has on rank ``source``."""
+        value = self._on_wire(tensor.contiguous())
+        dist.broadcast(value, source)
+        if value is not tensor:
+            tensor.copy_(value)
+
     def sum(self, value: float) -> float:
         """The sum of one number over all ranks."""
         total = self._on_wire(torch.tensor(value, dtype=torch.float64))
