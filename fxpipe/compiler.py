@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 
 from fxpipe.artefact import FORMAT, Artefact, Attempt, Plan, Prediction, StagePlan
-from fxpipe.capture.resized import named_lengths, sample
+from fxpipe.capture.resized import Samples, named_lengths, sample
 from fxpipe.capture.trace import Captured, capture
 from fxpipe.choose import Choice, choose
 from fxpipe.codegen.program import RankPlan, program_source
@@ -69,15 +69,15 @@ def compile_model(
         samples = None
         if lengths is not None:
             samples = sample(captured.graph, example, lengths, lambda resized: traced(resized).graph)
-    cuts = _cuts(captured.graph, options, hardware, phase)
+    cuts = _cuts(captured.graph, samples, options, hardware, phase)
     with phase("schedule"):
         choice = choose(options, cuts, hardware, device, partial(_weights, model))
         collectives = _exchanges(choice)
         instructions = lower(choice.schedule, choice.costs.edges, collectives)
         prove(instructions, choice.schedule.placement)
         work = None
-        if samples is not None:
-            work = work_for_any_size(choice.ledger, choice.cut.graph, samples, hardware)
+        if choice.cut.samples is not None:
+            work = work_for_any_size(choice.ledger, choice.cut.graph, choice.cut.samples, hardware)
     with phase("codegen"):
         plan = _plan(model, example, options, choice, collectives, work)
         programs = _programs(plan, choice, instructions)
@@ -89,7 +89,9 @@ def phases(options: Options) -> int:
     return 3 + CUT_PHASES * len(stage_counts(options)) * len(barriers_tried(options))
 
 
-def _cuts(captured: fx.Graph, options: Options, hardware: Device, phase: Phases) -> list[Cut]:
+def _cuts(
+    captured: fx.Graph, samples: Samples | None, options: Options, hardware: Device, phase: Phases
+) -> list[Cut]:
     """The graph cut into each number of stages that comes into question."""
     cuts: list[Cut] = []
     ways = barriers_tried(options)
@@ -105,6 +107,7 @@ def _cuts(captured: fx.Graph, options: Options, hardware: Device, phase: Phases)
                         phase,
                         ranks=options.ranks,
                         barriers=barriers,
+                        samples=samples,
                     )
                 )
             except PartitionError:

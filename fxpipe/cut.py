@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from fxpipe.capture.resized import Samples
 from fxpipe.graph import Section
 from fxpipe.partition.device import Device
 from fxpipe.partition.stages import partition
@@ -32,6 +33,7 @@ class Cut:
     graph: fx.Graph
     sections: tuple[Section, ...]
     messages: tuple[Message, ...]
+    samples: Samples | None
 
 
 def cut(
@@ -43,9 +45,11 @@ def cut(
     *,
     ranks: int,
     barriers: int | None = None,
+    samples: Samples | None = None,
 ) -> Cut:
     """The captured graph stays as it is.
 
+    samples: of the captured graph at other sizes; the cut gets those of its own.
     barriers: spread the vocabulary layers over the ranks, with one or two barriers a microbatch.
     Raises PartitionError as ``partition`` does, VocabularyError as ``split_vocabulary`` does.
     """
@@ -53,12 +57,17 @@ def cut(
     with phase("partition"):
         if barriers is not None:
             vocabulary = split_vocabulary(graph, ranks, stages, barriers)
+            if samples is not None:
+                others = [_copied(other) for other in samples.graphs]
+                for other in others:
+                    split_vocabulary(other, ranks, stages, barriers)
+                samples = samples.of(graph, others)
         partition(graph, stages, device, split_points, vocabulary.lookups if vocabulary else 0)
     with phase("passes"):
         run_passes(graph, device)
     with phase("extract"):
         sections = extract(graph)
-        return Cut(stages, vocabulary, graph, sections, messages(sections))
+        return Cut(stages, vocabulary, graph, sections, messages(sections), samples)
 
 
 def _copied(graph: fx.Graph) -> fx.Graph:

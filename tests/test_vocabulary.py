@@ -362,3 +362,27 @@ def test_evaluation_gives_the_loss_alone(name: str, vocab_parallel: str | bool) 
     assert relative_error(result.loss, eager(model, data, MICROBATCHES, case.loss_fn).loss) <= 1e-12
     behind = [n for s in pipe.sections if s.phase != "F" for n in s.graph.nodes]
     assert not any("mm" in str(n.target) for n in behind)
+
+
+@pytest.mark.parametrize("barriers", ["1-barrier", "2-barrier"])
+def test_costs_for_other_sizes_are_those_of_a_compilation_at_them(barriers: str) -> None:
+    def compiled(rows: int, length: int, dimensions: dict[str, int] | None) -> fxpipe.Pipeline:
+        ids = torch.zeros(rows, length, dtype=torch.long)
+        return fxpipe.compile(
+            Words(flat, tied=True),
+            {"ids": ids, "labels": ids},
+            ranks=2,
+            microbatches=MICROBATCHES,
+            schedule="1f1b",
+            vocab_parallel=barriers,
+            split_points=["second"],
+            dimensions=dimensions,
+        )
+
+    sizes = {"microbatch": 3, "sequence": 20}
+    found = compiled(2, 6, {"sequence": 6}).simulate(sizes).costs
+    expected = compiled(3, 20, None).simulate().costs
+    for one, other in zip(found.stages, expected.stages, strict=True):
+        assert (one.saved, one.kept) == (other.saved, other.kept)
+        assert one.total == pytest.approx(other.total, rel=1e-9)
+    assert [edge.bytes for edge in found.edges] == [edge.bytes for edge in expected.edges]

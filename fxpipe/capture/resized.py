@@ -10,8 +10,8 @@ tensors of ``meta["val"]`` as they are.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,11 +32,19 @@ INDEPENDENT = 1e-7
 @dataclass(frozen=True, eq=False)
 class Samples:
     """``points``: the lengths of the named dimensions, in the example first, then in the other captures.
-    ``twins``: a tensor of the example's graph -> it and its like, one a point."""
+    ``twins``: a tensor of the example's graph -> it and its like, one a point.  ``graphs``: the other
+    captures."""
 
     names: tuple[str, ...]
     points: tuple[tuple[int, ...], ...]
     twins: dict[torch.Tensor, tuple[torch.Tensor, ...]]
+    graphs: tuple[fx.Graph, ...]
+
+    def of(self, graph: fx.Graph, graphs: Sequence[fx.Graph]) -> Samples:
+        """Samples of a graph made from the example's, given what was made in the same way of the others."""
+        like = [dict(_matched(graph, other)) for other in graphs]
+        twins = {t: (t, *(other[t] for other in like)) for node in graph.nodes for t in tensors(node)}
+        return replace(self, twins=self.twins | twins, graphs=tuple(graphs))
 
 
 def named_lengths(example: Any, dimensions: Mapping[str, int]) -> dict[str, int]:
@@ -95,12 +103,10 @@ def sample(
         try:
             others = _points(lengths, smaller)
             resized = [_resized(example, lengths, dict(zip(lengths, point, strict=True))) for point in others]
-            like = [dict(_matched(graph, capture(other))) for other in resized]
+            graphs = tuple(capture(other) for other in resized)
+            return Samples(tuple(lengths), (first, *others), {}, ()).of(graph, graphs)
         except (CaptureError, SizeError) as error:
             failure = failure or error
-            continue
-        twins = {t: (t, *(other[t] for other in like)) for node in graph.nodes for t in tensors(node)}
-        return Samples(tuple(lengths), (first, *others), twins)
     raise SizeError(
         f"Costs cannot be told for other sizes than the example's. {failure} Leave dimensions out."
     ) from failure
