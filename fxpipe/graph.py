@@ -32,8 +32,6 @@ class Phase(StrEnum):
     """What a node is for.  The order is the order in which one microbatch passes through a stage."""
 
     F = "F"  # forward
-    S = "S"  # vocabulary pass before its barrier
-    T = "T"  # vocabulary pass after it
     B = "B"  # backward, gradients of activations
     W = "W"  # backward, gradients of parameters
 

@@ -20,10 +20,6 @@ _OFFSET = {Phase.F: 0, Phase.B: 1, Phase.W: 2}
 
 
 def index(colour: Colour) -> int:
-    if colour.phase not in _OFFSET:
-        raise ScheduleError(
-            f"an edge at phase {colour.phase} of stage {colour.stage}: schedules hold F, B and W only"
-        )
     return SECTIONS_PER_STAGE * colour.stage + _OFFSET[colour.phase]
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from fxpipe.graph import Phase
 from fxpipe.viz.boxes import Boxes, Flow, Place
 
-COLUMNS = (Phase.F, Phase.S, Phase.T, Phase.W, Phase.B)
+COLUMNS = (Phase.F, Phase.W, Phase.B)
 HEIGHT = 30.0  # of a box
 ROW = 66.0  # from one row to the next
 GAP = 56.0  # between columns: room for a label
@@ -151,7 +151,7 @@ def _beside(
 
 def _way(flow: Flow) -> int:
     """In which direction most flows of the source's phase run: 1 down, -1 up."""
-    return 1 if flow.source.colour.phase in (Phase.F, Phase.S, Phase.T) else -1
+    return 1 if flow.source.colour.phase is Phase.F else -1
 
 
 def _straight(flow: Flow, centres: dict[Place, Point], width: float) -> Route:

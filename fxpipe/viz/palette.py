@@ -6,16 +6,13 @@ from fxpipe.graph import Phase
 
 PHASES: dict[Phase, str] = {
     Phase.F: "#56B4E9",
-    Phase.S: "#F0E442",
-    Phase.T: "#CC79A7",
     Phase.B: "#E69F00",
     Phase.W: "#009E73",
 }
+BEFORE_BARRIER, AFTER_BARRIER = "#F0E442", "#CC79A7"
 
 MEANING: dict[Phase, str] = {
     Phase.F: "forward",
-    Phase.S: "vocabulary, before its barrier",
-    Phase.T: "vocabulary, after its barrier",
     Phase.B: "input gradient",
     Phase.W: "weight gradient",
 }

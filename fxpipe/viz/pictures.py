@@ -62,12 +62,20 @@ def _stages(pipe: Pipeline) -> tuple[tuple[str, ...], ...]:
         times = zip("FBW", (cost.forward, cost.backward, cost.weight), strict=True)
         lines.append(
             (
-                f"stage {stage.stage} on rank {stage.rank}",
+                f"stage {stage.stage} on rank {stage.rank}{_share(pipe, stage.stage)}",
                 ", ".join(f"{phase} {seconds_text(seconds)}" for phase, seconds in times),
                 f"held: F to B {bytes_text(cost.saved)}, B to W {bytes_text(cost.kept)}",
             )
         )
     return tuple(lines)
+
+
+def _share(pipe: Pipeline, stage: int) -> str:
+    """What a vocabulary stage is a share of."""
+    vocabulary = pipe.plan.vocabulary
+    if vocabulary is None or not pipe.schedule.is_vocabulary(stage):
+        return ""
+    return f": its share of the {'input embedding' if stage < vocabulary.lookups else 'output layer'}"
 
 
 def _section(pipe: Pipeline, stage: int, phase: str) -> Section:

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from fxpipe.graph import Phase
 from fxpipe.schedule.ops import Op, OpKind, Schedule
-from fxpipe.viz.palette import PHASES
+from fxpipe.viz.palette import AFTER_BARRIER, BEFORE_BARRIER, PHASES
 
 
 class Role(StrEnum):
@@ -36,4 +36,5 @@ def role(op: Op, schedule: Schedule) -> Role:
 
 def colour(shown: Role) -> str:
     """Of BW that of its B."""
-    return PHASES[Phase.B if shown is Role.BW else Phase(shown)]
+    beside = {Role.BW: PHASES[Phase.B], Role.S: BEFORE_BARRIER, Role.T: AFTER_BARRIER}
+    return beside[shown] if shown in beside else PHASES[Phase(shown)]
