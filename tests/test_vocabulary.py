@@ -22,10 +22,13 @@ from fxpipe.vocabulary.split import shard_bounds
 FAMILIES = ("gpt2", "llama", "qwen3", "gemma2", "gpt_neox", "opt", "bert", "t5", "mixtral")
 CAUSAL = set(FAMILIES) - {"bert", "t5"}
 MICROBATCHES = 4
+BARRIERS: tuple[str | bool, ...] = (False, "1-barrier", "2-barrier")
 WORDS, WIDTH, LENGTH = 50, 8, 5
 
 
-def spread(case: Case, ranks: int, schedule: str, vocab_parallel: str, **options: Any) -> fxpipe.Pipeline:
+def spread(
+    case: Case, ranks: int, schedule: str, vocab_parallel: str | bool, **options: Any
+) -> fxpipe.Pipeline:
     return fxpipe.compile(
         case.build(),
         case.example(),
@@ -115,6 +118,18 @@ class Words(nn.Module):
         return self.loss(self.scale * self.head(hidden), labels)
 
 
+class Chain(nn.Module):
+    """Layers on numbers, and classes to choose from."""
+
+    def __init__(self, classes: int, width: int = WIDTH) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(width, width) for _ in range(8)])
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(self.layers(x)), y)
+
+
 def flat(logits: torch.Tensor, labels: torch.Tensor, **options: Any) -> torch.Tensor:
     return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), **options)
 
@@ -181,8 +196,8 @@ def test_forms_of_the_loss(form: str, barriers: str) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"tied": True}, {"bias": False}, {"tied": True, "padding": 3}, {"scale": 3000.0}],
-    ids=["tied", "no bias", "tied, padded", "logits of thousands"],
+    [{"tied": True}, {"bias": False}, {"tied": True, "padding": 3}, {"scale": 2e4}],
+    ids=["tied", "no bias", "tied, padded", "logits of 10000"],
 )
 def test_forms_of_the_layers(options: dict[str, Any]) -> None:
     case = words(flat, **options)
@@ -239,6 +254,21 @@ def test_no_rank_has_logits_of_the_whole_vocabulary() -> None:
                 val = node.meta.get("val")
                 if isinstance(val, torch.Tensor):
                     assert WORDS not in val.shape, f"{node.name} of {section.colour}"
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_memory_is_as_simulated_and_a_microbatch_more_for_each_barrier(schedule: str) -> None:
+    """Beside the schedule without; where logits weigh, less than that one's last rank holds."""
+    case = Case(lambda: MODELS["gpt2"].build().double(), MODELS["gpt2"].batch, same_word_loss)
+    plain = spread(case, 2, schedule, False).simulate()
+    one = max(sum(cost.saved for cost in plain.costs.stages[rank::2]) for rank in (0, 1))
+    for barriers, choice in ((1, "1-barrier"), (2, "2-barrier")):
+        pipe = spread(case, 2, schedule, choice)
+        simulated = pipe.simulate().peak_memory
+        measured = pipe.run_local(case.data(MICROBATCHES), measure_memory=True).peak_saved
+        assert max(simulated) <= max(plain.peak_memory) + barriers * one
+        for found, expected in zip(measured, simulated, strict=True):
+            assert found == pytest.approx(expected, rel=0.05)
 
 
 def test_a_tied_table_is_held_once_a_rank() -> None:
@@ -315,7 +345,7 @@ def squared(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 BAD = {
     "other use": (returned_logits, r"logsumexp.*uses the logits.*beside"),
     "class weights": (weighted, "class weights"),
-    "no cross-entropy": (squared, "no cross-entropy"),
+    "no cross-entropy": (squared, r"no cross-entropy.*module .* \(.*test_vocabulary.py:\d+\)"),
     "no projection": (
         lambda z, y: flat(z.softmax(-1), y),
         "cannot split aten._softmax|not the projection",
@@ -331,8 +361,37 @@ def test_what_cannot_be_split_is_named(name: str) -> None:
 
 
 def test_fewer_words_than_ranks() -> None:
+    case = Case(lambda: Chain(3), lambda rows: {"x": torch.randn(rows, WIDTH), "y": torch.arange(rows) % 3})
     with pytest.raises(VocabularyError, match="3 entries for 4 ranks"):
-        shard_bounds(3, 4)
+        spread(case, 4, "1f1b", "1-barrier")
+
+
+def test_auto_goes_on_without_and_says_so() -> None:
+    with pytest.warns(UserWarning, match="vocab_parallel='auto' goes on without.*no cross-entropy"):
+        pipe = spread(words(squared), 2, "1f1b", "auto")
+    assert pipe.plan.vocabulary is None
+
+
+def test_auto_decides_by_simulated_time() -> None:
+    """A large vocabulary is spread, one of a few words is not."""
+    large, small = (
+        fxpipe.compile(
+            Chain(classes, 512),
+            {"x": torch.randn(256, 512), "y": torch.zeros(256, dtype=torch.long)},
+            ranks=4,
+            microbatches=MICROBATCHES,
+            schedule="zb-h1",
+            vocab_parallel="auto",
+        )
+        for classes in (20_000, 4)
+    )
+    assert large.plan.vocabulary is not None
+    assert small.plan.vocabulary is None
+    chosen = spread(words(flat), 2, "1f1b", "auto").simulate().seconds
+    seconds = [spread(words(flat), 2, "1f1b", choice).simulate().seconds for choice in BARRIERS]
+    assert chosen == min(seconds)
+    tried = spread(words(flat), 2, "auto", "auto").plan.tried
+    assert {attempt.barriers for attempt in tried} == {0, 1, 2}
 
 
 def test_an_unknown_choice() -> None:
@@ -343,7 +402,7 @@ def test_an_unknown_choice() -> None:
 # -- evaluation -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("vocab_parallel", [False, "1-barrier", "2-barrier"])
+@pytest.mark.parametrize("vocab_parallel", BARRIERS)
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_evaluation_gives_the_loss_alone(name: str, vocab_parallel: str | bool) -> None:
     case = language_case(name)

@@ -42,9 +42,11 @@ def find_layers(graph: fx.Graph) -> Layers:
     """Raises VocabularyError, naming the condition that failed and where, if there is nothing to split."""
     heads = [n for n in call_nodes(graph) if n.target is aten._log_softmax.default and _is_picked(n)]
     if not heads:
+        origin = output_dict(graph)["loss"].meta["origin"]
         raise VocabularyError(
             "vocab_parallel found no cross-entropy in the training step: no log-softmax whose entries the "
-            "labels pick (F.cross_entropy, nn.CrossEntropyLoss, or F.nll_loss of F.log_softmax)."
+            "labels pick (F.cross_entropy, nn.CrossEntropyLoss, or F.nll_loss of F.log_softmax). The loss "
+            f"comes from module {origin.path or '(the model itself)'!r} ({origin.source})."
         )
     projections = [_projection(head) for head in heads]
     size = max(table.meta["val"].shape[0] for table, _ in projections)
