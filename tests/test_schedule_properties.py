@@ -183,7 +183,8 @@ def problems_with_vocabulary(draw) -> tuple[Schedule, Costs, float | None]:
     barriers, lookups = draw(st.integers(1, 2)), draw(st.booleans())
     costs = with_heads(body, ranks, draw(TIMES), barriers, draw(TIMES), saved=0.25)
     if lookups:
-        costs = with_lookups(costs, ranks, draw(TIMES))
+        user, maker = (draw(st.integers(0, ranks * chunks - 1)) for _ in range(2))
+        costs = with_lookups(costs, ranks, draw(TIMES), ranks + user, ranks + maker)
     vocabulary = Vocabulary(ranks if lookups else 0, ranks, barriers)
     least = chunks + 0.25 + 0.2
     limit = draw(st.one_of(st.none(), st.floats(least, least + 6)))
@@ -201,16 +202,16 @@ def problems_with_vocabulary(draw) -> tuple[Schedule, Costs, float | None]:
     return schedule, costs, limit
 
 
-def with_lookups(costs: Costs, ranks: int, seconds: float) -> Costs:
-    """A stage on every rank before all others, which hands 0.1 to the first of them."""
+def with_lookups(costs: Costs, ranks: int, seconds: float, user: int, maker: int) -> Costs:
+    """A stage on every rank before all others, which hands 0.1 to one of them and is given by one."""
 
     def moved(colour: Colour) -> Colour:
         return Colour(colour.stage + ranks, colour.phase)
 
     edges = [replace(e, source=moved(e.source), target=moved(e.target)) for e in costs.edges]
     for own in range(ranks):
-        edges.append(Edge(Colour(own, Phase.F), Colour(ranks, Phase.F), 0.1, seconds))
-        edges.append(Edge(Colour(ranks, Phase.B), Colour(own, Phase.W), 0.0, seconds))
+        edges.append(Edge(Colour(own, Phase.F), Colour(user, Phase.F), 0.1, seconds))
+        edges.append(Edge(Colour(maker, Phase.B), Colour(own, Phase.W), 0.0, seconds))
     return Costs((*(StageCost(0.05, 0, 0.05),) * ranks, *costs.stages), tuple(edges))
 
 

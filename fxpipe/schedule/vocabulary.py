@@ -18,6 +18,7 @@ from math import inf
 from fxpipe.graph import Colour, Phase
 from fxpipe.schedule.blocks import flow
 from fxpipe.schedule.costs import Costs, Edge, StageCost
+from fxpipe.schedule.dependencies import index
 from fxpipe.schedule.dispatch import dispatch
 from fxpipe.schedule.goal import Goal, Objective
 from fxpipe.schedule.improve import improve
@@ -96,11 +97,11 @@ def weave(
     woven = improve(flat, best[1], m, caps, goal, tries)
     if not vocabulary.lookups:
         return decode(woven, m)
-    return _with_lookups(flat, woven, m, vocabulary.lookups)
+    return _with_lookups(costs.edges, flat, woven, m, vocabulary.lookups)
 
 
-def _with_lookups(flat: Shop, coded: Coded, microbatches: int, lookups: int) -> Order:
-    """Each lookup a period before the model's first F wants its result, its gradient when that is there.
+def _with_lookups(edges: Sequence[Edge], flat: Shop, coded: Coded, microbatches: int, lookups: int) -> Order:
+    """Each lookup a period before the model wants its result, and its gradient when that is there.
 
     What an op that is put in depends on has started before, and what depends on it has not, so that the
     ranks' orders cannot block each other.
@@ -108,8 +109,12 @@ def _with_lookups(flat: Shop, coded: Coded, microbatches: int, lookups: int) -> 
     m = microbatches
     done = run(flat, coded, m)
     assert done is not None, "the order to put lookups in can progress"
-    ahead = [done.end[j] - flat.seconds[0] - flat.period for j in range(m)]  # of the first stage's F
-    behind = [done.end[m + j] for j in range(m)]  # its B
+    users = {index(e.target) - 3 * lookups for e in edges if e.source.stage < lookups}
+    makers = {index(e.source) - 3 * lookups for e in edges if e.target.stage < lookups}
+    first = [min((done.end[s * m + j] - flat.seconds[s] for s in users), default=0.0) for j in range(m)]
+    last = [max((done.end[s * m + j] for s in makers), default=inf) for j in range(m)]
+    ahead = [time - flat.period for time in [*accumulate(reversed(first), min)][::-1]]
+    behind = [*accumulate(last, max)]
     orders = []
     for rank, ops in enumerate(decode(coded, m)):
         starts = accumulate((done.end[value] - flat.seconds[value // m] for value in coded[rank]), max)
