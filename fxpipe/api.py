@@ -39,6 +39,7 @@ def compile(
     split_points: Sequence[str] | None = None,
     memory_limit: float | str | None = None,
     vocab_parallel: bool | str = False,
+    recompute: bool | str = False,
     costs: str = "analytic",
     seed: int = 0,
     gradients: bool = True,
@@ -61,6 +62,9 @@ def compile(
     vocab_parallel: spread the output layer with its cross-entropy, and the input embedding, over all ranks:
         ``"1-barrier"`` (or True) or ``"2-barrier"`` (ranks wait for each other once or twice a microbatch;
         the second needs less work before the first barrier and holds a microbatch more).
+    recompute: forward values that the backward makes again instead of keeping them: ``"norms"`` (all but
+        matrix products, convolutions and attention), ``"full"``, or ``"auto"``, whichever of none and these
+        has the shortest simulated step within ``memory_limit``.  Gradients stay the same to the bit.
     costs: what the schedule is made for: ``analytic`` (FLOPs and bytes on a described device) or
         ``measured`` (each section timed on the device at hand).
     seed: of the random ops; their numbers depend on it, the step and the microbatch alone.
@@ -91,6 +95,7 @@ def compile(
         seed=seed,
         vocab_parallel=vocab_parallel,
         gradients=gradients,
+        recompute=recompute,
         dimensions=dimensions,
     )
     check(options)

@@ -67,7 +67,7 @@ class Attempt:
     """A schedule that ``auto`` looked at: what it was simulated to take, or ``why`` it was left out.
 
     ``seconds`` a step, ``peak_memory`` in bytes, of the rank that needs most.  ``barriers``: of the
-    vocabulary layers spread over the ranks, 0 where they are not.
+    vocabulary layers spread over the ranks, 0 where they are not.  ``recompute``: what B makes again.
     """
 
     schedule: str
@@ -78,6 +78,7 @@ class Attempt:
     peak_memory: float | None
     why: str
     barriers: int = 0
+    recompute: str = ""
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ class Plan:
     collectives: int = 0
     work: PlanWork | None = None
     tried: tuple[Attempt, ...] = ()
+    recompute: str = ""
 
     @property
     def ranks(self) -> int:

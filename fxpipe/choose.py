@@ -27,13 +27,14 @@ Weights = Callable[[Cut, tuple[int, ...]], tuple[int, ...]]
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """``tried``: what the search for the fastest schedule looked at; empty where a schedule was named."""
+    """``tried``: what the search for the fastest schedule looked at, with its cut; empty where a schedule was
+    named."""
 
     cut: Cut
     ledger: Ledger
     costs: Costs
     schedule: Schedule
-    tried: tuple[Tried, ...]
+    tried: tuple[tuple[Tried, Cut], ...]
 
 
 def choose(
@@ -56,12 +57,17 @@ def choose(
             candidates.append((cut, entries))
     if options.schedule == AUTO:
         found = search(settings, ranks=options.ranks, microbatches=options.microbatches)
-        chosen, schedule, tried = found.setting, found.schedule, found.tried
+        chosen, schedule = found.setting, found.schedule
+        tried = tuple((t, candidates[_position(settings, t.setting)][0]) for t in found.tried)
     else:
         chosen, schedule = _fastest(options, settings)
         tried = ()
-    cut, entries = candidates[settings.index(chosen)]
+    cut, entries = candidates[_position(settings, chosen)]
     return Choice(cut, entries, chosen.costs, schedule, tried)
+
+
+def _position(settings: Sequence[Setting], chosen: Setting) -> int:
+    return next(k for k, setting in enumerate(settings) if setting is chosen)
 
 
 def _fastest(options: Options, settings: Sequence[Setting]) -> tuple[Setting, Schedule]:

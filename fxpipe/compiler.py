@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from fxpipe.exchanges import exchanges
 from fxpipe.expressions import PlanWork
 from fxpipe.graph import Colour, Kind, Phase, Section
 from fxpipe.holdings import holdings, shapes_of, tied_parameters, weight_bytes
-from fxpipe.options import AUTO, Options, barriers_tried, stage_counts
+from fxpipe.options import AUTO, Options, barriers_tried, levels_tried, stage_counts
 from fxpipe.partition.device import Device, describe
 from fxpipe.progress import Phases
 from fxpipe.runtime.batch import BatchSpec
@@ -86,7 +87,8 @@ def compile_model(
 
 def phases(options: Options) -> int:
     """How many phases ``compile_model`` goes through."""
-    return 3 + CUT_PHASES * len(stage_counts(options)) * len(barriers_tried(options))
+    ways = product(stage_counts(options), barriers_tried(options), levels_tried(options))
+    return 3 + CUT_PHASES * len(list(ways))
 
 
 def _cuts(
@@ -95,7 +97,7 @@ def _cuts(
     """The graph cut into each number of stages that comes into question."""
     cuts: list[Cut] = []
     ways = barriers_tried(options)
-    for stages in stage_counts(options):
+    for stages, level in product(stage_counts(options), levels_tried(options)):
         for barriers in ways:
             try:
                 cuts.append(
@@ -107,6 +109,7 @@ def _cuts(
                         phase,
                         ranks=options.ranks,
                         barriers=barriers,
+                        level=level,
                         samples=samples,
                     )
                 )
@@ -184,6 +187,7 @@ def _plan(
         ),
         work=work,
         tried=_attempts(choice),
+        recompute=choice.cut.recompute or "",
     )
 
 
@@ -197,9 +201,10 @@ def _attempts(choice: Choice) -> tuple[Attempt, ...]:
             span_bubble=t.span_bubble,
             peak_memory=t.peak_memory,
             why=t.why,
-            barriers=t.setting.vocabulary.ahead if t.setting.vocabulary else 0,
+            barriers=cut.vocabulary.ahead if cut.vocabulary else 0,
+            recompute=cut.recompute or "",
         )
-        for t in choice.tried
+        for t, cut in choice.tried
     )
 
 

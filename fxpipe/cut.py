@@ -11,6 +11,7 @@ from fxpipe.capture.resized import Samples
 from fxpipe.graph import Section
 from fxpipe.partition.device import Device
 from fxpipe.partition.stages import partition
+from fxpipe.passes.recompute import Level
 from fxpipe.passes.run import run_passes
 from fxpipe.progress import Phases
 from fxpipe.sections import Message, extract, messages
@@ -30,6 +31,7 @@ class Cut:
 
     stages: int
     vocabulary: Vocabulary | None
+    recompute: Level | None
     graph: fx.Graph
     sections: tuple[Section, ...]
     messages: tuple[Message, ...]
@@ -45,11 +47,13 @@ def cut(
     *,
     ranks: int,
     barriers: int | None = None,
+    level: Level | None = None,
     samples: Samples | None = None,
 ) -> Cut:
     """The captured graph stays as it is.
 
     samples: of the captured graph at other sizes; the cut gets those of its own.
+    level: what B makes again of the forward.
     barriers: spread the vocabulary layers over the ranks, with one or two barriers a microbatch.
     Raises PartitionError as ``partition`` does, VocabularyError as ``split_vocabulary`` does.
     """
@@ -64,10 +68,10 @@ def cut(
                 samples = samples.of(graph, others)
         partition(graph, stages, device, split_points, vocabulary.lookups if vocabulary else 0)
     with phase("passes"):
-        run_passes(graph, device)
+        run_passes(graph, device, level)
     with phase("extract"):
         sections = extract(graph)
-        return Cut(stages, vocabulary, graph, sections, messages(sections), samples)
+        return Cut(stages, vocabulary, level, graph, sections, messages(sections), samples)
 
 
 def _copied(graph: fx.Graph) -> fx.Graph:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fxpipe.errors import ScheduleError
+from fxpipe.passes.recompute import LEVELS, Level
 from fxpipe.schedule.families import FAMILIES
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.placement import place
@@ -29,6 +30,7 @@ class Options:
     seed: int
     vocab_parallel: str | bool = False
     gradients: bool = True
+    recompute: str | bool = False
     dimensions: Mapping[str, int] | None = None
 
 
@@ -46,6 +48,9 @@ def check(options: Options) -> None:
             f"vocab_parallel is {options.vocab_parallel!r} and must be True, False, 'auto', '1-barrier' or "
             "'2-barrier'."
         )
+    if options.recompute not in (False, AUTO, *LEVELS):
+        known = ", ".join(repr(level) for level in (*LEVELS, AUTO))
+        raise ScheduleError(f"recompute is {options.recompute!r} and must be False, {known}.")
     if options.placement is not None:
         place(options.placement, options.ranks, 1)
     if isinstance(options.schedule, Schedule):
@@ -86,3 +91,12 @@ def barriers_tried(options: Options) -> tuple[int | None, ...]:
     if options.ranks == 1 or options.vocab_parallel is False:
         return (None,)
     return (None, 1, 2) if options.vocab_parallel == AUTO else (BARRIERS[options.vocab_parallel],)
+
+
+def levels_tried(options: Options) -> tuple[Level | None, ...]:
+    """What B makes again of the forward, in the ways that are looked at: nothing (None), or a level."""
+    if options.recompute is False or not options.gradients:
+        return (None,)
+    if options.recompute == AUTO:
+        return (None, *LEVELS)
+    return tuple(level for level in LEVELS if level == options.recompute)

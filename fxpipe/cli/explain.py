@@ -47,7 +47,8 @@ def _reason(plan: Plan) -> str:
 
 def _table(tried: tuple[Attempt, ...]) -> Table:
     spread = any(attempt.barriers for attempt in tried)
-    names = ["schedule", "stages a rank", "placement", *["vocabulary"] * spread]
+    again = any(attempt.recompute for attempt in tried)
+    names = ["schedule", "stages a rank", "placement", *["vocabulary"] * spread, *["recomputed"] * again]
     table = Table(*names, "step", "span bubble", "peak memory")
     for column in (*table.columns[1:2], *table.columns[len(names) :]):
         column.justify = "right"
@@ -56,8 +57,8 @@ def _table(tried: tuple[Attempt, ...]) -> Table:
             figures = ["left out", "", ""]
         else:
             figures = [seconds_text(a.seconds), f"{a.span_bubble:.4f}", bytes_text(a.peak_memory)]
-        vocabulary = [_vocabulary(a)] if spread else []
-        table.add_row(a.schedule, str(a.stages_per_rank), a.placement, *vocabulary, *figures)
+        beside = [*[_vocabulary(a)] * spread, *[a.recompute or "nothing"] * again]
+        table.add_row(a.schedule, str(a.stages_per_rank), a.placement, *beside, *figures)
     return table
 
 
@@ -67,4 +68,5 @@ def _vocabulary(attempt: Attempt) -> str:
 
 def _name(attempt: Attempt) -> str:
     vocabulary = f", vocabulary {_vocabulary(attempt)}" if attempt.barriers else ""
-    return f"{attempt.schedule}, {attempt.stages_per_rank} a rank, {attempt.placement}{vocabulary}"
+    again = f", recompute {attempt.recompute}" if attempt.recompute else ""
+    return f"{attempt.schedule}, {attempt.stages_per_rank} a rank, {attempt.placement}{vocabulary}{again}"

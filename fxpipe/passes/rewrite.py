@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from torch import fx
 
-from fxpipe.graph import Colour
+from fxpipe.graph import Colour, Phase
 from fxpipe.values import output_dict
 
 
@@ -13,19 +15,22 @@ def clone_into(
     colour: Colour,
     before: fx.Node,
     clones: dict[tuple[Colour, fx.Node], fx.Node],
-    repeated: set[fx.Node],
+    repeated: Set[fx.Node],
+    in_b: Set[fx.Node] = frozenset(),
 ) -> fx.Node:
     """Compute ``node`` again in ``colour``, and what leads to it as far as it is in ``repeated``.
 
-    Other nodes are used as they are.  ``clones`` remembers what has been cloned; calls with the same
-    memory must come in the order of ``before``.
+    Other nodes are used as they are.  Those ``in_b`` are computed in the stage's B for W as well.  ``clones``
+    remembers what has been cloned; calls with the same memory must come in the order of ``before``.
     """
     if node not in repeated or node.meta["colour"] == colour:
         return node
+    if node in in_b:
+        colour = Colour(colour.stage, Phase.B)
     known = clones.get((colour, node))
     if known is not None:
         return known
-    inputs = {n: clone_into(n, colour, before, clones, repeated) for n in node.all_input_nodes}
+    inputs = {n: clone_into(n, colour, before, clones, repeated, in_b) for n in node.all_input_nodes}
     with node.graph.inserting_before(before):
         clone = node.graph.node_copy(node, inputs.__getitem__)
     clone.meta["colour"] = colour

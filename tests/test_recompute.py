@@ -1,0 +1,113 @@
+"""Forward values made again in the backward: the same bits, less memory, and the choice of how much."""
+
+from __future__ import annotations
+
+import models
+import pytest
+import torch
+from models import MODELS, own_loss
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+from zoo import eager
+
+import fxpipe
+from fxpipe.errors import ScheduleError
+from fxpipe.graph import Phase
+from fxpipe.partition.cost import node_flops
+
+MICROBATCHES = 4
+
+
+def compiled(model: nn.Module, name: str, schedule: str, recompute: str | bool, **options) -> fxpipe.Pipeline:
+    return fxpipe.compile(
+        model,
+        MODELS[name].example(),
+        ranks=2,
+        microbatches=MICROBATCHES,
+        schedule=schedule,
+        recompute=recompute,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("level", ["norms", "full"])
+@pytest.mark.parametrize(
+    ("name", "schedule", "vocab_parallel"),
+    [
+        ("llama", "1f1b", False),
+        ("gpt2", "zb-h1", "1-barrier"),
+        ("mixtral", "zb-v", False),
+        ("t5", "interleaved", False),
+    ],
+)
+def test_the_same_gradients_from_less_memory(name, schedule, vocab_parallel, level):
+    model, batch = MODELS[name].build(), MODELS[name].data(MICROBATCHES)
+    plain = compiled(model, name, schedule, False, vocab_parallel=vocab_parallel)
+    again = compiled(model, name, schedule, level, vocab_parallel=vocab_parallel)
+    expected = plain.run_local(batch)
+    found = again.run_local(batch, measure_memory=True)
+    assert torch.equal(found.loss, expected.loss)
+    for key, grad in expected.grads.items():
+        assert torch.allclose(found.grads[key], grad, rtol=1e-6, atol=1e-7 * float(grad.abs().max())), key
+    saved = [sum(cost.saved for cost in pipe.plan.costs.stages) for pipe in (plain, again)]
+    assert saved[1] <= {"norms": 0.75, "full": 0.25}[level] * saved[0]
+    most = max(plain.simulate().peak_memory)
+    for measured, simulated in zip(found.peak_saved, again.simulate().peak_memory, strict=True):
+        assert measured == pytest.approx(simulated, abs=0.05 * most)
+    if schedule in ("1f1b", "interleaved"):  # where W follows its B at once
+        assert max(again.simulate().peak_memory) < {"norms": 0.8, "full": 0.5}[level] * most
+
+
+def with_dropout() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(**small())).train()
+
+
+def small() -> dict[str, int]:
+    return {"n_layer": 4, "n_embd": 32, "n_head": 4, "vocab_size": models.VOCABULARY, "n_positions": 32}
+
+
+def test_dropout_made_again_drops_the_same():
+    model = with_dropout()
+    batch = MODELS["gpt2"].data(MICROBATCHES)
+    plain, again = (compiled(model, "gpt2", "zb-h1", level) for level in (False, "full"))
+    expected, found = plain.run_local(batch, step=3), again.run_local(batch, step=3)
+    assert torch.equal(found.loss, expected.loss)
+    assert all(torch.equal(found.grads[name], grad) for name, grad in expected.grads.items())
+    assert not torch.equal(expected.loss, eager(model.eval(), batch, MICROBATCHES, own_loss).loss)
+
+
+def test_norms_repeat_no_matrix_product():
+    def products(level: str | bool) -> int:
+        sections = compiled(MODELS["llama"].build(), "llama", "zb-h1", level).sections
+        behind = [n for s in sections if s.phase is not Phase.F for n in s.graph.nodes]
+        return sum(node_flops(n) for n in behind if n.op == "call_function")
+
+    assert products("norms") == products(False)
+    assert products("full") > products(False)
+
+
+def test_auto_makes_again_as_much_as_the_limit_asks_for():
+    """Nothing where there is room, something where there is not, and what was tried can be read."""
+    model = with_dropout()
+
+    def chosen(limit: float | None) -> fxpipe.Pipeline:
+        return compiled(model, "gpt2", "auto", "auto", memory_limit=limit)
+
+    roomy = chosen(None)
+    assert roomy.plan.recompute == ""
+    weights = max(
+        sum(roomy.parameters[n].nbytes for n in (*held.parameters, *held.gradients))
+        for held in roomy.plan.tensors
+    )
+    tight = chosen(weights + 0.35 * max(roomy.simulate().peak_memory))
+    assert tight.plan.recompute in ("norms", "full")
+    assert tight.simulate().seconds > roomy.simulate().seconds
+    assert {attempt.recompute for attempt in tight.plan.tried} == {"", "norms", "full"}
+    named = compiled(model, "gpt2", "1f1b", "auto")
+    assert named.plan.recompute == ""
+
+
+def test_an_unknown_level():
+    with pytest.raises(ScheduleError, match="recompute is 'some' and must be False, 'norms', 'full', 'auto'"):
+        compiled(MODELS["gpt2"].build(), "gpt2", "1f1b", "some")
