@@ -10,14 +10,18 @@ from rich.table import Table
 
 from fxpipe.cli.sources import Source
 from fxpipe.schedule.exact import Exact
+from fxpipe.schedule.offload import Offload
 from fxpipe.schedule.placement import stages_of
 from fxpipe.schedule.timeline import Timeline
 from fxpipe.viz.terminal import ROWS, timeline_text
 from fxpipe.viz.units import Units
 
 
-def figures(timeline: Timeline, best: Exact | None) -> dict[str, Any]:
-    """What ``--json`` prints.  Lists have one entry a rank; ``memory`` holds (time, live from then on)."""
+def figures(timeline: Timeline, best: Exact | None, moved: Offload | None = None) -> dict[str, Any]:
+    """What ``--json`` prints.  Lists have one entry a rank; ``memory`` holds (time, live from then on).
+
+    Memory is without what is offloaded; transfers are (op, stage, microbatch, for which op, start, end).
+    """
     schedule = timeline.schedule
     found = {
         "schedule": schedule.name,
@@ -35,6 +39,14 @@ def figures(timeline: Timeline, best: Exact | None) -> dict[str, Any]:
         "memory": timeline.memory,
         "critical_path": [(str(op), start, end) for op, start, end in timeline.critical_path],
     }
+    if moved is not None:
+        found |= {"peak_memory": moved.peak_memory, "memory": moved.memory}
+        found["offload"] = {
+            "asked": moved.asked,
+            "moved": moved.moved,
+            "link_busy": moved.link_busy,
+            "transfers": moved.transfers,
+        }
     if best is not None:
         found["exact"] = {
             "value": best.value,
@@ -48,7 +60,9 @@ def figures(timeline: Timeline, best: Exact | None) -> dict[str, Any]:
     return found
 
 
-def print_timeline(console: Console, timeline: Timeline, source: Source, best: Exact | None) -> None:
+def print_timeline(
+    console: Console, timeline: Timeline, source: Source, best: Exact | None, moved: Offload | None = None
+) -> None:
     schedule, units = timeline.schedule, source.units
     stages = "" if schedule.stages == schedule.ranks else f", {schedule.stages} stages"
     console.print(
@@ -58,7 +72,7 @@ def print_timeline(console: Console, timeline: Timeline, source: Source, best: E
         soft_wrap=True,
     )
     console.print(timeline_text(timeline, console.width, console.color_system is not None))
-    console.print(_ranks(timeline, units))
+    console.print(_ranks(timeline, units, moved))
     path = Counter(str(span.op.kind) for span in timeline.critical_path)
     kinds = ", ".join(f"{count} {kind}" for kind, count in path.items())
     on_path = sum(span.end - span.start for span in timeline.critical_path)
@@ -67,12 +81,24 @@ def print_timeline(console: Console, timeline: Timeline, source: Source, best: E
         f"span bubble {timeline.span_bubble:.4f}, makespan bubble {timeline.makespan_bubble:.4f}",
         f"critical path: {kinds}; {units.time(timeline.seconds - on_path)} of it in transfers",
     ]
+    if moved is not None:
+        lines.append(_moved(moved, units))
     if best is not None:
         lines.append(_compared(timeline, best, units))
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
-def _ranks(timeline: Timeline, units: Units) -> Table:
+def _moved(moved: Offload, units: Units) -> str:
+    timeline = moved.timeline
+    what = f"offload: {moved.moved} of {moved.asked} activations"
+    if moved.moved < moved.asked:
+        what += " (the others are wanted too soon, or the links carry no more)"
+    busiest = max(max(pair) for pair in moved.link_busy) / timeline.seconds if timeline.seconds else 0.0
+    peaks = (units.memory(max(found.peak_memory)) for found in (timeline, moved))
+    return f"{what}; peak memory {' -> '.join(peaks)}; the busiest link {busiest:.0%} of the time"
+
+
+def _ranks(timeline: Timeline, units: Units, moved: Offload | None) -> Table:
     table = Table("rank", "stages", "busy", "idle", "exposed communication", "peak memory")
     for column in table.columns[2:]:
         column.justify = "right"
@@ -88,7 +114,7 @@ def _ranks(timeline: Timeline, units: Units) -> Table:
             units.time(timeline.busy[rank]),
             units.time(timeline.idle[rank]),
             units.time(timeline.exposed_communication[rank]),
-            units.memory(timeline.peak_memory[rank]),
+            units.memory((moved or timeline).peak_memory[rank]),
         )
     return table
 

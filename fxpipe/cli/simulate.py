@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fxpipe.cli.arguments import positive, write
+from fxpipe.cli.arguments import non_negative, positive, positive_int, share, write
 from fxpipe.cli.figures import figures, print_timeline
 from fxpipe.cli.planning import AUTO, Wish, plan
 from fxpipe.cli.sources import EPILOG, Source, add_cost_arguments, source_of
@@ -17,6 +17,7 @@ from fxpipe.errors import FxpipeError, ScheduleError
 from fxpipe.schedule.exact import Exact, exact
 from fxpipe.schedule.families import FAMILIES
 from fxpipe.schedule.handwritten import read_schedule
+from fxpipe.schedule.offload import FULL, HALF, Offload, offload, offload_within, one_way
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.simulator import simulate
 from fxpipe.schedule.timeline import Timeline
@@ -44,6 +45,19 @@ def add_to(commands: Any) -> None:
         metavar="SECONDS",
         help="also the best that any schedule can do in the same memory, searched for so long (60)",
     )
+    add(
+        "--offload-time",
+        type=non_negative,
+        metavar="K",
+        help="activations may be sent away: one way, those of a microbatch take K times TF + TB + TW",
+    )
+    add(
+        "--offload",
+        type=_share,
+        metavar="HOW",
+        help="po-h (half of them), po-f (all), a share, or auto: as little as keeps the memory limit (po-f)",
+    )
+    add("--ranks-per-link", type=positive_int, metavar="N", help="neighbours that take turns on a link (1)")
     add("--draw", type=Path, metavar="FILE.svg", help="write the timeline as a picture")
     add("--json", action="store_true", help="print one JSON object")
 
@@ -51,13 +65,14 @@ def add_to(commands: Any) -> None:
 def _simulate(options: argparse.Namespace) -> None:
     source, timeline = _timeline(options)
     best = None if options.exact is None else _exact(options, timeline)
+    moved = _offload(options, timeline)
     if options.draw is not None:
         write(options.draw, timeline_svg(timeline, source.note, source.units))
     if options.json:
-        print(json.dumps(figures(timeline, best)))
+        print(json.dumps(figures(timeline, best, moved)))
         return
     console = Console()
-    print_timeline(console, timeline, source, best)
+    print_timeline(console, timeline, source, best, moved)
     if options.draw is not None:
         console.print(f"drawn: {options.draw}", soft_wrap=True)
 
@@ -75,7 +90,8 @@ def _timeline(options: argparse.Namespace) -> tuple[Source, Timeline]:
         return source, _simulate_written(written, source, options)
     if options.schedule is None:
         raise FxpipeError("--schedule NAME or --schedule-file FILE is required")
-    wish = Wish(options.stages_per_rank, options.placement, options.memory_limit, options.objective)
+    limit = None if options.offload == AUTO else options.memory_limit
+    wish = Wish(options.stages_per_rank, options.placement, limit, options.objective)
     return source, plan(options.schedule, source, wish)
 
 
@@ -102,6 +118,25 @@ def _simulate_written(schedule: Schedule, source: Source, options: argparse.Name
             f"the memory limit of {source.units.memory(limit)}"
         )
     return timeline
+
+
+def _share(text: str) -> float | str:
+    named: dict[str, float | str] = {"po-h": HALF, "po-f": FULL, AUTO: AUTO}
+    return named[text] if text in named else share(text)
+
+
+def _offload(options: argparse.Namespace, timeline: Timeline) -> Offload | None:
+    if options.offload_time is None:
+        for name in ("offload", "ranks_per_link"):
+            if getattr(options, name) is not None:
+                raise FxpipeError(f"--{name.replace('_', '-')} needs --offload-time")
+        return None
+    seconds, sharing = one_way(timeline, options.offload_time), options.ranks_per_link or 1
+    if options.offload != AUTO:
+        return offload(timeline, seconds, FULL if options.offload is None else options.offload, sharing)
+    if options.memory_limit is None:
+        raise FxpipeError("--offload auto needs --memory-limit")
+    return offload_within(timeline, seconds, options.memory_limit, sharing)
 
 
 def _exact(options: argparse.Namespace, timeline: Timeline) -> Exact:
