@@ -20,10 +20,14 @@ from fxpipe.schedule.shop import Shop, decode, encode, peaks, run, shop
 from fxpipe.schedule.simulator import simulate
 
 
-def v_costs(ranks: int, times=(1.0, 1.0, 1.0), comm: float = 0.0, kept: float = 0.5) -> Costs:
-    """Two chunks a rank; memory in microbatches of a rank, of which W needs ``kept``."""
-    forward, backward, weight = (time / 2 for time in times)
-    return chain([StageCost(forward, backward, weight, 0.5, kept / 2)] * (2 * ranks), comm)
+def even_costs(ranks: int, chunks: int, times=(1.0, 1.0, 1.0), comm: float = 0.0, kept: float = 0.5) -> Costs:
+    """Times of a rank; memory in microbatches of a rank, of which W needs ``kept``."""
+    forward, backward, weight = (time / chunks for time in times)
+    return chain([StageCost(forward, backward, weight, 1 / chunks, kept / chunks)] * (chunks * ranks), comm)
+
+
+def v_costs(ranks: int, **costs) -> Costs:
+    return even_costs(ranks, 2, **costs)
 
 
 def v_shop(ranks: int, **costs) -> Shop:
@@ -149,8 +153,9 @@ def test_span_bubble_under_a_limit_is_at_most_what_is_published(name, limit, cos
 
 @pytest.mark.parametrize(("limit", "mark"), [(4, 0.2400), (5, 0.1440), (6, 0.1110)])
 def test_auto_under_a_limit_is_at_most_what_is_published(limit, mark):
-    """Two stages a rank, 6.2B; at 5 and 6 it is the plain placement that is below the mark, not v-half."""
-    settings = [Setting(2, placement, v_costs(8, **LARGE)) for placement in ("plain", "v")]
+    """At 5 and 6 it takes four stages a rank."""
+    kinds = ((1, "plain"), (2, "plain"), (2, "v"), (4, "plain"), (4, "v"))
+    settings = [Setting(chunks, name, even_costs(8, chunks, **LARGE)) for chunks, name in kinds]
     found = search(settings, ranks=8, microbatches=24, memory_limit=limit, objective="span")
     assert max(found.timeline.peak_memory) <= limit * (1 + 1e-9)
     assert found.timeline.span_bubble <= mark

@@ -24,7 +24,7 @@ SEARCHED = "zb"
 """The family whose synthesis stands for all that are searched: the others are its cases."""
 
 _FINALISTS = 2
-_FIRST, _LAST = 0.5, 1.5  # effort on all settings, on the finalists
+_FIRST, _LAST = 0.5, 2.0  # effort on all settings, on the finalists
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ _LARGE = 4_000  # ops of a problem from which on the effort falls, and a part of
 _RECIPES = 1_500  # more are not of use
 _POPULATION = 16
 _SHORT = 3  # that part's microbatches per rank
+_FIRST = 0.7  # of the effort, for the part, where the whole is not large
+_BEST = 3  # recipes whose orders are improved
 _BEAM = 30  # what finding a block costs, in ops per section and unit of width
 _IMPROVE = 6  # tries of an improvement that cost as much as scheduling anew
 
@@ -55,14 +57,20 @@ def synthesise(
 
 
 def _evolve(problem: Problem, goal: Goal, effort: int) -> list[tuple[float, Coded]]:
-    """The best orders of an evolution; of a large problem's, one that did best on a part of it."""
+    """The best orders of an evolution.  That of a long step begins with a part of it; of a large problem's
+    orders there is only the one whose recipe did best on the part."""
     m, kitchen = problem.microbatches, Kitchen(problem.shop, 16 if problem.ranks <= 16 else 4)
-    whole = _Evolution(problem, goal, kitchen, effort)
-    if problem.shop.sections * m <= _LARGE:
-        return [whole.cook(recipe) for recipe in whole.finish()]
-    short = replace(problem, microbatches=min(m, _SHORT * problem.ranks))
-    part = _Evolution(short, Goal.of(short, goal.objective), kitchen, effort)
-    return [whole.cook(recipe) for recipe in part.finish()[:1]]
+    if m <= _SHORT * problem.ranks:
+        whole = _Evolution(problem, goal, kitchen, effort)
+        return [whole.cook(recipe) for recipe in whole.finish(SEEDS)[:_BEST]]
+    short = replace(problem, microbatches=_SHORT * problem.ranks)
+    is_large = problem.shop.sections * m > _LARGE
+    first = effort if is_large else int(_FIRST * effort)
+    part = _Evolution(short, Goal.of(short, goal.objective), kitchen, first)
+    found = part.finish(SEEDS)
+    whole = _Evolution(problem, goal, kitchen, effort - first)
+    best = found[:1] if is_large else whole.finish(found, new=0.0)[:_BEST]
+    return [whole.cook(recipe) for recipe in best]
 
 
 def _worth(problem: Problem, coded: Coded, goal: Goal) -> float:
@@ -81,13 +89,13 @@ class _Evolution:
         self.kitchen = kitchen
         self.population: list[tuple[float, Recipe]] = []
 
-    def finish(self) -> list[Recipe]:
-        """The best recipes, best first."""
+    def finish(self, seeds: Sequence[Recipe], new: float = 0.3) -> list[Recipe]:
+        """The best recipes, best first.  ``new``: the share of the effort that new ones get."""
         random = self.random
-        for recipe in SEEDS:
+        for recipe in seeds:
             if self.left > 0 or not self.population:
                 self._try(recipe)
-        while self.left > 0.7 * self.effort:
+        while self.left > (1 - new) * self.effort:
             self._try(random_recipe(random))
         while self.left > 0:
             at = random.randrange(len(self.population))
@@ -95,7 +103,7 @@ class _Evolution:
             mate = random.choice(self.population)[1]
             self._try(cross(one, mate, random) if random.random() < 0.2 else mutate(one, random), at)
         ranked = sorted(self.population, key=lambda entry: entry[0])
-        return [recipe for _, recipe in ranked[:3]]
+        return [recipe for _, recipe in ranked]
 
     def _try(self, recipe: Recipe, against: int | None = None) -> None:
         """Adds a recipe, or lets it take the place of one that it beats."""
