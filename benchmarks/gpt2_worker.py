@@ -1,4 +1,7 @@
-"""One contender of ``vs_torch.py --part a``: trains a GPT-2 for some steps, and measures time and memory."""
+"""One contender of ``vs_torch.py --part a``: trains a GPT-2 for some steps, and measures time and memory.
+
+A case may name another ``vocabulary`` (``vocab_worker.py``).
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,14 @@ LAYERS, HIDDEN, SEQUENCE, VOCABULARY = 8, 512, 256, 8192
 WARM_UP = 1
 
 
-def build() -> GPT2LMHeadModel:
+def build(vocabulary: int = VOCABULARY) -> GPT2LMHeadModel:
     """The model, the same in every process.  Untied: hand-made stages of torch cannot share a weight."""
     config = GPT2Config(
         n_layer=LAYERS,
         n_embd=HIDDEN,
         n_head=8,
         n_positions=SEQUENCE,
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
@@ -37,9 +40,9 @@ def build() -> GPT2LMHeadModel:
     return model
 
 
-def example(microbatches: int = 1) -> dict[str, torch.Tensor]:
+def example(microbatches: int = 1, vocabulary: int = VOCABULARY) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(VOCABULARY, (microbatches, SEQUENCE), generator=generator)
+    ids = torch.randint(vocabulary, (microbatches, SEQUENCE), generator=generator)
     return {"input_ids": ids, "labels": ids.clone()}
 
 
@@ -64,9 +67,9 @@ class Part(nn.Module):
 
 def torch_contender(worker: Worker) -> tuple[Callable[[], float | None], Callable[[], None]]:
     name, microbatches = worker.case["schedule"], worker.case["microbatches"]
-    model, batch = build(), example(microbatches)
+    model, batch = build(_vocabulary(worker)), example(microbatches, _vocabulary(worker))
     each = LAYERS // (worker.ranks * SCHEDULES[name].stages_per_rank)
-    loss_fn = partial(_loss, model.loss_function)
+    loss_fn = partial(_loss, model.loss_function, _vocabulary(worker))
     pipeline = TorchPipeline(
         name,
         worker.rank,
@@ -79,14 +82,14 @@ def torch_contender(worker: Worker) -> tuple[Callable[[], float | None], Callabl
 
 
 def _loss(
-    loss_function: Callable[..., torch.Tensor], logits: torch.Tensor, labels: torch.Tensor
+    loss_function: Callable[..., torch.Tensor], vocabulary: int, logits: torch.Tensor, labels: torch.Tensor
 ) -> torch.Tensor:
-    return loss_function(logits=logits, labels=labels, vocab_size=VOCABULARY)
+    return loss_function(logits=logits, labels=labels, vocab_size=vocabulary)
 
 
 def fxpipe_contender(worker: Worker) -> tuple[Callable[[], float | None], Callable[[], None]]:
     pipe = fxpipe.load(worker.case["directory"])
-    batch = example(worker.case["microbatches"])
+    batch = example(worker.case["microbatches"], _vocabulary(worker))
 
     def zero_grad() -> None:
         for parameter in pipe.parameters.values():
@@ -99,7 +102,7 @@ def fxpipe_contender(worker: Worker) -> tuple[Callable[[], float | None], Callab
 def eager_contender(worker: Worker) -> tuple[Callable[[], float | None], Callable[[], None]]:
     """One process, the same microbatches one after the other."""
     microbatches = worker.case["microbatches"]
-    model, batch = build(), example(microbatches)
+    model, batch = build(_vocabulary(worker)), example(microbatches, _vocabulary(worker))
 
     def step() -> float:
         total = 0.0
@@ -110,6 +113,10 @@ def eager_contender(worker: Worker) -> tuple[Callable[[], float | None], Callabl
         return total
 
     return step, lambda: model.zero_grad(set_to_none=False)
+
+
+def _vocabulary(worker: Worker) -> int:
+    return worker.case.get("vocabulary", VOCABULARY)
 
 
 CONTENDERS = {"fxpipe": fxpipe_contender, "torch": torch_contender, "eager": eager_contender}
