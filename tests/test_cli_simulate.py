@@ -205,3 +205,25 @@ def test_bad_input_gets_one_line(capsys, changes, message):
     assert captured.out == ""
     assert message in captured.err
     assert captured.err.count("\n") == 1
+
+
+VOCABULARY = "--ranks 4 --microbatches 12 --forward 1 --backward-input 1 --backward-weight 1 --comm 0.02"
+
+
+@pytest.mark.parametrize("barriers", [1, 2])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v", "v-half", "interleaved"])
+def test_an_output_layer_spread_over_the_ranks(schedule, barriers, capsys):
+    """At most one microbatch more for each barrier, and a bubble of the size that there is without."""
+    arguments = f"simulate --schedule {schedule} {VOCABULARY} --json".split()
+    assert main(arguments) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert main([*arguments, "--vocab-time", "0.9", "--vocab-barriers", str(barriers)]) == 0
+    spread = json.loads(capsys.readouterr().out)
+    assert spread["busy"] == pytest.approx([12 * 3.9] * 4)
+    assert max(spread["peak_memory"]) <= max(plain["peak_memory"]) + barriers
+    assert spread["makespan_bubble"] <= plain["makespan_bubble"] + 0.01
+
+
+def test_barriers_without_a_vocabulary(capsys):
+    assert main(f"simulate --schedule 1f1b {VOCABULARY} --vocab-barriers 2".split()) == 2
+    assert "--vocab-barriers needs --vocab-time" in capsys.readouterr().err

@@ -130,7 +130,7 @@ def _table(outcomes: dict[str, Outcome], best: set[str], source: Source) -> Tabl
         schedule = outcome.schedule
         table.add_row(
             f"{name} *" if name in best else name,
-            str(schedule.stages // schedule.ranks),
+            str(sum(not schedule.is_vocabulary(s) for s in range(schedule.stages)) // schedule.ranks),
             _placement(schedule.placement, schedule.ranks),
             f"{outcome.span_bubble:.4f}",
             f"{outcome.makespan_bubble:.4f}",
