@@ -21,7 +21,7 @@ demo: env
 	$(BIN)/python examples/demo.py $(ARGS)
 
 test: env
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: env
 	$(BIN)/ruff check .

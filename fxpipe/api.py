@@ -17,9 +17,10 @@ from fxpipe.artefact import Artefact, Plan
 from fxpipe.compiler import Compiled, compile_model, phases
 from fxpipe.errors import CaptureError, FxpipeError, PartitionError, RunError
 from fxpipe.limit import parse_bytes
-from fxpipe.options import Options, check
+from fxpipe.options import Options, check, share_of
 from fxpipe.pipeline import Pipeline
 from fxpipe.progress import Phases
+from fxpipe.runtime.away import Tier, check_tier, default_tier
 from fxpipe.runtime.process import Process, default_device, under_torchrun
 from fxpipe.schedule.handwritten import read_schedule
 from fxpipe.schedule.ops import Schedule
@@ -40,6 +41,10 @@ def compile(
     memory_limit: float | str | None = None,
     vocab_parallel: bool | str = False,
     recompute: bool | str = False,
+    offload: bool | float | str = False,
+    offload_tier: Tier | None = None,
+    offload_directory: str | Path | None = None,
+    offload_bandwidth: float | None = None,
     costs: str = "analytic",
     seed: int = 0,
     gradients: bool = True,
@@ -65,6 +70,15 @@ def compile(
     recompute: forward values that the backward makes again instead of keeping them: ``"norms"`` (all but
         matrix products, convolutions and attention), ``"full"``, or ``"auto"``, whichever of none and these
         has the shortest simulated step within ``memory_limit``.  Gradients stay the same to the bit.
+    offload: what F saves may leave the rank until B and W need it: all of it (True), a share (``0.5``), or as
+        much as ``memory_limit`` asks for (``"auto"``); those values that are wanted last go first, and no
+        more than can be away and back in time.
+    offload_tier: where to: ``"host"``, pinned memory beside a GPU, or ``"disk"``, beside the CPU; the one
+        that goes with the device where it is not given.
+    offload_directory: of the disk tier, on a disk that is fast and not memory itself (the system's directory
+        for temporary files).  Its files have no names and are gone with the process.
+    offload_bandwidth: bytes a second, one way, that the plan reckons with; measured where ``costs`` are, else
+        of the device's description.
     costs: what the schedule is made for: ``analytic`` (FLOPs and bytes on a described device) or
         ``measured`` (each section timed on the device at hand).
     seed: of the random ops; their numbers depend on it, the step and the microbatch alone.
@@ -96,10 +110,16 @@ def compile(
         vocab_parallel=vocab_parallel,
         gradients=gradients,
         recompute=recompute,
+        offload=share_of(offload),
+        offload_tier=offload_tier,
+        offload_directory=None if offload_directory is None else Path(offload_directory),
+        offload_bandwidth=offload_bandwidth,
         dimensions=dimensions,
     )
     check(options)
     device = _device_of(model)
+    if options.offload is not None:
+        check_tier(offload_tier or default_tier(device), device, options.offload_directory)
     process = Process.join(ranks, device) if under_torchrun() else None
     compiled: Compiled | None = None
     if process is None or process.rank == 0:
@@ -122,12 +142,15 @@ def compile(
         process=process,
         graph=compiled.graph if compiled else None,
         sections=compiled.sections if compiled else (),
+        offload_directory=options.offload_directory,
     )
     return pipe
 
 
-def load(path: str | Path) -> Pipeline:
+def load(path: str | Path, *, offload_directory: str | Path | None = None) -> Pipeline:
     """Load a saved pipeline with its weights; its programs run as they are now, edits included.
+
+    offload_directory: as for ``compile``, where the pipeline offloads to disk.
 
     Under torchrun each rank loads the weights that it holds.  Raises ArtefactError for a directory
     that holds no pipeline, is cut short, or was written by another version.
@@ -152,7 +175,13 @@ def load(path: str | Path) -> Pipeline:
         joined = whole(parameters).items()
         parameters = {name: nn.Parameter(t.detach(), t.requires_grad) for name, t in joined}
     return Pipeline(
-        Artefact(plan, programs, constants), parameters, buffers, device, process, directory=directory
+        Artefact(plan, programs, constants),
+        parameters,
+        buffers,
+        device,
+        process,
+        directory=directory,
+        offload_directory=None if offload_directory is None else Path(offload_directory),
     )
 
 

@@ -21,9 +21,11 @@ from safetensors.torch import load_file, save_file
 
 from fxpipe.errors import ArtefactError
 from fxpipe.expressions import PlanWork
+from fxpipe.runtime.away import Tier
 from fxpipe.runtime.process import Process
 from fxpipe.runtime.rank import StepSpec
 from fxpipe.schedule.costs import Costs
+from fxpipe.schedule.ops import Transfer
 from fxpipe.version import __version__
 from fxpipe.vocabulary.stages import Vocabulary
 
@@ -68,6 +70,7 @@ class Attempt:
 
     ``seconds`` a step, ``peak_memory`` in bytes, of the rank that needs most.  ``barriers``: of the
     vocabulary layers spread over the ranks, 0 where they are not.  ``recompute``: what B makes again.
+    ``moved``: bytes that leave the ranks in a step.
     """
 
     schedule: str
@@ -79,6 +82,7 @@ class Attempt:
     why: str
     barriers: int = 0
     recompute: str = ""
+    moved: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,8 @@ class Plan:
     ``channels``: the ordered pairs of ranks that talk;
     ``collectives``: how many communicators all ranks share.
     ``shapes`` are those of parameters and buffers.  ``work``: the costs for other sizes, where dimensions
-    were named.  ``tried``: what ``auto`` looked at.
+    were named.  ``tried``: what ``auto`` looked at.  ``transfers``: what leaves the ranks and comes back,
+    ``tier``: where to, ``pools``: bytes that each rank needs there.
     """
 
     format: int
@@ -110,6 +115,9 @@ class Plan:
     work: PlanWork | None = None
     tried: tuple[Attempt, ...] = ()
     recompute: str = ""
+    transfers: tuple[Transfer, ...] = ()
+    tier: Tier | None = None
+    pools: tuple[int, ...] = ()
 
     @property
     def ranks(self) -> int:

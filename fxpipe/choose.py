@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from fxpipe.costing import Ledger, analytic_costs, ledger
 from fxpipe.cut import Cut
-from fxpipe.errors import ScheduleError
+from fxpipe.errors import LimitError, ScheduleError
 from fxpipe.limit import room
 from fxpipe.measure import measured_seconds, with_seconds
 from fxpipe.options import AUTO, Options
 from fxpipe.partition.device import Device
-from fxpipe.schedule.costs import Costs
+from fxpipe.schedule.costs import Costs, Link
 from fxpipe.schedule.families import FAMILIES, build
+from fxpipe.schedule.offload import Share, lightened
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.placement import PLACEMENTS, place
+from fxpipe.schedule.problem import Limit, per_rank
 from fxpipe.schedule.search import Setting, Tried, search
 from fxpipe.schedule.simulator import simulate
 
@@ -38,11 +40,20 @@ class Choice:
 
 
 def choose(
-    options: Options, cuts: Sequence[Cut], hardware: Device, device: torch.device, weights: Weights
+    options: Options,
+    cuts: Sequence[Cut],
+    hardware: Device,
+    device: torch.device,
+    weights: Weights,
+    link_seconds: float,
 ) -> Choice:
-    """Raises ScheduleError where no schedule keeps the memory limit."""
+    """Raises ScheduleError where no schedule keeps the memory limit.
+
+    link_seconds: for a byte to leave a rank, or to come back.
+    """
     candidates: list[tuple[Cut, Ledger]] = []
     settings: list[Setting] = []
+    too_heavy: list[LimitError] = []
     for cut in cuts:
         measured = measured_seconds(cut.sections, device) if options.costs == "measured" else {}
         for shape, homes in _placements(options, cut.stages):
@@ -50,11 +61,22 @@ def choose(
                 homes = cut.vocabulary.placement(homes)
             entries = ledger(cut.graph, cut.sections, cut.messages, homes)
             costs = with_seconds(analytic_costs(entries, hardware), measured)
+            if options.offload is not None:
+                costs = replace(costs, link=Link(link_seconds))
+            try:
+                limits = _room(options, weights, cut, homes)
+            except LimitError as error:
+                too_heavy.append(error)
+                continue
             if isinstance(options.schedule, Schedule):
-                return Choice(cut, entries, costs, options.schedule, ())
-            limits = None if options.memory_limit is None else room(options.memory_limit, weights(cut, homes))
-            settings.append(Setting(cut.stages // options.ranks, shape, costs, limits, cut.vocabulary))
+                schedule = _lightened(options.schedule, costs, options.offload, limits)
+                return Choice(cut, entries, costs, schedule, ())
+            settings.append(
+                Setting(cut.stages // options.ranks, shape, costs, limits, cut.vocabulary, options.offload)
+            )
             candidates.append((cut, entries))
+    if not settings:
+        raise min(too_heavy, key=lambda error: error.smallest)
     if options.schedule == AUTO:
         found = search(settings, ranks=options.ranks, microbatches=options.microbatches)
         chosen, schedule = found.setting, found.schedule
@@ -66,6 +88,10 @@ def choose(
     return Choice(cut, entries, chosen.costs, schedule, tried)
 
 
+def _room(options: Options, weights: Weights, cut: Cut, homes: tuple[int, ...]) -> Limit:
+    return None if options.memory_limit is None else room(options.memory_limit, weights(cut, homes))
+
+
 def _position(settings: Sequence[Setting], chosen: Setting) -> int:
     return next(k for k, setting in enumerate(settings) if setting is chosen)
 
@@ -73,29 +99,44 @@ def _position(settings: Sequence[Setting], chosen: Setting) -> int:
 def _fastest(options: Options, settings: Sequence[Setting]) -> tuple[Setting, Schedule]:
     """The setting in which the family that was asked for is the fastest; raises the first's error where it
     fits in none."""
-    made: list[tuple[float, int, Schedule]] = []
+    made: list[tuple[float, int, int, Schedule]] = []
     errors: list[ScheduleError] = []
     for k, setting in enumerate(settings):
-        try:
-            schedule = build(
-                str(options.schedule),
-                ranks=options.ranks,
-                microbatches=options.microbatches,
-                costs=setting.costs,
-                stages_per_rank=setting.stages_per_rank,
-                placement=setting.placement,
-                memory_limit=setting.limits,
-                vocabulary=setting.vocabulary,
-            )
-        except ScheduleError as error:
-            errors.append(error)
-            continue
-        seconds = simulate(schedule, setting.costs).seconds if len(settings) > 1 else 0.0
-        made.append((seconds, k, schedule))
+        # Within the limits as it is, or as much away as it then takes.
+        ways: list[tuple[Limit, Share]] = []
+        if options.offload in (None, AUTO):
+            ways.append((setting.limits, None))
+        if options.offload is not None:
+            ways.append((None, options.offload))
+        for limits, share in ways:
+            try:
+                schedule = build(
+                    str(options.schedule),
+                    ranks=options.ranks,
+                    microbatches=options.microbatches,
+                    costs=setting.costs,
+                    stages_per_rank=setting.stages_per_rank,
+                    placement=setting.placement,
+                    memory_limit=limits,
+                    vocabulary=setting.vocabulary,
+                )
+                schedule = _lightened(schedule, setting.costs, share, setting.limits)
+            except ScheduleError as error:
+                errors.append(error)
+                continue
+            made.append((simulate(schedule, setting.costs).seconds, k, len(made), schedule))
     if not made:
-        raise errors[0]
-    _, k, schedule = min(made, key=lambda entry: entry[:2])
+        raise errors[-1]
+    _, k, _, schedule = min(made, key=lambda entry: entry[:3])
     return settings[k], schedule
+
+
+def _lightened(schedule: Schedule, costs: Costs, share: Share, limits: Limit) -> Schedule:
+    """With transfers, where there are to be any."""
+    if share is None:
+        return schedule
+    timeline = simulate(schedule, costs)
+    return lightened(timeline, share, per_rank(limits, schedule.ranks)).schedule
 
 
 def _placements(options: Options, stages: int) -> list[tuple[str, tuple[int, ...]]]:

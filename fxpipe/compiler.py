@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -29,16 +29,22 @@ from fxpipe.exchanges import exchanges
 from fxpipe.expressions import PlanWork
 from fxpipe.graph import Colour, Kind, Phase, Section
 from fxpipe.holdings import holdings, shapes_of, tied_parameters, weight_bytes
+from fxpipe.measure import measured_bandwidth
 from fxpipe.options import AUTO, Options, barriers_tried, levels_tried, stage_counts
 from fxpipe.partition.device import Device, describe
+from fxpipe.passes.offload import let_leave
 from fxpipe.progress import Phases
+from fxpipe.runtime.away import Tier, aligned, default_tier
 from fxpipe.runtime.batch import BatchSpec
 from fxpipe.runtime.rank import StepSpec
 from fxpipe.schedule.deadlock import prove
 from fxpipe.schedule.lowering import Exchange, Programs, lower
 from fxpipe.schedule.ops import order_text
+from fxpipe.schedule.pool import Pool, pools
 from fxpipe.schedule.simulator import simulate
-from fxpipe.values import call_nodes, output_dict
+from fxpipe.sections import extract
+from fxpipe.values import call_nodes, node_bytes, output_dict
+from fxpipe.verify import verify
 from fxpipe.version import __version__
 
 
@@ -72,7 +78,8 @@ def compile_model(
             samples = sample(captured.graph, example, lengths, lambda resized: traced(resized).graph)
     cuts = _cuts(captured.graph, samples, options, hardware, phase)
     with phase("schedule"):
-        choice = choose(options, cuts, hardware, device, partial(_weights, model))
+        bandwidth = _bandwidth(options, hardware, device)
+        choice = choose(options, cuts, hardware, device, partial(_weights, model), 1 / bandwidth)
         collectives = _exchanges(choice)
         instructions = lower(choice.schedule, choice.costs.edges, collectives)
         prove(instructions, choice.schedule.placement)
@@ -80,8 +87,11 @@ def compile_model(
         if choice.cut.samples is not None:
             work = work_for_any_size(choice.ledger, choice.cut.graph, choice.cut.samples, hardware)
     with phase("codegen"):
+        choice, kept = _with_departures(choice)
         plan = _plan(model, example, options, choice, collectives, work)
-        programs = _programs(plan, choice, instructions)
+        if kept:
+            plan = replace(plan, tier=_tier(options, device), pools=tuple(pool.bytes for pool in kept))
+        programs = _programs(plan, choice, instructions, kept)
     return Compiled(Artefact(plan, programs, captured.constants), choice.cut.graph, choice.cut.sections)
 
 
@@ -138,6 +148,33 @@ def _exchanges(choice: Choice) -> tuple[Exchange, ...]:
     return exchanges(choice.cut.messages, choice.schedule.placement, special)
 
 
+def _tier(options: Options, device: torch.device) -> Tier:
+    return options.offload_tier or default_tier(device)
+
+
+def _bandwidth(options: Options, hardware: Device, device: torch.device) -> float:
+    """Bytes a second, one way, to where activations go."""
+    if options.offload_bandwidth is not None:
+        return options.offload_bandwidth
+    if options.offload is None or options.costs != "measured":
+        return hardware.beside
+    return measured_bandwidth(_tier(options, device), options.offload_directory, device)
+
+
+def _with_departures(choice: Choice) -> tuple[Choice, tuple[Pool, ...]]:
+    """The cut with ``offload`` and ``reload`` where the schedule moves something, and each rank's pool."""
+    schedule, graph = choice.schedule, choice.cut.graph
+    sizes = {}
+    for stage, user in sorted({(t.stage, t.user) for t in schedule.transfers}):
+        roots = choice.ledger.away[stage][user]
+        sizes[stage, user] = sum(aligned(node_bytes(root)) for root in roots)
+        let_leave(graph, stage, user, roots)
+    if not sizes:
+        return choice, ()
+    verify(graph, "offload")
+    return replace(choice, cut=replace(choice.cut, sections=extract(graph))), pools(schedule, sizes)
+
+
 def _plan(
     model: nn.Module,
     example: Any,
@@ -188,6 +225,7 @@ def _plan(
         work=work,
         tried=_attempts(choice),
         recompute=choice.cut.recompute or "",
+        transfers=schedule.transfers,
     )
 
 
@@ -203,6 +241,7 @@ def _attempts(choice: Choice) -> tuple[Attempt, ...]:
             why=t.why,
             barriers=cut.vocabulary.ahead if cut.vocabulary else 0,
             recompute=cut.recompute or "",
+            moved=t.moved,
         )
         for t, cut in choice.tried
     )
@@ -222,7 +261,7 @@ def _stage_plans(
     return tuple(plans)
 
 
-def _programs(plan: Plan, choice: Choice, instructions: Programs) -> tuple[str, ...]:
+def _programs(plan: Plan, choice: Choice, instructions: Programs, kept: tuple[Pool, ...]) -> tuple[str, ...]:
     graph, sections, passing = choice.cut.graph, choice.cut.sections, choice.cut.messages
     crossing = {name for m in passing for name in m.names}
     fakes = {n.name: n.meta["val"] for n in call_nodes(graph) if n.name in crossing}
@@ -245,6 +284,7 @@ def _programs(plan: Plan, choice: Choice, instructions: Programs) -> tuple[str, 
                     tied=tied_parameters(plan.tensors),
                     has_count=plan.step.has_count,
                     tensors=fakes,
+                    places=kept[rank].places if kept else {},
                 )
             )
         )

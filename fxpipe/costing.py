@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxpipe.capture.resized import Samples
+from fxpipe.departures import may_leave
 from fxpipe.expressions import PlanWork, Rates, StageWork, Work
 from fxpipe.graph import Colour, Kind, Phase, Section
 from fxpipe.partition.cost import bytes_moved, dtype_of, is_free, node_cost, node_flops
@@ -23,7 +24,7 @@ from fxpipe.values import call_nodes, node_bytes, root_within
 class Ledger:
     """Which nodes count where.  ``ops``: those that a section runs.  ``saved``, ``kept``: per stage, the
     owners of the storages that are live from F to B and from B to W.  ``sent``: per message, those that it
-    carries.
+    carries.  ``away``: per stage, those that may leave the rank until B, and until W.
 
     What two stages of one rank both save counts for the first of them, which holds it the longest.
     """
@@ -32,6 +33,7 @@ class Ledger:
     saved: tuple[set[fx.Node], ...]
     kept: tuple[set[fx.Node], ...]
     sent: tuple[set[fx.Node], ...]
+    away: tuple[dict[Phase, list[fx.Node]], ...]
     messages: tuple[Message, ...]
 
 
@@ -57,7 +59,8 @@ def ledger(
         values = {nodes[name] for name in message.names}
         rank = placement[message.source.stage]
         sent.append(values - owned[rank] if rank == placement[message.target.stage] else values)
-    return Ledger(ops, tuple(all_saved), tuple(all_kept), tuple(sent), messages)
+    away = may_leave(list(nodes.values()), all_saved, placement)
+    return Ledger(ops, tuple(all_saved), tuple(all_kept), tuple(sent), away, messages)
 
 
 def analytic_costs(entries: Ledger, device: Device) -> Costs:
@@ -66,14 +69,22 @@ def analytic_costs(entries: Ledger, device: Device) -> Costs:
     def seconds(stage: int, phase: Phase) -> float:
         return sum((node_cost(n, device).seconds for n in entries.ops[Colour(stage, phase)]), start=0.0)
 
-    def size(roots: set[fx.Node]) -> int:
+    def size(roots: Iterable[fx.Node]) -> int:
         return sum(node_bytes(r) for r in roots)
 
     stages = [
         StageCost(
-            seconds(stage, Phase.F), seconds(stage, Phase.B), seconds(stage, Phase.W), size(saved), size(kept)
+            seconds(stage, Phase.F),
+            seconds(stage, Phase.B),
+            seconds(stage, Phase.W),
+            size(saved),
+            size(kept),
+            size(away[Phase.B]),
+            size(away[Phase.W]),
         )
-        for stage, (saved, kept) in enumerate(zip(entries.saved, entries.kept, strict=True))
+        for stage, (saved, kept, away) in enumerate(
+            zip(entries.saved, entries.kept, entries.away, strict=True)
+        )
     ]
     edges = []
     for message, values in zip(entries.messages, entries.sent, strict=True):
@@ -98,8 +109,18 @@ def work_for_any_size(entries: Ledger, graph: fx.Graph, samples: Samples, device
         return sizes.terms(sum(sizes.bytes(r) for r in roots))
 
     stages = [
-        StageWork(work(stage, Phase.F), work(stage, Phase.B), work(stage, Phase.W), size(saved), size(kept))
-        for stage, (saved, kept) in enumerate(zip(entries.saved, entries.kept, strict=True))
+        StageWork(
+            work(stage, Phase.F),
+            work(stage, Phase.B),
+            work(stage, Phase.W),
+            size(saved),
+            size(kept),
+            size(away[Phase.B]),
+            size(away[Phase.W]),
+        )
+        for stage, (saved, kept, away) in enumerate(
+            zip(entries.saved, entries.kept, entries.away, strict=True)
+        )
     ]
     return PlanWork(
         lengths=dict(zip(samples.names, samples.points[0], strict=True)),

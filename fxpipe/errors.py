@@ -25,6 +25,14 @@ class ScheduleError(FxpipeError):
     """A schedule is unknown, incomplete, or not one that can run."""
 
 
+class LimitError(ScheduleError):
+    """A schedule does not fit a memory limit; ``smallest``: the smallest limit that it can keep."""
+
+    def __init__(self, message: str, smallest: float) -> None:
+        super().__init__(message)
+        self.smallest = smallest
+
+
 class DeadlockError(ScheduleError):
     """A schedule in which ranks would wait for each other for ever."""
 

@@ -44,13 +44,15 @@ class Work:
 
 @dataclass(frozen=True)
 class StageWork:
-    """The ops of each phase of a stage, and its bytes from F to B (``saved``) and from B to W (``kept``)."""
+    """The ops of each phase of a stage, and its bytes as in ``StageCost``."""
 
     forward: tuple[Work, ...]
     backward: tuple[Work, ...]
     weight: tuple[Work, ...]
     saved: Terms
     kept: Terms
+    away: Terms = ()
+    away_for_weight: Terms = ()
 
 
 @dataclass(frozen=True)
@@ -96,11 +98,13 @@ class PlanWork:
                 for phase in ("forward", "backward", "weight")
                 if getattr(before, phase)
             }
-            stages.append(replace(cost, **times, saved=float(after.saved), kept=float(after.kept)))
+            names = ("saved", "kept", "away", "away_for_weight")
+            held = {name: float(_at(getattr(work, name), new)) for name in names}
+            stages.append(replace(cost, **times, **held))
         for edge, terms in zip(costs.edges, self.edges, strict=True):
             moved = float(_at(terms, new))
             edges.append(replace(edge, bytes=moved, seconds=self.rates.latency + moved / self.rates.link))
-        return Costs(tuple(stages), tuple(edges))
+        return Costs(tuple(stages), tuple(edges), costs.link)
 
     def _stage(self, work: StageWork, lengths: Sequence[Any], largest: Callable[..., Any]) -> Expressions:
         none = 0 * lengths[0]

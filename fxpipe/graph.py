@@ -17,8 +17,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeVar
 
 from torch import fx
+
+_T = TypeVar("_T")
 
 OUTPUTS = """
 {"loss":    the loss of one microbatch (a 0-d tensor),
@@ -45,9 +48,20 @@ class Kind(StrEnum):
     BATCH = "batch"  # a leaf of the user's microbatch
     KEY = "key"  # the random-number key of (seed, step, microbatch)
     VALUE = "value"  # computed by another section of the same microbatch
+    AWAY = "away"  # the same, which may leave the rank between the two sections
     LOSS = "loss"
     COUNT = "count"
     GRADIENT = "gradient"  # of a parameter: added to its accumulator
+
+
+def offload(value: _T) -> _T:
+    """In the graph: a value that may leave the rank; B and W use the ``reload`` of the result alone."""
+    return value
+
+
+def reload(away: _T) -> _T:
+    """In the graph: the value that was given to ``offload``."""
+    return away
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +98,7 @@ class Value:
     """One input or output of a section.
 
     ``name`` is unique in the whole step: a parameter name for PARAMETER and GRADIENT, the name of
-    the producing node for VALUE.  ``producer`` is the section that computes a VALUE, else None.
+    the producing node for VALUE and AWAY.  ``producer`` is the section that computes those, else None.
     """
 
     kind: Kind

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from fxpipe.errors import ScheduleError
+from fxpipe.errors import LimitError, ScheduleError
 
 _UNITS = {"": 1, "B": 1} | {
     f"{letter}{infix}B": base**power
@@ -29,12 +29,13 @@ def parse_bytes(limit: float | str) -> float:
 def room(limit: float, weights: Sequence[int]) -> tuple[float, ...]:
     """Per rank the bytes that ``limit`` leaves beside its weights.
 
-    Raises ScheduleError where the weights alone take as much.
+    Raises LimitError where the weights alone take as much.
     """
     worst = max(range(len(weights)), key=weights.__getitem__)
     if weights[worst] >= limit:
-        raise ScheduleError(
+        raise LimitError(
             f"The memory limit is {limit:.0f} bytes, and the parameters, gradients and buffers of rank "
-            f"{worst} alone take {weights[worst]}. Raise the limit or use more ranks."
+            f"{worst} alone take {weights[worst]}. Raise the limit or use more ranks.",
+            weights[worst],
         )
     return tuple(limit - held for held in weights)

@@ -7,15 +7,18 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from fxpipe.graph import Colour, Input, Kind, Phase, Section
+from fxpipe.runtime.away import Tier, open_store
 from fxpipe.schedule.costs import Costs
 
 RUNS = 3
+SAMPLE = 1 << 27  # bytes
 _FIELDS = {Phase.F: "forward", Phase.B: "backward", Phase.W: "weight"}
 
 
@@ -29,6 +32,17 @@ def measured_seconds(sections: tuple[Section, ...], device: torch.device) -> dic
             seconds = [_timed(partial(module, *inputs), device) for _ in range(RUNS + 1)]
         taken[section.colour] = statistics.median(seconds[1:])
     return taken
+
+
+def measured_bandwidth(tier: Tier, directory: Path | None, device: torch.device) -> float:
+    """Bytes a second to where activations are offloaded, of the slower way."""
+    store = open_store(tier, SAMPLE, directory, device)
+    sample = torch.zeros(SAMPLE, dtype=torch.uint8, device=device)
+    written = store.write(sample, 0)
+    store.wait(written)  # the first time, memory and files are made
+    out = _timed(lambda: store.wait(store.write(sample, 0)), device)
+    back = _timed(lambda: store.wait(store.read(sample, 0, written)), device)
+    return SAMPLE / max(out, back)
 
 
 def with_seconds(costs: Costs, seconds: Mapping[Colour, float]) -> Costs:

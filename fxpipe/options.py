@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
 
 from fxpipe.errors import ScheduleError
 from fxpipe.passes.recompute import LEVELS, Level
+from fxpipe.runtime.away import TIERS, Tier
 from fxpipe.schedule.families import FAMILIES
+from fxpipe.schedule.offload import FULL
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.placement import place
 
@@ -17,7 +21,8 @@ BARRIERS: dict[str | bool, int] = {"1-barrier": 1, "2-barrier": 2, True: 1}
 
 @dataclass(frozen=True)
 class Options:
-    """See ``fxpipe.compile``; None is for what the compiler is to choose.  ``memory_limit`` is in bytes."""
+    """See ``fxpipe.compile``; None is for what the compiler is to choose.  ``memory_limit`` is in bytes;
+    ``offload`` is None for nothing."""
 
     ranks: int
     microbatches: int
@@ -31,6 +36,10 @@ class Options:
     vocab_parallel: str | bool = False
     gradients: bool = True
     recompute: str | bool = False
+    offload: float | str | None = None
+    offload_tier: Tier | None = None
+    offload_directory: Path | None = None
+    offload_bandwidth: float | None = None
     dimensions: Mapping[str, int] | None = None
 
 
@@ -51,12 +60,41 @@ def check(options: Options) -> None:
     if options.recompute not in (False, AUTO, *LEVELS):
         known = ", ".join(repr(level) for level in (*LEVELS, AUTO))
         raise ScheduleError(f"recompute is {options.recompute!r} and must be False, {known}.")
+    _check_offload(options)
     if options.placement is not None:
         place(options.placement, options.ranks, 1)
     if isinstance(options.schedule, Schedule):
         _check_given(options, options.schedule)
     elif options.schedule not in (AUTO, *FAMILIES):
         raise ScheduleError(f"Unknown schedule {options.schedule!r}. Known: {AUTO}, {', '.join(FAMILIES)}.")
+
+
+def share_of(offload: bool | float | str) -> float | str | None:
+    """What ``offload`` asks for: a share, "auto", or nothing; other texts and numbers are for ``check``."""
+    if offload is False or offload is None:
+        return None
+    return FULL if offload is True else offload
+
+
+def _check_offload(options: Options) -> None:
+    offload, tier = options.offload, options.offload_tier
+    if isinstance(offload, str):
+        known = offload == AUTO
+    else:
+        known = offload is None or (isinstance(offload, (int, float)) and 0 <= offload <= 1)
+    if not known:
+        raise ScheduleError(
+            f"offload is {offload!r} and must be True, False, 'auto', or a share from 0 to 1."
+        )
+    if tier is not None and tier not in TIERS:
+        raise ScheduleError(f"offload_tier is {tier!r} and must be {' or '.join(map(repr, TIERS))}.")
+    bandwidth = options.offload_bandwidth
+    if bandwidth is not None and not (isfinite(bandwidth) and bandwidth > 0):
+        raise ScheduleError(f"offload_bandwidth is {bandwidth!r} and must be bytes a second, above 0.")
+    if offload == AUTO and options.memory_limit is None:
+        raise ScheduleError("offload='auto' moves as much as memory_limit asks for: give one.")
+    if offload is not None and not options.gradients:
+        raise ScheduleError("Without gradients nothing is saved: leave out offload.")
 
 
 def _check_given(options: Options, schedule: Schedule) -> None:
@@ -67,6 +105,8 @@ def _check_given(options: Options, schedule: Schedule) -> None:
                 f"The schedule {schedule.name} is for {found} {name}, and {name} is {getattr(options, name)}."
             )
     for name in ("stages_per_rank", "placement", "memory_limit"):
+        if name == "memory_limit" and options.offload == AUTO:
+            continue
         if getattr(options, name) is not None:
             raise ScheduleError(f"The schedule {schedule.name} is given whole: leave out {name}.")
 

@@ -16,6 +16,7 @@ from fxpipe.artefact import Artefact, Plan
 from fxpipe.errors import ArtefactError, FxpipeError, RunError, SizeError
 from fxpipe.expressions import Expressions, PlanWork
 from fxpipe.graph import Section
+from fxpipe.runtime.away import Away, check_tier, open_store
 from fxpipe.runtime.batch import batch_leaves
 from fxpipe.runtime.comm import Comm, DistributedComm
 from fxpipe.runtime.local import LocalComm, LocalWorld, run_all
@@ -81,6 +82,7 @@ class Pipeline:
     graph: fx.Graph | None = None
     sections: tuple[Section, ...] = ()
     directory: Path | None = None
+    offload_directory: Path | None = None
     _rows: dict[str, torch.nn.Parameter] = field(default_factory=dict)
 
     @property
@@ -105,7 +107,9 @@ class Pipeline:
     def schedule(self) -> Schedule:
         plan = self.plan
         order = parse_order("\n".join(plan.order))
-        return Schedule(plan.schedule, plan.placement, plan.step.microbatches, order, plan.vocabulary)
+        return Schedule(
+            plan.schedule, plan.placement, plan.step.microbatches, order, plan.vocabulary, plan.transfers
+        )
 
     def simulate(self, sizes: Mapping[str, int] | None = None) -> Timeline:
         """The step as simulated: times, bubbles and the bytes that each rank holds between ops.
@@ -304,7 +308,16 @@ class Pipeline:
             grads=grads,
             buffers={n: self.buffers[n] for n in held.buffers},
             constants={n: self.artefact.constants[n].to(self.device) for n in held.constants},
+            away=self._away(rank),
         )
+
+    def _away(self, rank: int) -> Away | None:
+        tier = self.plan.tier
+        if tier is None:
+            return None
+        check_tier(tier, self.device, self.offload_directory)
+        store = partial(open_store, tier, self.plan.pools[rank], self.offload_directory, self.device)
+        return Away(store, self.device)
 
     @staticmethod
     def _given(rt: Runtime, batch: Any) -> list[torch.Tensor]:

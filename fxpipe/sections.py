@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxpipe.errors import VerifyError
-from fxpipe.graph import Colour, Kind, Phase, Section, Value
+from fxpipe.graph import Colour, Kind, Phase, Section, Value, offload
 from fxpipe.values import call_nodes, output_dict
 
 ORDER = (Phase.F, Phase.B, Phase.W)
@@ -86,7 +86,7 @@ def _section(
         given = node.meta["input"]
         ins.append(Value(given.kind, given.name))
     for node, producer in inputs[colour].items():
-        ins.append(Value(Kind.VALUE, node.name, producer))
+        ins.append(Value(_kind(node), node.name, producer))
     for node in [*placeholders, *inputs[colour]]:
         copies[node] = new.placeholder(node.name)
         copies[node].meta = dict(node.meta)
@@ -96,7 +96,7 @@ def _section(
     if renamed:
         raise VerifyError(f"{renamed[0].name} was renamed in section {colour}: names must be unique.")
     for node in outputs[colour]:
-        outs.append((Value(Kind.VALUE, node.name, colour), copies[node]))
+        outs.append((Value(_kind(node), node.name, colour), copies[node]))
     named = output_dict(graph)
     for kind, node in ((Kind.LOSS, named["loss"]), (Kind.COUNT, named["count"])):
         if node in own:
@@ -106,6 +106,10 @@ def _section(
             outs.append((Value(Kind.BUFFER, name), copies[node]))
     new.output(tuple(n for _, n in outs))
     return Section(colour, new, tuple(ins), tuple(v for v, _ in outs))
+
+
+def _kind(node: fx.Node) -> Kind:
+    return Kind.AWAY if node.target is offload else Kind.VALUE
 
 
 def messages(sections: tuple[Section, ...]) -> tuple[Message, ...]:

@@ -8,10 +8,12 @@ import operator
 import torch
 from torch import fx
 
+from fxpipe.graph import offload, reload
+
 aten = torch.ops.aten
 
 # Returns its input's storage without saying so in its schema.
-_SILENT_VIEWS = {aten._unsafe_view.default, aten._reshape_alias.default}
+_SILENT_VIEWS = {aten._unsafe_view.default, aten._reshape_alias.default, offload, reload}
 
 
 def is_view(node: fx.Node) -> bool:

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from fxpipe.errors import VerifyError
-from fxpipe.graph import Colour, Kind, Phase
+from fxpipe.graph import Colour, Kind, Phase, offload, reload
 from fxpipe.values import call_nodes, output_dict
 
 
@@ -16,6 +16,7 @@ def verify(graph: fx.Graph, after: str) -> None:
     - the graph is well formed, every op has a colour, and stages and phases have no cycle: F feeds the
       same and later stages, B the same and earlier ones, W nothing but itself;
     - only tensors cross from stage to stage;
+    - what is offloaded in a stage's F is reloaded once, in its B or W, and used by nothing else;
     - nothing is written to but accumulators of gradients, and no random op is without a key.
     """
     graph.lint()
@@ -38,6 +39,10 @@ def _check_op(node: fx.Node, after: str) -> None:
         given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
         if not any(given.get(k, v) == v for k, v in draws.items() if k in names):
             raise VerifyError(f"After {after}: the random op {node} has no key.")
+    if node.target is offload:
+        _check_offload(node, after)
+    if node.target is reload and getattr(node.args[0], "target", None) is not offload:
+        raise VerifyError(f"After {after}: {node} reloads {node.args[0]}, which was not offloaded.")
     schema = getattr(node.target, "_schema", None)
     if schema is not None and schema.is_mutable:
         into = node.args[0]
@@ -45,6 +50,14 @@ def _check_op(node: fx.Node, after: str) -> None:
             into = into.args[0]
         if not isinstance(into, fx.Node) or into.meta["input"].kind is not Kind.GRADIENT:
             raise VerifyError(f"After {after}: {node} ({node.target}) writes in place.")
+
+
+def _check_offload(node: fx.Node, after: str) -> None:
+    stage, users = node.meta["colour"].stage, list(node.users)
+    if node.meta["colour"].phase is not Phase.F or len(users) != 1 or users[0].target is not reload:
+        raise VerifyError(f"After {after}: {node} must be offloaded in F and reloaded once.")
+    if users[0].meta["colour"] not in (Colour(stage, Phase.B), Colour(stage, Phase.W)):
+        raise VerifyError(f"After {after}: {node} is reloaded in {users[0].meta['colour']}.")
 
 
 def _check_edge(source: fx.Node, target: fx.Node, after: str) -> None:

@@ -1,6 +1,7 @@
 """Activations away between F and B: what links carry, what memory is left, and what is refused."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,89 +13,137 @@ from fxpipe.errors import ScheduleError
 from fxpipe.graph import Phase
 from fxpipe.schedule.costs import StageCost, chain
 from fxpipe.schedule.families import build
-from fxpipe.schedule.offload import FULL, HALF, Direction, Offload, offload, offload_within, one_way
-from fxpipe.schedule.ops import OpKind
+from fxpipe.schedule.offload import FULL, HALF, Offload, offload, offload_within, with_link
+from fxpipe.schedule.ops import PHASES, Direction, Transfer
+from fxpipe.schedule.search import Choice, Setting, search
 from fxpipe.schedule.simulator import simulate
 from fxpipe.schedule.timeline import Timeline
 
 
-def timeline(name: str, ranks: int, microbatches: int, chunks: int, kept: float = 1.0, **options) -> Timeline:
+def timeline(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    chunks: int,
+    k: float,
+    sharing: int = 1,
+    kept: float = 1.0,
+    **options,
+) -> Timeline:
     stage = StageCost(1 / chunks, 1 / chunks, 1 / chunks, 1 / chunks, kept / chunks)
     costs = chain([stage] * (ranks * chunks))
     schedule = build(
         name, ranks=ranks, microbatches=microbatches, costs=costs, stages_per_rank=chunks, **options
     )
-    return simulate(schedule, costs)
+    return simulate(schedule, with_link(costs, k, sharing))
 
 
-def check(plan: Offload, k: float, ranks_per_link: int = 1) -> None:
-    """Every transfer lies where it may, and a link carries one at a time in each direction."""
-    ranks = range(plan.timeline.schedule.ranks)
-    for first in ranks[::ranks_per_link]:
+def check(plan: Offload, before: Timeline) -> None:
+    """Nothing waits, a link carries one transfer at a time each way, memory is freed and taken again."""
+    found, placement = plan.timeline, before.schedule.placement
+    assert found.seconds == pytest.approx(before.seconds)
+    assert max(found.stalled) <= 1e-9 * found.seconds
+    assert found.costs.link is not None
+    sharing, ranks = found.costs.link.ranks, range(before.schedule.ranks)
+    for first in ranks[::sharing]:
         for direction in Direction:
             taken = sorted(
-                (t.start, t.end)
-                for rank in ranks[first : first + ranks_per_link]
-                for t in plan.transfers[rank]
+                (start, end)
+                for rank in ranks[first : first + sharing]
+                for t, start, end in found.transfers[rank]
                 if t.direction is direction
             )
             assert all(one[1] <= other[0] + 1e-9 for one, other in pairwise(taken))
     for rank in ranks:
         spans = {
-            (op.kind, op.stage, op.microbatch): (start, end) for op, start, end in plan.timeline.spans[rank]
+            (op.stage, phase, op.microbatch): (start, end)
+            for op, start, end in found.spans[rank]
+            for phase in PHASES[op.kind]
         }
-        away: dict[tuple[int, int, Phase], float] = {}
-        for t in plan.transfers[rank]:
-            assert t.end - t.start == pytest.approx(one_way(plan.timeline, k)(t.stage, t.user))
-            key = t.stage, t.microbatch
-            last = OpKind.F if t.user is Phase.B else OpKind.B
-            if t.direction is Direction.OUT:
-                assert t.start >= spans[last, *key][1] - 1e-9
-                away[*key, t.user] = t.end
+        times = {
+            (t.direction, t.stage, t.microbatch, t.user): (start, end)
+            for t, start, end in found.transfers[rank]
+        }
+        assert len(times) == len(found.transfers[rank])
+        for (direction, stage, microbatch, user), (start, end) in times.items():
+            assert placement[stage] == rank
+            cost = found.costs.stages[stage]
+            size = cost.away if user is Phase.B else cost.away_for_weight
+            assert end - start == pytest.approx(found.costs.link.seconds * size)
+            if direction is Direction.OUT:
+                assert start >= spans[stage, Phase.F, microbatch][1] - 1e-9
             else:
-                user = OpKind(t.user) if (OpKind(t.user), *key) in spans else OpKind.BW
-                assert t.end <= spans[user, *key][0] + 1e-9
-                assert t.start >= away.get((*key, t.user), away.get((*key, Phase.B), float("inf"))) - 1e-9
-        assert min((live for _, live in plan.memory[rank]), default=0.0) >= -1e-9
-        assert plan.memory[rank][-1][1] == pytest.approx(0, abs=1e-9)
+                assert start >= times[Direction.OUT, stage, microbatch, user][1] - 1e-9
+                assert end <= spans[stage, user, microbatch][0] + 1e-9
+        assert min((live for _, live in found.memory[rank]), default=0.0) >= -1e-9
+        assert found.memory[rank][-1][1] == pytest.approx(0, abs=1e-9)
 
 
 @pytest.mark.parametrize("k", [0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5])
 def test_half_and_all_of_gis(k):
     """The marks of issue and paper, for 8 ranks, 32 microbatches, 4 stages a rank in groups of 8."""
-    found = timeline("gis", 8, 32, 4, group=8)
-    half, full = (offload(found, one_way(found, k), share) for share in (HALF, FULL))
+    found = timeline("gis", 8, 32, 4, k, group=8)
+    half, full = (offload(found, share) for share in (HALF, FULL))
     for plan in (half, full):
-        check(plan, k)
-        assert max(plan.peak_memory) < max(found.peak_memory)
+        check(plan, found)
+        assert max(plan.timeline.peak_memory) < max(found.peak_memory)
     if k <= 0.5:
-        assert max(half.peak_memory) <= 4
+        assert max(half.timeline.peak_memory) <= 4
     if k <= 0.3:
-        assert max(full.peak_memory) <= 1
+        assert max(full.timeline.peak_memory) <= 1
     assert half.asked == 512
     assert full.asked == 1024
+    assert full.timeline.moved == full.moved / 4
     if k == 1.5:  # the link carries two thirds of the time's work at most
         assert full.moved < 0.67 * full.asked
 
 
 def test_neighbours_take_turns_on_a_link():
-    found = timeline("gis", 8, 32, 4, group=8)
-    alone, shared = (offload(found, one_way(found, 0.4), FULL, n) for n in (1, 2))
-    check(shared, 0.4, 2)
-    assert max(alone.peak_memory) < max(shared.peak_memory) < max(found.peak_memory)
+    alone, shared = (timeline("gis", 8, 32, 4, 0.4, sharing, group=8) for sharing in (1, 2))
+    plans = [offload(found, FULL) for found in (alone, shared)]
+    check(plans[1], shared)
+    peaks = [max(found.timeline.peak_memory) for found in plans]
+    assert peaks[0] < peaks[1] < max(alone.peak_memory)
 
 
 def test_a_limit_moves_as_little_as_it_takes():
-    found = timeline("interleaved", 8, 32, 4)
-    plans = [offload_within(found, one_way(found, 0.3), limit) for limit in (20, 6, 3)]
-    assert [max(plan.peak_memory) <= limit for plan, limit in zip(plans, (20, 6, 3), strict=True)] == [
-        True
-    ] * 3
+    found = timeline("interleaved", 8, 32, 4, 0.3)
+    plans = [offload_within(found, [limit] * 8) for limit in (20, 6, 3)]
+    assert all(max(plan.timeline.peak_memory) <= limit for plan, limit in zip(plans, (20, 6, 3), strict=True))
     assert plans[0].moved == 0 < plans[1].moved < plans[2].moved
     with pytest.raises(
-        ScheduleError, match=r"memory limit of 0\.1; the smallest that it can keep .* is 0\.5"
+        ScheduleError, match=r"memory limit of 0\.1; the smallest that it can keep .* is 0\.75"
     ):
-        offload_within(found, one_way(found, 0.3), 0.1)
+        offload_within(found, [0.1] * 8)
+
+
+def test_each_rank_has_its_own_limit():
+    found = timeline("1f1b", 4, 16, 1, 0.2)
+    plan = offload_within(found, [2, 3, 2, 1])
+    check(plan, found)
+    assert [peak <= limit for peak, limit in zip(plan.timeline.peak_memory, (2, 3, 2, 1), strict=True)] == [
+        True
+    ] * 4
+    assert not plan.timeline.transfers[1]
+    assert plan.timeline.transfers[0]
+
+
+def test_the_search_offloads_where_the_limit_costs_time_otherwise():
+    """Over a fast link a third of 1F1B's memory is enough to be as fast as with all of it."""
+
+    def found(limit: float, offload: str | None) -> Choice:
+        choices = []
+        for chunks, placement in ((1, "plain"), (2, "plain"), (2, "v")):
+            stage = StageCost(*(1 / chunks,) * 4, 0.5 / chunks)
+            costs = with_link(chain([stage] * (4 * chunks)), 0.1)
+            choices.append(Setting(chunks, placement, costs, limit, None, offload))
+        return search(choices, ranks=4, microbatches=16)
+
+    best, with_none, with_some = found(9, "auto"), found(1.5, None), found(1.5, "auto")
+    assert best.timeline.moved == with_none.timeline.moved == 0 < with_some.timeline.moved
+    assert with_some.timeline.seconds <= best.timeline.seconds < 0.8 * with_none.timeline.seconds
+    assert max(with_some.timeline.peak_memory) <= 1.5
+    assert {t.moved > 0 for t in with_some.tried if t.seconds is not None} == {True, False}
 
 
 @settings(max_examples=60, deadline=None)
@@ -107,20 +156,62 @@ def test_a_limit_moves_as_little_as_it_takes():
     st.sampled_from([0.0, 0.5, 1.0]),
     st.integers(1, 3),
 )
-def test_any_schedule_any_share(name, ranks, microbatches, k, share, kept, ranks_per_link):
+def test_any_schedule_any_share(name, ranks, microbatches, k, share, kept, sharing):
     chunks = 1 if name in ("1f1b", "zb-h1", "gpipe") else 2
-    found = timeline(name, ranks, microbatches, chunks, kept)
-    plan = offload(found, one_way(found, k), share, ranks_per_link)
-    check(plan, k, ranks_per_link)
+    found = timeline(name, ranks, microbatches, chunks, k, sharing, kept)
+    plan = offload(found, share)
+    check(plan, found)
     assert plan.moved <= plan.asked
-    for less, most in zip(plan.peak_memory, found.peak_memory, strict=True):
+    for less, most in zip(plan.timeline.peak_memory, found.peak_memory, strict=True):
         assert less <= most + 1e-9
 
 
-def test_a_share_above_one():
-    found = timeline("1f1b", 2, 4, 1)
+def test_a_slower_link_stalls_what_was_planned_for_a_faster_one():
+    found = timeline("1f1b", 2, 6, 1, 0.2)
+    plan = offload(found, FULL)
+    assert plan.moved
+    slow = simulate(plan.timeline.schedule, with_link(found.costs, 3.0))
+    assert slow.seconds > found.seconds
+    assert sum(slow.stalled) > 0
+
+
+def test_what_cannot_be_offloaded():
+    found = timeline("1f1b", 2, 4, 1, 1.0)
     with pytest.raises(ScheduleError, match=r"share to offload is 1\.5"):
-        offload(found, one_way(found, 1), 1.5)
+        offload(found, 1.5)
+    with pytest.raises(ScheduleError, match="nothing can be offloaded: the costs have no link"):
+        offload(simulate(found.schedule, replace(found.costs, link=None)), FULL)
+    schedule = offload(timeline("1f1b", 2, 4, 1, 0.1), FULL).timeline.schedule
+    with pytest.raises(ScheduleError, match="has transfers, and the costs have no link"):
+        simulate(schedule, replace(found.costs, link=None))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda out, back: (out,), r"offload W0\.0 goes one way alone"),
+        (lambda out, back: (out, back, out), r"offload W0\.0 is for no gradient, or there twice"),
+        (lambda out, back: (replace(out, user=Phase.F), back), r"offload F0\.0 is for no gradient"),
+        (
+            lambda out, back: (replace(out, begin=0), back),
+            r"offload W0\.0 from op 0 to 1 .* between ops 0 and 2",
+        ),
+        (
+            lambda out, back: (out, replace(back, end=3)),
+            r"reload W0\.0 from op 1 to 3 of the rank do not lie",
+        ),
+    ],
+)
+def test_transfers_that_cannot_be(change, message):
+    found = timeline("1f1b", 2, 2, 1, 0.1)
+    schedule = replace(
+        found.schedule,
+        transfers=change(
+            Transfer(Direction.OUT, 0, 0, Phase.W, 1, 1), Transfer(Direction.IN, 0, 0, Phase.W, 1, 2)
+        ),
+    )
+    with pytest.raises(ScheduleError, match=message):
+        simulate(schedule, found.costs)
 
 
 TIMES = (

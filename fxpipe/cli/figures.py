@@ -20,7 +20,7 @@ from fxpipe.viz.units import Units
 def figures(timeline: Timeline, best: Exact | None, moved: Offload | None = None) -> dict[str, Any]:
     """What ``--json`` prints.  Lists have one entry a rank; ``memory`` holds (time, live from then on).
 
-    Memory is without what is offloaded; transfers are (op, stage, microbatch, for which op, start, end).
+    ``transfers`` of ``offload`` are (what, start, end).
     """
     schedule = timeline.schedule
     found = {
@@ -40,12 +40,12 @@ def figures(timeline: Timeline, best: Exact | None, moved: Offload | None = None
         "critical_path": [(str(op), start, end) for op, start, end in timeline.critical_path],
     }
     if moved is not None:
-        found |= {"peak_memory": moved.peak_memory, "memory": moved.memory}
         found["offload"] = {
             "asked": moved.asked,
             "moved": moved.moved,
-            "link_busy": moved.link_busy,
-            "transfers": moved.transfers,
+            "link_busy": timeline.link_busy,
+            "stalled": timeline.stalled,
+            "transfers": [[(str(t), start, end) for t, start, end in own] for own in timeline.transfers],
         }
     if best is not None:
         found["exact"] = {
@@ -61,8 +61,13 @@ def figures(timeline: Timeline, best: Exact | None, moved: Offload | None = None
 
 
 def print_timeline(
-    console: Console, timeline: Timeline, source: Source, best: Exact | None, moved: Offload | None = None
+    console: Console,
+    timeline: Timeline,
+    source: Source,
+    best: Exact | None,
+    moved: tuple[Timeline, Offload] | None = None,
 ) -> None:
+    """``moved``: what was offloaded, and the timeline before that."""
     schedule, units = timeline.schedule, source.units
     stages = "" if schedule.stages == schedule.ranks else f", {schedule.stages} stages"
     console.print(
@@ -72,7 +77,7 @@ def print_timeline(
         soft_wrap=True,
     )
     console.print(timeline_text(timeline, console.width, console.color_system is not None))
-    console.print(_ranks(timeline, units, moved))
+    console.print(_ranks(timeline, units))
     path = Counter(str(span.op.kind) for span in timeline.critical_path)
     kinds = ", ".join(f"{count} {kind}" for kind, count in path.items())
     on_path = sum(span.end - span.start for span in timeline.critical_path)
@@ -82,23 +87,27 @@ def print_timeline(
         f"critical path: {kinds}; {units.time(timeline.seconds - on_path)} of it in transfers",
     ]
     if moved is not None:
-        lines.append(_moved(moved, units))
+        lines.append(_moved(*moved, units))
     if best is not None:
         lines.append(_compared(timeline, best, units))
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
-def _moved(moved: Offload, units: Units) -> str:
+def _moved(before: Timeline, moved: Offload, units: Units) -> str:
     timeline = moved.timeline
     what = f"offload: {moved.moved} of {moved.asked} activations"
     if moved.moved < moved.asked:
         what += " (the others are wanted too soon, or the links carry no more)"
-    busiest = max(max(pair) for pair in moved.link_busy) / timeline.seconds if timeline.seconds else 0.0
-    peaks = (units.memory(max(found.peak_memory)) for found in (timeline, moved))
-    return f"{what}; peak memory {' -> '.join(peaks)}; the busiest link {busiest:.0%} of the time"
+    busiest = max((max(pair) for pair in timeline.link_busy), default=0.0) / timeline.seconds
+    peaks = (units.memory(max(found.peak_memory)) for found in (before, timeline))
+    stalled = units.time(max(timeline.stalled))
+    return (
+        f"{what}; peak memory {' -> '.join(peaks)}; the busiest link works {busiest:.0%} of the time, the "
+        f"rank that waits most for one {stalled}"
+    )
 
 
-def _ranks(timeline: Timeline, units: Units, moved: Offload | None) -> Table:
+def _ranks(timeline: Timeline, units: Units) -> Table:
     table = Table("rank", "stages", "busy", "idle", "exposed communication", "peak memory")
     for column in table.columns[2:]:
         column.justify = "right"
@@ -114,7 +123,7 @@ def _ranks(timeline: Timeline, units: Units, moved: Offload | None) -> Table:
             units.time(timeline.busy[rank]),
             units.time(timeline.idle[rank]),
             units.time(timeline.exposed_communication[rank]),
-            units.memory((moved or timeline).peak_memory[rank]),
+            units.memory(timeline.peak_memory[rank]),
         )
     return table
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from fxpipe.errors import FxpipeError, ScheduleError
 from fxpipe.schedule.exact import Exact, exact
 from fxpipe.schedule.families import FAMILIES
 from fxpipe.schedule.handwritten import read_schedule
-from fxpipe.schedule.offload import FULL, HALF, Offload, offload, offload_within, one_way
+from fxpipe.schedule.offload import FULL, HALF, Offload, offload, offload_within, with_link
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.simulator import simulate
 from fxpipe.schedule.timeline import Timeline
@@ -65,14 +66,15 @@ def add_to(commands: Any) -> None:
 def _simulate(options: argparse.Namespace) -> None:
     source, timeline = _timeline(options)
     best = None if options.exact is None else _exact(options, timeline)
-    moved = _offload(options, timeline)
+    whole, moved = timeline, _offload(options, timeline)
+    timeline = timeline if moved is None else moved.timeline
     if options.draw is not None:
         write(options.draw, timeline_svg(timeline, source.note, source.units))
     if options.json:
         print(json.dumps(figures(timeline, best, moved)))
         return
     console = Console()
-    print_timeline(console, timeline, source, best, moved)
+    print_timeline(console, timeline, source, best, None if moved is None else (whole, moved))
     if options.draw is not None:
         console.print(f"drawn: {options.draw}", soft_wrap=True)
 
@@ -131,12 +133,14 @@ def _offload(options: argparse.Namespace, timeline: Timeline) -> Offload | None:
             if getattr(options, name) is not None:
                 raise FxpipeError(f"--{name.replace('_', '-')} needs --offload-time")
         return None
-    seconds, sharing = one_way(timeline, options.offload_time), options.ranks_per_link or 1
+    timeline = replace(
+        timeline, costs=with_link(timeline.costs, options.offload_time, options.ranks_per_link or 1)
+    )
     if options.offload != AUTO:
-        return offload(timeline, seconds, FULL if options.offload is None else options.offload, sharing)
+        return offload(timeline, FULL if options.offload is None else options.offload)
     if options.memory_limit is None:
         raise FxpipeError("--offload auto needs --memory-limit")
-    return offload_within(timeline, seconds, options.memory_limit, sharing)
+    return offload_within(timeline, [options.memory_limit] * timeline.schedule.ranks)
 
 
 def _exact(options: argparse.Namespace, timeline: Timeline) -> Exact:

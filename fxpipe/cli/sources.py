@@ -129,7 +129,7 @@ def _from_directory(options: argparse.Namespace) -> Source:
     own = None
     if (ranks, microbatches) == (plan.ranks, plan.step.microbatches):
         order = parse_order("\n".join(plan.order))
-        own = Schedule(plan.schedule, plan.placement, microbatches, order, plan.vocabulary)
+        own = Schedule(plan.schedule, plan.placement, microbatches, order, plan.vocabulary, plan.transfers)
     spans = read_spans(options.costs, plan.ranks)
     costs = plan.costs if spans is None else recorded_costs(plan, spans)
     note = f"{plan.model} in {options.costs}, {'planned' if spans is None else 'recorded'} times"

@@ -2,7 +2,8 @@
 
 What a section gets from or hands to another phase of its own stage travels in one list (``saved`` from
 F to B, ``saved_for_weight`` from F to W, ``gradients`` from B to W), which the receiver empties, so that
-each value is freed after its last use and not when the call returns.
+each value is freed after its last use and not when the call returns.  What may leave the rank on its way
+travels in lists of its own (``away``, ``away_for_weight``).
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ from torch import fx
 
 from fxpipe.codegen.expressions import CONTAINERS, Names, expression
 from fxpipe.codegen.layout import wrapped
-from fxpipe.graph import Colour, Kind, Phase, Section, Value
+from fxpipe.graph import Colour, Kind, Phase, Section, Value, offload, reload
 from fxpipe.values import call_nodes
 
 PHASE_NAMES = {Phase.F: "forward", Phase.B: "backward", Phase.W: "weight"}
 LISTS = {
-    (Phase.F, Phase.B): "saved",
-    (Phase.F, Phase.W): "saved_for_weight",
-    (Phase.B, Phase.W): "gradients",
+    (Phase.F, Phase.B, Kind.VALUE): "saved",
+    (Phase.F, Phase.W, Kind.VALUE): "saved_for_weight",
+    (Phase.F, Phase.B, Kind.AWAY): "away",
+    (Phase.F, Phase.W, Kind.AWAY): "away_for_weight",
+    (Phase.B, Phase.W, Kind.VALUE): "gradients",
 }
 
 
@@ -32,43 +35,43 @@ class Signature:
     """How a section is called.
 
     ``containers``: the dicts it reads (``params``, …) and ``key``.  ``lists_in`` / ``lists_out``: the
-    phases of its own stage that it gets a list from / makes one for, with the values in each.
+    lists that it gets from other phases of its own stage / makes for them, with the values in each.
     ``values_in`` / ``values_out``: what it exchanges with other stages, one by one.
     ``results``: loss, count and buffers.
     """
 
     name: str
     containers: tuple[str, ...]
-    lists_in: dict[Phase, tuple[str, ...]]
+    lists_in: dict[str, tuple[str, ...]]
     values_in: tuple[str, ...]
     values_out: tuple[str, ...]
     results: tuple[Value, ...]
-    lists_out: dict[Phase, tuple[str, ...]]
+    lists_out: dict[str, tuple[str, ...]]
 
 
 def signatures(sections: tuple[Section, ...]) -> dict[Colour, Signature]:
-    consumers: dict[Colour, list[tuple[Colour, str]]] = {s.colour: [] for s in sections}
+    consumers: dict[Colour, list[tuple[Colour, Value]]] = {s.colour: [] for s in sections}
     for section in sections:
         for value in section.inputs:
             if value.producer is not None:
-                consumers[value.producer].append((section.colour, value.name))
+                consumers[value.producer].append((section.colour, value))
     return {s.colour: _signature(s, consumers[s.colour]) for s in sections}
 
 
-def _signature(section: Section, consumers: list[tuple[Colour, str]]) -> Signature:
+def _signature(section: Section, consumers: list[tuple[Colour, Value]]) -> Signature:
     kinds = {v.kind for v in section.inputs}
     containers = [text for kind, text in CONTAINERS.items() if kind in kinds]
     if Kind.KEY in kinds:
         containers.append("key")
-    lists_in: dict[Phase, list[str]] = {}
+    lists_in: dict[str, list[str]] = {}
     for v in section.inputs:
         if v.producer is not None and v.producer.stage == section.stage:
-            lists_in.setdefault(v.producer.phase, []).append(v.name)
-    lists_out: dict[Phase, list[str]] = {}
-    for colour, name in consumers:
+            lists_in.setdefault(LISTS[v.producer.phase, section.phase, v.kind], []).append(v.name)
+    lists_out: dict[str, list[str]] = {}
+    for colour, v in consumers:
         if colour.stage == section.stage:
-            lists_out.setdefault(colour.phase, []).append(name)
-    abroad = {name for colour, name in consumers if colour.stage != section.stage}
+            lists_out.setdefault(LISTS[section.phase, colour.phase, v.kind], []).append(v.name)
+    abroad = {v.name for colour, v in consumers if colour.stage != section.stage}
     return Signature(
         name=f"stage{section.stage}_{PHASE_NAMES[section.phase]}",
         containers=tuple(containers),
@@ -77,19 +80,18 @@ def _signature(section: Section, consumers: list[tuple[Colour, str]]) -> Signatu
             v.name for v in section.inputs if v.producer is not None and v.producer.stage != section.stage
         ),
         values_out=tuple(v.name for v in section.outputs if v.kind is Kind.VALUE and v.name in abroad),
-        results=tuple(v for v in section.outputs if v.kind is not Kind.VALUE),
+        results=tuple(v for v in section.outputs if v.kind not in (Kind.VALUE, Kind.AWAY)),
         lists_out={k: tuple(v) for k, v in lists_out.items()},
     )
 
 
 def function_source(section: Section, signature: Signature, names: Names) -> str:
     """The section as a Python function."""
-    phase = section.phase
-    lists = [LISTS[p, phase] for p in signature.lists_in]
-    arguments = [*signature.containers, *lists, *signature.values_in]
+    arguments = [*signature.containers, *signature.lists_in, *signature.values_in]
     lines = [f"def {signature.name}({', '.join(arguments)}):"]
-    for source, values in signature.lists_in.items():
-        name = LISTS[source, phase]
+    back = {n.all_input_nodes[0].name: n.name for n in call_nodes(section.graph) if n.target is reload}
+    for name, values in signature.lists_in.items():
+        values = tuple(back.get(v, v) for v in values)
         lines.append(
             f"    ({values[0]},) = {name}" if len(values) == 1 else f"    {', '.join(values)} = {name}"
         )
@@ -107,7 +109,9 @@ def _returned(section: Section, signature: Signature) -> tuple[list[str], set[st
     results = list(signature.values_out)
     results += [by_value[v].name for v in signature.results]
     used = set(results)
+    away = {n.name: n.all_input_nodes[0].name for n in call_nodes(section.graph) if n.target is offload}
     for values in signature.lists_out.values():
+        values = tuple(away.get(v, v) for v in values)
         results.append(f"[{', '.join(values)}]")
         used.update(values)
     return results, used
@@ -116,7 +120,7 @@ def _returned(section: Section, signature: Signature) -> tuple[list[str], set[st
 def _body(section: Section, names: Names, returned: set[str]) -> list[str]:
     """One line a node, under a comment for each source line of the model; dead names are deleted there."""
     lines: list[str] = []
-    nodes = call_nodes(section.graph)
+    nodes = [n for n in call_nodes(section.graph) if n.target not in (offload, reload)]
     last_use = {n: user for user in nodes for n in user.all_input_nodes}
     ends: dict[fx.Node, list[str]] = {}
     for n, user in last_use.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,8 +15,19 @@ from fxpipe.codegen.functions import LISTS, Signature, function_source, signatur
 from fxpipe.codegen.layout import wrapped
 from fxpipe.exchanges import values
 from fxpipe.graph import Colour, Kind, Phase, Section
-from fxpipe.schedule.lowering import Collect, Compute, ExchangeKind, Instruction, Join, Post, Send, Wait
-from fxpipe.schedule.ops import PHASES
+from fxpipe.schedule.lowering import (
+    Begin,
+    Collect,
+    Compute,
+    End,
+    ExchangeKind,
+    Instruction,
+    Join,
+    Post,
+    Send,
+    Wait,
+)
+from fxpipe.schedule.ops import PHASES, Activation, Direction
 from fxpipe.sections import Message
 
 
@@ -40,6 +52,7 @@ class RankPlan:
     tied: tuple[Tied, ...]
     has_count: bool
     tensors: dict[str, torch.Tensor]  # fake tensors of what crosses between stages
+    places: Mapping[Activation, int]  # where in its pool the rank keeps what is away
 
     @cached_property
     def arrives_twice(self) -> frozenset[str]:
@@ -153,12 +166,14 @@ def _instruction(plan: RankPlan, calls: dict[Colour, Signature], instruction: In
         lines = [_Line(""), _Line(f'rt.op("{op}")')]
         for phase in PHASES[op.kind]:
             if Colour(op.stage, phase) in calls:
-                lines += _call(plan, calls[Colour(op.stage, phase)], op.stage, phase, op.microbatch)
+                lines += _call(plan, calls[Colour(op.stage, phase)], op.stage, op.microbatch)
         return lines if len(lines) > 2 else []
     if isinstance(instruction, Join):
         return _join(plan, instruction)
     if isinstance(instruction, Collect):
         return _collect(plan, instruction)
+    if isinstance(instruction, (Begin, End)):
+        return [_transfer(plan, instruction)]
     m, edge = instruction.microbatch, instruction.edge
     lines = []
     source, target = plan.placement[edge.source.stage], plan.placement[edge.target.stage]
@@ -174,6 +189,17 @@ def _instruction(plan: RankPlan, calls: dict[Colour, Signature], instruction: In
                 variable = f"{name}_m{m}"
                 lines.append(_Line(f'rt.send({variable}, MESSAGES["{name}"], to={target})', (variable,)))
     return lines
+
+
+def _transfer(plan: RankPlan, instruction: Begin | End) -> _Line:
+    transfer = instruction.transfer
+    values = LISTS[Phase.F, transfer.user, Kind.AWAY]
+    away = f"{values}{transfer.stage}_m{transfer.microbatch}"
+    if isinstance(instruction, End):
+        return _Line(f"rt.{transfer.direction}ed({away})")
+    if transfer.direction is Direction.IN:
+        return _Line(f"rt.reload({away})")
+    return _Line(f"rt.offload({away}, at={plan.places[transfer.activation]})")
 
 
 def _join(plan: RankPlan, join: Join) -> list[_Line]:
@@ -224,12 +250,12 @@ def _variable(plan: RankPlan, name: str, stage: int, m: int) -> str:
     return f"{name}_m{m}"
 
 
-def _call(plan: RankPlan, call: Signature, stage: int, phase: Phase, m: int) -> list[_Line]:
+def _call(plan: RankPlan, call: Signature, stage: int, m: int) -> list[_Line]:
     """The call of one section's function for microbatch ``m``."""
     arguments = []
     for container in call.containers:
         arguments.append({"batch": f"batches[{m}]", "key": f"rt.key({m})"}.get(container, container))
-    lists = [f"{LISTS[source, phase]}{stage}_m{m}" for source in call.lists_in]
+    lists = [f"{name}{stage}_m{m}" for name in call.lists_in]
     values = [_variable(plan, name, stage, m) for name in call.values_in]
     targets = [f"{name}_m{m}" for name in call.values_out]
     after = []
@@ -238,7 +264,7 @@ def _call(plan: RankPlan, call: Signature, stage: int, phase: Phase, m: int) -> 
             targets.append(f"buffers[{json.dumps(value.name)}]")
         else:
             targets.append(f"{value.name}_m{m}")
-    targets += [f"{LISTS[phase, to]}{stage}_m{m}" for to in call.lists_out]
+    targets += [f"{name}{stage}_m{m}" for name in call.lists_out]
     results = [f"{v.name}_m{m}" for v in call.results if v.kind in (Kind.LOSS, Kind.COUNT)]
     if results:
         after.append(_Line(f"rt.add_loss({', '.join(results)})", tuple(results)))

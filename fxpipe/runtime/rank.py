@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from fxpipe.errors import RunError
+from fxpipe.runtime.away import Away
 from fxpipe.runtime.batch import BatchSpec
 from fxpipe.runtime.comm import Comm, Layout, Pending, in_layout
 from fxpipe.runtime.random import fold
@@ -46,6 +48,7 @@ class Runtime:
     grads: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
     constants: Mapping[str, torch.Tensor]
+    away: Away | None = None
     record: Record = field(default_factory=Record)
     step_number: int = 0
     current_op: str = ""
@@ -113,6 +116,26 @@ class Runtime:
         """Start to send; does not block, and holds the tensor until it is sent."""
         self.comm.send(in_layout(tensor, layout), to)
 
+    def offload(self, values: list[Any], at: int) -> None:
+        """Start to move tensors to the rank's pool, from byte ``at`` on; handles take their places."""
+        self._away.offload(values, at)
+
+    def offloaded(self, values: list[Any]) -> None:
+        """Free the memory of what was offloaded."""
+        before = time.perf_counter()
+        self._away.offloaded(values)
+        self.record.waited(before)
+
+    def reload(self, values: list[Any]) -> None:
+        """Start to fetch what was offloaded."""
+        self._away.reload(values)
+
+    def reloaded(self, values: list[Any]) -> None:
+        """Put the tensors in place of their handles, as soon as they are there."""
+        before = time.perf_counter()
+        self._away.reloaded(values)
+        self.record.waited(before)
+
     def add_loss(self, loss: torch.Tensor, count: torch.Tensor | None = None) -> None:
         """The loss of one microbatch, with the count that it is a sum over if it is one."""
         self._losses.append(loss.clone())  # a kernel may give it a storage as large as its input
@@ -149,6 +172,12 @@ class Runtime:
         self.record.end()
         self.step_number += 1
         return torch.tensor(total / count, dtype=getattr(torch, self.spec.loss_dtype.removeprefix("torch.")))
+
+    @property
+    def _away(self) -> Away:
+        if self.away is None:
+            raise RunError("The plan of this pipeline has no place for offloaded values.")
+        return self.away
 
     def _total(self) -> tuple[float, float]:
         """The sum of the losses and what to divide it by, known to every rank."""

@@ -13,7 +13,8 @@ class StageCost:
     """One microbatch through one stage.  Times in seconds, memory in bytes (or any one unit of each).
 
     ``saved`` is live from the start of F to the end of B, ``kept`` from the end of B to the end of W:
-    F adds ``saved``, B frees ``saved - kept``, W frees ``kept``.
+    F adds ``saved``, B frees ``saved - kept``, W frees ``kept``.  Of what F saved, ``away`` may leave the
+    rank until B, and ``away_for_weight``, which B has no use for, until W.
     """
 
     forward: float
@@ -21,6 +22,8 @@ class StageCost:
     weight: float
     saved: float = 0.0
     kept: float = 0.0
+    away: float = 0.0
+    away_for_weight: float = 0.0
 
     @property
     def total(self) -> float:
@@ -41,10 +44,24 @@ class Edge:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The way between ranks and where activations go: so many seconds for each byte, out as well as back.
+
+    The two directions do not disturb each other.  ``ranks``: so many neighbouring ones take turns on a link.
+    """
+
+    seconds: float
+    ranks: int = 1
+
+
 @dataclass(frozen=True)
 class Costs:
+    """``link``: None where nothing can leave a rank."""
+
     stages: tuple[StageCost, ...]
     edges: tuple[Edge, ...]
+    link: Link | None = None
 
 
 def chain(stages: Sequence[StageCost], seconds: float = 0.0, bytes: float = 0.0) -> Costs:

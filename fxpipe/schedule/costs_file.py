@@ -5,20 +5,21 @@
                 "bytes": 16, "seconds": 0.1}, …]}
 
 Times in any one unit, memory in any one unit.  ``saved``, ``kept``, ``bytes`` and ``seconds`` are 0 where
-they are left out; without ``edges`` the stages are a chain.
+they are left out; without ``edges`` the stages are a chain.  A stage may have ``away`` and
+``away_for_weight``: what of ``saved`` may leave the rank until B, and until W.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import isfinite
 from pathlib import Path
 
 import cattrs
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
+from fxpipe.schedule.costs import Costs, Edge, Link, StageCost, chain
 
 _converter = cattrs.Converter(forbid_extra_keys=True)
 
@@ -27,6 +28,7 @@ _converter = cattrs.Converter(forbid_extra_keys=True)
 class _File:
     stages: tuple[StageCost, ...]
     edges: tuple[Edge, ...] | None = None
+    link: Link | None = None
 
 
 def read_costs(path: Path, seconds: float = 0.0) -> Costs:
@@ -49,18 +51,20 @@ def read_costs(path: Path, seconds: float = 0.0) -> Costs:
         raise ScheduleError(f"{path} holds no costs: it has no stages")
     for number, stage in enumerate(file.stages):
         _check(stage, f"{path}: stages[{number}]")
+    if file.link is not None:
+        _check(file.link, f"{path}: link")
     if file.edges is None:
-        return chain(file.stages, seconds)
+        return replace(chain(file.stages, seconds), link=file.link)
     for number, edge in enumerate(file.edges):
         _check(edge, f"{path}: edges[{number}]")
-    return Costs(file.stages, file.edges)
+    return Costs(file.stages, file.edges, file.link)
 
 
 def write_costs(costs: Costs, path: Path) -> None:
     path.write_text(json.dumps(_converter.unstructure(costs), indent=1) + "\n")
 
 
-def _check(entry: StageCost | Edge, where: str) -> None:
+def _check(entry: StageCost | Edge | Link, where: str) -> None:
     for name in (field.name for field in fields(entry)):
         number = getattr(entry, name)
         if isinstance(number, int | float) and not (isfinite(number) and number >= 0):

@@ -13,7 +13,18 @@ from itertools import zip_longest
 
 from fxpipe.errors import DeadlockError
 from fxpipe.schedule.costs import Edge
-from fxpipe.schedule.lowering import Collect, Compute, Exchange, Instruction, Join, Post, Programs, Send, Wait
+from fxpipe.schedule.lowering import (
+    Collect,
+    Compute,
+    Exchange,
+    Instruction,
+    Join,
+    Local,
+    Post,
+    Programs,
+    Send,
+    Wait,
+)
 
 Channel = tuple[int, int]
 
@@ -100,7 +111,7 @@ def _run(
                 exchange = instruction.exchange
                 if min(joined[exchange]) <= rounds.get((exchange, instruction.microbatch), len(rounds)):
                     break
-            elif not isinstance(instruction, Compute):
+            elif not isinstance(instruction, Local):
                 channel = _channel(instruction, placement)
                 if isinstance(instruction, Post):
                     posted[channel] += 1

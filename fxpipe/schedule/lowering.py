@@ -5,6 +5,8 @@ ranks.  A *channel* is an ordered pair of ranks; its messages travel in the orde
 sent, and receives are posted in that same order.
 
 An *exchange* takes the place of the messages of many edges between all ranks at once, a collective.
+
+A *transfer* moves what F saved off the rank, or back.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from fxpipe.errors import ScheduleError
 from fxpipe.graph import Colour
 from fxpipe.schedule.check import check
 from fxpipe.schedule.costs import Edge
-from fxpipe.schedule.ops import PHASES, Op, Schedule
+from fxpipe.schedule.ops import PHASES, Direction, Op, Schedule, Transfer
 
 
 class ExchangeKind(StrEnum):
@@ -100,14 +102,37 @@ class Send(_Message):
     """Start to send a message; does not block."""
 
 
-Instruction = Compute | Post | Wait | Send | Join | Collect
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Start to move an activation; does not block."""
+
+    transfer: Transfer
+
+    def __str__(self) -> str:
+        return f"begin {self.transfer}"
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Go on when an activation has been moved: it takes no memory any more, or can be used again."""
+
+    transfer: Transfer
+
+    def __str__(self) -> str:
+        return f"end {self.transfer}"
+
+
+Local = Compute | Begin | End
+"""What a rank does by itself."""
+
+Instruction = Local | Post | Wait | Send | Join | Collect
 Programs = tuple[tuple[Instruction, ...], ...]
 """What each rank does, in order."""
 
 
 def lower(schedule: Schedule, edges: tuple[Edge, ...], exchanges: tuple[Exchange, ...] = ()) -> Programs:
     """Before each compute the receives of the *next* one are posted, and those of its own waited for;
-    after it its results are sent.
+    after it its results are sent, and transfers begun or waited for as the schedule says.
 
     Where a channel's messages are needed in another order than they are sent in, the ones sent before
     a needed one are posted together with it.  Edges within a rank give no instruction, nor do those of
@@ -165,15 +190,18 @@ class _Lowering:
         ops = self.schedule.order[rank]
         posted: defaultdict[tuple[int, int], int] = defaultdict(int)
         part = _Part(self.schedule, self.exchanges, rank)
+        moves = _Moves(self.schedule, rank)
         yield from part.at_start()
         for position, op in enumerate(ops):
             if position == 0:
                 yield from self._posts(op, posted)
             if position + 1 < len(ops):
                 yield from self._posts(ops[position + 1], posted)
+            yield from moves.behind(position - 1)
             for edge in self._edges(op, self.incoming):
                 yield Wait(edge, op.microbatch)
             yield from part.before(op)
+            yield from moves.back(position)
             yield Compute(op)
             yield from part.after(op)
             for edge in self._edges(op, self.outgoing):
@@ -186,6 +214,31 @@ class _Lowering:
             due = self.turn[edge, op.microbatch] + 1
             yield from self.sent[channel][posted[channel] : due]
             posted[channel] = max(posted[channel], due)
+
+
+class _Moves:
+    """One rank's transfers."""
+
+    def __init__(self, schedule: Schedule, rank: int) -> None:
+        self.begins: defaultdict[int, list[Transfer]] = defaultdict(list)
+        self.ends: defaultdict[int, list[Transfer]] = defaultdict(list)
+        for transfer in schedule.transfers:
+            if schedule.placement[transfer.stage] == rank:
+                self.begins[transfer.begin].append(transfer)
+                self.ends[transfer.end].append(transfer)
+
+    def behind(self, position: int) -> Iterator[Begin | End]:
+        """What is done behind an op."""
+        yield from map(Begin, self.begins[position + 1])
+        for transfer in self.ends[position + 1]:
+            if transfer.direction is Direction.OUT:
+                yield End(transfer)
+
+    def back(self, position: int) -> Iterator[End]:
+        """What an op cannot do without."""
+        for transfer in self.ends[position]:
+            if transfer.direction is Direction.IN:
+                yield End(transfer)
 
 
 class _Part:

@@ -49,11 +49,44 @@ Order = tuple[tuple[Op, ...], ...]
 """What each rank runs, in order."""
 
 
+Activation = tuple[int, int, Phase]
+"""Stage, microbatch, and for which gradient F saved it."""
+
+
+class Direction(StrEnum):
+    OUT = "offload"
+    IN = "reload"
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What a stage's F saved for one microbatch leaves the rank, or comes back for its ``user``, B or W.
+
+    It begins when op number ``begin - 1`` of the rank's order is over; op number ``end`` waits for its end.
+    """
+
+    direction: Direction
+    stage: int
+    microbatch: int
+    user: Phase
+    begin: int
+    end: int
+
+    @property
+    def activation(self) -> Activation:
+        """What is moved."""
+        return self.stage, self.microbatch, self.user
+
+    def __str__(self) -> str:
+        return f"{self.direction} {self.user}{self.stage}.{self.microbatch}"
+
+
 @dataclass(frozen=True)
 class Schedule:
     """``placement[stage]`` is the rank that holds a stage, ``order[rank]`` what that rank runs, in order.
 
-    ``vocabulary``: which stages are not the model's own.
+    ``vocabulary``: which stages are not the model's own.  ``transfers``: what leaves the ranks and comes
+    back, in the order in which that begins.
     """
 
     name: str
@@ -61,6 +94,7 @@ class Schedule:
     microbatches: int
     order: Order
     vocabulary: Vocabulary | None = None
+    transfers: tuple[Transfer, ...] = ()
 
     @property
     def ranks(self) -> int:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
 
-from fxpipe.errors import ScheduleError
+from fxpipe.errors import LimitError, ScheduleError
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.families import FAMILIES, Family, build, starts
 from fxpipe.schedule.goal import Objective as Objective
+from fxpipe.schedule.offload import AUTO, Share, lightened
 from fxpipe.schedule.ops import Order, Schedule
 from fxpipe.schedule.placement import place
 from fxpipe.schedule.problem import Limit, Problem, per_rank
@@ -23,6 +25,8 @@ from fxpipe.vocabulary.stages import Vocabulary
 SEARCHED = "zb"
 """The family whose synthesis stands for all that are searched: the others are its cases."""
 
+TRIED = tuple(f for f in FAMILIES.values() if f.name == SEARCHED or not f.is_searched)
+
 _FINALISTS = 2
 _FIRST, _LAST = 0.5, 2.0  # effort on all settings, on the finalists
 
@@ -32,6 +36,7 @@ class Setting:
     """Stages on ranks, what they cost there, and what memory there is for activations (``limits``).
 
     ``stages_per_rank`` are the model's own; with ``vocabulary`` the costs are of its stages as well.
+    ``offload``: what may leave the ranks over the costs' link.
     """
 
     stages_per_rank: int
@@ -39,13 +44,15 @@ class Setting:
     costs: Costs
     limits: Limit = None
     vocabulary: Vocabulary | None = None
+    offload: Share = None
 
 
 @dataclass(frozen=True)
 class Tried:
     """What became of a family in a setting; ``why`` it was left out, empty if it fits the memory limit.
 
-    The bubble is of the span, the peak that of the rank that needs the most.
+    The bubble is of the span, the peak that of the rank that needs the most; ``moved`` is what leaves the
+    ranks.
     """
 
     name: str
@@ -54,6 +61,7 @@ class Tried:
     span_bubble: float | None
     peak_memory: float | None
     why: str
+    moved: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -65,11 +73,22 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class _Way:
+    """A setting with what is sought in it; what is to leave the ranks comes on top."""
+
+    setting: Setting
+    problem: Problem
+    limits: tuple[float, ...]
+    offload: Share
+    families: tuple[Family, ...]
+
+
+@dataclass(frozen=True)
 class _Entry:
     """``order`` is of the model's own stages."""
 
-    key: tuple[float, float, float]
-    setting: Setting
+    key: tuple[float, float, float, float]
+    way: _Way
     timeline: Timeline
     order: Order
 
@@ -91,36 +110,55 @@ def search(
     """
     if not settings:
         raise ScheduleError("nothing to search: give at least one setting")
-    problems = [_problem(setting, ranks, microbatches, memory_limit) for setting in settings]
+    ways = [way for setting in settings for way in _ways(setting, ranks, microbatches, memory_limit)]
     tried: list[Tried] = []
     entries: list[_Entry] = []
-    for setting, problem in zip(settings, problems, strict=True):
-        for family in FAMILIES.values():
-            if not family.has(setting.stages_per_rank, setting.placement):
-                continue
-            if family.is_searched and family.name != SEARCHED:
+    smallest = inf
+    for way in ways:
+        for family in way.families:
+            if not family.has(way.setting.stages_per_rank, way.setting.placement):
                 continue
             try:
-                order = _order(family, problem, objective, _FIRST / len(settings))
+                order = _order(family, way.problem, objective, _FIRST / len(ways))
+                entry = _entry(family.name, way, order, objective)
             except ScheduleError as error:
-                tried.append(Tried(family.name, setting, None, None, None, str(error)))
+                if isinstance(error, LimitError):
+                    smallest = min(smallest, error.smallest)
+                tried.append(Tried(family.name, way.setting, None, None, None, str(error)))
                 continue
-            entry = _entry(family.name, problem, order, setting, memory_limit, objective)
             entries.append(entry)
             tried.append(_tried(entry))
     if not entries:
-        raise ScheduleError(_nothing_fits(problems))
+        raise ScheduleError(_nothing_fits(ways, smallest))
     for entry in _best_of_settings(entries):
-        problem = problems[settings.index(entry.setting)]
-        order = _synthesise(problem, (entry.order,), objective, _LAST / _FINALISTS)
-        entries.append(_entry(SEARCHED, problem, order, entry.setting, memory_limit, objective))
+        way = entry.way
+        order = _synthesise(way.problem, (entry.order,), objective, _LAST / _FINALISTS)
+        with suppress(LimitError):  # the one that it was made from fits
+            entries.append(_entry(SEARCHED, way, order, objective))
     best = min(entries, key=lambda entry: entry.key)
-    return Choice(best.timeline.schedule, best.setting, best.timeline, tuple(tried))
+    return Choice(best.timeline.schedule, best.way.setting, best.timeline, tuple(tried))
 
 
-def _problem(setting: Setting, ranks: int, microbatches: int, limit: Limit) -> Problem:
+def _ways(setting: Setting, ranks: int, microbatches: int, limit: Limit) -> list[_Way]:
+    """Within the limits as it is; or beyond them, with as much away as it then takes."""
+    limits, free = _limits(setting, limit, ranks), (inf,) * ranks
+
+    def way(allowed: tuple[float, ...], share: Share, families: tuple[Family, ...]) -> _Way:
+        problem = _problem(setting, ranks, microbatches, allowed)
+        return _Way(setting, problem, limits, share, families)
+
+    if setting.offload is None or (setting.offload == AUTO and limits == free):
+        return [way(limits, None, TRIED)]
+    beyond = way(free, setting.offload, TRIED)
+    if setting.offload != AUTO:
+        return [beyond]
+    twice = way(tuple(2 * x for x in limits), AUTO, (FAMILIES[SEARCHED],))
+    return [way(limits, None, TRIED), beyond, twice]
+
+
+def _problem(setting: Setting, ranks: int, microbatches: int, limits: tuple[float, ...]) -> Problem:
     """What is sought for the model's own stages."""
-    limits, costs = _limits(setting, limit, ranks), setting.costs
+    costs = setting.costs
     if setting.vocabulary is not None:
         limits = room_for_body(costs, setting.vocabulary, limits)
         costs = body_costs(costs, setting.vocabulary)
@@ -150,31 +188,34 @@ def _synthesise(problem: Problem, orders: Sequence[Order], objective: Objective,
     return synthesise(replace(problem, effort=effort), orders, objective)
 
 
-def _entry(
-    name: str, problem: Problem, order: Order, setting: Setting, limit: Limit, objective: Objective
-) -> _Entry:
+def _entry(name: str, way: _Way, order: Order, objective: Objective) -> _Entry:
+    setting, problem = way.setting, way.problem
     placement, whole, vocabulary = problem.placement, order, setting.vocabulary
     if vocabulary is not None:
-        limits = _limits(setting, limit, problem.ranks)
+        limits = way.limits if way.offload is None else (inf,) * problem.ranks
         whole = weave(problem, order, setting.costs, vocabulary, limits, objective)
         placement = vocabulary.placement(placement)
     timeline = simulate(Schedule(name, placement, problem.microbatches, whole, vocabulary), setting.costs)
+    if way.offload is not None:
+        timeline = lightened(timeline, way.offload, way.limits)
     seconds, span, peak = (
         float(f"{x:.9g}") for x in (timeline.seconds, timeline.span, max(timeline.peak_memory))
     )
-    key = (seconds, peak, span) if objective == "makespan" else (span, seconds, peak)
-    return _Entry(key, setting, timeline, order)
+    moved = timeline.moved
+    key = (seconds, moved, peak, span) if objective == "makespan" else (span, seconds, moved, peak)
+    return _Entry(key, way, timeline, order)
 
 
 def _tried(entry: _Entry) -> Tried:
     timeline = entry.timeline
     return Tried(
         timeline.schedule.name,
-        entry.setting,
+        entry.way.setting,
         timeline.seconds,
         timeline.span_bubble,
         max(timeline.peak_memory),
         "",
+        timeline.moved,
     )
 
 
@@ -182,20 +223,26 @@ def _best_of_settings(entries: Sequence[_Entry]) -> list[_Entry]:
     """The best entry of each of the settings that did best."""
     best: list[_Entry] = []
     for entry in sorted(entries, key=lambda entry: entry.key):
-        if all(entry.setting is not other.setting for other in best):
+        if all(entry.way is not other.way for other in best):
             best.append(entry)
     return best[:_FINALISTS]
 
 
-def _nothing_fits(problems: Sequence[Problem]) -> str:
-    least, at = inf, problems[0]
-    for problem in problems:
+def _nothing_fits(ways: Sequence[_Way], offloaded: float) -> str:
+    """``offloaded``: the smallest limit that could be kept with as much away as possible."""
+    least, at = inf, ways[0].problem
+    for problem in (way.problem for way in ways):
         flat = shop(problem.costs, place(problem.shape, problem.ranks, problem.stages_per_rank))
         needed = max(flat.smallest_limit(rank) for rank in range(problem.ranks))
         if needed < least:
             least, at = needed, problem
+    limit = max(min(way.limits) for way in ways)
+    if offloaded < least:
+        found = f"{offloaded:g}, with all offloaded that the links carry. To need less, recompute activations"
+    else:
+        shape = f"{at.stages_per_rank} stages per rank in {at.shape} placement"
+        found = f"{least:g}, with {shape}. To need less, offload or recompute activations"
     return (
-        f"no schedule keeps the memory limit of {max(min(p.limits) for p in problems):g}; the smallest that "
-        f"one can keep is {least:g}, with {at.stages_per_rank} stages per rank in {at.shape} placement. To "
-        f"need less, offload or recompute activations, make microbatches smaller, or use more stages per rank"
+        f"no schedule keeps the memory limit of {limit:g}; the smallest that one can keep is {found}, make "
+        "microbatches smaller, or use more stages per rank"
     )

@@ -1,6 +1,7 @@
 """Runs a schedule on costs: every op starts as soon as its rank is free and its values have arrived.
 
-A transfer is a delay: as in the model of 2401.10241, a link carries any number of them at a time.
+A message is a delay: as in the model of 2401.10241, the way between two ranks carries any number of them at a
+time.  The way out of a rank for activations that leave it carries one transfer at a time in each direction.
 """
 
 from __future__ import annotations
@@ -11,44 +12,67 @@ from fxpipe.errors import DeadlockError
 from fxpipe.schedule.check import check
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.dependencies import SECTIONS_PER_STAGE, durations, needs, op_of_value, sections
-from fxpipe.schedule.ops import Schedule
-from fxpipe.schedule.timeline import Span, Timeline
+from fxpipe.schedule.ops import Schedule, Transfer
+from fxpipe.schedule.timeline import Span, Timeline, TransferSpan
+from fxpipe.schedule.transfers import check_transfers, lanes, transfer_seconds
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """The start and end of every op.  Linear in the number of ops, in time and in memory.
+    """The start and end of every op and transfer.  Linear in the number of both, in time and in memory.
 
     Raises ScheduleError where the schedule is not whole (see :func:`fxpipe.schedule.check.check`), and
     DeadlockError, listing what each rank waits for, where the ranks' orders cannot progress together.
     """
     check(schedule)
-    return Timeline(schedule, costs, _Run(schedule, costs).finish())
+    check_transfers(schedule, costs)
+    return _Run(schedule, costs).finish()
 
 
 class _Run:
-    """The state of one simulation."""
+    """Ranks and lanes, both counted as actors: first the ranks.
+
+    A value is what a section gives for one microbatch; behind them are counted the transfers.
+    """
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        self.schedule = schedule
+        self.schedule, self.costs = schedule, costs
         self.needs = needs(costs, schedule.placement)
         self.durations = durations(costs)
         self.sections = sections(schedule.stages)
-        values = SECTIONS_PER_STAGE * schedule.stages * schedule.microbatches
-        self.ended: list[float | None] = [None] * values
+        self.values = SECTIONS_PER_STAGE * schedule.stages * schedule.microbatches
+        self.ended: list[float | None] = [None] * (self.values + len(schedule.transfers))
         self.spans: list[list[Span]] = [[] for _ in schedule.order]
-        self.waiting: defaultdict[int, list[int]] = defaultdict(list)  # value -> ranks
+        self.stalled = [0.0] * schedule.ranks
+        self.waiting: defaultdict[int, list[int]] = defaultdict(list)  # value -> actors
+        self.lanes = lanes(schedule, costs)
+        self.carried: list[list[TransferSpan]] = [[] for _ in self.lanes]
+        self.due: list[defaultdict[int, list[int]]] = [defaultdict(list) for _ in schedule.order]
+        for k, transfer in enumerate(schedule.transfers):
+            rank = schedule.placement[transfer.stage]
+            self.due[rank][transfer.end].append(self.values + k)
 
-    def finish(self) -> tuple[tuple[Span, ...], ...]:
-        runnable = list(range(self.schedule.ranks))
+    def finish(self) -> Timeline:
+        ranks = self.schedule.ranks
+        runnable = list(range(ranks + len(self.lanes)))
         while runnable:
-            self._advance(runnable.pop(), runnable)
+            actor = runnable.pop()
+            if actor < ranks:
+                self._advance(actor, runnable)
+            else:
+                self._carry(actor - ranks, runnable)
         if self.waiting:
             raise DeadlockError(self._blockage())
-        return tuple(tuple(spans) for spans in self.spans)
+        spans = tuple(tuple(spans) for spans in self.spans)
+        carried: list[list[TransferSpan]] = [[] for _ in range(ranks)]
+        for span in (span for lane in self.carried for span in lane):
+            carried[self.schedule.placement[span.transfer.stage]].append(span)
+        return Timeline(
+            self.schedule, self.costs, spans, tuple(tuple(own) for own in carried), tuple(self.stalled)
+        )
 
     def _advance(self, rank: int, runnable: list[int]) -> None:
-        """Runs a rank until a value is not there yet; adds the ranks that it wakes to ``runnable``."""
-        spans, ended, waiting = self.spans[rank], self.ended, self.waiting
+        """Runs a rank until a value is not there yet; adds the actors that it wakes to ``runnable``."""
+        spans, ended, waiting, due = self.spans[rank], self.ended, self.waiting, self.due[rank]
         microbatches, order = self.schedule.microbatches, self.schedule.order[rank]
         free = spans[-1].end if spans else 0.0
         for position in range(len(spans), len(order)):
@@ -62,20 +86,62 @@ class _Run:
                     return
                 if end + delay > start:
                     start = end + delay
+            if position in due:
+                ready = start
+                for value in due[position]:
+                    end = ended[value]
+                    if end is None:
+                        waiting[value].append(rank)
+                        return
+                    start = max(start, end)
+                self.stalled[rank] += start - ready
             free = start + self.durations[op.kind][op.stage]
             spans.append(Span(op, start, free))
             for section in self.sections[op.kind][op.stage]:
-                value = section * microbatches + op.microbatch
-                ended[value] = free
-                if value in waiting:
-                    runnable.extend(waiting.pop(value))
+                self._end(section * microbatches + op.microbatch, free, runnable)
+
+    def _carry(self, lane: int, runnable: list[int]) -> None:
+        """Runs one direction of a link until what a transfer waits for has not been."""
+        carried = self.carried[lane]
+        free = carried[-1].end if carried else 0.0
+        for k in self.lanes[lane][len(carried) :]:
+            transfer, start = self.schedule.transfers[k], free
+            cause = self._cause(transfer)
+            end = self.ended[cause]
+            if end is None:
+                self.waiting[cause].append(self.schedule.ranks + lane)
+                return
+            start = max(start, end)
+            free = start + transfer_seconds(transfer, self.costs)
+            carried.append(TransferSpan(transfer, start, free))
+            self._end(self.values + k, free, runnable)
+
+    def _cause(self, transfer: Transfer) -> int:
+        """A value of the op behind which a transfer may begin."""
+        order = self.schedule.order[self.schedule.placement[transfer.stage]]
+        op = order[transfer.begin - 1]
+        return self.sections[op.kind][op.stage][-1] * self.schedule.microbatches + op.microbatch
+
+    def _end(self, value: int, time: float, runnable: list[int]) -> None:
+        self.ended[value] = time
+        if value in self.waiting:
+            runnable.extend(self.waiting.pop(value))
 
     def _blockage(self) -> str:
-        waits = {rank: value for value, ranks in self.waiting.items() for rank in ranks}
+        waits = {actor: value for value, actors in self.waiting.items() for actor in actors}
         lines = [f"schedule {self.schedule.name} cannot progress:"]
-        for rank, value in sorted(waits.items()):
-            op = self.schedule.order[rank][len(self.spans[rank])]
-            source = op_of_value(value, self.schedule.microbatches)
-            home = self.schedule.placement[source.stage]
-            lines.append(f"  rank {rank}, at {op}, waits for {source} of rank {home}")
+        for actor, value in sorted(waits.items()):
+            if actor < self.schedule.ranks:
+                op = self.schedule.order[actor][len(self.spans[actor])]
+                lines.append(f"  rank {actor}, at {op}, waits for {self._name(value)}")
+            else:
+                lane = actor - self.schedule.ranks
+                transfer = self.schedule.transfers[self.lanes[lane][len(self.carried[lane])]]
+                lines.append(f"  the link, at {transfer}, waits for {self._name(value)}")
         return "\n".join(lines)
+
+    def _name(self, value: int) -> str:
+        if value >= self.values:
+            return str(self.schedule.transfers[value - self.values])
+        source = op_of_value(value, self.schedule.microbatches)
+        return f"{source} of rank {self.schedule.placement[source.stage]}"

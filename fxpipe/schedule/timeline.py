@@ -12,7 +12,8 @@ from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.critical import critical_path
 from fxpipe.schedule.exposed import exposed_communication
-from fxpipe.schedule.ops import PHASES, Op, OpKind, Schedule
+from fxpipe.schedule.ops import PHASES, Direction, Op, OpKind, Schedule, Transfer
+from fxpipe.schedule.transfers import away_bytes
 
 
 class Span(NamedTuple):
@@ -23,13 +24,27 @@ class Span(NamedTuple):
     end: float
 
 
+class TransferSpan(NamedTuple):
+    """When a link was taken by a transfer."""
+
+    transfer: Transfer
+    start: float
+    end: float
+
+
 @dataclass(frozen=True)
 class Timeline:
-    """``spans[rank]`` is what the rank ran, in order.  Times and bytes are in the units of ``costs``."""
+    """``spans[rank]`` is what the rank ran, in order.  Times and bytes are in the units of ``costs``.
+
+    ``transfers``: per rank what left it and came back.  ``stalled``: per rank the seconds in which its next
+    op waited for nothing but a transfer.
+    """
 
     schedule: Schedule
     costs: Costs
     spans: tuple[tuple[Span, ...], ...]
+    transfers: tuple[tuple[TransferSpan, ...], ...] = ()
+    stalled: tuple[float, ...] = ()
 
     @cached_property
     def seconds(self) -> float:
@@ -80,7 +95,8 @@ class Timeline:
     def memory(self) -> tuple[tuple[tuple[float, float], ...], ...]:
         """Per rank the steps of its memory: (time, bytes live from that time on).
 
-        A value that one stage of a rank hands to another of the same rank lives from op to op.
+        A value that one stage of a rank hands to another of the same rank lives from op to op.  What left
+        the rank is freed between two ops, and takes memory again from when it begins to come back.
         """
         handed: dict[Colour, list[float]] = defaultdict(list)
         placement = self.schedule.placement
@@ -88,7 +104,43 @@ class Timeline:
             if placement[edge.source.stage] == placement[edge.target.stage] and edge.bytes:
                 handed[edge.source].append(edge.bytes)
                 handed[edge.target].append(-edge.bytes)
-        return tuple(_memory(spans, self.costs, handed) for spans in self.spans)
+        own = [_memory(spans, self.costs, handed) for spans in self.spans]
+        for rank, carried in enumerate(self.transfers):
+            if carried:
+                own[rank] = _without(own[rank], self._freed(rank, carried))
+        return tuple(own)
+
+    def _freed(self, rank: int, carried: tuple[TransferSpan, ...]) -> list[tuple[float, float]]:
+        """When transfers free memory and take it again."""
+        spans, changes = self.spans[rank], []
+        for transfer, _, end in carried:
+            size = away_bytes(self.costs.stages[transfer.stage], transfer.user)
+            if transfer.direction is Direction.OUT:
+                changes.append((max(end, spans[transfer.end - 1].end), -size))
+            else:
+                changes.append((spans[transfer.begin - 1].end, size))
+        return changes
+
+    @cached_property
+    def moved(self) -> float:
+        """What leaves the ranks in a step, in the costs' unit of memory."""
+        costs = self.costs.stages
+        return sum(
+            away_bytes(costs[t.stage], t.user)
+            for t in self.schedule.transfers
+            if t.direction is Direction.OUT
+        )
+
+    @cached_property
+    def link_busy(self) -> tuple[tuple[float, float], ...]:
+        """Per rank the seconds in which its activations go out and come in."""
+        return tuple(
+            (
+                sum(end - start for t, start, end in own if t.direction is Direction.OUT),
+                sum(end - start for t, start, end in own if t.direction is Direction.IN),
+            )
+            for own in self.transfers
+        )
 
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:
@@ -132,3 +184,19 @@ def _memory(
                 live += change
                 steps.append((time, live))
     return tuple(steps)
+
+
+def _without(
+    steps: tuple[tuple[float, float], ...], freed: list[tuple[float, float]]
+) -> tuple[tuple[float, float], ...]:
+    """The steps with further changes; at one moment, what is freed goes first."""
+    before = 0.0
+    changes = freed
+    for time, live in steps:
+        changes.append((time, live - before))
+        before = live
+    live, found = 0.0, []
+    for time, change in sorted(changes):
+        live += change
+        found.append((time, live))
+    return tuple(found)

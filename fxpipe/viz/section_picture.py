@@ -24,6 +24,7 @@ SHAPES: dict[Kind, tuple[str, str]] = {
     Kind.BATCH: ("ellipse", "batch"),
     Kind.KEY: ("ellipse", "random key"),
     Kind.VALUE: ("hexagon", "value"),
+    Kind.AWAY: ("hexagon", "value that may leave"),
     Kind.LOSS: ("doubleoctagon", "loss"),
     Kind.COUNT: ("doubleoctagon", "count"),
     Kind.GRADIENT: ("cylinder", "gradient so far of"),
@@ -119,7 +120,7 @@ def _input(dot: graphviz.Digraph, node: fx.Node, value: Value) -> None:
 
 def _output(dot: graphviz.Digraph, node: fx.Node, value: Value, readers: list[Colour]) -> None:
     shape, kind = SHAPES[value.kind]
-    if value.kind is Kind.VALUE:
+    if value.kind in (Kind.VALUE, Kind.AWAY):
         kind = f"to {', '.join(f'stage {c.stage} {c.phase}' for c in readers)}"
     size = bytes_text(node_bytes(node))
     name = f"out_{value.kind}_{value.name}"

@@ -1,0 +1,88 @@
+"""Values that F saves may leave the rank until B or W needs them.
+
+needs:  everything else is done: accumulation fused, cheap values repeated where that is better
+before: gelu (F) ──► gelu_backward (B);   view (F) ──► addmm_ (W)
+after:  gelu (F) ──► offload (F) ──► reload (B) ──► gelu_backward (B)
+        relu (F) ──► offload (F) ──► reload (W) ──► view (W) ──► addmm_ (W)
+
+A storage goes once, however many views of it were saved: they are made again of what came back.  What both
+gradients need comes back in B, which hands it on.  For which microbatches anything leaves, and when, is the
+schedule's: without a transfer the two nodes change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import fx
+
+from fxpipe.graph import Colour, Phase, offload, reload
+from fxpipe.values import call_nodes, root_within
+
+
+def let_leave(graph: fx.Graph, stage: int, user: Phase, roots: Iterable[fx.Node]) -> None:
+    """Put ``offload`` behind each of these values of a stage's F, and ``reload`` before their first ``user``.
+
+    user: B, or W for what B does not need.
+    """
+    for root in roots:
+        _let_leave(graph, stage, user, root)
+
+
+def _let_leave(graph: fx.Graph, stage: int, user: Phase, root: fx.Node) -> None:
+    behind = (Phase.B, Phase.W)
+    users = [
+        node
+        for node in call_nodes(graph)
+        if node.meta["colour"].stage == stage
+        and node.meta["colour"].phase in behind
+        and any(_is_saved(n, root, stage) for n in node.all_input_nodes)
+    ]
+    with graph.inserting_after(root):
+        away = graph.create_node("call_function", offload, (root,), name=f"{root.name}_away")
+    away.meta = {**root.meta, "colour": Colour(stage, Phase.F)}
+    with graph.inserting_before(users[0]):
+        back = graph.create_node("call_function", reload, (away,), name=f"{root.name}_back")
+    back.meta = {**root.meta, "colour": Colour(stage, user)}
+    again: dict[tuple[fx.Node, Colour], fx.Node] = {}
+    views: set[fx.Node] = set()
+    for node in users:
+        for value in node.all_input_nodes:
+            if _is_saved(value, root, stage):
+                node.replace_input_with(value, _view(value, root, back, node, again))
+                views.add(value)
+    for view in views - {root}:
+        while not view.users and view is not root:
+            view, dead = view.all_input_nodes[0], view
+            graph.erase_node(dead)
+
+
+def _is_saved(node: fx.Node, root: fx.Node, stage: int) -> bool:
+    """Whether a value is the root, or a view of it that F made."""
+    if node is root:
+        return True
+    if node.op != "call_function" or node.meta["colour"] != Colour(stage, Phase.F):
+        return False
+    return node.target not in (offload, reload) and root_within(node, stage) is root
+
+
+def _view(
+    value: fx.Node,
+    root: fx.Node,
+    back: fx.Node,
+    user: fx.Node,
+    again: dict[tuple[fx.Node, Colour], fx.Node],
+) -> fx.Node:
+    """The same view of what came back, in the section of its user."""
+    if value is root:
+        return back
+    colour = user.meta["colour"]
+    known = again.get((value, colour))
+    if known is not None:
+        return known
+    source = _view(value.all_input_nodes[0], root, back, user, again)
+    with value.graph.inserting_before(user):
+        view = value.graph.node_copy(value, lambda _: source)
+    view.meta["colour"] = colour
+    again[value, colour] = view
+    return view

@@ -1,0 +1,214 @@
+"""Where activations go between F and B or W: to pinned memory beside a GPU, or to a file.
+
+Both ways are open at once, and neither holds up the program: it only waits where it says so, for at most
+the time limit.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+
+from fxpipe.errors import RunError
+from fxpipe.runtime.process import TIMEOUT
+
+Tier = Literal["host", "disk"]
+TIERS: tuple[Tier, ...] = ("host", "disk")
+
+ALIGNMENT = 512  # bytes, of every tensor's place
+
+
+def aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def default_tier(device: torch.device) -> Tier:
+    return "host" if device.type == "cuda" else "disk"
+
+
+def check_tier(tier: Tier, device: torch.device, directory: Path | None) -> None:
+    """Raises RunError where activations of this device cannot go there.
+
+    directory: of the disk tier; the system's for temporary files where it is None.
+    """
+    if (tier == "host") != (device.type == "cuda"):
+        raise RunError(
+            f"Activations on {device.type} cannot be offloaded to the tier {tier!r}: 'host' is beside a GPU, "
+            "'disk' beside the CPU."
+        )
+    directory = directory or Path(tempfile.gettempdir())
+    if tier == "disk" and not (directory.is_dir() and os.access(directory, os.W_OK)):
+        raise RunError(f"{directory} is no directory that can be written to: activations cannot go there.")
+
+
+def open_store(tier: Tier, size: int, directory: Path | None, device: torch.device) -> Store:
+    """A pool of so many bytes; see ``check_tier``."""
+    check_tier(tier, device, directory)
+    if tier == "host":
+        return Host(size, device)
+    return Disk(directory or Path(tempfile.gettempdir()), size, TIMEOUT)
+
+
+class Store(Protocol):
+    """A pool of bytes beside a device.  Tensors are flat and contiguous, of bytes."""
+
+    def write(self, tensor: torch.Tensor, at: int) -> Any:
+        """Start to copy a tensor there; return what to wait for."""
+        ...
+
+    def read(self, tensor: torch.Tensor, at: int, written: Any) -> Any:
+        """Start to copy from there, once what was written is there; return what to wait for."""
+        ...
+
+    def wait(self, ticket: Any) -> None:
+        """What the program does next sees the copy done."""
+        ...
+
+
+@dataclass(eq=False)
+class _Item:
+    """One tensor that is away; ``tensor`` is let go of when it has left, and there again on its way back."""
+
+    tensor: torch.Tensor | None
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    at: int
+    ticket: Any
+
+
+class Away:
+    """One rank's way to its pool.  The lists that it is given hold tensors, or what stands for them."""
+
+    def __init__(self, store: Callable[[], Store], device: torch.device) -> None:
+        self._open, self._device = store, device
+        self._store: Store | None = None
+
+    @property
+    def store(self) -> Store:
+        if self._store is None:
+            self._store = self._open()
+        return self._store
+
+    def offload(self, values: list[Any], at: int) -> None:
+        for k, tensor in enumerate(values):
+            flat = _bytes_of(tensor)
+            ticket = self.store.write(flat, at)
+            values[k] = _Item(tensor, tensor.shape, tensor.stride(), tensor.dtype, at, ticket)
+            at += aligned(flat.numel())
+
+    def offloaded(self, values: list[Any]) -> None:
+        for item in values:
+            self.store.wait(item.ticket)
+            item.tensor = None
+
+    def reload(self, values: list[Any]) -> None:
+        for item in values:
+            tensor = torch.empty_strided(item.shape, item.stride, dtype=item.dtype, device=self._device)
+            item.tensor = tensor
+            item.ticket = self.store.read(_bytes_of(tensor), item.at, item.ticket)
+
+    def reloaded(self, values: list[Any]) -> None:
+        for k, item in enumerate(values):
+            self.store.wait(item.ticket)
+            values[k] = item.tensor
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a dense tensor."""
+    size = tensor.numel() * tensor.element_size()
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    offset = tensor.storage_offset() * tensor.element_size()
+    return flat.set_(tensor.untyped_storage(), offset, (size,), (1,))
+
+
+class Disk:
+    """A file without a name in a directory: it is gone when the process is, however that ends.
+
+    Its room is taken at once.  It is read and written, not mapped: a page that cannot be read would end the
+    process without a word, and a mapped file counts as resident memory.
+    """
+
+    def __init__(self, directory: Path, size: int, timeout: timedelta) -> None:
+        self._directory, self._timeout = directory, timeout.total_seconds()
+        try:
+            self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - as long as self
+            os.posix_fallocate(self._file.fileno(), 0, max(size, 1))
+        except OSError as error:
+            raise RunError(f"No file of {size} bytes for activations in {directory}: {error}") from error
+        self._out, self._in = (ThreadPoolExecutor(1, f"fxpipe-{way}") for way in ("offload", "reload"))
+
+    def write(self, tensor: torch.Tensor, at: int) -> Future[None]:
+        return self._out.submit(self._write, [tensor], at)
+
+    def read(self, tensor: torch.Tensor, at: int, written: Future[None]) -> Future[None]:
+        return self._in.submit(self._read, [tensor], at, written)
+
+    def wait(self, ticket: Future[None]) -> None:
+        try:
+            ticket.result(self._timeout)
+        except TimeoutError as error:
+            raise RunError(f"{self._directory} did not move an activation in {self._timeout:g} s") from error
+        except OSError as error:
+            raise RunError(f"Activations could not be moved to or from {self._directory}: {error}") from error
+
+    # The tensor is handed over in a list, so that nobody holds it any more when its future is done.
+
+    def _write(self, handed: list[torch.Tensor], at: int) -> None:
+        data = memoryview(handed.pop().numpy())  # type: ignore[arg-type]
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self._file.fileno(), data[done:], at + done)
+
+    def _read(self, handed: list[torch.Tensor], at: int, written: Future[None]) -> None:
+        data = memoryview(handed.pop().numpy())  # type: ignore[arg-type]
+        written.result(self._timeout)
+        done = 0
+        while done < len(data):
+            moved = os.preadv(self._file.fileno(), [data[done:]], at + done)
+            if not moved:
+                raise OSError(f"its file ends {len(data) - done} bytes early")
+            done += moved
+
+
+class Host:
+    """Pinned memory, and a stream for each direction.
+
+    A tensor is held until the device's own stream has been told to wait for its copy, so its memory is never
+    given to another while a copy goes on; the host never waits.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._pool = torch.empty(max(size, 1), dtype=torch.uint8, pin_memory=True)
+        self._device = device
+        self._out, self._in = (torch.cuda.Stream(device) for _ in range(2))
+
+    def write(self, tensor: torch.Tensor, at: int) -> torch.cuda.Event:
+        return self._copy(self._out, self._place(tensor, at), tensor)
+
+    def read(self, tensor: torch.Tensor, at: int, written: torch.cuda.Event) -> torch.cuda.Event:
+        self._in.wait_event(written)
+        return self._copy(self._in, tensor, self._place(tensor, at))
+
+    def wait(self, ticket: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self._device).wait_event(ticket)
+
+    def _place(self, tensor: torch.Tensor, at: int) -> torch.Tensor:
+        return self._pool[at : at + tensor.numel()]
+
+    def _copy(self, side: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event:
+        # The stream that made the source, or last used the target's memory: asked for before the side
+        # stream is entered, where the answer would be that one.
+        ready = torch.cuda.current_stream(self._device).record_event()
+        with torch.cuda.stream(side):
+            side.wait_event(ready)
+            target.copy_(source, non_blocking=True)
+            return side.record_event()

@@ -1,0 +1,38 @@
+"""Where what is away lies: one pool a rank, filled by first fit in the order of the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fxpipe.graph import Phase
+from fxpipe.schedule.ops import Activation, Direction, Schedule
+
+
+@dataclass(frozen=True)
+class Pool:
+    """``bytes`` in all, and the offset of each activation."""
+
+    bytes: int
+    places: Mapping[Activation, int]
+
+
+def pools(schedule: Schedule, sizes: Mapping[tuple[int, Phase], int]) -> tuple[Pool, ...]:
+    """Per rank.  ``sizes``: bytes of what leaves a stage, by stage and user."""
+    until = {t.activation: t.end for t in schedule.transfers if t.direction is Direction.IN}
+    ends, places = [0] * schedule.ranks, [dict[Activation, int]() for _ in range(schedule.ranks)]
+    taken: list[list[tuple[int, int, int]]] = [[] for _ in range(schedule.ranks)]  # begin, end, until when
+    for transfer in sorted(schedule.transfers, key=lambda t: t.begin):
+        if transfer.direction is Direction.IN:
+            continue
+        rank, size = schedule.placement[transfer.stage], sizes[transfer.stage, transfer.user]
+        live = sorted(region for region in taken[rank] if region[2] >= transfer.begin)
+        at = 0
+        for begin, end, _ in live:
+            if at + size <= begin:
+                break
+            at = max(at, end)
+        taken[rank] = [*live, (at, at + size, until[transfer.activation])]
+        places[rank][transfer.activation] = at
+        ends[rank] = max(ends[rank], at + size)
+    return tuple(Pool(end, own) for end, own in zip(ends, places, strict=True))

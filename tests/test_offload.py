@@ -1,0 +1,311 @@
+"""Activations that leave their rank: the same bits, less memory, limits that are kept, what is refused."""
+
+from __future__ import annotations
+
+import errno
+import os
+from itertools import combinations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import MODELS
+from test_schedule_offload import timeline
+from torch import fx, nn
+
+import fxpipe
+import fxpipe.departures
+from fxpipe.errors import RunError, ScheduleError, VerifyError
+from fxpipe.graph import Phase, offload, reload
+from fxpipe.runtime.away import Away, Disk
+from fxpipe.runtime.process import TIMEOUT
+from fxpipe.schedule.offload import offload as plan_offload
+from fxpipe.schedule.ops import Direction
+from fxpipe.schedule.pool import pools
+from fxpipe.values import call_nodes, storage_root
+from fxpipe.verify import verify
+
+MICROBATCHES = 8
+FAST = 1e12  # bytes a second: the tests' models are small, and so are the times that a transfer has
+
+
+@pytest.fixture(autouse=True)
+def small_values_too(monkeypatch):
+    monkeypatch.setattr(fxpipe.departures, "SMALLEST", 1)
+
+
+def compiled(name: str, schedule: str = "1f1b", **options) -> fxpipe.Pipeline:
+    options = {"ranks": 2, "offload_bandwidth": FAST, **options}
+    return fxpipe.compile(
+        MODELS[name].build(), MODELS[name].example(), microbatches=MICROBATCHES, schedule=schedule, **options
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "options"),
+    [
+        ("gpt2", "1f1b", {"ranks": 3}),
+        ("llama", "zb-h1", {"ranks": 4, "offload": 0.7}),
+        ("mixtral", "zb-v", {"recompute": "norms"}),
+        ("t5", "interleaved", {}),
+        ("gpt2", "gis", {"vocab_parallel": "1-barrier"}),
+        ("t5", "zb-h1", {"vocab_parallel": "2-barrier", "recompute": "full"}),
+    ],
+)
+def test_the_same_bits_from_less_memory(name, schedule, options):
+    batch = MODELS[name].data(MICROBATCHES)
+    plain = compiled(name, schedule, **{**options, "offload": False})
+    light = compiled(name, schedule, **{"offload": True, **options})
+    expected = plain.run_local(batch)
+    found = light.run_local(batch, measure_memory=True)
+    assert light.plan.transfers
+    assert torch.equal(found.loss, expected.loss)
+    assert found.grads.keys() == expected.grads.keys()
+    assert all(torch.equal(found.grads[key], grad) for key, grad in expected.grads.items())
+    before, after = plain.simulate(), light.simulate()
+    assert after.seconds == pytest.approx(before.seconds)
+    assert sum(after.peak_memory) < 0.97 * sum(before.peak_memory)
+    for measured, simulated in zip(found.peak_saved, after.peak_memory, strict=True):
+        assert measured <= simulated + 0.05 * max(before.peak_memory)
+
+
+def test_a_storage_leaves_once_and_comes_back_where_it_is_needed():
+    pipe = compiled("llama", "zb-h1", offload=True, ranks=3)
+    nodes = call_nodes(pipe.graph)
+    leaving = [n for n in nodes if n.target is offload]
+    back = {n.args[0]: n for n in nodes if n.target is reload}
+    assert set(leaving) == set(back)
+    stages = {t.stage for t in pipe.plan.transfers}
+    assert {n.meta["colour"].stage for n in leaving} == stages
+    per_stage = [(n.meta["colour"].stage, storage_root(n)) for n in leaving]
+    assert len(per_stage) == len(set(per_stage))
+    users = {n: {u.meta["colour"].phase for u in back[n].users} for n in leaving}
+    assert all(back[n].meta["colour"].phase in users[n] for n in leaving)
+    assert all(Phase.B not in users[n] for n in leaving if back[n].meta["colour"].phase is Phase.W)
+    assert {t.user for t in pipe.plan.transfers} == {Phase.B, Phase.W}
+
+
+def test_the_graph_must_match():
+    pipe = compiled("llama", offload=True)
+    first = next(n for n in call_nodes(pipe.graph) if n.target is offload)
+    (back,) = first.users
+    copy = fx.Graph()
+    values = {}
+    result = copy.graph_copy(pipe.graph, values)
+    copy.output(result)
+    verify(copy, "nothing")
+    values[back].meta["colour"] = values[first].meta["colour"]
+    with pytest.raises(VerifyError, match=f"After nothing: {first.name} is reloaded in"):
+        verify(copy, "nothing")
+    values[back].args = (values[first.args[0]],)
+    with pytest.raises(VerifyError, match=f"{first.name} must be offloaded in F and reloaded once"):
+        verify(copy, "nothing")
+
+
+def weights(pipe: fxpipe.Pipeline) -> list[int]:
+    """Per rank the bytes that are there whatever runs."""
+    known = {**pipe.parameters, **pipe.buffers}
+    return [
+        sum(known[name].nbytes for name in (*held.parameters, *held.gradients, *held.buffers))
+        for held in pipe.plan.tensors
+    ]
+
+
+def keeps(pipe: fxpipe.Pipeline, limit: float) -> bool:
+    return all(
+        peak + held <= limit for peak, held in zip(pipe.simulate().peak_memory, weights(pipe), strict=True)
+    )
+
+
+def test_auto_moves_as_much_as_the_limit_asks_for():
+    roomy = compiled("llama", "gpipe")
+    held, peak = max(weights(roomy)), max(roomy.simulate().peak_memory)
+    limit = held + 0.5 * peak
+    loose = compiled("llama", "gpipe", offload="auto", memory_limit=held + 1.01 * peak)
+    tight = compiled("llama", "gpipe", offload="auto", memory_limit=limit)
+    assert not loose.plan.transfers
+    assert tight.plan.transfers
+    assert tight.simulate().seconds == pytest.approx(roomy.simulate().seconds)
+    assert keeps(tight, limit)
+    found = tight.run_local(MODELS["llama"].data(MICROBATCHES), measure_memory=True)
+    assert max(found.peak_saved) <= 0.6 * peak
+    with pytest.raises(
+        ScheduleError, match=r"gpipe cannot be offloaded into .*; the smallest that it can keep"
+    ):
+        compiled("llama", "gpipe", offload="auto", memory_limit=held + 0.01 * peak)
+
+
+def test_the_planner_offloads_where_that_is_faster():
+    roomy = compiled("llama", "interleaved")
+    limit = max(weights(roomy)) + 0.65 * max(roomy.simulate().peak_memory)
+    slow, fast = (
+        compiled("llama", "auto", stages_per_rank=2, placement="plain", offload=o, memory_limit=limit)
+        for o in (False, "auto")
+    )
+    assert fast.plan.transfers
+    assert fast.simulate().seconds < 0.9 * slow.simulate().seconds
+    assert keeps(fast, limit)
+    fitting = [attempt for attempt in fast.plan.tried if attempt.seconds is not None]
+    assert {attempt.moved > 0 for attempt in fitting} == {True, False}
+
+
+def test_saved_and_loaded(tmp_path):
+    pipe = compiled("gpt2", offload=True)
+    batch = MODELS["gpt2"].data(MICROBATCHES)
+    expected = pipe.run_local(batch)
+    pipe.save(tmp_path / "pipe")
+    (tmp_path / "away").mkdir()
+    again = fxpipe.load(tmp_path / "pipe", offload_directory=tmp_path / "away")
+    assert again.plan == pipe.plan
+    assert again.simulate().peak_memory == pipe.simulate().peak_memory
+    found = again.run_local(batch)
+    assert all(torch.equal(found.grads[name], grad) for name, grad in expected.grads.items())
+    assert list((tmp_path / "away").iterdir()) == []
+    lost = fxpipe.load(tmp_path / "pipe", offload_directory=tmp_path / "nowhere")
+    with pytest.raises(RunError, match="nowhere is no directory that can be written to"):
+        lost.run_local(batch)
+
+
+def test_costs_at_other_lengths():
+    pipe = compiled("llama", offload=True, dimensions={"sequence": 10})
+    assert pipe.simulate({"sequence": 10}).peak_memory == pytest.approx(pipe.simulate().peak_memory)
+    longer = pipe.simulate({"sequence": 40})
+    assert longer.moved == pytest.approx(4 * pipe.simulate().moved, rel=0.5)
+    assert longer.moved > 3 * pipe.simulate().moved
+
+
+# -- what goes wrong ----------------------------------------------------------------------------------------
+
+
+def fails(code: int):
+    def function(*args, **kwargs):
+        raise OSError(code, os.strerror(code))
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("function", "replacement", "message"),
+    [
+        ("posix_fallocate", fails(errno.ENOSPC), r"No file of \d+ bytes for activations .*No space left"),
+        ("pwrite", fails(errno.EIO), "Activations could not be moved to or from .*Input/output error"),
+        ("preadv", fails(errno.EIO), "Activations could not be moved to or from .*Input/output error"),
+        ("preadv", lambda *args: 0, r"its file ends \d+ bytes early"),
+    ],
+)
+def test_a_disk_that_fails(function, replacement, message, monkeypatch):
+    pipe = compiled("gpt2", offload=True)
+    monkeypatch.setattr(os, function, replacement)
+    with pytest.raises(RunError, match=message):
+        pipe.run_local(MODELS["gpt2"].data(MICROBATCHES))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"offload": "some"}, "offload is 'some' and must be True, False, 'auto', or a share from 0 to 1"),
+        ({"offload": 1.5}, "offload is 1.5 and must be"),
+        ({"offload": -0.1}, "offload is -0.1 and must be"),
+        ({"offload": "auto"}, "offload='auto' moves as much as memory_limit asks for: give one"),
+        ({"offload": True, "gradients": False}, "Without gradients nothing is saved: leave out offload"),
+        ({"offload": True, "offload_tier": "tape"}, "offload_tier is 'tape' and must be 'host' or 'disk'"),
+        ({"offload": True, "offload_bandwidth": -1}, "offload_bandwidth is -1 and must be bytes a second"),
+        ({"offload": 0.5, "memory_limit": 1}, "parameters, gradients and buffers of rank 1 alone take"),
+    ],
+)
+def test_what_cannot_be_asked_for(options, message):
+    with pytest.raises(ScheduleError, match=message):
+        compiled("gpt2", **options)
+
+
+def test_places_that_activations_cannot_go_to(tmp_path):
+    with pytest.raises(RunError, match="cpu cannot be offloaded to the tier 'host': 'host' is beside a GPU"):
+        compiled("gpt2", offload=True, offload_tier="host")
+    with pytest.raises(RunError, match="nowhere is no directory that can be written to"):
+        compiled("gpt2", offload=True, offload_directory=tmp_path / "nowhere")
+
+
+def test_a_share_that_does_not_keep_the_limit():
+    roomy = compiled("llama")
+    limit = max(weights(roomy)) + 0.6 * max(roomy.simulate().peak_memory)
+    with pytest.raises(ScheduleError, match=r"with 10% to offload takes \d.*Offload more, or 'auto'"):
+        compiled("llama", offload=0.1, memory_limit=limit)
+
+
+# -- where it goes ------------------------------------------------------------------------------------------
+
+
+def test_what_comes_back_from_disk_is_what_went(tmp_path):
+    away = Away(lambda: Disk(tmp_path, 1 << 16, TIMEOUT), torch.device("cpu"))
+    given = [
+        torch.randn(3, 5),
+        torch.randn(4, 6, dtype=torch.bfloat16).t(),
+        torch.arange(7),
+        torch.randn(2, 3, 4).permute(2, 0, 1),
+        torch.tensor(1.5, dtype=torch.float64),
+        torch.randn(20)[5:9],
+    ]
+    values, other = [*given], [torch.ones(9)]
+    away.offload(values, at=0)
+    away.offload(other, at=1 << 15)
+    away.offloaded(values)
+    assert not any(isinstance(value, torch.Tensor) for value in values)
+    away.reload(values)
+    away.reloaded(values)
+    assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(values, given, strict=True))
+    assert list(tmp_path.iterdir()) == []
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.sampled_from(["1f1b", "zb-h1", "interleaved", "gis"]),
+    st.integers(1, 4),
+    st.integers(1, 10),
+    st.floats(0, 0.5),
+)
+def test_places_in_the_pool_do_not_overlap_while_they_are_needed(name, ranks, microbatches, k):
+    chunks = 2 if name in ("interleaved", "gis") else 1
+    schedule = plan_offload(timeline(name, ranks, microbatches, chunks, k, kept=0.5), 1.0).timeline.schedule
+    sizes = {(s, u): 10 + s + 3 * (u is Phase.W) for s in range(schedule.stages) for u in (Phase.B, Phase.W)}
+    found = pools(schedule, sizes)
+    times: dict[int, list] = {rank: [] for rank in range(ranks)}
+    out = {t.activation: t.begin for t in schedule.transfers if t.direction is Direction.OUT}
+    for t in schedule.transfers:
+        if t.direction is Direction.IN:
+            rank = schedule.placement[t.stage]
+            at = found[rank].places[t.activation]
+            end = at + sizes[t.stage, t.user]
+            assert 0 <= at < end <= found[rank].bytes
+            times[rank].append((out[t.activation], t.end, at, end))
+    for own in times.values():
+        for (a, b, low, high), (c, d, begin, end) in combinations(own, 2):
+            assert b < c or d < a or high <= begin or end <= low
+
+
+class Reused(nn.Module):
+    """A value that W alone needs in one place and B in another, and an expanded one that is not dense."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        y = torch.tanh(self.a(x))
+        z = y * y[:, :1].expand(-1, 8)
+        return (self.b(z.view(-1, 8)) * self.c(y).relu()).square().mean()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_views_and_values_with_two_uses(schedule):
+    torch.manual_seed(0)
+    model, example = nn.Sequential(nn.Linear(8, 8), Reused()), (torch.randn(4, 8),)
+    options = {"ranks": 1, "microbatches": 4, "schedule": "gpipe" if schedule == "1f1b" else schedule}
+    plain, light = (
+        fxpipe.compile(model, example, offload=share, offload_bandwidth=FAST, **options)
+        for share in (False, True)
+    )
+    batch = (torch.randn(16, 8),)
+    expected, found = plain.run_local(batch), light.run_local(batch)
+    assert (len(light.plan.transfers) > 0) == (schedule == "1f1b")
+    assert all(torch.equal(found.grads[name], grad) for name, grad in expected.grads.items())
