@@ -5,7 +5,9 @@ Run as a script under torchrun, this file is a rank: ``test_gpu.py DIRECTORY`` w
 
 from __future__ import annotations
 
+import random
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from torch.utils import _pytree as pytree
 from zoo import Shape, eager, relative_error, too_far
 
 import fxpipe
+from fxpipe.runtime.away import Away, Host, aligned
 
 pytestmark = [
     pytest.mark.gpu,
@@ -140,6 +143,140 @@ def test_measured_costs_schedule_a_model_on_the_gpu():
     expected = eager(model, batch, MICROBATCHES, own_loss)
     assert too_far(pipe.run_local(batch).grads, expected.grads, 1e-4) == {}
     assert all(stage.costs.forward > 0 for stage in pipe.stages)
+
+
+class Wide(nn.Module):
+    """Products and elementwise ops alone, whose gradients do not depend on the order that threads come in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(256, 256) for _ in range(8)])
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.nn.functional.gelu(layer(x))
+        return (x - y).square().mean()
+
+
+@pytest.mark.parametrize("share", [True, 0.5])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_offloaded_to_the_host_the_same_bits(shape, share):
+    torch.manual_seed(0)
+    model = Wide().cuda()
+    batch = on_gpu({name: torch.randn(MICROBATCHES * 512, 256) for name in "xy"})
+    example = {name: value[:512] for name, value in batch.items()}
+
+    def compiled(offload: bool | float) -> fxpipe.Pipeline:
+        return fxpipe.compile(
+            model,
+            example,
+            ranks=SHAPES[shape].ranks,
+            microbatches=MICROBATCHES,
+            schedule=SHAPES[shape].schedule,
+            stages_per_rank=SHAPES[shape].stages_per_rank,
+            placement=SHAPES[shape].placement,
+            offload=offload,
+            offload_bandwidth=1e12,
+        )
+
+    expected = compiled(False).run_local(batch)
+    pipe = compiled(share)
+    assert pipe.simulate().moved > 0
+    for _ in range(3):
+        found = pipe.run_local(batch)
+        assert torch.equal(found.loss, expected.loss)
+        assert found.grads.keys() == expected.grads.keys()
+        assert [n for n, g in found.grads.items() if not torch.equal(g, expected.grads[n])] == []
+
+
+#: Of the tensors of an activation: some do not begin or end where memory is aligned, some are transposed.
+LAYOUTS = (((1 << 18,), torch.uint8), ((257, 1023), torch.float32), ((3, 5, 7), torch.bfloat16))
+FILLED_WITH = 0xFF  # a NaN, of any floating type
+
+
+def pattern(number: int, device: str) -> list[torch.Tensor]:
+    """The tensors of an activation, other bits for every number."""
+    tensors = []
+    for k, (shape, dtype) in enumerate(LAYOUTS):
+        size = torch.Size(shape).numel() * dtype.itemsize
+        bits = (torch.arange(size, device=device) * (2 * number + 1) + k + number).to(torch.uint8)
+        tensor = bits.view(dtype).view(shape)
+        tensors.append(tensor.mT if len(shape) == 2 else tensor)
+    return tensors
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """On the device, so that nothing waits."""
+    assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+    a, b = (x.mT if x.ndim == 2 else x for x in (a, b))
+    return (a.view(torch.uint8) == b.view(torch.uint8)).all()
+
+
+def write_over_what_is_free(tensors: list[torch.Tensor]) -> None:
+    """Let go of the tensors and fill, on the device's own stream, memory of the same sizes."""
+    sizes = [t.numel() * t.element_size() for t in tensors]
+    device = tensors[0].device
+    tensors.clear()
+    kept = [torch.full((size,), FILLED_WITH, dtype=torch.uint8, device=device) for size in sizes * 2]
+    del kept
+
+
+def move_at_random(away: Away, device: str, rng: random.Random, moves: int, late: Callable[[], None]) -> bool:
+    """Activations go and come back in any order, many at a time; whether all came back as they went.
+
+    Places are given to others as soon as their activation is back, and memory is written over as soon as
+    it is let go of.
+    """
+    size = sum(aligned(t.numel() * t.element_size()) for t in pattern(0, device))
+    places = [k * size for k in range(PLACES)]
+    flows: list[tuple[int, int, list, str]] = []  # number, place, values, what was done last
+    right: list[torch.Tensor] = []
+    number = 0
+    while number < moves or flows:
+        late()
+        if number < moves and places and (not flows or rng.random() < 0.4):
+            place = places.pop(rng.randrange(len(places)))
+            values: list = pattern(number, device)
+            away.offload(values, at=place)
+            flows.append((number, place, values, "offload"))
+            number += 1
+            continue
+        which, place, values, done = flows.pop(rng.randrange(len(flows)))
+        if done == "offload":
+            away.offloaded(values)
+            write_over_what_is_free(pattern(which + 1, device))
+            flows.append((which, place, values, "offloaded"))
+        elif done == "offloaded":
+            away.reload(values)
+            flows.append((which, place, values, "reload"))
+        else:
+            away.reloaded(values)
+            right += map(same_bits, values, pattern(which, device))
+            write_over_what_is_free(values)
+            places.append(place)
+    return bool(torch.stack(right).all()) and len(right) == moves * len(LAYOUTS)
+
+
+PLACES, MOVES = 6, 200
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_copies_beside_the_device_keep_their_order(monkeypatch, seed):
+    """However late each of the streams is."""
+    made = [torch.cuda.current_stream()]
+    real = torch.cuda.Stream
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "Stream", lambda *a, **k: made.append(real(*a, **k)) or made[-1])
+        host = Host(PLACES << 21, torch.device("cuda"))
+    assert len(made) == 3
+    rng = random.Random(seed)
+
+    def late() -> None:
+        with torch.cuda.stream(rng.choice(made)):
+            torch.cuda._sleep(rng.choice((0, 10_000, 1_000_000)))
+
+    away = Away(lambda: host, torch.device("cuda"))
+    assert move_at_random(away, "cuda", rng, MOVES, late)
 
 
 def test_two_processes_share_the_gpu_through_gloo(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from itertools import combinations
 
@@ -16,6 +17,7 @@ from torch import fx, nn
 
 import fxpipe
 import fxpipe.departures
+from fxpipe.cli.command import main
 from fxpipe.errors import RunError, ScheduleError, VerifyError
 from fxpipe.graph import Phase, offload, reload
 from fxpipe.runtime.away import Away, Disk
@@ -136,7 +138,7 @@ def test_auto_moves_as_much_as_the_limit_asks_for():
         compiled("llama", "gpipe", offload="auto", memory_limit=held + 0.01 * peak)
 
 
-def test_the_planner_offloads_where_that_is_faster():
+def test_the_planner_offloads_where_that_is_faster(tmp_path, capsys):
     roomy = compiled("llama", "interleaved")
     limit = max(weights(roomy)) + 0.65 * max(roomy.simulate().peak_memory)
     slow, fast = (
@@ -148,6 +150,16 @@ def test_the_planner_offloads_where_that_is_faster():
     assert keeps(fast, limit)
     fitting = [attempt for attempt in fast.plan.tried if attempt.seconds is not None]
     assert {attempt.moved > 0 for attempt in fitting} == {True, False}
+    fast.save(tmp_path / "fast")
+    capsys.readouterr()
+    assert main(["explain", str(tmp_path / "fast")]) == 0
+    told = capsys.readouterr().out
+    assert "offloaded" in told
+    assert "leave the ranks in a step" in told
+    assert main(["simulate", "--costs", str(tmp_path / "fast"), "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["peak_memory"] == list(fast.simulate().peak_memory)
+    assert sum(map(len, figures["offload"]["transfers"])) == len(fast.plan.transfers)
 
 
 def test_saved_and_loaded(tmp_path):

@@ -304,6 +304,14 @@ def test_ranks_end_even_if_the_failing_one_lives_on(tmp_path):
     assert seconds_to_end(tmp_path, run) < 10
 
 
+def test_a_disk_that_fails_on_one_rank(tmp_path):
+    run = start("disk_fails", 3, tmp_path)
+    assert run.code == 0, run
+    for rank, message in enumerate(text(tmp_path, "disk", 3)):
+        assert message.startswith("RunError: Activations" if rank == 2 else "RunError: Rank 2 failed in ")
+        assert "bytes early" in message
+
+
 def test_a_rank_that_is_killed(tmp_path):
     run = start("killed", 3, tmp_path)
     assert run.code != 0

@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 import fxpipe
+import fxpipe.departures
 from fxpipe.errors import FxpipeError
 from fxpipe.graph import Colour, Phase
 from fxpipe.schedule.costs import StageCost, chain
 from fxpipe.schedule.families import build
+from fxpipe.schedule.offload import offload, with_link
 from fxpipe.schedule.ops import Schedule, parse_order
 from fxpipe.schedule.simulator import simulate
 from fxpipe.sections import messages
@@ -244,6 +246,37 @@ def test_later_stages_of_a_rank_are_paler_and_named():
     looks = [look for look, *_ in rectangles(svg)]
     assert looks == ["F", "F late", "BW late", "BW", "F", "F late", "BW late", "BW"]
     assert "3.0" in texts(svg)
+
+
+def test_transfers_have_lanes_of_their_own():
+    costs = with_link(chain([StageCost(1, 1, 1, 1, 0.5)] * 4), 0.2)
+    whole = simulate(build("1f1b", ranks=4, microbatches=8, costs=costs), costs)
+    moved = offload(whole, 1.0).timeline
+    plain, drawn = (ET.fromstring(timeline_svg(t, "Net", PLAIN)) for t in (whole, moved))
+    for direction in ("offload", "reload"):
+        shown = [r for r in drawn.iter(f"{SVG}rect") if r.get("class") == direction]
+        transfers = [t for own in moved.transfers for t in own if t.transfer.direction == direction]
+        assert len(shown) == len(transfers) + 1 > 1  # one in the key
+        assert not [r for r in plain.iter(f"{SVG}rect") if r.get("class") == direction]
+    heights = [float(svg.get("height")) for svg in (plain, drawn)]
+    assert heights[1] > heights[0]
+
+
+def test_what_may_leave_is_seen_in_the_graph(monkeypatch):
+    monkeypatch.setattr(fxpipe.departures, "SMALLEST", 1)
+    model, example = nn.Sequential(Block(4), Block(4), Block(4)), (torch.randn(8, 4),)
+    options = {"ranks": 1, "microbatches": 4, "schedule": "gpipe", "loss_fn": lambda y, x: y.sum()}
+    light = fxpipe.compile(model, example, offload=True, offload_bandwidth=1e12, **options)
+    flows = collapse(light.graph).flows
+    away = [flow for flow in flows if flow.away]
+    assert {(flow.source.colour.phase, flow.target.colour.phase) for flow in away} == {(F, B), (F, W)}
+    assert all(flow.away <= flow.bytes for flow in away)
+    cost = light.plan.costs.stages[0]
+    assert sum(flow.away for flow in away) == cost.away + cost.away_for_weight
+    source = graph_picture(collapse(light.graph), ("Net",), (("stage 0",),)).source
+    assert "of it may leave the rank" in source
+    assert "purple, dashed" in source
+    assert not any(f.away for f in collapse(fxpipe.compile(model, example, **options).graph).flows)
 
 
 def test_a_large_timeline_is_small_and_bounded():

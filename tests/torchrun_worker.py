@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from zoo import CASES, Case, Chain, Dropout, Shape, compiled, numbers
 
 import fxpipe
+import fxpipe.departures
 
 MICROBATCHES = 4
 DROPOUT = Case(Dropout, numbers)
@@ -35,6 +36,7 @@ SAME_BITS: dict[int, dict[str, tuple[Case, Shape]]] = {
         "skips, V": (CASES["unet"], Shape(2, "zb-h1", 2, "v")),
         "tied": (CASES["tied_head"], Shape(2, "1f1b", 2)),
         "vocabulary": (CASES["tied_head"], Shape(2, "1f1b", vocab_parallel="1-barrier")),
+        "offload": (DROPOUT, Shape(2, "gpipe", offload=True)),
     },
     4: {
         "vocabulary, V": (CASES["tied_head"], Shape(4, "zb-v", vocab_parallel="1-barrier")),
@@ -46,6 +48,8 @@ SAME_BITS: dict[int, dict[str, tuple[Case, Shape]]] = {
         "batch_norm": (CASES["batch_norm"], Shape(4, "zb-h1")),
         "dropout, V": (DROPOUT, Shape(4, "zb-h1", 2, "v")),
         "integers": (CASES["integer_crossing"], Shape(4, "gpipe")),
+        "offload, V": (CASES["transformer_layer"], Shape(4, "zb-v", offload=True)),
+        "offload, vocabulary": (CASES["tied_head"], Shape(4, "gis", vocab_parallel=True, offload=0.5)),
         "sum_and_count": (CASES["sum_and_count"], Shape(4, "gpipe")),
         **{
             name: (CASES["unet"], Shape(4, name))
@@ -112,6 +116,7 @@ def same_bits(rank: Rank) -> None:
     """Two steps of each case with the same weights."""
     for name, (case, shape) in SAME_BITS[int(os.environ["WORLD_SIZE"])].items():
         pipe = compiled(case, case.build(), MICROBATCHES, shape)
+        assert bool(pipe.plan.transfers) == bool(shape.offload)
         for step in (0, 1):
             for held in pipe.plan.tensors[rank.number].parameters:
                 pipe.parameter(held).grad = None
@@ -229,6 +234,16 @@ def raises_and_stays(rank: Rank) -> None:
         signal.pause()
 
 
+def disk_fails(rank: Rank) -> None:
+    """Rank 2 cannot read back what it offloaded."""
+    case = Case(Chain, numbers)
+    pipe = compiled(case, case.build(), MICROBATCHES, Shape(3, "gpipe", offload=True))
+    pipe.step(case.data(MICROBATCHES))
+    if rank.number == 2:
+        os.preadv = lambda *args: 0
+    rank.error("disk", pipe.step, case.data(MICROBATCHES))
+
+
 def killed(rank: Rank) -> None:
     step_with_fault(rank, lambda: os.kill(os.getpid(), signal.SIGKILL), "B2.1")()
 
@@ -243,9 +258,11 @@ CHECKS = {
         refused,
         raises,
         raises_and_stays,
+        disk_fails,
         killed,
     )
 }
 
 if __name__ == "__main__":
+    fxpipe.departures.SMALLEST = 1  # the models are small
     CHECKS[sys.argv[1]](Rank(Path(sys.argv[2])))

@@ -122,6 +122,7 @@ class Shape:
     seed: int = 0
     vocab_parallel: bool | str = False
     gradients: bool = True
+    offload: bool | float = False
 
 
 def compiled(case: Case, model: nn.Module, microbatches: int, shape: Shape) -> fxpipe.Pipeline:
@@ -137,6 +138,8 @@ def compiled(case: Case, model: nn.Module, microbatches: int, shape: Shape) -> f
         seed=shape.seed,
         vocab_parallel=shape.vocab_parallel,
         gradients=shape.gradients,
+        offload=shape.offload,
+        offload_bandwidth=1e12,
     )
 
 

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from fxpipe.artefact import Attempt, Plan, read
+from fxpipe.schedule.ops import Direction
+from fxpipe.schedule.transfers import away_bytes
 from fxpipe.viz.units import bytes_text, seconds_text
 
 
@@ -39,17 +41,28 @@ def _reason(plan: Plan) -> str:
     step = seconds_text(plan.prediction.seconds)
     what = f"{plan.model} on {plan.ranks} ranks, {plan.step.microbatches} microbatches: {plan.schedule}"
     if not plan.tried:
-        return f"{what}, as it was asked for; a step is simulated to take {step}."
+        return f"{what}, as it was asked for; a step is simulated to take {step}{_moved(plan)}."
     others = sorted({a.seconds for a in plan.tried if a.seconds is not None and a.schedule != plan.schedule})
     ahead = f"; the next other takes {others[0] / plan.prediction.seconds - 1:.1%} longer" if others else ""
-    return f"{what}, as its simulated step of {step} is the shortest within the memory limit{ahead}."
+    chosen = f"{what}, as its simulated step of {step} is the shortest within the memory limit{ahead}"
+    return f"{chosen}{_moved(plan)}."
+
+
+def _moved(plan: Plan) -> str:
+    if not plan.transfers:
+        return ""
+    stages = plan.costs.stages
+    out = [t for t in plan.transfers if t.direction is Direction.OUT]
+    moved = bytes_text(sum(away_bytes(stages[t.stage], t.user) for t in out))
+    return f"; {moved} leave the ranks in a step, in {len(out)} transfers to the tier {plan.tier}"
 
 
 def _table(tried: tuple[Attempt, ...]) -> Table:
     spread = any(attempt.barriers for attempt in tried)
     again = any(attempt.recompute for attempt in tried)
+    moved = any(attempt.moved for attempt in tried)
     names = ["schedule", "stages a rank", "placement", *["vocabulary"] * spread, *["recomputed"] * again]
-    table = Table(*names, "step", "span bubble", "peak memory")
+    table = Table(*names, *["offloaded"] * moved, "step", "span bubble", "peak memory")
     for column in (*table.columns[1:2], *table.columns[len(names) :]):
         column.justify = "right"
     for a in sorted(tried, key=lambda a: inf if a.seconds is None else a.seconds):
@@ -58,6 +71,7 @@ def _table(tried: tuple[Attempt, ...]) -> Table:
         else:
             figures = [seconds_text(a.seconds), f"{a.span_bubble:.4f}", bytes_text(a.peak_memory)]
         beside = [*[_vocabulary(a)] * spread, *[a.recompute or "nothing"] * again]
+        beside += [bytes_text(a.moved) if a.moved else "nothing"] * moved
         table.add_row(a.schedule, str(a.stages_per_rank), a.placement, *beside, *figures)
     return table
 

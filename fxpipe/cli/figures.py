@@ -39,10 +39,10 @@ def figures(timeline: Timeline, best: Exact | None, moved: Offload | None = None
         "memory": timeline.memory,
         "critical_path": [(str(op), start, end) for op, start, end in timeline.critical_path],
     }
-    if moved is not None:
+    if moved is not None or any(timeline.transfers):
+        counts = {} if moved is None else {"asked": moved.asked, "moved": moved.moved}
         found["offload"] = {
-            "asked": moved.asked,
-            "moved": moved.moved,
+            **counts,
             "link_busy": timeline.link_busy,
             "stalled": timeline.stalled,
             "transfers": [[(str(t), start, end) for t, start, end in own] for own in timeline.transfers],

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fxpipe.graph import Colour, Kind, Phase
+from fxpipe.graph import Colour, Kind, Phase, offload
 from fxpipe.partition.cost import node_flops
 from fxpipe.values import call_nodes, node_bytes, output_dict, root_within
 
@@ -50,12 +50,14 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """What ``target`` uses of ``source``: a number of values, ``bytes`` of storage in all."""
+    """What ``target`` uses of ``source``: a number of values, ``bytes`` of storage in all, and how much of
+    that may leave the rank in between (``away``)."""
 
     source: Place
     target: Place
     values: int
     bytes: int
+    away: int = 0
 
     @property
     def crosses(self) -> bool:
@@ -147,7 +149,13 @@ def _flows(place_of: dict[fx.Node, Place]) -> tuple[Flow, ...]:
                 carried[source, place][value] = None
                 having.append(place)
     return tuple(
-        Flow(source, target, len(values), _bytes(values, source, target))
+        Flow(
+            source,
+            target,
+            len(values),
+            _bytes(values, source, target),
+            sum(node_bytes(n) for n in values if n.target is offload),
+        )
         for (source, target), values in carried.items()
     )
 

@@ -10,7 +10,7 @@ import graphviz
 from fxpipe.graph import Phase
 from fxpipe.viz.boxes import Box, Boxes, Flow, Place
 from fxpipe.viz.layout import HEIGHT, Frame, Layout, Point, lay_out
-from fxpipe.viz.palette import MEANING, PHASES, tint
+from fxpipe.viz.palette import AWAY, MEANING, PHASES, tint
 from fxpipe.viz.units import bytes_text, flops_text
 
 FONT = {"fontname": "Helvetica", "fontsize": "10"}
@@ -59,6 +59,8 @@ def _heading(dot: graphviz.Digraph, title: tuple[str, ...], boxes: Boxes, first:
     )
     rows.append(f"<TR><TD ALIGN='LEFT'><TABLE BORDER='0' CELLSPACING='4'><TR>{keys}</TR></TABLE></TD></TR>")
     key = "thick, coloured: sent to another stage; thin: handed on within a stage"
+    if any(flow.away for flow in boxes.flows):
+        key += "; purple, dashed: with what may leave the rank on its way"
     rows.append(f"<TR><TD ALIGN='LEFT'>{key}</TD></TR>")
     label = f"<<TABLE BORDER='0' CELLBORDER='0' CELLSPACING='2'>{''.join(rows)}</TABLE>>"
     middle = Point((first.left + first.right) / 2, first.top - 20 - 12 * len(rows))
@@ -103,6 +105,9 @@ def _look(flow: Flow, largest: int) -> dict[str, str]:
             "color": PHASES[flow.source.colour.phase],
             "arrowsize": "0.7",
         }
+    if flow.away:
+        note = {"tooltip": f"{tip}, {bytes_text(flow.away)} of it may leave the rank"}
+        return look | note | {"penwidth": "1.2", "color": AWAY, "style": "dashed"}
     return look | {"penwidth": "0.8", "color": GREY}
 
 

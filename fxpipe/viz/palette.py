@@ -9,6 +9,7 @@ PHASES: dict[Phase, str] = {
     Phase.B: "#E69F00",
     Phase.W: "#009E73",
 }
+AWAY = "#7A5C99"  # what leaves a rank
 BEFORE_BARRIER, AFTER_BARRIER = "#F0E442", "#CC79A7"
 
 MEANING: dict[Phase, str] = {

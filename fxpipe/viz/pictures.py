@@ -57,16 +57,18 @@ def _title(pipe: Pipeline) -> tuple[str, ...]:
 
 def _stages(pipe: Pipeline) -> tuple[tuple[str, ...], ...]:
     """The lines above each stage.  Times and bytes are of one microbatch."""
-    lines = []
+    lines: list[tuple[str, ...]] = []
     for stage, cost in zip(pipe.plan.stages, pipe.plan.costs.stages, strict=True):
         times = zip("FBW", (cost.forward, cost.backward, cost.weight), strict=True)
-        lines.append(
-            (
-                f"stage {stage.stage} on rank {stage.rank}{_share(pipe, stage.stage)}",
-                ", ".join(f"{phase} {seconds_text(seconds)}" for phase, seconds in times),
-                f"held: F to B {bytes_text(cost.saved)}, B to W {bytes_text(cost.kept)}",
-            )
-        )
+        own = [
+            f"stage {stage.stage} on rank {stage.rank}{_share(pipe, stage.stage)}",
+            ", ".join(f"{phase} {seconds_text(seconds)}" for phase, seconds in times),
+            f"held: F to B {bytes_text(cost.saved)}, B to W {bytes_text(cost.kept)}",
+        ]
+        if pipe.plan.transfers:
+            until_b, until_w = bytes_text(cost.away), bytes_text(cost.away_for_weight)
+            own.append(f"may leave: until B {until_b}, until W {until_w}")
+        lines.append(tuple(own))
     return tuple(lines)
 
 

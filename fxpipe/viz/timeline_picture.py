@@ -6,15 +6,15 @@ import xml.etree.ElementTree as ET
 from dataclasses import dataclass
 
 from fxpipe.graph import Phase
-from fxpipe.schedule.ops import Op
-from fxpipe.schedule.timeline import Span, Timeline
-from fxpipe.viz.palette import PHASES, tint
+from fxpipe.schedule.ops import Direction, Op
+from fxpipe.schedule.timeline import Span, Timeline, TransferSpan
+from fxpipe.viz.palette import AWAY, PHASES, tint
 from fxpipe.viz.roles import MEANING, Role, colour, role
 from fxpipe.viz.units import PHYSICAL, Units, ticks
 
 BAR = 22  # heights, in pixels
 MEMORY = 26
-ROW = BAR + MEMORY + 14
+LINK = 7  # each direction of the way out of a rank, where something goes that way
 TOP = 84
 LEFT, RIGHT = 64, 110
 LETTER = 5.2  # width of a digit in a rectangle
@@ -25,6 +25,7 @@ COLOURS = {shown: "url(#BW)" if shown is Role.BW else colour(shown) for shown in
 STYLE = (
     "text{font:11px Helvetica,Arial,sans-serif;fill:#222}.n{font-size:9px;text-anchor:middle}"
     "rect{stroke:#fff;stroke-width:.5}.idle{fill:#ececec;stroke:none}.held{fill:#c9b8d8;stroke:#7a5c99}"
+    f".offload{{fill:{AWAY}}}.reload{{fill:{tint(AWAY, 0.45)}}}"
     + "".join(f".{shown}{{fill:{fill}}}" for shown, fill in COLOURS.items())
     + ".late{opacity:.62}"
 )
@@ -54,18 +55,29 @@ def timeline_svg(timeline: Timeline, title: str, units: Units = PHYSICAL) -> str
     pixels = min(max(NARROWEST, longest * OP_WIDTH), WIDEST)
     start = min((spans[0].start for spans in timeline.spans if spans), default=0.0)
     scale = Scale(start, timeline.seconds, pixels)
-    width, height = LEFT + pixels + RIGHT, TOP + ranks * ROW + 26
+    pitch = _pitch(timeline)
+    width, height = LEFT + pixels + RIGHT, TOP + ranks * pitch + 26
     box = {"width": f"{width}", "height": f"{height}", "viewBox": f"0 0 {width} {height}"}
     svg = ET.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", **box})
     ET.SubElement(svg, "style").text = STYLE
     _stripes(svg)
     ET.SubElement(svg, "rect", {"width": "100%", "height": "100%", "style": "fill:#fff"})
     _head(svg, timeline, title, units)
-    _axis(svg, scale, ranks, units)
+    _axis(svg, scale, TOP + ranks * pitch, units)
     for rank in range(ranks):
-        row = ET.SubElement(svg, "g", {"transform": f"translate({LEFT} {TOP + rank * ROW})"})
+        row = ET.SubElement(svg, "g", {"transform": f"translate({LEFT} {TOP + rank * pitch})"})
         _row(row, timeline, rank, scale, units)
     return ET.tostring(svg, encoding="unicode") + "\n"
+
+
+def _pitch(timeline: Timeline) -> int:
+    """From one rank's row to the next."""
+    return BAR + _links(timeline) + MEMORY + 14
+
+
+def _links(timeline: Timeline) -> int:
+    """The height of the transfers under a rank's ops."""
+    return 2 * LINK + 2 if any(timeline.transfers) else 0
 
 
 def _head(svg: ET.Element, timeline: Timeline, title: str, units: Units) -> None:
@@ -91,6 +103,8 @@ def _head(svg: ET.Element, timeline: Timeline, title: str, units: Units) -> None
     roles = {role(span.op, schedule) for spans in timeline.spans for span in spans}
     keys = [(str(shown), f"{shown} {MEANING[shown]}") for shown in Role if shown in roles]
     keys += [("idle", "idle"), ("held", "memory held between ops")]
+    if any(timeline.transfers):
+        keys += [("offload", "offload"), ("reload", "reload")]
     for style, text in keys:
         ET.SubElement(svg, "rect", {"x": f"{x}", "y": "52", "width": "14", "height": "12", "class": style})
         _text(svg, x + 18, 62, text)
@@ -101,8 +115,7 @@ def _head(svg: ET.Element, timeline: Timeline, title: str, units: Units) -> None
         _text(svg, x, 62, "a number is the microbatch")
 
 
-def _axis(svg: ET.Element, scale: Scale, ranks: int, units: Units) -> None:
-    bottom = TOP + ranks * ROW
+def _axis(svg: ET.Element, scale: Scale, bottom: int, units: Units) -> None:
     for tick in ticks(scale.seconds, int(scale.pixels / 90)):
         x = LEFT + scale(scale.start + tick)
         line = {"x1": f"{x}", "x2": f"{x}", "y1": f"{TOP - 4}", "y2": f"{bottom}", "stroke": "#ccc"}
@@ -121,6 +134,8 @@ def _row(row: ET.Element, timeline: Timeline, rank: int, scale: Scale, units: Un
         late = span.op.stage in body[1:]
         look = f"{role(span.op, schedule)} late" if late else str(role(span.op, schedule))
         _op(row, span, scale, look, len(own), units)
+    for moved in timeline.transfers[rank] if timeline.transfers else ():
+        _transfer(row, moved, scale, units)
     _memory(row, timeline, rank, scale, units)
 
 
@@ -135,13 +150,23 @@ def _op(row: ET.Element, span: Span, scale: Scale, look: str, chunks: int, units
         ET.SubElement(row, "text", {"x": f"{(x + end) / 2:.5g}", "y": "15", "class": "n"}).text = text
 
 
+def _transfer(row: ET.Element, span: TransferSpan, scale: Scale, units: Units) -> None:
+    x, end = scale(span.start), scale(span.end)
+    y = BAR + 1 + (LINK if span.transfer.direction is Direction.IN else 0)
+    place = {"x": f"{x:g}", "y": f"{y}", "width": f"{end - x:.4g}", "height": f"{LINK}"}
+    drawn = ET.SubElement(row, "rect", place | {"class": str(span.transfer.direction)})
+    start = units.time(span.start - scale.start)
+    tip = f"{span.transfer} from {start}, {units.time(span.end - span.start)}"
+    ET.SubElement(drawn, "title").text = tip
+
+
 def _number(op: Op, chunks: int) -> str:
     return f"{op.stage}.{op.microbatch}" if chunks > 1 else f"{op.microbatch}"
 
 
 def _memory(row: ET.Element, timeline: Timeline, rank: int, scale: Scale, units: Units) -> None:
     top, peak, steps = max(timeline.peak_memory), timeline.peak_memory[rank], timeline.memory[rank]
-    base = BAR + 4 + MEMORY
+    base = BAR + _links(timeline) + 4 + MEMORY
 
     def y(live: float) -> float:
         return round(base - MEMORY * (live / top if top else 0.0), 2)
