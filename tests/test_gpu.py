@@ -189,18 +189,18 @@ def test_offloaded_to_the_host_the_same_bits(shape, share):
         assert [n for n, g in found.grads.items() if not torch.equal(g, expected.grads[n])] == []
 
 
-#: Of the tensors of an activation: some do not begin or end where memory is aligned, some are transposed.
+#: Of an activation's tensors, one of which is transposed.
 LAYOUTS = (((1 << 18,), torch.uint8), ((257, 1023), torch.float32), ((3, 5, 7), torch.bfloat16))
 FILLED_WITH = 0xFF  # a NaN, of any floating type
 
 
 def pattern(number: int, device: str) -> list[torch.Tensor]:
-    """The tensors of an activation, other bits for every number."""
+    """The tensors of an activation, other bits for every number, none of them aligned."""
     tensors = []
     for k, (shape, dtype) in enumerate(LAYOUTS):
         size = torch.Size(shape).numel() * dtype.itemsize
-        bits = (torch.arange(size, device=device) * (2 * number + 1) + k + number).to(torch.uint8)
-        tensor = bits.view(dtype).view(shape)
+        bits = (torch.arange(size + 4, device=device) * (2 * number + 1) + k + number).to(torch.uint8)
+        tensor = bits[4:].view(dtype).view(shape)
         tensors.append(tensor.mT if len(shape) == 2 else tensor)
     return tensors
 

@@ -98,6 +98,19 @@ def test_half_and_all_of_gis(k):
         assert full.moved < 0.67 * full.asked
 
 
+@pytest.mark.parametrize("k", [0.1, 0.3])
+def test_a_quarter_is_left_of_many_chunks_with_half_of_them_away(k):
+    """2503.01328's figure, for 8 ranks with 16 stages each: in groups it is a half."""
+    grouped, found = (timeline(name, 8, 32, 16, k) for name in ("gis", "staggered"))
+    half = offload(found, HALF)
+    check(half, found)
+    assert half.timeline.moved == half.asked / 16 == 128
+    assert max(half.timeline.peak_memory) <= 0.25 * max(found.peak_memory)
+    assert max(half.timeline.peak_memory) <= 0.3 * max(grouped.peak_memory)
+    assert max(offload(grouped, HALF).timeline.peak_memory) == 0.5 * max(grouped.peak_memory)
+    assert found.seconds <= 1.025 * grouped.seconds
+
+
 def test_neighbours_take_turns_on_a_link():
     alone, shared = (timeline("gis", 8, 32, 4, 0.4, sharing, group=8) for sharing in (1, 2))
     plans = [offload(found, FULL) for found in (alone, shared)]
@@ -148,7 +161,7 @@ def test_the_search_offloads_where_the_limit_costs_time_otherwise():
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.sampled_from(["1f1b", "zb-h1", "interleaved", "gis", "gpipe", "1f1b-v", "dualpipe-v"]),
+    st.sampled_from(["1f1b", "zb-h1", "interleaved", "gis", "staggered", "gpipe", "1f1b-v", "dualpipe-v"]),
     st.integers(1, 5),
     st.integers(1, 12),
     st.floats(0, 2),

@@ -106,6 +106,7 @@ def test_memory_stays_within_what_the_family_claims(problem):
             "1f1b": one_f_one_b,
             "interleaved": one_f_one_b,
             "gis": p * v,
+            "staggered": m * v,
             "zb-h1": p * v,
             "zb-h2": 2 * p - 1,
             "1f1b-v": p * v,
@@ -215,7 +216,7 @@ def with_lookups(costs: Costs, ranks: int, seconds: float, user: int, maker: int
     return Costs((*(StageCost(0.05, 0, 0.05),) * ranks, *costs.stages), tuple(edges))
 
 
-UNLIMITED = ("gpipe", "1f1b", "interleaved", "gis", "zb-h1", "zb-h2", "1f1b-v", "dualpipe-v")
+UNLIMITED = ("gpipe", "1f1b", "interleaved", "gis", "staggered", "zb-h1", "zb-h2", "1f1b-v", "dualpipe-v")
 """Families that may refuse a limit."""
 
 

@@ -53,7 +53,7 @@ SAME_BITS: dict[int, dict[str, tuple[Case, Shape]]] = {
         "sum_and_count": (CASES["sum_and_count"], Shape(4, "gpipe")),
         **{
             name: (CASES["unet"], Shape(4, name))
-            for name in ("interleaved", "gis", "zb-2p", "zb-v", "v-min", "1f1b-v", "dualpipe-v")
+            for name in ("interleaved", "gis", "staggered", "zb-2p", "zb-v", "v-min", "1f1b-v", "dualpipe-v")
         },
     },
 }

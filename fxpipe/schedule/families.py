@@ -17,6 +17,7 @@ from fxpipe.schedule.ops import OpKind, Order, Schedule
 from fxpipe.schedule.placement import place
 from fxpipe.schedule.problem import Limit, Problem, per_rank
 from fxpipe.schedule.shop import encode, peaks
+from fxpipe.schedule.staggered import staggered
 from fxpipe.schedule.synthesis import synthesise
 from fxpipe.schedule.vocabulary import body_costs, room_for_body, weave
 from fxpipe.schedule.weights import Gap, fill, lag
@@ -211,6 +212,7 @@ FAMILIES: dict[str, Family] = {
         Family("1f1b", one_f_one_b, "one forward, one backward (2104.04473): at most p · M_B"),
         Family("interleaved", one_f_one_b, "1F1B over chunks (2104.04473)", _CHUNKS, ("plain",)),
         Family("gis", gis, "interleaved, short warm-up, small groups (2503.01328)", _CHUNKS, ("plain",)),
+        Family("staggered", staggered, "interleaved, for half of it offloaded", _CHUNKS, ("plain",)),
         Family("zb-h1", zb_h1, "backward split, W delayed (2401.10241): at most p · M_B"),
         Family("zb-h2", zb_h2, "W delayed further, to 2p - 1 M_B (2401.10241)", (1,)),
         Family("zb", zb, "searched under any memory limit (after 2401.10241)", is_searched=True),

@@ -25,7 +25,11 @@ from fxpipe.vocabulary.stages import Vocabulary
 SEARCHED = "zb"
 """The family whose synthesis stands for all that are searched: the others are its cases."""
 
-TRIED = tuple(f for f in FAMILIES.values() if f.name == SEARCHED or not f.is_searched)
+FOR_OFFLOAD = "staggered"
+"""Of no use where nothing leaves the ranks."""
+
+BEYOND = tuple(f for f in FAMILIES.values() if f.name == SEARCHED or not f.is_searched)
+WITHIN = tuple(f for f in BEYOND if f.name != FOR_OFFLOAD)
 
 _FINALISTS = 2
 _FIRST, _LAST = 0.5, 2.0  # effort on all settings, on the finalists
@@ -148,12 +152,12 @@ def _ways(setting: Setting, ranks: int, microbatches: int, limit: Limit) -> list
         return _Way(setting, problem, limits, share, families)
 
     if setting.offload is None or (setting.offload == AUTO and limits == free):
-        return [way(limits, None, TRIED)]
-    beyond = way(free, setting.offload, TRIED)
+        return [way(limits, None, WITHIN)]
+    beyond = way(free, setting.offload, BEYOND)
     if setting.offload != AUTO:
         return [beyond]
     twice = way(tuple(2 * x for x in limits), AUTO, (FAMILIES[SEARCHED],))
-    return [way(limits, None, TRIED), beyond, twice]
+    return [way(limits, None, WITHIN), beyond, twice]
 
 
 def _problem(setting: Setting, ranks: int, microbatches: int, limits: tuple[float, ...]) -> Problem:
