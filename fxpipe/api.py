@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from safetensors.torch import load as tensors_from_bytes
 from safetensors.torch import save as tensors_to_bytes
 from torch import nn
@@ -24,6 +25,7 @@ from fxpipe.runtime.away import Tier, check_tier, default_tier
 from fxpipe.runtime.process import Process, default_device, under_torchrun
 from fxpipe.schedule.handwritten import read_schedule
 from fxpipe.schedule.ops import Schedule
+from fxpipe.viz.explanation import explain
 from fxpipe.vocabulary.rows import whole
 
 
@@ -45,6 +47,7 @@ def compile(
     offload_tier: Tier | None = None,
     offload_directory: str | Path | None = None,
     offload_bandwidth: float | None = None,
+    ranks_per_link: int = 1,
     costs: str = "analytic",
     seed: int = 0,
     gradients: bool = True,
@@ -79,6 +82,7 @@ def compile(
         for temporary files).  Its files have no names and are gone with the process.
     offload_bandwidth: bytes a second, one way, that the plan reckons with; measured where ``costs`` are, else
         of the device's description.
+    ranks_per_link: so many neighbouring ranks share that way and take turns (two GPUs on one switch: 2).
     costs: what the schedule is made for: ``analytic`` (FLOPs and bytes on a described device) or
         ``measured`` (each section timed on the device at hand).
     seed: of the random ops; their numbers depend on it, the step and the microbatch alone.
@@ -114,6 +118,7 @@ def compile(
         offload_tier=offload_tier,
         offload_directory=None if offload_directory is None else Path(offload_directory),
         offload_bandwidth=offload_bandwidth,
+        ranks_per_link=ranks_per_link,
         dimensions=dimensions,
     )
     check(options)
@@ -134,6 +139,9 @@ def compile(
     if process is not None:
         artefact = _shared(artefact, process)
     assert artefact is not None
+    console = Console(stderr=True)
+    if compiled is not None and console.is_terminal and artefact.plan.tried:
+        explain(artefact.plan, console)
     pipe = Pipeline(
         artefact=artefact,
         parameters=dict(model.named_parameters()),

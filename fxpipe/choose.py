@@ -62,7 +62,7 @@ def choose(
             entries = ledger(cut.graph, cut.sections, cut.messages, homes)
             costs = with_seconds(analytic_costs(entries, hardware), measured)
             if options.offload is not None:
-                costs = replace(costs, link=Link(link_seconds))
+                costs = replace(costs, link=Link(link_seconds, options.ranks_per_link))
             try:
                 limits = _room(options, weights, cut, homes)
             except LimitError as error:

@@ -40,12 +40,13 @@ class Options:
     offload_tier: Tier | None = None
     offload_directory: Path | None = None
     offload_bandwidth: float | None = None
+    ranks_per_link: int = 1
     dimensions: Mapping[str, int] | None = None
 
 
 def check(options: Options) -> None:
     """Raise ScheduleError for what can be known to be wrong before anything is traced."""
-    for name in ("ranks", "microbatches", "stages_per_rank"):
+    for name in ("ranks", "microbatches", "stages_per_rank", "ranks_per_link"):
         value = getattr(options, name)
         chosen = name == "stages_per_rank" and value is None
         if not chosen and (not isinstance(value, int) or value < 1):

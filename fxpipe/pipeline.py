@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import fx
 
 from fxpipe import artefact as files
@@ -29,6 +30,7 @@ from fxpipe.schedule.costs import StageCost
 from fxpipe.schedule.ops import Schedule, parse_order
 from fxpipe.schedule.simulator import simulate
 from fxpipe.schedule.timeline import Timeline
+from fxpipe.viz.explanation import explain
 from fxpipe.viz.pictures import draw
 from fxpipe.vocabulary.rows import rows_of, whole
 
@@ -272,6 +274,11 @@ class Pipeline:
                 files.write_programs(self.artefact, draft)
                 if self.graph is not None:
                     self.draw(draft)
+
+    def explain(self) -> None:
+        """Print why it has the schedule that it has: what ``schedule="auto"`` tried, the fastest first, with
+        each one's step, peak memory, and what was moved or made again."""
+        explain(self.plan, Console())
 
     def draw(self, path: str | Path, expand: tuple[int, str] | None = None) -> list[Path]:
         """Write pictures of the graph and of the schedule into a directory; return the files.

@@ -28,6 +28,7 @@ def train(
     clip: float | None,
     save: Path | None,
     record: bool = False,
+    offload_directory: Path | None = None,
 ) -> None:
     """Train with AdamW and print the losses (rank 0); all ranks call it alike.
 
@@ -39,7 +40,7 @@ def train(
     problem = taken(save.absolute()) if save is not None else ""
     if problem:
         raise ArtefactError(problem)
-    pipe = load(directory)
+    pipe = load(directory, offload_directory=offload_directory)
     tensors = read_data(data, pipe.plan.step.batch)
     rows = rows_of_batch(pipe)
     total = min((t.shape[0] for t in tensors.values() if t.dim()), default=rows)

@@ -152,14 +152,26 @@ def test_the_planner_offloads_where_that_is_faster(tmp_path, capsys):
     assert {attempt.moved > 0 for attempt in fitting} == {True, False}
     fast.save(tmp_path / "fast")
     capsys.readouterr()
+    fast.explain()
+    shown = capsys.readouterr().out
     assert main(["explain", str(tmp_path / "fast")]) == 0
     told = capsys.readouterr().out
+    assert told == shown
     assert "offloaded" in told
     assert "leave the ranks in a step" in told
     assert main(["simulate", "--costs", str(tmp_path / "fast"), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["peak_memory"] == list(fast.simulate().peak_memory)
     assert sum(map(len, figures["offload"]["transfers"])) == len(fast.plan.transfers)
+
+
+def test_ranks_that_share_a_link_move_less():
+    alone, shared = (
+        compiled("llama", "gpipe", offload=True, offload_bandwidth=2e8, ranks_per_link=n).simulate()
+        for n in (1, 2)
+    )
+    assert 0 < shared.moved < alone.moved
+    assert max(shared.stalled) == pytest.approx(0, abs=1e-9)
 
 
 def test_saved_and_loaded(tmp_path):
@@ -223,6 +235,10 @@ def test_a_disk_that_fails(function, replacement, message, monkeypatch):
         ({"offload": True, "gradients": False}, "Without gradients nothing is saved: leave out offload"),
         ({"offload": True, "offload_tier": "tape"}, "offload_tier is 'tape' and must be 'host' or 'disk'"),
         ({"offload": True, "offload_bandwidth": -1}, "offload_bandwidth is -1 and must be bytes a second"),
+        (
+            {"offload": True, "ranks_per_link": 0},
+            "ranks_per_link is 0 and must be a whole number, at least 1",
+        ),
         ({"offload": 0.5, "memory_limit": 1}, "parameters, gradients and buffers of rank 1 alone take"),
     ],
 )

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from math import inf
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from fxpipe.artefact import Attempt, Plan, read
-from fxpipe.schedule.ops import Direction
-from fxpipe.schedule.transfers import away_bytes
-from fxpipe.viz.units import bytes_text, seconds_text
+from fxpipe.artefact import read
+from fxpipe.viz.explanation import explain
 
 
 def add_to(commands: Any) -> None:
@@ -28,59 +24,4 @@ def add_to(commands: Any) -> None:
 
 def _explain(options: argparse.Namespace) -> None:
     plan, _ = read(options.directory)
-    console = Console()
-    console.print(_reason(plan), highlight=False, soft_wrap=True)
-    if plan.tried:
-        console.print(_table(plan.tried))
-    for attempt in plan.tried:
-        if attempt.why:
-            console.print(f"{_name(attempt)}: {attempt.why}", highlight=False, soft_wrap=True, style="dim")
-
-
-def _reason(plan: Plan) -> str:
-    step = seconds_text(plan.prediction.seconds)
-    what = f"{plan.model} on {plan.ranks} ranks, {plan.step.microbatches} microbatches: {plan.schedule}"
-    if not plan.tried:
-        return f"{what}, as it was asked for; a step is simulated to take {step}{_moved(plan)}."
-    others = sorted({a.seconds for a in plan.tried if a.seconds is not None and a.schedule != plan.schedule})
-    ahead = f"; the next other takes {others[0] / plan.prediction.seconds - 1:.1%} longer" if others else ""
-    chosen = f"{what}, as its simulated step of {step} is the shortest within the memory limit{ahead}"
-    return f"{chosen}{_moved(plan)}."
-
-
-def _moved(plan: Plan) -> str:
-    if not plan.transfers:
-        return ""
-    stages = plan.costs.stages
-    out = [t for t in plan.transfers if t.direction is Direction.OUT]
-    moved = bytes_text(sum(away_bytes(stages[t.stage], t.user) for t in out))
-    return f"; {moved} leave the ranks in a step, in {len(out)} transfers to the tier {plan.tier}"
-
-
-def _table(tried: tuple[Attempt, ...]) -> Table:
-    spread = any(attempt.barriers for attempt in tried)
-    again = any(attempt.recompute for attempt in tried)
-    moved = any(attempt.moved for attempt in tried)
-    names = ["schedule", "stages a rank", "placement", *["vocabulary"] * spread, *["recomputed"] * again]
-    table = Table(*names, *["offloaded"] * moved, "step", "span bubble", "peak memory")
-    for column in (*table.columns[1:2], *table.columns[len(names) :]):
-        column.justify = "right"
-    for a in sorted(tried, key=lambda a: inf if a.seconds is None else a.seconds):
-        if a.seconds is None or a.span_bubble is None or a.peak_memory is None:
-            figures = ["left out", "", ""]
-        else:
-            figures = [seconds_text(a.seconds), f"{a.span_bubble:.4f}", bytes_text(a.peak_memory)]
-        beside = [*[_vocabulary(a)] * spread, *[a.recompute or "nothing"] * again]
-        beside += [bytes_text(a.moved) if a.moved else "nothing"] * moved
-        table.add_row(a.schedule, str(a.stages_per_rank), a.placement, *beside, *figures)
-    return table
-
-
-def _vocabulary(attempt: Attempt) -> str:
-    return f"spread, {attempt.barriers}-barrier" if attempt.barriers else "whole"
-
-
-def _name(attempt: Attempt) -> str:
-    vocabulary = f", vocabulary {_vocabulary(attempt)}" if attempt.barriers else ""
-    again = f", recompute {attempt.recompute}" if attempt.recompute else ""
-    return f"{attempt.schedule}, {attempt.stages_per_rank} a rank, {attempt.placement}{vocabulary}{again}"
+    explain(plan, Console())

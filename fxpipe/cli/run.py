@@ -24,6 +24,7 @@ def add_to(commands: Any) -> None:
     add("--lr", type=positive, default=3e-4, metavar="X", help="of AdamW (3e-4)")
     add("--clip-grad-norm", type=positive, metavar="X", help="of the whole model (no clipping)")
     add("--save", type=Path, metavar="DIR", help="save the trained pipeline there")
+    add("--offload-directory", type=Path, metavar="DIR", help="where activations go, if it offloads to disk")
     add("--record", action="store_true", help="leave the last step's times in the directory, for simulate")
 
 
@@ -36,4 +37,5 @@ def _run(options: argparse.Namespace) -> None:
         options.clip_grad_norm,
         options.save,
         options.record,
+        options.offload_directory,
     )
