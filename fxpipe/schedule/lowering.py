@@ -228,11 +228,11 @@ class _Moves:
                 self.ends[transfer.end].append(transfer)
 
     def behind(self, position: int) -> Iterator[Begin | End]:
-        """What is done behind an op."""
-        yield from map(Begin, self.begins[position + 1])
-        for transfer in self.ends[position + 1]:
-            if transfer.direction is Direction.OUT:
-                yield End(transfer)
+        """What is done behind an op: memory is freed before it is taken again."""
+        begins, ends = self.begins[position + 1], self.ends[position + 1]
+        yield from (Begin(t) for t in begins if t.direction is Direction.OUT)
+        yield from (End(t) for t in ends if t.direction is Direction.OUT)
+        yield from (Begin(t) for t in begins if t.direction is Direction.IN)
 
     def back(self, position: int) -> Iterator[End]:
         """What an op cannot do without."""

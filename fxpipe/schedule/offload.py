@@ -8,8 +8,9 @@ a reload as late as the link allows.  Where a link cannot carry all that is aske
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import NamedTuple
 
 from fxpipe.errors import LimitError, ScheduleError
@@ -147,8 +148,11 @@ class _Planner:
         for link in self.links:
             own = [s for s in carried if self._rank(s) in link]
             out, back = self._slots(own)
+            positions = self._untangled(own, out, back)
             for stay in own:
-                gone, there = self._both(stay, out[stay], back[stay])
+                (end, begin), key = positions[stay], (stay.stage, stay.microbatch, stay.user)
+                gone = Transfer(Direction.OUT, *key, stay.first + 1, end)
+                there = Transfer(Direction.IN, *key, begin, stay.last)
                 transfers += [(stay.begin, stay, gone), (back[stay], stay, there)]
         transfers.sort(key=lambda entry: entry[:2])
         schedule = replace(self.timeline.schedule, transfers=tuple(t for _, _, t in transfers))
@@ -157,14 +161,19 @@ class _Planner:
     def _rank(self, stay: _Stay) -> int:
         return self.timeline.schedule.placement[stay.stage]
 
-    def _both(self, stay: _Stay, out: float, back: float) -> tuple[Transfer, Transfer]:
-        """The transfers of an activation that is away at ``out`` and is fetched from ``back`` on."""
-        end, begin = self._positions(stay, out, back)
-        key = stay.stage, stay.microbatch, stay.user
-        return (
-            Transfer(Direction.OUT, *key, stay.first + 1, end),
-            Transfer(Direction.IN, *key, begin, stay.last),
-        )
+    def _untangled(
+        self, stays: Sequence[_Stay], out: Mapping[_Stay, float], back: Mapping[_Stay, float]
+    ) -> dict[_Stay, tuple[int, int]]:
+        """The positions of each; where an offload would hold up a reload, it is waited for one op later."""
+        positions = {stay: self._positions(stay, out[stay], back[stay]) for stay in stays}
+        first: dict[tuple[int, int], float] = {}  # rank, position -> when the first reload begins there
+        for stay, (_, begin) in positions.items():
+            place = self._rank(stay), begin
+            first[place] = min(back[stay], first.get(place, inf))
+        for stay, (end, begin) in positions.items():
+            if out[stay] > first.get((self._rank(stay), end), inf) + self.tick:
+                positions[stay] = end + 1, begin
+        return positions
 
     def _positions(self, stay: _Stay, out: float, back: float) -> tuple[int, int]:
         """The op before which it is away, and the one before which it is fetched from there."""
@@ -209,11 +218,11 @@ class _Planner:
         at a time in each direction."""
         stays = list(stays)
         out: dict[_Stay, float] = {}
-        free = float("-inf")
+        free = -inf
         for stay in sorted(stays, key=lambda stay: (stay.begin, stay)):
             free = out[stay] = max(free, stay.begin) + self.seconds * stay.bytes
         back: dict[_Stay, float] = {}
-        free = float("inf")
+        free = inf
         for stay in sorted(stays, key=lambda stay: (stay.end, stay), reverse=True):
             free = back[stay] = min(free, stay.end) - self.seconds * stay.bytes
         return out, back

@@ -63,6 +63,7 @@ class Transfer:
     """What a stage's F saved for one microbatch leaves the rank, or comes back for its ``user``, B or W.
 
     It begins when op number ``begin - 1`` of the rank's order is over; op number ``end`` waits for its end.
+    Of those between two ops, what comes back begins when what leaves has ended: its memory may be needed.
     """
 
     direction: Direction

@@ -12,7 +12,7 @@ from fxpipe.errors import DeadlockError
 from fxpipe.schedule.check import check
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.dependencies import SECTIONS_PER_STAGE, durations, needs, op_of_value, sections
-from fxpipe.schedule.ops import Schedule, Transfer
+from fxpipe.schedule.ops import Direction, Schedule, Transfer
 from fxpipe.schedule.timeline import Span, Timeline, TransferSpan
 from fxpipe.schedule.transfers import check_transfers, lanes, transfer_seconds
 
@@ -46,9 +46,12 @@ class _Run:
         self.waiting: defaultdict[int, list[int]] = defaultdict(list)  # value -> actors
         self.lanes = lanes(schedule, costs)
         self.carried: list[list[TransferSpan]] = [[] for _ in self.lanes]
+        self.freed: list[defaultdict[int, list[int]]] = [defaultdict(list) for _ in schedule.order]
         self.due: list[defaultdict[int, list[int]]] = [defaultdict(list) for _ in schedule.order]
         for k, transfer in enumerate(schedule.transfers):
             rank = schedule.placement[transfer.stage]
+            if transfer.direction is Direction.OUT:
+                self.freed[rank][transfer.end].append(self.values + k)
             self.due[rank][transfer.end].append(self.values + k)
 
     def finish(self) -> Timeline:
@@ -106,21 +109,24 @@ class _Run:
         free = carried[-1].end if carried else 0.0
         for k in self.lanes[lane][len(carried) :]:
             transfer, start = self.schedule.transfers[k], free
-            cause = self._cause(transfer)
-            end = self.ended[cause]
-            if end is None:
-                self.waiting[cause].append(self.schedule.ranks + lane)
-                return
-            start = max(start, end)
+            for cause in self._causes(transfer):
+                end = self.ended[cause]
+                if end is None:
+                    self.waiting[cause].append(self.schedule.ranks + lane)
+                    return
+                start = max(start, end)
             free = start + transfer_seconds(transfer, self.costs)
             carried.append(TransferSpan(transfer, start, free))
             self._end(self.values + k, free, runnable)
 
-    def _cause(self, transfer: Transfer) -> int:
-        """A value of the op behind which a transfer may begin."""
-        order = self.schedule.order[self.schedule.placement[transfer.stage]]
-        op = order[transfer.begin - 1]
-        return self.sections[op.kind][op.stage][-1] * self.schedule.microbatches + op.microbatch
+    def _causes(self, transfer: Transfer) -> list[int]:
+        """The values behind which a transfer may begin."""
+        rank = self.schedule.placement[transfer.stage]
+        op = self.schedule.order[rank][transfer.begin - 1]
+        behind = self.sections[op.kind][op.stage][-1] * self.schedule.microbatches + op.microbatch
+        if transfer.direction is Direction.OUT:
+            return [behind]
+        return [behind, *self.freed[rank].get(transfer.begin, ())]
 
     def _end(self, value: int, time: float, runnable: list[int]) -> None:
         self.ended[value] = time

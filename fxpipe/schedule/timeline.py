@@ -112,13 +112,17 @@ class Timeline:
 
     def _freed(self, rank: int, carried: tuple[TransferSpan, ...]) -> list[tuple[float, float]]:
         """When transfers free memory and take it again."""
-        spans, changes = self.spans[rank], []
+        free = [span.end for span in self.spans[rank]]  # behind each op: when all that leaves there has left
         for transfer, _, end in carried:
+            if transfer.direction is Direction.OUT:
+                free[transfer.end - 1] = max(free[transfer.end - 1], end)
+        changes = []
+        for transfer, _, _ in carried:
             size = away_bytes(self.costs.stages[transfer.stage], transfer.user)
             if transfer.direction is Direction.OUT:
-                changes.append((max(end, spans[transfer.end - 1].end), -size))
+                changes.append((free[transfer.end - 1], -size))
             else:
-                changes.append((spans[transfer.begin - 1].end, size))
+                changes.append((free[transfer.begin - 1], size))
         return changes
 
     @cached_property

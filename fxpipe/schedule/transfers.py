@@ -33,7 +33,7 @@ def lanes(schedule: Schedule, costs: Costs) -> tuple[tuple[int, ...], ...]:
 
 def check_transfers(schedule: Schedule, costs: Costs) -> None:
     """Raise ScheduleError, naming the transfer, unless each activation leaves once behind its F, and comes
-    back once before its user, with an op between."""
+    back once, after it is away and before its user."""
     if not schedule.transfers:
         return
     if costs.link is None:
@@ -54,7 +54,7 @@ def check_transfers(schedule: Schedule, costs: Costs) -> None:
         if len(both) < len(Direction):
             raise ScheduleError(f"schedule {schedule.name}: {next(iter(both.values()))} goes one way alone")
         out, back = both[Direction.OUT], both[Direction.IN]
-        if not first < out.begin <= out.end < back.begin <= back.end <= last:
+        if not first < out.begin <= out.end <= back.begin <= back.end <= last:
             raise ScheduleError(
                 f"schedule {schedule.name}: {out} from op {out.begin} to {out.end} and {back} from op "
                 f"{back.begin} to {back.end} of the rank do not lie between ops {first} and {last}, in this "
