@@ -19,9 +19,10 @@ steps, without weights and gradients (Python, torch, libraries, buffers of gloo)
 Losses and gradients must have the same bits.
 
 glibc by itself keeps memory that was freed and gives out parts of large blocks that were freed, so that
-resident memory does not fall as far.  MALLOC_MMAP_THRESHOLD_ is set for all alike (--threshold), and
---threshold 0 leaves it to glibc.  What is away lies in files, of which the system keeps pages in memory that
-is free: they are no process's and are given up when a process needs room.
+resident memory does not fall as far: fxpipe sets its heap up in one way for pipelines that offload and in
+another for those that do not (fxpipe/runtime/heap.py).  --threshold sets MALLOC_MMAP_THRESHOLD_ for all alike
+instead.  What is away lies in files, of which the system keeps pages in memory that is free: they are no
+process's and are given up when a process needs room.
 
     python benchmarks/offload.py --output benchmarks/results/offload.txt
 """
@@ -44,6 +45,7 @@ from report import Report, median_and_spread
 from rich.progress import track
 
 import fxpipe
+from fxpipe.runtime.away import filesystem
 
 RANKS = 2
 FALL_BAR, LIMIT_BAR = 0.80, 1.05
@@ -73,7 +75,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2, help="counted steps of each run")
-    parser.add_argument("--threshold", type=int, default=MIB, help=f"{THRESHOLD} in bytes; 0: glibc's own")
+    parser.add_argument("--threshold", type=int, help=f"{THRESHOLD} in bytes, for all (fxpipe's own way)")
     parser.add_argument("--directory", type=Path, default=Path("build"), help="on a disk; tmpfs is memory")
     parser.add_argument("--output", type=Path, help="keep what is printed in this file")
     options = parser.parse_args()
@@ -87,7 +89,7 @@ def main() -> None:
         os.environ.pop(THRESHOLD, None)
     report = Report("Activations away on a disk")
     report.line(f"  disk      {kind}")
-    report.line(f"  malloc    {THRESHOLD}={os.environ.get(THRESHOLD, 'unset')}")
+    report.line(f"  malloc    {THRESHOLD}={os.environ.get(THRESHOLD, 'not set: as fxpipe sets it up')}")
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:
         contenders = compiled(options, Path(folder), report)
         runs: Runs = defaultdict(list)
@@ -106,16 +108,6 @@ def main() -> None:
     )
     show(report, contenders, runs)
     report.save(options.output)
-
-
-def filesystem(directory: Path) -> str:
-    """The type of the file system that a directory lies in."""
-    best = (0, "")
-    for line in Path("/proc/mounts").read_text().splitlines():
-        _, point, kind, *_ = line.split()
-        if directory.resolve().is_relative_to(point):
-            best = max(best, (len(point), kind))
-    return best[1]
 
 
 def compiled(options: argparse.Namespace, folder: Path, report: Report) -> list[Contender]:

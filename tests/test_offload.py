@@ -17,6 +17,7 @@ from torch import fx, nn
 
 import fxpipe
 import fxpipe.departures
+import fxpipe.runtime.away
 from fxpipe.cli.command import main
 from fxpipe.errors import RunError, ScheduleError, VerifyError
 from fxpipe.graph import Phase, offload, reload
@@ -252,6 +253,13 @@ def test_places_that_activations_cannot_go_to(tmp_path):
         compiled("gpt2", offload=True, offload_tier="host")
     with pytest.raises(RunError, match="nowhere is no directory that can be written to"):
         compiled("gpt2", offload=True, offload_directory=tmp_path / "nowhere")
+
+
+def test_a_directory_in_memory(monkeypatch):
+    pipe = compiled("gpt2", offload=True)
+    monkeypatch.setattr(fxpipe.runtime.away, "filesystem", lambda directory: "tmpfs")
+    with pytest.warns(UserWarning, match="lies in memory itself: offloading to it frees none"):
+        pipe.run_local(MODELS["gpt2"].data(MICROBATCHES))
 
 
 def test_a_share_that_does_not_keep_the_limit():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -54,7 +55,24 @@ def open_store(tier: Tier, size: int, directory: Path | None, device: torch.devi
     check_tier(tier, device, directory)
     if tier == "host":
         return Host(size, device)
-    return Disk(directory or Path(tempfile.gettempdir()), size, TIMEOUT)
+    directory = directory or Path(tempfile.gettempdir())
+    if filesystem(directory) in ("tmpfs", "ramfs"):
+        warnings.warn(
+            f"{directory} lies in memory itself: offloading to it frees none. Name a directory on a disk as "
+            "offload_directory.",
+            stacklevel=2,
+        )
+    return Disk(directory, size, TIMEOUT)
+
+
+def filesystem(directory: Path) -> str:
+    """The type of the file system that a directory lies in, as Linux calls it; "" where that is not known."""
+    best, table = (0, ""), Path("/proc/mounts")
+    for line in table.read_text().splitlines() if table.exists() else ():
+        _, point, kind, *_ = line.split()
+        if directory.resolve().is_relative_to(point):
+            best = max(best, (len(point), kind))
+    return best[1]
 
 
 class Store(Protocol):
