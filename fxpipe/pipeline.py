@@ -20,7 +20,7 @@ from fxpipe.graph import Section
 from fxpipe.runtime.away import Away, check_tier, open_store
 from fxpipe.runtime.batch import batch_leaves
 from fxpipe.runtime.comm import Comm, DistributedComm
-from fxpipe.runtime.heap import set_up_heap
+from fxpipe.runtime.heap import give_back_large_tensors
 from fxpipe.runtime.local import LocalComm, LocalWorld, run_all
 from fxpipe.runtime.memory import SavedBytes
 from fxpipe.runtime.optimizer import PipelineOptimizer
@@ -292,8 +292,8 @@ class Pipeline:
     def runtime(self) -> Runtime:
         """What this process's program runs on."""
         plan = self.plan
-        if self.device.type == "cpu":
-            set_up_heap(gives_back=plan.tier is not None)
+        if plan.tier == "disk":
+            give_back_large_tensors()
         if self.process is not None:
             self.process.watch()
             comm: Comm = DistributedComm(
