@@ -22,6 +22,7 @@ from report import Report
 from fxpipe.cli.planning import CHUNKS
 from fxpipe.schedule.costs import Costs, StageCost, chain
 from fxpipe.schedule.families import FAMILIES, build
+from fxpipe.schedule.offload import FULL, HALF, offload, with_link
 from fxpipe.schedule.placement import place
 from fxpipe.schedule.search import Choice, Objective, Setting, search
 from fxpipe.schedule.simulator import simulate
@@ -98,6 +99,7 @@ def main() -> None:
         "uneven": uneven,
         "torch": torch_orders,
         "times": times,
+        "offload": away,
         "huge": huge,
     }
     parser.add_argument("--only", nargs="+", choices=parts, default=[p for p in parts if p != "huge"])
@@ -290,6 +292,43 @@ def times(report: Report) -> None:
             )
     rows.append(_simulating(replace(B62, ranks=64, microbatches=1024), "zb-h1", 2))
     report.table(["", "seconds", "bar"], rows)
+
+
+def away(report: Report) -> None:
+    """One-way times K from a tenth of a microbatch's work on.  Bars, for gis with 4 stages a rank: half away
+    at most 4 to K = 0.5, all away at most 1 to K = 0.3; with 16 stages a rank half leaves at most 30%."""
+    report.line(
+        "\nOffload: F = B = W = 1, 8 ranks, 32 microbatches; peak memory, and time beside gis without"
+    )
+    rows = []
+    for name, chunks in (("gis", 4), ("staggered", 4), ("gis", 16), ("staggered", 16)):
+        for k in (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5):
+            whole, moved = _moved(name, 8, 32, chunks, k)
+            gis, _ = _moved("gis", 8, 32, chunks, k)
+            peaks = [max(t.peak_memory) for t in (whole, *moved)]
+            stalls = max(max(t.stalled) for t in moved)
+            row = [f"{name}, {chunks} stages a rank", f"{k}", *(f"{peak:.3g}" for peak in peaks)]
+            row += [f"{peaks[1] / peaks[0]:.1%}", f"{whole.seconds / gis.seconds:.4f}", f"{stalls:.2g}"]
+            rows.append(row)
+    report.table(("schedule", "K", "peak", "half away", "all away", "half / peak", "time", "waiting"), rows)
+    before = time.perf_counter()
+    _, (_, most) = _moved("gis", 16, 64, 4, 0.3)
+    taken = time.perf_counter() - before
+    report.line(
+        f"16 ranks, 64 microbatches, 4 stages a rank, all away: {taken:.2f} s, with the schedule and half of "
+        f"it away too (published: 34 s and more; bar 5 s); peak {max(most.peak_memory):.3g}"
+    )
+
+
+def _moved(
+    name: str, ranks: int, microbatches: int, chunks: int, k: float
+) -> tuple[Timeline, tuple[Timeline, Timeline]]:
+    """As it is; with half of it away, and with all."""
+    stage = StageCost(*(1 / chunks,) * 5)
+    costs = with_link(chain([stage] * (ranks * chunks)), k)
+    schedule = build(name, ranks=ranks, microbatches=microbatches, costs=costs, stages_per_rank=chunks)
+    whole = simulate(schedule, costs)
+    return whole, (offload(whole, HALF).timeline, offload(whole, FULL).timeline)
 
 
 def huge(report: Report) -> None:

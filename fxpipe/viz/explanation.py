@@ -35,12 +35,16 @@ def _reason(plan: Plan) -> str:
 
 
 def _moved(plan: Plan) -> str:
-    if not plan.transfers:
+    if plan.costs.link is None:
         return ""
     stages = plan.costs.stages
+    most = bytes_text(plan.step.microbatches * sum(cost.away + cost.away_for_weight for cost in stages))
     out = [t for t in plan.transfers if t.direction is Direction.OUT]
+    if not out:
+        return f"; nothing of the {most} that might leave the ranks in a step does"
     moved = bytes_text(sum(away_bytes(stages[t.stage], t.user) for t in out))
-    return f"; {moved} leave the ranks in a step, in {len(out)} transfers to the tier {plan.tier}"
+    transfers = f"{len(out)} transfers to {plan.tier}"
+    return f"; {moved} of the {most} that might leave the ranks in a step do, in {transfers}"
 
 
 def _table(tried: tuple[Attempt, ...]) -> Table:
