@@ -32,7 +32,7 @@ BEYOND = tuple(f for f in FAMILIES.values() if f.name == SEARCHED or not f.is_se
 WITHIN = tuple(f for f in BEYOND if f.name != FOR_OFFLOAD)
 
 _FINALISTS = 2
-_FIRST, _LAST = 0.5, 2.0  # effort on all settings, on the finalists
+_FIRST, _LAST = 0.3, 1.4  # effort on all settings, on the finalists
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ _SHORT = 3  # that part's microbatches per rank
 _FIRST = 0.7  # of the effort, for the part, where the whole is not large
 _BEST = 3  # recipes whose orders are improved
 _BEAM = 30  # what finding a block costs, in ops per section and unit of width
-_IMPROVE = 6  # tries of an improvement that cost as much as scheduling anew
+_IMPROVE = 20  # tries of an improvement that cost as much as scheduling anew
 
 
 def synthesise(
