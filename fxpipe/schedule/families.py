@@ -30,6 +30,7 @@ class Family:
 
     ``chunks`` and ``shapes`` are the stages per rank and the placements that it has; the first of each is
     taken where none is asked for.  ``is_searched``: what it gives depends on the memory limit.
+    ``for_offload``: it is of no use where nothing leaves the ranks.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Family:
     chunks: tuple[int, ...] | range = range(1, 1024)
     shapes: tuple[str, ...] = ("plain", "v")
     is_searched: bool = False
+    for_offload: bool = False
 
     @property
     def stages_per_rank(self) -> int:
@@ -212,7 +214,14 @@ FAMILIES: dict[str, Family] = {
         Family("1f1b", one_f_one_b, "one forward, one backward (2104.04473): at most p · M_B"),
         Family("interleaved", one_f_one_b, "1F1B over chunks (2104.04473)", _CHUNKS, ("plain",)),
         Family("gis", gis, "interleaved, short warm-up, small groups (2503.01328)", _CHUNKS, ("plain",)),
-        Family("staggered", staggered, "interleaved, for half of it offloaded", _CHUNKS, ("plain",)),
+        Family(
+            "staggered",
+            staggered,
+            "interleaved one behind the other, for half of it offloaded",
+            _CHUNKS,
+            ("plain",),
+            for_offload=True,
+        ),
         Family("zb-h1", zb_h1, "backward split, W delayed (2401.10241): at most p · M_B"),
         Family("zb-h2", zb_h2, "W delayed further, to 2p - 1 M_B (2401.10241)", (1,)),
         Family("zb", zb, "searched under any memory limit (after 2401.10241)", is_searched=True),

@@ -25,11 +25,8 @@ from fxpipe.vocabulary.stages import Vocabulary
 SEARCHED = "zb"
 """The family whose synthesis stands for all that are searched: the others are its cases."""
 
-FOR_OFFLOAD = "staggered"
-"""Of no use where nothing leaves the ranks."""
-
 BEYOND = tuple(f for f in FAMILIES.values() if f.name == SEARCHED or not f.is_searched)
-WITHIN = tuple(f for f in BEYOND if f.name != FOR_OFFLOAD)
+WITHIN = tuple(f for f in BEYOND if not f.for_offload)
 
 _FINALISTS = 2
 _FIRST, _LAST = 0.3, 1.4  # effort on all settings, on the finalists
