@@ -36,6 +36,11 @@ class Ledger:
     away: tuple[dict[Phase, list[fx.Node]], ...]
     messages: tuple[Message, ...]
 
+    def held(self, stage: int) -> tuple[Iterable[fx.Node], ...]:
+        """What counts for the bytes of a ``StageCost``, in their order."""
+        away = self.away[stage]
+        return self.saved[stage], self.kept[stage], away[Phase.B], away[Phase.W]
+
 
 def ledger(
     graph: fx.Graph,
@@ -73,18 +78,8 @@ def analytic_costs(entries: Ledger, device: Device) -> Costs:
         return sum(node_bytes(r) for r in roots)
 
     stages = [
-        StageCost(
-            seconds(stage, Phase.F),
-            seconds(stage, Phase.B),
-            seconds(stage, Phase.W),
-            size(saved),
-            size(kept),
-            size(away[Phase.B]),
-            size(away[Phase.W]),
-        )
-        for stage, (saved, kept, away) in enumerate(
-            zip(entries.saved, entries.kept, entries.away, strict=True)
-        )
+        StageCost(*(seconds(stage, phase) for phase in Phase), *map(size, entries.held(stage)))
+        for stage in range(len(entries.saved))
     ]
     edges = []
     for message, values in zip(entries.messages, entries.sent, strict=True):
@@ -110,17 +105,9 @@ def work_for_any_size(entries: Ledger, graph: fx.Graph, samples: Samples, device
 
     stages = [
         StageWork(
-            work(stage, Phase.F),
-            work(stage, Phase.B),
-            work(stage, Phase.W),
-            size(saved),
-            size(kept),
-            size(away[Phase.B]),
-            size(away[Phase.W]),
+            work(stage, Phase.F), work(stage, Phase.B), work(stage, Phase.W), *map(size, entries.held(stage))
         )
-        for stage, (saved, kept, away) in enumerate(
-            zip(entries.saved, entries.kept, entries.away, strict=True)
-        )
+        for stage in range(len(entries.saved))
     ]
     return PlanWork(
         lengths=dict(zip(samples.names, samples.points[0], strict=True)),
