@@ -8,12 +8,19 @@ import operator
 import torch
 from torch import fx
 
-from fxpipe.graph import offload, reload
+from fxpipe.graph import Phase, offload, reload
 
 aten = torch.ops.aten
 
 # Returns its input's storage without saying so in its schema.
-_SILENT_VIEWS = {aten._unsafe_view.default, aten._reshape_alias.default, offload, reload}
+_SILENT_VIEWS = {
+    aten._unsafe_view.default,
+    aten._reshape_alias.default,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
+    offload,
+    reload,
+}
 
 
 def is_view(node: fx.Node) -> bool:
@@ -40,6 +47,32 @@ def root_within(node: fx.Node, stage: int) -> fx.Node:
     while node.op == "call_function" and node.meta["colour"].stage == stage and is_view(node):
         node = node.all_input_nodes[0]
     return node
+
+
+def last_uses(graph: fx.Graph) -> dict[fx.Node, fx.Node | None]:
+    """Storages that ops make -> the op that uses one last, None where more than its own stage does.
+
+    Of one microbatch a stage runs F, then B, then W; within them ops run in the order of the graph.
+    """
+    last: dict[fx.Node, fx.Node | None] = {}
+    for node in graph.nodes:
+        for root in {storage_root(n) for n in node.all_input_nodes}:
+            if root.op != "call_function":
+                continue
+            before = last.setdefault(root, root)
+            if before is None or node.op == "output" or _stage(node) != _stage(root):
+                last[root] = None
+            elif _turn(node) >= _turn(before):
+                last[root] = node
+    return last
+
+
+def _stage(node: fx.Node) -> int:
+    return node.meta["colour"].stage
+
+
+def _turn(node: fx.Node) -> int:
+    return list(Phase).index(node.meta["colour"].phase)
 
 
 def tensors(node: fx.Node) -> list[torch.Tensor]:

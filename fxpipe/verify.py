@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import fx
 
 from fxpipe.errors import VerifyError
 from fxpipe.graph import Colour, Kind, Phase, offload, reload
-from fxpipe.values import call_nodes, output_dict
+from fxpipe.values import call_nodes, last_uses, output_dict, storage_root
 
 
 def verify(graph: fx.Graph, after: str) -> None:
@@ -17,13 +19,16 @@ def verify(graph: fx.Graph, after: str) -> None:
       same and later stages, B the same and earlier ones, W nothing but itself;
     - only tensors cross from stage to stage;
     - what is offloaded in a stage's F is reloaded once, in its B or W, and used by nothing else;
-    - nothing is written to but accumulators of gradients, and no random op is without a key.
+    - nothing is written to but accumulators of gradients and what the same section made and uses no more;
+    - no random op is without a key.
     """
     graph.lint()
     for node in call_nodes(graph):
         if "colour" not in node.meta:
             raise VerifyError(f"After {after}: {node} has no colour.")
-        _check_op(node, after)
+    last = last_uses(graph)
+    for node in call_nodes(graph):
+        _check_op(node, last, after)
         for source in node.all_input_nodes:
             if source.op == "call_function":
                 _check_edge(source, node, after)
@@ -32,7 +37,7 @@ def verify(graph: fx.Graph, after: str) -> None:
             raise VerifyError(f"After {after}: the gradient of {name} has no summand.")
 
 
-def _check_op(node: fx.Node, after: str) -> None:
+def _check_op(node: fx.Node, last: Mapping[fx.Node, fx.Node | None], after: str) -> None:
     if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
         draws = {"dropout_p": 0.0, "train": False}
         names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
@@ -44,12 +49,16 @@ def _check_op(node: fx.Node, after: str) -> None:
     if node.target is reload and getattr(node.args[0], "target", None) is not offload:
         raise VerifyError(f"After {after}: {node} reloads {node.args[0]}, which was not offloaded.")
     schema = getattr(node.target, "_schema", None)
-    if schema is not None and schema.is_mutable:
-        into = node.args[0]
-        while isinstance(into, fx.Node) and into.op == "call_function":
-            into = into.args[0]
-        if not isinstance(into, fx.Node) or into.meta["input"].kind is not Kind.GRADIENT:
-            raise VerifyError(f"After {after}: {node} ({node.target}) writes in place.")
+    for argument in schema.arguments if schema is not None and schema.is_mutable else ():
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            _check_write(node, argument.name, last, after)
+
+
+def _check_write(node: fx.Node, argument: str, last: Mapping[fx.Node, fx.Node | None], after: str) -> None:
+    root = storage_root(node.kwargs.get(argument, node.args[0]))  # type: ignore[arg-type]
+    accumulator = root.op == "placeholder" and root.meta["input"].kind is Kind.GRADIENT
+    if not accumulator and last.get(root) is not node:
+        raise VerifyError(f"After {after}: {node} ({node.target}) writes over {root}, which is needed.")
 
 
 def _check_offload(node: fx.Node, after: str) -> None:

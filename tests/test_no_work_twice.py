@@ -14,7 +14,7 @@ from zoo import CASES, WIDTH, Case, Chain, Shape, compiled, numbers
 import fxpipe
 from fxpipe.graph import Kind, Phase
 from fxpipe.partition.cost import node_flops
-from fxpipe.values import call_nodes
+from fxpipe.values import call_nodes, storage_root
 
 aten = torch.ops.aten
 
@@ -129,9 +129,11 @@ def reached(node: fx.Node) -> set[fx.Node]:
 
 def accumulators(graph: fx.Graph) -> list[fx.Node]:
     """The nodes that write to a gradient's accumulator."""
-    return [
+    mutable = [
         n for n in call_nodes(graph) if getattr(n.target, "_schema", None) and n.target._schema.is_mutable
     ]
+    given = [storage_root(n.args[0]).meta.get("input") for n in mutable]
+    return [n for n, i in zip(mutable, given, strict=True) if i is not None and i.kind is Kind.GRADIENT]
 
 
 WEIGHTS = [

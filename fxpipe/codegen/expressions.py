@@ -31,11 +31,12 @@ class Names:
 
     def op(self, target: Any) -> str:
         packet, overload = target.overloadpacket, target._overloadname
-        alias = (
-            packet.__name__.lstrip("_")
-            if overload in ("default", "Tensor", "int")
-            else f"{packet.__name__.lstrip('_')}_{overload.lower()}"
-        )
+        bare = packet.__name__.lstrip("_")
+        alias = bare.rstrip("_")
+        if overload not in ("default", "Tensor", "int"):
+            alias += f"_{overload.lower()}"
+        if bare.endswith("_"):
+            alias += "_"
         dotted = f"torch.ops.{target.namespace}.{packet.__name__}.{overload}"
         while self.ops.setdefault(alias, dotted) != dotted:
             alias += "_"

@@ -9,6 +9,7 @@ from fxpipe.passes.accumulate import fuse_accumulation
 from fxpipe.passes.keep import keep_fewest_bytes
 from fxpipe.passes.localise import localise
 from fxpipe.passes.recompute import Level, recompute
+from fxpipe.passes.reuse import reuse_storage
 from fxpipe.passes.sendable import make_sendable
 from fxpipe.passes.split_backward import split_backward
 from fxpipe.passes.untie import untie
@@ -26,6 +27,7 @@ def run_passes(graph: fx.Graph, device: Device, level: Level | None = None) -> N
         ("keep_fewest_bytes", keep_fewest_bytes),
         ("make_sendable", make_sendable),
         ("fuse_accumulation", fuse_accumulation),
+        ("reuse_storage", reuse_storage),
     ):
         rewrite(graph)
         verify(graph, name)

@@ -33,6 +33,7 @@ class Gradients:
     def __init__(self, shard: Shard, softmax: Softmax) -> None:
         self.shard, self.softmax, self.axes = shard, softmax, shard.layers.axes
         self._parts: dict[fx.Node, Parts] = {}
+        self._shares: dict[fx.Node, fx.Node] = {}
         shard.makers[aten._log_softmax_backward_data.default] = self._of_logits
 
     def parts(self, node: fx.Node) -> Parts:
@@ -58,14 +59,21 @@ class Gradients:
         everywhere = build.call(aten.mul.Tensor, parts.all, float(self.shard.layers.size))
         return everywhere if parts.pick is None else build.call(aten.add.Tensor, parts.pick, everywhere)
 
+    def share(self, node: fx.Node) -> fx.Node:
+        """What the exponentials of a token are multiplied by: they are the softmax then, times -total."""
+        if node not in self._shares:
+            loss, total = given(node, 1), self.total(node)
+            build = self.shard.at(Phase.B, node.meta["origin"])
+            below = build.call(aten.sub.Tensor, self.softmax.maxima[loss], self.softmax.logsums[loss])
+            share = build.call(aten.mul.Tensor, build.call(aten.exp.default, below), total)
+            self._shares[node] = build.call(aten.neg.default, share)
+        return self._shares[node]
+
     def _of_logits(self, node: fx.Node) -> fx.Node:
         phase, loss = self.shard.phase, given(node, 1)
-        parts, total, scores = self.parts(node), self.total(node), self.softmax.scores(loss)
+        parts, share = self.parts(node), self.share(node)
         build = self.shard.at(phase, node.meta["origin"])
-        below = build.call(aten.sub.Tensor, scores, self.softmax.logsums[loss])
-        result = build.call(
-            aten.mul.Tensor, build.call(aten.exp.default, below), build.call(aten.neg.default, total)
-        )
+        result = build.call(aten.mul.Tensor, self.softmax.exponentials[loss], share)
         if parts.all is not None:
             result = build.call(aten.add.Tensor, result, parts.all)
         if parts.label is not None:

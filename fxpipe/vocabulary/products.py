@@ -114,11 +114,8 @@ class OneBarrier:
         unscaled, logits = self._unscaled[product], given(product, 0)
         softmax, pick, everywhere = {}, {}, {}
         for start in self._starts(logits):
-            parts, total, loss = self.gradients.parts(start), self.gradients.total(start), given(start, 1)
-            build = self.shard.at(Phase.B, start.meta["origin"])
-            below = build.call(aten.sub.Tensor, self.softmax.maxima[loss], self.softmax.logsums[loss])
-            share = build.call(aten.mul.Tensor, build.call(aten.exp.default, below), total)
-            softmax[start] = build.call(aten.neg.default, share)
+            parts = self.gradients.parts(start)
+            softmax[start] = self.gradients.share(start)
             assert parts.pick is not None, "asked for before the barrier"
             pick[start] = parts.pick
             if parts.all is not None:

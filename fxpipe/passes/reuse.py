@@ -1,0 +1,90 @@
+"""A result takes the place of an operand that dies with it.
+
+needs:  the graph as it will run
+before: b = mul(a, 0.5)                   a: made by the same stage, dense, used for the last time
+after:  b = mul.out(a, 0.5, out=a)
+
+Elementwise ops write over any such operand, others with an in-place form over their first.  Values and bits
+stay as they are; but half the memory that the op touches is in the caches already, and less is live at once.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe.values import call_nodes, is_dense, is_view, last_uses, node_bytes, storage_root
+
+
+def reuse_storage(graph: fx.Graph) -> None:
+    last = last_uses(graph)
+    for node in call_nodes(graph):
+        roots = [storage_root(n) for n in node.all_input_nodes]
+        free = [
+            n
+            for n, root in zip(node.all_input_nodes, roots, strict=True)
+            if last.get(root) is node and roots.count(root) == 1 and _same_place(n, root, node)
+        ]
+        if free and not is_view(node):
+            _write_over(node, free)
+
+
+def _same_place(operand: fx.Node, root: fx.Node, result: fx.Node) -> bool:
+    """Does the operand fill its storage, and would the result lie in it likewise?"""
+    a, b = operand.meta.get("val"), result.meta.get("val")
+    return (
+        isinstance(a, torch.Tensor)
+        and isinstance(b, torch.Tensor)
+        and (a.dtype, a.device, a.shape, a.stride()) == (b.dtype, b.device, b.shape, b.stride())
+        and is_dense(a)
+        and node_bytes(root) == node_bytes(operand)
+    )
+
+
+def _write_over(node: fx.Node, free: list[fx.Node]) -> None:
+    """Let the op write over one of its operands, if there is a form of it that does."""
+    device = node.meta["val"].device.type
+    if (form := _out_form(node.target, device)) is not None:
+        node.target, name = form
+        node.kwargs = {**node.kwargs, name: free[0]}
+    elif node.args and node.args[0] in free and (in_place := _in_place_form(node.target, device)):
+        node.target = in_place
+
+
+@cache
+def _out_form(target: Any, device: str) -> tuple[torch._ops.OpOverload, str] | None:
+    """The form of an elementwise op that writes where an argument tells it, and that argument."""
+    if torch.Tag.pointwise in getattr(target, "tags", ()):
+        for form in _forms(target.overloadpacket):
+            *given, last = form._schema.arguments
+            if last.kwarg_only and _is_written(last) and _fits(form, given, target, device):
+                return form, last.name
+    return None
+
+
+@cache
+def _in_place_form(target: Any, device: str) -> torch._ops.OpOverload | None:
+    if isinstance(target, torch._ops.OpOverload) and target.namespace == "aten":
+        for form in _forms(getattr(torch.ops.aten, f"{target.overloadpacket.__name__}_", None)):
+            given = form._schema.arguments
+            if _is_written(given[0]) and _fits(form, given, target, device):
+                return form
+    return None
+
+
+def _forms(packet: Any) -> list[torch._ops.OpOverload]:
+    return [] if packet is None else [getattr(packet, name) for name in packet.overloads()]
+
+
+def _is_written(argument: torch._C.Argument) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _fits(form: Any, given: list[torch._C.Argument], target: Any, device: str) -> bool:
+    """Does the form take the op's arguments, and has it a kernel of its own?  Others compute a new tensor
+    and copy it."""
+    one, other = ([(a.name, str(a.type)) for a in x] for x in (given, target._schema.arguments))
+    return one == other and torch._C._dispatch_has_kernel_for_dispatch_key(form.name(), device.upper())
