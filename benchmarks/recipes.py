@@ -30,14 +30,14 @@ from fxpipe.schedule.costs import Costs, StageCost, chain
 from fxpipe.schedule.families import build
 from fxpipe.schedule.goal import Goal
 from fxpipe.schedule.problem import Problem
-from fxpipe.schedule.recipe import Kitchen, Recipe
+from fxpipe.schedule.recipe import Recipe
 from fxpipe.schedule.seeds import SEEDS
 from fxpipe.schedule.simulator import simulate
+from fxpipe.schedule.synthesis import Evolution
 
 PLAIN = (Recipe(), Recipe(weight_delay=2, patience=(0.5,) * 3), Recipe(period=1.2, patience=(0.5,) * 3))
 CHOSEN = 24
 TRAINING, HELD_OUT = 1, 99  # what the random numbers start from
-WIDTH = 16  # of the beam that finds a block
 WORST = 10.0  # what an order that breaks the limits counts, in the work of the busiest rank
 LINE = 110
 
@@ -146,18 +146,18 @@ def evolve(
 
 def search(setting: Setting, recipes: tuple[Recipe, ...], ops: int) -> list[Recipe]:
     """The three best recipes of one long search that tries the given ones first."""
-    return _evolution(setting, ops).finish(recipes)[:3]
+    return [cooked.recipe for cooked in _evolution(setting, ops).finish(recipes)[:3]]
 
 
 def worths(setting: Setting, recipes: Sequence[Recipe]) -> list[float]:
     """What each recipe's order is worth, at least 1."""
     evolution = _evolution(setting, 0)
-    return [min(WORST, evolution.cook(recipe)[0] / evolution.goal.bound) for recipe in recipes]
+    return [min(WORST, evolution.cook(recipe).value / evolution.goal.bound) for recipe in recipes]
 
 
-def _evolution(setting: Setting, ops: int) -> synthesis._Evolution:
+def _evolution(setting: Setting, ops: int) -> Evolution:
     problem = setting.problem
-    return synthesis._Evolution(problem, Goal.of(problem, "span"), Kitchen(problem.shop, WIDTH), ops)
+    return Evolution(problem, Goal.of(problem, "span"), ops)
 
 
 def choose(matrix: Sequence[Sequence[float]], count: int = CHOSEN) -> list[int]:

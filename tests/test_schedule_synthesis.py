@@ -1,7 +1,9 @@
 """Synthesis: repeated blocks, list scheduling, recipes, local search; marks of the papers at equal memory."""
 
+from dataclasses import replace
 from itertools import pairwise
 from math import inf
+from random import Random
 
 import pytest
 
@@ -18,6 +20,7 @@ from fxpipe.schedule.problem import Problem, per_rank
 from fxpipe.schedule.search import Setting, search
 from fxpipe.schedule.shop import Shop, decode, encode, peaks, run, shop
 from fxpipe.schedule.simulator import simulate
+from fxpipe.schedule.stretch import stretched
 
 
 def even_costs(ranks: int, chunks: int, times=(1.0, 1.0, 1.0), comm: float = 0.0, kept: float = 0.5) -> Costs:
@@ -115,6 +118,53 @@ def test_run_agrees_with_the_simulator():
     assert decode(coded, 6) == schedule.order
 
 
+def test_what_did_not_change_need_not_run_again():
+    costs = v_costs(4, **LARGE)
+    schedule = build("zb-v", ranks=4, microbatches=8, costs=costs, effort=0.01)
+    flat, random = shop(costs, schedule.placement), Random(3)
+    old = encode(schedule.order, 8)
+    known = run(flat, old, 8)
+    compared = 0
+    for _ in range(200):
+        new, rank = [list(ops) for ops in old], random.randrange(4)
+        at = random.randrange(len(new[rank]) - 1)
+        since = known.end[new[rank][at]] - flat.seconds[new[rank][at] // 8]
+        new[rank][at : at + 2] = reversed(new[rank][at : at + 2])
+        fresh, again = run(flat, new, 8), run(flat, new, 8, known, since)
+        if fresh is None:
+            assert again is None
+            continue
+        compared += 1
+        assert (again.end, again.first, again.free) == (fresh.end, fresh.first, fresh.free)
+    assert compared > 50
+
+
+def test_a_stretched_order_is_whole_and_keeps_the_limits():
+    problem = Problem("zb", 4, 12, 2, "v", v_costs(4, **LARGE), (3.0,) * 4)
+    short = encode(build("v-half", ranks=4, microbatches=12, costs=problem.costs, effort=0.05).order, 12)
+    longer = replace(problem, microbatches=31)
+    found = list(stretched(short, 12, longer))
+    assert len(found) > 10
+    ops = [
+        sorted(31 * s + j for stage in own for s in range(3 * stage, 3 * stage + 3) for j in range(31))
+        for own in longer.shop.own
+    ]
+    for coded in found:
+        assert [sorted(order) for order in coded] == ops
+        assert max(peaks(longer.shop, coded, 31)) <= 3 * (1 + 1e-9)
+        assert run(longer.shop, coded, 31) is not None
+
+
+def test_a_steady_order_is_stretched_without_loss():
+    costs = v_costs(4)
+    problem = Problem("zb", 4, 16, 2, "v", costs, (4.0,) * 4)
+    short = encode(build("zb-v", ranks=4, microbatches=16, costs=costs).order, 16)
+    assert run(problem.shop, short, 16).span == pytest.approx(16 * problem.shop.period)
+    longer = replace(problem, microbatches=40)
+    spans = [run(longer.shop, coded, 40).span for coded in stretched(short, 16, longer)]
+    assert min(spans) == pytest.approx(40 * problem.shop.period)
+
+
 def test_orders_that_block_each_other_do_not_run():
     flat = shop(chain([StageCost(1, 1, 1)] * 2), (0, 1))
     order = parse_order("F0.0 B0.0 F0.1 B0.1 W0.0 W0.1\nF1.0 F1.1 B1.0 B1.1 W1.0 W1.1")
@@ -140,6 +190,8 @@ def test_improvement_moves_a_weight_gradient_off_the_critical_path():
         ("v-half", 6, {}, 0.0711),
         ("zb-v", 8, {}, 1e-9),
         ("v-min", 4, LARGE, 0.2400),
+        ("v-half", 5, LARGE, 0.1447),
+        ("v-half", 6, LARGE, 0.1132),
         ("zb-v", 8, LARGE, 0.0404),
     ],
 )

@@ -118,7 +118,7 @@ def zb_v(problem: Problem) -> Order:
 
 def zb(problem: Problem) -> Order:
     """The fastest of what is published for the placement and what synthesis finds, under any limit."""
-    return synthesise(problem, starts(problem))
+    return synthesise(problem, starts)
 
 
 def zb_1p(problem: Problem) -> Order:
@@ -205,6 +205,7 @@ def _filled(spine: Callable[[Problem], tuple[Order, int]], gap: Gap, problem: Pr
 
 
 _CHUNKS = range(2, 1024)
+_BELOW = 0.4  # effort under each of the limits somewhat below the one asked for
 _TWO_IN_V = ((2,), ("v",))
 
 FAMILIES: dict[str, Family] = {
@@ -304,7 +305,7 @@ def _below(problem: Problem) -> list[Problem]:
         return []
     level = floor(4 * units + 1e-9) / 4
     lower = [x for x in (level, level - 0.25) if 1 <= x < units - 1e-9]
-    return [problem.within(x) for x in lower]
+    return [replace(problem.within(x), effort=_BELOW * problem.effort) for x in lower]
 
 
 def _for_mean(family: Family, problem: Problem) -> tuple[Order, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from random import Random
 
 from fxpipe.schedule.goal import Goal
@@ -66,7 +67,7 @@ class _Climb:
         old = self._move(*self.random.choice(self.arcs))
         if not old:
             return True
-        done = run(self.shop, self.order, self.microbatches)
+        done = run(self.shop, self.order, self.microbatches, self.run, self._first_change(old))
         value = self.goal.value(done) if done is not None else None
         slot = self.count % _MEMORY
         if value is None or done is None or (value > self.value and value > self.past[slot]):
@@ -79,6 +80,14 @@ class _Climb:
                 self.best, self.best_order = value, [list(ops) for ops in self.order]
         self.past[slot] = self.value
         return True
+
+    def _first_change(self, old: dict[int, list[int]]) -> float:
+        """When the first op began whose place another one has now."""
+        found = inf
+        for rank, ops in old.items():
+            value = next(was for was, now in zip(ops, self.order[rank], strict=True) if was != now)
+            found = min(found, self.run.end[value] - self.shop.seconds[value // self.microbatches])
+        return found
 
     def _move(self, before: int, after: int) -> dict[int, list[int]]:
         """Puts one of the two behind or before a few others, at times on several ranks in a row.

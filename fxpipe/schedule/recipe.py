@@ -35,25 +35,29 @@ class Recipe:
 
 
 def random_recipe(random: Random) -> Recipe:
-    def wait() -> float:
-        return random.choice((0.0, 0.0, random.uniform(0, 0.5), random.uniform(0, 1.7)))
+    """Every field as those recipes have it that did best for many different costs and limits."""
 
-    def patience() -> float:
-        return random.choice((0, 0.3, 0.5, 0.7, 1, 1.001, 1.001, 1.05, 1.5, 3))
+    def wait() -> float:
+        most = random.choice((0.0, 0.0, 0.5, 0.5, 1.5))
+        return random.uniform(0, most)
 
     return Recipe(
-        period=random.choice((1, 1, 1.005, 1.01, 1.02, 1.05, 1.1, 1.15, 1.2)),
-        waits=(wait(), wait(), wait(), wait()),
-        head=random.choice((0, 0, random.randrange(2, 10))),
-        head_pace=random.uniform(0.2, 1.2),
-        head_stretch=random.uniform(-0.5, 1),
-        tail=random.choice((0, 0, random.randrange(2, 10))),
-        tail_pace=random.uniform(0.2, 1.2),
-        tail_stretch=random.uniform(-0.5, 1),
-        weight_delay=random.choice((0, 0, 0, 0.5, 1, 2, 3)),
+        period=random.choice((1, 1, 1, 1.005, 1.01, 1.02, 1.05, 1.1, 1.15, 1.2)),
+        waits=(wait(), wait(), wait(), random.choice((0.0, wait()))),
+        head=random.choice((0, 0, random.randrange(2, 7))),
+        head_pace=random.uniform(0.25, 1.05),
+        head_stretch=random.uniform(0, 1),
+        tail=random.choice((0, 1, random.randrange(1, 6))),
+        tail_pace=random.uniform(0.25, 1.05),
+        tail_stretch=random.uniform(-0.2, 1),
+        weight_delay=random.choice((0, 0.5, 1, 2, 3)),
         late_weights=random.choice((0, 0, 3, 6, 9)),
-        forward_lead=random.choice((0.0, 0.0, 0.0, random.uniform(-0.3, 1))),
-        patience=(patience(), patience(), patience()),
+        forward_lead=random.choice((0.0, random.gauss(0, 0.15))),
+        patience=(
+            random.choice((1, 1.001, 1.001, 1.001, 1.5)),
+            random.choice((0, 0.3, 0.3, 0.5, 0.5, 0.7)),
+            random.choice((0.3, 0.5, 0.5, 0.7, 1.001)),
+        ),
         memory=random.choice((2.0, 2.0, 2.0, 1.5, 1.25, 1.1, 1.0, 0.75)),
     )
 

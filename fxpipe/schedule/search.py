@@ -29,7 +29,7 @@ BEYOND = tuple(f for f in FAMILIES.values() if f.name == SEARCHED or not f.is_se
 WITHIN = tuple(f for f in BEYOND if not f.for_offload)
 
 _FINALISTS = 2
-_FIRST, _LAST = 0.3, 1.4  # effort on all settings, on the finalists
+_FIRST, _LAST = 0.25, 1.1  # effort on all settings, on the finalists
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,8 @@ def search(
         raise ScheduleError(_nothing_fits(ways, smallest))
     for entry in _best_of_settings(entries):
         way = entry.way
-        order = _synthesise(way.problem, (entry.order,), objective, _LAST / _FINALISTS)
+        problem = replace(way.problem, effort=_LAST / _FINALISTS)
+        order = synthesise(problem, starts, objective, (entry.order,))
         with suppress(LimitError):  # the one that it was made from fits
             entries.append(_entry(SEARCHED, way, order, objective))
     best = min(entries, key=lambda entry: entry.key)
@@ -173,7 +174,7 @@ def _limits(setting: Setting, limit: Limit, ranks: int) -> tuple[float, ...]:
 
 def _order(family: Family, problem: Problem, objective: Objective, effort: float) -> Order:
     if family.is_searched:
-        return _synthesise(problem, starts(problem), objective, effort)
+        return synthesise(replace(problem, effort=effort), starts, objective)
     return build(
         family.name,
         ranks=problem.ranks,
@@ -183,10 +184,6 @@ def _order(family: Family, problem: Problem, objective: Objective, effort: float
         placement=problem.shape,
         memory_limit=problem.limits,
     ).order
-
-
-def _synthesise(problem: Problem, orders: Sequence[Order], objective: Objective, effort: float) -> Order:
-    return synthesise(replace(problem, effort=effort), orders, objective)
 
 
 def _entry(name: str, way: _Way, order: Order, objective: Objective) -> _Entry:

@@ -6,8 +6,10 @@ the number of its value, section · microbatches + microbatch; a *coded order* i
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf
 
 from fxpipe.schedule.costs import Costs
@@ -53,6 +55,20 @@ class Shop:
     def period(self) -> float:
         """The work of the busiest rank: no repeated block can be shorter."""
         return max(self.work(rank) for rank in range(self.ranks))
+
+    def of_ops(self, microbatches: int) -> tuple[list[float], list[list[tuple[int, float]]]]:
+        """Per op its seconds, and the ops whose results it needs with the times that those take to arrive."""
+        found = self._of_ops.get(microbatches)
+        if found is None:
+            js = range(microbatches)
+            seconds = [time for time in self.seconds for _ in js]
+            needs = [[(s * microbatches + j, delay) for s, delay in few] for few in self.needs for j in js]
+            found = self._of_ops[microbatches] = seconds, needs
+        return found
+
+    @cached_property
+    def _of_ops(self) -> dict[int, tuple[list[float], list[list[tuple[int, float]]]]]:
+        return {}
 
     def smallest_limit(self, rank: int) -> float:
         """With so much memory a rank can go on whatever the others do."""
@@ -145,12 +161,26 @@ class Run:
         return max(self.free)
 
 
-def run(shop: Shop, coded: Coded, microbatches: int) -> Run | None:
-    """Every op as early as its rank's order lets it; None where the orders block each other."""
-    m, seconds, needs = microbatches, shop.seconds, shop.needs
-    end = [-1.0] * (shop.sections * m)
-    cause = [-1] * (shop.sections * m)
+def run(
+    shop: Shop, coded: Coded, microbatches: int, known: Run | None = None, since: float = 0.0
+) -> Run | None:
+    """Every op as early as its rank's order lets it; None where the orders block each other.
+
+    ``known`` is a run of orders that differ in nothing that ended before ``since`` in it.
+    """
+    seconds, needs = shop.of_ops(microbatches)
     at, free, first = [0] * shop.ranks, [0.0] * shop.ranks, [0.0] * shop.ranks
+    if known is None:
+        end = [-1.0] * len(seconds)
+        cause = [-1] * len(seconds)
+    else:
+        end, cause = known.end[:], known.cause[:]
+        for rank, ops in enumerate(coded):
+            at[rank] = done = bisect_left(ops, since, key=known.end.__getitem__)
+            if done:
+                first[rank], free[rank] = known.first[rank], known.end[ops[done - 1]]
+            for value in ops[done:]:
+                end[value] = -1.0
     waiting: dict[int, list[int]] = {}
     runnable = list(range(shop.ranks))
     while runnable:
@@ -159,18 +189,17 @@ def run(shop: Shop, coded: Coded, microbatches: int) -> Run | None:
         last, before = len(ops), ops[at[rank] - 1] if at[rank] else -1
         while i < last:
             value = ops[i]
-            section, j = divmod(value, m)
             start, why = now, before
-            for source, delay in needs[section]:
-                arrival = end[source * m + j]
+            for source, delay in needs[value]:
+                arrival = end[source]
                 if arrival < 0:
-                    waiting.setdefault(source * m + j, []).append(rank)
+                    waiting.setdefault(source, []).append(rank)
                     break
                 arrival += delay
                 if arrival > start:
-                    start, why = arrival, source * m + j
+                    start, why = arrival, source
             else:
-                now = start + seconds[section]
+                now = start + seconds[value]
                 end[value], cause[value] = now, why
                 if not i:
                     first[rank] = start
