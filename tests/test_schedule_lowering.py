@@ -8,6 +8,7 @@ from fxpipe.schedule.costs import Edge, StageCost, chain
 from fxpipe.schedule.deadlock import prove
 from fxpipe.schedule.lowering import Exchange, ExchangeKind, Post, Wait, lower
 from fxpipe.schedule.ops import Schedule, parse_order
+from fxpipe.schedule.vocabulary import with_heads
 
 F, B, W = Phase.F, Phase.B, Phase.W
 
@@ -230,3 +231,29 @@ def test_exchanges_in_another_order_on_each_rank():
     schedule = hand(other, (0, 1, 0, 1), 2)
     with pytest.raises(DeadlockError, match=r"all-gather .*rank 0 joins it for microbatches \[1, 0\]"):
         prove(lower(schedule, *head_edges()), schedule.placement)
+
+
+#: Rank 1 computes F7.2 before B4.0, and rank 2 waits for that B before it gets to F8.1.
+LATE = """
+F0.0 F0.1 F0.2 F5.0 F6.0 F5.1 F6.1 F5.2 B6.0 W6.0 F6.2 B5.0 W5.0 B0.0 W0.0 B6.1 W6.1 B5.1 W5.1 B0.1 W0.1 B6.2 W6.2 B5.2 W5.2 B0.2 W0.2
+F1.0 F1.1 F1.2 F4.0 F7.0 F4.1 F7.1 F4.2 F7.2 B7.0 W7.0 B4.0 W4.0 B1.0 W1.0 B7.1 W7.1 B4.1 W4.1 B1.1 W1.1 B7.2 B4.2 W7.2 W4.2 B1.2 W1.2
+F2.0 F2.1 F2.2 F3.0 F3.1 F3.2 F8.0 B8.0 B3.0 B2.0 W3.0 W8.0 W2.0 F8.1 B8.1 B3.1 B2.1 W8.1 W3.1 F8.2 B8.2 W8.2 W2.1 B3.2 B2.2 W3.2 W2.2
+"""  # noqa: E501
+
+
+def test_a_broadcast_is_joined_before_an_op_that_waits_for_one_who_waits_for_it():
+    schedule = hand(LATE, (0, 1, 2, 2, 1, 0, 0, 1, 2), 3)
+    edges = with_heads(chain([StageCost(1, 1, 1)] * 6), 3, 1.0, 1, 0.0).edges
+    f, b, heads = Phase.F, Phase.B, (6, 7, 8)
+    ends = {phase: tuple(Colour(h, phase) for h in heads) for phase in (f, b)}
+    exchanges = (
+        Exchange(ExchangeKind.BROADCAST, 0, (Colour(5, f),), ends[f]),
+        Exchange(ExchangeKind.ALL_GATHER, 1, ends[f], ends[b]),
+        Exchange(ExchangeKind.GATHER, 2, ends[b], (Colour(5, b),)),
+    )
+    programs = lower(schedule, edges, exchanges)
+    prove(programs, schedule.placement)
+    lines = text(programs[2])
+    assert lines.index("join broadcast F5 … -> F6 …, microbatch 2") < lines.index(
+        "wait B4 -> B3, microbatch 0"
+    )

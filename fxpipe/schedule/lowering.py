@@ -11,15 +11,17 @@ A *transfer* moves what F saved off the rank, or back.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
 
 from fxpipe.errors import ScheduleError
 from fxpipe.graph import Colour
 from fxpipe.schedule.check import check
 from fxpipe.schedule.costs import Edge
+from fxpipe.schedule.levels import levels
 from fxpipe.schedule.ops import PHASES, Direction, Op, Schedule, Transfer
 
 
@@ -136,9 +138,11 @@ def lower(schedule: Schedule, edges: tuple[Edge, ...], exchanges: tuple[Exchange
 
     Where a channel's messages are needed in another order than they are sent in, the ones sent before
     a needed one are posted together with it.  Edges within a rank give no instruction, nor do those of
-    ``exchanges``, which ranks join as soon as they have what they give; who only takes from a broadcast
-    joins one ahead.  Raises ScheduleError where the schedule is not whole or two edges join the same two
-    sections.
+    ``exchanges``, which ranks join as soon as they have what they give.  Who only takes from a broadcast
+    joins one ahead, and before any op that runs in a later round (:mod:`fxpipe.schedule.levels`) than the
+    broadcast's source: so who waits for a broadcast never waits for an op that waits for it.
+
+    Raises ScheduleError where the schedule is not whole or two edges join the same two sections.
     """
     check(schedule)
     return _Lowering(schedule, edges, exchanges).programs()
@@ -168,6 +172,7 @@ class _Lowering:
         for ops in schedule.order:
             for op in ops:
                 self._register(op)
+        self.levels = levels(schedule, edges) if exchanges else {}
 
     def _register(self, op: Op) -> None:
         for edge in self._edges(op, self.outgoing):
@@ -189,7 +194,7 @@ class _Lowering:
     def _program(self, rank: int) -> Iterator[Instruction]:
         ops = self.schedule.order[rank]
         posted: defaultdict[tuple[int, int], int] = defaultdict(int)
-        part = _Part(self.schedule, self.exchanges, rank)
+        part = _Part(self.schedule, self.exchanges, self.levels, rank)
         moves = _Moves(self.schedule, rank)
         yield from part.at_start()
         for position, op in enumerate(ops):
@@ -198,6 +203,7 @@ class _Lowering:
             if position + 1 < len(ops):
                 yield from self._posts(ops[position + 1], posted)
             yield from moves.behind(position - 1)
+            yield from part.in_time(op)
             for edge in self._edges(op, self.incoming):
                 yield Wait(edge, op.microbatch)
             yield from part.before(op)
@@ -244,10 +250,15 @@ class _Moves:
 class _Part:
     """One rank's part in the exchanges."""
 
-    def __init__(self, schedule: Schedule, exchanges: tuple[Exchange, ...], rank: int) -> None:
+    def __init__(
+        self, schedule: Schedule, exchanges: tuple[Exchange, ...], levels: Mapping[Op, int], rank: int
+    ) -> None:
+        self.levels = levels
         self.gives: defaultdict[Colour, list[Exchange]] = defaultdict(list)
         self.takes: defaultdict[Colour, list[Exchange]] = defaultdict(list)
-        self.ahead: dict[Exchange, Iterator[int]] = {}  # microbatches of broadcasts that it only takes from
+        self.ahead: dict[Exchange, deque[Op]] = {}  # of broadcasts that it only takes from, what gives them
+        self.joined: Counter[Exchange] = Counter()
+        self.taken: Counter[Exchange] = Counter()
         home = schedule.placement
         for exchange in exchanges:
             own = [colour for colour in exchange.sources if home[colour.stage] == rank]
@@ -261,17 +272,18 @@ class _Part:
             if not own:
                 source = exchange.sources[0]
                 giver = schedule.order[home[source.stage]]
-                self.ahead[exchange] = iter(
-                    [
-                        op.microbatch
-                        for op in giver
-                        if source.stage == op.stage and source.phase in PHASES[op.kind]
-                    ]
+                self.ahead[exchange] = deque(
+                    op for op in giver if source.stage == op.stage and source.phase in PHASES[op.kind]
                 )
 
     def at_start(self) -> Iterator[Join]:
         for exchange in self.ahead:
             yield from self._next(exchange)
+
+    def in_time(self, op: Op) -> Iterator[Join]:
+        for exchange, givers in self.ahead.items():
+            while givers and op in self.levels and self.levels.get(givers[0], inf) < self.levels[op]:
+                yield from self._next(exchange)
 
     def before(self, op: Op) -> Iterator[Collect]:
         for phase in PHASES[op.kind]:
@@ -284,9 +296,11 @@ class _Part:
                 yield Join(exchange, op.microbatch)
             for exchange in self.takes.get(Colour(op.stage, phase), ()):
                 if exchange in self.ahead:
-                    yield from self._next(exchange)
+                    self.taken[exchange] += 1
+                    if self.joined[exchange] <= self.taken[exchange]:
+                        yield from self._next(exchange)
 
     def _next(self, exchange: Exchange) -> Iterator[Join]:
-        microbatch = next(self.ahead[exchange], None)
-        if microbatch is not None:
-            yield Join(exchange, microbatch)
+        if self.ahead[exchange]:
+            self.joined[exchange] += 1
+            yield Join(exchange, self.ahead[exchange].popleft().microbatch)

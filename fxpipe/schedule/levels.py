@@ -1,0 +1,44 @@
+"""Which ops of a schedule can be done by when, counted in rounds."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from fxpipe.graph import Colour
+from fxpipe.schedule.costs import Edge
+from fxpipe.schedule.ops import PHASES, Op, Schedule
+
+
+def levels(schedule: Schedule, edges: Sequence[Edge]) -> dict[Op, int]:
+    """Per op the round in which it runs if every op takes one and starts as early as it can.
+
+    An op's level is above those of the ops before it on its rank and of those whose results it needs.  Ops
+    that never get what they need have none.
+    """
+    sources: defaultdict[Colour, list[Colour]] = defaultdict(list)
+    for edge in edges:
+        sources[edge.target].append(edge.source)
+    made: dict[tuple[Colour, int], int] = {}
+    waiting: defaultdict[tuple[Colour, int], list[int]] = defaultdict(list)
+    found: dict[Op, int] = {}
+    at, level = [0] * schedule.ranks, [0] * schedule.ranks
+    runnable = list(range(schedule.ranks))
+    while runnable:
+        rank = runnable.pop()
+        ops = schedule.order[rank]
+        while at[rank] < len(ops):
+            op = ops[at[rank]]
+            own = [Colour(op.stage, phase) for phase in PHASES[op.kind]]
+            needed = [(c, op.microbatch) for colour in own for c in sources[colour] if c not in own]
+            missing = next((value for value in needed if value not in made), None)
+            if missing is not None:
+                waiting[missing].append(rank)
+                break
+            level[rank] = 1 + max([level[rank], *(made[value] for value in needed)])
+            found[op] = level[rank]
+            for colour in own:
+                made[colour, op.microbatch] = level[rank]
+                runnable += waiting.pop((colour, op.microbatch), ())
+            at[rank] += 1
+    return found
