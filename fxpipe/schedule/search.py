@@ -28,8 +28,7 @@ SEARCHED = "zb"
 BEYOND = tuple(f for f in FAMILIES.values() if f.name == SEARCHED or not f.is_searched)
 WITHIN = tuple(f for f in BEYOND if not f.for_offload)
 
-_FINALISTS = 2
-_FIRST, _LAST = 0.25, 1.1  # effort on all settings, on the finalists
+_FIRST, _LAST = 0.25, (0.8, 0.3)  # effort on all settings, on each of the finalists
 
 
 @dataclass(frozen=True)
@@ -131,9 +130,9 @@ def search(
             tried.append(_tried(entry))
     if not entries:
         raise ScheduleError(_nothing_fits(ways, smallest))
-    for entry in _best_of_settings(entries):
+    for entry, effort in zip(_best_of_settings(entries), _LAST, strict=False):
         way = entry.way
-        problem = replace(way.problem, effort=_LAST / _FINALISTS)
+        problem = replace(way.problem, effort=effort)
         order = synthesise(problem, starts, objective, (entry.order,))
         with suppress(LimitError):  # the one that it was made from fits
             entries.append(_entry(SEARCHED, way, order, objective))
@@ -218,12 +217,12 @@ def _tried(entry: _Entry) -> Tried:
 
 
 def _best_of_settings(entries: Sequence[_Entry]) -> list[_Entry]:
-    """The best entry of each of the settings that did best."""
+    """The best entry of each setting, the best of all first."""
     best: list[_Entry] = []
     for entry in sorted(entries, key=lambda entry: entry.key):
         if all(entry.way is not other.way for other in best):
             best.append(entry)
-    return best[:_FINALISTS]
+    return best
 
 
 def _nothing_fits(ways: Sequence[_Way], offloaded: float) -> str:
