@@ -46,7 +46,7 @@ class Report:
     def save(self, path: Path | None) -> None:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            lines = self._console.export_text().splitlines()
+            lines = self._console.export_text(clear=False).splitlines()
             path.write_text("\n".join(line.rstrip() for line in lines) + "\n")
 
 
