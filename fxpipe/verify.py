@@ -19,7 +19,7 @@ def verify(graph: fx.Graph, after: str) -> None:
       same and later stages, B the same and earlier ones, W nothing but itself;
     - only tensors cross from stage to stage;
     - what is offloaded in a stage's F is reloaded once, in its B or W, and used by nothing else;
-    - nothing is written to but accumulators of gradients and what the same section made and uses no more;
+    - nothing is written to but accumulators of gradients and what the same stage made and uses no more;
     - no random op is without a key.
     """
     graph.lint()

@@ -166,7 +166,7 @@ def run(
 ) -> Run | None:
     """Every op as early as its rank's order lets it; None where the orders block each other.
 
-    ``known`` is a run of orders that differ in nothing that ended before ``since`` in it.
+    ``known`` is a run of orders that differ from these in nothing that ended before ``since`` in it.
     """
     seconds, needs = shop.of_ops(microbatches)
     at, free, first = [0] * shop.ranks, [0.0] * shop.ranks, [0.0] * shop.ranks

@@ -2,7 +2,7 @@
 
 A repeated block gives due dates, list scheduling makes an order of them, and the recipes for how the block
 is entered and left evolve: the best are varied and mixed.  The winners' orders are then improved in place.
-A long step is the best order of a short one, stretched.
+A long step also takes the best order of a short one, stretched.
 """
 
 from __future__ import annotations
@@ -51,15 +51,9 @@ def synthesise(
     All must keep the limits.  The same input gives the same order.
     Raises ScheduleError where a rank's limit is below what one microbatch takes on it.
     """
-    effort = int(EFFORT * problem.effort * min(1.0, _LARGE / _ops(problem)))
-    return decode(_best(problem, starts, objective, effort, given), problem.microbatches)
-
-
-def _best(
-    problem: Problem, starts: Starts, objective: Objective, effort: int, given: Sequence[Order] = ()
-) -> Coded:
     m, goal, ops = problem.microbatches, Goal.of(problem, objective), _ops(problem)
-    effort, is_long = min(effort, _RECIPES * ops), m > _SHORT * problem.ranks
+    effort = int(min(EFFORT * problem.effort * min(1.0, _LARGE / ops), _RECIPES * ops))
+    is_long = m > _SHORT * problem.ranks
     entries = [_entry(problem, goal, encode(order, m)) for order in (*given, *starts(problem))]
     if not any(goal.is_met(value) for value, _ in entries):
         if is_long:
@@ -68,7 +62,7 @@ def _best(
             entries += _evolve(problem, goal, effort)
     entries = sorted((entry for entry in entries if entry[0] < inf), key=lambda entry: entry[0])
     tries = (_IMPROVE_LONG if is_long else _IMPROVE) * effort // ops
-    return _improved(problem, goal, [coded for _, coded in entries[:_BEST]], tries)
+    return decode(_improved(problem, goal, [coded for _, coded in entries[:_BEST]], tries), m)
 
 
 def _ops(problem: Problem) -> int:
