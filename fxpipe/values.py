@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from functools import cache
 
 import torch
 from torch import fx
@@ -25,14 +26,28 @@ _SILENT_VIEWS = {
 
 def is_view(node: fx.Node) -> bool:
     """Whether the node's value lives in the storage of its first argument."""
-    if node.target in _SILENT_VIEWS:
-        return True
     if node.target is operator.getitem:
         return is_view(node.args[0])  # type: ignore[arg-type]
-    schema = getattr(node.target, "_schema", None)
+    return _returns_view(node.target)
+
+
+@cache
+def _returns_view(target: fx.node.Target) -> bool:
+    if target in _SILENT_VIEWS:
+        return True
+    schema = getattr(target, "_schema", None)
     return schema is not None and any(
         r.alias_info is not None and not r.alias_info.is_write for r in schema.returns
     )
+
+
+@cache
+def written(target: fx.node.Target) -> tuple[str, ...]:
+    """The arguments that an op writes to."""
+    schema = getattr(target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return ()
+    return tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
 def storage_root(node: fx.Node) -> fx.Node:

@@ -9,7 +9,7 @@ from torch import fx
 
 from fxpipe.errors import VerifyError
 from fxpipe.graph import Colour, Kind, Phase, offload, reload
-from fxpipe.values import call_nodes, last_uses, output_dict, storage_root
+from fxpipe.values import call_nodes, last_uses, output_dict, storage_root, written
 
 
 def verify(graph: fx.Graph, after: str) -> None:
@@ -26,9 +26,12 @@ def verify(graph: fx.Graph, after: str) -> None:
     for node in call_nodes(graph):
         if "colour" not in node.meta:
             raise VerifyError(f"After {after}: {node} has no colour.")
-    last = last_uses(graph)
+    writing = [node for node in call_nodes(graph) if written(node.target)]
+    last = last_uses(graph) if writing else {}
+    for node in writing:
+        _check_writes(node, last, after)
     for node in call_nodes(graph):
-        _check_op(node, last, after)
+        _check_op(node, after)
         for source in node.all_input_nodes:
             if source.op == "call_function":
                 _check_edge(source, node, after)
@@ -37,7 +40,7 @@ def verify(graph: fx.Graph, after: str) -> None:
             raise VerifyError(f"After {after}: the gradient of {name} has no summand.")
 
 
-def _check_op(node: fx.Node, last: Mapping[fx.Node, fx.Node | None], after: str) -> None:
+def _check_op(node: fx.Node, after: str) -> None:
     if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
         draws = {"dropout_p": 0.0, "train": False}
         names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
@@ -48,17 +51,14 @@ def _check_op(node: fx.Node, last: Mapping[fx.Node, fx.Node | None], after: str)
         _check_offload(node, after)
     if node.target is reload and getattr(node.args[0], "target", None) is not offload:
         raise VerifyError(f"After {after}: {node} reloads {node.args[0]}, which was not offloaded.")
-    schema = getattr(node.target, "_schema", None)
-    for argument in schema.arguments if schema is not None and schema.is_mutable else ():
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            _check_write(node, argument.name, last, after)
 
 
-def _check_write(node: fx.Node, argument: str, last: Mapping[fx.Node, fx.Node | None], after: str) -> None:
-    root = storage_root(node.kwargs.get(argument, node.args[0]))  # type: ignore[arg-type]
-    accumulator = root.op == "placeholder" and root.meta["input"].kind is Kind.GRADIENT
-    if not accumulator and last.get(root) is not node:
-        raise VerifyError(f"After {after}: {node} ({node.target}) writes over {root}, which is needed.")
+def _check_writes(node: fx.Node, last: Mapping[fx.Node, fx.Node | None], after: str) -> None:
+    for argument in written(node.target):
+        root = storage_root(node.kwargs.get(argument, node.args[0]))  # type: ignore[arg-type]
+        accumulator = root.op == "placeholder" and root.meta["input"].kind is Kind.GRADIENT
+        if not accumulator and last.get(root) is not node:
+            raise VerifyError(f"After {after}: {node} ({node.target}) writes over {root}, which is needed.")
 
 
 def _check_offload(node: fx.Node, after: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.values import call_nodes, is_dense, is_view, last_uses, node_bytes, storage_root
+from fxpipe.values import call_nodes, is_dense, is_view, last_uses, node_bytes, storage_root, written
 
 
 def reuse_storage(graph: fx.Graph) -> None:
@@ -60,7 +60,7 @@ def _out_form(target: Any, device: str) -> tuple[torch._ops.OpOverload, str] | N
     if torch.Tag.pointwise in getattr(target, "tags", ()):
         for form in _forms(target.overloadpacket):
             *given, last = form._schema.arguments
-            if last.kwarg_only and _is_written(last) and _fits(form, given, target, device):
+            if last.kwarg_only and written(form) == (last.name,) and _fits(form, given, target, device):
                 return form, last.name
     return None
 
@@ -70,17 +70,13 @@ def _in_place_form(target: Any, device: str) -> torch._ops.OpOverload | None:
     if isinstance(target, torch._ops.OpOverload) and target.namespace == "aten":
         for form in _forms(getattr(torch.ops.aten, f"{target.overloadpacket.__name__}_", None)):
             given = form._schema.arguments
-            if _is_written(given[0]) and _fits(form, given, target, device):
+            if written(form) == (given[0].name,) and _fits(form, given, target, device):
                 return form
     return None
 
 
 def _forms(packet: Any) -> list[torch._ops.OpOverload]:
     return [] if packet is None else [getattr(packet, name) for name in packet.overloads()]
-
-
-def _is_written(argument: torch._C.Argument) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _fits(form: Any, given: list[torch._C.Argument], target: Any, device: str) -> bool:
