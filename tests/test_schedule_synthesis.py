@@ -185,7 +185,7 @@ def test_improvement_moves_a_weight_gradient_off_the_critical_path():
 @pytest.mark.parametrize(
     ("name", "limit", "costs", "mark"),
     [
-        ("v-min", 4, {}, 0.1379),
+        ("v-min", 4, {}, 0.1378),
         ("v-half", 5, {}, 0.1056),
         ("v-half", 6, {}, 0.0711),
         ("zb-v", 8, {}, 1e-9),
