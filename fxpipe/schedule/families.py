@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from math import ceil, floor, inf
+from math import ceil, inf
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule import spines
@@ -18,7 +18,7 @@ from fxpipe.schedule.placement import place
 from fxpipe.schedule.problem import Limit, Problem, per_rank
 from fxpipe.schedule.shop import encode, peaks
 from fxpipe.schedule.staggered import staggered
-from fxpipe.schedule.synthesis import synthesise
+from fxpipe.schedule.synthesis import is_large, synthesise
 from fxpipe.schedule.vocabulary import body_costs, room_for_body, weave
 from fxpipe.schedule.weights import Gap, fill, lag
 from fxpipe.vocabulary.stages import Vocabulary
@@ -205,7 +205,6 @@ def _filled(spine: Callable[[Problem], tuple[Order, int]], gap: Gap, problem: Pr
 
 
 _CHUNKS = range(2, 1024)
-_BELOW = 0.4  # effort under each of the limits somewhat below the one asked for
 _TWO_IN_V = ((2,), ("v",))
 
 FAMILIES: dict[str, Family] = {
@@ -285,8 +284,8 @@ def build(
     problem = Problem(name, ranks, microbatches, chunks, shape, costs, limits, group, effort)
     _check_least(problem)
     orders = [family.function(problem)]
-    if family.is_searched:
-        orders += map(family.function, _below(problem))
+    if family.is_searched and not is_large(problem):
+        orders += map(family.function, _just_below(problem))
     if not problem.is_even:
         orders += _for_mean(family, problem)
     order = problem.fastest(dict.fromkeys(orders)) if len(orders) > 1 else orders[0]
@@ -297,15 +296,15 @@ def build(
     return Schedule(name, homes, microbatches, order, vocabulary)
 
 
-def _below(problem: Problem) -> list[Problem]:
-    """The same under somewhat lower limits, so that more memory does not cost time by a search's bad luck."""
+def _just_below(problem: Problem) -> list[Problem]:
+    """The same under the next lower limit in quarters of a microbatch, if there is one: its search is the one
+    that this limit would get, so that more memory does not cost time by bad luck."""
     limits = zip(problem.limits, map(problem.shop.smallest_limit, range(problem.ranks)), strict=True)
     units = min((limit / least for limit, least in limits if least), default=inf)
-    if units == inf:
+    if units == inf or units <= 1:
         return []
-    level = floor(4 * units + 1e-9) / 4
-    lower = [x for x in (level, level - 0.25) if 1 <= x < units - 1e-9]
-    return [replace(problem.within(x), effort=_BELOW * problem.effort) for x in lower]
+    level = max(1, (ceil(4 * units - 1e-9) - 1) / 4)
+    return [replace(problem, limits=tuple(limit * level / units for limit in problem.limits))]
 
 
 def _for_mean(family: Family, problem: Problem) -> tuple[Order, ...]:

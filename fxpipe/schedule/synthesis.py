@@ -65,6 +65,11 @@ def synthesise(
     return decode(_improved(problem, goal, [coded for _, coded in entries[:_BEST]], tries), m)
 
 
+def is_large(problem: Problem) -> bool:
+    """Whether the problem has so many ops that a synthesis gets less effort for it."""
+    return _ops(problem) > _LARGE
+
+
 def _ops(problem: Problem) -> int:
     return problem.shop.sections * problem.microbatches
 
@@ -85,13 +90,13 @@ def _lengthen(problem: Problem, starts: Starts, goal: Goal, effort: int) -> list
     """Orders for a long step: recipes that evolve on a short one, and the best order of that one, stretched.
     For a large problem there is only time for the recipe that did best."""
     short = replace(problem, microbatches=_SHORT * problem.ranks)
-    goal_of_short, is_large = Goal.of(short, goal.objective), _ops(problem) > _LARGE
-    first = effort if is_large else int(_FIRST * effort)
+    goal_of_short, large = Goal.of(short, goal.objective), is_large(problem)
+    first = effort if large else int(_FIRST * effort)
     found = Evolution(short, goal_of_short, first).finish(SEEDS)[:_POPULATION]
-    recipes = [cooked.recipe for cooked in found[: 1 if is_large else None]]
+    recipes = [cooked.recipe for cooked in found[: 1 if large else None]]
     whole = Evolution(problem, goal, effort - first).finish(recipes, new=0.0)
     entries = [(cooked.value, cooked.coded) for cooked in whole[:_BEST]]
-    if not is_large:
+    if not large:
         orders = [cooked.coded for cooked in found[:_BEST]]
         orders += [encode(order, short.microbatches) for order in starts(short)]
         order = _improved(short, goal_of_short, orders, _IMPROVE * effort // (2 * _ops(short)))
