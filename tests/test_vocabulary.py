@@ -104,6 +104,7 @@ class Words(nn.Module):
         bias: bool = True,
         scale: float = 1.0,
         padding: int | None = None,
+        by_operator: bool = False,
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(WORDS, WIDTH, padding_idx=padding)
@@ -111,10 +112,12 @@ class Words(nn.Module):
         self.head = nn.Linear(WIDTH, WORDS, bias=bias)
         if tied:
             self.head.weight = self.embedding.weight
-        self.loss, self.scale = loss, scale
+        self.loss, self.scale, self.by_operator = loss, scale, by_operator
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> Any:
         hidden = self.second(self.first(self.embedding(ids)).tanh()).tanh()
+        if self.by_operator:
+            return self.loss(hidden @ self.head.weight.T + self.head.bias, labels)
         return self.loss(self.scale * self.head(hidden), labels)
 
 
@@ -174,6 +177,7 @@ FORMS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "smoothed": lambda z, y: flat(z, y, label_smoothing=0.2),
     "no reduction": lambda z, y: flat(z, y, reduction="none").mean(),
     "temperature": lambda z, y: flat(z / 0.7, y),
+    "of the last word": lambda z, y: flat(z[:, -1], y[:, -1]),
 }
 
 
@@ -196,12 +200,19 @@ def test_forms_of_the_loss(form: str, barriers: str) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"tied": True}, {"bias": False}, {"tied": True, "padding": 3}, {"scale": 2e4}],
-    ids=["tied", "no bias", "tied, padded", "logits of 10000"],
+    [{"tied": True}, {"bias": False}, {"tied": True, "padding": 3}, {"scale": 2e4}, {"by_operator": True}],
+    ids=["tied", "no bias", "tied, padded", "logits of 10000", "by @"],
 )
 def test_forms_of_the_layers(options: dict[str, Any]) -> None:
     case = words(flat, **options)
     agrees(case, spread(case, 3, "zb-h1", "1-barrier"), 1e-10)
+
+
+def test_what_one_barrier_cannot_scale_two_can() -> None:
+    case = words(lambda z, y: flat(z.clamp(-0.5, 0.5), y))
+    with pytest.raises(VocabularyError, match=r"aten.where.self .* Ask for vocab_parallel=\"2-barrier\""):
+        spread(case, 2, "1f1b", "1-barrier")
+    agrees(case, spread(case, 2, "1f1b", "2-barrier"), 1e-10)
 
 
 def test_a_sum_and_a_count() -> None:

@@ -142,6 +142,23 @@ def _through_transpose(node: fx.Node, at: int) -> int:
     return {one: other, other: one}.get(at, at)
 
 
+def _through_permute(node: fx.Node, at: int) -> int:
+    before: Sequence[int] = node.args[1]  # type: ignore[assignment]
+    return [dim % len(before) for dim in before].index(at)
+
+
+def _through_select(node: fx.Node, at: int) -> int:
+    dim = node.args[1] % node.args[0].meta["val"].dim()  # type: ignore
+    if dim == at:
+        raise whole(node)
+    return at - (dim < at)
+
+
+def _through_select_backward(node: fx.Node, at: int) -> int:
+    dim = node.args[2] % node.meta["val"].dim()
+    return at + (dim <= at)
+
+
 def _through_split(node: fx.Node, at: int) -> int:
     if (node.args[2] if len(node.args) > 2 else 0) % node.meta["val"][0].dim() == at:
         raise whole(node)
@@ -161,6 +178,9 @@ _MOVES: dict[Any, Callable[[fx.Node, int], int | None]] = {
     **dict.fromkeys(RESHAPES, _through_view),
     aten.t.default: _through_transpose,
     aten.transpose.int: _through_transpose,
+    aten.permute.default: _through_permute,
+    aten.select.int: _through_select,
+    aten.select_backward.default: _through_select_backward,
     aten.split.Tensor: _through_split,
     aten.sum.dim_IntList: _through_sum,
     operator.getitem: lambda node, at: at,

@@ -86,7 +86,7 @@ def _projection(loss: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
             break
         node = max(values, key=_elements)
     if node.target not in _PROJECTIONS:
-        raise _not_projected(loss, "they do not come from a matrix product")
+        raise _not_projected(loss, "they do not come from a matrix product of two dimensions (nn.Linear, @)")
     table = given(node, _PROJECTIONS[node.target])
     if node.target is aten.addmm.default and _is_parameter(given(node, 0)):
         biases.append(given(node, 0))
@@ -96,7 +96,9 @@ def _projection(loss: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
         raise _not_projected(loss, f"the matrix product {node.name} is not with a parameter")
     shape = tuple(table.meta["val"].shape)
     if shape[0] != size:
-        raise _not_projected(loss, f"the parameter has shape {shape}, and there are {size} logits")
+        raise _not_projected(
+            loss, f"its table has shape {shape}, whose first dimension is not that of the {size} logits"
+        )
     return table, biases
 
 

@@ -15,7 +15,7 @@ from fxpipe.vocabulary.layers import Layers
 from fxpipe.vocabulary.rows import Rows
 
 aten = torch.ops.aten
-_WITH_SIZES = RESHAPES | {aten.expand.default, aten.slice_backward.default}
+_WITH_SIZES = RESHAPES | {aten.expand.default, aten.slice_backward.default, aten.select_backward.default}
 
 
 class Shard:
@@ -68,10 +68,16 @@ class Shard:
                 self._locals[node] = make(node)
             else:
                 args, kwargs = self.arguments(node, self.size, self.local)
-                backward = node.meta["origin"].backward
-                build = self.at(self.phase if backward else Phase.F, node.meta["origin"])
+                late = node.meta["origin"].backward and not self._is_of_table(node)
+                build = self.at(self.phase if late else Phase.F, node.meta["origin"])
                 self._locals[node] = build.copy(node, args, kwargs)
         return self._locals[node]
+
+    def _is_of_table(self, node: fx.Node) -> bool:
+        """Is it a table, or made of one alone, so that it is there from the start?"""
+        return node in self.layers.tables or (
+            node in self.layers.axes and all(map(self._is_of_table, node.all_input_nodes))
+        )
 
     def arguments(
         self, node: fx.Node, size: int, local: Callable[[fx.Node], fx.Node]
@@ -82,7 +88,9 @@ class Shard:
         def part(n: fx.Node) -> fx.Node:
             if n in self.layers.axes:
                 return local(n)
-            return self._part_of_whole(n, node, axis) if n.op == "placeholder" else n
+            if n.op == "placeholder":
+                return self._part_of_whole(n, node, axis)
+            return n if n.all_input_nodes else self._own(n)
 
         args, kwargs = list(fx.map_arg(node.args, part)), dict(fx.map_arg(node.kwargs, part))
         if node.target in _WITH_SIZES:
@@ -90,6 +98,13 @@ class Shard:
             changed[axis] = size
             args[1] = changed
         return tuple(args), kwargs
+
+    def _own(self, constant: fx.Node) -> fx.Node:
+        """The shard's own copy of what an op makes of nothing."""
+        if constant not in self._locals:
+            build = self.at(Phase.F, constant.meta["origin"])
+            self._locals[constant] = build.copy(constant, constant.args, constant.kwargs)
+        return self._locals[constant]
 
     def _part_of_whole(self, n: fx.Node, user: fx.Node, axis: int) -> fx.Node:
         """The shard's part of a buffer or a mask that all ranks have as a whole."""
