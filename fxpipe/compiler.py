@@ -130,8 +130,9 @@ def _cuts(
             except VocabularyError as error:
                 if options.vocab_parallel != AUTO:
                     raise
-                ways = (None,)
-                warnings.warn(f"vocab_parallel='auto' goes on without: {error}", stacklevel=2)
+                ways = tuple(way for way in ways if way != barriers)
+                if ways == (None,):
+                    warnings.warn(f"vocab_parallel='auto' goes on without: {error}", stacklevel=2)
     return cuts
 
 
