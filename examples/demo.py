@@ -137,6 +137,7 @@ def peak_resident_bytes() -> int:
 
 
 def train_in_one_process(model: torch.nn.Module, steps: int) -> list[float]:
+    torch.set_num_threads(1)  # as each rank has
     optimizer = torch.optim.AdamW(model.parameters(), **OPTIMIZER)
     rate = warm_up(optimizer)
     losses = []

@@ -1,6 +1,10 @@
 """Options of the test run."""
 
 import pytest
+import torch
+
+# Processes of tests run side by side; threads that wait for each other are slow where others take their core.
+torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
