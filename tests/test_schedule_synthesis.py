@@ -11,7 +11,7 @@ from fxpipe.errors import ScheduleError
 from fxpipe.schedule.blocks import find_block, flow
 from fxpipe.schedule.costs import Costs, StageCost, chain
 from fxpipe.schedule.dispatch import dispatch
-from fxpipe.schedule.families import build
+from fxpipe.schedule.families import build, starts
 from fxpipe.schedule.goal import Goal
 from fxpipe.schedule.improve import improve
 from fxpipe.schedule.ops import order_text, parse_order
@@ -21,6 +21,7 @@ from fxpipe.schedule.search import Setting, search
 from fxpipe.schedule.shop import Shop, decode, encode, peaks, run, shop
 from fxpipe.schedule.simulator import simulate
 from fxpipe.schedule.stretch import stretched
+from fxpipe.schedule.synthesis import synthesise
 
 
 def even_costs(ranks: int, chunks: int, times=(1.0, 1.0, 1.0), comm: float = 0.0, kept: float = 0.5) -> Costs:
@@ -228,6 +229,19 @@ def test_any_limit_down_to_one_microbatch():
         assert max(timeline.peak_memory) <= limit * (1 + 1e-9)
         bubbles.append(timeline.span_bubble)
     assert bubbles == sorted(bubbles, reverse=True)
+
+
+def test_more_memory_does_not_cost_time_by_a_search_s_bad_luck():
+    costs = v_costs(4, **LARGE)
+
+    def searched(limit: float) -> float:
+        problem = Problem("v-half", 4, 12, 2, "v", costs, (limit,) * 4, effort=0.02)
+        return problem.span(synthesise(problem, starts))[0]
+
+    less, more = searched(3.0), searched(3.25)
+    assert more > less, "this test needs limits at which the search alone has bad luck"
+    schedule = build("v-half", ranks=4, microbatches=12, costs=costs, memory_limit=3.25, effort=0.02)
+    assert simulate(schedule, costs).span == pytest.approx(less)
 
 
 @pytest.mark.parametrize(("name", "limit"), [("zb-h1", None), ("zb-v", None), ("v-half", 3), ("gis", None)])
