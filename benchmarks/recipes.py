@@ -33,11 +33,12 @@ from fxpipe.schedule.problem import Problem
 from fxpipe.schedule.recipe import Recipe
 from fxpipe.schedule.seeds import SEEDS
 from fxpipe.schedule.simulator import simulate
-from fxpipe.schedule.synthesis import Evolution
+from fxpipe.schedule.synthesis import Cooked, Evolution
 
 PLAIN = (Recipe(), Recipe(weight_delay=2, patience=(0.5,) * 3), Recipe(period=1.2, patience=(0.5,) * 3))
 CHOSEN = 24
 TRAINING, HELD_OUT = 1, 99  # what the random numbers start from
+TURN = 200_000  # ops that an evolution may schedule before it looks at the given recipes again
 WORST = 10.0  # what an order that breaks the limits counts, in the work of the busiest rank
 LINE = 110
 
@@ -146,18 +147,23 @@ def evolve(
 
 def search(setting: Setting, recipes: tuple[Recipe, ...], ops: int) -> list[Recipe]:
     """The three best recipes of one long search that tries the given ones first."""
-    return [cooked.recipe for cooked in _evolution(setting, ops).finish(recipes)[:3]]
+    evolution = _evolution(setting, recipes)
+    best: list[Cooked] = []
+    for _ in range(ops // TURN):
+        best = evolution.under(setting.problem.limits, TURN)
+    return [cooked.recipe for cooked in best[:3]]
 
 
 def worths(setting: Setting, recipes: Sequence[Recipe]) -> list[float]:
     """What each recipe's order is worth, at least 1."""
-    evolution = _evolution(setting, 0)
-    return [min(WORST, evolution.cook(recipe).value / evolution.goal.bound) for recipe in recipes]
+    evolution = _evolution(setting, ())
+    worth = (evolution.cooked(recipe, setting.problem).value for recipe in recipes)
+    return [min(WORST, value / evolution.goal.bound) for value in worth]
 
 
-def _evolution(setting: Setting, ops: int) -> Evolution:
+def _evolution(setting: Setting, recipes: Sequence[Recipe]) -> Evolution:
     problem = setting.problem
-    return Evolution(problem, Goal.of(problem, "span"), ops)
+    return Evolution(problem, Goal.of(problem, "span"), seeds=recipes)
 
 
 def choose(matrix: Sequence[Sequence[float]], count: int = CHOSEN) -> list[int]:

@@ -6,6 +6,7 @@ from fxpipe.errors import DeadlockError, ScheduleError
 from fxpipe.schedule.costs import Costs, StageCost, chain
 from fxpipe.schedule.families import FAMILIES, build
 from fxpipe.schedule.ops import order_text, parse_order
+from fxpipe.schedule.shop import shop
 from fxpipe.schedule.simulator import simulate
 from fxpipe.schedule.timeline import Timeline
 from fxpipe.schedule.weights import Gap, fill, lag
@@ -245,19 +246,19 @@ def test_lag():
 )
 def test_fill_by_gap(gap, first):
     costs = chain([StageCost(1.0, 1.5, 1.0, 1, 1), StageCost(1.0, 1.0, 1.0, 1, 1)])
-    assert order_text(fill(SPINE, (0, 1), costs, (2, 2), gap)).splitlines()[0] == first
+    assert order_text(fill(SPINE, shop(costs, (0, 1)), (2, 2), gap)).splitlines()[0] == first
 
 
 def test_fill_runs_w_where_memory_is_full():
     costs = chain([StageCost(1, 1, 1, 1, 1)] * 2)
-    assert order_text(fill(SPINE, (0, 1), costs, (2, 1), Gap.WHOLE)).splitlines()[1] == (
+    assert order_text(fill(SPINE, shop(costs, (0, 1)), (2, 1), Gap.WHOLE)).splitlines()[1] == (
         "F1.0 B1.0 W1.0 F1.1 B1.1 W1.1"
     )
-    with pytest.raises(ScheduleError, match=r"rank 0 cannot run F0\.1 within its memory limit of 1: 1 is"):
-        fill(SPINE, (0, 1), costs, (1, 1), Gap.WHOLE)
+    with pytest.raises(ScheduleError, match=r"rank 0 cannot run F0\.1 within its memory limit of 1, and"):
+        fill(SPINE, shop(costs, (0, 1)), (1, 1), Gap.WHOLE)
 
 
 def test_fill_of_a_spine_that_cannot_progress():
     spine = parse_order("F0.0 B0.0 F0.1 B0.1\nF1.0 F1.1 B1.0 B1.1")
     with pytest.raises(DeadlockError, match=r"cannot progress: rank 0 at B0\.0, rank 1 at F1\.1"):
-        fill(spine, (0, 1), even(2), (2, 2), Gap.ANY)
+        fill(spine, shop(even(2), (0, 1)), (2, 2), Gap.ANY)

@@ -8,15 +8,17 @@ rank has room, or later where that is the better fit, and what waits is weighed 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import permutations
+from math import inf
 
+import numpy as np
+
+from fxpipe.schedule.kernel import compiled, copy
 from fxpipe.schedule.shop import Shop
-
-Slots = tuple[tuple[float, float], ...]
-"""What is taken of a rank's period, sorted: (start modulo the period, seconds), …"""
 
 _ROUNDING = 1e-7
 _MOST_CHUNKS = 2  # with more the packing of a rank's ops takes too long to prove
+_SLOTS = 3 * _MOST_CHUNKS
+_FOLLOW = 4  # states that one is followed by at most
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ def find_block(shop: Shop, period: float, waits: tuple[float, ...], width: int =
     """
     if max(map(len, shop.own)) > _MOST_CHUNKS or period <= 0:
         return None
-    return _Beam(shop, period, waits, width).search()
+    start = _beam(shop.tables(1), period, np.asarray(waits, np.float64), width)
+    return Block(period, tuple(start.tolist())) if len(start) else None
 
 
 def _chain(shop: Shop) -> tuple[int, ...]:
@@ -55,143 +58,243 @@ def _chain(shop: Shop) -> tuple[int, ...]:
     return (*down, *(3 * stage + 1 for stage in reversed(range(shop.stages))))
 
 
-@dataclass(frozen=True, slots=True)
-class _State:
-    cost: float
-    times: tuple[float, ...]  # along the chain
-    slots: tuple[Slots, ...]  # per rank
+@compiled
+def _beam(t, period, waits, width):
+    """The start of each section; empty where nothing is found."""
+    stages, ranks = len(t.hold), len(t.own_at) - 1
+    length = 2 * stages
+    # A state: what its waits cost, its times along the chain, and per rank the slots that are taken, sorted.
+    cost, times = np.zeros(1), np.zeros((1, length))
+    starts, lengths = np.zeros((1, ranks, _SLOTS)), np.zeros((1, ranks, _SLOTS))
+    taken = np.zeros(ranks, np.int64)
+    most = _FOLLOW * width
+    new_cost, new_time, new_at = np.empty(most), np.empty(most), np.empty(most)
+    parent = np.empty(most, np.int64)
+    ranked = np.empty(most, np.int64)  # the least cost first, what is found earlier before its equals
+    rest, gaps, tried = np.empty(_SLOTS), np.empty(_SLOTS), np.empty(_SLOTS, np.int64)
+    options = np.empty(1 + 2 * _SLOTS * (1 + _SLOTS))
+    for k in range(length):
+        section = _section(k, stages)
+        rank, seconds = t.rank[section], t.seconds[section]
+        lefts, others = _left(t, k, rank, rest), taken[rank]
+        weight = 1e-9  # what a wait before this op keeps in memory longer, over all ranks
+        for stage in range(stages):
+            if stage < k < length - stage:
+                weight += t.hold[stage]
+        found = 0
+        for state in range(len(cost)):
+            ready = 0.0
+            for i in range(t.need_at[section], t.need_at[section + 1]):
+                source = t.need[i]
+                at = _position(source, stages)
+                if source % 3 < 2 and at < k:
+                    ready = max(ready, times[state, at] + t.seconds[source] + t.need_delay[i])
+            if k:
+                ready += waits[k * len(waits) // length]
+            starts_now, lengths_now = starts[state, rank, :others], lengths[state, rank, :others]
+            count = _waits(starts_now, lengths_now, ready, seconds, rest[:lefts], period, options)
+            follow = 0
+            for option in range(count):
+                wait = options[option]
+                at = (ready + wait) % period
+                if option and wait == options[option - 1]:
+                    continue
+                if not _fits(starts_now, lengths_now, at, seconds, rest[:lefts], period, gaps, tried):
+                    continue
+                total = cost[state] + wait * weight
+                known = False
+                for i in range(found):
+                    if abs(new_cost[i] - total) < 1e-6 and abs(new_at[i] - at) < 1e-6:
+                        known = known or _alike(starts[parent[i], rank, :others], starts_now)
+                if not known:
+                    new_cost[found], new_time[found], new_at[found] = total, ready + wait, at
+                    parent[found] = state
+                    i = found
+                    while i and new_cost[ranked[i - 1]] > total:
+                        ranked[i] = ranked[i - 1]
+                        i -= 1
+                    ranked[i] = found
+                    found += 1
+                follow += 1
+                if follow == _FOLLOW:
+                    break
+        kept = min(found, width)
+        old_times, old_starts, old_lengths = times, starts, lengths
+        cost, times = np.empty(kept), np.empty((kept, length))
+        starts, lengths = np.empty((kept, ranks, _SLOTS)), np.empty((kept, ranks, _SLOTS))
+        for i in range(kept):
+            new, old = ranked[i], parent[ranked[i]]
+            cost[i] = new_cost[new]
+            copy(old_times[old], times[i])
+            for other in range(ranks):
+                copy(old_starts[old, other], starts[i, other])
+                copy(old_lengths[old, other], lengths[i, other])
+            times[i, k] = new_time[new]
+            _insert(starts[i, rank], lengths[i, rank], others, new_at[new], seconds)
+        taken[rank] += 1
+    for state in range(len(cost)):
+        block = np.zeros(3 * stages)
+        for k in range(length):
+            block[_section(k, stages)] = times[state, k]
+        placed = True
+        for rank in range(ranks):
+            if placed:
+                placed = _place_weights(t, rank, block, starts[state, rank], lengths[state, rank], period)
+        if placed:
+            return block
+    return np.zeros(0)
 
 
-class _Beam:
-    def __init__(self, shop: Shop, period: float, waits: tuple[float, ...], width: int) -> None:
-        self.shop, self.period, self.waits, self.width = shop, period, waits, width
-        self.chain = _chain(shop)
-        position = {section: k for k, section in enumerate(self.chain)}
-        self.sources = [
-            [(position[s], shop.seconds[s] + d) for s, d in shop.needs[section] if position.get(s, k) < k]
-            for k, section in enumerate(self.chain)
-        ]
-        # What a wait before an op keeps in memory longer, over all ranks.
-        last = len(self.chain) - 1
-        self.weight = [
-            sum(shop.hold[stage] for stage in range(shop.stages) if stage < k <= last - stage) + 1e-9
-            for k in range(len(self.chain))
-        ]
-        # What else has to fit on the rank after an op, longest first.
-        todo = [[shop.seconds[3 * stage + 2] for stage in own] for own in shop.own]
-        self.rest: list[tuple[float, ...]] = [()] * len(self.chain)
-        for k in reversed(range(len(self.chain))):
-            rank = shop.rank[self.chain[k]]
-            self.rest[k] = tuple(sorted(todo[rank], reverse=True))
-            todo[rank].append(shop.seconds[self.chain[k]])
+@compiled
+def _section(k, stages):
+    """Along a microbatch's way: all F, then all B."""
+    return 3 * k if k < stages else 3 * (2 * stages - 1 - k) + 1
 
-    def search(self) -> Block | None:
-        states = [_State(0.0, (), ((),) * self.shop.ranks)]
-        for k in range(len(self.chain)):
-            following: dict[tuple[float, float, Slots], _State] = {}
-            for state in states:
-                self._extend(state, k, following)
-            states = sorted(following.values(), key=lambda state: state.cost)[: self.width]
-        for state in states:
-            block = self._with_weights(state)
-            if block is not None:
-                return block
-        return None
 
-    def _extend(self, state: _State, k: int, following: dict[tuple[float, float, Slots], _State]) -> None:
-        section, period, rest = self.chain[k], self.period, self.rest[k]
-        rank, seconds = self.shop.rank[section], self.shop.seconds[section]
-        ready = max((state.times[at] + after for at, after in self.sources[k]), default=0.0)
-        if k:
-            ready += self.waits[k * len(self.waits) // len(self.chain)]
-        taken, found = state.slots[rank], 0
-        for wait in _candidates(taken, ready % period, seconds, rest, period):
-            slot = ((ready + wait) % period, seconds)
-            if not _is_free(taken, slot, period):
-                continue
-            slots = tuple(sorted((*taken, slot)))
-            if not _pack(_gaps(slots, period), rest):
-                continue
-            cost = state.cost + wait * self.weight[k]
-            key = round(cost, 6), round(slot[0], 6), slots
-            if key not in following:
-                ranks = (*state.slots[:rank], slots, *state.slots[rank + 1 :])
-                following[key] = _State(cost, (*state.times, ready + wait), ranks)
-            found += 1
-            if found == 4:
+@compiled
+def _position(section, stages):
+    return section // 3 if section % 3 == 0 else 2 * stages - 1 - section // 3
+
+
+@compiled
+def _left(t, k, rank, rest):
+    """How many ops the rank has besides the first k of the chain and this one; writes their seconds, the
+    longest first."""
+    count, stages = 0, len(t.hold)
+    for at in range(t.own_at[rank], t.own_at[rank + 1]):
+        for kind in range(3):
+            section = 3 * t.own[at] + kind
+            if kind == 2 or _position(section, stages) > k:
+                i = count
+                while i and rest[i - 1] < t.seconds[section]:
+                    rest[i] = rest[i - 1]
+                    i -= 1
+                rest[i] = t.seconds[section]
+                count += 1
+    return count
+
+
+@compiled
+def _alike(one, other):
+    equal = True
+    for i in range(len(one)):
+        equal = equal and one[i] == other[i]
+    return equal
+
+
+@compiled
+def _waits(starts, lengths, ready, seconds, rest, period, found):
+    """How many waits there are after which an op would touch another, or leave room between for just one of
+    the rest; writes them, the shortest first."""
+    found[0] = 0.0
+    count = 1
+    for i in range(len(starts)):
+        for k in range(-1, len(rest)):
+            room = 0.0 if k < 0 else rest[k]
+            for wait in (starts[i] + lengths[i] + room - ready, starts[i] - seconds - room - ready):
+                wait %= period
+                if wait < period - _ROUNDING:
+                    at = count
+                    while found[at - 1] > wait:
+                        found[at] = found[at - 1]
+                        at -= 1
+                    found[at] = wait
+                    count += 1
+    return count
+
+
+@compiled
+def _fits(starts, lengths, at, seconds, rest, period, gaps, tried):
+    """Is the slot free, and do the rest fit into what it leaves?"""
+    count = len(starts)
+    for i in range(len(starts)):
+        after, before = (at - starts[i]) % period, (starts[i] - at) % period
+        if after < lengths[i] - _ROUNDING or before < seconds - _ROUNDING:
+            return False
+    for i in range(count):
+        following = starts[i + 1] if i + 1 < count else starts[0] + period
+        gaps[i] = following - starts[i] - lengths[i]
+    # The new slot cuts the gap behind the last that starts before it.
+    cut = count - 1
+    for i in range(count):
+        if starts[i] <= at:
+            cut = i
+    if count:
+        before = (at - starts[cut]) % period - lengths[cut]
+        gaps[count] = gaps[cut] - before - seconds
+        gaps[cut] = before
+    else:
+        gaps[0] = period - seconds
+    return _pack(gaps[: count + 1], rest, tried)
+
+
+@compiled
+def _insert(starts, lengths, count, at, seconds):
+    """Into slots that are sorted by start."""
+    i = count
+    while i and starts[i - 1] > at:
+        starts[i], lengths[i] = starts[i - 1], lengths[i - 1]
+        i -= 1
+    starts[i], lengths[i] = at, seconds
+
+
+@compiled
+def _pack(gaps, items, gap):
+    """Do the items, longest first, fit into the gaps?  ``gap`` is for notes: which one each is in."""
+    gap[0], k = -1, 0
+    while 0 <= k < len(items):
+        if gap[k] >= 0:
+            gaps[gap[k]] += items[k]
+        gap[k] += 1
+        while gap[k] < len(gaps) and gaps[gap[k]] < items[k] - 1e-9:
+            gap[k] += 1
+        if gap[k] < len(gaps):
+            gaps[gap[k]] -= items[k]
+            k += 1
+            if k < len(items):
+                gap[k] = -1
+        else:
+            k -= 1
+    return k >= 0
+
+
+@compiled
+def _place_weights(t, rank, block, starts, lengths, period):
+    """Each W into the first gap after its B that leaves room for the rank's others; in the best sequence."""
+    own = t.own[t.own_at[rank] : t.own_at[rank + 1]]
+    taken = 2 * len(own)
+    gaps, tried, options = np.empty(_SLOTS), np.empty(_SLOTS, np.int64), np.empty(1 + 2 * _SLOTS * _SLOTS)
+    slots, ends, rest = np.empty(_SLOTS), np.empty(_SLOTS), np.empty(_SLOTS)
+    best, times, new_times = inf, np.empty(len(own)), np.empty(len(own))
+    for turn in range(len(own)):
+        copy(starts, slots)
+        copy(lengths, ends)
+        total = 0.0
+        for i in range(len(own)):
+            section = 3 * own[(i + turn) % len(own)] + 2
+            seconds, ready = t.seconds[section], block[section - 1] + t.seconds[section - 1]
+            others = len(own) - 1 - i
+            for k in range(others):
+                rest[k] = t.seconds[3 * own[(i + 1 + k + turn) % len(own)] + 2]
+            count = taken + i
+            when = inf
+            found = _waits(slots[:count], ends[:count], ready, seconds, rest[:others], period, options)
+            for option in range(found):
+                at = (ready + options[option]) % period
+                if _fits(slots[:count], ends[:count], at, seconds, rest[:others], period, gaps, tried):
+                    when = ready + options[option]
+                    break
+            if when == inf:
+                total = inf
                 break
-
-    def _with_weights(self, state: _State) -> Block | None:
-        """Each W into the first gap after its B that leaves room for the rank's others."""
-        start = [0.0] * self.shop.sections
-        for section, time in zip(self.chain, state.times, strict=True):
-            start[section] = time
-        for rank, own in enumerate(self.shop.own):
-            best: dict[int, float] | None = None
-            for stages in permutations(own):
-                placed = self._place_weights(start, state.slots[rank], stages)
-                if placed is not None and (best is None or sum(placed.values()) < sum(best.values())):
-                    best = placed
-            if best is None:
-                return None
-            for stage, time in best.items():
-                start[3 * stage + 2] = time
-        return Block(self.period, tuple(start))
-
-    def _place_weights(
-        self, start: list[float], slots: Slots, stages: tuple[int, ...]
-    ) -> dict[int, float] | None:
-        period, placed = self.period, dict[int, float]()
-        for at, stage in enumerate(stages):
-            section = 3 * stage + 2
-            seconds = self.shop.seconds[section]
-            ready = start[section - 1] + self.shop.seconds[section - 1]
-            rest = tuple(self.shop.seconds[3 * other + 2] for other in stages[at + 1 :])
-            for wait in _candidates(slots, ready % period, seconds, rest, period):
-                slot = ((ready + wait) % period, seconds)
-                if _is_free(slots, slot, period):
-                    taken = tuple(sorted((*slots, slot)))
-                    if _pack(_gaps(taken, period), rest):
-                        slots, placed[stage] = taken, ready + wait
-                        break
-            else:
-                return None
-        return placed
-
-
-def _candidates(
-    slots: Slots, ready: float, seconds: float, rest: tuple[float, ...], period: float
-) -> list[float]:
-    """Waits after which an op would touch another, or leave room between for just one of the rest."""
-    waits = {0.0}
-    for start, length in slots:
-        for room in (0.0, *set(rest)):
-            for wait in ((start + length + room - ready) % period, (start - seconds - room - ready) % period):
-                waits.add(wait if wait < period - _ROUNDING else 0.0)
-    return sorted(waits)
-
-
-def _is_free(slots: Slots, slot: tuple[float, float], period: float) -> bool:
-    at, seconds = slot
-    return all(
-        (at - start) % period >= length - _ROUNDING and (start - at) % period >= seconds - _ROUNDING
-        for start, length in slots
-    )
-
-
-def _gaps(slots: Slots, period: float) -> tuple[float, ...]:
-    following = (*(start for start, _ in slots[1:]), slots[0][0] + period)
-    return tuple(after - start - length for (start, length), after in zip(slots, following, strict=True))
-
-
-def _pack(gaps: tuple[float, ...], items: tuple[float, ...]) -> bool:
-    """Do the items, longest first, fit into the gaps?"""
-    if not items:
-        return True
-    tried = set()
-    for k, gap in enumerate(gaps):
-        if gap >= items[0] - 1e-9 and round(gap, 9) not in tried:
-            tried.add(round(gap, 9))
-            if _pack((*gaps[:k], gap - items[0], *gaps[k + 1 :]), items[1:]):
-                return True
-    return False
+            _insert(slots, ends, count, when % period, seconds)
+            new_times[(i + turn) % len(own)] = when
+            total += when
+        if total < best:
+            best = total
+            copy(new_times, times)
+    if best == inf:
+        return False
+    for i in range(len(own)):
+        block[3 * own[i] + 2] = times[i]
+    return True

@@ -10,18 +10,19 @@ run empty, and then it fits, or an earlier F of the same stage gets its B.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
-from math import inf
+
+import numpy as np
 
 from fxpipe.errors import ScheduleError
+from fxpipe.schedule.kernel import Floats, dispatch_ops
 from fxpipe.schedule.shop import Coded, Shop
 
 
 def dispatch(
     shop: Shop,
     microbatches: int,
-    due: Sequence[float],
+    due: Sequence[float] | Floats,
     limits: Sequence[float],
     patience: tuple[float, float, float] = (1.0, 1.0, 1.0),
 ) -> Coded:
@@ -32,123 +33,19 @@ def dispatch(
     later as far as is known; with more, ops wait for what may come a while later.
     Raises ScheduleError where a limit is below what one microbatch takes on the rank.
     """
+    check_room(shop, limits)
+    due, bounds, shares = (np.asarray(row, np.float64) for row in (due, limits, patience))
+    coded = dispatch_ops(shop.tables(microbatches), microbatches, due, bounds, shares)
+    if not len(coded):
+        raise ScheduleError("no op can run: the edges between the sections form a cycle")
+    return coded
+
+
+def check_room(shop: Shop, limits: Sequence[float]) -> None:
+    """Raises ScheduleError where a limit is below what one microbatch takes on the rank."""
     for rank, limit in enumerate(limits):
         if limit * (1 + 1e-9) < shop.smallest_limit(rank):
             raise ScheduleError(
                 f"rank {rank} has a memory limit of {limit:g}, but one microbatch takes "
                 f"{shop.smallest_limit(rank):g} on it"
             )
-    m, seconds, lead, feeds, home = microbatches, shop.seconds, shop.lead, shop.feeds, shop.rank
-    tick = 1e-9 * sum(seconds)
-    most = [limit * (1 + 1e-9) for limit in limits]
-    missing = [len(sources) for sources in shop.needs for _ in range(m)]
-    arrival = [0.0] * len(missing)
-    following = [0] * shop.sections  # the next microbatch of each
-    live, free = [0.0] * shop.ranks, [0.0] * shop.ranks
-    held = [[0.0] * len(own) for own in shop.own]  # between F and B, per stage of a rank
-    order: Coded = [[] for _ in range(shop.ranks)]
-    heads = [_heads(shop, rank, m) for rank in range(shop.ranks)]
-    place = {stage: at for own in shop.own for at, stage in enumerate(own)}
-    events = [(0.0, rank) for rank in range(shop.ranks)]
-    push, pop = heapq.heappush, heapq.heappop
-
-    # Closures, since local names are what Python reads fastest.
-    def choose(rank: int, now: float, waits: bool) -> int:
-        """The section to start, or -1 to wait (then the rank's next event is set, where it is known)."""
-        now_too, soon = now + tick, inf
-        ready: list[tuple[float, int]] = []
-        coming: list[tuple[float, float]] = []
-        for section, base, kind, at, hold in heads[rank]:
-            j = following[section]
-            if j >= m or (kind == 2 and following[section - 1] <= j):
-                continue
-            value = base + j
-            if missing[value]:
-                coming.append((due[value], now + lead[section]))
-            elif kind == 0 and not _has_room(shop, rank, at, hold, live[rank], held[rank], most[rank]):
-                continue
-            elif (comes := arrival[value]) > now_too:
-                coming.append((due[value], comes))
-                if comes < soon:
-                    soon = comes
-            else:
-                ready.append((due[value], section))
-        if len(ready) > 1:
-            ready.sort()
-        for key, section in ready:
-            until = now + seconds[section] * patience[section % 3] - tick
-            if waits:
-                for other, comes in coming:
-                    if comes < until and other < key:
-                        break
-                else:
-                    return section
-            else:
-                return section
-        if soon < inf:
-            push(events, (soon, rank))
-        return -1
-
-    def start(rank: int, section: int, now: float) -> None:
-        j = following[section]
-        following[section] = j + 1
-        order[rank].append(section * m + j)
-        end = free[rank] = now + seconds[section]
-        stage, kind = divmod(section, 3)
-        if kind == 0:
-            live[rank] += shop.hold[stage]
-            held[rank][place[stage]] += shop.hold[stage]
-        elif kind == 1:
-            live[rank] -= shop.hold[stage] - shop.kept[stage]
-            held[rank][place[stage]] -= shop.hold[stage]
-        else:
-            live[rank] -= shop.kept[stage]
-        push(events, (end, rank))
-        for target, delay in feeds[section]:
-            value = target * m + j
-            missing[value] -= 1
-            if end + delay > arrival[value]:
-                arrival[value] = end + delay
-            other = home[target]
-            if other != rank and not missing[value] and free[other] <= now + tick:
-                push(events, (arrival[value], other))
-
-    now, waits, left = 0.0, True, len(missing)
-    while left:
-        if not events:
-            # All ranks wait for what is due earlier and has no memory: let go what is there.
-            if not waits:
-                raise ScheduleError("no op can run: the edges between the sections form a cycle")
-            waits = False
-            events.extend(sorted((max(now, free[rank]), rank) for rank in range(shop.ranks)))
-        now, rank = pop(events)
-        if free[rank] <= now + tick and (section := choose(rank, now, waits)) >= 0:
-            start(rank, section, now)
-            left -= 1
-            waits = True
-    return order
-
-
-def _heads(shop: Shop, rank: int, microbatches: int) -> list[tuple[int, int, int, int, float]]:
-    """A rank's sections: section, its first op, kind, position of the stage on the rank, what an F needs."""
-    return [
-        (3 * stage + kind, (3 * stage + kind) * microbatches, kind, at, shop.hold[stage])
-        for at, stage in enumerate(shop.own[rank])
-        for kind in range(3)
-    ]
-
-
-def _has_room(
-    shop: Shop, rank: int, at: int, hold: float, live: float, held: Sequence[float], limit: float
-) -> bool:
-    """May an F of the rank's stage number ``at`` start?  See above for the second condition."""
-    if live + hold > limit:
-        return False
-    own = shop.own[rank]
-    needed = hold + sum(held[: at + 1])
-    for later in range(at + 1, len(own)):
-        one = shop.hold[own[later]]
-        if needed + one > limit:
-            return False
-        needed += max(held[later], one)
-    return True

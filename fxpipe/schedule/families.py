@@ -6,9 +6,12 @@ M_B is what one microbatch saves on one rank, all its chunks together.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from math import ceil, inf
+
+import numpy as np
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule import spines
@@ -16,11 +19,11 @@ from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.ops import OpKind, Order, Schedule
 from fxpipe.schedule.placement import place
 from fxpipe.schedule.problem import Limit, Problem, per_rank
-from fxpipe.schedule.shop import encode, peaks
+from fxpipe.schedule.shop import Coded, encode, fits, peaks, run
 from fxpipe.schedule.staggered import staggered
-from fxpipe.schedule.synthesis import is_large, synthesise
+from fxpipe.schedule.synthesis import Starts, synthesise
 from fxpipe.schedule.vocabulary import body_costs, room_for_body, weave
-from fxpipe.schedule.weights import Gap, fill, lag
+from fxpipe.schedule.weights import Gap, fill, fill_coded, lag
 from fxpipe.vocabulary.stages import Vocabulary
 
 
@@ -118,7 +121,7 @@ def zb_v(problem: Problem) -> Order:
 
 def zb(problem: Problem) -> Order:
     """The fastest of what is published for the placement and what synthesis finds, under any limit."""
-    return synthesise(problem, starts)
+    return synthesise(problem, STARTS)
 
 
 def zb_1p(problem: Problem) -> Order:
@@ -143,41 +146,63 @@ def dual_pipe_v(problem: Problem) -> Order:
     return spines.dual_pipe_v(problem.ranks, problem.microbatches)
 
 
-def starts(problem: Problem) -> list[Order]:
-    """The published orders with split backward that the placement has, within the limits."""
-    if problem.is_v and problem.stages_per_rank != 2:
-        return []
-    makers: list[Callable[[Problem], Order]]
+def published(problem: Problem) -> list[Coded]:
+    """The orders with split backward that the placement has, whatever memory they need."""
+    p, m = problem.ranks, problem.microbatches
     if problem.is_v:
-        makers = _fillers(_zb_v_spine)
-    elif problem.stages_per_rank > 1:
-        makers = [zb_h1, gis]
-    else:
-        makers = [zb_h1, zb_h2, *(partial(_warm, even, gap) for even in (False, True) for gap in Gap)]
-    try:
-        order = problem.fastest_of(makers)
-    except ScheduleError:
+        return _with_weights(_zb_v_spine, problem) if problem.stages_per_rank == 2 else []
+    if problem.stages_per_rank == 1:
+        return [encode(zb_h1(problem), m), encode(zb_h2(problem), m)]
+    found: list[Coded] = []
+    for group in range(p, ceil(p / 2) - 1, -max(1, p // 8)):
+        found.append(encode(_lagged_gis(group, problem), m))
+        found += _with_weights(partial(_gis_spine, group), problem)
+    return found
+
+
+def warmed(problem: Problem) -> list[Coded]:
+    """As many forwards before the first B as memory and the way to the last rank allow (2401.10241): of the
+    orders that keep the limits the one that does best for a few microbatches."""
+    if problem.stages_per_rank > 1:
         return []
-    return [] if problem.excess(order) else [order]
+    short = problem.like(microbatches=min(problem.microbatches, 2 * problem.ranks))
+    ways = product((False, True), (0, 1), Gap)
+    made = [(order, way) for way in ways for order in _warm(*way, short)]
+    spans = [(span, way) for order, way in made if (span := _span(order, short)) < inf]
+    return [order for _, way in sorted(spans)[:1] for order in _warm(*way, problem)]
 
 
-def _warm(even: bool, gap: Gap, problem: Problem) -> Order:
-    """As many forwards before the first B as memory and the way to the last rank allow (2401.10241).
+def _span(order: Coded, problem: Problem) -> float:
+    """Infinite where the order breaks a limit or blocks."""
+    done = run(problem.shop, order, problem.microbatches)
+    keeps = fits(problem.shop, order, problem.microbatches, problem.limits)
+    return done.span if keeps and done is not None else inf
 
-    The first ranks run up to their limit; with ``even`` all ranks go as far beyond 1F1B, in proportion.
+
+STARTS = Starts(published, warmed)
+
+
+def _warm(even: bool, fewer: int, gap: Gap, problem: Problem) -> list[Coded]:
+    """The first ranks run up to their limit; or to ``fewer``, and a B may make room for an F before its W has
+    run.  With ``even`` all ranks go as far beyond 1F1B, in proportion.  Empty where the limits forbid it.
     """
-    p = problem.ranks
+    p, m, spine = problem.ranks, problem.microbatches, list[Coded]()
     room = [
-        int(min(limit / least, 2 * p) + 1e-9) if (least := problem.shop.smallest_limit(rank)) else 2 * p
-        for rank, limit in enumerate(problem.limits)
+        max(1, int(min(limit / least, 2 * p) + 1e-9) - fewer if least else 2 * p)
+        for limit, least in zip(problem.limits, map(problem.shop.smallest_limit, range(p)), strict=True)
     ]
     beyond = min(1.0, (min(room) - p) / max(1, p - 1)) if even else 1.0
-
-    def in_flight(rank: int) -> int:
-        return max(1, min(room[rank], p - rank + int(beyond * (p - rank - 1) + 1e-9)))
-
-    spine = spines.interleaved(problem.placement, problem.microbatches, OpKind.B, in_flight)
-    return fill(spine, problem.placement, problem.costs, problem.limits, gap)
+    for rank in range(p):
+        in_flight = min(room[rank], p - rank + int(beyond * (p - rank - 1) + 1e-9))
+        warm = min(m, max(1, in_flight)) - 1
+        forward, backward = np.arange(m) + 3 * rank * m, np.arange(m) + (3 * rank + 1) * m
+        pairs = np.stack((forward[warm:], backward[: m - warm]), 1).ravel()
+        spine += [forward[:warm], pairs, backward[m - warm :]]
+    ops = np.concatenate(spine)
+    try:
+        return [fill_coded(ops, [2 * m] * p, m, problem.shop, problem.limits, gap)]
+    except ScheduleError:
+        return []
 
 
 def _zb_v_spine(problem: Problem) -> tuple[Order, int]:
@@ -199,9 +224,15 @@ def _fillers(spine: Callable[[Problem], tuple[Order, int]]) -> list[Callable[[Pr
 
 def _filled(spine: Callable[[Problem], tuple[Order, int]], gap: Gap, problem: Problem) -> Order:
     order, chunks = spine(problem)
-    counted = tuple(replace(stage, saved=1.0, kept=1.0) for stage in problem.costs.stages)
-    costs = replace(problem.costs, stages=counted)
-    return fill(order, problem.placement, costs, (chunks,) * problem.ranks, gap)
+    return fill(order, problem.shop, (chunks,) * problem.ranks, gap, counted=True)
+
+
+def _with_weights(spine: Callable[[Problem], tuple[Order, int]], problem: Problem) -> list[Coded]:
+    """The same, by all rules."""
+    (order, chunks), m = spine(problem), problem.microbatches
+    coded, lengths = encode(order, m), [*map(len, order)]
+    most = (chunks,) * problem.ranks
+    return [fill_coded(coded, lengths, m, problem.shop, most, gap, counted=True) for gap in Gap]
 
 
 _CHUNKS = range(2, 1024)
@@ -284,9 +315,7 @@ def build(
     problem = Problem(name, ranks, microbatches, chunks, shape, costs, limits, group, effort)
     _check_least(problem)
     orders = [family.function(problem)]
-    if family.is_searched and not is_large(problem):
-        orders += map(family.function, _just_below(problem))
-    if not problem.is_even:
+    if not problem.is_even and not family.is_searched:
         orders += _for_mean(family, problem)
     order = problem.fastest(dict.fromkeys(orders)) if len(orders) > 1 else orders[0]
     _check_memory(problem, order)
@@ -294,17 +323,6 @@ def build(
         order = weave(problem, order, whole, vocabulary, given)
         homes = vocabulary.placement(homes)
     return Schedule(name, homes, microbatches, order, vocabulary)
-
-
-def _just_below(problem: Problem) -> list[Problem]:
-    """The same under the next lower limit in quarters of a microbatch, if there is one: its search is the one
-    that this limit would get, so that more memory does not cost time by bad luck."""
-    limits = zip(problem.limits, map(problem.shop.smallest_limit, range(problem.ranks)), strict=True)
-    units = min((limit / least for limit, least in limits if least), default=inf)
-    if units == inf or units <= 1:
-        return []
-    level = max(1, (ceil(4 * units - 1e-9) - 1) / 4)
-    return [replace(problem, limits=tuple(limit * level / units for limit in problem.limits))]
 
 
 def _for_mean(family: Family, problem: Problem) -> tuple[Order, ...]:

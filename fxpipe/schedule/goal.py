@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fxpipe.schedule.bound import lower_bound
+from fxpipe.schedule.kernel import SHARE, worth
 from fxpipe.schedule.problem import Problem
 from fxpipe.schedule.shop import Run
-
-_SHARE = 1e-3  # of the ranks' mean span in a value, to tell equals apart
-
 
 Objective = Literal["makespan", "span"]
 """The span is the longest of the ranks' times from their first op's start to their last op's end."""
@@ -30,11 +28,21 @@ class Goal:
             work = max(work, lower_bound(problem.costs, problem.placement, problem.microbatches))
         return cls(objective, work)
 
+    @property
+    def by_makespan(self) -> bool:
+        return self.objective == "makespan"
+
+    @property
+    def enough(self) -> float:
+        """A value as good as it can be."""
+        return self.bound * (1 + SHARE) * (1 + 1e-9)
+
+    def time(self, done: Run) -> float:
+        return done.makespan if self.by_makespan else done.span
+
     def value(self, done: Run) -> float:
         """To be made small; at most 0.1% above the objective."""
-        first = done.makespan if self.objective == "makespan" else done.span
-        return first + _SHARE * (sum(done.free) - sum(done.first)) / len(done.free)
+        return float(worth(done.first, done.free, self.by_makespan))
 
     def is_met(self, value: float) -> bool:
-        """Is the value as good as it can be?"""
-        return value <= self.bound * (1 + _SHARE) * (1 + 1e-9)
+        return value <= self.enough

@@ -8,7 +8,7 @@ from functools import cached_property
 from math import inf
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedule.costs import Costs, StageCost
+from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.ops import Order
 from fxpipe.schedule.placement import place
 from fxpipe.schedule.shop import Shop, encode, peaks, run, shop
@@ -54,14 +54,24 @@ class Problem:
     def shop(self) -> Shop:
         return shop(self.costs, self.placement)
 
+    def like(self, *, limits: tuple[float, ...] | None = None, microbatches: int | None = None) -> Problem:
+        """The same with other limits or microbatches."""
+        m, limits = microbatches or self.microbatches, self.limits if limits is None else limits
+        other = replace(self, limits=limits, microbatches=m)
+        other.__dict__["shop"] = self.shop  # which depends on neither
+        return other
+
     def within(self, microbatches: float) -> Problem:
         """The same with limits of so many microbatches' activations, where they are not lower already."""
         caps = [microbatches * self.shop.smallest_limit(rank) for rank in range(self.ranks)]
-        return replace(self, limits=tuple(map(min, self.limits, caps)))
+        return self.like(limits=tuple(map(min, self.limits, caps)))
 
     def with_mean_costs(self) -> Problem:
-        """The same with all stages alike."""
-        return replace(self, costs=replace(self.costs, stages=_alike(self.costs.stages)))
+        """The same with the mean times for all stages; what they save is their own."""
+        stages = self.costs.stages
+        names = ("forward", "backward", "weight")
+        mean = {name: sum(getattr(stage, name) for stage in stages) / len(stages) for name in names}
+        return replace(self, costs=replace(self.costs, stages=tuple(replace(s, **mean) for s in stages)))
 
     @property
     def is_even(self) -> bool:
@@ -90,7 +100,7 @@ class Problem:
 
         Raises the first maker's ScheduleError where all raise one.
         """
-        short = replace(self, microbatches=min(self.microbatches, _SHORT * self.ranks))
+        short = self.like(microbatches=min(self.microbatches, _SHORT * self.ranks))
         made, errors = [], list[ScheduleError]()
         for k, make in enumerate(makers):
             try:
@@ -104,17 +114,6 @@ class Problem:
             except ScheduleError as error:
                 errors.append(error)
         raise errors[0]
-
-
-def _alike(stages: Sequence[StageCost]) -> tuple[StageCost, ...]:
-    count = len(stages)
-    mean = StageCost(
-        *(
-            sum(getattr(stage, name) for stage in stages) / count
-            for name in ("forward", "backward", "weight", "saved", "kept")
-        )
-    )
-    return (mean,) * count
 
 
 def per_rank(limit: Limit, ranks: int) -> tuple[float, ...]:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from random import Random
 from typing import Any
 
+import numpy as np
+
 from fxpipe.schedule.blocks import Block, find_block, flow
+from fxpipe.schedule.kernel import Floats
 from fxpipe.schedule.shop import Shop
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """``period`` is in the work of the busiest rank, ``waits`` (per quarter of a microbatch's way) in the
-    mean time of an F, what says delay or lead in periods.
+    """``period`` is in the shortest that work and memory allow, ``waits`` (per quarter of a microbatch's way)
+    in the mean time of an F, what says delay or lead in periods.
 
     The first ``head`` and the last ``tail`` microbatches (of a step on eight ranks; in proportion on more)
     follow each other at ``pace`` periods and wait less: ``stretch`` is 1 for the block's waits, 0 for none.
@@ -32,6 +36,7 @@ class Recipe:
     forward_lead: float = 0.0  # of the first chunk's F
     patience: tuple[float, float, float] = (1.0, 1.0, 1.0)
     memory: float = 2.0  # that it uses at most, in ranks · M_B; a limit may be lower
+    spare: float = 0.0  # M_B of the limit that it leaves: a B may make room for an F before its W has run
 
 
 def random_recipe(random: Random) -> Recipe:
@@ -59,6 +64,7 @@ def random_recipe(random: Random) -> Recipe:
             random.choice((0.3, 0.5, 0.5, 0.7, 1.001)),
         ),
         memory=random.choice((2.0, 2.0, 2.0, 1.5, 1.25, 1.1, 1.0, 0.75)),
+        spare=random.choice((0.0, 0.0, 0.0, 0.25, 0.5, 0.75)),
     )
 
 
@@ -80,7 +86,7 @@ def mutate(recipe: Recipe, random: Random) -> Recipe:
             changes["patience"] = (*value[:k], other.patience[k], *value[k + 1 :])
         elif field.name in ("head", "tail"):
             changes[field.name] = max(0, value + random.choice((-1, 1)))
-        elif field.name in ("late_weights", "weight_delay", "memory") or random.random() < 0.2:
+        elif field.name in ("late_weights", "weight_delay", "memory", "spare") or random.random() < 0.2:
             changes[field.name] = getattr(other, field.name)
         elif field.name == "period":
             changes["period"] = max(1.0, value + random.gauss(0, 0.02))
@@ -103,47 +109,47 @@ class Kitchen:
         self.shop, self.width = shop, width
         self.flow = flow(shop)
         self.unit = sum(shop.seconds[::3]) / shop.stages
-        self.blocks: dict[tuple[float, tuple[float, ...]], Block] = {}
+        self.first = [3 * own[0] for own in shop.own]  # the F of each rank's first chunk
+        self.spent = [self._spent(rank) for rank in range(shop.ranks)]
+        self.blocks: dict[tuple[float, float, tuple[float, ...]], Block] = {}
 
-    def due(self, recipe: Recipe, microbatches: int) -> list[float]:
+    def due(self, recipe: Recipe, microbatches: int, limits: Sequence[float]) -> Floats:
         """Per op (see :mod:`fxpipe.schedule.shop`) when it should be run."""
-        m, block, flow = microbatches, self._block(recipe), self.flow
+        m, block = microbatches, self._block(recipe, limits)
         period, scale = block.period, max(1.0, self.shop.ranks / 8)
         head, tail = round(recipe.head * scale), round(recipe.tail * scale)
-        begins, stretch = [0.0] * m, [1.0] * m
-        for j in range(m):
-            pace = 1.0
-            if j < head:
-                pace = recipe.head_pace
-                stretch[j] = recipe.head_stretch + (1 - recipe.head_stretch) * j / head
-            elif j >= m - tail:
-                pace = recipe.tail_pace
-                stretch[j] = 1 - (1 - recipe.tail_stretch) * (j - m + tail + 1) / tail
-            if j:
-                begins[j] = begins[j - 1] + pace * period
-        timing = list(zip(begins, stretch, strict=True))
-        never = begins[-1] + 2 * max(*block.start, *flow) + m * period
-        on_time = m - round(recipe.late_weights * scale)
-        first = {own[0] for own in self.shop.own}
-        due: list[float] = []
-        for section, start in enumerate(block.start):
-            alone, wait, shift = flow[section], start - flow[section], 0.0
-            if section % 3 == 2:
-                shift = recipe.weight_delay * period
-            elif section % 3 == 0 and section // 3 in first:
-                shift = -recipe.forward_lead * period
-            alone += shift
-            dates = [begin + alone + wait * share for begin, share in timing]
-            if section % 3 == 2 and on_time < m:
-                for j in range(max(0, on_time), m):
-                    dates[j] += never
-            due += dates
-        return due
+        j = np.arange(m)
+        ends, begins = j >= m - tail, j < head
+        pace = np.where(begins, recipe.head_pace, np.where(ends, recipe.tail_pace, 1.0))
+        late = 1 - (1 - recipe.tail_stretch) * (j - m + tail + 1) / max(1, tail)
+        early = recipe.head_stretch + (1 - recipe.head_stretch) * j / max(1, head)
+        stretch = np.where(begins, early, np.where(ends, late, 1.0))
+        pace[0] = 0.0
+        begin = period * np.cumsum(pace)
+        alone, start = np.array(self.flow), np.array(block.start)
+        waits = start - alone
+        alone[2::3] += recipe.weight_delay * period
+        alone[self.first] -= recipe.forward_lead * period
+        due = begin + alone[:, None] + waits[:, None] * stretch
+        on_time = max(0, m - round(recipe.late_weights * scale))
+        due[2::3, on_time:] += begin[-1] + 2 * max(start.max(), max(self.flow)) + m * period
+        return due.ravel()
 
-    def _block(self, recipe: Recipe) -> Block:
-        key = round(recipe.period, 3), tuple(round(wait, 2) for wait in recipe.waits)
+    def _spent(self, rank: int) -> float:
+        """Memory times seconds that a microbatch takes which nothing delays."""
+        shop, spent = self.shop, 0.0
+        for stage in shop.own[rank]:
+            back = self.flow[3 * stage + 1] + shop.seconds[3 * stage + 1]
+            spent += shop.hold[stage] * (back - self.flow[3 * stage])
+            spent += shop.kept[stage] * shop.seconds[3 * stage + 2]
+        return spent
+
+    def _block(self, recipe: Recipe, limits: Sequence[float]) -> Block:
+        slow = (spent / limit for spent, limit in zip(self.spent, limits, strict=True) if spent)
+        shortest = max(self.shop.period, *slow, 0.0)
+        key = shortest, round(recipe.period, 3), tuple(round(wait, 2) for wait in recipe.waits)
         if key not in self.blocks:
-            period, waits = key[0] * self.shop.period, tuple(wait * self.unit for wait in key[1])
+            period, waits = key[1] * shortest, tuple(wait * self.unit for wait in key[2])
             found = find_block(self.shop, period, waits, self.width)
             self.blocks[key] = found or Block(period, self._slow_flow(waits))
         return self.blocks[key]

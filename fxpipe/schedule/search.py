@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 
 from fxpipe.errors import LimitError, ScheduleError
 from fxpipe.schedule.costs import Costs
-from fxpipe.schedule.families import FAMILIES, Family, build, starts
+from fxpipe.schedule.families import FAMILIES, STARTS, Family, build
 from fxpipe.schedule.goal import Objective as Objective
 from fxpipe.schedule.offload import AUTO, Share, lightened
 from fxpipe.schedule.ops import Order, Schedule
 from fxpipe.schedule.placement import place
 from fxpipe.schedule.problem import Limit, Problem, per_rank
+from fxpipe.schedule.rungs import rungs
 from fxpipe.schedule.shop import shop
 from fxpipe.schedule.simulator import simulate
-from fxpipe.schedule.synthesis import synthesise
+from fxpipe.schedule.synthesis import Ascent
 from fxpipe.schedule.timeline import Timeline
 from fxpipe.schedule.vocabulary import body_costs, room_for_body, weave
 from fxpipe.vocabulary.stages import Vocabulary
@@ -28,7 +28,8 @@ SEARCHED = "zb"
 BEYOND = tuple(f for f in FAMILIES.values() if f.name == SEARCHED or not f.is_searched)
 WITHIN = tuple(f for f in BEYOND if not f.for_offload)
 
-_FIRST, _LAST = 0.25, (0.8, 0.3)  # effort on all settings, on each of the finalists
+_FINE = 1 / 16  # between rungs, in ranks · M_B
+_LIGHT, _HEAVY = 0.12, 0.45  # effort on a rung for all ways, and for the one that does best there
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Choice:
     tried: tuple[Tried, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Way:
     """A setting with what is sought in it; what is to leave the ranks comes on top."""
 
@@ -104,8 +105,8 @@ def search(
     """The schedule with the least makespan, or the shortest span of a rank, within the memory limits.
 
     Of those that are equally fast one that needs the least memory.  ``memory_limit``, in the unit of the
-    costs' ``saved``, holds for all settings, beside their own limits.  First every family is tried in
-    every setting, with a short synthesis; then the settings that did best get a long one.
+    costs' ``saved``, holds for all settings, beside their own limits.  Every family is tried in every
+    setting, and the searches in all settings climb together.
     Raises ScheduleError where nothing fits, with the smallest limit that does.
     """
     if not settings:
@@ -114,12 +115,22 @@ def search(
     tried: list[Tried] = []
     entries: list[_Entry] = []
     smallest = inf
+    errors: dict[_Way, ScheduleError] = {}
+    ascents: dict[_Way, Ascent] = {}
+    for way in ways:
+        try:
+            ascents[way] = Ascent(way.problem, STARTS, objective)
+        except ScheduleError as error:
+            errors[way] = error
+    _climb(ascents)
     for way in ways:
         for family in way.families:
             if not family.has(way.setting.stages_per_rank, way.setting.placement):
                 continue
             try:
-                order = _order(family, way.problem, objective, _FIRST / len(ways))
+                if way in errors and family.is_searched:
+                    raise errors[way]
+                order = ascents[way].order if family.is_searched else _build(family, way.problem)
                 entry = _entry(family.name, way, order, objective)
             except ScheduleError as error:
                 if isinstance(error, LimitError):
@@ -130,12 +141,6 @@ def search(
             tried.append(_tried(entry))
     if not entries:
         raise ScheduleError(_nothing_fits(ways, smallest))
-    for entry, effort in zip(_best_of_settings(entries), _LAST, strict=False):
-        way = entry.way
-        problem = replace(way.problem, effort=effort)
-        order = synthesise(problem, starts, objective, (entry.order,))
-        with suppress(LimitError):  # the one that it was made from fits
-            entries.append(_entry(SEARCHED, way, order, objective))
     best = min(entries, key=lambda entry: entry.key)
     return Choice(best.timeline.schedule, best.way.setting, best.timeline, tuple(tried))
 
@@ -171,9 +176,24 @@ def _limits(setting: Setting, limit: Limit, ranks: int) -> tuple[float, ...]:
     return tuple(map(min, per_rank(limit, ranks), per_rank(setting.limits, ranks)))
 
 
-def _order(family: Family, problem: Problem, objective: Objective, effort: float) -> Order:
-    if family.is_searched:
-        return synthesise(replace(problem, effort=effort), starts, objective)
+def _climb(ascents: dict[_Way, Ascent]) -> None:
+    """Rung by rung; where nothing is known of limits above, so that the result does not depend on them."""
+    paths = {way: tuple(rungs(way.problem, _FINE)) for way in ascents}
+    for rung in range(max(map(len, paths.values()), default=0)):
+        for is_beyond in (False, True):
+            climbing = [
+                way
+                for way, path in paths.items()
+                if rung < len(path) and (way.offload is not None) == is_beyond and not ascents[way].is_met
+            ]
+            for way in climbing:
+                ascents[way].climb(paths[way][rung], _LIGHT)
+            if climbing:
+                best = min(climbing, key=lambda way: ascents[way].best.value)
+                ascents[best].climb(paths[best][rung], _HEAVY)
+
+
+def _build(family: Family, problem: Problem) -> Order:
     return build(
         family.name,
         ranks=problem.ranks,
@@ -214,15 +234,6 @@ def _tried(entry: _Entry) -> Tried:
         "",
         timeline.moved,
     )
-
-
-def _best_of_settings(entries: Sequence[_Entry]) -> list[_Entry]:
-    """The best entry of each setting, the best of all first."""
-    best: list[_Entry] = []
-    for entry in sorted(entries, key=lambda entry: entry.key):
-        if all(entry.way is not other.way for other in best):
-            best.append(entry)
-    return best
 
 
 def _nothing_fits(ways: Sequence[_Way], offloaded: float) -> str:

@@ -1,24 +1,25 @@
 """Costs and placement as flat arrays, and orders as numbers: what the searches of this folder compute on.
 
 Sections are counted as in :mod:`fxpipe.schedule.dependencies`, 3·stage + 0, 1, 2 for F, B, W.  An op is
-the number of its value, section · microbatches + microbatch; a *coded order* is a list of such per rank.
+the number of its value, section · microbatches + microbatch; a *coded order* is an array of such.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf
+
+import numpy as np
 
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.dependencies import SECTION_KINDS, SECTIONS_PER_STAGE, durations, index, needs
+from fxpipe.schedule.kernel import Floats, Ints, Tables, keeps, peak_of, run_ops
 from fxpipe.schedule.ops import Op, OpKind, Order
 from fxpipe.schedule.placement import stages_of
 
-Coded = list[list[int]]
-"""Per rank the ops that it runs, in order."""
+Coded = Ints
+"""The ops that each rank runs, in order, one rank's behind the other's."""
 
 
 @dataclass(frozen=True)
@@ -56,23 +57,58 @@ class Shop:
         """The work of the busiest rank: no repeated block can be shorter."""
         return max(self.work(rank) for rank in range(self.ranks))
 
-    def of_ops(self, microbatches: int) -> tuple[list[float], list[list[tuple[int, float]]]]:
-        """Per op its seconds, and the ops whose results it needs with the times that those take to arrive."""
-        found = self._of_ops.get(microbatches)
-        if found is None:
-            js = range(microbatches)
-            seconds = [time for time in self.seconds for _ in js]
-            needs = [[(s * microbatches + j, delay) for s, delay in few] for few in self.needs for j in js]
-            found = self._of_ops[microbatches] = seconds, needs
-        return found
+    def tables(self, microbatches: int) -> Tables:
+        """The same as the compiled loops read it."""
+        if microbatches not in self._tables:
+            section = np.repeat(np.arange(self.sections), microbatches)
+            self._tables[microbatches] = self._some_tables._replace(section=section)
+        return self._tables[microbatches]
 
     @cached_property
-    def _of_ops(self) -> dict[int, tuple[list[float], list[list[tuple[int, float]]]]]:
+    def _tables(self) -> dict[int, Tables]:
         return {}
+
+    @cached_property
+    def _some_tables(self) -> Tables:
+        own_at = np.cumsum([0, *map(len, self.own)])
+        own = np.array([stage for stages in self.own for stage in stages])
+        place = np.empty(self.stages, np.int64)
+        for stages in self.own:
+            place[list(stages)] = range(len(stages))
+        need_at, need, need_delay = _rows(self.needs)
+        feed_at, feed, feed_delay = _rows(self.feeds)
+        return Tables(
+            section=np.empty(0, np.int64),
+            seconds=np.array(self.seconds, np.float64),
+            rank=np.array(self.rank),
+            lead=np.array(self.lead, np.float64),
+            at_start=np.array(self.at_start, np.float64),
+            at_end=np.array(self.at_end, np.float64),
+            place=place,
+            hold=np.array(self.hold, np.float64),
+            kept=np.array(self.kept, np.float64),
+            need_at=need_at,
+            need=need,
+            need_delay=need_delay,
+            feed_at=feed_at,
+            feed=feed,
+            feed_delay=feed_delay,
+            own_at=own_at,
+            own=own,
+        )
+
+    def ops_of(self, rank: int, coded: Coded, microbatches: int) -> Coded:
+        """A rank's part of a coded order."""
+        at = self._some_tables.own_at
+        return coded[3 * microbatches * at[rank] : 3 * microbatches * at[rank + 1]]
 
     def smallest_limit(self, rank: int) -> float:
         """With so much memory a rank can go on whatever the others do."""
-        return sum(self.hold[stage] for stage in self.own[rank])
+        return self._least[rank]
+
+    @cached_property
+    def _least(self) -> tuple[float, ...]:
+        return tuple(sum(self.hold[stage] for stage in stages) for stages in self.own)
 
 
 def shop(costs: Costs, placement: tuple[int, ...]) -> Shop:
@@ -111,129 +147,79 @@ def shop(costs: Costs, placement: tuple[int, ...]) -> Shop:
     )
 
 
-def decode(coded: Coded, microbatches: int) -> Order:
+def _rows(table: Sequence[Sequence[tuple[int, float]]]) -> tuple[Ints, Ints, Floats]:
+    """Where each row begins, and the rows' numbers one after the other."""
+    flat = [pair for row in table for pair in row]
+    at = np.cumsum([0, *map(len, table)])
+    return at, np.array([to for to, _ in flat], np.int64), np.array([delay for _, delay in flat], np.float64)
+
+
+def decode(shop: Shop, coded: Coded, microbatches: int) -> Order:
     """Numbers to ops."""
-    table: dict[int, Op] = {}
-    for ops in coded:
-        for value in ops:
-            section, microbatch = divmod(value, microbatches)
-            kind = SECTION_KINDS[section % SECTIONS_PER_STAGE]
-            table[value] = Op(kind, section // SECTIONS_PER_STAGE, microbatch)
-    return tuple(tuple(table[value] for value in ops) for ops in coded)
+    table = [
+        Op(kind, stage, microbatch)
+        for stage in range(shop.stages)
+        for kind in SECTION_KINDS
+        for microbatch in range(microbatches)
+    ]
+    ranks = range(shop.ranks)
+    return tuple(tuple(table[op] for op in shop.ops_of(rank, coded, microbatches)) for rank in ranks)
 
 
 def encode(order: Order, microbatches: int) -> Coded:
     """Ops to numbers; a BW becomes its B and its W."""
-    coded: Coded = []
+    m, coded = microbatches, list[int]()
     for ops in order:
-        out: list[int] = []
         for op in ops:
             first = SECTIONS_PER_STAGE * op.stage
             match op.kind:
                 case OpKind.F:
-                    out.append(first * microbatches + op.microbatch)
+                    coded.append(first * m + op.microbatch)
                 case OpKind.B:
-                    out.append((first + 1) * microbatches + op.microbatch)
+                    coded.append((first + 1) * m + op.microbatch)
                 case OpKind.W:
-                    out.append((first + 2) * microbatches + op.microbatch)
+                    coded.append((first + 2) * m + op.microbatch)
                 case OpKind.BW:
-                    out.append((first + 1) * microbatches + op.microbatch)
-                    out.append((first + 2) * microbatches + op.microbatch)
-        coded.append(out)
-    return coded
+                    coded.append((first + 1) * m + op.microbatch)
+                    coded.append((first + 2) * m + op.microbatch)
+    return np.array(coded, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """When the ops of a coded order ran.  ``cause`` is per op the one whose end let it start, or -1."""
+    """When the ops of a coded order ran.  ``end`` and ``cause`` are per op, the latter the one whose end let
+    it start, or -1; ``first`` and ``free`` per rank, when it began its first op and ended its last."""
 
-    first: list[float]
-    free: list[float]
-    end: list[float]
-    cause: list[int]
+    first: Floats
+    free: Floats
+    end: Floats
+    cause: Ints
 
     @property
     def span(self) -> float:
-        return max(last - first for last, first in zip(self.free, self.first, strict=True))
+        return float((self.free - self.first).max())
 
     @property
     def makespan(self) -> float:
-        return max(self.free)
+        return float(self.free.max())
 
 
-def run(
-    shop: Shop, coded: Coded, microbatches: int, known: Run | None = None, since: float = 0.0
-) -> Run | None:
-    """Every op as early as its rank's order lets it; None where the orders block each other.
-
-    ``known`` is a run of orders that differ from these in nothing that ended before ``since`` in it.
-    """
-    seconds, needs = shop.of_ops(microbatches)
-    at, free, first = [0] * shop.ranks, [0.0] * shop.ranks, [0.0] * shop.ranks
-    if known is None:
-        end = [-1.0] * len(seconds)
-        cause = [-1] * len(seconds)
-    else:
-        end, cause = known.end[:], known.cause[:]
-        for rank, ops in enumerate(coded):
-            at[rank] = done = bisect_left(ops, since, key=known.end.__getitem__)
-            if done:
-                first[rank], free[rank] = known.first[rank], known.end[ops[done - 1]]
-            for value in ops[done:]:
-                end[value] = -1.0
-    waiting: dict[int, list[int]] = {}
-    runnable = list(range(shop.ranks))
-    while runnable:
-        rank = runnable.pop()
-        ops, i, now = coded[rank], at[rank], free[rank]
-        last, before = len(ops), ops[at[rank] - 1] if at[rank] else -1
-        while i < last:
-            value = ops[i]
-            start, why = now, before
-            for source, delay in needs[value]:
-                arrival = end[source]
-                if arrival < 0:
-                    waiting.setdefault(source, []).append(rank)
-                    break
-                arrival += delay
-                if arrival > start:
-                    start, why = arrival, source
-            else:
-                now = start + seconds[value]
-                end[value], cause[value] = now, why
-                if not i:
-                    first[rank] = start
-                if value in waiting:
-                    runnable.extend(waiting.pop(value))
-                before = value
-                i += 1
-                continue
-            break
-        at[rank], free[rank] = i, now
-    return None if waiting else Run(first, free, end, cause)
+def run(shop: Shop, coded: Coded, microbatches: int) -> Run | None:
+    """Every op as early as its rank's order lets it; None where the orders block each other."""
+    done = Run(np.zeros(shop.ranks), np.zeros(shop.ranks), np.full(len(coded), -1.0), np.full(len(coded), -1))
+    if run_ops(
+        shop.tables(microbatches), coded, microbatches, 0.0, done.end, done.cause, done.first, done.free
+    ):
+        return done
+    return None
 
 
 def peaks(shop: Shop, coded: Coded, microbatches: int) -> list[float]:
     """Per rank the most that is live at a time; it depends on the rank's own order alone."""
-    return [peak(shop, ops, microbatches) for ops in coded]
-
-
-def peak(shop: Shop, ops: Sequence[int], microbatches: int) -> float:
-    at_start, at_end, live, most = shop.at_start, shop.at_end, 0.0, 0.0
-    for value in ops:
-        section = value // microbatches
-        live += at_start[section]
-        if live > most:
-            most = live
-        live += at_end[section]
-        if live > most:
-            most = live
-    return most
+    parts = (shop.ops_of(rank, coded, microbatches) for rank in range(shop.ranks))
+    return [peak_of(shop.tables(microbatches), ops) for ops in parts]
 
 
 def fits(shop: Shop, coded: Coded, microbatches: int, limits: Sequence[float]) -> bool:
     """Are all ranks within their limits, but for rounding?"""
-    return all(
-        limit == inf or peak(shop, ops, microbatches) <= limit * (1 + 1e-9)
-        for ops, limit in zip(coded, limits, strict=True)
-    )
+    return keeps(shop.tables(microbatches), coded, microbatches, np.asarray(limits, np.float64))

@@ -36,7 +36,7 @@ def staggered(problem: Problem) -> Order:
         turns = (2 * (v - 1 - stage // p) * hop + 2 * (p - 1 - stage % p) + 1) / v
         room[stage % p] += turns * flat.hold[stage]
     limits = [max(SHARE * mean, flat.smallest_limit(rank)) for rank, mean in enumerate(room)]
-    return decode(dispatch(flat, m, list(_due(p, v, m, hop)), limits, (0.0, 0.0, 0.0)), m)
+    return decode(flat, dispatch(flat, m, list(_due(p, v, m, hop)), limits, (0.0, 0.0, 0.0)), m)
 
 
 def _due(p: int, v: int, m: int, hop: int) -> Iterator[float]:

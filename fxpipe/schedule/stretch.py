@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
+import numpy as np
+
 from fxpipe.schedule.dispatch import dispatch
 from fxpipe.schedule.problem import Problem
 from fxpipe.schedule.shop import Coded, run
@@ -22,18 +24,14 @@ def stretched(coded: Coded, microbatches: int, problem: Problem) -> Iterator[Cod
     shop, m, more = problem.shop, problem.microbatches, problem.microbatches - microbatches
     done = run(shop, coded, microbatches)
     assert done is not None, "the order to stretch cannot progress"
-    seconds, _ = shop.of_ops(microbatches)
-    times = [end - length for end, length in zip(done.end, seconds, strict=True)]
-    rows = [times[i : i + microbatches] for i in range(0, len(times), microbatches)]
+    start = done.end.reshape(-1, microbatches) - np.array(shop.seconds)[:, None]
     middle = microbatches // 2
     near = [c for c in (middle, middle - 2, middle + 2) if 2 <= c <= microbatches - 2]
-    for group, at, patience in product(_GROUPS, near, _PATIENCES):
+    for group, at in product(_GROUPS, near):
         last = min(at + 2, microbatches - 1)
-        period = sum(row[last] - row[at - 2] for row in rows) / (last - at + 2) / len(rows)
-        due: list[float] = []
-        for row in rows:
-            cycle = [row[min(at + i, microbatches - 1)] for i in range(group)]
-            due += row[:at]
-            due += [cycle[i % group] + (i - i % group) * period for i in range(more)]
-            due += [time + more * period for time in row[at:]]
-        yield dispatch(shop, m, due, problem.limits, patience)
+        period = (start[:, last] - start[:, at - 2]).mean() / (last - at + 2)
+        turn, place = np.divmod(np.arange(more), group)
+        between = start[:, np.minimum(at + place, microbatches - 1)] + turn * group * period
+        due = np.hstack((start[:, :at], between, start[:, at:] + more * period)).ravel()
+        for patience in _PATIENCES:
+            yield dispatch(shop, m, due, problem.limits, patience)

@@ -3,66 +3,82 @@
 A repeated block gives due dates, list scheduling makes an order of them, and the recipes for how the block
 is entered and left evolve: the best are varied and mixed.  The winners' orders are then improved in place.
 A long step also takes the best order of a short one, stretched.
+
+The search climbs: it does this under a low limit, then under a higher one with what it has, and so on.  So
+more memory never costs time, but for limits between the rungs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from math import inf
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from math import ceil, inf
 from random import Random
 
-from fxpipe.schedule.dispatch import dispatch
+import numpy as np
+
+from fxpipe.schedule.dispatch import check_room, dispatch
 from fxpipe.schedule.goal import Goal, Objective
 from fxpipe.schedule.improve import improve
 from fxpipe.schedule.ops import Order
 from fxpipe.schedule.problem import Problem
 from fxpipe.schedule.recipe import Kitchen, Recipe, cross, mutate, random_recipe
+from fxpipe.schedule.rungs import rungs
 from fxpipe.schedule.seeds import SEEDS
-from fxpipe.schedule.shop import Coded, decode, encode, fits, run
+from fxpipe.schedule.shop import Coded, Run, decode, fits, run
 from fxpipe.schedule.stretch import stretched
 
-EFFORT = 2_600_000
-"""Ops that a synthesis may schedule, by default: about five seconds.  A large problem gets fewer."""
+_COOK, _TRY = 200_000, 50_000_000
+"""Ops that a rung may schedule for recipes, and may run again for tries: .1 and .3 seconds, about."""
 
-_LARGE = 3_100  # ops of a problem beyond which the effort falls
-_RECIPES = 2_250  # more are of little use
+_COOK_LARGE = 350_000
+"""The same for a large problem, for which nothing can be tried in the time."""
+
+_LARGE = 8_000  # ops of a problem beyond which the effort falls
+_RECIPES, _TRIES = 1 / 6, 30  # on a rung, for every op; more are of little use
 _POPULATION = 16
+_NEW = 0.3  # of a rung's recipes, that are no children of others
+_CARRIED = 4  # recipes that are taken along to the next rung
 _SHORT = 3  # microbatches per rank up to which a step is no long one
-_FIRST = 0.7  # of a long step's effort, for a short one
-_BEST = 4  # recipes whose orders are improved
-_BEAM = 30  # what finding a block costs, in ops per section and unit of width
-_IMPROVE = 20  # tries of an improvement for each time that the effort could schedule all ops
-_IMPROVE_LONG = 10  # the same for a long step, in the end
+_SHORTER = 1.5  # microbatches per rank of the short step, for a large problem
+_BEST = 4  # orders that are improved
+_FINE, _FINE_LARGE = 1 / 32, 1 / 16  # between rungs, in ranks · M_B
+_SEED = 2  # of those tried one with which no mark of benchmarks/schedules.py is missed: results vary by 2%
 
-Starts = Callable[[Problem], Sequence[Order]]
-"""Makes orders for a problem from which a synthesis may start."""
+
+@dataclass(frozen=True)
+class Starts:
+    """Makers of orders from which a synthesis may start: some whatever the limits are, some to fit them."""
+
+    fixed: Callable[[Problem], Sequence[Coded]] = lambda problem: ()
+    fitted: Callable[[Problem], Sequence[Coded]] = lambda problem: ()
+
+
+NOTHING = Starts()
 
 
 def synthesise(
     problem: Problem,
-    starts: Starts = lambda problem: (),
+    starts: Starts = NOTHING,
     objective: Objective = "span",
-    given: Sequence[Order] = (),
 ) -> Order:
-    """The best order that is found within the limits: of the ``given`` ones, of those that ``starts`` makes
-    for a problem, and of new ones.
+    """The best order that is found within the limits: of those that ``starts`` makes, and of new ones.
 
-    All must keep the limits.  The same input gives the same order.
+    With uneven costs also of those that it finds for their mean.  The same input gives the same order.
     Raises ScheduleError where a rank's limit is below what one microbatch takes on it.
     """
-    m, goal, ops = problem.microbatches, Goal.of(problem, objective), _ops(problem)
-    effort = int(min(EFFORT * problem.effort * min(1.0, _LARGE / ops), _RECIPES * ops))
-    is_long = m > _SHORT * problem.ranks
-    entries = [_entry(problem, goal, encode(order, m)) for order in (*given, *starts(problem))]
-    if not any(goal.is_met(value) for value, _ in entries):
-        if is_long:
-            entries += _lengthen(problem, starts, goal, effort)
-        else:
-            entries += _evolve(problem, goal, effort)
-    entries = sorted((entry for entry in entries if entry[0] < inf), key=lambda entry: entry[0])
-    tries = (_IMPROVE_LONG if is_long else _IMPROVE) * effort // ops
-    return decode(_improved(problem, goal, [coded for _, coded in entries[:_BEST]], tries), m)
+    ascent = Ascent(problem, starts, objective)
+    alike = [] if problem.is_even else [Ascent(problem.with_mean_costs(), starts, objective)]
+    for limits in rungs(problem, _FINE_LARGE if is_large(problem) else _FINE):
+        if ascent.is_met:
+            break
+        for other in alike:
+            if not other.is_met:
+                other.climb(limits)
+        ascent.climb(limits, given=[other.best.coded for other in alike])
+    return ascent.order
 
 
 def is_large(problem: Problem) -> bool:
@@ -74,50 +90,131 @@ def _ops(problem: Problem) -> int:
     return problem.shop.sections * problem.microbatches
 
 
-def _improved(problem: Problem, goal: Goal, orders: Sequence[Coded], tries: int) -> Coded:
-    """The best that local search makes of the orders.  After each round the better half goes on."""
-    rounds = len(orders).bit_length()
-    for _ in range(rounds):
-        each = tries // (rounds * len(orders))
-        orders = [
-            improve(problem.shop, coded, problem.microbatches, problem.limits, goal, each) for coded in orders
-        ]
-        orders = sorted(orders, key=lambda coded: _worth(problem, coded, goal))[: max(1, len(orders) // 2)]
-    return orders[0]
+@dataclass(frozen=True, eq=False)
+class _Made:
+    """An order.  What counts is the objective, and of equals the value that is searched with."""
+
+    coded: Coded
+    objective: float = inf
+    value: float = inf
+
+    @property
+    def key(self) -> tuple[float, float]:
+        return self.objective, self.value
 
 
-def _lengthen(problem: Problem, starts: Starts, goal: Goal, effort: int) -> list[tuple[float, Coded]]:
-    """Orders for a long step: recipes that evolve on a short one, and the best order of that one, stretched.
-    For a large problem there is only time for the recipe that did best."""
-    short = replace(problem, microbatches=_SHORT * problem.ranks)
-    goal_of_short, large = Goal.of(short, goal.objective), is_large(problem)
-    first = effort if large else int(_FIRST * effort)
-    found = Evolution(short, goal_of_short, first).finish(SEEDS)[:_POPULATION]
-    recipes = [cooked.recipe for cooked in found[: 1 if large else None]]
-    whole = Evolution(problem, goal, effort - first).finish(recipes, new=0.0)
-    entries = [(cooked.value, cooked.coded) for cooked in whole[:_BEST]]
-    if not large:
-        orders = [cooked.coded for cooked in found[:_BEST]]
-        orders += [encode(order, short.microbatches) for order in starts(short)]
-        order = _improved(short, goal_of_short, orders, _IMPROVE * effort // (2 * _ops(short)))
-        longer = stretched(order, short.microbatches, problem)
-        entries += [_entry(problem, goal, coded) for coded in longer]
-    return entries
+class Best:
+    """The best order of a problem, under limits that rise."""
+
+    def __init__(self, problem: Problem, objective: Objective) -> None:
+        self.problem, self.goal = problem, Goal.of(problem, objective)
+        self.made = _Made(np.zeros(0, np.int64))
+
+    @property
+    def coded(self) -> Coded:
+        return self.made.coded
+
+    @property
+    def value(self) -> float:
+        return self.made.value
+
+    @property
+    def is_met(self) -> bool:
+        return self.goal.is_met(self.value)
+
+    def add(self, limits: tuple[float, ...], orders: Iterable[Coded], tries: int) -> None:
+        """Local search from the one that is here and from the best of those that keep the limits, which no
+        order here breaks.  After each round the better half goes on."""
+        shop, m = self.problem.shop, self.problem.microbatches
+        found = self._distinct(self._made(coded) for coded in orders if fits(shop, coded, m, limits))[:_BEST]
+        if self.value < inf:
+            found = self._distinct([self.made, *found])
+        self._keep(found)
+        rounds = len(found).bit_length() if tries else 0
+        for _ in range(rounds):
+            each = tries // (rounds * len(found))
+            better = partial(improve, shop, microbatches=m, limits=limits, goal=self.goal, tries=each)
+            with ThreadPoolExecutor() as pool:
+                orders = pool.map(better, [made.coded for made in found])
+            found = self._distinct(map(self._made, orders))
+            self._keep(found)
+            found = found[: max(1, len(found) // 2)]
+
+    def _keep(self, found: Iterable[_Made]) -> None:
+        self.made = min((self.made, *found), key=lambda made: made.key)
+
+    def _distinct(self, orders: Iterable[_Made]) -> list[_Made]:
+        """Those of different value, the best first."""
+        found: list[_Made] = []
+        for made in sorted(orders, key=lambda made: made.value):
+            if not found or made.value > found[-1].value * (1 + 1e-9):
+                found.append(made)
+        return found
+
+    def _made(self, coded: Coded) -> _Made:
+        done = ran(self.problem, coded)
+        return _Made(coded, float(f"{self.goal.time(done):.12g}"), self.goal.value(done))
 
 
-def _evolve(problem: Problem, goal: Goal, effort: int) -> list[tuple[float, Coded]]:
-    """The best orders of an evolution of recipes."""
-    return [(cooked.value, cooked.coded) for cooked in Evolution(problem, goal, effort).finish(SEEDS)[:_BEST]]
+class Ascent:
+    """A search for a problem, rung by rung.
 
+    Raises ScheduleError where a rank's limit is below what one microbatch takes on it.
+    """
 
-def _entry(problem: Problem, goal: Goal, coded: Coded) -> tuple[float, Coded]:
-    return _worth(problem, coded, goal), coded
+    def __init__(self, problem: Problem, starts: Starts, objective: Objective) -> None:
+        check_room(problem.shop, problem.limits)
+        self.problem, self.starts = problem, starts
+        large = is_large(problem)
+        per_rank = _SHORTER if large else _SHORT
+        short = problem.like(microbatches=min(problem.microbatches, ceil(per_rank * problem.ranks)))
+        self.best, self.of_short = Best(problem, objective), Best(short, objective)
+        if problem.microbatches <= _SHORT * problem.ranks:
+            short, self.of_short = problem, self.best
+        self.evolution = Evolution(short, self.of_short.goal, problem.microbatches - short.microbatches)
+        self.share = problem.effort * min(1.0, _LARGE / _ops(problem))
+        self.fixed = starts.fixed(problem)
+        self.fixed_of_short = () if short is problem or large else starts.fixed(short)
+        top = Best(problem, objective)
+        top.add(problem.limits, [*self.fixed, *starts.fitted(problem)], 0)
+        if top.is_met:  # then there is nothing to climb for
+            self.best = top
 
+    @property
+    def order(self) -> Order:
+        return decode(self.problem.shop, self.best.coded, self.problem.microbatches)
 
-def _worth(problem: Problem, coded: Coded, goal: Goal) -> float:
-    done = run(problem.shop, coded, problem.microbatches)
-    assert done is not None, "an order that was made by running it cannot block"
-    return goal.value(done)
+    @property
+    def is_met(self) -> bool:
+        """Is the best as good as can be?"""
+        return self.best.is_met
+
+    def climb(self, limits: tuple[float, ...], effort: float = 1.0, given: Sequence[Coded] = ()) -> None:
+        """Searches under limits that no earlier ones exceed, and among the given orders."""
+        best, short, share = self.best, self.of_short, effort * self.share
+        problem, large = self.problem.like(limits=limits), is_large(self.problem)
+        found = self.evolution.under(
+            limits, effort * self.problem.effort * _COOK_LARGE if large else share * _COOK
+        )
+        orders = [*given, *self.fixed, *self.starts.fitted(problem)]
+        if short is best:
+            orders += [cooked.coded for cooked in found if cooked.value < inf][:_BEST]
+        else:
+            count = max(2, min(_POPULATION, int(share * _COOK / _ops(problem))))
+            orders += [self.evolution.cook(cooked.recipe, problem) for cooked in found[:count]]
+        if short is not best and not large:
+            like = short.problem.like(limits=limits)
+            from_short = [cooked.coded for cooked in found if cooked.value < inf][:_BEST]
+            from_short += [*self.fixed_of_short, *self.starts.fitted(like)]
+            before = short.coded
+            short.add(limits, from_short, self._tries(like, share / 2))
+            if short.coded is not before:
+                orders += stretched(short.coded, like.microbatches, problem)
+        best.add(limits, orders, self._tries(problem, share if short is best else share / 2))
+
+    def _tries(self, problem: Problem, share: float) -> int:
+        ops = _ops(problem)
+        return 0 if is_large(self.problem) else int(min(share * _TRY / ops, _TRIES * ops))
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,51 +227,79 @@ class Cooked:
 
 
 class Evolution:
-    """Recipes for a problem.  ``effort``: ops that it may schedule."""
+    """Recipes for a problem, or for one that has so many microbatches ``more``."""
 
-    def __init__(self, problem: Problem, goal: Goal, effort: int) -> None:
-        self.shop, self.limits, self.microbatches = problem.shop, problem.limits, problem.microbatches
-        self.memory = [self.shop.smallest_limit(rank) for rank in range(self.shop.ranks)]
-        self.goal = goal
-        self.left = self.effort = effort
-        self.random = Random(0)
-        self.kitchen = Kitchen(self.shop, 16 if problem.ranks <= 16 else 4)
-        self.population: list[Cooked] = []
+    def __init__(
+        self, problem: Problem, goal: Goal, more: int = 0, seeds: Sequence[Recipe] | None = None
+    ) -> None:
+        self.problem, self.goal, self.more = problem, goal, more
+        self.seeds = SEEDS if seeds is None else seeds
+        self.kitchen = Kitchen(problem.shop, 16 if problem.ranks <= 16 else 4)
+        self.random = Random(_SEED)
+        self.best: list[Recipe] = []
+        self.turn = 0
 
-    def finish(self, seeds: Sequence[Recipe], new: float = 0.3) -> list[Cooked]:
-        """The best, best first.  ``new``: the share of the effort that new ones get."""
-        random = self.random
-        for recipe in seeds:
-            if self.left > 0 or not self.population:
-                self._add(self.cook(recipe))
-        while self.left > (1 - new) * self.effort:
-            self._add(self.cook(random_recipe(random)))
-        while self.left > 0:
-            at = random.randrange(len(self.population))
-            one = self.population[at].recipe
-            mate = random.choice(self.population).recipe
-            cooked = self.cook(cross(one, mate, random) if random.random() < 0.2 else mutate(one, random))
-            if cooked.value <= self.population[at].value:
-                self.population[at] = cooked
-        return sorted(self.population, key=lambda cooked: cooked.value)
+    def under(self, limits: tuple[float, ...], effort: float) -> list[Cooked]:
+        """What is found under these limits, the best first.  ``effort``: ops to schedule for it."""
+        random, problem = self.random, self.problem.like(limits=limits)
+        ops = _ops(problem)
+        count = max(1, int(min(effort / ops, _RECIPES * ops)))
+        first = [*self.best[:_CARRIED], *self._seeds(max(1, count // 2))][:count]
+        first += [random_recipe(random) for _ in range(max(1, int(_NEW * count)) - len(first))]
+        found: list[Cooked] = []
+        for recipe in first:
+            found.append(self.cooked(recipe, problem))
+            if len(found) > 2 * _POPULATION:
+                found = sorted(found, key=_worth)[:_POPULATION]
+        for _ in range(count - len(first)):
+            at = random.randrange(len(found))
+            one, mate = found[at].recipe, random.choice(found).recipe
+            child = cross(one, mate, random) if random.random() < 0.2 else mutate(one, random)
+            cooked = self.cooked(child, problem)
+            if cooked.value <= found[at].value:
+                found[at] = cooked
+        found.sort(key=_worth)
+        self.best = [cooked.recipe for cooked in found]
+        return found
 
-    def _add(self, cooked: Cooked) -> None:
-        self.population.append(cooked)
-        if len(self.population) > 2 * _POPULATION:
-            self.population.sort(key=lambda cooked: cooked.value)
-            del self.population[_POPULATION:]
+    def cook(self, recipe: Recipe, problem: Problem) -> Coded:
+        """The order for a problem that differs from the own one in microbatches and limits at most."""
+        shop, m = problem.shop, problem.microbatches
+        most, caps = recipe.memory * problem.ranks, []
+        for rank, limit in enumerate(problem.limits):
+            one = shop.smallest_limit(rank)
+            caps.append(max(one, min(limit - recipe.spare * one, most * one)))
+        return dispatch(shop, m, self.kitchen.due(recipe, m, problem.limits), caps, recipe.patience)
 
-    def cook(self, recipe: Recipe) -> Cooked:
-        known, m = len(self.kitchen.blocks), self.microbatches
-        due = self.kitchen.due(recipe, m)
-        caps = [max(1.0, recipe.memory * self.shop.ranks) * memory for memory in self.memory]
-        coded = dispatch(self.shop, m, due, list(map(min, self.limits, caps)), recipe.patience)
-        self.left -= self.shop.sections * m
-        if len(self.kitchen.blocks) > known:
-            self.left -= _BEAM * self.kitchen.width * self.shop.sections
-        done = run(self.shop, coded, m)
-        assert done is not None, "an order that was made by running it cannot block"
-        value = self.goal.value(done) if fits(self.shop, coded, m, self.limits) else inf
-        if self.goal.is_met(value):
-            self.left = 0
-        return Cooked(value, recipe, coded)
+    def cooked(self, recipe: Recipe, problem: Problem) -> Cooked:
+        coded = self.cook(recipe, problem)
+        if not fits(problem.shop, coded, problem.microbatches, problem.limits):
+            return Cooked(inf, recipe, coded)
+        done = ran(problem, coded)
+        return Cooked(self.goal.value(done) + self.more * self._period(done), recipe, coded)
+
+    def _period(self, done: Run) -> float:
+        """Seconds from one microbatch to the next, in the middle."""
+        m = self.problem.microbatches
+        begin, end = m // 3, 2 * m // 3
+        if end <= begin:
+            return self.problem.shop.period
+        ends = done.end.reshape(-1, m)
+        return max(self.problem.shop.period, float((ends[:, end] - ends[:, begin]).mean()) / (end - begin))
+
+    def _seeds(self, most: int) -> list[Recipe]:
+        """The next so many."""
+        count = min(most, len(self.seeds))
+        at, self.turn = self.turn, self.turn + count
+        return [self.seeds[(at + k) % len(self.seeds)] for k in range(count)]
+
+
+def ran(problem: Problem, coded: Coded) -> Run:
+    """An order that was made by running it cannot block."""
+    done = run(problem.shop, coded, problem.microbatches)
+    assert done is not None, "an order that came from a run blocks"
+    return done
+
+
+def _worth(cooked: Cooked) -> float:
+    return cooked.value

@@ -96,7 +96,7 @@ def weave(
     tries = min(300, _TRIES // (flat.sections * m))
     woven = improve(flat, best[1], m, caps, goal, tries)
     if not vocabulary.lookups:
-        return decode(woven, m)
+        return decode(flat, woven, m)
     return _with_lookups(costs.edges, flat, woven, m, vocabulary.lookups)
 
 
@@ -116,8 +116,9 @@ def _with_lookups(edges: Sequence[Edge], flat: Shop, coded: Coded, microbatches:
     ahead = [time - flat.period for time in [*accumulate(reversed(first), min)][::-1]]
     behind = [*accumulate(last, max)]
     orders = []
-    for rank, ops in enumerate(decode(coded, m)):
-        starts = accumulate((done.end[value] - flat.seconds[value // m] for value in coded[rank]), max)
+    for rank, ops in enumerate(decode(flat, coded, m)):
+        its = flat.ops_of(rank, coded, m)
+        starts = accumulate((done.end[value] - flat.seconds[value // m] for value in its), max)
         wanted, given = deque(ahead), deque(behind)
         order: list[Op] = []
         for op, start in zip(ops, starts, strict=True):

@@ -1,0 +1,522 @@
+"""The inner loops of the searches, compiled by numba: running orders, list scheduling, local search.
+
+Ops and sections are numbers as in :mod:`fxpipe.schedule.shop`.  What is compiled is kept on disk; numba looks
+only at a function's own file to see whether that is out of date, so all that call each other are in this one.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+from functools import partial
+from math import inf
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+SHARE = 1e-3  # of the ranks' mean span in a value, to tell equals apart
+_REACH = 8  # ops that a move may pass
+_REPEATED = 0.2  # of the moves are made for several microbatches
+_MEMORY = 50  # moves after which a value must have been beaten (late acceptance, Burke and Bykov)
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """For several threads at a time.  Kept on disk, but where there is no place to write to."""
+    compile = partial(njit, nogil=True, error_model="numpy")
+    try:
+        return compile(cache=True)(function)
+    except RuntimeError:
+        return compile()(function)
+
+
+class Tables(NamedTuple):
+    """A shop as arrays.  Per op: its ``section``, since to divide takes long; per section: ``seconds`` to
+    ``at_end``; per stage: ``place`` (its position on its rank), ``hold`` and ``kept``.
+
+    What a section needs is ``need[need_at[section]:need_at[section + 1]]``, with the seconds that it takes to
+    arrive beside it in ``need_delay``; what it feeds likewise.  Of rank r are the stages
+    ``own[own_at[r]:own_at[r + 1]]``; in a coded order its ops begin at ``3 · own_at[r] · microbatches``.
+    """
+
+    section: Ints
+    seconds: Floats
+    rank: Ints
+    lead: Floats
+    at_start: Floats
+    at_end: Floats
+    place: Ints
+    hold: Floats
+    kept: Floats
+    need_at: Ints
+    need: Ints
+    need_delay: Floats
+    feed_at: Ints
+    feed: Ints
+    feed_delay: Floats
+    own_at: Ints
+    own: Ints
+
+
+@compiled
+def copy(source, target):
+    for i in range(len(source)):  # a[:] = b compiles ten times as long, for its error messages
+        target[i] = source[i]
+
+
+@compiled
+def run_ops(t, order, m, since, end, cause, first, free):
+    """Every op as early as its rank's order lets it; False where the orders block each other.
+
+    What ended before ``since`` stays as it is in the last four, which are per op and per rank; the rest of
+    them is written.
+    """
+    ranks = len(free)
+    at = np.empty(ranks, np.int64)
+    for rank in range(ranks):
+        low, high = 3 * m * t.own_at[rank], 3 * m * t.own_at[rank + 1]
+        begin, stop = low, high
+        if since <= 0:
+            high = low
+        while low < high:
+            middle = (low + high) // 2
+            if end[order[middle]] < since:
+                low = middle + 1
+            else:
+                high = middle
+        at[rank] = low
+        free[rank] = end[order[low - 1]] if low > begin else 0.0
+        for i in range(low, stop):
+            end[order[i]] = -1.0
+    waits_for = np.empty(ranks, np.int64)
+    runnable = np.empty(ranks, np.int64)
+    for rank in range(ranks):
+        waits_for[rank] = -1
+        runnable[rank] = rank
+    count = ranks
+    while count:
+        count -= 1
+        rank = runnable[count]
+        begin, stop = 3 * m * t.own_at[rank], 3 * m * t.own_at[rank + 1]
+        i, now = at[rank], free[rank]
+        before = order[i - 1] if i > begin else -1
+        while i < stop:
+            op = order[i]
+            section = t.section[op]
+            start, why, missing = now, before, -1
+            for k in range(t.need_at[section], t.need_at[section + 1]):
+                source = op + (t.need[k] - section) * m
+                arrival = end[source]
+                if arrival < 0:
+                    missing = source
+                    break
+                arrival += t.need_delay[k]
+                if arrival > start:
+                    start, why = arrival, source
+            if missing >= 0:
+                waits_for[rank] = missing
+                break
+            now = start + t.seconds[section]
+            end[op], cause[op] = now, why
+            if i == begin:
+                first[rank] = start
+            for k in range(t.feed_at[section], t.feed_at[section + 1]):
+                other = t.rank[t.feed[k]]
+                if waits_for[other] == op:
+                    waits_for[other] = -1
+                    runnable[count] = other
+                    count += 1
+            before = op
+            i += 1
+        at[rank], free[rank] = i, now
+    blocked = False
+    for rank in range(ranks):
+        blocked = blocked or waits_for[rank] >= 0
+    return not blocked
+
+
+@compiled
+def peak_of(t, ops):
+    """The most that a rank holds at a time; it depends on the rank's own order alone."""
+    live, most = 0.0, 0.0
+    for op in ops:
+        section = t.section[op]
+        live += t.at_start[section]
+        most = max(most, live)
+        live += t.at_end[section]
+        most = max(most, live)
+    return most
+
+
+@compiled
+def keeps(t, order, m, limits):
+    """Are all ranks within their limits, but for rounding?"""
+    within = True
+    for rank in range(len(limits)):
+        ops = order[3 * m * t.own_at[rank] : 3 * m * t.own_at[rank + 1]]
+        within = within and peak_of(t, ops) <= limits[rank] * (1 + 1e-9)
+    return within
+
+
+@compiled
+def worth(first, free, by_makespan):
+    """To be made small: the makespan or the longest span of a rank, and at most 0.1% of that on top."""
+    most, total = 0.0, 0.0
+    for rank in range(len(free)):
+        span = free[rank] - first[rank]
+        total += span
+        most = max(most, free[rank] if by_makespan else span)
+    return most + SHARE * total / len(free)
+
+
+@compiled
+def dispatch_ops(t, m, due, limits, patience):
+    """See :func:`fxpipe.schedule.dispatch.dispatch`.  Empty where no op can run: needs that form a cycle."""
+    sections, ranks = len(t.seconds), len(limits)
+    tick = 0.0
+    for seconds in t.seconds:
+        tick += 1e-9 * seconds
+    missing = np.empty(sections * m, np.int64)
+    for op in range(sections * m):
+        missing[op] = t.need_at[t.section[op] + 1] - t.need_at[t.section[op]]
+    arrival = np.zeros(sections * m)
+    following = np.zeros(sections, np.int64)  # the next microbatch of each
+    live, free = np.zeros(ranks), np.zeros(ranks)
+    held = np.zeros(len(t.hold))  # between F and B, per stage
+    order = np.empty(sections * m, np.int64)
+    filled = np.empty(ranks, np.int64)  # where each rank's next op goes
+    for rank in range(ranks):
+        filled[rank] = 3 * m * t.own_at[rank]
+    wakes = np.zeros(ranks)  # when each rank may next be able to go on
+    ready, coming = np.empty(sections, np.int64), np.empty(sections, np.int64)
+    comes = np.empty(sections)  # when, of what is coming
+    now, waits, left = 0.0, True, sections * m
+    while left:
+        rank = 0
+        for other in range(1, ranks):
+            if wakes[other] < wakes[rank]:
+                rank = other
+        if wakes[rank] == inf:
+            # All ranks wait for what is due earlier and has no memory: let go what is there.
+            if not waits:
+                return order[:0]
+            waits = False
+            for other in range(ranks):
+                wakes[other] = max(now, free[other])
+            continue
+        now, wakes[rank] = wakes[rank], inf
+        count, later, soon = 0, 0, inf
+        for at in range(t.own_at[rank], t.own_at[rank + 1]):
+            for kind in range(3):
+                section = 3 * t.own[at] + kind
+                j = following[section]
+                if j >= m or (kind == 2 and following[section - 1] <= j):
+                    continue
+                op = section * m + j
+                if missing[op]:
+                    coming[later], comes[later] = op, now + t.lead[section]
+                    later += 1
+                elif kind == 0 and not _has_room(t, rank, at, live[rank], held, limits[rank] * (1 + 1e-9)):
+                    continue
+                elif arrival[op] > now + tick:
+                    coming[later], comes[later] = op, arrival[op]
+                    later += 1
+                    soon = min(soon, arrival[op])
+                else:
+                    ready[count] = op
+                    count += 1
+        chosen = -1
+        while count and chosen < 0:
+            least = 0
+            for i in range(1, count):
+                if (due[ready[i]], ready[i]) < (due[ready[least]], ready[least]):
+                    least = i
+            op = ready[least]
+            count -= 1
+            ready[least] = ready[count]
+            until = now + t.seconds[t.section[op]] * patience[t.section[op] % 3] - tick
+            chosen = op
+            if waits:
+                for i in range(later):
+                    if comes[i] < until and due[coming[i]] < due[op]:
+                        chosen = -1
+                        break
+        if chosen < 0:
+            wakes[rank] = soon
+            continue
+        section = t.section[chosen]
+        stage, kind = section // 3, section % 3
+        following[section] += 1
+        order[filled[rank]] = chosen
+        filled[rank] += 1
+        end = free[rank] = now + t.seconds[section]
+        if kind == 0:
+            live[rank] += t.hold[stage]
+            held[stage] += t.hold[stage]
+        elif kind == 1:
+            live[rank] -= t.hold[stage] - t.kept[stage]
+            held[stage] -= t.hold[stage]
+        else:
+            live[rank] -= t.kept[stage]
+        wakes[rank] = end
+        for k in range(t.feed_at[section], t.feed_at[section + 1]):
+            op = chosen + (t.feed[k] - section) * m
+            missing[op] -= 1
+            arrival[op] = max(arrival[op], end + t.feed_delay[k])
+            other = t.rank[t.feed[k]]
+            if other != rank and not missing[op] and free[other] <= now + tick:
+                wakes[other] = min(wakes[other], arrival[op])
+        left -= 1
+        waits = True
+    return order
+
+
+@compiled
+def _has_room(t, rank, at, live, held, limit):
+    """May an F of the rank's stage ``own[at]`` start?  See :mod:`fxpipe.schedule.dispatch` for why."""
+    hold = t.hold[t.own[at]]
+    if live + hold > limit:
+        return False
+    needed = hold
+    for own in range(t.own_at[rank], at + 1):
+        needed += held[t.own[own]]
+    for own in range(at + 1, t.own_at[rank + 1]):
+        one = t.hold[t.own[own]]
+        if needed + one > limit:
+            return False
+        needed += max(held[t.own[own]], one)
+    return True
+
+
+@compiled
+def fill_ops(t, m, spine, spine_at, hold, kept, limits, gap):
+    """See :func:`fxpipe.schedule.weights.fill`.  Rank r's part of the spine begins at ``spine_at[r]``;
+    ``gap`` is 0 for any, 1 for whole, 2 for least.
+
+    The order; per rank how far it came in the spine; and the rank that has no memory for its next F, or -1.
+    """
+    ranks, tick = len(limits), 0.0
+    for seconds in t.seconds:
+        tick += 1e-9 * seconds
+    end = np.empty(len(t.seconds) * m)
+    for op in range(len(end)):
+        end[op] = inf
+    order, pending = np.empty(len(end), np.int64), np.empty(len(end), np.int64)
+    filled, queued, ran = np.empty(ranks, np.int64), np.empty(ranks, np.int64), np.zeros(ranks, np.int64)
+    following = spine_at[:ranks].copy()
+    live, free, idle = np.zeros(ranks), np.zeros(ranks), np.zeros(ranks)
+    for rank in range(ranks):
+        filled[rank] = queued[rank] = 3 * m * t.own_at[rank]
+    events = [(0.0, rank) for rank in range(ranks)]
+    while len(events):
+        now, rank = heapq.heappop(events)
+        if free[rank] > now + tick:
+            continue
+        begin, chosen, ready, full = 3 * m * t.own_at[rank], -1, inf, False
+        waiting = begin + ran[rank] < queued[rank]
+        if following[rank] < spine_at[rank + 1]:
+            op = spine[following[rank]]
+            section = t.section[op]
+            full = section % 3 == 0 and live[rank] + hold[section // 3] > limits[rank] * (1 + 1e-9)
+            if full and not waiting:
+                return order, following, rank
+            ready = _arrival(t, end, op, m)
+            if ready <= now + tick and not full:
+                following[rank] += 1
+                chosen = op
+        if chosen < 0 and waiting:
+            op = pending[begin + ran[rank]]
+            seconds = t.seconds[t.section[op]]
+            if _arrival(t, end, op, m) <= now + tick:
+                suits = full or gap == 0 or now + seconds <= ready + tick
+                if gap == 2 and not suits:
+                    most = 0.0
+                    for other in range(ranks):
+                        most = max(most, idle[other])
+                    suits = idle[rank] + ready - now > most + tick
+                if suits:
+                    ran[rank] += 1
+                    chosen = op
+        if chosen < 0:
+            continue
+        section = t.section[chosen]
+        stage, kind = section // 3, section % 3
+        start = max(now, free[rank], _arrival(t, end, chosen, m))
+        if filled[rank] > begin:
+            idle[rank] += start - free[rank]
+        end[chosen] = free[rank] = start + t.seconds[section]
+        order[filled[rank]] = chosen
+        filled[rank] += 1
+        if kind == 0:
+            live[rank] += hold[stage]
+        elif kind == 1:
+            live[rank] -= hold[stage] - kept[stage]
+            pending[queued[rank]] = chosen + m
+            queued[rank] += 1
+        else:
+            live[rank] -= kept[stage]
+        heapq.heappush(events, (free[rank], rank))
+        for k in range(t.feed_at[section], t.feed_at[section + 1]):
+            other = t.rank[t.feed[k]]
+            if other != rank:
+                heapq.heappush(events, (free[rank] + t.feed_delay[k], other))
+    return order, following, -1
+
+
+@compiled
+def _arrival(t, end, op, m):
+    """When all that the op needs is on its rank; infinite while that is not known."""
+    section, arrival = t.section[op], 0.0
+    for k in range(t.need_at[section], t.need_at[section + 1]):
+        arrival = max(arrival, end[op + (t.need[k] - section) * m] + t.need_delay[k])
+    return arrival
+
+
+@compiled
+def climb(t, order, m, limits, by_makespan, enough, tries):
+    """Local search: see :func:`fxpipe.schedule.improve.improve`.  The best order, until its value is
+    ``enough``."""
+    random.seed(0)
+    ranks, order, best_order = len(limits), order.copy(), order.copy()
+    end, cause = np.empty(len(order)), np.empty(len(order), np.int64)
+    first, free = np.empty(ranks), np.empty(ranks)
+    run_ops(t, order, m, 0.0, end, cause, first, free)
+    value = best = worth(first, free, by_makespan)
+    new_end, new_cause, new_first, new_free = end.copy(), cause.copy(), first.copy(), free.copy()
+    past = np.empty(_MEMORY)
+    for i in range(_MEMORY):
+        past[i] = value
+    befores, afters = np.empty(len(order), np.int64), np.empty(len(order), np.int64)
+    arcs = _critical(t, order, m, end, cause, first, free, befores, afters)
+    sources, targets = np.empty(len(order), np.int64), np.empty(len(order), np.int64)
+    for count in range(1, tries + 1):
+        if not arcs or best <= enough:
+            break
+        k = random.randrange(arcs)
+        moves, since = _move(t, order, m, limits, end, befores[k], afters[k], sources, targets)
+        if not moves:
+            continue
+        copy(end, new_end)
+        copy(cause, new_cause)
+        copy(first, new_first)
+        copy(free, new_free)
+        runs = run_ops(t, order, m, since, new_end, new_cause, new_first, new_free)
+        new = worth(new_first, new_free, by_makespan) if runs else inf
+        slot = count % _MEMORY
+        if not runs or (new > value and new > past[slot]):
+            for i in range(moves - 1, -1, -1):
+                _shift(order, targets[i], sources[i])
+        else:
+            value = new
+            end, new_end, cause, new_cause = new_end, end, new_cause, cause
+            first, new_first, free, new_free = new_first, first, new_free, free
+            arcs = _critical(t, order, m, end, cause, first, free, befores, afters)
+            if value < best * (1 - 1e-12):
+                best = value
+                copy(order, best_order)
+        past[slot] = value
+    return best_order
+
+
+@compiled
+def _critical(t, order, m, end, cause, first, free, befores, afters):
+    """How many ops wait for the one before them on their rank alone, on the way to the worst rank's end; it
+    writes these pairs."""
+    worst, at, equals = 0.0, 0, 0
+    for rank in range(len(free)):
+        worst = max(worst, (free[rank] - first[rank]) * (1 - 1e-9))
+    for rank in range(len(free)):
+        if free[rank] - first[rank] >= worst:
+            equals += 1
+            if random.random() * equals < 1:
+                at = rank
+    op, arcs = order[3 * m * t.own_at[at + 1] - 1], 0
+    while cause[op] >= 0:
+        before = cause[op]
+        if t.rank[t.section[before]] == t.rank[t.section[op]]:
+            befores[arcs], afters[arcs] = before, op
+            arcs += 1
+        op = before
+    return arcs
+
+
+@compiled
+def _move(t, order, m, limits, end, before, after, sources, targets):
+    """Puts one of the two behind or before a few others, at times on several ranks in a row, at times for
+    several microbatches in a row.
+
+    How many moves that took, and when the first op began whose place another one has now; it writes from
+    where to where they went.
+    """
+    ranks = len(limits)
+    if random.random() < 0.6:
+        op, by = before, 1
+        if random.random() < 0.5:
+            by += random.randrange(_REACH)
+    else:
+        op, by = after, -1 - random.randrange(_REACH)
+    section = t.section[op]
+    j = op - section * m
+    stage, kind = section // 3, section % 3
+    home = t.rank[section]
+    low, high = home, home
+    if random.random() < 0.4:
+        away = random.randrange(1, ranks + 1)
+        if random.random() < 0.5:
+            low = max(0, home - away)
+        else:
+            high = min(ranks - 1, home + away)
+    last = j
+    if random.random() < _REPEATED:
+        last = min(m - 1, j + random.randrange(1, m + 1))
+    moves, since = 0, inf
+    for rank in range(low, high + 1):
+        chunk = t.own_at[rank] + t.place[stage]
+        if chunk >= t.own_at[rank + 1]:
+            continue
+        begin, stop = 3 * m * t.own_at[rank], 3 * m * t.own_at[rank + 1]
+        its = (3 * t.own[chunk] + kind) * m
+        for k in range(last - j + 1):
+            op = its + (j + k if by < 0 else last - k)
+            source = begin
+            while order[source] != op:
+                source += 1
+            target = max(begin, min(stop - 1, source + by))
+            if source == target or not _may_pass(t, order, m, source, target):
+                continue
+            was = order[min(source, target)]
+            _shift(order, source, target)
+            if peak_of(t, order[begin:stop]) > limits[rank] * (1 + 1e-9):
+                _shift(order, target, source)
+                continue
+            since = min(since, end[was] - t.seconds[t.section[was]])
+            sources[moves], targets[moves] = source, target
+            moves += 1
+    return moves, since
+
+
+@compiled
+def _may_pass(t, order, m, source, target):
+    """An op stays between those of its own section, and of its own stage and microbatch."""
+    section = t.section[order[source]]
+    first = 3 * (section // 3)
+    j = order[source] - section * m
+    step = 1 if target > source else -1
+    for i in range(source + step, target + step, step):
+        other = t.section[order[i]]
+        if other == section or (first <= other < first + 3 and order[i] - other * m == j):
+            return False
+    return True
+
+
+@compiled
+def _shift(order, source, target):
+    op, step = order[source], 1 if target > source else -1
+    for i in range(source, target, step):
+        order[i] = order[i + step]
+    order[target] = op

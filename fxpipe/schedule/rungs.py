@@ -1,0 +1,37 @@
+"""The memory limits that a search climbs on its way to the one that is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import inf
+
+from fxpipe.schedule.problem import Problem
+
+_COARSE = 4  # times longer steps where memory counts less
+_LEAST = 1 / 4  # M_B
+
+
+def rungs(problem: Problem, fine: float) -> Iterator[tuple[float, ...]]:
+    """Limits of the ranks, rising, the last those of the problem.
+
+    All others are the same whatever the problem's limit is, if that is one for all ranks.  ``fine``: the
+    steps from a quarter of the ranks to all of them, where memory counts most, in ranks · M_B.
+    """
+    ranks, limits = range(problem.ranks), problem.limits
+    needed = [problem.shop.smallest_limit(rank) for rank in ranks]
+    units = min((limits[rank] / needed[rank] for rank in ranks if needed[rank]), default=0.0)
+    for unit in _units(problem.ranks, min(problem.microbatches, 2 * problem.ranks), fine):
+        if unit >= units * (1 - 1e-9):
+            break
+        scale = unit / units
+        yield tuple(limit * scale if units < inf else unit * max(needed) for limit in limits)
+    yield limits
+
+
+def _units(ranks: int, most: int, fine: float) -> Iterator[float]:
+    """In M_B of the rank that has the least room for it."""
+    unit = 1.0
+    while unit <= most:
+        yield unit
+        step = max(_LEAST, ranks * fine * (1 if ranks / 4 <= unit < ranks else _COARSE))
+        unit = (unit // step + 1) * step
