@@ -16,6 +16,7 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 
 from report import Report
@@ -87,8 +88,10 @@ LIMITS |= {
     for (name, limit), marks in LIMITS.items()
     if name.startswith(("v-", "zb-v"))
 }
-FRONTIER = (2.0, 3.0, 3.5, 4.0, 4.3, 4.7, 5.0, 5.35, 5.7, 6.0, 6.5, 7.0, 8.0)
+QUARTERS = tuple(2 + k / 4 for k in range(29))
+EVENS = tuple(range(8, 42, 2))
 UNEVEN = (("1f1b", None), ("zb-h1", None), ("zb", 8), ("zb-v", None), ("v-half", 5), ("v-min", 4), ("gis", 8))
+LONG = Model("F=B=W", 32, 256, 1.0, 1.0, 1.0, 0.01, 0.5)
 TORCH = Model("1 / 1.2 / 0.6", 8, 16, 1.0, 1.2, 0.6, 0.0)
 
 
@@ -197,14 +200,22 @@ def limits(report: Report) -> None:
 
 
 def frontier(report: Report) -> None:
-    report.line(f"\nThe frontier: v-half under any limit, {setting(B62)}")
-    results = [made("v-half", B62, limit)[0] for limit in FRONTIER]
-    rows = [
-        ["span bubble", *(f"{result.span_bubble:.4f}" for result in results)],
-        ["makespan bubble", *(f"{result.makespan_bubble:.4f}" for result in results)],
-        ["peak", *(f"{max(result.peak_memory):.4g}" for result in results)],
-    ]
-    report.table(["limit", *(f"{limit:g}" for limit in FRONTIER)], rows)
+    report.line("\nThe frontier: span bubble under a limit in M_B; ! where it is above that of a lower limit")
+    for model, families, limits in (
+        (B62, ("v-half", "zb", "auto"), QUARTERS),
+        (LONG, ("v-half", "zb"), EVENS),
+    ):
+        report.line(f"\n{setting(model)}")
+        rows, least = [], dict.fromkeys(families, inf)
+        for limit in limits:
+            row = [f"{limit:g}"]
+            for name in families:
+                result, _ = made(name, model, float(limit))
+                mark = "!" if result.span > least[name] * (1 + 1e-9) else " "
+                row.append(f"{result.span_bubble:.4f}{mark}")
+                least[name] = min(least[name], result.span)
+            rows.append(row)
+        report.table(["limit", *families], rows)
 
 
 def uneven(report: Report) -> None:
@@ -278,9 +289,10 @@ def times(report: Report) -> None:
     report.line("\nSeconds to make a schedule (bar)")
     large = replace(B62, ranks=32, microbatches=256)
     rows = []
-    for name in FAMILIES:
-        _, seconds = made(name, large)
-        rows.append([f"{name}, p=32 m=256", f"{seconds:.2f}", "2"])
+    for name, family in FAMILIES.items():
+        for limit in (None, 16.0) if family.is_searched else (None,):
+            _, seconds = made(name, large, limit)
+            rows.append([f"{name}, p=32 m=256, limit {limit}", f"{seconds:.2f}", "2"])
     for model, bar in ((B62_64, 10), (large, 60)):
         for limit in (None, model.ranks * 0.7):
             began = time.perf_counter()

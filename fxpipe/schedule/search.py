@@ -28,8 +28,8 @@ SEARCHED = "zb"
 BEYOND = tuple(f for f in FAMILIES.values() if f.name == SEARCHED or not f.is_searched)
 WITHIN = tuple(f for f in BEYOND if not f.for_offload)
 
-_FINE = 1 / 16  # between rungs, in ranks · M_B
-_LIGHT, _HEAVY = 0.12, 0.45  # effort on a rung for all ways, and for the one that does best there
+_STEPS = (1 / 32, 1 / 8)  # between rungs, in ranks · M_B
+_LIGHT, _HEAVY = 0.06, 0.22  # effort on a rung for all ways, and for the one that does best there
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def _limits(setting: Setting, limit: Limit, ranks: int) -> tuple[float, ...]:
 
 def _climb(ascents: dict[_Way, Ascent]) -> None:
     """Rung by rung; where nothing is known of limits above, so that the result does not depend on them."""
-    paths = {way: tuple(rungs(way.problem, _FINE)) for way in ascents}
+    paths = {way: tuple(rungs(way.problem, *_STEPS)) for way in ascents}
     for rung in range(max(map(len, paths.values()), default=0)):
         for is_beyond in (False, True):
             climbing = [

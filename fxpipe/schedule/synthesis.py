@@ -44,7 +44,7 @@ _CARRIED = 4  # recipes that are taken along to the next rung
 _SHORT = 3  # microbatches per rank up to which a step is no long one
 _SHORTER = 1.5  # microbatches per rank of the short step, for a large problem
 _BEST = 4  # orders that are improved
-_FINE, _FINE_LARGE = 1 / 32, 1 / 16  # between rungs, in ranks · M_B
+_STEPS, _STEPS_LARGE = (1 / 32, 1 / 16), (1 / 16, 1 / 4)  # between rungs, in ranks · M_B
 _SEED = 2  # of those tried one with which no mark of benchmarks/schedules.py is missed: results vary by 2%
 
 
@@ -71,7 +71,7 @@ def synthesise(
     """
     ascent = Ascent(problem, starts, objective)
     alike = [] if problem.is_even else [Ascent(problem.with_mean_costs(), starts, objective)]
-    for limits in rungs(problem, _FINE_LARGE if is_large(problem) else _FINE):
+    for limits in rungs(problem, *(_STEPS_LARGE if is_large(problem) else _STEPS)):
         if ascent.is_met:
             break
         for other in alike:
