@@ -22,6 +22,7 @@ from pathlib import Path
 from report import Report
 
 from fxpipe.cli.planning import CHUNKS
+from fxpipe.errors import ScheduleError
 from fxpipe.schedule.costs import Costs, StageCost, chain
 from fxpipe.schedule.families import FAMILIES, build
 from fxpipe.schedule.offload import FULL, HALF, offload, with_link
@@ -88,8 +89,7 @@ LIMITS |= {
     for (name, limit), marks in LIMITS.items()
     if name.startswith(("v-", "zb-v"))
 }
-QUARTERS = tuple(2 + k / 4 for k in range(29))
-EVENS = tuple(range(8, 42, 2))
+FRONTIER = {8: [1.5 + 0.31 * k for k in range(25)], 32: [5 + 1.7 * k for k in range(22)]}  # most no rungs
 UNEVEN = (("1f1b", None), ("zb-h1", None), ("zb", 8), ("zb-v", None), ("v-half", 5), ("v-min", 4), ("gis", 8))
 LONG = Model("F=B=W", 32, 256, 1.0, 1.0, 1.0, 0.01, 0.5)
 TORCH = Model("1 / 1.2 / 0.6", 8, 16, 1.0, 1.2, 0.6, 0.0)
@@ -201,16 +201,17 @@ def limits(report: Report) -> None:
 
 def frontier(report: Report) -> None:
     report.line("\nThe frontier: span bubble under a limit in M_B; ! where it is above that of a lower limit")
-    for model, families, limits in (
-        (B62, ("v-half", "zb", "auto"), QUARTERS),
-        (LONG, ("v-half", "zb"), EVENS),
-    ):
+    for model, families in ((B62, ("v-half", "zb", "gis", "auto")), (LONG, ("v-half", "zb", "gis"))):
         report.line(f"\n{setting(model)}")
         rows, least = [], dict.fromkeys(families, inf)
-        for limit in limits:
-            row = [f"{limit:g}"]
+        for limit in FRONTIER[model.ranks]:
+            row = [f"{limit:.4g}"]
             for name in families:
-                result, _ = made(name, model, float(limit))
+                try:
+                    result, _ = made(name, model, limit)
+                except ScheduleError:  # gis needs three quarters of 1F1B's memory
+                    row.append("")
+                    continue
                 mark = "!" if result.span > least[name] * (1 + 1e-9) else " "
                 row.append(f"{result.span_bubble:.4f}{mark}")
                 least[name] = min(least[name], result.span)

@@ -5,8 +5,8 @@ import pytest
 from fxpipe.errors import DeadlockError, ScheduleError
 from fxpipe.schedule.costs import Costs, StageCost, chain
 from fxpipe.schedule.families import FAMILIES, build
-from fxpipe.schedule.ops import order_text, parse_order
-from fxpipe.schedule.shop import shop
+from fxpipe.schedule.ops import Order, order_text, parse_order
+from fxpipe.schedule.shop import decode, encode, shop
 from fxpipe.schedule.simulator import simulate
 from fxpipe.schedule.timeline import Timeline
 from fxpipe.schedule.weights import Gap, fill, lag
@@ -221,6 +221,16 @@ def test_groups_of_gis():
         build("gis", ranks=8, microbatches=24, costs=costs, group=3)
 
 
+def test_gis_takes_the_best_group_that_fits():
+    """A larger group need not be the faster one: more memory must not cost time."""
+    table = chain([StageCost(1.0, 1.3, 0.6, 0.5, 0.25)] * 10, 0.2)
+    make = {"ranks": 5, "microbatches": 11, "costs": table}
+    spans = [simulate(build("gis", memory_limit=limit / 4, **make), table).span for limit in range(16, 24)]
+    assert spans == sorted(spans, reverse=True)
+    assert spans[0] > spans[-1]
+    assert spans[-1] < simulate(build("gis", group=5, **make), table).span
+
+
 def test_v_placement_has_two_stages_a_rank():
     with pytest.raises(ScheduleError, match="zb-h1 in V placement has 2 stages per rank, not 3"):
         run("zb-h1", 2, 2, 3, "v")
@@ -236,6 +246,12 @@ def test_lag():
     """)
 
 
+def filled(spine: Order, costs: Costs, limits: tuple[int, int], gap: Gap) -> list[str]:
+    """Per rank, for two microbatches in two stages."""
+    flat = shop(costs, (0, 1))
+    return order_text(decode(flat, fill(encode(spine, 2), (4, 4), 2, flat, limits, gap), 2)).splitlines()
+
+
 @pytest.mark.parametrize(
     ("gap", "first"),
     [  # rank 0 waits a half for B0.1, where a W is 1 long
@@ -246,19 +262,17 @@ def test_lag():
 )
 def test_fill_by_gap(gap, first):
     costs = chain([StageCost(1.0, 1.5, 1.0, 1, 1), StageCost(1.0, 1.0, 1.0, 1, 1)])
-    assert order_text(fill(SPINE, shop(costs, (0, 1)), (2, 2), gap)).splitlines()[0] == first
+    assert filled(SPINE, costs, (2, 2), gap)[0] == first
 
 
 def test_fill_runs_w_where_memory_is_full():
     costs = chain([StageCost(1, 1, 1, 1, 1)] * 2)
-    assert order_text(fill(SPINE, shop(costs, (0, 1)), (2, 1), Gap.WHOLE)).splitlines()[1] == (
-        "F1.0 B1.0 W1.0 F1.1 B1.1 W1.1"
-    )
+    assert filled(SPINE, costs, (2, 1), Gap.WHOLE)[1] == "F1.0 B1.0 W1.0 F1.1 B1.1 W1.1"
     with pytest.raises(ScheduleError, match=r"rank 0 cannot run F0\.1 within its memory limit of 1, and"):
-        fill(SPINE, shop(costs, (0, 1)), (1, 1), Gap.WHOLE)
+        filled(SPINE, costs, (1, 1), Gap.WHOLE)
 
 
 def test_fill_of_a_spine_that_cannot_progress():
     spine = parse_order("F0.0 B0.0 F0.1 B0.1\nF1.0 F1.1 B1.0 B1.1")
     with pytest.raises(DeadlockError, match=r"cannot progress: rank 0 at B0\.0, rank 1 at F1\.1"):
-        fill(spine, shop(even(2), (0, 1)), (2, 2), Gap.ANY)
+        filled(spine, even(2), (2, 2), Gap.ANY)

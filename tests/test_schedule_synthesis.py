@@ -9,6 +9,7 @@ from random import Random
 import pytest
 
 from fxpipe.errors import ScheduleError
+from fxpipe.schedule import synthesis
 from fxpipe.schedule.blocks import find_block, flow
 from fxpipe.schedule.costs import Costs, StageCost, chain
 from fxpipe.schedule.dispatch import dispatch
@@ -19,7 +20,7 @@ from fxpipe.schedule.kernel import run_ops
 from fxpipe.schedule.ops import order_text, parse_order
 from fxpipe.schedule.placement import place
 from fxpipe.schedule.problem import Problem, per_rank
-from fxpipe.schedule.rungs import rungs
+from fxpipe.schedule.rungs import Rung, at_rung, rungs
 from fxpipe.schedule.search import Setting, search
 from fxpipe.schedule.shop import Shop, decode, encode, peaks, run, shop
 from fxpipe.schedule.simulator import simulate
@@ -184,8 +185,8 @@ def test_improvement_moves_a_weight_gradient_off_the_critical_path():
     slow = parse_order("F0.0 F0.1 B0.0 W0.0 B0.1 W0.1\nF1.0 B1.0 W1.0 F1.1 B1.1 W1.1")
     goal = Goal.of(problem, "makespan")
     better = improve(problem.shop, encode(slow, 2), 2, problem.limits, goal, 200)
-    assert problem.span(slow)[1] == 8
-    assert problem.span(decode(problem.shop, better, 2))[1] == 7
+    assert problem.worth(encode(slow, 2))[2] == 8
+    assert problem.worth(better)[2] == 7
 
 
 # Bubbles of the published schedulers on the same times, at the same peak memory.
@@ -238,45 +239,87 @@ def test_any_limit_down_to_one_microbatch():
 
 def test_rungs_do_not_depend_on_the_limit_above():
     problem = Problem("zb", 8, 24, 2, "v", v_costs(8, **LARGE), (6.3,) * 8)
-    found = list(rungs(problem, 1 / 32, 1 / 8))
-    assert found[-1] == problem.limits
-    assert [limits[0] for limits in found[:4]] == pytest.approx([1, 2, 2.25, 2.5])
-    assert all(limits == (limits[0],) * 8 for limits in found)
-    free = [limits[0] for limits in rungs(replace(problem, limits=(inf,) * 8), 1 / 32, 1 / 8)]
-    assert free[: len(found) - 1] == pytest.approx([limits[0] for limits in found[:-1]])
-    assert free[-4:] == pytest.approx([14, 15, 16, inf])
+    found = [rung.memory for rung in rungs([problem])]
+    assert found == pytest.approx([1 + k / 4 for k in range(23)])
+    on_one = replace(problem, limits=(6.25,) * 8)
+    assert [rung.memory for rung in rungs([on_one])] == found[:-1]
+    free = [rung.memory for rung in rungs([replace(problem, limits=(inf,) * 8)])]
+    assert free[: len(found)] == found
+    assert free[-10:] == [*range(8, 17), inf]
+
+
+def test_rungs_of_many_ranks_lie_closer_where_there_is_little_memory():
+    """An M_B apart from p/4 on; what lies closer gets less of the effort."""
+    problem = Problem("zb", 32, 256, 1, "plain", even_costs(32, 1, **LARGE), (inf,) * 32)
+    found = rungs([problem])
+    low = [1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, *range(4, 33), *range(36, 68, 4), inf]
+    assert [rung.memory for rung in found] == low
+    assert [rung.share for rung in found[:6]] == [1, 0.25, 0.25, 0.25, 0.25, 0.5]
+    assert {rung.share for rung in found[9:]} == {1}
 
 
 def test_rungs_of_ranks_with_limits_of_their_own_rise_together():
-    problem = Problem(
-        "zb", 2, 8, 1, "plain", chain([StageCost(1, 1, 1, 1, 1), StageCost(1, 1, 1, 4, 4)]), (3, 6)
+    stages = [StageCost(1, 1, 1, 1, 1), StageCost(1, 1, 1, 4, 4)]
+    problem = Problem("zb", 2, 8, 1, "plain", chain(stages), (3, 6.5))
+    found = rungs([problem])
+    assert [rung.memory for rung in found] == [4, 5, 6, 7]
+    assert [at_rung(problem, rung) for rung in found[:3]] == [
+        pytest.approx((memory * 3 / 6.5, memory)) for memory in (4, 5, 6)
+    ]
+    free = replace(problem, limits=(3, inf))
+    assert at_rung(free, Rung(2)) == (2, inf)
+    assert at_rung(free, Rung(inf)) == (inf, inf)
+
+
+def test_rungs_of_several_problems_are_the_same_and_have_room_for_each():
+    less, more = (
+        Problem("zb", 2, 8, 1, "plain", chain([StageCost(1, 1, 1, saved)] * 2), (2.0, 2.0))
+        for saved in (1.0, 1.1)
     )
-    assert list(rungs(problem, 1 / 8, 1 / 8)) == [(2, 4), (2.5, 5), (3, 6)]
+    assert [rung.memory for rung in rungs([less, more])] == [1, 1.1, 1.25, 1.5, 1.75, 2]
+    assert rungs([more, less]) == rungs([less, more])
+
+
+ANY = sorted([*(1 + k / 4 for k in range(13)), *(Random(5).uniform(1, 4.2) for _ in range(12))])
 
 
 @pytest.mark.parametrize(("name", "placement"), [("v-half", "v"), ("zb", "plain")])
-@pytest.mark.parametrize("microbatches", [8, 24])
-def test_more_memory_never_costs_time(name, placement, microbatches):
+@pytest.mark.parametrize("kind", ["short", "long", "large"])
+def test_more_memory_never_costs_time(name, placement, kind, monkeypatch):
     """A short search has bad luck at times: what it found under a lower limit then counts."""
+    if kind == "large":
+        monkeypatch.setattr(synthesis, "_LARGE", 100)
     costs = even_costs(4, 2 if placement == "v" else 1, **LARGE)
-    make = {
-        "ranks": 4,
-        "microbatches": microbatches,
-        "costs": costs,
-        "effort": 0.004,
-    }
-    limits = [1 + k / 4 for k in range(13)]
-    spans = [simulate(build(name, memory_limit=limit, **make), costs).span for limit in limits]
+    make = {"ranks": 4, "microbatches": 8 if kind == "short" else 24, "costs": costs, "effort": 0.004}
+    spans = []
+    for limit in ANY:
+        timeline = simulate(build(name, memory_limit=limit, **make), costs)
+        assert max(timeline.peak_memory) <= limit * (1 + 1e-9)
+        spans.append(timeline.span)
     assert all(more <= less * (1 + 1e-9) for less, more in pairwise(spans))
     assert spans[-1] < spans[0]
 
 
+def test_more_memory_never_costs_time_with_uneven_stages():
+    times = (1.0, 1.3, 0.9, 1.1)
+    costs = chain([StageCost(t, 1.1 * t, 0.7 * t, t, 0.4 * t) for t in times], 0.05)
+    make = {"ranks": 4, "microbatches": 8, "costs": costs, "effort": 0.004}
+    spans = [simulate(build("zb", memory_limit=1.3 * limit, **make), costs).span for limit in ANY]
+    assert all(more <= less * (1 + 1e-9) for less, more in pairwise(spans))
+
+
 @pytest.mark.parametrize("objective", ["span", "makespan"])
 def test_more_memory_never_costs_auto_time(objective):
-    settings = [Setting(v, shape, even_costs(4, v, **LARGE)) for v, shape in ((1, "plain"), (2, "v"))]
+    """Also where a microbatch takes more in one setting than in the other."""
+    costs = {
+        v: chain([StageCost(1 / v, 1 / v, 0.7 / v, saved / v, 0.4 / v)] * (4 * v), 0.01)
+        for v, saved in ((1, 1.1), (2, 1.0))
+    }
+    settings = [Setting(1, "plain", costs[1]), Setting(2, "v", costs[2])]
     found = []
-    for limit in (1, 1.5, 2, 2.25, 2.5, 3):
+    for limit in (1, 1.07, 1.2, 1.5, 1.9, 2, 2.2, 2.25, 2.6, 3):
         choice = search(settings, ranks=4, microbatches=6, memory_limit=limit, objective=objective)
+        assert max(choice.timeline.peak_memory) <= limit * (1 + 1e-9)
         found.append(choice.timeline.span if objective == "span" else choice.timeline.seconds)
     assert all(more <= less * (1 + 1e-9) for less, more in pairwise(found))
     assert found[-1] < found[0]

@@ -41,11 +41,21 @@ def dispatch(
     return coded
 
 
+def has_room(shop: Shop, limits: Sequence[float]) -> bool:
+    """Does one microbatch fit on every rank?"""
+    return _without_room(shop, limits) is None
+
+
 def check_room(shop: Shop, limits: Sequence[float]) -> None:
     """Raises ScheduleError where a limit is below what one microbatch takes on the rank."""
-    for rank, limit in enumerate(limits):
-        if limit * (1 + 1e-9) < shop.smallest_limit(rank):
-            raise ScheduleError(
-                f"rank {rank} has a memory limit of {limit:g}, but one microbatch takes "
-                f"{shop.smallest_limit(rank):g} on it"
-            )
+    rank = _without_room(shop, limits)
+    if rank is not None:
+        raise ScheduleError(
+            f"rank {rank} has a memory limit of {limits[rank]:g}, but one microbatch takes "
+            f"{shop.smallest_limit(rank):g} on it"
+        )
+
+
+def _without_room(shop: Shop, limits: Sequence[float]) -> int | None:
+    small = (r for r, limit in enumerate(limits) if limit * (1 + 1e-9) < shop.smallest_limit(r))
+    return next(small, None)

@@ -5,9 +5,8 @@ M_B is what one microbatch saves on one rank, all its chunks together.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from math import ceil, inf
 
@@ -23,7 +22,7 @@ from fxpipe.schedule.shop import Coded, encode, fits, peaks, run
 from fxpipe.schedule.staggered import staggered
 from fxpipe.schedule.synthesis import Starts, synthesise
 from fxpipe.schedule.vocabulary import body_costs, room_for_body, weave
-from fxpipe.schedule.weights import Gap, fill, fill_coded, lag
+from fxpipe.schedule.weights import Gap, fill, lag
 from fxpipe.vocabulary.stages import Vocabulary
 
 
@@ -69,10 +68,10 @@ def one_f_one_b(problem: Problem) -> Order:
 
 
 def gis(problem: Problem) -> Order:
-    """The backward split; where no group size is asked for, the largest from p to p/2 that fits memory."""
+    """The backward split; where no group size is asked for, the best from p to p/2 that fits memory."""
     p = problem.ranks
-    least = ceil(p / 2)
     if problem.group is not None:
+        least = ceil(p / 2)
         if not least <= problem.group <= p:
             raise ScheduleError(
                 f"schedule {problem.name} on {p} ranks has groups of {least} to {p} microbatches, "
@@ -80,21 +79,22 @@ def gis(problem: Problem) -> Order:
             )
         sizes = range(problem.group, problem.group + 1)
     else:
-        sizes = range(p, least - 1, -1)
-    chosen = next((g for g in sizes if not problem.excess(_lagged_gis(g, problem))), sizes[-1])
-    return problem.fastest_of([partial(_lagged_gis, chosen), *_fillers(partial(_gis_spine, chosen))])
+        sizes = _groups(p)
+    return problem.fastest_of(coded for group in sizes for coded in _gis(group, problem))
 
 
-def _gis_spine(group: int, problem: Problem) -> tuple[Order, int]:
+def _groups(ranks: int) -> range:
+    """Sizes from p to p/2, not all of them for many ranks."""
+    return range(ranks, ceil(ranks / 2) - 1, -max(1, ranks // 8))
+
+
+def _gis(group: int, problem: Problem) -> list[Coded]:
+    """W after as many B as the rank is far from the first, and in the gaps by all rules."""
     most = group * (problem.stages_per_rank - 1) + problem.ranks
     spine = spines.interleaved(
         problem.placement, problem.microbatches, OpKind.B, lambda rank: most - rank, group
     )
-    return spine, most
-
-
-def _lagged_gis(group: int, problem: Problem) -> Order:
-    return lag(_gis_spine(group, problem)[0], lambda rank: rank)
+    return [encode(lag(spine, lambda rank: rank), problem.microbatches), *_filled(spine, most, problem)]
 
 
 def zb_h1(problem: Problem) -> Order:
@@ -102,8 +102,12 @@ def zb_h1(problem: Problem) -> Order:
     every rank holds p·v chunks.  V placement: W goes into the gaps that these costs leave.
     """
     if problem.is_v:
-        return problem.fastest_of(_fillers(_zb_v_spine))
-    return _lagged_gis(problem.ranks, problem)
+        return problem.fastest_of(_zb_v(problem))
+    p, v = problem.ranks, problem.stages_per_rank
+    return lag(
+        spines.interleaved(problem.placement, problem.microbatches, OpKind.B, lambda rank: p * v - rank),
+        lambda rank: rank,
+    )
 
 
 def zb_h2(problem: Problem) -> Order:
@@ -148,28 +152,32 @@ def dual_pipe_v(problem: Problem) -> Order:
 
 def published(problem: Problem) -> list[Coded]:
     """The orders with split backward that the placement has, whatever memory they need."""
-    p, m = problem.ranks, problem.microbatches
     if problem.is_v:
-        return _with_weights(_zb_v_spine, problem) if problem.stages_per_rank == 2 else []
+        return _zb_v(problem) if problem.stages_per_rank == 2 else []
     if problem.stages_per_rank == 1:
-        return [encode(zb_h1(problem), m), encode(zb_h2(problem), m)]
-    found: list[Coded] = []
-    for group in range(p, ceil(p / 2) - 1, -max(1, p // 8)):
-        found.append(encode(_lagged_gis(group, problem), m))
-        found += _with_weights(partial(_gis_spine, group), problem)
-    return found
+        return [encode(make(problem), problem.microbatches) for make in (zb_h1, zb_h2)]
+    return [coded for group in _groups(problem.ranks) for coded in _gis(group, problem)]
 
 
 def warmed(problem: Problem) -> list[Coded]:
-    """As many forwards before the first B as memory and the way to the last rank allow (2401.10241): of the
-    orders that keep the limits the one that does best for a few microbatches."""
-    if problem.stages_per_rank > 1:
+    """As many forwards before the first B as memory and the way to the last rank allow (2401.10241), where
+    memory allows more than 1F1B has: of the orders that keep the limits the one that does best for a few
+    microbatches."""
+    room = _room(problem)
+    if problem.stages_per_rank > 1 or min(room) < problem.ranks:
         return []
     short = problem.like(microbatches=min(problem.microbatches, 2 * problem.ranks))
-    ways = product((False, True), (0, 1), Gap)
-    made = [(order, way) for way in ways for order in _warm(*way, short)]
+    ways = product((False, True), Gap)
+    made = [(order, way) for way in ways for order in _warm(*way, room, short)]
     spans = [(span, way) for order, way in made if (span := _span(order, short)) < inf]
-    return [order for _, way in sorted(spans)[:1] for order in _warm(*way, problem)]
+    return [order for _, way in sorted(spans)[:1] for order in _warm(*way, room, problem)]
+
+
+def _room(problem: Problem) -> list[int]:
+    """Microbatches that fit on each rank, up to two for every rank."""
+    p, needed = problem.ranks, map(problem.shop.smallest_limit, range(problem.ranks))
+    pairs = zip(problem.limits, needed, strict=True)
+    return [int(min(limit / least, 2 * p) + 1e-9) if least else 2 * p for limit, least in pairs]
 
 
 def _span(order: Coded, problem: Problem) -> float:
@@ -182,15 +190,11 @@ def _span(order: Coded, problem: Problem) -> float:
 STARTS = Starts(published, warmed)
 
 
-def _warm(even: bool, fewer: int, gap: Gap, problem: Problem) -> list[Coded]:
-    """The first ranks run up to their limit; or to ``fewer``, and a B may make room for an F before its W has
-    run.  With ``even`` all ranks go as far beyond 1F1B, in proportion.  Empty where the limits forbid it.
+def _warm(even: bool, gap: Gap, room: Sequence[int], problem: Problem) -> list[Coded]:
+    """The first ranks run up to what they have room for, or with ``even`` all ranks go as far beyond 1F1B, in
+    proportion.  Empty where the limits forbid it.
     """
     p, m, spine = problem.ranks, problem.microbatches, list[Coded]()
-    room = [
-        max(1, int(min(limit / least, 2 * p) + 1e-9) - fewer if least else 2 * p)
-        for limit, least in zip(problem.limits, map(problem.shop.smallest_limit, range(p)), strict=True)
-    ]
     beyond = min(1.0, (min(room) - p) / max(1, p - 1)) if even else 1.0
     for rank in range(p):
         in_flight = min(room[rank], p - rank + int(beyond * (p - rank - 1) + 1e-9))
@@ -200,13 +204,13 @@ def _warm(even: bool, fewer: int, gap: Gap, problem: Problem) -> list[Coded]:
         spine += [forward[:warm], pairs, backward[m - warm :]]
     ops = np.concatenate(spine)
     try:
-        return [fill_coded(ops, [2 * m] * p, m, problem.shop, problem.limits, gap)]
+        return [fill(ops, [2 * m] * p, m, problem.shop, problem.limits, gap)]
     except ScheduleError:
         return []
 
 
-def _zb_v_spine(problem: Problem) -> tuple[Order, int]:
-    return _v_spine(problem, OpKind.B), 2 * problem.ranks
+def _zb_v(problem: Problem) -> list[Coded]:
+    return _filled(_v_spine(problem, OpKind.B), 2 * problem.ranks, problem)
 
 
 def _v_spine(problem: Problem, backward: OpKind) -> Order:
@@ -217,22 +221,11 @@ def _v_spine(problem: Problem, backward: OpKind) -> Order:
     return spines.zero_bubble_v(problem.ranks, problem.microbatches, backward)
 
 
-def _fillers(spine: Callable[[Problem], tuple[Order, int]]) -> list[Callable[[Problem], Order]]:
-    """W in the gaps of a spine by each rule; with the spine, the most chunks between F and W on a rank."""
-    return [partial(_filled, spine, gap) for gap in Gap]
-
-
-def _filled(spine: Callable[[Problem], tuple[Order, int]], gap: Gap, problem: Problem) -> Order:
-    order, chunks = spine(problem)
-    return fill(order, problem.shop, (chunks,) * problem.ranks, gap, counted=True)
-
-
-def _with_weights(spine: Callable[[Problem], tuple[Order, int]], problem: Problem) -> list[Coded]:
-    """The same, by all rules."""
-    (order, chunks), m = spine(problem), problem.microbatches
-    coded, lengths = encode(order, m), [*map(len, order)]
+def _filled(spine: Order, chunks: int, problem: Problem) -> list[Coded]:
+    """W in the gaps by each rule, with so many chunks between F and W on a rank at most."""
+    coded, lengths, m = encode(spine, problem.microbatches), [*map(len, spine)], problem.microbatches
     most = (chunks,) * problem.ranks
-    return [fill_coded(coded, lengths, m, problem.shop, most, gap, counted=True) for gap in Gap]
+    return [fill(coded, lengths, m, problem.shop, most, gap, counted=True) for gap in Gap]
 
 
 _CHUNKS = range(2, 1024)

@@ -43,6 +43,3 @@ class Goal:
     def value(self, done: Run) -> float:
         """To be made small; at most 0.1% above the objective."""
         return float(worth(done.first, done.free, self.by_makespan))
-
-    def is_met(self, value: float) -> bool:
-        return value <= self.enough

@@ -22,8 +22,8 @@ Floats = NDArray[np.float64]
 
 SHARE = 1e-3  # of the ranks' mean span in a value, to tell equals apart
 _REACH = 8  # ops that a move may pass
-_REPEATED = 0.2  # of the moves are made for several microbatches
-_MEMORY = 50  # moves after which a value must have been beaten (late acceptance, Burke and Bykov)
+_REPEATED = 0.4  # of the moves are made for several microbatches
+_MEMORY = 200  # moves after which a value must have been beaten (late acceptance, Burke and Bykov)
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -11,12 +11,10 @@ from fxpipe.errors import ScheduleError
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.ops import Order
 from fxpipe.schedule.placement import place
-from fxpipe.schedule.shop import Shop, encode, peaks, run, shop
+from fxpipe.schedule.shop import Coded, Shop, decode, encode, peaks, run, shop
 
 Limit = float | Sequence[float] | None
 """A memory limit of every rank, of each rank, or none; in the unit of the costs' ``saved``."""
-
-_SHORT = 3  # a step of so many microbatches per rank tells which of several orders is the fastest
 
 
 @dataclass(frozen=True)
@@ -50,6 +48,11 @@ class Problem:
     def is_limited(self) -> bool:
         return min(self.limits) < inf
 
+    @property
+    def ops(self) -> int:
+        """F, B and W of all stages and microbatches."""
+        return self.shop.sections * self.microbatches
+
     @cached_property
     def shop(self) -> Shop:
         return shop(self.costs, self.placement)
@@ -77,43 +80,22 @@ class Problem:
     def is_even(self) -> bool:
         return len(set(self.costs.stages)) == 1
 
-    def excess(self, order: Order) -> float:
-        """By how much the order breaks a limit; 0 where it keeps them."""
-        if not self.is_limited:
-            return 0.0
-        most = peaks(self.shop, encode(order, self.microbatches), self.microbatches)
-        over = (p - limit for p, limit in zip(most, self.limits, strict=True) if p > limit * (1 + 1e-9))
-        return max(over, default=0.0)
-
-    def span(self, order: Order) -> tuple[float, float]:
-        """The longest span of a rank, and the makespan."""
-        done = run(self.shop, encode(order, self.microbatches), self.microbatches)
+    def worth(self, coded: Coded) -> tuple[float, float, float]:
+        """By how much an order breaks a limit, its span and its makespan: the less, the better."""
+        shop, m = self.shop, self.microbatches
+        over = (p - limit for p, limit in zip(peaks(shop, coded, m), self.limits, strict=True))
+        excess = max(x if x > 1e-9 * limit else 0.0 for x, limit in zip(over, self.limits, strict=True))
+        done = run(shop, coded, m)
         assert done is not None, f"the order of {self.name} cannot progress"
-        return done.span, done.makespan
+        return excess, done.span, done.makespan
 
     def fastest(self, orders: Iterable[Order]) -> Order:
         """The shortest span of those that keep the limits; if none does, the one that misses by the least."""
-        return min(orders, key=lambda order: (self.excess(order), self.span(order)))
+        return min(orders, key=lambda order: self.worth(encode(order, self.microbatches)))
 
-    def fastest_of(self, makers: Sequence[Callable[[Problem], Order]]) -> Order:
-        """The order of the maker that does best for a few microbatches, made for all of them.
-
-        Raises the first maker's ScheduleError where all raise one.
-        """
-        short = self.like(microbatches=min(self.microbatches, _SHORT * self.ranks))
-        made, errors = [], list[ScheduleError]()
-        for k, make in enumerate(makers):
-            try:
-                order = make(short)
-                made.append((short.excess(order), short.span(order), k))
-            except ScheduleError as error:
-                errors.append(error)
-        for _, _, k in sorted(made):
-            try:
-                return makers[k](self)
-            except ScheduleError as error:
-                errors.append(error)
-        raise errors[0]
+    def fastest_of(self, orders: Iterable[Coded]) -> Order:
+        """The same of coded orders."""
+        return decode(self.shop, min(orders, key=self.worth), self.microbatches)
 
 
 def per_rank(limit: Limit, ranks: int) -> tuple[float, ...]:

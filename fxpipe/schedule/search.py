@@ -28,7 +28,6 @@ SEARCHED = "zb"
 BEYOND = tuple(f for f in FAMILIES.values() if f.name == SEARCHED or not f.is_searched)
 WITHIN = tuple(f for f in BEYOND if not f.for_offload)
 
-_STEPS = (1 / 32, 1 / 8)  # between rungs, in ranks · M_B
 _LIGHT, _HEAVY = 0.06, 0.22  # effort on a rung for all ways, and for the one that does best there
 
 
@@ -115,21 +114,14 @@ def search(
     tried: list[Tried] = []
     entries: list[_Entry] = []
     smallest = inf
-    errors: dict[_Way, ScheduleError] = {}
-    ascents: dict[_Way, Ascent] = {}
-    for way in ways:
-        try:
-            ascents[way] = Ascent(way.problem, STARTS, objective)
-        except ScheduleError as error:
-            errors[way] = error
-    _climb(ascents)
+    ascents = {way: Ascent(way.problem, STARTS, objective) for way in ways}
+    for is_beyond in (False, True):
+        _climb([ascents[way] for way in ways if (way.offload is not None) == is_beyond])
     for way in ways:
         for family in way.families:
             if not family.has(way.setting.stages_per_rank, way.setting.placement):
                 continue
             try:
-                if way in errors and family.is_searched:
-                    raise errors[way]
                 order = ascents[way].order if family.is_searched else _build(family, way.problem)
                 entry = _entry(family.name, way, order, objective)
             except ScheduleError as error:
@@ -176,21 +168,20 @@ def _limits(setting: Setting, limit: Limit, ranks: int) -> tuple[float, ...]:
     return tuple(map(min, per_rank(limit, ranks), per_rank(setting.limits, ranks)))
 
 
-def _climb(ascents: dict[_Way, Ascent]) -> None:
+def _climb(ascents: Sequence[Ascent]) -> None:
     """Rung by rung; where nothing is known of limits above, so that the result does not depend on them."""
-    paths = {way: tuple(rungs(way.problem, *_STEPS)) for way in ascents}
-    for rung in range(max(map(len, paths.values()), default=0)):
-        for is_beyond in (False, True):
-            climbing = [
-                way
-                for way, path in paths.items()
-                if rung < len(path) and (way.offload is not None) == is_beyond and not ascents[way].is_met
-            ]
-            for way in climbing:
-                ascents[way].climb(paths[way][rung], _LIGHT)
-            if climbing:
-                best = min(climbing, key=lambda way: ascents[way].best.value)
-                ascents[best].climb(paths[best][rung], _HEAVY)
+    if not ascents:
+        return
+    path = rungs([ascent.problem for ascent in ascents])
+    least = min(ascent.best.goal.bound for ascent in ascents)
+    if any(ascent.leap(path) for ascent in ascents if ascent.best.goal.bound <= least * (1 + 1e-9)):
+        path = path[-1:]  # nothing can be better: of the others any order will do
+    for rung in path:
+        climbing = [ascent for ascent in ascents if ascent.climbs_to(rung)]
+        for ascent in climbing:
+            ascent.climb(rung, _LIGHT)
+        if climbing:
+            min(climbing, key=lambda ascent: ascent.best.top.value).climb(rung, _HEAVY)
 
 
 def _build(family: Family, problem: Problem) -> Order:

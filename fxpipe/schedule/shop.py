@@ -52,7 +52,7 @@ class Shop:
         first = [SECTIONS_PER_STAGE * stage for stage in self.own[rank]]
         return sum(sum(self.seconds[s : s + SECTIONS_PER_STAGE]) for s in first)
 
-    @property
+    @cached_property
     def period(self) -> float:
         """The work of the busiest rank: no repeated block can be shorter."""
         return max(self.work(rank) for rank in range(self.ranks))

@@ -16,7 +16,7 @@ from fxpipe.errors import DeadlockError, ScheduleError
 from fxpipe.schedule.dependencies import op_of_value
 from fxpipe.schedule.kernel import fill_ops
 from fxpipe.schedule.ops import Op, OpKind, Order
-from fxpipe.schedule.shop import Coded, Shop, decode, encode
+from fxpipe.schedule.shop import Coded, Shop
 
 
 class Gap(StrEnum):
@@ -44,18 +44,7 @@ def _lag(ops: Sequence[Op], behind: int) -> tuple[Op, ...]:
     return (*out, *pending)
 
 
-def fill(spine: Order, shop: Shop, limits: Sequence[float], gap: Gap, counted: bool = False) -> Order:
-    """Puts W ops into the gaps that the spine has (the heuristic of 2401.10241).
-
-    ``limits`` are per rank, in the unit of what the shop holds, or ``counted`` in chunks between F and W: a W
-    runs at once where the next F would exceed it.  Raises ScheduleError where no W is left that could make
-    room, DeadlockError where the spine itself cannot progress.
-    """
-    m = sum(map(len, spine)) // (2 * shop.stages)
-    return decode(shop, fill_coded(encode(spine, m), [*map(len, spine)], m, shop, limits, gap, counted), m)
-
-
-def fill_coded(
+def fill(
     spine: Coded,
     lengths: Sequence[int],
     microbatches: int,
@@ -64,7 +53,13 @@ def fill_coded(
     gap: Gap,
     counted: bool = False,
 ) -> Coded:
-    """The same for a coded spine; ``lengths`` are those of the ranks' parts."""
+    """Puts W ops into the gaps that a coded spine has (the heuristic of 2401.10241).
+
+    ``lengths`` are those of the ranks' parts of the spine.  ``limits`` are per rank, in the unit of what the
+    shop holds, or ``counted`` in chunks between F and W: a W runs at once where the next F would exceed it.
+    Raises ScheduleError where no W is left that could make room, DeadlockError where the spine itself cannot
+    progress.
+    """
     m, table, bounds = microbatches, shop.tables(microbatches), np.array(limits, np.float64)
     hold, kept = (np.ones(shop.stages),) * 2 if counted else (table.hold, table.kept)
     starts = np.cumsum([0, *lengths])
