@@ -70,3 +70,14 @@ def test_below_the_fixed_orders_of_torch():
     work = 16 * 2.8
     assert found.timeline.seconds < 1.094 * work
     assert found.timeline.span < 1.094 * work
+
+
+def test_where_one_setting_is_as_good_as_can_be_the_others_still_get_an_order():
+    """Between two rungs, the upper of which they may use up."""
+    table = {v: chain([StageCost(1 / v, 1 / v, 1 / v, 1 / v, 0.5 / v)] * (4 * v)) for v in (1, 2, 4)}
+    settings = [Setting(2, "v", table[2]), Setting(1, "plain", table[1]), Setting(4, "plain", table[4])]
+    choice = search(settings, ranks=4, microbatches=12, memory_limit=4.3, objective="span")
+    assert choice.timeline.span_bubble == pytest.approx(0)
+    found = {tried.setting.stages_per_rank: tried for tried in choice.tried if tried.name == "zb"}
+    assert found.keys() == {1, 2, 4}
+    assert all(tried.peak_memory <= 4.3 for tried in found.values())

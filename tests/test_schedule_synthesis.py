@@ -280,6 +280,20 @@ def test_rungs_of_several_problems_are_the_same_and_have_room_for_each():
     assert rungs([more, less]) == rungs([less, more])
 
 
+def test_rungs_where_nothing_is_saved():
+    problem = Problem("zb", 2, 8, 1, "plain", chain([StageCost(1, 2, 1)] * 2), (3.0, 3.0))
+    assert rungs([problem]) == (Rung(0), Rung(inf))
+    assert at_rung(problem, Rung(0)) == (0, 0)
+    costs = chain([StageCost(1, 2, 1), StageCost(1, 1, 2)], 0.1)
+    spans = [
+        simulate(
+            build("zb", ranks=2, microbatches=8, costs=costs, memory_limit=limit, effort=0.01), costs
+        ).span
+        for limit in (None, 3.0)
+    ]
+    assert spans[0] == spans[1]
+
+
 ANY = sorted([*(1 + k / 4 for k in range(13)), *(Random(5).uniform(1, 4.2) for _ in range(12))])
 
 

@@ -36,7 +36,7 @@ def rungs(problems: Sequence[Problem]) -> tuple[Rung, ...]:
     ranks, m = problems[0].ranks, problems[0].microbatches
     asked, least = max(limit for limit, _ in tightest), min(needed for _, needed in tightest)
     every = {needed for _, needed in tightest}
-    every |= {units * least for units in _units(ranks, min(m, 2 * ranks))}
+    every |= {units * least for units in _units(ranks, min(m, 2 * ranks))} | {inf}
     found, usual, below = list[Rung](), max(_LEAST, _FINE * ranks) * least, 0.0
     for memory in sorted({float(f"{memory:.12g}") for memory in every}):
         found.append(Rung(memory, min(1.0, (memory - below) / usual) if usual else 1.0))
@@ -73,4 +73,3 @@ def _units(ranks: int, most: int) -> Iterator[float]:
         share = _FINE if units < ranks else _BEYOND
         step = max(_LEAST, min(share * ranks, 2.0 ** floor(log2(_LOW * units))))
         units = (units // step + 1) * step
-    yield inf

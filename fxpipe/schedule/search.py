@@ -175,7 +175,7 @@ def _climb(ascents: Sequence[Ascent]) -> None:
     path = rungs([ascent.problem for ascent in ascents])
     least = min(ascent.best.goal.bound for ascent in ascents)
     if any(ascent.leap(path) for ascent in ascents if ascent.best.goal.bound <= least * (1 + 1e-9)):
-        path = path[-1:]  # nothing can be better: of the others any order will do
+        path = path[-2:]  # nothing can be better: of the others any order will do that keeps the limit
     for rung in path:
         climbing = [ascent for ascent in ascents if ascent.climbs_to(rung)]
         for ascent in climbing:
