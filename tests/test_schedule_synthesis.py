@@ -284,6 +284,7 @@ def test_rungs_where_nothing_is_saved():
     problem = Problem("zb", 2, 8, 1, "plain", chain([StageCost(1, 2, 1)] * 2), (3.0, 3.0))
     assert rungs([problem]) == (Rung(0), Rung(inf))
     assert at_rung(problem, Rung(0)) == (0, 0)
+    assert at_rung(problem.within(2), Rung(0)) == (0, 0)
     costs = chain([StageCost(1, 2, 1), StageCost(1, 1, 2)], 0.1)
     spans = [
         simulate(

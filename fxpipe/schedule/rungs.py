@@ -49,7 +49,7 @@ def rungs(problems: Sequence[Problem]) -> tuple[Rung, ...]:
 def at_rung(problem: Problem, rung: Rung) -> tuple[float, ...]:
     """The problem's limits, scaled."""
     limit = room(problem)
-    if inf in (rung.memory, limit):
+    if inf in (rung.memory, limit) or limit == 0:
         return (rung.memory,) * problem.ranks
     return tuple(rung.memory * float(f"{other / limit:.12g}") for other in problem.limits)
 
