@@ -28,7 +28,7 @@ SEARCHED = "zb"
 BEYOND = tuple(f for f in FAMILIES.values() if f.name == SEARCHED or not f.is_searched)
 WITHIN = tuple(f for f in BEYOND if not f.for_offload)
 
-_LIGHT, _HEAVY = 0.05, 0.15  # effort on a rung for all ways, and for the one that does best there
+_LIGHT, _HEAVY = 0.045, 0.1  # effort on a rung for all ways, and for the one that does best there
 
 
 @dataclass(frozen=True)
