@@ -77,15 +77,14 @@ def gis(problem: Problem) -> Order:
                 f"schedule {problem.name} on {p} ranks has groups of {least} to {p} microbatches, "
                 f"not {problem.group}"
             )
-        sizes = range(problem.group, problem.group + 1)
-    else:
-        sizes = _groups(p)
+    sizes = _groups(p) if problem.group is None else [problem.group]
     return problem.fastest_of(coded for group in sizes for coded in _gis(group, problem))
 
 
-def _groups(ranks: int) -> range:
+def _groups(ranks: int) -> list[int]:
     """Sizes from p to p/2, not all of them for many ranks."""
-    return range(ranks, ceil(ranks / 2) - 1, -max(1, ranks // 8))
+    least = ceil(ranks / 2)
+    return [*range(ranks, least, -max(1, ranks // 8)), least]
 
 
 def _gis(group: int, problem: Problem) -> list[Coded]:

@@ -29,6 +29,7 @@ BEYOND = tuple(f for f in FAMILIES.values() if f.name == SEARCHED or not f.is_se
 WITHIN = tuple(f for f in BEYOND if not f.for_offload)
 
 _LIGHT, _HEAVY = 0.045, 0.1  # effort on a rung for all ways, and for the one that does best there
+_LARGE = 20  # times as much for a large problem, which takes less by itself
 
 
 @dataclass(frozen=True)
@@ -179,9 +180,14 @@ def _climb(ascents: Sequence[Ascent]) -> None:
     for rung in path:
         climbing = [ascent for ascent in ascents if ascent.climbs_to(rung)]
         for ascent in climbing:
-            ascent.climb(rung, _LIGHT)
+            ascent.climb(rung, _effort(ascent, _LIGHT))
         if climbing:
-            min(climbing, key=lambda ascent: ascent.best.top.value).climb(rung, _HEAVY)
+            best = min(climbing, key=lambda ascent: ascent.best.top.value)
+            best.climb(rung, _effort(best, _HEAVY))
+
+
+def _effort(ascent: Ascent, effort: float) -> float:
+    return effort * _LARGE if ascent.is_large else effort
 
 
 def _build(family: Family, problem: Problem) -> Order:
