@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,7 @@ from fxpipe.schedule.improve import improve
 from fxpipe.schedule.problem import Problem
 from fxpipe.schedule.shop import Coded, Run, fits, run
 
-IMPROVED = 4  # orders
+IMPROVED = 4  # orders, beside the best of before
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +73,7 @@ class Best:
                 self._keep(found)
                 found = found[: max(1, len(found) // 2)]
 
-    def _keep(self, found: Iterable[Made]) -> None:
+    def _keep(self, found: Sequence[Made]) -> None:
         shop, m, limits = self.problem.shop, self.problem.microbatches, self.problem.limits
         self.top = min((self.top, *found), key=_key)
         kept = (order for order in found if fits(shop, order.coded, m, limits))

@@ -29,7 +29,7 @@ BEYOND = tuple(f for f in FAMILIES.values() if f.name == SEARCHED or not f.is_se
 WITHIN = tuple(f for f in BEYOND if not f.for_offload)
 
 _LIGHT, _HEAVY = 0.045, 0.1  # effort on a rung for all ways, and for the one that does best there
-_LARGE = 20  # times as much for a large problem, which takes less by itself
+_MORE = 20  # times as much for a large problem, which takes less by itself
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def _climb(ascents: Sequence[Ascent]) -> None:
 
 
 def _effort(ascent: Ascent, effort: float) -> float:
-    return effort * _LARGE if ascent.is_large else effort
+    return effort * _MORE if ascent.is_large else effort
 
 
 def _build(family: Family, problem: Problem) -> Order:

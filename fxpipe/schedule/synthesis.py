@@ -31,11 +31,11 @@ from fxpipe.schedule.stretch import stretched
 _COOK, _TRY = 200_000, 50_000_000
 """Ops that a rung may schedule for recipes, and may run again for tries: .1 and .3 seconds, about."""
 
-_STRETCH = 450_000
-"""Ops that it may schedule for a long step from a short one's order."""
-
 _COOK_LARGE = 200_000
 """The same for a large problem, for which nothing can be tried in the time."""
+
+_STRETCH = 450_000
+"""Ops that a rung may schedule for a long step from a short one's order."""
 
 _LARGE = 8_000  # ops of a problem beyond which it is a large one
 _TRIES = 30  # on a rung, for every op; more are of little use
@@ -69,31 +69,23 @@ def synthesise(problem: Problem, starts: Starts) -> Order:
     return ascent.order
 
 
-def is_large(problem: Problem) -> bool:
-    """Whether the problem has so many ops that a synthesis gets less effort for it."""
-    return problem.ops > _LARGE
-
-
-def _seeds(problem: Problem) -> tuple[Recipe, ...]:
-    if not is_large(problem):
-        return SEEDS
-    return LARGE if problem.stages_per_rank == 1 else LARGE_CHUNKED
-
-
 class Ascent:
     """A search for a problem, rung by rung."""
 
     def __init__(self, problem: Problem, starts: Starts, objective: Objective) -> None:
         self.problem, self.starts = problem, starts
-        self.is_large = is_large(problem)
+        self.is_large = problem.ops > _LARGE
         short = problem
-        if not self.is_large:
+        seeds: Sequence[Recipe] = SEEDS
+        if self.is_large:
+            seeds = LARGE if problem.stages_per_rank == 1 else LARGE_CHUNKED
+        else:
             short = problem.like(microbatches=min(problem.microbatches, _SHORT * problem.ranks))
         is_whole = short.microbatches == problem.microbatches
         self.best = Best(problem, objective)
         self.of_short = self.best if is_whole else Best(short, objective)
         more = problem.microbatches - short.microbatches
-        self.evolution = Evolution(short, self.of_short.goal, _seeds(problem), more)
+        self.evolution = Evolution(short, self.of_short.goal, seeds, more)
         self.fixed = self.best.made(starts.fixed(problem))
         self.fixed_of_short = [] if is_whole else self.of_short.made(starts.fixed(short))
         self.room, self.reached = room(problem), 0.0
