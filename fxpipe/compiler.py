@@ -68,7 +68,8 @@ def compile_model(
     hardware = describe(device)
 
     def traced(example: Any) -> Captured:
-        return capture(model, example, loss_fn, 1 / options.microbatches, device, options.gradients)
+        scale = 1 / options.microbatches
+        return capture(model, example, loss_fn, scale, device, options.gradients, options.fixed)
 
     with phase("capture"):
         lengths = None if options.dimensions is None else named_lengths(example, options.dimensions)

@@ -27,7 +27,8 @@ OUTPUTS = """
 {"loss":    the loss of one microbatch (a 0-d tensor),
  "count":   what the loss is a sum over, or None when the loss is a mean,
  "grads":   {parameter name: (contribution, …)}   one gradient, as summands,
- "buffers": {buffer name: new value}}             for every buffer that the step changes
+ "buffers": {buffer name: new value},             for every buffer that the step changes
+ "checks":  (expect, …)}                          what must hold of the microbatch, run for nothing else
 """
 
 
@@ -52,6 +53,15 @@ class Kind(StrEnum):
     LOSS = "loss"
     COUNT = "count"
     GRADIENT = "gradient"  # of a parameter: added to its accumulator
+
+
+def read_buffer(buffer: _T) -> _T:
+    """In the graph: the value of a buffer that the step changes, as the microbatch before left it.
+
+    The one user of the buffer's placeholder, in the section that gives the new value; all other ops use this
+    node, so that whoever reads the buffer later, or again, gets the value of its own microbatch.
+    """
+    return buffer
 
 
 def offload(value: _T) -> _T:

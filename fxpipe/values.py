@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import fx
 
-from fxpipe.graph import Phase, offload, reload
+from fxpipe.graph import Phase, offload, read_buffer, reload
 
 aten = torch.ops.aten
 
@@ -72,7 +72,7 @@ def last_uses(graph: fx.Graph) -> dict[fx.Node, fx.Node | None]:
     last: dict[fx.Node, fx.Node | None] = {}
     for node in graph.nodes:
         for root in {storage_root(n) for n in node.all_input_nodes}:
-            if root.op != "call_function":
+            if root.op != "call_function" or root.target is read_buffer:  # the buffer is the model's
                 continue
             before = last.setdefault(root, root)
             if before is None or node.op == "output" or _stage(node) != _stage(root):
