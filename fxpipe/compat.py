@@ -29,6 +29,7 @@ __all__ = [
     "compiling_flags",
     "current_sequence_number",
     "gradient_hooks",
+    "is_tracing",
     "mark_as_parameter",
     "no_modes",
     "nodes_after",
@@ -89,6 +90,11 @@ def gradient_hooks(parameter: torch.Tensor) -> list[Any]:
 def mark_as_parameter(tensor: torch.Tensor) -> None:
     """Let ``isinstance(tensor, nn.Parameter)`` be true."""
     tensor._is_param = True
+
+
+def is_tracing() -> bool:
+    """Whether a make_fx trace is running, and not Dynamo's within it."""
+    return get_proxy_mode() is not None
 
 
 def traced_graph() -> torch.fx.Graph:

@@ -88,6 +88,10 @@ class Origin:
     seq: int | None = None
     backward: bool = False
 
+    def __str__(self) -> str:
+        """For messages."""
+        return f"module {self.path!r}, {self.source or 'an unknown line'}"
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Colour:

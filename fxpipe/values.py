@@ -28,7 +28,8 @@ def is_view(node: fx.Node) -> bool:
     """Whether the node's value lives in the storage of its first argument."""
     if node.target is operator.getitem:
         return is_view(node.args[0])  # type: ignore[arg-type]
-    return _returns_view(node.target)
+    # A trace writes numbers in the place of tensors that it knows: conj(1j).
+    return _returns_view(node.target) and bool(node.args) and isinstance(node.args[0], fx.Node)
 
 
 @cache

@@ -537,3 +537,62 @@ def test_random_numbers_of_python_and_numpy():
     assert "numpy's random numbers" in message
     assert random.getstate() == python
     assert np.random.get_state()[1].tolist() == other
+
+
+def test_a_schedule_that_takes_microbatches_out_of_order(tmp_path):
+    file = tmp_path / "odd.txt"
+    file.write_text("F0.1 F0.0 BW0.0 BW0.1\nF1.1 F1.0 BW1.0 BW1.1\n")
+    message = refused(RunningScale, schedule=file)
+    assert "F0.1 before F0.0" in message
+    assert "'scale'" in message
+
+
+def test_checkpointed_batch_norm():
+    class Checkpointed(BatchNorm):
+        def between(self, x, i):
+            return torch.utils.checkpoint.checkpoint(self.norm, x, use_reentrant=False) if i == 2 else x
+
+    message = refused(Checkpointed)
+    assert "'norm.running_mean'" in message
+    assert "recompute=" in message
+
+
+# -- operators that a program cannot hold -----------------------------------------------------------------
+
+
+def test_torch_cond():
+    class Branches(Layers):
+        def between(self, x, i):
+            return torch.cond(x.sum() > 0, lambda y: y * 2, lambda y: y * 3, (x,)) if i == 1 else x
+
+    message = refused(Branches)
+    assert "torch.cond" in message
+    assert "test_capture_state.py:" in message
+    Branches()(*rows(2)).backward()  # what compiles within it has not been left half done
+
+
+def test_nested_tensors():
+    class Nested(Layers):
+        def between(self, x, i):
+            return torch.nested.nested_tensor([x[0], x[1]], layout=torch.jagged).to_padded_tensor(0.0)
+
+    assert "nested" in refused(Nested)
+
+
+@torch.library.custom_op("fxpipe_tests::increment", mutates_args={"x"})
+def increment(x: torch.Tensor) -> None:
+    x.add_(1)
+
+
+increment.register_fake(lambda x: None)
+
+
+def test_a_custom_op_that_writes():
+    class Writes(Scale):
+        def between(self, x, i):
+            increment(self.scale)
+            return x * self.scale.clone()
+
+    message = refused(Writes)
+    assert "fxpipe_tests.increment" in message
+    assert "test_capture_state.py:" in message

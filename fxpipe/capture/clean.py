@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpipe.capture.buffers import check_branches, read_once
 from fxpipe.capture.functional import is_mutating
 from fxpipe.errors import CaptureError
-from fxpipe.graph import Input, Kind, Origin, read_buffer
+from fxpipe.graph import Input, Kind, Origin
 from fxpipe.runtime.checks import expect, expect_op
 from fxpipe.runtime.random import keyed
-from fxpipe.values import drop_dead, output_dict
+from fxpipe.values import drop_dead
 
 aten = torch.ops.aten
 
@@ -81,90 +82,18 @@ def clean(
                 written[given.name] = new[node.args[1]]
             new[node] = new[node.args[1]]
         elif is_mutating(node):
-            raise CaptureError(f"{node.target} writes in place and could not be made functional{_at(node)}.")
+            raise CaptureError(
+                f"{node.target} writes in place and could not be made functional ({node.meta['origin']})."
+            )
         else:
             new[node] = _copied(graph, node, new, key, short)
 
     named = _outputs([new[n] for n in flat], layout, written)
     graph.output({**named, "checks": tuple(checks)})
-    _read_once(graph)
-    _check_checks(graph)
+    read_once(graph)
+    check_branches(graph)
     drop_dead(graph)
     return graph, constants
-
-
-def _read_once(graph: fx.Graph) -> None:
-    """Read each buffer that the step changes in one place, and give it a value that an op makes."""
-    inputs = {n.meta["input"]: n for n in graph.find_nodes(op="placeholder")}
-    old = {name: inputs.get(Input(Kind.BUFFER, name)) for name in output_dict(graph)["buffers"]}
-    _set_buffers(graph, {n: v for n, v in output_dict(graph)["buffers"].items() if v is not old[n]})
-    position = {node: k for k, node in enumerate(graph.nodes)}
-    reads: dict[str, fx.Node] = {}
-    for name in output_dict(graph)["buffers"]:
-        placeholder = old[name]
-        if placeholder is None:
-            continue
-        users = [n for n in placeholder.users if n is not graph.output_node()]
-        value = output_dict(graph)["buffers"][name]
-        if value.op == "call_function":
-            users.append(value)
-        first = min(users, key=lambda n: position.get(n, -1), default=_first_op(graph))
-        if (
-            value.op == "call_function"
-            and value.meta["origin"].backward
-            and not first.meta["origin"].backward
-        ):
-            raise CaptureError(
-                f"The backward writes to the buffer {name!r}{_at(value)}, which the forward "
-                f"reads{_at(first)}. A pipeline runs the forward of later microbatches before that "
-                "backward. Write to it in the forward, or after the step."
-            )
-        with graph.inserting_before(first):
-            read = graph.create_node(
-                "call_function", read_buffer, (placeholder,), name=f"{placeholder.name}_now"
-            )
-        read.meta.update(val=placeholder.meta["val"], origin=first.meta["origin"])
-        placeholder.replace_all_uses_with(read, lambda user, read=read: user is not read)
-        reads[name] = read
-    copied = {}
-    for name, value in output_dict(graph)["buffers"].items():
-        copied[name] = value
-        if value.op == "placeholder" or value.target is read_buffer:
-            copied[name] = _copy(graph, value, reads.get(name))
-    _set_buffers(graph, copied)
-
-
-def _copy(graph: fx.Graph, value: fx.Node, read: fx.Node | None) -> fx.Node:
-    """A copy of an input or of another buffer, made where the buffer that it is for is read."""
-    places = [n for n in (read, value) if n is not None and n.op != "placeholder"]
-    at = next((n for n in reversed(graph.nodes) if n in places), None)
-    with graph.inserting_after(at) if at is not None else graph.inserting_before(_first_op(graph)):
-        copy = graph.call_function(aten.clone.default, (value,))
-    copy.meta.update(val=value.meta["val"], origin=(at or _first_op(graph)).meta["origin"])
-    return copy
-
-
-def _first_op(graph: fx.Graph) -> fx.Node:
-    return next(n for n in graph.nodes if n.op == "call_function")
-
-
-def _set_buffers(graph: fx.Graph, buffers: dict[str, fx.Node]) -> None:
-    graph.output_node().args = ({**output_dict(graph), "buffers": buffers},)
-
-
-def _check_checks(graph: fx.Graph) -> None:
-    """No Python branch can hang on a buffer that the step changes: it would go another way later on."""
-    moving: dict[fx.Node, str] = {}
-    for node in graph.nodes:
-        if node.target is read_buffer:
-            moving[node] = node.args[0].meta["input"].name
-        elif name := next((moving[n] for n in node.all_input_nodes if n in moving), ""):
-            moving[node] = name
-            if node.target is expect:
-                raise CaptureError(
-                    f"The model's code reads a number from the buffer {name!r}, which the step changes"
-                    f"{_at(node)}. It is another one at the next step: compute with the buffer as a tensor."
-                )
 
 
 def _placeholder(graph: fx.Graph, given: Input, val: Any) -> fx.Node:
@@ -242,8 +171,3 @@ def _outputs(flat: list[fx.Node], layout: dict[str, Any], written: dict[str, fx.
     # A buffer that was written to and then replaced has the later value.
     buffers = written | {name: next(values) for name in layout["buffers"]}
     return {"loss": loss, "count": count, "grads": grads, "buffers": buffers}
-
-
-def _at(node: fx.Node) -> str:
-    origin = node.meta.get("origin", Origin())
-    return f" (module {origin.path!r}, {origin.source})"

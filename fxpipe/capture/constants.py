@@ -60,5 +60,4 @@ def _operator(node: fx.Node) -> str:
 
 
 def _place(node: fx.Node) -> str:
-    origin = next(iter(node.users)).meta.get("origin", Origin())
-    return f" (module {origin.path!r}, {origin.source})"
+    return f" ({next(iter(node.users)).meta.get('origin', Origin())})"

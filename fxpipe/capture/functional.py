@@ -19,6 +19,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpipe import compat
+from fxpipe.errors import CaptureError
 
 aten = torch.ops.aten
 
@@ -31,6 +32,12 @@ def is_mutating(node: fx.Node) -> bool:
 def functionalize(module: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
     """Return an equal module without in-place ops, but for ``copy_`` to placeholders at the end."""
     _declare_writes(module.graph)
+    for node in module.graph.nodes:
+        if is_mutating(node) and node.target.namespace != "aten":
+            raise CaptureError(
+                f"{node.target} writes to its arguments, which can be followed for torch's own ops alone "
+                f"({node.meta['origin']}). Let the op return what it would write."
+            )
     if not any(is_mutating(node) for node in module.graph.nodes):
         return module
     interpreter = _Carrying(module)

@@ -8,6 +8,7 @@ functions, no-grad regions and activation checkpointing mean what they mean in e
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -317,9 +318,29 @@ def _explained(error: Exception, provenance: Provenance) -> CaptureError:
             "boolean indexing there by tensor operations (torch.where, masks), or move it out of the model; "
             "if it depends on an input that is the same in all batches, name that in fixed=[…]."
         )
+    for text, what, remedy in _UNSUPPORTED:
+        if text in str(error) or any(text in file for file in _files(error)):
+            torch.compiler.reset()  # which such an operator leaves half done
+            return CaptureError(f"The model uses {what}, in {where}, which a program cannot hold. {remedy}")
     return CaptureError(
         f"The model cannot be traced, in {where}: {type(error).__name__}: {_first_line(error)}"
     )
+
+
+#: What a trace fails on: a text of the error or of a file on its way -> what it is, and what to do.
+_UNSUPPORTED = (
+    (
+        "HigherOrderOperator",
+        "an operator with branches or loops of its own (torch.cond, while_loop, scan)",
+        "Compute both branches and choose with torch.where, or write the loop in Python.",
+    ),
+    ("torch/nested", "nested (jagged) tensors", "Pad them to dense tensors with a mask."),
+    ("dynamo-optimized", "torch.compile within it", "Give the model uncompiled."),
+)
+
+
+def _files(error: Exception) -> list[str]:
+    return [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
 
 
 def _first_line(error: Exception) -> str:
