@@ -23,7 +23,7 @@ from fxpipe.capture.trace import Captured, capture
 from fxpipe.choose import Choice, choose
 from fxpipe.codegen.program import RankPlan, program_source
 from fxpipe.costing import work_for_any_size
-from fxpipe.cut import CUT_PHASES, Cut, cut
+from fxpipe.cut import Cut, cut, cut_phases
 from fxpipe.errors import PartitionError, ScheduleError, VocabularyError
 from fxpipe.exchanges import exchanges
 from fxpipe.expressions import PlanWork
@@ -99,8 +99,8 @@ def compile_model(
 
 def phases(options: Options) -> int:
     """How many phases ``compile_model`` goes through."""
-    ways = product(stage_counts(options), barriers_tried(options), levels_tried(options))
-    return 3 + CUT_PHASES * len(list(ways))
+    ways = product(stage_counts(options), barriers_tried(options))
+    return 3 + cut_phases(len(levels_tried(options))) * len(list(ways))
 
 
 def _cuts(
@@ -109,10 +109,11 @@ def _cuts(
     """The graph cut into each number of stages that comes into question."""
     cuts: list[Cut] = []
     ways = barriers_tried(options)
-    for stages, level in product(stage_counts(options), levels_tried(options)):
+    for stages in stage_counts(options):
+        found: list[list[Cut]] = []  # per way, those of all levels
         for barriers in ways:
             try:
-                cuts.append(
+                found.append(
                     cut(
                         captured,
                         stages,
@@ -121,21 +122,27 @@ def _cuts(
                         phase,
                         ranks=options.ranks,
                         barriers=barriers,
-                        level=level,
+                        levels=levels_tried(options),
                         samples=samples,
                     )
                 )
             except PartitionError:
-                if not cuts:
+                if not (cuts or found):
                     raise
-                return cuts  # more stages than there are places to cut: the fastest of the fewer is found
+                # More stages than there are places to cut: the fastest of the fewer is found.
+                return [*cuts, *_by_level(found)]
             except VocabularyError as error:
                 if options.vocab_parallel != AUTO:
                     raise
                 ways = tuple(way for way in ways if way != barriers)
                 if ways == (None,):
                     warnings.warn(f"vocab_parallel='auto' goes on without: {error}", stacklevel=2)
+        cuts += _by_level(found)
     return cuts
+
+
+def _by_level(found: list[list[Cut]]) -> list[Cut]:
+    return [cut for of_level in zip(*found, strict=True) for cut in of_level]
 
 
 def _check_buffer_order(choice: Choice) -> None:
