@@ -205,7 +205,7 @@ def taken(path: Path) -> str:
 
 def write_programs(artefact: Artefact, directory: Path) -> None:
     for rank, source in enumerate(artefact.programs):
-        (directory / f"rank{rank}.py").write_text(source)
+        (directory / f"rank{rank}.py").write_text(source, encoding="utf-8")
     (directory / "plan.json").write_text(artefact.plan.to_json())
 
 
@@ -225,7 +225,7 @@ def read(directory: Path) -> tuple[Plan, tuple[str, ...]]:
         for file in (f"rank{rank}.py", f"rank{rank}.safetensors"):
             if not (directory / file).is_file():
                 raise ArtefactError(f"{directory} is cut short: {file} is missing. Save the pipeline again.")
-        programs.append((directory / f"rank{rank}.py").read_text())
+        programs.append((directory / f"rank{rank}.py").read_text(encoding="utf-8"))
     return plan, tuple(programs)
 
 

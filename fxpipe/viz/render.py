@@ -18,7 +18,7 @@ def render(graphs: Mapping[str, graphviz.Digraph], directory: Path) -> list[Path
     files, missing, problem = [], [], ""
     for name, graph in graphs.items():
         source = directory / f"{name}.dot"
-        source.write_text(graph.source)
+        source.write_text(graph.source, encoding="utf-8")
         files.append(source)
         try:
             picture = graph.pipe(format="svg", encoding="utf-8")
@@ -28,7 +28,7 @@ def render(graphs: Mapping[str, graphviz.Digraph], directory: Path) -> list[Path
             problem = f"dot failed: {error.stderr.strip().splitlines()[-1:]}"
         else:
             files.append(directory / f"{name}.svg")
-            files[-1].write_text(picture)
+            files[-1].write_text(picture, encoding="utf-8")
             continue
         missing.append(source)
     if missing:
