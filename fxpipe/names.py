@@ -7,7 +7,6 @@ that it stands in nor becomes code or markup.
 
 from __future__ import annotations
 
-import keyword
 import re
 from collections.abc import Iterable
 from html import escape
@@ -30,16 +29,6 @@ def identifier(text: str) -> str:
     if not word:
         return "unnamed"
     return f"_{word}" if word[0].isdigit() else word
-
-
-def is_identifier(text: str) -> bool:
-    """Whether Python reads the text as one name, and as this one (others it would normalize)."""
-    return text.isascii() and text.isidentifier() and not keyword.iskeyword(text)
-
-
-def attribute(owner: str, name: str) -> str:
-    """The expression for an attribute, whatever it is called."""
-    return f"{owner}.{name}" if is_identifier(name) else f"getattr({owner}, {text_literal(name)})"
 
 
 def text_literal(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cmath
+import keyword
 import operator
 import re
 from collections.abc import Iterable
@@ -12,7 +13,7 @@ import torch
 from torch import fx
 
 from fxpipe.graph import Input, Kind, Section
-from fxpipe.names import attribute, identifier, is_identifier, text_literal
+from fxpipe.names import identifier, text_literal
 from fxpipe.runtime.random import keyed
 
 #: Where the generated functions find their inputs that are no values of other sections.
@@ -26,11 +27,12 @@ CONTAINERS = {
 
 
 #: What a program names itself: what it imports and defines, its arguments, and its variables up to ``_m0``.
-_OWN = (
-    r"rt|step|torch|keyed|float|complex|getattr|MESSAGES|params|buffers|constants|batch|batches|grads|key"
+_OWN = re.compile(
+    r"rt|step|torch|keyed|float|complex|MESSAGES|params|buffers|constants|batch|batches|grads|key"
     r"|loss|count|(saved|saved_for_weight|away|away_for_weight|gradients)\d*|exchange\d+_\d+"
     r"|stage\d+_(forward|backward|weight)"
 )
+_TAKEN = re.compile(rf"({_OWN.pattern}|.*_s\d+|)_*")
 
 
 def variable(name: str) -> str:
@@ -38,7 +40,7 @@ def variable(name: str) -> str:
 
     Different nodes have different variables, and have them still when ``_s1`` is added for a stage.
     """
-    return f"{name}_" if re.fullmatch(rf"({_OWN}|.*_s\d+|)_*", name) else name
+    return f"{name}_" if _TAKEN.fullmatch(name) else name
 
 
 class Names:
@@ -48,15 +50,13 @@ class Names:
     """
 
     def __init__(self, sections: Iterable[Section]) -> None:
-        self.ops: dict[str, str] = {}  # alias -> the expression for the op
+        self.ops: dict[str, str] = {}  # alias -> dotted name
         self.uses_keyed = False
         self._variables = {variable(node.name) for s in sections for node in s.graph.nodes}
 
     def op(self, target: Any) -> str:
         packet, overload = target.overloadpacket, target._overloadname
-        path = "torch.ops"
-        for part in (target.namespace, packet.__name__, overload):
-            path = attribute(path, part)
+        path = f"torch.ops.{target.namespace}.{packet.__name__}.{overload}"
         alias = short = _alias(packet.__name__, overload)
         number = 1
         while not self._is_free(alias) or self.ops.setdefault(alias, path) != path:
@@ -65,11 +65,11 @@ class Names:
         return alias
 
     def _is_free(self, alias: str) -> bool:
-        return is_identifier(alias) and alias not in self._variables and not re.fullmatch(_OWN, alias)
+        return not (alias in self._variables or keyword.iskeyword(alias) or _OWN.fullmatch(alias))
 
 
 def _alias(op: str, overload: str) -> str:
-    bare = re.sub(r"\W", "_", op, flags=re.ASCII).lstrip("_")
+    bare = op.lstrip("_")
     alias = bare.rstrip("_")
     if overload not in ("default", "Tensor", "int"):
         alias += f"_{overload.lower()}"
@@ -86,13 +86,8 @@ def expression(node: fx.Node, names: Names) -> str:
     else:
         callee = names.op(node.target)
     arguments = [literal(a, names) for a in node.args]
-    arguments += [_keyword(k, literal(v, names)) for k, v in node.kwargs.items()]
+    arguments += [f"{k}={literal(v, names)}" for k, v in node.kwargs.items()]
     return f"{callee}({', '.join(arguments)})"
-
-
-def _keyword(name: str, value: str) -> str:
-    """A keyword argument, also where its name (``from``) is a word of Python."""
-    return f"{name}={value}" if is_identifier(name) else f"**{{{text_literal(name)}: {value}}}"
 
 
 def literal(value: Any, names: Names) -> str:

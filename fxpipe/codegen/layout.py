@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import re
-import tokenize
 from itertools import pairwise
 
 WIDTH = 110
+_TOKENS = re.compile(r'"(?:\\.|[^"\\])*"|[(),=]')  # all strings are written by names.text_literal
 
 
 def wrapped(line: str) -> str:
@@ -53,5 +52,4 @@ def _bracketed(items: str, indent: str) -> str:
 
 def _columns(text: str, operators: str) -> list[int]:
     """Where these operators stand in the source; those within strings are none."""
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    return [t.start[1] for t in tokens if t.type == tokenize.OP and t.string in operators]
+    return [match.start() for match in _TOKENS.finditer(text) if match.group() in operators]

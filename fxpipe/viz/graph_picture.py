@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import graphviz
+from rich.cells import cell_len
 
 from fxpipe.graph import Phase
 from fxpipe.names import dot_html, dot_label, shortened
@@ -24,7 +25,7 @@ def graph_picture(
 ) -> graphviz.Digraph:
     """title: lines above the picture.  stages: per stage the lines above its boxes."""
     texts = {box.place: _text(box) for box in boxes.boxes}
-    layout = lay_out(boxes, len(stages), max(len(line) for text in texts.values() for line in text))
+    layout = lay_out(boxes, len(stages), max(cell_len(line) for text in texts.values() for line in text))
     dot = graphviz.Digraph("fxpipe", node_attr=FONT | {"shape": "box"}, edge_attr=FONT | {"fontsize": "8"})
     # nop2: positions are given, graphviz only draws.
     dot.attr(layout="nop2", outputorder="edgesfirst")

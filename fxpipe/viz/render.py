@@ -21,7 +21,7 @@ def render(graphs: Mapping[str, graphviz.Digraph], directory: Path) -> list[Path
         source.write_text(graph.source, encoding="utf-8")
         files.append(source)
         try:
-            picture = graph.pipe(format="svg", encoding="utf-8")
+            picture = graph.pipe(format="svg", encoding="utf-8", quiet=True)
         except graphviz.ExecutableNotFound:
             problem = "dot is not installed (Debian, Ubuntu: apt install graphviz)"
         except subprocess.CalledProcessError as error:
