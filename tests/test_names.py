@@ -383,3 +383,99 @@ def test_names_of_dimensions():
     pipe = fxpipe.compile(Chain(2), sequences(3), ranks=2, microbatches=2, dimensions={name: LENGTH})
     assert pipe.simulate({name: LENGTH}).seconds == pytest.approx(pipe.simulate().seconds)
     assert {str(symbol) for symbol in pipe.stages[0].expressions.saved.free_symbols} <= {name, "microbatch"}
+
+
+class Words(nn.Module):
+    """A small language model whose parts have the given names."""
+
+    def __init__(self, table: str, body: str, head: str) -> None:
+        super().__init__()
+        self.add_module(table, nn.Embedding(16, WIDTH))
+        self.add_module(body, nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)))
+        self.add_module(head, nn.Linear(WIDTH, 16, bias=False))
+
+    def forward(self, x, y):
+        table, body, head = self._modules.values()
+        return F.cross_entropy(head(body(table(x))).flatten(0, 1), y.flatten())
+
+
+@pytest.mark.parametrize(
+    "options", [{"vocab_parallel": True}, {"recompute": "full"}, {"offload": True}, {"stages_per_rank": 2}]
+)
+def test_names_with_options(options, tmp_path):
+    torch.manual_seed(0)
+    model = Words('\nEmb_X"', f"\n    {CODE}", "C:\\new, a = (\n")
+    batch = {"x": torch.randint(16, (4, 3)), "y": torch.randint(16, (4, 3))}
+    builtins.fxpipe_canary = False
+    schedule = "interleaved" if "stages_per_rank" in options else "1f1b"
+    microbatch = {name: tensor[:2] for name, tensor in batch.items()}
+    pipe = fxpipe.compile(model, microbatch, ranks=2, microbatches=2, schedule=schedule, **options)
+    pipe.save(tmp_path / "saved")
+    loss = model(**batch)
+    loss.backward()
+    for found in (pipe.run_local(batch), fxpipe.load(tmp_path / "saved").run_local(batch)):
+        torch.testing.assert_close(found.loss, loss.detach())
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(found.grads[name], parameter.grad)
+    check_pictures([*(tmp_path / "saved").iterdir(), *pipe.draw(tmp_path / "drawn", expand=(0, "W"))])
+    assert builtins.fxpipe_canary is False
+
+
+class Op(nn.Module):
+    """An op of the test's own; with its name that of a value is as a program's own ones are."""
+
+    def __init__(self, op: str) -> None:
+        super().__init__()
+        self.op = getattr(torch.ops.fxpipe_names, op).default
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.linear(self.op(x.detach()) + x) * self.op(x.detach())
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.saved, self.gradients, self.saved0, self.x = Op("for_weight"), Op("m1"), Op("m0"), Op("s1")
+        self.exchange0 = Op("_0")
+
+    def forward(self, x, y):
+        for module in (self.saved, self.gradients, self.saved0, self.x, self.exchange0):
+            x = module(x)
+        return F.mse_loss(x, y)
+
+
+@pytest.fixture
+def own_ops():
+    library = torch.library.Library("fxpipe_names", "DEF")
+    for name in ("for_weight", "m0", "m1", "s1", "_0"):
+        library.define(f"{name}(Tensor x) -> Tensor")
+        library.impl(name, torch.sin, "CompositeExplicitAutograd")
+    yield
+    library._destroy()
+
+
+@pytest.mark.parametrize("stages_per_rank", [1, 2])
+def test_values_that_are_called_like_a_programs_own(own_ops, stages_per_rank):
+    torch.manual_seed(0)
+    model, batch = Own(), numbers(4)
+    schedule = {1: "zb-h1", 2: "interleaved"}[stages_per_rank]
+    pipe = fxpipe.compile(model, numbers(2), ranks=2, microbatches=2, schedule=schedule)
+    assert "    saved_for_weight_ = for_weight(" in pipe.artefact.programs[0]
+    loss = model(**batch)
+    loss.backward()
+    found = pipe.run_local(batch)
+    torch.testing.assert_close(found.loss, loss.detach())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found.grads[name], parameter.grad)
+
+
+@pytest.mark.skipif(not shutil.which("dot"), reason="dot is not installed")
+def test_pictures_show_names_as_they_are(tmp_path):
+    model = Words("\\N&amp;", "<b>\\l\n", "{x|y} [%s]")
+    example = {"x": torch.zeros(2, 3, dtype=torch.int64), "y": torch.zeros(2, 3, dtype=torch.int64)}
+    pipe = fxpipe.compile(model, example, ranks=1, microbatches=2, schedule="1f1b")
+    svgs = [file for file in pipe.draw(tmp_path, expand=(0, "F")) if file.suffix == ".svg"]
+    for svg in svgs[:2]:
+        shown = "".join(ET.parse(svg).getroot().itertext()).replace("\xa0", " ")
+        assert all(name in shown for name in ("\\N&amp;", "<b>\\l\\n", "{x|y} [%s]"))

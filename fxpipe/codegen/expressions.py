@@ -65,7 +65,8 @@ class Names:
         return alias
 
     def _is_free(self, alias: str) -> bool:
-        return not (alias in self._variables or keyword.iskeyword(alias) or _OWN.fullmatch(alias))
+        is_name = alias.isidentifier() and not keyword.iskeyword(alias)
+        return is_name and alias not in self._variables and not _OWN.fullmatch(alias)
 
 
 def _alias(op: str, overload: str) -> str:
