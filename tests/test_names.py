@@ -380,7 +380,9 @@ def test_names_of_schedules(name, tmp_path, capsys):
 
 def test_names_of_dimensions():
     name = "a, b = '\n\\"
-    pipe = fxpipe.compile(Chain(2), sequences(3), ranks=2, microbatches=2, dimensions={name: LENGTH})
+    pipe = fxpipe.compile(
+        Chain(2), sequences(3), ranks=2, microbatches=2, schedule="1f1b", dimensions={name: LENGTH}
+    )
     assert pipe.simulate({name: LENGTH}).seconds == pytest.approx(pipe.simulate().seconds)
     assert {str(symbol) for symbol in pipe.stages[0].expressions.saved.free_symbols} <= {name, "microbatch"}
 

@@ -6,7 +6,7 @@ import re
 from itertools import pairwise
 
 WIDTH = 110
-_TOKENS = re.compile(r'"(?:\\.|[^"\\])*"|[(),=]')  # all strings are written by names.text_literal
+_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"')  # as names.text_literal writes all of them
 
 
 def wrapped(line: str) -> str:
@@ -15,41 +15,32 @@ def wrapped(line: str) -> str:
     if len(line) <= WIDTH or text.startswith(("#", '"')):
         return line
     indent = line[: len(line) - len(text)]
+    blank = _STRING.sub(lambda string: "s" * len(string.group()), text)  # the same columns, no strings
     keyword = re.match(r"(return|del) ", text)
     if keyword:
-        return f"{indent}{keyword.group()}{_bracketed(text[keyword.end() :], indent)}"
-    targets, call = _assignment(text)
-    first = f"{indent}{targets} = " if targets else indent
-    if targets and (len(indent) + len(targets) > WIDTH - 30 or not _columns(call, "(")):
-        first = f"{indent}{_bracketed(targets, indent)} = "
-        if len(indent) + 4 + len(call) <= WIDTH:
-            return first + call
-    brackets = _columns(call, "()")
-    if not brackets:
-        return first + call
-    opening, closing = brackets[0], brackets[-1]
-    return f"{first}{call[:opening]}{_bracketed(call[opening + 1 : closing], indent)}{call[closing + 1 :]}"
+        return f"{indent}{keyword.group()}{_bracketed(text, blank, keyword.end(), len(text), indent)}"
+    equals = blank.find(" = ")
+    call = equals + 3 if equals >= 0 else 0
+    opening, closing = blank.find("(", call), blank.rfind(")")
+    first = indent + text[:call]
+    if call and (len(indent) + equals > WIDTH - 30 or opening < 0):
+        first = f"{indent}{_bracketed(text, blank, 0, equals, indent)} = "
+        if len(indent) + 4 + len(text) - call <= WIDTH:
+            return first + text[call:]
+    if opening < 0:
+        return first + text[call:]
+    arguments = _bracketed(text, blank, opening + 1, closing, indent)
+    return f"{first}{text[call:opening]}{arguments}{text[closing + 1 :]}"
 
 
-def _assignment(text: str) -> tuple[str, str]:
-    """Targets and value of a statement; no targets where it assigns nothing."""
-    equals = [at for at in _columns(text, "=") if text[at - 1] == " "]  # not that of a keyword argument
-    return (text[: equals[0] - 1], text[equals[0] + 2 :]) if equals else ("", text)
-
-
-def _bracketed(items: str, indent: str) -> str:
-    """Comma-separated items in round brackets, as many on a line as fit."""
+def _bracketed(text: str, blank: str, begin: int, end: int, indent: str) -> str:
+    """The comma-separated items between two columns, in round brackets, as many on a line as fit."""
     lines, current = [], indent + "   "
-    commas = [at + 1 for at in _columns(items, ",") if items[at + 1 : at + 2] == " "]
-    for begin, end in pairwise([0, *commas, len(items)]):
-        item = items[begin:end].strip()
+    after_commas = [comma.end() for comma in re.compile(", ").finditer(blank, begin, end)]
+    for start, stop in pairwise([begin, *after_commas, end]):
+        item = text[start:stop].rstrip(" ")
         if len(current) + len(item) + 1 > WIDTH and current.strip():
             lines.append(current)
             current = indent + "   "
         current += " " + item
     return "(\n" + "\n".join([*lines, current]) + f"\n{indent})"
-
-
-def _columns(text: str, operators: str) -> list[int]:
-    """Where these operators stand in the source; those within strings are none."""
-    return [match.start() for match in _TOKENS.finditer(text) if match.group() in operators]

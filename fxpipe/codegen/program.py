@@ -75,9 +75,9 @@ class RankPlan:
 
 
 def program_source(plan: RankPlan) -> str:
-    names = Names(plan.sections)
     calls = signatures(plan.sections)
     own = [s for s in plan.sections if plan.placement[s.stage] == plan.rank]
+    names = Names(own)
     functions = [function_source(s, calls[s.colour], names) for s in own]
     step = _step_source(plan, calls)
     return "\n\n\n".join([_head(plan, names), *functions, step]) + "\n"

@@ -63,7 +63,8 @@ def _table(tried: tuple[Attempt, ...]) -> Table:
             figures = [seconds_text(a.seconds), f"{a.span_bubble:.4f}", bytes_text(a.peak_memory)]
         beside = [*[_vocabulary(a)] * spread, *[a.recompute or "nothing"] * again]
         beside += [bytes_text(a.moved) if a.moved else "nothing"] * moved
-        table.add_row(terminal(a.schedule), str(a.stages_per_rank), a.placement, *beside, *figures)
+        row = (a.schedule, str(a.stages_per_rank), a.placement, *beside, *figures)
+        table.add_row(*map(terminal, row))
     return table
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import graphviz
+
+from fxpipe.names import printable
 
 
 def render(graphs: Mapping[str, graphviz.Digraph], directory: Path) -> list[Path]:
@@ -32,6 +35,6 @@ def render(graphs: Mapping[str, graphviz.Digraph], directory: Path) -> list[Path
             continue
         missing.append(source)
     if missing:
-        names = " ".join(map(str, missing))
-        print(f"fxpipe: {problem}; for pictures run: dot -Tsvg -O {names}", file=sys.stderr)
+        paths = shlex.join(map(str, missing))
+        print(printable(f"fxpipe: {problem}; for pictures run: dot -Tsvg -O {paths}"), file=sys.stderr)
     return files

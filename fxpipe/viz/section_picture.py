@@ -56,7 +56,7 @@ def section_picture(section: Section, sections: tuple[Section, ...], title: str)
             dot.edge(source.name, node.name, tooltip=f"{source.name}: {bytes_text(node_bytes(source))}")
     returned = section.graph.output_node().args[0]
     for number, (value, node) in enumerate(zip(section.outputs, returned, strict=True)):  # type: ignore
-        _output(dot, f"out{number}", node, value, _readers(section, value, sections))
+        _output(dot, f"output {number}", node, value, _readers(section, value, sections))
     parts = _parts(ops)
     for upper, lower in zip(parts, parts[ABREAST:], strict=False):
         dot.edge(upper[-1].name, lower[0].name, style="invis", weight="10")
