@@ -189,7 +189,7 @@ def _begin(path: Path, draft: Path) -> str:
     try:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a path with a null byte
         return f"{path} cannot be written: {error}"
     return ""
 

@@ -68,7 +68,9 @@ def encodable(name: str) -> str:
 
 
 TEXT = st.one_of(
-    st.sampled_from(NASTY), st.text(max_size=12), st.lists(st.sampled_from(NASTY), max_size=4).map("".join)
+    st.sampled_from(NASTY),
+    st.text(max_size=12),
+    st.lists(st.sampled_from(NASTY), min_size=2, max_size=4).map("".join),
 )
 ATTRIBUTE = TEXT.map(lambda name: name.replace(".", "·")).filter(bool)  # torch wants no dot and no empty name
 KEY = TEXT | st.integers(-3, 3) | st.none() | st.tuples(TEXT, st.integers(0, 2))
