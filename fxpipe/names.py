@@ -41,6 +41,8 @@ def printable(text: str) -> str:
 
     What is left can be encoded, is allowed in XML, ends no comment and moves no terminal's cursor.
     """
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
