@@ -29,7 +29,7 @@ def read_schedule(path: Path | str) -> Schedule:
     try:
         text = path.read_text()
     except (OSError, ValueError) as error:  # also bytes that are no text, and a path that is no path
-        raise ScheduleError(f"schedule file {str(path)!r} cannot be read: {error}") from error
+        raise ScheduleError(f"schedule file {path} cannot be read: {error}") from error
     return parse_schedule(text, path.stem)
 
 
