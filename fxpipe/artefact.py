@@ -163,7 +163,7 @@ def new_directory(path: Path, process: Process | None) -> Iterator[Path]:
     leads = process is None or process.rank == 0
     problem = _begin(path, draft) if leads else ""
     if process is not None:
-        problem = process.share(problem.encode() if leads else None).decode()
+        problem = process.share(problem.encode(errors="backslashreplace") if leads else None).decode()
     if problem:
         raise ArtefactError(problem)
     try:
@@ -189,7 +189,7 @@ def _begin(path: Path, draft: Path) -> str:
     try:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a path with a null byte
         return f"{path} cannot be written: {error}"
     return ""
 
@@ -205,7 +205,7 @@ def taken(path: Path) -> str:
 
 def write_programs(artefact: Artefact, directory: Path) -> None:
     for rank, source in enumerate(artefact.programs):
-        (directory / f"rank{rank}.py").write_text(source)
+        (directory / f"rank{rank}.py").write_text(source, encoding="utf-8")
     (directory / "plan.json").write_text(artefact.plan.to_json())
 
 
@@ -225,7 +225,7 @@ def read(directory: Path) -> tuple[Plan, tuple[str, ...]]:
         for file in (f"rank{rank}.py", f"rank{rank}.safetensors"):
             if not (directory / file).is_file():
                 raise ArtefactError(f"{directory} is cut short: {file} is missing. Save the pipeline again.")
-        programs.append((directory / f"rank{rank}.py").read_text())
+        programs.append((directory / f"rank{rank}.py").read_text(encoding="utf-8"))
     return plan, tuple(programs)
 
 

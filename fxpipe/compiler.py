@@ -28,7 +28,7 @@ from fxpipe.errors import PartitionError, ScheduleError, VocabularyError
 from fxpipe.exchanges import exchanges
 from fxpipe.expressions import PlanWork
 from fxpipe.graph import Colour, Kind, Phase, Section
-from fxpipe.holdings import holdings, shapes_of, tied_parameters, weight_bytes
+from fxpipe.holdings import check_names, holdings, shapes_of, tied_parameters, weight_bytes
 from fxpipe.measure import measured_bandwidth
 from fxpipe.options import AUTO, Options, barriers_tried, levels_tried, stage_counts
 from fxpipe.partition.device import Device, describe
@@ -65,6 +65,7 @@ def compile_model(
     device: torch.device,
     phase: Phases,
 ) -> Compiled:
+    check_names(model)
     hardware = describe(device)
 
     def traced(example: Any) -> Captured:
@@ -293,8 +294,9 @@ def _programs(plan: Plan, choice: Choice, instructions: Programs, kept: tuple[Po
     for rank in range(plan.ranks):
         stages = ", ".join(f"{s.stage} ({s.first} … {s.last})" for s in plan.stages if s.rank == rank)
         title = (
-            f"Rank {rank} of {plan.ranks}: {plan.model}, stage {stages}.\n\n"
-            f"Schedule {plan.schedule}, {plan.step.microbatches} microbatches."
+            f"Rank {rank} of {plan.ranks}: {plan.model}, stage {stages}.",
+            "",
+            f"Schedule {plan.schedule}, {plan.step.microbatches} microbatches.",
         )
         programs.append(
             program_source(

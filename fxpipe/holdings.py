@@ -8,8 +8,23 @@ from torch import nn
 
 from fxpipe.artefact import RankTensors
 from fxpipe.codegen.program import Tied
+from fxpipe.errors import CaptureError
 from fxpipe.graph import Kind, Section
 from fxpipe.vocabulary.rows import rows_of
+
+
+def check_names(model: nn.Module) -> None:
+    """Raise CaptureError for a parameter or buffer whose name plan and files cannot hold."""
+    for name, _ in (*model.named_parameters(), *model.named_buffers()):
+        reason = ""
+        if any("\ud800" <= c <= "\udfff" for c in name):
+            reason = "it holds half of a surrogate pair, which is no text"
+        elif name == "__metadata__":
+            reason = "safetensors keeps that name for itself"
+        elif rows_of(name):
+            reason = "names that end so stand for some rows of a table"
+        if reason:
+            raise CaptureError(f"No pipeline can hold the parameter or buffer {name!r}: {reason}. Rename it.")
 
 
 def holdings(

@@ -17,6 +17,7 @@ from fxpipe.artefact import Artefact, Plan
 from fxpipe.errors import ArtefactError, FxpipeError, RunError, SizeError
 from fxpipe.expressions import Expressions, PlanWork
 from fxpipe.graph import Section
+from fxpipe.names import printable
 from fxpipe.runtime.away import Away, check_tier, open_store
 from fxpipe.runtime.batch import batch_leaves
 from fxpipe.runtime.comm import Comm, DistributedComm
@@ -353,8 +354,9 @@ class Pipeline:
     @cache  # noqa: B019 - as long-lived as the pipeline
     def _step_function(self, rank: int) -> Callable[[Runtime, Any], torch.Tensor]:
         name = f"rank{rank}.py"
-        file = f"<fxpipe {self.plan.model} {name}>" if self.directory is None else str(self.directory / name)
-        return load_step(self.artefact.programs[rank], file)
+        if self.directory is None:
+            return load_step(self.artefact.programs[rank], f"<fxpipe {printable(self.plan.model)} {name}>")
+        return load_step(self.artefact.programs[rank], str(self.directory / name))
 
     def _tensors_of(self, rank: int) -> dict[str, torch.Tensor]:
         held = self.plan.tensors[rank]

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from fxpipe.api import load
 from fxpipe.artefact import taken
 from fxpipe.errors import ArtefactError, BatchError
+from fxpipe.names import terminal
 from fxpipe.pipeline import Pipeline
 from fxpipe.recorded import write_spans
 from fxpipe.runtime.batch import BatchSpec
@@ -62,7 +63,7 @@ def train(
         write_spans(directory, rank, pipe.runtime.record.spans)
     if save is not None:
         pipe.save(save)
-        console.print(f"saved: {save}")
+        console.print(terminal(f"saved: {save}"))
 
 
 def read_data(path: Path, spec: BatchSpec) -> dict[str, torch.Tensor]:

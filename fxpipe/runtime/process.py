@@ -116,7 +116,7 @@ class Process:
 
     def leave_failure(self, message: str) -> None:
         """Let the other ranks know why this one stops."""
-        _store().set(FAILURE, message)
+        _store().set(FAILURE, message.encode(errors="backslashreplace").decode())
 
     def find_failure(self) -> str | None:
         """The message of a rank that stopped, once it is there."""

@@ -28,7 +28,7 @@ def read_schedule(path: Path | str) -> Schedule:
     path = Path(path)
     try:
         text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # also bytes that are no text, and a path that is no path
         raise ScheduleError(f"schedule file {path} cannot be read: {error}") from error
     return parse_schedule(text, path.stem)
 
