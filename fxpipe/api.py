@@ -140,7 +140,7 @@ def compile(
     if process is not None:
         artefact = _shared(artefact, process)
     assert artefact is not None
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False, emoji=False)
     if compiled is not None and console.is_terminal and artefact.plan.tried:
         explain(artefact.plan, console)
     pipe = Pipeline(

@@ -278,7 +278,7 @@ class Pipeline:
     def explain(self) -> None:
         """Print why it has the schedule that it has: what ``schedule="auto"`` tried, the fastest first, with
         each one's step, peak memory, and what was moved or made again."""
-        explain(self.plan, Console())
+        explain(self.plan, Console(markup=False, emoji=False))
 
     def draw(self, path: str | Path, expand: tuple[int, str] | None = None) -> list[Path]:
         """Write pictures of the graph and of the schedule into a directory; return the files.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 LEVELS = ("", "norms", "full")  # of recompute
 MOST_RANKS, MOST_BYTES, MOST_LENGTH = 1 << 16, 1 << 48, 1 << 31
-MOST_DIMENSIONS, MOST_POWER = 64, 16
+MOST_DIMENSIONS, MOST_POWER, MOST_TERMS, MOST_TRIED = 64, 16, 1024, 4096
 
 
 def check_plan(plan: Plan) -> None:
@@ -170,6 +170,7 @@ def _figures(plan: Plan) -> None:
     for rank, memory in enumerate(found.peak_memory):
         _fits(f"prediction.peak_memory[{rank}]", memory, memory >= 0, "0 or more")
     _fits("recompute", plan.recompute, plan.recompute in LEVELS, "empty, 'norms' or 'full'")
+    _between("the length of tried", len(plan.tried), 0, MOST_TRIED)
     for k, attempt in enumerate(plan.tried):
         path = f"tried[{k}]"
         _between(f"{path}.stages_per_rank", attempt.stages_per_rank, 1, 2**31)
@@ -221,6 +222,7 @@ def _work(plan: Plan) -> None:
 
 
 def _terms(path: str, terms: Terms, lengths: int) -> None:
+    _between(f"the length of {path}", len(terms), 0, MOST_TERMS)
     for k, term in enumerate(terms):
         _fits(f"{path}[{k}]", term, len(term) == 2 + lengths, f"of {2 + lengths} numbers")
         _fits(f"{path}[{k}][1]", term[1], term[1] >= 1, "1 or more")

@@ -79,7 +79,7 @@ def _compare(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps([_figures(name, outcome) for name, outcome in outcomes.items()]))
         return
-    console = Console()
+    console = Console(markup=False, emoji=False)
     console.print(sizes, highlight=False, soft_wrap=True)
     best = {point.name for point in frontier(points)}
     console.print(_table(outcomes, best, source))

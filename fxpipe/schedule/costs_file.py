@@ -20,7 +20,7 @@ from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.costs import Costs, Edge, Link, StageCost, chain
 from fxpipe.strict import MEBIBYTE, Misfit, misfit, parse_json, read_text, structure, unstructure
 
-MOST_BYTES = 32 * MEBIBYTE
+MOST_BYTES = 8 * MEBIBYTE
 
 
 @dataclass(frozen=True)
