@@ -241,9 +241,17 @@ def taken(path: Path) -> str:
 
 
 def write_programs(artefact: Artefact, directory: Path) -> None:
-    for rank, source in enumerate(artefact.programs):
-        (directory / f"rank{rank}.py").write_bytes(source.encode())
-    (directory / "plan.json").write_text(artefact.plan.to_json())
+    """Raises ArtefactError for what would be too large to be read again."""
+    texts = {f"rank{rank}.py": source.encode() for rank, source in enumerate(artefact.programs)}
+    texts["plan.json"] = artefact.plan.to_json().encode()
+    for name, text in texts.items():
+        most = MOST_PLAN_BYTES if name == "plan.json" else MOST_PROGRAM_BYTES
+        if len(text) > most:
+            raise ArtefactError(
+                f"{name} would be larger than {most // MEBIBYTE} MiB, and not be read again. Take fewer "
+                "microbatches, or offload less."
+            )
+        (directory / name).write_bytes(text)
 
 
 def write_tensors(tensors: Mapping[str, torch.Tensor], program: str, directory: Path, rank: int) -> None:

@@ -127,8 +127,8 @@ def parse_op(text: str) -> Op:
 
 
 def parse_ops(line: str) -> tuple[Op, ...]:
-    """Ops divided by spaces."""
-    return tuple(map(parse_op, line.split()))
+    """Ops divided by spaces.  Raises ScheduleError for the first word that is none."""
+    return tuple(parse_op(word[0]) for word in re.finditer(r"\S+", line))
 
 
 def parse_order(text: str) -> Order:
