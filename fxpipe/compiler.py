@@ -28,7 +28,7 @@ from fxpipe.errors import PartitionError, ScheduleError, VocabularyError
 from fxpipe.exchanges import exchanges
 from fxpipe.expressions import PlanWork
 from fxpipe.graph import Colour, Kind, Phase, Section
-from fxpipe.holdings import check_names, holdings, shapes_of, tied_parameters, weight_bytes
+from fxpipe.holdings import check_names, holdings, layouts_of, tied_parameters, weight_bytes
 from fxpipe.measure import measured_bandwidth
 from fxpipe.options import AUTO, Options, barriers_tried, levels_tried, stage_counts
 from fxpipe.partition.device import Device, describe
@@ -91,7 +91,7 @@ def compile_model(
             work = work_for_any_size(choice.ledger, choice.cut.graph, choice.cut.samples, hardware)
     with phase("codegen"):
         choice, kept = _with_departures(choice)
-        plan = _plan(model, example, options, choice, collectives, work)
+        plan = _plan(model, example, options, choice, collectives, work, captured.constants)
         if kept:
             plan = replace(plan, tier=_tier(options, device), pools=tuple(pool.bytes for pool in kept))
         programs = _programs(plan, choice, instructions, kept)
@@ -207,6 +207,7 @@ def _plan(
     choice: Choice,
     collectives: tuple[Exchange, ...],
     work: PlanWork | None,
+    constants: dict[str, torch.Tensor],
 ) -> Plan:
     graph, schedule = choice.cut.graph, choice.schedule
     named = output_dict(graph)
@@ -243,7 +244,7 @@ def _plan(
         vocabulary=choice.cut.vocabulary,
         collectives=len(collectives),
         tensors=tensors,
-        shapes=shapes_of(model, tensors),
+        layouts=layouts_of(model, tensors, constants),
         prediction=Prediction(
             timeline.seconds, timeline.span_bubble, timeline.makespan_bubble, timeline.peak_memory
         ),

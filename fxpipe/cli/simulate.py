@@ -74,7 +74,7 @@ def _simulate(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(figures(timeline, best, moved)))
         return
-    console = Console()
+    console = Console(markup=False, emoji=False)
     print_timeline(console, timeline, source, best, None if moved is None else (whole, moved))
     if options.draw is not None:
         console.print(terminal(f"drawn: {options.draw}"), soft_wrap=True)
