@@ -87,8 +87,11 @@ def _stage(node: fx.Node) -> int:
     return node.meta["colour"].stage
 
 
+_TURNS = {phase: turn for turn, phase in enumerate(Phase)}
+
+
 def _turn(node: fx.Node) -> int:
-    return list(Phase).index(node.meta["colour"].phase)
+    return _TURNS[node.meta["colour"].phase]
 
 
 def tensors(node: fx.Node) -> list[torch.Tensor]:
