@@ -89,7 +89,8 @@ def capture(
         watch.warn_of_changes({id(x) for x in constants})
     with compat.plain_kernels(), mode:
         module = functionalize(module, values)
-    captured = Captured(*clean(module, [x.input for x in given], step.layout))
+    frozen = {r.name for r in step.registered if not r.tensor.requires_grad}
+    captured = Captured(*clean(module, [x.input for x in given], step.layout, frozen))
     _check_written(captured.graph, step.registered)
     return captured
 
