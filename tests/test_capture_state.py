@@ -480,6 +480,16 @@ def test_split_points_between_reading_and_writing_a_buffer():
     assert_equals_eager(Apart, rows, ranks=2, schedule="zb-h1")
 
 
+def test_a_batch_norm_that_is_called_all_along():
+    class Everywhere(BatchNorm):
+        def between(self, x, i):
+            return self.norm(x)
+
+    message = refused(Everywhere, schedule="1f1b", stages_per_rank=3)
+    assert "norm.running_mean" in message
+    assert "called all along" in message
+
+
 def test_a_scripted_child():
     class Scripted(Layers):
         def prepare(self):

@@ -21,7 +21,7 @@ from fxpipe.graph import Input, Kind, Origin
 from fxpipe.names import identifier
 from fxpipe.runtime.checks import expect, expect_op
 from fxpipe.runtime.random import keyed
-from fxpipe.values import drop_dead
+from fxpipe.values import draws_numbers, drop_dead
 
 aten = torch.ops.aten
 
@@ -120,24 +120,13 @@ def _copied(
     args = fx.map_arg(node.args, new.__getitem__)
     kwargs = fx.map_arg(node.kwargs, new.__getitem__)
     target = node.target
-    if _is_random(node):
+    if draws_numbers(node):
         args = (key, node.meta["random_position"], target, *args)  # type: ignore[arg-type]
         target = keyed
     origin = node.meta.get("origin", Origin())
     copy = graph.create_node("call_function", target, args, kwargs, name=_name(node, origin, short))
     copy.meta.update(origin=origin, val=node.meta.get("val"))
     return copy
-
-
-def _is_random(node: fx.Node) -> bool:
-    """Whether the op draws numbers: its tag says so, and no argument switches that off."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
-    parameters = node.target._schema.arguments  # type: ignore[union-attr]
-    given = {p.name: a for p, a in zip(parameters, node.args, strict=False)} | dict(node.kwargs)
-    defaults = {p.name: p.default_value for p in parameters if p.has_default_value()}
-    values = defaults | given
-    return values.get("dropout_p") != 0.0 and values.get("train", True) is not False
 
 
 def _place_sums(graph: fx.Graph) -> None:
