@@ -199,6 +199,32 @@ class Swapped(Layers):
         return x
 
 
+class PartOfAnother(Layers):
+    """A buffer's new value is a view of another one, which changes as well."""
+
+    def prepare(self):
+        self.register_buffer("ahead", torch.arange(2.0 * WIDTH).view(2, WIDTH))
+        self.register_buffer("whole", torch.ones(2, WIDTH))
+
+    def between(self, x, i):
+        if i == 1:
+            self.ahead, self.whole = self.whole.flip(0).view(WIDTH, 2).view(2, WIDTH), self.ahead + 1
+            return x * self.ahead.cos()
+        return x
+
+
+class ViewOfAnother(Layers):
+    def prepare(self):
+        self.register_buffer("last", torch.zeros(WIDTH))
+        self.register_buffer("all", torch.ones(2, WIDTH))
+
+    def between(self, x, i):
+        if i == 1:
+            self.last, self.all = self.all[0], self.all * 0.5 + x.detach()
+            return x + self.last
+        return x
+
+
 class _Halves(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, scale):
@@ -288,6 +314,8 @@ RIGHT = [
     Previous,
     KeepsTheBatch,
     Swapped,
+    PartOfAnother,
+    ViewOfAnother,
     WrittenInBackward,
     SharedLayers,
     Aliases,
@@ -318,6 +346,13 @@ def test_a_saved_pipeline_goes_on_from_its_buffers(model, tmp_path):
     result = fxpipe.load(tmp_path / "saved").run_local(data, step=1)
     assert relative_error(result.loss, loss) <= LIMIT
     assert too_far(result.grads, grads, LIMIT) == {}
+
+
+def test_one_microbatch_at_a_time():
+    """A new value that is a view of another buffer is stored before or after that one, with the same "
+    "result."""
+    for model in (Swapped, PartOfAnother, ViewOfAnother):
+        assert_equals_eager(model, rows, ranks=2, microbatches=1, schedule="1f1b")
 
 
 def refused(model: type[nn.Module], **options) -> str:

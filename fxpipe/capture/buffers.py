@@ -15,7 +15,7 @@ from torch import fx
 from fxpipe.errors import CaptureError
 from fxpipe.graph import Input, Kind, read_buffer
 from fxpipe.runtime.checks import expect
-from fxpipe.values import output_dict
+from fxpipe.values import output_dict, storage_root
 
 aten = torch.ops.aten
 
@@ -57,7 +57,8 @@ def read_once(graph: fx.Graph) -> None:
     copied = {}
     for name, value in output_dict(graph)["buffers"].items():
         copied[name] = value
-        if value.op == "placeholder" or value.target is read_buffer:
+        root = storage_root(value)
+        if root.op == "placeholder" or root.target is read_buffer:
             copied[name] = _copy(graph, value, reads.get(name))
     _set_buffers(graph, copied)
 
