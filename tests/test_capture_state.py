@@ -1,5 +1,6 @@
 """Buffers that the step changes, tensors under several names, and Python state: as in eager, or an error."""
 
+import functools
 import random
 
 import numpy as np
@@ -273,6 +274,31 @@ class CachedTable(Layers):
         return x * self.table + self.tables[WIDTH] if i in (1, 4) else x
 
 
+class _Rotation:
+    """A table that is made when it is called for the first time, in an object that is no module."""
+
+    def __init__(self):
+        self.table = None
+
+    def __call__(self, x):
+        if self.table is None:
+            self.table = torch.arange(float(WIDTH)).cos()
+        return x * self.table
+
+
+@functools.lru_cache
+def _ramp(width):
+    return torch.linspace(0.0, 1.0, width)
+
+
+class CachedElsewhere(Layers):
+    def prepare(self):
+        self.rotate = _Rotation()
+
+    def between(self, x, i):
+        return self.rotate(x) + _ramp(WIDTH) if i in (1, 4) else x
+
+
 class PlainTensor(Layers):
     def prepare(self):
         self.table = torch.arange(float(WIDTH))
@@ -320,6 +346,7 @@ RIGHT = [
     SharedLayers,
     Aliases,
     CachedTable,
+    CachedElsewhere,
     PlainTensor,
     Converts,
     Lstm,
@@ -346,6 +373,15 @@ def test_a_saved_pipeline_goes_on_from_its_buffers(model, tmp_path):
     result = fxpipe.load(tmp_path / "saved").run_local(data, step=1)
     assert relative_error(result.loss, loss) <= LIMIT
     assert too_far(result.grads, grads, LIMIT) == {}
+
+
+def test_caches_outside_of_modules_hold_no_fake_tensors():
+    _ramp.cache_clear()
+    model = CachedElsewhere()
+    fxpipe.compile(model, rows(2), ranks=2, microbatches=2, schedule="1f1b")
+    assert model.rotate.table is None
+    assert type(_ramp(WIDTH)) is torch.Tensor
+    model(*rows(2)).backward()
 
 
 def test_one_microbatch_at_a_time():

@@ -12,6 +12,7 @@ import functools
 import gc
 import random
 import sys
+import types
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from fxpipe.errors import CaptureError
 
 _CONTAINERS = (dict, list, set, deque)
 _VALUES = (str, bytes, int, float, complex, torch.Tensor, torch.dtype, torch.device, type(None))
+_CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
 #: Packages whose cached functions hold no tensors of a model.
 _OTHERS = frozenset({*sys.stdlib_module_names, "torch", "sympy", "numpy", "fxpipe"})
 
@@ -74,7 +76,7 @@ def _is_walked(thing: Any) -> bool:
     "configurations."""
     if isinstance(thing, (nn.Module, *_CONTAINERS, tuple)):
         return True
-    if isinstance(thing, (torch.Tensor, type)) or callable(thing):
+    if isinstance(thing, (torch.Tensor, type, *_CODE)):
         return False
     return type(thing).__module__.partition(".")[0] not in ("torch", "builtins", "numpy")
 

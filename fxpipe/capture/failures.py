@@ -42,7 +42,9 @@ def explained(error: Exception, provenance: Provenance) -> CaptureError:
             torch.compiler.reset()  # which such an operator leaves half done
             return CaptureError(f"The model uses {what}, in {where}, which a program cannot hold. {remedy}")
     return TraceFailure(
-        f"The model cannot be traced, in {where}: {type(error).__name__}: {_first_line(error)}"
+        f"The model cannot be traced, in {where}: {type(error).__name__}: {_first_line(error)}\n"
+        "See first whether it runs on the example without fxpipe, with its loss.backward(); if it does, that "
+        "line asks tensors for something that only real ones have."
     )
 
 
