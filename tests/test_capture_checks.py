@@ -92,6 +92,14 @@ class InPlace(Reads):
         return x if (seen == 1).all() else -x
 
 
+class PicksAll(Reads):
+    """Leaves out what is padding, and nothing is: as images that are zero, or loops in a graph."""
+
+    def read(self, x, mask):
+        rows = mask.any(1).nonzero().squeeze(1)
+        return x[rows][mask.bool()].view(x.shape) + x[mask == 0].sum()
+
+
 class ValidatedDistribution(Reads):
     def read(self, x, mask):
         return x + torch.distributions.Normal(x, self.table.exp(), validate_args=True).log_prob(mask)
@@ -119,6 +127,7 @@ RIGHT = [
     Lengths,
     Constants,
     InPlace,
+    PicksAll,
     ValidatedDistribution,
     Encoder,
 ]
@@ -130,7 +139,7 @@ def test_equals_eager(model, options):
     assert_equals_eager(model, batch, ranks=2, **options)
 
 
-@pytest.mark.parametrize("model", [AllOfAMask, InRange, Equal, InPlace])
+@pytest.mark.parametrize("model", [AllOfAMask, InRange, Equal, InPlace, PicksAll])
 def test_another_microbatch_that_would_take_another_branch(model):
     pipe = fxpipe.compile(model(), batch(2), ranks=2, microbatches=3, schedule="1f1b")
     data = batch(6)
@@ -164,6 +173,16 @@ def test_a_real_number_of_the_data():
     message = refused(Scales)
     assert "depend" in message or "reads the number" in message
     assert "test_capture_checks.py:" in message
+
+
+def test_a_mask_that_picks_some():
+    class Some(Reads):
+        def read(self, x, mask):
+            return x + x[x > 0].mean()
+
+    message = refused(Some)
+    assert "depend on data" in message
+    assert "torch.where" in message
 
 
 def test_layer_drop():

@@ -20,14 +20,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from fxpipe import compat
+from fxpipe.capture.answers import Questions
 from fxpipe.capture.borrow import borrowed
 from fxpipe.capture.clean import clean
 from fxpipe.capture.constants import check_constants
-from fxpipe.capture.example import Example
 from fxpipe.capture.failures import TraceFailure, explained
 from fxpipe.capture.frozen import Watch
 from fxpipe.capture.functional import functionalize
-from fxpipe.capture.provenance import Intercepted, Provenance
+from fxpipe.capture.provenance import Provenance
 from fxpipe.capture.registered import Registered, overlapping, registered
 from fxpipe.errors import CaptureError
 from fxpipe.graph import Input, Kind
@@ -209,14 +209,15 @@ class _Step:
         self.gradients = gradients
         self.registered = registered(model)
         self.leaves, self.spec = pytree.tree_flatten(example)
-        self.provenance = Provenance(model, Example([x.real for x in given]))
+        self.provenance = Provenance(model, [x.real for x in given])
         self.layout: dict[str, Any] = {}  # what the flat outputs of the traced graph are
 
     def __call__(self, *values: torch.Tensor) -> list[torch.Tensor]:
         example = self._example()
         wanted = {x.input.name: x.fake for x in self.given if x.fake.requires_grad}
         hooks = {r.name: compat.gradient_hooks(r.tensor) for r in self.registered}
-        with self.provenance, Intercepted(self.provenance):
+        questions = Questions(self.provenance.answers, self.provenance.place)
+        with self.provenance, questions:
             for name, value in wanted.items():
                 for hook in hooks.get(name, ()):
                     value.register_hook(hook)

@@ -1,0 +1,144 @@
+"""What Python code that is being traced gets to know of values, and what the program then has to check.
+
+    of constants alone            ──►  the value, nothing to check
+    of the microbatch             ──►  the example's value, and an ``expect`` that holds it
+    indices by a mask that picks
+    all or nothing in the example ──►  those indices, and an ``expect`` that it does
+
+Other shapes that depend on values, and floating-point numbers of data, are refused: the next microbatch would
+have others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from fxpipe import compat
+from fxpipe.capture.example import Example
+from fxpipe.errors import CaptureError
+from fxpipe.runtime.checks import expect_op
+
+aten = torch.ops.aten
+
+
+class Answers:
+    """inputs: a real tensor for each placeholder of the trace.  place: says where the user's code is now."""
+
+    def __init__(self, inputs: Sequence[torch.Tensor], place: Callable[[], str]):
+        self._example, self._place = Example(inputs), place
+
+    def numbers(self, tensor: torch.Tensor) -> list[Any]:
+        """The tensor's elements as Python numbers.
+
+        Raises CaptureError for floating-point numbers of the data.
+        """
+        value, varies = self._value(tensor)
+        with compat.no_modes():
+            numbers = value.reshape(-1).tolist()
+        if varies and numbers:
+            if value.is_floating_point() or value.is_complex():
+                raise CaptureError(
+                    f"The model's code reads the number {numbers[0]} from the data, at {self._place()}. A "
+                    "pipeline program is fixed before the data is known: keep it a tensor (no .item(), no "
+                    "float() there)."
+                )
+            expect_op(tensor.detach(), numbers, self._place())
+        return numbers
+
+    def result(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an op whose shape depends on values; None where that may be another one next time."""
+        if func is aten.nonzero.default:
+            return self._picked(args[0])
+        if func is aten.index.Tensor:
+            return self._indexed(*args)
+        varies = []
+
+        def real(tensor: torch.Tensor) -> torch.Tensor:
+            value, depends = self._value(tensor)
+            varies.append(depends)
+            return value
+
+        args, kwargs = pytree.tree_map_only(torch.Tensor, real, (args, kwargs))
+        if any(varies):
+            return None
+        with compat.no_modes():
+            return func(*args, **kwargs)
+
+    def _indexed(self, tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        """Masks among the indices are replaced by the positions that they pick."""
+        places: list[torch.Tensor | None] = []
+        for index in indices:
+            if index is None or index.dtype not in (torch.bool, torch.uint8):
+                places.append(index)
+                continue
+            picked = self._picked(index)
+            if picked is None:
+                return None
+            with compat.no_modes():
+                places += picked.unbind(1)
+        return aten.index.Tensor(tensor, places)
+
+    def _picked(self, mask: torch.Tensor) -> torch.Tensor | None:
+        """The positions of what is not zero, if these are known: a real tensor."""
+        value, varies = self._value(mask)
+        with compat.no_modes():
+            positions = value.nonzero()
+        if varies:
+            if len(positions) not in (0, value.numel()):
+                return None
+            picks_all = len(positions) > 0
+            picked = aten.ne.Scalar(mask, 0)
+            whole = aten.all.default(picked) if picks_all else aten.any.default(picked)
+            expect_op(whole, [picks_all], self._place())
+        return positions
+
+    def _value(self, tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """The real value, and whether it depends on the microbatch, parameters or buffers."""
+        node = compat.traced_node(tensor)
+        if node is None:  # made by no op of the trace
+            return tensor, False
+        return self._example.value(node, compat.traced_constants(), self._place())
+
+
+class Questions(TorchFunctionMode):
+    """While entered, what code asks tensors behind the dispatcher's back goes through it."""
+
+    def __init__(self, answers: Answers, place: Callable[[], str]):
+        super().__init__()
+        self._answers, self._place = answers, place
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.tolist and args[0].dim():
+            return self._tolist(args[0])
+        if func is torch.allclose:
+            return bool(torch.isclose(*args, **(kwargs or {})).all())
+        if func is torch.equal:
+            return args[0].shape == args[1].shape and bool((args[0] == args[1]).all())
+        if getattr(func, "__self__", None) is torch.Tensor.data and func.__name__ == "__set__":
+            return self._set_data(*args)
+        return func(*args, **(kwargs or {}))
+
+    def _tolist(self, tensor: torch.Tensor) -> list[Any]:
+        numbers = self._answers.numbers(tensor)
+        for length in reversed(tensor.shape[1:]):
+            numbers = [numbers[k : k + length] for k in range(0, len(numbers), length)]
+        return numbers
+
+    def _set_data(self, tensor: torch.Tensor, data: torch.Tensor) -> None:
+        """``x.data = y`` as a write in place, which the graph shows."""
+        if data is tensor:
+            return
+        for what in ("shape", "dtype", "device"):
+            old, new = getattr(tensor, what), getattr(data, what)
+            if old != new:
+                raise CaptureError(
+                    f"The forward assigns to the .data of a tensor one of another {what} ({old} becomes "
+                    f"{new}), at {self._place()}. Convert it once, before you compile."
+                )
+        with torch.no_grad():
+            tensor.copy_(data)
