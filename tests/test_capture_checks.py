@@ -100,6 +100,11 @@ class PicksAll(Reads):
         return x[rows][mask.bool()].view(x.shape) + x[mask == 0].sum()
 
 
+class PicksAllInPlace(PicksAll):
+    def read(self, x, mask):
+        return super().read(x.clone().mul_(2), mask)
+
+
 class ValidatedDistribution(Reads):
     def read(self, x, mask):
         return x + torch.distributions.Normal(x, self.table.exp(), validate_args=True).log_prob(mask)
@@ -128,6 +133,7 @@ RIGHT = [
     Constants,
     InPlace,
     PicksAll,
+    PicksAllInPlace,
     ValidatedDistribution,
     Encoder,
 ]

@@ -112,6 +112,9 @@ class Provenance(compat.TorchDispatchMode):
             try:
                 result = func(*args, **(kwargs or {}))
             except compat.DATA_DEPENDENT:
+                graph = compat.traced_graph()
+                for node in reversed(compat.nodes_after(self._seen, graph)):
+                    graph.erase_node(node)  # of the op that has no result
                 result = self.answers.result(func, args, kwargs or {})
                 if result is None:
                     raise

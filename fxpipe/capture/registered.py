@@ -24,8 +24,8 @@ class Registered:
 
     def now(self) -> list[torch.Tensor | None]:
         """What hangs there now, a tensor for each slot."""
-        return [getattr(module, "_parameters" if self.kind is Kind.PARAMETER else "_buffers").get(key)
-                for module, key in self.slots]  # fmt: skip
+        own = "_parameters" if self.kind is Kind.PARAMETER else "_buffers"
+        return [getattr(module, own).get(key) for module, key in self.slots]
 
 
 def registered(model: nn.Module) -> list[Registered]:
