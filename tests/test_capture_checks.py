@@ -105,6 +105,19 @@ class PicksAllInPlace(PicksAll):
         return super().read(x.clone().mul_(2), mask)
 
 
+class GraphInABuffer(Reads):
+    """Drops the loops of a graph that is a buffer, and scales by a number of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("edges", torch.tensor([[0, 1, 2, 3, 3], [1, 1, 0, 2, 3]]))
+
+    def read(self, x, mask):
+        edges = self.edges[:, self.edges[0] != self.edges[1]]
+        kept = torch.repeat_interleave(torch.arange(WIDTH), self.edges.max())[:WIDTH]
+        return x.index_add(1, edges[0], x[:, edges[1]])[:, kept] * float(self.table.mean())
+
+
 class ValidatedDistribution(Reads):
     def read(self, x, mask):
         return x + torch.distributions.Normal(x, self.table.exp(), validate_args=True).log_prob(mask)
@@ -134,6 +147,7 @@ RIGHT = [
     InPlace,
     PicksAll,
     PicksAllInPlace,
+    GraphInABuffer,
     ValidatedDistribution,
     Encoder,
 ]
@@ -156,6 +170,15 @@ def test_another_microbatch_that_would_take_another_branch(model):
     message = str(caught.value)
     assert "test_capture_checks.py:" in message
     assert "this microbatch gives" in message
+
+
+def test_a_buffer_that_gets_other_values():
+    model = GraphInABuffer()
+    pipe = fxpipe.compile(model, batch(2), ranks=2, microbatches=2, schedule="1f1b")
+    pipe.run_local(batch(4))
+    model.edges[0, 0] = 1
+    with pytest.raises(fxpipe.RunError, match=r"test_capture_checks\.py:"):
+        pipe.run_local(batch(4))
 
 
 def test_constants_are_not_checked():

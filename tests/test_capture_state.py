@@ -200,6 +200,15 @@ class Swapped(Layers):
         return x
 
 
+class ReplacedThenSwapped(Swapped):
+    def between(self, x, i):
+        if i == 1:
+            self.other = self.other * 0.8 + x.detach().mean(0)
+        if i == 5:
+            self.one, self.other = self.other, self.one
+        return x
+
+
 class PartOfAnother(Layers):
     """A buffer's new value is a view of another one, which changes as well."""
 
@@ -340,6 +349,7 @@ RIGHT = [
     Previous,
     KeepsTheBatch,
     Swapped,
+    ReplacedThenSwapped,
     PartOfAnother,
     ViewOfAnother,
     WrittenInBackward,

@@ -1,12 +1,13 @@
 """What Python code that is being traced gets to know of values, and what the program then has to check.
 
     of constants alone            ──►  the value, nothing to check
-    of the microbatch             ──►  the example's value, and an ``expect`` that holds it
+    of buffers alone              ──►  the value, and an ``expect`` that holds it
+    of the microbatch             ──►  the example's value, and an ``expect`` that holds it, but for numbers
+                                       that no other microbatch would share
     indices by a mask that picks
     all or nothing in the example ──►  those indices, and an ``expect`` that it does
 
-Other shapes that depend on values, and floating-point numbers of data, are refused: the next microbatch would
-have others.
+Other shapes that depend on the microbatch, and floating-point numbers of it, are refused.
 """
 
 from __future__ import annotations
@@ -21,15 +22,20 @@ from torch.utils import _pytree as pytree
 from fxpipe import compat
 from fxpipe.capture.example import Example
 from fxpipe.errors import CaptureError
+from fxpipe.graph import Kind
 from fxpipe.runtime.checks import expect_op
 
 aten = torch.ops.aten
 
+#: What stays the same from one microbatch to the next, where the step does not change it.
+_LASTING = frozenset({Kind.BUFFER})
+
 
 class Answers:
-    """inputs: a real tensor for each placeholder of the trace.  place: says where the user's code is now."""
+    """inputs: what each placeholder of the trace is, and its real tensor.  place: says where the user's "
+    "code is now."""
 
-    def __init__(self, inputs: Sequence[torch.Tensor], place: Callable[[], str]):
+    def __init__(self, inputs: Sequence[tuple[Kind, torch.Tensor]], place: Callable[[], str]):
         self._example, self._place = Example(inputs), place
 
     def numbers(self, tensor: torch.Tensor) -> list[Any]:
@@ -37,11 +43,11 @@ class Answers:
 
         Raises CaptureError for floating-point numbers of the data.
         """
-        value, varies = self._value(tensor)
+        value, kinds = self._value(tensor)
         with compat.no_modes():
             numbers = value.reshape(-1).tolist()
-        if varies and numbers:
-            if value.is_floating_point() or value.is_complex():
+        if kinds and numbers:
+            if kinds != _LASTING and (value.is_floating_point() or value.is_complex()):
                 raise CaptureError(
                     f"The model's code reads the number {numbers[0]} from the data, at {self._place()}. A "
                     "pipeline program is fixed before the data is known: keep it a tensor (no .item(), no "
@@ -56,16 +62,19 @@ class Answers:
             return self._picked(args[0])
         if func is aten.index.Tensor:
             return self._indexed(*args)
-        varies = []
+        found: list[tuple[torch.Tensor, torch.Tensor, frozenset[Kind]]] = []
 
         def real(tensor: torch.Tensor) -> torch.Tensor:
-            value, depends = self._value(tensor)
-            varies.append(depends)
+            value, kinds = self._value(tensor)
+            found.append((tensor, value, kinds))
             return value
 
         args, kwargs = pytree.tree_map_only(torch.Tensor, real, (args, kwargs))
-        if any(varies):
+        if any(kinds - _LASTING for _, _, kinds in found):
             return None
+        for tensor, value, kinds in found:
+            if kinds:
+                self._hold(tensor, value)
         with compat.no_modes():
             return func(*args, **kwargs)
 
@@ -85,23 +94,32 @@ class Answers:
 
     def _picked(self, mask: torch.Tensor) -> torch.Tensor | None:
         """The positions of what is not zero, if these are known: a real tensor."""
-        value, varies = self._value(mask)
+        value, kinds = self._value(mask)
         with compat.no_modes():
             positions = value.nonzero()
-        if varies:
-            if len(positions) not in (0, value.numel()):
-                return None
-            picks_all = len(positions) > 0
-            picked = aten.ne.Scalar(mask, 0)
-            whole = aten.all.default(picked) if picks_all else aten.any.default(picked)
-            expect_op(whole, [picks_all], self._place())
+        if not kinds - _LASTING:
+            if kinds:
+                self._hold(mask, value)
+            return positions
+        if len(positions) not in (0, value.numel()):
+            return None
+        picks_all = len(positions) > 0
+        picked = aten.ne.Scalar(mask, 0)
+        whole = aten.all.default(picked) if picks_all else aten.any.default(picked)
+        expect_op(whole, [picks_all], self._place())
         return positions
 
-    def _value(self, tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """The real value, and whether it depends on the microbatch, parameters or buffers."""
+    def _hold(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """Let the program check that a tensor has this value, which becomes a constant of it."""
+        with compat.no_modes():
+            held = value.clone()
+        expect_op(aten.all.default(aten.eq.Tensor(tensor, held)), [True], self._place())
+
+    def _value(self, tensor: torch.Tensor) -> tuple[torch.Tensor, frozenset[Kind]]:
+        """The real value, and what it depends on."""
         node = compat.traced_node(tensor)
         if node is None:  # made by no op of the trace
-            return tensor, False
+            return tensor, frozenset()
         return self._example.value(node, compat.traced_constants(), self._place())
 
 

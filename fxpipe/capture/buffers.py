@@ -25,7 +25,7 @@ def read_once(graph: fx.Graph) -> None:
     inputs = {n.meta["input"]: n for n in graph.find_nodes(op="placeholder")}
     old = {name: inputs.get(Input(Kind.BUFFER, name)) for name in output_dict(graph)["buffers"]}
     _set_buffers(graph, {n: v for n, v in output_dict(graph)["buffers"].items() if v is not old[n]})
-    position = {node: k for k, node in enumerate(graph.nodes)}
+    position: dict[fx.Node, float] = {node: k for k, node in enumerate(graph.nodes)}
     reads: dict[str, fx.Node] = {}
     for name in output_dict(graph)["buffers"]:
         placeholder = old[name]
@@ -35,7 +35,7 @@ def read_once(graph: fx.Graph) -> None:
         value = output_dict(graph)["buffers"][name]
         if value.op == "call_function":
             users.append(value)
-        first = min(users, key=lambda n: position.get(n, -1), default=_first_op(graph))
+        first = min(users, key=position.__getitem__, default=_first_op(graph))
         if (
             value.op == "call_function"
             and value.meta["origin"].backward
@@ -53,7 +53,7 @@ def read_once(graph: fx.Graph) -> None:
             )
         read.meta.update(val=placeholder.meta["val"], origin=first.meta["origin"])
         placeholder.replace_all_uses_with(read, lambda user, read=read: user is not read)
-        reads[name] = read
+        reads[name], position[read] = read, position[first] - 0.5
     copied = {}
     for name, value in output_dict(graph)["buffers"].items():
         copied[name] = value

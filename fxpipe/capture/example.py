@@ -17,18 +17,19 @@ from torch.utils import _pytree as pytree
 from fxpipe import compat
 from fxpipe.capture.functional import is_mutating
 from fxpipe.errors import CaptureError
+from fxpipe.graph import Kind
 from fxpipe.values import draws_numbers, storage_root, written
 
 
 class Example:
-    """inputs: a real tensor for each placeholder of the graph, in order."""
+    """inputs: what each placeholder of the graph is, and its real tensor, in order."""
 
-    def __init__(self, inputs: Sequence[torch.Tensor]):
+    def __init__(self, inputs: Sequence[tuple[Kind, torch.Tensor]]):
         self._inputs = inputs
         self._known: dict[fx.Node, Any] = {}
 
-    def value(self, node: fx.Node, root: torch.nn.Module, place: str) -> tuple[torch.Tensor, bool]:
-        """The node's value, and whether it depends on any input (else it is the same for all data).
+    def value(self, node: fx.Node, root: torch.nn.Module, place: str) -> tuple[torch.Tensor, frozenset[Kind]]:
+        """The node's value, and what it depends on; on nothing: it is the same for all data.
 
         root: where the graph's constants hang.  place: of the code that asks, for messages.
         Raises CaptureError where a random number or a tensor without values leads to it.
@@ -37,15 +38,18 @@ class Example:
         # What is written to is run anew for every question, on copies.
         writes = any(is_mutating(n) for n in needed)
         values = {} if writes else self._known
+        kinds = set()
         with compat.no_modes(), torch.no_grad():
             placeholders = iter(self._inputs)
             for n in node.graph.nodes:
-                given = next(placeholders) if n.op == "placeholder" else None
+                kind, given = next(placeholders) if n.op == "placeholder" else (None, None)
+                if n in needed and kind is not None:
+                    kinds.add(kind)
                 if n in needed and n not in values:
                     values[n] = _run(n, values, root, place) if given is None else _real(given, place)
                     if writes and n.op != "call_function":
                         values[n] = values[n].clone()
-        return values[node], any(n.op == "placeholder" for n in needed)
+        return values[node], frozenset(kinds)
 
 
 def _real(given: torch.Tensor, place: str) -> torch.Tensor:

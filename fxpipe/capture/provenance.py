@@ -21,7 +21,7 @@ from fxpipe import compat
 from fxpipe.capture.answers import Answers
 from fxpipe.capture.frozen import warn_of_seed
 from fxpipe.errors import CaptureError
-from fxpipe.graph import Origin
+from fxpipe.graph import Kind, Origin
 
 _LIBRARY = tuple(os.path.dirname(os.path.abspath(f)) + os.sep for f in (torch.__file__, fxpipe.__file__))
 
@@ -29,11 +29,11 @@ _LIBRARY = tuple(os.path.dirname(os.path.abspath(f)) + os.sep for f in (torch.__
 class Provenance(compat.TorchDispatchMode):
     """While entered, gives every node of the running make_fx trace its ``origin``.
 
-    Where the model's code asks for values, ``answers`` has them; ``inputs`` are the real tensors of the
-    graph's placeholders.  Before the gradient is taken, ``backward_from(loss)`` must be called.
+    Where the model's code asks for values, ``answers`` has them; ``inputs`` are the graph's placeholders,
+    with their real tensors.  Before the gradient is taken, ``backward_from(loss)`` must be called.
     """
 
-    def __init__(self, model: nn.Module, inputs: Sequence[torch.Tensor]):
+    def __init__(self, model: nn.Module, inputs: Sequence[tuple[Kind, torch.Tensor]]):
         super().__init__()
         self.answers = Answers(inputs, self.place)
         self._paths: list[str] = []

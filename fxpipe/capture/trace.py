@@ -209,7 +209,7 @@ class _Step:
         self.gradients = gradients
         self.registered = registered(model)
         self.leaves, self.spec = pytree.tree_flatten(example)
-        self.provenance = Provenance(model, [x.real for x in given])
+        self.provenance = Provenance(model, [(x.input.kind, x.real) for x in given])
         self.layout: dict[str, Any] = {}  # what the flat outputs of the traced graph are
 
     def __call__(self, *values: torch.Tensor) -> list[torch.Tensor]:
