@@ -52,6 +52,7 @@ def compile(
     seed: int = 0,
     gradients: bool = True,
     dimensions: Mapping[str, int] | None = None,
+    fixed: Sequence[str] = (),
 ) -> Pipeline:
     """Compile a model into one program a rank.
 
@@ -92,6 +93,12 @@ def compile(
         costs for other lengths: every dimension that is 256 long is called so, but for the leading one,
         ``microbatch``.  The model is traced twice more, at other lengths.  Raises SizeError where it then
         does other ops.
+    fixed: names of tensors of the example whose values are part of the program, where the model's Python code
+        decides by them in ways that a trace cannot follow (``["image_grid_thw"]``).  Every microbatch must
+        hold the same values, else RunError.
+
+    Where the forward branches on other data, the example decides, and each microbatch is checked to decide
+    alike, else RunError, which names the line.
 
     Under torchrun all ranks call it alike; rank 0 compiles and the others receive the programs.
     Raises CaptureError, PartitionError, VocabularyError or ScheduleError, each with what to do, and RunError
@@ -101,6 +108,8 @@ def compile(
         raise CaptureError(f"The model is a {type(model).__name__}; fxpipe compiles an nn.Module.")
     if isinstance(split_points, str):
         raise PartitionError(f"split_points is a list of module paths: give [{split_points!r}].")
+    if isinstance(fixed, str):
+        raise CaptureError(f"fixed is a list of names: give [{fixed!r}].")
     options = Options(
         ranks=ranks,
         microbatches=microbatches,
@@ -120,6 +129,7 @@ def compile(
         offload_bandwidth=offload_bandwidth,
         ranks_per_link=ranks_per_link,
         dimensions=dimensions,
+        fixed=tuple(fixed),
     )
     check(options)
     device = _device_of(model)

@@ -16,27 +16,46 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as no_modes
 
 __all__ = [
     "DATA_DEPENDENT",
-    "FakeTensorMode",
+    "FakeMode",
     "StorageWeakRef",
     "TorchDispatchMode",
     "compiling_flags",
     "current_sequence_number",
     "gradient_hooks",
+    "is_tracing",
+    "mark_as_parameter",
     "no_modes",
     "nodes_after",
+    "plain_kernels",
     "sequence_number",
+    "traced_constants",
     "traced_graph",
+    "traced_node",
 ]
 
 #: Raised by a fake tensor where the model asks for a number that only real data has.
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+class FakeMode(FakeTensorMode):
+    """Fake tensors; the CTC loss, whose workspace is as long as the longest target, gets the longest "
+    "there can be."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._ctc_loss.Tensor:
+            scores, targets = args[:2]
+            steps, rows = scores.shape[0], scores.shape[1] if scores.dim() == 3 else 1
+            longest = targets.shape[1] if targets.dim() == 2 else targets.numel()
+            with self:
+                return scores.new_empty(rows), scores.new_empty(rows, steps, 2 * longest + 1)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 @contextlib.contextmanager
@@ -68,11 +87,54 @@ def gradient_hooks(parameter: torch.Tensor) -> list[Any]:
     return list((parameter._backward_hooks or {}).values())
 
 
+def mark_as_parameter(tensor: torch.Tensor) -> None:
+    """Let ``isinstance(tensor, nn.Parameter)`` be true."""
+    tensor._is_param = True
+
+
+def is_tracing() -> bool:
+    """Whether a make_fx trace is running, and not Dynamo's within it."""
+    return get_proxy_mode() is not None
+
+
 def traced_graph() -> torch.fx.Graph:
     """The graph that the make_fx trace now running writes to."""
     mode = get_proxy_mode()
     assert mode is not None, "no make_fx trace is running"
     return mode.tracer.graph
+
+
+def traced_constants() -> torch.nn.Module:
+    """What the constants of that graph are attributes of."""
+    mode = get_proxy_mode()
+    assert mode is not None, "no make_fx trace is running"
+    tracer: Any = mode.tracer
+    return tracer.root
+
+
+def traced_node(tensor: torch.Tensor) -> torch.fx.Node | None:
+    """The node of the running trace that stands for a tensor; None for one that the trace has not seen."""
+    mode = get_proxy_mode()
+    assert mode is not None, "no make_fx trace is running"
+    slot = get_proxy_slot(tensor, mode.tracer, None)
+    return None if slot is None else slot.proxy.node
+
+
+@contextlib.contextmanager
+def plain_kernels() -> Iterator[None]:
+    """Let ATen choose its own ops and not those of cuDNN and oneDNN.
+
+    Theirs keep a workspace that a run without autograd leaves empty (``mkldnn_rnn_layer``), or write to
+    arguments without saying so (``cudnn_batch_norm``).
+    """
+    before = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    torch._C._set_cudnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before[0])
+        torch._C._set_cudnn_enabled(before[1])
 
 
 def nodes_after(last: torch.fx.Node | None, graph: torch.fx.Graph) -> list[torch.fx.Node]:

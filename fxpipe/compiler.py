@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from fxpipe.choose import Choice, choose
 from fxpipe.codegen.program import RankPlan, program_source
 from fxpipe.costing import work_for_any_size
 from fxpipe.cut import CUT_PHASES, Cut, cut
-from fxpipe.errors import PartitionError, VocabularyError
+from fxpipe.errors import PartitionError, ScheduleError, VocabularyError
 from fxpipe.exchanges import exchanges
 from fxpipe.expressions import PlanWork
 from fxpipe.graph import Colour, Kind, Phase, Section
@@ -39,7 +39,7 @@ from fxpipe.runtime.batch import BatchSpec
 from fxpipe.runtime.rank import StepSpec
 from fxpipe.schedule.deadlock import prove
 from fxpipe.schedule.lowering import Exchange, Programs, lower
-from fxpipe.schedule.ops import order_text
+from fxpipe.schedule.ops import PHASES, order_text
 from fxpipe.schedule.pool import Pool, pools
 from fxpipe.schedule.simulator import simulate
 from fxpipe.sections import extract
@@ -68,7 +68,8 @@ def compile_model(
     hardware = describe(device)
 
     def traced(example: Any) -> Captured:
-        return capture(model, example, loss_fn, 1 / options.microbatches, device, options.gradients)
+        scale = 1 / options.microbatches
+        return capture(model, example, loss_fn, scale, device, options.gradients, options.fixed)
 
     with phase("capture"):
         lengths = None if options.dimensions is None else named_lengths(example, options.dimensions)
@@ -80,6 +81,7 @@ def compile_model(
     with phase("schedule"):
         bandwidth = _bandwidth(options, hardware, device)
         choice = choose(options, cuts, hardware, device, partial(_weights, model), 1 / bandwidth)
+        _check_buffer_order(choice)
         collectives = _exchanges(choice)
         instructions = lower(choice.schedule, choice.costs.edges, collectives)
         prove(instructions, choice.schedule.placement)
@@ -134,6 +136,20 @@ def _cuts(
                 if ways == (None,):
                     warnings.warn(f"vocab_parallel='auto' goes on without: {error}", stacklevel=2)
     return cuts
+
+
+def _check_buffer_order(choice: Choice) -> None:
+    """Microbatches change a buffer one after the other, in their order."""
+    for name, value in output_dict(choice.cut.graph)["buffers"].items():
+        stage, phase = value.meta["colour"].stage, value.meta["colour"].phase
+        rank = choice.schedule.placement[stage]
+        ops = [op for op in choice.schedule.order[rank] if op.stage == stage and phase in PHASES[op.kind]]
+        for before, op in pairwise(ops):
+            if op.microbatch < before.microbatch:
+                raise ScheduleError(
+                    f"The schedule {choice.schedule.name} runs {before} before {op}, and stage {stage} "
+                    f"changes the buffer {name!r}: its microbatches must come in their order."
+                )
 
 
 def _weights(model: nn.Module, cut: Cut, placement: tuple[int, ...]) -> tuple[int, ...]:

@@ -27,7 +27,8 @@ OUTPUTS = """
 {"loss":    the loss of one microbatch (a 0-d tensor),
  "count":   what the loss is a sum over, or None when the loss is a mean,
  "grads":   {parameter name: (contribution, …)}   one gradient, as summands,
- "buffers": {buffer name: new value}}             for every buffer that the step changes
+ "buffers": {buffer name: new value},             for every buffer that the step changes
+ "checks":  (expect, …)}                          what must hold of the microbatch, run for nothing else
 """
 
 
@@ -54,6 +55,15 @@ class Kind(StrEnum):
     GRADIENT = "gradient"  # of a parameter: added to its accumulator
 
 
+def read_buffer(buffer: _T) -> _T:
+    """In the graph: the value of a buffer that the step changes, as the microbatch before left it.
+
+    The one user of the buffer's placeholder, in the section that gives the new value; all other ops use this
+    node, so that whoever reads the buffer later, or again, gets the value of its own microbatch.
+    """
+    return buffer
+
+
 def offload(value: _T) -> _T:
     """In the graph: a value that may leave the rank; B and W use the ``reload`` of the result alone."""
     return value
@@ -77,6 +87,10 @@ class Origin:
     source: str = ""
     seq: int | None = None
     backward: bool = False
+
+    def __str__(self) -> str:
+        """For messages."""
+        return f"module {self.path!r}, {self.source or 'an unknown line'}"
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -42,6 +42,7 @@ class Options:
     offload_bandwidth: float | None = None
     ranks_per_link: int = 1
     dimensions: Mapping[str, int] | None = None
+    fixed: tuple[str, ...] = ()
 
 
 def check(options: Options) -> None:
@@ -61,6 +62,11 @@ def check(options: Options) -> None:
     if options.recompute not in (False, AUTO, *LEVELS):
         known = ", ".join(repr(level) for level in (*LEVELS, AUTO))
         raise ScheduleError(f"recompute is {options.recompute!r} and must be False, {known}.")
+    if options.fixed and options.dimensions is not None:
+        raise ScheduleError(
+            "dimensions traces the model at other lengths, at which the values of fixed inputs would not "
+            "fit: leave out one of the two."
+        )
     _check_offload(options)
     if options.placement is not None:
         place(options.placement, options.ranks, 1)

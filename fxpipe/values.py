@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import fx
 
-from fxpipe.graph import Phase, offload, reload
+from fxpipe.graph import Phase, offload, read_buffer, reload
 
 aten = torch.ops.aten
 
@@ -28,7 +28,8 @@ def is_view(node: fx.Node) -> bool:
     """Whether the node's value lives in the storage of its first argument."""
     if node.target is operator.getitem:
         return is_view(node.args[0])  # type: ignore[arg-type]
-    return _returns_view(node.target)
+    # A trace writes numbers in the place of tensors that it knows: conj(1j).
+    return _returns_view(node.target) and bool(node.args) and isinstance(node.args[0], fx.Node)
 
 
 @cache
@@ -72,7 +73,7 @@ def last_uses(graph: fx.Graph) -> dict[fx.Node, fx.Node | None]:
     last: dict[fx.Node, fx.Node | None] = {}
     for node in graph.nodes:
         for root in {storage_root(n) for n in node.all_input_nodes}:
-            if root.op != "call_function":
+            if root.op != "call_function" or root.target is read_buffer:  # the buffer is the model's
                 continue
             before = last.setdefault(root, root)
             if before is None or node.op == "output" or _stage(node) != _stage(root):

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from fxpipe.errors import VerifyError
-from fxpipe.graph import Colour, Kind, Phase, offload, reload
+from fxpipe.graph import Colour, Input, Kind, Phase, offload, read_buffer, reload
 from fxpipe.values import call_nodes, last_uses, output_dict, storage_root, written
 
 
@@ -19,6 +19,7 @@ def verify(graph: fx.Graph, after: str) -> None:
       same and later stages, B the same and earlier ones, W nothing but itself;
     - only tensors cross from stage to stage;
     - what is offloaded in a stage's F is reloaded once, in its B or W, and used by nothing else;
+    - a buffer that the step changes is read once, in the section that gives its new value;
     - nothing is written to but accumulators of gradients and what the same stage made and uses no more;
     - no random op is without a key.
     """
@@ -35,6 +36,8 @@ def verify(graph: fx.Graph, after: str) -> None:
         for source in node.all_input_nodes:
             if source.op == "call_function":
                 _check_edge(source, node, after)
+    for name, value in output_dict(graph)["buffers"].items():
+        _check_buffer(graph, name, value, after)
     for name, parts in output_dict(graph)["grads"].items():
         if not parts:
             raise VerifyError(f"After {after}: the gradient of {name} has no summand.")
@@ -59,6 +62,19 @@ def _check_writes(node: fx.Node, last: Mapping[fx.Node, fx.Node | None], after: 
         accumulator = root.op == "placeholder" and root.meta["input"].kind is Kind.GRADIENT
         if not accumulator and last.get(root) is not node:
             raise VerifyError(f"After {after}: {node} ({node.target}) writes over {root}, which is needed.")
+
+
+def _check_buffer(graph: fx.Graph, name: str, value: fx.Node, after: str) -> None:
+    for node in graph.find_nodes(op="placeholder"):
+        if node.meta["input"] == Input(Kind.BUFFER, name):
+            for user in node.users:
+                if user.target is not read_buffer or user.meta["colour"] != value.meta["colour"]:
+                    raise VerifyError(
+                        f"After {after}: {user} reads the buffer {name}, which {value} "
+                        f"({value.meta['colour']}) gives another value."
+                    )
+            if len(node.users) > 1:
+                raise VerifyError(f"After {after}: the buffer {name} is read {len(node.users)} times.")
 
 
 def _check_offload(node: fx.Node, after: str) -> None:

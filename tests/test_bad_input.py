@@ -45,9 +45,6 @@ class Inner(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.how = how
 
-    def branch(self, x):
-        return x if x.sum() > 0 else -x
-
     def item(self, x):
         return x * x.abs().max().item()
 
@@ -60,11 +57,6 @@ class Inner(nn.Module):
     def to_numpy(self, x):
         return x * float(x.detach().numpy().mean())
 
-    def loop(self, x):
-        while x.norm() > 1:
-            x = x / 2
-        return x
-
     def unique(self, x):
         return x + x.detach().round().unique().numel()
 
@@ -75,13 +67,13 @@ class Inner(nn.Module):
 def line_of(how: str) -> str:
     """file:line of the first line of that method that depends on data."""
     lines, first = inspect.getsourcelines(getattr(Inner, how))
-    marks = ("sum() > 0", ".item()", "[x > 0]", "nonzero()", "numpy()", "norm() > 1", "unique()")
+    marks = (".item()", "[x > 0]", "nonzero()", "numpy()", "unique()")
     offset = next(i for i, line in enumerate(lines) if any(mark in line for mark in marks))
     return f"{__file__}:{first + offset}"
 
 
-@pytest.mark.parametrize("how", ["branch", "item", "mask", "nonzero", "loop", "unique"])
-def test_control_flow_that_depends_on_data(how):
+@pytest.mark.parametrize("how", ["mask", "nonzero", "unique"])
+def test_shapes_that_depend_on_data(how):
     model = Chain(4)
     model.blocks[2] = Inner(how)
     message = error_of(CaptureError, compiled, model)
@@ -89,6 +81,15 @@ def test_control_flow_that_depends_on_data(how):
     assert "module 'blocks.2'" in message
     assert line_of(how) in message
     assert "torch.where" in message
+
+
+def test_a_real_number_of_the_data():
+    model = Chain(4)
+    model.blocks[2] = Inner("item")
+    message = error_of(CaptureError, compiled, model)
+    assert "reads the number" in message
+    assert "module 'blocks.2'" in message
+    assert line_of("item") in message
 
 
 def test_numpy_in_the_forward():

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpipe.capture.buffers import check_branches, read_once
 from fxpipe.capture.functional import is_mutating
 from fxpipe.errors import CaptureError
 from fxpipe.graph import Input, Kind, Origin
+from fxpipe.runtime.checks import expect, expect_op
 from fxpipe.runtime.random import keyed
 from fxpipe.values import drop_dead
 
@@ -36,6 +38,7 @@ def clean(
     constants: dict[str, torch.Tensor] = {}
     new: dict[fx.Node, fx.Node] = {}
     written: dict[str, fx.Node] = {}  # buffer name -> its last value
+    checks: list[fx.Node] = []
     remaining = iter(inputs)
     by_placeholder: dict[fx.Node, Input] = {}
     flat: Any = ()
@@ -45,24 +48,24 @@ def clean(
             by_placeholder[node] = given = next(remaining)
             new[node] = _placeholder(graph, given, node.meta.get("val"))
     key = _placeholder(graph, Input(Kind.KEY, "key"), None)
-    for node in module.graph.nodes:
-        if node.op == "get_attr":
+    known: dict[int, fx.Node] = {}
+    for node in module.graph.find_nodes(op="get_attr"):
+        held = getattr(module, node.target)
+        if id(held) not in known:
             name = f"constant_{len(constants)}"
-            held = getattr(module, node.target)
-            if not isinstance(held, torch.Tensor):
-                user = next(iter(node.users), node)
-                raise CaptureError(
-                    f"The model gives a {type(held).__name__} to an op, which a program cannot hold"
-                    f"{_at(user)}. Leave random numbers to torch's default generator: fxpipe gives each "
-                    "random op a key of its own."
-                )
-            constants[name] = held.detach()
-            new[node] = _placeholder(graph, Input(Kind.CONSTANT, name), constants[name])
+            constants[name] = held.detach().clone()  # the model may go on to write to its own
+            known[id(held)] = _placeholder(graph, Input(Kind.CONSTANT, name), constants[name])
+        new[node] = known[id(held)]
 
     for node in module.graph.nodes:
         if node.op == "output":
             (flat,) = node.args
         if node.op != "call_function" or node.target in _NO_VALUE:
+            continue
+        if node.target is expect_op:
+            new[node] = _copied(graph, node, new, key, short)
+            new[node].target = expect
+            checks.append(new[node])
             continue
         if node.target in _SAME_VALUE:
             new[node] = new[node.args[0]]
@@ -79,11 +82,16 @@ def clean(
                 written[given.name] = new[node.args[1]]
             new[node] = new[node.args[1]]
         elif is_mutating(node):
-            raise CaptureError(f"{node.target} writes in place and could not be made functional{_at(node)}.")
+            raise CaptureError(
+                f"{node.target} writes in place and could not be made functional ({node.meta['origin']})."
+            )
         else:
             new[node] = _copied(graph, node, new, key, short)
 
-    graph.output(_outputs([new[n] for n in flat], layout, written))
+    named = _outputs([new[n] for n in flat], layout, written)
+    graph.output({**named, "checks": tuple(checks)})
+    read_once(graph)
+    check_branches(graph)
     drop_dead(graph)
     return graph, constants
 
@@ -160,10 +168,6 @@ def _outputs(flat: list[fx.Node], layout: dict[str, Any], written: dict[str, fx.
     loss = next(values)
     count = next(values) if layout["count"] else None
     grads = {name: (next(values),) for name in layout["grads"]}
-    buffers = {name: next(values) for name in layout["buffers"]} | written
+    # A buffer that was written to and then replaced has the later value.
+    buffers = written | {name: next(values) for name in layout["buffers"]}
     return {"loss": loss, "count": count, "grads": grads, "buffers": buffers}
-
-
-def _at(node: fx.Node) -> str:
-    origin = node.meta.get("origin", Origin())
-    return f" (module {origin.path!r}, {origin.source})"

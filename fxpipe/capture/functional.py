@@ -3,6 +3,11 @@
 The first trace shows what autograd really ran, in-place ops included.  Where there are any, the
 graph is run once more through ``torch.func.functionalize``; node metadata is carried across.  A write
 to a buffer becomes an output of the step.
+
+before: native_batch_norm(x, …, mean, var, training)     which moves mean and var and does not say so
+        native_batch_norm_backward(…, mean, var, …)      which reads them in evaluation alone
+after:  _native_batch_norm_legit_functional(…)           which returns the new mean and var
+        native_batch_norm_backward(…, None, None, …)
 """
 
 from __future__ import annotations
@@ -14,6 +19,9 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpipe import compat
+from fxpipe.errors import CaptureError
+
+aten = torch.ops.aten
 
 
 def is_mutating(node: fx.Node) -> bool:
@@ -23,11 +31,31 @@ def is_mutating(node: fx.Node) -> bool:
 
 def functionalize(module: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
     """Return an equal module without in-place ops, but for ``copy_`` to placeholders at the end."""
+    _declare_writes(module.graph)
+    for node in module.graph.nodes:
+        if is_mutating(node) and node.target.namespace != "aten":
+            raise CaptureError(
+                f"{node.target} writes to its arguments, which can be followed for torch's own ops alone "
+                f"({node.meta['origin']}). Let the op return what it would write."
+            )
     if not any(is_mutating(node) for node in module.graph.nodes):
         return module
     interpreter = _Carrying(module)
     with torch.no_grad():
         return make_fx(torch.func.functionalize(interpreter.run), _allow_non_fake_inputs=True)(*inputs)
+
+
+def _declare_writes(graph: fx.Graph) -> None:
+    """Batch norms of running statistics in the form whose schema says that they write to them."""
+    for node in graph.nodes:
+        if node.target is aten.native_batch_norm.default:
+            mean, training = node.args[3], node.args[5]
+            if training and mean is not None:
+                node.target = aten._native_batch_norm_legit.default
+        elif node.target is aten.native_batch_norm_backward.default:
+            mean, training = node.args[3], node.args[7]
+            if training and mean is not None:
+                node.args = (*node.args[:3], None, None, *node.args[5:])
 
 
 class _Carrying(fx.Interpreter):

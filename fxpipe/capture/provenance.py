@@ -14,11 +14,16 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 import fxpipe
 from fxpipe import compat
+from fxpipe.capture.example import Example
+from fxpipe.capture.frozen import warn_of_seed
 from fxpipe.errors import CaptureError
 from fxpipe.graph import Origin
+from fxpipe.runtime.checks import expect_op
 
 _LIBRARY = tuple(os.path.dirname(os.path.abspath(f)) + os.sep for f in (torch.__file__, fxpipe.__file__))
 
@@ -26,16 +31,19 @@ _LIBRARY = tuple(os.path.dirname(os.path.abspath(f)) + os.sep for f in (torch.__
 class Provenance(compat.TorchDispatchMode):
     """While entered, gives every node of the running make_fx trace its ``origin``.
 
+    Where the model's code asks for a number, the example has it, and an ``expect`` in the graph holds it.
     Before the gradient is taken, ``backward_from(loss)`` must be called.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, example: Example):
         super().__init__()
+        self._example = example
         self._paths: list[str] = []
         self._seq: int | None = None  # of the op that runs backward
         self._backward = False
         self._forward_origin: dict[int, Origin] = {}
         self._random_states: dict[bytes, int] = {}
+        self._reached = {bytes(torch.get_rng_state().numpy())}  # states of the generator without a new seed
         self._seen: fx.Node | None = None
         self._model = model
         self._handles: list[Any] = []
@@ -98,7 +106,40 @@ class Provenance(compat.TorchDispatchMode):
             todo.extend(next_fn for next_fn, _ in fn.next_functions)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        if not compat.is_tracing():
+            return func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return self.numbers(args[0])[0]
+        try:
+            result = func(*args, **(kwargs or {}))
+        except compat.DATA_DEPENDENT:
+            found = self._constants(args, kwargs or {})
+            if found is None:
+                raise
+            with compat.no_modes():
+                return func(*found[0], **found[1])
+        self._label_new_nodes()
+        return result
+
+    def _constants(self, args: Any, kwargs: Any) -> Any:
+        """The real values of an op's arguments, where those are the same for all data; else None."""
+        root, varies = compat.traced_constants(), [False]
+
+        def real(tensor: torch.Tensor) -> torch.Tensor:
+            node = compat.traced_node(tensor)
+            if node is None or varies[-1]:
+                return tensor
+            value, depends = self._example.value(node, root, self._place())
+            varies.append(depends)
+            return value
+
+        found = pytree.tree_map_only(torch.Tensor, real, (args, kwargs))
+        return None if varies[-1] else found
+
+    def _place(self) -> str:
+        return f"{self.source() or 'an unknown line'} (module {self.path!r})"
+
+    def _label_new_nodes(self) -> None:
         new = compat.nodes_after(self._seen, compat.traced_graph())
         if new:
             self._seen = new[-1]
@@ -107,7 +148,29 @@ class Provenance(compat.TorchDispatchMode):
                 node.meta["origin"] = origin
                 if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
                     node.meta["random_position"] = self._random_position()
-        return result
+
+    def numbers(self, tensor: torch.Tensor) -> list[Any]:
+        """The tensor's elements as Python numbers, those that the example gives.
+
+        Raises CaptureError for floating-point numbers of the data, which no other microbatch would share.
+        """
+        node = compat.traced_node(tensor)
+        if node is None:
+            with compat.no_modes():
+                return tensor.reshape(-1).tolist()
+        place = self._place()
+        value, varies = self._example.value(node, compat.traced_constants(), place)
+        with compat.no_modes():
+            numbers = value.reshape(-1).tolist()
+        if varies and (value.is_floating_point() or value.is_complex()):
+            raise CaptureError(
+                f"The model's code reads the number {numbers[0]} from the data, at {place}. A pipeline "
+                "program is fixed before the data is known: keep it a tensor (no .item(), no float() there)."
+            )
+        if varies:
+            expect_op(tensor.detach(), numbers, place)
+            self._label_new_nodes()
+        return numbers
 
     def _origin(self) -> Origin:
         if not self._backward:
@@ -130,8 +193,51 @@ class Provenance(compat.TorchDispatchMode):
         """
         with compat.no_modes():
             state = bytes(torch.get_rng_state().numpy())
+            if state not in self._reached:
+                warn_of_seed(self.source())
             torch.rand(())
+            self._reached.add(bytes(torch.get_rng_state().numpy()))
         return self._random_states.setdefault(state, len(self._random_states))
+
+
+class Intercepted(TorchFunctionMode):
+    """While entered, what tensors are asked behind the dispatcher's back goes through it."""
+
+    def __init__(self, provenance: Provenance):
+        super().__init__()
+        self._provenance = provenance
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.tolist and args[0].dim():
+            return self._tolist(args[0])
+        if func is torch.allclose:
+            return bool(torch.isclose(*args, **(kwargs or {})).all())
+        if func is torch.equal:
+            return args[0].shape == args[1].shape and bool((args[0] == args[1]).all())
+        if getattr(func, "__self__", None) is torch.Tensor.data and func.__name__ == "__set__":
+            return self._set_data(*args)
+        return func(*args, **(kwargs or {}))
+
+    def _tolist(self, tensor: torch.Tensor) -> list[Any]:
+        numbers = self._provenance.numbers(tensor)
+        for length in reversed(tensor.shape[1:]):
+            numbers = [numbers[k : k + length] for k in range(0, len(numbers), length)]
+        return numbers
+
+    def _set_data(self, tensor: torch.Tensor, data: torch.Tensor) -> None:
+        """``x.data = y`` as a write in place, which the graph shows."""
+        if data is tensor:
+            return
+        for what in ("shape", "dtype", "device"):
+            old, new = getattr(tensor, what), getattr(data, what)
+            if old != new:
+                raise CaptureError(
+                    f"The forward assigns to the .data of a tensor one of another {what} ({old} becomes "
+                    f"{new}), in module {self._provenance.path!r} ({self._provenance.source()}). Convert it "
+                    "once, before you compile."
+                )
+        with torch.no_grad():
+            tensor.copy_(data)
 
 
 class _Push:

@@ -8,7 +8,8 @@ functions, no-grad regions and activation checkpointing mean what they mean in e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +19,22 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from fxpipe import compat
+from fxpipe.capture.borrow import borrowed
 from fxpipe.capture.clean import clean
+from fxpipe.capture.constants import check_constants
+from fxpipe.capture.example import Example
+from fxpipe.capture.frozen import Watch
 from fxpipe.capture.functional import functionalize
-from fxpipe.capture.provenance import Provenance
+from fxpipe.capture.provenance import Intercepted, Provenance
+from fxpipe.capture.registered import Registered, overlapping, registered
 from fxpipe.errors import CaptureError
 from fxpipe.graph import Input, Kind
 from fxpipe.runtime.batch import batch_leaves
-from fxpipe.values import is_dense
+from fxpipe.runtime.checks import expect_op
+from fxpipe.values import is_dense, output_dict
+
+#: Elements of an input whose values are part of the program.
+LARGEST_FIXED = 4096
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,8 +56,9 @@ def capture(
     scale: float,
     device: torch.device,
     gradients: bool = True,
+    fixed: Sequence[str] = (),
 ) -> Captured:
-    """Trace the loss of one microbatch and its gradients.
+    """Trace the loss of one microbatch and its gradients; the model stays as it is.
 
     example: keyword arguments (a mapping) or positional arguments (a tuple) of one microbatch.
     loss_fn: ``(output, example) -> loss`` or ``-> (sum, count)``; None takes the output itself if it
@@ -55,28 +66,53 @@ def capture(
     scale: the gradient of the loss that the backward starts from (1 / microbatches; for a loss given
         as (sum, count) it is 1, and the division is the step's last act).
     gradients: False traces the loss alone.
+    fixed: names of the example's tensors whose values are part of the program.
     Raises CaptureError, naming module path and source line, for a model that cannot be traced and a
-    loss that is no scalar or needs no gradient.
+    loss that is no scalar or needs no gradient.  Warns of Python state that the forward changes.
     """
-    mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
-    values, inputs = _fake_inputs(model, example, mode, device)
-    step = _Step(model, example, loss_fn, scale, inputs, gradients)
-    with compat.compiling_flags(), torch.random.fork_rng(devices=[]), mode:
-        try:
-            module = make_fx(step, tracing_mode="real", _allow_non_fake_inputs=True)(*values)
-        except CaptureError:
-            raise
-        except Exception as error:
-            raise _explained(error, step.provenance) from error
+    mode = compat.FakeMode(allow_non_fake_inputs=True)
+    given = _inputs(model, example, mode, device, fixed)
+    step = _Step(model, example, loss_fn, scale, given, gradients)
+    fakes = {id(r.tensor): x.fake for r, x in zip(step.registered, given, strict=False)}
+    values = [x.fake for x in given]
+    with borrowed(model, fakes) as snapshot:
+        watch = Watch(model, snapshot)
+        with compat.compiling_flags(), compat.plain_kernels(), mode:
+            try:
+                module = make_fx(step, tracing_mode="real", _allow_non_fake_inputs=True)(*values)
+            except CaptureError:
+                raise
+            except Exception as error:
+                raise _explained(error, step.provenance) from error
+        constants = [getattr(module, n.target) for n in module.graph.find_nodes(op="get_attr")]
+        check_constants(module, step.registered)
+        watch.warn_of_changes({id(x) for x in constants})
+    with compat.plain_kernels(), mode:
         module = functionalize(module, values)
-    return Captured(*clean(module, inputs, step.layout))
+    captured = Captured(*clean(module, [x.input for x in given], step.layout))
+    _check_written(captured.graph, step.registered)
+    return captured
 
 
-def _fake_inputs(
-    model: nn.Module, example: Any, mode: compat.FakeTensorMode, device: torch.device
-) -> tuple[list[torch.Tensor], list[Input]]:
-    """A fake tensor and its description for each parameter, buffer and tensor of the microbatch."""
+@dataclass(frozen=True, eq=False)
+class _Given:
+    """One placeholder of the trace, with the tensor that it stands for."""
 
+    input: Input
+    real: torch.Tensor
+    fake: torch.Tensor
+    storage: int  # of the fake tensor, before the trace
+    fixed: bool = False  # its values are part of the program
+
+
+def _inputs(
+    model: nn.Module,
+    example: Any,
+    mode: compat.FakeMode,
+    device: torch.device,
+    fixed: Sequence[str],
+) -> list[_Given]:
+    """Parameters, buffers and the tensors of the microbatch, in this order."""
     lazy = [n for n, p in model.named_parameters() if nn.parameter.is_lazy(p)]
     if lazy:
         raise CaptureError(
@@ -84,23 +120,54 @@ def _fake_inputs(
         )
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device.type == "meta":
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            layout = "nested (jagged)" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            raise CaptureError(
+                f"A tensor of the model or the example is {layout}; fxpipe takes dense ones. Pad it, or "
+                "make it from dense tensors inside the forward."
+            )
+        if tensor.is_meta:
             with mode:
                 return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
         return mode.from_tensor(tensor.detach() if is_dense(tensor) else tensor.detach().contiguous())
 
-    values, inputs = [], []
-    for name, parameter in model.named_parameters():
-        values.append(fake(parameter).requires_grad_(parameter.requires_grad))
-        inputs.append(Input(Kind.PARAMETER, name))
-    for name, buffer in model.named_buffers():
-        values.append(fake(buffer))
-        inputs.append(Input(Kind.BUFFER, name))
-    for name, leaf in batch_leaves(example):
+    given: list[_Given] = []
+
+    def add(kind: Kind, name: str, real: torch.Tensor, stand_in: torch.Tensor) -> None:
+        fix = kind is Kind.BATCH and name in fixed
+        given.append(_Given(Input(kind, name), real, stand_in, stand_in.untyped_storage()._cdata, fix))
+
+    for found in registered(model):
+        stand_in = fake(found.tensor)
+        if found.kind is Kind.PARAMETER:
+            stand_in.requires_grad_(found.tensor.requires_grad)
+            compat.mark_as_parameter(stand_in)
+        add(found.kind, found.name, found.tensor, stand_in)
+    leaves = dict(batch_leaves(example))
+    for name in fixed:
+        if not isinstance(leaves.get(name), torch.Tensor):
+            tensors = ", ".join(n for n, x in leaves.items() if isinstance(x, torch.Tensor))
+            raise CaptureError(f"fixed names {name!r}, which is no tensor of the example. It has: {tensors}.")
+        if leaves[name].numel() > LARGEST_FIXED:
+            raise CaptureError(
+                f"fixed names {name!r}, which has {leaves[name].numel()} elements: at most {LARGEST_FIXED} "
+                "can be written into a program."
+            )
+    for name, leaf in leaves.items():
         if isinstance(leaf, torch.Tensor):
-            values.append(fake(leaf))
-            inputs.append(Input(Kind.BATCH, name))
-    return values, inputs
+            add(Kind.BATCH, name, leaf, fake(leaf))
+    return given
+
+
+def _check_written(graph: fx.Graph, tensors: Sequence[Registered]) -> None:
+    """What shares memory with a buffer that the step changes would have to change with it."""
+    changed = output_dict(graph)["buffers"]
+    for a, b in overlapping(tensors):
+        if a.name in changed or b.name in changed:
+            raise CaptureError(
+                f"{a.name!r} and {b.name!r} share memory and the forward writes to one of them. Make them "
+                "one buffer, or copy one of them."
+            )
 
 
 class _Step:
@@ -112,37 +179,77 @@ class _Step:
         example: Any,
         loss_fn: Any,
         scale: float,
-        inputs: list[Input],
+        given: list[_Given],
         gradients: bool,
     ):
-        self.model, self.loss_fn, self.scale, self.inputs = model, loss_fn, scale, inputs
+        self.model, self.loss_fn, self.scale, self.given = model, loss_fn, scale, given
         self.gradients = gradients
+        self.registered = registered(model)
         self.leaves, self.spec = pytree.tree_flatten(example)
-        self.provenance = Provenance(model)
+        self.provenance = Provenance(model, Example([x.real for x in given]))
         self.layout: dict[str, Any] = {}  # what the flat outputs of the traced graph are
 
     def __call__(self, *values: torch.Tensor) -> list[torch.Tensor]:
-        named = list(zip(self.inputs, values, strict=True))
-        state = {i.name: v for i, v in named if i.kind in (Kind.PARAMETER, Kind.BUFFER)}
-        buffers = {i.name: v for i, v in named if i.kind is Kind.BUFFER}
-        tensors = iter([v for i, v in named if i.kind is Kind.BATCH])
-        leaves = [next(tensors) if isinstance(x, torch.Tensor) else x for x in self.leaves]
-        example = pytree.tree_unflatten(leaves, self.spec)
-        wanted = {i.name: v for i, v in named if i.kind is Kind.PARAMETER and v.requires_grad}
-
-        parameters = dict(self.model.named_parameters())
-        with self.provenance:
+        example = self._example()
+        wanted = {x.input.name: x.fake for x in self.given if x.fake.requires_grad}
+        hooks = {r.name: compat.gradient_hooks(r.tensor) for r in self.registered}
+        with self.provenance, Intercepted(self.provenance):
             for name, value in wanted.items():
-                for hook in compat.gradient_hooks(parameters[name]):
+                for hook in hooks.get(name, ()):
                     value.register_hook(hook)
             args, kwargs = (example, {}) if isinstance(example, tuple) else ((), dict(example))
-            output = torch.func.functional_call(self.model, state, args, kwargs)
+            output = self.model(*args, **kwargs)
             loss, count = _loss_of(output, example, self.loss_fn, self.gradients)
             found = self._gradients(loss, wanted, 1.0 if count is not None else self.scale)
-        replaced = {name: state[name] for name, old in buffers.items() if state[name] is not old}
+        replaced = self._replaced()
         self.layout = {"count": count is not None, "grads": list(found), "buffers": list(replaced)}
         counts = [] if count is None else [count.detach()]
         return [loss.detach(), *counts, *found.values(), *replaced.values()]
+
+    def _example(self) -> Any:
+        """The microbatch with fake tensors, or with their own values for those that are fixed."""
+        tensors = []
+        for given in self.given:
+            if given.input.kind is Kind.BATCH:
+                tensors.append(given.real.detach().clone() if given.fixed else given.fake)
+                if given.fixed:
+                    with compat.no_modes():
+                        numbers = given.real.reshape(-1).tolist()
+                    expect_op(given.fake, numbers, f"the fixed input {given.input.name!r}")
+        remaining = iter(tensors)
+        leaves = [next(remaining) if isinstance(x, torch.Tensor) else x for x in self.leaves]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def _replaced(self) -> dict[str, torch.Tensor]:
+        """The buffers that the forward gave a new tensor; raises CaptureError for what cannot be kept up."""
+        replaced = {}
+        for r, given in zip(self.registered, self.given, strict=False):
+            kind = r.kind.value
+            if given.fake.untyped_storage()._cdata != given.storage:
+                raise CaptureError(
+                    f"The forward gives the {kind} {r.name!r} other memory (set_ or resize_). Copy into it "
+                    "instead."
+                )
+            now = r.now()
+            if all(x is given.fake for x in now):
+                continue
+            new = now[0]
+            if r.kind is Kind.PARAMETER or new is None or any(x is not new for x in now):
+                what = (
+                    "one of its names another tensor" if len(now) > 1 else "another tensor, or takes it away"
+                )
+                raise CaptureError(
+                    f"The forward gives the {kind} {r.name!r} {what}. Replace parameters outside of the "
+                    "forward, and write to a shared buffer in place."
+                )
+            if (new.shape, new.dtype, new.device) != (given.fake.shape, given.fake.dtype, given.fake.device):
+                raise CaptureError(
+                    f"The forward changes the buffer {r.name!r} from {_kind_of(given.fake)} to "
+                    f"{_kind_of(new)}. A program keeps shapes and dtypes: give the buffer those that it has "
+                    "later on from the start."
+                )
+            replaced[r.name] = new
+        return replaced
 
     def _gradients(
         self, loss: torch.Tensor, wanted: dict[str, torch.Tensor], scale: float
@@ -197,6 +304,10 @@ def _loss_of(
     return loss.reshape(()) if loss.dim() else loss, count
 
 
+def _kind_of(tensor: torch.Tensor) -> str:
+    return f"shape {tuple(tensor.shape)}, {tensor.dtype}, on {tensor.device}"
+
+
 def _explained(error: Exception, provenance: Provenance) -> CaptureError:
     """A tracing failure with the place in the user's model where it happened."""
     where = f"module {provenance.path!r} ({_user_line(error) or 'unknown line'})"
@@ -204,11 +315,32 @@ def _explained(error: Exception, provenance: Provenance) -> CaptureError:
         return CaptureError(
             f"The model's control flow or shapes depend on data, in {where}: {_first_line(error)}\n"
             "A pipeline program is fixed before the data is known. Replace the Python branch, .item() or "
-            "boolean indexing there by tensor operations (torch.where, masks), or move it out of the model."
+            "boolean indexing there by tensor operations (torch.where, masks), or move it out of the model; "
+            "if it depends on an input that is the same in all batches, name that in fixed=[…]."
         )
+    for text, what, remedy in _UNSUPPORTED:
+        if text in str(error) or any(text in file for file in _files(error)):
+            torch.compiler.reset()  # which such an operator leaves half done
+            return CaptureError(f"The model uses {what}, in {where}, which a program cannot hold. {remedy}")
     return CaptureError(
         f"The model cannot be traced, in {where}: {type(error).__name__}: {_first_line(error)}"
     )
+
+
+#: What a trace fails on: a text of the error or of a file on its way -> what it is, and what to do.
+_UNSUPPORTED = (
+    (
+        "HigherOrderOperator",
+        "an operator with branches or loops of its own (torch.cond, while_loop, scan)",
+        "Compute both branches and choose with torch.where, or write the loop in Python.",
+    ),
+    ("torch/nested", "nested (jagged) tensors", "Pad them to dense tensors with a mask."),
+    ("dynamo-optimized", "torch.compile within it", "Give the model uncompiled."),
+)
+
+
+def _files(error: Exception) -> list[str]:
+    return [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
 
 
 def _first_line(error: Exception) -> str:

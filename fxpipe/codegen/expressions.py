@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.graph import Input, Kind
+from fxpipe.graph import Input, Kind, read_buffer
+from fxpipe.runtime.checks import expect
 from fxpipe.runtime.random import keyed
 
 #: Where the generated functions find their inputs that are no values of other sections.
@@ -28,6 +29,7 @@ class Names:
     def __init__(self) -> None:
         self.ops: dict[str, str] = {}  # alias -> dotted name
         self.uses_keyed = False
+        self.uses_expect = False
 
     def op(self, target: Any) -> str:
         packet, overload = target.overloadpacket, target._overloadname
@@ -47,7 +49,12 @@ def expression(node: fx.Node, names: Names) -> str:
     """The right-hand side for one op."""
     if node.target is operator.getitem:
         return f"{literal(node.args[0], names)}[{node.args[1]}]"
-    if node.target is keyed:
+    if node.target is read_buffer:
+        return literal(node.args[0], names)
+    if node.target is expect:
+        names.uses_expect = True
+        callee = "expect"
+    elif node.target is keyed:
         names.uses_keyed = True
         callee = "keyed"
     else:

@@ -92,8 +92,12 @@ def _head(plan: RankPlan, names: Names) -> str:
         "",
     ]
     lines += ["import torch"]
+    if names.uses_expect or names.uses_keyed:
+        lines.append("")
+    if names.uses_expect:
+        lines.append("from fxpipe.runtime.checks import expect")
     if names.uses_keyed:
-        lines += ["", "from fxpipe.runtime.random import keyed"]
+        lines.append("from fxpipe.runtime.random import keyed")
     lines += ["", *(f"{alias} = {dotted}" for alias, dotted in sorted(names.ops.items()))]
     exchanged = sorted({name for i in plan.instructions for name in _sent(plan, i)})
     if exchanged:

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from fxpipe.errors import PartitionError
-from fxpipe.graph import Colour, Input, Kind, Phase
+from fxpipe.graph import Colour, Phase, read_buffer
 from fxpipe.partition.cost import node_cost
 from fxpipe.partition.cuts import choose_cuts
 from fxpipe.partition.device import Device
@@ -58,11 +58,27 @@ def partition(
         if node in of_parameters and users and node.target is not operator.getitem:
             stage[node] = min(users)
     _colour(graph, stages, stage, {s: stage[forward[i]] for s, i in by_seq.items()}, first)
+    _check_buffers(graph)
     _count_beside_loss(graph)
 
 
 def _without_colour(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in call_nodes(graph) if "colour" not in n.meta]
+
+
+def _check_buffers(graph: fx.Graph) -> None:
+    """A buffer that the step changes is read and written in one stage: the next microbatch reads it there."""
+    for read in graph.find_nodes(op="call_function", target=read_buffer):
+        name = read.args[0].meta["input"].name
+        value = output_dict(graph)["buffers"][name]
+        a, b = read.meta["colour"].stage, value.meta["colour"].stage
+        if a != b:
+            raise PartitionError(
+                f"The buffer {name!r} is read in stage {a} (module {read.meta['origin'].path!r}, "
+                f"{read.meta['origin'].source}) and gets its new value in stage {b} (module "
+                f"{value.meta['origin'].path!r}, {value.meta['origin'].source}): the next microbatch would "
+                "read the old one. Use split points that leave both in one stage."
+            )
 
 
 def _count_beside_loss(graph: fx.Graph) -> None:
@@ -121,20 +137,27 @@ def _crossing_bytes(
     for root, last in last_use.items():
         if root in position:
             _add(steps, position[root], last, node_bytes(root))
-    for name in output_dict(graph)["buffers"]:
-        holders = [
-            n for n in graph.nodes if n.op == "placeholder" and n.meta["input"] == Input(Kind.BUFFER, name)
-        ]
-        touched = [home[u] for n in holders for u in n.users if u in home]
-        touched += [home[n] for n in [output_dict(graph)["buffers"][name]] if n in home]
-        if touched:
-            _add(barred, min(touched), max(touched), 1)
+    for first, last in _buffer_spans(graph, home):
+        _add(barred, first, last, 1)
     crossing, closed = list(accumulate(steps)), list(accumulate(barred))
     # Behind a view or a free value there is nothing to gain, and the stage in between might be empty.
     return [
         math.inf if closed[i] or node in free or is_view(node) else crossing[i]
         for node, i in position.items()
     ]
+
+
+def _buffer_spans(graph: fx.Graph, home: dict[fx.Node, int]) -> list[tuple[int, int]]:
+    """From where to where the forward reads and writes each buffer that the step changes."""
+    spans = []
+    reads = {
+        n.args[0].meta["input"].name: n for n in graph.find_nodes(op="call_function", target=read_buffer)
+    }
+    for name, value in output_dict(graph)["buffers"].items():
+        touched = [home[n] for n in (reads.get(name), value) if n in home]
+        if touched:
+            spans.append((min(touched), max(touched)))
+    return spans
 
 
 def _add(steps: list, first: int, last: int, amount: float) -> None:

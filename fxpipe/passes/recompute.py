@@ -17,7 +17,7 @@ from typing import Literal
 import networkx as nx
 from torch import fx
 
-from fxpipe.graph import Colour, Phase
+from fxpipe.graph import Colour, Phase, read_buffer
 from fxpipe.partition.cost import node_flops
 from fxpipe.passes.rewrite import clone_into
 from fxpipe.values import call_nodes, drop_dead, is_view, node_bytes
@@ -62,7 +62,7 @@ def _made_in_b(backward: list[fx.Node], again: set[fx.Node]) -> set[fx.Node]:
 
 
 def _may(node: fx.Node, stage: int, level: Level) -> bool:
-    if node.meta["colour"] != Colour(stage, Phase.F):
+    if node.meta["colour"] != Colour(stage, Phase.F) or node.target is read_buffer:
         return False
     return level == "full" or not node_flops(node)
 

@@ -12,6 +12,7 @@ from fxpipe.passes.recompute import Level, recompute
 from fxpipe.passes.reuse import reuse_storage
 from fxpipe.passes.sendable import make_sendable
 from fxpipe.passes.split_backward import split_backward
+from fxpipe.passes.strides import accept_any_strides
 from fxpipe.passes.untie import untie
 from fxpipe.verify import verify
 
@@ -27,6 +28,7 @@ def run_passes(graph: fx.Graph, device: Device, level: Level | None = None) -> N
         ("keep_fewest_bytes", keep_fewest_bytes),
         ("make_sendable", make_sendable),
         ("fuse_accumulation", fuse_accumulation),
+        ("accept_any_strides", accept_any_strides),
         ("reuse_storage", reuse_storage),
     ):
         rewrite(graph)

@@ -16,8 +16,8 @@ import operator
 import torch
 from torch import fx
 
-from fxpipe.graph import Colour, Kind, Phase
-from fxpipe.values import call_nodes
+from fxpipe.graph import Colour, Kind, Phase, read_buffer
+from fxpipe.values import call_nodes, output_dict
 
 aten = torch.ops.aten
 
@@ -26,12 +26,16 @@ def split_backward(graph: fx.Graph) -> None:
     _split_convolutions(graph)
     on_data = _ops_on_data(graph)
     items = graph.find_nodes(op="call_function", target=operator.getitem)
-    needed: set[fx.Node] = set()
+    # What the backward gives buffers is B's, whose runs are in the order of the microbatches.
+    needed = {*output_dict(graph)["buffers"].values()}
+    needed.update(graph.find_nodes(op="call_function", target=read_buffer))
     for node in reversed(call_nodes(graph)):
         stage, phase = node.meta["colour"].stage, node.meta["colour"].phase
         if phase is Phase.F:
             continue
         seq = node.meta["origin"].seq
+        if node in needed:
+            continue
         for user in node.users:
             if user.op == "output":
                 continue

@@ -1,0 +1,174 @@
+"""The user's model lent to the trace: fake tensors in it for as long as that runs, then all as it was.
+
+A forward may write whatever it likes to its modules: it caches tables, counts calls, registers buffers, casts
+a layer.  Under the trace those would be fake tensors.  So every attribute, container and plain object that
+hangs on the model is noted before and put back after, whatever happened in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import random
+import sys
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from fxpipe.errors import CaptureError
+
+_CONTAINERS = (dict, list, set, deque)
+_VALUES = (str, bytes, int, float, complex, torch.Tensor, torch.dtype, torch.device, type(None))
+#: Packages whose cached functions hold no tensors of a model.
+_OTHERS = frozenset({*sys.stdlib_module_names, "torch", "sympy", "numpy", "fxpipe"})
+
+
+@dataclass(eq=False)
+class Snapshot:
+    """What hangs on a model: ``states``, the contents of every ``__dict__`` and container below it.
+
+    ``owners``: id of such a ``__dict__`` or container -> (the module it belongs to, the attribute's name).
+    """
+
+    states: list[tuple[Any, Any]] = field(default_factory=list)
+    owners: dict[int, tuple[nn.Module, str]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(model: nn.Module) -> Snapshot:
+        snapshot, seen = Snapshot(), set[int]()
+        todo: list[tuple[Any, nn.Module, str]] = [(model, model, "")]
+        while todo:
+            thing, owner, name = todo.pop()
+            if id(thing) in seen:
+                continue
+            seen.add(id(thing))
+            if isinstance(thing, nn.Module):
+                owner = thing
+            contents = thing if isinstance(thing, (*_CONTAINERS, tuple)) else getattr(thing, "__dict__", None)
+            if contents is None or not _is_walked(thing):
+                continue
+            if not isinstance(contents, tuple):
+                snapshot.states.append((contents, _copied(contents)))
+                snapshot.owners[id(contents)] = owner, name
+            entries = contents.items() if isinstance(contents, dict) else ((name, x) for x in contents)
+            direct = contents is owner.__dict__
+            todo += [
+                (x, owner, str(key) if direct else name) for key, x in entries if not isinstance(x, _VALUES)
+            ]
+        return snapshot
+
+    def restore(self) -> None:
+        for contents, before in self.states:
+            _put_back(contents, before)
+
+
+def _is_walked(thing: Any) -> bool:
+    """Modules, containers, and objects of classes that are not torch's own: caches, tables, "
+    "configurations."""
+    if isinstance(thing, (nn.Module, *_CONTAINERS, tuple)):
+        return True
+    if isinstance(thing, (torch.Tensor, type)) or callable(thing):
+        return False
+    return type(thing).__module__.partition(".")[0] not in ("torch", "builtins", "numpy")
+
+
+def _copied(contents: Any) -> Any:
+    # A subclass of dict or list may have a constructor and methods of its own: only what it holds is kept.
+    match contents:
+        case dict():
+            return dict(contents.items())
+        case set():
+            return set(contents)
+        case _:
+            return list(contents)
+
+
+def _put_back(contents: Any, before: Any) -> None:
+    match contents:
+        case dict():
+            if list(contents) != list(before):
+                contents.clear()
+                contents.update(before)
+            for key, value in before.items():
+                if contents[key] is not value:
+                    contents[key] = value
+        case set():
+            if contents != before:
+                contents.clear()
+                contents |= before
+        case _:
+            if len(contents) != len(before) or any(a is not b for a, b in zip(contents, before, strict=True)):
+                contents.clear()
+                contents.extend(before)
+
+
+def replace_tensors(snapshot: Snapshot, fakes: dict[int, torch.Tensor]) -> None:
+    """Put fake tensors in the place of parameters and buffers, under each of their names and in containers.
+
+    fakes: id of a parameter or buffer -> what takes its place.
+    """
+    for contents, before in snapshot.states:
+        match contents:
+            case dict():
+                for key, value in before.items():
+                    if id(value) in fakes:
+                        contents[key] = fakes[id(value)]
+            case list() | deque():
+                for k, value in enumerate(before):
+                    if id(value) in fakes:
+                        contents[k] = fakes[id(value)]
+
+
+def _convert(path: str, module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
+    """``module.to(…)`` inside the forward: nothing to do, or an error.
+
+    nn.Module's own way exchanges the tensors, which the trace would lose sight of.
+    """
+    for tensor in (*module.parameters(recurse), *module.buffers(recurse)):
+        new = function(tensor)
+        if (new.dtype, new.device) != (tensor.dtype, tensor.device):
+            raise CaptureError(
+                f"The forward converts the module {path!r} from {tensor.dtype} on {tensor.device} to "
+                f"{new.dtype} on {new.device}. Convert it once, before you compile."
+            )
+    return module
+
+
+@contextlib.contextmanager
+def borrowed(model: nn.Module, fakes: dict[int, torch.Tensor]) -> Iterator[Snapshot]:
+    """The model with fake tensors for its own; afterwards it, the caches of functions that it called and the
+    generators of random numbers are as they were."""
+    snapshot = Snapshot.of(model)
+    generators = random.getstate(), np.random.get_state()
+    calls = {id(f): f.cache_info().misses for f in _cached_functions()}
+    try:
+        replace_tensors(snapshot, fakes)
+        for path, module in model.named_modules():
+            module.__dict__["_apply"] = partial(_convert, path, module)
+        with torch.random.fork_rng(devices=[]):
+            yield snapshot
+    finally:
+        snapshot.restore()
+        random.setstate(generators[0])
+        np.random.set_state(generators[1])
+        for function in _cached_functions():
+            if function.cache_info().misses != calls.get(id(function), 0):
+                function.cache_clear()  # it may hold fake tensors
+
+
+def _cached_functions() -> list[Any]:
+    """What ``functools.lru_cache`` made in code that may be the model's."""
+    return [
+        f
+        for f in gc.get_objects()
+        if type(f) is functools._lru_cache_wrapper
+        and f.__module__ is not None
+        and f.__module__.partition(".")[0] not in _OTHERS
+    ]

@@ -1,0 +1,96 @@
+"""Buffers that the step changes: one read of each, and a new value that an op makes.
+
+before: k ──► mul, exp, output["buffers"]["k"] = add
+after:  k ──► read_buffer ──► mul, exp;   output["buffers"]["k"] = add
+
+The read is a value like any other from then on: saved for B and W, sent to other stages, never read again
+after a later microbatch has written the buffer.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fxpipe.errors import CaptureError
+from fxpipe.graph import Input, Kind, read_buffer
+from fxpipe.runtime.checks import expect
+from fxpipe.values import output_dict
+
+aten = torch.ops.aten
+
+
+def read_once(graph: fx.Graph) -> None:
+    """Read each buffer that the step changes in one place, and give it a value that an op makes."""
+    inputs = {n.meta["input"]: n for n in graph.find_nodes(op="placeholder")}
+    old = {name: inputs.get(Input(Kind.BUFFER, name)) for name in output_dict(graph)["buffers"]}
+    _set_buffers(graph, {n: v for n, v in output_dict(graph)["buffers"].items() if v is not old[n]})
+    position = {node: k for k, node in enumerate(graph.nodes)}
+    reads: dict[str, fx.Node] = {}
+    for name in output_dict(graph)["buffers"]:
+        placeholder = old[name]
+        if placeholder is None:
+            continue
+        users = [n for n in placeholder.users if n is not graph.output_node()]
+        value = output_dict(graph)["buffers"][name]
+        if value.op == "call_function":
+            users.append(value)
+        first = min(users, key=lambda n: position.get(n, -1), default=_first_op(graph))
+        if (
+            value.op == "call_function"
+            and value.meta["origin"].backward
+            and not first.meta["origin"].backward
+        ):
+            raise CaptureError(
+                f"The backward writes to the buffer {name!r} ({value.meta['origin']}), which the forward "
+                f"reads ({first.meta['origin']}). A pipeline runs the forward of later microbatches before "
+                "that backward. Where activation checkpointing runs a batch norm a second time, give "
+                "recompute= instead of it; else write to the buffer in the forward."
+            )
+        with graph.inserting_before(first):
+            read = graph.create_node(
+                "call_function", read_buffer, (placeholder,), name=f"{placeholder.name}_now"
+            )
+        read.meta.update(val=placeholder.meta["val"], origin=first.meta["origin"])
+        placeholder.replace_all_uses_with(read, lambda user, read=read: user is not read)
+        reads[name] = read
+    copied = {}
+    for name, value in output_dict(graph)["buffers"].items():
+        copied[name] = value
+        if value.op == "placeholder" or value.target is read_buffer:
+            copied[name] = _copy(graph, value, reads.get(name))
+    _set_buffers(graph, copied)
+
+
+def _copy(graph: fx.Graph, value: fx.Node, read: fx.Node | None) -> fx.Node:
+    """A copy of an input or of another buffer, made where the buffer that it is for is read."""
+    places = [n for n in (read, value) if n is not None and n.op != "placeholder"]
+    at = next((n for n in reversed(graph.nodes) if n in places), None)
+    with graph.inserting_after(at) if at is not None else graph.inserting_before(_first_op(graph)):
+        copy = graph.call_function(aten.clone.default, (value,))
+    copy.meta.update(val=value.meta["val"], origin=(at or _first_op(graph)).meta["origin"])
+    return copy
+
+
+def _first_op(graph: fx.Graph) -> fx.Node:
+    return next(n for n in graph.nodes if n.op == "call_function")
+
+
+def _set_buffers(graph: fx.Graph, buffers: dict[str, fx.Node]) -> None:
+    graph.output_node().args = ({**output_dict(graph), "buffers": buffers},)
+
+
+def check_branches(graph: fx.Graph) -> None:
+    """No Python branch can hang on a buffer that the step changes: it would go another way later on."""
+    moving: dict[fx.Node, str] = {}
+    for node in graph.nodes:
+        if node.target is read_buffer:
+            moving[node] = node.args[0].meta["input"].name
+        elif name := next((moving[n] for n in node.all_input_nodes if n in moving), ""):
+            moving[node] = name
+            if node.target is expect:
+                raise CaptureError(
+                    f"The model's code reads a number from the buffer {name!r}, which the step changes "
+                    f"({node.meta['origin']}). It is another one at the next step: compute with the buffer "
+                    "as a tensor."
+                )

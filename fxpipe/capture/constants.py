@@ -1,0 +1,63 @@
+"""The tensors that a trace found neither among the model's parameters and buffers nor in the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from fxpipe.capture.registered import Registered, overlapping
+from fxpipe.errors import CaptureError
+from fxpipe.graph import Kind, Origin
+
+
+def check_constants(module: fx.GraphModule, tensors: Sequence[Registered]) -> None:
+    """Raise CaptureError for a constant that should be none: a program would hold its value of today.
+
+    Such are the memory of a parameter or buffer that the forward reached by another way than its module,
+    trainable parameters of no module, and what no program can hold.
+    """
+    nodes = [n for n in module.graph.find_nodes(op="get_attr") if n.users]
+    for node in nodes:
+        held = getattr(module, node.target)
+        place = _place(node)
+        if isinstance(held, fx.GraphModule):
+            raise CaptureError(
+                f"The model calls {_operator(node)}, whose branches a pipeline program cannot hold{place}. "
+                "Compute both branches and choose with torch.where, or unroll the loop in Python."
+            )
+        if not isinstance(held, torch.Tensor):
+            raise CaptureError(
+                f"The model gives a {type(held).__name__} to an op, which a program cannot hold{place}. "
+                "Leave random numbers to torch's default generator: fxpipe gives each random op a key of "
+                "its own."
+            )
+        if held.layout is not torch.strided or held.is_nested:
+            raise CaptureError(f"The forward uses a tensor that is not dense{place}. Make it dense.")
+    known = {n: Registered(Kind.CONSTANT, n.name, getattr(module, n.target), ()) for n in nodes}
+    for a, b in overlapping([*known.values(), *tensors]):
+        if (a.kind is Kind.CONSTANT) != (b.kind is Kind.CONSTANT):
+            constant, other = (a, b) if a.kind is Kind.CONSTANT else (b, a)
+            node = next(n for n, r in known.items() if r is constant)
+            raise CaptureError(
+                f"The forward reaches {other.name!r} by another way than its module{_place(node)}: through "
+                "a copy of the reference, a closure or a global. A program would hold its value of today. "
+                "Use the module's attribute, or copy the values if they are to stay."
+            )
+    for node in nodes:
+        held, place = getattr(module, node.target), _place(node)
+        if held.requires_grad and held.is_leaf:
+            raise CaptureError(
+                f"The forward uses a trainable tensor of shape {tuple(held.shape)} that no module of the "
+                f"model registers{place}. Make it an nn.Parameter of a module (nn.ModuleList and "
+                "nn.ParameterList register what they hold), or call requires_grad_(False)."
+            )
+
+
+def _operator(node: fx.Node) -> str:
+    return str(next((user.target for user in node.users), "an operator with branches"))
+
+
+def _place(node: fx.Node) -> str:
+    return f" ({next(iter(node.users)).meta.get('origin', Origin())})"

@@ -1,0 +1,91 @@
+"""The example's real values, where a trace must know one: a Python branch on data, a number read from it.
+
+    part of the graph that is being traced, real inputs  ──►  the value of one of its nodes
+
+Only what leads to the value is run, in-place ops on it included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from fxpipe import compat
+from fxpipe.capture.functional import is_mutating
+from fxpipe.errors import CaptureError
+from fxpipe.values import storage_root, written
+
+
+class Example:
+    """inputs: a real tensor for each placeholder of the graph, in order."""
+
+    def __init__(self, inputs: Sequence[torch.Tensor]):
+        self._inputs = inputs
+        self._known: dict[fx.Node, Any] = {}
+
+    def value(self, node: fx.Node, root: torch.nn.Module, place: str) -> tuple[torch.Tensor, bool]:
+        """The node's value, and whether it depends on any input (else it is the same for all data).
+
+        root: where the graph's constants hang.  place: of the code that asks, for messages.
+        Raises CaptureError where a random number or a tensor without values leads to it.
+        """
+        needed = _needed(node)
+        # What is written to is run anew for every question, on copies.
+        writes = any(is_mutating(n) for n in needed)
+        values = {} if writes else self._known
+        with compat.no_modes(), torch.no_grad():
+            placeholders = iter(self._inputs)
+            for n in node.graph.nodes:
+                given = next(placeholders) if n.op == "placeholder" else None
+                if n in needed and n not in values:
+                    values[n] = _run(n, values, root, place) if given is None else _real(given, place)
+                    if writes and n.op != "call_function":
+                        values[n] = values[n].clone()
+        return values[node], any(n.op == "placeholder" for n in needed)
+
+
+def _real(given: torch.Tensor, place: str) -> torch.Tensor:
+    if given.is_meta:
+        raise CaptureError(
+            f"The model's code reads a value of the data, at {place}, and the model or the example is on the "
+            "meta device, which has none. Give both values, or take the branch out of the model."
+        )
+    return given.detach()
+
+
+def _run(node: fx.Node, values: dict[fx.Node, Any], root: torch.nn.Module, place: str) -> Any:
+    if node.op == "get_attr":
+        return getattr(root, node.target)  # type: ignore[arg-type]
+    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        raise CaptureError(
+            f"The model's code branches on a random number, at {place}. A pipeline program takes the same "
+            "branch at every step: switch the randomness off there (layerdrop=0 where whole layers are left "
+            "out at random), or multiply by a random mask instead."
+        )
+    return node.target(*fx.map_arg(node.args, values.get), **fx.map_arg(node.kwargs, values.get))  # type: ignore
+
+
+def _needed(node: fx.Node) -> set[fx.Node]:
+    """The ops that lead to a node, with those that write to what it or they read."""
+    needed, roots = {node}, {storage_root(node)}
+    while node.op != "root":
+        if node in needed or any(storage_root(x) in roots for x in _overwritten(node)):
+            needed.add(node)
+            needed.update(node.all_input_nodes)
+            roots.update(storage_root(x) for x in node.all_input_nodes)
+        node = node.prev
+    return needed
+
+
+def _overwritten(node: fx.Node) -> list[fx.Node]:
+    """The values that a node writes to."""
+    names = written(node.target)
+    if not names:
+        return []
+    declared = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = dict(zip(declared, node.args, strict=False)) | dict(node.kwargs)
+    return [x for name in names for x in pytree.tree_leaves(given.get(name)) if isinstance(x, fx.Node)]

@@ -1,0 +1,120 @@
+"""What a trace freezes without a trace in the graph: Python values, and generators of random numbers.
+
+A program runs the ops that the forward ran once.  What the forward counts, toggles or draws in Python
+beside them stays as it was then.  What can be seen of that is told as a warning that names the line.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import random
+import textwrap
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from fxpipe.capture.borrow import Snapshot
+from fxpipe.errors import CaptureError
+
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+
+class Watch:
+    """Made before a trace; ``warn_of_changes`` after it, while the model still holds what the trace left."""
+
+    def __init__(self, model: nn.Module, snapshot: Snapshot):
+        self._model, self._snapshot = model, snapshot
+        self._python, self._numpy = random.getstate(), _numpy_state()
+
+    def warn_of_changes(self, read: set[int]) -> None:
+        """read: ids of the tensors that the graph holds as constants.
+
+        Raises CaptureError where the forward reads a tensor that is no buffer and puts another in its place.
+        """
+        paths = {id(module): path for path, module in self._model.named_modules()}
+        told = set()
+        for contents, before in self._snapshot.states:
+            owner, name = self._snapshot.owners[id(contents)]
+            direct = contents is owner.__dict__  # its keys are attributes
+            path = paths.get(id(owner), "")
+            for key in _replaced(contents, before, read):
+                place = key if direct else name
+                raise CaptureError(
+                    f"The forward reads the tensor {_called(path, place)} and puts another in its place"
+                    f"{_line(owner, place)}. A program cannot carry it from step to step: make it a buffer."
+                )
+            for key in _changed(contents, before):
+                place = key if direct else name
+                if place and (id(owner), place) not in told:
+                    told.add((id(owner), place))
+                    _warn(f"The forward changes {_called(path, place)}{_line(owner, place)}.")
+        if random.getstate() != self._python:
+            _warn("The forward draws from Python's random numbers.")
+        if _numpy_state() != self._numpy:
+            _warn("The forward draws from numpy's random numbers.")
+
+
+def _numpy_state() -> tuple[bytes, int]:
+    _, numbers, position, *_ = np.random.get_state(legacy=True)
+    return np.asarray(numbers).tobytes(), int(position)
+
+
+def warn_of_seed(source: str) -> None:
+    _warn(f"The forward seeds torch's random numbers, before {source}.")
+
+
+def _warn(what: str) -> None:
+    warnings.warn(
+        f"{what} A program holds no Python state: it runs every step as this one was traced. Keep the value "
+        "in "
+        "a buffer, draw random numbers from torch's default generator, or do it outside of the forward.",
+        stacklevel=2,
+    )
+
+
+def _changed(contents: Any, before: Any) -> list[str]:
+    """The keys of plain values that are others than before."""
+    if not isinstance(contents, dict):
+        plain = before and all(isinstance(x, _PLAIN) for x in (*contents, *before))
+        return [""] if plain and type(before)(contents) != before else []
+    changed = []
+    for key, old in before.items():
+        new = contents.get(key)
+        if isinstance(old, _PLAIN) and isinstance(new, _PLAIN) and old != new:
+            changed.append(str(key))
+    return changed
+
+
+def _replaced(contents: Any, before: Any, read: set[int]) -> list[str]:
+    """The keys of tensors that the graph holds as constants and that are others now."""
+    if not isinstance(contents, dict):
+        return []
+    return [str(key) for key, old in before.items() if id(old) in read and contents.get(key) is not old]
+
+
+def _called(path: str, attribute: str) -> str:
+    return f"{path}.{attribute}" if path else f"the model's {attribute}"
+
+
+def _line(module: nn.Module, attribute: str) -> str:
+    """Where the module's class sets the attribute, as text; empty where its source does not say."""
+    for cls in type(module).__mro__:
+        if cls is nn.Module or cls is object:
+            continue
+        for name, function in vars(cls).items():
+            if name == "__init__" or not inspect.isfunction(function):
+                continue
+            try:
+                lines, first = inspect.getsourcelines(function)
+            except (OSError, TypeError):
+                continue
+            for node in ast.walk(ast.parse(textwrap.dedent("".join(lines)))):
+                if not isinstance(node, ast.Attribute) or node.attr != attribute:
+                    continue
+                if isinstance(node.ctx, ast.Store):
+                    return f" ({inspect.getsourcefile(function)}:{first + node.lineno - 1})"
+    return ""

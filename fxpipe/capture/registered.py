@@ -1,0 +1,83 @@
+"""The parameters and buffers of a model: under which names they hang, and which share memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fxpipe.errors import CaptureError
+from fxpipe.graph import Kind
+from fxpipe.values import storage_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Registered:
+    """One parameter or buffer; ``name`` is its first, ``slots`` the modules and keys that it hangs at."""
+
+    kind: Kind
+    name: str
+    tensor: torch.Tensor
+    slots: tuple[tuple[nn.Module, str], ...]
+
+    def now(self) -> list[torch.Tensor | None]:
+        """What hangs there now, a tensor for each slot."""
+        return [getattr(module, "_parameters" if self.kind is Kind.PARAMETER else "_buffers").get(key)
+                for module, key in self.slots]  # fmt: skip
+
+
+def registered(model: nn.Module) -> list[Registered]:
+    """Parameters, then buffers, each once.
+
+    Raises CaptureError for modules that hold theirs out of reach, and for trainable parameters that share
+    memory without being one parameter: the ranks could not keep them equal.
+    """
+    slots: dict[int, list[tuple[nn.Module, str]]] = {}
+    for path, module in model.named_modules():
+        _check_module(path, module)
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                slots.setdefault(id(tensor), []).append((module, key))
+    found = []
+    for kind, named in ((Kind.PARAMETER, model.named_parameters()), (Kind.BUFFER, model.named_buffers())):
+        found += [Registered(kind, name, tensor, tuple(slots[id(tensor)])) for name, tensor in named]
+    for a, b in overlapping(found):
+        if a.tensor.requires_grad or b.tensor.requires_grad:
+            raise CaptureError(
+                f"{a.name!r} and {b.name!r} share memory and are two tensors, which ranks could not keep "
+                "equal. Make them one parameter (self.b = self.a), or copy one of them."
+            )
+    return found
+
+
+def overlapping(tensors: Iterable[Registered]) -> list[tuple[Registered, Registered]]:
+    """Neighbours in memory that share some of it."""
+    spans = []
+    for x in tensors:
+        if not x.tensor.is_meta and x.tensor.layout is torch.strided and x.tensor.numel():
+            begin = x.tensor.data_ptr()
+            spans.append((x.tensor.device.type, begin, begin + storage_bytes(x.tensor), x))
+    spans.sort(key=lambda span: span[:3])
+    pairs = []
+    for k, (device, _, end, x) in enumerate(spans):
+        for other, begin, _, y in spans[k + 1 :]:
+            if other != device or begin >= end:
+                break
+            pairs.append((x, y))
+    return pairs
+
+
+def _check_module(path: str, module: nn.Module) -> None:
+    where = f"{path!r}" if path else "The model"
+    if isinstance(module, torch.jit.ScriptModule):
+        raise CaptureError(
+            f"{where} is a TorchScript module, whose parameters cannot be followed. Give the Python module "
+            "that it was scripted from."
+        )
+    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise CaptureError(
+            f"{where} is a {type(module).__name__}. fxpipe spreads the model itself: give what it wraps "
+            "(.module)."
+        )

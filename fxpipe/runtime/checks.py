@@ -1,0 +1,40 @@
+"""What was true of the example and has to be true of every microbatch, checked as the program runs.
+
+A forward that branches on data (``if mask.all():``) was traced along one branch.  The program holds the
+condition as an op, ``expect``, and stops where another microbatch would have taken the other branch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fxpipe.errors import RunError
+
+_library = torch.library.Library("fxpipe", "DEF")
+_library.define("expect(Tensor value, Scalar[] expected, str where) -> ()")
+
+
+def expect(value: torch.Tensor, expected: list[bool | int], where: str) -> None:
+    """Raise RunError, naming the line that read the value, unless its elements are as expected."""
+    found = value.reshape(-1).tolist()
+    if found != list(expected):
+        raise RunError(
+            f"The model's code reads a value of the data at {where}. The program was compiled for "
+            f"{_shown(expected)}, and this microbatch gives {_shown(found)}: other code would run. Compile "
+            "with an example of the same kind as the batches, or take the branch out of the model."
+        )
+
+
+def _shown(values: list[Any]) -> str:
+    if len(values) == 1:
+        return str(values[0])
+    return f"[{', '.join(map(str, values[:8]))}{', …' if len(values) > 8 else ''}]"
+
+
+_library.impl("expect", expect, "CompositeExplicitAutograd")
+_library.impl("expect", lambda value, expected, where: None, "Meta")
+#: The op of the same name, for graphs that are being traced.
+expect_op = torch.ops.fxpipe.expect.default
+torch.fx.node.has_side_effect(expect_op)

@@ -1,0 +1,248 @@
+"""Forwards that read values of the data: folded, or decided by the example and checked at every "
+"microbatch."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from equality import assert_equals_eager
+from torch import nn
+
+import fxpipe
+
+WIDTH = 8
+
+
+@pytest.fixture(autouse=True)
+def _double():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+class Reads(nn.Module):
+    """Five layers; ``read`` comes after the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(5)])
+        self.register_buffer("table", torch.ones(WIDTH))
+
+    def read(self, x, mask):
+        raise NotImplementedError
+
+    def forward(self, x, mask):
+        for i, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if i == 1:
+                x = self.read(x, mask)
+        return x.square().mean()
+
+
+def batch(count: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(count, WIDTH), "mask": torch.ones(count, WIDTH, dtype=torch.long)}
+
+
+class AllOfAMask(Reads):
+    def read(self, x, mask):
+        return x if mask.all() else x * mask
+
+
+class Finite(Reads):
+    def read(self, x, mask):
+        if not torch.isfinite(x).all():
+            raise ValueError("not finite")
+        return x
+
+
+class InRange(Reads):
+    def read(self, x, mask):
+        torch._check(int(mask.max()) < 2, lambda: "out of range")
+        return x * mask
+
+
+class Equal(Reads):
+    def read(self, x, mask):
+        same = torch.equal(mask, torch.ones_like(mask)) and torch.allclose(self.table, torch.ones(WIDTH))
+        return x if same else -x
+
+
+class Lengths(Reads):
+    """Python numbers from data decide shapes."""
+
+    def read(self, x, mask):
+        lengths = mask.sum(0).tolist()
+        return torch.cat([part * (1 + k) for k, part in enumerate(x.T.split([n // 2 for n in lengths]))]).T
+
+
+class Constants(Reads):
+    """Of constants alone: nothing to check."""
+
+    def read(self, x, mask):
+        width = int(torch.arange(WIDTH).max()) + 1
+        return x * width * torch.linspace(0.5, 2, 3).tolist()[1]
+
+
+class InPlace(Reads):
+    """What is read was written in place."""
+
+    def read(self, x, mask):
+        seen = mask.clone()
+        seen[0] = 0
+        seen[0].add_(1)
+        return x if (seen == 1).all() else -x
+
+
+class ValidatedDistribution(Reads):
+    def read(self, x, mask):
+        return x + torch.distributions.Normal(x, self.table.exp(), validate_args=True).log_prob(mask)
+
+
+class Encoder(Reads):
+    """nn.TransformerEncoder looks whether its mask is causal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def read(self, x, mask):
+        causal = nn.Transformer.generate_square_subsequent_mask(4, dtype=x.dtype)
+        y = x.unsqueeze(1).expand(-1, 4, -1)
+        return self.encoder(y, mask=causal).mean(1)
+
+
+RIGHT = [
+    AllOfAMask,
+    Finite,
+    InRange,
+    Equal,
+    Lengths,
+    Constants,
+    InPlace,
+    ValidatedDistribution,
+    Encoder,
+]
+
+
+@pytest.mark.parametrize("options", [{"schedule": "zb-h1"}, {"schedule": "1f1b", "recompute": "full"}])
+@pytest.mark.parametrize("model", RIGHT)
+def test_equals_eager(model, options):
+    assert_equals_eager(model, batch, ranks=2, **options)
+
+
+@pytest.mark.parametrize("model", [AllOfAMask, InRange, Equal, InPlace])
+def test_another_microbatch_that_would_take_another_branch(model):
+    pipe = fxpipe.compile(model(), batch(2), ranks=2, microbatches=3, schedule="1f1b")
+    data = batch(6)
+    pipe.run_local(data)
+    data["mask"][3, 2] = 5 if model is InRange else 0
+    with pytest.raises(fxpipe.RunError) as caught:
+        pipe.run_local(data)
+    message = str(caught.value)
+    assert "test_capture_checks.py:" in message
+    assert "this microbatch gives" in message
+
+
+def test_constants_are_not_checked():
+    pipe = fxpipe.compile(Constants(), batch(2), ranks=2, microbatches=2, schedule="1f1b")
+    assert "expect" not in "".join(pipe.artefact.programs)
+
+
+def refused(model: type[nn.Module], example=None, **options) -> str:
+    with pytest.raises(fxpipe.FxpipeError) as caught:
+        fxpipe.compile(
+            model(), example or batch(2), ranks=2, microbatches=2, **{"schedule": "1f1b", **options}
+        )
+    return str(caught.value)
+
+
+def test_a_real_number_of_the_data():
+    class Scales(Reads):
+        def read(self, x, mask):
+            return x / x.abs().max().item()
+
+    message = refused(Scales)
+    assert "depend" in message or "reads the number" in message
+    assert "test_capture_checks.py:" in message
+
+
+def test_layer_drop():
+    class Drops(Reads):
+        def read(self, x, mask):
+            return x if torch.rand(()) < 0.1 else x * 2
+
+    message = refused(Drops)
+    assert "layerdrop=0" in message
+    assert "test_capture_checks.py:" in message
+
+
+def test_a_number_of_a_buffer_that_the_step_changes():
+    class Cumulative(Reads):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(WIDTH, momentum=None)
+
+        def read(self, x, mask):
+            return self.norm(x)
+
+    message = refused(Cumulative)
+    assert "'norm.num_batches_tracked'" in message
+
+
+def test_a_model_on_the_meta_device():
+    class OnMeta(AllOfAMask):
+        def __init__(self):
+            super().__init__()
+            self.to("meta")
+
+        def read(self, x, mask):
+            return x if (self.table > 0).all() else -x
+
+    assert "meta device" in refused(OnMeta)
+
+
+def test_a_fixed_input():
+    class Grid(Reads):
+        """Its mask's values decide shapes in a way that no fake tensor can follow."""
+
+        def read(self, x, mask):
+            index = torch.repeat_interleave(torch.arange(WIDTH), mask[0])
+            return x[:, index] * mask.nonzero().shape[0]
+
+    assert "depend on data" in refused(Grid)
+    assert_equals_eager(Grid, batch, ranks=2, schedule="zb-h1", fixed=["mask"])
+    pipe = fxpipe.compile(Grid(), batch(2), ranks=2, microbatches=2, schedule="1f1b", fixed=("mask",))
+    data = batch(4)
+    data["mask"][3, 2] = 2
+    with pytest.raises(fxpipe.RunError, match="the fixed input 'mask'"):
+        pipe.run_local(data)
+
+
+def test_bad_values_of_fixed():
+    assert "'masks', which is no tensor of the example" in refused(AllOfAMask, fixed=["masks"])
+    assert "a list of names" in refused(AllOfAMask, fixed="mask")
+    big = {"x": torch.randn(600, WIDTH), "mask": torch.ones(600, WIDTH, dtype=torch.long)}
+    assert "4800 elements" in refused(AllOfAMask, big, fixed=["mask"])
+    assert "dimensions" in refused(AllOfAMask, fixed=["mask"], dimensions={"width": WIDTH})
+
+
+def test_ctc_loss():
+    class Speech(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+
+        def forward(self, x, targets, lengths):
+            scores = self.layers(x).log_softmax(-1).transpose(0, 1)
+            given = torch.full((x.shape[0],), x.shape[1], dtype=torch.long)
+            return F.ctc_loss(scores, targets, given, lengths)
+
+    def speech(count):
+        targets = torch.randint(1, WIDTH, (count, 3))
+        return {
+            "x": torch.randn(count, 10, WIDTH),
+            "targets": targets,
+            "lengths": torch.full((count,), 3, dtype=torch.long),
+        }
+
+    assert_equals_eager(Speech, speech, ranks=2, schedule="zb-h1")

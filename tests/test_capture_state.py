@@ -1,0 +1,598 @@
+"""Buffers that the step changes, tensors under several names, and Python state: as in eager, or an error."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from equality import assert_equals_eager, attributes
+from torch import nn
+
+import fxpipe
+
+WIDTH = 8
+
+
+@pytest.fixture(autouse=True)
+def _double():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+class Layers(nn.Module):
+    """Six layers; ``between`` comes after each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(6)])
+        self.prepare()
+
+    def prepare(self) -> None:
+        pass
+
+    def between(self, x, i):
+        return x
+
+    def forward(self, x):
+        for i, layer in enumerate(self.layers):
+            x = self.between(torch.tanh(layer(x)), i)
+        return x.square().mean()
+
+
+def rows(count: int) -> tuple[torch.Tensor]:
+    return (torch.randn(count, WIDTH),)
+
+
+OPTIONS = {
+    "zb-h1": {"schedule": "zb-h1"},
+    "gpipe-v": {"schedule": "gpipe", "stages_per_rank": 2, "placement": "v"},
+    "recompute": {"schedule": "zb-h1", "recompute": "full"},
+    "offload": {"schedule": "1f1b", "offload": True, "offload_bandwidth": 1e12},
+}
+
+
+class BatchNorm(Layers):
+    def prepare(self):
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def between(self, x, i):
+        return self.norm(x) if i == 2 else x
+
+
+class BatchNormTwice(BatchNorm):
+    def between(self, x, i):
+        return self.norm(x) if i in (2, 3) else x
+
+
+class InstanceNorm(Layers):
+    def prepare(self):
+        self.norm = nn.InstanceNorm1d(2, track_running_stats=True)
+
+    def between(self, x, i):
+        return self.norm(x.reshape(2, 2, 4)).reshape(2, WIDTH) if i == 1 else x
+
+
+class SpectralNorm(Layers):
+    def prepare(self):
+        self.layers[2] = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+
+class OldSpectralNorm(Layers):
+    """Keeps its weight as a plain attribute of the module."""
+
+    def prepare(self):
+        self.layers[2] = nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+
+class Scale(Layers):
+    def prepare(self):
+        self.register_buffer("scale", torch.full((WIDTH,), 0.5))
+
+
+class RunningScale(Scale):
+    """What W would repeat depends on the buffer as it was before this microbatch."""
+
+    def between(self, x, i):
+        if i != 2:
+            return x
+        y = torch.sin(x) * self.scale.exp()
+        self.scale.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return y
+
+
+class ReplacedScale(Scale):
+    def between(self, x, i):
+        if i != 2:
+            return x
+        y = x * self.scale.exp()
+        self.scale = self.scale * 0.9 + 0.1 * x.detach().abs().mean(0)
+        return y
+
+
+class WrittenThenReplaced(Scale):
+    def between(self, x, i):
+        if i == 2:
+            self.scale.mul_(0.9)
+            self.scale = self.scale + 0.01
+            return x * self.scale
+        return x
+
+
+class DataOfABuffer(Scale):
+    def between(self, x, i):
+        if i == 1:
+            self.scale.data = self.scale.data * 0.9 + 0.1
+            return x * self.scale
+        return x
+
+
+class WrittenThroughData(Scale):
+    def between(self, x, i):
+        if i == 1:
+            self.scale.data.mul_(0.9)
+            return x * self.scale
+        return x
+
+
+class Annealed(Layers):
+    """Counted in one place, used in two stages."""
+
+    def prepare(self):
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def between(self, x, i):
+        if i == 0:
+            self.steps += 1
+        return x * torch.exp(-self.steps * 0.1) if i in (0, 4) else x
+
+
+class Previous(Layers):
+    """A buffer is the activation of the microbatch before."""
+
+    def prepare(self):
+        self.register_buffer("previous", torch.zeros(2, WIDTH))
+
+    def between(self, x, i):
+        if i != 1:
+            return x
+        y = x + self.previous * 0.1
+        self.previous = x.detach()
+        return y
+
+
+class KeepsTheBatch(Layers):
+    """A buffer's new value is an input as it is."""
+
+    def prepare(self):
+        self.register_buffer("seen", torch.zeros(2, WIDTH))
+
+    def forward(self, x):
+        loss = super().forward(x + self.seen * 0.1)
+        self.seen = x
+        return loss
+
+
+class Swapped(Layers):
+    def prepare(self):
+        self.register_buffer("one", torch.zeros(WIDTH))
+        self.register_buffer("other", torch.ones(WIDTH))
+
+    def between(self, x, i):
+        if i == 1:
+            self.one, self.other = self.other, self.one
+            return x * self.one.cos()
+        return x
+
+
+class _Halves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.scale = scale
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.scale.mul_(0.5)
+        return gradient * ctx.scale, None
+
+
+class WrittenInBackward(Scale):
+    def between(self, x, i):
+        return _Halves.apply(x, self.scale) if i == 1 else x
+
+
+class SharedLayers(Layers):
+    def prepare(self):
+        self.layers = nn.ModuleList([self.layers[0]] * 4)
+
+
+class Aliases(Layers):
+    """One parameter as two attributes, in a list and in a tied layer."""
+
+    def prepare(self):
+        self.again, self.weight = self.layers[1], self.layers[2].weight
+        self.several = [self.layers[3].weight]
+
+    def between(self, x, i):
+        if i == 3:
+            x = x @ self.several[0]
+        return x @ self.weight + (self.again(x) if i == 4 else 0)
+
+
+class CachedTable(Layers):
+    """A table that the first forward makes and keeps, as a plain attribute."""
+
+    def prepare(self):
+        self.table, self.tables = None, {}
+
+    def between(self, x, i):
+        if self.table is None:
+            self.table = torch.arange(float(WIDTH)).cos()
+        self.tables.setdefault(WIDTH, torch.arange(float(WIDTH)).sin())
+        return x * self.table + self.tables[WIDTH] if i in (1, 4) else x
+
+
+class PlainTensor(Layers):
+    def prepare(self):
+        self.table = torch.arange(float(WIDTH))
+
+    def between(self, x, i):
+        return x * self.table.cos() if i in (0, 4) else x
+
+
+class Converts(Layers):
+    """Casts a layer to the type that it has, as routers of experts do."""
+
+    def between(self, x, i):
+        self.layers[3].to(x.dtype)
+        return x
+
+
+class Lstm(Layers):
+    def prepare(self):
+        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, bidirectional=True)
+        self.out = nn.Linear(2 * WIDTH, WIDTH)
+
+    def between(self, x, i):
+        return self.out(self.lstm(x.unsqueeze(1))[0].squeeze(1)) if i == 1 else x
+
+
+RIGHT = [
+    BatchNorm,
+    BatchNormTwice,
+    InstanceNorm,
+    SpectralNorm,
+    OldSpectralNorm,
+    RunningScale,
+    ReplacedScale,
+    WrittenThenReplaced,
+    DataOfABuffer,
+    WrittenThroughData,
+    Annealed,
+    Previous,
+    KeepsTheBatch,
+    Swapped,
+    WrittenInBackward,
+    SharedLayers,
+    Aliases,
+    CachedTable,
+    PlainTensor,
+    Converts,
+    Lstm,
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("model", RIGHT)
+def test_equals_eager(model, options):
+    assert_equals_eager(model, rows, ranks=2, **OPTIONS[options])
+
+
+def refused(model: type[nn.Module], **options) -> str:
+    """The message of the error; the model must be as it was."""
+    built = model()
+    before = attributes(built)
+    with pytest.raises(fxpipe.FxpipeError) as caught:
+        fxpipe.compile(built, rows(2), ranks=2, microbatches=2, **{"schedule": "1f1b", **options})
+    assert attributes(built) == before
+    return str(caught.value)
+
+
+def test_a_buffer_that_grows():
+    class Grows(Scale):
+        def between(self, x, i):
+            if i == 1:
+                self.scale = torch.cat([self.scale, self.scale])
+            return x
+
+    message = refused(Grows)
+    assert "'scale'" in message
+    assert "(8,)" in message
+    assert "(16,)" in message
+
+
+def test_a_frozen_parameter_that_the_forward_moves():
+    class Momentum(Layers):
+        def prepare(self):
+            self.key = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+
+        def between(self, x, i):
+            if i == 0:
+                self.key.data = self.key.data * 0.9 + 0.1 * self.layers[0].bias.data
+            return x * self.key
+
+    assert "the parameter 'key'" in refused(Momentum)
+
+
+def test_data_of_another_shape():
+    class Shrinks(Scale):
+        def between(self, x, i):
+            self.scale.data = self.scale[:4]
+            return x
+
+    message = refused(Shrinks)
+    assert ".data" in message
+    assert "shape" in message
+
+
+def test_a_parameter_that_is_replaced():
+    class Replaces(Layers):
+        def between(self, x, i):
+            self.layers[1].bias = nn.Parameter(self.layers[1].bias * 2)
+            return x
+
+    assert "'layers.1.bias'" in refused(Replaces)
+
+
+def test_a_buffer_of_two_names_of_which_one_is_replaced():
+    class TwoNames(Scale):
+        def prepare(self):
+            super().prepare()
+            self.register_buffer("again", self.scale)
+
+        def between(self, x, i):
+            if i == 1:
+                self.scale = self.scale * 0.9
+            return x * self.again
+
+    assert "'scale'" in refused(TwoNames)
+
+
+def test_a_view_of_a_buffer_that_changes():
+    class View(Layers):
+        def prepare(self):
+            self.register_buffer("table", torch.ones(2, WIDTH))
+            self.register_buffer("row", self.table[0])
+
+        def between(self, x, i):
+            y = x * self.row.clone()
+            if i == 1:
+                self.table.mul_(0.9)
+            return y
+
+    message = refused(View)
+    assert "'table'" in message
+    assert "'row'" in message
+    assert "share memory" in message
+
+
+def test_two_parameters_in_the_same_memory():
+    class Shared(Layers):
+        def prepare(self):
+            self.again = nn.Parameter(self.layers[0].weight.data)
+
+    assert "share memory" in refused(Shared)
+
+
+def test_a_buffer_that_backward_writes_and_forward_reads():
+    class Both(Scale):
+        def between(self, x, i):
+            return _Halves.apply(x * self.scale.clone(), self.scale) if i == 1 else x
+
+    message = refused(Both)
+    assert "The backward writes to the buffer 'scale'" in message
+
+
+def test_a_tensor_that_is_read_and_replaced():
+    class State(Layers):
+        def prepare(self):
+            self.state = torch.ones(WIDTH)
+
+        def between(self, x, i):
+            if i == 1:
+                x, self.state = x * self.state, self.state * 0.9
+            return x
+
+    message = refused(State)
+    assert "the model's state" in message
+    assert "make it a buffer" in message
+    assert "test_capture_state.py:" in message
+
+
+def test_a_trainable_tensor_of_no_module():
+    class Hidden(Layers):
+        def prepare(self):
+            self.hidden = [nn.Linear(WIDTH, WIDTH)]
+
+        def between(self, x, i):
+            return self.hidden[0](x) if i == 1 else x
+
+    assert "registers" in refused(Hidden)
+
+
+def test_a_parameter_from_a_closure():
+    class Closure(Layers):
+        def prepare(self):
+            weight = self.layers[3].weight
+            self.product = lambda x: x @ weight.detach()
+
+        def between(self, x, i):
+            return self.product(x) if i == 1 else x
+
+    assert "'layers.3.weight' by another way" in refused(Closure)
+
+
+def test_split_points_between_reading_and_writing_a_buffer():
+    class Apart(Scale):
+        def between(self, x, i):
+            if i == 0:
+                x = x * self.scale.clone()
+            if i == 4:
+                self.scale.add_(x.detach().mean(0))
+            return x
+
+    message = refused(Apart, split_points=["layers.3"])
+    assert "'scale'" in message
+    assert "stage 0" in message
+    assert "stage 1" in message
+    assert_equals_eager(Apart, rows, ranks=2, schedule="1f1b", split_points=["layers.5"])
+    assert_equals_eager(Apart, rows, ranks=2, schedule="zb-h1")
+
+
+def test_a_scripted_child():
+    class Scripted(Layers):
+        def prepare(self):
+            self.layers[2] = torch.jit.script(self.layers[2])
+
+    with pytest.warns(DeprecationWarning, match="torch.jit"):
+        message = refused(Scripted)
+    assert "'layers.2'" in message
+    assert "TorchScript" in message
+
+
+def test_data_parallel():
+    built = nn.DataParallel(Layers())
+    with pytest.raises(fxpipe.CaptureError, match=r"DataParallel.*\.module"):
+        fxpipe.compile(built, rows(2), ranks=2, microbatches=2)
+
+
+def test_a_failing_forward_leaves_the_model_alone():
+    class Fails(CachedTable):
+        def between(self, x, i):
+            x = super().between(x, i)
+            if i == 4:
+                self.register_buffer("late", x)
+                raise ValueError("no")
+            return x
+
+    assert "no" in refused(Fails)
+
+
+# -- Python state -----------------------------------------------------------------------------------------
+
+
+def warned(model: type[nn.Module]) -> str:
+    with pytest.warns(UserWarning, match="program") as caught:
+        fxpipe.compile(model(), rows(2), ranks=2, microbatches=2, schedule="1f1b")
+    return "\n".join(str(w.message) for w in caught)
+
+
+def test_a_count_in_python():
+    class Counts(Layers):
+        def prepare(self):
+            self.steps = 0
+
+        def between(self, x, i):
+            if i == 1:
+                self.steps += 1
+            return x * self.steps
+
+    message = warned(Counts)
+    assert "the model's steps" in message
+    assert "test_capture_state.py:" in message
+
+
+def test_a_list_that_changes():
+    class Moves(Layers):
+        def prepare(self):
+            self.queue = [1, 2, 3]
+
+        def between(self, x, i):
+            if i == 0:
+                self.queue.append(self.queue.pop(0))
+            return x * self.queue[0]
+
+    assert "the model's queue" in warned(Moves)
+
+
+def test_a_seed_in_the_forward():
+    class Seeds(Layers):
+        def between(self, x, i):
+            if i == 1:
+                torch.manual_seed(3)
+            return x + torch.rand(WIDTH)
+
+    assert "seeds torch's random numbers" in warned(Seeds)
+
+
+def test_random_numbers_of_python_and_numpy():
+    class Draws(Layers):
+        def between(self, x, i):
+            return x * (1 + random.random() + np.random.rand()) if i == 1 else x
+
+    python, other = random.getstate(), np.random.get_state()[1].tolist()
+    message = warned(Draws)
+    assert "Python's random numbers" in message
+    assert "numpy's random numbers" in message
+    assert random.getstate() == python
+    assert np.random.get_state()[1].tolist() == other
+
+
+def test_a_schedule_that_takes_microbatches_out_of_order(tmp_path):
+    file = tmp_path / "odd.txt"
+    file.write_text("F0.1 F0.0 BW0.0 BW0.1\nF1.1 F1.0 BW1.0 BW1.1\n")
+    message = refused(RunningScale, schedule=file)
+    assert "F0.1 before F0.0" in message
+    assert "'scale'" in message
+
+
+def test_checkpointed_batch_norm():
+    class Checkpointed(BatchNorm):
+        def between(self, x, i):
+            return torch.utils.checkpoint.checkpoint(self.norm, x, use_reentrant=False) if i == 2 else x
+
+    message = refused(Checkpointed)
+    assert "'norm.running_mean'" in message
+    assert "recompute=" in message
+
+
+# -- operators that a program cannot hold -----------------------------------------------------------------
+
+
+def test_torch_cond():
+    class Branches(Layers):
+        def between(self, x, i):
+            return torch.cond(x.sum() > 0, lambda y: y * 2, lambda y: y * 3, (x,)) if i == 1 else x
+
+    message = refused(Branches)
+    assert "torch.cond" in message
+    assert "test_capture_state.py:" in message
+    Branches()(*rows(2)).backward()  # what compiles within it has not been left half done
+
+
+def test_nested_tensors():
+    class Nested(Layers):
+        def between(self, x, i):
+            return torch.nested.nested_tensor([x[0], x[1]], layout=torch.jagged).to_padded_tensor(0.0)
+
+    assert "nested" in refused(Nested)
+
+
+@torch.library.custom_op("fxpipe_tests::increment", mutates_args={"x"})
+def increment(x: torch.Tensor) -> None:
+    x.add_(1)
+
+
+increment.register_fake(lambda x: None)
+
+
+def test_a_custom_op_that_writes():
+    class Writes(Scale):
+        def between(self, x, i):
+            increment(self.scale)
+            return x * self.scale.clone()
+
+    message = refused(Writes)
+    assert "fxpipe_tests.increment" in message
+    assert "test_capture_state.py:" in message
