@@ -123,7 +123,7 @@ def compared(
     except Exception as raised:  # noqa: BLE001 - the row says which
         error = raised
     found["compile_s"] = time.perf_counter() - began
-    faults = [("model touched", text) for text in changed_tensors(model, before)[:4]]
+    faults = [("model touched", text) for text in dict.fromkeys(changed_tensors(model, before))][:4]
     attributes = changed_attributes(model, before)
     if pipe is not None:
         found["nodes"] = len(pipe.graph.nodes) if pipe.graph is not None else None

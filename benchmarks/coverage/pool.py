@@ -17,7 +17,7 @@ from multiprocessing.process import BaseProcess
 from benchmarks.coverage.case import Case
 from benchmarks.coverage.examine import EAGER, FAILED, Row, examine
 
-SECONDS = 120.0
+SECONDS = 120.0  # of one option
 BYTES = 6 * 2**30  # of private memory
 
 
@@ -56,6 +56,7 @@ def run(cases: list[Case], options: list[str], processes: int) -> Iterator[Row]:
                 if row is not None:
                     yield row
                     failed = row.option == EAGER and row.outcome == FAILED
+                    task.end = time.monotonic() + SECONDS
                     task.options = [] if failed else task.options[task.options.index(row.option) + 1 :]
                     continue
                 task.process.join()
