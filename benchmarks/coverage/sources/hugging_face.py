@@ -54,7 +54,6 @@ TASKS = (
     "TEXT_TO_WAVEFORM",
     "TEXT_TO_SPECTROGRAM",
     "BACKBONE",
-    "",
 )
 
 #: Field names and the largest value that they keep; the first that matches.
@@ -110,7 +109,7 @@ def cases() -> dict[str, Builder]:
     found: dict[str, Builder] = {}
     overrides = _overrides()
     for task in TASKS:
-        names = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES" if task else "MODEL_MAPPING_NAMES")
+        names = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES")
         for kind, classes in names.items():
             known = kind in configuration_auto.CONFIG_MAPPING_NAMES
             if known and kind not in found and not overrides.get(kind, {}).get("skip"):
