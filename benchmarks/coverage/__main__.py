@@ -14,8 +14,8 @@ import time
 import zlib
 from pathlib import Path
 
-from benchmarks.coverage import libraries  # noqa: F401 - first of all: what the others import depends on it
-from benchmarks.coverage.examine import EAGER, RANDOM, RIGHT
+from benchmarks.coverage import libraries  # first of all: what the others import depends on it
+from benchmarks.coverage.examine import EAGER, FAILED, RANDOM, RIGHT
 from benchmarks.coverage.options import OPTIONS
 from benchmarks.coverage.pool import run
 from benchmarks.coverage.report import write
@@ -38,6 +38,8 @@ def main() -> None:
         "--page-only", action="store_true", help="only write the page of the rows that are kept"
     )
     given = parser.parse_args()
+    for name, why in libraries.MISSING.items():
+        print(f"No {name}: {why}", file=sys.stderr)
     everything = all_cases()
     keys = [key for key in everything if re.search(given.only, key)][:: given.every]
     if given.list:
@@ -47,14 +49,22 @@ def main() -> None:
     kept = given.rows or (RAW if whole else ROOT / "build" / "coverage.jsonl")
     if not given.page_only:
         kept.parent.mkdir(parents=True, exist_ok=True)
-        done: set[str] = set()
+        done: dict[str, set[str]] = {}
         if given.resume and kept.exists():
-            done = {row["case"] for row in map(json.loads, kept.read_text().splitlines())}
+            for line in kept.read_text().splitlines():
+                row = json.loads(line)
+                # Where eager fails nothing is left to do.
+                none_left = row["option"] == EAGER and row["outcome"] == FAILED
+                done.setdefault(row["case"], set()).update(OPTIONS if none_left else {row["option"]})
         mixed = sorted(keys, key=lambda key: zlib.crc32(key.encode()))  # a run that is ended is a sample
-        left = [everything[key] for key in mixed if key not in done]
+        left = []
+        for key in mixed:
+            wanted = [o for o in (EAGER, *given.options) if o not in done.get(key, set())]
+            if wanted and wanted != [EAGER]:
+                left.append((everything[key], wanted))
         began, count = time.monotonic(), 0
         with kept.open("a" if given.resume else "w") as file:
-            for row in run(left, given.options, given.processes):
+            for row in run(left, given.processes):
                 file.write(json.dumps(row.to_json()) + "\n")
                 file.flush()
                 count += row.option == EAGER

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 import warnings
 
 import torch
@@ -43,17 +42,15 @@ def import_torchvision() -> None:
         importlib.import_module("torchvision")
 
 
-def present() -> list[str]:
-    """Import the libraries; the names of those that are installed."""
-    found = []
-    for name in LIBRARIES:
-        try:
-            import_torchvision() if name == "torchvision" else importlib.import_module(name)
-        except ImportError as error:
-            print(f"coverage: no {name}: {error}", file=sys.stderr)
-        else:
-            found.append(name)
-    return found
+def _import(name: str) -> str:
+    """Empty, or why the library is not there."""
+    try:
+        import_torchvision() if name == "torchvision" else importlib.import_module(name)
+    except ImportError as error:
+        return str(error)
+    return ""
 
 
-PRESENT = present()
+#: Why libraries are missing, by name.
+MISSING = {name: why for name in LIBRARIES if (why := _import(name))}
+PRESENT = [name for name in LIBRARIES if name not in MISSING]
