@@ -18,7 +18,7 @@ from benchmarks.coverage import libraries  # first of all: what the others impor
 from benchmarks.coverage.examine import EAGER, FAILED, RANDOM, RIGHT
 from benchmarks.coverage.options import OPTIONS
 from benchmarks.coverage.pool import run
-from benchmarks.coverage.report import write
+from benchmarks.coverage.report import commit, write
 from benchmarks.coverage.sources import all_cases
 
 ROOT = Path(__file__).parent.parent.parent
@@ -62,10 +62,11 @@ def main() -> None:
             wanted = [o for o in (EAGER, *given.options) if o not in done.get(key, set())]
             if wanted and wanted != [EAGER]:
                 left.append((everything[key], wanted))
+        tried = commit()
         began, count = time.monotonic(), 0
         with kept.open("a" if given.resume else "w") as file:
             for row in run(left, given.processes):
-                file.write(json.dumps(row.to_json()) + "\n")
+                file.write(json.dumps({**row.to_json(), "commit": tried}) + "\n")
                 file.flush()
                 count += row.option == EAGER
                 if row.outcome not in (RIGHT, RANDOM) and row.kind != "VocabularyError":

@@ -19,7 +19,7 @@ from benchmarks.coverage.case import SEED, Case, Subject, without_dropout
 from benchmarks.coverage.options import MICROBATCHES, OPTIONS, ROWS
 from benchmarks.coverage.reference import COMPARABLE, Reference, Results, difference, refer
 from benchmarks.coverage.state import aliases_of, buffers_of, changed_attributes, changed_tensors, state_of
-from fxpipe.errors import DeadlockError, FxpipeError, RunError, VerifyError
+from fxpipe.errors import FxpipeError, RunError, ScheduleError, VerifyError
 
 EAGER = "eager"
 RIGHT, REFUSED, FAILED, WRONG, RANDOM = "right", "refused", "failed", "wrong", "random"
@@ -156,8 +156,11 @@ def compared(
 
 
 def is_clear(error: BaseException) -> bool:
-    """An error of fxpipe that is not a fault in fxpipe, nor one of a rank that failed in its program."""
-    return isinstance(error, FxpipeError) and not isinstance(error, (RunError, VerifyError, DeadlockError))
+    """An error of fxpipe that is not a fault in fxpipe, nor one of a rank that failed in its program.
+
+    All options of the suite can be kept, so that a schedule that cannot be made is a fault.
+    """
+    return isinstance(error, FxpipeError) and not isinstance(error, (RunError, VerifyError, ScheduleError))
 
 
 def text_of(error: BaseException) -> str:

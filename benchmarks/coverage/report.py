@@ -93,6 +93,7 @@ def _head(
     slowest = ", ".join(
         f"{case} with {option} {seconds:.0f} s" for seconds, case, option in sorted(slow)[::-1][:5]
     )
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
     intro = f"""# What works
 
 {len(trained)} models, nearly all of which nobody of this project wrote, with tiny random configurations,
@@ -114,16 +115,16 @@ not train on the example are listed at the end and not counted.
 """
     calls = [f"| {name} | `{_call(given)}` |" for name, given in OPTIONS.items()]
     made = f"""
-`{command}` of {when:%Y-%m-%d} at {_commit()}, {_machine()}; Python {platform.python_version()},
+`{command}` of {when:%Y-%m-%d} at {commits}, {_machine()}; Python {platform.python_version()},
 {_versions()}. The slowest compilations: {slowest}. The rows are in `benchmarks/results/coverage.jsonl`.
 """
     return [intro + "\n".join(calls), made]
 
 
-def _commit() -> str:
-    return subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True
-    ).stdout.strip()
+def commit() -> str:
+    """What is tried."""
+    command = ["git", "describe", "--always", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _call(given: dict[str, Any]) -> str:
