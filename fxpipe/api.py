@@ -25,6 +25,7 @@ from fxpipe.runtime.away import Tier, check_tier, default_tier
 from fxpipe.runtime.process import Process, default_device, under_torchrun
 from fxpipe.schedule.handwritten import read_schedule
 from fxpipe.schedule.ops import Schedule
+from fxpipe.values import in_strides
 from fxpipe.viz.explanation import explain
 from fxpipe.vocabulary.rows import whole
 
@@ -149,7 +150,7 @@ def compile(
     if process is not None:
         artefact = _shared(artefact, process)
     assert artefact is not None
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False, emoji=False)
     if compiled is not None and console.is_terminal and artefact.plan.tried:
         explain(artefact.plan, console)
     pipe = Pipeline(
@@ -168,10 +169,14 @@ def compile(
 def load(path: str | Path, *, offload_directory: str | Path | None = None) -> Pipeline:
     """Load a saved pipeline with its weights; its programs run as they are now, edits included.
 
+    A saved pipeline is a program: run only what you trust.  Loading checks all of its files and runs none of
+    them; ``step`` and ``run_local`` run the programs with all that your user may do.
+
     offload_directory: as for ``compile``, where the pipeline offloads to disk.
 
-    Under torchrun each rank loads the weights that it holds.  Raises ArtefactError for a directory
-    that holds no pipeline, is cut short, or was written by another version.
+    Under torchrun each rank loads the weights that it holds.  Warns of a program that was edited since it was
+    saved, and of weights that were replaced.  Raises ArtefactError, naming file and field, for a directory
+    that holds no pipeline, is cut short or damaged, or was written by another version.
     """
     directory = Path(path).absolute()
     plan, programs = files.read(directory)
@@ -183,7 +188,7 @@ def load(path: str | Path, *, offload_directory: str | Path | None = None) -> Pi
     constants: dict[str, torch.Tensor] = {}
     for rank in ranks:
         held = plan.tensors[rank]
-        tensors = files.read_tensors(directory / f"rank{rank}.safetensors", plan, rank)
+        tensors = files.read_tensors(directory, plan, rank)
         for name in held.parameters:
             trained = name in held.gradients
             parameters.setdefault(name, nn.Parameter(tensors[name].to(device), requires_grad=trained))
@@ -191,7 +196,10 @@ def load(path: str | Path, *, offload_directory: str | Path | None = None) -> Pi
         constants |= {name: tensors[name] for name in held.constants}
     if process is None:
         joined = whole(parameters).items()
-        parameters = {name: nn.Parameter(t.detach(), t.requires_grad) for name, t in joined}
+        parameters = {
+            name: nn.Parameter(in_strides(t.detach(), plan.layouts[name].stride), t.requires_grad)
+            for name, t in joined
+        }
     return Pipeline(
         Artefact(plan, programs, constants),
         parameters,
@@ -218,10 +226,11 @@ def _shared(artefact: Artefact | None, process: Process) -> Artefact:
     if artefact is not None:
         text = json.dumps({"plan": artefact.plan.to_json(), "programs": artefact.programs})
         process.share(text.encode())
-        process.share(tensors_to_bytes({k: v.contiguous() for k, v in artefact.constants.items()}))
+        process.share(tensors_to_bytes(files.apart(artefact.constants)))
         return artefact
     data = json.loads(process.share(None))
     if "error" in data:
         raise RunError(f"Rank 0 could not compile the model: {data['error']}")
     constants = tensors_from_bytes(process.share(None))
-    return Artefact(Plan.from_json(data["plan"], "rank 0's plan"), tuple(data["programs"]), constants)
+    plan = Plan.from_json(data["plan"], "rank 0's plan")
+    return Artefact(plan, tuple(data["programs"]), files.laid_out(constants, plan))

@@ -23,12 +23,12 @@ from fxpipe.capture.trace import Captured, capture
 from fxpipe.choose import Choice, choose
 from fxpipe.codegen.program import RankPlan, program_source
 from fxpipe.costing import work_for_any_size
-from fxpipe.cut import CUT_PHASES, Cut, cut
+from fxpipe.cut import Cut, cut, cut_phases
 from fxpipe.errors import PartitionError, ScheduleError, VocabularyError
 from fxpipe.exchanges import exchanges
 from fxpipe.expressions import PlanWork
 from fxpipe.graph import Colour, Kind, Phase, Section
-from fxpipe.holdings import holdings, shapes_of, tied_parameters, weight_bytes
+from fxpipe.holdings import check_names, holdings, layouts_of, tied_parameters, weight_bytes
 from fxpipe.measure import measured_bandwidth
 from fxpipe.options import AUTO, Options, barriers_tried, levels_tried, stage_counts
 from fxpipe.partition.device import Device, describe
@@ -65,6 +65,7 @@ def compile_model(
     device: torch.device,
     phase: Phases,
 ) -> Compiled:
+    check_names(model)
     hardware = describe(device)
 
     def traced(example: Any) -> Captured:
@@ -90,7 +91,7 @@ def compile_model(
             work = work_for_any_size(choice.ledger, choice.cut.graph, choice.cut.samples, hardware)
     with phase("codegen"):
         choice, kept = _with_departures(choice)
-        plan = _plan(model, example, options, choice, collectives, work)
+        plan = _plan(model, example, options, choice, collectives, work, captured.constants)
         if kept:
             plan = replace(plan, tier=_tier(options, device), pools=tuple(pool.bytes for pool in kept))
         programs = _programs(plan, choice, instructions, kept)
@@ -99,8 +100,8 @@ def compile_model(
 
 def phases(options: Options) -> int:
     """How many phases ``compile_model`` goes through."""
-    ways = product(stage_counts(options), barriers_tried(options), levels_tried(options))
-    return 3 + CUT_PHASES * len(list(ways))
+    ways = product(stage_counts(options), barriers_tried(options))
+    return 3 + cut_phases(len(levels_tried(options))) * len(list(ways))
 
 
 def _cuts(
@@ -109,10 +110,11 @@ def _cuts(
     """The graph cut into each number of stages that comes into question."""
     cuts: list[Cut] = []
     ways = barriers_tried(options)
-    for stages, level in product(stage_counts(options), levels_tried(options)):
+    for stages in stage_counts(options):
+        found: list[list[Cut]] = []  # per way, those of all levels
         for barriers in ways:
             try:
-                cuts.append(
+                found.append(
                     cut(
                         captured,
                         stages,
@@ -121,21 +123,27 @@ def _cuts(
                         phase,
                         ranks=options.ranks,
                         barriers=barriers,
-                        level=level,
+                        levels=levels_tried(options),
                         samples=samples,
                     )
                 )
             except PartitionError:
-                if not cuts:
+                if not (cuts or found):
                     raise
-                return cuts  # more stages than there are places to cut: the fastest of the fewer is found
+                # More stages than there are places to cut: the fastest of the fewer is found.
+                return [*cuts, *_by_level(found)]
             except VocabularyError as error:
                 if options.vocab_parallel != AUTO:
                     raise
                 ways = tuple(way for way in ways if way != barriers)
                 if ways == (None,):
                     warnings.warn(f"vocab_parallel='auto' goes on without: {error}", stacklevel=2)
+        cuts += _by_level(found)
     return cuts
+
+
+def _by_level(found: list[list[Cut]]) -> list[Cut]:
+    return [cut for of_level in zip(*found, strict=True) for cut in of_level]
 
 
 def _check_buffer_order(choice: Choice) -> None:
@@ -199,6 +207,7 @@ def _plan(
     choice: Choice,
     collectives: tuple[Exchange, ...],
     work: PlanWork | None,
+    constants: dict[str, torch.Tensor],
 ) -> Plan:
     graph, schedule = choice.cut.graph, choice.schedule
     named = output_dict(graph)
@@ -235,7 +244,7 @@ def _plan(
         vocabulary=choice.cut.vocabulary,
         collectives=len(collectives),
         tensors=tensors,
-        shapes=shapes_of(model, tensors),
+        layouts=layouts_of(model, tensors, constants),
         prediction=Prediction(
             timeline.seconds, timeline.span_bubble, timeline.makespan_bubble, timeline.peak_memory
         ),
@@ -286,8 +295,9 @@ def _programs(plan: Plan, choice: Choice, instructions: Programs, kept: tuple[Po
     for rank in range(plan.ranks):
         stages = ", ".join(f"{s.stage} ({s.first} … {s.last})" for s in plan.stages if s.rank == rank)
         title = (
-            f"Rank {rank} of {plan.ranks}: {plan.model}, stage {stages}.\n\n"
-            f"Schedule {plan.schedule}, {plan.step.microbatches} microbatches."
+            f"Rank {rank} of {plan.ranks}: {plan.model}, stage {stages}.",
+            "",
+            f"Schedule {plan.schedule}, {plan.step.microbatches} microbatches.",
         )
         programs.append(
             program_source(

@@ -26,7 +26,8 @@ class Ledger:
     owners of the storages that are live from F to B and from B to W.  ``sent``: per message, those that it
     carries.  ``away``: per stage, those that may leave the rank until B, and until W.
 
-    What two stages of one rank both save counts for the first of them, which holds it the longest.
+    What two stages of one rank both save, or both keep, counts for the first of them, which holds it the
+    longest.
     """
 
     ops: defaultdict[Colour, list[fx.Node]]
@@ -53,13 +54,16 @@ def ledger(
     for node in nodes.values():
         ops[node.meta["colour"]].append(node)
     all_saved, all_kept, sent = [], [], []
-    owned: dict[int, set[fx.Node]] = defaultdict(set)  # rank -> storages made there that its stages save
+    # Per rank, of the storages made there, those that its stages save and keep.
+    owned: dict[int, set[fx.Node]] = defaultdict(set)
+    counted: dict[int, set[fx.Node]] = defaultdict(set)
     for stage in sorted({s.stage for s in sections}):
         rank = placement[stage]
         saved, kept = _held(nodes, [s for s in sections if s.stage == stage])
         all_saved.append(saved - owned[rank])
-        all_kept.append(kept)
-        owned[rank] |= {n for n in saved if placement[n.meta["colour"].stage] == rank}
+        all_kept.append(kept - counted[rank])
+        for held, known in ((saved, owned), (kept, counted)):
+            known[rank] |= {n for n in held if placement[n.meta["colour"].stage] == rank}
     for message in messages:
         values = {nodes[name] for name in message.names}
         rank = placement[message.source.stage]
@@ -118,15 +122,18 @@ def work_for_any_size(entries: Ledger, graph: fx.Graph, samples: Samples, device
 
 
 def _held(nodes: dict[str, fx.Node], sections: Iterable[Section]) -> tuple[set[fx.Node], set[fx.Node]]:
-    """The owners of the storages that one stage holds from F to B, and from B to W."""
+    """The owners of the storages that one stage holds from F to B, and from B to W.
+
+    What another stage sends for W alone has arrived when B begins (see :func:`fxpipe.graph.arrival`).
+    """
     saved: set[fx.Node] = set()
     kept: set[fx.Node] = set()
     for section in sections:
         for value in section.inputs:
-            if value.kind is Kind.VALUE and value.producer and value.producer.stage == section.stage:
+            if value.kind is Kind.VALUE and value.producer:
                 root = root_within(nodes[value.name], section.stage)
                 if root.op != "placeholder":
-                    if value.producer.phase is Phase.F:
+                    if value.producer == Colour(section.stage, Phase.F):
                         saved.add(root)
                     if section.phase is Phase.W:
                         kept.add(root)

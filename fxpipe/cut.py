@@ -12,14 +12,11 @@ from fxpipe.graph import Section
 from fxpipe.partition.device import Device
 from fxpipe.partition.stages import partition
 from fxpipe.passes.recompute import Level
-from fxpipe.passes.run import run_passes
+from fxpipe.passes.run import finish, prepare
 from fxpipe.progress import Phases
 from fxpipe.sections import Message, extract, messages
 from fxpipe.vocabulary.split import split_vocabulary
 from fxpipe.vocabulary.stages import Vocabulary
-
-#: How many phases ``cut`` goes through.
-CUT_PHASES = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +35,11 @@ class Cut:
     samples: Samples | None
 
 
+def cut_phases(levels: int) -> int:
+    """How many phases ``cut`` goes through."""
+    return 2 + 2 * levels
+
+
 def cut(
     captured: fx.Graph,
     stages: int,
@@ -47,13 +49,13 @@ def cut(
     *,
     ranks: int,
     barriers: int | None = None,
-    level: Level | None = None,
+    levels: Sequence[Level | None] = (None,),
     samples: Samples | None = None,
-) -> Cut:
-    """The captured graph stays as it is.
+) -> list[Cut]:
+    """One cut for each level, with the same stages.  The captured graph stays as it is.
 
     samples: of the captured graph at other sizes; the cut gets those of its own.
-    level: what B makes again of the forward.
+    levels: what B makes again of the forward.
     barriers: spread the vocabulary layers over the ranks, with one or two barriers a microbatch.
     Raises PartitionError as ``partition`` does, VocabularyError as ``split_vocabulary`` does.
     """
@@ -68,10 +70,16 @@ def cut(
                 samples = samples.of(graph, others)
         partition(graph, stages, device, split_points, vocabulary.lookups if vocabulary else 0)
     with phase("passes"):
-        run_passes(graph, device, level)
-    with phase("extract"):
-        sections = extract(graph)
-        return Cut(stages, vocabulary, level, graph, sections, messages(sections), samples)
+        prepare(graph, device)
+    cuts = []
+    for level in levels:
+        own = graph if level == levels[-1] else _copied(graph)
+        with phase("passes"):
+            finish(own, level)
+        with phase("extract"):
+            sections = extract(own)
+            cuts.append(Cut(stages, vocabulary, level, own, sections, messages(sections), samples))
+    return cuts
 
 
 def _copied(graph: fx.Graph) -> fx.Graph:

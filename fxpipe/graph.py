@@ -99,6 +99,15 @@ class Colour:
     phase: Phase
 
 
+def arrival(user: Colour) -> Colour:
+    """The section with which a value of another stage arrives that section ``user`` needs.
+
+    What W needs arrives with B, whether or not B has ops of its own: so W waits for nothing but its own B,
+    and can run whenever its rank is free.
+    """
+    return Colour(user.stage, Phase.B) if user.phase is Phase.W else user
+
+
 @dataclass(frozen=True, slots=True)
 class Input:
     """What a placeholder stands for: ``name`` is the parameter's, buffer's or batch leaf's name."""

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 
+import torch
 from torch import nn
 
-from fxpipe.artefact import RankTensors
+from fxpipe.artefact import RankTensors, TensorLayout
 from fxpipe.codegen.program import Tied
+from fxpipe.errors import CaptureError
 from fxpipe.graph import Kind, Section
 from fxpipe.vocabulary.rows import rows_of
+
+
+def check_names(model: nn.Module) -> None:
+    """Raise CaptureError for a parameter or buffer whose name plan and files cannot hold."""
+    for name, _ in (*model.named_parameters(), *model.named_buffers()):
+        reason = ""
+        if any("\ud800" <= c <= "\udfff" for c in name):
+            reason = "it holds half of a surrogate pair, which is no text"
+        elif name == "__metadata__":
+            reason = "safetensors keeps that name for itself"
+        elif rows_of(name):
+            reason = "names that end so stand for some rows of a table"
+        if reason:
+            raise CaptureError(f"No pipeline can hold the parameter or buffer {name!r}: {reason}. Rename it.")
 
 
 def holdings(
@@ -51,20 +67,22 @@ def tied_parameters(tensors: tuple[RankTensors, ...]) -> tuple[Tied, ...]:
 
 def weight_bytes(model: nn.Module, held: tuple[RankTensors, ...]) -> tuple[int, ...]:
     """Per rank the bytes of its parameters, gradients and buffers."""
-    shapes = shapes_of(model, held)
-    width = {n: t.element_size() for n, t in (*model.named_parameters(), *model.named_buffers())}
-
-    def size(name: str) -> int:
-        rows = rows_of(name)
-        return math.prod(shapes[name]) * width[rows.table if rows else name]
-
-    return tuple(sum(size(n) for n in (*h.parameters, *h.gradients, *h.buffers)) for h in held)
+    tensors = _tensors(model, held)
+    return tuple(sum(tensors[n].nbytes for n in (*h.parameters, *h.gradients, *h.buffers)) for h in held)
 
 
-def shapes_of(model: nn.Module, held: tuple[RankTensors, ...]) -> dict[str, tuple[int, ...]]:
-    """Of parameters and buffers, and of the rows of a parameter that a rank holds."""
-    shapes = {n: tuple(t.shape) for n, t in (*model.named_parameters(), *model.named_buffers())}
+def layouts_of(
+    model: nn.Module, held: tuple[RankTensors, ...], constants: Mapping[str, torch.Tensor]
+) -> dict[str, TensorLayout]:
+    """Of parameters, buffers and constants, and of the rows of a parameter that a rank holds."""
+    used = {name for h in held for name in h.constants}
+    tensors = _tensors(model, held) | {n: t for n, t in constants.items() if n in used}
+    return {name: TensorLayout.of(tensor) for name, tensor in tensors.items()}
+
+
+def _tensors(model: nn.Module, held: tuple[RankTensors, ...]) -> dict[str, torch.Tensor]:
+    tensors = {n: t.detach() for n, t in (*model.named_parameters(), *model.named_buffers())}
     for name in {n for h in held for n in h.parameters}:
         if rows := rows_of(name):
-            shapes[name] = (rows.end - rows.begin, *shapes[rows.table][1:])
-    return shapes
+            tensors[name] = tensors[rows.table][rows.begin : rows.end]
+    return tensors

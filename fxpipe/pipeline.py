@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from fxpipe.artefact import Artefact, Plan
 from fxpipe.errors import ArtefactError, FxpipeError, RunError, SizeError
 from fxpipe.expressions import Expressions, PlanWork
 from fxpipe.graph import Section
+from fxpipe.names import printable
+from fxpipe.runtime.agreement import Traffic, check_agreement
 from fxpipe.runtime.away import Away, check_tier, open_store
 from fxpipe.runtime.batch import batch_leaves
 from fxpipe.runtime.comm import Comm, DistributedComm
@@ -25,12 +28,13 @@ from fxpipe.runtime.local import LocalComm, LocalWorld, run_all
 from fxpipe.runtime.memory import SavedBytes
 from fxpipe.runtime.optimizer import PipelineOptimizer
 from fxpipe.runtime.process import Process
-from fxpipe.runtime.program import load_step
+from fxpipe.runtime.program import Program, load_program
 from fxpipe.runtime.rank import Runtime
 from fxpipe.schedule.costs import StageCost
-from fxpipe.schedule.ops import Schedule, parse_order
+from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.simulator import simulate
 from fxpipe.schedule.timeline import Timeline
+from fxpipe.strict import structure, unstructure
 from fxpipe.viz.explanation import explain
 from fxpipe.viz.pictures import draw
 from fxpipe.vocabulary.rows import rows_of, whole
@@ -108,11 +112,7 @@ class Pipeline:
 
     @property
     def schedule(self) -> Schedule:
-        plan = self.plan
-        order = parse_order("\n".join(plan.order))
-        return Schedule(
-            plan.schedule, plan.placement, plan.step.microbatches, order, plan.vocabulary, plan.transfers
-        )
+        return self.plan.ordered
 
     def simulate(self, sizes: Mapping[str, int] | None = None) -> Timeline:
         """The step as simulated: times, bubbles and the bytes that each rank holds between ops.
@@ -141,7 +141,7 @@ class Pipeline:
         )
         for runtime in runtimes:
             runtime.step_number = step
-        mains: list[Callable[[], Any]] = [partial(self._step_function(rt.rank), rt, batch) for rt in runtimes]
+        mains: list[Callable[[], Any]] = [partial(self._local_steps[rt.rank], rt, batch) for rt in runtimes]
         meters = [SavedBytes(self._given(rt, batch)) for rt in runtimes] if measure_memory else []
         for runtime, meter in zip(runtimes, meters, strict=False):
             mains[runtime.rank] = partial(_metered, mains[runtime.rank], runtime, meter)
@@ -164,7 +164,7 @@ class Pipeline:
         earlier = self._accumulators(rt)
         try:
             with torch.no_grad():
-                loss = self._step_function(rt.rank)(rt, batch)
+                loss = self._own_step(rt, batch)
         except Exception as error:
             raise self._failure(error, rt) from error
         for name, grad in earlier.items():
@@ -260,7 +260,7 @@ class Pipeline:
                 tensors[name] = torch.nn.Parameter(value, old.requires_grad) if trained else value  # type: ignore
 
     def save(self, path: str | Path) -> None:
-        """Write programs, plan, weights and pictures to a new directory.
+        """Write programs, plan, weights with their checksums, and pictures to a new directory.
 
         Under torchrun every rank calls it and writes the weights that it holds.  Raises ArtefactError if
         the directory is not empty; then nothing is written.
@@ -270,7 +270,7 @@ class Pipeline:
             self._need_values(rank)
         with files.new_directory(Path(path), self.process) as draft:
             for rank in ranks:
-                files.write_tensors(self._tensors_of(rank), draft / f"rank{rank}.safetensors")
+                files.write_tensors(self._tensors_of(rank), self.artefact.programs[rank], draft, rank)
             if 0 in ranks:
                 files.write_programs(self.artefact, draft)
                 if self.graph is not None:
@@ -279,7 +279,7 @@ class Pipeline:
     def explain(self) -> None:
         """Print why it has the schedule that it has: what ``schedule="auto"`` tried, the fastest first, with
         each one's step, peak memory, and what was moved or made again."""
-        explain(self.plan, Console())
+        explain(self.plan, Console(markup=False, emoji=False))
 
     def draw(self, path: str | Path, expand: tuple[int, str] | None = None) -> list[Path]:
         """Write pictures of the graph and of the schedule into a directory; return the files.
@@ -350,11 +350,28 @@ class Pipeline:
     def _zeros(self, rank: int) -> dict[str, torch.Tensor]:
         return {n: torch.zeros_like(self.parameter(n)) for n in self.plan.tensors[rank].gradients}
 
-    @cache  # noqa: B019 - as long-lived as the pipeline
-    def _step_function(self, rank: int) -> Callable[[Runtime, Any], torch.Tensor]:
+    @cached_property
+    def _own_step(self) -> Callable[[Runtime, Any], torch.Tensor]:
+        """Of this process's rank, once all ranks have found that their programs fit together."""
+        if self.process is None:
+            return self._local_steps[0]
+        program = self._program(self.process.rank)
+        given = self.process.gather(json.dumps(unstructure(program.traffic)).encode())
+        check_agreement([structure(json.loads(data), Traffic) for data in given])
+        return program.step
+
+    @cached_property
+    def _local_steps(self) -> tuple[Callable[[Runtime, Any], torch.Tensor], ...]:
+        """Of all ranks."""
+        programs = [self._program(rank) for rank in range(self.plan.ranks)]
+        check_agreement([program.traffic for program in programs])
+        return tuple(program.step for program in programs)
+
+    def _program(self, rank: int) -> Program:
         name = f"rank{rank}.py"
-        file = f"<fxpipe {self.plan.model} {name}>" if self.directory is None else str(self.directory / name)
-        return load_step(self.artefact.programs[rank], file)
+        if self.directory is None:
+            return load_program(self.artefact.programs[rank], f"<fxpipe {printable(self.plan.model)} {name}>")
+        return load_program(self.artefact.programs[rank], str(self.directory / name))
 
     def _tensors_of(self, rank: int) -> dict[str, torch.Tensor]:
         held = self.plan.tensors[rank]

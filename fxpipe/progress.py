@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from fxpipe.names import printable
+
 
 class Phases:
     """``with phases("capture"): …`` moves a bar through named phases; ``seconds`` keeps their times."""
@@ -17,10 +19,10 @@ class Phases:
     def __init__(self, title: str, count: int):
         console = Console(stderr=True)
         self._bar = Progress(
-            TextColumn(title), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(),
-            console=console, disable=not console.is_terminal,
+            TextColumn("{task.fields[title]}", markup=False), BarColumn(), TextColumn("{task.description}"),
+            TimeElapsedColumn(), console=console, disable=not console.is_terminal,
         )  # fmt: skip
-        self._task = self._bar.add_task("", total=count)
+        self._task = self._bar.add_task("", total=count, title=printable(title))
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
     @contextlib.contextmanager

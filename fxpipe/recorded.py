@@ -7,17 +7,21 @@ are left to whoever writes them.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
 from fxpipe.artefact import Plan
-from fxpipe.errors import ArtefactError
+from fxpipe.errors import ArtefactError, ScheduleError
 from fxpipe.graph import Colour, Phase
 from fxpipe.measure import with_seconds
 from fxpipe.schedule.costs import Costs, StageCost
 from fxpipe.schedule.ops import PHASES, OpKind, parse_op
+from fxpipe.strict import MEBIBYTE, Misfit, parse_json, read_text, shown, structure
+
+MOST_BYTES = 32 * MEBIBYTE
 
 RankSpans = Sequence[tuple[str, float, float]]
 """What ``Record.spans`` of one rank holds."""
@@ -33,16 +37,24 @@ def read_spans(directory: Path, ranks: int) -> tuple[RankSpans, ...] | None:
     Raises ArtefactError for a file that cannot be read.
     """
     files = [directory / f"measured{rank}.json" for rank in range(ranks)]
-    if not all(file.is_file() for file in files):
+    if not all(map(os.path.exists, files)):
         return None
-    spans = []
-    for file in files:
-        try:
-            found = json.loads(file.read_text()).get("spans")
-            spans.append([(str(op), float(start), float(end)) for op, start, end in found or ()])
-        except (AttributeError, TypeError, ValueError) as error:
-            raise ArtefactError(f"{file} is damaged: {error}. Record the run again, or remove it.") from error
+    spans = [_read(file) for file in files]
     return tuple(spans) if all(spans) else None
+
+
+def _read(file: Path) -> RankSpans:
+    try:
+        data = parse_json(read_text(file, MOST_BYTES))
+        if not isinstance(data, dict):
+            raise Misfit(f"is {shown(data)} and must be an object with spans")
+        spans = structure(data.get("spans") or [], tuple[tuple[str, float, float], ...], "spans")
+        for k, (_, start, end) in enumerate(spans):
+            if end < start:
+                raise Misfit(f"ends at {end}, before it starts, at {start}", f"spans[{k}]")
+    except Misfit as error:
+        raise ArtefactError(f"{file} is damaged: {error}. Record the run again, or remove it.") from error
+    return spans
 
 
 def recorded_costs(plan: Plan, spans: Sequence[RankSpans]) -> Costs:
@@ -54,7 +66,12 @@ def recorded_costs(plan: Plan, spans: Sequence[RankSpans]) -> Costs:
     taken: dict[tuple[int, OpKind], list[float]] = defaultdict(list)
     for rank, own in enumerate(spans):
         for name, start, end in own:
-            op = parse_op(name)
+            try:
+                op = parse_op(name)
+            except ScheduleError as error:
+                raise ArtefactError(
+                    f"measured{rank}.json is damaged: {error}. Record the run again."
+                ) from error
             if op.stage >= len(plan.placement) or plan.placement[op.stage] != rank:
                 raise ArtefactError(f"measured{rank}.json holds {name}, which rank {rank} does not run")
             taken[op.stage, op.kind].append(end - start)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxpipe.errors import VerifyError
-from fxpipe.graph import Colour, Kind, Phase, Section, Value, offload
+from fxpipe.graph import Colour, Kind, Phase, Section, Value, arrival, offload
 from fxpipe.values import call_nodes, output_dict
 
 ORDER = (Phase.F, Phase.B, Phase.W)
@@ -21,7 +21,10 @@ ORDER = (Phase.F, Phase.B, Phase.W)
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """What section ``source`` sends to section ``target`` of another stage: the named values."""
+    """What section ``source`` sends to section ``target`` of another stage: the named values.
+
+    What W alone needs arrives with B, so that ``target`` is a B or an F, and may be a B without ops.
+    """
 
     source: Colour
     target: Colour
@@ -118,5 +121,5 @@ def messages(sections: tuple[Section, ...]) -> tuple[Message, ...]:
     for section in sections:
         for value in section.inputs:
             if value.producer is not None and value.producer.stage != section.stage:
-                names[value.producer, section.colour].append(value.name)
+                names[value.producer, arrival(section.colour)].append(value.name)
     return tuple(Message(a, b, tuple(n)) for (a, b), n in names.items())

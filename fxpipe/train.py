@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import track
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 
 from fxpipe.api import load
 from fxpipe.artefact import taken
 from fxpipe.errors import ArtefactError, BatchError
+from fxpipe.names import terminal
 from fxpipe.pipeline import Pipeline
 from fxpipe.recorded import write_spans
-from fxpipe.runtime.batch import BatchSpec
+from fxpipe.runtime.batch import BatchSpec, Leaf
+from fxpipe.strict import Misfit, open_regular, shown
 
 
 def train(
@@ -49,7 +50,7 @@ def train(
         raise BatchError(f"{data} has {total} rows, and one batch of this pipeline takes {rows}.")
     optimizer = pipe.optimizer(torch.optim.AdamW, lr=lr, clip_grad_norm=clip)
     rank = pipe.runtime.rank
-    console = Console(quiet=rank != 0)
+    console = Console(quiet=rank != 0, markup=False, emoji=False)
     hidden = rank != 0 or not console.is_terminal
     for step in track(range(steps or count), "train", console=console, disable=hidden):
         start = step % count * rows
@@ -62,25 +63,41 @@ def train(
         write_spans(directory, rank, pipe.runtime.record.spans)
     if save is not None:
         pipe.save(save)
-        console.print(f"saved: {save}")
+        console.print(terminal(f"saved: {save}"))
 
 
 def read_data(path: Path, spec: BatchSpec) -> dict[str, torch.Tensor]:
     """The tensors of the file that the batch has leaves for."""
-    try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise BatchError(f"{path} is no readable safetensors file: {error}") from error
     wanted = [leaf.name for leaf in spec.leaves if leaf.shape is not None]
-    missing = [name for name in wanted if name not in tensors]
+    try:
+        open_regular(path).close()
+        with safe_open(path, "pt") as file:
+            held = set(file.keys())
+            missing = [name for name in wanted if name not in held]
+            tensors = {name: file.get_tensor(name) for name in wanted if name in held}
+    except (Misfit, OSError, SafetensorError) as error:
+        raise BatchError(f"{path} is no readable safetensors file: {error}") from error
     if missing:
-        raise BatchError(f"{path} has no tensor {missing[0]!r}; it holds {', '.join(sorted(tensors))}.")
-    return {name: tensors[name] for name in wanted}
+        raise BatchError(f"{path} has no tensor {missing[0]!r}; it holds {', '.join(sorted(held))}.")
+    return tensors
 
 
 def fixed_values(spec: BatchSpec) -> dict[str, Any]:
-    """The leaves that are no tensors, as they were in the example."""
-    return {leaf.name: ast.literal_eval(leaf.value) for leaf in spec.leaves if leaf.shape is None}
+    """The leaves that are no tensors, as they were in the example.
+
+    Raises BatchError for one that cannot be read from its text.
+    """
+    return {leaf.name: _fixed_value(leaf) for leaf in spec.leaves if leaf.shape is None}
+
+
+def _fixed_value(leaf: Leaf) -> Any:
+    try:
+        return ast.literal_eval(leaf.value)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
+        raise BatchError(
+            f"{leaf.name!r} was {shown(leaf.value)} in the example, which cannot be read from text. Train "
+            "with pipe.step, and give it in the batch."
+        ) from error
 
 
 def rows_of_batch(pipe: Pipeline) -> int:

@@ -491,6 +491,7 @@ PLACES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*was edited since it was saved")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", ["rank0.py", "rank1.py"])
 def test_programs_cut_short(saved, name, place):
@@ -526,6 +527,7 @@ def test_binary_plan(saved):
     assert "plan.json" in error_of(ArtefactError, fxpipe.load, saved)
 
 
+@pytest.mark.filterwarnings("ignore:.*was edited since it was saved")
 def test_edited_program_that_raises_names_rank_and_place(saved):
     program = saved / "rank1.py"
     program.write_text(

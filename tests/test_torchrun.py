@@ -12,9 +12,10 @@ import torchrun_worker as worker
 from launch import Run, torchrun
 from safetensors.torch import load_file
 from torchrun_worker import MICROBATCHES
-from zoo import compiled, cut, eager, relative_error, too_far
+from zoo import Case, compiled, cut, eager, numbers, relative_error, too_far
 
 import fxpipe
+from fxpipe.errors import RunError
 from fxpipe.vocabulary.rows import rows_of, whole
 
 SCRIPT = Path(worker.__file__)
@@ -205,6 +206,55 @@ def test_an_edited_program_runs_as_edited(trained):
             module.eps = 0.25
     assert losses[2] == pytest.approx(eager(plain, batch, MICROBATCHES).loss.item(), rel=1e-10)
     assert abs(losses[2] - losses[1]) > 1e-4
+
+
+# -- edited programs that do not fit together ---------------------------------------------------------------
+
+LAYOUT = "(2, 8) (8, 1) torch.float32"
+MISFITS = {
+    "another shape": (
+        lambda source: source.replace("((2, 8), (8, 1)", "((4, 4), (4, 1)", 1),
+        r"Message '\w+' is \(4, 4\) \(4, 1\) torch\.float32 in the program of rank 0, and "
+        rf"{re.escape(LAYOUT)} in that of rank 1",
+    ),
+    "one message less": (
+        lambda source: re.sub(r"    rt\.send\(.*\n", "", source, count=1),
+        rf"Message 3 of a step from rank 0 to rank 1 is none in the program of rank 0, and '\w+', "
+        rf"{re.escape(LAYOUT)}, in that of rank 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_programs_that_do_not_fit_together(tmp_path, name):
+    """As many bytes, in another shape, would arrive and give wrong numbers; a message less would hang."""
+    edit, message = MISFITS[name]
+    case = worker.ADDED["plain"][0]
+    compiled(case, case.build(), MICROBATCHES, worker.Shape(2)).save(tmp_path / "edited")
+    program = tmp_path / "edited" / "rank0.py"
+    source = program.read_text()
+    assert edit(source) != source
+    program.write_text(edit(source))
+    start("edited", 2, tmp_path)
+    for error in text(tmp_path, "step", 2):
+        assert error.startswith("RunError: ")
+        assert re.search(message, error), error
+    with (
+        pytest.warns(UserWarning, match=r"rank0\.py was edited since"),
+        pytest.raises(RunError, match=message),
+    ):
+        fxpipe.load(tmp_path / "edited").run_local(case.data(MICROBATCHES))
+
+
+def test_constants_that_share_memory(tmp_path):
+    run = start("shared_constants", 2, tmp_path)
+    assert run.code == 0, run
+    case = Case(worker.Cached, numbers)
+    expected = eager(case.build(), case.data(MICROBATCHES), MICROBATCHES).loss
+    for found in tensors(tmp_path, "shared", 2):
+        assert relative_error(found["loss"], expected) <= 1e-6
+    pipe = fxpipe.load(tmp_path / "shared")
+    assert relative_error(pipe.run_local(case.data(MICROBATCHES)).loss, expected) <= 1e-6
 
 
 # -- what is refused: one clear error on each rank ----------------------------------------------------------

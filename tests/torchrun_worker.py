@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
-from zoo import CASES, Case, Chain, Dropout, Shape, compiled, numbers
+from zoo import CASES, WIDTH, Case, Chain, Dropout, Shape, compiled, numbers
 
 import fxpipe
 import fxpipe.departures
@@ -168,6 +168,34 @@ def loaded(rank: Rank) -> None:
         rank.tensors(name, after_step(pipe, pipe.step(batch_of(BATCHES[0]))))
 
 
+# -- edited programs that do not fit together ---------------------------------------------------------------
+
+
+class Cached(Chain):
+    """Uses a plain tensor twice, and a view of it: constants that share their memory."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.table = torch.linspace(0.5, 1.5, WIDTH)
+
+    def between(self, x, i):
+        return x * self.table if i < 2 else x * self.table[: WIDTH // 2].repeat(2)
+
+
+def edited(rank: Rank) -> None:
+    """A step of a pipeline that the test has edited."""
+    pipe = fxpipe.load(rank.directory / "edited")
+    rank.error("step", pipe.step, Case(Chain, numbers).data(MICROBATCHES))
+
+
+def shared_constants(rank: Rank) -> None:
+    case = Case(Cached, numbers)
+    pipe = compiled(case, case.build(), MICROBATCHES, Shape(2))
+    assert any(held.constants for held in pipe.plan.tensors)
+    rank.tensors("shared", {"loss": pipe.step(case.data(MICROBATCHES))})
+    pipe.save(rank.directory / "shared")
+
+
 # -- what is refused --------------------------------------------------------------------------------------
 
 
@@ -253,6 +281,8 @@ CHECKS = {
     for check in (
         same_bits,
         same_bits_and_sums,
+        edited,
+        shared_constants,
         training,
         loaded,
         refused,

@@ -81,14 +81,22 @@ def _set_buffers(graph: fx.Graph, buffers: dict[str, fx.Node]) -> None:
 
 
 def check_branches(graph: fx.Graph) -> None:
-    """No Python branch can hang on a buffer that the step changes: it would go another way later on."""
-    moving: dict[fx.Node, str] = {}
+    """No Python branch can hang on buffers alone that the step changes: it would go another way later on.
+
+    What depends on the microbatch as well is left to the check at run time.
+    """
+    moving: dict[fx.Node, str] = {}  # -> the buffer that it depends on
+    of_batch: set[fx.Node] = set()
     for node in graph.nodes:
+        if node.op == "placeholder" and node.meta["input"].kind is Kind.BATCH:
+            of_batch.add(node)
+        if not of_batch.isdisjoint(node.all_input_nodes):
+            of_batch.add(node)
         if node.target is read_buffer:
             moving[node] = node.args[0].meta["input"].name
         elif name := next((moving[n] for n in node.all_input_nodes if n in moving), ""):
             moving[node] = name
-            if node.target is expect:
+            if node.target is expect and node not in of_batch:
                 raise CaptureError(
                     f"The model's code reads a number from the buffer {name!r}, which the step changes "
                     f"({node.meta['origin']}). It is another one at the next step: compute with the buffer "

@@ -7,7 +7,6 @@ after:  placeholders with an ``Input``, a named output dict, constants as placeh
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +17,7 @@ from fxpipe.capture.buffers import check_branches, read_once
 from fxpipe.capture.functional import is_mutating
 from fxpipe.errors import CaptureError
 from fxpipe.graph import Input, Kind, Origin
+from fxpipe.names import identifier
 from fxpipe.runtime.checks import expect, expect_op
 from fxpipe.runtime.random import keyed
 from fxpipe.values import drop_dead
@@ -36,6 +36,7 @@ def clean(
     short = _short_paths({n.meta["origin"].path for n in module.graph.nodes if "origin" in n.meta})
     graph = fx.Graph()
     constants: dict[str, torch.Tensor] = {}
+    names = {given.name for given in inputs}
     new: dict[fx.Node, fx.Node] = {}
     written: dict[str, fx.Node] = {}  # buffer name -> its last value
     checks: list[fx.Node] = []
@@ -53,6 +54,8 @@ def clean(
         held = getattr(module, node.target)
         if id(held) not in known:
             name = f"constant_{len(constants)}"
+            while name in names:  # a file of weights has one place for each name
+                name += "_"
             constants[name] = held.detach().clone()  # the model may go on to write to its own
             known[id(held)] = _placeholder(graph, Input(Kind.CONSTANT, name), constants[name])
         new[node] = known[id(held)]
@@ -97,7 +100,7 @@ def clean(
 
 
 def _placeholder(graph: fx.Graph, given: Input, val: Any) -> fx.Node:
-    node = graph.placeholder(_identifier(given.name))
+    node = graph.placeholder(identifier(given.name))
     node.meta.update(input=given, val=val, origin=Origin())
     return node
 
@@ -153,14 +156,8 @@ def _short_paths(paths: set[str]) -> dict[str, str]:
 
 def _name(node: fx.Node, origin: Origin, short: dict[str, str]) -> str:
     op = "item" if not hasattr(node.target, "overloadpacket") else node.target.overloadpacket.__name__
-    # Never the bare name of an op: programs use those for the ops themselves.
     path = short.get(origin.path) or "model"
-    return _identifier(f"{'d_' if origin.backward else ''}{path}.{op.strip('_')}")
-
-
-def _identifier(text: str) -> str:
-    word = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", re.sub(r"\W+", "_", text)).strip("_").lower()
-    return f"_{word}" if not word or word[0].isdigit() else word
+    return identifier(f"{'d_' if origin.backward else ''}{path}.{op.strip('_')}")
 
 
 def _outputs(flat: list[fx.Node], layout: dict[str, Any], written: dict[str, fx.Node]) -> dict[str, Any]:

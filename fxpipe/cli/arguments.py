@@ -47,7 +47,7 @@ def share(text: str) -> float:
 def write(path: Path, text: str) -> None:
     """Raises FxpipeError where the file cannot be written."""
     try:
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise FxpipeError(f"{path} cannot be written: {error.strerror or error}") from error
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from fxpipe.cli import compare, explain, run, simulate
 from fxpipe.cli.arguments import Parser
 from fxpipe.errors import FxpipeError
+from fxpipe.names import terminal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,6 +21,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options.command(options)
     except FxpipeError as error:
-        print(f"fxpipe: error: {error}", file=sys.stderr)
+        print(terminal(f"fxpipe: error: {error}"), file=sys.stderr)
         return 2
     return 0

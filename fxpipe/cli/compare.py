@@ -17,6 +17,7 @@ from fxpipe.cli.arguments import positive, write
 from fxpipe.cli.planning import AUTO, Wish, plan
 from fxpipe.cli.sources import EPILOG, Source, add_cost_arguments, source_of
 from fxpipe.errors import FxpipeError, ScheduleError
+from fxpipe.names import terminal
 from fxpipe.schedule.families import FAMILIES
 from fxpipe.schedule.placement import PLACEMENTS
 from fxpipe.schedule.timeline import Timeline
@@ -80,15 +81,15 @@ def _compare(options: argparse.Namespace) -> None:
         print(json.dumps([_figures(name, outcome) for name, outcome in outcomes.items()]))
         return
     console = Console()
-    console.print(sizes, highlight=False, soft_wrap=True)
+    console.print(terminal(sizes), soft_wrap=True)
     best = {point.name for point in frontier(points)}
     console.print(_table(outcomes, best, source))
     console.print(f"* no other has less memory and a smaller {options.objective} bubble", highlight=False)
     for name, outcome in outcomes.items():
         if isinstance(outcome, ScheduleError):
-            console.print(f"{name}: {outcome}", highlight=False, soft_wrap=True, style="dim")
+            console.print(terminal(f"{name}: {outcome}"), soft_wrap=True, style="dim")
     if options.draw is not None:
-        console.print(f"drawn: {options.draw}", highlight=False, soft_wrap=True)
+        console.print(terminal(f"drawn: {options.draw}"), soft_wrap=True)
 
 
 def _outcomes(source: Source, entries: list[Entry]) -> Iterator[tuple[str, Outcome]]:

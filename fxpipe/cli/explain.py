@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fxpipe.artefact import read
+from fxpipe.artefact import read_plan
 from fxpipe.viz.explanation import explain
 
 
@@ -23,5 +23,4 @@ def add_to(commands: Any) -> None:
 
 
 def _explain(options: argparse.Namespace) -> None:
-    plan, _ = read(options.directory)
-    explain(plan, Console())
+    explain(read_plan(options.directory), Console(markup=False, emoji=False))

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fxpipe.cli.sources import Source
+from fxpipe.names import terminal
 from fxpipe.schedule.exact import Exact
 from fxpipe.schedule.offload import Offload
 from fxpipe.schedule.placement import stages_of
@@ -70,12 +71,8 @@ def print_timeline(
     """``moved``: what was offloaded, and the timeline before that."""
     schedule, units = timeline.schedule, source.units
     stages = "" if schedule.stages == schedule.ranks else f", {schedule.stages} stages"
-    console.print(
-        f"{schedule.name}: {schedule.ranks} ranks{stages}, {schedule.microbatches} microbatches; "
-        f"{source.note}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    what = f"{schedule.name}: {schedule.ranks} ranks{stages}, {schedule.microbatches} microbatches"
+    console.print(terminal(f"{what}; {source.note}"), soft_wrap=True)
     console.print(timeline_text(timeline, console.width, console.color_system is not None))
     console.print(_ranks(timeline, units))
     path = Counter(str(span.op.kind) for span in timeline.critical_path)

@@ -15,6 +15,7 @@ from fxpipe.cli.figures import figures, print_timeline
 from fxpipe.cli.planning import AUTO, Wish, plan
 from fxpipe.cli.sources import EPILOG, Source, add_cost_arguments, source_of
 from fxpipe.errors import FxpipeError, ScheduleError
+from fxpipe.names import terminal
 from fxpipe.schedule.exact import Exact, exact
 from fxpipe.schedule.families import FAMILIES
 from fxpipe.schedule.handwritten import read_schedule
@@ -73,10 +74,10 @@ def _simulate(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(figures(timeline, best, moved)))
         return
-    console = Console()
+    console = Console(markup=False, emoji=False)
     print_timeline(console, timeline, source, best, None if moved is None else (whole, moved))
     if options.draw is not None:
-        console.print(f"drawn: {options.draw}", soft_wrap=True)
+        console.print(terminal(f"drawn: {options.draw}"), soft_wrap=True)
 
 
 def _timeline(options: argparse.Namespace) -> tuple[Source, Timeline]:

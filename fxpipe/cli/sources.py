@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fxpipe.artefact import read
+from fxpipe.artefact import read_plan
 from fxpipe.cli.arguments import non_negative, positive, positive_int, share
 from fxpipe.errors import FxpipeError
 from fxpipe.recorded import read_spans, recorded_costs
 from fxpipe.schedule.costs import Costs, StageCost, chain
 from fxpipe.schedule.costs_file import read_costs
-from fxpipe.schedule.ops import Schedule, parse_order
+from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.placement import PLACEMENTS
 from fxpipe.schedule.vocabulary import with_heads
 from fxpipe.viz.units import PHYSICAL, PLAIN, Units
@@ -124,12 +124,11 @@ def _from_file(options: argparse.Namespace) -> Source:
 
 
 def _from_directory(options: argparse.Namespace) -> Source:
-    plan, _ = read(options.costs)
+    plan = read_plan(options.costs)
     ranks, microbatches = options.ranks or plan.ranks, options.microbatches or plan.step.microbatches
     own = None
     if (ranks, microbatches) == (plan.ranks, plan.step.microbatches):
-        order = parse_order("\n".join(plan.order))
-        own = Schedule(plan.schedule, plan.placement, microbatches, order, plan.vocabulary, plan.transfers)
+        own = plan.ordered
     spans = read_spans(options.costs, plan.ranks)
     costs = plan.costs if spans is None else recorded_costs(plan, spans)
     note = f"{plan.model} in {options.costs}, {'planned' if spans is None else 'recorded'} times"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import cmath
+import keyword
 import operator
+import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxpipe.graph import Input, Kind, read_buffer
+from fxpipe.graph import Input, Kind, Section, read_buffer
+from fxpipe.names import identifier, text_literal
 from fxpipe.runtime.checks import expect
 from fxpipe.runtime.random import keyed
 
@@ -23,26 +27,56 @@ CONTAINERS = {
 }
 
 
-class Names:
-    """The aliases of ops that a program's head declares: ``addmm = aten.addmm.default``."""
+#: What a program names itself: what it imports and defines, its arguments, and its variables up to ``_m0``.
+_OWN = re.compile(
+    r"rt|step|torch|keyed|expect|float|complex|MESSAGES|params|buffers|constants|batch|batches|grads|key"
+    r"|loss|count|(saved|saved_for_weight|away|away_for_weight|gradients)\d*|exchange\d+_\d+"
+    r"|stage\d+_(forward|backward|weight)"
+)
+_TAKEN = re.compile(rf"({_OWN.pattern}|.*_s\d+|)_*")
 
-    def __init__(self) -> None:
+
+def variable(name: str) -> str:
+    """The variable for a node's value: the node's name, unless a program has another use for that.
+
+    Different nodes have different variables, and have them still when ``_s1`` is added for a stage.
+    """
+    return f"{name}_" if _TAKEN.fullmatch(name) else name
+
+
+class Names:
+    """The aliases of ops that a program's head declares: ``addmm = torch.ops.aten.addmm.default``.
+
+    No alias is the name of a variable.
+    """
+
+    def __init__(self, sections: Iterable[Section]) -> None:
         self.ops: dict[str, str] = {}  # alias -> dotted name
         self.uses_keyed = False
         self.uses_expect = False
+        self._variables = {variable(node.name) for s in sections for node in s.graph.nodes}
 
     def op(self, target: Any) -> str:
         packet, overload = target.overloadpacket, target._overloadname
-        bare = packet.__name__.lstrip("_")
-        alias = bare.rstrip("_")
-        if overload not in ("default", "Tensor", "int"):
-            alias += f"_{overload.lower()}"
-        if bare.endswith("_"):
-            alias += "_"
-        dotted = f"torch.ops.{target.namespace}.{packet.__name__}.{overload}"
-        while self.ops.setdefault(alias, dotted) != dotted:
-            alias += "_"
+        path = f"torch.ops.{target.namespace}.{packet.__name__}.{overload}"
+        alias = short = _alias(packet.__name__, overload)
+        number = 1
+        while not self._is_free(alias) or self.ops.setdefault(alias, path) != path:
+            alias = f"{identifier(target.namespace)}_{short}" + (f"_{number}" if number > 1 else "")
+            number += 1
         return alias
+
+    def _is_free(self, alias: str) -> bool:
+        is_name = alias.isidentifier() and not keyword.iskeyword(alias)
+        return is_name and alias not in self._variables and not _OWN.fullmatch(alias)
+
+
+def _alias(op: str, overload: str) -> str:
+    bare = op.lstrip("_")
+    alias = bare.rstrip("_")
+    if overload not in ("default", "Tensor", "int"):
+        alias += f"_{overload.lower()}"
+    return f"{alias}_" if bare.endswith("_") else alias
 
 
 def expression(node: fx.Node, names: Names) -> str:
@@ -69,9 +103,11 @@ def literal(value: Any, names: Names) -> str:
     match value:
         case fx.Node(op="placeholder") if isinstance(value.meta.get("input"), Input):
             given = value.meta["input"]
-            return "key" if given.kind is Kind.KEY else f"{CONTAINERS[given.kind]}[{json.dumps(given.name)}]"
+            if given.kind is Kind.KEY:
+                return "key"
+            return f"{CONTAINERS[given.kind]}[{text_literal(given.name)}]"
         case fx.Node():
-            return value.name
+            return variable(value.name)
         case list() | tuple():
             inner = ", ".join(literal(v, names) for v in value)
             return f"[{inner}]"
@@ -79,6 +115,10 @@ def literal(value: Any, names: Names) -> str:
             return names.op(value)
         case float() if value in (float("inf"), float("-inf")) or value != value:
             return f'float("{value}")'
+        case complex() if not cmath.isfinite(value):
+            return f'complex("{value}")'
+        case str():
+            return text_literal(value)
         case torch.device():
             return f'torch.device("{value.type}")' if value.index is None else f'torch.device("{value}")'
         case (
@@ -87,7 +127,6 @@ def literal(value: Any, names: Names) -> str:
             | int()
             | float()
             | complex()
-            | str()
             | torch.dtype()
             | torch.memory_format()
             | torch.layout()

@@ -15,9 +15,10 @@ from pathlib import PurePath
 
 from torch import fx
 
-from fxpipe.codegen.expressions import CONTAINERS, Names, expression
+from fxpipe.codegen.expressions import CONTAINERS, Names, expression, variable
 from fxpipe.codegen.layout import wrapped
 from fxpipe.graph import Colour, Kind, Phase, Section, Value, offload, reload
+from fxpipe.names import comment
 from fxpipe.values import call_nodes
 
 PHASE_NAMES = {Phase.F: "forward", Phase.B: "backward", Phase.W: "weight"}
@@ -87,11 +88,11 @@ def _signature(section: Section, consumers: list[tuple[Colour, Value]]) -> Signa
 
 def function_source(section: Section, signature: Signature, names: Names) -> str:
     """The section as a Python function."""
-    arguments = [*signature.containers, *signature.lists_in, *signature.values_in]
+    arguments = [*signature.containers, *signature.lists_in, *map(variable, signature.values_in)]
     lines = [f"def {signature.name}({', '.join(arguments)}):"]
     back = {n.all_input_nodes[0].name: n.name for n in call_nodes(section.graph) if n.target is reload}
     for name, values in signature.lists_in.items():
-        values = tuple(back.get(v, v) for v in values)
+        values = tuple(variable(back.get(v, v)) for v in values)
         lines.append(
             f"    ({values[0]},) = {name}" if len(values) == 1 else f"    {', '.join(values)} = {name}"
         )
@@ -106,12 +107,12 @@ def function_source(section: Section, signature: Signature, names: Names) -> str
 def _returned(section: Section, signature: Signature) -> tuple[list[str], set[str]]:
     """The expressions that are returned, in order, and the names that they use."""
     by_value = dict(zip(section.outputs, section.graph.output_node().args[0], strict=True))  # type: ignore
-    results = list(signature.values_out)
-    results += [by_value[v].name for v in signature.results]
+    results = [variable(v) for v in signature.values_out]
+    results += [variable(by_value[v].name) for v in signature.results]
     used = set(results)
     away = {n.name: n.all_input_nodes[0].name for n in call_nodes(section.graph) if n.target is offload}
     for values in signature.lists_out.values():
-        values = tuple(away.get(v, v) for v in values)
+        values = tuple(variable(away.get(v, v)) for v in values)
         results.append(f"[{', '.join(values)}]")
         used.update(values)
     return results, used
@@ -125,8 +126,8 @@ def _body(section: Section, names: Names, returned: set[str]) -> list[str]:
     ends: dict[fx.Node, list[str]] = {}
     for n, user in last_use.items():
         is_value = n.meta.get("input") is None
-        if is_value and n.name not in returned and not _is_unpacked(n):
-            ends.setdefault(user, []).append(n.name)
+        if is_value and variable(n.name) not in returned and not _is_unpacked(n):
+            ends.setdefault(user, []).append(variable(n.name))
     heading: tuple[str, str] | None = None
     dead: list[str] = []
     for node in nodes:
@@ -135,7 +136,7 @@ def _body(section: Section, names: Names, returned: set[str]) -> list[str]:
             lines += _deletion(dead)
             dead = []
             heading = (origin.path, origin.source)
-            lines.append(f"    # {_place(origin.path, origin.source)}")
+            lines.append(f"    {comment(_place(origin.path, origin.source))}")
         if not _is_item_of_unpacked(node):
             lines.append(f"    {_targets(node)}{expression(node, names)}")
         dead += ends.get(node, [])
@@ -145,9 +146,9 @@ def _body(section: Section, names: Names, returned: set[str]) -> list[str]:
 def _targets(node: fx.Node) -> str:
     """The left-hand side with its ``=``; nothing for an op that is run for what it writes."""
     if _is_unpacked(node):
-        items = {int(u.args[1]): u.name for u in node.users}  # type: ignore[arg-type]
+        items = {int(u.args[1]): variable(u.name) for u in node.users}  # type: ignore[arg-type]
         return ", ".join(items.get(i, "_") for i in range(len(node.meta["val"]))) + " = "
-    return f"{node.name} = " if node.users else ""
+    return f"{variable(node.name)} = " if node.users else ""
 
 
 def _is_unpacked(node: fx.Node) -> bool:

@@ -1,36 +1,44 @@
-"""Lines of generated source, none longer than a reader's screen."""
+"""Lines of generated source, none longer than a reader's screen where there is a place to break it."""
 
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 WIDTH = 110
+_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"')  # as names.text_literal writes all of them
 
 
 def wrapped(line: str) -> str:
     """Break a long statement at its commas; what has no brackets around it gets a pair."""
-    if len(line) <= WIDTH or line.lstrip().startswith(("#", '"')):
+    text = line.lstrip()
+    if len(line) <= WIDTH or text.startswith(("#", '"')):
         return line
-    indent = line[: len(line) - len(line.lstrip())]
-    text = line.strip()
+    indent = line[: len(line) - len(text)]
+    blank = _STRING.sub(lambda string: "s" * len(string.group()), text)  # the same columns, no strings
     keyword = re.match(r"(return|del) ", text)
     if keyword:
-        return f"{indent}{keyword.group()}{_bracketed(text[keyword.end() :], indent)}"
-    targets, equals, call = text.partition(" = ")
-    if equals and (len(indent) + len(targets) > WIDTH - 30 or "(" not in call):
-        first, text = f"{indent}{_bracketed(targets, indent)} = ", call
-        if len(indent) + 4 + len(call) <= WIDTH:
-            return first + call
-    else:
-        first = indent
-    opening, closing = text.find("("), text.rfind(")")
-    return f"{first}{text[:opening]}{_bracketed(text[opening + 1 : closing], indent)}{text[closing + 1 :]}"
+        return f"{indent}{keyword.group()}{_bracketed(text, blank, keyword.end(), len(text), indent)}"
+    equals = blank.find(" = ")
+    call = equals + 3 if equals >= 0 else 0
+    opening, closing = blank.find("(", call), blank.rfind(")")
+    first = indent + text[:call]
+    if call and (len(indent) + equals > WIDTH - 30 or opening < 0):
+        first = f"{indent}{_bracketed(text, blank, 0, equals, indent)} = "
+        if len(indent) + 4 + len(text) - call <= WIDTH:
+            return first + text[call:]
+    if opening < 0:
+        return first + text[call:]
+    arguments = _bracketed(text, blank, opening + 1, closing, indent)
+    return f"{first}{text[call:opening]}{arguments}{text[closing + 1 :]}"
 
 
-def _bracketed(items: str, indent: str) -> str:
-    """Comma-separated items in round brackets, as many on a line as fit."""
+def _bracketed(text: str, blank: str, begin: int, end: int, indent: str) -> str:
+    """The comma-separated items between two columns, in round brackets, as many on a line as fit."""
     lines, current = [], indent + "   "
-    for item in re.split(r"(?<=,) ", items):
+    after_commas = [comma.end() for comma in re.compile(", ").finditer(blank, begin, end)]
+    for start, stop in pairwise([begin, *after_commas, end]):
+        item = text[start:stop].rstrip(" ")
         if len(current) + len(item) + 1 > WIDTH and current.strip():
             lines.append(current)
             current = indent + "   "

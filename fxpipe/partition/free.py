@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
+
 from torch import fx
 
 from fxpipe.graph import Kind
@@ -15,17 +18,37 @@ from fxpipe.values import call_nodes, node_bytes, output_dict
 SHARE = 0.002
 
 
-def free_nodes(graph: fx.Graph, device: Device, *, across_stages: bool) -> set[fx.Node]:
-    """The forward ops whose value any section may compute for itself.
+@dataclass(frozen=True)
+class Free:
+    """The forward ops whose value any section may compute for itself: ``anywhere``, or ``in_stage``, in the
+    sections of the stage that it is of."""
 
-    All that leads to such a value is: what every rank has (the batch, constants, buffers that do not
+    anywhere: set[fx.Node]
+    in_stage: set[fx.Node]
+
+
+def free_nodes(graph: fx.Graph, device: Device) -> Free:
+    """All that leads to a free value is: what every rank has (the batch, constants, buffers that do not
     change), and little work.  Within one stage, what is made from parameters alone without a matrix
     product (a view, a cast) is free as well; what parameters make of the batch never is.
     """
-    changed = set(output_dict(graph)["buffers"])
-    at_hand = {Kind.BATCH, Kind.CONSTANT, Kind.BUFFER} | (set() if across_stages else {Kind.PARAMETER})
     cost = {n: node_cost(n, device).seconds for n in call_nodes(graph)}
     budget = SHARE * sum(cost.values())
+    at_hand = frozenset({Kind.BATCH, Kind.CONSTANT, Kind.BUFFER})
+    return Free(
+        _found(graph, cost, at_hand, lambda node: max(budget, device.transfer_seconds(node_bytes(node)))),
+        _found(graph, cost, at_hand | {Kind.PARAMETER}, lambda _: budget),
+    )
+
+
+def _found(
+    graph: fx.Graph,
+    cost: Mapping[fx.Node, float],
+    at_hand: Set[Kind],
+    most: Callable[[fx.Node], float],
+) -> set[fx.Node]:
+    """``most``: the seconds that all that leads to a value may take."""
+    changed = set(output_dict(graph)["buffers"])
     leads: dict[fx.Node, frozenset[fx.Node]] = {}  # free node -> the ops that lead to it, itself included
     kinds: dict[fx.Node, frozenset[Kind]] = {}  # free node -> what they read
     for node in graph.nodes:
@@ -38,8 +61,7 @@ def free_nodes(graph: fx.Graph, device: Device, *, across_stages: bool) -> set[f
             if Kind.PARAMETER in read and (Kind.BATCH in read or node_flops(node)):
                 continue
             way = frozenset([node]).union(*(leads[n] for n in node.all_input_nodes))
-            sending = device.transfer_seconds(node_bytes(node)) if across_stages else 0.0
-            if sum(cost[n] for n in way) <= max(budget, sending):
+            if sum(cost[n] for n in way) <= most(node):
                 leads[node], kinds[node] = way, read
     return {n for n in leads if n.op == "call_function"}
 

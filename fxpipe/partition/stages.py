@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from itertools import accumulate
 
 import torch
@@ -19,7 +19,7 @@ from fxpipe.graph import Colour, Phase, read_buffer
 from fxpipe.partition.cost import node_cost
 from fxpipe.partition.cuts import choose_cuts
 from fxpipe.partition.device import Device
-from fxpipe.partition.free import free_nodes
+from fxpipe.partition.free import Free, free_nodes
 from fxpipe.values import call_nodes, is_view, node_bytes, output_dict, storage_root
 
 aten = torch.ops.aten
@@ -44,18 +44,18 @@ def partition(
     by_seq: dict[int, int] = {}
     for node in forward:
         by_seq.setdefault(node.meta["origin"].seq, position[node])
+    free = free_nodes(graph, device)
     if split_points is None:
-        cuts = _cuts_by_cost(graph, position, by_seq, stages, device)
+        cuts = _cuts_by_cost(graph, position, by_seq, stages, device, free)
     else:
         cuts = _cuts_by_path(forward, stages, split_points)
     starts = {c + 1 for c in cuts}
     stage_at = list(accumulate((int(i in starts) for i in range(len(forward))), operator.add))
     stage = {n: stage_at[i] for n, i in position.items()}
     # A cast or a view of a parameter goes to where it is used, so that no weight is sent.
-    of_parameters = free_nodes(graph, device, across_stages=False)
     for node in reversed(forward):
         users = [stage[u] for u in node.users if u in stage]
-        if node in of_parameters and users and node.target is not operator.getitem:
+        if node in free.in_stage and users and node.target is not operator.getitem:
             stage[node] = min(users)
     _colour(graph, stages, stage, {s: stage[forward[i]] for s, i in by_seq.items()}, first)
     _check_buffers(graph)
@@ -102,7 +102,12 @@ def _count_beside_loss(graph: fx.Graph) -> None:
 
 
 def _cuts_by_cost(
-    graph: fx.Graph, position: dict[fx.Node, int], by_seq: dict[int, int], stages: int, device: Device
+    graph: fx.Graph,
+    position: dict[fx.Node, int],
+    by_seq: dict[int, int],
+    stages: int,
+    device: Device,
+    free: Free,
 ) -> tuple[int, ...]:
     seconds = [0.0] * len(position)
     home = dict(position)  # forward and backward ops alike: the position whose stage they go with
@@ -116,14 +121,13 @@ def _cuts_by_cost(
                 continue
             home[node] = at
         seconds[home[node]] += node_cost(node, device).seconds
-    return choose_cuts(seconds, _crossing_bytes(graph, position, home, device), stages)
+    return choose_cuts(seconds, _crossing_bytes(graph, position, home, free.in_stage | free.anywhere), stages)
 
 
 def _crossing_bytes(
-    graph: fx.Graph, position: dict[fx.Node, int], home: dict[fx.Node, int], device: Device
+    graph: fx.Graph, position: dict[fx.Node, int], home: dict[fx.Node, int], free: Set[fx.Node]
 ) -> list[float]:
     """For every position: bytes that a cut after it would send, or inf where it may not be cut."""
-    free = free_nodes(graph, device, across_stages=False) | free_nodes(graph, device, across_stages=True)
     steps = [0.0] * (len(position) + 1)
     barred = [0] * (len(position) + 1)
     last_use: dict[fx.Node, int] = {}

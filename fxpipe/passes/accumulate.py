@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from fxpipe.graph import Colour, Input, Kind, Origin, Phase
+from fxpipe.names import identifier
 from fxpipe.passes.rewrite import gradients, set_gradients
 from fxpipe.values import drop_dead
 
@@ -29,7 +30,7 @@ def fuse_accumulation(graph: fx.Graph) -> None:
     times = Counter(part for parts in gradients(graph).values() for part in parts)
     for name, parts in gradients(graph).items():
         with graph.inserting_before(first):
-            into = graph.placeholder(f"grad_{name.replace('.', '_')}")
+            into = graph.placeholder(identifier(f"grad_{name}"))
         into.meta.update(input=Input(Kind.GRADIENT, name), val=parts[0].meta["val"], origin=Origin())
         with graph.inserting_before(graph.output_node()):
             fused[name] = tuple(_accumulated(graph, into, part, times[part] == 1) for part in parts)

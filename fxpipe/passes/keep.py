@@ -10,20 +10,19 @@ and of the time it takes.  Of equally small cuts the one with the least to repea
 
 from __future__ import annotations
 
-import networkx as nx
 import torch
 from torch import fx
 
 from fxpipe.graph import Colour, Phase
+from fxpipe.passes.mincut import to_repeat
 from fxpipe.passes.rewrite import clone_into
 from fxpipe.values import call_nodes, drop_dead, is_view, node_bytes
 
 aten = torch.ops.aten
-_SOURCE, _SINK = "source", "sink"
 _CASTS = {aten._to_copy.default}
 
-#: Bytes of memory that must be saved for each byte that a repeated op reads or writes.
-REPEAT_PRICE = 0.25
+#: For each byte of memory that is saved, a repeated op may read and write so many.
+_SCALE = 4
 
 
 def keep_fewest_bytes(graph: fx.Graph) -> None:
@@ -49,36 +48,20 @@ def _is_cheap(node: fx.Node, stage: int) -> bool:
 
 
 def _to_repeat(users: list[fx.Node], stage: int) -> set[fx.Node]:
-    """The nodes outside W on W's side of the cut."""
-    # The flow runs from W backwards, so that the cut found is the one nearest to W.
-    network = nx.DiGraph()
-    todo, seen = [], set(users)
-    for user in users:
-        for node in user.all_input_nodes:
-            if node.op == "call_function" and node.meta["colour"].phase is not Phase.W:
-                network.add_edge(_SOURCE, (node, "out"))
-                todo.append(node)
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
+    """The nodes outside W that W computes again."""
+
+    def keep(node: fx.Node) -> int | None:
         # A view holds its whole storage: only what owns the storage is ever kept.
-        if is_view(node) and _is_cheap(node, stage):
-            network.add_edge((node, "out"), (node, "in"))
-        else:
-            network.add_edge((node, "out"), (node, "in"), capacity=node_bytes(node))
-        if _is_cheap(node, stage):
-            if not is_view(node):
-                moved = node_bytes(node) + sum(node_bytes(n) for n in node.all_input_nodes)
-                network.add_edge((node, "in"), _SINK, capacity=REPEAT_PRICE * moved)
-            for n in node.all_input_nodes:
-                if n.op == "call_function":
-                    network.add_edge((node, "in"), (n, "out"))
-                    todo.append(n)
-        else:
-            network.add_edge((node, "in"), _SINK)
-    if _SOURCE not in network or _SINK not in network:
-        return set()
-    _, (near, _) = nx.minimum_cut(network, _SOURCE, _SINK)
-    return {n for n, side in (x for x in near if isinstance(x, tuple)) if side == "in"}
+        return None if is_view(node) and _is_cheap(node, stage) else _SCALE * node_bytes(node)
+
+    def repeat(node: fx.Node) -> int | None:
+        if not _is_cheap(node, stage):
+            return None
+        return 0 if is_view(node) else node_bytes(node) + sum(node_bytes(n) for n in node.all_input_nodes)
+
+    needed = [n for user in users for n in user.all_input_nodes]
+    return to_repeat([n for n in needed if not _is_w(n)], keep, repeat)
+
+
+def _is_w(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.meta["colour"].phase is Phase.W

@@ -17,8 +17,7 @@ from fxpipe.values import call_nodes, drop_dead
 
 
 def localise(graph: fx.Graph, device: Device) -> None:
-    anywhere = free_nodes(graph, device, across_stages=True)
-    in_stage = free_nodes(graph, device, across_stages=False)
+    known = free_nodes(graph, device)
     clones: dict[tuple[Colour, fx.Node], fx.Node] = {}
     for user in call_nodes(graph):
         colour = user.meta["colour"]
@@ -26,7 +25,7 @@ def localise(graph: fx.Graph, device: Device) -> None:
             if node.op != "call_function" or node.meta["colour"] == colour:
                 continue
             within = node.meta["colour"].stage == colour.stage
-            free = in_stage if within else anywhere
+            free = known.in_stage if within else known.anywhere
             if node in free:
                 clone = clone_into(node, colour, user, clones, free)
                 user.replace_input_with(node, clone)

@@ -14,20 +14,19 @@ from __future__ import annotations
 
 from typing import Literal
 
-import networkx as nx
 from torch import fx
 
 from fxpipe.graph import Colour, Phase, read_buffer
 from fxpipe.partition.cost import node_flops
+from fxpipe.passes.mincut import to_repeat
 from fxpipe.passes.rewrite import clone_into
 from fxpipe.values import call_nodes, drop_dead, is_view, node_bytes
 
 Level = Literal["norms", "full"]
 LEVELS: tuple[Level, ...] = ("norms", "full")
 
-_SOURCE, _SINK = "source", "sink"
-#: Bytes that must be saved for each byte that an op made again reads or writes.
-_PRICE = 1e-3
+#: For each byte that is saved, what is made again may read and write so many.
+_SCALE = 1000
 
 
 def recompute(graph: fx.Graph, level: Level) -> None:
@@ -68,38 +67,17 @@ def _may(node: fx.Node, stage: int, level: Level) -> bool:
 
 
 def _made_again(graph: fx.Graph, stage: int, level: Level) -> set[fx.Node]:
-    network = nx.DiGraph()
-    todo: list[fx.Node] = []
-    for user in call_nodes(graph):
-        if not _is_backward(user, stage):
-            continue
-        for node in user.all_input_nodes:
-            if node.op == "call_function" and not _is_backward(node, stage):
-                network.add_edge(_SOURCE, (node, "out"))
-                todo.append(node)
-    seen: set[fx.Node] = set()
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        may = _may(node, stage, level)
+    def keep(node: fx.Node) -> int | None:
         is_tuple = isinstance(node.meta["val"], (tuple, list))
-        if may and (is_tuple or is_view(node)):  # a tuple cannot be kept, a view keeps what it is a view of
-            network.add_edge((node, "out"), (node, "in"))
-        else:
-            network.add_edge((node, "out"), (node, "in"), capacity=node_bytes(node))
-        if not may:
-            network.add_edge((node, "in"), _SINK)
-            continue
-        if not is_view(node):
-            moved = node_bytes(node) + sum(node_bytes(n) for n in node.all_input_nodes)
-            network.add_edge((node, "in"), _SINK, capacity=_PRICE * moved)
-        for n in node.all_input_nodes:
-            if n.op == "call_function":
-                network.add_edge((node, "in"), (n, "out"))
-                todo.append(n)
-    if _SOURCE not in network or _SINK not in network:
-        return set()
-    _, (near, _) = nx.minimum_cut(network, _SOURCE, _SINK)
-    return {n for n, side in (x for x in near if isinstance(x, tuple)) if side == "in"}
+        # A tuple cannot be kept, a view keeps what it is a view of.
+        free = _may(node, stage, level) and (is_tuple or is_view(node))
+        return None if free else _SCALE * node_bytes(node)
+
+    def repeat(node: fx.Node) -> int | None:
+        if not _may(node, stage, level):
+            return None
+        return 0 if is_view(node) else node_bytes(node) + sum(node_bytes(n) for n in node.all_input_nodes)
+
+    users = [user for user in call_nodes(graph) if _is_backward(user, stage)]
+    needed = [n for user in users for n in user.all_input_nodes if n.op == "call_function"]
+    return to_repeat([n for n in needed if not _is_backward(n, stage)], keep, repeat)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import fx
 
 from fxpipe.partition.device import Device
@@ -17,19 +19,31 @@ from fxpipe.passes.untie import untie
 from fxpipe.verify import verify
 
 
-def run_passes(graph: fx.Graph, device: Device, level: Level | None = None) -> None:
-    """``level``: what B makes again of the forward; nothing where it is None."""
+def prepare(graph: fx.Graph, device: Device) -> None:
+    """The passes that are the same whatever B makes again of the forward."""
     verify(graph, "partition")
-    for name, rewrite in (
+    _run(
+        graph,
         ("untie", untie),
         ("split_backward", split_backward),
         ("localise", lambda g: localise(g, device)),
+    )
+
+
+def finish(graph: fx.Graph, level: Level | None = None) -> None:
+    """The others.  ``level``: what B makes again of the forward; nothing where it is None."""
+    _run(
+        graph,
         *([("recompute", lambda g: recompute(g, level))] if level is not None else []),
         ("keep_fewest_bytes", keep_fewest_bytes),
         ("make_sendable", make_sendable),
         ("fuse_accumulation", fuse_accumulation),
         ("accept_any_strides", accept_any_strides),
         ("reuse_storage", reuse_storage),
-    ):
+    )
+
+
+def _run(graph: fx.Graph, *passes: tuple[str, Callable[[fx.Graph], None]]) -> None:
+    for name, rewrite in passes:
         rewrite(graph)
         verify(graph, name)

@@ -23,13 +23,10 @@ def untie(graph: fx.Graph) -> None:
 
 
 def _summands(node: fx.Node) -> list[fx.Node]:
-    """The summands of a sum across stages; a value of one stage alone is its own summand."""
-    crosses = any(
-        n.meta["colour"].stage != node.meta["colour"].stage
-        for n in node.all_input_nodes
-        if n.op != "placeholder"
-    )
+    """The summands of a sum across stages; a sum of one stage's values alone is a summand itself."""
     is_sum = node.target is aten.add.Tensor and not node.kwargs and node.meta["origin"].seq is None
-    if not (is_sum and crosses and len(node.users) == 1):
+    if not (is_sum and len(node.users) == 1):
         return [node]
-    return [s for n in node.args for s in _summands(n)]  # type: ignore[arg-type]
+    found = [s for n in node.args for s in _summands(n)]  # type: ignore[arg-type]
+    stages = {n.meta["colour"].stage for n in (node, *found) if n.op != "placeholder"}
+    return found if len(stages) > 1 else [node]

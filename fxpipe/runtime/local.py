@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,15 +18,29 @@ from fxpipe.errors import DeadlockError, FxpipeError, RunError
 from fxpipe.runtime.comm import Layout, Pending, in_memory_order
 
 
+@dataclass(frozen=True, eq=False)
+class _Contents:
+    """What is on its way: a copy as it lies in memory, and the layout that it has."""
+
+    flat: torch.Tensor
+    layout: Layout
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> _Contents:
+        with no_modes():  # what a mode of this rank's thread watches are its own tensors
+            flat = in_memory_order(tensor).clone()
+        return _Contents(flat, (tuple(tensor.shape), tensor.stride(), tensor.dtype))
+
+
 class LocalWorld:
     """What the ranks of one process share: the messages between them, and whose turn it is."""
 
     def __init__(self, ranks: int):
         self.ranks = ranks
         self.turn = threading.Condition()  # held by the rank that runs
-        self.messages: dict[tuple[int, int, int], torch.Tensor] = {}  # (from, to, number) -> contents
+        self.messages: dict[tuple[int, int, int], _Contents] = {}  # (from, to, number) -> contents
         # (group, number) -> the tensors by rank, and how many ranks have still to take them
-        self.joint: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
+        self.joint: dict[tuple[int, int], dict[int, _Contents]] = {}
         self.takers: dict[tuple[int, int], int] = {}
         self.shared: dict[int, torch.Tensor] = {}  # what the loss rank broadcast, until all have it
         self.waiting: dict[int, str] = {}
@@ -49,6 +64,10 @@ class LocalWorld:
         with self.turn:
             self.waiting.clear()
             self.turn.notify_all()
+
+
+def _text(layout: Layout) -> str:
+    return " ".join(map(str, layout))
 
 
 class _Stopped(Exception):
@@ -80,18 +99,17 @@ class LocalComm:
         self._world.wait_until(lambda: key in messages, self._rank, f"rank {pending.source}")
         return self._received_as(messages.pop(key), pending.buffers[0], pending.source)
 
-    def _received_as(self, flat: torch.Tensor, expected: torch.Tensor, source: int) -> torch.Tensor:
-        if flat.dtype != expected.dtype or flat.numel() != expected.numel():
+    def _received_as(self, sent: _Contents, expected: torch.Tensor, source: int) -> torch.Tensor:
+        layout = (tuple(expected.shape), expected.stride(), expected.dtype)
+        if sent.layout != layout:
             raise RunError(
-                f"Rank {source} sent {flat.numel()} elements of {flat.dtype}, "
-                f"rank {self._rank} expected {tuple(expected.shape)} of {expected.dtype}."
+                f"Rank {source} sent a tensor of shape, strides and dtype {_text(sent.layout)}, and rank "
+                f"{self._rank} expects {_text(layout)}. Edit both programs alike."
             )
-        return flat.as_strided(expected.shape, expected.stride())
+        return sent.flat.as_strided(expected.shape, expected.stride())
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
-        with no_modes():  # what a mode of this rank's thread watches are its own tensors
-            copy = in_memory_order(tensor).clone()
-        self._world.messages[self._rank, to, self._sent[to]] = copy
+        self._world.messages[self._rank, to, self._sent[to]] = _Contents.of(tensor)
         self._sent[to] += 1
         self._world.woken()
 
@@ -116,9 +134,7 @@ class LocalComm:
         key = group, self._joined[group]
         self._joined[group] += 1
         if tensor is not None:
-            with no_modes():
-                copy = in_memory_order(tensor).clone()
-            self._world.joint.setdefault(key, {})[self._rank] = copy
+            self._world.joint.setdefault(key, {})[self._rank] = _Contents.of(tensor)
             self._world.woken()
         return key
 
@@ -136,9 +152,9 @@ class LocalComm:
         joint, what = self._world.joint, "all ranks" if pending.source < 0 else f"rank {pending.source}"
         self._world.wait_until(lambda: all(r in joint.get(key, {}) for r in ranks), self._rank, what)
         self._world.takers[key] -= 1
-        tensors = joint.pop(key) if not self._world.takers[key] else joint[key]
+        given = joint.pop(key) if not self._world.takers[key] else joint[key]
         return [
-            self._received_as(tensors[r].clone(), expected, r)
+            self._received_as(replace(given[r], flat=given[r].flat.clone()), expected, r)
             for r, expected in zip(ranks, pending.buffers, strict=True)
         ]
 

@@ -68,6 +68,20 @@ class Process:
         dist.broadcast(payload, 0)
         return payload.cpu().numpy().tobytes()
 
+    def gather(self, data: bytes) -> list[bytes]:
+        """The bytes of every rank, on every rank.  Raises RunError where one of them is gone."""
+        size = self._on_wire(torch.tensor([len(data)]))
+        sizes = [torch.empty_like(size) for _ in range(self.ranks)]
+        try:
+            dist.all_gather(sizes, size)
+            own = self._on_wire(torch.zeros(max(map(int, sizes)), dtype=torch.uint8))
+            own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            padded = [torch.empty_like(own) for _ in range(self.ranks)]
+            dist.all_gather(padded, own)
+        except RuntimeError as error:
+            raise RunError(f"Nothing came from the other ranks: {error}") from error
+        return [p[: int(n)].cpu().numpy().tobytes() for p, n in zip(padded, sizes, strict=True)]
+
     def spread(self, tensor: torch.Tensor, source: int) -> None:
         """Give a tensor the values that it has on rank ``source``."""
         value = self._on_wire(tensor.contiguous())
@@ -116,7 +130,7 @@ class Process:
 
     def leave_failure(self, message: str) -> None:
         """Let the other ranks know why this one stops."""
-        _store().set(FAILURE, message)
+        _store().set(FAILURE, message.encode(errors="backslashreplace").decode())
 
     def find_failure(self) -> str | None:
         """The message of a rank that stopped, once it is there."""

@@ -5,23 +5,44 @@ from __future__ import annotations
 import ast
 import linecache
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from fxpipe.errors import ArtefactError
+from fxpipe.errors import ArtefactError, RunError
+from fxpipe.runtime.agreement import Traffic, traffic
 
 
-def load_step(source: str, filename: str) -> Callable[[Any, Any], Any]:
-    """The ``step(rt, batch)`` of a program.  ``filename`` is where the source lies, or a name for it."""
+@dataclass(frozen=True)
+class Program:
+    """``step(rt, batch)``, and what it sends and receives."""
+
+    step: Callable[[Any, Any], Any]
+    traffic: Traffic
+
+
+def load_program(source: str, filename: str) -> Program:
+    """Run a program's head.  ``filename`` is where the source lies, or a name for it.
+
+    Raises ArtefactError where the source is no program with a ``step``, RunError where its head fails.
+    """
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     namespace: dict[str, Any] = {"__name__": f"fxpipe_program_{abs(hash(filename))}", "__file__": filename}
     try:
         tree = ast.parse(source, filename)
+        code = compile(tree, filename, "exec")
     except SyntaxError as error:
         raise ArtefactError(
             f"{filename} is no Python program (line {error.lineno}: {error.msg}). Mend it, or save again."
         ) from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise ArtefactError(f"{filename} is no Python program ({error}). Mend it, or save again.") from error
     steps = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "step"]
     if not steps or not isinstance(steps[-1].body[-1], ast.Return):
         raise ArtefactError(f"{filename} is cut short: no step(rt, batch) that ends in a return. Save again.")
-    exec(compile(tree, filename, "exec"), namespace)
-    return namespace["step"]
+    try:
+        exec(code, namespace)
+    except Exception as error:  # an edited head may raise anything
+        raise RunError(
+            f"{filename} fails before its step: {type(error).__name__}: {error}. Mend it, or save again."
+        ) from error
+    return Program(namespace["step"], traffic(tree, namespace))

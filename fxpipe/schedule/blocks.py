@@ -12,7 +12,8 @@ from math import inf
 
 import numpy as np
 
-from fxpipe.schedule.kernel import compiled, copy
+from fxpipe.compiled import compiled
+from fxpipe.schedule.kernel import copy
 from fxpipe.schedule.shop import Shop
 
 _ROUNDING = 1e-7

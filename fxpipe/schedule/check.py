@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from itertools import count
+
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.dependencies import SECTIONS_PER_STAGE, op_of_value, sections
 from fxpipe.schedule.ops import Op, Schedule
@@ -15,7 +18,10 @@ def check(schedule: Schedule) -> None:
     """
     _check_placement(schedule)
     microbatches, table = schedule.microbatches, sections(schedule.stages)
-    done = bytearray(SECTIONS_PER_STAGE * schedule.stages * microbatches)
+    sections_in_all = SECTIONS_PER_STAGE * schedule.stages * microbatches
+    # One byte a section; where there are too few ops for all sections, only as much as those ops need.
+    complete = sections_in_all <= 2 * sum(map(len, schedule.order))
+    done: bytearray | defaultdict[int, int] = bytearray(sections_in_all) if complete else defaultdict(int)
     for rank, ops in enumerate(schedule.order):
         for op in ops:
             _check_home(schedule, rank, op)
@@ -28,7 +34,10 @@ def check(schedule: Schedule) -> None:
                     before = op_of_value(value - microbatches, microbatches)
                     raise _error(schedule, f"rank {rank} runs {op} and has not run {before} before it")
                 done[value] = 1
-    missing = done.find(0)
+    if isinstance(done, bytearray):
+        missing = done.find(0)
+    else:
+        missing = next(value for value in count() if not done[value])
     if missing >= 0:
         op = op_of_value(missing, microbatches)
         raise _error(schedule, f"rank {schedule.placement[op.stage]} never runs {op}")

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, fields, replace
-from math import isfinite
 from pathlib import Path
 
-import cattrs
-
 from fxpipe.errors import ScheduleError
+from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.costs import Costs, Edge, Link, StageCost, chain
+from fxpipe.strict import MEBIBYTE, Misfit, misfit, parse_json, read_text, structure, unstructure
 
-_converter = cattrs.Converter(forbid_extra_keys=True)
+MOST_BYTES = 8 * MEBIBYTE
 
 
 @dataclass(frozen=True)
@@ -38,34 +37,50 @@ def read_costs(path: Path, seconds: float = 0.0) -> Costs:
     Raises ScheduleError, naming the file and the place in it, where it holds none.
     """
     try:
-        data = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ScheduleError(f"{path} is no readable JSON file: {error}") from error
-    if not isinstance(data, dict):
-        raise ScheduleError(f"{path} holds no costs: it must be an object with stages and edges")
-    try:
-        file = _converter.structure(data, _File)
-    except cattrs.BaseValidationError as error:
-        raise ScheduleError(f"{path} holds no costs: {cattrs.transform_error(error)[0]}") from error
-    if not file.stages:
-        raise ScheduleError(f"{path} holds no costs: it has no stages")
-    for number, stage in enumerate(file.stages):
-        _check(stage, f"{path}: stages[{number}]")
-    if file.link is not None:
-        _check(file.link, f"{path}: link")
-    if file.edges is None:
-        return replace(chain(file.stages, seconds), link=file.link)
-    for number, edge in enumerate(file.edges):
-        _check(edge, f"{path}: edges[{number}]")
-    return Costs(file.stages, file.edges, file.link)
+        file = structure(parse_json(read_text(path, MOST_BYTES)), _File)
+        costs = replace(chain(file.stages, seconds), link=file.link)
+        if file.edges is not None:
+            costs = Costs(file.stages, file.edges, file.link)
+        check_costs(costs)
+    except Misfit as error:
+        raise ScheduleError(
+            f"{path} holds no costs: {error}. docs/simulate.md describes what must be in it."
+        ) from error
+    return costs
 
 
 def write_costs(costs: Costs, path: Path) -> None:
-    path.write_text(json.dumps(_converter.unstructure(costs), indent=1) + "\n")
+    path.write_text(json.dumps(unstructure(costs), indent=1) + "\n")
 
 
-def _check(entry: StageCost | Edge | Link, where: str) -> None:
-    for name in (field.name for field in fields(entry)):
-        number = getattr(entry, name)
-        if isinstance(number, int | float) and not (isfinite(number) and number >= 0):
-            raise ScheduleError(f"{where}: {name} is {number}; it must be finite and not negative")
+def check_costs(costs: Costs, path: str = "") -> None:
+    """Raises Misfit unless all times and bytes are 0 or more and edges join stages that are there, without a
+    cycle.
+
+    path: to the costs in their file, such as ``costs.``.
+    """
+    if not costs.stages:
+        raise Misfit("is empty", f"{path}stages")
+    for k, stage in enumerate(costs.stages):
+        _check_numbers(stage, f"{path}stages[{k}]")
+    for k, edge in enumerate(costs.edges):
+        _check_numbers(edge, f"{path}edges[{k}]")
+        for name, end in (("source", edge.source), ("target", edge.target)):
+            if not 0 <= end.stage < len(costs.stages):
+                wanted = f"from 0 to {len(costs.stages) - 1}, one of the stages"
+                raise misfit(f"{path}edges[{k}].{name}.stage", end.stage, wanted)
+    if costs.link is not None:
+        _check_numbers(costs.link, f"{path}link")
+        if costs.link.ranks < 1:
+            raise misfit(f"{path}link.ranks", costs.link.ranks, "1 or more")
+    try:
+        lower_bound(costs, tuple(range(len(costs.stages))), 1)
+    except ScheduleError as error:
+        raise Misfit(f"cannot be: {error}", f"{path}edges") from error
+
+
+def _check_numbers(entry: StageCost | Edge | Link, path: str) -> None:
+    for field in fields(entry):
+        number = getattr(entry, field.name)
+        if isinstance(number, int | float) and number < 0:
+            raise misfit(f"{path}.{field.name}", number, "0 or more")

@@ -7,7 +7,7 @@ microbatch, its *value*, is section · microbatches + microbatch.
 from __future__ import annotations
 
 from fxpipe.errors import ScheduleError
-from fxpipe.graph import Colour, Phase
+from fxpipe.graph import Colour, Phase, arrival
 from fxpipe.schedule.costs import Costs, StageCost
 from fxpipe.schedule.ops import PHASES, Op, OpKind
 
@@ -63,8 +63,8 @@ def _seconds(kind: OpKind, cost: StageCost) -> float:
 def needs(costs: Costs, placement: tuple[int, ...]) -> dict[OpKind, tuple[Needs, ...]]:
     """Per kind and stage, what an op waits for: the edges, and F before B before W of its own stage.
 
-    An edge takes time only between two ranks.  Raises ScheduleError where the costs are not those of
-    as many stages as are placed, or an edge names another stage.
+    An edge takes time only between two ranks, and one into W arrives with B.  Raises ScheduleError where the
+    costs are not those of as many stages as are placed, or an edge names another stage.
     """
     stages = len(placement)
     if len(costs.stages) != stages:
@@ -79,7 +79,7 @@ def needs(costs: Costs, placement: tuple[int, ...]) -> dict[OpKind, tuple[Needs,
                 raise ScheduleError(f"an edge names stage {end.stage}, but there are {stages} stages")
         local = placement[edge.source.stage] == placement[edge.target.stage]
         source, delay = index(edge.source), 0.0 if local else edge.seconds
-        into = incoming[index(edge.target)]
+        into = incoming[index(arrival(edge.target))]
         into[source] = max(delay, into.get(source, 0.0))
     return {
         kind: tuple(_needs_of(incoming, own) for own in per_stage)

@@ -18,6 +18,9 @@ from fxpipe.errors import ScheduleError
 from fxpipe.schedule.check import check
 from fxpipe.schedule.ops import Order, Schedule, order_text, parse_order
 from fxpipe.schedule.torch_csv import csv_text, looks_like_csv, parse_csv
+from fxpipe.strict import MEBIBYTE, Misfit, read_text
+
+MOST_BYTES = 16 * MEBIBYTE
 
 
 def read_schedule(path: Path | str) -> Schedule:
@@ -27,9 +30,11 @@ def read_schedule(path: Path | str) -> Schedule:
     """
     path = Path(path)
     try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ScheduleError(f"schedule file {path} cannot be read: {error}") from error
+        text = read_text(path, MOST_BYTES)
+    except Misfit as error:
+        raise ScheduleError(
+            f"schedule file {path} {error}. Name a file as docs/schedules.md describes."
+        ) from error
     return parse_schedule(text, path.stem)
 
 
@@ -42,9 +47,12 @@ def parse_schedule(text: str, name: str) -> Schedule:
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     text = "\n".join(line for line in lines if line.strip(" \t,"))
     order = parse_csv(text) if looks_like_csv(text) else parse_order(text)
-    if not order:
+    if not any(order):
         raise ScheduleError(f"schedule {name}: there is no op in it")
-    microbatches = 1 + max((op.microbatch for ops in order for op in ops), default=-1)
+    for rank, ops in enumerate(order):
+        if not ops:
+            raise ScheduleError(f"schedule {name}: there is no op in the line of rank {rank}")
+    microbatches = 1 + max(op.microbatch for ops in order for op in ops)
     schedule = Schedule(name, _placement(name, order), microbatches, order)
     check(schedule)
     return schedule

@@ -1,21 +1,19 @@
 """The inner loops of the searches, compiled by numba: running orders, list scheduling, local search.
 
-Ops and sections are numbers as in :mod:`fxpipe.schedule.shop`.  What is compiled is kept on disk; numba looks
-only at a function's own file to see whether that is out of date, so all that call each other are in this one.
+Ops and sections are numbers as in :mod:`fxpipe.schedule.shop`.
 """
 
 from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable
-from functools import partial
 from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from fxpipe.compiled import compiled
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -24,15 +22,6 @@ SHARE = 1e-3  # of the ranks' mean span in a value, to tell equals apart
 _REACH = 8  # ops that a move may pass
 _REPEATED = 0.4  # of the moves are made for several microbatches
 _MEMORY = 200  # moves after which a value must have been beaten (late acceptance, Burke and Bykov)
-
-
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """For several threads at a time.  Kept on disk, but where there is no place to write to."""
-    compile = partial(njit, nogil=True, error_model="numpy")
-    try:
-        return compile(cache=True)(function)
-    except RuntimeError:
-        return compile()(function)
 
 
 class Tables(NamedTuple):

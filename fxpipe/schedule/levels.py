@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from fxpipe.graph import Colour
+from fxpipe.graph import Colour, arrival
 from fxpipe.schedule.costs import Edge
 from fxpipe.schedule.ops import PHASES, Op, Schedule
 
@@ -18,7 +18,7 @@ def levels(schedule: Schedule, edges: Sequence[Edge]) -> dict[Op, int]:
     """
     sources: defaultdict[Colour, list[Colour]] = defaultdict(list)
     for edge in edges:
-        sources[edge.target].append(edge.source)
+        sources[arrival(edge.target)].append(edge.source)
     made: dict[tuple[Colour, int], int] = {}
     waiting: defaultdict[tuple[Colour, int], list[int]] = defaultdict(list)
     found: dict[Op, int] = {}

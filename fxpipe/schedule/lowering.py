@@ -18,7 +18,7 @@ from enum import StrEnum
 from math import inf
 
 from fxpipe.errors import ScheduleError
-from fxpipe.graph import Colour
+from fxpipe.graph import Colour, arrival
 from fxpipe.schedule.check import check
 from fxpipe.schedule.costs import Edge
 from fxpipe.schedule.levels import levels
@@ -166,7 +166,7 @@ class _Lowering:
                 continue
             if schedule.placement[edge.source.stage] != schedule.placement[edge.target.stage]:
                 self.outgoing[edge.source].append(edge)
-                self.incoming[edge.target].append(edge)
+                self.incoming[arrival(edge.target)].append(edge)
         self.sent: defaultdict[tuple[int, int], list[Post]] = defaultdict(list)  # channel -> in order
         self.turn: dict[tuple[Edge, int], int] = {}  # message -> its position in its channel
         for ops in schedule.order:

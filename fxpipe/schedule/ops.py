@@ -14,6 +14,7 @@ from enum import StrEnum
 
 from fxpipe.errors import ScheduleError
 from fxpipe.graph import Phase
+from fxpipe.strict import shown
 from fxpipe.vocabulary.stages import Vocabulary
 
 
@@ -110,17 +111,29 @@ class Schedule:
         return vocabulary is not None and not vocabulary.lookups <= stage < self.stages - vocabulary.heads
 
 
+NUMBER = "[0-9]{1,9}"  #: of a stage or a microbatch, as text
+_OP = re.compile(rf"(F|BW|B|W)({NUMBER})\.({NUMBER})")
+
+
 def parse_op(text: str) -> Op:
     """``"F2.5"`` to an op.  Raises ScheduleError where the text is none."""
-    match = re.fullmatch(r"(F|BW|B|W)(\d+)\.(\d+)", text)
+    match = _OP.fullmatch(text)
     if match is None:
-        raise ScheduleError(f"{text!r} is no op: write kind, stage, dot, microbatch, such as F2.5 or BW0.3")
+        raise ScheduleError(
+            f"{shown(text)} is no op: write kind, stage, dot, microbatch, such as F2.5 or BW0.3, with "
+            "numbers of at most 9 digits"
+        )
     return Op(OpKind(match[1]), int(match[2]), int(match[3]))
 
 
+def parse_ops(line: str) -> tuple[Op, ...]:
+    """Ops divided by spaces.  Raises ScheduleError for the first word that is none."""
+    return tuple(parse_op(word[0]) for word in re.finditer(r"\S+", line))
+
+
 def parse_order(text: str) -> Order:
-    """One line a rank (empty lines are skipped), ops divided by spaces; the inverse of :func:`order_text`."""
-    return tuple(tuple(parse_op(word) for word in line.split()) for line in text.splitlines() if line.strip())
+    """One line a rank (empty lines are skipped); the inverse of :func:`order_text`."""
+    return tuple(parse_ops(line) for line in text.splitlines() if line.strip())
 
 
 def order_text(order: Order) -> str:

@@ -12,8 +12,9 @@ from functools import cached_property
 
 import numpy as np
 
+from fxpipe.graph import Phase
 from fxpipe.schedule.costs import Costs
-from fxpipe.schedule.dependencies import SECTION_KINDS, SECTIONS_PER_STAGE, durations, index, needs
+from fxpipe.schedule.dependencies import SECTION_KINDS, SECTIONS_PER_STAGE, Needs, durations, index, needs
 from fxpipe.schedule.kernel import Floats, Ints, Tables, keeps, peak_of, run_ops
 from fxpipe.schedule.ops import Op, OpKind, Order
 from fxpipe.schedule.placement import stages_of
@@ -26,8 +27,8 @@ Coded = Ints
 class Shop:
     """The machines (ranks) and jobs (microbatches) of a schedule; all per section, but for what says else.
 
-    ``hold`` and ``kept`` are per stage: what a rank holds from F to B and from B to W, ``hold`` with
-    what the stage hands to other stages of its rank.
+    ``hold`` and ``kept`` are per stage: the most that a rank holds from F to B and from B to W, with what the
+    stage and later ones of its rank hand each other.
     """
 
     ranks: int
@@ -114,13 +115,13 @@ class Shop:
 def shop(costs: Costs, placement: tuple[int, ...]) -> Shop:
     """Raises ScheduleError where costs and placement do not agree."""
     stages, waits, lasts = range(len(placement)), needs(costs, placement), durations(costs)
-    table = tuple(waits[kind][stage] for stage in stages for kind in SECTION_KINDS)
+    table = _in_model_order([waits[kind][stage] for stage in stages for kind in SECTION_KINDS], placement)
     seconds = tuple(lasts[kind][stage] for stage in stages for kind in SECTION_KINDS)
     feeds: list[list[tuple[int, float]]] = [[] for _ in table]
     for section, sources in enumerate(table):
         for source, delay in sources:
             feeds[source].append((section, delay))
-    hold = [max(cost.saved, cost.kept) for cost in costs.stages]
+    kept, handed = [cost.kept for cost in costs.stages], [0.0 for _ in costs.stages]
     at_start, at_end = [0.0] * len(table), [0.0] * len(table)
     for stage, cost in enumerate(costs.stages):
         at_start[3 * stage] = cost.saved
@@ -128,7 +129,10 @@ def shop(costs: Costs, placement: tuple[int, ...]) -> Shop:
         at_end[3 * stage + 2] = -cost.kept
     for edge in costs.edges:
         if placement[edge.source.stage] == placement[edge.target.stage] and edge.bytes:
-            hold[edge.source.stage] += edge.bytes
+            # The F of the earlier of the two runs before, and its B after.
+            handed[min(edge.source.stage, edge.target.stage)] += edge.bytes
+            if edge.target.phase is Phase.W:
+                kept[edge.target.stage] += edge.bytes
             at_end[index(edge.source)] += edge.bytes
             at_start[index(edge.target)] -= edge.bytes
     return Shop(
@@ -140,11 +144,36 @@ def shop(costs: Costs, placement: tuple[int, ...]) -> Shop:
         lead=tuple(min((seconds[s] + d for s, d in sources), default=0.0) for sources in table),
         rank=tuple(placement[section // SECTIONS_PER_STAGE] for section in range(len(table))),
         own=stages_of(placement),
-        hold=tuple(hold),
-        kept=tuple(cost.kept for cost in costs.stages),
+        hold=tuple(
+            max(cost.saved, own) + more for cost, own, more in zip(costs.stages, kept, handed, strict=True)
+        ),
+        kept=tuple(kept),
         at_start=tuple(at_start),
         at_end=tuple(at_end),
     )
+
+
+def _in_model_order(table: list[Needs], placement: tuple[int, ...]) -> tuple[Needs, ...]:
+    """The needs, and that every rank runs a microbatch's F in the order of its stages and its B in the
+    reverse.
+
+    In a model without branches that is so anyway.  With branches the F of a later stage may not need that of
+    an earlier one; running ahead, it could take the memory without which the earlier one's never runs, nor
+    then its own B.  It also bounds how long a rank holds what its stages hand each other.
+    """
+    stages = range(len(placement))
+    before: dict[int, set[int]] = {}  # per section, what has run when it begins
+    last: dict[int, int] = {}  # per rank
+    first = [SECTIONS_PER_STAGE * stage for stage in stages]
+    for section in (*first, *(f + 1 for f in reversed(first))):
+        rank = placement[section // SECTIONS_PER_STAGE]
+        sources = [source for source, _ in table[section]]
+        before[section] = set(sources).union(*(before.get(source, ()) for source in sources))
+        if rank in last and last[rank] not in before[section]:
+            table[section] = (*table[section], (last[rank], 0.0))
+            before[section] |= {last[rank]} | before[last[rank]]
+        last[rank] = section
+    return tuple(table)
 
 
 def _rows(table: Sequence[Sequence[tuple[int, float]]]) -> tuple[Ints, Ints, Floats]:

@@ -23,9 +23,14 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     Raises ScheduleError where the schedule is not whole (see :func:`fxpipe.schedule.check.check`), and
     DeadlockError, listing what each rank waits for, where the ranks' orders cannot progress together.
     """
+    check_whole(schedule, costs)
+    return _Run(schedule, costs).finish()
+
+
+def check_whole(schedule: Schedule, costs: Costs) -> None:
+    """Raises ScheduleError where an op or a transfer is missing, repeated or misplaced."""
     check(schedule)
     check_transfers(schedule, costs)
-    return _Run(schedule, costs).finish()
 
 
 class _Run:

@@ -65,7 +65,7 @@ def synthesise(problem: Problem, starts: Starts) -> Order:
     for rung in path:
         for other in alike:
             other.climb(rung)
-        ascent.climb(rung, given=[other.best.top.coded for other in alike])
+        ascent.climb(rung, given=[other.best.top.coded for other in alike if other.best.top.value < inf])
     return ascent.order
 
 

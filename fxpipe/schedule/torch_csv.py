@@ -14,27 +14,31 @@ import re
 from collections.abc import Iterator
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedule.ops import Op, OpKind, Order
+from fxpipe.schedule.ops import NUMBER, Op, OpKind, Order
+from fxpipe.strict import shown
 
 _KINDS = {"F": OpKind.F, "I": OpKind.B, "W": OpKind.W, "B": OpKind.BW}
 _LETTERS = {kind: letter for letter, kind in _KINDS.items()}
-_COMPUTE = re.compile(r"(\d+)([FIWB])(\d+)")
-_MOVES = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
-_TOGETHER = re.compile(r"\((.*)\)OVERLAP_F_B")
+_COMPUTE = re.compile(rf"({NUMBER})([FIWB])({NUMBER})")
+_MOVES = re.compile(r"[0-9]+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
+_TOGETHER = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 
 def looks_like_csv(text: str) -> bool:
     """Whether the first thing in a text is an action of torch's."""
-    first = next((cell for cell in re.split(r"[,\s]+", text) if cell), "")
-    return bool(re.match(r"\d|\(", first))
+    first = text.lstrip(", \t\r\n")[:1]
+    return bool(re.match(r"[0-9(]", first))
 
 
 def parse_csv(text: str) -> Order:
     """Raises ScheduleError where a cell holds no action."""
-    return tuple(
-        tuple(op for cell in row for op in _ops(cell.strip(), f"row {number}"))
-        for number, row in enumerate(csv.reader(io.StringIO(text)))
-    )
+    try:
+        return tuple(
+            tuple(op for cell in row for op in _ops(cell.strip(), f"row {number}"))
+            for number, row in enumerate(csv.reader(io.StringIO(text)))
+        )
+    except csv.Error as error:
+        raise ScheduleError(f"the schedule is no CSV: {error}") from error
 
 
 def csv_text(order: Order) -> str:
@@ -51,6 +55,6 @@ def _ops(cell: str, where: str) -> Iterator[Op]:
         yield Op(_KINDS[action[2]], int(action[1]), int(action[3]))
     elif cell and not _MOVES.fullmatch(cell):
         raise ScheduleError(
-            f"{where}: {cell!r} is no action of torch's: write stage, kind (F, I, W or B), microbatch, "
-            "such as 3F0"
+            f"{where}: {shown(cell)} is no action of torch's: write stage, kind (F, I, W or B), microbatch, "
+            "such as 3F0, with numbers of at most 9 digits"
         )

@@ -48,6 +48,8 @@ def check_transfers(schedule: Schedule, costs: Costs) -> None:
     for transfer in schedule.transfers:
         if transfer.user is Phase.F or transfer.direction in found[transfer.activation]:
             raise ScheduleError(f"schedule {schedule.name}: {transfer} is for no gradient, or there twice")
+        if (transfer.stage, transfer.user, transfer.microbatch) not in position:
+            raise ScheduleError(f"schedule {schedule.name}: {transfer} is for an op that no rank runs")
         found[transfer.activation][transfer.direction] = transfer
     for (stage, microbatch, user), both in found.items():
         first, last = position[stage, Phase.F, microbatch], position[stage, user, microbatch]

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fxpipe.artefact import Attempt, Plan
+from fxpipe.names import terminal
 from fxpipe.schedule.ops import Direction
 from fxpipe.schedule.transfers import away_bytes
 from fxpipe.viz.units import bytes_text, seconds_text
@@ -15,12 +16,12 @@ from fxpipe.viz.units import bytes_text, seconds_text
 
 def explain(plan: Plan, console: Console) -> None:
     """Print the choice, what else was tried, the fastest first, and why some was left out."""
-    console.print(_reason(plan), highlight=False, soft_wrap=True)
+    console.print(terminal(_reason(plan)), soft_wrap=True)
     if plan.tried:
         console.print(_table(plan.tried))
     for attempt in plan.tried:
         if attempt.why:
-            console.print(f"{_name(attempt)}: {attempt.why}", highlight=False, soft_wrap=True, style="dim")
+            console.print(terminal(f"{_name(attempt)}: {attempt.why}"), soft_wrap=True, style="dim")
 
 
 def _reason(plan: Plan) -> str:
@@ -62,7 +63,8 @@ def _table(tried: tuple[Attempt, ...]) -> Table:
             figures = [seconds_text(a.seconds), f"{a.span_bubble:.4f}", bytes_text(a.peak_memory)]
         beside = [*[_vocabulary(a)] * spread, *[a.recompute or "nothing"] * again]
         beside += [bytes_text(a.moved) if a.moved else "nothing"] * moved
-        table.add_row(a.schedule, str(a.stages_per_rank), a.placement, *beside, *figures)
+        row = (a.schedule, str(a.stages_per_rank), a.placement, *beside, *figures)
+        table.add_row(*map(terminal, row))
     return table
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fxpipe.graph import Phase
+from fxpipe.names import printable
 from fxpipe.viz.palette import PHASES
 from fxpipe.viz.units import PHYSICAL, Units, ticks
 
@@ -77,7 +78,7 @@ def _dots(svg: ET.Element, places: list[tuple[float, float, Point]], best: set[P
     for x, y, point in sorted(places, key=lambda place: (place[2] in best, place[1], place[0])):
         look = {"cx": f"{x:g}", "cy": f"{y:g}", "r": "4", "class": "on" if point in best else "dot"}
         figures = f"{point.name}: {units.memory(point.memory)}, bubble {point.bubble:.2%}"
-        ET.SubElement(ET.SubElement(svg, "circle", look), "title").text = figures
+        ET.SubElement(ET.SubElement(svg, "circle", look), "title").text = printable(figures)
         left, right, base = x + 8, x + 8 + 6.2 * len(point.name), y - 3
         while any(left < end and right > begin and abs(base - at) < LINE for begin, end, at in taken):
             base += 1
@@ -99,4 +100,4 @@ def _line(svg: ET.Element, look: str, x1: float, y1: float, x2: float, y2: float
 
 def _text(svg: ET.Element, x: float, y: float, text: str, look: str = "", style: str = "") -> None:
     attributes = {"x": f"{x:g}", "y": f"{y:g}"} | ({"class": look} if look else {})
-    ET.SubElement(svg, "text", attributes | ({"style": style} if style else {})).text = text
+    ET.SubElement(svg, "text", attributes | ({"style": style} if style else {})).text = printable(text)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from html import escape
 
 import graphviz
+from rich.cells import cell_len
 
 from fxpipe.graph import Phase
+from fxpipe.names import dot_html, dot_label, shortened
 from fxpipe.viz.boxes import Box, Boxes, Flow, Place
 from fxpipe.viz.layout import HEIGHT, Frame, Layout, Point, lay_out
 from fxpipe.viz.palette import AWAY, MEANING, PHASES, tint
@@ -24,7 +25,7 @@ def graph_picture(
 ) -> graphviz.Digraph:
     """title: lines above the picture.  stages: per stage the lines above its boxes."""
     texts = {box.place: _text(box) for box in boxes.boxes}
-    layout = lay_out(boxes, len(stages), max(len(line) for text in texts.values() for line in text))
+    layout = lay_out(boxes, len(stages), max(cell_len(line) for text in texts.values() for line in text))
     dot = graphviz.Digraph("fxpipe", node_attr=FONT | {"shape": "box"}, edge_attr=FONT | {"fontsize": "8"})
     # nop2: positions are given, graphviz only draws.
     dot.attr(layout="nop2", outputorder="edgesfirst")
@@ -45,12 +46,13 @@ def graph_picture(
 
 def _text(box: Box) -> tuple[str, str]:
     size = f"{box.nodes} op{'s' * (box.nodes != 1)}"
-    return box.place.path or "(the model itself)", f"{size}, {flops_text(box.flops)}" if box.flops else size
+    path = shortened(box.place.path) or "(the model itself)"
+    return path, f"{size}, {flops_text(box.flops)}" if box.flops else size
 
 
 def _heading(dot: graphviz.Digraph, title: tuple[str, ...], boxes: Boxes, first: Frame) -> None:
-    rows = [f"<TR><TD ALIGN='LEFT'><FONT POINT-SIZE='16'><B>{escape(title[0])}</B></FONT></TD></TR>"]
-    rows += [f"<TR><TD ALIGN='LEFT'>{escape(line)}</TD></TR>" for line in title[1:]]
+    rows = [f"<TR><TD ALIGN='LEFT'><FONT POINT-SIZE='16'><B>{dot_html(title[0])}</B></FONT></TD></TR>"]
+    rows += [f"<TR><TD ALIGN='LEFT'>{dot_html(line)}</TD></TR>" for line in title[1:]]
     phases = {box.place.colour.phase for box in boxes.boxes}
     keys = "".join(
         f"<TD BGCOLOR='{tint(PHASES[p], 0.45)}' BORDER='1' COLOR='{PHASES[p]}'>{p} {MEANING[p]}</TD>"
@@ -71,7 +73,7 @@ def _frame(dot: graphviz.Digraph, stage: int, lines: tuple[str, ...], frame: Fra
     with dot.subgraph(name=f"cluster_{stage}") as drawn:
         head = Point((frame.left + frame.right) / 2, frame.top + 6 + 6 * len(lines))
         drawn.attr(
-            label="\n".join(lines),
+            label=dot_label(lines),
             lp=_at(head),
             bb=f"{frame.left},{-frame.bottom},{frame.right},{-frame.top}",
         )
@@ -82,7 +84,7 @@ def _box(dot: graphviz.Digraph, name: str, box: Box, text: tuple[str, ...], layo
     phase = box.place.colour.phase
     dot.node(
         name,
-        label="\n".join(text),
+        label=dot_label(text),
         pos=_at(layout.centres[box.place]),
         style="filled,rounded",
         fillcolor=tint(PHASES[phase], 0.45),
@@ -123,7 +125,7 @@ def _terminals(dot: graphviz.Digraph, boxes: Boxes, ids: dict[Place, str], layou
         at = Point(x, centre.y + 34 * beside[place])
         dot.node(
             f"t{number}",
-            label=name,
+            label=dot_label([shortened(name)]),
             shape="ellipse",
             style="filled",
             fillcolor="white",

@@ -42,7 +42,7 @@ def draw(pipe: Pipeline, path: Path, expand: tuple[int, str] | None = None) -> l
     path.mkdir(parents=True, exist_ok=True)
     files = render(graphs, path)
     timeline = path / "timeline.svg"
-    timeline.write_text(timeline_svg(pipe.simulate(), pipe.plan.model))
+    timeline.write_text(timeline_svg(pipe.simulate(), pipe.plan.model), encoding="utf-8")
     return [*files, timeline]
 
 

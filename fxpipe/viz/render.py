@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import graphviz
+
+from fxpipe.names import printable
 
 
 def render(graphs: Mapping[str, graphviz.Digraph], directory: Path) -> list[Path]:
@@ -18,20 +21,20 @@ def render(graphs: Mapping[str, graphviz.Digraph], directory: Path) -> list[Path
     files, missing, problem = [], [], ""
     for name, graph in graphs.items():
         source = directory / f"{name}.dot"
-        source.write_text(graph.source)
+        source.write_text(graph.source, encoding="utf-8")
         files.append(source)
         try:
-            picture = graph.pipe(format="svg", encoding="utf-8")
+            picture = graph.pipe(format="svg", encoding="utf-8", quiet=True)
         except graphviz.ExecutableNotFound:
             problem = "dot is not installed (Debian, Ubuntu: apt install graphviz)"
         except subprocess.CalledProcessError as error:
             problem = f"dot failed: {error.stderr.strip().splitlines()[-1:]}"
         else:
             files.append(directory / f"{name}.svg")
-            files[-1].write_text(picture)
+            files[-1].write_text(picture, encoding="utf-8")
             continue
         missing.append(source)
     if missing:
-        names = " ".join(map(str, missing))
-        print(f"fxpipe: {problem}; for pictures run: dot -Tsvg -O {names}", file=sys.stderr)
+        paths = shlex.join(map(str, missing))
+        print(printable(f"fxpipe: {problem}; for pictures run: dot -Tsvg -O {paths}"), file=sys.stderr)
     return files

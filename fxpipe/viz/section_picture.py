@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from fxpipe.graph import Colour, Kind, Origin, Section, Value
+from fxpipe.names import dot_label, shortened
 from fxpipe.values import node_bytes
 from fxpipe.viz.palette import MEANING, PHASES, tint
 from fxpipe.viz.units import bytes_text
@@ -45,7 +46,7 @@ def section_picture(section: Section, sections: tuple[Section, ...], title: str)
         f"{len(section.inputs)} inputs, {len(section.outputs)} outputs",
         "box: op; cylinder: parameter, buffer or accumulator; hexagon: from another section (grey: to one)",
     )
-    dot.attr(label="\n".join(lines) + "\n", labelloc="t", ranksep="0.3", nodesep="0.2", **FONT)
+    dot.attr(label=dot_label([*lines, ""]), labelloc="t", ranksep="0.3", nodesep="0.2", **FONT)
     placeholders = [n for n in section.graph.nodes if n.op == "placeholder"]
     for node, value in zip(placeholders, section.inputs, strict=True):
         _input(dot, node, value)
@@ -54,8 +55,8 @@ def section_picture(section: Section, sections: tuple[Section, ...], title: str)
         for source in node.all_input_nodes:
             dot.edge(source.name, node.name, tooltip=f"{source.name}: {bytes_text(node_bytes(source))}")
     returned = section.graph.output_node().args[0]
-    for value, node in zip(section.outputs, returned, strict=True):  # type: ignore[arg-type]
-        _output(dot, node, value, _readers(section, value, sections))
+    for number, (value, node) in enumerate(zip(section.outputs, returned, strict=True)):  # type: ignore
+        _output(dot, f"output {number}", node, value, _readers(section, value, sections))
     parts = _parts(ops)
     for upper, lower in zip(parts, parts[ABREAST:], strict=False):
         dot.edge(upper[-1].name, lower[0].name, style="invis", weight="10")
@@ -95,14 +96,14 @@ def _op(dot: graphviz.Digraph, node: fx.Node, colour: str) -> None:
     origin: Origin = node.meta["origin"]
     is_aten = isinstance(node.target, torch._ops.OpOverload)
     target = str(node.target) if is_aten else getattr(node.target, "__name__", str(node.target))
-    where = [origin.path or "(the model itself)"]
+    where = [shortened(origin.path) or "(the model itself)"]
     if origin.source:
-        where.append(PurePath(origin.source).name)
+        where.append(shortened(PurePath(origin.source).name))
     lines = (node.name, f"{target}  {shape_text(node.meta.get('val'))}", "  ".join(where))
     dot.node(
         node.name,
-        label="\n".join(lines),
-        tooltip=origin.source or origin.path or node.name,
+        label=dot_label(lines),
+        tooltip=dot_label([origin.source or origin.path or node.name]),
         style="filled,rounded",
         fillcolor=tint(colour, 0.6),
         color=colour,
@@ -113,20 +114,18 @@ def _input(dot: graphviz.Digraph, node: fx.Node, value: Value) -> None:
     shape, kind = SHAPES[value.kind]
     if value.producer is not None:
         kind = f"from stage {value.producer.stage} {value.producer.phase}"
-    label = f"{kind}\n{value.name}\n{shape_text(node.meta.get('val'))}"
+    label = dot_label([kind, shortened(value.name), shape_text(node.meta.get("val"))])
     look = {"shape": shape, "style": "filled", "fillcolor": "white", "margin": "0.02,0.02"}
     dot.node(node.name, label=label, color="#555555", **look)
 
 
-def _output(dot: graphviz.Digraph, node: fx.Node, value: Value, readers: list[Colour]) -> None:
+def _output(dot: graphviz.Digraph, name: str, node: fx.Node, value: Value, readers: list[Colour]) -> None:
+    """name: of the new box."""
     shape, kind = SHAPES[value.kind]
     if value.kind in (Kind.VALUE, Kind.AWAY):
         kind = f"to {', '.join(f'stage {c.stage} {c.phase}' for c in readers)}"
-    size = bytes_text(node_bytes(node))
-    name = f"out_{value.kind}_{value.name}"
-    dot.node(
-        name, label=f"{kind}\n{value.name}\n{size}", shape=shape, style="filled,bold", fillcolor="#DDDDDD"
-    )
+    label = dot_label([kind, shortened(value.name), bytes_text(node_bytes(node))])
+    dot.node(name, label=label, shape=shape, style="filled,bold", fillcolor="#DDDDDD")
     dot.edge(node.name, name)
 
 

@@ -6,6 +6,7 @@ import xml.etree.ElementTree as ET
 from dataclasses import dataclass
 
 from fxpipe.graph import Phase
+from fxpipe.names import printable
 from fxpipe.schedule.ops import Direction, Op
 from fxpipe.schedule.timeline import Span, Timeline, TransferSpan
 from fxpipe.viz.palette import AWAY, PHASES, tint
@@ -190,4 +191,4 @@ def _stripes(svg: ET.Element) -> None:
 
 def _text(parent: ET.Element, x: float, y: float, text: str, style: str = "") -> None:
     look = {"x": f"{x:g}", "y": f"{y:g}"} | ({"style": style} if style else {})
-    ET.SubElement(parent, "text", look).text = text
+    ET.SubElement(parent, "text", look).text = printable(text)

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from fxpipe.graph import Colour, Origin
+from fxpipe.names import identifier
 
 aten = torch.ops.aten
 
@@ -33,10 +34,10 @@ class Builder:
         return node
 
     def _name(self, target: Callable[..., Any]) -> str:
-        """Never the bare name of an op: programs use those for the ops themselves."""
+        """After the module and the op."""
         place = "_".join(self.origin.path.split(".")[-2:]) or "model"
         packet = getattr(target, "overloadpacket", target)
-        return f"{'d_' if self.origin.backward else ''}{place}_{packet.__name__.strip('_')}"
+        return identifier(f"{'d_' if self.origin.backward else ''}{place}_{packet.__name__.strip('_')}")
 
     def copy(self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:
         """The same op on other arguments."""

@@ -23,7 +23,7 @@ class Rows:
 
 def rows_of(name: str) -> Rows | None:
     """The rows that a name stands for; None for the name of a whole parameter."""
-    match = re.fullmatch(r"(.+)\[(\d+):(\d+)\]", name)
+    match = re.fullmatch(r"(.+)\[([0-9]{1,15}):([0-9]{1,15})\]", name, re.DOTALL)
     return Rows(match[1], int(match[2]), int(match[3])) if match else None
 
 

@@ -1,0 +1,80 @@
+"""Names are data: any text, made safe for the one place where it is to stand.
+
+A module, a parameter, a class, a file or a key of the batch may be called anything.  Whatever writes such a
+name down does it with a function of this module, so that the name neither ends the string, comment or label
+that it stands in nor becomes code or markup.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from html import escape
+
+import graphviz
+from rich.text import Text
+
+LONGEST_IDENTIFIER = 80
+LONGEST_LABEL = 60
+
+
+def identifier(text: str) -> str:
+    """A lower-case ASCII identifier that resembles the text; different texts may give the same one.
+
+    Never empty, and such that ``fx.Graph`` keeps it as the name of a placeholder.
+    """
+    word = re.sub(r"[^0-9A-Za-z]+", "_", text)
+    word = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", word).lower().strip("_")
+    word = word[-LONGEST_IDENTIFIER:].strip("_")  # the end says most: an op, the innermost module
+    if not word:
+        return "unnamed"
+    return f"_{word}" if word[0].isdigit() else word
+
+
+def text_literal(text: str) -> str:
+    """A Python string literal, on one line, of characters that print."""
+    return '"' + printable(text.replace("\\", "\\\\").replace('"', '\\"')) + '"'
+
+
+def printable(text: str) -> str:
+    """The text on one line: characters that do not print become escapes such as ``\\n`` or ``\\u202e``.
+
+    What is left can be encoded, is allowed in XML, ends no comment and moves no terminal's cursor.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def comment(text: str) -> str:
+    return f"# {printable(text)}"
+
+
+def docstring(lines: Iterable[str]) -> str:
+    """The lines between triple quotes; none of them can end the docstring."""
+    body = "\n".join(printable(line).replace("\\", "\\\\").replace('"', '\\"') for line in lines)
+    return f'"""{body}\n"""'
+
+
+def shortened(text: str) -> str:
+    """The printable text with its middle left out where it is too long for a label."""
+    text = printable(text)
+    if len(text) <= LONGEST_LABEL:
+        return text
+    half = LONGEST_LABEL // 2
+    return f"{text[:half]}…{text[1 - half :]}"
+
+
+def dot_label(lines: Iterable[str]) -> str:
+    """A label or tooltip of graphviz, to be given to the ``graphviz`` package."""
+    return graphviz.escape("\n".join(printable(line).replace("&", "&amp;") for line in lines))
+
+
+def dot_html(text: str) -> str:
+    """Text within one of graphviz's HTML-like labels."""
+    return escape(printable(text))
+
+
+def terminal(text: str) -> Text:
+    """For rich: brackets are no markup, ``:smile:`` is no emoji, no control character but line breaks."""
+    return Text("\n".join(map(printable, text.split("\n"))))

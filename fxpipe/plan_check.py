@@ -1,0 +1,286 @@
+"""Do the parts of a plan from a file go together?  Its types are right by then; here are bounds and names.
+
+Every number that memory or time follow from is bounded by what is in the file itself, so that a plan that
+passes is as small as it looks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fxpipe.errors import FxpipeError
+from fxpipe.partition.sizes import Terms
+from fxpipe.runtime.batch import Leaf
+from fxpipe.schedule.costs_file import check_costs
+from fxpipe.schedule.simulator import check_whole
+from fxpipe.strict import Misfit, misfit
+from fxpipe.vocabulary.rows import Rows, rows_of
+
+if TYPE_CHECKING:
+    from fxpipe.artefact import Plan, TensorLayout
+
+LEVELS = ("", "norms", "full")  # of recompute
+MOST_RANKS, MOST_BYTES, MOST_LENGTH = 1 << 16, 1 << 48, 1 << 31
+MOST_DIMENSIONS, MOST_POWER, MOST_TERMS, MOST_TRIED = 64, 16, 1024, 4096
+
+
+def check_plan(plan: Plan) -> None:
+    """Raises Misfit, naming the field, where the parts of the plan do not go together."""
+    for check in (
+        _step,
+        _stages,
+        _vocabulary,
+        _costs,
+        _order,
+        _tensors,
+        _channels,
+        _figures,
+        _offload,
+        _work,
+    ):
+        check(plan)
+
+
+def _step(plan: Plan) -> None:
+    step = plan.step
+    _between("step.ranks", step.ranks, 1, MOST_RANKS)
+    _between("step.loss_rank", step.loss_rank, 0, step.ranks - 1)
+    _floating("step.loss_dtype", step.loss_dtype)
+    _distinct("step.batch.leaves", [leaf.name for leaf in step.batch.leaves])
+    for k, leaf in enumerate(step.batch.leaves):
+        _leaf(f"step.batch.leaves[{k}]", leaf)
+
+
+def _leaf(path: str, leaf: Leaf) -> None:
+    if leaf.shape is None:
+        _fits(f"{path}.stride", leaf.stride, leaf.stride == (), "empty where there is no shape")
+        return
+    _tensor(path, leaf.shape, leaf.stride, leaf.dtype)
+    if leaf.shape:
+        _between(f"{path}.shape[0]", leaf.shape[0], 1, MOST_BYTES)
+
+
+def _stages(plan: Plan) -> None:
+    ranks, stages = plan.ranks, len(plan.placement)
+    _between("the length of placement", stages, 1, 2**31)
+    for stage, rank in enumerate(plan.placement):
+        _between(f"placement[{stage}]", rank, 0, ranks - 1)
+    _as_many("order", plan.order, ranks, "rank")
+    _as_many("tensors", plan.tensors, ranks, "rank")
+    _as_many("prediction.peak_memory", plan.prediction.peak_memory, ranks, "rank")
+    _as_many("stages", plan.stages, stages, "stage of placement")
+    _as_many("costs.stages", plan.costs.stages, stages, "stage of placement")
+    held = [set(tensors.parameters) for tensors in plan.tensors]
+    for k, stage_plan in enumerate(plan.stages):
+        _fits(f"stages[{k}].stage", stage_plan.stage, stage_plan.stage == k, f"{k}")
+        rank = plan.placement[k]
+        _fits(f"stages[{k}].rank", stage_plan.rank, stage_plan.rank == rank, f"{rank}, as in placement")
+        for i, name in enumerate(stage_plan.parameters):
+            _fits(f"stages[{k}].parameters[{i}]", name, name in held[rank], f"a parameter of rank {rank}")
+
+
+def _vocabulary(plan: Plan) -> None:
+    vocabulary = plan.vocabulary
+    most = 0 if vocabulary is None else 6 * 3 * len(plan.placement)  # each way between any two phases
+    _between("collectives", plan.collectives, 0, most)
+    if vocabulary is None:
+        return
+    for name in ("lookups", "heads"):
+        number = getattr(vocabulary, name)
+        _fits(f"vocabulary.{name}", number, number in (0, plan.ranks), f"0 or {plan.ranks}, one a rank")
+    _between("vocabulary.ahead", vocabulary.ahead, 0, 2)
+    body = plan.placement[vocabulary.lookups : len(plan.placement) - vocabulary.heads]
+    fits = bool(body) and vocabulary.placement(body) == plan.placement
+    _fits("placement", plan.placement, fits, "the ranks in order for the stages that vocabulary names")
+
+
+def _costs(plan: Plan) -> None:
+    check_costs(plan.costs, "costs.")
+
+
+def _order(plan: Plan) -> None:
+    try:
+        check_whole(plan.ordered, plan.costs)
+    except FxpipeError as error:
+        raise Misfit(f"or transfers do not fit the plan: {error}", "order") from error
+
+
+def _tensors(plan: Plan) -> None:
+    for name, layout in plan.layouts.items():
+        _tensor(f"layouts[{name!r}]", layout.shape, layout.stride, layout.dtype)
+    known, tables = set(plan.layouts), dict[str, set[Rows]]()
+    for rank, held in enumerate(plan.tensors):
+        path = f"tensors[{rank}]"
+        names = (*held.parameters, *held.buffers, *held.constants)
+        _distinct(path, names)
+        _distinct(f"{path}.gradients", held.gradients)
+        own = set(held.parameters)
+        for kind in ("parameters", "buffers", "constants"):
+            for k, name in enumerate(getattr(held, kind)):
+                _fits(f"{path}.{kind}[{k}]", name, name in known, "a name in layouts")
+        for k, name in enumerate(held.gradients):
+            _fits(f"{path}.gradients[{k}]", name, name in own, f"a parameter of rank {rank}")
+            _floating(f"layouts[{name!r}].dtype", plan.layouts[name].dtype)
+        for name in held.parameters:
+            if rows := rows_of(name):
+                _fits(f"{path}.parameters", name, str(rows) == name, f"written {rows}")
+                tables.setdefault(rows.table, set()).add(rows)
+    for table, parts in tables.items():
+        _rows(table, sorted(parts, key=lambda rows: (rows.begin, rows.end)), plan.layouts)
+    spare = known - {n for h in plan.tensors for n in (*h.parameters, *h.buffers, *h.constants)} - set(tables)
+    if spare:
+        raise misfit("layouts", min(spare), "without it, as no rank holds that")
+
+
+def _rows(table: str, parts: Sequence[Rows], layouts: dict[str, TensorLayout]) -> None:
+    """The rows that ranks hold are all of the table, each once."""
+    path = f"layouts[{table!r}]"
+    if table not in layouts:
+        raise Misfit(f"is missing, and {parts[0]} is there", path)
+    whole, end = layouts[table], 0
+    for rows in parts:
+        found = layouts[str(rows)]
+        follows = rows.begin == end < rows.end
+        fits = follows and (found.shape, found.dtype) == ((rows.end - end, *whole.shape[1:]), whole.dtype)
+        _fits(
+            f"layouts[{str(rows)!r}]", found.shape, fits, f"the rows of {table} that come next, behind {end}"
+        )
+        end = rows.end
+    _fits(f"{path}.shape", whole.shape, whole.shape[:1] == (end,), f"of the {end} rows that ranks hold")
+
+
+def _channels(plan: Plan) -> None:
+    _distinct("channels", plan.channels)
+    for k, (source, target) in enumerate(plan.channels):
+        _between(f"channels[{k}][0]", source, 0, plan.ranks - 1)
+        _between(f"channels[{k}][1]", target, 0, plan.ranks - 1)
+        _fits(f"channels[{k}]", (source, target), source != target, "of two different ranks")
+
+
+def _figures(plan: Plan) -> None:
+    """What is told of the plan."""
+    found = plan.prediction
+    _fits("prediction.seconds", found.seconds, found.seconds > 0, "above 0")
+    _shares("prediction", found.span_bubble, found.makespan_bubble)
+    for rank, memory in enumerate(found.peak_memory):
+        _fits(f"prediction.peak_memory[{rank}]", memory, memory >= 0, "0 or more")
+    _fits("recompute", plan.recompute, plan.recompute in LEVELS, "empty, 'norms' or 'full'")
+    _between("the length of tried", len(plan.tried), 0, MOST_TRIED)
+    for k, attempt in enumerate(plan.tried):
+        path = f"tried[{k}]"
+        _between(f"{path}.stages_per_rank", attempt.stages_per_rank, 1, 2**31)
+        _between(f"{path}.barriers", attempt.barriers, 0, 2)
+        _fits(f"{path}.recompute", attempt.recompute, attempt.recompute in LEVELS, "empty, 'norms' or 'full'")
+        _shares(path, attempt.span_bubble or 0.0)
+        for name in ("seconds", "peak_memory", "moved"):
+            number = getattr(attempt, name) or 0.0
+            _fits(f"{path}.{name}", number, number >= 0, "0 or more")
+
+
+def _offload(plan: Plan) -> None:
+    if plan.tier is None:
+        _fits("transfers", plan.transfers, not plan.transfers, "empty where tier is null")
+    _as_many("pools", plan.pools, 0 if plan.tier is None else plan.ranks, "rank, where there is a tier")
+    for rank, size in enumerate(plan.pools):
+        _between(f"pools[{rank}]", size, 0, MOST_BYTES)
+
+
+def _work(plan: Plan) -> None:
+    work = plan.work
+    if work is None:
+        return
+    _between("the number of work.lengths", len(work.lengths), 1, MOST_POWER)
+    for name, length in work.lengths.items():
+        _between(f"work.lengths[{name!r}]", length, 1, MOST_LENGTH)
+    for name in ("memory", "link", "launch", "latency"):
+        rate, least = getattr(work.rates, name), 1.0 if name in ("memory", "link") else 0.0
+        _fits(f"work.rates.{name}", rate, rate >= least, f"{least:g} or more")
+    _as_many("work.stages", work.stages, len(plan.placement), "stage of placement")
+    _as_many("work.edges", work.edges, len(plan.costs.edges), "entry of costs.edges")
+    lengths = len(work.lengths)
+    for k, edge in enumerate(work.edges):
+        _terms(f"work.edges[{k}]", edge, lengths)
+    for k, stage in enumerate(work.stages):
+        path = f"work.stages[{k}]"
+        for name in ("saved", "kept", "away", "away_for_weight"):
+            _terms(f"{path}.{name}", getattr(stage, name), lengths)
+        for phase in ("forward", "backward", "weight"):
+            for i, op in enumerate(getattr(stage, phase)):
+                _between(f"{path}.{phase}[{i}].count", op.count, 1, MOST_LENGTH)
+                _fits(f"{path}.{phase}[{i}].rate", op.rate, op.rate >= 1, "1 or more")
+                _terms(f"{path}.{phase}[{i}].flops", op.flops, lengths)
+                _terms(f"{path}.{phase}[{i}].bytes", op.bytes, lengths)
+    try:
+        check_costs(work.costs(plan.costs, {}), "costs.")
+    except Misfit as error:
+        raise Misfit(f"does not give the costs of the example: {error}", "work") from error
+
+
+def _terms(path: str, terms: Terms, lengths: int) -> None:
+    _between(f"the length of {path}", len(terms), 0, MOST_TERMS)
+    for k, term in enumerate(terms):
+        _fits(f"{path}[{k}]", term, len(term) == 2 + lengths, f"of {2 + lengths} numbers")
+        _fits(f"{path}[{k}][1]", term[1], term[1] >= 1, "1 or more")
+        for i, power in enumerate(term[2:], start=2):
+            _between(f"{path}[{k}][{i}]", power, 0, MOST_POWER)
+        _between(f"the sum of the powers of {path}[{k}]", sum(term[2:]), 0, MOST_POWER)
+
+
+def _tensor(path: str, shape: tuple[int, ...], stride: tuple[int, ...], dtype: str) -> None:
+    """A tensor that fills its memory, in whatever order of its dimensions."""
+    _between(f"the length of {path}.shape", len(shape), 0, MOST_DIMENSIONS)
+    for k, size in enumerate(shape):
+        _between(f"{path}.shape[{k}]", size, 0, MOST_BYTES)
+    _fits(f"{path}.shape", shape, math.prod(shape) <= MOST_BYTES, f"of at most {MOST_BYTES} elements")
+    if not isinstance(dtype_of(dtype), torch.dtype):
+        raise misfit(f"{path}.dtype", dtype, "a dtype such as 'torch.float32'")
+    _as_many(f"{path}.stride", stride, len(shape), "dimension")
+    for k, step in enumerate(stride):
+        _between(f"{path}.stride[{k}]", step, 0, MOST_BYTES)
+    if math.prod(shape):
+        size = 1
+        for step, length in sorted((s, n) for s, n in zip(stride, shape, strict=True) if n > 1):
+            _fits(f"{path}.stride", stride, step == size, f"without holes for shape {shape}")
+            size *= length
+
+
+def dtype_of(name: str) -> Any:
+    """The dtype of ``"torch.float32"``; None for the name of none."""
+    found = getattr(torch, name.removeprefix("torch."), None) if name.startswith("torch.") else None
+    return found if isinstance(found, torch.dtype) else None
+
+
+def _floating(path: str, dtype: str) -> None:
+    found = dtype_of(dtype)
+    fits = found is not None and (found.is_floating_point or found.is_complex)
+    _fits(path, dtype, fits, "a floating-point dtype such as 'torch.float32'")
+
+
+def _shares(path: str, *bubbles: float) -> None:
+    for bubble in bubbles:
+        _fits(f"{path}'s bubble", bubble, 0 <= bubble <= 1, "from 0 to 1")
+
+
+def _between(path: str, number: int, least: int, most: int) -> None:
+    _fits(path, number, least <= number <= most, f"from {least} to {most}")
+
+
+def _as_many(path: str, entries: Sequence[Any], number: int, of: str) -> None:
+    if len(entries) != number:
+        raise Misfit(f"has {len(entries)} entries and must have {number}, one for each {of}", path)
+
+
+def _distinct(path: str, names: Iterable[Any]) -> None:
+    twice = [name for name, times in Counter(names).items() if times > 1]
+    if twice:
+        raise misfit(path, twice[0], "there once, and is there twice")
+
+
+def _fits(path: str, value: Any, fits: bool, wanted: str) -> None:
+    if not fits:
+        raise misfit(path, value, wanted)

@@ -1,0 +1,157 @@
+"""Do the ranks' programs send each other what the others expect?  Told before the first message leaves.
+
+A message has no head that says what it is, so that a step costs nothing more: gloo and nccl take bytes for
+what the receiver expects, or end the process.  What a program says of its messages is read off its text: the
+layouts in ``MESSAGES``, and the calls of ``rt`` in ``step`` in their order.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import torch
+
+from fxpipe.errors import RunError
+
+_COLLECTIVES = ("broadcast", "gather", "all_gather")
+_PEER = {"send": "to", "receive": "source", "gather": "to", "broadcast": "source"}
+_VERBS = frozenset((*_PEER, *_COLLECTIVES))
+
+
+@dataclass(frozen=True)
+class Call:
+    """``verb`` of ``rt``; ``peer``: the other rank, or the one that gives or gets; -1 where all ranks do.
+    ``group``: of a collective, else -1."""
+
+    verb: str
+    message: str
+    peer: int
+    group: int
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """``layouts``: message -> shape, strides and dtype as text.  ``calls``: in order; None where ``step``
+    was edited so that they cannot be read off: in a loop, or with a layout that is none of ``MESSAGES``."""
+
+    layouts: dict[str, str]
+    calls: tuple[Call, ...] | None
+
+
+def traffic(tree: ast.Module, namespace: Mapping[str, Any]) -> Traffic:
+    """Of a program.  Raises RunError where ``MESSAGES`` holds no layouts."""
+    messages = namespace.get("MESSAGES", {})
+    if not isinstance(messages, dict):
+        raise RunError(f"MESSAGES is a {type(messages).__name__} and must be a dict of layouts.")
+    layouts = {str(name): _layout(name, given) for name, given in messages.items()}
+    step = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "step"][-1]
+    values = [n.value for n in step.body if isinstance(n, ast.Expr | ast.Assign)]
+    found = [call for value in values if (call := _call(value)) and call.message in layouts]
+    nodes = list(ast.walk(step))
+    names = [node for node in nodes if isinstance(node, ast.Name) and node.id == "rt"]
+    asked = [name for node in nodes if (name := _attribute_of_rt(node))]
+    # All that is done with ``rt`` is to ask it for attributes, and ``found`` holds all that send or receive.
+    plain = len(asked) == len(names) and step.args.args[:1] and step.args.args[0].arg == "rt"
+    complete = sum(attribute in _VERBS or attribute == "comm" for attribute in asked) == len(found)
+    return Traffic(layouts, tuple(found) if plain and complete else None)
+
+
+def check_agreement(ranks: Sequence[Traffic]) -> None:
+    """Raises RunError, naming the message, the ranks and both layouts, where programs do not fit together."""
+    _check_layouts(ranks)
+    known = {rank: own.calls for rank, own in enumerate(ranks) if own.calls is not None}
+    channels: defaultdict[tuple[int, int], tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
+    groups: defaultdict[int, dict[int, list[str]]] = defaultdict(lambda: {rank: [] for rank in known})
+    for rank, calls in known.items():
+        for call in calls:
+            if call.group >= 0:
+                groups[call.group][rank].append(_joined(call, ranks[rank]))
+            elif call.peer in known:
+                way = (rank, call.peer) if call.verb == "send" else (call.peer, rank)
+                channels[way][call.verb == "receive"].append(_described(call, ranks[rank]))
+    for (source, target), (sent, expected) in channels.items():
+        _check_order(
+            f"Message {{}} of a step from rank {source} to rank {target}", source, sent, target, expected
+        )
+    for group, joined in groups.items():
+        first, *others = joined
+        for rank in others:
+            _check_order(
+                f"Collective {{}} of a step in group {group}", first, joined[first], rank, joined[rank]
+            )
+
+
+def _check_order(what: str, rank: int, own: list[str], other: int, theirs: list[str]) -> None:
+    for k, (a, b) in enumerate(zip_longest(own, theirs, fillvalue="none")):
+        if a != b:
+            raise RunError(
+                f"{what.format(k)} is {a} in the program of rank {rank}, and {b} in that of rank {other}. "
+                "Edit both programs alike."
+            )
+
+
+def _check_layouts(ranks: Sequence[Traffic]) -> None:
+    first: dict[str, tuple[int, str]] = {}
+    for rank, own in enumerate(ranks):
+        for name, layout in own.layouts.items():
+            other, known = first.setdefault(name, (rank, layout))
+            if known != layout:
+                raise RunError(
+                    f"Message {name!r} is {known} in the program of rank {other}, and {layout} in that of "
+                    f"rank {rank} (shape, strides, dtype). Edit MESSAGES alike in both programs."
+                )
+
+
+def _joined(call: Call, own: Traffic) -> str:
+    """Names differ between the ranks that give, layouts do not."""
+    named = f" {call.message!r}" if call.verb == "broadcast" else ""
+    peer = f" of rank {call.peer}" if call.peer >= 0 else ""
+    return f"a {call.verb.replace('_', '-')}{peer}{named}, {own.layouts[call.message]}"
+
+
+def _described(call: Call, own: Traffic) -> str:
+    return f"{call.message!r}, {own.layouts[call.message]},"
+
+
+def _layout(name: Any, given: Any) -> str:
+    match given:
+        case (tuple() as shape, tuple() as stride, torch.dtype() as dtype):
+            if all(type(n) is int for n in (*shape, *stride)):
+                return f"{shape} {stride} {dtype}"
+    raise RunError(
+        f"MESSAGES[{name!r}] is {given!r:.80} and must be a tuple of shape, strides and torch's dtype."
+    )
+
+
+def _attribute_of_rt(node: ast.AST) -> str:
+    match node:
+        case ast.Attribute(value=ast.Name(id="rt"), attr=name):
+            return name
+    return ""
+
+
+def _call(node: ast.AST) -> Call | None:
+    """None where the text does not say what is sent or received where."""
+    verb = _attribute_of_rt(node.func) if isinstance(node, ast.Call) else ""
+    if not (isinstance(node, ast.Call) and verb in _VERBS):
+        return None
+    message = None
+    for argument in node.args:
+        match argument:
+            case ast.Subscript(value=ast.Name(id="MESSAGES"), slice=ast.Constant(value=str(name))):
+                message = name
+    numbers = {
+        k.arg: k.value.value
+        for k in node.keywords
+        if isinstance(k.value, ast.Constant) and type(k.value.value) is int
+    }
+    wanted = {_PEER[verb]} if verb in _PEER else set()
+    wanted |= {"group"} if verb in _COLLECTIVES else set()
+    if message is None or numbers.keys() != wanted:
+        return None
+    return Call(verb, message, numbers.get(_PEER.get(verb, ""), -1), numbers.get("group", -1))

@@ -1,0 +1,242 @@
+"""Files from elsewhere as plain data: regular, not too large, JSON without surprises, fields of their types.
+
+Callers turn the ``Misfit`` that all of this raises into the error of their file, and say what to do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Callable
+from enum import Enum
+from math import isfinite
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, TypeVar, get_args, get_origin
+
+import cattrs
+from cattrs.errors import (
+    AttributeValidationNote,
+    ForbiddenExtraKeysError,
+    IterableValidationError,
+    IterableValidationNote,
+)
+
+_T = TypeVar("_T")
+
+MEBIBYTE = 1 << 20
+#: Commas and brackets in a JSON file: 20 bytes and more of memory stand behind each.
+MOST_VALUES = 8_000_000
+LARGEST_INT, LARGEST_FLOAT = 2**63 - 1, 1e30
+
+
+class Misfit(ValueError):
+    """What a file holds is not what belongs there.  ``path``: of the field, such as ``step.ranks``."""
+
+    def __init__(self, wrong: str, path: str = "") -> None:
+        super().__init__(f"{path} {wrong}" if path else wrong)
+
+
+def misfit(path: str, value: Any, wanted: str) -> Misfit:
+    return Misfit(f"is {shown(value)} and must be {wanted}", path)
+
+
+def shown(value: Any) -> str:
+    """A value as text of one short line."""
+    if isinstance(value, (dict, list, tuple)) and len(value) > 8:
+        return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
+    if isinstance(value, int) and abs(value) > LARGEST_INT:
+        return f"a number of {value.bit_length()} bits"
+    text = repr(value[:60] if isinstance(value, str) else value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """The file, open for reading.  Raises Misfit where this is no regular one (after symbolic links)."""
+    try:
+        # Without blocking: to open a pipe would wait for its writer.
+        file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")  # noqa: SIM115 - the caller closes it
+    except (OSError, ValueError) as error:
+        raise Misfit(f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise Misfit("is no regular file")
+    return file
+
+
+def read_text(path: Path, most: int) -> str:
+    """The text of a regular file of at most ``most`` bytes, in UTF-8.  Raises Misfit."""
+    with open_regular(path) as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise Misfit(f"is larger than {most // MEBIBYTE} MiB, the most that is read")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise Misfit(f"is not UTF-8 text: byte {error.start} is {data[error.start]:#04x}") from error
+
+
+def parse_json(text: str) -> Any:
+    """JSON without NaN, infinity and keys that are there twice.  Raises Misfit."""
+    if sum(map(text.count, "[{,")) > MOST_VALUES:
+        raise Misfit(f"holds more than {MOST_VALUES} values, the most that are read")
+    try:
+        return json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
+    except json.JSONDecodeError as error:
+        raise Misfit(f"is no JSON: {error}") from error
+    except RecursionError:
+        raise Misfit("is no JSON that can be read: it is nested too deeply") from None
+    except ValueError as error:
+        if isinstance(error, Misfit):
+            raise
+        raise Misfit("holds a number of too many digits") from error
+
+
+def structure(data: Any, kind: type[_T], path: str = "") -> _T:
+    """Data of JSON as ``kind``, a dataclass of dataclasses and such: each field is there, no other one is,
+    and each has its very type.  Raises Misfit for the first that has not.
+
+    path: of ``data`` in its file.
+    """
+    try:
+        return _CONVERTER.structure(data, kind)
+    except (Misfit, cattrs.BaseValidationError) as error:
+        raise _first(error, path) from error
+
+
+def unstructure(value: Any) -> Any:
+    """The inverse of ``structure``."""
+    return _CONVERTER.unstructure(value)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        again = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise Misfit(f"has the key {shown(again)} twice in one object")
+    return found
+
+
+def _no_number(text: str) -> Any:
+    raise Misfit(f"holds {text}, which is no number")
+
+
+def _first(error: BaseException, path: str) -> Misfit:
+    """The first error of a group, with the way to its field."""
+    while isinstance(error, cattrs.BaseValidationError):
+        error = error.exceptions[0]
+        for note in getattr(error, "__notes__", ()):
+            if isinstance(note, AttributeValidationNote):
+                path = f"{path}.{note.name}" if path else note.name
+            elif isinstance(note, IterableValidationNote):
+                path += f"[{note.index!r}]"
+    if isinstance(error, KeyError):
+        return Misfit("is missing", path)
+    if isinstance(error, ForbiddenExtraKeysError):
+        return Misfit(f"has the unknown field {shown(min(error.extra_fields))}", path or "it")
+    return Misfit(str(error), path)
+
+
+def _exactly(wanted: str, fits: Callable[[Any], bool]) -> Callable[[Any, Any], Any]:
+    def hook(value: Any, _: Any) -> Any:
+        if not fits(value):
+            raise Misfit(f"is {shown(value)} and must be {wanted}")
+        return value
+
+    return hook
+
+
+def _is_int(value: Any) -> bool:
+    return type(value) is int and abs(value) <= LARGEST_INT
+
+
+def _float(value: Any, _: Any) -> float:
+    if not (_is_int(value) or (type(value) is float and isfinite(value) and abs(value) <= LARGEST_FLOAT)):
+        raise Misfit(f"is {shown(value)} and must be a number, at most {LARGEST_FLOAT:g}")
+    return float(value)
+
+
+def _text(value: Any, kind: Any) -> Any:
+    """Also for enums of texts, which are subclasses."""
+    known = {member.value: member for member in kind} if issubclass(kind, Enum) else None
+    if type(value) is not str or (known is not None and value not in known):
+        wanted = "a text" if known is None else f"one of {', '.join(known)}"
+        raise Misfit(f"is {shown(value)} and must be {wanted}")
+    return value if known is None else known[value]
+
+
+def _literal(value: Any, kind: Any) -> Any:
+    if type(value) is not str or value not in get_args(kind):
+        raise Misfit(f"is {shown(value)} and must be one of {', '.join(get_args(kind))}")
+    return value
+
+
+def _tuple_hook(kind: Any, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
+    """Stops at the first entry that does not fit: there may be millions of them."""
+    items = get_args(kind)
+    endless = items[-1] is Ellipsis
+    hooks = [(item, converter.get_structure_hook(item)) for item in items[:1] if endless] or [
+        (item, converter.get_structure_hook(item)) for item in items
+    ]
+
+    def structured(value: Any, _: Any) -> Any:
+        if type(value) is not list:
+            raise Misfit(f"is {shown(value)} and must be a list")
+        if not endless and len(value) != len(hooks):
+            raise Misfit(f"is {shown(value)} and must be a list of {len(hooks)}")
+        found = []
+        for k, entry in enumerate(value):
+            item, hook = hooks[0] if endless else hooks[k]
+            found.append(_at(k, hook, entry, item))
+        return tuple(found)
+
+    return structured
+
+
+def _dict_hook(kind: Any, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
+    """Of text to something."""
+    item = get_args(kind)[1]
+    hook = converter.get_structure_hook(item)
+
+    def structured(value: Any, _: Any) -> Any:
+        if type(value) is not dict:
+            raise Misfit(f"is {shown(value)} and must be an object")
+        return {key: _at(key, hook, entry, item) for key, entry in value.items()}
+
+    return structured
+
+
+def _at(index: Any, hook: Callable[[Any, Any], Any], entry: Any, item: Any) -> Any:
+    try:
+        return hook(entry, item)
+    except (Misfit, cattrs.BaseValidationError) as error:
+        error.add_note(IterableValidationNote("", index, item))
+        raise IterableValidationError("", [error], item) from None
+
+
+def _object_hook(kind: Any, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
+    fill = cattrs.gen.make_dict_structure_fn(kind, converter, _cattrs_forbid_extra_keys=True)
+
+    def structured(value: Any, _: Any) -> Any:
+        if type(value) is not dict:
+            raise Misfit(f"is {shown(value)} and must be an object")
+        return fill(value, kind)
+
+    return structured
+
+
+def _converter() -> cattrs.Converter:
+    made = cattrs.Converter(forbid_extra_keys=True)
+    made.register_structure_hook_factory(lambda kind: hasattr(kind, "__dataclass_fields__"), _object_hook)
+    made.register_structure_hook_factory(lambda kind: get_origin(kind) is tuple, _tuple_hook)
+    made.register_structure_hook_factory(lambda kind: get_origin(kind) is dict, _dict_hook)
+    made.register_structure_hook_func(lambda kind: get_origin(kind) is Literal, _literal)
+    made.register_structure_hook(int, _exactly("a whole number of at most 63 bits", _is_int))
+    made.register_structure_hook(bool, _exactly("true or false", lambda value: type(value) is bool))
+    made.register_structure_hook(str, _text)
+    made.register_structure_hook(float, _float)
+    return made
+
+
+_CONVERTER = _converter()
