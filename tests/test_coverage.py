@@ -140,8 +140,9 @@ def test_the_page_counts_models_by_their_worst_option():
         row("a/bad", "recompute", WRONG, "numbers", "loss is off"),
         row("b/untrained", EAGER, FAILED, "ValueError", "no | input"),
     ]
-    page = text_of(rows, "make coverage", datetime.datetime(2026, 1, 2))
-    assert "Right with every option: 1; refused clearly: 0" in page
+    page = text_of(rows, 7, datetime.datetime(2026, 1, 2))
+    assert "Right with every option tried: 1; refused clearly: 0" in page
+    assert "fxpipe at abc: 3 of 7 cases" in page
     assert "wrong: 1." in page
     assert "| a | 2 | 1 | 0 | 0 | 1 | 0 | 2/2 | 2/2 | 1/2 | 2/2 | 1/1 |" in page
     assert "| a/bad | recompute | numbers: loss is off |" in page

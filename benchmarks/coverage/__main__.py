@@ -18,7 +18,7 @@ from benchmarks.coverage import libraries  # first of all: what the others impor
 from benchmarks.coverage.examine import EAGER, FAILED, RANDOM, RIGHT
 from benchmarks.coverage.options import OPTIONS
 from benchmarks.coverage.pool import run
-from benchmarks.coverage.report import commit, write
+from benchmarks.coverage.report import NO_VOCABULARY, commit, write
 from benchmarks.coverage.sources import all_cases
 
 ROOT = Path(__file__).parent.parent.parent
@@ -69,13 +69,11 @@ def main() -> None:
                 file.write(json.dumps({**row.to_json(), "commit": tried}) + "\n")
                 file.flush()
                 count += row.option == EAGER
-                if row.outcome not in (RIGHT, RANDOM) and row.kind != "VocabularyError":
+                if row.outcome not in (RIGHT, RANDOM) and NO_VOCABULARY not in row.detail:
                     told = f"{row.case:45s} {row.option:9s} {row.outcome:8s} {row.kind} {row.detail[:120]}"
                     print(f"{time.monotonic() - began:5.0f} s {count:4d}/{len(left)} {told}", flush=True)
     if whole or given.page_only:
-        arguments = " ".join(sys.argv[1:]).replace("--page-only", "").strip()
-        command = f'make coverage ARGS="{arguments}"' if arguments else "make coverage"
-        write(kept, PAGE, command, datetime.datetime.now())
+        write(kept, PAGE, len(everything), datetime.datetime.now())
 
 
 if __name__ == "__main__":

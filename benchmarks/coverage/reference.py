@@ -63,14 +63,18 @@ def loss_of(subject: Subject, microbatch: Any) -> torch.Tensor:
 
 
 def accumulate(subject: Subject, batch: Any, count: int) -> Results:
-    """The mean of the microbatch losses and its gradients; the model's buffers move on."""
-    losses = []
+    """The mean of the microbatch losses and its gradients; the model's buffers move on.
+
+    A buffer that the forward itself adds (a table that it caches) is none of the step's results.
+    """
+    losses, known = [], buffers_of(subject.model).keys()
     for microbatch in microbatches_of(batch, count):
         loss = loss_of(subject, microbatch).reshape(())
         (loss / count).backward()
         losses.append(loss.detach())
     grads = {n: p.grad for n, p in subject.model.named_parameters() if p.grad is not None}
-    return Results(torch.stack(losses).mean(), grads, buffers_of(subject.model))
+    buffers = {name: value for name, value in buffers_of(subject.model).items() if name in known}
+    return Results(torch.stack(losses).mean(), grads, buffers)
 
 
 class LowestPrecision(TorchDispatchMode):

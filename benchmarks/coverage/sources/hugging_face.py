@@ -114,7 +114,7 @@ def cases() -> dict[str, Builder]:
             known = kind in configuration_auto.CONFIG_MAPPING_NAMES
             if known and kind not in found and not overrides.get(kind, {}).get("skip"):
                 class_name = classes if isinstance(classes, str) else classes[0]
-                found[kind] = partial(build, kind, overrides.get(kind, {}).get("class", class_name), task)
+                found[kind] = partial(build, kind, class_name, task)
     return found
 
 
