@@ -3,7 +3,9 @@
 A line a size: a GPT-2 of Hugging Face on the meta device, hidden 256, vocabulary 8192, one microbatch
 of one sequence of 128, for 4 ranks and 16 microbatches; seconds in total and in each phase of
 ``fxpipe.compiler.compile_model``.  Every compilation runs in a fresh process, as a user's does; the
-time to import torch, transformers and fxpipe is not counted.
+time to import torch, transformers and fxpipe is not counted.  Then what takes the longest: GPT-2 with
+every option that looks at more plans, and a transformer of many small ops; here the processor's seconds
+are shown too, as they depend less on what else the machine does.
 
     python benchmarks/compile_time.py --output benchmarks/results/compile_time.txt
     python benchmarks/compile_time.py --layers 24 --schedules zb-h1 --profile build/compile.prof
@@ -20,7 +22,9 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from report import Report
 
@@ -29,6 +33,27 @@ SCHEDULES = ("1f1b", "zb-h1", "auto")
 RANKS, MICROBATCHES = 4, 16
 #: Seconds that compiling so many layers may take, on 2 cores.
 BARS = {12: 15.0, 48: 60.0}
+ALL_OPTIONS = {"vocab_parallel": "auto", "recompute": "auto", "offload": 1.0}
+
+
+@dataclass(frozen=True)
+class Hard:
+    """A case that takes long, and the seconds that it may take."""
+
+    name: str
+    model: str
+    layers: int
+    schedule: str
+    options: dict[str, Any]
+    bar: float
+
+
+HARD = (
+    Hard("GPT-2, all options", "gpt2", 12, "auto", ALL_OPTIONS, 8.0),
+    Hard("GPT-2, all options but the search", "gpt2", 12, "1f1b", ALL_OPTIONS, 8.0),
+    Hard("12,000 nodes", "small ops", 43, "zb-h1", {}, 15.0),
+    Hard("12,000 nodes, recompute", "small ops", 43, "zb-h1", {"recompute": "full"}, 15.0),
+)
 
 
 def main() -> None:
@@ -39,6 +64,7 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="+", default=SCHEDULES)
     parser.add_argument("--dropout", type=float, default=0.1, help="GPT-2's own is 0.1")
     parser.add_argument("--rounds", type=int, default=3, help="compilations of each; the median is shown")
+    parser.add_argument("--hard", action="store_true", help="only the cases that take long")
     parser.add_argument("--output", type=Path, help="keep what is printed in this file")
     parser.add_argument("--profile", type=Path, help="compile once and keep where the time goes")
     parser.add_argument("--once", help=argparse.SUPPRESS)
@@ -53,6 +79,24 @@ def main() -> None:
 
 def measure(options: argparse.Namespace) -> None:
     report = Report("Compile time")
+    if not options.hard:
+        _depths(report, options)
+    _hard(report, options.rounds)
+    report.save(options.output)
+
+
+def _hard(report: Report, rounds: int) -> None:
+    report.line(f"\nwhat takes long, {RANKS} ranks, {MICROBATCHES} microbatches: median seconds of {rounds}")
+    rows = []
+    for case in HARD:
+        settings = {"model": case.model, "layers": case.layers, "schedule": case.schedule, **case.options}
+        runs = [_in_fresh_process(**settings) for _ in range(rounds)]
+        medians = {phase: statistics.median(run[phase] for run in runs) for phase in runs[0]}
+        rows.append([case.name, *(f"{seconds:.2f}" for seconds in medians.values()), f"{case.bar:.0f}"])
+    report.table(["case", *medians, "bar"], rows)
+
+
+def _depths(report: Report, options: argparse.Namespace) -> None:
     report.line(
         f"\nGPT-2, hidden 256, dropout {options.dropout}, {RANKS} ranks, {MICROBATCHES} microbatches: "
         f"median seconds of {options.rounds}"
@@ -60,7 +104,8 @@ def measure(options: argparse.Namespace) -> None:
     rows, totals = [], {}
     for schedule in options.schedules:
         for layers in options.layers:
-            runs = [_in_fresh_process(layers, schedule, options.dropout) for _ in range(options.rounds)]
+            settings = {"layers": layers, "schedule": schedule, "dropout": options.dropout}
+            runs = [_in_fresh_process(**settings) for _ in range(options.rounds)]
             medians = {phase: statistics.median(run[phase] for run in runs) for phase in runs[0]}
             totals[schedule, layers] = total = medians["total"]
             bar = f"{BARS[layers]:.0f}" if layers in BARS else ""
@@ -73,27 +118,50 @@ def measure(options: argparse.Namespace) -> None:
     if first < last:
         growth = max(totals[s, last] / totals[s, first] for s in options.schedules)
         report.line(f"{last / first:.1f} times the layers take {growth:.1f} times as long, at most")
-    report.save(options.output)
 
 
-def _in_fresh_process(layers: int, schedule: str, dropout: float) -> dict[str, float]:
-    arguments = json.dumps({"layers": layers, "schedule": schedule, "dropout": dropout})
+def _in_fresh_process(**settings: Any) -> dict[str, float]:
+    arguments = json.dumps(settings)
     done = subprocess.run(
         [sys.executable, __file__, "--once", arguments], stdout=subprocess.PIPE, text=True, check=True
     )
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def compile_once(layers: int, schedule: str, dropout: float) -> dict[str, float]:
-    """Seconds in total and in each phase."""
-    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+def compile_once(
+    layers: int, schedule: str, dropout: float = 0.1, model: str = "gpt2", **settings: Any
+) -> dict[str, float]:
+    """Seconds in total, of them the processor's, and in each phase."""
     import torch
-    from transformers import GPT2Config, GPT2LMHeadModel
 
-    import fxpipe  # noqa: F401 - imported before the clock starts
     from fxpipe.compiler import compile_model, phases
     from fxpipe.options import Options
     from fxpipe.progress import Phases
+
+    made, example = _gpt2(layers, dropout) if model == "gpt2" else _small_ops(layers)
+    options = Options(
+        ranks=RANKS,
+        microbatches=MICROBATCHES,
+        schedule=schedule,
+        stages_per_rank=None,
+        placement=None,
+        split_points=None,
+        memory_limit=None,
+        costs="analytic",
+        seed=0,
+        **settings,
+    )
+    phase = Phases("", phases(options))
+    before, processor = time.perf_counter(), time.process_time()
+    compile_model(made, example, None, options, torch.device("cpu"), phase)
+    total, processor = time.perf_counter() - before, time.process_time() - processor
+    return {"total": total, "processor": processor, **phase.seconds}
+
+
+def _gpt2(layers: int, dropout: float) -> tuple[Any, dict[str, Any]]:
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
         n_layer=layers,
@@ -108,22 +176,54 @@ def compile_once(layers: int, schedule: str, dropout: float) -> dict[str, float]
     with torch.device("meta"):
         model = GPT2LMHeadModel(config).train()
     ids = torch.zeros(1, 128, dtype=torch.long)
-    example = {"input_ids": ids, "labels": ids}
-    options = Options(
-        ranks=RANKS,
-        microbatches=MICROBATCHES,
-        schedule=schedule,
-        stages_per_rank=None,
-        placement=None,
-        split_points=None,
-        memory_limit=None,
-        costs="analytic",
-        seed=0,
-    )
-    phase = Phases("", phases(options))
-    before = time.perf_counter()
-    compile_model(model, example, None, options, torch.device("cpu"), phase)
-    return {"total": time.perf_counter() - before, **phase.seconds}
+    return model, {"input_ids": ids, "labels": ids}
+
+
+def _small_ops(layers: int) -> tuple[Any, dict[str, Any]]:
+    """A transformer with its norms, attention and gates written out: about 280 nodes a layer."""
+    import torch
+    from torch import nn
+
+    width, heads, length = 64, 4, 64
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.projections = nn.ModuleList(nn.Linear(width, width) for _ in range(7))
+            self.scales = nn.ParameterList(torch.ones(width) for _ in range(2))
+
+        def forward(self, x: Any, cosine: Any, sine: Any) -> Any:
+            def norm(x: Any, scale: Any) -> Any:
+                return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * scale
+
+            def turned(x: Any) -> Any:
+                left, right = x.chunk(2, -1)
+                return x * cosine + torch.cat((-right, left), -1) * sine
+
+            query, key, value, out, gate, up, down = self.projections
+            y = norm(x, self.scales[0])
+            q, k, v = (p(y).view(*x.shape[:2], heads, -1).transpose(1, 2) for p in (query, key, value))
+            attention = (turned(q) @ turned(k).transpose(-1, -2) / 4).softmax(-1)
+            x = x + out((attention @ v).transpose(1, 2).reshape(x.shape))
+            y = norm(x, self.scales[1])
+            g = gate(y)
+            return x + down(g * torch.sigmoid(g) * up(y))
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(layers))
+
+        def forward(self, x: Any, y: Any) -> Any:
+            angle = torch.arange(length)[:, None] * torch.arange(width // heads)[None]
+            for layer in self.layers:
+                x = layer(x, angle.cos(), angle.sin())
+            return (x - y).square().mean()
+
+    with torch.device("meta"):
+        model = Net()
+    x = torch.zeros(1, length, width)
+    return model, {"x": x, "y": x}
 
 
 def profile(layers: int, schedule: str, dropout: float, path: Path) -> None:

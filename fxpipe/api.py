@@ -153,10 +153,12 @@ def compile(
     console = Console(stderr=True, markup=False, emoji=False)
     if compiled is not None and console.is_terminal and artefact.plan.tried:
         explain(artefact.plan, console)
+    # Frozen parameters that the step changes are buffers of the pipeline.
+    changed = {name for held in artefact.plan.tensors for name in held.buffers}
     pipe = Pipeline(
         artefact=artefact,
-        parameters=dict(model.named_parameters()),
-        buffers=dict(model.named_buffers()),
+        parameters={n: p for n, p in model.named_parameters() if n not in changed},
+        buffers=dict(model.named_buffers()) | {n: p for n, p in model.named_parameters() if n in changed},
         device=device,
         process=process,
         graph=compiled.graph if compiled else None,

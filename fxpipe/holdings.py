@@ -38,8 +38,9 @@ def holdings(
             used[placement[section.stage]][value.kind].add(value.name)
     taken = set().union(*(u[Kind.PARAMETER] | u[Kind.GRADIENT] for u in used))
     taken |= {rows.table for name in taken if (rows := rows_of(name))}
-    spare_parameters = {n for n, _ in model.named_parameters()} - taken
-    spare_buffers = {n for n, _ in model.named_buffers()} - set().union(*(u[Kind.BUFFER] for u in used))
+    buffers = set().union(*(u[Kind.BUFFER] for u in used))  # with frozen parameters that the step changes
+    spare_parameters = {n for n, _ in model.named_parameters()} - taken - buffers
+    spare_buffers = {n for n, _ in model.named_buffers()} - buffers
     used[0][Kind.PARAMETER] |= spare_parameters
     used[0][Kind.BUFFER] |= spare_buffers
     accumulated = set().union(*(u[Kind.GRADIENT] for u in used))

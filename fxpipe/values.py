@@ -51,6 +51,20 @@ def written(target: fx.node.Target) -> tuple[str, ...]:
     return tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
+#: Arguments with which an op that may draw random numbers draws none.
+_STILL = {"dropout_p": 0.0, "p": 0.0, "train": False}
+
+
+def draws_numbers(node: fx.Node) -> bool:
+    """Whether the op draws random numbers: its tag says so, and no argument switches that off."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    parameters = node.target._schema.arguments  # type: ignore[union-attr]
+    given = {p.name: a for p, a in zip(parameters, node.args, strict=False)} | dict(node.kwargs)
+    values = {p.name: p.default_value for p in parameters if p.has_default_value()} | given
+    return not any(name in values and values[name] == still for name, still in _STILL.items())
+
+
 def storage_root(node: fx.Node) -> fx.Node:
     """The node that made the storage which this node's value lives in."""
     while node.op == "call_function" and is_view(node):
@@ -87,8 +101,11 @@ def _stage(node: fx.Node) -> int:
     return node.meta["colour"].stage
 
 
+_TURNS = {phase: turn for turn, phase in enumerate(Phase)}
+
+
 def _turn(node: fx.Node) -> int:
-    return list(Phase).index(node.meta["colour"].phase)
+    return _TURNS[node.meta["colour"].phase]
 
 
 def tensors(node: fx.Node) -> list[torch.Tensor]:

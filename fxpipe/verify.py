@@ -9,7 +9,7 @@ from torch import fx
 
 from fxpipe.errors import VerifyError
 from fxpipe.graph import Colour, Input, Kind, Phase, offload, read_buffer, reload
-from fxpipe.values import call_nodes, last_uses, output_dict, storage_root, written
+from fxpipe.values import call_nodes, draws_numbers, last_uses, output_dict, storage_root, written
 
 
 def verify(graph: fx.Graph, after: str) -> None:
@@ -44,12 +44,8 @@ def verify(graph: fx.Graph, after: str) -> None:
 
 
 def _check_op(node: fx.Node, after: str) -> None:
-    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-        draws = {"dropout_p": 0.0, "train": False}
-        names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
-        given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-        if not any(given.get(k, v) == v for k, v in draws.items() if k in names):
-            raise VerifyError(f"After {after}: the random op {node} has no key.")
+    if draws_numbers(node):
+        raise VerifyError(f"After {after}: the random op {node} has no key.")
     if node.target is offload:
         _check_offload(node, after)
     if node.target is reload and getattr(node.args[0], "target", None) is not offload:

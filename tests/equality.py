@@ -49,7 +49,7 @@ def assert_equals_eager(
     loss_fn: Callable[..., Any] | None = None,
     **options: Any,
 ) -> None:
-    """Loss, gradients and buffers after each of some steps; and the model left alone by ``compile``.
+    """Loss, gradients, parameters and buffers after each step; and the model left alone by ``compile``.
 
     batch: makes a batch of so many rows, in torch's default float type, which the caller sets to double.
     """
@@ -67,8 +67,9 @@ def assert_equals_eager(
         result = pipe.run_local(data, step=step)
         assert relative_error(result.loss, loss) <= LIMIT
         assert too_far(result.grads, grads, LIMIT) == {}
-        assert too_far(_buffers(model), _buffers(expected), LIMIT) == {}
+        assert too_far(_state(model), _state(expected), LIMIT) == {}
 
 
-def _buffers(model: nn.Module) -> Mapping[str, torch.Tensor]:
-    return {name: buffer.double() for name, buffer in model.named_buffers() if buffer.numel()}
+def _state(model: nn.Module) -> Mapping[str, torch.Tensor]:
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return {name: tensor.detach().double() for name, tensor in tensors if tensor.numel()}

@@ -246,3 +246,22 @@ def test_ctc_loss():
         }
 
     assert_equals_eager(Speech, speech, ranks=2, schedule="zb-h1")
+
+
+def test_code_for_compilers_that_fails():
+    """What a model does for compilers alone is left out where it fails: eager does not run it."""
+
+    class Broken(Reads):
+        def read(self, x, mask):
+            return x * None if torch.compiler.is_compiling() else x * mask
+
+    assert_equals_eager(Broken, batch, ranks=2, schedule="zb-h1")
+
+
+def test_dropout_of_nothing_is_no_random_number():
+    class Zero(Reads):
+        def read(self, x, mask):
+            x = F.scaled_dot_product_attention(*[F.dropout(x, 0.0)[None, None]] * 3, dropout_p=0.0)[0, 0]
+            return x if torch.isfinite(x).all() else -x
+
+    assert_equals_eager(Zero, batch, ranks=2, schedule="zb-h1")

@@ -70,13 +70,14 @@ def test_a_skip_connection_delays_the_stage_that_uses_it():
     assert late.lower_bound == lower_bound(plain, (0, 1, 2), 1) + 3
 
 
-def test_an_edge_into_a_weight_gradient():
+def test_what_a_weight_gradient_needs_arrives_with_b():
     plain = chain([StageCost(1, 1, 1)] * 2)
-    edge = Edge(Colour(1, Phase.W), Colour(0, Phase.W))
-    split = hand("F0.0 B0.0 W0.0\nF1.0 B1.0 W1.0", (0, 1))
-    assert simulate(split, Costs(plain.stages, (edge, *plain.edges))).spans[0][2].start == 4
-    fused = hand("F0.0 BW0.0\nF1.0 B1.0 W1.0", (0, 1))
-    assert simulate(fused, Costs(plain.stages, (edge, *plain.edges))).spans[0][1].start == 4
+    edge = Edge(Colour(1, Phase.B), Colour(0, Phase.W), seconds=2)
+    costs = Costs(plain.stages, (edge, *plain.edges))
+    split = simulate(hand("F0.0 B0.0 W0.0\nF1.0 B1.0 W1.0", (0, 1)), costs)
+    assert [span.start for span in split.spans[0]] == [0, 5, 6]
+    fused = simulate(hand("F0.0 BW0.0\nF1.0 B1.0 W1.0", (0, 1)), costs)
+    assert [span.start for span in fused.spans[0]] == [0, 5]
 
 
 def test_memory_steps():

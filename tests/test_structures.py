@@ -127,7 +127,9 @@ def check(
         assert relative_error(found.grads[name], grad) < LIMIT, name
     stages = len(pipe.stages) // ranks
     for predicted, measured in zip(pipe.simulate().peak_memory, found.peak_saved, strict=True):
-        assert abs(predicted - measured) <= 0.05 * measured + 2 * stages * MESSAGE
+        assert measured - predicted <= 0.05 * measured + 2 * stages * MESSAGE
+        # Messages that arrive with a B that has no ops are first measured with the rank's next op.
+        assert predicted - measured <= 0.05 * measured + MICROBATCHES * stages * MESSAGE
     return pipe
 
 

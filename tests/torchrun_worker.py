@@ -75,9 +75,9 @@ def batch_of(seed: int) -> dict[str, torch.Tensor]:
     return TRAINED.batch(TRAINED.rows * MICROBATCHES)
 
 
-class BranchesOnData(Chain):
+class BranchesOnChance(Chain):
     def between(self, x, i):
-        return x * 2 if i == 2 and x.sum() > 0 else x
+        return x * 2 if i == 2 and torch.rand(()) > 0.5 else x
 
 
 class Rank:
@@ -204,7 +204,7 @@ def refused(rank: Rank) -> None:
     case = Case(Chain, numbers)
     batch = case.data(MICROBATCHES)
     rank.error("world size", compiled, case, case.build(), MICROBATCHES, Shape(3))
-    rank.error("untraceable", compiled, Case(BranchesOnData, numbers), BranchesOnData(), 2, Shape(2))
+    rank.error("untraceable", compiled, Case(BranchesOnChance, numbers), BranchesOnChance(), 2, Shape(2))
     rank.error("schedule", compiled, case, case.build(), MICROBATCHES, Shape(2, "2f2b"))
     rank.error("too few blocks", compiled, case, nn.Identity(), MICROBATCHES, Shape(2))
     pipe = compiled(case, case.build(), MICROBATCHES, Shape(2))

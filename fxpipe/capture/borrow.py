@@ -147,7 +147,7 @@ def borrowed(model: nn.Module, fakes: dict[int, torch.Tensor]) -> Iterator[Snaps
     generators of random numbers are as they were."""
     snapshot = Snapshot.of(model)
     generators = random.getstate(), np.random.get_state()
-    calls = {id(f): f.cache_info().misses for f in _cached_functions()}
+    calls = [(f, f.cache_info().misses) for f in _cached_functions()]
     try:
         replace_tensors(snapshot, fakes)
         for path, module in model.named_modules():
@@ -158,8 +158,8 @@ def borrowed(model: nn.Module, fakes: dict[int, torch.Tensor]) -> Iterator[Snaps
         snapshot.restore()
         random.setstate(generators[0])
         np.random.set_state(generators[1])
-        for function in _cached_functions():
-            if function.cache_info().misses != calls.get(id(function), 0):
+        for function, misses in calls:
+            if function.cache_info().misses != misses:
                 function.cache_clear()  # it may hold fake tensors
 
 

@@ -7,6 +7,7 @@ after:  placeholders with an ``Input``, a named output dict, constants as placeh
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from fxpipe.graph import Input, Kind, Origin
 from fxpipe.names import identifier
 from fxpipe.runtime.checks import expect, expect_op
 from fxpipe.runtime.random import keyed
-from fxpipe.values import drop_dead
+from fxpipe.values import draws_numbers, drop_dead
 
 aten = torch.ops.aten
 
@@ -29,9 +30,13 @@ _NO_VALUE = {aten._assert_tensor_metadata.default, aten._assert_async.msg, aten.
 
 
 def clean(
-    module: fx.GraphModule, inputs: list[Input], layout: dict[str, Any]
+    module: fx.GraphModule, inputs: list[Input], layout: dict[str, Any], frozen: Set[str]
 ) -> tuple[fx.Graph, dict[str, torch.Tensor]]:
-    """Return the rebuilt graph and the constants that its CONSTANT placeholders stand for."""
+    """Return the rebuilt graph and the constants that its CONSTANT placeholders stand for.
+
+    frozen: names of parameters that are not trained.  One that the forward writes to is a buffer by another
+    name (the key encoder of a momentum encoder).
+    """
     _place_sums(module.graph)
     short = _short_paths({n.meta["origin"].path for n in module.graph.nodes if "origin" in n.meta})
     graph = fx.Graph()
@@ -44,9 +49,13 @@ def clean(
     by_placeholder: dict[fx.Node, Input] = {}
     flat: Any = ()
 
+    changed = {n.args[0] for n in module.graph.find_nodes(op="call_function", target=aten.copy_.default)}
     for node in module.graph.nodes:
         if node.op == "placeholder":
-            by_placeholder[node] = given = next(remaining)
+            given = next(remaining)
+            if given.kind is Kind.PARAMETER and given.name in frozen and node in changed:
+                given = Input(Kind.BUFFER, given.name)
+            by_placeholder[node] = given
             new[node] = _placeholder(graph, given, node.meta.get("val"))
     key = _placeholder(graph, Input(Kind.KEY, "key"), None)
     known: dict[int, fx.Node] = {}
@@ -78,8 +87,8 @@ def clean(
             given = by_placeholder[node.args[0]]
             if given.kind is Kind.PARAMETER:
                 raise CaptureError(
-                    f"The forward writes to the parameter {given.name!r}. "
-                    "Make it a buffer, or move the write out of the forward."
+                    f"The forward writes to the parameter {given.name!r} ({_origin(node.args[1])}), which is "
+                    "trained. Make it a buffer, or move the write out of the forward."
                 )
             if given.kind is Kind.BUFFER:
                 written[given.name] = new[node.args[1]]
@@ -111,24 +120,13 @@ def _copied(
     args = fx.map_arg(node.args, new.__getitem__)
     kwargs = fx.map_arg(node.kwargs, new.__getitem__)
     target = node.target
-    if _is_random(node):
+    if draws_numbers(node):
         args = (key, node.meta["random_position"], target, *args)  # type: ignore[arg-type]
         target = keyed
     origin = node.meta.get("origin", Origin())
     copy = graph.create_node("call_function", target, args, kwargs, name=_name(node, origin, short))
     copy.meta.update(origin=origin, val=node.meta.get("val"))
     return copy
-
-
-def _is_random(node: fx.Node) -> bool:
-    """Whether the op draws numbers: its tag says so, and no argument switches that off."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
-    parameters = node.target._schema.arguments  # type: ignore[union-attr]
-    given = {p.name: a for p, a in zip(parameters, node.args, strict=False)} | dict(node.kwargs)
-    defaults = {p.name: p.default_value for p in parameters if p.has_default_value()}
-    values = defaults | given
-    return values.get("dropout_p") != 0.0 and values.get("train", True) is not False
 
 
 def _place_sums(graph: fx.Graph) -> None:
@@ -168,3 +166,7 @@ def _outputs(flat: list[fx.Node], layout: dict[str, Any], written: dict[str, fx.
     # A buffer that was written to and then replaced has the later value.
     buffers = written | {name: next(values) for name in layout["buffers"]}
     return {"loss": loss, "count": count, "grads": grads, "buffers": buffers}
+
+
+def _origin(node: Any) -> Origin:
+    return node.meta.get("origin", Origin())

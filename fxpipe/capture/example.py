@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from fxpipe import compat
 from fxpipe.capture.functional import is_mutating
 from fxpipe.errors import CaptureError
-from fxpipe.values import storage_root, written
+from fxpipe.values import draws_numbers, storage_root, written
 
 
 class Example:
@@ -60,7 +60,7 @@ def _real(given: torch.Tensor, place: str) -> torch.Tensor:
 def _run(node: fx.Node, values: dict[fx.Node, Any], root: torch.nn.Module, place: str) -> Any:
     if node.op == "get_attr":
         return getattr(root, node.target)  # type: ignore[arg-type]
-    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+    if draws_numbers(node):
         raise CaptureError(
             f"The model's code branches on a random number, at {place}. A pipeline program takes the same "
             "branch at every step: switch the randomness off there (layerdrop=0 where whole layers are left "

@@ -8,9 +8,10 @@ functions, no-grad regions and activation checkpointing mean what they mean in e
 
 from __future__ import annotations
 
-import traceback
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from fxpipe.capture.borrow import borrowed
 from fxpipe.capture.clean import clean
 from fxpipe.capture.constants import check_constants
 from fxpipe.capture.example import Example
+from fxpipe.capture.failures import TraceFailure, explained
 from fxpipe.capture.frozen import Watch
 from fxpipe.capture.functional import functionalize
 from fxpipe.capture.provenance import Intercepted, Provenance
@@ -70,6 +72,26 @@ def capture(
     Raises CaptureError, naming module path and source line, for a model that cannot be traced and a
     loss that is no scalar or needs no gradient.  Warns of Python state that the forward changes.
     """
+    attempt = partial(_attempt, model, example, loss_fn, scale, device, gradients, fixed)
+    try:
+        return attempt(compat.compiling_flags())
+    except TraceFailure as failure:
+        # What a model has for compilers alone may be wrong where eager never goes.
+        with contextlib.suppress(CaptureError):
+            return attempt(contextlib.nullcontext())
+        raise CaptureError(str(failure)) from failure.__cause__
+
+
+def _attempt(
+    model: nn.Module,
+    example: Any,
+    loss_fn: Callable[..., Any] | None,
+    scale: float,
+    device: torch.device,
+    gradients: bool,
+    fixed: Sequence[str],
+    flags: contextlib.AbstractContextManager[None],
+) -> Captured:
     mode = compat.FakeMode(allow_non_fake_inputs=True)
     given = _inputs(model, example, mode, device, fixed)
     step = _Step(model, example, loss_fn, scale, given, gradients)
@@ -77,19 +99,20 @@ def capture(
     values = [x.fake for x in given]
     with borrowed(model, fakes) as snapshot:
         watch = Watch(model, snapshot)
-        with compat.compiling_flags(), compat.plain_kernels(), mode:
+        with flags, compat.plain_kernels(), mode:
             try:
                 module = make_fx(step, tracing_mode="real", _allow_non_fake_inputs=True)(*values)
             except CaptureError:
                 raise
             except Exception as error:
-                raise _explained(error, step.provenance) from error
+                raise explained(error, step.provenance) from error
         constants = [getattr(module, n.target) for n in module.graph.find_nodes(op="get_attr")]
         check_constants(module, step.registered)
         watch.warn_of_changes({id(x) for x in constants})
     with compat.plain_kernels(), mode:
         module = functionalize(module, values)
-    captured = Captured(*clean(module, [x.input for x in given], step.layout))
+    frozen = {r.name for r in step.registered if not r.tensor.requires_grad}
+    captured = Captured(*clean(module, [x.input for x in given], step.layout, frozen))
     _check_written(captured.graph, step.registered)
     return captured
 
@@ -306,53 +329,3 @@ def _loss_of(
 
 def _kind_of(tensor: torch.Tensor) -> str:
     return f"shape {tuple(tensor.shape)}, {tensor.dtype}, on {tensor.device}"
-
-
-def _explained(error: Exception, provenance: Provenance) -> CaptureError:
-    """A tracing failure with the place in the user's model where it happened."""
-    where = f"module {provenance.path!r} ({_user_line(error) or 'unknown line'})"
-    if isinstance(error, compat.DATA_DEPENDENT):
-        return CaptureError(
-            f"The model's control flow or shapes depend on data, in {where}: {_first_line(error)}\n"
-            "A pipeline program is fixed before the data is known. Replace the Python branch, .item() or "
-            "boolean indexing there by tensor operations (torch.where, masks), or move it out of the model; "
-            "if it depends on an input that is the same in all batches, name that in fixed=[…]."
-        )
-    for text, what, remedy in _UNSUPPORTED:
-        if text in str(error) or any(text in file for file in _files(error)):
-            torch.compiler.reset()  # which such an operator leaves half done
-            return CaptureError(f"The model uses {what}, in {where}, which a program cannot hold. {remedy}")
-    return CaptureError(
-        f"The model cannot be traced, in {where}: {type(error).__name__}: {_first_line(error)}"
-    )
-
-
-#: What a trace fails on: a text of the error or of a file on its way -> what it is, and what to do.
-_UNSUPPORTED = (
-    (
-        "HigherOrderOperator",
-        "an operator with branches or loops of its own (torch.cond, while_loop, scan)",
-        "Compute both branches and choose with torch.where, or write the loop in Python.",
-    ),
-    ("torch/nested", "nested (jagged) tensors", "Pad them to dense tensors with a mask."),
-    ("dynamo-optimized", "torch.compile within it", "Give the model uncompiled."),
-)
-
-
-def _files(error: Exception) -> list[str]:
-    return [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
-
-
-def _user_line(error: Exception) -> str:
-    """The innermost line of the traceback that is neither torch's nor fxpipe's."""
-    line, trace = "", error.__traceback__
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        if Provenance.is_users(code.co_filename):
-            line = f"{code.co_filename}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return line

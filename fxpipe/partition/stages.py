@@ -121,7 +121,19 @@ def _cuts_by_cost(
                 continue
             home[node] = at
         seconds[home[node]] += node_cost(node, device).seconds
-    return choose_cuts(seconds, _crossing_bytes(graph, position, home, free.in_stage | free.anywhere), stages)
+    bytes = _crossing_bytes(graph, position, home, free.in_stage | free.anywhere)
+    try:
+        return choose_cuts(seconds, bytes, stages)
+    except PartitionError as error:
+        spans = _buffer_spans(graph, home)
+        wide = [name for name, (first, last) in spans.items() if last - first > len(position) // 4]
+        if not wide:
+            raise
+        raise PartitionError(
+            f"{error} No cut can fall between the first reading and the last writing of a buffer, and that "
+            f"is much of the model for {', '.join(wide[:3])}: a module that is called all along it, or a "
+            "value that is read early and written late."
+        ) from error
 
 
 def _crossing_bytes(
@@ -141,7 +153,7 @@ def _crossing_bytes(
     for root, last in last_use.items():
         if root in position:
             _add(steps, position[root], last, node_bytes(root))
-    for first, last in _buffer_spans(graph, home):
+    for first, last in _buffer_spans(graph, home).values():
         _add(barred, first, last, 1)
     crossing, closed = list(accumulate(steps)), list(accumulate(barred))
     # Behind a view or a free value there is nothing to gain, and the stage in between might be empty.
@@ -151,16 +163,16 @@ def _crossing_bytes(
     ]
 
 
-def _buffer_spans(graph: fx.Graph, home: dict[fx.Node, int]) -> list[tuple[int, int]]:
+def _buffer_spans(graph: fx.Graph, home: dict[fx.Node, int]) -> dict[str, tuple[int, int]]:
     """From where to where the forward reads and writes each buffer that the step changes."""
-    spans = []
+    spans = {}
     reads = {
         n.args[0].meta["input"].name: n for n in graph.find_nodes(op="call_function", target=read_buffer)
     }
     for name, value in output_dict(graph)["buffers"].items():
         touched = [home[n] for n in (reads.get(name), value) if n in home]
         if touched:
-            spans.append((min(touched), max(touched)))
+            spans[name] = (min(touched), max(touched))
     return spans
 
 

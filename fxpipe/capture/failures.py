@@ -1,0 +1,65 @@
+"""What a failed trace means for the user: what the model does, where, and what to do."""
+
+from __future__ import annotations
+
+import traceback
+
+import torch
+
+from fxpipe import compat
+from fxpipe.capture.provenance import Provenance
+from fxpipe.errors import CaptureError
+
+
+class TraceFailure(CaptureError):
+    """The model's code failed on its own, under the trace."""
+
+
+#: What a trace fails on: a text of the error or of a file on its way -> what it is, and what to do.
+_UNSUPPORTED = (
+    (
+        "HigherOrderOperator",
+        "an operator with branches or loops of its own (torch.cond, while_loop, scan)",
+        "Compute both branches and choose with torch.where, or write the loop in Python.",
+    ),
+    ("torch/nested", "nested (jagged) tensors", "Pad them to dense tensors with a mask."),
+    ("dynamo-optimized", "torch.compile within it", "Give the model uncompiled."),
+)
+
+
+def explained(error: Exception, provenance: Provenance) -> CaptureError:
+    """A tracing failure with the place in the user's model where it happened."""
+    where = f"module {provenance.path!r} ({_user_line(error) or 'unknown line'})"
+    if isinstance(error, compat.DATA_DEPENDENT):
+        return CaptureError(
+            f"The model's control flow or shapes depend on data, in {where}: {_first_line(error)}\n"
+            "A pipeline program is fixed before the data is known. Replace the Python branch, .item() or "
+            "boolean indexing there by tensor operations (torch.where, masks), or move it out of the model; "
+            "if it depends on an input that is the same in all batches, name that in fixed=[…]."
+        )
+    for text, what, remedy in _UNSUPPORTED:
+        if text in str(error) or any(text in file for file in _files(error)):
+            torch.compiler.reset()  # which such an operator leaves half done
+            return CaptureError(f"The model uses {what}, in {where}, which a program cannot hold. {remedy}")
+    return TraceFailure(
+        f"The model cannot be traced, in {where}: {type(error).__name__}: {_first_line(error)}"
+    )
+
+
+def _files(error: Exception) -> list[str]:
+    return [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+def _user_line(error: Exception) -> str:
+    """The innermost line of the traceback that is neither torch's nor fxpipe's."""
+    line, trace = "", error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if Provenance.is_users(code.co_filename):
+            line = f"{code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return line
