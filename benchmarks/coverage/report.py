@@ -103,8 +103,8 @@ def _head(
 
 {len(trained)} models, nearly all of which nobody of this project wrote, with tiny random configurations,
 compiled as they are. Right with every option tried: {of[RIGHT]}; refused clearly: {of[REFUSED]}; failed
-unclearly: {of[FAILED]}; wrong: {of[WRONG]}. {of[RANDOM]} more draw random numbers of their own: they run, and cannot be
-compared.
+unclearly: {of[FAILED]}; wrong: {of[WRONG]}. {of[RANDOM]} more draw random numbers of their own: they run, and
+cannot be compared.
 
 Each was compiled for {MICROBATCHES} microbatches of {ROWS} rows and run by `run_local`, in training mode, in
 double precision and without dropout. *Right* means: the loss, every gradient and every buffer after the step
