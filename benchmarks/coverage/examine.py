@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import time
 import traceback
 import warnings
@@ -156,16 +157,23 @@ def compared(
 
 
 def is_clear(error: BaseException) -> bool:
-    """An error of fxpipe that is not a fault in fxpipe, nor one of a rank that failed in its program.
+    """An error of fxpipe that is neither a fault in fxpipe nor another error of a rank in its program.
 
     All options of the suite can be kept, so that a schedule that cannot be made is a fault.
     """
-    return isinstance(error, FxpipeError) and not isinstance(error, (RunError, VerifyError, ScheduleError))
+    if isinstance(error, RunError):
+        return error.__cause__ is None
+    return isinstance(error, FxpipeError) and not isinstance(error, (VerifyError, ScheduleError))
 
 
 def text_of(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
-    return lines[0][:400] if lines else ""
+    return shortened(lines[0])[:400] if lines else ""
+
+
+def shortened(text: str) -> str:
+    """Without where the packages and this repository lie."""
+    return re.sub(r"/\S*/site-packages/", "", text).replace(f"{Path(FXPIPE).parent}/", "")
 
 
 def frames_of(error: BaseException) -> str:
@@ -176,8 +184,7 @@ def frames_of(error: BaseException) -> str:
         for frame in traceback.extract_tb(cause.__traceback__):
             line = f"{frame.filename}:{frame.lineno}"
             if frame.filename.startswith(FXPIPE):
-                inside = f"fxpipe{frame.filename.removeprefix(FXPIPE)}:{frame.lineno}"
-            last = line
+                inside = shortened(line)
+            last = shortened(line)
         cause = cause.__cause__
-    last = last.split("site-packages/")[-1]
     return " < ".join(x for x in dict.fromkeys((inside, last)) if x)

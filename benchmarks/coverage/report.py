@@ -233,7 +233,6 @@ def _dropped(dropped: dict[str, dict[str, Row]]) -> list[str]:
 
 
 def _short(text: str) -> str:
-    text = re.sub(r"/\S*/site-packages/", "", text)
     return text if len(text) <= 160 else text[:157] + "…"
 
 
