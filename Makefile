@@ -8,12 +8,14 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 
-.PHONY: help demo test lint env clean distclean
+.PHONY: help demo test lint coverage env clean distclean
 
 help:
 	@echo "make demo       compile a small GPT-2 into 4 rank programs and train it here; see build/demo/"
 	@echo "make test       run the tests            (make test ARGS='-k text' runs some of them)"
 	@echo "make lint       check style and types    (ruff, mypy)"
+	@echo "make coverage   compile some hundreds of models that others wrote, compare with eager (hours); docs/coverage.md"
+	@echo "                (make coverage ARGS='--only llama --options auto' tries some of them)"
 	@echo "make env        only make .venv and install into it"
 	@echo "make clean      remove what was built; make distclean removes .venv as well"
 
@@ -27,6 +29,18 @@ lint: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# An environment of its own, with the libraries whose models are tried.
+COVERAGE := .venv-coverage
+coverage: $(COVERAGE)/.installed
+	OMP_NUM_THREADS=1 $(COVERAGE)/bin/python -m benchmarks.coverage $(ARGS)
+
+$(COVERAGE)/.installed: pyproject.toml constraints.txt benchmarks/coverage/requirements.txt
+	$(PYTHON) -m venv $(COVERAGE)
+	$(COVERAGE)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH)
+	$(COVERAGE)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(COVERAGE)/bin/pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/coverage/requirements.txt
+	@touch $@
 
 env: $(INSTALLED)
 
@@ -50,4 +64,4 @@ clean:
 	find fxpipe tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf .venv
+	rm -rf .venv .venv-coverage

@@ -1,0 +1,240 @@
+"""docs/coverage.md of the rows of a run."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import re
+import subprocess
+from collections import Counter, defaultdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.coverage.examine import EAGER, FAILED, RANDOM, REFUSED, RIGHT, WRONG
+from benchmarks.coverage.options import MICROBATCHES, OPTIONS, ROWS
+
+PACKAGES = (
+    "torch",
+    "transformers",
+    "timm",
+    "torchvision",
+    "diffusers",
+    "x-transformers",
+    "vit-pytorch",
+    "litgpt",
+    "peft",
+    "torch-geometric",
+    "monai",
+)
+MARKS = {RIGHT: "✓", REFUSED: "refused", FAILED: "failed", WRONG: "**WRONG**", RANDOM: "runs"}
+NO_VOCABULARY = "found no cross-entropy"
+#: A refusal's class: the first whose words are in its message; else its exception's name.
+REFUSALS: tuple[tuple[str, str], ...] = (
+    ("branches on a random number", "a branch on a random number"),
+    ("reads a number from the buffer", "a number read from a buffer that the step changes"),
+    ("reads the number", "a number read from the data"),
+    ("reads a value of the data", "a number read from the data"),
+    ("control flow or shapes depend on data", "shapes that depend on data"),
+    ("reentrant activation checkpointing", "reentrant checkpointing"),
+    ("forward writes to the parameter", "a parameter written in the forward"),
+    ("backward writes to the buffer", "a buffer written in the backward"),
+    ("cannot be traced", "cannot be traced"),
+)
+
+Row = dict[str, Any]
+
+
+def write(raw: Path, page: Path, cases: int, when: datetime.datetime) -> None:
+    """cases: how many the suite has; rows of fewer are of a run that was ended, or of a part."""
+    rows = [json.loads(line) for line in raw.read_text().splitlines()]
+    page.write_text(text_of(rows, cases, when))
+
+
+def text_of(rows: list[Row], cases: int, when: datetime.datetime) -> str:
+    table: dict[str, dict[str, Row]] = defaultdict(dict)
+    for row in rows:
+        table[row["case"]][row["option"]] = row
+    trained = {case: got for case, got in table.items() if got[EAGER]["outcome"] != FAILED}
+    options = [o for o in OPTIONS if any(o in got for got in trained.values())]
+    lines = [
+        *_head(rows, trained, options, f"{len(table)} of {cases}", when),
+        *_counts(trained, options),
+        *_classes(trained, options),
+    ]
+    lines += _problems(trained, options)
+    lines += _models(trained, options)
+    lines += _dropped({case: got for case, got in table.items() if case not in trained})
+    return "\n".join(lines) + "\n"
+
+
+def refusal(row: Row) -> str:
+    """The class of what was refused."""
+    detail = row.get("detail", "")
+    found = next((name for words, name in REFUSALS if words in detail), None)
+    return found or row["kind"]
+
+
+def outcome(got: dict[str, Row], options: list[str]) -> str:
+    """Of a model with all options: the worst; a model without a vocabulary is not held against it."""
+    seen = {got[o]["outcome"] for o in options if o in got and not _no_vocabulary(got[o])}
+    return next((o for o in (WRONG, FAILED, REFUSED, RANDOM) if o in seen), RIGHT)
+
+
+def _no_vocabulary(row: Row) -> bool:
+    return row["outcome"] == REFUSED and NO_VOCABULARY in row.get("detail", "")
+
+
+def _head(
+    rows: list[Row],
+    trained: dict[str, dict[str, Row]],
+    options: list[str],
+    tried: str,
+    when: datetime.datetime,
+) -> list[str]:
+    of = Counter(outcome(got, options) for got in trained.values())
+    slow = [(r["compile_s"], r["case"], r["option"]) for r in rows if r.get("compile_s")]
+    slowest = ", ".join(
+        f"{case} with {option} {seconds:.0f} s" for seconds, case, option in sorted(slow)[::-1][:5]
+    )
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
+    intro = f"""# What works
+
+{len(trained)} models, nearly all of which nobody of this project wrote, with tiny random configurations,
+compiled as they are. Right with every option tried: {of[RIGHT]}; refused clearly: {of[REFUSED]}; failed
+unclearly: {of[FAILED]}; wrong: {of[WRONG]}. {of[RANDOM]} more draw random numbers of their own: they run, and
+cannot be compared.
+
+Each was compiled for {MICROBATCHES} microbatches of {ROWS} rows and run by `run_local`, in training mode, in
+double precision and without dropout. *Right* means: the loss, every gradient and every buffer after the step
+are eager's, up to what rounding makes of them (1e-9; 1e-5 for a model that computes a part in single
+precision; more where eager's own results move by more when its parameters are rounded); the same names share
+memory as after eager's step; and compiling left parameters and buffers as they were, bit by bit, and no
+tensor of the trace behind. *Refused* is an error of fxpipe that says what and where; *failed* is any other,
+an error of a rank while it runs, or a process that took too long or too much memory. Models that eager does
+not train on the example are listed at the end and not counted.
+
+| option | |
+|---|---|
+"""
+    calls = [f"| {name} | `{_call(given)}` |" for name, given in OPTIONS.items()]
+    made = f"""
+`make coverage` of {when:%Y-%m-%d}, fxpipe at {commits}: {tried} cases of the suite. {_machine()}; Python
+{platform.python_version()}, {_versions()}. The slowest compilations: {slowest}.
+The rows are in `benchmarks/results/coverage.jsonl`.
+"""
+    return [intro + "\n".join(calls), made]
+
+
+def commit() -> str:
+    """What is tried."""
+    command = ["git", "log", "-1", "--format=%h", "--", "fxpipe"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _call(given: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in given.items())
+
+
+def _machine() -> str:
+    found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    return found[1] if found else platform.machine()
+
+
+def _versions() -> str:
+    found = []
+    for name in PACKAGES:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
+def _counts(trained: dict[str, dict[str, Row]], options: list[str]) -> list[str]:
+    libraries: dict[str, list[dict[str, Row]]] = defaultdict(list)
+    for case, got in trained.items():
+        libraries[case.split("/")[0]].append(got)
+    lines = [
+        "## By library",
+        "",
+        "| library | models | right | refused | failed | wrong | runs | " + " | ".join(options) + " |",
+    ]
+    lines.append("|---|" + "---:|" * (6 + len(options)))
+    for library, all_got in [*libraries.items(), ("all", list(trained.values()))]:
+        of = Counter(outcome(got, options) for got in all_got)
+        each = []
+        for option in options:
+            meant = [got[option] for got in all_got if option in got and not _no_vocabulary(got[option])]
+            right = sum(row["outcome"] in (RIGHT, RANDOM) for row in meant)
+            each.append(f"{right}/{len(meant)}")
+        counts = [len(all_got), of[RIGHT], of[REFUSED], of[FAILED], of[WRONG], of[RANDOM]]
+        lines.append("| " + " | ".join([library, *map(str, counts), *each]) + " |")
+    return [
+        *lines,
+        "",
+        "Under an option: right or running, of those that it applies to (`vocab` asks for a vocabulary).",
+        "",
+    ]
+
+
+def _classes(trained: dict[str, dict[str, Row]], options: list[str]) -> list[str]:
+    cases: dict[str, set[str]] = defaultdict(set)
+    for case, got in trained.items():
+        for option in options:
+            if option in got and got[option]["outcome"] == REFUSED and not _no_vocabulary(got[option]):
+                cases[refusal(got[option])].add(case)
+    if not cases:
+        return []
+    lines = ["## Refusals by class", "", "| class | models |", "|---|---:|"]
+    ordered = sorted(cases.items(), key=lambda item: -len(item[1]))
+    return [*lines, *(f"| {_cell(name)} | {len(found)} |" for name, found in ordered), ""]
+
+
+def _problems(trained: dict[str, dict[str, Row]], options: list[str]) -> list[str]:
+    lines = []
+    for title, wanted in (("Wrong", WRONG), ("Failed unclearly", FAILED), ("Refused", REFUSED)):
+        same: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for case, got in trained.items():
+            for option in options:
+                row = got.get(option)
+                if row and row["outcome"] == wanted and not _no_vocabulary(row):
+                    same[case, f"{row['kind']}: {_short(row.get('detail', ''))}"].append(option)
+        if same:
+            lines += [f"## {title}", "", "| model | options | |", "|---|---|---|"]
+            lines += [
+                f"| {case} | {', '.join(with_)} | {_cell(text)} |" for (case, text), with_ in same.items()
+            ]
+            lines.append("")
+    return lines
+
+
+def _models(trained: dict[str, dict[str, Row]], options: list[str]) -> list[str]:
+    lines = ["## By model", "", "| model | " + " | ".join(options) + " |", "|---|" + "---|" * len(options)]
+    for case, got in sorted(trained.items()):
+        marks = []
+        for option in options:
+            row = got.get(option)
+            blank = row is None or _no_vocabulary(row)
+            marks.append("" if blank else MARKS[row["outcome"]])
+        lines.append("| " + " | ".join([case, *marks]) + " |")
+    return [*lines, ""]
+
+
+def _dropped(dropped: dict[str, dict[str, Row]]) -> list[str]:
+    if not dropped:
+        return []
+    lines = ["## Not counted: eager does not train them on the example", "", "| model | |", "|---|---|"]
+    for case, got in sorted(dropped.items()):
+        row = got[EAGER]
+        lines.append(f"| {case} | {_cell(row['kind'] + ': ' + _short(row.get('detail', '')))} |")
+    return [*lines, ""]
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 160 else text[:157] + "…"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
