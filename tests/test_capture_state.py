@@ -47,10 +47,13 @@ def rows(count: int) -> tuple[torch.Tensor]:
 
 
 OPTIONS = {
-    "zb-h1": {"schedule": "zb-h1"},
-    "gpipe-v": {"schedule": "gpipe", "stages_per_rank": 2, "placement": "v"},
-    "recompute": {"schedule": "zb-h1", "recompute": "full"},
-    "offload": {"schedule": "1f1b", "offload": True, "offload_bandwidth": 1e12},
+    "zb-h1, offload": {"schedule": "zb-h1", "offload": True, "offload_bandwidth": 1e12},
+    "gpipe, v, recompute": {
+        "schedule": "gpipe",
+        "stages_per_rank": 2,
+        "placement": "v",
+        "recompute": "full",
+    },
 }
 
 

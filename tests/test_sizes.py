@@ -206,18 +206,18 @@ def test_a_convolution_splits_over_the_two_backward_phases():
 
 
 def test_the_model_is_traced_again_only_if_dimensions_are_named():
-    class Counted(Perceptron):
-        calls = 0
+    calls = []  # not of the model, which compile leaves as it was
 
+    class Counted(Perceptron):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.calls += 1
+            calls.append(x.shape)
             return super().forward(x)
 
     model = Counted()
     two_stages(model, {"x": torch.randn(2, 12, 8)}, "second")
-    assert model.calls == 1
+    assert len(calls) == 1
     two_stages(model, {"x": torch.randn(2, 12, 8)}, "second", dimensions={})
-    assert model.calls == 4
+    assert len(calls) == 4
 
 
 def test_the_microbatch_alone():
