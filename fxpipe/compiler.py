@@ -128,6 +128,9 @@ def _cuts(
                     )
                 )
             except PartitionError:
+                if barriers is not None and options.vocab_parallel == AUTO:
+                    ways = tuple(way for way in ways if way != barriers)  # nor does it fit more stages
+                    continue
                 if not (cuts or found):
                     raise
                 # More stages than there are places to cut: the fastest of the fewer is found.
