@@ -77,7 +77,7 @@ def capture(
     values = [x.fake for x in given]
     with borrowed(model, fakes) as snapshot:
         watch = Watch(model, snapshot)
-        with compat.compiling_flags(), compat.plain_kernels(), mode:
+        with compat.compiling_flags(), compat.plain_kernels(), compat.modules_without_code(), mode:
             try:
                 module = make_fx(step, tracing_mode="real", _allow_non_fake_inputs=True)(*values)
             except CaptureError:
@@ -87,7 +87,7 @@ def capture(
         constants = [getattr(module, n.target) for n in module.graph.find_nodes(op="get_attr")]
         check_constants(module, step.registered)
         watch.warn_of_changes({id(x) for x in constants})
-    with compat.plain_kernels(), mode:
+    with compat.plain_kernels(), compat.modules_without_code(), mode:
         module = functionalize(module, values)
     captured = Captured(*clean(module, [x.input for x in given], step.layout))
     _check_written(captured.graph, step.registered)
