@@ -14,8 +14,10 @@ import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
 )
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,6 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes as no_modes
 __all__ = [
     "DATA_DEPENDENT",
     "FakeMode",
+    "FakeTensor",
     "StorageWeakRef",
     "TorchDispatchMode",
     "compiling_flags",
@@ -31,6 +34,7 @@ __all__ = [
     "gradient_hooks",
     "is_tracing",
     "mark_as_parameter",
+    "modules_without_code",
     "no_modes",
     "nodes_after",
     "plain_kernels",
@@ -118,6 +122,11 @@ def traced_node(tensor: torch.Tensor) -> torch.fx.Node | None:
     assert mode is not None, "no make_fx trace is running"
     slot = get_proxy_slot(tensor, mode.tracer, None)
     return None if slot is None else slot.proxy.node
+
+
+def modules_without_code() -> contextlib.AbstractContextManager[None]:
+    """Let a trace write no Python code for its graph before somebody calls it."""
+    return _use_lazy_graph_module(True)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxpipe.capture.resized import Samples
+from fxpipe.errors import PartitionError
 from fxpipe.graph import Section
 from fxpipe.partition.device import Device
 from fxpipe.partition.stages import partition
@@ -68,7 +69,15 @@ def cut(
                 for other in others:
                     split_vocabulary(other, ranks, stages, barriers)
                 samples = samples.of(graph, others)
-        partition(graph, stages, device, split_points, vocabulary.lookups if vocabulary else 0)
+        try:
+            partition(graph, stages, device, split_points, vocabulary.lookups if vocabulary else 0)
+        except PartitionError as error:
+            if vocabulary is None:
+                raise
+            raise PartitionError(
+                f"{error} With vocab_parallel the stages share what is left of the model without its "
+                "vocabulary layers: or leave it out."
+            ) from error
     with phase("passes"):
         prepare(graph, device)
     cuts = []

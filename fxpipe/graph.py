@@ -15,8 +15,10 @@ argument is a dict (see :data:`OUTPUTS`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import TypeVar
 
 from torch import fx
@@ -133,13 +135,18 @@ class Value:
 class Section:
     """The extracted subgraph of one (stage, phase): a plain function from ``inputs`` to ``outputs``.
 
-    ``graph`` has one placeholder an input, in order, and returns a tuple, one entry an output.
+    ``built`` makes its ``graph``, when that is asked for first: of most cuts nobody does.
     """
 
     colour: Colour
-    graph: fx.Graph
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
+    built: Callable[[], fx.Graph]
+
+    @cached_property
+    def graph(self) -> fx.Graph:
+        """One placeholder an input, in order; returns a tuple, one entry an output."""
+        return self.built()
 
     @property
     def stage(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 
 from torch import fx
 
@@ -79,18 +80,29 @@ def _section(
     inputs: dict[Colour, dict[fx.Node, Colour]],
     outputs: dict[Colour, dict[fx.Node, None]],
 ) -> Section:
-    new = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    ins: list[Value] = []
-    outs: list[tuple[Value, fx.Node]] = []
     own = set(nodes)
     placeholders = {n: None for node in nodes for n in node.all_input_nodes if n.op == "placeholder"}
-    for node in placeholders:
-        given = node.meta["input"]
-        ins.append(Value(given.kind, given.name))
-    for node, producer in inputs[colour].items():
-        ins.append(Value(_kind(node), node.name, producer))
-    for node in [*placeholders, *inputs[colour]]:
+    ins = [Value(n.meta["input"].kind, n.meta["input"].name) for n in placeholders]
+    ins += [Value(_kind(node), node.name, producer) for node, producer in inputs[colour].items()]
+    outs = [(Value(_kind(node), node.name, colour), node) for node in outputs[colour]]
+    named = output_dict(graph)
+    for kind, node in ((Kind.LOSS, named["loss"]), (Kind.COUNT, named["count"])):
+        if node in own:
+            outs.append((Value(kind, kind.value), node))
+    for name, node in named["buffers"].items():
+        if node in own:
+            outs.append((Value(Kind.BUFFER, name), node))
+    given, returned = [*placeholders, *inputs[colour]], [node for _, node in outs]
+    return Section(
+        colour, tuple(ins), tuple(v for v, _ in outs), partial(_graph, colour, given, nodes, returned)
+    )
+
+
+def _graph(colour: Colour, given: list[fx.Node], nodes: list[fx.Node], returned: list[fx.Node]) -> fx.Graph:
+    """``nodes`` as a graph of their own, with a placeholder for each of ``given``."""
+    new = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in given:
         copies[node] = new.placeholder(node.name)
         copies[node].meta = dict(node.meta)
     for node in nodes:
@@ -98,17 +110,8 @@ def _section(
     renamed = [n for n in copies if copies[n].name != n.name]
     if renamed:
         raise VerifyError(f"{renamed[0].name} was renamed in section {colour}: names must be unique.")
-    for node in outputs[colour]:
-        outs.append((Value(_kind(node), node.name, colour), copies[node]))
-    named = output_dict(graph)
-    for kind, node in ((Kind.LOSS, named["loss"]), (Kind.COUNT, named["count"])):
-        if node in own:
-            outs.append((Value(kind, kind.value), copies[node]))
-    for name, node in named["buffers"].items():
-        if node in own:
-            outs.append((Value(Kind.BUFFER, name), copies[node]))
-    new.output(tuple(n for _, n in outs))
-    return Section(colour, new, tuple(ins), tuple(v for v, _ in outs))
+    new.output(tuple(copies[node] for node in returned))
+    return new
 
 
 def _kind(node: fx.Node) -> Kind:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 import torch
@@ -23,15 +24,16 @@ def verify(graph: fx.Graph, after: str) -> None:
     - nothing is written to but accumulators of gradients and what the same stage made and uses no more;
     - no random op is without a key.
     """
-    graph.lint()
-    for node in call_nodes(graph):
+    _check_order(graph, after)
+    ops = call_nodes(graph)
+    for node in ops:
         if "colour" not in node.meta:
             raise VerifyError(f"After {after}: {node} has no colour.")
-    writing = [node for node in call_nodes(graph) if written(node.target)]
+    writing = [node for node in ops if written(node.target)]
     last = last_uses(graph) if writing else {}
     for node in writing:
         _check_writes(node, last, after)
-    for node in call_nodes(graph):
+    for node in ops:
         _check_op(node, after)
         for source in node.all_input_nodes:
             if source.op == "call_function":
@@ -41,6 +43,19 @@ def verify(graph: fx.Graph, after: str) -> None:
     for name, parts in output_dict(graph)["grads"].items():
         if not parts:
             raise VerifyError(f"After {after}: the gradient of {name} has no summand.")
+
+
+def _check_order(graph: fx.Graph, after: str) -> None:
+    """Each node comes behind its arguments, with a name of its own."""
+    seen: set[fx.Node] = set()
+    for node in graph.nodes:
+        for source in node.all_input_nodes:
+            if source not in seen:
+                raise VerifyError(f"After {after}: {node} uses {source}, which does not come before it.")
+        seen.add(node)
+    if len({node.name for node in seen}) < len(seen):
+        names = Counter(node.name for node in seen)
+        raise VerifyError(f"After {after}: {names.most_common(1)[0][0]} is the name of several nodes.")
 
 
 def _check_op(node: fx.Node, after: str) -> None:

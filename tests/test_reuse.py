@@ -190,6 +190,27 @@ def test_verify_finds_a_value_that_is_written_over_too_soon():
         verify(step.graph, "a mistake")
 
 
+def test_verify_finds_a_value_that_is_used_before_it_is_made():
+    step = Step()
+    first = step.op(aten.exp.default, step.input)
+    second = step.op(aten.tanh.default, first)
+    step.reused(step.op(aten.sum.default, second))
+    second.append(first)
+    message = f"After a mistake: {second.name} uses {first.name}, which does not come before it"
+    with pytest.raises(VerifyError, match=message):
+        verify(step.graph, "a mistake")
+
+
+def test_verify_finds_a_name_that_two_nodes_have():
+    step = Step()
+    first = step.op(aten.exp.default, step.input)
+    second = step.op(aten.tanh.default, first)
+    step.reused(step.op(aten.sum.default, second))
+    second.name = first.name
+    with pytest.raises(VerifyError, match=f"After a mistake: {first.name} is the name of several nodes"):
+        verify(step.graph, "a mistake")
+
+
 class Masked(nn.Module):
     """Elementwise ops of all kinds, some of whose operands live on."""
 

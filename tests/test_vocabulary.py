@@ -15,7 +15,7 @@ from torch import nn
 from zoo import Case, eager, relative_error
 
 import fxpipe
-from fxpipe.errors import VocabularyError
+from fxpipe.errors import PartitionError, VocabularyError
 from fxpipe.vocabulary.rows import rows_of, whole
 from fxpipe.vocabulary.split import shard_bounds
 
@@ -375,6 +375,42 @@ def test_fewer_words_than_ranks() -> None:
     case = Case(lambda: Chain(3), lambda rows: {"x": torch.randn(rows, WIDTH), "y": torch.arange(rows) % 3})
     with pytest.raises(VocabularyError, match="3 entries for 4 ranks"):
         spread(case, 4, "1f1b", "1-barrier")
+
+
+class Small(nn.Module):
+    """Beside the vocabulary layers, a projection and maybe a tanh; the loss makes a mask of the labels."""
+
+    def __init__(self, activation: bool):
+        super().__init__()
+        self.first, self.head, self.activation = nn.Linear(8, 16), nn.Linear(16, 8), activation
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        logits = self.head(hidden.tanh() if self.activation else hidden)
+        return F.cross_entropy(logits, y, label_smoothing=0.1)
+
+
+def small(activation: bool) -> Case:
+    return Case(
+        lambda: Small(activation).double(),
+        lambda rows: {"x": torch.randn(rows, 8, dtype=torch.float64), "y": torch.randint(8, (rows,))},
+    )
+
+
+def test_no_stage_is_left_with_values_that_each_computes_for_itself() -> None:
+    case = small(activation=True)
+    pipe = spread(case, 2, "zb-h1", True)
+    assert {s.colour.stage for s in pipe.sections if s.phase == "F"} == {0, 1, 2, 3}
+    agrees(case, pipe, 1e-10)
+
+
+def test_a_model_of_fewer_stages_than_ranks_beside_its_vocabulary_layers() -> None:
+    case = small(activation=False)
+    with pytest.raises(PartitionError, match=r"1 stages at most.*With vocab_parallel .* without its vocab"):
+        spread(case, 2, "zb-h1", True)
+    pipe = spread(case, 2, "zb-h1", "auto")
+    assert pipe.plan.vocabulary is None
+    agrees(case, pipe, 1e-10)
 
 
 def test_auto_goes_on_without_and_says_so() -> None:

@@ -134,7 +134,7 @@ def _place_sums(graph: fx.Graph) -> None:
     for node in reversed(graph.nodes):
         origin = node.meta.get("origin")
         if origin is not None and origin.backward and not origin.path and not origin.source:
-            user = next((u.meta["origin"] for u in node.users if "origin" in u.meta), origin)
+            user = next((u.meta["origin"] for u in sorted(node.users) if "origin" in u.meta), origin)
             node.meta["origin"] = replace(origin, path=user.path, source=user.source)
 
 

@@ -1,8 +1,9 @@
 """The traced graph made functional: no node writes to a value that another one reads.
 
-The first trace shows what autograd really ran, in-place ops included.  Where there are any, the
-graph is run once more through ``torch.func.functionalize``; node metadata is carried across.  A write
-to a buffer becomes an output of the step.
+The first trace shows what autograd really ran, in-place ops included.  An op that writes to a value which
+nothing else shares memory with (the mask of a dropout) is made functional where it stands.  Where others
+are left, the graph is run once more through ``torch.func.functionalize``; node metadata is carried across.
+A write to a buffer becomes an output of the step.
 
 before: native_batch_norm(x, …, mean, var, training)     which moves mean and var and does not say so
         native_batch_norm_backward(…, mean, var, …)      which reads them in evaluation alone
@@ -12,6 +13,7 @@ after:  _native_batch_norm_legit_functional(…)           which returns the new
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpipe import compat
 from fxpipe.errors import CaptureError
+from fxpipe.values import call_nodes, is_view, storage_root, written
 
 aten = torch.ops.aten
 
@@ -38,6 +41,7 @@ def functionalize(module: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
                 f"{node.target} writes to its arguments, which can be followed for torch's own ops alone "
                 f"({node.meta['origin']}). Let the op return what it would write."
             )
+    _replace_alone(module.graph)
     if not any(is_mutating(node) for node in module.graph.nodes):
         return module
     interpreter = _Carrying(module)
@@ -56,6 +60,65 @@ def _declare_writes(graph: fx.Graph) -> None:
             mean, training = node.args[3], node.args[7]
             if training and mean is not None:
                 node.args = (*node.args[:3], None, None, *node.args[5:])
+
+
+def _replace_alone(graph: fx.Graph) -> None:
+    """Make ops functional that write to what they alone have: the trace that takes is of these ops only."""
+    for node in list(graph.nodes):
+        if not is_mutating(node) or not _writes_to_unshared(node):
+            continue
+        traced = _traced_alone(node)
+        if traced is None:
+            continue
+        copies = dict(zip(traced.find_nodes(op="placeholder"), node.all_input_nodes, strict=True))
+        result: Any = traced.output_node().args[0]
+        with graph.inserting_before(node):
+            for op in call_nodes(traced):
+                if op.target is not aten.copy_.default:  # back to the argument, which nobody reads any more
+                    copies[op] = graph.node_copy(op, copies.__getitem__)
+                    copies[op].meta = {**node.meta, "val": op.meta["val"]}
+        value: Any = node.args[0]
+        for user in list(value.users):
+            if user > node:  # in the graph's order
+                user.replace_input_with(value, copies[result])
+        node.replace_all_uses_with(copies[result])
+        graph.erase_node(node)
+
+
+def _writes_to_unshared(node: fx.Node) -> bool:
+    """Whether the op writes to its first argument alone, which another op made and nothing is a view of."""
+    value = node.args[0]
+    if not isinstance(value, fx.Node) or value.op != "call_function" or storage_root(value) is not value:
+        return False
+    maker = value.args[0] if value.target is operator.getitem else value
+    first = node.target._schema.arguments[0].name  # type: ignore[union-attr]
+    return (
+        written(node.target) == (first,)
+        and not is_mutating(maker)  # type: ignore[arg-type]
+        and not any(is_view(user) for user in value.users)
+    )
+
+
+def _traced_alone(node: fx.Node) -> fx.Graph | None:
+    """The op in functional form, a placeholder an argument; None where its result would lie otherwise."""
+    sources = node.all_input_nodes
+    values = [n.meta.get("val") for n in sources]
+    if not all(isinstance(value, torch.Tensor) for value in values):
+        return None
+
+    def op(*values: torch.Tensor) -> Any:
+        given = dict(zip(sources, values, strict=True))
+        return node.target(*fx.map_arg(node.args, given.get), **fx.map_arg(node.kwargs, given.get))  # type: ignore
+
+    with torch.no_grad():
+        traced = make_fx(torch.func.functionalize(op), _allow_non_fake_inputs=True)(*values).graph
+    result: Any = traced.output_node().args[0]
+    before = node.meta["val"]
+    if traced.find_nodes(op="get_attr") or result.op != "call_function":
+        return None
+    after = result.meta["val"]
+    alike = [(x.dtype, x.shape, x.stride()) for x in (before, after)]
+    return traced if alike[0] == alike[1] else None
 
 
 class _Carrying(fx.Interpreter):

@@ -104,6 +104,8 @@ class Provenance(compat.TorchDispatchMode):
             todo.extend(next_fn for next_fn, _ in fn.next_functions)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], compat.FakeTensor):
+            return args[0].device  # it knows, and is asked about twice an op
         if not compat.is_tracing():
             return func(*args, **(kwargs or {}))
         if func is torch.ops.aten._local_scalar_dense.default:

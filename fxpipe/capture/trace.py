@@ -99,7 +99,7 @@ def _attempt(
     values = [x.fake for x in given]
     with borrowed(model, fakes) as snapshot:
         watch = Watch(model, snapshot)
-        with flags, compat.plain_kernels(), mode:
+        with flags, compat.plain_kernels(), compat.modules_without_code(), mode:
             try:
                 module = make_fx(step, tracing_mode="real", _allow_non_fake_inputs=True)(*values)
             except CaptureError:
@@ -109,7 +109,7 @@ def _attempt(
         constants = [getattr(module, n.target) for n in module.graph.find_nodes(op="get_attr")]
         check_constants(module, step.registered)
         watch.warn_of_changes({id(x) for x in constants})
-    with compat.plain_kernels(), mode:
+    with compat.plain_kernels(), compat.modules_without_code(), mode:
         module = functionalize(module, values)
     frozen = {r.name for r in step.registered if not r.tensor.requires_grad}
     captured = Captured(*clean(module, [x.input for x in given], step.layout, frozen))

@@ -57,7 +57,13 @@ def partition(
         users = [stage[u] for u in node.users if u in stage]
         if node in free.in_stage and users and node.target is not operator.getitem:
             stage[node] = min(users)
-    _colour(graph, stages, stage, {s: stage[forward[i]] for s, i in by_seq.items()}, first)
+    held = {stage[node] for node in forward if node not in free.anywhere}
+    if len(held) < stages:
+        raise PartitionError(
+            f"Stage {min(set(range(stages)) - held)} would be empty: all that it could hold belongs to the "
+            "stages beside it. Use fewer ranks or fewer stages per rank, or other split points."
+        )
+    _colour(graph, stage, {s: stage[forward[i]] for s, i in by_seq.items()}, first)
     _check_buffers(graph)
     _count_beside_loss(graph)
 
@@ -156,9 +162,11 @@ def _crossing_bytes(
     for first, last in _buffer_spans(graph, home).values():
         _add(barred, first, last, 1)
     crossing, closed = list(accumulate(steps)), list(accumulate(barred))
-    # Behind a view or a free value there is nothing to gain, and the stage in between might be empty.
+    last = max((i for node, i in position.items() if node not in free), default=0)
+    # Behind a view or a free value there is nothing to gain, and the stage in between might be empty; so
+    # would be a last stage of free values alone, which each stage that needs them computes for itself.
     return [
-        math.inf if closed[i] or node in free or is_view(node) else crossing[i]
+        math.inf if closed[i] or i == last or node in free or is_view(node) else crossing[i]
         for node, i in position.items()
     ]
 
@@ -209,9 +217,7 @@ def _cuts_by_path(forward: list[fx.Node], stages: int, split_points: Sequence[st
     return tuple(cuts)
 
 
-def _colour(
-    graph: fx.Graph, stages: int, stage_of: dict[fx.Node, int], stage_of_seq: dict[int, int], first: int
-) -> None:
+def _colour(graph: fx.Graph, stage_of: dict[fx.Node, int], stage_of_seq: dict[int, int], first: int) -> None:
     """Write the colours.
 
     Backward nodes that autograd's engine made itself (sums of gradients, first gradients) have no
@@ -232,12 +238,6 @@ def _colour(
     for node in reversed(ops):
         if node not in stage:
             stage[node] = max((stage[u] for u in node.users if u in stage), default=max(stage.values()))
-    empty = set(range(stages)) - {stage[n] for n in ops if not n.meta["origin"].backward}
-    if empty:
-        raise PartitionError(
-            f"Stage {min(empty)} would be empty: all that it could hold belongs to the stages beside it. "
-            "Use fewer ranks or fewer stages per rank, or other split points."
-        )
     for node in ops:
         phase = Phase.B if node.meta["origin"].backward else Phase.F
         node.meta["colour"] = Colour(first + stage[node], phase)

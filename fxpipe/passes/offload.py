@@ -25,19 +25,14 @@ def let_leave(graph: fx.Graph, stage: int, user: Phase, roots: Iterable[fx.Node]
 
     user: B, or W for what B does not need.
     """
+    behind = (Colour(stage, Phase.B), Colour(stage, Phase.W))
+    nodes = [node for node in call_nodes(graph) if node.meta["colour"] in behind]
     for root in roots:
-        _let_leave(graph, stage, user, root)
+        _let_leave(graph, stage, user, root, nodes)
 
 
-def _let_leave(graph: fx.Graph, stage: int, user: Phase, root: fx.Node) -> None:
-    behind = (Phase.B, Phase.W)
-    users = [
-        node
-        for node in call_nodes(graph)
-        if node.meta["colour"].stage == stage
-        and node.meta["colour"].phase in behind
-        and any(_is_saved(n, root, stage) for n in node.all_input_nodes)
-    ]
+def _let_leave(graph: fx.Graph, stage: int, user: Phase, root: fx.Node, behind: list[fx.Node]) -> None:
+    users = [node for node in behind if any(_is_saved(n, root, stage) for n in node.all_input_nodes)]
     with graph.inserting_after(root):
         away = graph.create_node("call_function", offload, (root,), name=f"{root.name}_away")
     away.meta = {**root.meta, "colour": Colour(stage, Phase.F)}

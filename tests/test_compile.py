@@ -1,0 +1,38 @@
+"""What a compilation leaves as it was, beside the model."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import CaptureError
+
+
+@pytest.fixture(params=[True, False])
+def enabled(request: pytest.FixtureRequest) -> Iterator[bool]:
+    before = gc.isenabled()
+    (gc.enable if request.param else gc.disable)()
+    yield request.param
+    (gc.enable if before else gc.disable)()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_garbage_collector_is_off_meanwhile_and_then_as_it_was(enabled: bool, fails: bool) -> None:
+    seen: list[bool] = []
+
+    def loss_fn(output: torch.Tensor, example: Any) -> torch.Tensor:
+        seen.append(gc.isenabled())
+        return output.detach().sum() if fails else output.sum()
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    with pytest.raises(CaptureError) if fails else contextlib.nullcontext():
+        fxpipe.compile(model, (torch.zeros(2, 4),), ranks=2, microbatches=2, schedule="1f1b", loss_fn=loss_fn)
+    assert seen == [False]
+    assert gc.isenabled() == enabled

@@ -1,0 +1,124 @@
+"""In-place ops are made functional where they stand, as a second trace of the whole graph would make them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from fxpipe.capture import functional
+from fxpipe.capture.trace import Captured, capture
+from fxpipe.values import call_nodes
+
+
+class Net(nn.Module):
+    def __init__(self, between: Callable[[torch.Tensor], torch.Tensor]):
+        super().__init__()
+        self.first, self.last, self.between = nn.Linear(4, 6), nn.Linear(6, 3), between
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.between(self.first(x))).square().mean()
+
+
+def dropped(h: torch.Tensor) -> torch.Tensor:
+    return F.dropout(h, 0.3) + h
+
+
+def masked(h: torch.Tensor) -> torch.Tensor:
+    mask = torch.ones_like(h)
+    mask.masked_fill_(h.detach() > 0, 2.0)
+    before = mask * 3  # of the mask as it is before the next write
+    mask.mul_(0.5).add_(before)
+    return h * mask + before
+
+
+def added_to_itself(h: torch.Tensor) -> torch.Tensor:
+    h = h * 2
+    h += h
+    return h
+
+
+def other_dtype(h: torch.Tensor) -> torch.Tensor:
+    count = torch.zeros_like(h, dtype=torch.int64)
+    count.add_(3).eq_(3)
+    return h * count
+
+
+def in_rows(h: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(h)
+    out[:, 1:3] = h[:, 0:2]  # writes to a view
+    out.mul_(2)
+    return out + h
+
+
+def read_through_a_view(h: torch.Tensor) -> torch.Tensor:
+    out = h.clone()
+    row = out[0]
+    out.mul_(3)
+    return out + row
+
+
+def transposed(h: torch.Tensor) -> torch.Tensor:
+    scale = torch.ones_like(h.t()).add_(1)
+    return h * scale.t()
+
+
+ALONE = {"dropped": dropped, "masked": masked, "itself": added_to_itself, "other dtype": other_dtype}
+SHARED = {"rows": in_rows, "read through a view": read_through_a_view}
+ALL = {**ALONE, **SHARED, "transposed": transposed}
+
+
+def captured(between: Callable[[torch.Tensor], torch.Tensor]) -> Captured:
+    torch.manual_seed(0)
+    return capture(Net(between), {"x": torch.randn(5, 4)}, None, 1.0, torch.device("cpu"))
+
+
+def structure(found: Captured) -> list[Any]:
+    """The ops, what they use (a node by its position), and how their values lie in memory."""
+
+    def layout(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.dtype, tuple(value.shape), value.stride()
+        return [layout(v) for v in value] if isinstance(value, (tuple, list)) else value
+
+    position = {node: k for k, node in enumerate(found.graph.nodes)}
+
+    def used(arguments: Any) -> str:
+        return str(fx.map_arg(arguments, lambda node: f"%{position[node]}"))
+
+    return [
+        (str(n.target), used(n.args), used(n.kwargs), n.meta["origin"].backward, layout(n.meta["val"]))
+        for n in call_nodes(found.graph)
+    ] + [used(found.graph.output_node().args)]
+
+
+def names(found: Captured) -> list[Any]:
+    return [(n.name, str(n.meta["origin"])) for n in call_nodes(found.graph)]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_same_graph_as_of_a_second_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = captured(ALL[name])
+    monkeypatch.setattr(functional, "_replace_alone", lambda graph: None)
+    expected = captured(ALL[name])
+    assert structure(found) == structure(expected)
+    if name in ALONE:  # a second trace makes views again, which takes up names
+        assert names(found) == names(expected)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_only_what_shares_memory_takes_a_second_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[str] = []
+
+    class Watched(functional._Carrying):
+        def __init__(self, module: Any):
+            traced.append(name)
+            super().__init__(module)
+
+    monkeypatch.setattr(functional, "_Carrying", Watched)
+    captured(ALL[name])
+    assert traced == ([name] if name in SHARED else [])
