@@ -159,6 +159,7 @@ def compile(
         buffers=dict(model.named_buffers()),
         device=device,
         process=process,
+        model=model,
         graph=compiled.graph if compiled else None,
         sections=compiled.sections if compiled else (),
         offload_directory=options.offload_directory,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import operator
 from functools import cache
+from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from fxpipe.graph import Phase, offload, read_buffer, reload
 
@@ -49,6 +51,15 @@ def written(target: fx.node.Target) -> tuple[str, ...]:
     if schema is None or not schema.is_mutable:
         return ()
     return tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+def written_arguments(target: Any, args: Any, kwargs: Any) -> list[Any]:
+    """What an op with these arguments writes to: tensors, or nodes that stand for them."""
+    names = written(target)
+    if not names:
+        return []
+    given = dict(zip((a.name for a in target._schema.arguments), args, strict=False)) | dict(kwargs)
+    return [x for name in names for x in pytree.tree_leaves(given.get(name))]
 
 
 def storage_root(node: fx.Node) -> fx.Node:

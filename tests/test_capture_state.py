@@ -596,3 +596,132 @@ def test_a_custom_op_that_writes():
     message = refused(Writes)
     assert "fxpipe_tests.increment" in message
     assert "test_capture_state.py:" in message
+
+
+class CallsBackward(Layers):
+    def between(self, x, i):
+        if i == 2:
+            x.sum().backward(retain_graph=True)
+        return x
+
+
+class CallsBackwardOfItsInputs(Layers):
+    def between(self, x, i):
+        if i != 2:
+            return x
+        y = x.detach().requires_grad_()
+        torch.tanh(self.layers[0](y)).sum().backward(inputs=[y])
+        return x + y.grad
+
+
+def test_backward_in_the_forward():
+    assert "calls backward(), which adds to the gradient of 'layers.0.weight'" in refused(CallsBackward)
+    assert_equals_eager(CallsBackwardOfItsInputs, rows, ranks=2, schedule="zb-h1")
+
+
+class AfterAccumulation(Layers):
+    def prepare(self):
+        self.layers[1].weight.register_post_accumulate_grad_hook(lambda p: None)
+
+
+def test_a_hook_for_accumulated_gradients():
+    assert "'layers.1.weight' has a hook for after its gradient" in refused(AfterAccumulation)
+
+
+class WritesToAPlainTensor(Layers):
+    def prepare(self):
+        self.table = torch.ones(WIDTH)
+
+    def between(self, x, i):
+        if i == 0:
+            self.write()
+        return x * self.table
+
+    def write(self):
+        self.table.mul_(0.5)
+
+
+class WritesToItsView(WritesToAPlainTensor):
+    def write(self):
+        self.table[1:] = 0.5
+
+
+@pytest.mark.parametrize("model", [WritesToAPlainTensor, WritesToItsView])
+def test_a_plain_tensor_that_is_written(model):
+    built = model()
+    with pytest.raises(fxpipe.CaptureError, match=r"writes to a tensor that is no buffer .*test_capture"):
+        fxpipe.compile(built, rows(2), ranks=2, microbatches=3, schedule="zb-h1")
+    assert torch.equal(built.table, torch.ones(WIDTH))
+
+
+class RunningLoss(nn.Module):
+    def __init__(self, replaces: bool) -> None:
+        super().__init__()
+        self.replaces = replaces
+        self.register_buffer("mean", torch.ones(()))
+
+    def forward(self, output, batch):
+        if self.replaces:
+            self.mean = self.mean * 0.9 + output.detach()
+        else:
+            self.mean.mul_(0.9).add_(output.detach())
+        return output / self.mean
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize("closed_over", [False, True])
+def test_a_loss_function_with_a_buffer_that_it_changes(replaces, closed_over):
+    loss = RunningLoss(replaces)
+    before = attributes(loss)
+    loss_fn = (lambda output, batch: loss(output, batch)) if closed_over else loss
+    with pytest.raises(fxpipe.CaptureError, match="make it a buffer"):
+        fxpipe.compile(Layers(), rows(2), loss_fn=loss_fn, ranks=2, microbatches=3, schedule="zb-h1")
+    assert attributes(loss) == before
+
+
+class RandomFrom(Layers):
+    def prepare(self):
+        self.register_buffer("drawn", torch.zeros(WIDTH))
+
+    def between(self, x, i):
+        return x + self.drawn.random_(3, 5) if i == 1 else x
+
+
+def test_integers_drawn_in_place():
+    """The op's overload is called "from", which is no name in Python."""
+    model = RandomFrom()
+    pipe = fxpipe.compile(model, rows(2), ranks=2, microbatches=3, schedule="zb-h1")
+    drawn = []
+    for step in range(4):
+        pipe.run_local(rows(6), step=step)
+        drawn += model.drawn.tolist()
+    assert set(drawn) == {3.0, 4.0}
+
+
+COUNTS = {
+    "parameters": (lambda output: output.exp(), "depends on parameters"),
+    "vector": (lambda output: torch.ones(3), "is no number, but shape (3,)"),
+}
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_count_that_is_none(count):
+    of_output, message = COUNTS[count]
+    options = {"ranks": 2, "microbatches": 3, "loss_fn": lambda output, batch: (output, of_output(output))}
+    with pytest.raises(fxpipe.CaptureError) as error:
+        fxpipe.compile(Layers(), rows(2), **options)
+    assert message in str(error.value)
+
+
+def test_a_count_of_zero():
+    """As in eager: a batch without a single label has no mean."""
+    pipe = fxpipe.compile(
+        Layers(), rows(2), ranks=2, microbatches=3, schedule="gpipe",
+        loss_fn=lambda output, batch: (output * 0, (batch[0] > 100).sum()),
+    )  # fmt: skip
+    assert pipe.run_local(rows(6)).loss.isnan()
+
+
+def test_a_complex_loss():
+    with pytest.raises(fxpipe.CaptureError, match="The loss is complex"):
+        fxpipe.compile(Layers(), rows(2), ranks=2, microbatches=3, loss_fn=lambda output, batch: output * 1j)

@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpipe import compat
 from fxpipe.errors import CaptureError
+from fxpipe.values import storage_root, written_arguments
 
 aten = torch.ops.aten
 
@@ -33,6 +34,9 @@ def functionalize(module: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
     """Return an equal module without in-place ops, but for ``copy_`` to placeholders at the end."""
     _declare_writes(module.graph)
     for node in module.graph.nodes:
+        for argument in written_arguments(node.target, node.args, node.kwargs):
+            if isinstance(argument, fx.Node) and storage_root(argument).op == "get_attr":
+                raise writes_to_a_constant(node.meta["origin"])
         if is_mutating(node) and node.target.namespace != "aten":
             raise CaptureError(
                 f"{node.target} writes to its arguments, which can be followed for torch's own ops alone "
@@ -56,6 +60,13 @@ def _declare_writes(graph: fx.Graph) -> None:
             mean, training = node.args[3], node.args[7]
             if training and mean is not None:
                 node.args = (*node.args[:3], None, None, *node.args[5:])
+
+
+def writes_to_a_constant(place: Any) -> CaptureError:
+    return CaptureError(
+        f"The forward writes to a tensor that is no buffer ({place}). A program cannot carry it from step to "
+        "step: make it a buffer of the model, or write to a clone."
+    )
 
 
 class _Carrying(fx.Interpreter):

@@ -75,7 +75,7 @@ def capture(
     step = _Step(model, example, loss_fn, scale, given, gradients)
     fakes = {id(r.tensor): x.fake for r, x in zip(step.registered, given, strict=False)}
     values = [x.fake for x in given]
-    with borrowed(model, fakes) as snapshot:
+    with borrowed(model, loss_fn, fakes) as snapshot:
         watch = Watch(model, snapshot)
         with compat.compiling_flags(), compat.plain_kernels(), mode:
             try:
@@ -201,6 +201,13 @@ class _Step:
             output = self.model(*args, **kwargs)
             loss, count = _loss_of(output, example, self.loss_fn, self.gradients)
             found = self._gradients(loss, wanted, 1.0 if count is not None else self.scale)
+        for name, value in wanted.items():
+            if value.grad is not None:
+                raise CaptureError(
+                    f"The forward calls backward(), which adds to the gradient of {name!r} beside the step's "
+                    "own. Add that loss to the loss, or take the gradients that the forward needs with "
+                    "torch.autograd.grad(…) or backward(inputs=[…])."
+                )
         replaced = self._replaced()
         self.layout = {"count": count is not None, "grads": list(found), "buffers": list(replaced)}
         counts = [] if count is None else [count.detach()]
@@ -279,7 +286,7 @@ def _loss_of(
             if len(loss) != 2:
                 raise CaptureError(f"loss_fn returned {len(loss)} values: return the loss, or (sum, count).")
             loss, count = loss
-            count = torch.as_tensor(count)
+            count = _count_of(count, gradients)
         source = "loss_fn returned"
     elif isinstance(output, torch.Tensor) and output.numel() == 1:
         loss, source = output, "the model returned"
@@ -296,12 +303,29 @@ def _loss_of(
             f"The loss is not a scalar: {source} a tensor of shape {tuple(loss.shape)}. "
             "Reduce it to one number, for example with .mean()."
         )
+    if loss.is_complex():
+        raise CaptureError(f"The loss is complex: {source} {loss.dtype}. Take its .real or its .abs().")
     if gradients and not loss.requires_grad:
         raise CaptureError(
             f"The loss needs no gradient: what {source} does not depend on any parameter with "
             "requires_grad=True. Look for a detach(), a no_grad() block, or parameters that are all frozen."
         )
     return loss.reshape(()) if loss.dim() else loss, count
+
+
+def _count_of(count: Any, gradients: bool) -> torch.Tensor:
+    count = torch.as_tensor(count)
+    if count.numel() != 1 or count.is_complex():
+        raise CaptureError(
+            f"The count that loss_fn returned is no number, but {_kind_of(count)}. Return (sum, count) with "
+            "a count such as mask.sum()."
+        )
+    if gradients and count.requires_grad:
+        raise CaptureError(
+            "The count that loss_fn returned depends on parameters, and the step takes no gradient of it: "
+            "return count.detach(), or a loss instead of (sum, count)."
+        )
+    return count.reshape(())
 
 
 def _kind_of(tensor: torch.Tensor) -> str:
