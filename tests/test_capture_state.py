@@ -725,3 +725,59 @@ def test_a_count_of_zero():
 def test_a_complex_loss():
     with pytest.raises(fxpipe.CaptureError, match="The loss is complex"):
         fxpipe.compile(Layers(), rows(2), ranks=2, microbatches=3, loss_fn=lambda output, batch: output * 1j)
+
+
+class Expanded(Layers):
+    def prepare(self):
+        self.register_buffer("scale", torch.ones(1).expand(WIDTH))
+
+    def between(self, x, i):
+        if i == 1:
+            self.scale = self.scale * 0.9 + x.detach().mean(0)
+        return x
+
+
+def test_an_expanded_buffer_that_is_replaced():
+    assert "the buffer 'scale', which is expanded" in refused(Expanded)
+
+
+class WritesByStrides(Layers):
+    def between(self, x, i):
+        y = x * 1
+        y.t_().diagonal().mul_(2)
+        y.as_strided((2, 2), (WIDTH, 1)).add_(1)
+        return x + y.sum()
+
+
+def test_writes_that_cannot_be_followed():
+    assert "cannot be followed (module ''" in refused(WritesByStrides)
+
+
+class Attributes(Layers):
+    """Reads what hangs on a parameter."""
+
+    def prepare(self):
+        self.layers[1].weight.factor = 3.0
+
+    def between(self, x, i):
+        return x * getattr(self.layers[i].weight, "factor", 1.0)
+
+
+def test_attributes_of_parameters():
+    assert_equals_eager(Attributes, rows, ranks=2, schedule="zb-h1")
+
+
+class GradientOfItsInput(Layers):
+    def forward(self, x):
+        loss = super().forward(x)
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + slope.square().sum()
+
+
+def test_an_input_that_requires_a_gradient():
+    """Of what an equation asks of its solution (physics-informed networks)."""
+
+    def batch(count: int) -> tuple[torch.Tensor]:
+        return (torch.randn(count, WIDTH, requires_grad=True),)
+
+    assert_equals_eager(GradientOfItsInput, batch, ranks=2, schedule="zb-h1", recompute="full")

@@ -77,7 +77,13 @@ class _Carrying(fx.Interpreter):
         self._seen: fx.Node | None = None
 
     def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
+        try:
+            result = super().run_node(n)
+        except RuntimeError as error:
+            raise CaptureError(
+                f"What {n.target} writes cannot be followed ({n.meta.get('origin', 'an unknown line')}): "
+                f"{str(error).strip().splitlines()[0]}"
+            ) from error
         graph = compat.traced_graph()
         for node in compat.nodes_after(self._seen, graph):
             for key in ("origin", "random_position"):

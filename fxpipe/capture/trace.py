@@ -135,6 +135,8 @@ def _inputs(
 
     def add(kind: Kind, name: str, real: torch.Tensor, stand_in: torch.Tensor) -> None:
         fix = kind is Kind.BATCH and name in fixed
+        for attribute, value in vars(real).items():  # what the model hung on the tensor
+            setattr(stand_in, attribute, value)
         given.append(_Given(Input(kind, name), real, stand_in, stand_in.untyped_storage()._cdata, fix))
 
     for found in registered(model):
@@ -155,13 +157,20 @@ def _inputs(
             )
     for name, leaf in leaves.items():
         if isinstance(leaf, torch.Tensor):
-            add(Kind.BATCH, name, leaf, fake(leaf))
+            add(Kind.BATCH, name, leaf, fake(leaf).requires_grad_(leaf.requires_grad))
     return given
 
 
 def _check_written(graph: fx.Graph, tensors: Sequence[Registered]) -> None:
     """What shares memory with a buffer that the step changes would have to change with it."""
     changed = output_dict(graph)["buffers"]
+    for x in tensors:
+        expanded = any(n > 1 and not step for n, step in zip(x.tensor.shape, x.tensor.stride(), strict=True))
+        if x.name in changed and expanded:
+            raise CaptureError(
+                f"The forward changes the buffer {x.name!r}, which is expanded: several of its elements are "
+                "one in memory. Register a copy of it (.contiguous())."
+            )
     for a, b in overlapping(tensors):
         if a.name in changed or b.name in changed:
             raise CaptureError(
@@ -191,7 +200,8 @@ class _Step:
 
     def __call__(self, *values: torch.Tensor) -> list[torch.Tensor]:
         example = self._example()
-        wanted = {x.input.name: x.fake for x in self.given if x.fake.requires_grad}
+        trained = [x for x in self.given if x.input.kind is Kind.PARAMETER and x.fake.requires_grad]
+        wanted = {x.input.name: x.fake for x in trained}
         hooks = {r.name: compat.gradient_hooks(r.tensor) for r in self.registered}
         with self.provenance, Intercepted(self.provenance):
             for name, value in wanted.items():
