@@ -781,3 +781,61 @@ def test_an_input_that_requires_a_gradient():
         return (torch.randn(count, WIDTH, requires_grad=True),)
 
     assert_equals_eager(GradientOfItsInput, batch, ranks=2, schedule="zb-h1", recompute="full")
+
+
+class NeverRead(Layers):
+    """The rank that writes the buffer has no other use for buffers."""
+
+    def prepare(self):
+        self.register_buffer("last", torch.zeros(WIDTH, WIDTH))
+
+    def between(self, x, i):
+        if i == 2:
+            self.last = self.copied(self.layers[2].weight.detach())
+            return x + x @ self.last
+        return x
+
+    def copied(self, weight):
+        return weight.clone()
+
+
+class MemoryOfAParameter(NeverRead):
+    def copied(self, weight):
+        return weight
+
+
+def test_a_buffer_that_is_made_of_a_parameter():
+    assert_equals_eager(NeverRead, rows, ranks=2, schedule="zb-h1")
+    assert "gives the buffer 'last' the memory of the parameter 'layers.2.weight'" in refused(
+        MemoryOfAParameter
+    )
+
+
+class MemoryOfABuffer(Layers):
+    def prepare(self):
+        self.register_buffer("one", torch.zeros(WIDTH))
+        self.register_buffer("other", torch.ones(WIDTH))
+
+    def between(self, x, i):
+        if i == 1:
+            x = x + self.one.clone()
+            self.one = self.other.view(-1)
+            self.other.mul_(0.5)
+        return x
+
+
+def test_a_buffer_that_is_made_of_another():
+    assert "'one' and 'other' the same memory and writes to it" in refused(MemoryOfABuffer)
+
+
+class Counted(Layers):
+    """An op of constants whose shape hangs on their values, in a model that writes in place."""
+
+    def between(self, x, i):
+        x = x * 1
+        x += torch.bincount(torch.tensor([1, 2, 2]), minlength=WIDTH)
+        return x
+
+
+def test_shapes_from_constants_beside_writes():
+    assert_equals_eager(Counted, rows, ranks=2, schedule="zb-h1")

@@ -219,7 +219,12 @@ class _Step:
                     "torch.autograd.grad(…) or backward(inputs=[…])."
                 )
         replaced = self._replaced()
-        self.layout = {"count": count is not None, "grads": list(found), "buffers": list(replaced)}
+        self.layout = {
+            "count": count is not None,
+            "grads": list(found),
+            "buffers": list(replaced),
+            "aliases": self._aliases(replaced),
+        }
         counts = [] if count is None else [count.detach()]
         return [loss.detach(), *counts, *found.values(), *replaced.values()]
 
@@ -267,6 +272,26 @@ class _Step:
                 )
             replaced[r.name] = new
         return replaced
+
+    def _aliases(self, replaced: dict[str, torch.Tensor]) -> list[tuple[str, str]]:
+        """Pairs of names, of which the second is a buffer that the forward gave the memory of the first.
+
+        Raises CaptureError where that is a parameter, whose memory the optimizer writes to.
+        """
+        owners: dict[int, Registered] = {}
+        pairs = []
+        for r, given in zip(self.registered, self.given, strict=False):
+            now = replaced.get(r.name, given.fake)
+            owner = owners.setdefault(now.untyped_storage()._cdata, r)
+            if owner is r or not (r.name in replaced or owner.name in replaced):
+                continue
+            if owner.kind is Kind.PARAMETER:
+                raise CaptureError(
+                    f"The forward gives the buffer {r.name!r} the memory of the parameter {owner.name!r}, "
+                    "which moves when that is trained. Give it a copy: .detach().clone()."
+                )
+            pairs.append((owner.name, r.name))
+        return pairs
 
     def _gradients(
         self, loss: torch.Tensor, wanted: dict[str, torch.Tensor], scale: float
