@@ -161,6 +161,7 @@ def compile(
         buffers=dict(model.named_buffers()) | {n: p for n, p in model.named_parameters() if n in changed},
         device=device,
         process=process,
+        model=model,
         graph=compiled.graph if compiled else None,
         sections=compiled.sections if compiled else (),
         offload_directory=options.offload_directory,

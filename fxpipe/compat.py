@@ -32,6 +32,8 @@ __all__ = [
     "compiling_flags",
     "current_sequence_number",
     "gradient_hooks",
+    "has_accumulation_hooks",
+    "is_real",
     "is_tracing",
     "mark_as_parameter",
     "modules_without_code",
@@ -89,6 +91,16 @@ def sequence_number(grad_fn: Any) -> int:
 def gradient_hooks(parameter: torch.Tensor) -> list[Any]:
     """What ``parameter.register_hook`` was given."""
     return list((parameter._backward_hooks or {}).values())
+
+
+def has_accumulation_hooks(parameter: torch.Tensor) -> bool:
+    """Whether ``parameter.register_post_accumulate_grad_hook`` was given anything."""
+    return bool(parameter._post_accumulate_grad_hooks)
+
+
+def is_real(value: Any) -> bool:
+    """Whether it is a tensor with values, under a trace on fake ones."""
+    return isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
 
 
 def mark_as_parameter(tensor: torch.Tensor) -> None:

@@ -256,6 +256,7 @@ def _plan(
             loss_dtype=str(named["loss"].meta["val"].dtype),
             has_count=named["count"] is not None,
             seed=options.seed,
+            default_dtype=str(torch.get_default_dtype()),
         ),
         stages=_stage_plans(graph, choice.cut.sections, placement),
         costs=choice.costs,

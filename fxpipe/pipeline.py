@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from fxpipe.expressions import Expressions, PlanWork
 from fxpipe.graph import Section
 from fxpipe.names import printable
 from fxpipe.runtime.agreement import Traffic, check_agreement
+from fxpipe.runtime.ambient import as_traced
 from fxpipe.runtime.away import Away, check_tier, open_store
 from fxpipe.runtime.batch import batch_leaves
 from fxpipe.runtime.comm import Comm, DistributedComm
@@ -78,7 +80,8 @@ class Pipeline:
     """What ``fxpipe.compile`` and ``fxpipe.load`` return.
 
     ``parameters`` and ``buffers`` are the model's own tensors: training the pipeline trains the model
-    (under torchrun, the part of it that this rank holds).
+    (under torchrun, the part of it that this rank holds).  Where ``model``, which was compiled, was given
+    other ones since, the next step works on those.
     """
 
     artefact: Artefact
@@ -86,6 +89,7 @@ class Pipeline:
     buffers: dict[str, torch.Tensor]
     device: torch.device
     process: Process | None
+    model: torch.nn.Module | None = None
     graph: fx.Graph | None = None
     sections: tuple[Section, ...] = ()
     directory: Path | None = None
@@ -134,6 +138,11 @@ class Pipeline:
         bit for bit what torchrun's ranks compute.  measure_memory: also find each rank's peak of saved bytes.
         Buffers are updated as in training; parameters and their ``.grad`` are left alone.
         """
+        with self._as_traced():
+            return self._run_local(batch, step, threads, measure_memory)
+
+    def _run_local(self, batch: Any, step: int, threads: int, measure_memory: bool) -> LocalResult:
+        self._follow_model()
         world = LocalWorld(self.plan.ranks)
         runtimes = tuple(
             self._runtime_of(rank, LocalComm(world, rank), self._zeros(rank))
@@ -159,18 +168,50 @@ class Pipeline:
         pipeline of one rank runs as it is).  If a rank fails, all raise RunError with its message, and
         their processes end soon after, whether or not the error is caught.
         """
+        with self._as_traced():
+            return self._step(batch)
+
+    def _step(self, batch: Any) -> torch.Tensor:
         rt = self.runtime
         rt.start()
-        earlier = self._accumulators(rt)
         try:
-            with torch.no_grad():
-                loss = self._own_step(rt, batch)
+            self._follow_model()
+            rt.params, rt.buffers = self._held(rt.rank)
+            earlier = self._accumulators(rt)
+            loss = self._own_step(rt, batch)
         except Exception as error:
             raise self._failure(error, rt) from error
         for name, grad in earlier.items():
             grad.add_(rt.grads[name])
         self._store_buffers(rt)
         return loss
+
+    def _as_traced(self) -> AbstractContextManager[None]:
+        return as_traced(self.plan.step.default_dtype, self.device)
+
+    def _follow_model(self) -> None:
+        """Take the parameters and buffers that the model holds now; raise RunError where they do not fit."""
+        if self.model is None:
+            return
+        now: dict[str, torch.Tensor] = dict(self.model.named_parameters())
+        now |= self.model.named_buffers()
+        held: tuple[dict[str, Any], ...] = (self.parameters, self.buffers)
+        for mine in held:
+            for name, old in mine.items():
+                new = now.get(name)
+                if new is not None and new.is_meta:
+                    continue  # load_state_dict gave the pipeline tensors of its own
+                layout = self.plan.layouts.get(name)
+                if layout is None:  # no rank uses it
+                    continue
+                if new is None or (tuple(new.shape), str(new.dtype)) != (layout.shape, layout.dtype):
+                    found = "is gone" if new is None else f"is now {new.dtype} of shape {tuple(new.shape)}"
+                    raise RunError(
+                        f"The model's {name}, {layout.dtype} of shape {layout.shape}, {found}. Compile the "
+                        "model again."
+                    )
+                if new is not old:
+                    mine[name] = new
 
     def _accumulators(self, rt: Runtime) -> dict[str, torch.Tensor]:
         """Give the program the parameters' ``.grad`` to add to.
@@ -196,15 +237,19 @@ class Pipeline:
         rows = rows_of(name)
         if rows is None or name in self.parameters:
             return self.parameters[name]
+        table = self.parameters[rows.table]
+        part = table.detach()[rows.begin : rows.end]
         if name not in self._rows:
-            table = self.parameters[rows.table]
-            self._rows[name] = torch.nn.Parameter(table.detach()[rows.begin : rows.end], table.requires_grad)
+            self._rows[name] = torch.nn.Parameter(part, table.requires_grad)
+        elif self._rows[name].data_ptr() != part.data_ptr():  # the table has other memory now
+            self._rows[name].data = part
         return self._rows[name]
 
     def optimizer(
         self, cls: type[torch.optim.Optimizer], *, clip_grad_norm: float | None = None, **options: Any
     ) -> PipelineOptimizer:
         """A torch optimiser over this rank's parameters; ``clip_grad_norm`` is of the whole model's norm."""
+        self._follow_model()
         rt = self.runtime
         held = {name: self.parameter(name) for name in self.plan.tensors[rt.rank].gradients}
         owner = {name: r for r, t in reversed(list(enumerate(self.plan.tensors))) for name in t.gradients}
@@ -221,6 +266,7 @@ class Pipeline:
         """
         if self.process is None:
             return
+        self._follow_model()
         sent: set[str] = set()
         for rank, held in enumerate(self.plan.tensors):
             for name in (*held.parameters, *held.buffers):
@@ -238,6 +284,7 @@ class Pipeline:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers under the model's names (under torchrun only this rank's are trained, until
         ``synchronise`` is called)."""
+        self._follow_model()
         return {name: t.detach() for name, t in (*self.parameters.items(), *self.buffers.items())}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -246,6 +293,7 @@ class Pipeline:
         Call it before ``optimizer`` and the first ``step``.  Raises ArtefactError for a name that is
         missing or has another shape.
         """
+        self._follow_model()
         self._rows.clear()
         for tensors in (self.parameters, self.buffers):
             for name, old in list(tensors.items()):
@@ -265,6 +313,7 @@ class Pipeline:
         Under torchrun every rank calls it and writes the weights that it holds.  Raises ArtefactError if
         the directory is not empty; then nothing is written.
         """
+        self._follow_model()
         ranks = range(self.plan.ranks) if self.process is None else [self.process.rank]
         for rank in ranks:
             self._need_values(rank)
@@ -310,16 +359,23 @@ class Pipeline:
     def _runtime_of(self, rank: int, comm: Comm, grads: dict[str, torch.Tensor]) -> Runtime:
         held = self.plan.tensors[rank]
         self._need_values(rank)
+        params, buffers = self._held(rank)
         return Runtime(
             rank=rank,
             spec=self.plan.step,
             comm=comm,
-            params={n: self.parameter(n).detach() for n in held.parameters},
+            params=params,
             grads=grads,
-            buffers={n: self.buffers[n] for n in held.buffers},
+            buffers=buffers,
             constants={n: self.artefact.constants[n].to(self.device) for n in held.constants},
             away=self._away(rank),
         )
+
+    def _held(self, rank: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """The parameters and buffers that a rank works on."""
+        held = self.plan.tensors[rank]
+        params = {n: self.parameter(n).detach() for n in held.parameters}
+        return params, {n: self.buffers[n] for n in held.buffers}
 
     def _away(self, rank: int) -> Away | None:
         tier = self.plan.tier

@@ -51,6 +51,7 @@ def _step(plan: Plan) -> None:
     _between("step.ranks", step.ranks, 1, MOST_RANKS)
     _between("step.loss_rank", step.loss_rank, 0, step.ranks - 1)
     _floating("step.loss_dtype", step.loss_dtype)
+    _floating("step.default_dtype", step.default_dtype)
     _distinct("step.batch.leaves", [leaf.name for leaf in step.batch.leaves])
     for k, leaf in enumerate(step.batch.leaves):
         _leaf(f"step.batch.leaves[{k}]", leaf)

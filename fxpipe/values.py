@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import operator
 from functools import cache
+from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from fxpipe.graph import Phase, offload, read_buffer, reload
 
@@ -63,6 +65,15 @@ def draws_numbers(node: fx.Node) -> bool:
     given = {p.name: a for p, a in zip(parameters, node.args, strict=False)} | dict(node.kwargs)
     values = {p.name: p.default_value for p in parameters if p.has_default_value()} | given
     return not any(name in values and values[name] == still for name, still in _STILL.items())
+
+
+def written_arguments(target: Any, args: Any, kwargs: Any) -> list[Any]:
+    """What an op with these arguments writes to: tensors, or nodes that stand for them."""
+    names = written(target)
+    if not names:
+        return []
+    given = dict(zip((a.name for a in target._schema.arguments), args, strict=False)) | dict(kwargs)
+    return [x for name in names for x in pytree.tree_leaves(given.get(name))]
 
 
 def storage_root(node: fx.Node) -> fx.Node:

@@ -52,7 +52,7 @@ class Inner(nn.Module):
         return x + x[x > 0].mean()
 
     def nonzero(self, x):
-        return x + x.nonzero().shape[0]
+        return x + (x > 0).nonzero().shape[0]
 
     def to_numpy(self, x):
         return x * float(x.detach().numpy().mean())

@@ -720,3 +720,246 @@ def test_a_custom_op_that_writes():
     message = refused(Writes)
     assert "fxpipe_tests.increment" in message
     assert "test_capture_state.py:" in message
+
+
+class CallsBackward(Layers):
+    def between(self, x, i):
+        if i == 2:
+            x.sum().backward(retain_graph=True)
+        return x
+
+
+class CallsBackwardOfItsInputs(Layers):
+    def between(self, x, i):
+        if i != 2:
+            return x
+        y = x.detach().requires_grad_()
+        torch.tanh(self.layers[0](y)).sum().backward(inputs=[y])
+        return x + y.grad
+
+
+def test_backward_in_the_forward():
+    assert "calls backward(), which adds to the gradient of 'layers.0.weight'" in refused(CallsBackward)
+    assert_equals_eager(CallsBackwardOfItsInputs, rows, ranks=2, schedule="zb-h1")
+
+
+class AfterAccumulation(Layers):
+    def prepare(self):
+        self.layers[1].weight.register_post_accumulate_grad_hook(lambda p: None)
+
+
+def test_a_hook_for_accumulated_gradients():
+    assert "'layers.1.weight' has a hook for after its gradient" in refused(AfterAccumulation)
+
+
+class WritesToAPlainTensor(Layers):
+    def prepare(self):
+        self.table = torch.ones(WIDTH)
+
+    def between(self, x, i):
+        if i == 0:
+            self.write()
+        return x * self.table
+
+    def write(self):
+        self.table.mul_(0.5)
+
+
+class WritesToItsView(WritesToAPlainTensor):
+    def write(self):
+        self.table[1:] = 0.5
+
+
+@pytest.mark.parametrize("model", [WritesToAPlainTensor, WritesToItsView])
+def test_a_plain_tensor_that_is_written(model):
+    built = model()
+    with pytest.raises(fxpipe.CaptureError, match=r"writes to a tensor that is no buffer .*test_capture"):
+        fxpipe.compile(built, rows(2), ranks=2, microbatches=3, schedule="zb-h1")
+    assert torch.equal(built.table, torch.ones(WIDTH))
+
+
+class RunningLoss(nn.Module):
+    def __init__(self, replaces: bool) -> None:
+        super().__init__()
+        self.replaces = replaces
+        self.register_buffer("mean", torch.ones(()))
+
+    def forward(self, output, batch):
+        if self.replaces:
+            self.mean = self.mean * 0.9 + output.detach()
+        else:
+            self.mean.mul_(0.9).add_(output.detach())
+        return output / self.mean
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize("closed_over", [False, True])
+def test_a_loss_function_with_a_buffer_that_it_changes(replaces, closed_over):
+    loss = RunningLoss(replaces)
+    before = attributes(loss)
+    loss_fn = (lambda output, batch: loss(output, batch)) if closed_over else loss
+    with pytest.raises(fxpipe.CaptureError, match="make it a buffer"):
+        fxpipe.compile(Layers(), rows(2), loss_fn=loss_fn, ranks=2, microbatches=3, schedule="zb-h1")
+    assert attributes(loss) == before
+
+
+class RandomFrom(Layers):
+    def prepare(self):
+        self.register_buffer("drawn", torch.zeros(WIDTH))
+
+    def between(self, x, i):
+        return x + self.drawn.random_(3, 5) if i == 1 else x
+
+
+def test_integers_drawn_in_place():
+    """The op's overload is called "from", which is no name in Python."""
+    model = RandomFrom()
+    pipe = fxpipe.compile(model, rows(2), ranks=2, microbatches=3, schedule="zb-h1")
+    drawn = []
+    for step in range(4):
+        pipe.run_local(rows(6), step=step)
+        drawn += model.drawn.tolist()
+    assert set(drawn) == {3.0, 4.0}
+
+
+COUNTS = {
+    "parameters": (lambda output: output.exp(), "depends on parameters"),
+    "vector": (lambda output: torch.ones(3), "is no number, but shape (3,)"),
+}
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_count_that_is_none(count):
+    of_output, message = COUNTS[count]
+    options = {"ranks": 2, "microbatches": 3, "loss_fn": lambda output, batch: (output, of_output(output))}
+    with pytest.raises(fxpipe.CaptureError) as error:
+        fxpipe.compile(Layers(), rows(2), **options)
+    assert message in str(error.value)
+
+
+def test_a_count_of_zero():
+    """As in eager: a batch without a single label has no mean."""
+    pipe = fxpipe.compile(
+        Layers(), rows(2), ranks=2, microbatches=3, schedule="gpipe",
+        loss_fn=lambda output, batch: (output * 0, (batch[0] > 100).sum()),
+    )  # fmt: skip
+    assert pipe.run_local(rows(6)).loss.isnan()
+
+
+def test_a_complex_loss():
+    with pytest.raises(fxpipe.CaptureError, match="The loss is complex"):
+        fxpipe.compile(Layers(), rows(2), ranks=2, microbatches=3, loss_fn=lambda output, batch: output * 1j)
+
+
+class Expanded(Layers):
+    def prepare(self):
+        self.register_buffer("scale", torch.ones(1).expand(WIDTH))
+
+    def between(self, x, i):
+        if i == 1:
+            self.scale = self.scale * 0.9 + x.detach().mean(0)
+        return x
+
+
+def test_an_expanded_buffer_that_is_replaced():
+    assert "the buffer 'scale', which is expanded" in refused(Expanded)
+
+
+class WritesByStrides(Layers):
+    def between(self, x, i):
+        y = x * 1
+        y.t_().diagonal().mul_(2)
+        y.as_strided((2, 2), (WIDTH, 1)).add_(1)
+        return x + y.sum()
+
+
+def test_writes_that_cannot_be_followed():
+    assert "cannot be followed (module ''" in refused(WritesByStrides)
+
+
+class Attributes(Layers):
+    """Reads what hangs on a parameter."""
+
+    def prepare(self):
+        self.layers[1].weight.factor = 3.0
+
+    def between(self, x, i):
+        return x * getattr(self.layers[i].weight, "factor", 1.0)
+
+
+def test_attributes_of_parameters():
+    assert_equals_eager(Attributes, rows, ranks=2, schedule="zb-h1")
+
+
+class GradientOfItsInput(Layers):
+    def forward(self, x):
+        loss = super().forward(x)
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + slope.square().sum()
+
+
+def test_an_input_that_requires_a_gradient():
+    """Of what an equation asks of its solution (physics-informed networks)."""
+
+    def batch(count: int) -> tuple[torch.Tensor]:
+        return (torch.randn(count, WIDTH, requires_grad=True),)
+
+    assert_equals_eager(GradientOfItsInput, batch, ranks=2, schedule="zb-h1", recompute="full")
+
+
+class NeverRead(Layers):
+    """The rank that writes the buffer has no other use for buffers."""
+
+    def prepare(self):
+        self.register_buffer("last", torch.zeros(WIDTH, WIDTH))
+
+    def between(self, x, i):
+        if i == 2:
+            self.last = self.copied(self.layers[2].weight.detach())
+            return x + x @ self.last
+        return x
+
+    def copied(self, weight):
+        return weight.clone()
+
+
+class MemoryOfAParameter(NeverRead):
+    def copied(self, weight):
+        return weight
+
+
+def test_a_buffer_that_is_made_of_a_parameter():
+    assert_equals_eager(NeverRead, rows, ranks=2, schedule="zb-h1")
+    assert "gives the buffer 'last' the memory of the parameter 'layers.2.weight'" in refused(
+        MemoryOfAParameter
+    )
+
+
+class MemoryOfABuffer(Layers):
+    def prepare(self):
+        self.register_buffer("one", torch.zeros(WIDTH))
+        self.register_buffer("other", torch.ones(WIDTH))
+
+    def between(self, x, i):
+        if i == 1:
+            x = x + self.one.clone()
+            self.one = self.other.view(-1)
+            self.other.mul_(0.5)
+        return x
+
+
+def test_a_buffer_that_is_made_of_another():
+    assert "'one' and 'other' the same memory and writes to it" in refused(MemoryOfABuffer)
+
+
+class Counted(Layers):
+    """An op of constants whose shape hangs on their values, in a model that writes in place."""
+
+    def between(self, x, i):
+        x = x * 1
+        x += torch.bincount(torch.tensor([1, 2, 2]), minlength=WIDTH)
+        return x
+
+
+def test_shapes_from_constants_beside_writes():
+    assert_equals_eager(Counted, rows, ranks=2, schedule="zb-h1")

@@ -57,9 +57,13 @@ class Answers:
         return numbers
 
     def result(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of an op whose shape depends on values; None where that may be another one next time."""
+        """The result of an op whose shape depends on values; None where that may be another one next time.
+
+        A copy of it, which the model may write to.
+        """
         if func is aten.nonzero.default:
-            return self._picked(args[0])
+            positions = self._picked(args[0])
+            return None if positions is None else aten.clone.default(positions)
         if func is aten.index.Tensor:
             return self._indexed(*args)
         found: list[tuple[torch.Tensor, torch.Tensor, frozenset[Kind]]] = []
@@ -76,7 +80,8 @@ class Answers:
             if kinds:
                 self._hold(tensor, value)
         with compat.no_modes():
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+        return pytree.tree_map_only(torch.Tensor, aten.clone.default, result)
 
     def _indexed(self, tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """Masks among the indices are replaced by the positions that they pick."""

@@ -34,8 +34,9 @@ _OTHERS = frozenset({*sys.stdlib_module_names, "torch", "sympy", "numpy", "fxpip
 
 @dataclass(eq=False)
 class Snapshot:
-    """What hangs on a model: ``states``, the contents of every ``__dict__`` and container below it.
+    """What hangs on a model and its loss function.
 
+    ``states``: the contents of every ``__dict__`` and container below them.
     ``owners``: id of such a ``__dict__`` or container -> (the module it belongs to, the attribute's name).
     """
 
@@ -43,9 +44,10 @@ class Snapshot:
     owners: dict[int, tuple[nn.Module, str]] = field(default_factory=dict)
 
     @staticmethod
-    def of(model: nn.Module) -> Snapshot:
+    def of(model: nn.Module, loss_fn: Any = None) -> Snapshot:
         snapshot, seen = Snapshot(), set[int]()
-        todo: list[tuple[Any, nn.Module, str]] = [(model, model, "")]
+        todo: list[tuple[Any, nn.Module, str]] = [(x, model, "loss_fn") for x in _modules_of(loss_fn)]
+        todo.append((model, model, ""))
         while todo:
             thing, owner, name = todo.pop()
             if id(thing) in seen:
@@ -69,6 +71,15 @@ class Snapshot:
     def restore(self) -> None:
         for contents, before in self.states:
             _put_back(contents, before)
+
+
+def _modules_of(function: Any) -> list[nn.Module]:
+    """The modules that a loss function is, is a method of, or closes over."""
+    found = [function, getattr(function, "__self__", None)]
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # a variable that has no value yet
+            found.append(cell.cell_contents)
+    return [x for x in found if isinstance(x, nn.Module)]
 
 
 def _is_walked(thing: Any) -> bool:
@@ -144,10 +155,10 @@ def _convert(path: str, module: nn.Module, function: Any, recurse: bool = True) 
 
 
 @contextlib.contextmanager
-def borrowed(model: nn.Module, fakes: dict[int, torch.Tensor]) -> Iterator[Snapshot]:
-    """The model with fake tensors for its own; afterwards it, the caches of functions that it called and the
-    generators of random numbers are as they were."""
-    snapshot = Snapshot.of(model)
+def borrowed(model: nn.Module, loss_fn: Any, fakes: dict[int, torch.Tensor]) -> Iterator[Snapshot]:
+    """The model with fake tensors for its own; afterwards it, the loss function, the caches of functions that
+    it called and the generators of random numbers are as they were."""
+    snapshot = Snapshot.of(model, loss_fn)
     generators = random.getstate(), np.random.get_state()
     calls = [(f, f.cache_info().misses) for f in _cached_functions()]
     try:

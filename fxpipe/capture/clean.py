@@ -100,6 +100,12 @@ def clean(
         else:
             new[node] = _copied(graph, node, new, key, short)
 
+    for pair in layout["aliases"]:
+        if not written.keys().isdisjoint(pair):
+            raise CaptureError(
+                f"The forward gives the buffers {pair[0]!r} and {pair[1]!r} the same memory and writes "
+                "to it. Give one of them a copy: .clone()."
+            )
     named = _outputs([new[n] for n in flat], layout, written)
     graph.output({**named, "checks": tuple(checks)})
     read_once(graph)

@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from fxpipe import compat
 from fxpipe.capture.functional import is_mutating
 from fxpipe.errors import CaptureError
 from fxpipe.graph import Kind
-from fxpipe.values import draws_numbers, storage_root, written
+from fxpipe.values import draws_numbers, storage_root, written_arguments
 
 
 class Example:
@@ -68,7 +67,7 @@ def _run(node: fx.Node, values: dict[fx.Node, Any], root: torch.nn.Module, place
         raise CaptureError(
             f"The model's code branches on a random number, at {place}. A pipeline program takes the same "
             "branch at every step: switch the randomness off there (layerdrop=0 where whole layers are left "
-            "out at random), or multiply by a random mask instead."
+            "out at random, validate_args=False for a distribution), or multiply by a random mask instead."
         )
     return node.target(*fx.map_arg(node.args, values.get), **fx.map_arg(node.kwargs, values.get))  # type: ignore
 
@@ -87,9 +86,5 @@ def _needed(node: fx.Node) -> set[fx.Node]:
 
 def _overwritten(node: fx.Node) -> list[fx.Node]:
     """The values that a node writes to."""
-    names = written(node.target)
-    if not names:
-        return []
-    declared = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
-    given = dict(zip(declared, node.args, strict=False)) | dict(node.kwargs)
-    return [x for name in names for x in pytree.tree_leaves(given.get(name)) if isinstance(x, fx.Node)]
+    found = written_arguments(node.target, node.args, node.kwargs)
+    return [x for x in found if isinstance(x, fx.Node)]

@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpipe import compat
 from fxpipe.errors import CaptureError
-from fxpipe.values import call_nodes, is_view, storage_root, written
+from fxpipe.values import call_nodes, is_view, storage_root, written, written_arguments
 
 aten = torch.ops.aten
 
@@ -34,8 +34,12 @@ def is_mutating(node: fx.Node) -> bool:
 
 def functionalize(module: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
     """Return an equal module without in-place ops, but for ``copy_`` to placeholders at the end."""
+    module.graph.eliminate_dead_code()  # what was folded, and could not be run again on fake tensors
     _declare_writes(module.graph)
     for node in module.graph.nodes:
+        for argument in written_arguments(node.target, node.args, node.kwargs):
+            if isinstance(argument, fx.Node) and storage_root(argument).op == "get_attr":
+                raise writes_to_a_constant(node.meta["origin"])
         if is_mutating(node) and node.target.namespace != "aten":
             raise CaptureError(
                 f"{node.target} writes to its arguments, which can be followed for torch's own ops alone "
@@ -121,6 +125,13 @@ def _traced_alone(node: fx.Node) -> fx.Graph | None:
     return traced if alike[0] == alike[1] else None
 
 
+def writes_to_a_constant(place: Any) -> CaptureError:
+    return CaptureError(
+        f"The forward writes to a tensor that is no buffer ({place}). A program cannot carry it from step to "
+        "step: make it a buffer of the model, or write to a clone."
+    )
+
+
 class _Carrying(fx.Interpreter):
     """Gives the nodes of the running trace the metadata of the node that is being interpreted."""
 
@@ -129,7 +140,13 @@ class _Carrying(fx.Interpreter):
         self._seen: fx.Node | None = None
 
     def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
+        try:
+            result = super().run_node(n)
+        except RuntimeError as error:
+            raise CaptureError(
+                f"What {n.target} writes cannot be followed ({n.meta.get('origin', 'an unknown line')}): "
+                f"{str(error).strip().splitlines()[0]}"
+            ) from error
         graph = compat.traced_graph()
         for node in compat.nodes_after(self._seen, graph):
             for key in ("origin", "random_position"):

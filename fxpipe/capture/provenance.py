@@ -20,10 +20,20 @@ import fxpipe
 from fxpipe import compat
 from fxpipe.capture.answers import Answers
 from fxpipe.capture.frozen import warn_of_seed
+from fxpipe.capture.functional import writes_to_a_constant
 from fxpipe.errors import CaptureError
 from fxpipe.graph import Kind, Origin
+from fxpipe.values import written_arguments
 
 _LIBRARY = tuple(os.path.dirname(os.path.abspath(f)) + os.sep for f in (torch.__file__, fxpipe.__file__))
+
+
+#: Its overload's name is a keyword, which neither FX nor a program can write.
+_RANDOM_FROM = getattr(torch.ops.aten.random_, "from")
+
+
+def _random_from(x: torch.Tensor, low: int, high: int) -> torch.Tensor:
+    return torch.ops.aten.random_.to(x, high - low).add_(low)
 
 
 class Provenance(compat.TorchDispatchMode):
@@ -108,9 +118,13 @@ class Provenance(compat.TorchDispatchMode):
             return args[0].device  # it knows, and is asked about twice an op
         if not compat.is_tracing():
             return func(*args, **(kwargs or {}))
+        if any(compat.is_real(x) for x in written_arguments(func, args, kwargs or {})):
+            raise writes_to_a_constant(self.place())  # before it does
         if func is torch.ops.aten._local_scalar_dense.default:
             result = self.answers.numbers(args[0])[0]
         else:
+            if func is _RANDOM_FROM and args[2] is not None:
+                func = _random_from
             try:
                 result = func(*args, **(kwargs or {}))
             except compat.DATA_DEPENDENT:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from fxpipe import compat
 from fxpipe.errors import CaptureError
 from fxpipe.graph import Kind
 from fxpipe.values import storage_bytes
@@ -43,6 +44,13 @@ def registered(model: nn.Module) -> list[Registered]:
     found = []
     for kind, named in ((Kind.PARAMETER, model.named_parameters()), (Kind.BUFFER, model.named_buffers())):
         found += [Registered(kind, name, tensor, tuple(slots[id(tensor)])) for name, tensor in named]
+    for x in found:
+        if compat.has_accumulation_hooks(x.tensor):
+            raise CaptureError(
+                f"{x.name!r} has a hook for after its gradient is accumulated, which programs do not call. "
+                "Remove it (the handle's remove()) and do its work after the step, or change each "
+                "microbatch's gradient by register_hook."
+            )
     for a, b in overlapping(found):
         if a.tensor.requires_grad or b.tensor.requires_grad:
             raise CaptureError(

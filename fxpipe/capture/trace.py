@@ -97,7 +97,7 @@ def _attempt(
     step = _Step(model, example, loss_fn, scale, given, gradients)
     fakes = {id(r.tensor): x.fake for r, x in zip(step.registered, given, strict=False)}
     values = [x.fake for x in given]
-    with borrowed(model, fakes) as snapshot:
+    with borrowed(model, loss_fn, fakes) as snapshot:
         watch = Watch(model, snapshot)
         with flags, compat.plain_kernels(), compat.modules_without_code(), mode:
             try:
@@ -158,6 +158,8 @@ def _inputs(
 
     def add(kind: Kind, name: str, real: torch.Tensor, stand_in: torch.Tensor) -> None:
         fix = kind is Kind.BATCH and name in fixed
+        for attribute, value in vars(real).items():  # what the model hung on the tensor
+            setattr(stand_in, attribute, value)
         given.append(_Given(Input(kind, name), real, stand_in, stand_in.untyped_storage()._cdata, fix))
 
     for found in registered(model):
@@ -178,13 +180,20 @@ def _inputs(
             )
     for name, leaf in leaves.items():
         if isinstance(leaf, torch.Tensor):
-            add(Kind.BATCH, name, leaf, fake(leaf))
+            add(Kind.BATCH, name, leaf, fake(leaf).requires_grad_(leaf.requires_grad))
     return given
 
 
 def _check_written(graph: fx.Graph, tensors: Sequence[Registered]) -> None:
     """What shares memory with a buffer that the step changes would have to change with it."""
     changed = output_dict(graph)["buffers"]
+    for x in tensors:
+        expanded = any(n > 1 and not step for n, step in zip(x.tensor.shape, x.tensor.stride(), strict=True))
+        if x.name in changed and expanded:
+            raise CaptureError(
+                f"The forward changes the buffer {x.name!r}, which is expanded: several of its elements are "
+                "one in memory. Register a copy of it (.contiguous())."
+            )
     for a, b in overlapping(tensors):
         if a.name in changed or b.name in changed:
             raise CaptureError(
@@ -214,7 +223,8 @@ class _Step:
 
     def __call__(self, *values: torch.Tensor) -> list[torch.Tensor]:
         example = self._example()
-        wanted = {x.input.name: x.fake for x in self.given if x.fake.requires_grad}
+        trained = [x for x in self.given if x.input.kind is Kind.PARAMETER and x.fake.requires_grad]
+        wanted = {x.input.name: x.fake for x in trained}
         hooks = {r.name: compat.gradient_hooks(r.tensor) for r in self.registered}
         questions = Questions(self.provenance.answers, self.provenance.place)
         with self.provenance, questions:
@@ -225,8 +235,20 @@ class _Step:
             output = self.model(*args, **kwargs)
             loss, count = _loss_of(output, example, self.loss_fn, self.gradients)
             found = self._gradients(loss, wanted, 1.0 if count is not None else self.scale)
+        for name, value in wanted.items():
+            if value.grad is not None:
+                raise CaptureError(
+                    f"The forward calls backward(), which adds to the gradient of {name!r} beside the step's "
+                    "own. Add that loss to the loss, or take the gradients that the forward needs with "
+                    "torch.autograd.grad(…) or backward(inputs=[…])."
+                )
         replaced = self._replaced()
-        self.layout = {"count": count is not None, "grads": list(found), "buffers": list(replaced)}
+        self.layout = {
+            "count": count is not None,
+            "grads": list(found),
+            "buffers": list(replaced),
+            "aliases": self._aliases(replaced),
+        }
         counts = [] if count is None else [count.detach()]
         return [loss.detach(), *counts, *found.values(), *replaced.values()]
 
@@ -275,6 +297,26 @@ class _Step:
             replaced[r.name] = new
         return replaced
 
+    def _aliases(self, replaced: dict[str, torch.Tensor]) -> list[tuple[str, str]]:
+        """Pairs of names, of which the second is a buffer that the forward gave the memory of the first.
+
+        Raises CaptureError where that is a parameter, whose memory the optimizer writes to.
+        """
+        owners: dict[int, Registered] = {}
+        pairs = []
+        for r, given in zip(self.registered, self.given, strict=False):
+            now = replaced.get(r.name, given.fake)
+            owner = owners.setdefault(now.untyped_storage()._cdata, r)
+            if owner is r or not (r.name in replaced or owner.name in replaced):
+                continue
+            if owner.kind is Kind.PARAMETER:
+                raise CaptureError(
+                    f"The forward gives the buffer {r.name!r} the memory of the parameter {owner.name!r}, "
+                    "which moves when that is trained. Give it a copy: .detach().clone()."
+                )
+            pairs.append((owner.name, r.name))
+        return pairs
+
     def _gradients(
         self, loss: torch.Tensor, wanted: dict[str, torch.Tensor], scale: float
     ) -> dict[str, torch.Tensor]:
@@ -303,7 +345,7 @@ def _loss_of(
             if len(loss) != 2:
                 raise CaptureError(f"loss_fn returned {len(loss)} values: return the loss, or (sum, count).")
             loss, count = loss
-            count = torch.as_tensor(count)
+            count = _count_of(count, gradients)
         source = "loss_fn returned"
     elif isinstance(output, torch.Tensor) and output.numel() == 1:
         loss, source = output, "the model returned"
@@ -320,12 +362,29 @@ def _loss_of(
             f"The loss is not a scalar: {source} a tensor of shape {tuple(loss.shape)}. "
             "Reduce it to one number, for example with .mean()."
         )
+    if loss.is_complex():
+        raise CaptureError(f"The loss is complex: {source} {loss.dtype}. Take its .real or its .abs().")
     if gradients and not loss.requires_grad:
         raise CaptureError(
             f"The loss needs no gradient: what {source} does not depend on any parameter with "
             "requires_grad=True. Look for a detach(), a no_grad() block, or parameters that are all frozen."
         )
     return loss.reshape(()) if loss.dim() else loss, count
+
+
+def _count_of(count: Any, gradients: bool) -> torch.Tensor:
+    count = torch.as_tensor(count)
+    if count.numel() != 1 or count.is_complex():
+        raise CaptureError(
+            f"The count that loss_fn returned is no number, but {_kind_of(count)}. Return (sum, count) with "
+            "a count such as mask.sum()."
+        )
+    if gradients and count.requires_grad:
+        raise CaptureError(
+            "The count that loss_fn returned depends on parameters, and the step takes no gradient of it: "
+            "return count.detach(), or a loss instead of (sum, count)."
+        )
+    return count.reshape(())
 
 
 def _kind_of(tensor: torch.Tensor) -> str:

@@ -133,9 +133,10 @@ def _step_source(plan: RankPlan, calls: dict[Colour, Signature]) -> str:
         "def step(rt, batch):",
         '    """Run this rank\'s part of one training step; return the loss of the whole batch."""',
     ]
-    used = {
-        c for s in plan.sections if plan.placement[s.stage] == plan.rank for c in calls[s.colour].containers
-    }
+    own = [calls[s.colour] for s in plan.sections if plan.placement[s.stage] == plan.rank]
+    used = {c for call in own for c in call.containers}
+    if any(value.kind is Kind.BUFFER for call in own for value in call.results):
+        used.add("buffers")  # written, whether or not it is read
     containers = [c for c in ("params", "buffers", "constants", "grads") if c in used]
     if containers:
         head.append(f"    {', '.join(containers)} = {', '.join(f'rt.{c}' for c in containers)}")

@@ -4,8 +4,9 @@ needs:  the graph as it will run
 before: b = mul(a, 0.5)                   a: made by the same stage, dense, used for the last time
 after:  b = mul.out(a, 0.5, out=a)
 
-Elementwise ops write over any such operand, others with an in-place form over their first.  Values and bits
-stay as they are; but half the memory that the op touches is in the caches already, and less is live at once.
+Elementwise ops write over any such operand, others with an in-place form over their first, if they read it
+in no other argument.  Values and bits stay as they are; but half the memory that the op touches is in the
+caches already, and less is live at once.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from fxpipe.values import call_nodes, is_dense, is_view, last_uses, node_bytes, storage_root, written
 
@@ -50,8 +52,13 @@ def _write_over(node: fx.Node, free: list[fx.Node]) -> None:
     if (form := _out_form(node.target, device)) is not None:
         node.target, name = form
         node.kwargs = {**node.kwargs, name: free[0]}
-    elif node.args and node.args[0] in free and (in_place := _in_place_form(node.target, device)):
-        node.target = in_place
+    elif node.args and node.args[0] in free and _times(node.args[0], node) == 1:
+        node.target = _in_place_form(node.target, device) or node.target
+
+
+def _times(operand: Any, node: fx.Node) -> int:
+    """How often an op is given the operand: ``addmm_(x, a, x)`` would read what it has written."""
+    return sum(x is operand for x in pytree.tree_leaves((node.args, node.kwargs)))
 
 
 @cache

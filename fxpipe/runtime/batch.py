@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
+from numbers import Number
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -12,6 +15,12 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import BatchError
 from fxpipe.values import in_strides, is_dense
+
+#: Values whose ``repr`` says all of them.
+_PLAIN = (
+    type(None), Number, str, bytes, Enum, range, slice, type, FunctionType,
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -77,6 +86,13 @@ def batch_leaves(example: Any) -> list[tuple[str, Any]]:
     twice = [name for name, times in Counter(name for name, _ in leaves).items() if times > 1]
     if twice:
         raise BatchError(f"Two leaves of the batch are both called {twice[0]!r}. Rename one of the keys.")
+    for name, leaf in leaves:
+        if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
+            raise BatchError(
+                f"{name!r} is a {type(leaf).__name__}, which fxpipe cannot look into: what it holds would be "
+                "fixed in the program and not be compared. Give tensors (torch.from_numpy), numbers and "
+                "texts, in tuples, lists and dicts, or register its class with torch.utils._pytree."
+            )
     return leaves
 
 

@@ -33,8 +33,8 @@ class PipelineOptimizer:
         norm = None
         if self._clip is not None:
             norm = self.grad_norm()
-            factor = min(1.0, self._clip / (norm + 1e-6))
-            if factor < 1.0:
+            factor = self._clip / (norm + 1e-6)
+            if not factor >= 1.0:  # as torch has it, a norm that is no number spoils all gradients
                 for group in self.optimizer.param_groups:
                     for parameter in group["params"]:
                         if parameter.grad is not None:
@@ -48,8 +48,8 @@ class PipelineOptimizer:
         mine = sum(float(g.double().square().sum()) for g in grads)
         return self._sum_over_ranks(mine) ** 0.5
 
-    def zero_grad(self) -> None:
-        self.optimizer.zero_grad(set_to_none=False)
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         return self.optimizer.state_dict()

@@ -22,6 +22,7 @@ class StepSpec:
     """What every rank's runtime must know beside its program; a part of plan.json.
 
     ``has_count``: the loss is given as (sum, count).  ``loss_dtype`` as text: "torch.float32".
+    ``default_dtype``: torch's, as it was for the trace.
     """
 
     ranks: int
@@ -31,6 +32,7 @@ class StepSpec:
     loss_dtype: str
     has_count: bool
     seed: int
+    default_dtype: str
 
 
 @dataclass(eq=False)
@@ -171,7 +173,8 @@ class Runtime:
         self.comm.flush()
         self.record.end()
         self.step_number += 1
-        return torch.tensor(total / count, dtype=getattr(torch, self.spec.loss_dtype.removeprefix("torch.")))
+        dtype = getattr(torch, self.spec.loss_dtype.removeprefix("torch."))
+        return (torch.tensor(total, dtype=torch.float64) / count).to(dtype)
 
     @property
     def _away(self) -> Away:

@@ -1,0 +1,23 @@
+"""What ops depend on beside their arguments, as it was for the trace: autocast, default dtype, grad modes.
+
+A program holds each cast as an op and no backward of its ops, whatever the caller of a step has switched on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+
+@contextlib.contextmanager
+def as_traced(default_dtype: str, device: torch.device) -> Iterator[None]:
+    """default_dtype: as text, "torch.float32"; what ops make of integers divided, ranges, fresh zeros."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, default_dtype.removeprefix("torch.")))
+    try:
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        torch.set_default_dtype(before)
