@@ -105,6 +105,12 @@ class PicksAllInPlace(PicksAll):
         return super().read(x.clone().mul_(2), mask)
 
 
+class TensorOfTensors(Reads):
+    def read(self, x, mask):
+        counts = torch.tensor([[row.sum(), 1] for row in mask], dtype=x.dtype)
+        return x * counts[:, :1] * torch.tensor([x.detach().max(), 2.0])[1]
+
+
 class GraphInABuffer(Reads):
     """Drops the loops of a graph that is a buffer, and scales by a number of one."""
 
@@ -147,6 +153,7 @@ RIGHT = [
     InPlace,
     PicksAll,
     PicksAllInPlace,
+    TensorOfTensors,
     GraphInABuffer,
     ValidatedDistribution,
     Encoder,

@@ -142,6 +142,10 @@ class Questions(TorchFunctionMode):
             return bool(torch.isclose(*args, **(kwargs or {})).all())
         if func is torch.equal:
             return args[0].shape == args[1].shape and bool((args[0] == args[1]).all())
+        if func is torch.tensor and any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(args[0])):
+            return _stacked(args[0]).to(
+                **{k: v for k, v in (kwargs or {}).items() if k in ("dtype", "device")}
+            )
         if getattr(func, "__self__", None) is torch.Tensor.data and func.__name__ == "__set__":
             return self._set_data(*args)
         return func(*args, **(kwargs or {}))
@@ -165,3 +169,10 @@ class Questions(TorchFunctionMode):
                 )
         with torch.no_grad():
             tensor.copy_(data)
+
+
+def _stacked(data: Any) -> torch.Tensor:
+    """``torch.tensor`` of tensors and numbers in lists, which would ask each for its value."""
+    if isinstance(data, (list, tuple)):
+        return torch.stack([_stacked(x) for x in data])
+    return data.detach().clone() if isinstance(data, torch.Tensor) else torch.as_tensor(data)
