@@ -21,14 +21,10 @@ RUN = [
     ("transformers/qwen3_moe", "recompute"),
     ("transformers/resnet", "offload"),
     ("transformers/doge", "zb-h1"),
-    ("torch.nn/BatchNorm2d", "recompute"),
     ("torch.nn/LSTM", "zb-h1"),
-    ("torch.nn/parametrize_spectral_norm", "recompute"),
-    ("torch.nn/TransformerEncoder_causal", "offload"),
     ("torch examples/dcgan", "recompute"),
     ("torch examples/two_names_and_a_cache", "zb-h1"),
     ("torch examples/vq_ema", "auto"),
-    ("torch examples/annealed_by_counter", "recompute"),
     ("torch examples/momentum_encoder", "recompute"),
 ]
 REFUSE = [

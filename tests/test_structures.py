@@ -173,7 +173,7 @@ BLOCKS = st.builds(
 NETS = st.lists(BLOCKS, min_size=10, max_size=18).map(lambda blocks: (*blocks, Block("layers", residual=1)))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(NETS, st.integers(2, 4), st.sampled_from(NAMED))
 def test_any_structure(blocks, ranks, family):
     check(blocks, ranks, *family)

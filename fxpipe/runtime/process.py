@@ -19,7 +19,7 @@ from fxpipe.errors import RunError
 TIMEOUT = timedelta(minutes=10)
 FAILURE = "fxpipe/failure"  # where a rank leaves its message in the store
 #: Seconds between looks for that message, and that a rank has to raise by itself once it is there.
-POLL, GRACE = 0.5, 2.0
+POLL, GRACE = 0.5, 4.0
 
 
 def under_torchrun() -> bool:

@@ -1,10 +1,10 @@
-"""The compiled loops: how they are compiled; what they compute is tested where they are used."""
+"""How inner loops are compiled; what they compute is tested where they are used."""
 
 from __future__ import annotations
 
 import numba
 
-from fxpipe.schedule import kernel
+from fxpipe import compiled
 
 
 def test_what_is_compiled_need_not_be_kept(monkeypatch):
@@ -15,9 +15,9 @@ def test_what_is_compiled_need_not_be_kept(monkeypatch):
             raise RuntimeError("cannot cache function: no locator available")
         return numba.njit(**options)
 
-    monkeypatch.setattr(kernel, "njit", njit)
+    monkeypatch.setattr(compiled, "njit", njit)
 
-    @kernel.compiled
+    @compiled.compiled
     def add(a, b):
         return a + b
 
