@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import random
 import sys
 import types
@@ -160,7 +159,7 @@ def borrowed(model: nn.Module, loss_fn: Any, fakes: dict[int, torch.Tensor]) -> 
     it called and the generators of random numbers are as they were."""
     snapshot = Snapshot.of(model, loss_fn)
     generators = random.getstate(), np.random.get_state()
-    calls = [(f, f.cache_info().misses) for f in _cached_functions()]
+    calls = [(f, f.cache_info().misses) for f in _cached_functions(model)]
     try:
         replace_tensors(snapshot, fakes)
         for path, module in model.named_modules():
@@ -176,12 +175,15 @@ def borrowed(model: nn.Module, loss_fn: Any, fakes: dict[int, torch.Tensor]) -> 
                 function.cache_clear()  # it may hold fake tensors
 
 
-def _cached_functions() -> list[Any]:
-    """What ``functools.lru_cache`` made in code that may be the model's."""
-    return [
-        f
-        for f in gc.get_objects()
-        if type(f) is functools._lru_cache_wrapper
-        and f.__module__ is not None
-        and f.__module__.partition(".")[0] not in _OTHERS
-    ]
+def _cached_functions(model: nn.Module) -> list[Any]:
+    """What ``functools.lru_cache`` made in the packages that the model's classes come from."""
+    classes = {cls for module in model.modules() for cls in type(module).__mro__}
+    packages = {cls.__module__.partition(".")[0] for cls in classes} - _OTHERS
+    found = []
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in packages:
+            values = list(getattr(module, "__dict__", {}).values())
+            owned = [x for x in values if isinstance(x, type) and x.__module__ == name]
+            values += [x for cls in owned for x in vars(cls).values()]
+            found += [x for x in values if type(x) is functools._lru_cache_wrapper]
+    return found
