@@ -51,8 +51,8 @@ DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 class FakeMode(FakeTensorMode):
-    """Fake tensors; the CTC loss, whose workspace is as long as the longest target, gets the longest "
-    "there can be."""
+    """Fake tensors; the CTC loss, whose workspace is as long as the longest target, gets the
+    longest there can be."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._ctc_loss.Tensor:

@@ -1,5 +1,4 @@
-"""Forwards that read values of the data: folded, or decided by the example and checked at every "
-"microbatch."""
+"""Forwards that read values of the data: folded, or decided by the example and then checked as they run."""
 
 import pytest
 import torch

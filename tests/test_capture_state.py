@@ -398,8 +398,8 @@ def test_caches_outside_of_modules_hold_no_fake_tensors():
 
 
 def test_one_microbatch_at_a_time():
-    """A new value that is a view of another buffer is stored before or after that one, with the same "
-    "result."""
+    """A new value that is a view of another buffer is stored before or after that one, with the
+    same result."""
     for model in (Swapped, PartOfAnother, ViewOfAnother):
         assert_equals_eager(model, rows, ranks=2, microbatches=1, schedule="1f1b")
 

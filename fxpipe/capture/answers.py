@@ -32,8 +32,8 @@ _LASTING = frozenset({Kind.BUFFER})
 
 
 class Answers:
-    """inputs: what each placeholder of the trace is, and its real tensor.  place: says where the user's "
-    "code is now."""
+    """inputs: what each placeholder of the trace is, and its real tensor.
+    place: says where the model's code is now."""
 
     def __init__(self, inputs: Sequence[tuple[Kind, torch.Tensor]], place: Callable[[], str]):
         self._example, self._place = Example(inputs), place

@@ -82,8 +82,7 @@ def _modules_of(function: Any) -> list[nn.Module]:
 
 
 def _is_walked(thing: Any) -> bool:
-    """Modules, containers, and objects of classes that are not torch's own: caches, tables, "
-    "configurations."""
+    """Modules, containers, and objects of classes that are not torch's own (a cache, a configuration)."""
     if isinstance(thing, (nn.Module, *_CONTAINERS, tuple)):
         return True
     if isinstance(thing, (torch.Tensor, type, *_CODE)):
