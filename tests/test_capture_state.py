@@ -70,6 +70,15 @@ class BatchNormTwice(BatchNorm):
         return self.norm(x) if i in (2, 3) else x
 
 
+class DiscardedBatchNorm(BatchNorm):
+    """Called for its statistics alone."""
+
+    def between(self, x, i):
+        if i == 2:
+            self.norm(x)
+        return x
+
+
 class InstanceNorm(Layers):
     def prepare(self):
         self.norm = nn.InstanceNorm1d(2, track_running_stats=True)
@@ -339,6 +348,7 @@ class Lstm(Layers):
 RIGHT = [
     BatchNorm,
     BatchNormTwice,
+    DiscardedBatchNorm,
     InstanceNorm,
     SpectralNorm,
     OldSpectralNorm,

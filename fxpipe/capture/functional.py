@@ -34,7 +34,6 @@ def is_mutating(node: fx.Node) -> bool:
 
 def functionalize(module: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
     """Return an equal module without in-place ops, but for ``copy_`` to placeholders at the end."""
-    module.graph.eliminate_dead_code()  # what was folded, and could not be run again on fake tensors
     _declare_writes(module.graph)
     for node in module.graph.nodes:
         for argument in written_arguments(node.target, node.args, node.kwargs):
