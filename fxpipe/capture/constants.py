@@ -22,11 +22,6 @@ def check_constants(module: fx.GraphModule, tensors: Sequence[Registered]) -> No
     for node in nodes:
         held = getattr(module, node.target)
         place = _place(node)
-        if isinstance(held, fx.GraphModule):
-            raise CaptureError(
-                f"The model calls {_operator(node)}, whose branches a pipeline program cannot hold{place}. "
-                "Compute both branches and choose with torch.where, or unroll the loop in Python."
-            )
         if not isinstance(held, torch.Tensor):
             raise CaptureError(
                 f"The model gives a {type(held).__name__} to an op, which a program cannot hold{place}. "
@@ -53,10 +48,6 @@ def check_constants(module: fx.GraphModule, tensors: Sequence[Registered]) -> No
                 f"model registers{place}. Make it an nn.Parameter of a module (nn.ModuleList and "
                 "nn.ParameterList register what they hold), or call requires_grad_(False)."
             )
-
-
-def _operator(node: fx.Node) -> str:
-    return str(next((user.target for user in node.users), "an operator with branches"))
 
 
 def _place(node: fx.Node) -> str:

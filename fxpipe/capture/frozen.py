@@ -70,8 +70,7 @@ def warn_of_seed(source: str) -> None:
 def _warn(what: str) -> None:
     warnings.warn(
         f"{what} A program holds no Python state: it runs every step as this one was traced. Keep the value "
-        "in "
-        "a buffer, draw random numbers from torch's default generator, or do it outside of the forward.",
+        "in a buffer, draw random numbers from torch's default generator, or do it outside of the forward.",
         stacklevel=2,
     )
 

@@ -80,10 +80,9 @@ def _check_buffers(graph: fx.Graph) -> None:
         a, b = read.meta["colour"].stage, value.meta["colour"].stage
         if a != b:
             raise PartitionError(
-                f"The buffer {name!r} is read in stage {a} (module {read.meta['origin'].path!r}, "
-                f"{read.meta['origin'].source}) and gets its new value in stage {b} (module "
-                f"{value.meta['origin'].path!r}, {value.meta['origin'].source}): the next microbatch would "
-                "read the old one. Use split points that leave both in one stage."
+                f"The buffer {name!r} is read in stage {a} ({read.meta['origin']}) and gets its new value in "
+                f"stage {b} ({value.meta['origin']}): the next microbatch would read the old one. Use split "
+                "points that leave both in one stage."
             )
 
 
