@@ -19,7 +19,7 @@ from torch_pipeline import TorchPipeline
 from worker import Worker
 
 import fxpipe
-from fxpipe.graph import Phase
+from fxpipe.ir.graph import Phase
 from fxpipe.schedule.costs import StageCost, chain
 from fxpipe.schedule.simulator import simulate
 

@@ -13,19 +13,19 @@ from safetensors.torch import load as tensors_from_bytes
 from safetensors.torch import save as tensors_to_bytes
 from torch import nn
 
-from fxpipe import artefact as files
-from fxpipe.artefact import Artefact, Plan
 from fxpipe.compiler import Compiled, compile_model, phases
 from fxpipe.errors import CaptureError, FxpipeError, PartitionError, RunError
+from fxpipe.ir.storage import in_strides
 from fxpipe.limit import parse_bytes
 from fxpipe.options import Options, check, share_of
 from fxpipe.pipeline import Pipeline
+from fxpipe.plan import artifact as files
+from fxpipe.plan.artifact import Artefact, Plan
 from fxpipe.progress import Phases
 from fxpipe.runtime.away import Tier, check_tier, default_tier
 from fxpipe.runtime.process import Process, default_device, under_torchrun
 from fxpipe.schedule.handwritten import read_schedule
 from fxpipe.schedule.ops import Schedule
-from fxpipe.values import in_strides
 from fxpipe.viz.explanation import explain
 from fxpipe.vocabulary.rows import whole
 

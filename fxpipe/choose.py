@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fxpipe.costing import Ledger, analytic_costs, ledger
+from fxpipe.cost.analytic import Ledger, analytic_costs, ledger
+from fxpipe.cost.device import Device
+from fxpipe.cost.profile import measured_seconds, with_seconds
 from fxpipe.cut import Cut
 from fxpipe.errors import LimitError, ScheduleError
 from fxpipe.limit import room
-from fxpipe.measure import measured_seconds, with_seconds
 from fxpipe.options import AUTO, Options
-from fxpipe.partition.device import Device
 from fxpipe.schedule.costs import Costs, Link
 from fxpipe.schedule.families import FAMILIES, build
 from fxpipe.schedule.offload import Share, lightened

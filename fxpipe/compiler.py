@@ -19,22 +19,25 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxpipe.artefact import FORMAT, Artefact, Attempt, Plan, Prediction, StagePlan
 from fxpipe.capture.resized import Samples, named_lengths, sample
 from fxpipe.capture.trace import Captured, capture
 from fxpipe.choose import Choice, choose
+from fxpipe.codegen.collectives import exchanges
 from fxpipe.codegen.program import RankPlan, program_source
-from fxpipe.costing import work_for_any_size
+from fxpipe.cost.analytic import work_for_any_size
+from fxpipe.cost.device import Device, describe
+from fxpipe.cost.profile import measured_bandwidth
+from fxpipe.cost.symbolic import PlanWork
 from fxpipe.cut import Cut, cut, cut_phases
 from fxpipe.errors import PartitionError, ScheduleError, VocabularyError
-from fxpipe.exchanges import exchanges
-from fxpipe.expressions import PlanWork
-from fxpipe.graph import Colour, Kind, Phase, Section
-from fxpipe.holdings import check_names, holdings, layouts_of, tied_parameters, weight_bytes
-from fxpipe.measure import measured_bandwidth
+from fxpipe.ir.graph import Colour, Kind, Phase, Section
+from fxpipe.ir.sections import extract
+from fxpipe.ir.storage import call_nodes, node_bytes, output_dict
+from fxpipe.ir.verify import verify
 from fxpipe.options import AUTO, Options, barriers_tried, levels_tried, stage_counts
-from fxpipe.partition.device import Device, describe
-from fxpipe.passes.offload import let_leave
+from fxpipe.passes.insert_offload import let_leave
+from fxpipe.plan.artifact import FORMAT, Artefact, Attempt, Plan, Prediction, StagePlan
+from fxpipe.plan.tensor_ownership import check_names, holdings, layouts_of, tied_parameters, weight_bytes
 from fxpipe.progress import Phases
 from fxpipe.runtime.away import Tier, aligned, default_tier
 from fxpipe.runtime.batch import BatchSpec
@@ -44,9 +47,6 @@ from fxpipe.schedule.lowering import Exchange, Programs, lower
 from fxpipe.schedule.ops import PHASES, order_text
 from fxpipe.schedule.pool import Pool, pools
 from fxpipe.schedule.simulator import simulate
-from fxpipe.sections import extract
-from fxpipe.values import call_nodes, node_bytes, output_dict
-from fxpipe.verify import verify
 from fxpipe.version import __version__
 
 

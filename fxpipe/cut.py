@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxpipe.capture.resized import Samples
+from fxpipe.cost.device import Device
 from fxpipe.errors import PartitionError
-from fxpipe.graph import Section
-from fxpipe.partition.device import Device
-from fxpipe.partition.stages import partition
+from fxpipe.ir.graph import Section
+from fxpipe.ir.sections import Message, extract, messages
+from fxpipe.partition.coloring import partition
 from fxpipe.passes.recompute import Level
 from fxpipe.passes.run import finish, prepare
 from fxpipe.progress import Phases
-from fxpipe.sections import Message, extract, messages
 from fxpipe.vocabulary.split import split_vocabulary
 from fxpipe.vocabulary.stages import Vocabulary
 

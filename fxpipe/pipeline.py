@@ -14,12 +14,12 @@ import torch
 from rich.console import Console
 from torch import fx
 
-from fxpipe import artefact as files
-from fxpipe.artefact import Artefact, Plan
+from fxpipe.cost.symbolic import Expressions, PlanWork
 from fxpipe.errors import ArtefactError, FxpipeError, RunError, SizeError
-from fxpipe.expressions import Expressions, PlanWork
-from fxpipe.graph import Section
+from fxpipe.ir.graph import Section
 from fxpipe.names import printable
+from fxpipe.plan import artifact as files
+from fxpipe.plan.artifact import Artefact, Plan
 from fxpipe.runtime.agreement import Traffic, check_agreement
 from fxpipe.runtime.ambient import as_traced
 from fxpipe.runtime.away import Away, check_tier, open_store
@@ -28,7 +28,6 @@ from fxpipe.runtime.comm import Comm, DistributedComm
 from fxpipe.runtime.heap import give_back_large_tensors
 from fxpipe.runtime.local import LocalComm, LocalWorld, run_all
 from fxpipe.runtime.memory import SavedBytes
-from fxpipe.runtime.optimizer import PipelineOptimizer
 from fxpipe.runtime.process import Process
 from fxpipe.runtime.program import Program, load_program
 from fxpipe.runtime.rank import Runtime
@@ -37,6 +36,7 @@ from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.simulator import simulate
 from fxpipe.schedule.timeline import Timeline
 from fxpipe.strict import structure, unstructure
+from fxpipe.training.optimizer import PipelineOptimizer
 from fxpipe.viz.explanation import explain
 from fxpipe.viz.pictures import draw
 from fxpipe.vocabulary.rows import rows_of, whole

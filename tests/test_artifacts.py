@@ -22,15 +22,15 @@ from safetensors.torch import load_file, save_file
 from zoo import CASES, Case, Chain, Shape, compiled, numbers
 
 import fxpipe
-import fxpipe.departures
-from fxpipe.artefact import FORMAT, Attempt, read_plan
+import fxpipe.ir.liveness
 from fxpipe.cli import main
 from fxpipe.errors import ArtefactError, BatchError, FxpipeError, RunError, ScheduleError
-from fxpipe.recorded import read_spans, recorded_costs
+from fxpipe.plan.artifact import FORMAT, Attempt, read_plan
 from fxpipe.runtime.batch import BatchSpec, Leaf
 from fxpipe.schedule.costs_file import read_costs
 from fxpipe.schedule.handwritten import parse_schedule, read_schedule
-from fxpipe.train import fixed_values, read_data
+from fxpipe.training.loop import fixed_values, read_data
+from fxpipe.training.recorded import read_spans, recorded_costs
 from fxpipe.viz.explanation import explain
 
 MICROBATCHES = 4
@@ -39,8 +39,8 @@ Json = Any
 
 def save_all(directory: Path) -> None:
     """Pipelines in which every field of a plan is used: offloaded, sized, and with vocabulary stages."""
-    smallest = fxpipe.departures.SMALLEST
-    fxpipe.departures.SMALLEST = 1  # the models are small
+    smallest = fxpipe.ir.liveness.SMALLEST
+    fxpipe.ir.liveness.SMALLEST = 1  # the models are small
     chain, tied = Case(Chain, numbers), CASES["tied_head"]
     compiled(chain, chain.build(), MICROBATCHES, Shape(2, "gpipe", offload=True)).save(directory / "offload")
     compiled(tied, tied.build(), MICROBATCHES, Shape(2, "zb-h1", vocab_parallel=True)).save(
@@ -52,7 +52,7 @@ def save_all(directory: Path) -> None:
     attempt = Attempt("1f1b", 1, "plain", 0.1, 0.2, 300.0, "")
     plan = replace(sized.plan, tried=(attempt, replace(attempt, seconds=None, why="no room")))
     replace(sized, artefact=replace(sized.artefact, plan=plan)).save(directory / "sized")
-    fxpipe.departures.SMALLEST = smallest
+    fxpipe.ir.liveness.SMALLEST = smallest
 
 
 @pytest.fixture(scope="module")

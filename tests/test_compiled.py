@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numba
 
-from fxpipe import compiled
+from fxpipe.ir import compiled
 
 
 def test_what_is_compiled_need_not_be_kept(monkeypatch):

@@ -10,12 +10,12 @@ from safetensors.torch import save_file
 from zoo import CASES, Shape, compiled
 
 import fxpipe
-from fxpipe.artefact import read
 from fxpipe.cli import main
 from fxpipe.errors import ArtefactError, ScheduleError
-from fxpipe.recorded import read_spans, recorded_costs, write_spans
+from fxpipe.plan.artifact import read
 from fxpipe.schedule.costs import StageCost, chain
 from fxpipe.schedule.costs_file import read_costs, write_costs
+from fxpipe.training.recorded import read_spans, recorded_costs, write_spans
 
 STAGES = [{"forward": 1, "backward": 1.5, "weight": 0.5, "saved": 64, "kept": 32}] * 2
 UNEVEN = chain([StageCost(1, 2, 3, 10, 5), StageCost(2, 1, 1, 20, 5)], seconds=0.25, bytes=3)

@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from fxpipe.capture import functional
 from fxpipe.capture.trace import Captured, capture
-from fxpipe.values import call_nodes
+from fxpipe.ir.storage import call_nodes
 
 
 class Net(nn.Module):

@@ -26,7 +26,7 @@ from zoo import LENGTH, WIDTH, Chain, numbers, sequences
 import fxpipe
 from fxpipe import names
 from fxpipe.cli import main
-from fxpipe.codegen import layout
+from fxpipe.codegen import wrapping as layout
 from fxpipe.codegen.expressions import variable
 from fxpipe.errors import CaptureError
 from fxpipe.schedule.costs import StageCost, chain

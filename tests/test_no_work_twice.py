@@ -12,9 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from zoo import CASES, WIDTH, Case, Chain, Shape, compiled, numbers
 
 import fxpipe
-from fxpipe.graph import Kind, Phase
-from fxpipe.partition.cost import node_flops
-from fxpipe.values import call_nodes, storage_root
+from fxpipe.cost.nodes import node_flops
+from fxpipe.ir.graph import Kind, Phase
+from fxpipe.ir.storage import call_nodes, storage_root
 
 aten = torch.ops.aten
 

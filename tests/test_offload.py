@@ -17,18 +17,18 @@ from test_schedule_offload import timeline
 from torch import fx, nn
 
 import fxpipe
-import fxpipe.departures
+import fxpipe.ir.liveness
 import fxpipe.runtime.away
 from fxpipe.cli.command import main
 from fxpipe.errors import RunError, ScheduleError, VerifyError
-from fxpipe.graph import Phase, offload, reload
+from fxpipe.ir.graph import Phase, offload, reload
+from fxpipe.ir.storage import call_nodes, storage_root
+from fxpipe.ir.verify import verify
 from fxpipe.runtime.away import Away, Disk
 from fxpipe.runtime.process import TIMEOUT
 from fxpipe.schedule.offload import offload as plan_offload
 from fxpipe.schedule.ops import Direction
 from fxpipe.schedule.pool import pools
-from fxpipe.values import call_nodes, storage_root
-from fxpipe.verify import verify
 
 MICROBATCHES = 8
 FAST = 1e12  # bytes a second: the tests' models are small, and so are the times that a transfer has
@@ -36,7 +36,7 @@ FAST = 1e12  # bytes a second: the tests' models are small, and so are the times
 
 @pytest.fixture(autouse=True)
 def small_values_too(monkeypatch):
-    monkeypatch.setattr(fxpipe.departures, "SMALLEST", 1)
+    monkeypatch.setattr(fxpipe.ir.liveness, "SMALLEST", 1)
 
 
 def compiled(name: str, schedule: str = "1f1b", **options) -> fxpipe.Pipeline:

@@ -14,12 +14,12 @@ from torch.nn import functional as F
 from zoo import CASES, Chain, numbers
 
 import fxpipe
+from fxpipe.cost.device import CPU
+from fxpipe.cost.nodes import node_cost
 from fxpipe.errors import PartitionError
-from fxpipe.graph import Phase
-from fxpipe.partition.cost import node_cost
+from fxpipe.ir.graph import Phase
+from fxpipe.ir.storage import call_nodes
 from fxpipe.partition.cuts import SLACK, choose_cuts
-from fxpipe.partition.device import CPU
-from fxpipe.values import call_nodes
 
 # -- the choice of cuts ------------------------------------------------------------------------------------
 

@@ -11,9 +11,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from zoo import eager
 
 import fxpipe
+from fxpipe.cost.nodes import node_flops
 from fxpipe.errors import ScheduleError
-from fxpipe.graph import Phase
-from fxpipe.partition.cost import node_flops
+from fxpipe.ir.graph import Phase
 
 MICROBATCHES = 4
 

@@ -9,11 +9,11 @@ from torch import fx, nn
 
 import fxpipe
 from fxpipe.errors import VerifyError
-from fxpipe.graph import Colour, Input, Kind, Origin, Phase
+from fxpipe.ir.graph import Colour, Input, Kind, Origin, Phase
+from fxpipe.ir.storage import call_nodes
+from fxpipe.ir.verify import verify
 from fxpipe.passes import run as passes
-from fxpipe.passes.reuse import reuse_storage
-from fxpipe.values import call_nodes
-from fxpipe.verify import verify
+from fxpipe.passes.inplace import reuse_storage
 
 aten = torch.ops.aten
 

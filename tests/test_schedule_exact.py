@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 
 from fxpipe.errors import DeadlockError, FxpipeError, ScheduleError
-from fxpipe.graph import Colour, Phase
+from fxpipe.ir.graph import Colour, Phase
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
 from fxpipe.schedule.exact import exact
 from fxpipe.schedule.exact_block import exact_block

@@ -3,7 +3,7 @@
 import pytest
 
 from fxpipe.errors import DeadlockError, ScheduleError
-from fxpipe.graph import Colour, Phase
+from fxpipe.ir.graph import Colour, Phase
 from fxpipe.schedule.costs import Edge, StageCost, chain
 from fxpipe.schedule.deadlock import prove
 from fxpipe.schedule.lowering import Exchange, ExchangeKind, Post, Wait, lower

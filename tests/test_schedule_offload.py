@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fxpipe.cli.command import main
 from fxpipe.errors import ScheduleError
-from fxpipe.graph import Phase
+from fxpipe.ir.graph import Phase
 from fxpipe.schedule.costs import StageCost, chain
 from fxpipe.schedule.families import build
 from fxpipe.schedule.offload import FULL, HALF, Offload, offload, offload_within, with_link

@@ -7,8 +7,9 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpipe.exchanges import exchanges
-from fxpipe.graph import Colour, Phase
+from fxpipe.codegen.collectives import exchanges
+from fxpipe.ir.graph import Colour, Phase
+from fxpipe.ir.sections import Message
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
 from fxpipe.schedule.critical import critical_path
 from fxpipe.schedule.deadlock import prove
@@ -17,7 +18,6 @@ from fxpipe.schedule.lowering import Compute, Post, Send, Wait, lower
 from fxpipe.schedule.ops import PHASES, Schedule
 from fxpipe.schedule.simulator import simulate
 from fxpipe.schedule.vocabulary import with_heads
-from fxpipe.sections import Message
 from fxpipe.vocabulary.stages import Vocabulary
 
 TIMES = st.floats(0, 4).map(lambda time: round(time, 2))

@@ -3,7 +3,7 @@
 import pytest
 
 from fxpipe.errors import DeadlockError, ScheduleError
-from fxpipe.graph import Colour, Phase
+from fxpipe.ir.graph import Colour, Phase
 from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
 from fxpipe.schedule.critical import critical_path

@@ -5,7 +5,8 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpipe.graph import Colour, Phase
+from fxpipe.ir.graph import Colour, Phase
+from fxpipe.ir.verify import may_feed
 from fxpipe.schedule.costs import Costs, Edge, StageCost
 from fxpipe.schedule.deadlock import prove
 from fxpipe.schedule.families import FAMILIES, build
@@ -14,7 +15,6 @@ from fxpipe.schedule.lowering import lower
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.problem import Problem
 from fxpipe.schedule.simulator import simulate
-from fxpipe.verify import may_feed
 
 TIMES = st.sampled_from([0.0, 0.0, 0.5, 1.0, 1.75])
 BYTES = st.sampled_from([0.0, 0.5, 1.0])

@@ -14,7 +14,7 @@ from zoo import Chain, numbers
 
 import fxpipe
 from fxpipe import SizeError
-from fxpipe.partition.cost import node_flops
+from fxpipe.cost.nodes import node_flops
 
 MICROBATCH, SEQUENCE = sympy.symbols("microbatch sequence")
 

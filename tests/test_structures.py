@@ -10,7 +10,7 @@ from torch import nn
 from zoo import LIMIT, WIDTH, eager, numbers, relative_error
 
 import fxpipe
-from fxpipe.graph import Phase
+from fxpipe.ir.graph import Phase
 from fxpipe.schedule.families import FAMILIES
 
 MICROBATCHES, ROWS = 5, 2

@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 import fxpipe
-import fxpipe.departures
+import fxpipe.ir.liveness
 from fxpipe.errors import FxpipeError
-from fxpipe.graph import Colour, Phase
+from fxpipe.ir.graph import Colour, Phase
+from fxpipe.ir.sections import messages
+from fxpipe.ir.storage import call_nodes
 from fxpipe.schedule.costs import StageCost, chain
 from fxpipe.schedule.families import build
 from fxpipe.schedule.offload import offload, with_link
 from fxpipe.schedule.ops import Schedule, parse_order
 from fxpipe.schedule.simulator import simulate
-from fxpipe.sections import messages
-from fxpipe.values import call_nodes
 from fxpipe.viz.boxes import Place, collapse
 from fxpipe.viz.graph_picture import graph_picture
 from fxpipe.viz.layout import lay_out
@@ -263,7 +263,7 @@ def test_transfers_have_lanes_of_their_own():
 
 
 def test_what_may_leave_is_seen_in_the_graph(monkeypatch):
-    monkeypatch.setattr(fxpipe.departures, "SMALLEST", 1)
+    monkeypatch.setattr(fxpipe.ir.liveness, "SMALLEST", 1)
     model, example = nn.Sequential(Block(4), Block(4), Block(4)), (torch.randn(8, 4),)
     options = {"ranks": 1, "microbatches": 4, "schedule": "gpipe", "loss_fn": lambda y, x: y.sum()}
     light = fxpipe.compile(model, example, offload=True, offload_bandwidth=1e12, **options)

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from zoo import CASES, WIDTH, Case, Chain, Dropout, Shape, compiled, numbers
 
 import fxpipe
-import fxpipe.departures
+import fxpipe.ir.liveness
 
 MICROBATCHES = 4
 DROPOUT = Case(Dropout, numbers)
@@ -294,5 +294,5 @@ CHECKS = {
 }
 
 if __name__ == "__main__":
-    fxpipe.departures.SMALLEST = 1  # the models are small
+    fxpipe.ir.liveness.SMALLEST = 1  # the models are small
     CHECKS[sys.argv[1]](Rank(Path(sys.argv[2])))

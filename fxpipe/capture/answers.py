@@ -19,10 +19,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from fxpipe import compat
 from fxpipe.capture.example import Example
 from fxpipe.errors import CaptureError
-from fxpipe.graph import Kind
+from fxpipe.ir import compat
+from fxpipe.ir.graph import Kind
 from fxpipe.runtime.checks import expect_op
 
 aten = torch.ops.aten

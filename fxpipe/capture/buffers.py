@@ -13,9 +13,9 @@ import torch
 from torch import fx
 
 from fxpipe.errors import CaptureError
-from fxpipe.graph import Input, Kind, read_buffer
+from fxpipe.ir.graph import Input, Kind, read_buffer
+from fxpipe.ir.storage import output_dict, storage_root
 from fxpipe.runtime.checks import expect
-from fxpipe.values import output_dict, storage_root
 
 aten = torch.ops.aten
 

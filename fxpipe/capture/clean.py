@@ -17,11 +17,11 @@ from torch import fx
 from fxpipe.capture.buffers import check_branches, read_once
 from fxpipe.capture.functional import is_mutating
 from fxpipe.errors import CaptureError
-from fxpipe.graph import Input, Kind, Origin
+from fxpipe.ir.graph import Input, Kind, Origin
+from fxpipe.ir.storage import draws_numbers, drop_dead
 from fxpipe.names import identifier
 from fxpipe.runtime.checks import expect, expect_op
 from fxpipe.runtime.random import keyed
-from fxpipe.values import draws_numbers, drop_dead
 
 aten = torch.ops.aten
 

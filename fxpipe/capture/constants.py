@@ -9,7 +9,7 @@ from torch import fx
 
 from fxpipe.capture.registered import Registered, overlapping
 from fxpipe.errors import CaptureError
-from fxpipe.graph import Kind, Origin
+from fxpipe.ir.graph import Kind, Origin
 
 
 def check_constants(module: fx.GraphModule, tensors: Sequence[Registered]) -> None:

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe import compat
 from fxpipe.capture.functional import is_mutating
 from fxpipe.errors import CaptureError
-from fxpipe.graph import Kind
-from fxpipe.values import draws_numbers, storage_root, written_arguments
+from fxpipe.ir import compat
+from fxpipe.ir.graph import Kind
+from fxpipe.ir.storage import draws_numbers, storage_root, written_arguments
 
 
 class Example:

@@ -6,9 +6,9 @@ import traceback
 
 import torch
 
-from fxpipe import compat
 from fxpipe.capture.provenance import Provenance
 from fxpipe.errors import CaptureError
+from fxpipe.ir import compat
 
 
 class TraceFailure(CaptureError):

@@ -20,9 +20,9 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxpipe import compat
 from fxpipe.errors import CaptureError
-from fxpipe.values import call_nodes, is_view, storage_root, written, written_arguments
+from fxpipe.ir import compat
+from fxpipe.ir.storage import call_nodes, is_view, storage_root, written, written_arguments
 
 aten = torch.ops.aten
 

@@ -17,13 +17,13 @@ import torch
 from torch import fx, nn
 
 import fxpipe
-from fxpipe import compat
 from fxpipe.capture.answers import Answers
 from fxpipe.capture.frozen import warn_of_seed
 from fxpipe.capture.functional import writes_to_a_constant
 from fxpipe.errors import CaptureError
-from fxpipe.graph import Kind, Origin
-from fxpipe.values import written_arguments
+from fxpipe.ir import compat
+from fxpipe.ir.graph import Kind, Origin
+from fxpipe.ir.storage import written_arguments
 
 _LIBRARY = tuple(os.path.dirname(os.path.abspath(f)) + os.sep for f in (torch.__file__, fxpipe.__file__))
 

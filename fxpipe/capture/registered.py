@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fxpipe import compat
 from fxpipe.errors import CaptureError
-from fxpipe.graph import Kind
-from fxpipe.values import storage_bytes
+from fxpipe.ir import compat
+from fxpipe.ir.graph import Kind
+from fxpipe.ir.storage import storage_bytes
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,9 +20,9 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import CaptureError, SizeError
-from fxpipe.graph import Origin
+from fxpipe.ir.graph import Origin
+from fxpipe.ir.storage import tensors
 from fxpipe.runtime.batch import batch_leaves
-from fxpipe.values import tensors
 
 MICROBATCH = "microbatch"
 #: The least determinant of three terms at the points, each as a share of its value in the example.

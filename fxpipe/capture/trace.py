@@ -19,7 +19,6 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from fxpipe import compat
 from fxpipe.capture.answers import Questions
 from fxpipe.capture.borrow import borrowed
 from fxpipe.capture.clean import clean
@@ -30,10 +29,11 @@ from fxpipe.capture.functional import functionalize
 from fxpipe.capture.provenance import Provenance
 from fxpipe.capture.registered import Registered, overlapping, registered
 from fxpipe.errors import CaptureError
-from fxpipe.graph import Input, Kind
+from fxpipe.ir import compat
+from fxpipe.ir.graph import Input, Kind
+from fxpipe.ir.storage import is_dense, output_dict
 from fxpipe.runtime.batch import batch_leaves
 from fxpipe.runtime.checks import expect_op
-from fxpipe.values import is_dense, output_dict
 
 #: Elements of an input whose values are part of the program.
 LARGEST_FIXED = 4096
@@ -43,7 +43,7 @@ LARGEST_FIXED = 4096
 class Captured:
     """The training step of one microbatch.
 
-    ``graph``'s placeholders carry an ``Input``; its output is described at ``fxpipe.graph.OUTPUTS``.
+    ``graph``'s placeholders carry an ``Input``; its output is described at ``fxpipe.ir.graph.OUTPUTS``.
     ``constants`` are the tensors that the model made from nothing or held outside parameters and buffers.
     """
 

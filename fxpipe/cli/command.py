@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from fxpipe.cli import compare, explain, run, simulate
+from fxpipe.cli import compare, explain, simulate
+from fxpipe.cli import run_command as run
 from fxpipe.cli.arguments import Parser
 from fxpipe.errors import FxpipeError
 from fxpipe.names import terminal

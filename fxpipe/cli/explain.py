@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fxpipe.artefact import read_plan
+from fxpipe.plan.artifact import read_plan
 from fxpipe.viz.explanation import explain
 
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fxpipe.artefact import read_plan
 from fxpipe.cli.arguments import non_negative, positive, positive_int, share
 from fxpipe.errors import FxpipeError
-from fxpipe.recorded import read_spans, recorded_costs
+from fxpipe.plan.artifact import read_plan
 from fxpipe.schedule.costs import Costs, StageCost, chain
 from fxpipe.schedule.costs_file import read_costs
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.placement import PLACEMENTS
 from fxpipe.schedule.vocabulary import with_heads
+from fxpipe.training.recorded import read_spans, recorded_costs
 from fxpipe.viz.units import PHYSICAL, PLAIN, Units
 from fxpipe.vocabulary.stages import Vocabulary
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.graph import Input, Kind, Section, read_buffer
+from fxpipe.ir.graph import Input, Kind, Section, read_buffer
 from fxpipe.names import identifier, text_literal
 from fxpipe.runtime.checks import expect
 from fxpipe.runtime.random import keyed

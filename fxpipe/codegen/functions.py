@@ -16,10 +16,10 @@ from pathlib import PurePath
 from torch import fx
 
 from fxpipe.codegen.expressions import CONTAINERS, Names, expression, variable
-from fxpipe.codegen.layout import wrapped
-from fxpipe.graph import Colour, Kind, Phase, Section, Value, offload, reload
+from fxpipe.codegen.wrapping import wrapped
+from fxpipe.ir.graph import Colour, Kind, Phase, Section, Value, offload, reload
+from fxpipe.ir.storage import call_nodes
 from fxpipe.names import comment
-from fxpipe.values import call_nodes
 
 PHASE_NAMES = {Phase.F: "forward", Phase.B: "backward", Phase.W: "weight"}
 LISTS = {

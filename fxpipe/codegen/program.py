@@ -9,11 +9,12 @@ from functools import cached_property
 
 import torch
 
+from fxpipe.codegen.collectives import values
 from fxpipe.codegen.expressions import Names, variable
 from fxpipe.codegen.functions import LISTS, Signature, function_source, signatures
-from fxpipe.codegen.layout import wrapped
-from fxpipe.exchanges import values
-from fxpipe.graph import Colour, Kind, Phase, Section
+from fxpipe.codegen.wrapping import wrapped
+from fxpipe.ir.graph import Colour, Kind, Phase, Section
+from fxpipe.ir.sections import Message
 from fxpipe.names import docstring, text_literal
 from fxpipe.schedule.lowering import (
     Begin,
@@ -28,7 +29,6 @@ from fxpipe.schedule.lowering import (
     Wait,
 )
 from fxpipe.schedule.ops import PHASES, Activation, Direction
-from fxpipe.sections import Message
 
 
 @dataclass(frozen=True)

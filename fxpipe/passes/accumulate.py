@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.graph import Colour, Input, Kind, Origin, Phase
+from fxpipe.ir.graph import Colour, Input, Kind, Origin, Phase
+from fxpipe.ir.storage import drop_dead
 from fxpipe.names import identifier
 from fxpipe.passes.rewrite import gradients, set_gradients
-from fxpipe.values import drop_dead
 
 aten = torch.ops.aten
 

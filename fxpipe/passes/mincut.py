@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 from torch import fx
 
-from fxpipe.compiled import compiled
+from fxpipe.ir.compiled import compiled
 
 Price = Callable[[fx.Node], int | None]
 """A whole number, so that sums are exact; None for what may not be done."""

@@ -16,11 +16,11 @@ from typing import Literal
 
 from torch import fx
 
-from fxpipe.graph import Colour, Phase, read_buffer
-from fxpipe.partition.cost import node_flops
+from fxpipe.cost.nodes import node_flops
+from fxpipe.ir.graph import Colour, Phase, read_buffer
+from fxpipe.ir.storage import call_nodes, drop_dead, is_view, node_bytes
 from fxpipe.passes.mincut import to_repeat
 from fxpipe.passes.rewrite import clone_into
-from fxpipe.values import call_nodes, drop_dead, is_view, node_bytes
 
 Level = Literal["norms", "full"]
 LEVELS: tuple[Level, ...] = ("norms", "full")

@@ -6,8 +6,8 @@ from collections.abc import Set
 
 from torch import fx
 
-from fxpipe.graph import Colour, Phase
-from fxpipe.values import output_dict
+from fxpipe.ir.graph import Colour, Phase
+from fxpipe.ir.storage import output_dict
 
 
 def clone_into(

@@ -6,17 +6,17 @@ from collections.abc import Callable
 
 from torch import fx
 
-from fxpipe.partition.device import Device
+from fxpipe.cost.device import Device
+from fxpipe.ir.verify import verify
 from fxpipe.passes.accumulate import fuse_accumulation
-from fxpipe.passes.keep import keep_fewest_bytes
-from fxpipe.passes.localise import localise
+from fxpipe.passes.contiguous import make_sendable
+from fxpipe.passes.inplace import reuse_storage
+from fxpipe.passes.keep_for_weight import keep_fewest_bytes
 from fxpipe.passes.recompute import Level, recompute
-from fxpipe.passes.reuse import reuse_storage
-from fxpipe.passes.sendable import make_sendable
+from fxpipe.passes.sink_cheap_values import localise
 from fxpipe.passes.split_backward import split_backward
 from fxpipe.passes.strides import accept_any_strides
 from fxpipe.passes.untie import untie
-from fxpipe.verify import verify
 
 
 def prepare(graph: fx.Graph, device: Device) -> None:

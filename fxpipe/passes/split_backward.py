@@ -16,8 +16,8 @@ import operator
 import torch
 from torch import fx
 
-from fxpipe.graph import Colour, Kind, Phase, read_buffer
-from fxpipe.values import call_nodes, output_dict
+from fxpipe.ir.graph import Colour, Kind, Phase, read_buffer
+from fxpipe.ir.storage import call_nodes, output_dict
 
 aten = torch.ops.aten
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fxpipe.values import call_nodes
+from fxpipe.ir.storage import call_nodes
 
 aten = torch.ops.aten
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from fxpipe.ir.storage import drop_dead
 from fxpipe.passes.rewrite import gradients, set_gradients
-from fxpipe.values import drop_dead
 
 aten = torch.ops.aten
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import BatchError
-from fxpipe.values import in_strides, is_dense
+from fxpipe.ir.storage import in_strides, is_dense
 
 #: Values whose ``repr`` says all of them.
 _PLAIN = (

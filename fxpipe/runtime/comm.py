@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fxpipe.errors import RunError
-from fxpipe.values import in_strides
+from fxpipe.ir.storage import in_strides
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """How a message lies in memory on both sides: shape, strides, dtype."""

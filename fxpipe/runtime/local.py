@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from fxpipe.compat import no_modes
 from fxpipe.errors import DeadlockError, FxpipeError, RunError
+from fxpipe.ir.compat import no_modes
 from fxpipe.runtime.comm import Layout, Pending, in_memory_order
 
 

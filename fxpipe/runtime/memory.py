@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from fxpipe.compat import StorageWeakRef, TorchDispatchMode
+from fxpipe.ir.compat import StorageWeakRef, TorchDispatchMode
 
 
 class SavedBytes(TorchDispatchMode):

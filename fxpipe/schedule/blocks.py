@@ -12,7 +12,7 @@ from math import inf
 
 import numpy as np
 
-from fxpipe.compiled import compiled
+from fxpipe.ir.compiled import compiled
 from fxpipe.schedule.kernel import copy
 from fxpipe.schedule.shop import Shop
 

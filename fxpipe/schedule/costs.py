@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fxpipe.graph import Colour, Phase
+from fxpipe.ir.graph import Colour, Phase
 
 
 @dataclass(frozen=True, slots=True)

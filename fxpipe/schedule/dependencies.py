@@ -7,7 +7,7 @@ microbatch, its *value*, is section · microbatches + microbatch.
 from __future__ import annotations
 
 from fxpipe.errors import ScheduleError
-from fxpipe.graph import Colour, Phase, arrival
+from fxpipe.ir.graph import Colour, Phase, arrival
 from fxpipe.schedule.costs import Costs, StageCost
 from fxpipe.schedule.ops import PHASES, Op, OpKind
 

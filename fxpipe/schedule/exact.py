@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 from fxpipe.errors import ScheduleError
-from fxpipe.graph import Colour, Phase
+from fxpipe.ir.graph import Colour, Phase
 from fxpipe.schedule.bound import in_order, lower_bound
 from fxpipe.schedule.costs import Costs, Edge, StageCost
 from fxpipe.schedule.dependencies import SECTION_KINDS, Needs, index, needs, op_of_value, sections_of

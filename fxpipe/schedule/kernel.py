@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fxpipe.compiled import compiled
+from fxpipe.ir.compiled import compiled
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from fxpipe.graph import Colour, arrival
+from fxpipe.ir.graph import Colour, arrival
 from fxpipe.schedule.costs import Edge
 from fxpipe.schedule.ops import PHASES, Op, Schedule
 

@@ -18,7 +18,7 @@ from enum import StrEnum
 from math import inf
 
 from fxpipe.errors import ScheduleError
-from fxpipe.graph import Colour, arrival
+from fxpipe.ir.graph import Colour, arrival
 from fxpipe.schedule.check import check
 from fxpipe.schedule.costs import Edge
 from fxpipe.schedule.levels import levels

@@ -14,7 +14,7 @@ from math import inf
 from typing import NamedTuple
 
 from fxpipe.errors import LimitError, ScheduleError
-from fxpipe.graph import Phase
+from fxpipe.ir.graph import Phase
 from fxpipe.schedule.costs import Costs, Link
 from fxpipe.schedule.ops import PHASES, Direction, Transfer
 from fxpipe.schedule.simulator import simulate

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from fxpipe.errors import ScheduleError
-from fxpipe.graph import Phase
+from fxpipe.ir.graph import Phase
 from fxpipe.strict import shown
 from fxpipe.vocabulary.stages import Vocabulary
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fxpipe.graph import Phase
+from fxpipe.ir.graph import Phase
 from fxpipe.schedule.ops import Activation, Direction, Schedule
 
 

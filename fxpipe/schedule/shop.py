@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from fxpipe.graph import Phase
+from fxpipe.ir.graph import Phase
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.dependencies import SECTION_KINDS, SECTIONS_PER_STAGE, Needs, durations, index, needs
 from fxpipe.schedule.kernel import Floats, Ints, Tables, keeps, peak_of, run_ops

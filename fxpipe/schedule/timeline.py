@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from fxpipe.graph import Colour
+from fxpipe.ir.graph import Colour
 from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.critical import critical_path

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from fxpipe.errors import ScheduleError
-from fxpipe.graph import Phase
+from fxpipe.ir.graph import Phase
 from fxpipe.schedule.costs import Costs, StageCost
 from fxpipe.schedule.ops import PHASES, Activation, Direction, Schedule, Transfer
 

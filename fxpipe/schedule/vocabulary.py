@@ -15,7 +15,7 @@ from dataclasses import replace
 from itertools import accumulate, product
 from math import inf
 
-from fxpipe.graph import Colour, Phase
+from fxpipe.ir.graph import Colour, Phase
 from fxpipe.schedule.blocks import flow
 from fxpipe.schedule.costs import Costs, Edge, StageCost
 from fxpipe.schedule.dependencies import index

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fxpipe.graph import Colour, Kind, Phase, offload
-from fxpipe.partition.cost import node_flops
-from fxpipe.values import call_nodes, node_bytes, output_dict, root_within
+from fxpipe.cost.nodes import node_flops
+from fxpipe.ir.graph import Colour, Kind, Phase, offload
+from fxpipe.ir.storage import call_nodes, node_bytes, output_dict, root_within
 
 BOXES_PER_SECTION = 9
 """In the section with the most; the depth that comes nearest is taken."""

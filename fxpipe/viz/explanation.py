@@ -7,8 +7,8 @@ from math import inf
 from rich.console import Console
 from rich.table import Table
 
-from fxpipe.artefact import Attempt, Plan
 from fxpipe.names import terminal
+from fxpipe.plan.artifact import Attempt, Plan
 from fxpipe.schedule.ops import Direction
 from fxpipe.schedule.transfers import away_bytes
 from fxpipe.viz.units import bytes_text, seconds_text

@@ -14,7 +14,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fxpipe.graph import Phase
+from fxpipe.ir.graph import Phase
 from fxpipe.viz.boxes import Boxes, Flow, Place
 
 COLUMNS = (Phase.F, Phase.W, Phase.B)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import graphviz
 
 from fxpipe.errors import FxpipeError
-from fxpipe.graph import Section
+from fxpipe.ir.graph import Section
 from fxpipe.viz.boxes import collapse
 from fxpipe.viz.graph_picture import graph_picture
 from fxpipe.viz.render import render

@@ -9,9 +9,9 @@ import networkx as nx
 import torch
 from torch import fx
 
-from fxpipe.graph import Colour, Kind, Origin, Section, Value
+from fxpipe.ir.graph import Colour, Kind, Origin, Section, Value
+from fxpipe.ir.storage import node_bytes
 from fxpipe.names import dot_label, shortened
-from fxpipe.values import node_bytes
 from fxpipe.viz.palette import MEANING, PHASES, tint
 from fxpipe.viz.units import bytes_text
 

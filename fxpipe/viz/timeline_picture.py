@@ -5,7 +5,7 @@ from __future__ import annotations
 import xml.etree.ElementTree as ET
 from dataclasses import dataclass
 
-from fxpipe.graph import Phase
+from fxpipe.ir.graph import Phase
 from fxpipe.names import printable
 from fxpipe.schedule.ops import Direction, Op
 from fxpipe.schedule.timeline import Span, Timeline, TransferSpan

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fxpipe.errors import VocabularyError
-from fxpipe.values import call_nodes
+from fxpipe.ir.storage import call_nodes
 
 aten = torch.ops.aten
 

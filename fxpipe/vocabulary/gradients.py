@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from fxpipe.graph import Phase
+from fxpipe.ir.builder import cast, given, wide
+from fxpipe.ir.graph import Phase
 from fxpipe.vocabulary.axes import LINEAR, RESHAPES, UNPICKS, is_uniform, whole
-from fxpipe.vocabulary.build import cast, given, wide
 from fxpipe.vocabulary.shard import Shard
 from fxpipe.vocabulary.softmax import Softmax
 

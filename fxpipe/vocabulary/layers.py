@@ -9,10 +9,10 @@ import torch
 from torch import fx
 
 from fxpipe.errors import VocabularyError
-from fxpipe.graph import Kind
-from fxpipe.values import call_nodes, output_dict
+from fxpipe.ir.builder import given
+from fxpipe.ir.graph import Kind
+from fxpipe.ir.storage import call_nodes, output_dict
 from fxpipe.vocabulary.axes import LOOKUPS, PICKS, RESHAPES, UNPICKS, vocabulary_axes, whole
-from fxpipe.vocabulary.build import given
 
 aten = torch.ops.aten
 _PROJECTIONS = {aten.mm.default: 1, aten.addmm.default: 2}  # where the table is among the arguments

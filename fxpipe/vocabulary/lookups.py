@@ -6,8 +6,8 @@ import torch
 from torch import fx
 
 from fxpipe.errors import VocabularyError
-from fxpipe.graph import Phase
-from fxpipe.vocabulary.build import cast, given
+from fxpipe.ir.builder import cast, given
+from fxpipe.ir.graph import Phase
 from fxpipe.vocabulary.shard import Shard
 
 aten = torch.ops.aten

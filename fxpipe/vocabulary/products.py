@@ -16,9 +16,9 @@ import torch
 from torch import fx
 
 from fxpipe.errors import VocabularyError
-from fxpipe.graph import Phase
+from fxpipe.ir.builder import cast, given
+from fxpipe.ir.graph import Phase
 from fxpipe.vocabulary.axes import LINEAR, whole
-from fxpipe.vocabulary.build import cast, given
 from fxpipe.vocabulary.gradients import Gradients
 from fxpipe.vocabulary.shard import Shard
 from fxpipe.vocabulary.softmax import Softmax

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.graph import Colour, Input, Kind, Origin, Phase
+from fxpipe.ir.builder import Builder
+from fxpipe.ir.graph import Colour, Input, Kind, Origin, Phase
 from fxpipe.vocabulary.axes import RESHAPES
-from fxpipe.vocabulary.build import Builder
 from fxpipe.vocabulary.layers import Layers
 from fxpipe.vocabulary.rows import Rows
 

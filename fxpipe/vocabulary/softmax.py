@@ -11,9 +11,9 @@ import math
 import torch
 from torch import fx
 
-from fxpipe.graph import Phase
+from fxpipe.ir.builder import cast, given, wide
+from fxpipe.ir.graph import Phase
 from fxpipe.vocabulary.axes import whole
-from fxpipe.vocabulary.build import cast, given, wide
 from fxpipe.vocabulary.shard import Shard
 
 aten = torch.ops.aten

@@ -18,9 +18,9 @@ import torch
 from torch import fx
 
 from fxpipe.errors import VocabularyError
-from fxpipe.graph import Origin, Phase
-from fxpipe.values import call_nodes, drop_dead, output_dict
-from fxpipe.vocabulary.build import Builder, cast, given, in_order, wide
+from fxpipe.ir.builder import Builder, cast, given, in_order, wide
+from fxpipe.ir.graph import Origin, Phase
+from fxpipe.ir.storage import call_nodes, drop_dead, output_dict
 from fxpipe.vocabulary.gradients import Gradients
 from fxpipe.vocabulary.layers import Layers, find_layers
 from fxpipe.vocabulary.lookups import Lookups

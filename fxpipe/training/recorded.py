@@ -13,10 +13,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from fxpipe.artefact import Plan
+from fxpipe.cost.profile import with_seconds
 from fxpipe.errors import ArtefactError, ScheduleError
-from fxpipe.graph import Colour, Phase
-from fxpipe.measure import with_seconds
+from fxpipe.ir.graph import Colour, Phase
+from fxpipe.plan.artifact import Plan
 from fxpipe.schedule.costs import Costs, StageCost
 from fxpipe.schedule.ops import PHASES, OpKind, parse_op
 from fxpipe.strict import MEBIBYTE, Misfit, parse_json, read_text, shown, structure

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fxpipe.cli.arguments import positive, positive_int
-from fxpipe.train import train
+from fxpipe.training.loop import train
 
 
 def add_to(commands: Any) -> None:

@@ -13,10 +13,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fxpipe.graph import Colour, Phase
+from fxpipe.ir.graph import Colour, Phase
+from fxpipe.ir.storage import call_nodes, drop_dead, is_view, node_bytes
 from fxpipe.passes.mincut import to_repeat
 from fxpipe.passes.rewrite import clone_into
-from fxpipe.values import call_nodes, drop_dead, is_view, node_bytes
 
 aten = torch.ops.aten
 _CASTS = {aten._to_copy.default}

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fxpipe.cost.polynomials import Terms
 from fxpipe.errors import FxpipeError
-from fxpipe.partition.sizes import Terms
 from fxpipe.runtime.batch import Leaf
 from fxpipe.schedule.costs_file import check_costs
 from fxpipe.schedule.simulator import check_whole
@@ -22,7 +22,7 @@ from fxpipe.strict import Misfit, misfit
 from fxpipe.vocabulary.rows import Rows, rows_of
 
 if TYPE_CHECKING:
-    from fxpipe.artefact import Plan, TensorLayout
+    from fxpipe.plan.artifact import Plan, TensorLayout
 
 LEVELS = ("", "norms", "full")  # of recompute
 MOST_RANKS, MOST_BYTES, MOST_LENGTH = 1 << 16, 1 << 48, 1 << 31

@@ -25,16 +25,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from fxpipe.cost.symbolic import PlanWork
 from fxpipe.errors import ArtefactError
-from fxpipe.expressions import PlanWork
-from fxpipe.plan_check import check_plan, dtype_of
+from fxpipe.ir.storage import in_strides, is_dense
+from fxpipe.plan.plan_check import check_plan, dtype_of
 from fxpipe.runtime.away import Tier
 from fxpipe.runtime.process import Process
 from fxpipe.runtime.rank import StepSpec
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.ops import Schedule, Transfer, parse_ops
 from fxpipe.strict import MEBIBYTE, Misfit, open_regular, parse_json, read_text, shown, structure, unstructure
-from fxpipe.values import in_strides, is_dense
 from fxpipe.version import __version__
 from fxpipe.vocabulary.stages import Vocabulary
 

@@ -16,8 +16,8 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from fxpipe.graph import Colour, Phase, offload, reload
-from fxpipe.values import call_nodes, root_within
+from fxpipe.ir.graph import Colour, Phase, offload, reload
+from fxpipe.ir.storage import call_nodes, root_within
 
 
 def let_leave(graph: fx.Graph, stage: int, user: Phase, roots: Iterable[fx.Node]) -> None:

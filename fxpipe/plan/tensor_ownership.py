@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from fxpipe.artefact import RankTensors, TensorLayout
 from fxpipe.codegen.program import Tied
 from fxpipe.errors import CaptureError
-from fxpipe.graph import Kind, Section
+from fxpipe.ir.graph import Kind, Section
+from fxpipe.plan.artifact import RankTensors, TensorLayout
 from fxpipe.vocabulary.rows import rows_of
 
 

@@ -12,13 +12,13 @@ from rich.progress import track
 from safetensors import SafetensorError, safe_open
 
 from fxpipe.api import load
-from fxpipe.artefact import taken
 from fxpipe.errors import ArtefactError, BatchError
 from fxpipe.names import terminal
 from fxpipe.pipeline import Pipeline
-from fxpipe.recorded import write_spans
+from fxpipe.plan.artifact import taken
 from fxpipe.runtime.batch import BatchSpec, Leaf
 from fxpipe.strict import Misfit, open_regular, shown
+from fxpipe.training.recorded import write_spans
 
 
 def train(
@@ -36,7 +36,7 @@ def train(
     data: a safetensors file with a tensor for each leaf of the batch, under its name; its rows are taken
         in order, a batch a step, from the start again when they are used up.
     steps: None for all whole batches once.
-    record: leave what the last step measured in the directory; see :mod:`fxpipe.recorded`.
+    record: leave what the last step measured in the directory; see :mod:`fxpipe.training.recorded`.
     """
     problem = taken(save.absolute()) if save is not None else ""
     if problem:

@@ -11,8 +11,8 @@ from fractions import Fraction
 from math import prod
 from typing import Any
 
+from fxpipe.cost.polynomials import Terms
 from fxpipe.errors import SizeError
-from fxpipe.partition.sizes import Terms
 from fxpipe.schedule.costs import Costs
 
 

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxpipe.capture.resized import Samples
-from fxpipe.departures import may_leave
-from fxpipe.expressions import PlanWork, Rates, StageWork, Work
-from fxpipe.graph import Colour, Kind, Phase, Section
-from fxpipe.partition.cost import bytes_moved, dtype_of, is_free, node_cost, node_flops
-from fxpipe.partition.device import Device
-from fxpipe.partition.sizes import Polynomial, Sizes, Terms
+from fxpipe.cost.device import Device
+from fxpipe.cost.nodes import bytes_moved, dtype_of, is_free, node_cost, node_flops
+from fxpipe.cost.polynomials import Polynomial, Sizes, Terms
+from fxpipe.cost.symbolic import PlanWork, Rates, StageWork, Work
+from fxpipe.ir.graph import Colour, Kind, Phase, Section
+from fxpipe.ir.liveness import may_leave
+from fxpipe.ir.sections import Message
+from fxpipe.ir.storage import call_nodes, node_bytes, root_within
 from fxpipe.schedule.costs import Costs, Edge, StageCost
-from fxpipe.sections import Message
-from fxpipe.values import call_nodes, node_bytes, root_within
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +124,7 @@ def work_for_any_size(entries: Ledger, graph: fx.Graph, samples: Samples, device
 def _held(nodes: dict[str, fx.Node], sections: Iterable[Section]) -> tuple[set[fx.Node], set[fx.Node]]:
     """The owners of the storages that one stage holds from F to B, and from B to W.
 
-    What another stage sends for W alone has arrived when B begins (see :func:`fxpipe.graph.arrival`).
+    What another stage sends for W alone has arrived when B begins (see :func:`fxpipe.ir.graph.arrival`).
     """
     saved: set[fx.Node] = set()
     kept: set[fx.Node] = set()

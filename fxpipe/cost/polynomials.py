@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.capture.resized import Samples, monomials
 from fxpipe.errors import SizeError
-from fxpipe.graph import Origin
-from fxpipe.values import tensors
+from fxpipe.ir.graph import Origin
+from fxpipe.ir.storage import tensors
 
 Polynomial = Any  #: an element of a sympy polynomial ring, or a whole number
 #: A polynomial for a file, term by term: numerator, denominator, the exponent of each named length.

@@ -14,13 +14,13 @@ from itertools import accumulate
 import torch
 from torch import fx
 
+from fxpipe.cost.device import Device
+from fxpipe.cost.nodes import node_cost
 from fxpipe.errors import PartitionError
-from fxpipe.graph import Colour, Phase, read_buffer
-from fxpipe.partition.cost import node_cost
+from fxpipe.ir.graph import Colour, Phase, read_buffer
+from fxpipe.ir.storage import call_nodes, is_view, node_bytes, output_dict, storage_root
 from fxpipe.partition.cuts import choose_cuts
-from fxpipe.partition.device import Device
-from fxpipe.partition.free import Free, free_nodes
-from fxpipe.values import call_nodes, is_view, node_bytes, output_dict, storage_root
+from fxpipe.partition.recomputable import Free, free_nodes
 
 aten = torch.ops.aten
 

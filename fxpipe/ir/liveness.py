@@ -8,8 +8,8 @@ from collections.abc import Sequence, Set
 import torch
 from torch import fx
 
-from fxpipe.graph import Phase
-from fxpipe.values import is_dense, node_bytes, root_within, storage_root
+from fxpipe.ir.graph import Phase
+from fxpipe.ir.storage import is_dense, node_bytes, root_within, storage_root
 
 SMALLEST = 4096
 """Bytes: for less a transfer is not worth its while."""

@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from fxpipe.errors import VerifyError
-from fxpipe.graph import Colour, Input, Kind, Phase, offload, read_buffer, reload
-from fxpipe.values import call_nodes, draws_numbers, last_uses, output_dict, storage_root, written
+from fxpipe.ir.graph import Colour, Input, Kind, Phase, offload, read_buffer, reload
+from fxpipe.ir.storage import call_nodes, draws_numbers, last_uses, output_dict, storage_root, written
 
 
 def verify(graph: fx.Graph, after: str) -> None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxpipe.graph import Colour
-from fxpipe.partition.device import Device
-from fxpipe.partition.free import free_nodes
+from fxpipe.cost.device import Device
+from fxpipe.ir.graph import Colour
+from fxpipe.ir.storage import call_nodes, drop_dead
+from fxpipe.partition.recomputable import free_nodes
 from fxpipe.passes.rewrite import clone_into
-from fxpipe.values import call_nodes, drop_dead
 
 
 def localise(graph: fx.Graph, device: Device) -> None:

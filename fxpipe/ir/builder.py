@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.graph import Colour, Origin
+from fxpipe.ir.graph import Colour, Origin
 from fxpipe.names import identifier
 
 aten = torch.ops.aten

@@ -14,8 +14,8 @@ from functools import partial
 from torch import fx
 
 from fxpipe.errors import VerifyError
-from fxpipe.graph import Colour, Kind, Phase, Section, Value, arrival, offload
-from fxpipe.values import call_nodes, output_dict
+from fxpipe.ir.graph import Colour, Kind, Phase, Section, Value, arrival, offload
+from fxpipe.ir.storage import call_nodes, output_dict
 
 ORDER = (Phase.F, Phase.B, Phase.W)
 

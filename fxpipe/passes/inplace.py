@@ -18,7 +18,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from fxpipe.values import call_nodes, is_dense, is_view, last_uses, node_bytes, storage_root, written
+from fxpipe.ir.storage import call_nodes, is_dense, is_view, last_uses, node_bytes, storage_root, written
 
 
 def reuse_storage(graph: fx.Graph) -> None:

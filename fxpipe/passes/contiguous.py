@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fxpipe.values import call_nodes, is_dense
+from fxpipe.ir.storage import call_nodes, is_dense
 
 aten = torch.ops.aten
 

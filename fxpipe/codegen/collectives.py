@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count, groupby
 
-from fxpipe.graph import Colour
+from fxpipe.ir.graph import Colour
+from fxpipe.ir.sections import Message
 from fxpipe.schedule.lowering import Exchange, ExchangeKind
-from fxpipe.sections import Message
 
 
 def exchanges(

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from fxpipe.graph import Phase, offload, read_buffer, reload
+from fxpipe.ir.graph import Phase, offload, read_buffer, reload
 
 aten = torch.ops.aten
 
@@ -154,7 +154,7 @@ def call_nodes(graph: fx.Graph) -> list[fx.Node]:
 
 
 def output_dict(graph: fx.Graph) -> dict:
-    """The dict described at ``fxpipe.graph.OUTPUTS``."""
+    """The dict described at ``fxpipe.ir.graph.OUTPUTS``."""
     return graph.output_node().args[0]  # type: ignore[return-value]
 
 

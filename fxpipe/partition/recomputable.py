@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fxpipe.graph import Kind
-from fxpipe.partition.cost import node_cost, node_flops
-from fxpipe.partition.device import Device
+from fxpipe.cost.device import Device
+from fxpipe.cost.nodes import node_cost, node_flops
+from fxpipe.ir.graph import Kind
+from fxpipe.ir.storage import call_nodes, node_bytes, output_dict
 from fxpipe.runtime.random import keyed
-from fxpipe.values import call_nodes, node_bytes, output_dict
 
 #: A value is free if all that leads to it takes at most this share of the whole step, or no longer than to
 #: send it would.

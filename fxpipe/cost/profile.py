@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxpipe.graph import Colour, Input, Kind, Phase, Section
+from fxpipe.ir.graph import Colour, Input, Kind, Phase, Section
 from fxpipe.runtime.away import Tier, open_store
 from fxpipe.schedule.costs import Costs
 

@@ -11,8 +11,8 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from fxpipe.partition.device import Device
-from fxpipe.values import is_view, node_bytes, tensors
+from fxpipe.cost.device import Device
+from fxpipe.ir.storage import is_view, node_bytes, tensors
 
 aten = torch.ops.aten
 
