@@ -174,14 +174,14 @@ def run_step(
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad.zero_()
-    synchronise(device)
+    synchronize(device)
     start = time.perf_counter()
     loss = pipe.step(batch)
-    synchronise(device)
+    synchronize(device)
     return time.perf_counter() - start, float(loss)
 
 
-def synchronise(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -5,29 +5,25 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
 from safetensors.torch import load as tensors_from_bytes
 from safetensors.torch import save as tensors_to_bytes
 from torch import nn
 
-from fxpipe.compiler import Compiled, compile_model, phases
 from fxpipe.errors import CaptureError, FxpipeError, PartitionError, RunError
-from fxpipe.ir.storage import in_strides
-from fxpipe.limit import parse_bytes
-from fxpipe.options import Options, check, share_of
 from fxpipe.pipeline import Pipeline
-from fxpipe.plan import artifact as files
-from fxpipe.plan.artifact import Artefact, Plan
-from fxpipe.progress import Phases
+from fxpipe.plan import files
+from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.runtime.away import Tier, check_tier, default_tier
 from fxpipe.runtime.process import Process, default_device, under_torchrun
-from fxpipe.schedule.handwritten import read_schedule
+from fxpipe.runtime.tensors import in_strides
 from fxpipe.schedule.ops import Schedule
-from fxpipe.viz.explanation import explain
 from fxpipe.vocabulary.rows import whole
+
+if TYPE_CHECKING:
+    from fxpipe.compiler import Compiled
 
 
 def compile(
@@ -105,6 +101,12 @@ def compile(
     Raises CaptureError, PartitionError, VocabularyError or ScheduleError, each with what to do, and RunError
     where the number of processes is not ``ranks``.
     """
+    # Here, as ``load`` needs neither the compiler nor the schedule search with its compiled kernels.
+    from fxpipe.compiler import compile_model, phases
+    from fxpipe.options import Options, check, parse_bytes, share_of
+    from fxpipe.progress import Phases
+    from fxpipe.schedule.handwritten import read_schedule
+
     if not isinstance(model, nn.Module):
         raise CaptureError(f"The model is a {type(model).__name__}; fxpipe compiles an nn.Module.")
     if isinstance(split_points, str):
@@ -146,17 +148,16 @@ def compile(
             if process is not None:
                 process.share(json.dumps({"error": str(error)}).encode())
             raise
-    artefact = compiled.artefact if compiled is not None else None
+    artifact = compiled.artifact if compiled is not None else None
     if process is not None:
-        artefact = _shared(artefact, process)
-    assert artefact is not None
-    console = Console(stderr=True, markup=False, emoji=False)
-    if compiled is not None and console.is_terminal and artefact.plan.tried:
-        explain(artefact.plan, console)
+        artifact = _shared(artifact, process)
+    assert artifact is not None
+    if compiled is not None and artifact.plan.tried:
+        _explain_on_terminal(artifact.plan)
     # Frozen parameters that the step changes are buffers of the pipeline.
-    changed = {name for held in artefact.plan.tensors for name in held.buffers}
+    changed = {name for held in artifact.plan.tensors for name in held.buffers}
     pipe = Pipeline(
-        artefact=artefact,
+        artifact=artifact,
         parameters={n: p for n, p in model.named_parameters() if n not in changed},
         buffers=dict(model.named_buffers()) | {n: p for n, p in model.named_parameters() if n in changed},
         device=device,
@@ -178,7 +179,7 @@ def load(path: str | Path, *, offload_directory: str | Path | None = None) -> Pi
     offload_directory: as for ``compile``, where the pipeline offloads to disk.
 
     Under torchrun each rank loads the weights that it holds.  Warns of a program that was edited since it was
-    saved, and of weights that were replaced.  Raises ArtefactError, naming file and field, for a directory
+    saved, and of weights that were replaced.  Raises ArtifactError, naming file and field, for a directory
     that holds no pipeline, is cut short or damaged, or was written by another version.
     """
     directory = Path(path).absolute()
@@ -204,7 +205,7 @@ def load(path: str | Path, *, offload_directory: str | Path | None = None) -> Pi
             for name, t in joined
         }
     return Pipeline(
-        Artefact(plan, programs, constants),
+        Artifact(plan, programs, constants),
         parameters,
         buffers,
         device,
@@ -212,6 +213,16 @@ def load(path: str | Path, *, offload_directory: str | Path | None = None) -> Pi
         directory=directory,
         offload_directory=None if offload_directory is None else Path(offload_directory),
     )
+
+
+def _explain_on_terminal(plan: Plan) -> None:
+    from rich.console import Console
+
+    from fxpipe.viz.explanation import explain
+
+    console = Console(stderr=True, markup=False, emoji=False)
+    if console.is_terminal:
+        explain(plan, console)
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -224,16 +235,16 @@ def _device_of(model: nn.Module) -> torch.device:
     return devices.pop() if devices else default_device()
 
 
-def _shared(artefact: Artefact | None, process: Process) -> Artefact:
-    """Rank 0's artefact on every rank, as JSON and safetensors."""
-    if artefact is not None:
-        text = json.dumps({"plan": artefact.plan.to_json(), "programs": artefact.programs})
+def _shared(artifact: Artifact | None, process: Process) -> Artifact:
+    """Rank 0's artifact on every rank, as JSON and safetensors."""
+    if artifact is not None:
+        text = json.dumps({"plan": artifact.plan.to_json(), "programs": artifact.programs})
         process.share(text.encode())
-        process.share(tensors_to_bytes(files.apart(artefact.constants)))
-        return artefact
+        process.share(tensors_to_bytes(files.apart(artifact.constants)))
+        return artifact
     data = json.loads(process.share(None))
     if "error" in data:
         raise RunError(f"Rank 0 could not compile the model: {data['error']}")
     constants = tensors_from_bytes(process.share(None))
     plan = Plan.from_json(data["plan"], "rank 0's plan")
-    return Artefact(plan, tuple(data["programs"]), files.laid_out(constants, plan))
+    return Artifact(plan, tuple(data["programs"]), files.laid_out(constants, plan))

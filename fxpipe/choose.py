@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fxpipe.cost.analytic import Ledger, analytic_costs, ledger
+from fxpipe.cost.analytic import analytic_costs
 from fxpipe.cost.device import Device
 from fxpipe.cost.profile import measured_seconds, with_seconds
-from fxpipe.cut import Cut
 from fxpipe.errors import LimitError, ScheduleError
-from fxpipe.limit import room
+from fxpipe.ir.liveness import Liveness as Ledger
+from fxpipe.ir.liveness import liveness as ledger
 from fxpipe.options import AUTO, Options
+from fxpipe.passes.run import Cut
+from fxpipe.plan.tensor_ownership import activation_budget as room
 from fxpipe.schedule.costs import Costs, Link
 from fxpipe.schedule.families import FAMILIES, build
 from fxpipe.schedule.offload import Share, lightened

@@ -28,7 +28,6 @@ from fxpipe.cost.analytic import work_for_any_size
 from fxpipe.cost.device import Device, describe
 from fxpipe.cost.profile import measured_bandwidth
 from fxpipe.cost.symbolic import PlanWork
-from fxpipe.cut import Cut, cut, cut_phases
 from fxpipe.errors import PartitionError, ScheduleError, VocabularyError
 from fxpipe.ir.graph import Colour, Kind, Phase, Section
 from fxpipe.ir.sections import extract
@@ -36,7 +35,8 @@ from fxpipe.ir.storage import call_nodes, node_bytes, output_dict
 from fxpipe.ir.verify import verify
 from fxpipe.options import AUTO, Options, barriers_tried, levels_tried, stage_counts
 from fxpipe.passes.insert_offload import let_leave
-from fxpipe.plan.artifact import FORMAT, Artefact, Attempt, Plan, Prediction, StagePlan
+from fxpipe.passes.run import Cut, cut, cut_phases
+from fxpipe.plan.artifact import FORMAT, Artifact, Attempt, Plan, Prediction, StagePlan
 from fxpipe.plan.tensor_ownership import check_names, holdings, layouts_of, tied_parameters, weight_bytes
 from fxpipe.progress import Phases
 from fxpipe.runtime.away import Tier, aligned, default_tier
@@ -52,9 +52,9 @@ from fxpipe.version import __version__
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """The artefact, and what it was made from: the coloured graph and its sections."""
+    """The artifact, and what it was made from: the coloured graph and its sections."""
 
-    artefact: Artefact
+    artifact: Artifact
     graph: fx.Graph
     sections: tuple[Section, ...]
 
@@ -111,7 +111,7 @@ def compile_model(
         if kept:
             plan = replace(plan, tier=_tier(options, device), pools=tuple(pool.bytes for pool in kept))
         programs = _programs(plan, choice, instructions, kept)
-    return Compiled(Artefact(plan, programs, captured.constants), choice.cut.graph, choice.cut.sections)
+    return Compiled(Artifact(plan, programs, captured.constants), choice.cut.graph, choice.cut.sections)
 
 
 def phases(options: Options) -> int:
@@ -210,7 +210,7 @@ def _with_departures(choice: Choice) -> tuple[Choice, tuple[Pool, ...]]:
     schedule, graph = choice.schedule, choice.cut.graph
     sizes = {}
     for stage, user in sorted({(t.stage, t.user) for t in schedule.transfers}):
-        roots = choice.ledger.away[stage][user]
+        roots = choice.ledger.offloadable[stage][user]
         sizes[stage, user] = sum(aligned(node_bytes(root)) for root in roots)
         let_leave(graph, stage, user, roots)
     if not sizes:

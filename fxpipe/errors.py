@@ -37,7 +37,7 @@ class DeadlockError(ScheduleError):
     """A schedule in which ranks would wait for each other for ever."""
 
 
-class ArtefactError(FxpipeError):
+class ArtifactError(FxpipeError):
     """A saved pipeline cannot be read or written."""
 
 
@@ -51,3 +51,12 @@ class RunError(FxpipeError):
 
 class VocabularyError(FxpipeError):
     """The vocabulary layers cannot be found, or not be split over the ranks."""
+
+
+def __getattr__(name: str) -> type[FxpipeError]:
+    if name == "ArtefactError":
+        import warnings
+
+        warnings.warn("ArtefactError is now ArtifactError", DeprecationWarning, stacklevel=2)
+        return ArtifactError
+    raise AttributeError(f"module 'fxpipe.errors' has no attribute {name!r}")

@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from html import escape
+from typing import TYPE_CHECKING
 
-import graphviz
-from rich.text import Text
+if TYPE_CHECKING:
+    from rich.text import Text
 
 LONGEST_IDENTIFIER = 80
 LONGEST_LABEL = 60
@@ -67,6 +68,8 @@ def shortened(text: str) -> str:
 
 def dot_label(lines: Iterable[str]) -> str:
     """A label or tooltip of graphviz, to be given to the ``graphviz`` package."""
+    import graphviz  # here, as programs and the command line's help draw nothing
+
     return graphviz.escape("\n".join(printable(line).replace("&", "&amp;") for line in lines))
 
 
@@ -77,4 +80,6 @@ def dot_html(text: str) -> str:
 
 def terminal(text: str) -> Text:
     """For rich: brackets are no markup, ``:smile:`` is no emoji, no control character but line breaks."""
+    from rich.text import Text
+
     return Text("\n".join(map(printable, text.split("\n"))))

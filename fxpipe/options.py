@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
@@ -17,6 +18,12 @@ from fxpipe.schedule.placement import place
 
 AUTO = "auto"
 BARRIERS: dict[str | bool, int] = {"1-barrier": 1, "2-barrier": 2, True: 1}
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{infix}B": base**power
+    for infix, base in (("", 1000), ("i", 1024))
+    for power, letter in enumerate("kMGT" if not infix else "KMGT", start=1)
+}
 
 
 @dataclass(frozen=True)
@@ -116,6 +123,18 @@ def _check_given(options: Options, schedule: Schedule) -> None:
             continue
         if getattr(options, name) is not None:
             raise ScheduleError(f"The schedule {schedule.name} is given whole: leave out {name}.")
+
+
+def parse_bytes(limit: float | str) -> float:
+    """``"16GiB"``, ``"800 MB"`` or a number, in bytes.  Raises ScheduleError for what is no such thing."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", str(limit).strip())
+    unit = None if match is None else {name.lower(): n for name, n in _UNITS.items()}.get(match[2].lower())
+    if match is None or unit is None or float(match[1]) == 0:
+        raise ScheduleError(
+            f"The memory limit is {limit!r}; give a number of bytes above 0 or a text such as '16GiB' "
+            f"(units: {', '.join(name for name in _UNITS if name)})."
+        )
+    return float(match[1]) * unit
 
 
 def stage_counts(options: Options) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from zoo import WIDTH, Chain, NoLoss, numbers, sequences
 
 import fxpipe
 from fxpipe.errors import (
-    ArtefactError,
+    ArtifactError,
     BatchError,
     CaptureError,
     FxpipeError,
@@ -412,7 +412,7 @@ def saved(pipe, tmp_path):
 def test_directory_that_is_not_empty(pipe, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("precious")
-    message = error_of(ArtefactError, pipe.save, tmp_path / "out")
+    message = error_of(ArtifactError, pipe.save, tmp_path / "out")
     assert str(tmp_path / "out") in message
     assert "not empty" in message
     assert tree(tmp_path) == {"out/mine": b"precious"}
@@ -421,20 +421,20 @@ def test_directory_that_is_not_empty(pipe, tmp_path):
 
 def test_saving_twice_to_one_place(pipe, saved):
     before = tree(saved)
-    assert "not empty" in error_of(ArtefactError, pipe.save, saved)
+    assert "not empty" in error_of(ArtifactError, pipe.save, saved)
     assert tree(saved) == before
 
 
 def test_directory_that_is_a_file(pipe, tmp_path):
     (tmp_path / "out").write_text("precious")
-    message = error_of(ArtefactError, pipe.save, tmp_path / "out")
+    message = error_of(ArtifactError, pipe.save, tmp_path / "out")
     assert "is a file" in message
     assert tree(tmp_path) == {"out": b"precious"}
 
 
 def test_directory_below_a_file(pipe, tmp_path):
     (tmp_path / "out").write_text("precious")
-    message = error_of(ArtefactError, pipe.save, tmp_path / "out" / "pipe")
+    message = error_of(ArtifactError, pipe.save, tmp_path / "out" / "pipe")
     assert "cannot be written" in message
     assert tree(tmp_path) == {"out": b"precious"}
 
@@ -456,7 +456,7 @@ def test_save_that_fails_half_way_leaves_nothing(tmp_path):
 
 
 def test_loading_what_is_not_there(tmp_path):
-    message = error_of(ArtefactError, fxpipe.load, tmp_path / "nothing")
+    message = error_of(ArtifactError, fxpipe.load, tmp_path / "nothing")
     assert str(tmp_path / "nothing") in message
     assert "plan.json" in message
 
@@ -464,7 +464,7 @@ def test_loading_what_is_not_there(tmp_path):
 def test_loading_another_format(saved):
     plan = json.loads((saved / "plan.json").read_text())
     (saved / "plan.json").write_text(json.dumps({**plan, "format": 999}))
-    message = error_of(ArtefactError, fxpipe.load, saved)
+    message = error_of(ArtifactError, fxpipe.load, saved)
     assert "format 999" in message
     assert "again" in message
 
@@ -478,7 +478,7 @@ def load_and_run(path):
 def test_files_cut_short(saved, name, share):
     data = (saved / name).read_bytes()
     (saved / name).write_bytes(data[: int(len(data) * share)])
-    message = error_of(ArtefactError, load_and_run, saved)
+    message = error_of(ArtifactError, load_and_run, saved)
     assert name in message
     assert "cut short" in message or "damaged" in message
 
@@ -497,7 +497,7 @@ PLACES = {
 def test_programs_cut_short(saved, name, place):
     text = (saved / name).read_text()
     (saved / name).write_text(text[: PLACES[place](text)])
-    assert name in error_of(ArtefactError, load_and_run, saved)
+    assert name in error_of(ArtifactError, load_and_run, saved)
 
 
 @pytest.mark.parametrize(
@@ -505,7 +505,7 @@ def test_programs_cut_short(saved, name, place):
 )
 def test_files_missing(saved, name):
     (saved / name).unlink()
-    assert name in error_of(ArtefactError, fxpipe.load, saved)
+    assert name in error_of(ArtifactError, fxpipe.load, saved)
 
 
 def test_weights_of_another_shape(saved):
@@ -513,18 +513,18 @@ def test_weights_of_another_shape(saved):
 
     tensors = load_file(saved / "rank0.safetensors")
     save_file({n: t[:1].clone() for n, t in tensors.items()}, saved / "rank0.safetensors")
-    assert "rank0.safetensors" in error_of(ArtefactError, load_and_run, saved)
+    assert "rank0.safetensors" in error_of(ArtifactError, load_and_run, saved)
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", "null", "7", '{"format": 1}'])
 def test_plan_that_is_other_json(saved, text):
     (saved / "plan.json").write_text(text)
-    assert "plan.json" in error_of(ArtefactError, fxpipe.load, saved)
+    assert "plan.json" in error_of(ArtifactError, fxpipe.load, saved)
 
 
 def test_binary_plan(saved):
     (saved / "plan.json").write_bytes(bytes(range(128, 256)))
-    assert "plan.json" in error_of(ArtefactError, fxpipe.load, saved)
+    assert "plan.json" in error_of(ArtifactError, fxpipe.load, saved)
 
 
 @pytest.mark.filterwarnings("ignore:.*was edited since it was saved")

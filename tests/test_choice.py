@@ -53,7 +53,7 @@ def test_a_schedule_by_hand():
     given = Schedule("by-hand", (0, 1), 3, parse_order(BY_HAND))
     pipe = compiled(microbatches=3, schedule=given)
     assert pipe.schedule == given
-    program = pipe.artefact.programs[0]
+    program = pipe.artifact.programs[0]
     assert re.findall(r'rt\.op\("(.+?)"\)', program) == BY_HAND.split("\n")[1].split()
     check_loss(pipe, 3)
 
@@ -186,6 +186,6 @@ def test_a_limit_that_nothing_keeps_names_what_is_needed():
 
 
 def test_units_of_the_limit():
-    from fxpipe.limit import parse_bytes
+    from fxpipe.options import parse_bytes
 
     assert [parse_bytes(x) for x in ("16GiB", "1.5 kB", "2mb", 7, "8")] == [16 * 2**30, 1500.0, 2e6, 7.0, 8.0]

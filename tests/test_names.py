@@ -184,7 +184,7 @@ def test_any_names(cls, modules, tensors, keys, inner, file, schedule):
             fxpipe.compile(model, microbatch, ranks=2, microbatches=2, **options)
         return
     pipe = fxpipe.compile(model, microbatch, ranks=2, microbatches=2, **options)
-    for program in pipe.artefact.programs:
+    for program in pipe.artifact.programs:
         check_program(program)
     with TemporaryDirectory() as directory:
         saved, drawn = Path(directory) / "saved", Path(directory) / "drawn"
@@ -317,7 +317,7 @@ def test_an_op_is_not_hidden_by_a_value_of_its_name():
     pipe = fxpipe.compile(
         model, {k: v[:2] for k, v in batch.items()}, ranks=1, microbatches=2, schedule="1f1b"
     )
-    assert "\n    log_softmax = softmax(" in pipe.artefact.programs[0]
+    assert "\n    log_softmax = softmax(" in pipe.artifact.programs[0]
     torch.testing.assert_close(pipe.run_local(batch).loss, model(**batch).detach())
 
 
@@ -370,7 +370,7 @@ def test_names_of_schedules(name, tmp_path, capsys):
     model, batch = Chain(2), numbers(4)
     schedule = replace(SCHEDULE, name=name)
     pipe = fxpipe.compile(model, numbers(2), ranks=2, microbatches=2, schedule=schedule)
-    check_program(pipe.artefact.programs[0])
+    check_program(pipe.artifact.programs[0])
     pipe.run_local(batch)
     check_pictures(pipe.draw(tmp_path / "drawn"))
     pipe.explain()
@@ -465,7 +465,7 @@ def test_values_that_are_called_like_a_programs_own(own_ops, stages_per_rank):
     model, batch = Own(), numbers(4)
     schedule = {1: "zb-h1", 2: "interleaved"}[stages_per_rank]
     pipe = fxpipe.compile(model, numbers(2), ranks=2, microbatches=2, schedule=schedule)
-    assert "    saved_for_weight_ = for_weight(" in pipe.artefact.programs[0]
+    assert "    saved_for_weight_ = for_weight(" in pipe.artifact.programs[0]
     loss = model(**batch)
     loss.backward()
     found = pipe.run_local(batch)

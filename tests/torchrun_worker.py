@@ -151,7 +151,7 @@ def training(rank: Rank) -> None:
         rank.tensors(f"{name} parameters", {name: pipe.parameter(name) for name in held})
         rank.tensors(f"{name} course", {"losses": torch.stack(losses), "norms": torch.tensor(norms)})
         pipe.save(rank.directory / name)
-        pipe.synchronise()
+        pipe.synchronize()
         rank.tensors(f"{name} whole", pipe.state_dict())
         evaluation = compiled(TRAINED, model.eval(), MICROBATCHES, replace(shape, gradients=False))
         rank.tensors(f"{name} evaluation", {"loss": evaluation.step(batch_of(8))})

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from fxpipe.capture.example import Example
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
+from fxpipe.ir.compat import pytree
 from fxpipe.ir.graph import Kind
 from fxpipe.runtime.checks import expect_op
 

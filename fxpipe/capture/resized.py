@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from fxpipe.errors import CaptureError, SizeError
+from fxpipe.ir.compat import pytree
 from fxpipe.ir.graph import Origin
 from fxpipe.ir.storage import tensors
 from fxpipe.runtime.batch import batch_leaves

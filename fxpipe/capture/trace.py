@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
 
 from fxpipe.capture.answers import Questions
 from fxpipe.capture.borrow import borrowed
@@ -26,17 +25,15 @@ from fxpipe.capture.constants import check_constants
 from fxpipe.capture.failures import TraceFailure, explained
 from fxpipe.capture.frozen import Watch
 from fxpipe.capture.functional import functionalize
+from fxpipe.capture.inputs import Given, inputs
 from fxpipe.capture.provenance import Provenance
 from fxpipe.capture.registered import Registered, overlapping, registered
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
-from fxpipe.ir.graph import Input, Kind
-from fxpipe.ir.storage import is_dense, output_dict
-from fxpipe.runtime.batch import batch_leaves
+from fxpipe.ir.compat import pytree
+from fxpipe.ir.graph import Kind
+from fxpipe.ir.storage import output_dict
 from fxpipe.runtime.checks import expect_op
-
-#: Elements of an input whose values are part of the program.
-LARGEST_FIXED = 4096
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +90,7 @@ def _attempt(
     flags: contextlib.AbstractContextManager[None],
 ) -> Captured:
     mode = compat.FakeMode(allow_non_fake_inputs=True)
-    given = _inputs(model, example, mode, device, fixed)
+    given = inputs(model, example, mode, device, fixed)
     step = _Step(model, example, loss_fn, scale, given, gradients)
     fakes = {id(r.tensor): x.fake for r, x in zip(step.registered, given, strict=False)}
     values = [x.fake for x in given]
@@ -115,73 +112,6 @@ def _attempt(
     captured = Captured(*clean(module, [x.input for x in given], step.layout, frozen))
     _check_written(captured.graph, step.registered)
     return captured
-
-
-@dataclass(frozen=True, eq=False)
-class _Given:
-    """One placeholder of the trace, with the tensor that it stands for."""
-
-    input: Input
-    real: torch.Tensor
-    fake: torch.Tensor
-    storage: int  # of the fake tensor, before the trace
-    fixed: bool = False  # its values are part of the program
-
-
-def _inputs(
-    model: nn.Module,
-    example: Any,
-    mode: compat.FakeMode,
-    device: torch.device,
-    fixed: Sequence[str],
-) -> list[_Given]:
-    """Parameters, buffers and the tensors of the microbatch, in this order."""
-    lazy = [n for n, p in model.named_parameters() if nn.parameter.is_lazy(p)]
-    if lazy:
-        raise CaptureError(
-            f"The parameter {lazy[0]!r} has no shape yet (a lazy module). Run the model on one batch first."
-        )
-
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.layout is not torch.strided or tensor.is_nested:
-            layout = "nested (jagged)" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-            raise CaptureError(
-                f"A tensor of the model or the example is {layout}; fxpipe takes dense ones. Pad it, or "
-                "make it from dense tensors inside the forward."
-            )
-        if tensor.is_meta:
-            with mode:
-                return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-        return mode.from_tensor(tensor.detach() if is_dense(tensor) else tensor.detach().contiguous())
-
-    given: list[_Given] = []
-
-    def add(kind: Kind, name: str, real: torch.Tensor, stand_in: torch.Tensor) -> None:
-        fix = kind is Kind.BATCH and name in fixed
-        for attribute, value in vars(real).items():  # what the model hung on the tensor
-            setattr(stand_in, attribute, value)
-        given.append(_Given(Input(kind, name), real, stand_in, stand_in.untyped_storage()._cdata, fix))
-
-    for found in registered(model):
-        stand_in = fake(found.tensor)
-        if found.kind is Kind.PARAMETER:
-            stand_in.requires_grad_(found.tensor.requires_grad)
-            compat.mark_as_parameter(stand_in)
-        add(found.kind, found.name, found.tensor, stand_in)
-    leaves = dict(batch_leaves(example))
-    for name in fixed:
-        if not isinstance(leaves.get(name), torch.Tensor):
-            tensors = ", ".join(n for n, x in leaves.items() if isinstance(x, torch.Tensor))
-            raise CaptureError(f"fixed names {name!r}, which is no tensor of the example. It has: {tensors}.")
-        if leaves[name].numel() > LARGEST_FIXED:
-            raise CaptureError(
-                f"fixed names {name!r}, which has {leaves[name].numel()} elements: at most {LARGEST_FIXED} "
-                "can be written into a program."
-            )
-    for name, leaf in leaves.items():
-        if isinstance(leaf, torch.Tensor):
-            add(Kind.BATCH, name, leaf, fake(leaf).requires_grad_(leaf.requires_grad))
-    return given
 
 
 def _check_written(graph: fx.Graph, tensors: Sequence[Registered]) -> None:
@@ -211,7 +141,7 @@ class _Step:
         example: Any,
         loss_fn: Any,
         scale: float,
-        given: list[_Given],
+        given: list[Given],
         gradients: bool,
     ):
         self.model, self.loss_fn, self.scale, self.given = model, loss_fn, scale, given

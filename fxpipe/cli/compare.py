@@ -36,10 +36,10 @@ class Entry:
     wish: Wish
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: Any, line: str) -> None:
     parser = commands.add_parser(
         "compare",
-        help="all schedules for one setting",
+        help=line,
         description="Simulates every schedule for one setting: bubbles, memory and time.",
         epilog=EPILOG,
     )

@@ -8,14 +8,14 @@ from typing import Any
 
 from rich.console import Console
 
-from fxpipe.plan.artifact import read_plan
+from fxpipe.plan.files import read_plan
 from fxpipe.viz.explanation import explain
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: Any, line: str) -> None:
     parser = commands.add_parser(
         "explain",
-        help="why a saved pipeline has the schedule that it has",
+        help=line,
         description="Lists what schedule='auto' tried for a saved pipeline, the fastest first.",
     )
     parser.set_defaults(command=_explain)

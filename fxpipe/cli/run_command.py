@@ -6,14 +6,17 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from fxpipe.api import load
 from fxpipe.cli.arguments import positive, positive_int
+from fxpipe.errors import ArtifactError
+from fxpipe.plan.files import taken
 from fxpipe.training.loop import train
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: Any, line: str) -> None:
     parser = commands.add_parser(
         "run",
-        help="train a saved pipeline (under torchrun)",
+        help=line,
         description="Trains a saved pipeline: torchrun --nproc-per-node RANKS -m fxpipe run DIR --data FILE",
     )
     parser.set_defaults(command=_run)
@@ -29,13 +32,15 @@ def add_to(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> None:
+    problem = taken(options.save.absolute()) if options.save is not None else ""
+    if problem:
+        raise ArtifactError(problem)
     train(
-        options.directory,
+        load(options.directory, offload_directory=options.offload_directory),
         options.data,
-        options.steps,
-        options.lr,
-        options.clip_grad_norm,
-        options.save,
-        options.record,
-        options.offload_directory,
+        steps=options.steps,
+        lr=options.lr,
+        clip=options.clip_grad_norm,
+        record=options.directory if options.record else None,
+        save=options.save,
     )

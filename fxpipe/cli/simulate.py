@@ -26,10 +26,10 @@ from fxpipe.schedule.timeline import Timeline
 from fxpipe.viz.timeline_picture import timeline_svg
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: Any, line: str) -> None:
     parser = commands.add_parser(
         "simulate",
-        help="predict bubble and memory of a schedule",
+        help=line,
         description="Predicts times, bubbles and memory of a schedule.",
         epilog=EPILOG,
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 from fxpipe.cli.arguments import non_negative, positive, positive_int, share
 from fxpipe.errors import FxpipeError
-from fxpipe.plan.artifact import read_plan
+from fxpipe.plan.files import read_plan
 from fxpipe.schedule.costs import Costs, StageCost, chain
 from fxpipe.schedule.costs_file import read_costs
 from fxpipe.schedule.ops import Schedule

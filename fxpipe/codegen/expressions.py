@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpipe.ir.compat import OpOverload
 from fxpipe.ir.graph import Input, Kind, Section, read_buffer
 from fxpipe.names import identifier, text_literal
 from fxpipe.runtime.checks import expect
@@ -111,7 +112,7 @@ def literal(value: Any, names: Names) -> str:
         case list() | tuple():
             inner = ", ".join(literal(v, names) for v in value)
             return f"[{inner}]"
-        case torch._ops.OpOverload():
+        case OpOverload():
             return names.op(value)
         case float() if value in (float("inf"), float("-inf")) or value != value:
             return f'float("{value}")'

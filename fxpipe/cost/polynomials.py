@@ -14,16 +14,15 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from fxpipe.capture.resized import Samples, monomials
+from fxpipe.cost.symbolic import Terms
 from fxpipe.errors import SizeError
+from fxpipe.ir.compat import pytree
 from fxpipe.ir.graph import Origin
 from fxpipe.ir.storage import tensors
 
 Polynomial = Any  #: an element of a sympy polynomial ring, or a whole number
-#: A polynomial for a file, term by term: numerator, denominator, the exponent of each named length.
-Terms = tuple[tuple[int, ...], ...]
 Numbers = tuple[int | Fraction, ...]  #: one a point
 
 

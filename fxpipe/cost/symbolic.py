@@ -11,9 +11,11 @@ from fractions import Fraction
 from math import prod
 from typing import Any
 
-from fxpipe.cost.polynomials import Terms
 from fxpipe.errors import SizeError
 from fxpipe.schedule.costs import Costs
+
+#: A polynomial for a file, term by term: numerator, denominator, the exponent of each named length.
+Terms = tuple[tuple[int, ...], ...]
 
 
 def _at(terms: Terms, lengths: Sequence[Any]) -> Any:

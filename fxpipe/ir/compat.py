@@ -1,4 +1,4 @@
-"""Every private torch symbol that fxpipe uses, and nothing else (checked with torch 2.11 and 2.13).
+"""Every private torch symbol that the compiler uses, and nothing else (checked with torch 2.11 and 2.13).
 
 A new torch release that moves one of these breaks here, by name, and nowhere else.
 """
@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch._C import Argument
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -19,20 +21,21 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes as no_modes
+
+from fxpipe.runtime.torch_private import TorchDispatchMode, no_modes, pytree
 
 __all__ = [
     "DATA_DEPENDENT",
+    "Argument",
     "FakeMode",
     "FakeTensor",
-    "StorageWeakRef",
+    "OpOverload",
     "TorchDispatchMode",
     "compiling_flags",
     "current_sequence_number",
     "gradient_hooks",
     "has_accumulation_hooks",
+    "has_kernel",
     "is_real",
     "is_tracing",
     "mark_as_parameter",
@@ -40,6 +43,7 @@ __all__ = [
     "no_modes",
     "nodes_after",
     "plain_kernels",
+    "pytree",
     "sequence_number",
     "traced_constants",
     "traced_graph",
@@ -156,6 +160,11 @@ def plain_kernels() -> Iterator[None]:
     finally:
         torch._C._set_mkldnn_enabled(before[0])
         torch._C._set_cudnn_enabled(before[1])
+
+
+def has_kernel(op: OpOverload, device: str) -> bool:
+    """Whether an op has a kernel of its own for this type of device."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), device.upper())
 
 
 def nodes_after(last: torch.fx.Node | None, graph: torch.fx.Graph) -> list[torch.fx.Node]:

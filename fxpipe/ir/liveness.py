@@ -1,30 +1,122 @@
-"""What of a stage's saved values may leave its rank between F and B or W."""
+"""Which values of a coloured graph live when.
+
+Per stage: the ops of each phase, and the storages that are live between phases, cross between stages, or can
+be offloaded.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from fxpipe.ir.graph import Phase
-from fxpipe.ir.storage import is_dense, node_bytes, root_within, storage_root
+from fxpipe.ir.graph import Colour, Kind, Phase, Section
+from fxpipe.ir.sections import Message
+from fxpipe.ir.storage import call_nodes, node_bytes, root_within, storage_root
+from fxpipe.runtime.tensors import is_dense
 
 SMALLEST = 4096
-"""Bytes: for less a transfer is not worth its while."""
+"""Bytes: a smaller storage is not worth a transfer."""
 
 
-def may_leave(
+@dataclass(frozen=True, eq=False)
+class Liveness:
+    """Per stage: the ops of each phase, and the storages live between phases, each named by its owner (the
+    node that made it on this rank).
+
+    ``ops``: the nodes of each section.  ``saved_activations``: live from F to B or W.  ``saved_for_weight``:
+    live from B to W.  ``sent``: per message, the storages that it carries.  ``offloadable``: the saved
+    activations that can be offloaded until B, and until W.
+
+    A storage that two stages of one rank both save counts for the first of them, which holds it the longest.
+    """
+
+    ops: defaultdict[Colour, list[fx.Node]]
+    saved_activations: tuple[set[fx.Node], ...]
+    saved_for_weight: tuple[set[fx.Node], ...]
+    sent: tuple[set[fx.Node], ...]
+    offloadable: tuple[dict[Phase, list[fx.Node]], ...]
+    messages: tuple[Message, ...]
+
+    def held(self, stage: int) -> tuple[Iterable[fx.Node], ...]:
+        """The storages behind the byte counts of a ``StageCost``, in their order."""
+        offloadable = self.offloadable[stage]
+        return (
+            self.saved_activations[stage],
+            self.saved_for_weight[stage],
+            offloadable[Phase.B],
+            offloadable[Phase.W],
+        )
+
+
+def liveness(
+    graph: fx.Graph,
+    sections: tuple[Section, ...],
+    messages: tuple[Message, ...],
+    placement: tuple[int, ...],
+) -> Liveness:
+    """The liveness of a coloured graph whose stage s runs on rank ``placement[s]``."""
+    ops: defaultdict[Colour, list[fx.Node]] = defaultdict(list)
+    nodes = {n.name: n for n in call_nodes(graph)}
+    for node in nodes.values():
+        ops[node.meta["colour"]].append(node)
+    saved_activations: list[set[fx.Node]] = []
+    saved_for_weight: list[set[fx.Node]] = []
+    sent: list[set[fx.Node]] = []
+    # Per rank, the storages made there that an earlier stage of the rank has counted.
+    counted_activations: dict[int, set[fx.Node]] = defaultdict(set)
+    counted_for_weight: dict[int, set[fx.Node]] = defaultdict(set)
+    for stage in sorted({s.stage for s in sections}):
+        rank = placement[stage]
+        activations, for_weight = _saved(nodes, [s for s in sections if s.stage == stage])
+        saved_activations.append(activations - counted_activations[rank])
+        saved_for_weight.append(for_weight - counted_for_weight[rank])
+        for roots, counted in ((activations, counted_activations), (for_weight, counted_for_weight)):
+            counted[rank] |= {n for n in roots if placement[n.meta["colour"].stage] == rank}
+    for message in messages:
+        values = {nodes[name] for name in message.names}
+        rank = placement[message.source.stage]
+        same_rank = rank == placement[message.target.stage]
+        sent.append(values - counted_activations[rank] if same_rank else values)
+    offloadable = offload_candidates(list(nodes.values()), saved_activations, placement)
+    return Liveness(
+        ops, tuple(saved_activations), tuple(saved_for_weight), tuple(sent), offloadable, messages
+    )
+
+
+def _saved(nodes: dict[str, fx.Node], sections: Iterable[Section]) -> tuple[set[fx.Node], set[fx.Node]]:
+    """The owners of the storages that one stage holds from F to B or W, and from B to W.
+
+    A value that another stage sends for W alone has arrived when B begins
+    (:func:`fxpipe.ir.graph.arrival`).
+    """
+    activations: set[fx.Node] = set()
+    for_weight: set[fx.Node] = set()
+    for section in sections:
+        for value in section.inputs:
+            if value.kind is Kind.VALUE and value.producer:
+                root = root_within(nodes[value.name], section.stage)
+                if root.op != "placeholder":
+                    if value.producer == Colour(section.stage, Phase.F):
+                        activations.add(root)
+                    if section.phase is Phase.W:
+                        for_weight.add(root)
+    return activations, for_weight
+
+
+def offload_candidates(
     nodes: Sequence[fx.Node], saved: Sequence[Set[fx.Node]], placement: tuple[int, ...]
 ) -> tuple[dict[Phase, list[fx.Node]], ...]:
-    """Per stage the owners of such storages, in the graph's order: under B those that B needs, under W those
-    that W alone needs.
+    """Which saved activations of each stage can be offloaded between F and B or W, in the graph's order:
+    under B those that B reads, under W those that W alone reads.
 
-    A storage stays where another stage of the same rank uses it as well, where it is small, or where its
+    A storage is no candidate if another stage of the same rank reads it as well, if it is small, or if its
     elements do not fill it.
     """
-    users: defaultdict[fx.Node, set[tuple[int, Phase]]] = defaultdict(set)  # storage -> who uses it
+    users: defaultdict[fx.Node, set[tuple[int, Phase]]] = defaultdict(set)  # storage -> its readers
     phases: defaultdict[tuple[int, fx.Node], set[Phase]] = defaultdict(set)
     for node in nodes:
         stage, phase = node.meta["colour"].stage, node.meta["colour"].phase

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
+from fxpipe.ir.compat import pytree
 from fxpipe.ir.graph import Phase, offload, read_buffer, reload
+from fxpipe.runtime.tensors import storage_bytes
 
 aten = torch.ops.aten
 
@@ -126,27 +126,8 @@ def tensors(node: fx.Node) -> list[torch.Tensor]:
     return [v for v in found if isinstance(v, torch.Tensor)]
 
 
-def storage_bytes(tensor: torch.Tensor) -> int:
-    """Bytes that the elements of a tensor span in memory (an expanded dimension costs nothing)."""
-    if tensor.numel() == 0:
-        return 0
-    span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return span * tensor.element_size()
-
-
 def node_bytes(node: fx.Node) -> int:
     return sum(storage_bytes(t) for t in tensors(node))
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill a block of memory without holes or overlap, in whatever order."""
-    return storage_bytes(tensor) == tensor.numel() * tensor.element_size() and not _overlaps(tensor)
-
-
-def _overlaps(tensor: torch.Tensor) -> bool:
-    dims = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
-    sizes = [n for _, n in dims]
-    return any(s != math.prod(sizes[:i]) for i, (s, _) in enumerate(dims))
 
 
 def call_nodes(graph: fx.Graph) -> list[fx.Node]:
@@ -163,10 +144,3 @@ def drop_dead(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.op != "output" and not node.users:
             graph.erase_node(node)
-
-
-def in_strides(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """The tensor, copied if it lies in memory otherwise."""
-    if tensor.stride() == stride:
-        return tensor
-    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

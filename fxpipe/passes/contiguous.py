@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fxpipe.ir.storage import call_nodes, is_dense
+from fxpipe.ir.storage import call_nodes
+from fxpipe.runtime.tensors import is_dense
 
 aten = torch.ops.aten
 

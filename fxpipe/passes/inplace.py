@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
-from fxpipe.ir.storage import call_nodes, is_dense, is_view, last_uses, node_bytes, storage_root, written
+from fxpipe.ir.compat import Argument, OpOverload, has_kernel, pytree
+from fxpipe.ir.storage import call_nodes, is_view, last_uses, node_bytes, storage_root, written
+from fxpipe.runtime.tensors import is_dense
 
 
 def reuse_storage(graph: fx.Graph) -> None:
@@ -62,7 +63,7 @@ def _times(operand: Any, node: fx.Node) -> int:
 
 
 @cache
-def _out_form(target: Any, device: str) -> tuple[torch._ops.OpOverload, str] | None:
+def _out_form(target: Any, device: str) -> tuple[OpOverload, str] | None:
     """The form of an elementwise op that writes where an argument tells it, and that argument."""
     if torch.Tag.pointwise in getattr(target, "tags", ()):
         for form in _forms(target.overloadpacket):
@@ -73,8 +74,8 @@ def _out_form(target: Any, device: str) -> tuple[torch._ops.OpOverload, str] | N
 
 
 @cache
-def _in_place_form(target: Any, device: str) -> torch._ops.OpOverload | None:
-    if isinstance(target, torch._ops.OpOverload) and target.namespace == "aten":
+def _in_place_form(target: Any, device: str) -> OpOverload | None:
+    if isinstance(target, OpOverload) and target.namespace == "aten":
         for form in _forms(getattr(torch.ops.aten, f"{target.overloadpacket.__name__}_", None)):
             given = form._schema.arguments
             if written(form) == (given[0].name,) and _fits(form, given, target, device):
@@ -82,12 +83,12 @@ def _in_place_form(target: Any, device: str) -> torch._ops.OpOverload | None:
     return None
 
 
-def _forms(packet: Any) -> list[torch._ops.OpOverload]:
+def _forms(packet: Any) -> list[OpOverload]:
     return [] if packet is None else [getattr(packet, name) for name in packet.overloads()]
 
 
-def _fits(form: Any, given: list[torch._C.Argument], target: Any, device: str) -> bool:
+def _fits(form: Any, given: list[Argument], target: Any, device: str) -> bool:
     """Does the form take the op's arguments, and has it a kernel of its own?  Others compute a new tensor
     and copy it."""
     one, other = ([(a.name, str(a.type)) for a in x] for x in (given, target._schema.arguments))
-    return one == other and torch._C._dispatch_has_kernel_for_dispatch_key(form.name(), device.upper())
+    return one == other and has_kernel(form, device)

@@ -1,13 +1,22 @@
-"""The passes, in order.  Each rewrites the one coloured graph; ``verify`` runs after each."""
+"""The captured step cut into stages: colored, rewritten, and taken apart into sections.
+
+Every rewrite of the graph stands here, in order; ``verify`` runs after each.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from torch import fx
 
+from fxpipe.capture.resized import Samples
 from fxpipe.cost.device import Device
+from fxpipe.errors import PartitionError
+from fxpipe.ir.graph import Section
+from fxpipe.ir.sections import Message, extract, messages
 from fxpipe.ir.verify import verify
+from fxpipe.partition.coloring import partition
 from fxpipe.passes.accumulate import fuse_accumulation
 from fxpipe.passes.contiguous import make_sendable
 from fxpipe.passes.inplace import reuse_storage
@@ -17,6 +26,88 @@ from fxpipe.passes.sink_cheap_values import localise
 from fxpipe.passes.split_backward import split_backward
 from fxpipe.passes.strides import accept_any_strides
 from fxpipe.passes.untie import untie
+from fxpipe.progress import Phases
+from fxpipe.vocabulary.split import split_vocabulary
+from fxpipe.vocabulary.stages import Vocabulary
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """``stages`` are the model's own; ``vocabulary``: which others there are.
+
+    ``messages``: what sections give each other, whatever ranks they will lie on.
+    """
+
+    stages: int
+    vocabulary: Vocabulary | None
+    recompute: Level | None
+    graph: fx.Graph
+    sections: tuple[Section, ...]
+    messages: tuple[Message, ...]
+    samples: Samples | None
+
+
+def cut_phases(levels: int) -> int:
+    """How many phases ``cut`` goes through."""
+    return 2 + 2 * levels
+
+
+def cut(
+    captured: fx.Graph,
+    stages: int,
+    device: Device,
+    split_points: Sequence[str] | None,
+    phase: Phases,
+    *,
+    ranks: int,
+    barriers: int | None = None,
+    levels: Sequence[Level | None] = (None,),
+    samples: Samples | None = None,
+) -> list[Cut]:
+    """One cut for each level, with the same stages.  The captured graph stays as it is.
+
+    samples: of the captured graph at other sizes; the cut gets those of its own.
+    levels: what B makes again of the forward.
+    barriers: spread the vocabulary layers over the ranks, with one or two barriers a microbatch.
+    Raises PartitionError as ``partition`` does, VocabularyError as ``split_vocabulary`` does.
+    """
+    graph, vocabulary = _copied(captured), None
+    with phase("partition"):
+        if barriers is not None:
+            vocabulary = split_vocabulary(graph, ranks, stages, barriers)
+            if samples is not None:
+                others = [_copied(other) for other in samples.graphs]
+                for other in others:
+                    split_vocabulary(other, ranks, stages, barriers)
+                samples = samples.of(graph, others)
+        try:
+            partition(graph, stages, device, split_points, vocabulary.lookups if vocabulary else 0)
+        except PartitionError as error:
+            if vocabulary is None:
+                raise
+            raise PartitionError(
+                f"{error} With vocab_parallel the stages share what is left of the model without its "
+                "vocabulary layers: or leave it out."
+            ) from error
+    with phase("passes"):
+        prepare(graph, device)
+    cuts = []
+    for level in levels:
+        own = graph if level == levels[-1] else _copied(graph)
+        with phase("passes"):
+            finish(own, level)
+        with phase("extract"):
+            sections = extract(own)
+            cuts.append(Cut(stages, vocabulary, level, own, sections, messages(sections), samples))
+    return cuts
+
+
+def _copied(graph: fx.Graph) -> fx.Graph:
+    """The same nodes, names and metadata; fake tensors are shared."""
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    copy.output_node().meta = dict(graph.output_node().meta)
+    return copy
 
 
 def prepare(graph: fx.Graph, device: Device) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxpipe.cost.polynomials import Terms
+from fxpipe.cost.symbolic import Terms
 from fxpipe.errors import FxpipeError
 from fxpipe.runtime.batch import Leaf
 from fxpipe.schedule.costs_file import check_costs

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
 from fxpipe.codegen.program import Tied
-from fxpipe.errors import CaptureError
+from fxpipe.errors import CaptureError, LimitError
 from fxpipe.ir.graph import Kind, Section
 from fxpipe.plan.artifact import RankTensors, TensorLayout
 from fxpipe.vocabulary.rows import rows_of
@@ -70,6 +70,21 @@ def weight_bytes(model: nn.Module, held: tuple[RankTensors, ...]) -> tuple[int, 
     """Per rank the bytes of its parameters, gradients and buffers."""
     tensors = _tensors(model, held)
     return tuple(sum(tensors[n].nbytes for n in (*h.parameters, *h.gradients, *h.buffers)) for h in held)
+
+
+def activation_budget(limit: float, weights: Sequence[int]) -> tuple[float, ...]:
+    """Per rank the bytes that the memory limit leaves for activations, given those of its weights.
+
+    Raises LimitError where the weights alone take as much.
+    """
+    worst = max(range(len(weights)), key=weights.__getitem__)
+    if weights[worst] >= limit:
+        raise LimitError(
+            f"The memory limit is {limit:.0f} bytes, and the parameters, gradients and buffers of rank "
+            f"{worst} alone take {weights[worst]}. Raise the limit or use more ranks.",
+            weights[worst],
+        )
+    return tuple(limit - held for held in weights)
 
 
 def layouts_of(

@@ -11,10 +11,10 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from fxpipe.errors import BatchError
-from fxpipe.ir.storage import in_strides, is_dense
+from fxpipe.runtime.tensors import in_strides, is_dense
+from fxpipe.runtime.torch_private import pytree
 
 #: Values whose ``repr`` says all of them.
 _PLAIN = (

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fxpipe.errors import RunError
-from fxpipe.ir.storage import in_strides
+from fxpipe.runtime.tensors import in_strides
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """How a message lies in memory on both sides: shape, strides, dtype."""

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from fxpipe.errors import DeadlockError, FxpipeError, RunError
-from fxpipe.ir.compat import no_modes
 from fxpipe.runtime.comm import Layout, Pending, in_memory_order
+from fxpipe.runtime.torch_private import no_modes
 
 
 @dataclass(frozen=True, eq=False)

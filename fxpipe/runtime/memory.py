@@ -6,9 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from fxpipe.ir.compat import StorageWeakRef, TorchDispatchMode
+from fxpipe.runtime.torch_private import StorageWeakRef, TorchDispatchMode, pytree
 
 
 class SavedBytes(TorchDispatchMode):

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fxpipe.errors import RunError
+from fxpipe.runtime.torch_private import default_store
 
 #: How long a rank waits for another before it gives up.
 TIMEOUT = timedelta(minutes=10)
@@ -115,7 +116,7 @@ class Process:
         atexit.register(stop)
 
     def _watch(self, over: threading.Event) -> None:
-        store = _store()
+        store = default_store()
         try:
             while not store.check([FAILURE]):
                 if over.wait(POLL):
@@ -130,24 +131,20 @@ class Process:
 
     def leave_failure(self, message: str) -> None:
         """Let the other ranks know why this one stops."""
-        _store().set(FAILURE, message.encode(errors="backslashreplace").decode())
+        default_store().set(FAILURE, message.encode(errors="backslashreplace").decode())
 
     def find_failure(self) -> str | None:
         """The message of a rank that stopped, once it is there."""
         end = time.monotonic() + GRACE
         while time.monotonic() < end:
-            if _store().check([FAILURE]):
-                return _store().get(FAILURE).decode()
+            if default_store().check([FAILURE]):
+                return default_store().get(FAILURE).decode()
             time.sleep(0.05)
         return None
 
     @staticmethod
     def _on_wire(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.cuda() if dist.get_backend() == "nccl" else tensor
-
-
-def _store() -> dist.Store:
-    return dist.distributed_c10d._get_default_store()
 
 
 def _backend_for(device: torch.device) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fxpipe.errors import ArtefactError, RunError
+from fxpipe.errors import ArtifactError, RunError
 from fxpipe.runtime.agreement import Traffic, traffic
 
 
@@ -23,7 +23,7 @@ class Program:
 def load_program(source: str, filename: str) -> Program:
     """Run a program's head.  ``filename`` is where the source lies, or a name for it.
 
-    Raises ArtefactError where the source is no program with a ``step``, RunError where its head fails.
+    Raises ArtifactError where the source is no program with a ``step``, RunError where its head fails.
     """
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     namespace: dict[str, Any] = {"__name__": f"fxpipe_program_{abs(hash(filename))}", "__file__": filename}
@@ -31,14 +31,14 @@ def load_program(source: str, filename: str) -> Program:
         tree = ast.parse(source, filename)
         code = compile(tree, filename, "exec")
     except SyntaxError as error:
-        raise ArtefactError(
+        raise ArtifactError(
             f"{filename} is no Python program (line {error.lineno}: {error.msg}). Mend it, or save again."
         ) from error
     except (ValueError, RecursionError, MemoryError) as error:
-        raise ArtefactError(f"{filename} is no Python program ({error}). Mend it, or save again.") from error
+        raise ArtifactError(f"{filename} is no Python program ({error}). Mend it, or save again.") from error
     steps = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "step"]
     if not steps or not isinstance(steps[-1].body[-1], ast.Return):
-        raise ArtefactError(f"{filename} is cut short: no step(rt, batch) that ends in a return. Save again.")
+        raise ArtifactError(f"{filename} is cut short: no step(rt, batch) that ends in a return. Save again.")
     try:
         exec(code, namespace)
     except Exception as error:  # an edited head may raise anything

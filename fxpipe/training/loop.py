@@ -1,47 +1,44 @@
-"""``fxpipe run``: train a saved pipeline on tensors from a file."""
+"""The training loop of ``fxpipe run``: a loaded pipeline trained on tensors from a file."""
 
 from __future__ import annotations
 
 import ast
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
 from rich.progress import track
 from safetensors import SafetensorError, safe_open
 
-from fxpipe.api import load
-from fxpipe.errors import ArtefactError, BatchError
+from fxpipe.errors import BatchError
 from fxpipe.names import terminal
-from fxpipe.pipeline import Pipeline
-from fxpipe.plan.artifact import taken
 from fxpipe.runtime.batch import BatchSpec, Leaf
 from fxpipe.strict import Misfit, open_regular, shown
 from fxpipe.training.recorded import write_spans
 
+if TYPE_CHECKING:
+    from fxpipe.pipeline import Pipeline
+
 
 def train(
-    directory: Path,
+    pipe: Pipeline,
     data: Path,
+    *,
     steps: int | None,
     lr: float,
     clip: float | None,
-    save: Path | None,
-    record: bool = False,
-    offload_directory: Path | None = None,
+    record: Path | None = None,
+    save: Path | None = None,
 ) -> None:
     """Train with AdamW and print the losses (rank 0); all ranks call it alike.
 
     data: a safetensors file with a tensor for each leaf of the batch, under its name; its rows are taken
         in order, a batch a step, from the start again when they are used up.
     steps: None for all whole batches once.
-    record: leave what the last step measured in the directory; see :mod:`fxpipe.training.recorded`.
+    record: the directory that gets the times of the last step; see :mod:`fxpipe.training.recorded`.
+    save: the directory that gets the trained pipeline.
     """
-    problem = taken(save.absolute()) if save is not None else ""
-    if problem:
-        raise ArtefactError(problem)
-    pipe = load(directory, offload_directory=offload_directory)
     tensors = read_data(data, pipe.plan.step.batch)
     rows = rows_of_batch(pipe)
     total = min((t.shape[0] for t in tensors.values() if t.dim()), default=rows)
@@ -59,8 +56,8 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         console.print(f"step {step}  loss {float(loss):.6f}")
-    if record:
-        write_spans(directory, rank, pipe.runtime.record.spans)
+    if record is not None:
+        write_spans(record, rank, pipe.runtime.record.spans)
     if save is not None:
         pipe.save(save)
         console.print(terminal(f"saved: {save}"))

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fxpipe.cost.profile import with_seconds
-from fxpipe.errors import ArtefactError, ScheduleError
+from fxpipe.errors import ArtifactError, ScheduleError
 from fxpipe.ir.graph import Colour, Phase
 from fxpipe.plan.artifact import Plan
 from fxpipe.schedule.costs import Costs, StageCost
@@ -34,7 +34,7 @@ def write_spans(directory: Path, rank: int, spans: RankSpans) -> None:
 def read_spans(directory: Path, ranks: int) -> tuple[RankSpans, ...] | None:
     """The spans of every rank; None where no run was recorded.
 
-    Raises ArtefactError for a file that cannot be read.
+    Raises ArtifactError for a file that cannot be read.
     """
     files = [directory / f"measured{rank}.json" for rank in range(ranks)]
     if not all(map(os.path.exists, files)):
@@ -53,7 +53,7 @@ def _read(file: Path) -> RankSpans:
             if end < start:
                 raise Misfit(f"ends at {end}, before it starts, at {start}", f"spans[{k}]")
     except Misfit as error:
-        raise ArtefactError(f"{file} is damaged: {error}. Record the run again, or remove it.") from error
+        raise ArtifactError(f"{file} is damaged: {error}. Record the run again, or remove it.") from error
     return spans
 
 
@@ -61,7 +61,7 @@ def recorded_costs(plan: Plan, spans: Sequence[RankSpans]) -> Costs:
     """The plan's costs with the stages' times replaced by the medians of their ops; bytes and edges stay.
 
     An op that runs both gradients gives the time of both, shared as in the plan.
-    Raises ArtefactError where the spans are not those of this plan.
+    Raises ArtifactError where the spans are not those of this plan.
     """
     taken: dict[tuple[int, OpKind], list[float]] = defaultdict(list)
     for rank, own in enumerate(spans):
@@ -69,11 +69,11 @@ def recorded_costs(plan: Plan, spans: Sequence[RankSpans]) -> Costs:
             try:
                 op = parse_op(name)
             except ScheduleError as error:
-                raise ArtefactError(
+                raise ArtifactError(
                     f"measured{rank}.json is damaged: {error}. Record the run again."
                 ) from error
             if op.stage >= len(plan.placement) or plan.placement[op.stage] != rank:
-                raise ArtefactError(f"measured{rank}.json holds {name}, which rank {rank} does not run")
+                raise ArtifactError(f"measured{rank}.json holds {name}, which rank {rank} does not run")
             taken[op.stage, op.kind].append(end - start)
     seconds = {}
     for (stage, kind), times in taken.items():

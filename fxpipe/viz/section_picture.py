@@ -9,6 +9,7 @@ import networkx as nx
 import torch
 from torch import fx
 
+from fxpipe.ir.compat import OpOverload
 from fxpipe.ir.graph import Colour, Kind, Origin, Section, Value
 from fxpipe.ir.storage import node_bytes
 from fxpipe.names import dot_label, shortened
@@ -94,7 +95,7 @@ def _parts(ops: list[fx.Node]) -> list[list[fx.Node]]:
 
 def _op(dot: graphviz.Digraph, node: fx.Node, colour: str) -> None:
     origin: Origin = node.meta["origin"]
-    is_aten = isinstance(node.target, torch._ops.OpOverload)
+    is_aten = isinstance(node.target, OpOverload)
     target = str(node.target) if is_aten else getattr(node.target, "__name__", str(node.target))
     where = [shortened(origin.path) or "(the model itself)"]
     if origin.source:

@@ -301,7 +301,7 @@ def test_the_same_processes_can_still_compile_and_run(refused):
 
 def test_directory_that_is_not_empty(refused):
     message = one_message(text(refused, "not empty", 2))
-    assert message.startswith("ArtefactError: ")
+    assert message.startswith("ArtifactError: ")
     assert "is not empty" in message
     assert [file.name for file in (refused / "full").iterdir()] == ["file"]
     assert (refused / "full" / "file").read_text() == "mine"

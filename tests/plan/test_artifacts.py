@@ -24,8 +24,9 @@ from zoo import CASES, Case, Chain, Shape, compiled, numbers
 import fxpipe
 import fxpipe.ir.liveness
 from fxpipe.cli import main
-from fxpipe.errors import ArtefactError, BatchError, FxpipeError, RunError, ScheduleError
-from fxpipe.plan.artifact import FORMAT, Attempt, read_plan
+from fxpipe.errors import ArtifactError, BatchError, FxpipeError, RunError, ScheduleError
+from fxpipe.plan.artifact import FORMAT, Attempt
+from fxpipe.plan.files import read_plan
 from fxpipe.runtime.batch import BatchSpec, Leaf
 from fxpipe.schedule.costs_file import read_costs
 from fxpipe.schedule.handwritten import parse_schedule, read_schedule
@@ -51,7 +52,7 @@ def save_all(directory: Path) -> None:
     )
     attempt = Attempt("1f1b", 1, "plain", 0.1, 0.2, 300.0, "")
     plan = replace(sized.plan, tried=(attempt, replace(attempt, seconds=None, why="no room")))
-    replace(sized, artefact=replace(sized.artefact, plan=plan)).save(directory / "sized")
+    replace(sized, artifact=replace(sized.artifact, plan=plan)).save(directory / "sized")
     fxpipe.ir.liveness.SMALLEST = smallest
 
 
@@ -225,7 +226,7 @@ def test_an_edit_of_the_plan(saved, name, path, value, message):
         message = "layouts['embedding.weight'] is missing"
     else:
         changed(directory, put(path, value))
-    with pytest.raises(ArtefactError) as error:
+    with pytest.raises(ArtifactError) as error:
         used(directory)
     assert str(directory / "plan.json") in str(error.value)
     assert message in str(error.value)
@@ -239,7 +240,7 @@ def test_an_edit_of_the_plan(saved, name, path, value, message):
 def test_a_field_that_is_missing(saved, path):
     directory = saved("offload")
     changed(directory, dropped(path))
-    with pytest.raises(ArtefactError, match=re.escape(f"{path} is missing")):
+    with pytest.raises(ArtifactError, match=re.escape(f"{path} is missing")):
         used(directory)
 
 
@@ -265,7 +266,7 @@ def test_a_plan_that_is_other_text(saved, name):
     edit, message = TEXTS[name]
     file = saved("vocabulary") / "plan.json"
     file.write_bytes(edit(file.read_bytes()))
-    with pytest.raises(ArtefactError, match=re.escape(message)):
+    with pytest.raises(ArtifactError, match=re.escape(message)):
         fxpipe.load(file.parent)
 
 
@@ -295,7 +296,7 @@ def test_something_else_than_a_file(saved, name, instead):
     directory = saved("offload")
     (directory / name).unlink()
     INSTEAD[instead](directory / name)
-    with pytest.raises(ArtefactError, match=re.escape(name)):
+    with pytest.raises(ArtifactError, match=re.escape(name)):
         load_and_run(directory)
 
 
@@ -355,7 +356,7 @@ def test_a_program_that_cannot_run(saved, name):
     edit, message = PROGRAMS[name]
     program = saved("offload") / "rank1.py"
     program.write_bytes(edit(program.read_text()))
-    with pytest.raises((ArtefactError, RunError), match=re.escape(message)):
+    with pytest.raises((ArtifactError, RunError), match=re.escape(message)):
         load_and_run(program.parent)
 
 
@@ -412,7 +413,7 @@ def test_weights_of_something_else(saved, name):
     weights = load_file(file)
     edit(weights)
     save_file(weights, file)
-    with pytest.raises(ArtefactError, match=re.escape(message)) as error:
+    with pytest.raises(ArtifactError, match=re.escape(message)) as error:
         fxpipe.load(file.parent)
     assert str(file) in str(error.value)
 
@@ -420,7 +421,7 @@ def test_weights_of_something_else(saved, name):
 def test_weights_of_another_rank(saved):
     directory = saved("offload")
     shutil.copy(directory / "rank1.safetensors", directory / "rank0.safetensors")
-    with pytest.raises(ArtefactError, match=r"rank0\.safetensors"):
+    with pytest.raises(ArtifactError, match=r"rank0\.safetensors"):
         fxpipe.load(directory)
 
 
@@ -576,6 +577,6 @@ def test_records_that_are_none(saved, text, message):
     directory = saved("offload")
     for rank in range(2):
         (directory / f"measured{rank}.json").write_text(text)
-    with pytest.raises(ArtefactError, match=re.escape(message)):
+    with pytest.raises(ArtifactError, match=re.escape(message)):
         recorded_costs(read_plan(directory), read_spans(directory, 2) or ())
     assert main(["simulate", "--costs", str(directory)]) == 2

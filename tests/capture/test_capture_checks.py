@@ -189,7 +189,7 @@ def test_a_buffer_that_gets_other_values():
 
 def test_constants_are_not_checked():
     pipe = fxpipe.compile(Constants(), batch(2), ranks=2, microbatches=2, schedule="1f1b")
-    assert "expect" not in "".join(pipe.artefact.programs)
+    assert "expect" not in "".join(pipe.artifact.programs)
 
 
 def refused(model: type[nn.Module], example=None, **options) -> str:

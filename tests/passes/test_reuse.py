@@ -245,7 +245,7 @@ def test_same_bits_as_without(options, monkeypatch):
         pipe = fxpipe.compile(model, example, ranks=2, microbatches=3, **options)
         batch = {name: torch.cat([x, x + 1, x.flip(0)]) for name, x in example.items()}
         result = pipe.run_local(batch)
-        forms = sum("out=" in program or "relu_(" in program for program in pipe.artefact.programs)
+        forms = sum("out=" in program or "relu_(" in program for program in pipe.artifact.programs)
         return {"loss": result.loss, "forms": torch.tensor(forms), **result.grads, **dict(pipe.buffers)}
 
     with_reuse = run()

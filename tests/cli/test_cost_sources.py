@@ -11,8 +11,8 @@ from zoo import CASES, Shape, compiled
 
 import fxpipe
 from fxpipe.cli import main
-from fxpipe.errors import ArtefactError, ScheduleError
-from fxpipe.plan.artifact import read
+from fxpipe.errors import ArtifactError, ScheduleError
+from fxpipe.plan.files import read
 from fxpipe.schedule.costs import StageCost, chain
 from fxpipe.schedule.costs_file import read_costs, write_costs
 from fxpipe.training.recorded import read_spans, recorded_costs, write_spans
@@ -150,7 +150,7 @@ def test_medians_of_the_recorded_ops(saved):
     share = planned[1].backward / (planned[1].backward + planned[1].weight)
     assert (second.forward, second.backward) == (1, pytest.approx(8 * share))
     assert second.weight == pytest.approx(8 * (1 - share))
-    with pytest.raises(ArtefactError, match=r"measured0\.json holds F1\.0, which rank 0 does not run"):
+    with pytest.raises(ArtifactError, match=r"measured0\.json holds F1\.0, which rank 0 does not run"):
         recorded_costs(plan, spans[::-1])
 
 

@@ -1,6 +1,6 @@
 """The programs of two small models, line by line, so that a review sees what a change does to them.
 
-After a change that is meant: ``pytest tests/test_golden.py --update-golden``, then read the diff.
+After a change that is meant: ``pytest tests/codegen/test_golden.py --update-golden``, then read the diff.
 """
 
 import difflib
@@ -13,7 +13,7 @@ import torch
 
 import fxpipe
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 def golden_models():
@@ -60,7 +60,7 @@ def update(request) -> bool:
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_programs(name, update):
-    programs = PIPELINES[name]().artefact.programs
+    programs = PIPELINES[name]().artifact.programs
     files = [GOLDEN / f"{name}_rank{rank}.py.golden" for rank in range(len(programs))]
     if update:
         for file, program in zip(files, programs, strict=True):
@@ -76,20 +76,20 @@ def test_programs(name, update):
             lineterm="",
         )
     ]
-    hint = "The programs have changed. If that is meant: pytest tests/test_golden.py --update-golden"
+    hint = "The programs have changed. If that is meant: pytest tests/codegen/test_golden.py --update-golden"
     assert not changes, "\n".join([hint, *changes])
 
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_programs_are_the_same_each_time(name):
-    assert PIPELINES[name]().artefact.programs == PIPELINES[name]().artefact.programs
+    assert PIPELINES[name]().artifact.programs == PIPELINES[name]().artifact.programs
 
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_programs_name_source_lines_without_folders(name):
-    for program in PIPELINES[name]().artefact.programs:
+    for program in PIPELINES[name]().artifact.programs:
         assert set(re.findall(r"# .*\((.*):\d+\)", program)) == {"models.py"}
-        assert str(Path(__file__).parent.parent) not in program
+        assert str(Path(__file__).parents[2]) not in program
 
 
 def test_no_golden_file_is_left_over():

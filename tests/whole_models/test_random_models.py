@@ -1,7 +1,7 @@
 """Random modules with buffers, aliases, in-place ops, shared submodules and repeated calls, under every
 option, against eager in double precision: equal, or too short to be cut.
 
-    FXPIPE_EXAMPLES=2000 pytest tests/test_random_models.py
+    FXPIPE_EXAMPLES=2000 pytest tests/whole_models/test_random_models.py
 """
 
 from __future__ import annotations

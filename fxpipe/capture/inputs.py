@@ -1,0 +1,90 @@
+"""The inputs of a trace: a fake tensor for each parameter, buffer and tensor of the example.
+
+model, example  ──►  one ``Given`` for each placeholder of the traced graph, in its order
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.capture.registered import registered
+from fxpipe.errors import CaptureError
+from fxpipe.ir import compat
+from fxpipe.ir.graph import Input, Kind
+from fxpipe.runtime.batch import batch_leaves
+from fxpipe.runtime.tensors import is_dense
+
+#: Elements of an input whose values are part of the program.
+LARGEST_FIXED = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """One placeholder of the trace, with the tensor that it stands for."""
+
+    input: Input
+    real: torch.Tensor
+    fake: torch.Tensor
+    storage: int  # of the fake tensor, before the trace
+    fixed: bool = False  # its values are part of the program
+
+
+def inputs(
+    model: nn.Module,
+    example: Any,
+    mode: compat.FakeMode,
+    device: torch.device,
+    fixed: Sequence[str],
+) -> list[Given]:
+    """Parameters, buffers and the tensors of the microbatch, in this order."""
+    lazy = [n for n, p in model.named_parameters() if nn.parameter.is_lazy(p)]
+    if lazy:
+        raise CaptureError(
+            f"The parameter {lazy[0]!r} has no shape yet (a lazy module). Run the model on one batch first."
+        )
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            layout = "nested (jagged)" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            raise CaptureError(
+                f"A tensor of the model or the example is {layout}; fxpipe takes dense ones. Pad it, or "
+                "make it from dense tensors inside the forward."
+            )
+        if tensor.is_meta:
+            with mode:
+                return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        return mode.from_tensor(tensor.detach() if is_dense(tensor) else tensor.detach().contiguous())
+
+    given: list[Given] = []
+
+    def add(kind: Kind, name: str, real: torch.Tensor, stand_in: torch.Tensor) -> None:
+        fix = kind is Kind.BATCH and name in fixed
+        for attribute, value in vars(real).items():  # what the model hung on the tensor
+            setattr(stand_in, attribute, value)
+        given.append(Given(Input(kind, name), real, stand_in, stand_in.untyped_storage()._cdata, fix))
+
+    for found in registered(model):
+        stand_in = fake(found.tensor)
+        if found.kind is Kind.PARAMETER:
+            stand_in.requires_grad_(found.tensor.requires_grad)
+            compat.mark_as_parameter(stand_in)
+        add(found.kind, found.name, found.tensor, stand_in)
+    leaves = dict(batch_leaves(example))
+    for name in fixed:
+        if not isinstance(leaves.get(name), torch.Tensor):
+            tensors = ", ".join(n for n, x in leaves.items() if isinstance(x, torch.Tensor))
+            raise CaptureError(f"fixed names {name!r}, which is no tensor of the example. It has: {tensors}.")
+        if leaves[name].numel() > LARGEST_FIXED:
+            raise CaptureError(
+                f"fixed names {name!r}, which has {leaves[name].numel()} elements: at most {LARGEST_FIXED} "
+                "can be written into a program."
+            )
+    for name, leaf in leaves.items():
+        if isinstance(leaf, torch.Tensor):
+            add(Kind.BATCH, name, leaf, fake(leaf).requires_grad_(leaf.requires_grad))
+    return given

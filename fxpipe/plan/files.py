@@ -1,0 +1,217 @@
+"""A compiled pipeline on disk, as :mod:`fxpipe.plan.artifact` describes it, written and read.
+
+    rank0.py …  rank0.safetensors …  rank0.sha256 …  plan.json
+
+Nothing is pickled.  A directory is written beside its place and moved there whole.  A directory that is read
+can come from anywhere: the plan is checked field by field, the programs are not run, and ``rank0.sha256`` (as
+sha256sum writes it) shows which files have changed since they were saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from fxpipe.errors import ArtifactError
+from fxpipe.plan.artifact import Artifact, Plan
+from fxpipe.plan.plan_check import dtype_of
+from fxpipe.runtime.process import Process
+from fxpipe.runtime.tensors import in_strides
+from fxpipe.strict import MEBIBYTE, Misfit, open_regular, read_text, shown
+
+MOST_PLAN_BYTES, MOST_PROGRAM_BYTES = 32 * MEBIBYTE, 64 * MEBIBYTE
+AGAIN = "Save the pipeline again."
+
+
+@contextlib.contextmanager
+def new_directory(path: Path, process: Process | None) -> Iterator[Path]:
+    """A directory to fill, which becomes ``path`` if all goes well and vanishes if not.
+
+    Under torchrun all ranks fill the same one.
+    """
+    path = path.absolute()
+    draft = path.with_name(f".{path.name}.draft")
+    leads = process is None or process.rank == 0
+    problem = _begin(path, draft) if leads else ""
+    if process is not None:
+        problem = process.share(problem.encode(errors="backslashreplace") if leads else None).decode()
+    if problem:
+        raise ArtifactError(problem)
+    try:
+        yield draft
+        if process is not None:
+            process.barrier()
+        if leads:
+            if path.exists():
+                path.rmdir()
+            draft.rename(path)
+        if process is not None:
+            process.barrier()
+    finally:
+        if leads:
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def _begin(path: Path, draft: Path) -> str:
+    """Make the draft; return what stands in the way."""
+    problem = taken(path)
+    if problem:
+        return problem
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+    except (OSError, ValueError) as error:  # ValueError: a path with a null byte
+        return f"{path} cannot be written: {error}"
+    return ""
+
+
+def taken(path: Path) -> str:
+    """Why no pipeline can be saved at ``path``; empty if one can."""
+    if path.exists() and not path.is_dir():
+        return f"{path} is a file. Name a new directory to save the pipeline in."
+    if path.exists() and any(path.iterdir()):
+        return f"{path} is not empty. Name a new directory, or remove it first."
+    return ""
+
+
+def write_programs(artifact: Artifact, directory: Path) -> None:
+    """Raises ArtifactError for what would be too large to be read again."""
+    texts = {f"rank{rank}.py": source.encode() for rank, source in enumerate(artifact.programs)}
+    texts["plan.json"] = artifact.plan.to_json().encode()
+    for name, text in texts.items():
+        most = MOST_PLAN_BYTES if name == "plan.json" else MOST_PROGRAM_BYTES
+        if len(text) > most:
+            raise ArtifactError(
+                f"{name} would be larger than {most // MEBIBYTE} MiB, and not be read again. Take fewer "
+                "microbatches, or offload less."
+            )
+        (directory / name).write_bytes(text)
+
+
+def write_tensors(tensors: Mapping[str, torch.Tensor], program: str, directory: Path, rank: int) -> None:
+    """What a rank holds, and the checksums of that and of its program."""
+    path = directory / f"rank{rank}.safetensors"
+    save_file(apart(tensors), path)
+    sums = {f"rank{rank}.py": hashlib.sha256(program.encode()).hexdigest(), path.name: _checksum(path)}
+    lines = (f"{checksum}  {name}\n" for name, checksum in sums.items())
+    (directory / f"rank{rank}.sha256").write_text("".join(lines))
+
+
+def apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors on the CPU, contiguous and each with memory of its own, as safetensors wants them."""
+    return {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+
+
+def laid_out(tensors: Mapping[str, torch.Tensor], plan: Plan) -> dict[str, torch.Tensor]:
+    """The tensors with the strides that the programs were made for."""
+    return {name: in_strides(t, plan.layouts[name].stride) for name, t in tensors.items()}
+
+
+def read_plan(directory: Path) -> Plan:
+    """The plan of a saved pipeline.  Raises ArtifactError where there is none, or one that cannot be."""
+    path = directory / "plan.json"
+    if not os.path.exists(path):
+        raise ArtifactError(f"{directory} holds no saved pipeline: there is no plan.json in it.")
+    try:
+        text = read_text(path, MOST_PLAN_BYTES)
+    except Misfit as error:
+        raise ArtifactError(f"{path} {error}. {AGAIN}") from error
+    return Plan.from_json(text, str(path))
+
+
+def read(directory: Path) -> tuple[Plan, tuple[str, ...]]:
+    """Plan and programs of a saved pipeline."""
+    plan = read_plan(directory)
+    for rank in range(plan.ranks):
+        for file in (f"rank{rank}.py", f"rank{rank}.safetensors", f"rank{rank}.sha256"):
+            if not os.path.exists(directory / file):
+                raise ArtifactError(f"{directory} is cut short: {file} is missing. {AGAIN}")
+    return plan, tuple(_program(directory / f"rank{rank}.py") for rank in range(plan.ranks))
+
+
+def _program(path: Path) -> str:
+    try:
+        return read_text(path, MOST_PROGRAM_BYTES)
+    except Misfit as error:
+        raise ArtifactError(f"{path} is no program: it {error}. Mend it, or save again.") from error
+
+
+def read_tensors(directory: Path, plan: Plan, rank: int) -> dict[str, torch.Tensor]:
+    """What the rank holds; raises ArtifactError if its file does not hold just that, in the plan's layouts.
+
+    Warns where weights or program are not those that were saved.
+    """
+    path, held = directory / f"rank{rank}.safetensors", plan.tensors[rank]
+    names = (*held.parameters, *held.buffers, *held.constants)
+    with open_tensors(path) as file:
+        found = set(file.keys())
+        for name in sorted(found.symmetric_difference(names)):
+            wrong = "does not hold" if name not in found else "holds, beside what the rank needs,"
+            raise ArtifactError(f"{path} {wrong} {shown(name)}. {AGAIN}")
+        for name in names:
+            _check_shape(path, name, file.get_slice(name).get_shape(), plan)
+        tensors = {name: file.get_tensor(name) for name in names}
+    for name, tensor in tensors.items():
+        if tensor.dtype != dtype_of(plan.layouts[name].dtype):
+            raise ArtifactError(
+                f"{path} holds {shown(name)} as {tensor.dtype}, and the programs need "
+                f"{plan.layouts[name].dtype}. {AGAIN}"
+            )
+    _tell_changes(directory, rank)
+    return laid_out(tensors, plan)
+
+
+def _check_shape(path: Path, name: str, shape: list[int], plan: Plan) -> None:
+    if tuple(shape) != plan.layouts[name].shape:
+        raise ArtifactError(
+            f"{path} holds {shown(name)} in shape {tuple(shape)}, and the programs need "
+            f"{plan.layouts[name].shape}. {AGAIN}"
+        )
+
+
+@contextlib.contextmanager
+def open_tensors(path: Path) -> Iterator[Any]:
+    """A safetensors file whose tensors are read one by one; ArtifactError for all that is wrong with it."""
+    try:
+        open_regular(path).close()
+        with safe_open(path, "pt") as file:
+            yield file
+    except (Misfit, OSError, SafetensorError) as error:
+        wrong = error if isinstance(error, Misfit) else f"is damaged or cut short: {error}"
+        raise ArtifactError(f"{path} {wrong}. {AGAIN}") from error
+
+
+def _tell_changes(directory: Path, rank: int) -> None:
+    """Warn of what is not as it was saved: it is used as it is now."""
+    path = directory / f"rank{rank}.sha256"
+    try:
+        lines = read_text(path, MEBIBYTE).splitlines()
+    except Misfit as error:
+        raise ArtifactError(f"{path} {error}. {AGAIN}") from error
+    sums = {name: checksum for checksum, _, name in (line.partition("  ") for line in lines)}
+    for name, changed in (
+        (f"rank{rank}.py", "was edited since it was saved, and runs as it is now"),
+        (
+            f"rank{rank}.safetensors",
+            "holds other weights than were saved: replaced ones, or damaged ones",
+        ),
+    ):
+        if name not in sums:
+            raise ArtifactError(f"{path} is damaged or cut short: it has no checksum of {name}. {AGAIN}")
+        if _checksum(directory / name) != sums[name]:
+            warnings.warn(f"{directory / name} {changed}.", stacklevel=4)
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,33 @@
+"""How a tensor lies in memory: the bytes that it spans, whether it fills them, its strides."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+def storage_bytes(tensor: torch.Tensor) -> int:
+    """Bytes that the elements of a tensor span in memory (an expanded dimension costs nothing)."""
+    if tensor.numel() == 0:
+        return 0
+    span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return span * tensor.element_size()
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a block of memory without holes or overlap, in whatever order."""
+    return storage_bytes(tensor) == tensor.numel() * tensor.element_size() and not _overlaps(tensor)
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    dims = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
+    sizes = [n for _, n in dims]
+    return any(s != math.prod(sizes[:i]) for i, (s, _) in enumerate(dims))
+
+
+def in_strides(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """The tensor, copied if it lies in memory otherwise."""
+    if tensor.stride() == stride:
+        return tensor
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

@@ -1,0 +1,109 @@
+"""Which modules are loaded: by the help no torch, by programs no compiler, by saved pipelines no search."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import fxpipe
+
+HEAVY = {"numba", "networkx", "graphviz", "sympy", "rich", "cattrs"}
+
+
+def loaded(code: str, *arguments: object) -> set[str]:
+    """The modules that are loaded after a program, in a process of its own."""
+    report = "\nimport json, sys\nprint('\\n' + json.dumps(sorted(sys.modules)))"
+    command = [sys.executable, "-c", code + report, *map(str, arguments)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return set(json.loads(run.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("argument", ["--help", "--version"])
+def test_help_needs_no_torch(argument):
+    modules = loaded(
+        "import contextlib, sys\nfrom fxpipe.cli import main\n"
+        "with contextlib.suppress(SystemExit): main(sys.argv[1:])",
+        argument,
+    )
+    assert not modules & {"torch", *HEAVY}
+
+
+def test_the_package_by_itself_loads_nothing():
+    assert not loaded("import fxpipe") & {"torch", *HEAVY}
+
+
+def test_every_public_name_can_be_had():
+    assert all(getattr(fxpipe, name) is not None for name in fxpipe.__all__)
+    assert set(fxpipe.__all__) <= set(dir(fxpipe))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = fxpipe.nothing
+
+
+def test_old_spellings_are_accepted_with_a_warning():
+    with pytest.warns(DeprecationWarning, match="ArtifactError"):
+        assert fxpipe.ArtefactError is fxpipe.ArtifactError
+
+
+RUN = """
+import sys
+from pathlib import Path
+import torch
+from fxpipe.runtime.batch import BatchSpec
+from fxpipe.runtime.local import LocalComm, LocalWorld
+from fxpipe.runtime.program import load_program
+from fxpipe.runtime.rank import Runtime, StepSpec
+from safetensors.torch import load_file
+
+directory = Path(sys.argv[1])
+example = {"x": torch.ones(2, 4), "y": torch.ones(2, 3)}
+params = load_file(directory / "rank0.safetensors")
+grads = {name: torch.zeros_like(p) for name, p in params.items()}
+spec = StepSpec(1, 2, BatchSpec.of(example), 0, "torch.float32", False, 0, "torch.float32")
+rt = Runtime(0, spec, LocalComm(LocalWorld(1), 0), params, grads, {}, {})
+program = load_program((directory / "rank0.py").read_text(), "rank0.py")
+rt.start()
+loss = program.step(rt, {name: x.repeat(2, 1) for name, x in example.items()})
+assert loss.isfinite() and all(g.abs().sum() > 0 for g in grads.values())
+"""
+
+
+class Dropped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x, y):
+        return (nn.functional.dropout(self.linear(x), 0.1) - y).square().mean()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    torch.manual_seed(0)
+    example = {"x": torch.randn(2, 4), "y": torch.randn(2, 3)}
+    directory = tmp_path_factory.mktemp("light") / "saved"
+    fxpipe.compile(Dropped(), example, ranks=1, microbatches=2, schedule="1f1b").save(directory)
+    return directory
+
+
+def test_a_program_runs_on_the_runtime_alone(saved):
+    modules = loaded(RUN, saved)
+    own = {name for name in modules if name.split(".")[0] == "fxpipe"}
+    beyond = {name for name in own if not name.startswith("fxpipe.runtime")}
+    assert beyond <= {"fxpipe", "fxpipe.errors", "fxpipe.version"}
+    assert len(own) <= 20, sorted(own)
+    assert not modules & HEAVY
+
+
+def test_a_saved_pipeline_trains_without_the_compiler(saved):
+    modules = loaded(
+        "import sys, torch, fxpipe\npipe = fxpipe.load(sys.argv[1])\n"
+        "pipe.step({'x': torch.ones(4, 4), 'y': torch.ones(4, 3)})",
+        saved,
+    )
+    compiler = {"compiler", "choose", "options", "capture", "partition", "passes", "codegen", "viz"}
+    assert not modules & {f"fxpipe.{name}" for name in compiler}
+    assert not modules & (HEAVY - {"cattrs"})  # cattrs reads the plan
