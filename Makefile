@@ -13,7 +13,7 @@ TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 help:
 	@echo "make demo       compile a small GPT-2 into 4 rank programs and train it here; see build/demo/"
 	@echo "make test       run the tests            (make test ARGS='-k text' runs some of them)"
-	@echo "make lint       check style and types    (ruff, mypy)"
+	@echo "make lint       check style, types and walls  (ruff, mypy, import-linter)"
 	@echo "make coverage   compile some hundreds of models that others wrote, compare with eager (hours); docs/coverage.md"
 	@echo "                (make coverage ARGS='--only llama --options auto' tries some of them)"
 	@echo "make env        only make .venv and install into it"
@@ -29,6 +29,7 @@ lint: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo --no-cache
 
 # An environment of its own, with the libraries whose models are tried.
 COVERAGE := .venv-coverage

@@ -70,7 +70,8 @@ def dot_label(lines: Iterable[str]) -> str:
     """A label or tooltip of graphviz, to be given to the ``graphviz`` package."""
     import graphviz  # here, as programs and the command line's help draw nothing
 
-    return graphviz.escape("\n".join(printable(line).replace("&", "&amp;") for line in lines))
+    label: str = graphviz.escape("\n".join(printable(line).replace("&", "&amp;") for line in lines))
+    return label
 
 
 def dot_html(text: str) -> str:

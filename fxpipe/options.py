@@ -128,7 +128,9 @@ def _check_given(options: Options, schedule: Schedule) -> None:
 def parse_bytes(limit: float | str) -> float:
     """``"16GiB"``, ``"800 MB"`` or a number, in bytes.  Raises ScheduleError for what is no such thing."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", str(limit).strip())
-    unit = None if match is None else {name.lower(): n for name, n in _UNITS.items()}.get(match[2].lower())
+    unit: int | None = (
+        None if match is None else {name.lower(): n for name, n in _UNITS.items()}.get(match[2].lower())
+    )
     if match is None or unit is None or float(match[1]) == 0:
         raise ScheduleError(
             f"The memory limit is {limit!r}; give a number of bytes above 0 or a text such as '16GiB' "

@@ -226,12 +226,16 @@ def _object_hook(kind: Any, converter: cattrs.Converter) -> Callable[[Any, Any],
     return structured
 
 
+def _origin(kind: Any) -> Any:
+    return get_origin(kind)
+
+
 def _converter() -> cattrs.Converter:
     made = cattrs.Converter(forbid_extra_keys=True)
     made.register_structure_hook_factory(lambda kind: hasattr(kind, "__dataclass_fields__"), _object_hook)
-    made.register_structure_hook_factory(lambda kind: get_origin(kind) is tuple, _tuple_hook)
-    made.register_structure_hook_factory(lambda kind: get_origin(kind) is dict, _dict_hook)
-    made.register_structure_hook_func(lambda kind: get_origin(kind) is Literal, _literal)
+    made.register_structure_hook_factory(lambda kind: _origin(kind) is tuple, _tuple_hook)
+    made.register_structure_hook_factory(lambda kind: _origin(kind) is dict, _dict_hook)
+    made.register_structure_hook_func(lambda kind: _origin(kind) is Literal, _literal)
     made.register_structure_hook(int, _exactly("a whole number of at most 63 bits", _is_int))
     made.register_structure_hook(bool, _exactly("true or false", lambda value: type(value) is bool))
     made.register_structure_hook(str, _text)

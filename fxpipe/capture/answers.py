@@ -95,7 +95,8 @@ class Answers:
                 return None
             with compat.no_modes():
                 places += picked.unbind(1)
-        return aten.index.Tensor(tensor, places)
+        found: torch.Tensor = aten.index.Tensor(tensor, places)
+        return found
 
     def _picked(self, mask: torch.Tensor) -> torch.Tensor | None:
         """The positions of what is not zero, if these are known: a real tensor."""

@@ -74,7 +74,8 @@ def _copy(graph: fx.Graph, value: fx.Node, read: fx.Node | None) -> fx.Node:
 
 
 def _first_op(graph: fx.Graph) -> fx.Node:
-    return next(n for n in graph.nodes if n.op == "call_function")
+    first: fx.Node = next(n for n in graph.nodes if n.op == "call_function")
+    return first
 
 
 def _set_buffers(graph: fx.Graph, buffers: dict[str, fx.Node]) -> None:

@@ -175,4 +175,5 @@ def _outputs(flat: list[fx.Node], layout: dict[str, Any], written: dict[str, fx.
 
 
 def _origin(node: Any) -> Origin:
-    return node.meta.get("origin", Origin())
+    origin: Origin = node.meta.get("origin", Origin())
+    return origin

@@ -33,7 +33,8 @@ _RANDOM_FROM = getattr(torch.ops.aten.random_, "from")
 
 
 def _random_from(x: torch.Tensor, low: int, high: int) -> torch.Tensor:
-    return torch.ops.aten.random_.to(x, high - low).add_(low)
+    drawn: torch.Tensor = torch.ops.aten.random_.to(x, high - low)
+    return drawn.add_(low)
 
 
 class Provenance(compat.TorchDispatchMode):
@@ -44,7 +45,7 @@ class Provenance(compat.TorchDispatchMode):
     """
 
     def __init__(self, model: nn.Module, inputs: Sequence[tuple[Kind, torch.Tensor]]):
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.answers = Answers(inputs, self.place)
         self._paths: list[str] = []
         self._seq: int | None = None  # of the op that runs backward
@@ -61,11 +62,11 @@ class Provenance(compat.TorchDispatchMode):
             push = _Push(self._paths, path)
             self._handles.append(module.register_forward_pre_hook(push, prepend=True))
             self._handles.append(module.register_forward_hook(self._pop))
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        super().__exit__(*exc)
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
         for handle in self._handles:
             handle.remove()
 

@@ -302,8 +302,8 @@ def _loss_of(
     return loss.reshape(()) if loss.dim() else loss, count
 
 
-def _count_of(count: Any, gradients: bool) -> torch.Tensor:
-    count = torch.as_tensor(count)
+def _count_of(given: Any, gradients: bool) -> torch.Tensor:
+    count: torch.Tensor = torch.as_tensor(given)
     if count.numel() != 1 or count.is_complex():
         raise CaptureError(
             f"The count that loss_fn returned is no number, but {_kind_of(count)}. Return (sum, count) with "

@@ -85,11 +85,12 @@ def compiling_flags() -> Iterator[None]:
 
 def current_sequence_number() -> int:
     """The sequence number of the autograd node that was made last on this thread."""
-    return torch.autograd._get_sequence_nr() - 1
+    autograd: Any = torch.autograd
+    return int(autograd._get_sequence_nr()) - 1
 
 
 def sequence_number(grad_fn: Any) -> int:
-    return grad_fn._sequence_nr()
+    return int(grad_fn._sequence_nr())
 
 
 def gradient_hooks(parameter: torch.Tensor) -> list[Any]:
@@ -129,7 +130,8 @@ def traced_constants() -> torch.nn.Module:
     mode = get_proxy_mode()
     assert mode is not None, "no make_fx trace is running"
     tracer: Any = mode.tracer
-    return tracer.root
+    root: torch.nn.Module = tracer.root
+    return root
 
 
 def traced_node(tensor: torch.Tensor) -> torch.fx.Node | None:

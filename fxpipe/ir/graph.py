@@ -19,9 +19,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from torch import fx
+if TYPE_CHECKING:
+    from torch import fx
 
 _T = TypeVar("_T")
 

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from fxpipe.ir.compat import pytree
-from fxpipe.ir.graph import Phase, offload, read_buffer, reload
+from fxpipe.ir.graph import Colour, Phase, offload, read_buffer, reload
 from fxpipe.runtime.tensors import storage_bytes
 
 aten = torch.ops.aten
@@ -109,7 +109,8 @@ def last_uses(graph: fx.Graph) -> dict[fx.Node, fx.Node | None]:
 
 
 def _stage(node: fx.Node) -> int:
-    return node.meta["colour"].stage
+    colour: Colour = node.meta["colour"]
+    return colour.stage
 
 
 _TURNS = {phase: turn for turn, phase in enumerate(Phase)}
@@ -134,7 +135,7 @@ def call_nodes(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.nodes if n.op == "call_function"]
 
 
-def output_dict(graph: fx.Graph) -> dict:
+def output_dict(graph: fx.Graph) -> dict[str, Any]:
     """The dict described at ``fxpipe.ir.graph.OUTPUTS``."""
     return graph.output_node().args[0]  # type: ignore[return-value]
 

@@ -10,6 +10,7 @@ import math
 import operator
 from collections.abc import Sequence, Set
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from torch import fx
@@ -23,6 +24,7 @@ from fxpipe.partition.cuts import choose_cuts
 from fxpipe.partition.recomputable import Free, free_nodes
 
 aten = torch.ops.aten
+_Amount = TypeVar("_Amount", int, float)
 
 
 def partition(
@@ -183,7 +185,7 @@ def _buffer_spans(graph: fx.Graph, home: dict[fx.Node, int]) -> dict[str, tuple[
     return spans
 
 
-def _add(steps: list, first: int, last: int, amount: float) -> None:
+def _add(steps: list[_Amount], first: int, last: int, amount: _Amount) -> None:
     """Add ``amount`` to every cut between positions ``first`` and ``last``."""
     if last > first:
         steps[first] += amount

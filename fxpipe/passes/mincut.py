@@ -8,6 +8,7 @@ The flow runs from the users back to what has to be kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 from torch import fx
@@ -69,7 +70,7 @@ def _entry(nodes: dict[fx.Node, int], node: fx.Node) -> int:
 
 
 @compiled
-def _users_side(count, ends, room, source, sink):
+def _users_side(count: int, ends: Any, room: Any, source: int, sink: int) -> Any:
     """Per vertex whether a minimum cut leaves it with the source; the largest such side (Dinic's algorithm).
 
     Edge e goes from ends[e ^ 1] to ends[e]; room[e] is its capacity, and what is left of it afterwards.

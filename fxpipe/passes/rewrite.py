@@ -39,7 +39,8 @@ def clone_into(
 
 
 def gradients(graph: fx.Graph) -> dict[str, tuple[fx.Node, ...]]:
-    return output_dict(graph)["grads"]
+    found: dict[str, tuple[fx.Node, ...]] = output_dict(graph)["grads"]
+    return found
 
 
 def set_gradients(graph: fx.Graph, grads: dict[str, tuple[fx.Node, ...]]) -> None:

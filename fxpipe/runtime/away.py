@@ -229,4 +229,5 @@ class Host:
         with torch.cuda.stream(side):
             side.wait_event(ready)
             target.copy_(source, non_blocking=True)
-            return side.record_event()
+            done: torch.cuda.Event = side.record_event()
+            return done

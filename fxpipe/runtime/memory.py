@@ -18,7 +18,7 @@ class SavedBytes(TorchDispatchMode):
     """
 
     def __init__(self, given: Iterable[torch.Tensor]):
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._held = list(given)  # kept alive, so that no new storage gets the address of one of these
         self._ignored = {t.untyped_storage()._cdata for t in self._held}
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -37,7 +37,8 @@ class SavedBytes(TorchDispatchMode):
         reference = StorageWeakRef(storage)
         if reference.cdata not in self._ignored:
             self._live[reference.cdata] = (reference, storage.nbytes())
-        return reference.cdata
+        key: int = reference.cdata
+        return key
 
     def arrived(self, tensor: torch.Tensor) -> None:
         self._arrived.add(self._watch(tensor))

@@ -138,7 +138,8 @@ class Process:
         end = time.monotonic() + GRACE
         while time.monotonic() < end:
             if default_store().check([FAILURE]):
-                return default_store().get(FAILURE).decode()
+                message: bytes = default_store().get(FAILURE)
+                return message.decode()
             time.sleep(0.05)
         return None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
@@ -11,6 +13,6 @@ from torch.utils._python_dispatch import _disable_current_modes as no_modes
 __all__ = ["StorageWeakRef", "TorchDispatchMode", "default_store", "no_modes", "pytree"]
 
 
-def default_store() -> dist.Store:
+def default_store() -> Any:
     """The key-value store that torchrun's processes share."""
     return dist.distributed_c10d._get_default_store()

@@ -46,7 +46,8 @@ class PipelineOptimizer:
         """The 2-norm of all gradients of the model."""
         grads = [p.grad for p in self._counted.values() if p.grad is not None]
         mine = sum(float(g.double().square().sum()) for g in grads)
-        return self._sum_over_ranks(mine) ** 0.5
+        norm: float = self._sum_over_ranks(mine) ** 0.5
+        return norm
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         self.optimizer.zero_grad(set_to_none=set_to_none)

@@ -62,7 +62,7 @@ def is_uniform(node: fx.Node, dim: int) -> bool:
     """Is the value the same all along a dimension (counted from the last), expanded from one element?"""
     if node.target is not aten.expand.default:
         return False
-    before = node.args[0].meta["val"]  # type: ignore[union-attr]
+    before: torch.Tensor = node.args[0].meta["val"]  # type: ignore[union-attr]
     return before.dim() < -dim or before.shape[dim] == 1
 
 
@@ -138,8 +138,9 @@ def _through_view(node: fx.Node, at: int) -> int:
 def _through_transpose(node: fx.Node, at: int) -> int:
     if node.target is aten.t.default:
         return 1 - at
-    one, other = (dim % node.meta["val"].dim() for dim in node.args[1:])
-    return {one: other, other: one}.get(at, at)
+    one, other = (int(dim) % node.meta["val"].dim() for dim in node.args[1:])  # type: ignore[arg-type]
+    swapped: dict[int, int] = {one: other, other: one}
+    return swapped.get(at, at)
 
 
 def _through_permute(node: fx.Node, at: int) -> int:
@@ -148,14 +149,14 @@ def _through_permute(node: fx.Node, at: int) -> int:
 
 
 def _through_select(node: fx.Node, at: int) -> int:
-    dim = node.args[1] % node.args[0].meta["val"].dim()  # type: ignore
+    dim: int = node.args[1] % node.args[0].meta["val"].dim()  # type: ignore
     if dim == at:
         raise whole(node)
     return at - (dim < at)
 
 
 def _through_select_backward(node: fx.Node, at: int) -> int:
-    dim = node.args[2] % node.meta["val"].dim()
+    dim: int = node.args[2] % node.meta["val"].dim()
     return at + (dim <= at)
 
 
@@ -207,4 +208,6 @@ def _of_operands(node: fx.Node, axes: dict[fx.Node, int]) -> int | None:
             axes[n] = val.dim() + place
         elif n.op != "placeholder":
             return None
-    return node.meta["val"].dim() + place
+    dims: int = node.meta["val"].dim()
+    found: int = dims + place
+    return found

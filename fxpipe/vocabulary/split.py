@@ -106,7 +106,7 @@ def _add_up(graph: fx.Graph, old: fx.Node, parts: list[fx.Node], origin: Origin)
 
 def _before_projection(product: fx.Node) -> Origin:
     """Where the gradient of what was projected belongs: to the op that made it."""
-    own = product.meta["origin"]
+    own: Origin = product.meta["origin"]
     made: fx.Node | None = next(
         n
         for n in call_nodes(product.graph)
