@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 import transformers as hf
 from torch import nn
-from zoo import Case
+from zoo import Case, Shape
 
 VOCABULARY, LENGTH, CLASSES = 96, 10, 5
 #: What the families that descend from Llama share.
@@ -231,3 +231,11 @@ def same_word_loss(output: Any, batch: Any) -> torch.Tensor:
     """For masked words, translated words and classes: logits and labels stand side by side."""
     logits = output.logits
     return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), batch["labels"].flatten())
+
+
+def label(value: Any) -> str:
+    """A shape or a dtype as the name of a test."""
+    if isinstance(value, Shape):
+        chunks = "" if value.stages_per_rank is None else f"-{value.stages_per_rank}{value.placement}"
+        return f"{value.ranks}-{value.schedule}{chunks}"
+    return {torch.float32: "fp32", torch.float64: "fp64"}.get(value, str(value))

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from models import MODELS, in_precision
-from test_models import label
+from models import MODELS, in_precision, label
 from zoo import CASES, Case, Shape, compiled
 
 MICROBATCHES = 6

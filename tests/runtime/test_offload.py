@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import MODELS
-from test_schedule_offload import timeline
 from torch import fx, nn
 
 import fxpipe
@@ -26,9 +25,14 @@ from fxpipe.ir.storage import call_nodes, storage_root
 from fxpipe.ir.verify import verify
 from fxpipe.runtime.away import Away, Disk
 from fxpipe.runtime.process import TIMEOUT
+from fxpipe.schedule.costs import StageCost, chain
+from fxpipe.schedule.families import build
 from fxpipe.schedule.offload import offload as plan_offload
+from fxpipe.schedule.offload import with_link
 from fxpipe.schedule.ops import Direction
 from fxpipe.schedule.pool import pools
+from fxpipe.schedule.simulator import simulate
+from fxpipe.schedule.timeline import Timeline
 
 MICROBATCHES = 8
 FAST = 1e12  # bytes a second: the tests' models are small, and so are the times that a transfer has
@@ -294,6 +298,14 @@ def test_what_comes_back_from_disk_is_what_went(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def timeline(name: str, ranks: int, microbatches: int, chunks: int, k: float) -> Timeline:
+    """Equal stages, of whose saved bytes half are kept for W; ``k``: of the link."""
+    stage = StageCost(1 / chunks, 1 / chunks, 1 / chunks, 1 / chunks, 0.5 / chunks)
+    costs = chain([stage] * (ranks * chunks))
+    schedule = build(name, ranks=ranks, microbatches=microbatches, costs=costs, stages_per_rank=chunks)
+    return simulate(schedule, with_link(costs, k, 1))
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     st.sampled_from(["1f1b", "zb-h1", "interleaved", "gis"]),
@@ -303,7 +315,7 @@ def test_what_comes_back_from_disk_is_what_went(tmp_path):
 )
 def test_places_in_the_pool_do_not_overlap_while_they_are_needed(name, ranks, microbatches, k):
     chunks = 2 if name in ("interleaved", "gis") else 1
-    schedule = plan_offload(timeline(name, ranks, microbatches, chunks, k, kept=0.5), 1.0).timeline.schedule
+    schedule = plan_offload(timeline(name, ranks, microbatches, chunks, k), 1.0).timeline.schedule
     sizes = {(s, u): 10 + s + 3 * (u is Phase.W) for s in range(schedule.stages) for u in (Phase.B, Phase.W)}
     found = pools(schedule, sizes)
     times: dict[int, list] = {rank: [] for rank in range(ranks)}

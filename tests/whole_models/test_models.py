@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import MODELS, in_precision, next_word_loss, own_loss, same_word_loss
+from models import MODELS, in_precision, label, next_word_loss, own_loss, same_word_loss
 from zoo import Case, Shape, compiled, eager, relative_error, too_far
 
 MICROBATCHES = 4
@@ -43,13 +43,6 @@ def check(case: Case, shape: Shape, dtype: torch.dtype) -> None:
     assert {g.dtype for g in result.grads.values()} == {dtype}
     assert relative_error(result.loss, expected.loss) <= LIMIT[dtype]
     assert too_far(result.grads, expected.grads, LIMIT[dtype]) == {}
-
-
-def label(value) -> str:
-    if isinstance(value, Shape):
-        chunks = "" if value.stages_per_rank is None else f"-{value.stages_per_rank}{value.placement}"
-        return f"{value.ranks}-{value.schedule}{chunks}"
-    return {SINGLE: "fp32", DOUBLE: "fp64"}.get(value, str(value))
 
 
 @pytest.mark.parametrize(("shape", "dtype"), SHAPES, ids=label)
