@@ -2,7 +2,7 @@
 
 A GPT-2 of Hugging Face (4 layers, hidden 4096, 32 heads, sequence 4096, vocabulary 8192, bfloat16, no
 dropout), microbatches of one sequence, gpipe with two stages on one GPU, in one process: the first stage's
-activations stay the longest.  Forward and backward, no optimiser.  fxpipe compiles it twice, with costs
+activations stay the longest.  Forward and backward, no optimizer.  fxpipe compiles it twice, with costs
 measured here: without offload, and with offload=0.5.  Both work on the same weights and take turns, step by
 step.  The microbatches are 8, or 6 or 4 where a GPU has no room for more.
 

@@ -2,7 +2,7 @@
 
 A GPT-2 of Hugging Face with 8 layers, hidden 768, sequence 1024, vocabulary 4096 (embedding and head not
 tied, no dropout), microbatches of one sequence, gpipe on 2 ranks (CPU, gloo, one thread a rank).  Forward and
-backward, no optimiser.  fxpipe compiles it, with costs measured here, three times: without offload, with
+backward, no optimizer.  fxpipe compiles it, with costs measured here, three times: without offload, with
 offload=True, and with a memory limit, halfway between what the two take, and offload="auto".  Each is run in
 processes of its own, taking turns.
 
@@ -45,7 +45,7 @@ from report import Report, median_and_spread
 from rich.progress import track
 
 import fxpipe
-from fxpipe.runtime.away import filesystem
+from fxpipe.runtime.offloader import filesystem
 
 RANKS = 2
 FALL_BAR, LIMIT_BAR = 0.80, 1.05

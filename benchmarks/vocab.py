@@ -1,7 +1,7 @@
 """Vocabulary layers spread over the ranks: is the work even, with a small vocabulary and with a large one?
 
 A GPT-2 of Hugging Face with 8 layers, hidden 512, sequence 256 (embedding and head not tied, no dropout),
-microbatches of one sequence, on 4 ranks (CPU, gloo, one thread a rank).  Forward and backward, no optimiser.
+microbatches of one sequence, on 4 ranks (CPU, gloo, one thread a rank).  Forward and backward, no optimizer.
 fxpipe runs it whole, where the cuts between stages are all that balances the output layer, and with
 vocab_parallel; for torch.distributed.pipelining the layers are split evenly by hand, with the embedding on
 the first and the head on the last stage.  fxpipe compiles the model once, saves it, and the ranks load it.

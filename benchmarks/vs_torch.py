@@ -2,7 +2,7 @@
 
 Part a: how fast and how big.  A GPT-2 of Hugging Face with 8 layers, hidden 512, sequence 256, vocabulary
 8192 (embedding and head not tied, no dropout), microbatches of one sequence, on 2 ranks.  Forward and
-backward, no optimiser.  For torch the layers are split evenly by hand, with the embedding on the first
+backward, no optimizer.  For torch the layers are split evenly by hand, with the embedding on the first
 and the head on the last stage; fxpipe compiles the model once, saves it, and the ranks load it.  Printed:
 - share of ideal: (time of one eager process, one thread, same microbatches) / 2 / (time of a step);
 - peak memory: what a rank holds resident at most, MiB, and how much of that it held before its first step

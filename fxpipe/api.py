@@ -16,7 +16,7 @@ from fxpipe.errors import CaptureError, FxpipeError, PartitionError, RunError
 from fxpipe.pipeline import Pipeline
 from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact, Plan
-from fxpipe.runtime.away import Tier, check_tier, default_tier
+from fxpipe.runtime.offloader import Tier, check_tier, default_tier
 from fxpipe.runtime.process import Process, default_device, under_torchrun
 from fxpipe.runtime.tensors import in_strides
 from fxpipe.schedule.ops import Schedule
@@ -80,7 +80,7 @@ def compile(
         for temporary files).  Its files have no names and are gone with the process.
     offload_bandwidth: bytes a second, one way, that the plan reckons with; measured where ``costs`` are, else
         of the device's description.
-    ranks_per_link: so many neighbouring ranks share that way and take turns (two GPUs on one switch: 2).
+    ranks_per_link: so many neighboring ranks share that way and take turns (two GPUs on one switch: 2).
     costs: what the schedule is made for: ``analytic`` (FLOPs and bytes on a described device) or
         ``measured`` (each section timed on the device at hand).
     seed: of the random ops; their numbers depend on it, the step and the microbatch alone.
@@ -146,7 +146,7 @@ def compile(
             compiled = compile_model(model, example, loss_fn, options, device, Phases(title, phases(options)))
         except FxpipeError as error:
             if process is not None:
-                process.share(json.dumps({"error": str(error)}).encode())
+                process.broadcast_bytes(json.dumps({"error": str(error)}).encode())
             raise
     artifact = compiled.artifact if compiled is not None else None
     if process is not None:
@@ -239,12 +239,12 @@ def _shared(artifact: Artifact | None, process: Process) -> Artifact:
     """Rank 0's artifact on every rank, as JSON and safetensors."""
     if artifact is not None:
         text = json.dumps({"plan": artifact.plan.to_json(), "programs": artifact.programs})
-        process.share(text.encode())
-        process.share(tensors_to_bytes(files.apart(artifact.constants)))
+        process.broadcast_bytes(text.encode())
+        process.broadcast_bytes(tensors_to_bytes(files.apart(artifact.constants)))
         return artifact
-    data = json.loads(process.share(None))
+    data = json.loads(process.broadcast_bytes(None))
     if "error" in data:
         raise RunError(f"Rank 0 could not compile the model: {data['error']}")
-    constants = tensors_from_bytes(process.share(None))
+    constants = tensors_from_bytes(process.broadcast_bytes(None))
     plan = Plan.from_json(data["plan"], "rank 0's plan")
     return Artifact(plan, tuple(data["programs"]), files.laid_out(constants, plan))

@@ -19,28 +19,34 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxpipe.capture.resized import Samples, named_lengths, sample
+from fxpipe.capture.resized import ResizedTraces, named_lengths, sample
 from fxpipe.capture.trace import Captured, capture
 from fxpipe.choose import Choice, choose
-from fxpipe.codegen.collectives import exchanges
+from fxpipe.codegen.collectives import collectives
 from fxpipe.codegen.program import RankPlan, program_source
 from fxpipe.cost.analytic import work_for_any_size
 from fxpipe.cost.device import Device, describe
 from fxpipe.cost.profile import measured_bandwidth
 from fxpipe.cost.symbolic import PlanWork
 from fxpipe.errors import PartitionError, ScheduleError, VocabularyError
-from fxpipe.ir.graph import Colour, Kind, Phase, Section
+from fxpipe.ir.graph import Color, Kind, Phase, Section
 from fxpipe.ir.sections import extract
 from fxpipe.ir.storage import call_nodes, node_bytes, output_dict
 from fxpipe.ir.verify import verify
 from fxpipe.options import AUTO, Options, barriers_tried, levels_tried, stage_counts
-from fxpipe.passes.insert_offload import let_leave
+from fxpipe.passes.insert_offload import insert_offload
 from fxpipe.passes.run import Cut, cut, cut_phases
 from fxpipe.plan.artifact import FORMAT, Artifact, Attempt, Plan, Prediction, StagePlan
-from fxpipe.plan.tensor_ownership import check_names, holdings, layouts_of, tied_parameters, weight_bytes
+from fxpipe.plan.tensor_ownership import (
+    check_names,
+    layouts_of,
+    tensor_ownership,
+    tied_parameters,
+    weight_bytes,
+)
 from fxpipe.progress import Phases
-from fxpipe.runtime.away import Tier, aligned, default_tier
 from fxpipe.runtime.batch import BatchSpec
+from fxpipe.runtime.offloader import Tier, aligned, default_tier
 from fxpipe.runtime.rank import StepSpec
 from fxpipe.schedule.deadlock import prove
 from fxpipe.schedule.lowering import Exchange, Programs, lower
@@ -52,7 +58,7 @@ from fxpipe.version import __version__
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """The artifact, and what it was made from: the coloured graph and its sections."""
+    """The artifact, and what it was made from: the colored graph and its sections."""
 
     artifact: Artifact
     graph: fx.Graph
@@ -91,20 +97,20 @@ def compile_model(
     with phase("capture"):
         lengths = None if options.dimensions is None else named_lengths(example, options.dimensions)
         captured = traced(example)
-        samples = None
+        resized = None
         if lengths is not None:
-            samples = sample(captured.graph, example, lengths, lambda resized: traced(resized).graph)
-    cuts = _cuts(captured.graph, samples, options, hardware, phase)
+            resized = sample(captured.graph, example, lengths, lambda resized: traced(resized).graph)
+    cuts = _cuts(captured.graph, resized, options, hardware, phase)
     with phase("schedule"):
         bandwidth = _bandwidth(options, hardware, device)
         choice = choose(options, cuts, hardware, device, partial(_weights, model), 1 / bandwidth)
         _check_buffer_order(choice)
-        collectives = _exchanges(choice)
+        collectives = _collectives(choice)
         instructions = lower(choice.schedule, choice.costs.edges, collectives)
         prove(instructions, choice.schedule.placement)
         work = None
-        if choice.cut.samples is not None:
-            work = work_for_any_size(choice.ledger, choice.cut.graph, choice.cut.samples, hardware)
+        if choice.cut.resized is not None:
+            work = work_for_any_size(choice.ledger, choice.cut.graph, choice.cut.resized, hardware)
     with phase("codegen"):
         choice, kept = _with_departures(choice)
         plan = _plan(model, example, options, choice, collectives, work, captured.constants)
@@ -121,7 +127,7 @@ def phases(options: Options) -> int:
 
 
 def _cuts(
-    captured: fx.Graph, samples: Samples | None, options: Options, hardware: Device, phase: Phases
+    captured: fx.Graph, resized: ResizedTraces | None, options: Options, hardware: Device, phase: Phases
 ) -> list[Cut]:
     """The graph cut into each number of stages that comes into question."""
     cuts: list[Cut] = []
@@ -140,7 +146,7 @@ def _cuts(
                         ranks=options.ranks,
                         barriers=barriers,
                         levels=levels_tried(options),
-                        samples=samples,
+                        resized=resized,
                     )
                 )
             except PartitionError:
@@ -168,7 +174,7 @@ def _by_level(found: list[list[Cut]]) -> list[Cut]:
 def _check_buffer_order(choice: Choice) -> None:
     """Microbatches change a buffer one after the other, in their order."""
     for name, value in output_dict(choice.cut.graph)["buffers"].items():
-        stage, phase = value.meta["colour"].stage, value.meta["colour"].phase
+        stage, phase = value.meta["color"].stage, value.meta["color"].phase
         rank = choice.schedule.placement[stage]
         ops = [op for op in choice.schedule.order[rank] if op.stage == stage and phase in PHASES[op.kind]]
         for before, op in pairwise(ops):
@@ -180,16 +186,16 @@ def _check_buffer_order(choice: Choice) -> None:
 
 
 def _weights(model: nn.Module, cut: Cut, placement: tuple[int, ...]) -> tuple[int, ...]:
-    return weight_bytes(model, holdings(model, cut.sections, placement, max(placement) + 1))
+    return weight_bytes(model, tensor_ownership(model, cut.sections, placement, max(placement) + 1))
 
 
-def _exchanges(choice: Choice) -> tuple[Exchange, ...]:
+def _collectives(choice: Choice) -> tuple[Exchange, ...]:
     vocabulary = choice.cut.vocabulary
     if vocabulary is None:
         return ()
     stages = len(choice.schedule.placement)
     special = frozenset((*range(vocabulary.lookups), *range(stages - vocabulary.heads, stages)))
-    return exchanges(choice.cut.messages, choice.schedule.placement, special)
+    return collectives(choice.cut.messages, choice.schedule.placement, special)
 
 
 def _tier(options: Options, device: torch.device) -> Tier:
@@ -201,7 +207,7 @@ def _bandwidth(options: Options, hardware: Device, device: torch.device) -> floa
     if options.offload_bandwidth is not None:
         return options.offload_bandwidth
     if options.offload is None or options.costs != "measured":
-        return hardware.beside
+        return hardware.offload_bandwidth
     return measured_bandwidth(_tier(options, device), options.offload_directory, device)
 
 
@@ -212,7 +218,7 @@ def _with_departures(choice: Choice) -> tuple[Choice, tuple[Pool, ...]]:
     for stage, user in sorted({(t.stage, t.user) for t in schedule.transfers}):
         roots = choice.ledger.offloadable[stage][user]
         sizes[stage, user] = sum(aligned(node_bytes(root)) for root in roots)
-        let_leave(graph, stage, user, roots)
+        insert_offload(graph, stage, user, roots)
     if not sizes:
         return choice, ()
     verify(graph, "offload")
@@ -238,7 +244,7 @@ def _plan(
         for m in choice.cut.messages
         if (m.source, m.target) not in joint
     }
-    tensors = holdings(model, choice.cut.sections, placement, options.ranks)
+    tensors = tensor_ownership(model, choice.cut.sections, placement, options.ranks)
     for tied in tied_parameters(tensors):
         channels |= {(a, b) for r in tied.ranks[1:] for a, b in ((r, tied.ranks[0]), (tied.ranks[0], r))}
     return Plan(
@@ -251,8 +257,8 @@ def _plan(
         step=StepSpec(
             ranks=options.ranks,
             microbatches=options.microbatches,
-            batch=BatchSpec.of(example),
-            loss_rank=placement[named["loss"].meta["colour"].stage],
+            batch=BatchSpec.from_example(example),
+            loss_rank=placement[named["loss"].meta["color"].stage],
             loss_dtype=str(named["loss"].meta["val"].dtype),
             has_count=named["count"] is not None,
             seed=options.seed,
@@ -298,9 +304,7 @@ def _stage_plans(
 ) -> tuple[StagePlan, ...]:
     plans = []
     for stage, rank in enumerate(placement):
-        paths = [
-            n.meta["origin"].path for n in call_nodes(graph) if n.meta["colour"] == Colour(stage, Phase.F)
-        ]
+        paths = [n.meta["origin"].path for n in call_nodes(graph) if n.meta["color"] == Color(stage, Phase.F)]
         paths = [p for p in paths if p] or [""]
         held = {v.name for s in sections if s.stage == stage for v in s.inputs if v.kind is Kind.PARAMETER}
         plans.append(StagePlan(stage, rank, paths[0], paths[-1], tuple(sorted(held))))

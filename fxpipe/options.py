@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fxpipe.errors import ScheduleError
 from fxpipe.passes.recompute import LEVELS, Level
-from fxpipe.runtime.away import TIERS, Tier
+from fxpipe.runtime.offloader import TIERS, Tier
 from fxpipe.schedule.families import FAMILIES
 from fxpipe.schedule.offload import FULL
 from fxpipe.schedule.ops import Schedule

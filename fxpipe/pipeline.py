@@ -151,13 +151,13 @@ class Pipeline:
     def optimizer(
         self, cls: type[torch.optim.Optimizer], *, clip_grad_norm: float | None = None, **options: Any
     ) -> PipelineOptimizer:
-        """A torch optimiser over this rank's parameters; ``clip_grad_norm`` is of the whole model's norm."""
+        """A torch optimizer over this rank's parameters; ``clip_grad_norm`` is of the whole model's norm."""
         self._state.follow_model()
         rt = self.runtime
         held = {name: self.parameter(name) for name in self.plan.tensors[rt.rank].gradients}
         owner = {name: r for r, t in reversed(list(enumerate(self.plan.tensors))) for name in t.gradients}
         counted = {name: p for name, p in held.items() if owner[name] == rt.rank}
-        total = self.process.sum if self.process is not None else float
+        total = self.process.all_reduce_sum if self.process is not None else float
         return PipelineOptimizer(cls(list(held.values()), **options), counted, total, clip_grad_norm)
 
     def synchronize(self) -> None:
@@ -182,7 +182,7 @@ class Pipeline:
                 if tensor is None or tensor.is_meta:
                     raise RunError(f"This process has no {name} to give a value to: it holds its part alone.")
                 whole_tensor = tensor.detach()
-                self.process.spread(whole_tensor[rows.begin : rows.end] if rows else whole_tensor, rank)
+                self.process.broadcast_(whole_tensor[rows.begin : rows.end] if rows else whole_tensor, rank)
 
     def synchronise(self) -> None:
         """The old spelling of ``synchronize``."""

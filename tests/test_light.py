@@ -62,7 +62,7 @@ directory = Path(sys.argv[1])
 example = {"x": torch.ones(2, 4), "y": torch.ones(2, 3)}
 params = load_file(directory / "rank0.safetensors")
 grads = {name: torch.zeros_like(p) for name, p in params.items()}
-spec = StepSpec(1, 2, BatchSpec.of(example), 0, "torch.float32", False, 0, "torch.float32")
+spec = StepSpec(1, 2, BatchSpec.from_example(example), 0, "torch.float32", False, 0, "torch.float32")
 rt = Runtime(0, spec, LocalComm(LocalWorld(1), 0), params, grads, {}, {})
 program = load_program((directory / "rank0.py").read_text(), "rank0.py")
 rt.start()

@@ -61,7 +61,7 @@ def registered(model: nn.Module) -> list[Registered]:
 
 
 def overlapping(tensors: Iterable[Registered]) -> list[tuple[Registered, Registered]]:
-    """Neighbours in memory that share some of it."""
+    """Neighbors in memory that share some of it."""
     spans = []
     for x in tensors:
         if not x.tensor.is_meta and x.tensor.layout is torch.strided and x.tensor.numel():

@@ -2,9 +2,9 @@
 
     captured graph, {"sequence": 256}  ──►  what each fake tensor of the graph is at a few other sizes
 
-Sizes in the graph stay plain numbers, which is what makes capture robust.  Each tensor has a twin in
-each of the other captures, found by its node's position; what a pass does to the graph later leaves the
-tensors of ``meta["val"]`` as they are.
+Sizes in the graph stay plain numbers, which is what makes capture robust.  Each tensor has a
+counterpart in each of the other captures, found by its node's position.  Passes keep the tensors of
+``meta["val"]``, so that counterparts are found after them as well.
 """
 
 from __future__ import annotations
@@ -30,21 +30,26 @@ INDEPENDENT = 1e-7
 
 
 @dataclass(frozen=True, eq=False)
-class Samples:
-    """``points``: the lengths of the named dimensions, in the example first, then in the other captures.
-    ``twins``: a tensor of the example's graph -> it and its like, one a point.  ``graphs``: the other
-    captures."""
+class ResizedTraces:
+    """The step captured at several points, each a length for every named dimension.
+
+    ``points``: the example's first.
+    ``resized_values``: a tensor of the example's graph -> the tensors in its place, one a point.
+    ``graphs``: the captures at the other points.
+    """
 
     names: tuple[str, ...]
     points: tuple[tuple[int, ...], ...]
-    twins: dict[torch.Tensor, tuple[torch.Tensor, ...]]
+    resized_values: dict[torch.Tensor, tuple[torch.Tensor, ...]]
     graphs: tuple[fx.Graph, ...]
 
-    def of(self, graph: fx.Graph, graphs: Sequence[fx.Graph]) -> Samples:
-        """Samples of a graph made from the example's, given what was made in the same way of the others."""
+    def after_rewrite(self, graph: fx.Graph, graphs: Sequence[fx.Graph]) -> ResizedTraces:
+        """The traces of a rewritten graph, given the other captures after the same rewrite."""
         like = [dict(_matched(graph, other)) for other in graphs]
-        twins = {t: (t, *(other[t] for other in like)) for node in graph.nodes for t in tensors(node)}
-        return replace(self, twins=self.twins | twins, graphs=tuple(graphs))
+        resized_values = {
+            t: (t, *(other[t] for other in like)) for node in graph.nodes for t in tensors(node)
+        }
+        return replace(self, resized_values=self.resized_values | resized_values, graphs=tuple(graphs))
 
 
 def named_lengths(example: Any, dimensions: Mapping[str, int]) -> dict[str, int]:
@@ -92,7 +97,7 @@ def named_lengths(example: Any, dimensions: Mapping[str, int]) -> dict[str, int]
 
 def sample(
     graph: fx.Graph, example: Any, lengths: Mapping[str, int], capture: Callable[[Any], fx.Graph]
-) -> Samples:
+) -> ResizedTraces:
     """Capture the step at other lengths and match the graphs node by node.
 
     capture: an example -> the graph.  Raises SizeError, naming op, module path and source line, where
@@ -104,7 +109,7 @@ def sample(
             others = _points(lengths, smaller)
             resized = [_resized(example, lengths, dict(zip(lengths, point, strict=True))) for point in others]
             graphs = tuple(capture(other) for other in resized)
-            return Samples(tuple(lengths), (first, *others), {}, ()).of(graph, graphs)
+            return ResizedTraces(tuple(lengths), (first, *others), {}, ()).after_rewrite(graph, graphs)
         except (CaptureError, SizeError) as error:
             failure = failure or error
     raise SizeError(

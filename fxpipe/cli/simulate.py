@@ -59,7 +59,7 @@ def add_to(commands: Any, line: str) -> None:
         metavar="HOW",
         help="po-h (half of them), po-f (all), a share, or auto: as little as keeps the memory limit (po-f)",
     )
-    add("--ranks-per-link", type=positive_int, metavar="N", help="neighbours that take turns on a link (1)")
+    add("--ranks-per-link", type=positive_int, metavar="N", help="neighbors that take turns on a link (1)")
     add("--draw", type=Path, metavar="FILE.svg", help="write the timeline as a picture")
     add("--json", action="store_true", help="print one JSON object")
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count, groupby
 
-from fxpipe.ir.graph import Colour
+from fxpipe.ir.graph import Color
 from fxpipe.ir.sections import Message
 from fxpipe.schedule.lowering import Exchange, ExchangeKind
 
 
-def exchanges(
+def collectives(
     messages: tuple[Message, ...], placement: tuple[int, ...], vocabulary: frozenset[int]
 ) -> tuple[Exchange, ...]:
     """A value to a vocabulary stage on every rank, from one on every rank, or both; other messages go by
@@ -24,7 +24,7 @@ def exchanges(
 
 def values(exchange: Exchange, messages: tuple[Message, ...]) -> tuple[tuple[str, ...], ...]:
     """Per source the names of the values that it gives."""
-    given: dict[Colour, tuple[str, ...]] = {}
+    given: dict[Color, tuple[str, ...]] = {}
     for message in messages:
         if message.source in exchange.sources and message.target in exchange.targets:
             given[message.source] = message.names
@@ -33,13 +33,13 @@ def values(exchange: Exchange, messages: tuple[Message, ...]) -> tuple[tuple[str
 
 def _found(
     messages: tuple[Message, ...], placement: tuple[int, ...], vocabulary: frozenset[int]
-) -> Iterator[tuple[ExchangeKind, tuple[Colour, ...], tuple[Colour, ...]]]:
+) -> Iterator[tuple[ExchangeKind, tuple[Color, ...], tuple[Color, ...]]]:
     everyone = list(range(max(placement) + 1))
     if len(everyone) == 1:
         return
 
-    def on_all_ranks(colours: tuple[Colour, ...]) -> bool:
-        return [placement[colour.stage] for colour in colours] == everyone
+    def on_all_ranks(colors: tuple[Color, ...]) -> bool:
+        return [placement[color.stage] for color in colors] == everyone
 
     spread = [m for m in messages if m.source.stage not in vocabulary and m.target.stage in vocabulary]
     for source, group in _grouped(spread, by_source=True):
@@ -59,11 +59,11 @@ def _found(
         yield ExchangeKind.ALL_GATHER, sources, targets
 
 
-def _grouped(messages: list[Message], *, by_source: bool) -> list[tuple[Colour, list[Message]]]:
-    def end(message: Message) -> Colour:
+def _grouped(messages: list[Message], *, by_source: bool) -> list[tuple[Color, list[Message]]]:
+    def end(message: Message) -> Color:
         return message.source if by_source else message.target
 
-    def key(message: Message) -> tuple[Colour, str]:
+    def key(message: Message) -> tuple[Color, str]:
         other = message.target if by_source else message.source
         return end(message), other.phase
 

@@ -17,7 +17,7 @@ from torch import fx
 
 from fxpipe.codegen.expressions import CONTAINERS, Names, expression, variable
 from fxpipe.codegen.wrapping import wrapped
-from fxpipe.ir.graph import Colour, Kind, Phase, Section, Value, offload, reload
+from fxpipe.ir.graph import Color, Kind, Phase, Section, Value, offload, reload
 from fxpipe.ir.storage import call_nodes
 from fxpipe.names import comment
 
@@ -25,8 +25,8 @@ PHASE_NAMES = {Phase.F: "forward", Phase.B: "backward", Phase.W: "weight"}
 LISTS = {
     (Phase.F, Phase.B, Kind.VALUE): "saved",
     (Phase.F, Phase.W, Kind.VALUE): "saved_for_weight",
-    (Phase.F, Phase.B, Kind.AWAY): "away",
-    (Phase.F, Phase.W, Kind.AWAY): "away_for_weight",
+    (Phase.F, Phase.B, Kind.OFFLOADED): "away",
+    (Phase.F, Phase.W, Kind.OFFLOADED): "away_for_weight",
     (Phase.B, Phase.W, Kind.VALUE): "gradients",
 }
 
@@ -50,16 +50,16 @@ class Signature:
     lists_out: dict[str, tuple[str, ...]]
 
 
-def signatures(sections: tuple[Section, ...]) -> dict[Colour, Signature]:
-    consumers: dict[Colour, list[tuple[Colour, Value]]] = {s.colour: [] for s in sections}
+def signatures(sections: tuple[Section, ...]) -> dict[Color, Signature]:
+    consumers: dict[Color, list[tuple[Color, Value]]] = {s.color: [] for s in sections}
     for section in sections:
         for value in section.inputs:
             if value.producer is not None:
-                consumers[value.producer].append((section.colour, value))
-    return {s.colour: _signature(s, consumers[s.colour]) for s in sections}
+                consumers[value.producer].append((section.color, value))
+    return {s.color: _signature(s, consumers[s.color]) for s in sections}
 
 
-def _signature(section: Section, consumers: list[tuple[Colour, Value]]) -> Signature:
+def _signature(section: Section, consumers: list[tuple[Color, Value]]) -> Signature:
     kinds = {v.kind for v in section.inputs}
     containers = [text for kind, text in CONTAINERS.items() if kind in kinds]
     if Kind.KEY in kinds:
@@ -69,10 +69,10 @@ def _signature(section: Section, consumers: list[tuple[Colour, Value]]) -> Signa
         if v.producer is not None and v.producer.stage == section.stage:
             lists_in.setdefault(LISTS[v.producer.phase, section.phase, v.kind], []).append(v.name)
     lists_out: dict[str, list[str]] = {}
-    for colour, v in consumers:
-        if colour.stage == section.stage:
-            lists_out.setdefault(LISTS[section.phase, colour.phase, v.kind], []).append(v.name)
-    abroad = {v.name for colour, v in consumers if colour.stage != section.stage}
+    for color, v in consumers:
+        if color.stage == section.stage:
+            lists_out.setdefault(LISTS[section.phase, color.phase, v.kind], []).append(v.name)
+    abroad = {v.name for color, v in consumers if color.stage != section.stage}
     return Signature(
         name=f"stage{section.stage}_{PHASE_NAMES[section.phase]}",
         containers=tuple(containers),
@@ -81,7 +81,7 @@ def _signature(section: Section, consumers: list[tuple[Colour, Value]]) -> Signa
             v.name for v in section.inputs if v.producer is not None and v.producer.stage != section.stage
         ),
         values_out=tuple(v.name for v in section.outputs if v.kind is Kind.VALUE and v.name in abroad),
-        results=tuple(v for v in section.outputs if v.kind not in (Kind.VALUE, Kind.AWAY)),
+        results=tuple(v for v in section.outputs if v.kind not in (Kind.VALUE, Kind.OFFLOADED)),
         lists_out={k: tuple(v) for k, v in lists_out.items()},
     )
 

@@ -13,7 +13,7 @@ from fxpipe.codegen.collectives import values
 from fxpipe.codegen.expressions import Names, variable
 from fxpipe.codegen.functions import LISTS, Signature, function_source, signatures
 from fxpipe.codegen.wrapping import wrapped
-from fxpipe.ir.graph import Colour, Kind, Phase, Section
+from fxpipe.ir.graph import Color, Kind, Phase, Section
 from fxpipe.ir.sections import Message
 from fxpipe.names import docstring, text_literal
 from fxpipe.schedule.lowering import (
@@ -78,7 +78,7 @@ def program_source(plan: RankPlan) -> str:
     calls = signatures(plan.sections)
     own = [s for s in plan.sections if plan.placement[s.stage] == plan.rank]
     names = Names(own)
-    functions = [function_source(s, calls[s.colour], names) for s in own]
+    functions = [function_source(s, calls[s.color], names) for s in own]
     step = _step_source(plan, calls)
     return "\n\n\n".join([_head(plan, names), *functions, step]) + "\n"
 
@@ -128,12 +128,12 @@ class _Line:
     reads: tuple[str, ...] = ()
 
 
-def _step_source(plan: RankPlan, calls: dict[Colour, Signature]) -> str:
+def _step_source(plan: RankPlan, calls: dict[Color, Signature]) -> str:
     head = [
         "def step(rt, batch):",
         '    """Run this rank\'s part of one training step; return the loss of the whole batch."""',
     ]
-    own = [calls[s.colour] for s in plan.sections if plan.placement[s.stage] == plan.rank]
+    own = [calls[s.color] for s in plan.sections if plan.placement[s.stage] == plan.rank]
     used = {c for call in own for c in call.containers}
     if any(value.kind is Kind.BUFFER for call in own for value in call.results):
         used.add("buffers")  # written, whether or not it is read
@@ -160,13 +160,13 @@ def _step_source(plan: RankPlan, calls: dict[Colour, Signature]) -> str:
     return "\n".join(wrapped(line) for line in [*head, *body, *tail])
 
 
-def _instruction(plan: RankPlan, calls: dict[Colour, Signature], instruction: Instruction) -> list[_Line]:
+def _instruction(plan: RankPlan, calls: dict[Color, Signature], instruction: Instruction) -> list[_Line]:
     if isinstance(instruction, Compute):
         op = instruction.op
         lines = [_Line(""), _Line(f'rt.op("{op}")')]
         for phase in PHASES[op.kind]:
-            if Colour(op.stage, phase) in calls:
-                lines += _call(plan, calls[Colour(op.stage, phase)], op.stage, op.microbatch)
+            if Color(op.stage, phase) in calls:
+                lines += _call(plan, calls[Color(op.stage, phase)], op.stage, op.microbatch)
         return lines if len(lines) > 2 else []
     if isinstance(instruction, Join):
         return _join(plan, instruction)
@@ -192,7 +192,7 @@ def _instruction(plan: RankPlan, calls: dict[Colour, Signature], instruction: In
 
 def _transfer(plan: RankPlan, instruction: Begin | End) -> _Line:
     transfer = instruction.transfer
-    values = LISTS[Phase.F, transfer.user, Kind.AWAY]
+    values = LISTS[Phase.F, transfer.user, Kind.OFFLOADED]
     away = f"{values}{transfer.stage}_m{transfer.microbatch}"
     if isinstance(instruction, End):
         return _Line(f"rt.{transfer.direction}ed({away})")

@@ -1,4 +1,4 @@
-"""What sections cost: the bridge from the coloured graph to the scheduler."""
+"""What sections cost: the bridge from the colored graph to the scheduler."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from fxpipe.capture.resized import Samples
+from fxpipe.capture.resized import ResizedTraces
 from fxpipe.cost.device import Device
 from fxpipe.cost.nodes import bytes_moved, dtype_of, is_free, node_cost, node_flops
 from fxpipe.cost.polynomials import Polynomial, Sizes
 from fxpipe.cost.symbolic import PlanWork, Rates, StageWork, Terms, Work
-from fxpipe.ir.graph import Colour, Phase
+from fxpipe.ir.graph import Color, Phase
 from fxpipe.ir.liveness import Liveness
 from fxpipe.ir.storage import node_bytes
 from fxpipe.schedule.costs import Costs, Edge, StageCost
@@ -22,7 +22,7 @@ def analytic_costs(live: Liveness, device: Device) -> Costs:
     """Seconds and bytes of every section and message, from shapes and the device's description."""
 
     def seconds(stage: int, phase: Phase) -> float:
-        return sum((node_cost(n, device).seconds for n in live.ops[Colour(stage, phase)]), start=0.0)
+        return sum((node_cost(n, device).seconds for n in live.ops[Color(stage, phase)]), start=0.0)
 
     def size(roots: Iterable[fx.Node]) -> int:
         return sum(node_bytes(r) for r in roots)
@@ -38,13 +38,13 @@ def analytic_costs(live: Liveness, device: Device) -> Costs:
     return Costs(tuple(stages), tuple(edges))
 
 
-def work_for_any_size(live: Liveness, graph: fx.Graph, samples: Samples, device: Device) -> PlanWork:
+def work_for_any_size(live: Liveness, graph: fx.Graph, resized: ResizedTraces, device: Device) -> PlanWork:
     """The same as expressions of the named lengths; raises SizeError where a size is no polynomial."""
-    sizes = Sizes(graph, samples)
+    sizes = Sizes(graph, resized)
 
     def work(stage: int, phase: Phase) -> tuple[Work, ...]:
         alike: Counter[tuple[Polynomial, Polynomial, float]] = Counter()
-        for node in live.ops[Colour(stage, phase)]:
+        for node in live.ops[Color(stage, phase)]:
             if not is_free(node):
                 flops, moved = node_flops(node, sizes.shapes), bytes_moved(node, sizes.bytes)
                 alike[flops, moved, device.rate(dtype_of(node))] += 1
@@ -60,7 +60,7 @@ def work_for_any_size(live: Liveness, graph: fx.Graph, samples: Samples, device:
         for stage in range(len(live.saved_activations))
     ]
     return PlanWork(
-        lengths=dict(zip(samples.names, samples.points[0], strict=True)),
+        lengths=dict(zip(resized.names, resized.points[0], strict=True)),
         stages=tuple(stages),
         edges=tuple(size(values) for values in live.sent),
         rates=Rates(device.memory, device.link, device.launch, device.latency),

@@ -12,8 +12,8 @@ class Device:
     """``flops``: dtype -> floating-point operations a second that large matrix products reach.
 
     ``memory`` and ``link``: bytes a second to device memory and to another rank; ``latency`` seconds
-    a message takes at least; ``launch`` seconds that any op takes at least.  ``beside``: bytes a second, one
-    way, to where activations are offloaded: pinned memory for a GPU, a disk for the CPU.
+    a message takes at least; ``launch`` seconds that any op takes at least.  ``offload_bandwidth``: bytes a
+    second, one way, to where activations are offloaded: pinned memory for a GPU, a disk for the CPU.
     """
 
     name: str
@@ -22,7 +22,7 @@ class Device:
     link: float
     latency: float
     launch: float
-    beside: float
+    offload_bandwidth: float
 
     def seconds(self, flops: float, bytes: float, dtype: torch.dtype) -> float:
         """Roofline: the slower of computing and moving, and no faster than a launch."""
@@ -44,7 +44,7 @@ CPU = Device(
     link=2e9,
     latency=150e-6,
     launch=3e-6,
-    beside=1e9,
+    offload_bandwidth=1e9,
 )
 A100 = Device(
     "a100",
@@ -53,7 +53,7 @@ A100 = Device(
     link=200e9,
     latency=10e-6,
     launch=5e-6,
-    beside=20e9,
+    offload_bandwidth=20e9,
 )
 H100 = Device(
     "h100",
@@ -62,7 +62,7 @@ H100 = Device(
     link=300e9,
     latency=10e-6,
     launch=5e-6,
-    beside=45e9,
+    offload_bandwidth=45e9,
 )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.capture.resized import Samples, monomials
+from fxpipe.capture.resized import ResizedTraces, monomials
 from fxpipe.cost.symbolic import Terms
 from fxpipe.errors import SizeError
 from fxpipe.ir.compat import pytree
@@ -40,54 +40,56 @@ class Sizes:
     Raises SizeError for a size that no polynomial explains, naming op, module path and source line.
     """
 
-    def __init__(self, graph: fx.Graph, samples: Samples):
+    def __init__(self, graph: fx.Graph, resized: ResizedTraces):
         # Here, as it takes a quarter of a second and few pipelines need it.
         from sympy import QQ, Symbol
         from sympy.polys.rings import ring
 
-        self._points = samples.points
-        self._ring = ring([Symbol(name) for name in samples.names], QQ)[0]
+        self._points = resized.points
+        self._ring = ring([Symbol(name) for name in resized.names], QQ)[0]
         self._monomials = [
             {
-                e: tuple(math.prod(map(pow, point, e)) for point in samples.points)
-                for e in monomials(len(samples.names), terms)
+                e: tuple(math.prod(map(pow, point, e)) for point in resized.points)
+                for e in monomials(len(resized.names), terms)
             }
             for terms in (1, 2)
         ]
         self._read: dict[Numbers, Polynomial | None] = {}
-        self._twins = dict(samples.twins)
+        self._resized_values = dict(resized.resized_values)
         for node in graph.nodes:
-            if any(t not in self._twins for t in tensors(node)):
+            if any(t not in self._resized_values for t in tensors(node)):
                 self._derive(node)
 
     def shapes(self, node: fx.Node) -> Any:
         """The node's value, with a Shape for each tensor."""
 
         def shape(tensor: torch.Tensor) -> Shape:
-            lengths = zip(*(t.shape for t in self._twins[tensor]), strict=True)
+            lengths = zip(*(t.shape for t in self._resized_values[tensor]), strict=True)
             return Shape(self._polynomial(n, node) for n in lengths)
 
         return pytree.tree_map_only(torch.Tensor, shape, node.meta.get("val"))
 
     def bytes(self, node: fx.Node) -> Polynomial:
         """What ``values.node_bytes`` gives, for any lengths."""
-        return sum(self._span(self._twins[t], node) * t.element_size() for t in tensors(node))
+        return sum(self._span(self._resized_values[t], node) * t.element_size() for t in tensors(node))
 
     def terms(self, polynomial: Polynomial) -> Terms:
         found = self._ring(polynomial).terms()
         return tuple((int(c.numerator), int(c.denominator), *powers) for powers, c in found)
 
     def _derive(self, node: fx.Node) -> None:
-        """Twins for what a pass has made: its op, run on the twins of its inputs."""
+        """Twins for what a pass has made: its op, run on the resized_values of its inputs."""
         inputs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
 
         def result(point: int) -> list[torch.Tensor]:
-            args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: self._twins[t][point], inputs)
+            args, kwargs = pytree.tree_map_only(
+                torch.Tensor, lambda t: self._resized_values[t][point], inputs
+            )
             leaves = pytree.tree_leaves(node.target(*args, **kwargs))  # type: ignore[operator]
             return [x for x in leaves if isinstance(x, torch.Tensor)]
 
         for like in zip(tensors(node), *map(result, range(1, len(self._points))), strict=True):
-            self._twins[like[0]] = like
+            self._resized_values[like[0]] = like
 
     def _span(self, like: tuple[torch.Tensor, ...], node: fx.Node) -> Polynomial:
         """``values.storage_bytes``, in elements.  Each stride is a polynomial times the one below it."""

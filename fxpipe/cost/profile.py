@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxpipe.ir.graph import Colour, Input, Kind, Phase, Section
-from fxpipe.runtime.away import Tier, open_store
+from fxpipe.ir.graph import Color, Input, Kind, Phase, Section
+from fxpipe.runtime.offloader import Tier, open_store
 from fxpipe.schedule.costs import Costs
 
 RUNS = 3
@@ -22,7 +22,7 @@ SAMPLE = 1 << 27  # bytes
 _FIELDS = {Phase.F: "forward", Phase.B: "backward", Phase.W: "weight"}
 
 
-def measured_seconds(sections: tuple[Section, ...], device: torch.device) -> dict[Colour, float]:
+def measured_seconds(sections: tuple[Section, ...], device: torch.device) -> dict[Color, float]:
     """The median of a few runs of each section."""
     taken = {}
     for section in sections:
@@ -30,7 +30,7 @@ def measured_seconds(sections: tuple[Section, ...], device: torch.device) -> dic
         inputs = [_made_up(n, device) for n in section.graph.find_nodes(op="placeholder")]
         with torch.no_grad():
             seconds = [_timed(partial(module, *inputs), device) for _ in range(RUNS + 1)]
-        taken[section.colour] = statistics.median(seconds[1:])
+        taken[section.color] = statistics.median(seconds[1:])
     return taken
 
 
@@ -45,12 +45,12 @@ def measured_bandwidth(tier: Tier, directory: Path | None, device: torch.device)
     return SAMPLE / max(out, back)
 
 
-def with_seconds(costs: Costs, seconds: Mapping[Colour, float]) -> Costs:
+def with_seconds(costs: Costs, seconds: Mapping[Color, float]) -> Costs:
     """``costs`` with these times of sections; bytes and edges stay."""
     stages = list(costs.stages)
-    for colour, taken in seconds.items():
-        times = {_FIELDS[colour.phase]: taken}
-        stages[colour.stage] = replace(stages[colour.stage], **times)
+    for color, taken in seconds.items():
+        times = {_FIELDS[color.phase]: taken}
+        stages[color.stage] = replace(stages[color.stage], **times)
     return replace(costs, stages=tuple(stages))
 
 

@@ -1,4 +1,4 @@
-"""New nodes for a graph: each with its value, its origin and its colour."""
+"""New nodes for a graph: each with its value, its origin and its color."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.ir.graph import Colour, Origin
+from fxpipe.ir.graph import Color, Origin
 from fxpipe.names import identifier
 
 aten = torch.ops.aten
@@ -19,7 +19,7 @@ class Builder:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
-        self.colour: Colour | None = None
+        self.color: Color | None = None
         self.origin = Origin()
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
@@ -29,8 +29,8 @@ class Builder:
         with self.graph.inserting_before(self.graph.output_node()):
             node = self.graph.create_node("call_function", target, args, kwargs, name=self._name(target))
         node.meta.update(val=val, origin=self.origin)
-        if self.colour is not None:
-            node.meta["colour"] = self.colour
+        if self.color is not None:
+            node.meta["color"] = self.color
         return node
 
     def _name(self, target: Callable[..., Any]) -> str:
@@ -61,14 +61,14 @@ def in_order(graph: fx.Graph) -> None:
             done.add(ready)
 
 
-def given(node: fx.Node, position: int) -> fx.Node:
+def node_arg(node: fx.Node, position: int) -> fx.Node:
     """An argument that is a node."""
     argument = node.args[position]
     assert isinstance(argument, fx.Node), f"argument {position} of {node} is no node"
     return argument
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def accum_dtype(dtype: torch.dtype) -> torch.dtype:
     """What sums over the vocabulary are made in."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 

@@ -6,8 +6,8 @@ The training step is one ``torch.fx.Graph``.  Three pieces of metadata hang on i
     the fake tensor (or int, …) that the node produces: shape, dtype, device, strides;
 ``node.meta["origin"]``
     an :class:`Origin`: where in the user's model the node comes from;
-``node.meta["colour"]``
-    a :class:`Colour`: the stage and phase that run it (absent before partitioning).
+``node.meta["color"]``
+    a :class:`Color`: the stage and phase that run it (absent before partitioning).
 
 A placeholder also carries ``node.meta["input"]``, an :class:`Input`.  The output node's single
 argument is a dict (see :data:`OUTPUTS`).
@@ -52,7 +52,7 @@ class Kind(StrEnum):
     BATCH = "batch"  # a leaf of the user's microbatch
     KEY = "key"  # the random-number key of (seed, step, microbatch)
     VALUE = "value"  # computed by another section of the same microbatch
-    AWAY = "away"  # the same, which may leave the rank between the two sections
+    OFFLOADED = "offloaded"  # the same, which can be offloaded between the two sections
     LOSS = "loss"
     COUNT = "count"
     GRADIENT = "gradient"  # of a parameter: added to its accumulator
@@ -72,9 +72,9 @@ def offload(value: _T) -> _T:
     return value
 
 
-def reload(away: _T) -> _T:
+def reload(offloaded: _T) -> _T:
     """In the graph: the value that was given to ``offload``."""
-    return away
+    return offloaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +97,22 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Colour:
+class Color:
     stage: int
     phase: Phase
 
 
-def arrival(user: Colour) -> Colour:
+#: The old spelling, for modules that still use it.
+Colour = Color
+
+
+def arrival(user: Color) -> Color:
     """The section with which a value of another stage arrives that section ``user`` needs.
 
     What W needs arrives with B, whether or not B has ops of its own: so W waits for nothing but its own B,
     and can run whenever its rank is free.
     """
-    return Colour(user.stage, Phase.B) if user.phase is Phase.W else user
+    return Color(user.stage, Phase.B) if user.phase is Phase.W else user
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +128,12 @@ class Value:
     """One input or output of a section.
 
     ``name`` is unique in the whole step: a parameter name for PARAMETER and GRADIENT, the name of
-    the producing node for VALUE and AWAY.  ``producer`` is the section that computes those, else None.
+    the producing node for VALUE and OFFLOADED.  ``producer`` is the section that computes those, else None.
     """
 
     kind: Kind
     name: str
-    producer: Colour | None = None
+    producer: Color | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +143,7 @@ class Section:
     ``built`` makes its ``graph``, when that is asked for first: of most cuts nobody does.
     """
 
-    colour: Colour
+    color: Color
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     built: Callable[[], fx.Graph]
@@ -151,8 +155,8 @@ class Section:
 
     @property
     def stage(self) -> int:
-        return self.colour.stage
+        return self.color.stage
 
     @property
     def phase(self) -> Phase:
-        return self.colour.phase
+        return self.color.phase

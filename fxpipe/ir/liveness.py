@@ -1,4 +1,4 @@
-"""Which values of a coloured graph live when.
+"""Which values of a colored graph live when.
 
 Per stage: the ops of each phase, and the storages that are live between phases, cross between stages, or can
 be offloaded.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fxpipe.ir.graph import Colour, Kind, Phase, Section
+from fxpipe.ir.graph import Color, Kind, Phase, Section
 from fxpipe.ir.sections import Message
 from fxpipe.ir.storage import call_nodes, node_bytes, root_within, storage_root
 from fxpipe.runtime.tensors import is_dense
@@ -34,7 +34,7 @@ class Liveness:
     A storage that two stages of one rank both save counts for the first of them, which holds it the longest.
     """
 
-    ops: defaultdict[Colour, list[fx.Node]]
+    ops: defaultdict[Color, list[fx.Node]]
     saved_activations: tuple[set[fx.Node], ...]
     saved_for_weight: tuple[set[fx.Node], ...]
     sent: tuple[set[fx.Node], ...]
@@ -58,11 +58,11 @@ def liveness(
     messages: tuple[Message, ...],
     placement: tuple[int, ...],
 ) -> Liveness:
-    """The liveness of a coloured graph whose stage s runs on rank ``placement[s]``."""
-    ops: defaultdict[Colour, list[fx.Node]] = defaultdict(list)
+    """The liveness of a colored graph whose stage s runs on rank ``placement[s]``."""
+    ops: defaultdict[Color, list[fx.Node]] = defaultdict(list)
     nodes = {n.name: n for n in call_nodes(graph)}
     for node in nodes.values():
-        ops[node.meta["colour"]].append(node)
+        ops[node.meta["color"]].append(node)
     saved_activations: list[set[fx.Node]] = []
     saved_for_weight: list[set[fx.Node]] = []
     sent: list[set[fx.Node]] = []
@@ -75,7 +75,7 @@ def liveness(
         saved_activations.append(activations - counted_activations[rank])
         saved_for_weight.append(for_weight - counted_for_weight[rank])
         for roots, counted in ((activations, counted_activations), (for_weight, counted_for_weight)):
-            counted[rank] |= {n for n in roots if placement[n.meta["colour"].stage] == rank}
+            counted[rank] |= {n for n in roots if placement[n.meta["color"].stage] == rank}
     for message in messages:
         values = {nodes[name] for name in message.names}
         rank = placement[message.source.stage]
@@ -100,7 +100,7 @@ def _saved(nodes: dict[str, fx.Node], sections: Iterable[Section]) -> tuple[set[
             if value.kind is Kind.VALUE and value.producer:
                 root = root_within(nodes[value.name], section.stage)
                 if root.op != "placeholder":
-                    if value.producer == Colour(section.stage, Phase.F):
+                    if value.producer == Color(section.stage, Phase.F):
                         activations.add(root)
                     if section.phase is Phase.W:
                         for_weight.add(root)
@@ -119,7 +119,7 @@ def offload_candidates(
     users: defaultdict[fx.Node, set[tuple[int, Phase]]] = defaultdict(set)  # storage -> its readers
     phases: defaultdict[tuple[int, fx.Node], set[Phase]] = defaultdict(set)
     for node in nodes:
-        stage, phase = node.meta["colour"].stage, node.meta["colour"].phase
+        stage, phase = node.meta["color"].stage, node.meta["color"].phase
         for value in node.all_input_nodes:
             if value.op == "call_function":
                 users[storage_root(value)].add((stage, phase))
@@ -134,7 +134,7 @@ def offload_candidates(
                 other != stage and placement[other] == placement[stage]
                 for other, _ in users[storage_root(root)]
             )
-            made_here = root.meta["colour"].stage == stage or Phase.F in used
+            made_here = root.meta["color"].stage == stage or Phase.F in used
             if made_here and not shared and _is_worth(root):
                 own[Phase.B if Phase.B in used else Phase.W].append(root)
         found.append(own)

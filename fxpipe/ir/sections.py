@@ -1,6 +1,6 @@
-"""Extraction: one function per (stage, phase), cut out of the coloured graph by colour alone.
+"""Extraction: one function per (stage, phase), cut out of the colored graph by color alone.
 
-before: one graph whose edges run between colours
+before: one graph whose edges run between colors
 after:  sections with named inputs and outputs; a value that a stage gets from another one arrives in
         the first phase that needs it, which hands it on to the later phases of that stage
 """
@@ -14,7 +14,7 @@ from functools import partial
 from torch import fx
 
 from fxpipe.errors import VerifyError
-from fxpipe.ir.graph import Colour, Kind, Phase, Section, Value, arrival, offload
+from fxpipe.ir.graph import Color, Kind, Phase, Section, Value, arrival, offload
 from fxpipe.ir.storage import call_nodes, output_dict
 
 ORDER = (Phase.F, Phase.B, Phase.W)
@@ -27,36 +27,36 @@ class Message:
     What W alone needs arrives with B, so that ``target`` is a B or an F, and may be a B without ops.
     """
 
-    source: Colour
-    target: Colour
+    source: Color
+    target: Color
     names: tuple[str, ...]
 
 
 def extract(graph: fx.Graph) -> tuple[Section, ...]:
     """Cut the graph into its sections, ordered by stage and phase."""
-    by_colour: dict[Colour, list[fx.Node]] = defaultdict(list)
+    by_color: dict[Color, list[fx.Node]] = defaultdict(list)
     for node in call_nodes(graph):
-        by_colour[node.meta["colour"]].append(node)
+        by_color[node.meta["color"]].append(node)
     phases: dict[int, list[Phase]] = defaultdict(list)
-    for colour in sorted(by_colour, key=lambda c: (c.stage, ORDER.index(c.phase))):
-        phases[colour.stage].append(colour.phase)
+    for color in sorted(by_color, key=lambda c: (c.stage, ORDER.index(c.phase))):
+        phases[color.stage].append(color.phase)
 
-    wanted = {colour: _foreign(nodes) for colour, nodes in by_colour.items()}
-    outputs: dict[Colour, dict[fx.Node, None]] = defaultdict(dict)
-    inputs: dict[Colour, dict[fx.Node, Colour]] = defaultdict(dict)
+    wanted = {color: _foreign(nodes) for color, nodes in by_color.items()}
+    outputs: dict[Color, dict[fx.Node, None]] = defaultdict(dict)
+    inputs: dict[Color, dict[fx.Node, Color]] = defaultdict(dict)
     for stage, of_stage in phases.items():
-        arrived: dict[fx.Node, Colour] = {}
+        arrived: dict[fx.Node, Color] = {}
         for phase in of_stage:
-            colour = Colour(stage, phase)
-            for node in wanted[colour]:
-                home = node.meta["colour"]
+            color = Color(stage, phase)
+            for node in wanted[color]:
+                home = node.meta["color"]
                 producer = home if home.stage == stage else arrived.setdefault(node, home)
-                inputs[colour][node] = producer
+                inputs[color][node] = producer
                 outputs[producer][node] = None
                 if home.stage != stage and producer == home:
-                    arrived[node] = colour
+                    arrived[node] = color
     return tuple(
-        _section(graph, Colour(stage, phase), by_colour[Colour(stage, phase)], inputs, outputs)
+        _section(graph, Color(stage, phase), by_color[Color(stage, phase)], inputs, outputs)
         for stage in sorted(phases)
         for phase in phases[stage]
     )
@@ -75,16 +75,16 @@ def _foreign(nodes: list[fx.Node]) -> dict[fx.Node, None]:
 
 def _section(
     graph: fx.Graph,
-    colour: Colour,
+    color: Color,
     nodes: list[fx.Node],
-    inputs: dict[Colour, dict[fx.Node, Colour]],
-    outputs: dict[Colour, dict[fx.Node, None]],
+    inputs: dict[Color, dict[fx.Node, Color]],
+    outputs: dict[Color, dict[fx.Node, None]],
 ) -> Section:
     own = set(nodes)
     placeholders = {n: None for node in nodes for n in node.all_input_nodes if n.op == "placeholder"}
     ins = [Value(n.meta["input"].kind, n.meta["input"].name) for n in placeholders]
-    ins += [Value(_kind(node), node.name, producer) for node, producer in inputs[colour].items()]
-    outs = [(Value(_kind(node), node.name, colour), node) for node in outputs[colour]]
+    ins += [Value(_kind(node), node.name, producer) for node, producer in inputs[color].items()]
+    outs = [(Value(_kind(node), node.name, color), node) for node in outputs[color]]
     named = output_dict(graph)
     for kind, node in ((Kind.LOSS, named["loss"]), (Kind.COUNT, named["count"])):
         if node in own:
@@ -92,13 +92,13 @@ def _section(
     for name, node in named["buffers"].items():
         if node in own:
             outs.append((Value(Kind.BUFFER, name), node))
-    given, returned = [*placeholders, *inputs[colour]], [node for _, node in outs]
+    given, returned = [*placeholders, *inputs[color]], [node for _, node in outs]
     return Section(
-        colour, tuple(ins), tuple(v for v, _ in outs), partial(_graph, colour, given, nodes, returned)
+        color, tuple(ins), tuple(v for v, _ in outs), partial(_graph, color, given, nodes, returned)
     )
 
 
-def _graph(colour: Colour, given: list[fx.Node], nodes: list[fx.Node], returned: list[fx.Node]) -> fx.Graph:
+def _graph(color: Color, given: list[fx.Node], nodes: list[fx.Node], returned: list[fx.Node]) -> fx.Graph:
     """``nodes`` as a graph of their own, with a placeholder for each of ``given``."""
     new = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -109,20 +109,20 @@ def _graph(colour: Colour, given: list[fx.Node], nodes: list[fx.Node], returned:
         copies[node] = new.node_copy(node, copies.__getitem__)
     renamed = [n for n in copies if copies[n].name != n.name]
     if renamed:
-        raise VerifyError(f"{renamed[0].name} was renamed in section {colour}: names must be unique.")
+        raise VerifyError(f"{renamed[0].name} was renamed in section {color}: names must be unique.")
     new.output(tuple(copies[node] for node in returned))
     return new
 
 
 def _kind(node: fx.Node) -> Kind:
-    return Kind.AWAY if node.target is offload else Kind.VALUE
+    return Kind.OFFLOADED if node.target is offload else Kind.VALUE
 
 
 def messages(sections: tuple[Section, ...]) -> tuple[Message, ...]:
     """What passes between stages, one message for each pair of sections that exchange values."""
-    names: dict[tuple[Colour, Colour], list[str]] = defaultdict(list)
+    names: dict[tuple[Color, Color], list[str]] = defaultdict(list)
     for section in sections:
         for value in section.inputs:
             if value.producer is not None and value.producer.stage != section.stage:
-                names[value.producer, arrival(section.colour)].append(value.name)
+                names[value.producer, arrival(section.color)].append(value.name)
     return tuple(Message(a, b, tuple(n)) for (a, b), n in names.items())

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from fxpipe.ir.compat import pytree
-from fxpipe.ir.graph import Colour, Phase, offload, read_buffer, reload
+from fxpipe.ir.graph import Color, Phase, offload, read_buffer, reload
 from fxpipe.runtime.tensors import storage_bytes
 
 aten = torch.ops.aten
@@ -85,7 +85,7 @@ def storage_root(node: fx.Node) -> fx.Node:
 
 def root_within(node: fx.Node, stage: int) -> fx.Node:
     """The owner of the node's storage on the rank of ``stage``: what another stage sent owns its own."""
-    while node.op == "call_function" and node.meta["colour"].stage == stage and is_view(node):
+    while node.op == "call_function" and node.meta["color"].stage == stage and is_view(node):
         node = node.all_input_nodes[0]
     return node
 
@@ -109,15 +109,15 @@ def last_uses(graph: fx.Graph) -> dict[fx.Node, fx.Node | None]:
 
 
 def _stage(node: fx.Node) -> int:
-    colour: Colour = node.meta["colour"]
-    return colour.stage
+    color: Color = node.meta["color"]
+    return color.stage
 
 
 _TURNS = {phase: turn for turn, phase in enumerate(Phase)}
 
 
 def _turn(node: fx.Node) -> int:
-    return _TURNS[node.meta["colour"].phase]
+    return _TURNS[node.meta["color"].phase]
 
 
 def tensors(node: fx.Node) -> list[torch.Tensor]:

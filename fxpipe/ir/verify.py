@@ -1,4 +1,4 @@
-"""What holds for the coloured graph between any two passes."""
+"""What holds for the colored graph between any two passes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from torch import fx
 
 from fxpipe.errors import VerifyError
-from fxpipe.ir.graph import Colour, Input, Kind, Phase, offload, read_buffer, reload
+from fxpipe.ir.graph import Color, Input, Kind, Phase, offload, read_buffer, reload
 from fxpipe.ir.storage import call_nodes, draws_numbers, last_uses, output_dict, storage_root, written
 
 
 def verify(graph: fx.Graph, after: str) -> None:
     """Raise VerifyError, naming the pass and the node, unless
 
-    - the graph is well formed, every op has a colour, and stages and phases have no cycle: F feeds the
+    - the graph is well formed, every op has a color, and stages and phases have no cycle: F feeds the
       same and later stages, B the same and earlier ones, W nothing but itself;
     - only tensors cross from stage to stage;
     - what is offloaded in a stage's F is reloaded once, in its B or W, and used by nothing else;
@@ -27,8 +27,8 @@ def verify(graph: fx.Graph, after: str) -> None:
     _check_order(graph, after)
     ops = call_nodes(graph)
     for node in ops:
-        if "colour" not in node.meta:
-            raise VerifyError(f"After {after}: {node} has no colour.")
+        if "color" not in node.meta:
+            raise VerifyError(f"After {after}: {node} has no color.")
     writing = [node for node in ops if written(node.target)]
     last = last_uses(graph) if writing else {}
     for node in writing:
@@ -79,32 +79,32 @@ def _check_buffer(graph: fx.Graph, name: str, value: fx.Node, after: str) -> Non
     for node in graph.find_nodes(op="placeholder"):
         if node.meta["input"] == Input(Kind.BUFFER, name):
             for user in node.users:
-                if user.target is not read_buffer or user.meta["colour"] != value.meta["colour"]:
+                if user.target is not read_buffer or user.meta["color"] != value.meta["color"]:
                     raise VerifyError(
                         f"After {after}: {user} reads the buffer {name}, which {value} "
-                        f"({value.meta['colour']}) gives another value."
+                        f"({value.meta['color']}) gives another value."
                     )
             if len(node.users) > 1:
                 raise VerifyError(f"After {after}: the buffer {name} is read {len(node.users)} times.")
 
 
 def _check_offload(node: fx.Node, after: str) -> None:
-    stage, users = node.meta["colour"].stage, list(node.users)
-    if node.meta["colour"].phase is not Phase.F or len(users) != 1 or users[0].target is not reload:
+    stage, users = node.meta["color"].stage, list(node.users)
+    if node.meta["color"].phase is not Phase.F or len(users) != 1 or users[0].target is not reload:
         raise VerifyError(f"After {after}: {node} must be offloaded in F and reloaded once.")
-    if users[0].meta["colour"] not in (Colour(stage, Phase.B), Colour(stage, Phase.W)):
-        raise VerifyError(f"After {after}: {node} is reloaded in {users[0].meta['colour']}.")
+    if users[0].meta["color"] not in (Color(stage, Phase.B), Color(stage, Phase.W)):
+        raise VerifyError(f"After {after}: {node} is reloaded in {users[0].meta['color']}.")
 
 
 def _check_edge(source: fx.Node, target: fx.Node, after: str) -> None:
-    a, b = source.meta["colour"], target.meta["colour"]
+    a, b = source.meta["color"], target.meta["color"]
     if not may_feed(a, b):
         raise VerifyError(f"After {after}: {source} ({a}) feeds {target} ({b}).")
     if a.stage != b.stage and not isinstance(source.meta.get("val"), torch.Tensor):
         raise VerifyError(f"After {after}: {source}, which is no tensor, crosses from {a} to {b}.")
 
 
-def may_feed(a: Colour, b: Colour) -> bool:
+def may_feed(a: Color, b: Color) -> bool:
     """Whether a value of section ``a`` may be used in section ``b``."""
     if a.phase is Phase.F:
         return b.phase is not Phase.F or a.stage <= b.stage

@@ -1,4 +1,4 @@
-"""Stages: which forward nodes each holds, and from them the colour of every node.
+"""Stages: which forward nodes each holds, and from them the color of every node.
 
 The forward is cut in the order in which it ran.  A backward node belongs to the stage of the forward
 op that it differentiates (autograd's sequence number), whatever its operands are.
@@ -18,10 +18,10 @@ from torch import fx
 from fxpipe.cost.device import Device
 from fxpipe.cost.nodes import node_cost
 from fxpipe.errors import PartitionError
-from fxpipe.ir.graph import Colour, Phase, read_buffer
+from fxpipe.ir.graph import Color, Phase, read_buffer
 from fxpipe.ir.storage import call_nodes, is_view, node_bytes, output_dict, storage_root
 from fxpipe.partition.cuts import choose_cuts
-from fxpipe.partition.recomputable import Free, free_nodes
+from fxpipe.partition.recomputable import Free, recomputable_nodes
 
 aten = torch.ops.aten
 _Amount = TypeVar("_Amount", int, float)
@@ -34,19 +34,19 @@ def partition(
     split_points: Sequence[str] | None = None,
     first: int = 0,
 ) -> None:
-    """Give every op that has none its colour: a stage, and phase F or B.
+    """Give every op that has none its color: a stage, and phase F or B.
 
     split_points: module paths; each begins a new stage (None: cuts are chosen by cost).
     first: the number of the first stage.
     Raises PartitionError for a split point that is no module of the graph and for more stages than
     there are places to cut.
     """
-    forward = [n for n in _without_colour(graph) if not n.meta["origin"].backward]
+    forward = [n for n in _without_color(graph) if not n.meta["origin"].backward]
     position = {n: i for i, n in enumerate(forward)}
     by_seq: dict[int, int] = {}
     for node in forward:
         by_seq.setdefault(node.meta["origin"].seq, position[node])
-    free = free_nodes(graph, device)
+    free = recomputable_nodes(graph, device)
     if split_points is None:
         cuts = _cuts_by_cost(graph, position, by_seq, stages, device, free)
     else:
@@ -65,13 +65,13 @@ def partition(
             f"Stage {min(set(range(stages)) - held)} would be empty: all that it could hold belongs to the "
             "stages beside it. Use fewer ranks or fewer stages per rank, or other split points."
         )
-    _colour(graph, stage, {s: stage[forward[i]] for s, i in by_seq.items()}, first)
+    _color(graph, stage, {s: stage[forward[i]] for s, i in by_seq.items()}, first)
     _check_buffers(graph)
     _count_beside_loss(graph)
 
 
-def _without_colour(graph: fx.Graph) -> list[fx.Node]:
-    return [n for n in call_nodes(graph) if "colour" not in n.meta]
+def _without_color(graph: fx.Graph) -> list[fx.Node]:
+    return [n for n in call_nodes(graph) if "color" not in n.meta]
 
 
 def _check_buffers(graph: fx.Graph) -> None:
@@ -79,7 +79,7 @@ def _check_buffers(graph: fx.Graph) -> None:
     for read in graph.find_nodes(op="call_function", target=read_buffer):
         name = read.args[0].meta["input"].name
         value = output_dict(graph)["buffers"][name]
-        a, b = read.meta["colour"].stage, value.meta["colour"].stage
+        a, b = read.meta["color"].stage, value.meta["color"].stage
         if a != b:
             raise PartitionError(
                 f"The buffer {name!r} is read in stage {a} ({read.meta['origin']}) and gets its new value in "
@@ -94,16 +94,16 @@ def _count_beside_loss(graph: fx.Graph) -> None:
     if named["count"] is None:
         return
     both = {key: named[key] for key in ("loss", "count")}
-    colours = [n.meta["colour"] for n in both.values() if n.op == "call_function"]
-    stage = max(colour.stage for colour in colours)
-    phase = max((colour.phase for colour in colours), key=list(Phase).index)
+    colors = [n.meta["color"] for n in both.values() if n.op == "call_function"]
+    stage = max(color.stage for color in colors)
+    phase = max((color.phase for color in colors), key=list(Phase).index)
     for key, node in both.items():
-        if node.op == "call_function" and node.meta["colour"] == Colour(stage, phase):
+        if node.op == "call_function" and node.meta["color"] == Color(stage, phase):
             continue
         with graph.inserting_before(graph.output_node()):
             copy = graph.call_function(aten.clone.default, (node,))
         origin = named["loss"].meta["origin"]
-        copy.meta.update(val=node.meta["val"], origin=origin, colour=Colour(stage, phase))
+        copy.meta.update(val=node.meta["val"], origin=origin, color=Color(stage, phase))
         both[key] = copy
     graph.output_node().args = ({**named, **both},)
 
@@ -119,7 +119,7 @@ def _cuts_by_cost(
     seconds = [0.0] * len(position)
     home = dict(position)  # forward and backward ops alike: the position whose stage they go with
     accumulated = {node for parts in output_dict(graph)["grads"].values() for node in parts}
-    for node in _without_colour(graph):
+    for node in _without_color(graph):
         if node.meta["origin"].backward:
             at = by_seq.get(node.meta["origin"].seq)
             if at is None and node not in accumulated:  # a sum that autograd's engine made
@@ -218,14 +218,14 @@ def _cuts_by_path(forward: list[fx.Node], stages: int, split_points: Sequence[st
     return tuple(cuts)
 
 
-def _colour(graph: fx.Graph, stage_of: dict[fx.Node, int], stage_of_seq: dict[int, int], first: int) -> None:
-    """Write the colours.
+def _color(graph: fx.Graph, stage_of: dict[fx.Node, int], stage_of_seq: dict[int, int], first: int) -> None:
+    """Write the colors.
 
     Backward nodes that autograd's engine made itself (sums of gradients, first gradients) have no
     forward op.  A sum runs where its last summand is ready; what has no gradient among its inputs
     runs where it is needed first.
     """
-    ops = _without_colour(graph)
+    ops = _without_color(graph)
     stage = dict(stage_of)
     for node in ops:
         if node in stage:
@@ -241,4 +241,4 @@ def _colour(graph: fx.Graph, stage_of: dict[fx.Node, int], stage_of_seq: dict[in
             stage[node] = max((stage[u] for u in node.users if u in stage), default=max(stage.values()))
     for node in ops:
         phase = Phase.B if node.meta["origin"].backward else Phase.F
-        node.meta["colour"] = Colour(first + stage[node], phase)
+        node.meta["color"] = Color(first + stage[node], phase)

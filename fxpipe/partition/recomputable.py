@@ -15,7 +15,7 @@ from fxpipe.runtime.random import keyed
 
 #: A value is free if all that leads to it takes at most this share of the whole step, or no longer than to
 #: send it would.
-SHARE = 0.002
+MAX_SHARE = 0.002
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class Free:
     in_stage: set[fx.Node]
 
 
-def free_nodes(graph: fx.Graph, device: Device) -> Free:
+def recomputable_nodes(graph: fx.Graph, device: Device) -> Free:
     """All that leads to a free value is: what every rank has (the batch, constants, buffers that do not
     change), and little work.  Within one stage, what is made from parameters alone without a matrix
     product (a view, a cast) is free as well; what parameters make of the batch never is.
     """
     cost = {n: node_cost(n, device).seconds for n in call_nodes(graph)}
-    budget = SHARE * sum(cost.values())
+    budget = MAX_SHARE * sum(cost.values())
     at_hand = frozenset({Kind.BATCH, Kind.CONSTANT, Kind.BUFFER})
     return Free(
         _found(graph, cost, at_hand, lambda node: max(budget, device.transfer_seconds(node_bytes(node)))),

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.ir.graph import Colour, Input, Kind, Origin, Phase
+from fxpipe.ir.graph import Color, Input, Kind, Origin, Phase
 from fxpipe.ir.storage import drop_dead
 from fxpipe.names import identifier
 from fxpipe.passes.rewrite import gradients, set_gradients
@@ -40,17 +40,17 @@ def fuse_accumulation(graph: fx.Graph) -> None:
 
 def _accumulated(graph: fx.Graph, into: fx.Node, part: fx.Node, once: bool) -> fx.Node:
     """Add ``part`` to ``into``; what is added only ``once`` need not exist by itself."""
-    colour = Colour(part.meta["colour"].stage, Phase.W)
+    color = Color(part.meta["color"].stage, Phase.W)
 
     def call(target: Any, *args: Any) -> fx.Node:
         node = graph.call_function(target, args)
-        node.meta.update(colour=colour, origin=part.meta["origin"], val=into.meta["val"])
+        node.meta.update(color=color, origin=part.meta["origin"], val=into.meta["val"])
         return node
 
     source, transposed = part, False
     while source.target is aten.t.default and len(source.users) == 1:
         source, transposed = source.args[0], not transposed  # type: ignore[assignment]
-    alone = once and len(source.users) == 1 and source.meta["colour"] == colour
+    alone = once and len(source.users) == 1 and source.meta["color"] == color
     if alone and source.target is aten.mm.default:
         target = into
         if transposed:

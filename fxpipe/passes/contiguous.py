@@ -15,10 +15,10 @@ from fxpipe.runtime.tensors import is_dense
 aten = torch.ops.aten
 
 
-def make_sendable(graph: fx.Graph) -> None:
+def make_contiguous(graph: fx.Graph) -> None:
     for node in call_nodes(graph):
         far = [
-            u for u in node.users if u.op != "output" and u.meta["colour"].stage != node.meta["colour"].stage
+            u for u in node.users if u.op != "output" and u.meta["color"].stage != node.meta["color"].stage
         ]
         if not far or is_dense(node.meta["val"]):
             continue

@@ -22,7 +22,7 @@ from fxpipe.ir.storage import call_nodes, is_view, last_uses, node_bytes, storag
 from fxpipe.runtime.tensors import is_dense
 
 
-def reuse_storage(graph: fx.Graph) -> None:
+def use_inplace_ops(graph: fx.Graph) -> None:
     last = last_uses(graph)
     for node in call_nodes(graph):
         roots = [storage_root(n) for n in node.all_input_nodes]

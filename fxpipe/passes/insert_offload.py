@@ -16,30 +16,30 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from fxpipe.ir.graph import Colour, Phase, offload, reload
+from fxpipe.ir.graph import Color, Phase, offload, reload
 from fxpipe.ir.storage import call_nodes, root_within
 
 
-def let_leave(graph: fx.Graph, stage: int, user: Phase, roots: Iterable[fx.Node]) -> None:
+def insert_offload(graph: fx.Graph, stage: int, user: Phase, roots: Iterable[fx.Node]) -> None:
     """Put ``offload`` behind each of these values of a stage's F, and ``reload`` before their first ``user``.
 
     user: B, or W for what B does not need.
     """
-    behind = (Colour(stage, Phase.B), Colour(stage, Phase.W))
-    nodes = [node for node in call_nodes(graph) if node.meta["colour"] in behind]
+    behind = (Color(stage, Phase.B), Color(stage, Phase.W))
+    nodes = [node for node in call_nodes(graph) if node.meta["color"] in behind]
     for root in roots:
-        _let_leave(graph, stage, user, root, nodes)
+        _insert(graph, stage, user, root, nodes)
 
 
-def _let_leave(graph: fx.Graph, stage: int, user: Phase, root: fx.Node, behind: list[fx.Node]) -> None:
+def _insert(graph: fx.Graph, stage: int, user: Phase, root: fx.Node, behind: list[fx.Node]) -> None:
     users = [node for node in behind if any(_is_saved(n, root, stage) for n in node.all_input_nodes)]
     with graph.inserting_after(root):
         away = graph.create_node("call_function", offload, (root,), name=f"{root.name}_away")
-    away.meta = {**root.meta, "colour": Colour(stage, Phase.F)}
+    away.meta = {**root.meta, "color": Color(stage, Phase.F)}
     with graph.inserting_before(users[0]):
         back = graph.create_node("call_function", reload, (away,), name=f"{root.name}_back")
-    back.meta = {**root.meta, "colour": Colour(stage, user)}
-    again: dict[tuple[fx.Node, Colour], fx.Node] = {}
+    back.meta = {**root.meta, "color": Color(stage, user)}
+    again: dict[tuple[fx.Node, Color], fx.Node] = {}
     views: set[fx.Node] = set()
     for node in users:
         for value in node.all_input_nodes:
@@ -56,7 +56,7 @@ def _is_saved(node: fx.Node, root: fx.Node, stage: int) -> bool:
     """Whether a value is the root, or a view of it that F made."""
     if node is root:
         return True
-    if node.op != "call_function" or node.meta["colour"] != Colour(stage, Phase.F):
+    if node.op != "call_function" or node.meta["color"] != Color(stage, Phase.F):
         return False
     return node.target not in (offload, reload) and root_within(node, stage) is root
 
@@ -66,18 +66,18 @@ def _view(
     root: fx.Node,
     back: fx.Node,
     user: fx.Node,
-    again: dict[tuple[fx.Node, Colour], fx.Node],
+    again: dict[tuple[fx.Node, Color], fx.Node],
 ) -> fx.Node:
     """The same view of what came back, in the section of its user."""
     if value is root:
         return back
-    colour = user.meta["colour"]
-    known = again.get((value, colour))
+    color = user.meta["color"]
+    known = again.get((value, color))
     if known is not None:
         return known
     source = _view(value.all_input_nodes[0], root, back, user, again)
     with value.graph.inserting_before(user):
         view = value.graph.node_copy(value, lambda _: source)
-    view.meta["colour"] = colour
-    again[value, colour] = view
+    view.meta["color"] = color
+    again[value, color] = view
     return view

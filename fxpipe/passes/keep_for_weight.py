@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fxpipe.ir.graph import Colour, Phase
+from fxpipe.ir.graph import Color, Phase
 from fxpipe.ir.storage import call_nodes, drop_dead, is_view, node_bytes
 from fxpipe.passes.mincut import to_repeat
 from fxpipe.passes.rewrite import clone_into
@@ -25,24 +25,24 @@ _CASTS = {aten._to_copy.default}
 _SCALE = 4
 
 
-def keep_fewest_bytes(graph: fx.Graph) -> None:
+def mincut_saved_for_weight(graph: fx.Graph) -> None:
     by_stage: dict[int, list[fx.Node]] = {}
     for node in call_nodes(graph):
-        if node.meta["colour"].phase is Phase.W:
-            by_stage.setdefault(node.meta["colour"].stage, []).append(node)
+        if node.meta["color"].phase is Phase.W:
+            by_stage.setdefault(node.meta["color"].stage, []).append(node)
     for stage, users in by_stage.items():
         repeated = _to_repeat(users, stage)
-        clones: dict[tuple[Colour, fx.Node], fx.Node] = {}
+        clones: dict[tuple[Color, fx.Node], fx.Node] = {}
         for user in users:
             for node in user.all_input_nodes:
                 if node in repeated:
-                    clone = clone_into(node, Colour(stage, Phase.W), user, clones, repeated)
+                    clone = clone_into(node, Color(stage, Phase.W), user, clones, repeated)
                     user.replace_input_with(node, clone)
     drop_dead(graph)
 
 
 def _is_cheap(node: fx.Node, stage: int) -> bool:
-    if node.meta["colour"].stage != stage:
+    if node.meta["color"].stage != stage:
         return False
     return is_view(node) or node.target in _CASTS or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
@@ -64,4 +64,4 @@ def _to_repeat(users: list[fx.Node], stage: int) -> set[fx.Node]:
 
 
 def _is_w(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.meta["colour"].phase is Phase.W
+    return node.op == "call_function" and node.meta["color"].phase is Phase.W

@@ -17,7 +17,7 @@ from typing import Literal
 from torch import fx
 
 from fxpipe.cost.nodes import node_flops
-from fxpipe.ir.graph import Colour, Phase, read_buffer
+from fxpipe.ir.graph import Color, Phase, read_buffer
 from fxpipe.ir.storage import call_nodes, drop_dead, is_view, node_bytes
 from fxpipe.passes.mincut import to_repeat
 from fxpipe.passes.rewrite import clone_into
@@ -30,28 +30,28 @@ _SCALE = 1000
 
 
 def recompute(graph: fx.Graph, level: Level) -> None:
-    for stage in sorted({node.meta["colour"].stage for node in call_nodes(graph)}):
+    for stage in sorted({node.meta["color"].stage for node in call_nodes(graph)}):
         again = _made_again(graph, stage, level)
-        clones: dict[tuple[Colour, fx.Node], fx.Node] = {}
+        clones: dict[tuple[Color, fx.Node], fx.Node] = {}
         backward = [n for n in call_nodes(graph) if _is_backward(n, stage)]
         in_b = _made_in_b(backward, again)
         for user in backward:
             for node in user.all_input_nodes:
                 if node in again:
-                    clone = clone_into(node, user.meta["colour"], user, clones, again, in_b)
+                    clone = clone_into(node, user.meta["color"], user, clones, again, in_b)
                     user.replace_input_with(node, clone)
     drop_dead(graph)
 
 
 def _is_backward(node: fx.Node, stage: int) -> bool:
-    colour = node.meta["colour"]
-    return colour.stage == stage and colour.phase is not Phase.F
+    color = node.meta["color"]
+    return color.stage == stage and color.phase is not Phase.F
 
 
 def _made_in_b(backward: list[fx.Node], again: set[fx.Node]) -> set[fx.Node]:
     """What B needs itself; W is handed that, and makes the rest."""
     found: set[fx.Node] = set()
-    todo = [n for user in backward if user.meta["colour"].phase is Phase.B for n in user.all_input_nodes]
+    todo = [n for user in backward if user.meta["color"].phase is Phase.B for n in user.all_input_nodes]
     while todo:
         node = todo.pop()
         if node in again and node not in found:
@@ -61,7 +61,7 @@ def _made_in_b(backward: list[fx.Node], again: set[fx.Node]) -> set[fx.Node]:
 
 
 def _may(node: fx.Node, stage: int, level: Level) -> bool:
-    if node.meta["colour"] != Colour(stage, Phase.F) or node.target is read_buffer:
+    if node.meta["color"] != Color(stage, Phase.F) or node.target is read_buffer:
         return False
     return level == "full" or not node_flops(node)
 

@@ -6,35 +6,35 @@ from collections.abc import Set
 
 from torch import fx
 
-from fxpipe.ir.graph import Colour, Phase
+from fxpipe.ir.graph import Color, Phase
 from fxpipe.ir.storage import output_dict
 
 
 def clone_into(
     node: fx.Node,
-    colour: Colour,
+    color: Color,
     before: fx.Node,
-    clones: dict[tuple[Colour, fx.Node], fx.Node],
+    clones: dict[tuple[Color, fx.Node], fx.Node],
     repeated: Set[fx.Node],
     in_b: Set[fx.Node] = frozenset(),
 ) -> fx.Node:
-    """Compute ``node`` again in ``colour``, and what leads to it as far as it is in ``repeated``.
+    """Compute ``node`` again in ``color``, and what leads to it as far as it is in ``repeated``.
 
     Other nodes are used as they are.  Those ``in_b`` are computed in the stage's B for W as well.  ``clones``
     remembers what has been cloned; calls with the same memory must come in the order of ``before``.
     """
-    if node not in repeated or node.meta["colour"] == colour:
+    if node not in repeated or node.meta["color"] == color:
         return node
     if node in in_b:
-        colour = Colour(colour.stage, Phase.B)
-    known = clones.get((colour, node))
+        color = Color(color.stage, Phase.B)
+    known = clones.get((color, node))
     if known is not None:
         return known
-    inputs = {n: clone_into(n, colour, before, clones, repeated, in_b) for n in node.all_input_nodes}
+    inputs = {n: clone_into(n, color, before, clones, repeated, in_b) for n in node.all_input_nodes}
     with node.graph.inserting_before(before):
         clone = node.graph.node_copy(node, inputs.__getitem__)
-    clone.meta["colour"] = colour
-    clones[(colour, node)] = clone
+    clone.meta["color"] = color
+    clones[(color, node)] = clone
     return clone
 
 

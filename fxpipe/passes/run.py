@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fxpipe.capture.resized import Samples
+from fxpipe.capture.resized import ResizedTraces
 from fxpipe.cost.device import Device
 from fxpipe.errors import PartitionError
 from fxpipe.ir.graph import Section
@@ -18,11 +18,11 @@ from fxpipe.ir.sections import Message, extract, messages
 from fxpipe.ir.verify import verify
 from fxpipe.partition.coloring import partition
 from fxpipe.passes.accumulate import fuse_accumulation
-from fxpipe.passes.contiguous import make_sendable
-from fxpipe.passes.inplace import reuse_storage
-from fxpipe.passes.keep_for_weight import keep_fewest_bytes
+from fxpipe.passes.contiguous import make_contiguous
+from fxpipe.passes.inplace import use_inplace_ops
+from fxpipe.passes.keep_for_weight import mincut_saved_for_weight
 from fxpipe.passes.recompute import Level, recompute
-from fxpipe.passes.sink_cheap_values import localise
+from fxpipe.passes.sink_cheap_values import sink_cheap_values
 from fxpipe.passes.split_backward import split_backward
 from fxpipe.passes.strides import accept_any_strides
 from fxpipe.passes.untie import untie
@@ -44,7 +44,7 @@ class Cut:
     graph: fx.Graph
     sections: tuple[Section, ...]
     messages: tuple[Message, ...]
-    samples: Samples | None
+    resized: ResizedTraces | None
 
 
 def cut_phases(levels: int) -> int:
@@ -62,11 +62,11 @@ def cut(
     ranks: int,
     barriers: int | None = None,
     levels: Sequence[Level | None] = (None,),
-    samples: Samples | None = None,
+    resized: ResizedTraces | None = None,
 ) -> list[Cut]:
     """One cut for each level, with the same stages.  The captured graph stays as it is.
 
-    samples: of the captured graph at other sizes; the cut gets those of its own.
+    resized: of the captured graph at other sizes; the cut gets those of its own.
     levels: what B makes again of the forward.
     barriers: spread the vocabulary layers over the ranks, with one or two barriers a microbatch.
     Raises PartitionError as ``partition`` does, VocabularyError as ``split_vocabulary`` does.
@@ -75,11 +75,11 @@ def cut(
     with phase("partition"):
         if barriers is not None:
             vocabulary = split_vocabulary(graph, ranks, stages, barriers)
-            if samples is not None:
-                others = [_copied(other) for other in samples.graphs]
+            if resized is not None:
+                others = [_copied(other) for other in resized.graphs]
                 for other in others:
                     split_vocabulary(other, ranks, stages, barriers)
-                samples = samples.of(graph, others)
+                resized = resized.after_rewrite(graph, others)
         try:
             partition(graph, stages, device, split_points, vocabulary.lookups if vocabulary else 0)
         except PartitionError as error:
@@ -98,7 +98,7 @@ def cut(
             finish(own, level)
         with phase("extract"):
             sections = extract(own)
-            cuts.append(Cut(stages, vocabulary, level, own, sections, messages(sections), samples))
+            cuts.append(Cut(stages, vocabulary, level, own, sections, messages(sections), resized))
     return cuts
 
 
@@ -117,7 +117,7 @@ def prepare(graph: fx.Graph, device: Device) -> None:
         graph,
         ("untie", untie),
         ("split_backward", split_backward),
-        ("localise", lambda g: localise(g, device)),
+        ("sink_cheap_values", lambda g: sink_cheap_values(g, device)),
     )
 
 
@@ -126,11 +126,11 @@ def finish(graph: fx.Graph, level: Level | None = None) -> None:
     _run(
         graph,
         *([("recompute", lambda g: recompute(g, level))] if level is not None else []),
-        ("keep_fewest_bytes", keep_fewest_bytes),
-        ("make_sendable", make_sendable),
+        ("mincut_saved_for_weight", mincut_saved_for_weight),
+        ("make_contiguous", make_contiguous),
         ("fuse_accumulation", fuse_accumulation),
         ("accept_any_strides", accept_any_strides),
-        ("reuse_storage", reuse_storage),
+        ("use_inplace_ops", use_inplace_ops),
     )
 
 

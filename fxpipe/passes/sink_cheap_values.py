@@ -1,6 +1,6 @@
 """Cheap values are computed where they are used, not sent or kept.
 
-needs:  colours
+needs:  colors
 before: mask (F, stage 0) ──► attention (F, stage 1);   t(weight) (F) ──► mm (B)
 after:  each section has its own mask and t(weight), made from what the rank has anyway
 """
@@ -10,23 +10,23 @@ from __future__ import annotations
 from torch import fx
 
 from fxpipe.cost.device import Device
-from fxpipe.ir.graph import Colour
+from fxpipe.ir.graph import Color
 from fxpipe.ir.storage import call_nodes, drop_dead
-from fxpipe.partition.recomputable import free_nodes
+from fxpipe.partition.recomputable import recomputable_nodes
 from fxpipe.passes.rewrite import clone_into
 
 
-def localise(graph: fx.Graph, device: Device) -> None:
-    known = free_nodes(graph, device)
-    clones: dict[tuple[Colour, fx.Node], fx.Node] = {}
+def sink_cheap_values(graph: fx.Graph, device: Device) -> None:
+    known = recomputable_nodes(graph, device)
+    clones: dict[tuple[Color, fx.Node], fx.Node] = {}
     for user in call_nodes(graph):
-        colour = user.meta["colour"]
+        color = user.meta["color"]
         for node in user.all_input_nodes:
-            if node.op != "call_function" or node.meta["colour"] == colour:
+            if node.op != "call_function" or node.meta["color"] == color:
                 continue
-            within = node.meta["colour"].stage == colour.stage
+            within = node.meta["color"].stage == color.stage
             free = known.in_stage if within else known.anywhere
             if node in free:
-                clone = clone_into(node, colour, user, clones, free)
+                clone = clone_into(node, color, user, clones, free)
                 user.replace_input_with(node, clone)
     drop_dead(graph)

@@ -1,6 +1,6 @@
 """Backward split into B, which gives gradients of activations, and W, which gives those of parameters.
 
-needs:  colours F and B, sequence numbers
+needs:  colors F and B, sequence numbers
 after:  W holds exactly the backward nodes that no gradient of an activation needs
 
 B runs back to the first activation of every stage, the first stage included: a gradient that enters
@@ -16,7 +16,7 @@ import operator
 import torch
 from torch import fx
 
-from fxpipe.ir.graph import Colour, Kind, Phase, read_buffer
+from fxpipe.ir.graph import Color, Kind, Phase, read_buffer
 from fxpipe.ir.storage import call_nodes, output_dict
 
 aten = torch.ops.aten
@@ -30,7 +30,7 @@ def split_backward(graph: fx.Graph) -> None:
     needed = {*output_dict(graph)["buffers"].values()}
     needed.update(graph.find_nodes(op="call_function", target=read_buffer))
     for node in reversed(call_nodes(graph)):
-        stage, phase = node.meta["colour"].stage, node.meta["colour"].phase
+        stage, phase = node.meta["color"].stage, node.meta["color"].phase
         if phase is Phase.F:
             continue
         seq = node.meta["origin"].seq
@@ -40,13 +40,13 @@ def split_backward(graph: fx.Graph) -> None:
             if user.op == "output":
                 continue
             enters = user.meta["origin"].seq in on_data and user.meta["origin"].seq != seq
-            if user in needed or enters or user.meta["colour"].stage != stage:
+            if user in needed or enters or user.meta["color"].stage != stage:
                 needed.add(node)
                 break
         else:
-            node.meta["colour"] = Colour(stage, Phase.W)
+            node.meta["color"] = Color(stage, Phase.W)
     for item in items:  # a tuple is taken apart where it is made
-        item.meta["colour"] = item.args[0].meta["colour"]
+        item.meta["color"] = item.args[0].meta["color"]
 
 
 def _ops_on_data(graph: fx.Graph) -> set[int]:

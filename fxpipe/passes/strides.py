@@ -32,5 +32,5 @@ def accept_any_strides(graph: fx.Graph) -> None:
             if val.is_contiguous() and not val.storage_offset():
                 with graph.inserting_before(node):
                     dense = graph.call_function(aten.contiguous.default, (source,))
-                dense.meta = {**source.meta, "colour": node.meta["colour"], "origin": node.meta["origin"]}
+                dense.meta = {**source.meta, "color": node.meta["color"], "origin": node.meta["origin"]}
                 node.args = (dense, *node.args[1:])

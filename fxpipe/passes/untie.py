@@ -1,6 +1,6 @@
 """Gradients of a parameter that several stages use: one summand a stage.
 
-needs:  colours
+needs:  colors
 before: grads[w] = (a + b,)      with a made in one stage and b in another
 after:  grads[w] = (a, b)        each accumulated where it is made; the ranks sum once a step
 """
@@ -28,5 +28,5 @@ def _summands(node: fx.Node) -> list[fx.Node]:
     if not (is_sum and len(node.users) == 1):
         return [node]
     found = [s for n in node.args for s in _summands(n)]  # type: ignore[arg-type]
-    stages = {n.meta["colour"].stage for n in (node, *found) if n.op != "placeholder"}
+    stages = {n.meta["color"].stage for n in (node, *found) if n.op != "placeholder"}
     return found if len(stages) > 1 else [node]

@@ -11,7 +11,7 @@ import torch
 from fxpipe.cost.symbolic import PlanWork
 from fxpipe.errors import ArtifactError
 from fxpipe.plan.plan_check import check_plan
-from fxpipe.runtime.away import Tier
+from fxpipe.runtime.offloader import Tier
 from fxpipe.runtime.rank import StepSpec
 from fxpipe.runtime.tensors import is_dense
 from fxpipe.schedule.costs import Costs
@@ -53,7 +53,7 @@ class TensorLayout:
     dtype: str
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> TensorLayout:
+    def from_tensor(tensor: torch.Tensor) -> TensorLayout:
         """As it is, or contiguous where it does not fill its memory (a file cannot hold that)."""
         dense = tensor if is_dense(tensor) else torch.empty(tensor.shape, device="meta")
         return TensorLayout(tuple(tensor.shape), dense.stride(), str(tensor.dtype))

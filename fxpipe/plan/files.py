@@ -44,7 +44,9 @@ def new_directory(path: Path, process: Process | None) -> Iterator[Path]:
     leads = process is None or process.rank == 0
     problem = _begin(path, draft) if leads else ""
     if process is not None:
-        problem = process.share(problem.encode(errors="backslashreplace") if leads else None).decode()
+        problem = process.broadcast_bytes(
+            problem.encode(errors="backslashreplace") if leads else None
+        ).decode()
     if problem:
         raise ArtifactError(problem)
     try:

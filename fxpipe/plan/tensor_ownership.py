@@ -28,7 +28,7 @@ def check_names(model: nn.Module) -> None:
             raise CaptureError(f"No pipeline can hold the parameter or buffer {name!r}: {reason}. Rename it.")
 
 
-def holdings(
+def tensor_ownership(
     model: nn.Module, sections: tuple[Section, ...], placement: tuple[int, ...], ranks: int
 ) -> tuple[RankTensors, ...]:
     """What each rank holds; what no section uses is kept by rank 0, so that nothing is lost in a save."""
@@ -93,7 +93,7 @@ def layouts_of(
     """Of parameters, buffers and constants, and of the rows of a parameter that a rank holds."""
     used = {name for h in held for name in h.constants}
     tensors = _tensors(model, held) | {n: t for n, t in constants.items() if n in used}
-    return {name: TensorLayout.of(tensor) for name, tensor in tensors.items()}
+    return {name: TensorLayout.from_tensor(tensor) for name, tensor in tensors.items()}
 
 
 def _tensors(model: nn.Module, held: tuple[RankTensors, ...]) -> dict[str, torch.Tensor]:

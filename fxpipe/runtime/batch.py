@@ -39,7 +39,7 @@ class BatchSpec:
     leaves: tuple[Leaf, ...]
 
     @staticmethod
-    def of(example: Any) -> BatchSpec:
+    def from_example(example: Any) -> BatchSpec:
         leaves = []
         for name, leaf in batch_leaves(example):
             if isinstance(leaf, torch.Tensor):

@@ -51,7 +51,7 @@ class Comm(Protocol):
 
     def all_gather(self, tensor: torch.Tensor, layout: Layout, group: int) -> Pending: ...
 
-    def share(self, tensor: torch.Tensor | None, source: int) -> torch.Tensor:
+    def broadcast_numbers(self, tensor: torch.Tensor | None, source: int) -> torch.Tensor:
         """Two float64 numbers on the CPU, given on ``source`` alone."""
         ...
 
@@ -91,7 +91,7 @@ def _on_wire(tensor: torch.Tensor) -> torch.Tensor:
 class DistributedComm:
     """Over torch.distributed: nccl between GPUs, gloo otherwise (also for ranks that share a GPU).
 
-    A receive posted early must not hold up a later send: every direction between two neighbours has its
+    A receive posted early must not hold up a later send: every direction between two neighbors has its
     own communicator under nccl (``channels``: all ordered pairs of ranks that talk, the same on all), and
     so has each of the ``collectives``, so that none waits for another.
     """
@@ -171,7 +171,7 @@ class DistributedComm:
         group = self._groups[self.rank, to]
         self._leaving.add(group.send([flat], dist.get_group_rank(group, to), 0), flat)
 
-    def share(self, tensor: torch.Tensor | None, source: int) -> torch.Tensor:
+    def broadcast_numbers(self, tensor: torch.Tensor | None, source: int) -> torch.Tensor:
         value = torch.empty(2, dtype=torch.float64) if tensor is None else tensor
         value = value if self._gloo else value.to(self.device)
         dist.broadcast(value, source)

@@ -158,7 +158,7 @@ class LocalComm:
             for r, expected in zip(ranks, pending.buffers, strict=True)
         ]
 
-    def share(self, tensor: torch.Tensor | None, source: int) -> torch.Tensor:
+    def broadcast_numbers(self, tensor: torch.Tensor | None, source: int) -> torch.Tensor:
         if tensor is not None:
             self._world.shared[source] = tensor
             self._world.woken()

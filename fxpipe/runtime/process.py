@@ -58,7 +58,7 @@ class Process:
             dist.init_process_group(_backend_for(device), timeout=timeout)
         return Process(dist.get_rank(), ranks, timeout)
 
-    def share(self, data: bytes | None) -> bytes:
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
         """Bytes from rank 0 (who gives them; the others give None) to all."""
         size = self._on_wire(torch.tensor([len(data or b"")]))
         dist.broadcast(size, 0)
@@ -83,26 +83,26 @@ class Process:
             raise RunError(f"Nothing came from the other ranks: {error}") from error
         return [p[: int(n)].cpu().numpy().tobytes() for p, n in zip(padded, sizes, strict=True)]
 
-    def spread(self, tensor: torch.Tensor, source: int) -> None:
+    def broadcast_(self, tensor: torch.Tensor, source: int) -> None:
         """Give a tensor the values that it has on rank ``source``."""
         value = self._on_wire(tensor.contiguous())
         dist.broadcast(value, source)
         if value is not tensor:
             tensor.copy_(value)
 
-    def sum(self, value: float) -> float:
+    def all_reduce_sum(self, value: float) -> float:
         """The sum of one number over all ranks."""
         total = self._on_wire(torch.tensor(value, dtype=torch.float64))
         dist.all_reduce(total)
         return float(total)
 
     def barrier(self) -> None:
-        self.sum(0.0)
+        self.all_reduce_sum(0.0)
 
     def watch(self) -> None:
         """End this process soon after another rank has left a failure, whatever it waits for then.
 
-        A rank whose neighbour is gone raises by itself; one that waits for a rank that still runs would
+        A rank whose neighbor is gone raises by itself; one that waits for a rank that still runs would
         not notice.
         """
         over = threading.Event()

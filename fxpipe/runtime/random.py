@@ -15,7 +15,7 @@ _MASK = (1 << 64) - 1
 
 
 def fold(key: int, number: int) -> int:
-    """Mix a number into a key (the finaliser of splitmix64)."""
+    """Mix a number into a key (the finalizer of splitmix64)."""
     z = (key + (number + 1) * 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK

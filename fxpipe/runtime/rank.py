@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from fxpipe.errors import RunError
-from fxpipe.runtime.away import Away
 from fxpipe.runtime.batch import BatchSpec
 from fxpipe.runtime.comm import Comm, Layout, Pending, in_layout
+from fxpipe.runtime.offloader import Offloader
 from fxpipe.runtime.random import fold
 from fxpipe.runtime.record import Record
 
@@ -50,7 +50,7 @@ class Runtime:
     grads: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
     constants: Mapping[str, torch.Tensor]
-    away: Away | None = None
+    offloader: Offloader | None = None
     record: Record = field(default_factory=Record)
     step_number: int = 0
     current_op: str = ""
@@ -120,22 +120,22 @@ class Runtime:
 
     def offload(self, values: list[Any], at: int) -> None:
         """Start to move tensors to the rank's pool, from byte ``at`` on; handles take their places."""
-        self._away.offload(values, at)
+        self._offloading.offload(values, at)
 
     def offloaded(self, values: list[Any]) -> None:
         """Free the memory of what was offloaded."""
         before = time.perf_counter()
-        self._away.offloaded(values)
+        self._offloading.offloaded(values)
         self.record.waited(before)
 
     def reload(self, values: list[Any]) -> None:
         """Start to fetch what was offloaded."""
-        self._away.reload(values)
+        self._offloading.reload(values)
 
     def reloaded(self, values: list[Any]) -> None:
         """Put the tensors in place of their handles, as soon as they are there."""
         before = time.perf_counter()
-        self._away.reloaded(values)
+        self._offloading.reloaded(values)
         self.record.waited(before)
 
     def add_loss(self, loss: torch.Tensor, count: torch.Tensor | None = None) -> None:
@@ -177,10 +177,10 @@ class Runtime:
         return (torch.tensor(total, dtype=torch.float64) / count).to(dtype)
 
     @property
-    def _away(self) -> Away:
-        if self.away is None:
+    def _offloading(self) -> Offloader:
+        if self.offloader is None:
             raise RunError("The plan of this pipeline has no place for offloaded values.")
-        return self.away
+        return self.offloader
 
     def _total(self) -> tuple[float, float]:
         """The sum of the losses and what to divide it by, known to every rank."""
@@ -191,6 +191,6 @@ class Runtime:
                 count = torch.stack(self._counts).sum() if self._counts else torch.tensor(len(self._losses))
                 mine = torch.stack([total.cpu(), count.double().cpu()])
             before = time.perf_counter()
-            self._shared = self.comm.share(mine, self.spec.loss_rank).tolist()
+            self._shared = self.comm.broadcast_numbers(mine, self.spec.loss_rank).tolist()
             self.record.waited(before)
         return self._shared[0], self._shared[1]

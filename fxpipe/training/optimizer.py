@@ -1,4 +1,4 @@
-"""An optimiser over the parameters that this rank holds, with the gradient norm of the whole model."""
+"""An optimizer over the parameters that this rank holds, with the gradient norm of the whole model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class PipelineOptimizer:
-    """Wraps a torch optimiser; ``step`` first clips by the norm over all ranks.
+    """Wraps a torch optimizer; ``step`` first clips by the norm over all ranks.
 
     norm: sums a number over the ranks.
     counted: the parameters that this rank counts in the norm (of a tied one, one rank's copy).

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fxpipe.cost.profile import with_seconds
 from fxpipe.errors import ArtifactError, ScheduleError
-from fxpipe.ir.graph import Colour, Phase
+from fxpipe.ir.graph import Color, Phase
 from fxpipe.plan.artifact import Plan
 from fxpipe.schedule.costs import Costs, StageCost
 from fxpipe.schedule.ops import PHASES, OpKind, parse_op
@@ -78,7 +78,7 @@ def recorded_costs(plan: Plan, spans: Sequence[RankSpans]) -> Costs:
     seconds = {}
     for (stage, kind), times in taken.items():
         for phase, share in _shares(kind, plan.costs.stages[stage]).items():
-            seconds[Colour(stage, phase)] = share * statistics.median(times)
+            seconds[Color(stage, phase)] = share * statistics.median(times)
     return with_seconds(plan.costs, seconds)
 
 

@@ -16,12 +16,12 @@ from fxpipe.names import printable
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.runtime.agreement import Traffic, check_agreement
 from fxpipe.runtime.ambient import as_traced
-from fxpipe.runtime.away import Away, check_tier, open_store
 from fxpipe.runtime.batch import batch_leaves
 from fxpipe.runtime.comm import Comm, DistributedComm
 from fxpipe.runtime.heap import give_back_large_tensors
 from fxpipe.runtime.local import LocalComm, LocalWorld, run_all
 from fxpipe.runtime.memory import SavedBytes
+from fxpipe.runtime.offloader import Offloader, check_tier, open_store
 from fxpipe.runtime.process import Process
 from fxpipe.runtime.program import Program, load_program
 from fxpipe.runtime.rank import Runtime
@@ -133,16 +133,16 @@ class Runner:
             grads=grads,
             buffers=buffers,
             constants={n: self.artifact.constants[n].to(self.device) for n in held.constants},
-            away=self._away(rank),
+            offloader=self._offloader(rank),
         )
 
-    def _away(self, rank: int) -> Away | None:
+    def _offloader(self, rank: int) -> Offloader | None:
         tier = self.plan.tier
         if tier is None:
             return None
         check_tier(tier, self.device, self.offload_directory)
         store = partial(open_store, tier, self.plan.pools[rank], self.offload_directory, self.device)
-        return Away(store, self.device)
+        return Offloader(store, self.device)
 
     @staticmethod
     def _given(rt: Runtime, batch: Any) -> list[torch.Tensor]:

@@ -1,6 +1,6 @@
 """The collapsed graph: one box for each stage, phase and module, and the bytes that pass between boxes.
 
-before: the coloured graph, thousands of nodes
+before: the colored graph, thousands of nodes
 after:  boxes (a module path cut off at one depth for the whole graph) and flows that add up what the
         nodes of one box use of another's
 
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxpipe.cost.nodes import node_flops
-from fxpipe.ir.graph import Colour, Kind, Phase, offload
+from fxpipe.ir.graph import Color, Kind, Phase, offload
 from fxpipe.ir.storage import call_nodes, node_bytes, output_dict, root_within
 
 BOXES_PER_SECTION = 9
@@ -35,7 +35,7 @@ BOXES = 240
 class Place:
     """Which box: a section, and the module path that its nodes share ("" for the model itself)."""
 
-    colour: Colour
+    color: Color
     path: str
 
 
@@ -57,12 +57,12 @@ class Flow:
     target: Place
     values: int
     bytes: int
-    away: int = 0
+    offloaded: int = 0
 
     @property
     def crosses(self) -> bool:
         """Whether it is sent from stage to stage."""
-        return self.source.colour.stage != self.target.colour.stage
+        return self.source.color.stage != self.target.color.stage
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def collapse(graph: fx.Graph, per_section: int = BOXES_PER_SECTION, total: int =
     of the batch and views of them are no flows.
     """
     depth = _depth(graph, per_section, total)
-    place_of = {n: Place(n.meta["colour"], _prefix(n.meta["origin"].path, depth)) for n in call_nodes(graph)}
+    place_of = {n: Place(n.meta["color"], _prefix(n.meta["origin"].path, depth)) for n in call_nodes(graph)}
     members: dict[Place, list[fx.Node]] = defaultdict(list)
     for node, place in place_of.items():
         members[place].append(node)
@@ -99,12 +99,12 @@ def collapse(graph: fx.Graph, per_section: int = BOXES_PER_SECTION, total: int =
 
 
 def _depth(graph: fx.Graph, per_section: int, total: int) -> int:
-    paths = {(n.meta["colour"], n.meta["origin"].path) for n in call_nodes(graph)}
+    paths = {(n.meta["color"], n.meta["origin"].path) for n in call_nodes(graph)}
     deepest = max((path.count(".") + 1 for _, path in paths if path), default=0)
     best, miss = 0, math.inf
     for depth in range(1, deepest + 1):
-        boxes = {(colour, _prefix(path, depth)) for colour, path in paths}
-        largest = max(Counter(colour for colour, _ in boxes).values())
+        boxes = {(color, _prefix(path, depth)) for color, path in paths}
+        largest = max(Counter(color for color, _ in boxes).values())
         if len(boxes) <= total and abs(math.log(largest / per_section)) < miss:
             best, miss = depth, abs(math.log(largest / per_section))
     return best
@@ -123,21 +123,21 @@ def _sorted(members: dict[Place, list[fx.Node]], order: dict[fx.Node, int]) -> l
         anywhere.setdefault(place.path, middle[place])
 
     def key(place: Place) -> tuple[int, int, int]:
-        forward = Place(Colour(place.colour.stage, Phase.F), place.path)
-        return place.colour.stage, middle.get(forward, anywhere[place.path]), _phase_number(place)
+        forward = Place(Color(place.color.stage, Phase.F), place.path)
+        return place.color.stage, middle.get(forward, anywhere[place.path]), _phase_number(place)
 
     return sorted(members, key=key)
 
 
 def _phase_number(place: Place) -> int:
-    return list(Phase).index(place.colour.phase)
+    return list(Phase).index(place.color.phase)
 
 
 def _flows(place_of: dict[fx.Node, Place]) -> tuple[Flow, ...]:
     holders: dict[tuple[int, fx.Node], list[Place]] = defaultdict(list)  # stage, value -> boxes that have it
     carried: dict[tuple[Place, Place], dict[fx.Node, None]] = defaultdict(dict)
     for user, place in sorted(place_of.items(), key=lambda item: _phase_number(item[1])):
-        stage = place.colour.stage
+        stage = place.color.stage
         holders[stage, user].append(place)
         for value in user.all_input_nodes:
             if value not in place_of or root_within(value, stage).op == "placeholder":
@@ -161,9 +161,9 @@ def _flows(place_of: dict[fx.Node, Place]) -> tuple[Flow, ...]:
 
 
 def _bytes(values: dict[fx.Node, None], source: Place, target: Place) -> int:
-    if source.colour.stage != target.colour.stage:
+    if source.color.stage != target.color.stage:
         return sum(node_bytes(n) for n in values)
-    return sum(node_bytes(n) for n in {root_within(n, target.colour.stage) for n in values})
+    return sum(node_bytes(n) for n in {root_within(n, target.color.stage) for n in values})
 
 
 def _batch(place_of: dict[fx.Node, Place]) -> list[tuple[str, Place]]:
@@ -171,5 +171,5 @@ def _batch(place_of: dict[fx.Node, Place]) -> list[tuple[str, Place]]:
     for node, place in place_of.items():
         for source in node.all_input_nodes:
             if source.op == "placeholder" and source.meta["input"].kind is Kind.BATCH:
-                first.setdefault((source.meta["input"].name, place.colour.stage), place)
+                first.setdefault((source.meta["input"].name, place.color.stage), place)
     return [(name, place) for (name, _), place in first.items()]

@@ -11,7 +11,7 @@ from fxpipe.ir.graph import Phase
 from fxpipe.names import dot_html, dot_label, shortened
 from fxpipe.viz.boxes import Box, Boxes, Flow, Place
 from fxpipe.viz.layout import HEIGHT, Frame, Layout, Point, lay_out
-from fxpipe.viz.palette import AWAY, MEANING, PHASES, tint
+from fxpipe.viz.palette import MEANING, OFFLOADED, PHASES, tint
 from fxpipe.viz.units import bytes_text, flops_text
 
 FONT = {"fontname": "Helvetica", "fontsize": "10"}
@@ -53,15 +53,15 @@ def _text(box: Box) -> tuple[str, str]:
 def _heading(dot: graphviz.Digraph, title: tuple[str, ...], boxes: Boxes, first: Frame) -> None:
     rows = [f"<TR><TD ALIGN='LEFT'><FONT POINT-SIZE='16'><B>{dot_html(title[0])}</B></FONT></TD></TR>"]
     rows += [f"<TR><TD ALIGN='LEFT'>{dot_html(line)}</TD></TR>" for line in title[1:]]
-    phases = {box.place.colour.phase for box in boxes.boxes}
+    phases = {box.place.color.phase for box in boxes.boxes}
     keys = "".join(
         f"<TD BGCOLOR='{tint(PHASES[p], 0.45)}' BORDER='1' COLOR='{PHASES[p]}'>{p} {MEANING[p]}</TD>"
         for p in Phase
         if p in phases
     )
     rows.append(f"<TR><TD ALIGN='LEFT'><TABLE BORDER='0' CELLSPACING='4'><TR>{keys}</TR></TABLE></TD></TR>")
-    key = "thick, coloured: sent to another stage; thin: handed on within a stage"
-    if any(flow.away for flow in boxes.flows):
+    key = "thick, colored: sent to another stage; thin: handed on within a stage"
+    if any(flow.offloaded for flow in boxes.flows):
         key += "; purple, dashed: with what may leave the rank on its way"
     rows.append(f"<TR><TD ALIGN='LEFT'>{key}</TD></TR>")
     label = f"<<TABLE BORDER='0' CELLBORDER='0' CELLSPACING='2'>{''.join(rows)}</TABLE>>"
@@ -81,11 +81,11 @@ def _frame(dot: graphviz.Digraph, stage: int, lines: tuple[str, ...], frame: Fra
 
 
 def _box(dot: graphviz.Digraph, name: str, box: Box, text: tuple[str, ...], layout: Layout) -> None:
-    phase = box.place.colour.phase
+    phase = box.place.color.phase
     dot.node(
         name,
         label=dot_label(text),
-        pos=_at(layout.centres[box.place]),
+        pos=_at(layout.centers[box.place]),
         style="filled,rounded",
         fillcolor=tint(PHASES[phase], 0.45),
         color=PHASES[phase],
@@ -104,12 +104,12 @@ def _look(flow: Flow, largest: int) -> dict[str, str]:
         width = 1.5 + 2.5 * flow.bytes / max(largest, 1)
         return look | {
             "penwidth": f"{width:.1f}",
-            "color": PHASES[flow.source.colour.phase],
+            "color": PHASES[flow.source.color.phase],
             "arrowsize": "0.7",
         }
-    if flow.away:
-        note = {"tooltip": f"{tip}, {bytes_text(flow.away)} of it may leave the rank"}
-        return look | note | {"penwidth": "1.2", "color": AWAY, "style": "dashed"}
+    if flow.offloaded:
+        note = {"tooltip": f"{tip}, {bytes_text(flow.offloaded)} of it may leave the rank"}
+        return look | note | {"penwidth": "1.2", "color": OFFLOADED, "style": "dashed"}
     return look | {"penwidth": "0.8", "color": GREY}
 
 
@@ -120,9 +120,9 @@ def _terminals(dot: graphviz.Digraph, boxes: Boxes, ids: dict[Place, str], layou
     ends = [(f"batch: {name}", place, True) for name, place in boxes.batch]
     ends += [(name, place, False) for name, place in boxes.results]
     for number, (name, place, enters) in enumerate(ends):
-        centre = layout.centres[place]
+        center = layout.centers[place]
         beside[place] = beside.get(place, -1) + 1
-        at = Point(x, centre.y + 34 * beside[place])
+        at = Point(x, center.y + 34 * beside[place])
         dot.node(
             f"t{number}",
             label=dot_label([shortened(name)]),
@@ -132,7 +132,7 @@ def _terminals(dot: graphviz.Digraph, boxes: Boxes, ids: dict[Place, str], layou
             pos=_at(at),
             height="0.36",
         )
-        touch = Point(centre.x - layout.width / 2, centre.y + 3)
+        touch = Point(center.x - layout.width / 2, center.y + 3)
         beside_ellipse = Point(x + 46, at.y)
         path = (beside_ellipse, touch) if enters else (touch, beside_ellipse)
         pair = (f"t{number}", ids[place]) if enters else (ids[place], f"t{number}")

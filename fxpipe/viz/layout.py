@@ -4,7 +4,7 @@ before: boxes and flows
 after:  a frame for each stage, in it a row for each module: F in the left column, B in the right one,
         W between them and half a row below; and a path for each flow
 
-Neighbours are joined by straight lines.  What skips over boxes of its own column runs beside it, in a lane
+Neighbors are joined by straight lines.  What skips over boxes of its own column runs beside it, in a lane
 that all skipping flows of one box share.
 """
 
@@ -51,10 +51,10 @@ class Route:
 
 @dataclass(frozen=True)
 class Layout:
-    """``centres`` of the boxes, all of one ``width``; ``frames`` by stage."""
+    """``centers`` of the boxes, all of one ``width``; ``frames`` by stage."""
 
     width: float
-    centres: dict[Place, Point]
+    centers: dict[Place, Point]
     frames: tuple[Frame, ...]
     routes: tuple[Route, ...]
 
@@ -62,11 +62,11 @@ class Layout:
 def lay_out(boxes: Boxes, stages: int, letters: int) -> Layout:
     """letters: of the longest line of text in a box."""
     width = max(100.0, letters * LETTER + 14)
-    phases = {box.place.colour.phase for box in boxes.boxes}
+    phases = {box.place.color.phase for box in boxes.boxes}
     x_of = {phase: i * (width + GAP) for i, phase in enumerate(p for p in COLUMNS if p in phases)}
-    centres, edges = _grid(boxes, stages, x_of)
-    skips = [f for f in boxes.flows if _skips(f, centres)]
-    lanes = _lanes(skips, centres)
+    centers, edges = _grid(boxes, stages, x_of)
+    skips = [f for f in boxes.flows if _skips(f, centers)]
+    lanes = _lanes(skips, centers)
     left, right = min(x_of.values()) - width / 2, max(x_of.values()) + width / 2
     outermost = {side: max((n for (_, s), n in lanes.items() if s == side), default=0) for side in (-1, 1)}
     room = {side: MARGIN + LANE * (1 + lane) for side, lane in outermost.items()}
@@ -77,19 +77,19 @@ def lay_out(boxes: Boxes, stages: int, letters: int) -> Layout:
         if flow in skips:
             side = _side(flow)
             routes.append(
-                _beside(flow, centres, width, side, lanes[flow.source, side], arrived[flow.target, side])
+                _beside(flow, centers, width, side, lanes[flow.source, side], arrived[flow.target, side])
             )
             arrived[flow.target, side] += 1
         else:
-            routes.append(_straight(flow, centres, width))
-    return Layout(width, centres, frames, tuple(routes))
+            routes.append(_straight(flow, centers, width))
+    return Layout(width, centers, frames, tuple(routes))
 
 
 def _grid(
     boxes: Boxes, stages: int, x_of: dict[Phase, float]
 ) -> tuple[dict[Place, Point], list[tuple[float, float]]]:
     """Centres of the boxes, top and bottom of the stages' frames."""
-    centres: dict[Place, Point] = {}
+    centers: dict[Place, Point] = {}
     edges = []
     y = 0.0
     for stage in range(stages):
@@ -98,22 +98,22 @@ def _grid(
         rows: dict[str, float] = {}
         for box in boxes.boxes:
             place = box.place
-            if place.colour.stage != stage:
+            if place.color.stage != stage:
                 continue
             row = rows.setdefault(place.path, y + len(rows) * ROW)
-            lowered = place.colour.phase is Phase.W
-            centres[place] = Point(x_of[place.colour.phase], row + ROW / 2 * lowered)
+            lowered = place.color.phase is Phase.W
+            centers[place] = Point(x_of[place.color.phase], row + ROW / 2 * lowered)
         y += len(rows) * ROW
         edges.append((top, y - HEIGHT / 2))
         y += 10
-    return centres, edges
+    return centers, edges
 
 
-def _skips(flow: Flow, centres: dict[Place, Point]) -> bool:
+def _skips(flow: Flow, centers: dict[Place, Point]) -> bool:
     """Whether a box of its own column stands between source and target."""
-    a, b = centres[flow.source], centres[flow.target]
+    a, b = centers[flow.source], centers[flow.target]
     low, high = min(a.y, b.y), max(a.y, b.y)
-    return a.x == b.x and any(p.x == a.x and low < p.y < high for p in centres.values())
+    return a.x == b.x and any(p.x == a.x and low < p.y < high for p in centers.values())
 
 
 def _side(flow: Flow) -> int:
@@ -121,15 +121,15 @@ def _side(flow: Flow) -> int:
     return -_way(flow)
 
 
-def _lanes(skips: list[Flow], centres: dict[Place, Point]) -> dict[tuple[Place, int], int]:
+def _lanes(skips: list[Flow], centers: dict[Place, Point]) -> dict[tuple[Place, int], int]:
     """The lane of each box that skips, such that no two share a stretch; the shortest runs nearest."""
     spans: dict[tuple[Place, int], list[float]] = defaultdict(list)
     for flow in skips:
-        spans[flow.source, _side(flow)] += [centres[flow.source].y, centres[flow.target].y]
+        spans[flow.source, _side(flow)] += [centers[flow.source].y, centers[flow.target].y]
     taken: list[tuple[float, int, int, float, float]] = []
     lanes: dict[tuple[Place, int], int] = {}
     for (place, side), ys in sorted(spans.items(), key=lambda item: max(item[1]) - min(item[1])):
-        x, low, high = centres[place].x, min(ys), max(ys)
+        x, low, high = centers[place].x, min(ys), max(ys)
         used = {n for px, s, n, a, b in taken if (px, s) == (x, side) and a <= high and low <= b}
         lane = next(n for n in range(len(used) + 1) if n not in used)
         taken.append((x, side, lane, low, high))
@@ -138,10 +138,10 @@ def _lanes(skips: list[Flow], centres: dict[Place, Point]) -> dict[tuple[Place, 
 
 
 def _beside(
-    flow: Flow, centres: dict[Place, Point], width: float, side: int, lane: int, before: int
+    flow: Flow, centers: dict[Place, Point], width: float, side: int, lane: int, before: int
 ) -> Route:
     """before: how many flows come in on that side of the target above this one."""
-    a, b = centres[flow.source], centres[flow.target]
+    a, b = centers[flow.source], centers[flow.target]
     edge = a.x + side * width / 2
     x = edge + side * (MARGIN + lane * LANE)
     out, into = a.y + 8, b.y - 6 + 9 * before
@@ -151,11 +151,11 @@ def _beside(
 
 def _way(flow: Flow) -> int:
     """In which direction most flows of the source's phase run: 1 down, -1 up."""
-    return 1 if flow.source.colour.phase is Phase.F else -1
+    return 1 if flow.source.color.phase is Phase.F else -1
 
 
-def _straight(flow: Flow, centres: dict[Place, Point], width: float) -> Route:
-    a, b = centres[flow.source], centres[flow.target]
+def _straight(flow: Flow, centers: dict[Place, Point], width: float) -> Route:
+    a, b = centers[flow.source], centers[flow.target]
     half = width / 2
     if a.x == b.x:
         sign = 1 if b.y > a.y else -1

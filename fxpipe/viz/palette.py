@@ -1,4 +1,4 @@
-"""The colours of phases: of Okabe and Ito's palette, which colour-blind readers can tell apart."""
+"""The colors of phases: of Okabe and Ito's palette, which color-blind readers can tell apart."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PHASES: dict[Phase, str] = {
     Phase.B: "#E69F00",
     Phase.W: "#009E73",
 }
-AWAY = "#7A5C99"  # what leaves a rank
+OFFLOADED = "#7A5C99"  # what leaves a rank
 BEFORE_BARRIER, AFTER_BARRIER = "#F0E442", "#CC79A7"
 
 MEANING: dict[Phase, str] = {
@@ -19,7 +19,7 @@ MEANING: dict[Phase, str] = {
 }
 
 
-def tint(colour: str, share: float) -> str:
-    """``#rrggbb`` mixed with white; 0 leaves the colour, 1 gives white."""
-    mixed = (round(int(colour[i : i + 2], 16) * (1 - share) + 255 * share) for i in (1, 3, 5))
+def tint(color: str, share: float) -> str:
+    """``#rrggbb`` mixed with white; 0 leaves the color, 1 gives white."""
+    mixed = (round(int(color[i : i + 2], 16) * (1 - share) + 255 * share) for i in (1, 3, 5))
     return "#" + "".join(f"{channel:02X}" for channel in mixed)

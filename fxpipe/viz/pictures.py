@@ -1,6 +1,6 @@
 """All pictures of a compiled pipeline: its graph, its sections and its schedule.
 
-graph.dot, graph.svg            the coloured graph, collapsed to modules
+graph.dot, graph.svg            the colored graph, collapsed to modules
 stage1_B.dot, stage1_B.svg      one section, node by node
 timeline.svg                    the simulated schedule
 """

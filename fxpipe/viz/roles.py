@@ -34,7 +34,7 @@ def role(op: Op, schedule: Schedule) -> Role:
     return Role.S if op.kind is OpKind.F else Role.T
 
 
-def colour(shown: Role) -> str:
+def color(shown: Role) -> str:
     """Of BW that of its B."""
     beside = {Role.BW: PHASES[Phase.B], Role.S: BEFORE_BARRIER, Role.T: AFTER_BARRIER}
     return beside[shown] if shown in beside else PHASES[Phase(shown)]

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from fxpipe.ir.compat import OpOverload
-from fxpipe.ir.graph import Colour, Kind, Origin, Section, Value
+from fxpipe.ir.graph import Color, Kind, Origin, Section, Value
 from fxpipe.ir.storage import node_bytes
 from fxpipe.names import dot_label, shortened
 from fxpipe.viz.palette import MEANING, PHASES, tint
@@ -26,7 +26,7 @@ SHAPES: dict[Kind, tuple[str, str]] = {
     Kind.BATCH: ("ellipse", "batch"),
     Kind.KEY: ("ellipse", "random key"),
     Kind.VALUE: ("hexagon", "value"),
-    Kind.AWAY: ("hexagon", "value that may leave"),
+    Kind.OFFLOADED: ("hexagon", "value that may leave"),
     Kind.LOSS: ("doubleoctagon", "loss"),
     Kind.COUNT: ("doubleoctagon", "count"),
     Kind.GRADIENT: ("cylinder", "gradient so far of"),
@@ -93,7 +93,7 @@ def _parts(ops: list[fx.Node]) -> list[list[fx.Node]]:
     return sorted(parts, key=lambda part: order[part[0]])
 
 
-def _op(dot: graphviz.Digraph, node: fx.Node, colour: str) -> None:
+def _op(dot: graphviz.Digraph, node: fx.Node, color: str) -> None:
     origin: Origin = node.meta["origin"]
     is_aten = isinstance(node.target, OpOverload)
     target = str(node.target) if is_aten else getattr(node.target, "__name__", str(node.target))
@@ -106,8 +106,8 @@ def _op(dot: graphviz.Digraph, node: fx.Node, colour: str) -> None:
         label=dot_label(lines),
         tooltip=dot_label([origin.source or origin.path or node.name]),
         style="filled,rounded",
-        fillcolor=tint(colour, 0.6),
-        color=colour,
+        fillcolor=tint(color, 0.6),
+        color=color,
     )
 
 
@@ -120,19 +120,19 @@ def _input(dot: graphviz.Digraph, node: fx.Node, value: Value) -> None:
     dot.node(node.name, label=label, color="#555555", **look)
 
 
-def _output(dot: graphviz.Digraph, name: str, node: fx.Node, value: Value, readers: list[Colour]) -> None:
+def _output(dot: graphviz.Digraph, name: str, node: fx.Node, value: Value, readers: list[Color]) -> None:
     """name: of the new box."""
     shape, kind = SHAPES[value.kind]
-    if value.kind in (Kind.VALUE, Kind.AWAY):
+    if value.kind in (Kind.VALUE, Kind.OFFLOADED):
         kind = f"to {', '.join(f'stage {c.stage} {c.phase}' for c in readers)}"
     label = dot_label([kind, shortened(value.name), bytes_text(node_bytes(node))])
     dot.node(name, label=label, shape=shape, style="filled,bold", fillcolor="#DDDDDD")
     dot.edge(node.name, name)
 
 
-def _readers(section: Section, value: Value, sections: tuple[Section, ...]) -> list[Colour]:
+def _readers(section: Section, value: Value, sections: tuple[Section, ...]) -> list[Color]:
     return [
-        s.colour
+        s.color
         for s in sections
-        if any(v.name == value.name and v.producer == section.colour for v in s.inputs)
+        if any(v.name == value.name and v.producer == section.color for v in s.inputs)
     ]

@@ -1,4 +1,4 @@
-"""A simulated step in a terminal: a row for each rank, an op a coloured block with its microbatch."""
+"""A simulated step in a terminal: a row for each rank, an op a colored block with its microbatch."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from rich.text import Text
 from fxpipe.schedule.ops import Op
 from fxpipe.schedule.timeline import Timeline
 from fxpipe.viz import palette
-from fxpipe.viz.roles import MEANING, Role, colour, role
+from fxpipe.viz.roles import MEANING, Role, color, role
 
 ROWS = 32
 """Ranks that are drawn at most: the first and the last ones."""
 
 
-def timeline_text(timeline: Timeline, width: int, coloured: bool) -> Text:
+def timeline_text(timeline: Timeline, width: int, colored: bool) -> Text:
     """``width`` cells wide; a cell shows what its rank runs in the middle of the cell's time.
 
-    Neighbouring microbatches, and the stages of one rank, differ in shade.  Not coloured, a block begins
+    Neighboring microbatches, and the stages of one rank, differ in shade.  Not colored, a block begins
     with its letter: ``F0··F1··B0··``.
     """
     ranks = range(timeline.schedule.ranks)
@@ -32,14 +32,14 @@ def timeline_text(timeline: Timeline, width: int, coloured: bool) -> Text:
             text.append(f"{'…':<{label}}{rank - before - 1} more ranks\n", "dim")
         text.append(f"{rank:<{label}}", "dim")
         for op, cells in _blocks(timeline, rank, max(1, width - label)):
-            text.append(*_block(timeline, op, cells, coloured))
+            text.append(*_block(timeline, op, cells, colored))
         text.append("\n")
     shown_roles = {role(span.op, timeline.schedule) for spans in timeline.spans for span in spans}
     text.append(" " * label)
     for what in sorted(shown_roles, key=list(Role).index):
-        key = f" {what} " if coloured else f"{_letter(what)} "
-        text.append(key, Style(color="black", bgcolor=colour(what)) if coloured else "")
-        text.append(f" {MEANING[what]}   " if coloured else f"{MEANING[what]}   ")
+        key = f" {what} " if colored else f"{_letter(what)} "
+        text.append(key, Style(color="black", bgcolor=color(what)) if colored else "")
+        text.append(f" {MEANING[what]}   " if colored else f"{MEANING[what]}   ")
     return text
 
 
@@ -61,17 +61,17 @@ def _blocks(timeline: Timeline, rank: int, width: int) -> Iterator[tuple[Op | No
         yield op, sum(1 for _ in cells)
 
 
-def _block(timeline: Timeline, op: Op | None, cells: int, coloured: bool) -> tuple[str, Style]:
+def _block(timeline: Timeline, op: Op | None, cells: int, colored: bool) -> tuple[str, Style]:
     if op is None:
         return " " * cells, Style()
     number, schedule = str(op.microbatch), timeline.schedule
     shown = role(op, schedule)
-    if not coloured:
+    if not colored:
         text = f"{_letter(shown)}{number}"
         return (text if len(text) <= cells else _letter(shown)).ljust(cells, "·"), Style()
     earlier = [s for s in range(op.stage) if schedule.placement[s] == schedule.placement[op.stage]]
     late = not schedule.is_vocabulary(op.stage) and any(not schedule.is_vocabulary(s) for s in earlier)
-    shade = palette.tint(colour(shown), 0.22 * (op.microbatch % 2) + 0.4 * late)
+    shade = palette.tint(color(shown), 0.22 * (op.microbatch % 2) + 0.4 * late)
     return (number if len(number) <= cells else "").center(cells), Style(color="black", bgcolor=shade)
 
 

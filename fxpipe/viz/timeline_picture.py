@@ -9,8 +9,8 @@ from fxpipe.ir.graph import Phase
 from fxpipe.names import printable
 from fxpipe.schedule.ops import Direction, Op
 from fxpipe.schedule.timeline import Span, Timeline, TransferSpan
-from fxpipe.viz.palette import AWAY, PHASES, tint
-from fxpipe.viz.roles import MEANING, Role, colour, role
+from fxpipe.viz.palette import OFFLOADED, PHASES, tint
+from fxpipe.viz.roles import MEANING, Role, color, role
 from fxpipe.viz.units import PHYSICAL, Units, ticks
 
 BAR = 22  # heights, in pixels
@@ -22,12 +22,12 @@ LETTER = 5.2  # width of a digit in a rectangle
 OP_WIDTH = 30  # width to give an op on the average, where the widest allowed picture has the room
 NARROWEST, WIDEST = 900, 3200
 
-COLOURS = {shown: "url(#BW)" if shown is Role.BW else colour(shown) for shown in Role}
+COLORS = {shown: "url(#BW)" if shown is Role.BW else color(shown) for shown in Role}
 STYLE = (
     "text{font:11px Helvetica,Arial,sans-serif;fill:#222}.n{font-size:9px;text-anchor:middle}"
     "rect{stroke:#fff;stroke-width:.5}.idle{fill:#ececec;stroke:none}.held{fill:#c9b8d8;stroke:#7a5c99}"
-    f".offload{{fill:{AWAY}}}.reload{{fill:{tint(AWAY, 0.45)}}}"
-    + "".join(f".{shown}{{fill:{fill}}}" for shown, fill in COLOURS.items())
+    f".offload{{fill:{OFFLOADED}}}.reload{{fill:{tint(OFFLOADED, 0.45)}}}"
+    + "".join(f".{shown}{{fill:{fill}}}" for shown, fill in COLORS.items())
     + ".late{opacity:.62}"
 )
 
@@ -182,7 +182,7 @@ def _memory(row: ET.Element, timeline: Timeline, rank: int, scale: Scale, units:
 
 
 def _stripes(svg: ET.Element) -> None:
-    """BW: the colour of B above that of W."""
+    """BW: the color of B above that of W."""
     fill = {"id": "BW", "x1": "0", "y1": "0", "x2": "0", "y2": "1"}
     gradient = ET.SubElement(ET.SubElement(svg, "defs"), "linearGradient", fill)
     for phase in (Phase.B, Phase.W):

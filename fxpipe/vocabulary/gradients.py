@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from fxpipe.ir.builder import cast, given, wide
+from fxpipe.ir.builder import accum_dtype, cast, node_arg
 from fxpipe.ir.graph import Phase
 from fxpipe.vocabulary.axes import LINEAR, RESHAPES, UNPICKS, is_uniform, whole
 from fxpipe.vocabulary.shard import Shard
@@ -21,31 +21,31 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Parts:
-    """Per token, with size one for the vocabulary; ``label`` goes with ``pick``."""
+class LossGrad:
+    """Per token, with size one for the vocabulary; ``label`` goes with ``label_grad``."""
 
-    pick: fx.Node | None = None
-    all: fx.Node | None = None
+    label_grad: fx.Node | None = None
+    uniform_grad: fx.Node | None = None
     label: fx.Node | None = None
 
 
 class Gradients:
     def __init__(self, shard: Shard, softmax: Softmax) -> None:
         self.shard, self.softmax, self.axes = shard, softmax, shard.layers.axes
-        self._parts: dict[fx.Node, Parts] = {}
+        self._parts: dict[fx.Node, LossGrad] = {}
         self._shares: dict[fx.Node, fx.Node] = {}
         shard.makers[aten._log_softmax_backward_data.default] = self._of_logits
 
-    def parts(self, node: fx.Node) -> Parts:
+    def parts(self, node: fx.Node) -> LossGrad:
         """Of the gradient that a log-softmax's backward is given."""
         if node not in self._parts:
-            found = self._collapsed(given(node, 0))
+            found = self._collapsed(node_arg(node, 0))
             build = self.shard.at(Phase.B, node.meta["origin"])
-            dtype = wide(given(node, 1).meta["val"].dtype)
+            dtype = accum_dtype(node_arg(node, 1).meta["val"].dtype)
             self._parts[node] = replace(
                 found,
-                pick=None if found.pick is None else cast(build, found.pick, dtype),
-                all=None if found.all is None else cast(build, found.all, dtype),
+                label_grad=None if found.label_grad is None else cast(build, found.label_grad, dtype),
+                uniform_grad=None if found.uniform_grad is None else cast(build, found.uniform_grad, dtype),
             )
         return self._parts[node]
 
@@ -53,16 +53,20 @@ class Gradients:
         """Its sum over the vocabulary."""
         parts = self.parts(node)
         build = self.shard.at(Phase.B, node.meta["origin"])
-        if parts.all is None:
-            assert parts.pick is not None, "a gradient has at least one part"
-            return parts.pick
-        everywhere = build.call(aten.mul.Tensor, parts.all, float(self.shard.layers.size))
-        return everywhere if parts.pick is None else build.call(aten.add.Tensor, parts.pick, everywhere)
+        if parts.uniform_grad is None:
+            assert parts.label_grad is not None, "a gradient has at least one part"
+            return parts.label_grad
+        everywhere = build.call(aten.mul.Tensor, parts.uniform_grad, float(self.shard.layers.size))
+        return (
+            everywhere
+            if parts.label_grad is None
+            else build.call(aten.add.Tensor, parts.label_grad, everywhere)
+        )
 
-    def share(self, node: fx.Node) -> fx.Node:
+    def softmax_scale(self, node: fx.Node) -> fx.Node:
         """What the exponentials of a token are multiplied by: they are the softmax then, times -total."""
         if node not in self._shares:
-            loss, total = given(node, 1), self.total(node)
+            loss, total = node_arg(node, 1), self.total(node)
             build = self.shard.at(Phase.B, node.meta["origin"])
             below = build.call(aten.sub.Tensor, self.softmax.maxima[loss], self.softmax.logsums[loss])
             share = build.call(aten.mul.Tensor, build.call(aten.exp.default, below), total)
@@ -70,55 +74,57 @@ class Gradients:
         return self._shares[node]
 
     def _of_logits(self, node: fx.Node) -> fx.Node:
-        phase, loss = self.shard.phase, given(node, 1)
-        parts, share = self.parts(node), self.share(node)
+        phase, loss = self.shard.phase, node_arg(node, 1)
+        parts, share = self.parts(node), self.softmax_scale(node)
         build = self.shard.at(phase, node.meta["origin"])
         result = build.call(aten.mul.Tensor, self.softmax.exponentials[loss], share)
-        if parts.all is not None:
-            result = build.call(aten.add.Tensor, result, parts.all)
+        if parts.uniform_grad is not None:
+            result = build.call(aten.add.Tensor, result, parts.uniform_grad)
         if parts.label is not None:
             index, inside = self.shard.inside(parts.label, build)
-            entry = build.call(aten.mul.Tensor, parts.pick, cast(build, inside, result.meta["val"].dtype))
+            entry = build.call(
+                aten.mul.Tensor, parts.label_grad, cast(build, inside, result.meta["val"].dtype)
+            )
             result = build.call(aten.scatter_add.default, result, self.axes[node], index, entry)
         return cast(build, result, node.meta["val"].dtype)
 
-    def _collapsed(self, node: fx.Node) -> Parts:
+    def _collapsed(self, node: fx.Node) -> LossGrad:
         if node.target in UNPICKS:
             return self._of_pick(node)
         if is_uniform(node, self.axes[node] - node.meta["val"].dim()):
-            value = self.softmax.here(given(node, 0))
+            value = self.softmax.local_copy(node_arg(node, 0))
             shape = list(node.meta["val"].shape)
             shape[self.axes[node]] = 1
             build = self.shard.at(Phase.B, node.meta["origin"])
-            return Parts(all=build.call(aten.expand.default, value, shape))
+            return LossGrad(uniform_grad=build.call(aten.expand.default, value, shape))
         inputs = [self._collapsed(n) for n in node.all_input_nodes if n in self.axes]
         if node.target is aten.add.Tensor and not node.kwargs and len(inputs) == 2:
             return self._sum(node, *inputs)
         if len(inputs) != 1 or node.target not in RESHAPES | LINEAR:
             raise whole(node)
-        (inner,), slim = inputs, self.shard.slim
-        return Parts(
-            pick=None if inner.pick is None else slim(node, inner.pick, Phase.B),
-            all=None if inner.all is None else slim(node, inner.all, Phase.B),
-            label=slim(node, inner.label, Phase.F)
+        (inner,), per_token = inputs, self.shard.per_token
+        return LossGrad(
+            label_grad=None if inner.label_grad is None else per_token(node, inner.label_grad, Phase.B),
+            uniform_grad=None if inner.uniform_grad is None else per_token(node, inner.uniform_grad, Phase.B),
+            label=per_token(node, inner.label, Phase.F)
             if inner.label is not None and node.target in RESHAPES
             else inner.label,
         )
 
-    def _sum(self, node: fx.Node, one: Parts, other: Parts) -> Parts:
+    def _sum(self, node: fx.Node, one: LossGrad, other: LossGrad) -> LossGrad:
         if one.label is not None and other.label is not None:
             raise whole(node)
-        everywhere = one.all if other.all is None else other.all
-        if one.all is not None and other.all is not None:
+        everywhere = one.uniform_grad if other.uniform_grad is None else other.uniform_grad
+        if one.uniform_grad is not None and other.uniform_grad is not None:
             build = self.shard.at(Phase.B, node.meta["origin"])
-            everywhere = build.call(aten.add.Tensor, one.all, other.all)
-        return Parts(one.pick or other.pick, everywhere, one.label or other.label)
+            everywhere = build.call(aten.add.Tensor, one.uniform_grad, other.uniform_grad)
+        return LossGrad(one.label_grad or other.label_grad, everywhere, one.label or other.label)
 
-    def _of_pick(self, node: fx.Node) -> Parts:
+    def _of_pick(self, node: fx.Node) -> LossGrad:
         """What nll_loss's backward puts at the label's entry, 0 for an ignored label."""
         label, _, reduction, ignored, count = node.args[2:]
         axis = self.axes[node]
-        above, number = self.softmax.here(given(node, 0)), self.softmax.here(count)  # type: ignore[arg-type]
+        above, number = self.softmax.local_copy(node_arg(node, 0)), self.softmax.local_copy(count)  # type: ignore[arg-type]
         kept = self.shard.at(Phase.F, node.meta["origin"]).call(aten.unsqueeze.default, label, axis)
         build = self.shard.at(Phase.B, node.meta["origin"])
         value = build.call(aten.neg.default, above)
@@ -128,4 +134,4 @@ class Gradients:
             value = build.call(aten.div.Tensor, value, number)
         counts = build.call(aten.ne.Scalar, kept, ignored)
         value = build.call(aten.where.self, counts, value, build.call(aten.zeros_like.default, value))
-        return Parts(pick=value, label=kept)
+        return LossGrad(label_grad=value, label=kept)

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fxpipe.errors import VocabularyError
-from fxpipe.ir.builder import given
+from fxpipe.ir.builder import node_arg
 from fxpipe.ir.graph import Kind
 from fxpipe.ir.storage import call_nodes, output_dict
 from fxpipe.vocabulary.axes import LOOKUPS, PICKS, RESHAPES, UNPICKS, vocabulary_axes, whole
@@ -23,17 +23,17 @@ _OF_TABLES = RESHAPES | {aten.t.default, aten._to_copy.default, aten.transpose.i
 class Layers:
     """``axes``: which dimension of a value is the vocabulary, ``size`` its length.
 
-    ``losses``: the log-softmaxes.  ``picks``: what takes the labels' entries of one.  ``totals``: sums of one
-    over the vocabulary.  ``products``: matrix products over the vocabulary, which give the gradient of what
-    was projected.  ``lookups``: embeddings.
+    ``losses``: the log-softmaxes.  ``label_gathers``: the ops that take the labels' entries of one.
+    ``vocab_sums``: sums of one over the vocabulary.  ``products``: matrix products over the vocabulary, which
+    give the gradient of the projected values.  ``lookups``: embeddings.
     """
 
     size: int
     tables: tuple[fx.Node, ...]
     axes: dict[fx.Node, int]
     losses: tuple[fx.Node, ...]
-    picks: tuple[fx.Node, ...]
-    totals: tuple[fx.Node, ...]
+    label_gathers: tuple[fx.Node, ...]
+    vocab_sums: tuple[fx.Node, ...]
     products: tuple[fx.Node, ...]
     lookups: tuple[fx.Node, ...]
 
@@ -55,9 +55,9 @@ def find_layers(graph: fx.Graph) -> Layers:
         if table.meta["val"].shape[0] == size:
             tables |= dict.fromkeys([table, *biases])
     for node in call_nodes(graph):
-        if node.target not in LOOKUPS or not _is_of_batch(given(node, 1)):
+        if node.target not in LOOKUPS or not _is_of_batch(node_arg(node, 1)):
             continue
-        table = given(node, 0)
+        table = node_arg(node, 0)
         if _is_parameter(table) and table.meta["val"].shape[0] == size:
             tables[table] = None
     return _sorted(graph, size, tuple(tables), vocabulary_axes(graph, set(tables)))
@@ -77,7 +77,7 @@ def _is_picked(loss: fx.Node) -> bool:
 def _projection(loss: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
     """The table that a loss's logits come from, and the bias where there is one."""
     size = loss.meta["val"].shape[loss.args[1]]
-    node, biases = given(loss, 0), list[fx.Node]()
+    node, biases = node_arg(loss, 0), list[fx.Node]()
     while node.op == "call_function" and node.target not in _PROJECTIONS:
         inputs = node.all_input_nodes
         biases += [n for n in inputs if _is_parameter(n) and n.meta["val"].shape == (size,)]
@@ -87,11 +87,11 @@ def _projection(loss: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
         node = max(values, key=_elements)
     if node.target not in _PROJECTIONS:
         raise _not_projected(loss, "they do not come from a matrix product of two dimensions (nn.Linear, @)")
-    table = given(node, _PROJECTIONS[node.target])
-    if node.target is aten.addmm.default and _is_parameter(given(node, 0)):
-        biases.append(given(node, 0))
+    table = node_arg(node, _PROJECTIONS[node.target])
+    if node.target is aten.addmm.default and _is_parameter(node_arg(node, 0)):
+        biases.append(node_arg(node, 0))
     while table.op == "call_function" and table.target in _OF_TABLES:
-        table = given(table, 0)
+        table = node_arg(table, 0)
     if not _is_parameter(table):
         raise _not_projected(loss, f"the matrix product {node.name} is not with a parameter")
     shape = tuple(table.meta["val"].shape)
@@ -132,7 +132,7 @@ def _sorted(graph: fx.Graph, size: int, tables: tuple[fx.Node, ...], axes: dict[
     """Raises VocabularyError where logits or a table are used for something else."""
     losses = tuple(n for n in axes if n.target is aten._log_softmax.default)
     logs: set[fx.Node] = set()  # they and views of them
-    picks, totals, products, lookups = [], [], [], []
+    label_gathers, vocab_sums, products, lookups = [], [], [], []
     for node in call_nodes(graph):
         if node in axes:
             if node in losses or (node.target in RESHAPES and node.args[0] in logs):
@@ -141,12 +141,12 @@ def _sorted(graph: fx.Graph, size: int, tables: tuple[fx.Node, ...], axes: dict[
                 raise whole(node)
         elif not any(n in axes for n in node.all_input_nodes):
             continue
-        elif node.target in LOOKUPS and _is_of_batch(given(node, 1)):
+        elif node.target in LOOKUPS and _is_of_batch(node_arg(node, 1)):
             lookups.append(node)
-        elif node.target in PICKS and given(node, 0) in logs:
-            picks.append(_without_weights(node))
+        elif node.target in PICKS and node_arg(node, 0) in logs:
+            label_gathers.append(_without_weights(node))
         elif node.target is aten.sum.dim_IntList and node.args[0] in logs:
-            totals.append(node)
+            vocab_sums.append(node)
         elif node.target is aten.mm.default and node.meta["origin"].backward:
             products.append(node)
         else:
@@ -155,7 +155,9 @@ def _sorted(graph: fx.Graph, size: int, tables: tuple[fx.Node, ...], axes: dict[
     for node in (named["loss"], named["count"], *named["buffers"].values()):
         if node in axes:
             raise whole(node)
-    return Layers(size, tables, axes, losses, tuple(picks), tuple(totals), tuple(products), tuple(lookups))
+    return Layers(
+        size, tables, axes, losses, tuple(label_gathers), tuple(vocab_sums), tuple(products), tuple(lookups)
+    )
 
 
 def _is_gradient(node: fx.Node) -> bool:

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from fxpipe.errors import VocabularyError
-from fxpipe.ir.builder import cast, given
+from fxpipe.ir.builder import cast, node_arg
 from fxpipe.ir.graph import Phase
 from fxpipe.vocabulary.shard import Shard
 
@@ -20,10 +20,10 @@ class Lookups:
 
     def part(self, node: fx.Node) -> fx.Node:
         """The shard's summand of an embedding."""
-        index = self._index(given(node, 1), Phase.F)
+        index = self._index(node_arg(node, 1), Phase.F)
         build = self.shard.at(Phase.F, node.meta["origin"], self.shard.lookup_stage)
         row, inside = self.shard.inside(index, build)
-        rows = build.call(aten.embedding.default, self.shard.table(given(node, 0)), row)
+        rows = build.call(aten.embedding.default, self.shard.table(node_arg(node, 0)), row)
         mask = build.call(aten.unsqueeze.default, inside, -1)
         return build.call(aten.mul.Tensor, rows, cast(build, mask, rows.meta["val"].dtype))
 
@@ -34,14 +34,14 @@ class Lookups:
                 "vocab_parallel cannot split an embedding whose gradient is scaled by frequency "
                 f"({node.meta['origin'].path}). Build it without scale_grad_by_freq."
             )
-        index = self._index(given(node, 1), Phase.W)
+        index = self._index(node_arg(node, 1), Phase.W)
         build = self.shard.at(Phase.W, node.meta["origin"], self.shard.lookup_stage)
         row, inside = self.shard.inside(index, build)
         if padding != -1:
             kept = build.call(aten.ne.Scalar, index, padding)
             inside = build.call(aten.bitwise_and.Tensor, inside, kept)
         mask = build.call(aten.unsqueeze.default, inside, -1)
-        own = build.call(aten.mul.Tensor, above, cast(build, mask, given(node, 0).meta["val"].dtype))
+        own = build.call(aten.mul.Tensor, above, cast(build, mask, node_arg(node, 0).meta["val"].dtype))
         return build.call(aten.embedding_dense_backward.default, own, row, self.shard.size, -1, False)
 
     def _index(self, node: fx.Node, phase: Phase) -> fx.Node:

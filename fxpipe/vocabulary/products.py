@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from fxpipe.errors import VocabularyError
-from fxpipe.ir.builder import cast, given
+from fxpipe.ir.builder import cast, node_arg
 from fxpipe.ir.graph import Phase
 from fxpipe.vocabulary.axes import LINEAR, whole
 from fxpipe.vocabulary.gradients import Gradients
@@ -57,8 +57,8 @@ class _Unscaled:
     """A product for every part of the gradient; ``all`` only with label smoothing."""
 
     exponentials: fx.Node
-    pick: fx.Node
-    all: fx.Node | None
+    label_grad: fx.Node
+    uniform_grad: fx.Node | None
 
 
 class OneBarrier:
@@ -77,15 +77,15 @@ class OneBarrier:
         return found
 
     def before(self, product: fx.Node) -> None:
-        shard, logits, rows = self.shard, given(product, 0), self.shard.local(given(product, 1))
+        shard, logits, rows = self.shard, node_arg(product, 0), self.shard.local(node_arg(product, 1))
         exponentials, ones, labels, inside = {}, {}, {}, {}
         for start in self._starts(logits):
             parts = self.gradients.parts(start)
             if parts.label is None:
                 raise whole(product)
             build, dtype = shard.at(Phase.F, start.meta["origin"]), start.meta["val"].dtype
-            exponentials[start] = cast(build, self.softmax.exponentials[given(start, 1)], dtype)
-            if parts.all is not None:
+            exponentials[start] = cast(build, self.softmax.exponentials[node_arg(start, 1)], dtype)
+            if parts.uniform_grad is not None:
                 ones[start] = build.call(aten.ones_like.default, exponentials[start])
             labels[start], mask = shard.inside(parts.label, build)
             inside[start] = cast(build, mask, dtype)
@@ -111,18 +111,18 @@ class OneBarrier:
         )
 
     def after(self, product: fx.Node) -> fx.Node:
-        unscaled, logits = self._unscaled[product], given(product, 0)
+        unscaled, logits = self._unscaled[product], node_arg(product, 0)
         softmax, pick, everywhere = {}, {}, {}
         for start in self._starts(logits):
             parts = self.gradients.parts(start)
-            softmax[start] = self.gradients.share(start)
-            assert parts.pick is not None, "asked for before the barrier"
-            pick[start] = parts.pick
-            if parts.all is not None:
-                everywhere[start] = parts.all
-        pairs = [(unscaled.exponentials, softmax), (unscaled.pick, pick)]
-        if unscaled.all is not None:
-            pairs.append((unscaled.all, everywhere))
+            softmax[start] = self.gradients.softmax_scale(start)
+            assert parts.label_grad is not None, "asked for before the barrier"
+            pick[start] = parts.label_grad
+            if parts.uniform_grad is not None:
+                everywhere[start] = parts.uniform_grad
+        pairs = [(unscaled.exponentials, softmax), (unscaled.label_grad, pick)]
+        if unscaled.uniform_grad is not None:
+            pairs.append((unscaled.uniform_grad, everywhere))
         scaled = []
         for part, factors in pairs:
             factor = self._moved(logits, factors, Phase.B)

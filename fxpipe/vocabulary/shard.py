@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fxpipe.ir.builder import Builder
-from fxpipe.ir.graph import Colour, Input, Kind, Origin, Phase
+from fxpipe.ir.graph import Color, Input, Kind, Origin, Phase
 from fxpipe.vocabulary.axes import RESHAPES
 from fxpipe.vocabulary.layers import Layers
 from fxpipe.vocabulary.rows import Rows
@@ -43,7 +43,7 @@ class Shard:
 
     def at(self, phase: Phase, origin: Origin, stage: int | None = None) -> Builder:
         """To build ops in a phase of the head's stage, or of another one."""
-        self._build.colour = Colour(self.head_stage if stage is None else stage, phase)
+        self._build.color = Color(self.head_stage if stage is None else stage, phase)
         self._build.origin = origin
         return self._build
 
@@ -116,7 +116,7 @@ class Shard:
         build = self.at(Phase.F, user.meta["origin"])
         return build.call(aten.slice.Tensor, n, place, self.begin, self.end)
 
-    def slim(self, node: fx.Node, value: fx.Node, phase: Phase) -> fx.Node:
+    def per_token(self, node: fx.Node, value: fx.Node, phase: Phase) -> fx.Node:
         """What an op does to a value that has one entry in place of a vocabulary."""
         args, kwargs = self.arguments(node, 1, lambda _: value)
         return self.at(phase, node.meta["origin"]).copy(node, args, kwargs)

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import fx
 
-from fxpipe.ir.builder import cast, given, wide
+from fxpipe.ir.builder import accum_dtype, cast, node_arg
 from fxpipe.ir.graph import Phase
 from fxpipe.vocabulary.axes import whole
 from fxpipe.vocabulary.shard import Shard
@@ -34,12 +34,12 @@ class Softmax:
         self._others: dict[fx.Node, fx.Node] = {}
         self._after = self._following()
         # A part of a log-softmax stands for the logits: what it lacks is the same for all entries.
-        shard.makers[aten._log_softmax.default] = lambda node: shard.local(given(node, 0))
+        shard.makers[aten._log_softmax.default] = lambda node: shard.local(node_arg(node, 0))
 
     def scores(self, logs: fx.Node) -> fx.Node:
         """The shard's logits in the shape of a log-softmax or a view of it, in single precision at least."""
         local = self.shard.local(logs)
-        return cast(self.shard.at(Phase.F, logs.meta["origin"]), local, wide(local.meta["val"].dtype))
+        return cast(self.shard.at(Phase.F, logs.meta["origin"]), local, accum_dtype(local.meta["val"].dtype))
 
     def statistics(self) -> fx.Node:
         """All that the shard finds, in one tensor."""
@@ -54,8 +54,8 @@ class Softmax:
             each = build.call(aten.exp.default, build.call(aten.sub.Tensor, scores, top))
             self.maxima[loss], self.exponentials[loss] = top, each
             found += [top, build.call(aten.sum.dim_IntList, each, [axis], True)]
-        for pick in layers.picks:
-            scores, axis = self.scores(given(pick, 0)), layers.axes[given(pick, 0)]
+        for pick in layers.label_gathers:
+            scores, axis = self.scores(node_arg(pick, 0)), layers.axes[node_arg(pick, 0)]
             build = self.shard.at(Phase.F, pick.meta["origin"])
             label = build.call(aten.unsqueeze.default, pick.args[1], axis)
             index, inside = self.shard.inside(label, build)
@@ -63,8 +63,8 @@ class Softmax:
             found.append(
                 build.call(aten.where.self, inside, entry, build.call(aten.zeros_like.default, entry))
             )
-        for total in layers.totals:
-            scores, axis = self.scores(given(total, 0)), layers.axes[given(total, 0)]
+        for total in layers.vocab_sums:
+            scores, axis = self.scores(node_arg(total, 0)), layers.axes[node_arg(total, 0)]
             build = self.shard.at(Phase.F, total.meta["origin"])
             found.append(build.call(aten.sum.dim_IntList, scores, [axis], True))
         build = self.shard.at(Phase.F, layers.losses[0].meta["origin"])
@@ -89,12 +89,12 @@ class Softmax:
             share = build.call(aten.exp.default, build.call(aten.sub.Tensor, tops, top))
             total = build.call(aten.sum.dim_IntList, build.call(aten.mul.Tensor, sums, share), [0])
             self.logsums[loss] = build.call(aten.add.Tensor, top, build.call(aten.log.default, total))
-        for pick in self.layers.picks:
-            logs = given(pick, 0)
+        for pick in self.layers.label_gathers:
+            logs = node_arg(pick, 0)
             entry = build.call(aten.sum.dim_IntList, take(logs), [0])
             self._entries[pick] = build.call(aten.sub.Tensor, entry, self._logsum(logs))
-        for total in self.layers.totals:
-            logs = given(total, 0)
+        for total in self.layers.vocab_sums:
+            logs = node_arg(total, 0)
             entry = build.call(aten.sum.dim_IntList, take(logs), [0])
             size = float(self.layers.size)
             value = build.call(aten.sub.Tensor, entry, build.call(aten.mul.Tensor, self._logsum(logs), size))
@@ -105,9 +105,9 @@ class Softmax:
         """The log-sum-exp of a loss, in the shape of a view of it."""
         if logs in self.logsums:
             return self.logsums[logs]
-        return self.shard.slim(logs, self._logsum(given(logs, 0)), Phase.B)
+        return self.shard.per_token(logs, self._logsum(node_arg(logs, 0)), Phase.B)
 
-    def here(self, node: fx.Node) -> fx.Node:
+    def local_copy(self, node: fx.Node) -> fx.Node:
         """This rank's own copy of a value that follows from the losses or is a part of the backward; the
         value itself where it is neither."""
         if node in self._others:
@@ -117,16 +117,16 @@ class Softmax:
         if node in self.layers.axes or node in self.layers.products:
             raise whole(node)
         if node.args and node.args[0] in self._entries:  # one of a pick's two results
-            found = self._picked(given(node, 0))[node.args[1]]  # type: ignore[index]
+            found = self._picked(node_arg(node, 0))[node.args[1]]  # type: ignore[index]
         else:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), self.here)
+            args, kwargs = fx.map_arg((node.args, node.kwargs), self.local_copy)
             found = self.shard.at(Phase.B, node.meta["origin"]).copy(node, args, kwargs)
         self._others[node] = found
         return found
 
     def _picked(self, pick: fx.Node) -> tuple[fx.Node, fx.Node]:
         """The loss and the number of labels that count, as nll_loss gives them."""
-        logs, (label, _, reduction, ignored) = given(pick, 0), pick.args[1:]
+        logs, (label, _, reduction, ignored) = node_arg(pick, 0), pick.args[1:]
         build = self.shard.at(Phase.B, pick.meta["origin"])
         dtype = logs.meta["val"].dtype
         each = build.call(aten.squeeze.dim, self._entries[pick], self.layers.axes[logs])
@@ -144,17 +144,17 @@ class Softmax:
         """The model's other ops that use what follows from the losses get it from this rank."""
         for node in self._after:
             for user in list(node.users):
-                if user.op != "call_function" or user in self._after or "colour" in user.meta:
+                if user.op != "call_function" or user in self._after or "color" in user.meta:
                     continue
                 if user not in self.layers.axes and not any(
                     n in self.layers.axes for n in user.all_input_nodes
                 ):
-                    user.replace_input_with(node, self.here(node))
+                    user.replace_input_with(node, self.local_copy(node))
 
     def _following(self) -> dict[fx.Node, None]:
         """What follows from the losses and has no vocabulary dimension."""
         found: dict[fx.Node, None] = {}
-        todo = [*self.layers.picks, *self.layers.totals]
+        todo = [*self.layers.label_gathers, *self.layers.vocab_sums]
         while todo:
             node = todo.pop()
             other = node.op == "output" or node in self.layers.axes or node in self.layers.products

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from fxpipe.errors import VocabularyError
-from fxpipe.ir.builder import Builder, cast, given, in_order, wide
+from fxpipe.ir.builder import Builder, accum_dtype, cast, in_order, node_arg
 from fxpipe.ir.graph import Origin, Phase
 from fxpipe.ir.storage import call_nodes, drop_dead, output_dict
 from fxpipe.vocabulary.gradients import Gradients
@@ -95,9 +95,9 @@ def _add_up(graph: fx.Graph, old: fx.Node, parts: list[fx.Node], origin: Origin)
     """Let the sum of the ranks' parts take the place of a value; it is made where the value is needed."""
     build, dtype = Builder(graph), old.meta["val"].dtype
     build.origin = origin
-    total = cast(build, parts[0], wide(dtype))
+    total = cast(build, parts[0], accum_dtype(dtype))
     for part in parts[1:]:
-        total = build.call(aten.add.Tensor, total, cast(build, part, wide(dtype)))
+        total = build.call(aten.add.Tensor, total, cast(build, part, accum_dtype(dtype)))
     total = cast(build, total, dtype)
     if total is parts[0]:  # what follows needs a node that is the model's own
         total = build.call(aten.view.default, total, list(old.meta["val"].shape))
@@ -133,7 +133,7 @@ def _set_outputs(graph: fx.Graph, layers: Layers, parts: list[_Part]) -> None:
         for part in parts:
             part.shard.phase = Phase.W
             grads[part.shard.rows(name)] = tuple(part.shard.local(leaf) for leaf in leaves)
-    kept = {key: None if named[key] is None else last.here(named[key]) for key in ("loss", "count")}
+    kept = {key: None if named[key] is None else last.local_copy(named[key]) for key in ("loss", "count")}
     graph.output_node().args = ({**named, **kept, "grads": grads},)
     last.give_the_rest()
 
@@ -141,5 +141,5 @@ def _set_outputs(graph: fx.Graph, layers: Layers, parts: list[_Part]) -> None:
 def _leaves(node: fx.Node, layers: Layers) -> list[fx.Node]:
     """The summands of a sum of gradients of a table."""
     if node.target is aten.add.Tensor and not node.kwargs and all(n in layers.axes for n in node.args):
-        return [leaf for k in (0, 1) for leaf in _leaves(given(node, k), layers)]
+        return [leaf for k in (0, 1) for leaf in _leaves(node_arg(node, k), layers)]
     return [node]

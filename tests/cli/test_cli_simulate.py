@@ -82,7 +82,7 @@ def test_table(capsys):
     assert "critical path: " in out
 
 
-def test_the_timeline_in_a_terminal_without_colours(capsys, monkeypatch):
+def test_the_timeline_in_a_terminal_without_colors(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "30")
     monkeypatch.setenv("NO_COLOR", "1")
     unit = {"forward": "1", "backward_input": "1", "backward_weight": "1", "comm": "0"}

@@ -273,7 +273,7 @@ def test_more_stages_than_places_to_cut():
         fxpipe.compile(Small(), numbers(2), ranks=64, microbatches=2, schedule="1f1b")
 
 
-# -- colours ----------------------------------------------------------------------------------------------
+# -- colors ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["tied_thrice", "encoder_decoder", "unet", "teacher", "gradient_penalty"])
@@ -281,8 +281,8 @@ def test_values_go_down_the_stages_forward_and_up_backward(name):
     case = CASES[name]
     pipe = fxpipe.compile(case.build(), case.example(), ranks=4, microbatches=2, schedule="zb-h1")
     for node in call_nodes(pipe.graph):
-        to = node.meta["colour"]
-        for source in (n.meta["colour"] for n in node.all_input_nodes if n.op == "call_function"):
+        to = node.meta["color"]
+        for source in (n.meta["color"] for n in node.all_input_nodes if n.op == "call_function"):
             if source.phase is Phase.F and to.phase is Phase.F:
                 assert source.stage <= to.stage
             if source.phase is Phase.B and to.phase is Phase.B:

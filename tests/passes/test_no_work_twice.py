@@ -109,7 +109,7 @@ def test_flops_of_each_phase(shape):
 def test_each_stage_has_its_own_backward_and_weight_section(ranks):
     case = Case(lambda: Chain(8), numbers)
     pipe = compiled(case, case.build(), 4, Shape(ranks, "zb-h1"))
-    assert [s.colour.phase for s in pipe.sections] == [Phase.F, Phase.B, Phase.W] * ranks
+    assert [s.color.phase for s in pipe.sections] == [Phase.F, Phase.B, Phase.W] * ranks
     for stage in pipe.stages:
         work = {s.phase: sum(map(flops, call_nodes(s.graph))) for s in stage.sections}
         assert min(work.values()) > 0, stage.index
@@ -172,7 +172,7 @@ def test_no_product_for_a_weight_alone_is_done_in_the_backward_section(name):
     pipe = compiled(case, case.build(), 4, Shape(4, "zb-h1"))
     ends = set(accumulators(pipe.graph))
     for node in call_nodes(pipe.graph):
-        if packet(node) in PRODUCTS and node.meta["colour"].phase is Phase.B:
+        if packet(node) in PRODUCTS and node.meta["color"].phase is Phase.B:
             assert any(
                 n.op != "output" and n not in ends and packet(n) not in ON_THE_WAY for n in reached(node)
             ), node

@@ -9,17 +9,17 @@ from torch import fx, nn
 
 import fxpipe
 from fxpipe.errors import VerifyError
-from fxpipe.ir.graph import Colour, Input, Kind, Origin, Phase
+from fxpipe.ir.graph import Color, Input, Kind, Origin, Phase
 from fxpipe.ir.storage import call_nodes
 from fxpipe.ir.verify import verify
 from fxpipe.passes import run as passes
-from fxpipe.passes.inplace import reuse_storage
+from fxpipe.passes.inplace import use_inplace_ops
 
 aten = torch.ops.aten
 
 
 class Step:
-    """A coloured graph, built op by op."""
+    """A colored graph, built op by op."""
 
     def __init__(self) -> None:
         self.graph = fx.Graph()
@@ -29,7 +29,7 @@ class Step:
     def op(self, target, *args, stage=0, phase=Phase.F, **kwargs) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
         values, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        node.meta.update(val=target(*values, **named), colour=Colour(stage, phase), origin=Origin())
+        node.meta.update(val=target(*values, **named), color=Color(stage, phase), origin=Origin())
         return node
 
     def reused(self, loss: fx.Node, **grads: fx.Node) -> dict[str, str]:
@@ -37,8 +37,8 @@ class Step:
         named = {name: (node,) for name, node in grads.items()}
         self.graph.output({"loss": loss, "count": None, "grads": named, "buffers": {}})
         verify(self.graph, "building")
-        reuse_storage(self.graph)
-        verify(self.graph, "reuse_storage")
+        use_inplace_ops(self.graph)
+        verify(self.graph, "use_inplace_ops")
         found = {}
         for node in call_nodes(self.graph):
             over = [node.kwargs[a] for a in ("out", "grad_input") if a in node.kwargs]
@@ -250,7 +250,7 @@ def test_same_bits_as_without(options, monkeypatch):
 
     with_reuse = run()
     assert with_reuse.pop("forms") == 2
-    monkeypatch.setattr(passes, "reuse_storage", lambda graph: None)
+    monkeypatch.setattr(passes, "use_inplace_ops", lambda graph: None)
     without = run()
     assert without.pop("forms") == 0
     assert with_reuse.keys() == without.keys()

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from zoo import Shape, eager, relative_error, too_far
 
 import fxpipe
-from fxpipe.runtime.away import Away, Host, aligned
+from fxpipe.runtime.offloader import Host, Offloader, aligned
 
 pytestmark = [
     pytest.mark.gpu,
@@ -221,7 +221,9 @@ def write_over_what_is_free(tensors: list[torch.Tensor]) -> None:
     del kept
 
 
-def move_at_random(away: Away, device: str, rng: random.Random, moves: int, late: Callable[[], None]) -> bool:
+def move_at_random(
+    away: Offloader, device: str, rng: random.Random, moves: int, late: Callable[[], None]
+) -> bool:
     """Activations go and come back in any order, many at a time; whether all came back as they went.
 
     Places are given to others as soon as their activation is back, and memory is written over as soon as
@@ -275,7 +277,7 @@ def test_copies_beside_the_device_keep_their_order(monkeypatch, seed):
         with torch.cuda.stream(rng.choice(made)):
             torch.cuda._sleep(rng.choice((0, 10_000, 1_000_000)))
 
-    away = Away(lambda: host, torch.device("cuda"))
+    away = Offloader(lambda: host, torch.device("cuda"))
     assert move_at_random(away, "cuda", rng, MOVES, late)
 
 

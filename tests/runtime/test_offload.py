@@ -17,13 +17,13 @@ from torch import fx, nn
 
 import fxpipe
 import fxpipe.ir.liveness
-import fxpipe.runtime.away
+import fxpipe.runtime.offloader
 from fxpipe.cli.command import main
 from fxpipe.errors import RunError, ScheduleError, VerifyError
 from fxpipe.ir.graph import Phase, offload, reload
 from fxpipe.ir.storage import call_nodes, storage_root
 from fxpipe.ir.verify import verify
-from fxpipe.runtime.away import Away, Disk
+from fxpipe.runtime.offloader import Disk, Offloader
 from fxpipe.runtime.process import TIMEOUT
 from fxpipe.schedule.costs import StageCost, chain
 from fxpipe.schedule.families import build
@@ -85,12 +85,12 @@ def test_a_storage_leaves_once_and_comes_back_where_it_is_needed():
     back = {n.args[0]: n for n in nodes if n.target is reload}
     assert set(leaving) == set(back)
     stages = {t.stage for t in pipe.plan.transfers}
-    assert {n.meta["colour"].stage for n in leaving} == stages
-    per_stage = [(n.meta["colour"].stage, storage_root(n)) for n in leaving]
+    assert {n.meta["color"].stage for n in leaving} == stages
+    per_stage = [(n.meta["color"].stage, storage_root(n)) for n in leaving]
     assert len(per_stage) == len(set(per_stage))
-    users = {n: {u.meta["colour"].phase for u in back[n].users} for n in leaving}
-    assert all(back[n].meta["colour"].phase in users[n] for n in leaving)
-    assert all(Phase.B not in users[n] for n in leaving if back[n].meta["colour"].phase is Phase.W)
+    users = {n: {u.meta["color"].phase for u in back[n].users} for n in leaving}
+    assert all(back[n].meta["color"].phase in users[n] for n in leaving)
+    assert all(Phase.B not in users[n] for n in leaving if back[n].meta["color"].phase is Phase.W)
     assert {t.user for t in pipe.plan.transfers} == {Phase.B, Phase.W}
 
 
@@ -103,7 +103,7 @@ def test_the_graph_must_match():
     result = copy.graph_copy(pipe.graph, values)
     copy.output(result)
     verify(copy, "nothing")
-    values[back].meta["colour"] = values[first].meta["colour"]
+    values[back].meta["color"] = values[first].meta["color"]
     with pytest.raises(VerifyError, match=f"After nothing: {first.name} is reloaded in"):
         verify(copy, "nothing")
     values[back].args = (values[first.args[0]],)
@@ -262,7 +262,7 @@ def test_places_that_activations_cannot_go_to(tmp_path):
 
 def test_a_directory_in_memory(monkeypatch):
     pipe = compiled("gpt2", offload=True)
-    monkeypatch.setattr(fxpipe.runtime.away, "filesystem", lambda directory: "tmpfs")
+    monkeypatch.setattr(fxpipe.runtime.offloader, "filesystem", lambda directory: "tmpfs")
     with pytest.warns(UserWarning, match="lies in memory itself: offloading to it frees none"):
         pipe.run_local(MODELS["gpt2"].data(MICROBATCHES))
 
@@ -278,7 +278,7 @@ def test_a_share_that_does_not_keep_the_limit():
 
 
 def test_what_comes_back_from_disk_is_what_went(tmp_path):
-    away = Away(lambda: Disk(tmp_path, 1 << 16, TIMEOUT), torch.device("cpu"))
+    away = Offloader(lambda: Disk(tmp_path, 1 << 16, TIMEOUT), torch.device("cpu"))
     given = [
         torch.randn(3, 5),
         torch.randn(4, 6, dtype=torch.bfloat16).t(),

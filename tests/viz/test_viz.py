@@ -12,7 +12,7 @@ from torch import nn
 import fxpipe
 import fxpipe.ir.liveness
 from fxpipe.errors import FxpipeError
-from fxpipe.ir.graph import Colour, Phase
+from fxpipe.ir.graph import Color, Phase
 from fxpipe.ir.sections import messages
 from fxpipe.ir.storage import call_nodes
 from fxpipe.schedule.costs import StageCost, chain
@@ -57,7 +57,7 @@ def pipe():
 
 
 def place(stage: int, phase: Phase, path: str) -> Place:
-    return Place(Colour(stage, phase), path)
+    return Place(Color(stage, phase), path)
 
 
 # Boxes
@@ -66,8 +66,8 @@ def place(stage: int, phase: Phase, path: str) -> Place:
 def test_a_box_for_each_stage_phase_and_module(pipe):
     boxes = collapse(pipe.graph, per_section=3)
     by_place = {box.place: box for box in boxes.boxes}
-    assert [p.path for p in by_place if p.colour == Colour(0, F)] == ["0", "1"]
-    assert [p.path for p in by_place if p.colour == Colour(1, F)] == ["2", "3", ""]
+    assert [p.path for p in by_place if p.color == Color(0, F)] == ["0", "1"]
+    assert [p.path for p in by_place if p.color == Color(1, F)] == ["2", "3", ""]
     assert by_place[place(0, F, "0")].flops == 2 * (2 * 4 * 8 * 32)
     assert sum(box.nodes for box in boxes.boxes) == len(call_nodes(pipe.graph))
 
@@ -98,7 +98,7 @@ def test_flows_between_stages_are_the_messages(ranks):
     found = sum(f.values for f in flows), sum(f.bytes for f in flows)
     passing = messages(pipe.sections)
     assert found == (sum(len(m.names) for m in passing), sum(e.bytes for e in pipe.plan.costs.edges))
-    assert {(f.source.colour, f.target.colour) for f in flows} == {(m.source, m.target) for m in passing}
+    assert {(f.source.color, f.target.color) for f in flows} == {(m.source, m.target) for m in passing}
 
 
 def test_a_value_enters_a_stage_once():
@@ -123,7 +123,7 @@ def test_a_value_enters_a_stage_once():
     )
     # The sum and the skipped value both go to parts.2 and parts.3: the second arrives at one of them.
     flows = collapse(pipe.graph).flows
-    sent = [f for f in flows if f.crosses and f.source.colour.phase is F]
+    sent = [f for f in flows if f.crosses and f.source.color.phase is F]
     passing = [m for m in messages(pipe.sections) if m.source.phase is F]
     assert sum(f.values for f in sent) == sum(len(m.names) for m in passing)
 
@@ -140,13 +140,13 @@ def test_batch_and_loss_stand_at_their_boxes(pipe):
 def test_layout_is_a_grid(pipe):
     boxes = collapse(pipe.graph, per_section=3)
     layout = lay_out(boxes, 2, letters=10)
-    centres = layout.centres
-    assert len(set(centres.values())) == len(boxes.boxes)
-    assert centres[place(0, F, "0")].y == centres[place(0, B, "0")].y < centres[place(0, W, "0")].y
-    assert centres[place(0, W, "0")].y < centres[place(0, F, "1")].y
-    assert centres[place(0, F, "0")].x < centres[place(0, W, "0")].x < centres[place(0, B, "0")].x
-    for place_, at in centres.items():
-        frame = layout.frames[place_.colour.stage]
+    centers = layout.centers
+    assert len(set(centers.values())) == len(boxes.boxes)
+    assert centers[place(0, F, "0")].y == centers[place(0, B, "0")].y < centers[place(0, W, "0")].y
+    assert centers[place(0, W, "0")].y < centers[place(0, F, "1")].y
+    assert centers[place(0, F, "0")].x < centers[place(0, W, "0")].x < centers[place(0, B, "0")].x
+    for place_, at in centers.items():
+        frame = layout.frames[place_.color.stage]
         assert frame.left < at.x < frame.right
         assert frame.top < at.y < frame.bottom
     assert len(layout.routes) == len(boxes.flows)
@@ -169,7 +169,7 @@ def test_graph_source_says_what_is_in_a_box_and_on_an_edge(pipe):
 
 
 def test_section_source_has_every_node(pipe):
-    section = next(s for s in pipe.sections if s.colour == Colour(1, B))
+    section = next(s for s in pipe.sections if s.color == Color(1, B))
     source = section_picture(section, pipe.sections, "Blocks").source
     ops = [n for n in section.graph.nodes if n.op == "call_function"]
     for node in ops:
@@ -268,15 +268,15 @@ def test_what_may_leave_is_seen_in_the_graph(monkeypatch):
     options = {"ranks": 1, "microbatches": 4, "schedule": "gpipe", "loss_fn": lambda y, x: y.sum()}
     light = fxpipe.compile(model, example, offload=True, offload_bandwidth=1e12, **options)
     flows = collapse(light.graph).flows
-    away = [flow for flow in flows if flow.away]
-    assert {(flow.source.colour.phase, flow.target.colour.phase) for flow in away} == {(F, B), (F, W)}
-    assert all(flow.away <= flow.bytes for flow in away)
+    away = [flow for flow in flows if flow.offloaded]
+    assert {(flow.source.color.phase, flow.target.color.phase) for flow in away} == {(F, B), (F, W)}
+    assert all(flow.offloaded <= flow.bytes for flow in away)
     cost = light.plan.costs.stages[0]
-    assert sum(flow.away for flow in away) == cost.away + cost.away_for_weight
+    assert sum(flow.offloaded for flow in away) == cost.away + cost.away_for_weight
     source = graph_picture(collapse(light.graph), ("Net",), (("stage 0",),)).source
     assert "of it may leave the rank" in source
     assert "purple, dashed" in source
-    assert not any(f.away for f in collapse(fxpipe.compile(model, example, **options).graph).flows)
+    assert not any(f.offloaded for f in collapse(fxpipe.compile(model, example, **options).graph).flows)
 
 
 def test_a_large_timeline_is_small_and_bounded():

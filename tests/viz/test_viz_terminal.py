@@ -17,30 +17,30 @@ def timeline(name="1f1b", ranks=2, microbatches=2, chunks=1):
 
 
 def test_letters():
-    assert timeline_text(timeline(), 38, coloured=False).plain.splitlines() == [
+    assert timeline_text(timeline(), 38, colored=False).plain.splitlines() == [
         "0 F0··F1··        B0······    B1······",
         "1     F0··B0······F1··B1······        ",
         "  F forward   B both gradients   ",
     ]
 
 
-def test_blocks_of_colour():
-    text = timeline_text(timeline(), 38, coloured=True)
+def test_blocks_of_color():
+    text = timeline_text(timeline(), 38, colored=True)
     rows = text.plain.splitlines()
     assert rows[0].split() == ["0", "0", "1", "0", "1"]
     blocks = [span for span in text.spans if isinstance(span.style, Style) and span.style.bgcolor]
-    colours = [span.style.bgcolor.name for span in blocks[:4]]
+    colors = [span.style.bgcolor.name for span in blocks[:4]]
     forward, backward = (PHASES[phase].lower() for phase in "FB")
-    assert colours == [forward, tint(forward, 0.22).lower(), backward, tint(backward, 0.22).lower()]
+    assert colors == [forward, tint(forward, 0.22).lower(), backward, tint(backward, 0.22).lower()]
 
 
 def test_more_ops_than_cells():
-    text = timeline_text(timeline("zb-h1", ranks=3, microbatches=50), 20, coloured=False)
+    text = timeline_text(timeline("zb-h1", ranks=3, microbatches=50), 20, colored=False)
     assert all(len(row) == 20 for row in text.plain.splitlines()[:3])
 
 
 def test_many_ranks_are_cut():
-    rows = timeline_text(timeline(ranks=100, microbatches=2), 60, coloured=False).plain.splitlines()
+    rows = timeline_text(timeline(ranks=100, microbatches=2), 60, colored=False).plain.splitlines()
     assert len(rows) == 34
     assert rows[15].startswith("15 ")
     assert rows[16] == "…  68 more ranks"

@@ -264,7 +264,7 @@ def test_no_rank_has_logits_of_the_whole_vocabulary() -> None:
             for node in section.graph.nodes:
                 val = node.meta.get("val")
                 if isinstance(val, torch.Tensor):
-                    assert WORDS not in val.shape, f"{node.name} of {section.colour}"
+                    assert WORDS not in val.shape, f"{node.name} of {section.color}"
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
@@ -400,7 +400,7 @@ def small(activation: bool) -> Case:
 def test_no_stage_is_left_with_values_that_each_computes_for_itself() -> None:
     case = small(activation=True)
     pipe = spread(case, 2, "zb-h1", True)
-    assert {s.colour.stage for s in pipe.sections if s.phase == "F"} == {0, 1, 2, 3}
+    assert {s.color.stage for s in pipe.sections if s.phase == "F"} == {0, 1, 2, 3}
     agrees(case, pipe, 1e-10)
 
 

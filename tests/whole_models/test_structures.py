@@ -149,7 +149,7 @@ def test_a_weight_in_every_stage_is_accumulated_in_every_stage():
     edges = {(str(e.source.phase), e.source.stage, e.target.stage) for e in pipe.plan.costs.edges}
     assert edges == {("F", s, s + 1) for s in range(3)} | {("B", s + 1, s) for s in range(3)}
     assert all(cost.weight > 0 for cost in pipe.plan.costs.stages)
-    assert [s.colour.stage for s in pipe.sections if s.phase is Phase.W] == [0, 1, 2, 3]
+    assert [s.color.stage for s in pipe.sections if s.phase is Phase.W] == [0, 1, 2, 3]
 
 
 def test_what_only_w_needs_is_held_until_w():

@@ -103,7 +103,7 @@ class _Item:
     ticket: Any
 
 
-class Away:
+class Offloader:
     """One rank's way to its pool.  The lists that it is given hold tensors, or what stands for them."""
 
     def __init__(self, store: Callable[[], Store], device: torch.device) -> None:
