@@ -115,7 +115,7 @@ def compiled(options: argparse.Namespace, folder: Path, report: Report) -> list[
     torch.set_num_threads(1)  # as the ranks have
     model = build()
 
-    def one(name: str, **asked: Any) -> Contender:
+    def one(name: str, share: bool | str = False, **asked: Any) -> Contender:
         pipe = fxpipe.compile(
             model,
             example(),
@@ -123,23 +123,23 @@ def compiled(options: argparse.Namespace, folder: Path, report: Report) -> list[
             microbatches=options.microbatches,
             schedule=options.schedule,
             costs="measured",
-            offload_directory=options.directory,
+            offload=fxpipe.Offload(share, directory=options.directory),
             **asked,
         )
         directory = folder / name.replace(" ", "_")
         pipe.save(directory)
         timeline = pipe.simulate()
-        if timeline.costs.link is not None and asked["offload"] is True:
+        if timeline.costs.link is not None and share is True:
             rate = 1 / timeline.costs.link.seconds / 1e9
             report.line(f"  bandwidth {rate:.1f} GB/s one way, measured (through the system's page cache)")
         saved = tuple(peak / MIB for peak in timeline.peak_memory)
         limit = asked.get("memory_limit")
         return Contender(name, directory, saved, timeline.moved / MIB, None if limit is None else limit / MIB)
 
-    plain, away = one("no offload"), one("all", offload=True)
+    plain, away = one("no offload"), one("all", True)
     weights = [rank_weights(model, plain, rank) for rank in range(RANKS)]
     limit = max(w + (a + b) / 2 for w, a, b in zip(weights, plain.saved, away.saved, strict=True))
-    return [plain, away, one("auto", offload="auto", memory_limit=int(limit * MIB))]
+    return [plain, away, one("auto", "auto", memory_limit=int(limit * MIB))]
 
 
 def rank_weights(model: torch.nn.Module, contender: Contender, rank: int) -> float:

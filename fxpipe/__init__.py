@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         VerifyError,
         VocabularyError,
     )
+    from fxpipe.options import Offload
     from fxpipe.pipeline import Pipeline
     from fxpipe.schedule.ops import Schedule
 
@@ -35,6 +36,7 @@ __all__ = [
     "DeadlockError",
     "FxpipeError",
     "LimitError",
+    "Offload",
     "PartitionError",
     "Pipeline",
     "RunError",
@@ -51,6 +53,7 @@ __all__ = [
 _ELSEWHERE = {
     "compile": "fxpipe.api",
     "load": "fxpipe.api",
+    "Offload": "fxpipe.options",
     "Pipeline": "fxpipe.pipeline",
     "Schedule": "fxpipe.schedule.ops",
 }

@@ -16,7 +16,7 @@ from fxpipe.errors import CaptureError, FxpipeError, PartitionError, RunError
 from fxpipe.pipeline import Pipeline
 from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact, Plan
-from fxpipe.runtime.offloader import Tier, check_tier, default_tier
+from fxpipe.runtime.offloader import check_tier, default_tier
 from fxpipe.runtime.process import Process, default_device, under_torchrun
 from fxpipe.runtime.tensors import in_strides
 from fxpipe.schedule.ops import Schedule
@@ -24,6 +24,7 @@ from fxpipe.vocabulary.rows import whole
 
 if TYPE_CHECKING:
     from fxpipe.compiler import Compiled
+    from fxpipe.options import Offload
 
 
 def compile(
@@ -32,67 +33,63 @@ def compile(
     *,
     ranks: int,
     microbatches: int,
-    schedule: str | Schedule | Path = "auto",
+    # the step
     loss_fn: Callable[..., Any] | None = None,
+    gradients: bool = True,
+    seed: int = 0,
+    fixed: Sequence[str] = (),
+    # the schedule
+    schedule: str | Schedule | Path = "auto",
     stages_per_rank: int | None = None,
     placement: str | None = None,
     split_points: Sequence[str] | None = None,
+    costs: str = "analytic",
+    dimensions: Mapping[str, int] | None = None,
+    # memory
     memory_limit: float | str | None = None,
     vocab_parallel: bool | str = False,
     recompute: bool | str = False,
-    offload: bool | float | str = False,
-    offload_tier: Tier | None = None,
-    offload_directory: str | Path | None = None,
-    offload_bandwidth: float | None = None,
-    ranks_per_link: int = 1,
-    costs: str = "analytic",
-    seed: int = 0,
-    gradients: bool = True,
-    dimensions: Mapping[str, int] | None = None,
-    fixed: Sequence[str] = (),
+    offload: Offload | bool | float | str = False,
+    **old_spellings: Any,
 ) -> Pipeline:
     """Compile a model into one program a rank.
 
     model: any module, on the CPU, a GPU, or the meta device; it is not changed.
     example: one microbatch, a mapping of keyword arguments or a tuple of arguments.
+
+    loss_fn: ``(output, microbatch) -> loss``, a scalar, or ``-> (sum, count)`` for an exact mean over
+        all counts of the batch.  Without it the model's output or its ``.loss`` is the loss.
+    gradients: False compiles the forward alone, for evaluation of ``model.eval()``: ``pipe.step`` and
+        ``run_local`` then give the loss.  The pipeline works on the model's own weights.
+    seed: of the random ops; their numbers depend on it, the step and the microbatch alone.
+    fixed: names of tensors of the example whose values are part of the program, for models whose Python code
+        decides by them in ways that a trace cannot follow (``["image_grid_thw"]``).  Every microbatch must
+        hold the same values, else RunError.
+
     schedule: the name of a family (``fxpipe simulate --help`` lists them); ``auto``, the one with the
         shortest simulated step over all families, placements and one or two stages a rank; a Schedule; or
         the path of one that you wrote, as text or as torch's CSV.
-    loss_fn: ``(output, microbatch) -> loss``, a scalar, or ``-> (sum, count)`` for an exact mean over
-        all counts of the batch.  Without it the model's output or its ``.loss`` is the loss.
     stages_per_rank, placement: ``plain`` (stage s on rank s mod ranks) or ``v`` (down the ranks and back
-        up).  The schedule's own where they are not given.
+        up).  By default the schedule's own.
     split_points: module paths that begin the second and later stages, instead of cuts by cost.
-    memory_limit: of each rank, in bytes or as ``"16GiB"``: for its parameters, gradients and buffers, and
-        what it saves between ops.  Leave room for the optimizer's state and for what a single op needs.
-    vocab_parallel: spread the output layer with its cross-entropy, and the input embedding, over all ranks:
-        ``"1-barrier"`` (or True) or ``"2-barrier"`` (ranks wait for each other once or twice a microbatch;
-        the second needs less work before the first barrier and holds a microbatch more).
-    recompute: forward values that the backward makes again instead of keeping them: ``"norms"`` (all but
-        matrix products, convolutions and attention), ``"full"``, or ``"auto"``, whichever of none and these
-        has the shortest simulated step within ``memory_limit``.  Gradients stay the same to the bit.
-    offload: what F saves may leave the rank until B and W need it: all of it (True), a share (``0.5``), or as
-        much as ``memory_limit`` asks for (``"auto"``); those values that are wanted last go first, and no
-        more than can be away and back in time.
-    offload_tier: where to: ``"host"``, pinned memory beside a GPU, or ``"disk"``, beside the CPU; the one
-        that goes with the device where it is not given.
-    offload_directory: of the disk tier, on a disk that is fast and not memory itself (the system's directory
-        for temporary files).  Its files have no names and are gone with the process.
-    offload_bandwidth: bytes a second, one way, that the plan reckons with; measured where ``costs`` are, else
-        of the device's description.
-    ranks_per_link: so many neighboring ranks share that way and take turns (two GPUs on one switch: 2).
-    costs: what the schedule is made for: ``analytic`` (FLOPs and bytes on a described device) or
+    costs: the times that the schedule is made for: ``analytic`` (FLOPs and bytes on a described device) or
         ``measured`` (each section timed on the device at hand).
-    seed: of the random ops; their numbers depend on it, the step and the microbatch alone.
-    gradients: False compiles the forward alone: ``pipe.step`` and ``run_local`` then only give the loss. For
-        evaluation, of ``model.eval()``; the pipeline works on the model's own weights, as others of it do.
-    dimensions: names for lengths of the example, ``{"sequence": 256}``, so that ``pipe.simulate`` can tell
-        costs for other lengths: every dimension that is 256 long is called so, but for the leading one,
-        ``microbatch``.  The model is traced twice more, at other lengths.  Raises SizeError where it then
-        does other ops.
-    fixed: names of tensors of the example whose values are part of the program, where the model's Python code
-        decides by them in ways that a trace cannot follow (``["image_grid_thw"]``).  Every microbatch must
-        hold the same values, else RunError.
+    dimensions: names for lengths of the example, ``{"sequence": 256}``, so that ``pipe.simulate`` can predict
+        costs for other lengths: every dimension that is 256 long gets that name, but the leading one is
+        ``microbatch``.  The model is traced twice more, at other lengths; raises SizeError if its ops differ.
+
+    memory_limit: of each rank, in bytes or as ``"16GiB"``: for its parameters, gradients and buffers, and
+        the values saved between ops.  Leave room for the optimizer's state and for the memory of a single op.
+    vocab_parallel: split the output layer with its cross-entropy, and the input embedding, over all ranks:
+        ``"1-barrier"`` (or True) or ``"2-barrier"`` (ranks wait for each other once or twice a microbatch;
+        the second needs less work before the first barrier and holds a microbatch more), or ``"auto"``.
+    recompute: recompute forward values in the backward instead of saving them; gradients are bit-identical.
+        ``"norms"`` (all but matrix products, convolutions and attention), ``"full"``, or ``"auto"``, the
+        fastest of none and these within ``memory_limit``, as simulated.
+    offload: move saved activations off the rank until the backward needs them: an :class:`fxpipe.Offload`, or
+        its ``share`` alone (True, ``0.5``, ``"auto"``).
+    old_spellings: ``offload_tier``, ``offload_directory``, ``offload_bandwidth`` and ``ranks_per_link``, now
+        fields of ``Offload``; accepted with a DeprecationWarning in this version.
 
     Where the forward branches on other data, the example decides, and each microbatch is checked to decide
     alike, else RunError, which names the line.
@@ -103,7 +100,7 @@ def compile(
     """
     # Here, as ``load`` needs neither the compiler nor the schedule search with its compiled kernels.
     from fxpipe.compiler import compile_model, phases
-    from fxpipe.options import Options, check, parse_bytes, share_of
+    from fxpipe.options import Options, as_offload, check, parse_bytes
     from fxpipe.progress import Phases
     from fxpipe.schedule.handwritten import read_schedule
 
@@ -126,18 +123,14 @@ def compile(
         vocab_parallel=vocab_parallel,
         gradients=gradients,
         recompute=recompute,
-        offload=share_of(offload),
-        offload_tier=offload_tier,
-        offload_directory=None if offload_directory is None else Path(offload_directory),
-        offload_bandwidth=offload_bandwidth,
-        ranks_per_link=ranks_per_link,
+        offloading=as_offload(offload, old_spellings),
         dimensions=dimensions,
         fixed=tuple(fixed),
     )
     check(options)
     device = _device_of(model)
     if options.offload is not None:
-        check_tier(offload_tier or default_tier(device), device, options.offload_directory)
+        check_tier(options.offloading.tier or default_tier(device), device, options.offload_directory)
     process = Process.join(ranks, device) if under_torchrun() else None
     compiled: Compiled | None = None
     if process is None or process.rank == 0:

@@ -30,12 +30,9 @@ from fxpipe.cost.profile import measured_bandwidth
 from fxpipe.cost.symbolic import PlanWork
 from fxpipe.errors import PartitionError, ScheduleError, VocabularyError
 from fxpipe.ir.graph import Color, Kind, Phase, Section
-from fxpipe.ir.sections import extract
 from fxpipe.ir.storage import call_nodes, node_bytes, output_dict
-from fxpipe.ir.verify import verify
 from fxpipe.options import AUTO, Options, barriers_tried, levels_tried, stage_counts
-from fxpipe.passes.insert_offload import insert_offload
-from fxpipe.passes.run import Cut, cut, cut_phases
+from fxpipe.passes.run import Cut, Setting, cut, cut_phases, with_offload
 from fxpipe.plan.artifact import FORMAT, Artifact, Attempt, Plan, Prediction, StagePlan
 from fxpipe.plan.tensor_ownership import (
     check_names,
@@ -112,7 +109,7 @@ def compile_model(
         if choice.cut.resized is not None:
             work = work_for_any_size(choice.ledger, choice.cut.graph, choice.cut.resized, hardware)
     with phase("codegen"):
-        choice, kept = _with_departures(choice)
+        choice, kept = _offloaded(choice)
         plan = _plan(model, example, options, choice, collectives, work, captured.constants)
         if kept:
             plan = replace(plan, tier=_tier(options, device), pools=tuple(pool.bytes for pool in kept))
@@ -136,19 +133,8 @@ def _cuts(
         found: list[list[Cut]] = []  # per way, those of all levels
         for barriers in ways:
             try:
-                found.append(
-                    cut(
-                        captured,
-                        stages,
-                        hardware,
-                        options.split_points,
-                        phase,
-                        ranks=options.ranks,
-                        barriers=barriers,
-                        levels=levels_tried(options),
-                        resized=resized,
-                    )
-                )
+                setting = Setting(stages, options.ranks, hardware, options.split_points, barriers)
+                found.append(cut(captured, resized, setting, levels_tried(options), phase))
             except PartitionError:
                 if barriers is not None and options.vocab_parallel == AUTO:
                     ways = tuple(way for way in ways if way != barriers)  # nor does it fit more stages
@@ -199,30 +185,26 @@ def _collectives(choice: Choice) -> tuple[Exchange, ...]:
 
 
 def _tier(options: Options, device: torch.device) -> Tier:
-    return options.offload_tier or default_tier(device)
+    return options.offloading.tier or default_tier(device)
 
 
 def _bandwidth(options: Options, hardware: Device, device: torch.device) -> float:
     """Bytes a second, one way, to where activations go."""
-    if options.offload_bandwidth is not None:
-        return options.offload_bandwidth
+    if options.offloading.bandwidth is not None:
+        return options.offloading.bandwidth
     if options.offload is None or options.costs != "measured":
         return hardware.offload_bandwidth
     return measured_bandwidth(_tier(options, device), options.offload_directory, device)
 
 
-def _with_departures(choice: Choice) -> tuple[Choice, tuple[Pool, ...]]:
-    """The cut with ``offload`` and ``reload`` where the schedule moves something, and each rank's pool."""
-    schedule, graph = choice.schedule, choice.cut.graph
-    sizes = {}
-    for stage, user in sorted({(t.stage, t.user) for t in schedule.transfers}):
-        roots = choice.ledger.offloadable[stage][user]
-        sizes[stage, user] = sum(aligned(node_bytes(root)) for root in roots)
-        insert_offload(graph, stage, user, roots)
-    if not sizes:
+def _offloaded(choice: Choice) -> tuple[Choice, tuple[Pool, ...]]:
+    """The choice with the offloads of its schedule in the graph, and each rank's pool of offloaded values."""
+    moved = {(t.stage, t.user) for t in choice.schedule.transfers}
+    if not moved:
         return choice, ()
-    verify(graph, "offload")
-    return replace(choice, cut=replace(choice.cut, sections=extract(graph))), pools(schedule, sizes)
+    roots = {(stage, user): choice.ledger.offloadable[stage][user] for stage, user in sorted(moved)}
+    sizes = {key: sum(aligned(node_bytes(root)) for root in found) for key, found in roots.items()}
+    return replace(choice, cut=with_offload(choice.cut, roots)), pools(choice.schedule, sizes)
 
 
 def _plan(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
+from typing import Any
 
 from fxpipe.errors import ScheduleError
 from fxpipe.passes.recompute import LEVELS, Level
@@ -27,9 +29,57 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 @dataclass(frozen=True)
+class Offload:
+    """Which saved activations leave their rank between the forward and the backward, and where to.
+
+    share: of the saved bytes, from 0 to 1 (True: all, False: none), or ``"auto"``, as much as needed to keep
+        ``memory_limit``.  The values that are needed last go first, and no more than can come back in time.
+    tier: ``"host"``, pinned memory beside a GPU, or ``"disk"``, beside the CPU; by default the one that goes
+        with the device.
+    directory: of the disk tier, on a fast disk (by default the system's directory for temporary files).  Its
+        files have no names and are gone with the process.
+    bandwidth: bytes a second, one way, for the plan; by default measured if ``costs`` are, else the device's.
+    ranks_per_link: the number of neighboring ranks that share the link (two GPUs on one switch: 2).
+    """
+
+    share: bool | float | str = True
+    tier: Tier | None = None
+    directory: str | Path | None = None
+    bandwidth: float | None = None
+    ranks_per_link: int = 1
+
+
+#: Options of ``fxpipe.compile`` before there was ``Offload`` -> the fields that they are now.
+_OLD_OFFLOAD_OPTIONS = {
+    "offload_tier": "tier",
+    "offload_directory": "directory",
+    "offload_bandwidth": "bandwidth",
+    "ranks_per_link": "ranks_per_link",
+}
+
+
+def as_offload(offload: Offload | bool | float | str, old: Mapping[str, Any]) -> Offload:
+    """``offload`` in any of its forms, with options in their old spelling, which get a DeprecationWarning.
+
+    Raises TypeError for other names in ``old``.
+    """
+    asked = offload if isinstance(offload, Offload) else Offload(share=offload)
+    for name, value in old.items():
+        if name not in _OLD_OFFLOAD_OPTIONS:
+            raise TypeError(f"compile() got an unexpected keyword argument {name!r}")
+        new = _OLD_OFFLOAD_OPTIONS[name]
+        warnings.warn(
+            f"{name}=… of fxpipe.compile is now offload=fxpipe.Offload(…, {new}=…)",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+        asked = replace(asked, **{new: value})
+    return asked
+
+
+@dataclass(frozen=True)
 class Options:
-    """See ``fxpipe.compile``; None is for what the compiler is to choose.  ``memory_limit`` is in bytes;
-    ``offload`` is None for nothing."""
+    """See ``fxpipe.compile``; None leaves the choice to the compiler.  ``memory_limit`` is in bytes."""
 
     ranks: int
     microbatches: int
@@ -43,13 +93,26 @@ class Options:
     vocab_parallel: str | bool = False
     gradients: bool = True
     recompute: str | bool = False
-    offload: float | str | None = None
-    offload_tier: Tier | None = None
-    offload_directory: Path | None = None
-    offload_bandwidth: float | None = None
-    ranks_per_link: int = 1
+    offloading: Offload = Offload(share=False)
     dimensions: Mapping[str, int] | None = None
     fixed: tuple[str, ...] = ()
+
+    @property
+    def offload(self) -> float | str | None:
+        """The share of the saved bytes to be offloaded, or "auto"; None for nothing."""
+        share = self.offloading.share
+        if share is False:
+            return None
+        return FULL if share is True else share
+
+    @property
+    def ranks_per_link(self) -> int:
+        return self.offloading.ranks_per_link
+
+    @property
+    def offload_directory(self) -> Path | None:
+        directory = self.offloading.directory
+        return None if directory is None else Path(directory)
 
 
 def check(options: Options) -> None:
@@ -83,15 +146,8 @@ def check(options: Options) -> None:
         raise ScheduleError(f"Unknown schedule {options.schedule!r}. Known: {AUTO}, {', '.join(FAMILIES)}.")
 
 
-def share_of(offload: bool | float | str) -> float | str | None:
-    """What ``offload`` asks for: a share, "auto", or nothing; other texts and numbers are for ``check``."""
-    if offload is False or offload is None:
-        return None
-    return FULL if offload is True else offload
-
-
 def _check_offload(options: Options) -> None:
-    offload, tier = options.offload, options.offload_tier
+    offload, tier = options.offload, options.offloading.tier
     if isinstance(offload, str):
         known = offload == AUTO
     else:
@@ -101,10 +157,10 @@ def _check_offload(options: Options) -> None:
             f"offload is {offload!r} and must be True, False, 'auto', or a share from 0 to 1."
         )
     if tier is not None and tier not in TIERS:
-        raise ScheduleError(f"offload_tier is {tier!r} and must be {' or '.join(map(repr, TIERS))}.")
-    bandwidth = options.offload_bandwidth
+        raise ScheduleError(f"The tier of offload is {tier!r} and must be {' or '.join(map(repr, TIERS))}.")
+    bandwidth = options.offloading.bandwidth
     if bandwidth is not None and not (isfinite(bandwidth) and bandwidth > 0):
-        raise ScheduleError(f"offload_bandwidth is {bandwidth!r} and must be bytes a second, above 0.")
+        raise ScheduleError(f"The bandwidth of offload is {bandwidth!r} and must be bytes a second, above 0.")
     if offload == AUTO and options.memory_limit is None:
         raise ScheduleError("offload='auto' moves as much as memory_limit asks for: give one.")
     if offload is not None and not options.gradients:

@@ -138,8 +138,7 @@ def compiled(case: Case, model: nn.Module, microbatches: int, shape: Shape) -> f
         seed=shape.seed,
         vocab_parallel=shape.vocab_parallel,
         gradients=shape.gradients,
-        offload=shape.offload,
-        offload_bandwidth=1e12,
+        offload=fxpipe.Offload(shape.offload, bandwidth=1e12),
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from fxpipe import Offload
+
 MICROBATCHES = 4
 ROWS = 2  # of a microbatch
 
@@ -12,6 +14,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "auto": {"ranks": 3, "schedule": "auto"},
     "recompute": {"ranks": 3, "schedule": "zb-h1", "recompute": "full"},
     # The bandwidth lets values leave although there is no time for it in steps this short.
-    "offload": {"ranks": 2, "schedule": "zb-h1", "offload": True, "offload_bandwidth": 1e12},
+    "offload": {"ranks": 2, "schedule": "zb-h1", "offload": Offload(bandwidth=1e12)},
     "vocab": {"ranks": 2, "schedule": "zb-h1", "vocab_parallel": True},
 }

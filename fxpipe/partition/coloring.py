@@ -67,7 +67,6 @@ def partition(
         )
     _color(graph, stage, {s: stage[forward[i]] for s, i in by_seq.items()}, first)
     _check_buffers(graph)
-    _count_beside_loss(graph)
 
 
 def _without_color(graph: fx.Graph) -> list[fx.Node]:
@@ -86,26 +85,6 @@ def _check_buffers(graph: fx.Graph) -> None:
                 f"stage {b} ({value.meta['origin']}): the next microbatch would read the old one. Use split "
                 "points that leave both in one stage."
             )
-
-
-def _count_beside_loss(graph: fx.Graph) -> None:
-    """Let loss and count come out of the same section, the later of the two; a count may be a constant."""
-    named = output_dict(graph)
-    if named["count"] is None:
-        return
-    both = {key: named[key] for key in ("loss", "count")}
-    colors = [n.meta["color"] for n in both.values() if n.op == "call_function"]
-    stage = max(color.stage for color in colors)
-    phase = max((color.phase for color in colors), key=list(Phase).index)
-    for key, node in both.items():
-        if node.op == "call_function" and node.meta["color"] == Color(stage, phase):
-            continue
-        with graph.inserting_before(graph.output_node()):
-            copy = graph.call_function(aten.clone.default, (node,))
-        origin = named["loss"].meta["origin"]
-        copy.meta.update(val=node.meta["val"], origin=origin, color=Color(stage, phase))
-        both[key] = copy
-    graph.output_node().args = ({**named, **both},)
 
 
 def _cuts_by_cost(

@@ -1,25 +1,27 @@
-"""The captured step cut into stages: colored, rewritten, and taken apart into sections.
+"""Every rewrite of the graph, in order, and the captured step cut into stages by them.
 
-Every rewrite of the graph stands here, in order; ``verify`` runs after each.
+``PASSES`` is the list.  ``verify`` runs after each pass, once the partition has given every op its color.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
 from fxpipe.capture.resized import ResizedTraces
 from fxpipe.cost.device import Device
 from fxpipe.errors import PartitionError
-from fxpipe.ir.graph import Section
+from fxpipe.ir.graph import Phase, Section
 from fxpipe.ir.sections import Message, extract, messages
 from fxpipe.ir.verify import verify
 from fxpipe.partition.coloring import partition
 from fxpipe.passes.accumulate import fuse_accumulation
 from fxpipe.passes.contiguous import make_contiguous
+from fxpipe.passes.count_beside_loss import count_beside_loss
 from fxpipe.passes.inplace import use_inplace_ops
+from fxpipe.passes.insert_offload import insert_offload
 from fxpipe.passes.keep_for_weight import mincut_saved_for_weight
 from fxpipe.passes.recompute import Level, recompute
 from fxpipe.passes.sink_cheap_values import sink_cheap_values
@@ -30,21 +32,131 @@ from fxpipe.progress import Phases
 from fxpipe.vocabulary.split import split_vocabulary
 from fxpipe.vocabulary.stages import Vocabulary
 
+Offloaded = Mapping[tuple[int, Phase], Sequence[fx.Node]]
+"""(stage, B or W) -> the saved values that are reloaded there."""
 
-@dataclass(frozen=True, eq=False)
-class Cut:
-    """``stages`` are the model's own; ``vocabulary``: which others there are.
 
-    ``messages``: what sections give each other, whatever ranks they will lie on.
+@dataclass(frozen=True)
+class Setting:
+    """The decisions that a cut is made for.
+
+    ``stages``: the model's own.  ``split_points``: see ``partition``.  ``barriers``: a microbatch, of
+    vocabulary layers split over the ranks; None where they are not split.  ``recompute``: the forward values
+    that B recomputes.
     """
 
     stages: int
+    ranks: int
+    device: Device
+    split_points: Sequence[str] | None
+    barriers: int | None
+    recompute: Level | None = None
+
+
+@dataclass(eq=False)
+class Step:
+    """The graph that the passes rewrite, its traces at other sizes, and the stages that were added to it."""
+
+    graph: fx.Graph
+    resized: ResizedTraces | None
+    vocabulary: Vocabulary | None = None
+    offloaded: Offloaded = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One rewrite: ``run`` changes the step in place, where it is ``enabled``."""
+
+    name: str
+    run: Callable[[Step, Setting], None]
+    enabled: Callable[[Step, Setting], bool] = lambda step, setting: True
+
+
+def _split_vocabulary(step: Step, setting: Setting) -> None:
+    """The same rewrite of the graph and of its traces at other sizes."""
+    assert setting.barriers is not None, "the pass is disabled without barriers"
+    step.vocabulary = split_vocabulary(step.graph, setting.ranks, setting.stages, setting.barriers)
+    if step.resized is not None:
+        others = [_copied(other) for other in step.resized.graphs]
+        for other in others:
+            split_vocabulary(other, setting.ranks, setting.stages, setting.barriers)
+        step.resized = step.resized.after_rewrite(step.graph, others)
+
+
+def _partition(step: Step, setting: Setting) -> None:
+    first = step.vocabulary.lookups if step.vocabulary else 0
+    try:
+        partition(step.graph, setting.stages, setting.device, setting.split_points, first)
+    except PartitionError as error:
+        if step.vocabulary is None:
+            raise
+        raise PartitionError(
+            f"{error} With vocab_parallel the stages share what is left of the model without its "
+            "vocabulary layers: or leave it out."
+        ) from error
+
+
+def _recompute(step: Step, setting: Setting) -> None:
+    assert setting.recompute is not None, "the pass is disabled without a level"
+    recompute(step.graph, setting.recompute)
+
+
+def _insert_offload(step: Step, setting: Setting) -> None:
+    for (stage, user), roots in step.offloaded.items():
+        insert_offload(step.graph, stage, user, roots)
+
+
+PASSES = (
+    # before partition: the output layer and the input embedding as stages of their own
+    Pass("vocabulary", _split_vocabulary, lambda step, setting: setting.barriers is not None),
+    Pass("partition", _partition),
+    Pass("count_beside_loss", lambda step, setting: count_beside_loss(step.graph)),
+    Pass("untie", lambda step, setting: untie(step.graph)),
+    Pass("split_backward", lambda step, setting: split_backward(step.graph)),
+    Pass("sink_cheap_values", lambda step, setting: sink_cheap_values(step.graph, setting.device)),
+    # once for each level of recomputation
+    Pass("recompute", _recompute, lambda step, setting: setting.recompute is not None),
+    Pass("mincut_saved_for_weight", lambda step, setting: mincut_saved_for_weight(step.graph)),
+    Pass("make_contiguous", lambda step, setting: make_contiguous(step.graph)),
+    Pass("fuse_accumulation", lambda step, setting: fuse_accumulation(step.graph)),
+    Pass("accept_any_strides", lambda step, setting: accept_any_strides(step.graph)),
+    Pass("use_inplace_ops", lambda step, setting: use_inplace_ops(step.graph)),
+    # once the schedule is known
+    Pass("offload", _insert_offload, lambda step, setting: bool(step.offloaded)),
+)
+
+
+def run_passes(step: Step, setting: Setting, first: str, last: str) -> None:
+    """Run the enabled passes from ``first`` to ``last``, both included."""
+    names = [each.name for each in PASSES]
+    for each in PASSES[names.index(first) : names.index(last) + 1]:
+        if each.enabled(step, setting):
+            each.run(step, setting)
+            if each.name != "vocabulary":  # most ops have no color yet
+                verify(step.graph, each.name)
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """The step cut into the stages of a setting; ``vocabulary``: the stages beside the model's own.
+
+    ``messages``: the values that sections send each other, whichever ranks they will run on.
+    """
+
+    setting: Setting
     vocabulary: Vocabulary | None
-    recompute: Level | None
     graph: fx.Graph
     sections: tuple[Section, ...]
     messages: tuple[Message, ...]
     resized: ResizedTraces | None
+
+    @property
+    def stages(self) -> int:
+        return self.setting.stages
+
+    @property
+    def recompute(self) -> Level | None:
+        return self.setting.recompute
 
 
 def cut_phases(levels: int) -> int:
@@ -54,52 +166,40 @@ def cut_phases(levels: int) -> int:
 
 def cut(
     captured: fx.Graph,
-    stages: int,
-    device: Device,
-    split_points: Sequence[str] | None,
+    resized: ResizedTraces | None,
+    setting: Setting,
+    levels: Sequence[Level | None],
     phase: Phases,
-    *,
-    ranks: int,
-    barriers: int | None = None,
-    levels: Sequence[Level | None] = (None,),
-    resized: ResizedTraces | None = None,
 ) -> list[Cut]:
-    """One cut for each level, with the same stages.  The captured graph stays as it is.
+    """One cut for each level of recomputation, with the same stages.  The captured graph stays as it is.
 
-    resized: of the captured graph at other sizes; the cut gets those of its own.
-    levels: what B makes again of the forward.
-    barriers: spread the vocabulary layers over the ranks, with one or two barriers a microbatch.
+    resized: the traces of the captured graph at other sizes; each cut gets its own.
     Raises PartitionError as ``partition`` does, VocabularyError as ``split_vocabulary`` does.
     """
-    graph, vocabulary = _copied(captured), None
+    shared = Step(_copied(captured), resized)
     with phase("partition"):
-        if barriers is not None:
-            vocabulary = split_vocabulary(graph, ranks, stages, barriers)
-            if resized is not None:
-                others = [_copied(other) for other in resized.graphs]
-                for other in others:
-                    split_vocabulary(other, ranks, stages, barriers)
-                resized = resized.after_rewrite(graph, others)
-        try:
-            partition(graph, stages, device, split_points, vocabulary.lookups if vocabulary else 0)
-        except PartitionError as error:
-            if vocabulary is None:
-                raise
-            raise PartitionError(
-                f"{error} With vocab_parallel the stages share what is left of the model without its "
-                "vocabulary layers: or leave it out."
-            ) from error
+        run_passes(shared, setting, "vocabulary", "count_beside_loss")
     with phase("passes"):
-        prepare(graph, device)
+        run_passes(shared, setting, "untie", "sink_cheap_values")
     cuts = []
     for level in levels:
-        own = graph if level == levels[-1] else _copied(graph)
+        own = shared if level == levels[-1] else replace(shared, graph=_copied(shared.graph))
+        at_level = replace(setting, recompute=level)
         with phase("passes"):
-            finish(own, level)
+            run_passes(own, at_level, "recompute", "use_inplace_ops")
         with phase("extract"):
-            sections = extract(own)
-            cuts.append(Cut(stages, vocabulary, level, own, sections, messages(sections), resized))
+            sections = extract(own.graph)
+            cuts.append(Cut(at_level, own.vocabulary, own.graph, sections, messages(sections), own.resized))
     return cuts
+
+
+def with_offload(cut: Cut, offloaded: Offloaded) -> Cut:
+    """The cut with these values offloaded; its graph is rewritten in place, its sections extracted again."""
+    if not offloaded:
+        return cut
+    step = Step(cut.graph, cut.resized, cut.vocabulary, offloaded)
+    run_passes(step, cut.setting, "offload", "offload")
+    return replace(cut, sections=extract(cut.graph))
 
 
 def _copied(graph: fx.Graph) -> fx.Graph:
@@ -108,33 +208,3 @@ def _copied(graph: fx.Graph) -> fx.Graph:
     copy.output(copy.graph_copy(graph, {}))
     copy.output_node().meta = dict(graph.output_node().meta)
     return copy
-
-
-def prepare(graph: fx.Graph, device: Device) -> None:
-    """The passes that are the same whatever B makes again of the forward."""
-    verify(graph, "partition")
-    _run(
-        graph,
-        ("untie", untie),
-        ("split_backward", split_backward),
-        ("sink_cheap_values", lambda g: sink_cheap_values(g, device)),
-    )
-
-
-def finish(graph: fx.Graph, level: Level | None = None) -> None:
-    """The others.  ``level``: what B makes again of the forward; nothing where it is None."""
-    _run(
-        graph,
-        *([("recompute", lambda g: recompute(g, level))] if level is not None else []),
-        ("mincut_saved_for_weight", mincut_saved_for_weight),
-        ("make_contiguous", make_contiguous),
-        ("fuse_accumulation", fuse_accumulation),
-        ("accept_any_strides", accept_any_strides),
-        ("use_inplace_ops", use_inplace_ops),
-    )
-
-
-def _run(graph: fx.Graph, *passes: tuple[str, Callable[[fx.Graph], None]]) -> None:
-    for name, rewrite in passes:
-        rewrite(graph)
-        verify(graph, name)

@@ -47,7 +47,7 @@ def rows(count: int) -> tuple[torch.Tensor]:
 
 
 OPTIONS = {
-    "zb-h1, offload": {"schedule": "zb-h1", "offload": True, "offload_bandwidth": 1e12},
+    "zb-h1, offload": {"schedule": "zb-h1", "offload": fxpipe.Offload(bandwidth=1e12)},
     "gpipe, v, recompute": {
         "schedule": "gpipe",
         "stages_per_rank": 2,

@@ -175,8 +175,7 @@ def test_offloaded_to_the_host_the_same_bits(shape, share):
             schedule=SHAPES[shape].schedule,
             stages_per_rank=SHAPES[shape].stages_per_rank,
             placement=SHAPES[shape].placement,
-            offload=offload,
-            offload_bandwidth=1e12,
+            offload=fxpipe.Offload(offload, bandwidth=1e12),
         )
 
     expected = compiled(False).run_local(batch)

@@ -18,6 +18,7 @@ from torch import fx, nn
 import fxpipe
 import fxpipe.ir.liveness
 import fxpipe.runtime.offloader
+from fxpipe import Offload
 from fxpipe.cli.command import main
 from fxpipe.errors import RunError, ScheduleError, VerifyError
 from fxpipe.ir.graph import Phase, offload, reload
@@ -44,7 +45,9 @@ def small_values_too(monkeypatch):
 
 
 def compiled(name: str, schedule: str = "1f1b", **options) -> fxpipe.Pipeline:
-    options = {"ranks": 2, "offload_bandwidth": FAST, **options}
+    options = {"ranks": 2, "offload": False, **options}
+    if not isinstance(options["offload"], Offload):
+        options["offload"] = Offload(options["offload"], bandwidth=FAST)
     return fxpipe.compile(
         MODELS[name].build(), MODELS[name].example(), microbatches=MICROBATCHES, schedule=schedule, **options
     )
@@ -173,7 +176,7 @@ def test_the_planner_offloads_where_that_is_faster(tmp_path, capsys):
 
 def test_ranks_that_share_a_link_move_less():
     alone, shared = (
-        compiled("llama", "gpipe", offload=True, offload_bandwidth=2e8, ranks_per_link=n).simulate()
+        compiled("llama", "gpipe", offload=Offload(bandwidth=2e8, ranks_per_link=n)).simulate()
         for n in (1, 2)
     )
     assert 0 < shared.moved < alone.moved
@@ -239,10 +242,10 @@ def test_a_disk_that_fails(function, replacement, message, monkeypatch):
         ({"offload": -0.1}, "offload is -0.1 and must be"),
         ({"offload": "auto"}, "offload='auto' moves as much as memory_limit asks for: give one"),
         ({"offload": True, "gradients": False}, "Without gradients nothing is saved: leave out offload"),
-        ({"offload": True, "offload_tier": "tape"}, "offload_tier is 'tape' and must be 'host' or 'disk'"),
-        ({"offload": True, "offload_bandwidth": -1}, "offload_bandwidth is -1 and must be bytes a second"),
+        ({"offload": Offload(tier="tape")}, "tier of offload is 'tape' and must be 'host' or 'disk'"),
+        ({"offload": Offload(bandwidth=-1)}, "bandwidth of offload is -1 and must be bytes a second"),
         (
-            {"offload": True, "ranks_per_link": 0},
+            {"offload": Offload(ranks_per_link=0)},
             "ranks_per_link is 0 and must be a whole number, at least 1",
         ),
         ({"offload": 0.5, "memory_limit": 1}, "parameters, gradients and buffers of rank 1 alone take"),
@@ -253,11 +256,20 @@ def test_what_cannot_be_asked_for(options, message):
         compiled("gpt2", **options)
 
 
+def test_old_spellings_are_accepted_with_a_warning():
+    model, example = nn.Linear(4, 1), (torch.randn(2, 4),)
+    options = {"ranks": 1, "microbatches": 2, "loss_fn": lambda y, x: y.sum(), "offload": True}
+    with pytest.warns(DeprecationWarning, match=r"offload_bandwidth=… of .*Offload\(…, bandwidth=…\)"):
+        fxpipe.compile(model, example, offload_bandwidth=FAST, **options)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'offload_speed'"):
+        fxpipe.compile(model, example, offload_speed=FAST, **options)
+
+
 def test_places_that_activations_cannot_go_to(tmp_path):
     with pytest.raises(RunError, match="cpu cannot be offloaded to the tier 'host': 'host' is beside a GPU"):
-        compiled("gpt2", offload=True, offload_tier="host")
+        compiled("gpt2", offload=Offload(tier="host"))
     with pytest.raises(RunError, match="nowhere is no directory that can be written to"):
-        compiled("gpt2", offload=True, offload_directory=tmp_path / "nowhere")
+        compiled("gpt2", offload=Offload(directory=tmp_path / "nowhere"))
 
 
 def test_a_directory_in_memory(monkeypatch):
@@ -351,7 +363,7 @@ def test_views_and_values_with_two_uses(schedule):
     model, example = nn.Sequential(nn.Linear(8, 8), Reused()), (torch.randn(4, 8),)
     options = {"ranks": 1, "microbatches": 4, "schedule": "gpipe" if schedule == "1f1b" else schedule}
     plain, light = (
-        fxpipe.compile(model, example, offload=share, offload_bandwidth=FAST, **options)
+        fxpipe.compile(model, example, offload=Offload(share, bandwidth=FAST), **options)
         for share in (False, True)
     )
     batch = (torch.randn(16, 8),)

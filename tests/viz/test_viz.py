@@ -266,7 +266,7 @@ def test_what_may_leave_is_seen_in_the_graph(monkeypatch):
     monkeypatch.setattr(fxpipe.ir.liveness, "SMALLEST", 1)
     model, example = nn.Sequential(Block(4), Block(4), Block(4)), (torch.randn(8, 4),)
     options = {"ranks": 1, "microbatches": 4, "schedule": "gpipe", "loss_fn": lambda y, x: y.sum()}
-    light = fxpipe.compile(model, example, offload=True, offload_bandwidth=1e12, **options)
+    light = fxpipe.compile(model, example, offload=fxpipe.Offload(bandwidth=1e12), **options)
     flows = collapse(light.graph).flows
     away = [flow for flow in flows if flow.offloaded]
     assert {(flow.source.color.phase, flow.target.color.phase) for flow in away} == {(F, B), (F, W)}

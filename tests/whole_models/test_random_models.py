@@ -176,6 +176,7 @@ def test_equals_eager(steps, shared, frozen, options):
     build = partial(Random, steps, shared, frozen)
     assume(_trains(build))
     try:
-        assert_equals_eager(build, rows, offload_bandwidth=1e12, **options)
+        offload = fxpipe.Offload(options.get("offload", False), bandwidth=1e12)
+        assert_equals_eager(build, rows, **{**options, "offload": offload})
     except fxpipe.PartitionError:
         event("a buffer that is read early and written late leaves too few places to cut")

@@ -1,0 +1,35 @@
+"""A loss given as (sum, count): both come out of one section.
+
+before: sum (F, stage 1), count (F, stage 0)
+after:  sum (F, stage 1), clone(count) (F, stage 1)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fxpipe.ir.graph import Color, Phase
+from fxpipe.ir.storage import output_dict
+
+aten = torch.ops.aten
+
+
+def count_beside_loss(graph: fx.Graph) -> None:
+    """Move loss and count to the later of their two sections; a count can be a constant."""
+    named = output_dict(graph)
+    if named["count"] is None:
+        return
+    both = {key: named[key] for key in ("loss", "count")}
+    colors = [n.meta["color"] for n in both.values() if n.op == "call_function"]
+    stage = max(color.stage for color in colors)
+    phase = max((color.phase for color in colors), key=list(Phase).index)
+    for key, node in both.items():
+        if node.op == "call_function" and node.meta["color"] == Color(stage, phase):
+            continue
+        with graph.inserting_before(graph.output_node()):
+            copy = graph.call_function(aten.clone.default, (node,))
+        origin = named["loss"].meta["origin"]
+        copy.meta.update(val=node.meta["val"], origin=origin, color=Color(stage, phase))
+        both[key] = copy
+    graph.output_node().args = ({**named, **both},)
