@@ -1,8 +1,8 @@
 """The compiler, from top to bottom: a model and an example microbatch in, a program for each rank out.
 
-capture ──► (partition ──► passes ──► extract) ──► schedule ──► codegen
+capture ► (vocabulary ► partition ► passes ► extract) ► choose ► lower ► prove ► offload ► codegen
 
-What stands in brackets is done for every number of stages that comes into question.
+The phases in brackets are run for every candidate: number of stages, barriers, level of recomputation.
 """
 
 from __future__ import annotations
