@@ -1,4 +1,4 @@
-"""The two ways to a pipeline: compile a model, or load what was saved."""
+"""The two ways to a pipeline: compile a model, or load a saved one."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ from fxpipe.version import __version__
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """The artifact, and what it was made from: the colored graph and its sections."""
+    """The artifact, with the colored graph and the sections that it was made from."""
 
     artifact: Artifact
     graph: fx.Graph
@@ -64,8 +64,8 @@ class Compiled:
 
 @contextlib.contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Graphs are many small objects that refer to each other, and nearly all of them live until the end: to
-    look for garbage among them again and again takes a sixth of the time and finds none."""
+    """Without Python's cyclic garbage collector.  Graphs are many small objects that refer to each other and
+    live until the end: repeated scans of them take a sixth of the time and find no garbage."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -126,7 +126,7 @@ def phases(options: Options) -> int:
 def _cuts(
     captured: fx.Graph, resized: ResizedTraces | None, options: Options, hardware: Device, phase: Phases
 ) -> list[Cut]:
-    """The graph cut into each number of stages that comes into question."""
+    """A cut for every candidate: number of stages, barriers, level of recomputation."""
     cuts: list[Cut] = []
     ways = barriers_tried(options)
     for stages in stage_counts(options):
@@ -158,7 +158,7 @@ def _by_level(found: list[list[Cut]]) -> list[Cut]:
 
 
 def _check_buffer_order(choice: Choice) -> None:
-    """Microbatches change a buffer one after the other, in their order."""
+    """Raise ScheduleError if microbatches would change a buffer out of order."""
     for name, value in output_dict(choice.cut.graph)["buffers"].items():
         stage, phase = value.meta["color"].stage, value.meta["color"].phase
         rank = choice.schedule.placement[stage]
@@ -189,7 +189,7 @@ def _tier(options: Options, device: torch.device) -> Tier:
 
 
 def _bandwidth(options: Options, hardware: Device, device: torch.device) -> float:
-    """Bytes a second, one way, to where activations go."""
+    """Bytes a second, one way, to the offload store."""
     if options.offloading.bandwidth is not None:
         return options.offloading.bandwidth
     if options.offload is None or options.costs != "measured":

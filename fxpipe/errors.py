@@ -10,7 +10,7 @@ class CaptureError(FxpipeError):
 
 
 class SizeError(FxpipeError):
-    """A named dimension is unknown, or costs cannot be told for its other lengths."""
+    """A named dimension is unknown, or costs for its other lengths are unknown."""
 
 
 class PartitionError(FxpipeError):

@@ -40,7 +40,7 @@ def text_literal(text: str) -> str:
 def printable(text: str) -> str:
     """The text on one line: characters that do not print become escapes such as ``\\n`` or ``\\u202e``.
 
-    What is left can be encoded, is allowed in XML, ends no comment and moves no terminal's cursor.
+    The result can be encoded, is allowed in XML, ends no comment and moves no terminal's cursor.
     """
     if text.isprintable():
         return text

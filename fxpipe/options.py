@@ -1,4 +1,4 @@
-"""What a user asks the compiler for, and whether it can be."""
+"""The user's options, and their validation."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Options:
 
 
 def check(options: Options) -> None:
-    """Raise ScheduleError for what can be known to be wrong before anything is traced."""
+    """Raise ScheduleError for options that are wrong for any model."""
     for name in ("ranks", "microbatches", "stages_per_rank", "ranks_per_link"):
         value = getattr(options, name)
         chosen = name == "stages_per_rank" and value is None
@@ -168,7 +168,7 @@ def _check_offload(options: Options) -> None:
 
 
 def _check_given(options: Options, schedule: Schedule) -> None:
-    """A schedule that the user wrote says itself how many ranks, microbatches and stages there are."""
+    """A given schedule decides the numbers of ranks, microbatches and stages."""
     for name, found in (("ranks", schedule.ranks), ("microbatches", schedule.microbatches)):
         if getattr(options, name) != found:
             raise ScheduleError(
@@ -182,7 +182,7 @@ def _check_given(options: Options, schedule: Schedule) -> None:
 
 
 def parse_bytes(limit: float | str) -> float:
-    """``"16GiB"``, ``"800 MB"`` or a number, in bytes.  Raises ScheduleError for what is no such thing."""
+    """``"16GiB"``, ``"800 MB"`` or a number, in bytes.  Raises ScheduleError for any other text."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", str(limit).strip())
     unit: int | None = (
         None if match is None else {name.lower(): n for name, n in _UNITS.items()}.get(match[2].lower())
@@ -196,7 +196,7 @@ def parse_bytes(limit: float | str) -> float:
 
 
 def stage_counts(options: Options) -> tuple[int, ...]:
-    """Into how many stages the model is cut; several where the fastest of them is to be found."""
+    """The candidate numbers of stages."""
     if isinstance(options.schedule, Schedule):
         return (options.schedule.stages,)
     if options.stages_per_rank is not None:
@@ -211,14 +211,14 @@ def stage_counts(options: Options) -> tuple[int, ...]:
 
 
 def barriers_tried(options: Options) -> tuple[int | None, ...]:
-    """In which ways the vocabulary layers are looked at: not spread (None), or with so many barriers."""
+    """The candidate ways to split the vocabulary layers: not at all (None), or with so many barriers."""
     if options.ranks == 1 or options.vocab_parallel is False:
         return (None,)
     return (None, 1, 2) if options.vocab_parallel == AUTO else (BARRIERS[options.vocab_parallel],)
 
 
 def levels_tried(options: Options) -> tuple[Level | None, ...]:
-    """What B makes again of the forward, in the ways that are looked at: nothing (None), or a level."""
+    """The candidate levels of recomputation; None for nothing."""
     if options.recompute is False or not options.gradients:
         return (None,)
     if options.recompute == AUTO:

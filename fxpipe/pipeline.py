@@ -52,7 +52,7 @@ class Stage:
 
 @dataclass(eq=False)
 class Pipeline:
-    """What ``fxpipe.compile`` and ``fxpipe.load`` return.
+    """The result of ``fxpipe.compile`` and ``fxpipe.load``.
 
     ``parameters`` and ``buffers`` are the model's own tensors: training the pipeline trains the model
     (under torchrun, the part of it that this rank holds).  Where ``model``, which was compiled, was given
@@ -145,7 +145,7 @@ class Pipeline:
 
     @property
     def runtime(self) -> Runtime:
-        """What this process's program runs on."""
+        """The runtime of this process's program."""
         return self._runner.runtime
 
     def optimizer(
@@ -227,8 +227,8 @@ class Pipeline:
                     self.draw(draft)
 
     def explain(self) -> None:
-        """Print why it has the schedule that it has: what ``schedule="auto"`` tried, the fastest first, with
-        each one's step, peak memory, and what was moved or made again."""
+        """Print the reasons for the schedule: the candidates of ``schedule="auto"``, the fastest first, with
+        each one's step, peak memory, and offloaded and recomputed values."""
         from rich.console import Console  # here, as a run that trains explains and draws nothing
 
         from fxpipe.viz.explanation import explain

@@ -31,7 +31,7 @@ LARGEST_INT, LARGEST_FLOAT = 2**63 - 1, 1e30
 
 
 class Misfit(ValueError):
-    """What a file holds is not what belongs there.  ``path``: of the field, such as ``step.ranks``."""
+    """The contents of a file are not as expected.  ``path``: of the field, such as ``step.ranks``."""
 
     def __init__(self, wrong: str, path: str = "") -> None:
         super().__init__(f"{path} {wrong}" if path else wrong)

@@ -1,4 +1,4 @@
-"""What Python code that is being traced gets to know of values, and what the program then has to check.
+"""Values that traced Python code may read, and the checks that the program then needs.
 
     of constants alone            ──►  the value, nothing to check
     of buffers alone              ──►  the value, and an ``expect`` that holds it
@@ -27,12 +27,12 @@ from fxpipe.runtime.checks import expect_op
 
 aten = torch.ops.aten
 
-#: What stays the same from one microbatch to the next, where the step does not change it.
+#: Inputs that stay the same from one microbatch to the next, unless the step changes them.
 _LASTING = frozenset({Kind.BUFFER})
 
 
 class Answers:
-    """inputs: what each placeholder of the trace is, and its real tensor.
+    """inputs: the kind of each placeholder of the trace, and its real tensor.
     place: says where the model's code is now."""
 
     def __init__(self, inputs: Sequence[tuple[Kind, torch.Tensor]], place: Callable[[], str]):
@@ -99,7 +99,7 @@ class Answers:
         return found
 
     def _picked(self, mask: torch.Tensor) -> torch.Tensor | None:
-        """The positions of what is not zero, if these are known: a real tensor."""
+        """The positions of nonzero elements as a real tensor, if they are known."""
         value, kinds = self._value(mask)
         with compat.no_modes():
             positions = value.nonzero()
@@ -122,7 +122,7 @@ class Answers:
         expect_op(aten.all.default(aten.eq.Tensor(tensor, held)), [True], self._place())
 
     def _value(self, tensor: torch.Tensor) -> tuple[torch.Tensor, frozenset[Kind]]:
-        """The real value, and what it depends on."""
+        """The real value, and the kinds of inputs that it depends on."""
         node = compat.traced_node(tensor)
         if node is None:  # made by no op of the trace
             return tensor, frozenset()

@@ -33,7 +33,7 @@ _OTHERS = frozenset({*sys.stdlib_module_names, "torch", "sympy", "numpy", "fxpip
 
 @dataclass(eq=False)
 class Snapshot:
-    """What hangs on a model and its loss function.
+    """The state that a model and its loss function refer to.
 
     ``states``: the contents of every ``__dict__`` and container below them.
     ``owners``: id of such a ``__dict__`` or container -> (the module it belongs to, the attribute's name).
@@ -91,7 +91,7 @@ def _is_walked(thing: Any) -> bool:
 
 
 def _copied(contents: Any) -> Any:
-    # A subclass of dict or list may have a constructor and methods of its own: only what it holds is kept.
+    # A subclass of dict or list may have a constructor and methods of its own: only its contents are kept.
     match contents:
         case dict():
             return dict(contents.items())
@@ -123,7 +123,7 @@ def _put_back(contents: Any, before: Any) -> None:
 def replace_tensors(snapshot: Snapshot, fakes: dict[int, torch.Tensor]) -> None:
     """Put fake tensors in the place of parameters and buffers, under each of their names and in containers.
 
-    fakes: id of a parameter or buffer -> what takes its place.
+    fakes: id of a parameter or buffer -> the fake tensor in its place.
     """
     for contents, before in snapshot.states:
         match contents:
@@ -175,7 +175,7 @@ def borrowed(model: nn.Module, loss_fn: Any, fakes: dict[int, torch.Tensor]) -> 
 
 
 def _cached_functions(model: nn.Module) -> list[Any]:
-    """What ``functools.lru_cache`` made in the packages that the model's classes come from."""
+    """The caches of ``functools.lru_cache`` in the packages of the model's classes."""
     classes = {cls for module in model.modules() for cls in type(module).__mro__}
     packages = {cls.__module__.partition(".")[0] for cls in classes} - _OTHERS
     found = []

@@ -85,7 +85,7 @@ def _set_buffers(graph: fx.Graph, buffers: dict[str, fx.Node]) -> None:
 def check_branches(graph: fx.Graph) -> None:
     """No Python branch can hang on buffers alone that the step changes: it would go another way later on.
 
-    What depends on the microbatch as well is left to the check at run time.
+    A value that depends on the microbatch as well is left to the check at run time.
     """
     moving: dict[fx.Node, str] = {}  # -> the buffer that it depends on
     of_batch: set[fx.Node] = set()

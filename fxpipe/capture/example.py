@@ -2,7 +2,7 @@
 
     part of the graph that is being traced, real inputs  ──►  the value of one of its nodes
 
-Only what leads to the value is run, in-place ops on it included.
+Only the ops that lead to the value are run, in-place ops on it included.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from fxpipe.ir.storage import draws_numbers, storage_root, written_arguments
 
 
 class Example:
-    """inputs: what each placeholder of the graph is, and its real tensor, in order."""
+    """inputs: the kind of each placeholder of the graph, and its real tensor, in order."""
 
     def __init__(self, inputs: Sequence[tuple[Kind, torch.Tensor]]):
         self._inputs = inputs
         self._known: dict[fx.Node, Any] = {}
 
     def value(self, node: fx.Node, root: torch.nn.Module, place: str) -> tuple[torch.Tensor, frozenset[Kind]]:
-        """The node's value, and what it depends on; on nothing: it is the same for all data.
+        """The node's value, and the kinds of inputs that it depends on (none: it is the same for all data).
 
         root: where the graph's constants hang.  place: of the code that asks, for messages.
         Raises CaptureError where a random number or a tensor without values leads to it.
         """
         needed = _needed(node)
-        # What is written to is run anew for every question, on copies.
+        # Ops that write are run again for every question, on copies.
         writes = any(is_mutating(n) for n in needed)
         values = {} if writes else self._known
         kinds = set()
@@ -73,7 +73,7 @@ def _run(node: fx.Node, values: dict[fx.Node, Any], root: torch.nn.Module, place
 
 
 def _needed(node: fx.Node) -> set[fx.Node]:
-    """The ops that lead to a node, with those that write to what it or they read."""
+    """The ops that lead to a node, with the ops that write to their inputs."""
     needed, roots = {node}, {storage_root(node)}
     while node.op != "root":
         if node in needed or any(storage_root(x) in roots for x in _overwritten(node)):

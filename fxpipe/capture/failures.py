@@ -1,4 +1,4 @@
-"""What a failed trace means for the user: what the model does, where, and what to do."""
+"""A failed trace as an error for the user: the cause, the place in the model, the remedy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class TraceFailure(CaptureError):
     """The model's code failed on its own, under the trace."""
 
 
-#: What a trace fails on: a text of the error or of a file on its way -> what it is, and what to do.
+#: Known causes: a text of the error or of a file in its traceback -> the cause, and the remedy.
 _UNSUPPORTED = (
     (
         "HigherOrderOperator",

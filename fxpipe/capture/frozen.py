@@ -1,7 +1,7 @@
-"""What a trace freezes without a trace in the graph: Python values, and generators of random numbers.
+"""State that a trace freezes without a node in the graph: Python values, and generators of random numbers.
 
-A program runs the ops that the forward ran once.  What the forward counts, toggles or draws in Python
-beside them stays as it was then.  What can be seen of that is told as a warning that names the line.
+A program runs the ops that the forward ran once.  State that the forward counts, toggles or draws in Python
+beside them stays as it was then.  Changes that can be detected give a warning that names the line.
 """
 
 from __future__ import annotations

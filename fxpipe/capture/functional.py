@@ -66,7 +66,7 @@ def _declare_writes(graph: fx.Graph) -> None:
 
 
 def _replace_alone(graph: fx.Graph) -> None:
-    """Make ops functional that write to what they alone have: the trace that takes is of these ops only."""
+    """Make ops functional that write to values nobody else reads; the trace for it is of these ops only."""
     for node in list(graph.nodes):
         if not is_mutating(node) or not _writes_to_unshared(node):
             continue

@@ -64,7 +64,7 @@ def inputs(
 
     def add(kind: Kind, name: str, real: torch.Tensor, stand_in: torch.Tensor) -> None:
         fix = kind is Kind.BATCH and name in fixed
-        for attribute, value in vars(real).items():  # what the model hung on the tensor
+        for attribute, value in vars(real).items():  # set by the model on the tensor
             setattr(stand_in, attribute, value)
         given.append(Given(Input(kind, name), real, stand_in, stand_in.untyped_storage()._cdata, fix))
 

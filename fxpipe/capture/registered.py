@@ -24,7 +24,7 @@ class Registered:
     slots: tuple[tuple[nn.Module, str], ...]
 
     def now(self) -> list[torch.Tensor | None]:
-        """What hangs there now, a tensor for each slot."""
+        """The tensors there now, one for each slot."""
         own = "_parameters" if self.kind is Kind.PARAMETER else "_buffers"
         return [getattr(module, own).get(key) for module, key in self.slots]
 

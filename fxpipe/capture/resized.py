@@ -1,8 +1,8 @@
 """The training step captured again at other sizes, to tell which numbers in it are lengths of the example.
 
-    captured graph, {"sequence": 256}  ──►  what each fake tensor of the graph is at a few other sizes
+    captured graph, {"sequence": 256}  ──►  each fake tensor of the graph at a few other sizes
 
-Sizes in the graph stay plain numbers, which is what makes capture robust.  Each tensor has a
+Sizes in the graph stay plain numbers, which makes capture robust.  Each tensor has a
 counterpart in each of the other captures, found by its node's position.  Passes keep the tensors of
 ``meta["val"]``, so that counterparts are found after them as well.
 """

@@ -73,7 +73,7 @@ def capture(
     try:
         return attempt(compat.compiling_flags())
     except TraceFailure as failure:
-        # What a model has for compilers alone may be wrong where eager never goes.
+        # A model's branch for compilers alone may be wrong, as eager never takes it.
         with contextlib.suppress(CaptureError):
             return attempt(contextlib.nullcontext())
         raise CaptureError(str(failure)) from failure.__cause__
@@ -115,7 +115,7 @@ def _attempt(
 
 
 def _check_written(graph: fx.Graph, tensors: Sequence[Registered]) -> None:
-    """What shares memory with a buffer that the step changes would have to change with it."""
+    """Raise CaptureError for a changed buffer that shares memory: the other tensor would change with it."""
     changed = output_dict(graph)["buffers"]
     for x in tensors:
         expanded = any(n > 1 and not step for n, step in zip(x.tensor.shape, x.tensor.stride(), strict=True))
@@ -149,7 +149,7 @@ class _Step:
         self.registered = registered(model)
         self.leaves, self.spec = pytree.tree_flatten(example)
         self.provenance = Provenance(model, [(x.input.kind, x.real) for x in given])
-        self.layout: dict[str, Any] = {}  # what the flat outputs of the traced graph are
+        self.layout: dict[str, Any] = {}  # the meaning of the traced graph's flat outputs
 
     def __call__(self, *values: torch.Tensor) -> list[torch.Tensor]:
         example = self._example()
@@ -197,7 +197,7 @@ class _Step:
         return pytree.tree_unflatten(leaves, self.spec)
 
     def _replaced(self) -> dict[str, torch.Tensor]:
-        """The buffers that the forward gave a new tensor; raises CaptureError for what cannot be kept up."""
+        """The buffers that the forward gave a new tensor; raises CaptureError for an impossible change."""
         replaced = {}
         for r, given in zip(self.registered, self.given, strict=False):
             kind = r.kind.value

@@ -1,4 +1,4 @@
-"""``fxpipe explain``: what ``auto`` tried for a saved pipeline, and why it chose what it did."""
+"""``fxpipe explain``: the candidates of ``auto`` for a saved pipeline, and the reasons for its choice."""
 
 from __future__ import annotations
 

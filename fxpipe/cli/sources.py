@@ -31,7 +31,7 @@ EPILOG = (
 @dataclass(frozen=True)
 class Source:
     """``costs``: of so many stages a rank; ``stages_per_rank`` is set where there are only costs for that.
-    ``own``: the schedule that comes with the costs.  ``note``: of what they are the costs.
+    ``own``: the schedule that comes with the costs.  ``note``: where the costs come from.
     ``vocabulary``: the stages beside the model's own that the costs are of as well."""
 
     note: str

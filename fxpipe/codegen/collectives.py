@@ -1,4 +1,4 @@
-"""Which messages between the model's stages and the vocabulary's are sent as collectives."""
+"""The messages between the model's stages and the vocabulary's that are sent as collectives."""
 
 from __future__ import annotations
 

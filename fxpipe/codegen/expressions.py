@@ -28,7 +28,7 @@ CONTAINERS = {
 }
 
 
-#: What a program names itself: what it imports and defines, its arguments, and its variables up to ``_m0``.
+#: Names that a program uses itself: imports, definitions, arguments, and variables up to ``_m0``.
 _OWN = re.compile(
     r"rt|step|torch|keyed|expect|float|complex|MESSAGES|params|buffers|constants|batch|batches|grads|key"
     r"|loss|count|(saved|saved_for_weight|away|away_for_weight|gradients)\d*|exchange\d+_\d+"

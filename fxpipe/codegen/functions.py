@@ -1,9 +1,9 @@
 """One Python function for each section.
 
-What a section gets from or hands to another phase of its own stage travels in one list (``saved`` from
+Values that pass between two phases of one stage travel in one list (``saved`` from
 F to B, ``saved_for_weight`` from F to W, ``gradients`` from B to W), which the receiver empties, so that
-each value is freed after its last use and not when the call returns.  What may leave the rank on its way
-travels in lists of its own (``away``, ``away_for_weight``).
+each value is freed after its last use and not when the call returns.  Values that can be offloaded
+travel in lists of their own (``away``, ``away_for_weight``).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Signature:
 
     ``containers``: the dicts it reads (``params``, …) and ``key``.  ``lists_in`` / ``lists_out``: the
     lists that it gets from other phases of its own stage / makes for them, with the values in each.
-    ``values_in`` / ``values_out``: what it exchanges with other stages, one by one.
+    ``values_in`` / ``values_out``: the values that it exchanges with other stages, one by one.
     ``results``: loss, count and buffers.
     """
 
@@ -144,7 +144,7 @@ def _body(section: Section, names: Names, returned: set[str]) -> list[str]:
 
 
 def _targets(node: fx.Node) -> str:
-    """The left-hand side with its ``=``; nothing for an op that is run for what it writes."""
+    """The left-hand side with its ``=``; nothing for an op that is run for its writes."""
     if _is_unpacked(node):
         items = {int(u.args[1]): variable(u.name) for u in node.users}  # type: ignore[arg-type]
         return ", ".join(items.get(i, "_") for i in range(len(node.meta["val"]))) + " = "

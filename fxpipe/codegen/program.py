@@ -51,8 +51,8 @@ class RankPlan:
     instructions: tuple[Instruction, ...]
     tied: tuple[Tied, ...]
     has_count: bool
-    tensors: dict[str, torch.Tensor]  # fake tensors of what crosses between stages
-    places: Mapping[Activation, int]  # where in its pool the rank keeps what is away
+    tensors: dict[str, torch.Tensor]  # fake tensors of the values that cross between stages
+    places: Mapping[Activation, int]  # where in its pool the rank keeps offloaded values
 
     @cached_property
     def arrives_twice(self) -> frozenset[str]:
@@ -238,7 +238,7 @@ def _collect(plan: RankPlan, collect: Collect) -> list[_Line]:
 
 
 def _pending(number: int, k: int, m: int) -> str:
-    """The variable for what an exchange will bring."""
+    """The variable for the values that a collective will bring."""
     return f"exchange{number}_{k}_m{m}"
 
 

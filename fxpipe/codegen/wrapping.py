@@ -10,7 +10,7 @@ _STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"')  # as names.text_literal write
 
 
 def wrapped(line: str) -> str:
-    """Break a long statement at its commas; what has no brackets around it gets a pair."""
+    """Break a long statement at its commas; a list without brackets gets a pair."""
     text = line.lstrip()
     if len(line) <= WIDTH or text.startswith(("#", '"')):
         return line

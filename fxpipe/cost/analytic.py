@@ -1,4 +1,4 @@
-"""What sections cost: the bridge from the colored graph to the scheduler."""
+"""The costs of sections and messages: the bridge from the colored graph to the scheduler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a device can do: peak rates and bandwidths, for the analytic cost model."""
+"""Devices as data: peak rates and bandwidths, for the analytic cost model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Device:
         return max(flops / self.rate(dtype), bytes / self.memory, self.launch)
 
     def rate(self, dtype: torch.dtype) -> float:
-        """FLOPs a second; what is not described counts as float32."""
+        """FLOPs a second; a dtype that is not described counts as float32."""
         return self.flops.get(dtype, self.flops[torch.float32])
 
     def transfer_seconds(self, bytes: float) -> float:

@@ -41,15 +41,15 @@ def is_free(node: fx.Node) -> bool:
 
 
 def dtype_of(node: fx.Node) -> torch.dtype:
-    """What the op computes in."""
+    """The dtype that the op computes in."""
     results = tensors(node)
     return results[0].dtype if results else torch.float32
 
 
 def bytes_moved(node: fx.Node, size: Callable[[fx.Node], Any] = node_bytes) -> Any:
-    """What the op reads and writes; of a table that rows are looked up in or added to, those rows.
+    """The bytes that the op reads and writes; of a table with rows looked up or added to, those rows alone.
 
-    size: the bytes of a node's value, a number or a polynomial; so is what is returned.
+    size: the bytes of a node's value, a number or a polynomial; the result is of the same type.
     """
     match node.target:
         case aten.embedding.default:
@@ -62,9 +62,9 @@ def bytes_moved(node: fx.Node, size: Callable[[fx.Node], Any] = node_bytes) -> A
 
 
 def node_flops(node: fx.Node, value: Callable[[fx.Node], Any] = lambda n: n.meta.get("val")) -> Any:
-    """FLOPs of one node; 0 for what is no matrix product, convolution or attention.
+    """FLOPs of one node: of a matrix product, a convolution or attention; 0 for other ops.
 
-    value: a node's value, with tensors or with shapes that may be polynomials; so is what is returned.
+    value: a node's value, with tensors or with shapes that may be polynomials; the result is as they are.
     """
     packet = getattr(node.target, "overloadpacket", None)
     if packet is not None and packet not in flop_registry:  # addmm_ counts as addmm

@@ -70,7 +70,7 @@ class Sizes:
         return pytree.tree_map_only(torch.Tensor, shape, node.meta.get("val"))
 
     def bytes(self, node: fx.Node) -> Polynomial:
-        """What ``values.node_bytes`` gives, for any lengths."""
+        """``node_bytes`` for any lengths."""
         return sum(self._span(self._resized_values[t], node) * t.element_size() for t in tensors(node))
 
     def terms(self, polynomial: Polynomial) -> Terms:
@@ -78,7 +78,7 @@ class Sizes:
         return tuple((int(c.numerator), int(c.denominator), *powers) for powers, c in found)
 
     def _derive(self, node: fx.Node) -> None:
-        """Twins for what a pass has made: its op, run on the resized_values of its inputs."""
+        """The resized values of a node that a pass added: its op, run on the resized values of its inputs."""
         inputs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
 
         def result(point: int) -> list[torch.Tensor]:
@@ -157,7 +157,7 @@ def _solved(*columns: tuple[int, ...], values: list[int]) -> list[Fraction] | No
 
 
 def _complexity(polynomial: dict[tuple[int, ...], Fraction]) -> int:
-    """Degrees and digits, together; what shrinks where the lengths grow counts as far-fetched."""
+    """Degrees plus digits; a term that shrinks when the lengths grow counts as less simple."""
     far = 8 if polynomial[max(polynomial, key=sum)] < 0 else 0
     digits = (abs(c.numerator).bit_length() + c.denominator.bit_length() for c in polynomial.values())
     return sum(map(sum, polynomial)) + sum(digits) + far

@@ -1,4 +1,4 @@
-"""Costs for any lengths of the named dimensions: what a plan keeps, to be costed again without tracing.
+"""Costs for any lengths of the named dimensions, as a plan keeps them, so that no new trace is needed.
 
 microbatch · (sequence² / 2 - 1)  is kept as  ((1, 2, 1, 2), (-1, 1, 1, 0))
 """

@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 class Builder:
-    """Appends ops to a graph; where they belong in its order is found at the end (:func:`in_order`)."""
+    """Appends ops to a graph; :func:`in_order` sorts them in the end."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
@@ -46,7 +46,7 @@ class Builder:
 
 
 def in_order(graph: fx.Graph) -> None:
-    """Bring every node that stands behind one that uses it right before that one."""
+    """Move every node that comes after one of its users to just before that user."""
     done: set[fx.Node] = set()
     for node in list(graph.nodes):
         todo = [node]
@@ -69,7 +69,7 @@ def node_arg(node: fx.Node, position: int) -> fx.Node:
 
 
 def accum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums over the vocabulary are made in."""
+    """The dtype of sums over the vocabulary."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 

@@ -94,7 +94,7 @@ def sequence_number(grad_fn: Any) -> int:
 
 
 def gradient_hooks(parameter: torch.Tensor) -> list[Any]:
-    """What ``parameter.register_hook`` was given."""
+    """The hooks given to ``parameter.register_hook``."""
     return list((parameter._backward_hooks or {}).values())
 
 
@@ -126,7 +126,7 @@ def traced_graph() -> torch.fx.Graph:
 
 
 def traced_constants() -> torch.nn.Module:
-    """What the constants of that graph are attributes of."""
+    """The module whose attributes are the constants of that graph."""
     mode = get_proxy_mode()
     assert mode is not None, "no make_fx trace is running"
     tracer: Any = mode.tracer

@@ -10,10 +10,10 @@ from numba import njit
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """For several threads at a time.  Kept on disk, but where there is no place to write to.
+    """Compiled without the GIL.  Cached on disk, unless the disk cannot be written to.
 
-    numba looks only at a function's own file to see whether what it kept is out of date, so functions that
-    call each other belong in one file.
+    numba checks only a function's own file to see whether its cache is out of date, so functions that call
+    each other belong in one file.
     """
     compile = partial(njit, nogil=True, error_model="numpy")
     try:

@@ -1,4 +1,4 @@
-"""The words of fxpipe: what a node, a value and a section are called.
+"""The IR: nodes, values and sections of a training step.
 
 The training step is one ``torch.fx.Graph``.  Three pieces of metadata hang on its nodes:
 
@@ -50,7 +50,7 @@ OUTPUTS = """
 
 
 class Phase(StrEnum):
-    """What a node is for.  The order is the order in which one microbatch passes through a stage."""
+    """The purpose of a node.  One microbatch passes through a stage in this order."""
 
     F = "F"  # forward
     B = "B"  # backward, gradients of activations
@@ -58,7 +58,7 @@ class Phase(StrEnum):
 
 
 class Kind(StrEnum):
-    """What a value that crosses the border of a section is."""
+    """The kind of a value that crosses the border of a section."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -121,17 +121,17 @@ Colour = Color
 
 
 def arrival(user: Color) -> Color:
-    """The section with which a value of another stage arrives that section ``user`` needs.
+    """The section with which a value from another stage arrives, if section ``user`` needs it.
 
-    What W needs arrives with B, whether or not B has ops of its own: so W waits for nothing but its own B,
-    and can run whenever its rank is free.
+    Values for W arrive with B, even if B has no ops: W then waits for its own B alone, and can run whenever
+    its rank is free.
     """
     return Color(user.stage, Phase.B) if user.phase is Phase.W else user
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """What a placeholder stands for: ``name`` is the parameter's, buffer's or batch leaf's name."""
+    """The source of a placeholder: ``name`` is the parameter's, buffer's or batch leaf's name."""
 
     kind: Kind
     name: str
@@ -154,7 +154,7 @@ class Value:
 class Section:
     """The extracted subgraph of one (stage, phase): a plain function from ``inputs`` to ``outputs``.
 
-    ``built`` makes its ``graph``, when that is asked for first: of most cuts nobody does.
+    ``built`` makes its ``graph`` on first use: the graphs of most cuts are never used.
     """
 
     color: Color

@@ -22,9 +22,9 @@ ORDER = (Phase.F, Phase.B, Phase.W)
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """What section ``source`` sends to section ``target`` of another stage: the named values.
+    """The named values that section ``source`` sends to section ``target`` of another stage.
 
-    What W alone needs arrives with B, so that ``target`` is a B or an F, and may be a B without ops.
+    Values for W alone arrive with B, so that ``target`` is a B or an F, and may be a B without ops.
     """
 
     source: Color
@@ -119,7 +119,7 @@ def _kind(node: fx.Node) -> Kind:
 
 
 def messages(sections: tuple[Section, ...]) -> tuple[Message, ...]:
-    """What passes between stages, one message for each pair of sections that exchange values."""
+    """The messages between stages: one for each pair of sections that exchange values."""
     names: dict[tuple[Color, Color], list[str]] = defaultdict(list)
     for section in sections:
         for value in section.inputs:

@@ -68,7 +68,7 @@ def draws_numbers(node: fx.Node) -> bool:
 
 
 def written_arguments(target: Any, args: Any, kwargs: Any) -> list[Any]:
-    """What an op with these arguments writes to: tensors, or nodes that stand for them."""
+    """The arguments that an op writes to: tensors, or the nodes in their place."""
     names = written(target)
     if not names:
         return []
@@ -84,7 +84,7 @@ def storage_root(node: fx.Node) -> fx.Node:
 
 
 def root_within(node: fx.Node, stage: int) -> fx.Node:
-    """The owner of the node's storage on the rank of ``stage``: what another stage sent owns its own."""
+    """The owner of the node's storage on the rank of ``stage``; a value from another stage owns its own."""
     while node.op == "call_function" and node.meta["color"].stage == stage and is_view(node):
         node = node.all_input_nodes[0]
     return node

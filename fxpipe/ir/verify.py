@@ -1,4 +1,4 @@
-"""What holds for the colored graph between any two passes."""
+"""The invariants of the colored graph between any two passes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def verify(graph: fx.Graph, after: str) -> None:
     - the graph is well formed, every op has a color, and stages and phases have no cycle: F feeds the
       same and later stages, B the same and earlier ones, W nothing but itself;
     - only tensors cross from stage to stage;
-    - what is offloaded in a stage's F is reloaded once, in its B or W, and used by nothing else;
+    - a value offloaded in a stage's F is reloaded once, in its B or W, and used by nothing else;
     - a buffer that the step changes is read once, in the section that gives its new value;
-    - nothing is written to but accumulators of gradients and what the same stage made and uses no more;
+    - ops write only to gradient accumulators and to dead values of the same stage;
     - no random op is without a key.
     """
     _check_order(graph, after)

@@ -20,7 +20,7 @@ def choose_cuts(seconds: Sequence[float], bytes: Sequence[float], stages: int) -
     """Return the positions (ascending) after which to cut a chain into ``stages`` parts.
 
     seconds: cost of each position, all phases together.
-    bytes: what crosses a cut after each position; ``inf`` where no cut may be.
+    bytes: sent across a cut after each position; ``inf`` where no cut may be.
     Raises PartitionError if there are fewer places to cut than needed.
     """
     places = [i for i, b in enumerate(bytes[:-1]) if b != float("inf")]

@@ -1,4 +1,4 @@
-"""Values that are cheaper to compute again than to send or to keep: masks, rotary tables, weight views."""
+"""Values that are cheaper to recompute than to send or to save: masks, rotary tables, weight views."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Free:
 
 
 def recomputable_nodes(graph: fx.Graph, device: Device) -> Free:
-    """All that leads to a free value is: what every rank has (the batch, constants, buffers that do not
-    change), and little work.  Within one stage, what is made from parameters alone without a matrix
-    product (a view, a cast) is free as well; what parameters make of the batch never is.
+    """A value is free if its inputs are on every rank (the batch, constants, buffers that do not change) and
+    it takes little work.  Within one stage, a value computed from parameters alone without a matrix product
+    (a view, a cast) is free as well; a value computed from parameters and the batch never is.
     """
     cost = {n: node_cost(n, device).seconds for n in call_nodes(graph)}
     budget = MAX_SHARE * sum(cost.values())
@@ -50,7 +50,7 @@ def _found(
     """``most``: the seconds that all that leads to a value may take."""
     changed = set(output_dict(graph)["buffers"])
     leads: dict[fx.Node, frozenset[fx.Node]] = {}  # free node -> the ops that lead to it, itself included
-    kinds: dict[fx.Node, frozenset[Kind]] = {}  # free node -> what they read
+    kinds: dict[fx.Node, frozenset[Kind]] = {}  # free node -> the kinds of inputs that these read
     for node in graph.nodes:
         if node.op == "placeholder":
             given = node.meta["input"]

@@ -1,13 +1,13 @@
-"""Values that F saves may leave the rank until B or W needs them.
+"""Saved activations are offloaded after F and reloaded before B or W.
 
 needs:  everything else is done: accumulation fused, cheap values repeated where that is better
 before: gelu (F) ──► gelu_backward (B);   view (F) ──► addmm_ (W)
 after:  gelu (F) ──► offload (F) ──► reload (B) ──► gelu_backward (B)
         relu (F) ──► offload (F) ──► reload (W) ──► view (W) ──► addmm_ (W)
 
-A storage goes once, however many views of it were saved: they are made again of what came back.  What both
-gradients need comes back in B, which hands it on.  For which microbatches anything leaves, and when, is the
-schedule's: without a transfer the two nodes change nothing.
+A storage is offloaded once, however many views of it were saved: the views are recomputed from the reloaded
+storage.  A storage that both gradients need is reloaded in B, which hands it on.  The schedule decides the
+microbatches and times of transfers: without a transfer the two nodes change nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fxpipe.ir.storage import call_nodes, root_within
 def insert_offload(graph: fx.Graph, stage: int, user: Phase, roots: Iterable[fx.Node]) -> None:
     """Put ``offload`` behind each of these values of a stage's F, and ``reload`` before their first ``user``.
 
-    user: B, or W for what B does not need.
+    user: B, or W for values that B does not need.
     """
     behind = (Color(stage, Phase.B), Color(stage, Phase.W))
     nodes = [node for node in call_nodes(graph) if node.meta["color"] in behind]
@@ -68,7 +68,7 @@ def _view(
     user: fx.Node,
     again: dict[tuple[fx.Node, Color], fx.Node],
 ) -> fx.Node:
-    """The same view of what came back, in the section of its user."""
+    """The same view of the reloaded value, in the section of its user."""
     if value is root:
         return back
     color = user.meta["color"]

@@ -1,10 +1,10 @@
-"""What W needs from F and B, chosen by bytes.
+"""The values that W gets from F and B, chosen by bytes.
 
 needs:  W split off
 after:  fewest bytes live between B and W; the cheap ops in between are computed again in W
 
-Keeping is a minimum cut between what must be computed once (matrix products, reductions, what another
-rank sent) and W: a view, a cast or an elementwise op may be repeated, at the price of its own inputs
+The saved values are a minimum cut between the ops that run once (matrix products, reductions, messages of
+other ranks) and W: a view, a cast or an elementwise op may be repeated, at the price of its own inputs
 and of the time it takes.  Of equally small cuts the one with the least to repeat is taken.
 """
 

@@ -1,13 +1,13 @@
-"""Forward values that B makes again instead of keeping them since F.
+"""Forward values that B recomputes instead of reading saved ones.
 
-needs:  W split off, cheap values localised
+needs:  W split off, cheap values sunk
 before: norm (F) ──► mm (F), norm_backward (B), addmm_ (W)
 after:  norm (F) ──► mm (F);  norm' (B) ──► norm_backward (B), addmm_ (W)
 
-What is kept is a minimum cut between what a stage is given and what its backward needs: a value costs its
-bytes, making it again next to nothing, since it was asked for.  "norms" makes again all but matrix products,
-convolutions and attention (norms, activations, dropout with its key, casts: 2503.01328), "full" anything that
-lets fewer bytes be kept.  What B makes again is handed to W like other values.
+The saved values are a minimum cut between a stage's inputs and its backward: saving a value costs its bytes,
+recomputing it next to nothing, since the user asked for it.  "norms" recomputes all but matrix products,
+convolutions and attention (norms, activations, dropout with its key, casts: 2503.01328), "full" any value if
+fewer bytes are saved then.  B hands recomputed values to W like other values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fxpipe.passes.rewrite import clone_into
 Level = Literal["norms", "full"]
 LEVELS: tuple[Level, ...] = ("norms", "full")
 
-#: For each byte that is saved, what is made again may read and write so many.
+#: The bytes that recomputed ops may read and write for each byte of memory saved.
 _SCALE = 1000
 
 

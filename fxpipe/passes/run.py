@@ -41,7 +41,7 @@ class Setting:
     """The decisions that a cut is made for.
 
     ``stages``: the model's own.  ``split_points``: see ``partition``.  ``barriers``: a microbatch, of
-    vocabulary layers split over the ranks; None where they are not split.  ``recompute``: the forward values
+    vocabulary layers split over the ranks; None if they are not split.  ``recompute``: the forward values
     that B recomputes.
     """
 

@@ -1,4 +1,4 @@
-"""What a compiled pipeline is: a plan (decisions and predictions), a program for each rank, constants."""
+"""A compiled pipeline as data: a plan (decisions and predictions), a program for each rank, constants."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class RankTensors:
-    """The names of what one rank holds; ``gradients`` are the parameters that it accumulates for."""
+    """The names of one rank's tensors; ``gradients``: the parameters that it accumulates gradients for."""
 
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
@@ -71,11 +71,11 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A schedule that ``auto`` looked at: what it was simulated to take, or ``why`` it was left out.
+    """A candidate schedule of ``auto``: its simulated costs, or ``why`` it was left out.
 
     ``seconds`` a step, ``peak_memory`` in bytes, of the rank that needs most.  ``barriers``: of the
-    vocabulary layers spread over the ranks, 0 where they are not.  ``recompute``: what B makes again.
-    ``moved``: bytes that leave the ranks in a step.
+    vocabulary layers split over the ranks, 0 if they are not.  ``recompute``: the level of recomputation.
+    ``moved``: bytes offloaded in a step.
     """
 
     schedule: str
@@ -98,9 +98,9 @@ class Plan:
     ``channels``: the ordered pairs of ranks that talk;
     ``collectives``: how many communicators all ranks share.
     ``layouts`` are those of parameters (and of the rows that ranks hold), buffers and constants.
-    ``work``: the costs for other sizes, where dimensions were named.  ``tried``: what ``auto`` looked at.
-    ``transfers``: what leaves the ranks and comes back, ``tier``: where to, ``pools``: bytes that each rank
-    needs there.
+    ``work``: the costs for other sizes, where dimensions were named.  ``tried``: the candidates of ``auto``.
+    ``transfers``: offloads and reloads, ``tier``: the offload store, ``pools``: the bytes of each rank
+    in it.
     """
 
     format: int
@@ -142,7 +142,7 @@ class Plan:
 
     @staticmethod
     def from_json(text: str, where: str) -> Plan:
-        """Raises ArtifactError, naming ``where`` and the field, for what is no plan of this format."""
+        """Raises ArtifactError, naming ``where`` and the field, for a text that is no plan of this format."""
         try:
             data = parse_json(text)
             found = data.get("format") if isinstance(data, dict) else None

@@ -65,7 +65,7 @@ def new_directory(path: Path, process: Process | None) -> Iterator[Path]:
 
 
 def _begin(path: Path, draft: Path) -> str:
-    """Make the draft; return what stands in the way."""
+    """Make the draft; return the reason if that is impossible."""
     problem = taken(path)
     if problem:
         return problem
@@ -87,7 +87,7 @@ def taken(path: Path) -> str:
 
 
 def write_programs(artifact: Artifact, directory: Path) -> None:
-    """Raises ArtifactError for what would be too large to be read again."""
+    """Raises ArtifactError for a file that would be too large to be read again."""
     texts = {f"rank{rank}.py": source.encode() for rank, source in enumerate(artifact.programs)}
     texts["plan.json"] = artifact.plan.to_json().encode()
     for name, text in texts.items():
@@ -101,7 +101,7 @@ def write_programs(artifact: Artifact, directory: Path) -> None:
 
 
 def write_tensors(tensors: Mapping[str, torch.Tensor], program: str, directory: Path, rank: int) -> None:
-    """What a rank holds, and the checksums of that and of its program."""
+    """Write the tensors of a rank, and the checksums of that file and of its program."""
     path = directory / f"rank{rank}.safetensors"
     save_file(apart(tensors), path)
     sums = {f"rank{rank}.py": hashlib.sha256(program.encode()).hexdigest(), path.name: _checksum(path)}
@@ -149,7 +149,7 @@ def _program(path: Path) -> str:
 
 
 def read_tensors(directory: Path, plan: Plan, rank: int) -> dict[str, torch.Tensor]:
-    """What the rank holds; raises ArtifactError if its file does not hold just that, in the plan's layouts.
+    """The tensors of a rank; raises ArtifactError if its file holds others, or in other layouts than planned.
 
     Warns where weights or program are not those that were saved.
     """
@@ -194,7 +194,7 @@ def open_tensors(path: Path) -> Iterator[Any]:
 
 
 def _tell_changes(directory: Path, rank: int) -> None:
-    """Warn of what is not as it was saved: it is used as it is now."""
+    """Warn of files that have changed since they were saved; they are used as they are now."""
     path = directory / f"rank{rank}.sha256"
     try:
         lines = read_text(path, MEBIBYTE).splitlines()

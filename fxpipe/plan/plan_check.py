@@ -1,6 +1,6 @@
 """Do the parts of a plan from a file go together?  Its types are right by then; here are bounds and names.
 
-Every number that memory or time follow from is bounded by what is in the file itself, so that a plan that
+Every number that memory or time depend on is bounded by the contents of the file itself, so that a plan that
 passes is as small as it looks.
 """
 
@@ -164,7 +164,7 @@ def _channels(plan: Plan) -> None:
 
 
 def _figures(plan: Plan) -> None:
-    """What is told of the plan."""
+    """Predictions, and the candidates of ``auto``."""
     found = plan.prediction
     _fits("prediction.seconds", found.seconds, found.seconds > 0, "above 0")
     _shares("prediction", found.span_bubble, found.makespan_bubble)

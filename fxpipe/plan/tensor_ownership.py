@@ -31,7 +31,7 @@ def check_names(model: nn.Module) -> None:
 def tensor_ownership(
     model: nn.Module, sections: tuple[Section, ...], placement: tuple[int, ...], ranks: int
 ) -> tuple[RankTensors, ...]:
-    """What each rank holds; what no section uses is kept by rank 0, so that nothing is lost in a save."""
+    """The tensors of each rank.  Rank 0 also holds those that no section uses, so that a save is complete."""
     used: list[dict[Kind, set[str]]] = [{k: set() for k in Kind} for _ in range(ranks)]
     for section in sections:
         for value in (*section.inputs, *section.outputs):

@@ -1,7 +1,7 @@
-"""Do the ranks' programs send each other what the others expect?  Told before the first message leaves.
+"""Do the ranks' programs send each other the expected messages?  Checked before the first message is sent.
 
-A message has no head that says what it is, so that a step costs nothing more: gloo and nccl take bytes for
-what the receiver expects, or end the process.  What a program says of its messages is read off its text: the
+A message carries no header, so that a step costs nothing more: gloo and nccl take any bytes for the expected
+ones, or end the process.  The messages of a program are read off its text: the
 layouts in ``MESSAGES``, and the calls of ``rt`` in ``step`` in their order.
 """
 
@@ -136,7 +136,7 @@ def _attribute_of_rt(node: ast.AST) -> str:
 
 
 def _call(node: ast.AST) -> Call | None:
-    """None where the text does not say what is sent or received where."""
+    """None if the text does not show which messages are sent and received where."""
     verb = _attribute_of_rt(node.func) if isinstance(node, ast.Call) else ""
     if not (isinstance(node, ast.Call) and verb in _VERBS):
         return None

@@ -1,4 +1,4 @@
-"""What ops depend on beside their arguments, as it was for the trace: autocast, default dtype, grad modes.
+"""The state that ops depend on beside their arguments, as in the trace: autocast, default dtype, grad modes.
 
 A program holds each cast as an op and no backward of its ops, whatever the caller of a step has switched on.
 """
@@ -13,7 +13,7 @@ import torch
 
 @contextlib.contextmanager
 def as_traced(default_dtype: str, device: torch.device) -> Iterator[None]:
-    """default_dtype: as text, "torch.float32"; what ops make of integers divided, ranges, fresh zeros."""
+    """default_dtype: as text, "torch.float32"; the result dtype of divided integers, ranges, fresh zeros."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, default_dtype.removeprefix("torch.")))
     try:

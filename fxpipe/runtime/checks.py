@@ -1,4 +1,4 @@
-"""What was true of the example and has to be true of every microbatch, checked as the program runs.
+"""Facts about the example that must hold for every microbatch, checked while the program runs.
 
 A forward that branches on data (``if mask.all():``) was traced along one branch.  The program holds the
 condition as an op, ``expect``, and stops where another microbatch would have taken the other branch.

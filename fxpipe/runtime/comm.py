@@ -24,7 +24,7 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 @dataclass(eq=False)
 class Pending:
-    """What is being received; ``work`` is what its Comm knows it by.
+    """A message being received; ``work`` is the handle of its Comm.
 
     ``buffers``: one tensor, or one from every rank.  ``source``: the rank that sends, or -1 for all.
     """
@@ -114,7 +114,7 @@ class DistributedComm:
     def receive(self, layout: Layout, source: int) -> Pending:
         buffer = self._buffer(layout)
         group = self._groups[source, self.rank]
-        # The group's own method: torch.distributed.irecv checks at every call what never changes here.
+        # The group's own method: torch.distributed.irecv would repeat checks that always pass.
         work = group.recv([_on_wire(buffer)], dist.get_group_rank(group, source), 0)
         return Pending([buffer], source, work)
 
@@ -182,7 +182,7 @@ class DistributedComm:
 
 
 class _Leaving:
-    """Holds what is being sent until it has left.  Gloo's sends cannot be polled, so a thread waits.
+    """Holds tensors being sent until their sends end.  Gloo's sends cannot be polled, so a thread waits.
 
     It is woken when ``ENOUGH`` bytes have come together, not for every message: that would cost more
     than a small message holds.

@@ -1,7 +1,7 @@
-"""The C library's heap of a CPU rank that offloads: what is freed must really be free.
+"""The C library's heap of a CPU rank that offloads: freed memory must be returned to the system.
 
 glibc by itself keeps freed memory between tensors that live on, and gives out parts of large blocks again, so
-that a rank's resident memory does not fall with what leaves it.
+that a rank's resident memory does not fall when tensors are offloaded.
 """
 
 from __future__ import annotations

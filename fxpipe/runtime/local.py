@@ -20,20 +20,20 @@ from fxpipe.runtime.torch_private import no_modes
 
 @dataclass(frozen=True, eq=False)
 class _Contents:
-    """What is on its way: a copy as it lies in memory, and the layout that it has."""
+    """A message in flight: a flat copy, and its layout."""
 
     flat: torch.Tensor
     layout: Layout
 
     @staticmethod
     def of(tensor: torch.Tensor) -> _Contents:
-        with no_modes():  # what a mode of this rank's thread watches are its own tensors
+        with no_modes():  # a mode of this rank's thread watches the rank's own tensors alone
             flat = in_memory_order(tensor).clone()
         return _Contents(flat, (tuple(tensor.shape), tensor.stride(), tensor.dtype))
 
 
 class LocalWorld:
-    """What the ranks of one process share: the messages between them, and whose turn it is."""
+    """State shared by the ranks of one process: the messages between them, and the rank whose turn it is."""
 
     def __init__(self, ranks: int):
         self.ranks = ranks
@@ -42,7 +42,7 @@ class LocalWorld:
         # (group, number) -> the tensors by rank, and how many ranks have still to take them
         self.joint: dict[tuple[int, int], dict[int, _Contents]] = {}
         self.takers: dict[tuple[int, int], int] = {}
-        self.shared: dict[int, torch.Tensor] = {}  # what the loss rank broadcast, until all have it
+        self.shared: dict[int, torch.Tensor] = {}  # broadcast by the loss rank, until all have it
         self.waiting: dict[int, str] = {}
         self.running = ranks
         self.failed: tuple[int, BaseException] | None = None
@@ -60,7 +60,7 @@ class LocalWorld:
         self.waiting.pop(rank, None)
 
     def woken(self) -> None:
-        """Something arrived: those who wait look again, and do not count as waiting meanwhile."""
+        """Something arrived: waiting ranks look again, and do not count as waiting meanwhile."""
         with self.turn:
             self.waiting.clear()
             self.turn.notify_all()
@@ -174,7 +174,7 @@ def run_all(
 ) -> list[Any]:
     """Run one function a rank; return their results.
 
-    where: rank -> what it was doing, for the message of the RunError that a failing rank gives.
+    where: rank -> the op that it was running, for the message of the RunError that a failing rank gives.
     threads: intra-op threads of each rank.
     """
     results: list[Any] = [None] * world.ranks

@@ -1,4 +1,4 @@
-"""Where activations go between F and B or W: to pinned memory beside a GPU, or to a file.
+"""The offload store: saved activations in pinned memory beside a GPU, or in a file, between F and B or W.
 
 Both ways are open at once, and neither holds up the program: it only waits where it says so, for at most
 the time limit.
@@ -79,15 +79,15 @@ class Store(Protocol):
     """A pool of bytes beside a device.  Tensors are flat and contiguous, of bytes."""
 
     def write(self, tensor: torch.Tensor, at: int) -> Any:
-        """Start to copy a tensor there; return what to wait for."""
+        """Start to copy a tensor out; return a handle to wait for."""
         ...
 
     def read(self, tensor: torch.Tensor, at: int, written: Any) -> Any:
-        """Start to copy from there, once what was written is there; return what to wait for."""
+        """Start to copy a tensor back, once its copy out has ended; return a handle to wait for."""
         ...
 
     def wait(self, ticket: Any) -> None:
-        """What the program does next sees the copy done."""
+        """Block until the copy is visible to later ops."""
         ...
 
 
@@ -104,7 +104,7 @@ class _Item:
 
 
 class Offloader:
-    """One rank's way to its pool.  The lists that it is given hold tensors, or what stands for them."""
+    """One rank's way to its pool.  Its lists hold tensors, or handles of offloaded tensors."""
 
     def __init__(self, store: Callable[[], Store], device: torch.device) -> None:
         self._open, self._device = store, device

@@ -59,7 +59,7 @@ class Process:
         return Process(dist.get_rank(), ranks, timeout)
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
-        """Bytes from rank 0 (who gives them; the others give None) to all."""
+        """Broadcast bytes from rank 0; the other ranks pass None."""
         size = self._on_wire(torch.tensor([len(data or b"")]))
         dist.broadcast(size, 0)
         payload = torch.empty(int(size), dtype=torch.uint8)

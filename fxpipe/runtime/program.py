@@ -14,7 +14,7 @@ from fxpipe.runtime.agreement import Traffic, traffic
 
 @dataclass(frozen=True)
 class Program:
-    """``step(rt, batch)``, and what it sends and receives."""
+    """``step(rt, batch)``, and the messages that it sends and receives."""
 
     step: Callable[[Any, Any], Any]
     traffic: Traffic

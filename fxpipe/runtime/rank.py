@@ -1,4 +1,4 @@
-"""``rt``: what a generated program sees of the world.  One object a rank."""
+"""``rt``: the runtime that a generated program calls.  One object a rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fxpipe.runtime.record import Record
 
 @dataclass(frozen=True)
 class StepSpec:
-    """What every rank's runtime must know beside its program; a part of plan.json.
+    """The facts that every rank's runtime needs beside its program; a part of plan.json.
 
     ``has_count``: the loss is given as (sum, count).  ``loss_dtype`` as text: "torch.float32".
     ``default_dtype``: torch's, as it was for the trace.
@@ -40,7 +40,7 @@ class Runtime:
     """The tensors of one rank and its means to talk to the others.
 
     ``params`` and ``grads`` (accumulators) by parameter name; ``buffers``, ``constants`` by name.
-    Gradients are added to; who wants fresh ones zeroes them before the step.
+    Gradients accumulate; zero them before the step if needed.
     """
 
     rank: int
@@ -90,7 +90,7 @@ class Runtime:
         return tensor
 
     def wait_all(self, pending: Pending) -> list[torch.Tensor]:
-        """What was gathered from all ranks, in their order, as soon as it is there."""
+        """Block until the values gathered from all ranks have arrived; return them in rank order."""
         before = time.perf_counter()
         tensors = self.comm.wait_all(pending)
         self.record.waited(before)
@@ -123,13 +123,13 @@ class Runtime:
         self._offloading.offload(values, at)
 
     def offloaded(self, values: list[Any]) -> None:
-        """Free the memory of what was offloaded."""
+        """Free the memory of values whose offload has ended."""
         before = time.perf_counter()
         self._offloading.offloaded(values)
         self.record.waited(before)
 
     def reload(self, values: list[Any]) -> None:
-        """Start to fetch what was offloaded."""
+        """Start to fetch offloaded values."""
         self._offloading.reload(values)
 
     def reloaded(self, values: list[Any]) -> None:
@@ -183,7 +183,7 @@ class Runtime:
         return self.offloader
 
     def _total(self) -> tuple[float, float]:
-        """The sum of the losses and what to divide it by, known to every rank."""
+        """The sum of the losses and its divisor, on every rank."""
         if self._shared is None:
             mine = None
             if self.rank == self.spec.loss_rank:

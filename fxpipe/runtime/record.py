@@ -1,4 +1,4 @@
-"""What really happened in a step on one rank: when each op ran."""
+"""The measured start and end of each op of one step on one rank."""
 
 from __future__ import annotations
 

@@ -73,8 +73,8 @@ class ModelState:
     def accumulators(self, rt: Runtime) -> dict[str, torch.Tensor]:
         """Give the program the parameters' ``.grad`` to add to.
 
-        What the step works on as a whole (sums over ranks, division by the count) must not hold an
-        earlier step's gradient: it gets fresh zeros, and the ``.grad`` to add them to is returned.
+        A gradient that the step changes as a whole (sums over ranks, division by the count) must not hold an
+        earlier step's: it gets fresh zeros, and the ``.grad`` to add them to is returned.
         """
         held = [set(t.gradients) for t in self.plan.tensors]
         earlier = {}

@@ -1,7 +1,7 @@
-"""What a run measured, kept beside the pipeline that ran: ``measured0.json`` …, one file a rank.
+"""The measurements of a run, kept beside its pipeline: ``measured0.json`` …, one file a rank.
 
 ``{"spans": [["F0.0", start, end], …]}``: the ops of one step with their times in seconds.  Other entries
-are left to whoever writes them.
+are ignored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fxpipe.strict import MEBIBYTE, Misfit, parse_json, read_text, shown, struct
 MOST_BYTES = 32 * MEBIBYTE
 
 RankSpans = Sequence[tuple[str, float, float]]
-"""What ``Record.spans`` of one rank holds."""
+"""The type of ``Record.spans`` of one rank."""
 
 
 def write_spans(directory: Path, rank: int, spans: RankSpans) -> None:

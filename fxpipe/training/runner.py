@@ -33,7 +33,7 @@ from fxpipe.vocabulary.rows import whole
 @dataclass(frozen=True, eq=False)
 class LocalResult:
     """``loss``: of the whole batch, 0-d.  ``grads``: parameter name -> gradient of the mean loss.
-    ``runtimes``: the ranks' runtimes, with what they recorded.  ``peak_saved``: per rank the most bytes
+    ``runtimes``: the ranks' runtimes, with their records.  ``peak_saved``: per rank the most bytes
     that it held between two ops, if that was to be measured."""
 
     loss: torch.Tensor
@@ -104,7 +104,7 @@ class Runner:
 
     @cached_property
     def runtime(self) -> Runtime:
-        """What this process's program runs on."""
+        """The runtime of this process's program."""
         plan = self.plan
         if plan.tier == "disk":
             give_back_large_tensors()
@@ -174,7 +174,7 @@ class Runner:
         return load_program(self.artifact.programs[rank], str(self.directory / name))
 
     def _failure(self, error: Exception, rt: Runtime) -> Exception:
-        """What to raise for an error on this rank, after the other ranks were told of it."""
+        """The error to raise for one on this rank; the other ranks have been notified of it."""
         message = f"Rank {rt.rank} failed in {rt.current_op or 'its start'}: {type(error).__name__}: {error}"
         if self.process is None:
             return error if isinstance(error, FxpipeError) else RunError(message)

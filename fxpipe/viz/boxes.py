@@ -4,7 +4,7 @@ before: the colored graph, thousands of nodes
 after:  boxes (a module path cut off at one depth for the whole graph) and flows that add up what the
         nodes of one box use of another's
 
-Who hands a value to a box that uses it:
+The box that hands a value to a box that uses it:
 - the same module's box of an earlier phase of that stage, where it used or made the value too: so what
   runs from a module's F to its B and W is what its forward saves, its inputs included;
 - else the box that made it;

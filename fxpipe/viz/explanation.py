@@ -1,4 +1,4 @@
-"""Why a pipeline has the schedule that it has: what ``auto`` tried, as a table."""
+"""The reasons for a pipeline's schedule: the candidates of ``auto``, as a table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxpipe.viz.units import bytes_text, seconds_text
 
 
 def explain(plan: Plan, console: Console) -> None:
-    """Print the choice, what else was tried, the fastest first, and why some was left out."""
+    """Print the choice and the other candidates, the fastest first, with reasons for those left out."""
     console.print(terminal(_reason(plan)), soft_wrap=True)
     if plan.tried:
         console.print(_table(plan.tried))

@@ -4,7 +4,7 @@ before: boxes and flows
 after:  a frame for each stage, in it a row for each module: F in the left column, B in the right one,
         W between them and half a row below; and a path for each flow
 
-Neighbors are joined by straight lines.  What skips over boxes of its own column runs beside it, in a lane
+Neighbors are joined by straight lines.  A line that skips boxes of its own column runs beside it, in a lane
 that all skipping flows of one box share.
 """
 

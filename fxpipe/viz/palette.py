@@ -9,7 +9,7 @@ PHASES: dict[Phase, str] = {
     Phase.B: "#E69F00",
     Phase.W: "#009E73",
 }
-OFFLOADED = "#7A5C99"  # what leaves a rank
+OFFLOADED = "#7A5C99"  # offloaded values
 BEFORE_BARRIER, AFTER_BARRIER = "#F0E442", "#CC79A7"
 
 MEANING: dict[Phase, str] = {

@@ -73,7 +73,7 @@ def _stages(pipe: Pipeline) -> tuple[tuple[str, ...], ...]:
 
 
 def _share(pipe: Pipeline, stage: int) -> str:
-    """What a vocabulary stage is a share of."""
+    """The vocabulary layers that a vocabulary stage is a part of."""
     vocabulary = pipe.plan.vocabulary
     if vocabulary is None or not pipe.schedule.is_vocabulary(stage):
         return ""

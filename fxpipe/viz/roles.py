@@ -1,4 +1,4 @@
-"""What an op is shown as: a stage's F, B, W or BW, or the passes S and T of a vocabulary stage."""
+"""The role that an op is shown in: a stage's F, B, W or BW, or the passes S and T of a vocabulary stage."""
 
 from __future__ import annotations
 

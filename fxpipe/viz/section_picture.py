@@ -1,4 +1,4 @@
-"""One section for graphviz, every node of it: a box an op, other shapes for what comes in and goes out."""
+"""One section for graphviz, every node of it: a box an op, other shapes for inputs and outputs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHAPES: dict[Kind, tuple[str, str]] = {
     Kind.COUNT: ("doubleoctagon", "count"),
     Kind.GRADIENT: ("cylinder", "gradient so far of"),
 }
-"""Per kind of a section's inputs and outputs: its shape and what it is called."""
+"""Per kind of a section's inputs and outputs: its shape and its label."""
 
 
 def section_picture(section: Section, sections: tuple[Section, ...], title: str) -> graphviz.Digraph:

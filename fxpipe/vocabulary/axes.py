@@ -85,7 +85,7 @@ def _is_gradient_of_lookup(node: fx.Node, tables: set[fx.Node], size: int) -> bo
 
 
 def _axis(node: fx.Node, axes: dict[fx.Node, int], size: int) -> int | None:
-    """The vocabulary's dimension in what an op makes of values that have one; None where it is summed."""
+    """The vocabulary's dimension in the result of an op on values that have one; None if it is summed."""
     if node.target in LOOKUPS or node.target in PICKS:
         return None
     args: tuple[Any, ...] = node.args
@@ -95,7 +95,7 @@ def _axis(node: fx.Node, axes: dict[fx.Node, int], size: int) -> int | None:
             return None
     elif node.target is aten.addmm.default:
         found, summed = _product(axes.get(args[1]), axes.get(args[2]))
-        if summed or args[0] not in axes:  # what is added is the bias of every entry
+        if summed or args[0] not in axes:  # the added value is the bias of every entry
             found = None
     elif node.target is aten.cat.default:
         found = _of_joined(node, [axes.get(n) for n in args[0]])

@@ -64,7 +64,7 @@ class Gradients:
         )
 
     def softmax_scale(self, node: fx.Node) -> fx.Node:
-        """What the exponentials of a token are multiplied by: they are the softmax then, times -total."""
+        """The factor of a token's exponentials: their product is the softmax times -total."""
         if node not in self._shares:
             loss, total = node_arg(node, 1), self.total(node)
             build = self.shard.at(Phase.B, node.meta["origin"])
@@ -121,7 +121,7 @@ class Gradients:
         return LossGrad(one.label_grad or other.label_grad, everywhere, one.label or other.label)
 
     def _of_pick(self, node: fx.Node) -> LossGrad:
-        """What nll_loss's backward puts at the label's entry, 0 for an ignored label."""
+        """The gradient at the label's entry, as nll_loss's backward gives it; 0 for an ignored label."""
         label, _, reduction, ignored, count = node.args[2:]
         axis = self.axes[node]
         above, number = self.softmax.local_copy(node_arg(node, 0)), self.softmax.local_copy(count)  # type: ignore[arg-type]

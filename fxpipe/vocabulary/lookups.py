@@ -45,7 +45,7 @@ class Lookups:
         return build.call(aten.embedding_dense_backward.default, own, row, self.shard.size, -1, False)
 
     def _index(self, node: fx.Node, phase: Phase) -> fx.Node:
-        """What is made from the batch alone, made for the lookups."""
+        """Copies, for the lookups, of values computed from the batch alone."""
         if node.op != "call_function":
             return node
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self._index(n, phase))

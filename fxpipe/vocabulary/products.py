@@ -1,8 +1,8 @@
-"""A rank's part of the gradient of what was projected: d_logits · table, over the rank's rows.
+"""A rank's part of the gradient of the projected value: d_logits · table, over the rank's rows.
 
 With one barrier the matrix product comes before it.  All that lies between the gradient of a log-softmax and
 the product is linear in that gradient and scales a token's row or moves it about; so the product is made for
-the exponentials, and for the labels' entries, and what the barrier gives, one factor a token, is applied
+the exponentials, and for the labels' entries, and the result of the barrier, one factor a token, is applied
 afterwards.  (2411.05288, section 4.)
 """
 
@@ -29,7 +29,7 @@ _START = aten._log_softmax_backward_data.default
 
 class Products(Protocol):
     def before(self, product: fx.Node) -> None:
-        """What is done before the barrier."""
+        """The ops before the barrier."""
         ...
 
     def after(self, product: fx.Node) -> fx.Node:
@@ -69,7 +69,7 @@ class OneBarrier:
         self._unscaled: dict[fx.Node, _Unscaled] = {}
 
     def _find_way(self) -> set[fx.Node]:
-        """Gradients of log-softmaxes, and what is made of them with a vocabulary dimension."""
+        """Gradients of log-softmaxes, and the values made of them that have a vocabulary dimension."""
         found: set[fx.Node] = set()
         for node in self.axes:
             if node.target is _START or any(n in found for n in node.all_input_nodes):

@@ -1,4 +1,4 @@
-"""One rank's rows of the tables, and the ops on what has a vocabulary dimension."""
+"""One rank's rows of the tables, and the ops on values with a vocabulary dimension."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Shard:
         return tuple(args), kwargs
 
     def _own(self, constant: fx.Node) -> fx.Node:
-        """The shard's own copy of what an op makes of nothing."""
+        """The shard's own copy of the result of an op without inputs."""
         if constant not in self._locals:
             build = self.at(Phase.F, constant.meta["origin"])
             self._locals[constant] = build.copy(constant, constant.args, constant.kwargs)
@@ -117,7 +117,7 @@ class Shard:
         return build.call(aten.slice.Tensor, n, place, self.begin, self.end)
 
     def per_token(self, node: fx.Node, value: fx.Node, phase: Phase) -> fx.Node:
-        """What an op does to a value that has one entry in place of a vocabulary."""
+        """The op applied to a value with size one in place of the vocabulary."""
         args, kwargs = self.arguments(node, 1, lambda _: value)
         return self.at(phase, node.meta["origin"]).copy(node, args, kwargs)
 

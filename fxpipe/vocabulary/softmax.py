@@ -1,7 +1,8 @@
-"""The cross-entropies of one rank: what it finds about its part, and what follows from what all found.
+"""The cross-entropies of one rank: statistics of its part, and the losses from the statistics of all ranks.
 
-Of every token a rank finds the maximum of its logits, the sum of the exponentials of what lies below it, and
-the label's logit, if it has that one.  From those of all ranks come the log-sum-exp and the losses, on each.
+Of every token a rank finds the maximum of its logits, the sum of the exponentials of their distances to it,
+and the label's logit, if it has that one.  From the statistics of all ranks,
+each computes the log-sum-exp and the losses.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ aten = torch.ops.aten
 
 
 class Softmax:
-    """What is kept per token has size one where the logits have the vocabulary.
+    """Statistics per token have size one in the vocabulary's dimension.
 
     ``maxima``, ``exponentials``: of the shard's logits, per loss.  ``logsums``: of all logits.
     """
@@ -33,7 +34,7 @@ class Softmax:
         self._entries: dict[fx.Node, fx.Node] = {}  # per pick, the log-probability of the label
         self._others: dict[fx.Node, fx.Node] = {}
         self._after = self._following()
-        # A part of a log-softmax stands for the logits: what it lacks is the same for all entries.
+        # A part of a log-softmax stands for the logits: the missing term is the same for all entries.
         shard.makers[aten._log_softmax.default] = lambda node: shard.local(node_arg(node, 0))
 
     def scores(self, logs: fx.Node) -> fx.Node:
@@ -71,7 +72,7 @@ class Softmax:
         return build.call(aten.cat.default, [build.call(aten.reshape.default, f, [-1]) for f in found])
 
     def combine(self, found: list[fx.Node]) -> None:
-        """Take in what all shards found."""
+        """Combine the statistics of all shards."""
         build = self.shard.at(Phase.B, self.layers.losses[0].meta["origin"])
         table, position = build.call(aten.stack.default, found), 0
 
@@ -141,7 +142,7 @@ class Softmax:
         return cast(build, each, dtype), cast(build, count, dtype)
 
     def give_the_rest(self) -> None:
-        """The model's other ops that use what follows from the losses get it from this rank."""
+        """Give values that follow from the losses to the model's other ops, from this rank."""
         for node in self._after:
             for user in list(node.users):
                 if user.op != "call_function" or user in self._after or "color" in user.meta:
@@ -152,7 +153,7 @@ class Softmax:
                     user.replace_input_with(node, self.local_copy(node))
 
     def _following(self) -> dict[fx.Node, None]:
-        """What follows from the losses and has no vocabulary dimension."""
+        """The values that follow from the losses and have no vocabulary dimension."""
         found: dict[fx.Node, None] = {}
         todo = [*self.layers.label_gathers, *self.layers.vocab_sums]
         while todo:

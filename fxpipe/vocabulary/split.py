@@ -4,7 +4,7 @@ before: logits = x @ table.T ──► log_softmax ──► loss;   d_logits �
 after:  on every rank, of its rows:
   S  local logits, their maximum, the sum of their exponentials, the labels' logits; with one barrier also
      both parts of d_x, not yet scaled
-     ── barrier: each rank gets what all found ──
+     ── barrier: each rank gets the statistics of all ──
   R  the loss; the rank's part of d_x; the last stage adds the parts up
   T  d_table, at any later time
 
@@ -37,7 +37,7 @@ _EVEN = 0.01  # by how much a shard may be larger than the mean
 def split_vocabulary(graph: fx.Graph, ranks: int, stages: int, barriers: int) -> Vocabulary:
     """Rewrite a captured step whose model will be cut into so many stages.
 
-    Raises VocabularyError where there is nothing to split, or what cannot be.
+    Raises VocabularyError if there is no vocabulary layer, or one that cannot be split.
     """
     layers = find_layers(graph)
     bounds = shard_bounds(layers.size, ranks)
@@ -80,7 +80,7 @@ def shard_bounds(size: int, ranks: int) -> list[int]:
 
 
 class _Part:
-    """What one rank does."""
+    """The ops of one rank."""
 
     def __init__(self, shard: Shard, barriers: int) -> None:
         self.shard = shard
@@ -99,13 +99,13 @@ def _add_up(graph: fx.Graph, old: fx.Node, parts: list[fx.Node], origin: Origin)
     for part in parts[1:]:
         total = build.call(aten.add.Tensor, total, cast(build, part, accum_dtype(dtype)))
     total = cast(build, total, dtype)
-    if total is parts[0]:  # what follows needs a node that is the model's own
+    if total is parts[0]:  # later ops need a node of the model's own
         total = build.call(aten.view.default, total, list(old.meta["val"].shape))
     old.replace_all_uses_with(total)
 
 
 def _before_projection(product: fx.Node) -> Origin:
-    """Where the gradient of what was projected belongs: to the op that made it."""
+    """The origin of the gradient of the projected value: the op that made that value."""
     own: Origin = product.meta["origin"]
     made: fx.Node | None = next(
         n

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Vocabulary:
     """How many vocabulary stages there are before and behind the model's: none, or one a rank.
 
-    ``ahead``: how many microbatches a rank may hold beyond what it does without, one for each barrier.
+    ``ahead``: the microbatches that a rank may hold beyond those of the plain schedule, one for each barrier.
     """
 
     lookups: int = 0
