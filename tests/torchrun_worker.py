@@ -24,6 +24,7 @@ from zoo import CASES, WIDTH, Case, Chain, Dropout, Shape, compiled, numbers
 
 import fxpipe
 import fxpipe.ir.liveness
+import fxpipe.runtime.process
 
 MICROBATCHES = 4
 DROPOUT = Case(Dropout, numbers)
