@@ -54,7 +54,7 @@ from pathlib import Path
 import torch
 from fxpipe.runtime.batch import BatchSpec
 from fxpipe.runtime.local import LocalComm, LocalWorld
-from fxpipe.runtime.program import load_program
+from fxpipe.runtime.load_program import load_program
 from fxpipe.runtime.rank import Runtime, StepSpec
 from safetensors.torch import load_file
 

@@ -153,7 +153,7 @@ def _step_source(plan: RankPlan, calls: dict[Color, Signature]) -> str:
     tail = [""]
     for tied in plan.tied:
         if plan.rank in tied.ranks:
-            tail.append(f"    rt.sum_gradient({text_literal(tied.name)}, ranks={tied.ranks})")
+            tail.append(f"    rt.all_reduce_gradient({text_literal(tied.name)}, ranks={tied.ranks})")
     if plan.has_count:
         tail.append("    rt.divide_gradients_by_count()")
     tail.append("    return rt.finish()")

@@ -144,7 +144,7 @@ class Runtime:
         if count is not None:
             self._counts.append(count)
 
-    def sum_gradient(self, name: str, ranks: tuple[int, ...]) -> None:
+    def all_reduce_gradient(self, name: str, ranks: tuple[int, ...]) -> None:
         """Sum the gradient of a parameter that several ranks hold; all get the same bits.
 
         The first of ``ranks`` adds up in their order and sends the sum back.
@@ -160,6 +160,8 @@ class Runtime:
             grad.add_(self.wait(self.receive(layout, rank)))
         for rank in ranks[1:]:
             self.send(grad, layout, rank)
+
+    sum_gradient = all_reduce_gradient  # the name in programs that were saved earlier
 
     def divide_gradients_by_count(self) -> None:
         """For losses given as (sum, count): gradients of the sum become those of the mean."""

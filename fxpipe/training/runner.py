@@ -19,11 +19,11 @@ from fxpipe.runtime.ambient import as_traced
 from fxpipe.runtime.batch import batch_leaves
 from fxpipe.runtime.comm import Comm, DistributedComm
 from fxpipe.runtime.heap import give_back_large_tensors
+from fxpipe.runtime.load_program import Program, load_program
 from fxpipe.runtime.local import LocalComm, LocalWorld, run_all
 from fxpipe.runtime.memory import SavedBytes
 from fxpipe.runtime.offloader import Offloader, check_tier, open_store
 from fxpipe.runtime.process import Process
-from fxpipe.runtime.program import Program, load_program
 from fxpipe.runtime.rank import Runtime
 from fxpipe.strict import structure, unstructure
 from fxpipe.training.model_state import ModelState

@@ -16,6 +16,6 @@ class Vocabulary:
     heads: int = 0
     ahead: int = 1
 
-    def placement(self, body: tuple[int, ...]) -> tuple[int, ...]:
+    def placement(self, model_stages: tuple[int, ...]) -> tuple[int, ...]:
         """The rank of every stage, given those of the model's own."""
-        return (*range(self.lookups), *body, *range(self.heads))
+        return (*range(self.lookups), *model_stages, *range(self.heads))
