@@ -98,6 +98,14 @@ def test_a_program_runs_on_the_runtime_alone(saved):
     assert not modules & HEAVY
 
 
+def test_old_names_of_a_pipeline(saved):
+    pipe = fxpipe.load(saved)
+    with pytest.warns(DeprecationWarning, match=r"Pipeline\.artifact"):
+        assert pipe.artefact is pipe.artifact
+    with pytest.warns(DeprecationWarning, match="synchronize"):
+        pipe.synchronise()
+
+
 def test_a_saved_pipeline_trains_without_the_compiler(saved):
     modules = loaded(
         "import sys, torch, fxpipe\npipe = fxpipe.load(sys.argv[1])\n"
