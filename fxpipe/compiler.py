@@ -27,30 +27,27 @@ from fxpipe.codegen.program import RankPlan, program_source
 from fxpipe.cost.analytic import work_for_any_size
 from fxpipe.cost.device import Device, describe
 from fxpipe.cost.profile import measured_bandwidth
-from fxpipe.cost.symbolic import PlanWork
 from fxpipe.errors import PartitionError, ScheduleError, VocabularyError
-from fxpipe.ir.graph import Color, Kind, Phase, Section
+from fxpipe.ir.graph import Section
 from fxpipe.ir.storage import call_nodes, node_bytes, output_dict
 from fxpipe.options import AUTO, Options, barriers_tried, levels_tried, stage_counts
-from fxpipe.passes.run import Cut, Setting, cut, cut_phases, with_offload
-from fxpipe.plan.artifact import FORMAT, Artifact, Attempt, Plan, Prediction, StagePlan
+from fxpipe.passes.run import Cut, Setting, cut_phases, with_offload
+from fxpipe.passes.run import cut as cut_into_stages
+from fxpipe.plan.artifact import Artifact, Attempt, Plan
+from fxpipe.plan.make_plan import make_plan
 from fxpipe.plan.tensor_ownership import (
     check_names,
-    layouts_of,
     tensor_ownership,
     tied_parameters,
     weight_bytes,
 )
 from fxpipe.progress import Phases
-from fxpipe.runtime.batch import BatchSpec
 from fxpipe.runtime.offloader import Tier, aligned, default_tier
-from fxpipe.runtime.rank import StepSpec
 from fxpipe.schedule.deadlock import prove
 from fxpipe.schedule.lowering import Exchange, Programs, lower
-from fxpipe.schedule.ops import PHASES, order_text
-from fxpipe.schedule.pool import Pool, pools
-from fxpipe.schedule.simulator import simulate
-from fxpipe.version import __version__
+from fxpipe.schedule.ops import PHASES
+from fxpipe.schedule.pool import Pool
+from fxpipe.schedule.pool import pools as make_pools
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,30 +88,41 @@ def compile_model(
         scale = 1 / options.microbatches
         return capture(model, example, loss_fn, scale, device, options.gradients, options.fixed)
 
+    # One graph of the training step, and its traces at other sizes.
     with phase("capture"):
         lengths = None if options.dimensions is None else named_lengths(example, options.dimensions)
         captured = traced(example)
         resized = None
         if lengths is not None:
             resized = sample(captured.graph, example, lengths, lambda resized: traced(resized).graph)
+
+    # Partitioned, rewritten (passes/run.py) and extracted, once for each candidate.
     cuts = _cuts(captured.graph, resized, options, hardware, phase)
+
     with phase("schedule"):
+        # The candidate and the schedule with the shortest simulated step.
         bandwidth = _bandwidth(options, hardware, device)
         choice = choose(options, cuts, hardware, device, partial(_weights, model), 1 / bandwidth)
         _check_buffer_order(choice)
-        collectives = _collectives(choice)
-        instructions = lower(choice.schedule, choice.costs.edges, collectives)
+        # Its messages, proved to end.
+        exchanged = _collectives(choice)
+        instructions = lower(choice.schedule, choice.costs.edges, exchanged)
         prove(instructions, choice.schedule.placement)
         work = None
         if choice.cut.resized is not None:
             work = work_for_any_size(choice.ledger, choice.cut.graph, choice.cut.resized, hardware)
+
     with phase("codegen"):
-        choice, kept = _offloaded(choice)
-        plan = _plan(model, example, options, choice, collectives, work, captured.constants)
-        if kept:
-            plan = replace(plan, tier=_tier(options, device), pools=tuple(pool.bytes for pool in kept))
-        programs = _programs(plan, choice, instructions, kept)
-    return Compiled(Artifact(plan, programs, captured.constants), choice.cut.graph, choice.cut.sections)
+        # The last pass, now that the schedule says which values are offloaded.
+        cut, pools = _offloaded(choice)
+        plan = make_plan(
+            model, example, captured.constants, options, cut, choice.schedule, choice.costs, exchanged
+        )
+        plan = replace(plan, work=work, tried=_attempts(choice))
+        if pools:
+            plan = replace(plan, tier=_tier(options, device), pools=tuple(pool.bytes for pool in pools))
+        programs = _programs(plan, cut, instructions, pools)
+    return Compiled(Artifact(plan, programs, captured.constants), cut.graph, cut.sections)
 
 
 def phases(options: Options) -> int:
@@ -134,7 +142,7 @@ def _cuts(
         for barriers in ways:
             try:
                 setting = Setting(stages, options.ranks, hardware, options.split_points, barriers)
-                found.append(cut(captured, resized, setting, levels_tried(options), phase))
+                found.append(cut_into_stages(captured, resized, setting, levels_tried(options), phase))
             except PartitionError:
                 if barriers is not None and options.vocab_parallel == AUTO:
                     ways = tuple(way for way in ways if way != barriers)  # nor does it fit more stages
@@ -197,70 +205,14 @@ def _bandwidth(options: Options, hardware: Device, device: torch.device) -> floa
     return measured_bandwidth(_tier(options, device), options.offload_directory, device)
 
 
-def _offloaded(choice: Choice) -> tuple[Choice, tuple[Pool, ...]]:
-    """The choice with the offloads of its schedule in the graph, and each rank's pool of offloaded values."""
+def _offloaded(choice: Choice) -> tuple[Cut, tuple[Pool, ...]]:
+    """The cut with the offloads of its schedule in the graph, and each rank's pool of offloaded values."""
     moved = {(t.stage, t.user) for t in choice.schedule.transfers}
     if not moved:
-        return choice, ()
+        return choice.cut, ()
     roots = {(stage, user): choice.ledger.offloadable[stage][user] for stage, user in sorted(moved)}
     sizes = {key: sum(aligned(node_bytes(root)) for root in found) for key, found in roots.items()}
-    return replace(choice, cut=with_offload(choice.cut, roots)), pools(choice.schedule, sizes)
-
-
-def _plan(
-    model: nn.Module,
-    example: Any,
-    options: Options,
-    choice: Choice,
-    collectives: tuple[Exchange, ...],
-    work: PlanWork | None,
-    constants: dict[str, torch.Tensor],
-) -> Plan:
-    graph, schedule = choice.cut.graph, choice.schedule
-    named = output_dict(graph)
-    placement = schedule.placement
-    timeline = simulate(schedule, choice.costs)
-    joint = {(a, b) for exchange in collectives for a in exchange.sources for b in exchange.targets}
-    channels = {
-        (placement[m.source.stage], placement[m.target.stage])
-        for m in choice.cut.messages
-        if (m.source, m.target) not in joint
-    }
-    tensors = tensor_ownership(model, choice.cut.sections, placement, options.ranks)
-    for tied in tied_parameters(tensors):
-        channels |= {(a, b) for r in tied.ranks[1:] for a, b in ((r, tied.ranks[0]), (tied.ranks[0], r))}
-    return Plan(
-        format=FORMAT,
-        version=__version__,
-        model=type(model).__name__,
-        schedule=schedule.name,
-        placement=placement,
-        order=tuple(order_text(schedule.order).splitlines()),
-        step=StepSpec(
-            ranks=options.ranks,
-            microbatches=options.microbatches,
-            batch=BatchSpec.from_example(example),
-            loss_rank=placement[named["loss"].meta["color"].stage],
-            loss_dtype=str(named["loss"].meta["val"].dtype),
-            has_count=named["count"] is not None,
-            seed=options.seed,
-            default_dtype=str(torch.get_default_dtype()),
-        ),
-        stages=_stage_plans(graph, choice.cut.sections, placement),
-        costs=choice.costs,
-        channels=tuple(sorted((a, b) for a, b in channels if a != b)),
-        vocabulary=choice.cut.vocabulary,
-        collectives=len(collectives),
-        tensors=tensors,
-        layouts=layouts_of(model, tensors, constants),
-        prediction=Prediction(
-            timeline.seconds, timeline.span_bubble, timeline.makespan_bubble, timeline.peak_memory
-        ),
-        work=work,
-        tried=_attempts(choice),
-        recompute=choice.cut.recompute or "",
-        transfers=schedule.transfers,
-    )
+    return with_offload(choice.cut, roots), make_pools(choice.schedule, sizes)
 
 
 def _attempts(choice: Choice) -> tuple[Attempt, ...]:
@@ -281,22 +233,9 @@ def _attempts(choice: Choice) -> tuple[Attempt, ...]:
     )
 
 
-def _stage_plans(
-    graph: fx.Graph, sections: tuple[Section, ...], placement: tuple[int, ...]
-) -> tuple[StagePlan, ...]:
-    plans = []
-    for stage, rank in enumerate(placement):
-        paths = [n.meta["origin"].path for n in call_nodes(graph) if n.meta["color"] == Color(stage, Phase.F)]
-        paths = [p for p in paths if p] or [""]
-        held = {v.name for s in sections if s.stage == stage for v in s.inputs if v.kind is Kind.PARAMETER}
-        plans.append(StagePlan(stage, rank, paths[0], paths[-1], tuple(sorted(held))))
-    return tuple(plans)
-
-
-def _programs(plan: Plan, choice: Choice, instructions: Programs, kept: tuple[Pool, ...]) -> tuple[str, ...]:
-    graph, sections, passing = choice.cut.graph, choice.cut.sections, choice.cut.messages
-    crossing = {name for m in passing for name in m.names}
-    fakes = {n.name: n.meta["val"] for n in call_nodes(graph) if n.name in crossing}
+def _programs(plan: Plan, cut: Cut, instructions: Programs, pools: tuple[Pool, ...]) -> tuple[str, ...]:
+    crossing = {name for m in cut.messages for name in m.names}
+    fakes = {n.name: n.meta["val"] for n in call_nodes(cut.graph) if n.name in crossing}
     programs = []
     for rank in range(plan.ranks):
         stages = ", ".join(f"{s.stage} ({s.first} … {s.last})" for s in plan.stages if s.rank == rank)
@@ -310,14 +249,14 @@ def _programs(plan: Plan, choice: Choice, instructions: Programs, kept: tuple[Po
                 RankPlan(
                     rank=rank,
                     title=title,
-                    sections=sections,
-                    messages=passing,
+                    sections=cut.sections,
+                    messages=cut.messages,
                     placement=plan.placement,
                     instructions=instructions[rank],
                     tied=tied_parameters(plan.tensors),
                     has_count=plan.step.has_count,
                     tensors=fakes,
-                    places=kept[rank].places if kept else {},
+                    places=pools[rank].places if pools else {},
                 )
             )
         )

@@ -1,0 +1,92 @@
+"""The plan of a compilation: its decisions, and the predictions for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxpipe.ir.graph import Color, Kind, Phase, Section
+from fxpipe.ir.storage import call_nodes, output_dict
+from fxpipe.options import Options
+from fxpipe.passes.run import Cut
+from fxpipe.plan.artifact import FORMAT, Plan, Prediction, StagePlan
+from fxpipe.plan.tensor_ownership import layouts_of, tensor_ownership, tied_parameters
+from fxpipe.runtime.batch import BatchSpec
+from fxpipe.runtime.rank import StepSpec
+from fxpipe.schedule.costs import Costs
+from fxpipe.schedule.lowering import Exchange
+from fxpipe.schedule.ops import Schedule, order_text
+from fxpipe.schedule.simulator import simulate
+from fxpipe.version import __version__
+
+
+def make_plan(
+    model: nn.Module,
+    example: Any,
+    constants: dict[str, torch.Tensor],
+    options: Options,
+    cut: Cut,
+    schedule: Schedule,
+    costs: Costs,
+    collectives: tuple[Exchange, ...],
+) -> Plan:
+    """The plan of a cut under a schedule; the compiler adds what only some pipelines have.
+
+    constants: tensors that the model made itself.  collectives: the messages that are sent as such.
+    """
+    named = output_dict(cut.graph)
+    placement = schedule.placement
+    timeline = simulate(schedule, costs)
+    tensors = tensor_ownership(model, cut.sections, placement, options.ranks)
+    joint = {(a, b) for exchange in collectives for a in exchange.sources for b in exchange.targets}
+    channels = {
+        (placement[m.source.stage], placement[m.target.stage])
+        for m in cut.messages
+        if (m.source, m.target) not in joint
+    }
+    for tied in tied_parameters(tensors):
+        channels |= {(a, b) for r in tied.ranks[1:] for a, b in ((r, tied.ranks[0]), (tied.ranks[0], r))}
+    return Plan(
+        format=FORMAT,
+        version=__version__,
+        model=type(model).__name__,
+        schedule=schedule.name,
+        placement=placement,
+        order=tuple(order_text(schedule.order).splitlines()),
+        step=StepSpec(
+            ranks=options.ranks,
+            microbatches=options.microbatches,
+            batch=BatchSpec.from_example(example),
+            loss_rank=placement[named["loss"].meta["color"].stage],
+            loss_dtype=str(named["loss"].meta["val"].dtype),
+            has_count=named["count"] is not None,
+            seed=options.seed,
+            default_dtype=str(torch.get_default_dtype()),
+        ),
+        stages=_stage_plans(cut.graph, cut.sections, placement),
+        costs=costs,
+        channels=tuple(sorted((a, b) for a, b in channels if a != b)),
+        vocabulary=cut.vocabulary,
+        collectives=len(collectives),
+        tensors=tensors,
+        layouts=layouts_of(model, tensors, constants),
+        prediction=Prediction(
+            timeline.seconds, timeline.span_bubble, timeline.makespan_bubble, timeline.peak_memory
+        ),
+        recompute=cut.recompute or "",
+        transfers=schedule.transfers,
+    )
+
+
+def _stage_plans(
+    graph: fx.Graph, sections: tuple[Section, ...], placement: tuple[int, ...]
+) -> tuple[StagePlan, ...]:
+    plans = []
+    for stage, rank in enumerate(placement):
+        paths = [n.meta["origin"].path for n in call_nodes(graph) if n.meta["color"] == Color(stage, Phase.F)]
+        paths = [p for p in paths if p] or [""]
+        held = {v.name for s in sections if s.stage == stage for v in s.inputs if v.kind is Kind.PARAMETER}
+        plans.append(StagePlan(stage, rank, paths[0], paths[-1], tuple(sorted(held))))
+    return tuple(plans)
