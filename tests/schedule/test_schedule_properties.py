@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpipe.codegen.collectives import exchanges
+from fxpipe.codegen.collectives import collectives
 from fxpipe.ir.graph import Colour, Phase
 from fxpipe.ir.sections import Message
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
@@ -231,7 +231,7 @@ def test_vocabulary_stages_are_woven_into_every_family(problem):
         assert max(timeline.peak_memory) <= limit * (1 + 1e-9)
     messages = tuple(Message(e.source, e.target, (f"{e.source}",)) for e in costs.edges)
     special = frozenset(stage for stage in range(schedule.stages) if schedule.is_vocabulary(stage))
-    joint = exchanges(messages, schedule.placement, special)
+    joint = collectives(messages, schedule.placement, special)
     prove(lower(schedule, costs.edges, joint), schedule.placement)
     if schedule.ranks > 1:
         assert len(joint) == (5 if schedule.vocabulary.lookups else 3)
