@@ -1,5 +1,7 @@
 """Options of the test run."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -11,3 +13,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden", action="store_true", help="write the golden programs anew instead of comparing"
     )
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    """The test runs in double precision: ``pytestmark = pytest.mark.usefixtures("double")``."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)

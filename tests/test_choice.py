@@ -13,12 +13,7 @@ from fxpipe.errors import ScheduleError
 from fxpipe.schedule.families import FAMILIES
 from fxpipe.schedule.ops import Schedule, parse_order
 
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 5), (4, 3)])

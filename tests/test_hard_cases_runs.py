@@ -33,13 +33,6 @@ RANDOM = {
 SHAPES = [Shape(1), Shape(2, "gpipe"), Shape(2, "zb-h1", 2, "v"), Shape(4, "1f1b"), Shape(4, "zb-h1")]
 
 
-@pytest.fixture
-def double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 # -- random numbers -------------------------------------------------------------------------------------
 
 

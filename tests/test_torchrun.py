@@ -62,13 +62,6 @@ def one_message(texts: list[str]) -> str:
     return texts[0]
 
 
-@pytest.fixture
-def double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 # -- the same bits ----------------------------------------------------------------------------------------
 
 
