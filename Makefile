@@ -12,11 +12,13 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP_INSTALL := pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo test lint coverage env clean distclean
+.PHONY: help demo test test-fast lint coverage env clean distclean
 
 help:
 	@echo "make demo       compile a small GPT-2 into 4 rank programs and train it here; see build/demo/"
-	@echo "make test       run the tests            (make test ARGS='-k text' runs some of them)"
+	@echo "make test       run the tests            (make test ARGS='-k text' runs some of them,"
+	@echo "                                          make test TORCH=2.11.0 all of them under another torch)"
+	@echo "make test-fast  run those that are not slow (less than a minute)"
 	@echo "make lint       check style and types    (ruff, mypy)"
 	@echo "make coverage   compile some hundreds of models that others wrote, compare with eager (hours); docs/coverage.md"
 	@echo "                (make coverage ARGS='--only llama --options auto' tries some of them)"
@@ -26,8 +28,12 @@ help:
 demo: env
 	$(BIN)/python examples/demo.py $(ARGS)
 
+# A worker runs whole files: what a file compiles for several of its tests, it compiles once.
 test: env
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+test-fast: env
+	$(BIN)/python -m pytest -n 2 --dist loadfile --fast $(ARGS)
 
 lint: env
 	$(BIN)/ruff check .

@@ -8,7 +8,7 @@ import pytest
 import torch
 from equality import LIMIT, assert_equals_eager, attributes, eager_step
 from torch import nn
-from zoo import relative_error, too_far
+from zoo import captured_once, relative_error, too_far
 
 import fxpipe
 
@@ -375,7 +375,8 @@ RIGHT = [
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("model", RIGHT)
 def test_equals_eager(model, options):
-    assert_equals_eager(model, rows, ranks=2, **OPTIONS[options])
+    with captured_once(model):
+        assert_equals_eager(model, rows, ranks=2, **OPTIONS[options])
 
 
 @pytest.mark.parametrize("model", [MomentumEncoder, Annealed, BatchNorm])

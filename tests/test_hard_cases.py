@@ -13,7 +13,7 @@ SHAPES = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("double")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("double")]
 
 
 @pytest.mark.parametrize("shape", SHAPES)

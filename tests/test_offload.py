@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from models import MODELS
 from test_schedule_offload import timeline
 from torch import fx, nn
+from zoo import captured_once
 
 import fxpipe
 import fxpipe.departures
@@ -30,6 +31,8 @@ from fxpipe.schedule.pool import pools
 from fxpipe.values import call_nodes, storage_root
 from fxpipe.verify import verify
 
+pytestmark = pytest.mark.slow
+
 MICROBATCHES = 8
 FAST = 1e12  # bytes a second: the tests' models are small, and so are the times that a transfer has
 
@@ -41,9 +44,9 @@ def small_values_too(monkeypatch):
 
 def compiled(name: str, schedule: str = "1f1b", **options) -> fxpipe.Pipeline:
     options = {"ranks": 2, "offload_bandwidth": FAST, **options}
-    return fxpipe.compile(
-        MODELS[name].build(), MODELS[name].example(), microbatches=MICROBATCHES, schedule=schedule, **options
-    )
+    model, example = MODELS[name].build(), MODELS[name].example()
+    with captured_once(name, MICROBATCHES, options.get("gradients", True), "dimensions" in options):
+        return fxpipe.compile(model, example, microbatches=MICROBATCHES, schedule=schedule, **options)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ WIDTH = 6
 EXAMPLES = int(os.environ.get("FXPIPE_EXAMPLES", "25"))
 
 
-pytestmark = pytest.mark.usefixtures("double")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("double")]
 
 
 class Random(nn.Module):

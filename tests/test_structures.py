@@ -97,7 +97,7 @@ CASES = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("double")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("double")]
 
 
 def check(
