@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from zoo import in_double_precision
 
 # Processes of tests run side by side; threads that wait for each other are slow where others take their core.
 torch.set_num_threads(1)
@@ -38,7 +39,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture
 def double() -> Iterator[None]:
     """The test runs in double precision: ``pytestmark = pytest.mark.usefixtures("double")``."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
+    with in_double_precision():
+        yield

@@ -5,7 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from zoo import CASES, Chain, Shape, captured_once, check_against_eager, eager, numbers, relative_error
+from zoo import (
+    CASES,
+    Chain,
+    Shape,
+    captured_once,
+    check_against_eager,
+    eager,
+    in_double_precision,
+    numbers,
+    relative_error,
+)
 
 import fxpipe
 from fxpipe.cli import main
@@ -97,8 +107,8 @@ def test_a_schedule_that_cannot_progress():
 
 @pytest.fixture(scope="module")
 def automatic() -> fxpipe.Pipeline:
-    torch.set_default_dtype(torch.float64)
-    return compiled(microbatches=4)
+    with in_double_precision():
+        return compiled(microbatches=4)
 
 
 def test_auto_is_no_slower_than_what_it_tried(automatic):

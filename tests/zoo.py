@@ -155,6 +155,16 @@ def too_far(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tens
     return {name: e for name, e in errors.items() if not e <= limit}
 
 
+@contextlib.contextmanager
+def in_double_precision() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 _captured: dict[Any, list[Any]] = {}
 
 
