@@ -28,7 +28,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """A file that is slow as a whole is not even imported: some of its libraries take seconds."""
     if not config.getoption("--fast") or collection_path.suffix != ".py":
         return None
-    return bool(re.search(r"^pytestmark = .*mark\.slow", collection_path.read_text(), re.MULTILINE)) or None
+    slow = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.(slow|gpu)", re.MULTILINE)
+    return True if slow.search(collection_path.read_text()) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
