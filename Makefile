@@ -1,18 +1,24 @@
 # Every target does its own set-up: `make demo` and `make test` work on a fresh Linux machine with
 # Python 3.11 or newer, git, make and gcc. Another Python: `make test PYTHON=python3.12`.
+# Another torch, in an environment of its own: `make test TORCH=2.11.0`, the oldest that fxpipe promises.
 
 PYTHON ?= python3
 ARGS ?=
 
-BIN := .venv/bin
-INSTALLED := .venv/.installed
-TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
+PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
+TORCH ?= $(PINNED)
+VENV := $(if $(filter $(PINNED),$(TORCH)),.venv,.venv-torch-$(TORCH))
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PIP_INSTALL := pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo test lint coverage env clean distclean
+.PHONY: help demo test test-fast lint coverage env clean distclean
 
 help:
 	@echo "make demo       compile a small GPT-2 into 4 rank programs and train it here; see build/demo/"
-	@echo "make test       run the tests            (make test ARGS='-k text' runs some of them)"
+	@echo "make test       run the tests            (make test ARGS='-k text' runs some of them,"
+	@echo "                                          make test TORCH=2.11.0 all of them under another torch)"
+	@echo "make test-fast  run those that are not slow (less than a minute)"
 	@echo "make lint       check style, types and walls  (ruff, mypy, import-linter)"
 	@echo "make coverage   compile some hundreds of models that others wrote, compare with eager (hours); docs/coverage.md"
 	@echo "                (make coverage ARGS='--only llama --options auto' tries some of them)"
@@ -22,8 +28,12 @@ help:
 demo: env
 	$(BIN)/python examples/demo.py $(ARGS)
 
+# A worker runs whole files: what a file compiles for several of its tests, it compiles once.
 test: env
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+test-fast: env
+	$(BIN)/python -m pytest -n 2 --dist loadfile --fast $(ARGS)
 
 lint: env
 	$(BIN)/ruff check .
@@ -38,9 +48,9 @@ coverage: $(COVERAGE)/.installed
 
 $(COVERAGE)/.installed: pyproject.toml constraints.txt benchmarks/coverage/requirements.txt
 	$(PYTHON) -m venv $(COVERAGE)
-	$(COVERAGE)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH)
-	$(COVERAGE)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	$(COVERAGE)/bin/pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/coverage/requirements.txt
+	$(COVERAGE)/bin/$(PIP_INSTALL) -c constraints.txt torch==$(PINNED)
+	$(COVERAGE)/bin/$(PIP_INSTALL) -c constraints.txt -e '.[dev]'
+	$(COVERAGE)/bin/$(PIP_INSTALL) --no-deps -r benchmarks/coverage/requirements.txt
 	@touch $@
 
 env: $(INSTALLED)
@@ -53,9 +63,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@# Debian packages venv apart from Python.
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || scripts/apt_install.sh \
 	    $$($(PYTHON) -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])') || true
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PYTHON) -m venv $(VENV)
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/$(PIP_INSTALL) -c $(VENV)/constraints.txt torch==$(TORCH)
+	$(BIN)/$(PIP_INSTALL) -c $(VENV)/constraints.txt -e '.[dev]'
 	@command -v dot >/dev/null || scripts/apt_install.sh graphviz || \
 	    echo "Graph drawings will be written as .dot only. For pictures: apt-get install graphviz"
 	@touch $@
@@ -65,4 +76,4 @@ clean:
 	find fxpipe tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf .venv .venv-coverage
+	rm -rf .venv .venv-*

@@ -1,13 +1,44 @@
 """Options of the test run."""
 
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+from zoo import in_double_precision
 
 # Processes of tests run side by side; threads that wait for each other are slow where others take their core.
 torch.set_num_threads(1)
+
+# No example fails for being slow: the first one compiles inner loops, and machines of CI are busy.
+settings.register_profile("fxpipe", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("fxpipe")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden", action="store_true", help="write the golden programs anew instead of comparing"
     )
+    parser.addoption("--fast", action="store_true", help="leave out what is marked as slow")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file that is slow as a whole is not even imported: some of its libraries take seconds."""
+    if not config.getoption("--fast") or collection_path.suffix != ".py":
+        return None
+    slow = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.(slow|gpu)", re.MULTILINE)
+    return True if slow.search(collection_path.read_text()) else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--fast"):
+        items[:] = [item for item in items if item.get_closest_marker("slow") is None]
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    """The test runs in double precision: ``pytestmark = pytest.mark.usefixtures("double")``."""
+    with in_double_precision():
+        yield

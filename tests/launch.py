@@ -28,7 +28,7 @@ class Run:
         return "\n".join([f"exit code {self.code}", self.own[-2000:], *(text[-3000:] for text in ranks)])
 
 
-def torchrun(ranks: int, *arguments: object, logs: Path, limit: float = 60.0) -> Run:
+def torchrun(ranks: int, *arguments: object, logs: Path, limit: float = 240.0) -> Run:
     """``torchrun --nproc-per-node RANKS ARGUMENTS``; fails if it is not over after ``limit`` seconds.
 
     logs: a new directory for what the ranks print.

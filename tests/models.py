@@ -6,6 +6,7 @@ is fed, and its rows a microbatch.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -200,6 +201,7 @@ MODELS = {
 }
 
 
+@functools.cache
 def in_precision(case: Case, dtype: torch.dtype) -> Case:
     """The same case with parameters, buffers and batch in another precision."""
 

@@ -5,7 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from zoo import CASES, Chain, Shape, check_against_eager, eager, numbers, relative_error
+from zoo import (
+    CASES,
+    Chain,
+    Shape,
+    captured_once,
+    check_against_eager,
+    eager,
+    in_double_precision,
+    numbers,
+    relative_error,
+)
 
 import fxpipe
 from fxpipe.cli import main
@@ -13,12 +23,7 @@ from fxpipe.errors import ScheduleError
 from fxpipe.schedule.families import FAMILIES
 from fxpipe.schedule.ops import Schedule, parse_order
 
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("double")]
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 5), (4, 3)])
@@ -29,7 +34,9 @@ def test_every_family_equals_one_process(name, ranks, microbatches):
 
 def compiled(ranks=2, microbatches=4, depth=6, **options) -> fxpipe.Pipeline:
     torch.manual_seed(0)
-    return fxpipe.compile(Chain(depth), numbers(2), ranks=ranks, microbatches=microbatches, **options)
+    model, example = Chain(depth), numbers(2)
+    with captured_once("chain", depth, microbatches):
+        return fxpipe.compile(model, example, ranks=ranks, microbatches=microbatches, **options)
 
 
 # -- given by hand -------------------------------------------------------------------------------------
@@ -100,17 +107,27 @@ def test_a_schedule_that_cannot_progress():
 
 @pytest.fixture(scope="module")
 def automatic() -> fxpipe.Pipeline:
-    torch.set_default_dtype(torch.float64)
-    return compiled(microbatches=4)
+    with in_double_precision():
+        return compiled(microbatches=4)
 
 
-def test_auto_is_the_fastest_of_what_it_tried(automatic):
+def test_auto_is_no_slower_than_what_it_tried(automatic):
     tried = automatic.plan.tried
     assert {a.stages_per_rank for a in tried} == {1, 2}
     assert {a.placement for a in tried if a.stages_per_rank == 2} == {"plain", "v"}
-    fastest = min(a.seconds for a in tried if a.seconds is not None)
-    assert automatic.simulate().seconds == pytest.approx(fastest)
     assert len({a.schedule for a in tried}) >= 8
+    for name, stages_per_rank, placement in (
+        ("gpipe", 1, "plain"),
+        ("1f1b", 1, "plain"),
+        ("interleaved", 2, "plain"),
+        ("zb-h1", 1, "plain"),
+        ("zb-h1", 2, "v"),
+    ):
+        alone = compiled(schedule=name, stages_per_rank=stages_per_rank, placement=placement)
+        assert automatic.simulate().seconds <= alone.simulate().seconds * (1 + 1e-9)
+        setting = name, stages_per_rank, placement
+        (seconds,) = (a.seconds for a in tried if (a.schedule, a.stages_per_rank, a.placement) == setting)
+        assert seconds == pytest.approx(alone.simulate().seconds)
     check_loss(automatic, 4)
 
 
@@ -121,8 +138,9 @@ def test_auto_with_what_is_given():
 
 
 def test_auto_where_the_model_can_be_cut_into_few_stages_only():
-    pipe = compiled(depth=1, schedule="auto")
-    assert {a.stages_per_rank for a in pipe.plan.tried} <= {1, 2}
+    """Six at most, and two on each of four ranks would be eight."""
+    pipe = compiled(ranks=4, depth=1, schedule="auto")
+    assert {a.stages_per_rank for a in pipe.plan.tried} == {1}
 
 
 def test_explain(automatic, tmp_path, capsys):

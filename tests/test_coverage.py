@@ -15,6 +15,8 @@ from benchmarks.coverage.report import text_of
 from benchmarks.coverage.sources import find
 from benchmarks.coverage.state import aliases_of, changed_attributes, changed_tensors, state_of
 
+pytestmark = pytest.mark.slow
+
 # Each option, and the parts of models that are hard: state, names, words beside pictures, routing.
 RUN = [
     ("transformers/gpt2", "vocab"),

@@ -153,6 +153,7 @@ EVERYWHERE = {
 }
 
 
+@pytest.mark.slow
 @settings(
     max_examples=EXAMPLES,
     deadline=None,

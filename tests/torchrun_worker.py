@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -17,10 +18,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
-from zoo import CASES, WIDTH, Case, Chain, Dropout, Shape, compiled, numbers
+from zoo import CASES, WIDTH, Case, Chain, Dropout, Shape, built_and_compiled, compiled, numbers
 
 import fxpipe
 import fxpipe.ir.liveness
@@ -69,6 +71,7 @@ TRAINED = CASES["tied_head"]
 TRAINED_SHAPES = {"whole": Shape(2, "zb-h1", 2), "vocabulary": Shape(2, "zb-h1", vocab_parallel=True)}
 STEPS, LEARNING_RATE, CLIP = 3, 0.01, 0.2
 BATCHES = [5, 6, 7]  # seeds
+OTHER_NORMS = "1e-05", "0.25"
 
 
 def batch_of(seed: int) -> dict[str, torch.Tensor]:
@@ -116,7 +119,7 @@ def after_step(pipe: fxpipe.Pipeline, loss: torch.Tensor) -> dict[str, torch.Ten
 def same_bits(rank: Rank) -> None:
     """Two steps of each case with the same weights."""
     for name, (case, shape) in SAME_BITS[int(os.environ["WORLD_SIZE"])].items():
-        pipe = compiled(case, case.build(), MICROBATCHES, shape)
+        _, pipe = built_and_compiled(case, MICROBATCHES, shape)
         assert bool(pipe.plan.transfers) == bool(shape.offload)
         for step in (0, 1):
             for held in pipe.plan.tensors[rank.number].parameters:
@@ -124,11 +127,9 @@ def same_bits(rank: Rank) -> None:
             rank.tensors(f"{name} {step}", after_step(pipe, pipe.step(case.data(MICROBATCHES))))
 
 
-def same_bits_and_sums(rank: Rank) -> None:
-    same_bits(rank)
-    torch.set_default_dtype(torch.float64)
+def sums(rank: Rank) -> None:
     for name, (case, shape) in ADDED.items():
-        pipe = compiled(case, case.build(), MICROBATCHES, shape)
+        _, pipe = built_and_compiled(case, MICROBATCHES, shape)
         for step in (0, 1):
             rank.tensors(f"added {name} {step}", after_step(pipe, pipe.step(case.data(MICROBATCHES))))
 
@@ -138,10 +139,8 @@ def same_bits_and_sums(rank: Rank) -> None:
 
 def training(rank: Rank) -> None:
     """Three steps; then the pipeline is saved."""
-    torch.set_default_dtype(torch.float64)
     for name, shape in TRAINED_SHAPES.items():
-        model = TRAINED.build()
-        pipe = compiled(TRAINED, model, MICROBATCHES, shape)
+        model, pipe = built_and_compiled(TRAINED, MICROBATCHES, shape)
         optimizer = pipe.optimizer(torch.optim.AdamW, lr=LEARNING_RATE, clip_grad_norm=CLIP)
         losses, norms = [], []
         for seed in BATCHES:
@@ -159,11 +158,16 @@ def training(rank: Rank) -> None:
 
 
 def loaded(rank: Rank) -> None:
-    """One step of what ``training`` saved, as it is and edited.
+    """One step of what ``training`` saved, as it is and with other norms in the program of rank 0.
 
     The watch for failures never pauses, so that the process ends in the middle of a look at the store.
     """
     fxpipe.runtime.process.POLL = 0.0
+    if rank.number == 0:
+        shutil.copytree(rank.directory / "whole", rank.directory / "edited")
+        program = rank.directory / "edited" / "rank0.py"
+        program.write_text(program.read_text().replace(*OTHER_NORMS))
+    dist.barrier()
     for name in ("whole", "edited", "vocabulary"):
         pipe = fxpipe.load(rank.directory / name)
         rank.tensors(name, after_step(pipe, pipe.step(batch_of(BATCHES[0]))))
@@ -183,18 +187,30 @@ class Cached(Chain):
         return x * self.table if i < 2 else x * self.table[: WIDTH // 2].repeat(2)
 
 
-def edited(rank: Rank) -> None:
-    """A step of a pipeline that the test has edited."""
-    pipe = fxpipe.load(rank.directory / "edited")
-    rank.error("step", pipe.step, Case(Chain, numbers).data(MICROBATCHES))
-
-
 def shared_constants(rank: Rank) -> None:
     case = Case(Cached, numbers)
     pipe = compiled(case, case.build(), MICROBATCHES, Shape(2))
     assert any(held.constants for held in pipe.plan.tensors)
     rank.tensors("shared", {"loss": pipe.step(case.data(MICROBATCHES))})
     pipe.save(rank.directory / "shared")
+
+
+def misfit(rank: Rank) -> None:
+    """A step of a pipeline that the test has edited. The process can run no other step after it."""
+    pipe = fxpipe.load(rank.directory / "misfit")
+    rank.error("misfit", pipe.step, Case(Chain, numbers).data(MICROBATCHES))
+
+
+def on_two_ranks(rank: Rank) -> None:
+    """One after the other in the same processes, and what fails at the end."""
+    same_bits(rank)
+    shared_constants(rank)
+    torch.set_default_dtype(torch.float64)
+    sums(rank)
+    training(rank)
+    loaded(rank)
+    torch.set_default_dtype(torch.float32)
+    misfit(rank)
 
 
 # -- what is refused --------------------------------------------------------------------------------------
@@ -281,11 +297,8 @@ CHECKS = {
     check.__name__: check
     for check in (
         same_bits,
-        same_bits_and_sums,
-        edited,
-        shared_constants,
-        training,
-        loaded,
+        on_two_ranks,
+        misfit,
         refused,
         raises,
         raises_and_stays,

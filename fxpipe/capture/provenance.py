@@ -11,6 +11,7 @@ import functools
 import os
 import sys
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -56,8 +57,10 @@ class Provenance(compat.TorchDispatchMode):
         self._seen: fx.Node | None = None
         self._model = model
         self._handles: list[Any] = []
+        self._entered: FrameType | None = None  # what enters this: no frame of the model is above it
 
     def __enter__(self) -> Provenance:
+        self._entered = sys._getframe(1)
         for path, module in self._model.named_modules():
             push = _Push(self._paths, path)
             self._handles.append(module.register_forward_pre_hook(push, prepend=True))
@@ -67,6 +70,7 @@ class Provenance(compat.TorchDispatchMode):
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        self._entered = None
         for handle in self._handles:
             handle.remove()
 
@@ -80,13 +84,14 @@ class Provenance(compat.TorchDispatchMode):
         return self._paths[-1] if self._paths else ""
 
     def source(self) -> str:
-        """The innermost frame that belongs neither to torch nor to fxpipe, as ``file:line``."""
-        frame = sys._getframe(1)
-        while frame is not None:
+        """The innermost frame that belongs neither to torch nor to fxpipe, as ``file:line``; "" for an op
+        that fxpipe itself adds."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not self._entered:
             file = frame.f_code.co_filename
             if self.is_users(file):
                 return f"{file}:{frame.f_lineno}"
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
         return ""
 
     @staticmethod

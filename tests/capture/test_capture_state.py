@@ -8,18 +8,14 @@ import pytest
 import torch
 from equality import LIMIT, assert_equals_eager, attributes, eager_step
 from torch import nn
-from zoo import relative_error, too_far
+from zoo import captured_once, relative_error, too_far
 
 import fxpipe
 
 WIDTH = 8
 
 
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("double")
 
 
 class Layers(nn.Module):
@@ -379,7 +375,8 @@ RIGHT = [
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("model", RIGHT)
 def test_equals_eager(model, options):
-    assert_equals_eager(model, rows, ranks=2, **OPTIONS[options])
+    with captured_once(model):
+        assert_equals_eager(model, rows, ranks=2, **OPTIONS[options])
 
 
 @pytest.mark.parametrize("model", [MomentumEncoder, Annealed, BatchNorm])

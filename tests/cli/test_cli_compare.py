@@ -10,6 +10,8 @@ from fxpipe.schedule.families import FAMILIES
 from fxpipe.viz.frontier_picture import Point, frontier, frontier_svg
 from fxpipe.viz.units import PLAIN
 
+pytestmark = pytest.mark.slow
+
 SETTING = ["compare", "--ranks", "4", "--microbatches", "6", "--forward", "1", "--backward-input", "1.2"]
 SETTING += ["--backward-weight", "0.6"]
 
@@ -25,7 +27,8 @@ def test_every_family_and_auto(capsys):
     assert found["1f1b"]["seconds"] == pytest.approx(2.8 * 9)
     assert found["1f1b"]["peak_memory"] == [4, 3, 2, 1]
     assert found["1f1b"]["makespan_bubble"] == pytest.approx(1 / 3)
-    assert found["auto"]["seconds"] == min(entry["seconds"] for entry in found.values())
+    others = [entry["seconds"] for name, entry in found.items() if name != "auto"]
+    assert found["auto"]["seconds"] <= min(others)
     assert found["zb-v"]["placement"] == [0, 1, 2, 3, 3, 2, 1, 0]
 
 

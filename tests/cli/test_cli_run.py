@@ -15,6 +15,8 @@ from zoo import CASES, Shape, compiled, cut
 import fxpipe
 from fxpipe.cli import main
 
+pytestmark = pytest.mark.slow
+
 CASE, MICROBATCHES = CASES["tied_head"], 4
 ROWS = CASE.rows * MICROBATCHES  # of one batch
 

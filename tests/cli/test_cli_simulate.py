@@ -6,6 +6,8 @@ import pytest
 
 from fxpipe.cli import main
 
+pytestmark = pytest.mark.slow
+
 GOOD = {
     "--schedule": "zb-h1",
     "--ranks": "8",

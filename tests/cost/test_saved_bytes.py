@@ -3,7 +3,9 @@
 import pytest
 import torch
 from models import MODELS, in_precision, label
-from zoo import CASES, Case, Shape, compiled
+from zoo import CASES, Case, Shape, built_and_compiled, compiled
+
+pytestmark = pytest.mark.slow
 
 MICROBATCHES = 6
 SHAPES = [
@@ -19,7 +21,7 @@ CHECKED = {name: MODELS[name] for name in ("gpt2", "llama", "t5")} | {
 
 
 def peaks(case: Case, shape: Shape, microbatches: int = MICROBATCHES) -> tuple[list[float], list[int]]:
-    pipe = compiled(case, case.build(), microbatches, shape)
+    _, pipe = built_and_compiled(case, microbatches, shape)
     result = pipe.run_local(case.data(microbatches), measure_memory=True)
     return list(pipe.simulate().peak_memory), list(result.peak_saved)
 

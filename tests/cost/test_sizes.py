@@ -16,6 +16,8 @@ import fxpipe
 from fxpipe import SizeError
 from fxpipe.cost.nodes import node_flops
 
+pytestmark = pytest.mark.slow
+
 MICROBATCH, SEQUENCE = sympy.symbols("microbatch sequence")
 
 

@@ -50,3 +50,44 @@ class LanguageModel(nn.Module):
     def forward(self, ids, labels):
         logits = self.head(self.blocks(self.tokens(ids)))
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class Noisy(nn.Module):
+    """Dropout, and noise that the forward draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 4)
+
+    def forward(self, x, y):
+        hidden = F.dropout(torch.tanh(self.first(x)), 0.25)
+        return F.mse_loss(self.second(hidden + 0.1 * torch.randn_like(hidden)), y)
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+
+    def forward(self, x, y):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return F.mse_loss(x, y)
+
+
+class Counted(nn.Module):
+    """Its loss comes from outside, with the number of rows that count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 4)
+
+    def forward(self, x, y):
+        return self.second(torch.tanh(self.first(x)))
+
+
+def sum_and_count(output, batch):
+    counts = (batch["y"] > 0).all(1)
+    return (F.mse_loss(output, batch["y"], reduction="none").sum(1) * counts).sum(), counts.sum()

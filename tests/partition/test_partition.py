@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from models import gpt2
 from torch import fx, nn
 from torch.nn import functional as F
-from zoo import CASES, Chain, numbers
+from zoo import CASES, Chain, captured_once, numbers
 
 import fxpipe
 from fxpipe.cost.device import CPU
@@ -20,6 +20,8 @@ from fxpipe.errors import PartitionError
 from fxpipe.ir.graph import Phase
 from fxpipe.ir.storage import call_nodes
 from fxpipe.partition.cuts import SLACK, choose_cuts
+
+pytestmark = pytest.mark.slow
 
 # -- the choice of cuts ------------------------------------------------------------------------------------
 
@@ -115,7 +117,8 @@ def large_vocabulary() -> nn.Module:
 
 
 def large_pipeline(ranks: int) -> fxpipe.Pipeline:
-    return fxpipe.compile(large_vocabulary(), words(), ranks=ranks, microbatches=4, schedule="1f1b")
+    with captured_once("large vocabulary"):
+        return fxpipe.compile(large_vocabulary(), words(), ranks=ranks, microbatches=4, schedule="1f1b")
 
 
 def costs_in_order(pipe: fxpipe.Pipeline) -> tuple[list[float], list[str]]:

@@ -9,12 +9,14 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
-from zoo import CASES, WIDTH, Case, Chain, Shape, compiled, numbers
+from zoo import CASES, WIDTH, Case, Chain, Shape, built_and_compiled, numbers
 
 import fxpipe
 from fxpipe.cost.nodes import node_flops
 from fxpipe.ir.graph import Kind, Phase
 from fxpipe.ir.storage import call_nodes, storage_root
+
+pytestmark = pytest.mark.slow
 
 aten = torch.ops.aten
 
@@ -92,7 +94,7 @@ def eager_flops(case: Case) -> int:
 )
 def test_as_many_flops_as_eager(name, shape):
     case = CASES[name]
-    pipe = compiled(case, case.build(), 4, shape)
+    _, pipe = built_and_compiled(case, 4, shape)
     assert sum(flops_by_phase(pipe).values()) == eager_flops(case)
 
 
@@ -100,7 +102,7 @@ def test_as_many_flops_as_eager(name, shape):
 def test_flops_of_each_phase(shape):
     """Of a chain of linear layers W does as much as F, and B all but the gradient of the batch."""
     case = Case(lambda: Chain(8, TwoLayers), numbers)
-    pipe = compiled(case, case.build(), 4, shape)
+    _, pipe = built_and_compiled(case, 4, shape)
     linear = 2 * 2 * WIDTH * 2 * WIDTH  # rows of the microbatch, in and out
     assert flops_by_phase(pipe) == {Phase.F: 16 * linear, Phase.B: 15 * linear, Phase.W: 16 * linear}
 
@@ -108,7 +110,7 @@ def test_flops_of_each_phase(shape):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_each_stage_has_its_own_backward_and_weight_section(ranks):
     case = Case(lambda: Chain(8), numbers)
-    pipe = compiled(case, case.build(), 4, Shape(ranks, "zb-h1"))
+    _, pipe = built_and_compiled(case, 4, Shape(ranks, "zb-h1"))
     assert [s.color.phase for s in pipe.sections] == [Phase.F, Phase.B, Phase.W] * ranks
     for stage in pipe.stages:
         work = {s.phase: sum(map(flops, call_nodes(s.graph))) for s in stage.sections}
@@ -151,7 +153,7 @@ WEIGHTS = [
 def test_weight_sections_hold_weight_gradients_alone(name):
     """Every product in W ends in an accumulator, and W gives nothing to any other section."""
     case = CASES[name]
-    pipe = compiled(case, case.build(), 4, Shape(4, "zb-h1"))
+    _, pipe = built_and_compiled(case, 4, Shape(4, "zb-h1"))
     products = 0
     for section in pipe.sections:
         if section.phase is Phase.W:
@@ -169,7 +171,7 @@ def test_weight_sections_hold_weight_gradients_alone(name):
 def test_no_product_for_a_weight_alone_is_done_in_the_backward_section(name):
     """A product that leads to accumulators only, through views and sums, belongs to W."""
     case = CASES[name]
-    pipe = compiled(case, case.build(), 4, Shape(4, "zb-h1"))
+    _, pipe = built_and_compiled(case, 4, Shape(4, "zb-h1"))
     ends = set(accumulators(pipe.graph))
     for node in call_nodes(pipe.graph):
         if packet(node) in PRODUCTS and node.meta["color"].phase is Phase.B:
@@ -180,7 +182,7 @@ def test_no_product_for_a_weight_alone_is_done_in_the_backward_section(name):
 
 def test_each_parameter_has_its_own_accumulator_in_each_stage_that_uses_it():
     case = CASES["tied_thrice"]
-    pipe = compiled(case, case.build(), 4, Shape(4, "zb-h1"))
+    _, pipe = built_and_compiled(case, 4, Shape(4, "zb-h1"))
     uses = Counter(
         (value.name, section.stage)
         for section in pipe.sections

@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import models
 import pytest
 import torch
 from models import MODELS, own_loss
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
-from zoo import eager
+from zoo import captured_once, eager
 
 import fxpipe
 from fxpipe.cost.nodes import node_flops
 from fxpipe.errors import ScheduleError
 from fxpipe.ir.graph import Phase
 
+pytestmark = pytest.mark.slow
+
 MICROBATCHES = 4
 
 
+@cache
+def built(name: str) -> nn.Module:
+    return MODELS[name].build()
+
+
 def compiled(model: nn.Module, name: str, schedule: str, recompute: str | bool, **options) -> fxpipe.Pipeline:
-    return fxpipe.compile(
-        model,
-        MODELS[name].example(),
-        ranks=2,
-        microbatches=MICROBATCHES,
-        schedule=schedule,
-        recompute=recompute,
-        **options,
-    )
+    with captured_once(model, name, MICROBATCHES):
+        return fxpipe.compile(
+            model,
+            MODELS[name].example(),
+            ranks=2,
+            microbatches=MICROBATCHES,
+            schedule=schedule,
+            recompute=recompute,
+            **options,
+        )
 
 
 @pytest.mark.parametrize("level", ["norms", "full"])
@@ -41,7 +51,7 @@ def compiled(model: nn.Module, name: str, schedule: str, recompute: str | bool, 
     ],
 )
 def test_the_same_gradients_from_less_memory(name, schedule, vocab_parallel, level):
-    model, batch = MODELS[name].build(), MODELS[name].data(MICROBATCHES)
+    model, batch = built(name), MODELS[name].data(MICROBATCHES)
     plain = compiled(model, name, schedule, False, vocab_parallel=vocab_parallel)
     again = compiled(model, name, schedule, level, vocab_parallel=vocab_parallel)
     expected = plain.run_local(batch)
@@ -79,7 +89,7 @@ def test_dropout_made_again_drops_the_same():
 
 def test_norms_repeat_no_matrix_product():
     def products(level: str | bool) -> int:
-        sections = compiled(MODELS["llama"].build(), "llama", "zb-h1", level).sections
+        sections = compiled(built("llama"), "llama", "zb-h1", level).sections
         behind = [n for s in sections if s.phase is not Phase.F for n in s.graph.nodes]
         return sum(node_flops(n) for n in behind if n.op == "call_function")
 
@@ -110,4 +120,4 @@ def test_auto_makes_again_as_much_as_the_limit_asks_for():
 
 def test_an_unknown_level():
     with pytest.raises(ScheduleError, match="recompute is 'some' and must be False, 'norms', 'full', 'auto'"):
-        compiled(MODELS["gpt2"].build(), "gpt2", "1f1b", "some")
+        compiled(built("gpt2"), "gpt2", "1f1b", "some")

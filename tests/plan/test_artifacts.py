@@ -484,6 +484,7 @@ def mutate(plan: Json, draw: Callable[[int], int]) -> None:
         container[key] = copy.deepcopy(ODD[draw(len(ODD))])
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_edit_of_a_plan(originals, data):

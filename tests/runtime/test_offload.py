@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import MODELS
 from torch import fx, nn
+from zoo import captured_once
 
 import fxpipe
 import fxpipe.ir.liveness
@@ -35,6 +36,8 @@ from fxpipe.schedule.pool import pools
 from fxpipe.schedule.simulator import simulate
 from fxpipe.schedule.timeline import Timeline
 
+pytestmark = pytest.mark.slow
+
 MICROBATCHES = 8
 FAST = 1e12  # bytes a second: the tests' models are small, and so are the times that a transfer has
 
@@ -48,9 +51,9 @@ def compiled(name: str, schedule: str = "1f1b", **options) -> fxpipe.Pipeline:
     options = {"ranks": 2, "offload": False, **options}
     if not isinstance(options["offload"], Offload):
         options["offload"] = Offload(options["offload"], bandwidth=FAST)
-    return fxpipe.compile(
-        MODELS[name].build(), MODELS[name].example(), microbatches=MICROBATCHES, schedule=schedule, **options
-    )
+    model, example = MODELS[name].build(), MODELS[name].example()
+    with captured_once(name, MICROBATCHES, options.get("gradients", True), "dimensions" in options):
+        return fxpipe.compile(model, example, microbatches=MICROBATCHES, schedule=schedule, **options)
 
 
 @pytest.mark.parametrize(

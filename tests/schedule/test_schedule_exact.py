@@ -18,6 +18,8 @@ from fxpipe.schedule.ops import Op, OpKind, Schedule
 from fxpipe.schedule.placement import place
 from fxpipe.schedule.simulator import simulate
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("ortools")
 
 UNEVEN = chain([StageCost(2, 1, 3, 1, 0.5), StageCost(1, 3, 1, 1, 0.25)], seconds=0.5)

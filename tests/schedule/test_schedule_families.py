@@ -134,9 +134,8 @@ def test_published_formulas(p, m):
     assert run("1f1b", p, m, times=(f, b, w), comm=comm).span_bubble == pytest.approx(1 - work / span)
     span = work + (p - 1) * (f + b - w) + 4 * (p - 1) * comm
     assert run("zb-h1", p, m, times=(f, b, w), comm=comm).span_bubble == pytest.approx(1 - work / span)
-    if m >= 2 * p:
-        span = work + (p - 1) * (f + b - 2 * w) + 2 * (p - 1) * comm
-        assert run("zb-h2", p, m, times=(f, b, w), comm=comm).span_bubble == pytest.approx(1 - work / span)
+    span = work + (p - 1) * (f + b - 2 * w) + 2 * (p - 1) * comm  # for m >= 2p
+    assert run("zb-h2", p, m, times=(f, b, w), comm=comm).span_bubble == pytest.approx(1 - work / span)
 
 
 @pytest.mark.parametrize("m", [8, 24, 64])

@@ -19,6 +19,8 @@ from fxpipe.schedule.search import Choice, Setting, search
 from fxpipe.schedule.simulator import simulate
 from fxpipe.schedule.timeline import Timeline
 
+pytestmark = pytest.mark.slow
+
 
 def timeline(
     name: str,

@@ -4,6 +4,7 @@ from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +20,8 @@ from fxpipe.schedule.ops import PHASES, Schedule
 from fxpipe.schedule.simulator import simulate
 from fxpipe.schedule.vocabulary import with_heads
 from fxpipe.vocabulary.stages import Vocabulary
+
+pytestmark = pytest.mark.slow
 
 TIMES = st.floats(0, 4).map(lambda time: round(time, 2))
 
@@ -53,7 +56,7 @@ def problems(draw, names=tuple(FAMILIES), limited=False) -> tuple[Schedule, Cost
         costs=costs,
         stages_per_rank=chunks,
         placement=shape,
-        memory_limit=limit or None,
+        memory_limit=limit,
         effort=0.01,
     )
     return schedule, costs, limit
@@ -61,8 +64,15 @@ def problems(draw, names=tuple(FAMILIES), limited=False) -> tuple[Schedule, Cost
 
 @settings(max_examples=150, deadline=None)
 @given(problems())
-def test_complete_and_not_below_the_bound(problem):
+def test_any_schedule(problem):
     schedule, costs, _ = problem
+    check_times(schedule, costs)
+    check_order(schedule)
+    check_programs(schedule, costs)
+
+
+def check_times(schedule: Schedule, costs: Costs) -> None:
+    """Complete, and not below the bound."""
     timeline = simulate(schedule, costs)
     rounding = 1e-9 * (1 + timeline.seconds)
     assert timeline.seconds >= timeline.lower_bound - rounding
@@ -74,10 +84,8 @@ def test_complete_and_not_below_the_bound(problem):
     assert path[-1].end == max(spans[-1].end for spans in timeline.spans)
 
 
-@settings(max_examples=150, deadline=None)
-@given(problems())
-def test_the_ops_of_a_stage_run_in_the_order_of_the_microbatches(problem):
-    schedule, _, _ = problem
+def check_order(schedule: Schedule) -> None:
+    """The ops of a stage run in the order of the microbatches."""
     seen: dict[tuple[Phase, int], list[int]] = defaultdict(list)
     for ops in schedule.order:
         for op in ops:
@@ -121,13 +129,11 @@ def test_memory_stays_within_what_the_family_claims(problem):
 def test_searched_families_keep_any_limit(problem):
     schedule, costs, limit = problem
     timeline = simulate(schedule, costs)
-    assert max(timeline.peak_memory) <= (limit or 1) * (1 + 1e-9)
+    assert max(timeline.peak_memory) <= limit * (1 + 1e-9)
 
 
-@settings(max_examples=150, deadline=None)
-@given(problems())
-def test_lowered_programs_end_and_have_what_they_compute_with(problem):
-    schedule, costs, _ = problem
+def check_programs(schedule: Schedule, costs: Costs) -> None:
+    """They end, and have what they compute with."""
     programs = lower(schedule, costs.edges)
     prove(programs, schedule.placement)
     crossing = [
@@ -196,7 +202,7 @@ def problems_with_vocabulary(draw) -> tuple[Schedule, Costs, float | None]:
         costs=costs,
         stages_per_rank=chunks,
         placement=shape,
-        memory_limit=None if family.name in UNLIMITED else limit,
+        memory_limit=limit if family.is_searched else None,  # others may refuse it
         effort=0.01,
         vocabulary=vocabulary,
     )
@@ -216,10 +222,6 @@ def with_lookups(costs: Costs, ranks: int, seconds: float, user: int, maker: int
     return Costs((*(StageCost(0.05, 0, 0.05),) * ranks, *costs.stages), tuple(edges))
 
 
-UNLIMITED = ("gpipe", "1f1b", "interleaved", "gis", "staggered", "zb-h1", "zb-h2", "1f1b-v", "dualpipe-v")
-"""Families that may refuse a limit."""
-
-
 @settings(max_examples=150, deadline=None)
 @given(problems_with_vocabulary())
 def test_vocabulary_stages_are_woven_into_every_family(problem):
@@ -227,7 +229,7 @@ def test_vocabulary_stages_are_woven_into_every_family(problem):
     schedule, costs, limit = problem
     timeline = simulate(schedule, costs)
     assert timeline.seconds >= timeline.lower_bound - 1e-9 * (1 + timeline.seconds)
-    if limit is not None and schedule.name not in UNLIMITED:
+    if limit is not None and FAMILIES[schedule.name].is_searched:
         assert max(timeline.peak_memory) <= limit * (1 + 1e-9)
     messages = tuple(Message(e.source, e.target, (f"{e.source}",)) for e in costs.edges)
     special = frozenset(stage for stage in range(schedule.stages) if schedule.is_vocabulary(stage))

@@ -7,6 +7,8 @@ from fxpipe.schedule.check import check
 from fxpipe.schedule.costs import Costs, StageCost, chain
 from fxpipe.schedule.search import Setting, search
 
+pytestmark = pytest.mark.slow
+
 
 def costs(ranks: int, chunks: int, times=(1.0, 1.0, 1.0), kept: float = 0.5) -> Costs:
     forward, backward, weight = (time / chunks for time in times)

@@ -134,6 +134,7 @@ def test_an_edge_of_a_stage_that_is_not_there():
         simulate(hand("F0.0 BW0.0\nF1.0 BW1.0", (0, 1)), costs)
 
 
+@pytest.mark.slow
 def test_64_ranks_with_1024_microbatches():
     costs = chain([StageCost(1, 1, 1, 1, 1)] * 64, seconds=0.1)
     schedule = build("1f1b", ranks=64, microbatches=1024, costs=costs)

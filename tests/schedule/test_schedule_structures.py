@@ -2,6 +2,7 @@
 
 from itertools import product
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +16,8 @@ from fxpipe.schedule.lowering import lower
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.problem import Problem
 from fxpipe.schedule.simulator import simulate
+
+pytestmark = pytest.mark.slow
 
 TIMES = st.sampled_from([0.0, 0.0, 0.5, 1.0, 1.75])
 BYTES = st.sampled_from([0.0, 0.5, 1.0])

@@ -26,6 +26,8 @@ from fxpipe.schedule.shop import Shop, decode, encode, peaks, run, shop
 from fxpipe.schedule.simulator import simulate
 from fxpipe.schedule.stretch import stretched
 
+pytestmark = pytest.mark.slow
+
 
 def even_costs(ranks: int, chunks: int, times=(1.0, 1.0, 1.0), comm: float = 0.0, kept: float = 0.5) -> Costs:
     """Times of a rank; memory in microbatches of a rank, of which W needs ``kept``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -12,12 +13,14 @@ import torch
 import torch.nn.functional as F
 from models import MODELS, in_precision, next_word_loss, same_word_loss
 from torch import nn
-from zoo import Case, eager, relative_error
+from zoo import Case, captured_once, eager, relative_error
 
 import fxpipe
 from fxpipe.errors import PartitionError, VocabularyError
 from fxpipe.vocabulary.rows import rows_of, whole
 from fxpipe.vocabulary.split import shard_bounds
+
+pytestmark = pytest.mark.slow
 
 FAMILIES = ("gpt2", "llama", "qwen3", "gemma2", "gpt_neox", "opt", "bert", "t5", "mixtral")
 CAUSAL = set(FAMILIES) - {"bert", "t5"}
@@ -29,16 +32,17 @@ WORDS, WIDTH, LENGTH = 50, 8, 5
 def spread(
     case: Case, ranks: int, schedule: str, vocab_parallel: str | bool, **options: Any
 ) -> fxpipe.Pipeline:
-    return fxpipe.compile(
-        case.build(),
-        case.example(),
-        ranks=ranks,
-        microbatches=MICROBATCHES,
-        schedule=schedule,
-        vocab_parallel=vocab_parallel,
-        loss_fn=case.loss_fn,
-        **options,
-    )
+    with captured_once(case, MICROBATCHES, *options):
+        return fxpipe.compile(
+            case.build(),
+            case.example(),
+            ranks=ranks,
+            microbatches=MICROBATCHES,
+            schedule=schedule,
+            vocab_parallel=vocab_parallel,
+            loss_fn=case.loss_fn,
+            **options,
+        )
 
 
 def agrees(case: Case, pipe: fxpipe.Pipeline, limit: float) -> None:
@@ -187,6 +191,7 @@ def batch(rows: int) -> dict[str, torch.Tensor]:
     return {"ids": torch.randint(WORDS, (rows, LENGTH)), "labels": labels}
 
 
+@cache
 def words(loss: Callable[[torch.Tensor, torch.Tensor], Any], **options: Any) -> Case:
     return Case(lambda: Words(loss, **options).double(), batch)
 
@@ -460,15 +465,16 @@ def test_an_unknown_choice() -> None:
 def test_evaluation_gives_the_loss_alone(name: str, vocab_parallel: str | bool) -> None:
     case = language_case(name)
     model, data = case.build().eval(), case.data(MICROBATCHES)
-    pipe = fxpipe.compile(
-        model,
-        case.example(),
-        ranks=2,
-        microbatches=MICROBATCHES,
-        vocab_parallel=vocab_parallel,
-        loss_fn=case.loss_fn,
-        gradients=False,
-    )
+    with captured_once(case, MICROBATCHES, "evaluation"):
+        pipe = fxpipe.compile(
+            model,
+            case.example(),
+            ranks=2,
+            microbatches=MICROBATCHES,
+            vocab_parallel=vocab_parallel,
+            loss_fn=case.loss_fn,
+            gradients=False,
+        )
     result = pipe.run_local(data)
     assert result.grads == {}
     assert relative_error(result.loss, eager(model, data, MICROBATCHES, case.loss_fn).loss) <= 1e-12

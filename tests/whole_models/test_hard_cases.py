@@ -3,7 +3,6 @@
 import itertools
 
 import pytest
-import torch
 from zoo import CASES, Shape, check_against_eager
 
 SHAPES = {
@@ -14,11 +13,7 @@ SHAPES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("double")]
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -12,6 +12,7 @@ from zoo import (
     Dropout,
     Shape,
     Transformer,
+    built_and_compiled,
     check_against_eager,
     compiled,
     cut,
@@ -25,19 +26,14 @@ from zoo import (
 
 import fxpipe
 
+pytestmark = pytest.mark.slow
+
 RANDOM = {
     "dropout": Case(Dropout, numbers),
     "attention_dropout": Case(lambda: Transformer(0.2), sequences),
     "checkpointed_dropout": Case(lambda: Checkpointed(0.4), numbers),
 }
 SHAPES = [Shape(1), Shape(2, "gpipe"), Shape(2, "zb-h1", 2, "v"), Shape(4, "1f1b"), Shape(4, "zb-h1")]
-
-
-@pytest.fixture
-def double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 # -- random numbers -------------------------------------------------------------------------------------
@@ -47,11 +43,11 @@ def double():
 @pytest.mark.parametrize("name", RANDOM)
 def test_random_numbers_depend_on_no_rank_and_no_schedule(name):
     case = RANDOM[name]
-    model, batch = case.build(), case.data(4)
-    first = compiled(case, model, 4, SHAPES[0]).run_local(batch, step=3)
+    batch = case.data(4)
+    first = built_and_compiled(case, 4, SHAPES[0])[1].run_local(batch, step=3)
     assert first.loss != eager(case.build().eval(), batch, 4).loss
     for shape in SHAPES[1:]:
-        result = compiled(case, model, 4, shape).run_local(batch, step=3)
+        result = built_and_compiled(case, 4, shape)[1].run_local(batch, step=3)
         assert relative_error(result.loss, first.loss) <= 1e-14, shape
         assert too_far(result.grads, first.grads, 1e-13) == {}, shape
 
@@ -88,8 +84,8 @@ def test_a_repeated_forward_draws_what_the_first_one_drew():
 
     case, plain = RANDOM["checkpointed_dropout"], Case(lambda: NotRepeated(0.4), numbers)
     for shape in (Shape(1), Shape(2, "zb-h1"), Shape(4, "gpipe")):
-        repeated = compiled(case, case.build(), 3, shape).run_local(case.data(3))
-        expected = compiled(plain, plain.build(), 3, shape).run_local(case.data(3))
+        repeated = built_and_compiled(case, 3, shape)[1].run_local(case.data(3))
+        expected = built_and_compiled(plain, 3, shape)[1].run_local(case.data(3))
         assert relative_error(repeated.loss, expected.loss) <= 1e-14
         assert too_far(repeated.grads, expected.grads, 1e-13) == {}
 

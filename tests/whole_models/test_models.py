@@ -3,7 +3,9 @@
 import pytest
 import torch
 from models import MODELS, in_precision, label, next_word_loss, own_loss, same_word_loss
-from zoo import Case, Shape, compiled, eager, relative_error, too_far
+from zoo import Case, Shape, built_and_compiled, eager, relative_error, too_far
+
+pytestmark = pytest.mark.slow
 
 MICROBATCHES = 4
 LIMIT = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -37,9 +39,10 @@ OUTSIDE = {
 def check(case: Case, shape: Shape, dtype: torch.dtype) -> None:
     """Against eager; without a ``loss_fn`` the loss is the output's own."""
     case = in_precision(case, dtype)
-    model, batch = case.build(), case.data(MICROBATCHES)
+    model, pipe = built_and_compiled(case, MICROBATCHES, shape)
+    batch = case.data(MICROBATCHES)
     expected = eager(model, batch, MICROBATCHES, case.loss_fn or own_loss)
-    result = compiled(case, model, MICROBATCHES, shape).run_local(batch)
+    result = pipe.run_local(batch)
     assert {g.dtype for g in result.grads.values()} == {dtype}
     assert relative_error(result.loss, expected.loss) <= LIMIT[dtype]
     assert too_far(result.grads, expected.grads, LIMIT[dtype]) == {}

@@ -25,11 +25,7 @@ WIDTH = 6
 EXAMPLES = int(os.environ.get("FXPIPE_EXAMPLES", "25"))
 
 
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("double")]
 
 
 class Random(nn.Module):

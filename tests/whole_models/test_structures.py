@@ -97,12 +97,7 @@ CASES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def in_double_precision():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("double")]
 
 
 def check(
