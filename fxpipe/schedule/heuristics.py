@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fxpipe.compiled import compiled
-from fxpipe.schedule.kernel import Floats, Ints, Tables
+from fxpipe.schedule.kernel import Floats, Ints
 from fxpipe.schedule.shop import Coded, Shop
 
 _IMPROVED = 20  # runs at most that a ZB-V run's idle times are given to
@@ -40,7 +40,11 @@ def zero_bubble(shop: Shop, microbatches: int, limits: Sequence[float]) -> list[
 
 def zero_bubble_v(shop: Shop, microbatches: int, limits: Sequence[float]) -> list[Coded]:
     """ZB-V's orders for two stages a rank in V placement: at most four."""
-    return [order for switches in product((False, True), repeat=2) for order in _v(shop, microbatches, limits, *switches)]
+    return [
+        order
+        for switches in product((False, True), repeat=2)
+        for order in _v(shop, microbatches, limits, *switches)
+    ]
 
 
 def _v(
@@ -59,8 +63,10 @@ def _v(
 
 
 class _State(NamedTuple):
-    """Per op: ``end``, infinite before it ran, ``order``, and ``pending``: the W ops that may run. Per rank: where the
-    next op goes (``filled``), its clock, live memory, idle time, and what part of its pending ops ran."""
+    """Per op: ``end``, infinite before it ran, ``order``, and ``pending``: the W ops that may run. Per
+    rank: where the next op goes (``filled``), its clock, live memory, idle time, and what part of its
+    pending ops ran.
+    """
 
     end: Floats
     order: Ints
@@ -160,9 +166,10 @@ def _put_rest(t, s, m):
 
 @compiled
 def _zero_bubble(t, m, limits, overshoot, prioritize, greedy):
-    """ZB under a limit. ``overshoot``: warm-up may delay the first B. ``prioritize``: a stage may leave out an F in
-    favor of a B. ``greedy``: a W also goes into a partial gap that is shorter than the slack.
-    Empty where it runs out of memory."""
+    """ZB under a limit. ``overshoot``: warm-up may delay the first B. ``prioritize``: a stage may leave
+    out an F in favor of a B. ``greedy``: a W also goes into a partial gap that is shorter than the slack.
+    Empty where it runs out of memory.
+    """
     p = len(limits)
     s = _fresh(t, m, p)
     none = s.order[:0]
@@ -233,16 +240,21 @@ def _delay(t, section):
 def _fill_before(t, s, m, rank, op, greedy):
     arrival = _arrival(t, s, m, op)
     _fill_whole(t, s, m, rank, arrival)
-    if _has_weight(s, rank) and s.clock[rank] < arrival:
-        if arrival - s.clock[rank] > s.idle.max() - s.idle[rank] or greedy:
-            _put_weight(t, s, m, rank)
+    gap = arrival - s.clock[rank]
+    if _has_weight(s, rank) and gap > 0 and (greedy or gap > s.idle.max() - s.idle[rank]):
+        _put_weight(t, s, m, rank)
 
 
 @compiled
 def _wants_forward(t, s, m, limits, stage, f, b):
     """Does the stage run an F before its next B?"""
     following, clock = stage + 1, s.clock[stage]
-    arrival = s.clock[following] + t.seconds[3 * following] + t.seconds[3 * following + 1] + _delay(t, 3 * stage + 1)
+    arrival = (
+        s.clock[following]
+        + t.seconds[3 * following]
+        + t.seconds[3 * following + 1]
+        + _delay(t, 3 * stage + 1)
+    )
     if arrival <= clock:
         return 0
     live, at = s.live[stage], s.ran[stage]
@@ -273,9 +285,10 @@ def _forward(t, s, m, f, chunk, rank):
 
 @compiled
 def _zero_bubble_v(t, m, limits, fill_forward, fill_backward, allowed):
-    """ZB-V. ``fill_forward``, ``fill_backward``: a W also goes into a partial gap before an F, before a B of the
-    second chunk. ``allowed``: idle time of each rank in the run before, or -1.
-    The order, empty where it runs out of memory or blocks, and the idle time of each rank."""
+    """ZB-V. ``fill_forward``, ``fill_backward``: a W also goes into a partial gap before an F, before a B
+    of the second chunk. ``allowed``: idle time of each rank in the run before, or -1. The order, empty
+    where it runs out of memory or blocks, and the idle time of each rank.
+    """
     p = len(limits)
     s = _fresh(t, m, p)
     none = s.order[:0]
@@ -296,10 +309,7 @@ def _zero_bubble_v(t, m, limits, fill_forward, fill_backward, allowed):
         _forward(t, s, m, f, 1, rank)
     chunk = 0
     for rank in range(1, p):
-        while (
-            f[0, rank] + f[1, rank] < f[0, rank - 1] + f[1, rank - 1]
-            or f[1, rank] <= f[1, rank - 1] < m
-        ):
+        while f[0, rank] + f[1, rank] < f[0, rank - 1] + f[1, rank - 1] or f[1, rank] <= f[1, rank - 1] < m:
             for below in range(p - 1, rank - 1, -1):
                 _forward(t, s, m, f, chunk, below)
             chunk = 1 - chunk

@@ -369,8 +369,8 @@ def _arrival(t, end, op, m):
 def anneal(t, order, m, limits, by_makespan, enough, work, seed, hot, cold):
     """Simulated annealing: see :func:`fxpipe.schedule.search.local_search.improve`.
 
-    The best order that is met before so many ops (``work``) were looked at, or its value is ``enough``; and what
-    share of the moves was accepted.
+    The best order that is met before so many ops (``work``) were looked at, or its value is ``enough``;
+    and what share of the moves was accepted.
     """
     random.seed(seed)
     ranks, ops, order, best_order = len(limits), len(order), order.copy(), order.copy()
@@ -448,7 +448,9 @@ def anneal(t, order, m, limits, by_makespan, enough, work, seed, hot, cold):
         end, new_end, cause, new_cause = new_end, end, new_cause, cause
         first, new_first, free, new_free = new_first, first, new_free, free
         run_back(t, order, m, max(until, end[order[high]]), end, first, by_makespan, tail)
-        arcs, blocks = _critical(t, order, m, end, cause, first, free, by_makespan, befores, afters, heads, lasts)
+        arcs, blocks = _critical(
+            t, order, m, end, cause, first, free, by_makespan, befores, afters, heads, lasts
+        )
         if value < best * (1 - 1e-12):
             best = value
             copy(order, best_order)
@@ -465,8 +467,8 @@ def _objective(first, free, by_makespan):
 
 @compiled
 def run_back(t, order, m, until, end, first, by_makespan, tail):
-    """Writes ``tail``: per op the longest way from its end to what is made small: the end of a rank's last op,
-    counted from the start of its first one where that is the span.
+    """Writes ``tail``: per op the longest way from its end to what is made small: the end of a rank's
+    last op, counted from the start of its first one where that is the span.
 
     Of the ops that end after ``until`` it stays as it is.
     """
@@ -526,8 +528,9 @@ def run_back(t, order, m, until, end, first, by_makespan, tail):
 
 @compiled
 def _path_through(t, order, m, pos, rest, begin, stop, low, high, end, tail, moved_end, moved_tail):
-    """About how long the longest path through the ops from low to high of a rank's new order is, if all else stays
-    where it was (Balas and Vazirani 1998).  ``rest``: the tail of the rank's last op."""
+    """About how long the longest path through the ops from low to high of a rank's new order is, if all
+    else stays where it was (Balas and Vazirani 1998).  ``rest``: the tail of the rank's last op.
+    """
     now = end[order[low - 1]] if low > begin else 0.0
     for i in range(low, high + 1):
         op = order[i]
@@ -559,7 +562,9 @@ def _path_through(t, order, m, pos, rest, begin, stop, low, high, end, tail, mov
 
 @compiled
 def _critical(t, order, m, end, cause, first, free, by_makespan, befores, afters, heads, lasts):
-    """Writes the pairs of ops of one rank, one behind the other, on the critical path of a worst rank; how many."""
+    """Writes the pairs of ops of one rank, one behind the other, on the critical path of a worst rank;
+    how many.
+    """
     worst, at, equals = 0.0, 0, 0
     for rank in range(len(free)):
         worst = max(worst, (free[rank] - (0.0 if by_makespan else first[rank])) * (1 - 1e-9))

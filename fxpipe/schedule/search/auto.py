@@ -29,6 +29,7 @@ SEARCHED = "zb"
 BEYOND = tuple(f for f in FAMILIES.values() if f.name == SEARCHED or not f.is_searched)
 WITHIN = tuple(f for f in BEYOND if not f.for_offload)
 
+
 @dataclass(frozen=True)
 class Setting:
     """Stages on ranks, what they cost there, and what memory there is for activations (``limits``).
@@ -105,9 +106,9 @@ def search(
 
     Of those that are equally fast one that needs the least memory.  ``memory_limit``, in the unit of the
     costs' ``saved``, holds for all settings, beside their own limits.  Every family is tried in every
-    setting, and one search looks at all settings for about ``effort`` seconds of one core; ``seed`` is that of
-    its random numbers.
-    Raises ScheduleError where nothing fits, with the smallest limit that does.
+    setting, and one search looks at all settings for about ``effort`` seconds of one core; ``seed`` is
+    that of its random numbers. Raises ScheduleError where nothing fits, with the smallest limit that
+    does.
     """
     (found,) = frontier(
         settings,
@@ -135,8 +136,8 @@ def frontier(
 ) -> list[Choice | ScheduleError]:
     """What ``search`` finds under each limit, or why there is nothing.
 
-    A schedule that was found under one limit counts under each other that it keeps.  So more memory never costs
-    time.  ``effort`` is for each limit.
+    A schedule that was found under one limit counts under each other that it keeps.  So more memory never
+    costs time.  ``effort`` is for each limit.
     """
     if not settings:
         raise ScheduleError("nothing to search: give at least one setting")
@@ -169,7 +170,9 @@ class _Under:
 
 def _keeps(entry: _Entry, limit: Limit, ranks: int) -> bool:
     limits = _limits(entry.way.setting, limit, ranks)
-    return all(peak <= most * (1 + 1e-9) for peak, most in zip(entry.timeline.peak_memory, limits, strict=True))
+    return all(
+        peak <= most * (1 + 1e-9) for peak, most in zip(entry.timeline.peak_memory, limits, strict=True)
+    )
 
 
 def _under(ways: Sequence[_Way], objective: Objective, effort: float, seed: int) -> _Under:
@@ -186,7 +189,11 @@ def _under(ways: Sequence[_Way], objective: Objective, effort: float, seed: int)
             if not family.has(way.setting.stages_per_rank, way.setting.placement):
                 continue
             try:
-                order = _decoded(way.problem, found.get(way)) if family.is_searched else _build(family, way.problem)
+                order = (
+                    _decoded(way.problem, found.get(way))
+                    if family.is_searched
+                    else _build(family, way.problem)
+                )
                 entry = _entry(family.name, way, order, objective)
             except ScheduleError as error:
                 if isinstance(error, LimitError):

@@ -1,7 +1,8 @@
-"""Due dates for list scheduling: the times of a lone microbatch, slowed, stretched and repeated every period.
+"""Due dates for list scheduling: the times of a lone microbatch, slowed, stretched and repeated every
+period.
 
-A timetable is a point of the unit cube, so that to draw one, or to cross two, takes a line. The ranges are wide and
-plain; none is fitted to any case.
+A timetable is a point of the unit cube, so that to draw one, or to cross two, takes a line. The ranges
+are wide and plain; none is fitted to any case.
 """
 
 from __future__ import annotations
@@ -82,15 +83,17 @@ class Timetable:
         due[2::3, max(0, m - int(2 * _half(late) * ranks)) :] += 2 * due.max()  # the last W behind all else
         # The memory: some of it may stay free, and no rank needs more than some microbatches a rank.
         least = np.array([shop.smallest_limit(rank) for rank in range(ranks)])
-        most = np.minimum(np.asarray(self.problem.limits) - _half(spare) * least, (1 + memory) * ranks * least)
+        most = np.minimum(
+            np.asarray(self.problem.limits) - _half(spare) * least, (1 + memory) * ranks * least
+        )
         return dispatch(shop, m, due.ravel(), np.maximum(most, least), (1.001, 0.7 * b, 0.7 * w))
 
 
 def least_period(problem: Problem) -> float:
     """No schedule's mean time from microbatch to microbatch is shorter.
 
-    It is the work of the busiest rank; or the memory · seconds that a microbatch takes on a rank at least, by the
-    rank's limit.
+    It is the work of the busiest rank; or the memory · seconds that a microbatch takes on a rank at
+    least, by the rank's limit.
     """
     if not problem.is_limited:
         return problem.shop.period
@@ -99,8 +102,9 @@ def least_period(problem: Problem) -> float:
 
 
 def _held_at_least(problem: Problem) -> list[float]:
-    """Per rank: memory · seconds of one microbatch. What is held from one section to another is held for as long as the
-    longest way between them takes."""
+    """Per rank: memory · seconds of one microbatch. What is held from one section to another is held for
+    as long as the longest way between them takes.
+    """
     shop, placement = problem.shop, problem.placement
     seconds = np.array(shop.seconds)
     way = np.full((shop.sections, shop.sections), -np.inf)  # from the start of one section to that of another

@@ -1,7 +1,9 @@
-"""Local search on an order: an op of the critical path jumps over some of its neighbors, the memory limits kept.
+"""Local search on an order: an op of the critical path jumps over some of its neighbors, the memory
+limits kept.
 
-Simulated annealing. What a jump does to the longest path through the ops that it moves is estimated first, as in job
-shop scheduling (Balas and Vazirani 1998); only where the estimate is accepted are the ops run again.
+Simulated annealing. What a jump does to the longest path through the ops that it moves is estimated
+first, as in job shop scheduling (Balas and Vazirani 1998); only where the estimate is accepted are the
+ops run again.
 """
 
 from __future__ import annotations
@@ -14,9 +16,12 @@ from fxpipe.schedule.goal import Goal
 from fxpipe.schedule.kernel import anneal
 from fxpipe.schedule.shop import Coded, Shop, run
 
-_HOT, _COLD = 0.8, 0.1  # how much worse an order may be: at first, of a mean op's time; at last, of that at first
+_HOT, _COLD = (
+    0.8,
+    0.1,
+)  # how much worse an order may be: at first, of a mean op's time; at last, of that at first
 _GAIN = 0.4  # the same of what there is to gain
-_SHORT = 2e-4  # the same for each op that is looked at, by the number of ops: a good order would be lost in the heat
+_SHORT = 2e-4  # the same for each look at an op: in the heat of a short search a good order would be lost
 
 
 def improve(

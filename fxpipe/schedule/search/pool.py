@@ -32,8 +32,9 @@ Starts = Callable[[Problem], Sequence[Coded]]
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """An order of a problem's ops that keeps its limits, its objective, and the peak memory of the rank that needs the
-    most."""
+    """An order of a problem's ops that keeps its limits, its objective, and the peak memory of the rank
+    that needs the most.
+    """
 
     order: Coded
     seconds: float
@@ -92,8 +93,9 @@ class _Task:
         return Found(order, float(f"{self.goal.time(done):.12g}"), max(peaks(problem.shop, order, m)))
 
     def keep(self, orders: Iterable[Found | None]) -> list[Found]:
-        """Remembers the best. All of them, the best first, but one of equally fast ones: that which needs the least
-        memory."""
+        """Remembers the best. All of them, the best first, but one of equally fast ones: that which needs
+        the least memory.
+        """
         kept: list[Found] = []
         for one in sorted(filter(None, orders), key=_key):
             if not kept or one.seconds > kept[-1].seconds * (1 + 1e-9):
@@ -103,8 +105,9 @@ class _Task:
         return kept
 
     def draw(self, work: int, count: int, seed: int, threads: ThreadPoolExecutor) -> list[_Chain]:
-        """The orders to anneal: half of them the best of all that is published and of crossings of good draws, half the
-        best of plain draws, since these are less alike."""
+        """The orders to anneal: half of them the best of all that is published and of crossings of good
+        draws, half the best of plain draws, since these are less alike.
+        """
         table, random = Timetable(self.problem), Random(seed)
         draws = max(_FEWEST, min(_MOST, work // (_LISTED * self.problem.ops)))
         near, far = self.keep([self.best]), list[Found]()
@@ -118,7 +121,10 @@ class _Task:
                 break
             crossed = [bool(best) and k % 2 == 1 for k in range(min(_BATCH, draws - begin))]
             parents = [point for _, point in best]
-            points = [cross(*random.choices(parents, k=2), random) if v else draw(random) for v in crossed]
+            points = [
+                cross(random.choice(parents), random.choice(parents), random) if v else draw(random)
+                for v in crossed
+            ]
             made = [*zip(threads.map(make, points), points, crossed, strict=True)]
             best = sorted([*best, *((found.seconds, point) for found, point, _ in made if found)])[:_KEPT]
             near = self.keep([*near, *(found for found, _, v in made if v)])[:count]
@@ -136,7 +142,9 @@ class _Chain:
     def annealed(self, work: int, seed: int) -> _Chain:
         problem = self.task.problem
         shop, m = problem.shop, problem.microbatches
-        better = self.task.judge(improve(shop, self.found.order, m, problem.limits, self.task.goal, work, seed))
+        better = self.task.judge(
+            improve(shop, self.found.order, m, problem.limits, self.task.goal, work, seed)
+        )
         assert better is not None, "local search keeps the limits"
         return _Chain(self.task, better)
 
@@ -148,7 +156,9 @@ def _halve(pool: list[_Chain], least: float, work: int, seed: int, threads: Thre
         if not work or min(chain.found.seconds for chain in pool) <= least * (1 + 1e-9):
             return
         each, seeds = work // (rounds * len(pool)), range(number, number := number + len(pool))
-        better = threads.map(lambda chain, own, each=each: chain.annealed(each, ((seed << 16) + own) % 2**32), pool, seeds)
+        better = threads.map(
+            lambda chain, own, each=each: chain.annealed(each, ((seed << 16) + own) % 2**32), pool, seeds
+        )
         chains = sorted([*pool, *better], key=lambda chain: _key(chain.found))
         different = {chain.found.seconds: chain for chain in reversed(chains)}
         pool = [*different.values()][::-1][: max(1, len(pool) // 2)]

@@ -36,9 +36,7 @@ def one_a_rank(problem: Problem) -> Iterator[Coded]:
 def interleaved(problem: Problem) -> Iterator[Coded]:
     """Interleaved 1F1B, and GIS in groups of p to p/2."""
     p, m, v = problem.ranks, problem.microbatches, problem.stages_per_rank
-    order = spines.interleaved(
-        problem.placement, m, OpKind.B, lambda rank: p * (v - 1) + 2 * (p - rank) - 1
-    )
+    order = spines.interleaved(problem.placement, m, OpKind.B, lambda rank: p * (v - 1) + 2 * (p - rank) - 1)
     yield encode(lag(order, lambda rank: 0), m)
     for group in groups(p):
         yield from gis(group, problem)
@@ -65,7 +63,9 @@ def two_in_v(problem: Problem) -> Iterator[Coded]:
     yield from zb_v(problem)
     for block in (v_min, v_half):
         if problem.is_limited:
-            yield dispatch(problem.shop, problem.microbatches, _repeated(problem, block(problem.ranks)), problem.limits)
+            yield dispatch(
+                problem.shop, problem.microbatches, _repeated(problem, block(problem.ranks)), problem.limits
+            )
 
 
 def zb_v(problem: Problem) -> list[Coded]:
