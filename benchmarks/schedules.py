@@ -27,7 +27,7 @@ from fxpipe.schedule.costs import Costs, StageCost, chain
 from fxpipe.schedule.families import FAMILIES, build
 from fxpipe.schedule.offload import FULL, HALF, offload, with_link
 from fxpipe.schedule.placement import place
-from fxpipe.schedule.search import Choice, Objective, Setting, search
+from fxpipe.schedule.search.auto import Choice, Objective, Setting, search
 from fxpipe.schedule.simulator import simulate
 from fxpipe.schedule.timeline import Timeline
 

@@ -22,7 +22,7 @@ from fxpipe.schedule.offload import Share, lightened
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.placement import PLACEMENTS, place
 from fxpipe.schedule.problem import Limit, per_rank
-from fxpipe.schedule.search import Setting, Tried, search
+from fxpipe.schedule.search.auto import Setting, Tried, search
 from fxpipe.schedule.simulator import simulate
 
 Weights = Callable[[Cut, tuple[int, ...]], tuple[int, ...]]

@@ -8,7 +8,7 @@ from fxpipe.cli.sources import Source
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.families import FAMILIES, build
 from fxpipe.schedule.placement import PLACEMENTS
-from fxpipe.schedule.search import Objective, Setting, search
+from fxpipe.schedule.search.auto import Objective, Setting, search
 from fxpipe.schedule.simulator import simulate
 from fxpipe.schedule.timeline import Timeline
 

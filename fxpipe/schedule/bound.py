@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from graphlib import CycleError, TopologicalSorter
 
 from fxpipe.errors import ScheduleError
@@ -50,7 +51,7 @@ def _distances(waits: list[Needs], lasts: list[float]) -> tuple[list[float], lis
     return head, tail
 
 
-def in_order(waits: list[Needs]) -> tuple[int, ...]:
+def in_order(waits: Sequence[Needs]) -> tuple[int, ...]:
     """The sections, each after those that it waits for.  Raises ScheduleError where there is a cycle."""
     graph = {section: [source for source, _ in sources] for section, sources in enumerate(waits)}
     try:

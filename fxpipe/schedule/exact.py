@@ -19,9 +19,9 @@ from fxpipe.schedule.bound import in_order, lower_bound
 from fxpipe.schedule.costs import Costs, Edge, StageCost
 from fxpipe.schedule.dependencies import SECTION_KINDS, Needs, index, needs, op_of_value, sections_of
 from fxpipe.schedule.dependencies import durations as seconds_of
+from fxpipe.schedule.goal import Objective
 from fxpipe.schedule.ops import PHASES, Order, Schedule
 from fxpipe.schedule.placement import stages_of
-from fxpipe.schedule.search import Objective
 from fxpipe.schedule.simulator import simulate
 from fxpipe.schedule.solver import cp_sat, rounded_down, rounded_up, solve, unit_of
 from fxpipe.schedule.timeline import Timeline

@@ -5,12 +5,9 @@ M_B is what one microbatch saves on one rank, all its chunks together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import product
 from math import ceil, inf
-
-import numpy as np
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule import spines
@@ -18,11 +15,14 @@ from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.ops import OpKind, Order, Schedule
 from fxpipe.schedule.placement import place
 from fxpipe.schedule.problem import Limit, Problem, per_rank
-from fxpipe.schedule.shop import Coded, encode, fits, peaks, run
+from fxpipe.schedule.search.pool import EFFORT, find
+from fxpipe.schedule.search.starts import gis as gis_orders
+from fxpipe.schedule.search.starts import groups, starts
+from fxpipe.schedule.search.starts import zb_v as zb_v_orders
+from fxpipe.schedule.shop import decode, encode, peaks
 from fxpipe.schedule.staggered import staggered
-from fxpipe.schedule.synthesis import Starts, synthesise
 from fxpipe.schedule.vocabulary import body_costs, room_for_body, weave
-from fxpipe.schedule.weights import Gap, fill, lag
+from fxpipe.schedule.weights import lag
 from fxpipe.vocabulary.stages import Vocabulary
 
 
@@ -77,23 +77,8 @@ def gis(problem: Problem) -> Order:
                 f"schedule {problem.name} on {p} ranks has groups of {least} to {p} microbatches, "
                 f"not {problem.group}"
             )
-    sizes = _groups(p) if problem.group is None else [problem.group]
-    return problem.fastest_of(coded for group in sizes for coded in _gis(group, problem))
-
-
-def _groups(ranks: int) -> list[int]:
-    """Sizes from p to p/2, not all of them for many ranks."""
-    least = ceil(ranks / 2)
-    return [*range(ranks, least, -max(1, ranks // 8)), least]
-
-
-def _gis(group: int, problem: Problem) -> list[Coded]:
-    """W after as many B as the rank is far from the first, and in the gaps by all rules."""
-    most = group * (problem.stages_per_rank - 1) + problem.ranks
-    spine = spines.interleaved(
-        problem.placement, problem.microbatches, OpKind.B, lambda rank: most - rank, group
-    )
-    return [encode(lag(spine, lambda rank: rank), problem.microbatches), *_filled(spine, most, problem)]
+    sizes = groups(p) if problem.group is None else [problem.group]
+    return problem.fastest_of(coded for group in sizes for coded in gis_orders(group, problem))
 
 
 def zb_h1(problem: Problem) -> Order:
@@ -101,7 +86,7 @@ def zb_h1(problem: Problem) -> Order:
     every rank holds p·v chunks.  V placement: W goes into the gaps that these costs leave.
     """
     if problem.is_v:
-        return problem.fastest_of(_zb_v(problem))
+        return problem.fastest_of(zb_v_orders(problem))
     p, v = problem.ranks, problem.stages_per_rank
     return lag(
         spines.interleaved(problem.placement, problem.microbatches, OpKind.B, lambda rank: p * v - rank),
@@ -123,8 +108,10 @@ def zb_v(problem: Problem) -> Order:
 
 
 def zb(problem: Problem) -> Order:
-    """The fastest of what is published for the placement and what synthesis finds, under any limit."""
-    return synthesise(problem, STARTS)
+    """The fastest of what is published for the placement and what the search finds, under any limit."""
+    (best,) = find([problem], starts, "span", problem.effort)
+    assert best is not None, "find raises where nothing fits"
+    return decode(problem.shop, best.order, problem.microbatches)
 
 
 def zb_1p(problem: Problem) -> Order:
@@ -149,82 +136,12 @@ def dual_pipe_v(problem: Problem) -> Order:
     return spines.dual_pipe_v(problem.ranks, problem.microbatches)
 
 
-def published(problem: Problem) -> list[Coded]:
-    """The orders with split backward that the placement has, whatever memory they need."""
-    if problem.is_v:
-        return _zb_v(problem) if problem.stages_per_rank == 2 else []
-    if problem.stages_per_rank == 1:
-        return [encode(make(problem), problem.microbatches) for make in (zb_h1, zb_h2)]
-    return [coded for group in _groups(problem.ranks) for coded in _gis(group, problem)]
-
-
-def warmed(problem: Problem) -> list[Coded]:
-    """As many forwards before the first B as memory and the way to the last rank allow (2401.10241), where
-    memory allows more than 1F1B has: of the orders that keep the limits the one that does best for a few
-    microbatches."""
-    room = _room(problem)
-    if problem.stages_per_rank > 1 or min(room) < problem.ranks:
-        return []
-    short = problem.like(microbatches=min(problem.microbatches, 2 * problem.ranks))
-    ways = product((False, True), Gap)
-    made = [(order, way) for way in ways for order in _warm(*way, room, short)]
-    spans = [(span, way) for order, way in made if (span := _span(order, short)) < inf]
-    return [order for _, way in sorted(spans)[:1] for order in _warm(*way, room, problem)]
-
-
-def _room(problem: Problem) -> list[int]:
-    """Microbatches that fit on each rank, up to two for every rank."""
-    p, needed = problem.ranks, map(problem.shop.smallest_limit, range(problem.ranks))
-    pairs = zip(problem.limits, needed, strict=True)
-    return [int(min(limit / least, 2 * p) + 1e-9) if least else 2 * p for limit, least in pairs]
-
-
-def _span(order: Coded, problem: Problem) -> float:
-    """Infinite where the order breaks a limit or blocks."""
-    done = run(problem.shop, order, problem.microbatches)
-    keeps = fits(problem.shop, order, problem.microbatches, problem.limits)
-    return done.span if keeps and done is not None else inf
-
-
-STARTS = Starts(published, warmed)
-
-
-def _warm(even: bool, gap: Gap, room: Sequence[int], problem: Problem) -> list[Coded]:
-    """The first ranks run up to what they have room for, or with ``even`` all ranks go as far beyond 1F1B, in
-    proportion.  Empty where the limits forbid it.
-    """
-    p, m, spine = problem.ranks, problem.microbatches, list[Coded]()
-    beyond = min(1.0, (min(room) - p) / max(1, p - 1)) if even else 1.0
-    for rank in range(p):
-        in_flight = min(room[rank], p - rank + int(beyond * (p - rank - 1) + 1e-9))
-        warm = min(m, max(1, in_flight)) - 1
-        forward, backward = np.arange(m) + 3 * rank * m, np.arange(m) + (3 * rank + 1) * m
-        pairs = np.stack((forward[warm:], backward[: m - warm]), 1).ravel()
-        spine += [forward[:warm], pairs, backward[m - warm :]]
-    ops = np.concatenate(spine)
-    try:
-        return [fill(ops, [2 * m] * p, m, problem.shop, problem.limits, gap)]
-    except ScheduleError:
-        return []
-
-
-def _zb_v(problem: Problem) -> list[Coded]:
-    return _filled(_v_spine(problem, OpKind.B), 2 * problem.ranks, problem)
-
-
 def _v_spine(problem: Problem, backward: OpKind) -> Order:
     if problem.stages_per_rank != 2:
         raise ScheduleError(
             f"schedule {problem.name} in V placement has 2 stages per rank, not {problem.stages_per_rank}"
         )
     return spines.zero_bubble_v(problem.ranks, problem.microbatches, backward)
-
-
-def _filled(spine: Order, chunks: int, problem: Problem) -> list[Coded]:
-    """W in the gaps by each rule, with so many chunks between F and W on a rank at most."""
-    coded, lengths, m = encode(spine, problem.microbatches), [*map(len, spine)], problem.microbatches
-    most = (chunks,) * problem.ranks
-    return [fill(coded, lengths, m, problem.shop, most, gap, counted=True) for gap in Gap]
 
 
 _CHUNKS = range(2, 1024)
@@ -269,15 +186,15 @@ def build(
     placement: str | None = None,
     memory_limit: Limit = None,
     group: int | None = None,
-    effort: float = 1.0,
+    effort: float = EFFORT,
     vocabulary: Vocabulary | None = None,
 ) -> Schedule:
     """The schedule of a named family, for any numbers of ranks and microbatches from 1.
 
     ``placement`` is ``"plain"`` (stage s on rank s mod p) or ``"v"`` (0 … p-1, then back); what is not
     given is the family's own.  ``memory_limit`` is in the unit of the costs' ``saved``, one for all ranks
-    or one for each.  ``group`` is for ``gis``, ``effort`` for the families that search: the time that they
-    may take, in what they take by default.  On every stage the ops of a kind run in the order of the
+    or one for each.  ``group`` is for ``gis``, ``effort`` for the families that search: about the seconds
+    that they may take on one core.  On every stage the ops of a kind run in the order of the
     microbatches.  With uneven costs the order is never slower than the one for their mean.
     ``vocabulary``: the costs are of vocabulary stages too, which are woven into the family's schedule.
 

@@ -19,9 +19,8 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 SHARE = 1e-3  # of the ranks' mean span in a value, to tell equals apart
-_REACH = 8  # ops that a move may pass
-_REPEATED = 0.4  # of the moves are made for several microbatches
-_MEMORY = 200  # moves after which a value must have been beaten (late acceptance, Burke and Bykov)
+_REACH = 8  # ops that a move may pass, about
+_BLOCK = 0.8  # of the moves are out of a run of ops of one rank on the critical path
 
 
 class Tables(NamedTuple):
@@ -367,126 +366,230 @@ def _arrival(t, end, op, m):
 
 
 @compiled
-def climb(t, order, m, limits, by_makespan, enough, tries):
-    """Local search: see :func:`fxpipe.schedule.improve.improve`.  The best order, until its value is
-    ``enough``."""
-    random.seed(0)
-    ranks, order, best_order = len(limits), order.copy(), order.copy()
-    end, cause = np.empty(len(order)), np.empty(len(order), np.int64)
+def anneal(t, order, m, limits, by_makespan, enough, work, seed, hot, cold):
+    """Simulated annealing: see :func:`fxpipe.schedule.search.local_search.improve`.
+
+    The best order that is met before so many ops (``work``) were looked at, or its value is ``enough``;
+    and what share of the moves was accepted.
+    """
+    random.seed(seed)
+    ranks, ops, order, best_order = len(limits), len(order), order.copy(), order.copy()
+    pos, live = np.empty(ops, np.int64), np.zeros(ops)
+    for i in range(ops):
+        pos[order[i]] = i
+    for rank in range(ranks):
+        begin, stop = 3 * m * t.own_at[rank], 3 * m * t.own_at[rank + 1]
+        _keeps_between(t, order, live, begin, begin, stop - 1, inf)
+    end, cause, tail = np.empty(ops), np.empty(ops, np.int64), np.zeros(ops)
     first, free = np.empty(ranks), np.empty(ranks)
     run_ops(t, order, m, 0.0, end, cause, first, free)
     value = best = worth(first, free, by_makespan)
     new_end, new_cause, new_first, new_free = end.copy(), cause.copy(), first.copy(), free.copy()
-    past = np.empty(_MEMORY)
-    for i in range(_MEMORY):
-        past[i] = value
-    befores, afters = np.empty(len(order), np.int64), np.empty(len(order), np.int64)
-    arcs = _critical(t, order, m, end, cause, first, free, befores, afters)
-    sources, targets = np.empty(len(order), np.int64), np.empty(len(order), np.int64)
-    for count in range(1, tries + 1):
-        if not arcs or best <= enough:
-            break
-        k = random.randrange(arcs)
-        moves, since = _move(t, order, m, limits, end, befores[k], afters[k], sources, targets)
-        if not moves:
-            continue
-        copy(end, new_end)
-        copy(cause, new_cause)
-        copy(first, new_first)
-        copy(free, new_free)
-        runs = run_ops(t, order, m, since, new_end, new_cause, new_first, new_free)
-        new = worth(new_first, new_free, by_makespan) if runs else inf
-        slot = count % _MEMORY
-        if not runs or (new > value and new > past[slot]):
-            for i in range(moves - 1, -1, -1):
-                _shift(order, targets[i], sources[i])
+    moved_end, moved_tail = np.empty(ops), np.empty(ops)
+    run_back(t, order, m, inf, end, first, by_makespan, tail)
+    befores, afters = np.empty(ops, np.int64), np.empty(ops, np.int64)
+    heads, lasts = np.empty(ops, np.int64), np.empty(ops, np.int64)
+    arcs, blocks = _critical(t, order, m, end, cause, first, free, by_makespan, befores, afters, heads, lasts)
+    cool, spent, temperature, next_cooling = np.log(cold / hot), 0, hot, 0
+    while arcs and spent < work and best > enough:
+        if spent >= next_cooling:
+            temperature = hot * np.exp(cool * spent / work)
+            next_cooling = spent + work // 1000
+        if random.random() < _BLOCK:
+            # An op of the head or the tail of a run of ops of one rank jumps out of it.
+            k = random.randrange(blocks)
+            head, last = pos[heads[k]], pos[lasts[k]]
+            by = random.randrange(_REACH)
+            if random.random() < 0.5:
+                source = max(head, last - 1 - by)
+                target = last + random.randrange(_REACH - by)
+            else:
+                source = min(last, head + 1 + by)
+                target = head - random.randrange(_REACH - by)
         else:
-            value = new
-            end, new_end, cause, new_cause = new_end, end, new_cause, cause
-            first, new_first, free, new_free = new_first, first, new_free, free
-            arcs = _critical(t, order, m, end, cause, first, free, befores, afters)
-            if value < best * (1 - 1e-12):
-                best = value
-                copy(order, best_order)
-        past[slot] = value
+            k = random.randrange(arcs)
+            if random.random() < 0.5:
+                source = pos[befores[k]]
+                target = source + 1 + random.randrange(_REACH)
+            else:
+                source = pos[afters[k]]
+                target = source - 1 - random.randrange(_REACH)
+        op = order[source]
+        rank = t.rank[t.section[op]]
+        begin, stop = 3 * m * t.own_at[rank], 3 * m * t.own_at[rank + 1]
+        target = max(begin, min(stop - 1, target))
+        spent += _REACH
+        if source == target or not _may_pass(t, order, m, source, target):
+            continue
+        low, high = min(source, target), max(source, target)
+        since, until = end[order[low]] - t.seconds[t.section[order[low]]], end[order[high]]
+        most = value - temperature * np.log(random.random())
+        _shift(order, pos, source, target)
+        new = inf
+        if _keeps_between(t, order, live, begin, low, high, limits[rank] * (1 + 1e-9)):
+            rest = 0.0 if by_makespan else -first[rank]
+            longest = _path_through(
+                t, order, m, pos, rest, begin, stop, low, high, end, tail, moved_end, moved_tail
+            )
+            if longest + value - _objective(first, free, by_makespan) <= most:
+                copy(end, new_end)
+                copy(cause, new_cause)
+                copy(first, new_first)
+                copy(free, new_free)
+                spent += ops // 2
+                if run_ops(t, order, m, since, new_end, new_cause, new_first, new_free):
+                    new = worth(new_first, new_free, by_makespan)
+        if new > most:
+            _shift(order, pos, target, source)
+            _keeps_between(t, order, live, begin, low, high, inf)
+            continue
+        value = new
+        spent += ops // 2
+        end, new_end, cause, new_cause = new_end, end, new_cause, cause
+        first, new_first, free, new_free = new_first, first, new_free, free
+        run_back(t, order, m, max(until, end[order[high]]), end, first, by_makespan, tail)
+        arcs, blocks = _critical(
+            t, order, m, end, cause, first, free, by_makespan, befores, afters, heads, lasts
+        )
+        if value < best * (1 - 1e-12):
+            best = value
+            copy(order, best_order)
     return best_order
 
 
 @compiled
-def _critical(t, order, m, end, cause, first, free, befores, afters):
-    """How many ops wait for the one before them on their rank alone, on the way to the worst rank's end; it
-    writes these pairs."""
+def _objective(first, free, by_makespan):
+    most = 0.0
+    for rank in range(len(free)):
+        most = max(most, free[rank] - (0.0 if by_makespan else first[rank]))
+    return most
+
+
+@compiled
+def run_back(t, order, m, until, end, first, by_makespan, tail):
+    """Writes ``tail``: per op the longest way from its end to what is made small: the end of a rank's
+    last op, counted from the start of its first one where that is the span.
+
+    Of the ops that end after ``until`` it stays as it is.
+    """
+    ranks = len(first)
+    at = np.empty(ranks, np.int64)
+    runnable, waits_for = np.empty(ranks, np.int64), np.empty(ranks, np.int64)
+    for rank in range(ranks):
+        begin, high = 3 * m * t.own_at[rank], 3 * m * t.own_at[rank + 1]
+        low = begin
+        if until == inf:
+            low = high
+        while low < high:
+            middle = (low + high) // 2
+            if end[order[middle]] <= until:
+                low = middle + 1
+            else:
+                high = middle
+        at[rank] = low - 1
+        for i in range(begin, low):
+            tail[order[i]] = -inf
+        runnable[rank] = rank
+        waits_for[rank] = -1
+    count = ranks
+    while count:
+        count -= 1
+        rank = runnable[count]
+        begin, stop = 3 * m * t.own_at[rank], 3 * m * t.own_at[rank + 1]
+        i = at[rank]
+        while i >= begin:
+            op = order[i]
+            section = t.section[op]
+            longest, missing = -inf, -1
+            if i + 1 < stop:
+                behind = order[i + 1]
+                longest = tail[behind] + t.seconds[t.section[behind]]
+            else:
+                longest = 0.0 if by_makespan else -first[rank]
+            for k in range(t.feed_at[section], t.feed_at[section + 1]):
+                other = op + (t.feed[k] - section) * m
+                if tail[other] == -inf:
+                    missing = other
+                    break
+                longest = max(longest, t.feed_delay[k] + t.seconds[t.feed[k]] + tail[other])
+            if missing >= 0:
+                waits_for[rank] = missing
+                break
+            tail[op] = longest
+            for k in range(t.need_at[section], t.need_at[section + 1]):
+                other = t.rank[t.need[k]]
+                if waits_for[other] == op:
+                    waits_for[other] = -1
+                    runnable[count] = other
+                    count += 1
+            i -= 1
+        at[rank] = i
+
+
+@compiled
+def _path_through(t, order, m, pos, rest, begin, stop, low, high, end, tail, moved_end, moved_tail):
+    """About how long the longest path through the ops from low to high of a rank's new order is, if all
+    else stays where it was (Balas and Vazirani 1998).  ``rest``: the tail of the rank's last op.
+    """
+    now = end[order[low - 1]] if low > begin else 0.0
+    for i in range(low, high + 1):
+        op = order[i]
+        section = t.section[op]
+        for k in range(t.need_at[section], t.need_at[section + 1]):
+            source = op + (t.need[k] - section) * m
+            inside = low <= pos[source] < i
+            now = max(now, (moved_end[source] if inside else end[source]) + t.need_delay[k])
+        now += t.seconds[section]
+        moved_end[op] = now
+    longest = -inf
+    for i in range(high, low - 1, -1):
+        op = order[i]
+        section = t.section[op]
+        if i + 1 < stop:
+            behind = order[i + 1]
+            way = (moved_tail[behind] if i < high else tail[behind]) + t.seconds[t.section[behind]]
+        else:
+            way = rest
+        for k in range(t.feed_at[section], t.feed_at[section + 1]):
+            other = op + (t.feed[k] - section) * m
+            inside = i < pos[other] <= high
+            later = moved_tail[other] if inside else tail[other]
+            way = max(way, t.feed_delay[k] + t.seconds[t.feed[k]] + later)
+        moved_tail[op] = way
+        longest = max(longest, moved_end[op] + way)
+    return longest
+
+
+@compiled
+def _critical(t, order, m, end, cause, first, free, by_makespan, befores, afters, heads, lasts):
+    """Writes the pairs of ops of one rank, one behind the other, on the critical path of a worst rank;
+    how many.
+    """
     worst, at, equals = 0.0, 0, 0
     for rank in range(len(free)):
-        worst = max(worst, (free[rank] - first[rank]) * (1 - 1e-9))
+        worst = max(worst, (free[rank] - (0.0 if by_makespan else first[rank])) * (1 - 1e-9))
     for rank in range(len(free)):
-        if free[rank] - first[rank] >= worst:
+        if free[rank] - (0.0 if by_makespan else first[rank]) >= worst:
             equals += 1
             if random.random() * equals < 1:
                 at = rank
-    op, arcs = order[3 * m * t.own_at[at + 1] - 1], 0
+    op, arcs, blocks = order[3 * m * t.own_at[at + 1] - 1], 0, 0
+    last = op
     while cause[op] >= 0:
         before = cause[op]
         if t.rank[t.section[before]] == t.rank[t.section[op]]:
             befores[arcs], afters[arcs] = before, op
             arcs += 1
-        op = before
-    return arcs
-
-
-@compiled
-def _move(t, order, m, limits, end, before, after, sources, targets):
-    """Puts one of the two behind or before a few others, at times on several ranks in a row, at times for
-    several microbatches in a row.
-
-    How many moves that took, and when the first op began whose place another one has now; it writes from
-    where to where they went.
-    """
-    ranks = len(limits)
-    if random.random() < 0.6:
-        op, by = before, 1
-        if random.random() < 0.5:
-            by += random.randrange(_REACH)
-    else:
-        op, by = after, -1 - random.randrange(_REACH)
-    section = t.section[op]
-    j = op - section * m
-    stage, kind = section // 3, section % 3
-    home = t.rank[section]
-    low, high = home, home
-    if random.random() < 0.4:
-        away = random.randrange(1, ranks + 1)
-        if random.random() < 0.5:
-            low = max(0, home - away)
         else:
-            high = min(ranks - 1, home + away)
-    last = j
-    if random.random() < _REPEATED:
-        last = min(m - 1, j + random.randrange(1, m + 1))
-    moves, since = 0, inf
-    for rank in range(low, high + 1):
-        chunk = t.own_at[rank] + t.place[stage]
-        if chunk >= t.own_at[rank + 1]:
-            continue
-        begin, stop = 3 * m * t.own_at[rank], 3 * m * t.own_at[rank + 1]
-        its = (3 * t.own[chunk] + kind) * m
-        for k in range(last - j + 1):
-            op = its + (j + k if by < 0 else last - k)
-            source = begin
-            while order[source] != op:
-                source += 1
-            target = max(begin, min(stop - 1, source + by))
-            if source == target or not _may_pass(t, order, m, source, target):
-                continue
-            was = order[min(source, target)]
-            _shift(order, source, target)
-            if peak_of(t, order[begin:stop]) > limits[rank] * (1 + 1e-9):
-                _shift(order, target, source)
-                continue
-            since = min(since, end[was] - t.seconds[t.section[was]])
-            sources[moves], targets[moves] = source, target
-            moves += 1
-    return moves, since
+            if last != op:
+                heads[blocks], lasts[blocks] = op, last
+                blocks += 1
+            last = before
+        op = before
+    if last != op:
+        heads[blocks], lasts[blocks] = op, last
+        blocks += 1
+    return arcs, blocks
 
 
 @compiled
@@ -504,8 +607,24 @@ def _may_pass(t, order, m, source, target):
 
 
 @compiled
-def _shift(order, source, target):
+def _shift(order, pos, source, target):
     op, step = order[source], 1 if target > source else -1
     for i in range(source, target, step):
         order[i] = order[i + step]
+        pos[order[i]] = i
     order[target] = op
+    pos[op] = target
+
+
+@compiled
+def _keeps_between(t, order, live, begin, low, high, limit):
+    """Writes what is live after each op from low to high of a rank; is all of it within the limit?"""
+    now, within = live[low - 1] if low > begin else 0.0, True
+    for i in range(low, high + 1):
+        section = t.section[order[i]]
+        now += t.at_start[section]
+        within = within and now <= limit
+        now += t.at_end[section]
+        within = within and now <= limit
+        live[i] = now
+    return within

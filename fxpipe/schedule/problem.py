@@ -33,7 +33,7 @@ class Problem:
     costs: Costs
     limits: tuple[float, ...]
     group: int | None = None
-    effort: float = 1.0
+    effort: float = 0.0
 
     @cached_property
     def placement(self) -> tuple[int, ...]:

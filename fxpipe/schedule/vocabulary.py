@@ -16,20 +16,20 @@ from itertools import accumulate, product
 from math import inf
 
 from fxpipe.ir.graph import Colour, Phase
-from fxpipe.schedule.blocks import flow
 from fxpipe.schedule.costs import Costs, Edge, StageCost
 from fxpipe.schedule.dependencies import index
 from fxpipe.schedule.dispatch import dispatch
 from fxpipe.schedule.goal import Goal, Objective
-from fxpipe.schedule.improve import improve
 from fxpipe.schedule.ops import Op, OpKind, Order
 from fxpipe.schedule.problem import Problem
+from fxpipe.schedule.search.due_dates import start_alone
+from fxpipe.schedule.search.local_search import improve
 from fxpipe.schedule.shop import Coded, Shop, decode, encode, fits, peaks, run, shop
 from fxpipe.vocabulary.stages import Vocabulary
 
 _PATIENCE = ((0.0, 0.0, 0.0), (0.3, 0.3, 0.3), (1.0, 1.0, 0.5), (1.001, 0.3, 0.7))
 _DELAYS = (0.0, 1.0, 3.0)  # periods that T is put off
-_TRIES = 2_000_000  # ops that the improvement may run
+_WORK = 2_000_000  # ops that local search may look at
 
 
 def body_costs(costs: Costs, vocabulary: Vocabulary) -> Costs:
@@ -93,8 +93,7 @@ def weave(
         if best is None or value < best[0]:
             best = value, found
     assert best is not None, "there is at least one way to weave"
-    tries = min(300, _TRIES // (flat.sections * m))
-    woven = improve(flat, best[1], m, caps, goal, tries)
+    woven = improve(flat, best[1], m, caps, goal, _WORK)
     if not vocabulary.lookups:
         return decode(flat, woven, m)
     return _with_lookups(costs.edges, flat, woven, m, vocabulary.lookups)
@@ -155,7 +154,7 @@ class _Dates:
         assert done is not None, "the order to weave into can progress"
         self.end = done.end
         self.scale = flat.period / self.body.period if self.body.period else 1.0
-        self.alone = flow(flat)
+        self.alone = start_alone(flat)
 
     def due(self, delay: float) -> list[float]:
         """With T put off by so many periods."""

@@ -15,7 +15,7 @@ from fxpipe.schedule.costs import StageCost, chain
 from fxpipe.schedule.families import build
 from fxpipe.schedule.offload import FULL, HALF, Offload, offload, offload_within, with_link
 from fxpipe.schedule.ops import PHASES, Direction, Transfer
-from fxpipe.schedule.search import Choice, Setting, search
+from fxpipe.schedule.search.auto import Choice, Setting, search
 from fxpipe.schedule.simulator import simulate
 from fxpipe.schedule.timeline import Timeline
 

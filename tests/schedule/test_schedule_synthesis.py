@@ -1,4 +1,6 @@
-"""Synthesis: repeated blocks, list scheduling, recipes, local search; marks of the papers at equal memory."""
+"""The search: list scheduling, due dates, published heuristics, local search, the pool; marks at equal
+memory.
+"""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -9,22 +11,22 @@ from random import Random
 import pytest
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedule import synthesis
-from fxpipe.schedule.blocks import find_block, flow
 from fxpipe.schedule.costs import Costs, StageCost, chain
 from fxpipe.schedule.dispatch import dispatch
 from fxpipe.schedule.families import build
 from fxpipe.schedule.goal import Goal
-from fxpipe.schedule.improve import improve
+from fxpipe.schedule.heuristics import zero_bubble, zero_bubble_v
 from fxpipe.schedule.kernel import run_ops
 from fxpipe.schedule.ops import order_text, parse_order
 from fxpipe.schedule.placement import place
 from fxpipe.schedule.problem import Problem, per_rank
-from fxpipe.schedule.rungs import Rung, at_rung, rungs
-from fxpipe.schedule.search import Setting, search
+from fxpipe.schedule.search.auto import Setting, frontier, search
+from fxpipe.schedule.search.due_dates import Timetable, cross, draw, least_period, start_alone
+from fxpipe.schedule.search.local_search import improve
+from fxpipe.schedule.search.pool import find
+from fxpipe.schedule.search.starts import starts
 from fxpipe.schedule.shop import Shop, decode, encode, peaks, run, shop
 from fxpipe.schedule.simulator import simulate
-from fxpipe.schedule.stretch import stretched
 
 pytestmark = pytest.mark.slow
 
@@ -47,45 +49,8 @@ LARGE = {"times": (29.718, 29.444, 19.927), "comm": 0.527, "kept": 16 / 37}  # 6
 
 
 def test_a_lone_microbatch_flows_down_and_up():
-    times = flow(shop(chain([StageCost(1, 2, 3), StageCost(4, 5, 6)], seconds=0.5), (0, 1)))
-    assert times == (0, 11, 13, 1.5, 5.5, 10.5)
-
-
-def overlaps(flat: Shop, period: float, start: tuple[float, ...]) -> bool:
-    """Do two ops of a rank overlap modulo the period?"""
-    for own in flat.own:
-        sections = [3 * stage + kind for stage in own for kind in range(3)]
-        slots = sorted((start[s] % period, flat.seconds[s]) for s in sections)
-        slots.append((slots[0][0] + period, 0.0))
-        if any(one + seconds > other + 1e-6 for (one, seconds), (other, _) in pairwise(slots)):
-            return True
-    return False
-
-
-@pytest.mark.parametrize("stretch", [1.0, 1.05, 1.2])
-def test_a_block_repeats_without_overlap_and_in_the_order_of_what_it_needs(stretch):
-    flat = v_shop(8, **LARGE)
-    block = find_block(flat, stretch * flat.period, (0.0,) * 4)
-    assert not overlaps(flat, block.period, block.start)
-    for section, sources in enumerate(flat.needs):
-        for source, delay in sources:
-            assert block.start[section] >= block.start[source] + flat.seconds[source] + delay - 1e-6
-
-
-def test_a_block_holds_little():
-    """F = B = W on 8 ranks: 2.83 microbatches between F and B on any rank and no bubble; V-Min holds more."""
-    flat = v_shop(8)
-    block = find_block(flat, flat.period, (0.0,) * 4)
-    held = [
-        sum(block.start[3 * s + 1] + flat.seconds[3 * s + 1] - block.start[3 * s] for s in own) / 2
-        for own in flat.own
-    ]
-    assert max(held) / block.period == pytest.approx(17 / 6)
-
-
-def test_no_block_where_the_work_does_not_fit_the_period():
-    flat = v_shop(2)
-    assert find_block(flat, 0.9 * flat.period, (0.0,) * 4) is None
+    times = start_alone(shop(chain([StageCost(1, 2, 3), StageCost(4, 5, 6)], seconds=0.5), (0, 1)))
+    assert times.tolist() == [0, 11, 13, 1.5, 5.5, 10.5]
 
 
 def test_dispatch_follows_due_dates_and_memory():
@@ -149,46 +114,10 @@ def test_what_did_not_change_need_not_run_again():
     assert compared > 50
 
 
-def test_a_stretched_order_is_whole_and_keeps_the_limits():
-    problem = Problem("zb", 4, 12, 2, "v", v_costs(4, **LARGE), (3.0,) * 4)
-    short = encode(build("v-half", ranks=4, microbatches=12, costs=problem.costs, effort=0.05).order, 12)
-    longer = replace(problem, microbatches=31)
-    found = list(stretched(short, 12, longer))
-    assert len(found) > 10
-    ops = [
-        sorted(31 * s + j for stage in own for s in range(3 * stage, 3 * stage + 3) for j in range(31))
-        for own in longer.shop.own
-    ]
-    for coded in found:
-        assert [sorted(longer.shop.ops_of(rank, coded, 31)) for rank in range(4)] == ops
-        assert max(peaks(longer.shop, coded, 31)) <= 3 * (1 + 1e-9)
-        assert run(longer.shop, coded, 31) is not None
-
-
-def test_a_steady_order_is_stretched_without_loss():
-    costs = v_costs(4)
-    problem = Problem("zb", 4, 16, 2, "v", costs, (4.0,) * 4)
-    short = encode(build("zb-v", ranks=4, microbatches=16, costs=costs).order, 16)
-    assert run(problem.shop, short, 16).span == pytest.approx(16 * problem.shop.period)
-    longer = replace(problem, microbatches=40)
-    spans = [run(longer.shop, coded, 40).span for coded in stretched(short, 16, longer)]
-    assert min(spans) == pytest.approx(40 * problem.shop.period)
-
-
 def test_orders_that_block_each_other_do_not_run():
     flat = shop(chain([StageCost(1, 1, 1)] * 2), (0, 1))
     order = parse_order("F0.0 B0.0 F0.1 B0.1 W0.0 W0.1\nF1.0 F1.1 B1.0 B1.1 W1.0 W1.1")
     assert run(flat, encode(order, 2), 2) is None
-
-
-def test_improvement_moves_a_weight_gradient_off_the_critical_path():
-    costs = chain([StageCost(1, 1, 1, 1, 1)] * 2)
-    problem = Problem("hand", 2, 2, 1, "plain", costs, (inf, inf))
-    slow = parse_order("F0.0 F0.1 B0.0 W0.0 B0.1 W0.1\nF1.0 B1.0 W1.0 F1.1 B1.1 W1.1")
-    goal = Goal.of(problem, "makespan")
-    better = improve(problem.shop, encode(slow, 2), 2, problem.limits, goal, 200)
-    assert problem.worth(encode(slow, 2))[2] == 8
-    assert problem.worth(better)[2] == 7
 
 
 # Bubbles of the published schedulers on the same times, at the same peak memory.
@@ -212,134 +141,10 @@ def test_span_bubble_under_a_limit_is_at_most_what_is_published(name, limit, cos
     assert timeline.span_bubble <= mark
 
 
-@pytest.mark.parametrize(("limit", "mark"), [(4, 0.2400), (5, 0.1440), (6, 0.1110)])
-def test_auto_under_a_limit_is_at_most_what_is_published(limit, mark):
-    """At 5 and 6 it takes four stages a rank."""
-    kinds = ((1, "plain"), (2, "plain"), (2, "v"), (4, "plain"), (4, "v"))
-    settings = [Setting(chunks, name, even_costs(8, chunks, **LARGE)) for chunks, name in kinds]
-    found = search(settings, ranks=8, microbatches=24, memory_limit=limit, objective="span")
-    assert max(found.timeline.peak_memory) <= limit * (1 + 1e-9)
-    assert found.timeline.span_bubble <= mark
-
-
 def test_the_same_input_gives_the_same_schedule():
     costs = v_costs(4, **LARGE)
     make = {"ranks": 4, "microbatches": 6, "costs": costs, "memory_limit": 2.3, "effort": 0.05}
     assert build("v-half", **make) == build("v-half", **make)
-
-
-def test_any_limit_down_to_one_microbatch():
-    costs = v_costs(4, **LARGE)
-    bubbles = []
-    for limit in (1.0, 1.37, 2.0, 2.71, 4.0):
-        schedule = build("zb-v", ranks=4, microbatches=8, costs=costs, memory_limit=limit, effort=0.05)
-        timeline = simulate(schedule, costs)
-        assert max(timeline.peak_memory) <= limit * (1 + 1e-9)
-        bubbles.append(timeline.span_bubble)
-    assert bubbles == sorted(bubbles, reverse=True)
-
-
-def test_rungs_do_not_depend_on_the_limit_above():
-    problem = Problem("zb", 8, 24, 2, "v", v_costs(8, **LARGE), (6.3,) * 8)
-    found = [rung.memory for rung in rungs([problem])]
-    assert found == pytest.approx([1 + k / 4 for k in range(23)])
-    on_one = replace(problem, limits=(6.25,) * 8)
-    assert [rung.memory for rung in rungs([on_one])] == found[:-1]
-    free = [rung.memory for rung in rungs([replace(problem, limits=(inf,) * 8)])]
-    assert free[: len(found)] == found
-    assert free[-10:] == [*range(8, 17), inf]
-
-
-def test_rungs_of_many_ranks_lie_closer_where_there_is_little_memory():
-    """An M_B apart from p/4 on; what lies closer gets less of the effort."""
-    problem = Problem("zb", 32, 256, 1, "plain", even_costs(32, 1, **LARGE), (inf,) * 32)
-    found = rungs([problem])
-    low = [1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, *range(4, 33), *range(36, 68, 4), inf]
-    assert [rung.memory for rung in found] == low
-    assert [rung.share for rung in found[:6]] == [1, 0.25, 0.25, 0.25, 0.25, 0.5]
-    assert {rung.share for rung in found[9:]} == {1}
-
-
-def test_rungs_of_ranks_with_limits_of_their_own_rise_together():
-    stages = [StageCost(1, 1, 1, 1, 1), StageCost(1, 1, 1, 4, 4)]
-    problem = Problem("zb", 2, 8, 1, "plain", chain(stages), (3, 6.5))
-    found = rungs([problem])
-    assert [rung.memory for rung in found] == [4, 5, 6, 7]
-    assert [at_rung(problem, rung) for rung in found[:3]] == [
-        pytest.approx((memory * 3 / 6.5, memory)) for memory in (4, 5, 6)
-    ]
-    free = replace(problem, limits=(3, inf))
-    assert at_rung(free, Rung(2)) == (2, inf)
-    assert at_rung(free, Rung(inf)) == (inf, inf)
-
-
-def test_rungs_of_several_problems_are_the_same_and_have_room_for_each():
-    less, more = (
-        Problem("zb", 2, 8, 1, "plain", chain([StageCost(1, 1, 1, saved)] * 2), (2.0, 2.0))
-        for saved in (1.0, 1.1)
-    )
-    assert [rung.memory for rung in rungs([less, more])] == [1, 1.1, 1.25, 1.5, 1.75, 2]
-    assert rungs([more, less]) == rungs([less, more])
-
-
-def test_rungs_where_nothing_is_saved():
-    problem = Problem("zb", 2, 8, 1, "plain", chain([StageCost(1, 2, 1)] * 2), (3.0, 3.0))
-    assert rungs([problem]) == (Rung(0), Rung(inf))
-    assert at_rung(problem, Rung(0)) == (0, 0)
-    assert at_rung(problem.within(2), Rung(0)) == (0, 0)
-    costs = chain([StageCost(1, 2, 1), StageCost(1, 1, 2)], 0.1)
-    spans = [
-        simulate(
-            build("zb", ranks=2, microbatches=8, costs=costs, memory_limit=limit, effort=0.01), costs
-        ).span
-        for limit in (None, 3.0)
-    ]
-    assert spans[0] == spans[1]
-
-
-ANY = sorted([*(1 + k / 4 for k in range(13)), *(Random(5).uniform(1, 4.2) for _ in range(12))])
-
-
-@pytest.mark.parametrize(("name", "placement"), [("v-half", "v"), ("zb", "plain")])
-@pytest.mark.parametrize("kind", ["short", "long", "large"])
-def test_more_memory_never_costs_time(name, placement, kind, monkeypatch):
-    """A short search has bad luck at times: what it found under a lower limit then counts."""
-    if kind == "large":
-        monkeypatch.setattr(synthesis, "_LARGE", 100)
-    costs = even_costs(4, 2 if placement == "v" else 1, **LARGE)
-    make = {"ranks": 4, "microbatches": 8 if kind == "short" else 24, "costs": costs, "effort": 0.004}
-    spans = []
-    for limit in ANY:
-        timeline = simulate(build(name, memory_limit=limit, **make), costs)
-        assert max(timeline.peak_memory) <= limit * (1 + 1e-9)
-        spans.append(timeline.span)
-    assert all(more <= less * (1 + 1e-9) for less, more in pairwise(spans))
-    assert spans[-1] < spans[0]
-
-
-def test_more_memory_never_costs_time_with_uneven_stages():
-    times = (1.0, 1.3, 0.9, 1.1)
-    costs = chain([StageCost(t, 1.1 * t, 0.7 * t, t, 0.4 * t) for t in times], 0.05)
-    make = {"ranks": 4, "microbatches": 8, "costs": costs, "effort": 0.004}
-    spans = [simulate(build("zb", memory_limit=1.3 * limit, **make), costs).span for limit in ANY]
-    assert all(more <= less * (1 + 1e-9) for less, more in pairwise(spans))
-
-
-@pytest.mark.parametrize("objective", ["span", "makespan"])
-def test_more_memory_never_costs_auto_time(objective):
-    """Also where a microbatch takes more in one setting than in the other."""
-    costs = {
-        v: chain([StageCost(1 / v, 1 / v, 0.7 / v, saved / v, 0.4 / v)] * (4 * v), 0.01)
-        for v, saved in ((1, 1.1), (2, 1.0))
-    }
-    settings = [Setting(1, "plain", costs[1]), Setting(2, "v", costs[2])]
-    found = []
-    for limit in (1, 1.07, 1.2, 1.5, 1.9, 2, 2.2, 2.25, 2.6, 3):
-        choice = search(settings, ranks=4, microbatches=6, memory_limit=limit, objective=objective)
-        assert max(choice.timeline.peak_memory) <= limit * (1 + 1e-9)
-        found.append(choice.timeline.span if objective == "span" else choice.timeline.seconds)
-    assert all(more <= less * (1 + 1e-9) for less, more in pairwise(found))
-    assert found[-1] < found[0]
 
 
 @pytest.mark.parametrize(("name", "limit"), [("zb-h1", None), ("zb-v", None), ("v-half", 3), ("gis", None)])
@@ -384,3 +189,183 @@ def test_limits_per_rank():
     peak = simulate(schedule, costs).peak_memory
     assert peak[0] <= 2
     assert peak[1] <= 1.25
+
+
+def test_improvement_moves_a_weight_gradient_off_the_critical_path():
+    costs = chain([StageCost(1, 1, 1, 1, 1)] * 2)
+    problem = Problem("hand", 2, 2, 1, "plain", costs, (inf, inf))
+    slow = parse_order("F0.0 F0.1 B0.0 W0.0 B0.1 W0.1\nF1.0 B1.0 W1.0 F1.1 B1.1 W1.1")
+    goal = Goal.of(problem, "makespan")
+    better = improve(problem.shop, encode(slow, 2), 2, problem.limits, goal, 5_000)
+    assert problem.worth(encode(slow, 2))[2] == 8
+    assert problem.worth(better)[2] == 7
+
+
+@pytest.mark.parametrize("objective", ["span", "makespan"])
+@pytest.mark.parametrize(
+    ("chunks", "placement", "limit"), [(1, "plain", 3.0), (2, "v", 2.5), (4, "v", 2.0), (2, "plain", inf)]
+)
+def test_improvement_gives_a_whole_order_that_keeps_the_limits_and_is_never_slower(
+    objective, chunks, placement, limit
+):
+    m = 9
+    problem = Problem("zb", 4, m, chunks, placement, even_costs(4, chunks, **LARGE), (limit,) * 4)
+    flat, goal, table = problem.shop, Goal.of(problem, objective), Timetable(problem)
+    for seed in range(5):
+        order = table.order(draw(Random(seed)))
+        better = improve(flat, order, m, problem.limits, goal, 200_000, seed)
+        for rank, own in enumerate(flat.own):
+            ops = [
+                m * section + j
+                for stage in own
+                for section in range(3 * stage, 3 * stage + 3)
+                for j in range(m)
+            ]
+            its = flat.ops_of(rank, better, m).tolist()
+            assert sorted(its) == sorted(ops)
+            for section in {op // m for op in ops}:
+                assert [op % m for op in its if op // m == section] == list(range(m))
+        assert max(peaks(flat, better, m)) <= limit * (1 + 1e-9)
+        assert goal.time(run(flat, better, m)) <= goal.time(run(flat, order, m))
+
+
+# F, B, W, transfer of 2401.10241's models; ZB-1p and ZB-2p by its heuristic.
+PUBLISHED = [
+    (8, 24, (18.522, 18.086, 9.337), 0.601, 0.1585, 0.0433),
+    (8, 32, (18.513, 18.086, 9.331), 0.626, 0.1242, 0.0039),
+    (8, 64, (18.546, 18.097, 9.321), 0.762, 0.0674, 0.0026),
+    (8, 24, (29.718, 29.444, 19.927), 0.527, 0.1323, 0.0029),
+    (8, 32, (29.802, 29.428, 19.530), 0.577, 0.1045, 0.0022),
+    (8, 64, (29.935, 29.621, 19.388), 0.535, 0.0554, 0.0010),
+]
+
+
+@pytest.mark.parametrize(("ranks", "m", "times", "comm", "one", "two"), PUBLISHED)
+def test_the_published_heuristic_gives_the_published_bubbles(ranks, m, times, comm, one, two):
+    for mark, limit in ((one, ranks), (two, 2 * ranks)):
+        problem = Problem(
+            "zb", ranks, m, 1, "plain", even_costs(ranks, 1, times, comm, 0.45), (limit,) * ranks
+        )
+        orders = zero_bubble(problem.shop, m, problem.limits)
+        assert len(orders) == 8
+        assert all(max(peaks(problem.shop, order, m)) <= limit * (1 + 1e-9) for order in orders)
+        spans = [run(problem.shop, order, m).span for order in orders]
+        assert round(1 - m * problem.shop.period / min(spans), 4) == mark
+
+
+@pytest.mark.parametrize(
+    ("m", "times", "comm", "mark"),
+    [
+        (48, (14.407, 14.380, 9.676), 1.610, 0.0697),
+        (64, (14.412, 14.393, 9.688), 1.621, 0.0533),
+        (128, (14.316, 14.306, 9.639), 1.619, 0.0274),
+    ],
+)
+def test_the_published_heuristic_gives_the_published_bubbles_of_zb_v(m, times, comm, mark):
+    costs = v_costs(16, times=tuple(2 * time for time in times), comm=comm)
+    problem = Problem("zb-v", 16, m, 2, "v", costs, (16,) * 16)
+    spans = [run(problem.shop, order, m).span for order in zero_bubble_v(problem.shop, m, problem.limits)]
+    assert round(1 - m * problem.shop.period / min(spans), 4) == mark
+
+
+def test_heuristics_take_uneven_stages_few_microbatches_and_tight_limits():
+    times = (1.0, 1.3, 0.9, 1.1)
+    stages = [StageCost(t, 1.1 * t, 0.7 * t, t, 0.4 * t) for t in times]
+    for m in (1, 2, 3, 9):
+        for limit in (1.3, 2.0, 4.1, 9.0):
+            one = Problem("zb", 4, m, 1, "plain", chain(stages, 0.05), (limit,) * 4)
+            assert zero_bubble(one.shop, m, one.limits)
+            two = Problem("zb-v", 4, m, 2, "v", chain([*stages, *stages[::-1]], 0.05), (2 * limit,) * 4)
+            orders = zero_bubble(one.shop, m, one.limits), zero_bubble_v(two.shop, m, two.limits)
+            for problem, made in zip((one, two), orders, strict=True):
+                for order in made:
+                    assert sorted(order.tolist()) == list(range(problem.ops))
+                    assert run(problem.shop, order, m) is not None
+
+
+def test_a_search_starts_no_worse_than_what_is_published():
+    """With hardly any effort of its own."""
+    for ranks, m, times, comm, one, _ in PUBLISHED[::3]:
+        problem = Problem(
+            "zb", ranks, m, 1, "plain", even_costs(ranks, 1, times, comm, 0.45), (ranks,) * ranks
+        )
+        (found,) = find([problem], starts, "span", effort=1e-6)
+        assert round(1 - m * problem.shop.period / found.seconds, 4) <= one
+
+
+def test_no_schedule_has_a_shorter_period_than_the_bound():
+    """By hand: 2 ranks, times 1, one microbatch held from F to B and half of it from B to W."""
+    costs = chain([StageCost(1, 1, 1, 1, 0.5)] * 2, 0.25)
+    limited = Problem("zb", 2, 4, 1, "plain", costs, (1.0, 1.0))
+    assert least_period(limited) == pytest.approx(4 + 0.5 + 0.5)  # F0, there, F1, B1, back, B0; half of W0
+    assert least_period(replace(limited, limits=(inf, inf))) == 3
+    (found,) = find([limited], starts, "span", effort=0.05)
+    assert found.seconds >= 4 * 5 - 1e-9 - 2.5
+
+
+def test_draws_are_points_of_the_unit_cube():
+    random = Random(3)
+    points = [draw(random) for _ in range(20)]
+    points += [cross(*random.choices(points, k=2), random) for _ in range(100)]
+    assert all(0 <= x <= 1 for point in points for x in point)
+    assert len(set(points)) == len(points)
+
+
+def test_the_seed_and_the_number_of_threads():
+    """The same seed gives the same order; other seeds are other searches."""
+    problem = Problem("zb", 4, 8, 2, "v", v_costs(4, **LARGE), (2.3,) * 4)
+    found = {seed: find([problem], starts, "span", 0.1, seed)[0] for seed in range(4)}
+    again = find([problem], starts, "span", 0.1, 2)[0]
+    assert again.order.tolist() == found[2].order.tolist()
+    assert len({tuple(one.order.tolist()) for one in found.values()}) > 1
+
+
+def test_more_effort_finds_more():
+    problem = Problem("zb", 8, 24, 2, "v", v_costs(8, **LARGE), (5.0,) * 8)
+    little, much = (find([problem], starts, "span", effort)[0].seconds for effort in (0.01, 2.0))
+    assert much < 0.99 * little
+
+
+@pytest.mark.parametrize("limit", [1.0, 1.37, 2.0, 2.71, 4.0])
+def test_any_limit_down_to_one_microbatch(limit):
+    costs = v_costs(4, **LARGE)
+    schedule = build("zb-v", ranks=4, microbatches=8, costs=costs, memory_limit=limit, effort=0.05)
+    assert max(simulate(schedule, costs).peak_memory) <= limit * (1 + 1e-9)
+
+
+def test_a_step_where_nothing_is_saved():
+    costs = chain([StageCost(1, 2, 1), StageCost(1, 1, 2)], 0.1)
+    make = {"ranks": 2, "microbatches": 8, "costs": costs, "effort": 0.01}
+    spans = [simulate(build("zb", memory_limit=limit, **make), costs).span for limit in (None, 3.0)]
+    assert spans[0] == spans[1]
+
+
+@pytest.mark.parametrize(("limit", "mark"), [(4, 0.2400), (5, 0.1440), (6, 0.1110)])
+def test_auto_under_a_limit_is_at_most_what_is_published(limit, mark):
+    kinds = ((1, "plain"), (2, "plain"), (2, "v"), (4, "plain"), (4, "v"))
+    settings = [Setting(chunks, name, even_costs(8, chunks, **LARGE)) for chunks, name in kinds]
+    found = search(settings, ranks=8, microbatches=24, memory_limit=limit, objective="span", effort=2.0)
+    assert max(found.timeline.peak_memory) <= limit * (1 + 1e-9)
+    assert found.timeline.span_bubble <= mark
+
+
+@pytest.mark.parametrize("objective", ["span", "makespan"])
+def test_more_memory_never_costs_time(objective):
+    """Also where a microbatch takes more in one setting than in the other, and where searches are too
+    short to be lucky.
+    """
+    costs = {
+        v: chain([StageCost(1 / v, 1 / v, 0.7 / v, saved / v, 0.4 / v)] * (4 * v), 0.01)
+        for v, saved in ((1, 1.1), (2, 1.0))
+    }
+    settings = [Setting(1, "plain", costs[1]), Setting(2, "v", costs[2])]
+    limits = [3, 1, 1.07, 1.2, 1.5, 1.9, 2, 2.2, 2.25, 2.6, 0.9]
+    make = {"ranks": 4, "microbatches": 6, "objective": objective, "effort": 0.01}
+    choices = dict(zip(limits, frontier(settings, memory_limits=limits, **make), strict=True))
+    assert "limit of 0.9" in str(choices.pop(0.9))
+    spans = []
+    for limit, choice in sorted(choices.items()):
+        assert max(choice.timeline.peak_memory) <= limit * (1 + 1e-9)
+        spans.append(choice.timeline.span if objective == "span" else choice.timeline.seconds)
+    assert all(more <= less * (1 + 1e-9) for less, more in pairwise(spans))
+    assert spans[-1] < spans[0]

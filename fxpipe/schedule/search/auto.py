@@ -1,4 +1,4 @@
-"""``schedule="auto"``: the fastest schedule over families, placements and stages per rank, then improved."""
+"""``schedule="auto"``: the fastest schedule over all families, placements and stages per rank."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from math import inf
 
 from fxpipe.errors import LimitError, ScheduleError
 from fxpipe.schedule.costs import Costs
-from fxpipe.schedule.families import FAMILIES, STARTS, Family, build
+from fxpipe.schedule.dispatch import check_room, has_room
+from fxpipe.schedule.families import FAMILIES, Family, build
 from fxpipe.schedule.goal import Objective as Objective
 from fxpipe.schedule.offload import AUTO, Share, lightened
 from fxpipe.schedule.ops import Order, Schedule
 from fxpipe.schedule.placement import place
 from fxpipe.schedule.problem import Limit, Problem, per_rank
-from fxpipe.schedule.rungs import rungs
-from fxpipe.schedule.shop import shop
+from fxpipe.schedule.search.pool import EFFORT, Found, find
+from fxpipe.schedule.search.starts import starts
+from fxpipe.schedule.shop import decode, shop
 from fxpipe.schedule.simulator import simulate
-from fxpipe.schedule.synthesis import Ascent
 from fxpipe.schedule.timeline import Timeline
 from fxpipe.schedule.vocabulary import body_costs, room_for_body, weave
 from fxpipe.vocabulary.stages import Vocabulary
@@ -27,9 +28,6 @@ SEARCHED = "zb"
 
 BEYOND = tuple(f for f in FAMILIES.values() if f.name == SEARCHED or not f.is_searched)
 WITHIN = tuple(f for f in BEYOND if not f.for_offload)
-
-_LIGHT, _HEAVY = 0.045, 0.1  # effort on a rung for all ways, and for the one that does best there
-_MORE = 20  # times as much for a large problem, which takes less by itself
 
 
 @dataclass(frozen=True)
@@ -101,29 +99,101 @@ def search(
     microbatches: int,
     memory_limit: Limit = None,
     objective: Objective = "makespan",
+    effort: float = EFFORT,
+    seed: int = 0,
 ) -> Choice:
     """The schedule with the least makespan, or the shortest span of a rank, within the memory limits.
 
     Of those that are equally fast one that needs the least memory.  ``memory_limit``, in the unit of the
     costs' ``saved``, holds for all settings, beside their own limits.  Every family is tried in every
-    setting, and the searches in all settings climb together.
-    Raises ScheduleError where nothing fits, with the smallest limit that does.
+    setting, and one search looks at all settings for about ``effort`` seconds of one core; ``seed`` is
+    that of its random numbers. Raises ScheduleError where nothing fits, with the smallest limit that
+    does.
+    """
+    (found,) = frontier(
+        settings,
+        ranks=ranks,
+        microbatches=microbatches,
+        memory_limits=[memory_limit],
+        objective=objective,
+        effort=effort,
+        seed=seed,
+    )
+    if isinstance(found, ScheduleError):
+        raise found
+    return found
+
+
+def frontier(
+    settings: Sequence[Setting],
+    *,
+    ranks: int,
+    microbatches: int,
+    memory_limits: Sequence[Limit],
+    objective: Objective = "makespan",
+    effort: float = EFFORT,
+    seed: int = 0,
+) -> list[Choice | ScheduleError]:
+    """What ``search`` finds under each limit, or why there is nothing.
+
+    A schedule that was found under one limit counts under each other that it keeps.  So more memory never
+    costs time.  ``effort`` is for each limit.
     """
     if not settings:
         raise ScheduleError("nothing to search: give at least one setting")
-    ways = [way for setting in settings for way in _ways(setting, ranks, microbatches, memory_limit)]
-    tried: list[Tried] = []
-    entries: list[_Entry] = []
-    smallest = inf
-    ascents = {way: Ascent(way.problem, STARTS, objective) for way in ways}
+    under: list[_Under | ScheduleError] = []
+    for limit in memory_limits:
+        ways = [way for setting in settings for way in _ways(setting, ranks, microbatches, limit)]
+        try:
+            under.append(_under(ways, objective, effort, seed))
+        except ScheduleError as error:
+            under.append(error)
+    best = [own.best for own in under if not isinstance(own, ScheduleError)]
+    choices: list[Choice | ScheduleError] = []
+    for own, limit in zip(under, memory_limits, strict=True):
+        if isinstance(own, ScheduleError):
+            choices.append(own)
+            continue
+        kept = [entry for entry in best if _keeps(entry, limit, ranks)]
+        top = min((own.best, *kept), key=lambda entry: entry.key)
+        choices.append(Choice(top.timeline.schedule, top.way.setting, top.timeline, own.tried))
+    return choices
+
+
+@dataclass(frozen=True)
+class _Under:
+    """What was found under one limit."""
+
+    best: _Entry
+    tried: tuple[Tried, ...]
+
+
+def _keeps(entry: _Entry, limit: Limit, ranks: int) -> bool:
+    limits = _limits(entry.way.setting, limit, ranks)
+    return all(
+        peak <= most * (1 + 1e-9) for peak, most in zip(entry.timeline.peak_memory, limits, strict=True)
+    )
+
+
+def _under(ways: Sequence[_Way], objective: Objective, effort: float, seed: int) -> _Under:
+    """Raises ScheduleError where nothing fits, with the smallest limit that does."""
+    found: dict[_Way, Found | None] = {}
     for is_beyond in (False, True):
-        _climb([ascents[way] for way in ways if (way.offload is not None) == is_beyond])
+        alike = [way for way in ways if (way.offload is not None) == is_beyond]
+        problems = [way.problem for way in alike]
+        if any(has_room(problem.shop, problem.limits) for problem in problems):
+            found |= zip(alike, find(problems, starts, objective, effort, seed), strict=True)
+    entries, tried, smallest = list[_Entry](), list[Tried](), inf
     for way in ways:
         for family in way.families:
             if not family.has(way.setting.stages_per_rank, way.setting.placement):
                 continue
             try:
-                order = ascents[way].order if family.is_searched else _build(family, way.problem)
+                order = (
+                    _decoded(way.problem, found.get(way))
+                    if family.is_searched
+                    else _build(family, way.problem)
+                )
                 entry = _entry(family.name, way, order, objective)
             except ScheduleError as error:
                 if isinstance(error, LimitError):
@@ -134,8 +204,7 @@ def search(
             tried.append(_tried(entry))
     if not entries:
         raise ScheduleError(_nothing_fits(ways, smallest))
-    best = min(entries, key=lambda entry: entry.key)
-    return Choice(best.timeline.schedule, best.way.setting, best.timeline, tuple(tried))
+    return _Under(min(entries, key=lambda entry: entry.key), tuple(tried))
 
 
 def _ways(setting: Setting, ranks: int, microbatches: int, limit: Limit) -> list[_Way]:
@@ -169,25 +238,12 @@ def _limits(setting: Setting, limit: Limit, ranks: int) -> tuple[float, ...]:
     return tuple(map(min, per_rank(limit, ranks), per_rank(setting.limits, ranks)))
 
 
-def _climb(ascents: Sequence[Ascent]) -> None:
-    """Rung by rung; where nothing is known of limits above, so that the result does not depend on them."""
-    if not ascents:
-        return
-    path = rungs([ascent.problem for ascent in ascents])
-    least = min(ascent.best.goal.bound for ascent in ascents)
-    if any(ascent.leap(path) for ascent in ascents if ascent.best.goal.bound <= least * (1 + 1e-9)):
-        path = path[-2:]  # nothing can be better: of the others any order will do that keeps the limit
-    for rung in path:
-        climbing = [ascent for ascent in ascents if ascent.climbs_to(rung)]
-        for ascent in climbing:
-            ascent.climb(rung, _effort(ascent, _LIGHT))
-        if climbing:
-            best = min(climbing, key=lambda ascent: ascent.best.top.value)
-            best.climb(rung, _effort(best, _HEAVY))
-
-
-def _effort(ascent: Ascent, effort: float) -> float:
-    return effort * _MORE if ascent.is_large else effort
+def _decoded(problem: Problem, found: Found | None) -> Order:
+    """Raises ScheduleError where one microbatch does not fit."""
+    if found is None:
+        check_room(problem.shop, problem.limits)
+    assert found is not None, "the search has an order where a microbatch fits"
+    return decode(problem.shop, found.order, problem.microbatches)
 
 
 def _build(family: Family, problem: Problem) -> Order:

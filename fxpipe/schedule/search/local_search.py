@@ -1,0 +1,47 @@
+"""Local search on an order: an op of the critical path jumps over some of its neighbors, the memory
+limits kept.
+
+Simulated annealing. What a jump does to the longest path through the ops that it moves is estimated
+first, as in job shop scheduling (Balas and Vazirani 1998); only where the estimate is accepted are the
+ops run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from fxpipe.schedule.goal import Goal
+from fxpipe.schedule.kernel import anneal
+from fxpipe.schedule.shop import Coded, Shop, run
+
+_HOT, _COLD = (
+    0.8,
+    0.1,
+)  # how much worse an order may be: at first, of a mean op's time; at last, of that at first
+_GAIN = 0.4  # the same of what there is to gain
+_SHORT = 2e-4  # the same for each look at an op: in the heat of a short search a good order would be lost
+
+
+def improve(
+    shop: Shop,
+    order: Coded,
+    microbatches: int,
+    limits: Sequence[float],
+    goal: Goal,
+    work: int,
+    seed: int = 0,
+) -> Coded:
+    """The best order that is met while so many ops (``work``) are looked at.
+
+    ``order`` keeps the limits. On every stage the ops of a kind keep their order.
+    """
+    done = run(shop, order, microbatches)
+    assert done is not None, "an order to improve can progress"
+    unit = float(np.mean(shop.seconds))
+    gain, short = goal.time(done) - goal.bound, work / len(order)
+    hot = max(1e-3 * unit, min(_HOT * unit, _GAIN * gain, _SHORT * unit * short))
+    bounds = np.asarray(limits, np.float64)
+    tables, m = shop.tables(microbatches), microbatches
+    return anneal(tables, order, m, bounds, goal.by_makespan, goal.enough, work, seed, hot, _COLD * hot)

@@ -1,0 +1,170 @@
+"""One pool of problems: their starts, and annealing by halving."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from random import Random
+
+from fxpipe.schedule.dispatch import check_room, has_room
+from fxpipe.schedule.goal import Goal, Objective
+from fxpipe.schedule.problem import Problem
+from fxpipe.schedule.search.due_dates import Point, Timetable, cross, draw, least_period
+from fxpipe.schedule.search.local_search import improve
+from fxpipe.schedule.shop import Coded, fits, peaks, run
+
+EFFORT = 8.0
+"""Seconds of one core, about."""
+
+_SPEED = 30_000_000  # ops that a core looks at in a second, about
+_DRAWN = 0.35  # of the effort, for list scheduling
+_LISTED = 4  # what it takes to list-schedule an op, in ops that are looked at
+_ANNEALED = 3_000  # looks at an op; with fewer, annealing is of no use and all effort goes into draws
+_FEWEST, _MOST = 96, 1_536  # draws for a problem
+_BATCH = 32  # draws that are made at a time, and judged before the next
+_KEPT = 16  # of the best draws, to cross
+_WIDTH, _LAST = 16, 2  # orders that are annealed at first and at last
+
+Starts = Callable[[Problem], Sequence[Coded]]
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """An order of a problem's ops that keeps its limits, its objective, and the peak memory of the rank
+    that needs the most.
+    """
+
+    order: Coded
+    seconds: float
+    peak: float
+
+
+def find(
+    problems: Sequence[Problem],
+    starts: Starts,
+    objective: Objective,
+    effort: float = EFFORT,
+    seed: int = 0,
+) -> list[Found | None]:
+    """The best order that was found for each problem, with most of the work on those that look best.
+
+    None for a problem in which one microbatch does not fit; raises ScheduleError where that is so in all.
+    """
+    able = [problem for problem in problems if has_room(problem.shop, problem.limits)]
+    if not able:
+        check_room(problems[0].shop, problems[0].limits)
+    tasks = [_Task(problem, objective) for problem in able]
+    work, count = effort * _SPEED, max(2, _WIDTH // len(tasks))
+    drawn = _DRAWN if work > _ANNEALED * sum(problem.ops for problem in able) else 1.0
+    least = min(task.goal.bound for task in tasks)
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        pool: list[_Chain] = []
+        for task in tasks:
+            task.keep(map(task.judge, starts(task.problem)))
+            pool += task.draw(int(drawn * work / len(tasks)), count, seed, threads)
+        _halve(pool, least, int((1 - drawn) * work), seed, threads)
+    best = {id(task.problem): task.best for task in tasks}
+    return [best.get(id(problem)) for problem in problems]
+
+
+class _Task:
+    """A problem, what is made small in it, and the best order so far."""
+
+    def __init__(self, problem: Problem, objective: Objective) -> None:
+        goal = Goal.of(problem, objective)
+        self.bound = max(goal.bound, problem.microbatches * least_period(problem))
+        self.problem, self.goal = problem, Goal(objective, self.bound)
+        self.best: Found | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Is the best as good as can be?"""
+        return self.best is not None and self.best.seconds <= self.goal.bound * (1 + 1e-9)
+
+    def judge(self, order: Coded) -> Found | None:
+        """None where the order breaks the limits."""
+        problem, m = self.problem, self.problem.microbatches
+        if not fits(problem.shop, order, m, problem.limits):
+            return None
+        done = run(problem.shop, order, m)
+        assert done is not None, "an order that was made by running it cannot block"
+        return Found(order, float(f"{self.goal.time(done):.12g}"), max(peaks(problem.shop, order, m)))
+
+    def keep(self, orders: Iterable[Found | None]) -> list[Found]:
+        """Remembers the best. All of them, the best first, but one of equally fast ones: that which needs
+        the least memory.
+        """
+        kept: list[Found] = []
+        for one in sorted(filter(None, orders), key=_key):
+            if not kept or one.seconds > kept[-1].seconds * (1 + 1e-9):
+                kept.append(one)
+        if kept and (self.best is None or _key(kept[0]) < _key(self.best)):
+            self.best = kept[0]
+        return kept
+
+    def draw(self, work: int, count: int, seed: int, threads: ThreadPoolExecutor) -> list[_Chain]:
+        """The orders to anneal: half of them the best of all that is published and of crossings of good
+        draws, half the best of plain draws, since these are less alike.
+        """
+        table, random = Timetable(self.problem), Random(seed)
+        draws = max(_FEWEST, min(_MOST, work // (_LISTED * self.problem.ops)))
+        near, far = self.keep([self.best]), list[Found]()
+        best: list[tuple[float, Point]] = []
+
+        def make(point: Point) -> Found | None:
+            return self.judge(table.order(point))
+
+        for begin in range(0, draws, _BATCH):
+            if self.is_done:
+                break
+            crossed = [bool(best) and k % 2 == 1 for k in range(min(_BATCH, draws - begin))]
+            parents = [point for _, point in best]
+            points = [
+                cross(random.choice(parents), random.choice(parents), random) if v else draw(random)
+                for v in crossed
+            ]
+            made = [*zip(threads.map(make, points), points, crossed, strict=True)]
+            best = sorted([*best, *((found.seconds, point) for found, point, _ in made if found)])[:_KEPT]
+            near = self.keep([*near, *(found for found, _, v in made if v)])[:count]
+            far = self.keep([*far, *(found for found, _, v in made if not v)])[:count]
+        return [_Chain(self, found) for found in (*near[: count - count // 2], *far[: count // 2])]
+
+
+@dataclass(frozen=True, eq=False)
+class _Chain:
+    """An order that is annealed."""
+
+    task: _Task
+    found: Found
+
+    def annealed(self, work: int, seed: int) -> _Chain:
+        problem = self.task.problem
+        shop, m = problem.shop, problem.microbatches
+        better = self.task.judge(
+            improve(shop, self.found.order, m, problem.limits, self.task.goal, work, seed)
+        )
+        assert better is not None, "local search keeps the limits"
+        return _Chain(self.task, better)
+
+
+def _halve(pool: list[_Chain], least: float, work: int, seed: int, threads: ThreadPoolExecutor) -> None:
+    """Anneals all; the better half goes on, with twice the work for each, until few are left."""
+    rounds, number = max(1, (len(pool) // _LAST).bit_length()), 0
+    for _ in range(rounds):
+        if not work or min(chain.found.seconds for chain in pool) <= least * (1 + 1e-9):
+            return
+        each, seeds = work // (rounds * len(pool)), range(number, number := number + len(pool))
+        better = threads.map(
+            lambda chain, own, each=each: chain.annealed(each, ((seed << 16) + own) % 2**32), pool, seeds
+        )
+        chains = sorted([*pool, *better], key=lambda chain: _key(chain.found))
+        different = {chain.found.seconds: chain for chain in reversed(chains)}
+        pool = [*different.values()][::-1][: max(1, len(pool) // 2)]
+        for chain in chains:
+            chain.task.keep([chain.found])
+
+
+def _key(found: Found) -> tuple[float, float]:
+    return found.seconds, found.peak
