@@ -1,5 +1,9 @@
 """Schedules beside what is published: bubbles at the same peak memory, and how long it takes to make them.
 
+Rows that are searched show the median and the worst of ten seeds of the search's random numbers; a mark holds for the
+median. ``draw`` makes settings at random, new ones with ``--draw N``, to compare two commits: ``--against FILE`` names
+what the other one printed with ``--json FILE``.
+
 Marks of 2401.10241 are of its paper.  Marks under a memory limit (†) are what the published schedulers of
 2401.10241, 2405.15362 and 2503.01328 gave when they were run on the same times; a mark is the best of them
 at that peak; what ``auto`` aims at for 6.2B is below it.  Families have their own stages per rank;
@@ -8,6 +12,7 @@ of a rank.
 
     python benchmarks/schedules.py --output benchmarks/results/schedules.txt
     python benchmarks/schedules.py --only limits uneven
+    python benchmarks/schedules.py --only draw --draw 7 --seeds 3 --json this.json --against other.json
 """
 
 from __future__ import annotations

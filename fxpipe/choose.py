@@ -80,7 +80,9 @@ def choose(
     if not settings:
         raise min(too_heavy, key=lambda error: error.smallest)
     if options.schedule == AUTO:
-        found = search(settings, ranks=options.ranks, microbatches=options.microbatches)
+        found = search(
+            settings, ranks=options.ranks, microbatches=options.microbatches, effort=options.effort
+        )
         chosen, schedule = found.setting, found.schedule
         tried = tuple((t, candidates[_position(settings, t.setting)][0]) for t in found.tried)
     else:
@@ -120,6 +122,7 @@ def _fastest(options: Options, settings: Sequence[Setting]) -> tuple[Setting, Sc
                     stages_per_rank=setting.stages_per_rank,
                     placement=setting.placement,
                     memory_limit=limits,
+                    effort=options.effort,
                     vocabulary=setting.vocabulary,
                 )
                 schedule = _lightened(schedule, setting.costs, share, setting.limits)

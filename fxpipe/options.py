@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,7 @@ class Options:
     offloading: Offload = Offload(share=False)
     dimensions: Mapping[str, int] | None = None
     fixed: tuple[str, ...] = ()
+    effort: float | None = None
 
     @property
     def offload(self) -> float | str | None:
@@ -122,6 +123,9 @@ def check(options: Options) -> None:
         chosen = name == "stages_per_rank" and value is None
         if not chosen and (not isinstance(value, int) or value < 1):
             raise ScheduleError(f"{name} is {value!r} and must be a whole number, at least 1.")
+    effort = options.effort
+    if effort is not None and not (isinstance(effort, int | float) and 0 < effort < inf):
+        raise ScheduleError(f"effort is {effort!r} and must be a number of seconds above 0.")
     if options.costs not in ("analytic", "measured"):
         raise ScheduleError(f"costs is {options.costs!r} and must be 'analytic' or 'measured'.")
     if options.vocab_parallel not in (False, AUTO, *BARRIERS):

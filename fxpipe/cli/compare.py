@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from rich.progress import track
 from rich.table import Table
 
 from fxpipe.cli.arguments import positive, write
-from fxpipe.cli.planning import AUTO, Wish, plan
+from fxpipe.cli.planning import AUTO, Wish, plan, plan_within
 from fxpipe.cli.sources import EPILOG, Source, add_cost_arguments, source_of
 from fxpipe.errors import FxpipeError, ScheduleError
 from fxpipe.names import terminal
@@ -25,15 +24,6 @@ from fxpipe.viz.frontier_picture import Point, frontier, frontier_svg
 
 Outcome = Timeline | ScheduleError
 """A schedule, or why there is none."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A row of the table: the schedule ``name``, built as wished for."""
-
-    label: str
-    name: str
-    wish: Wish
 
 
 def add_to(commands: Any, line: str) -> None:
@@ -61,11 +51,10 @@ def add_to(commands: Any, line: str) -> None:
 
 def _compare(options: argparse.Namespace) -> None:
     source = source_of(options)
-    wish = Wish(options.stages_per_rank, options.placement, options.memory_limit, options.objective)
-    entries = [Entry(name, name, wish) for name in (*FAMILIES, AUTO)]
-    for limit in options.limits:
-        entries.append(Entry(f"{AUTO} ≤ {limit:g}", AUTO, replace(wish, memory_limit=limit)))
-    outcomes = dict(_outcomes(source, entries))
+    wish = Wish(
+        options.stages_per_rank, options.placement, options.memory_limit, options.objective, options.effort
+    )
+    outcomes = dict(_outcomes(source, wish, options.limits))
     found = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Timeline)}
     points = [
         Point(name, max(timeline.peak_memory), _bubble(timeline, options.objective))
@@ -92,13 +81,18 @@ def _compare(options: argparse.Namespace) -> None:
         console.print(terminal(f"drawn: {options.draw}"), soft_wrap=True)
 
 
-def _outcomes(source: Source, entries: list[Entry]) -> Iterator[tuple[str, Outcome]]:
+def _outcomes(source: Source, wish: Wish, limits: Sequence[float]) -> Iterator[tuple[str, Outcome]]:
+    """Each family, then ``auto`` under each limit."""
     console = Console(stderr=True)
-    for entry in track(entries, "compare", console=console, disable=not console.is_terminal):
+    for name in track([*FAMILIES, AUTO], "compare", console=console, disable=not console.is_terminal):
+        if name == AUTO:
+            labels = [AUTO, *(f"{AUTO} ≤ {limit:g}" for limit in limits)]
+            yield from zip(labels, plan_within([wish.memory_limit, *limits], source, wish), strict=True)
+            continue
         try:
-            yield entry.label, plan(entry.name, source, entry.wish)
+            yield name, plan(name, source, wish)
         except ScheduleError as error:
-            yield entry.label, error
+            yield name, error
 
 
 def _bubble(timeline: Timeline, objective: str) -> float:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fxpipe.cli.sources import Source
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.families import FAMILIES, build
 from fxpipe.schedule.placement import PLACEMENTS
-from fxpipe.schedule.search.auto import Objective, Setting, search
+from fxpipe.schedule.search.auto import Objective, Setting, frontier
 from fxpipe.schedule.simulator import simulate
 from fxpipe.schedule.timeline import Timeline
 
@@ -19,12 +20,13 @@ CHUNKS = (1, 2, 4)
 
 @dataclass(frozen=True)
 class Wish:
-    """What is asked of a schedule; None leaves the choice to the family."""
+    """What is asked of a schedule; None leaves the choice to the family or the search."""
 
     stages_per_rank: int | None = None
     placement: str | None = None
     memory_limit: float | None = None
     objective: Objective = "makespan"
+    effort: float | None = None
 
 
 def plan(name: str, source: Source, wish: Wish) -> Timeline:
@@ -33,7 +35,10 @@ def plan(name: str, source: Source, wish: Wish) -> Timeline:
     Raises ScheduleError as :func:`fxpipe.schedule.families.build` and ``search`` do.
     """
     if name == AUTO:
-        return _search(source, wish)
+        (found,) = plan_within([wish.memory_limit], source, wish)
+        if isinstance(found, ScheduleError):
+            raise found
+        return found
     if name not in FAMILIES:
         raise ScheduleError(f"unknown schedule {name!r}; known: {', '.join((*FAMILIES, AUTO))}")
     family = FAMILIES[name]
@@ -47,12 +52,17 @@ def plan(name: str, source: Source, wish: Wish) -> Timeline:
         stages_per_rank=chunks,
         placement=wish.placement,
         memory_limit=wish.memory_limit,
+        effort=wish.effort,
         vocabulary=source.vocabulary,
     )
     return simulate(schedule, costs)
 
 
-def _search(source: Source, wish: Wish) -> Timeline:
+def plan_within(limits: Sequence[float | None], source: Source, wish: Wish) -> list[Timeline | ScheduleError]:
+    """What the search finds under each memory limit, or why there is nothing.
+
+    More memory never costs time.
+    """
     given = wish.stages_per_rank or source.stages_per_rank
     settings = [
         Setting(chunks, placement, source.costs(chunks), vocabulary=source.vocabulary)
@@ -60,11 +70,12 @@ def _search(source: Source, wish: Wish) -> Timeline:
         for placement in ((wish.placement,) if wish.placement else PLACEMENTS)
         if chunks > 1 or placement == wish.placement or placement == "plain"
     ]
-    choice = search(
+    choices = frontier(
         settings,
         ranks=source.ranks,
         microbatches=source.microbatches,
-        memory_limit=wish.memory_limit,
+        memory_limits=limits,
         objective=wish.objective,
+        effort=wish.effort,
     )
-    return choice.timeline
+    return [choice if isinstance(choice, ScheduleError) else choice.timeline for choice in choices]

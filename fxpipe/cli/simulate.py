@@ -94,7 +94,7 @@ def _timeline(options: argparse.Namespace) -> tuple[Source, Timeline]:
     if options.schedule is None:
         raise FxpipeError("--schedule NAME or --schedule-file FILE is required")
     limit = None if options.offload == AUTO else options.memory_limit
-    wish = Wish(options.stages_per_rank, options.placement, limit, options.objective)
+    wish = Wish(options.stages_per_rank, options.placement, limit, options.objective, options.effort)
     return source, plan(options.schedule, source, wish)
 
 

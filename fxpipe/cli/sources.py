@@ -77,6 +77,7 @@ def add_cost_arguments(parser: Any) -> None:
     add("--stages-per-rank", type=positive_int, metavar="V", help="chunks a rank holds (what suits)")
     add("--placement", choices=sorted(PLACEMENTS), help="of the chunks on the ranks (what suits)")
     add("--memory-limit", type=positive, metavar="X", help="a real number (none)")
+    add("--effort", type=positive, metavar="S", help="of a search: about the seconds of one core (8 at most)")
 
 
 def source_of(options: argparse.Namespace) -> Source:

@@ -15,7 +15,7 @@ from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.ops import OpKind, Order, Schedule
 from fxpipe.schedule.placement import place
 from fxpipe.schedule.problem import Limit, Problem, per_rank
-from fxpipe.schedule.search.pool import EFFORT, find
+from fxpipe.schedule.search.pool import find
 from fxpipe.schedule.search.starts import gis as gis_orders
 from fxpipe.schedule.search.starts import groups, starts
 from fxpipe.schedule.search.starts import zb_v as zb_v_orders
@@ -186,7 +186,7 @@ def build(
     placement: str | None = None,
     memory_limit: Limit = None,
     group: int | None = None,
-    effort: float = EFFORT,
+    effort: float | None = None,
     vocabulary: Vocabulary | None = None,
 ) -> Schedule:
     """The schedule of a named family, for any numbers of ranks and microbatches from 1.

@@ -22,7 +22,7 @@ class Problem:
     """``costs`` has ``ranks · stages_per_rank`` stages; ``limits`` are per rank, infinite where none is.
 
     ``group`` is the number of microbatches in a group, where a family has groups and one is asked for;
-    ``effort`` the time that a search may take, in what it takes by default.
+    ``effort`` about the seconds of one core that a search may take.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Problem:
     costs: Costs
     limits: tuple[float, ...]
     group: int | None = None
-    effort: float = 0.0
+    effort: float | None = None
 
     @cached_property
     def placement(self) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from fxpipe.schedule.offload import AUTO, Share, lightened
 from fxpipe.schedule.ops import Order, Schedule
 from fxpipe.schedule.placement import place
 from fxpipe.schedule.problem import Limit, Problem, per_rank
-from fxpipe.schedule.search.pool import EFFORT, Found, find
+from fxpipe.schedule.search.pool import Found, find
 from fxpipe.schedule.search.starts import starts
 from fxpipe.schedule.shop import decode, shop
 from fxpipe.schedule.simulator import simulate
@@ -99,14 +99,14 @@ def search(
     microbatches: int,
     memory_limit: Limit = None,
     objective: Objective = "makespan",
-    effort: float = EFFORT,
+    effort: float | None = None,
     seed: int = 0,
 ) -> Choice:
     """The schedule with the least makespan, or the shortest span of a rank, within the memory limits.
 
     Of those that are equally fast one that needs the least memory.  ``memory_limit``, in the unit of the
     costs' ``saved``, holds for all settings, beside their own limits.  Every family is tried in every
-    setting, and one search looks at all settings for about ``effort`` seconds of one core; ``seed`` is
+    setting, and one search looks at all settings (``effort``: see :func:`.pool.find`); ``seed`` is
     that of its random numbers. Raises ScheduleError where nothing fits, with the smallest limit that
     does.
     """
@@ -131,7 +131,7 @@ def frontier(
     microbatches: int,
     memory_limits: Sequence[Limit],
     objective: Objective = "makespan",
-    effort: float = EFFORT,
+    effort: float | None = None,
     seed: int = 0,
 ) -> list[Choice | ScheduleError]:
     """What ``search`` finds under each limit, or why there is nothing.
@@ -175,7 +175,7 @@ def _keeps(entry: _Entry, limit: Limit, ranks: int) -> bool:
     )
 
 
-def _under(ways: Sequence[_Way], objective: Objective, effort: float, seed: int) -> _Under:
+def _under(ways: Sequence[_Way], objective: Objective, effort: float | None, seed: int) -> _Under:
     """Raises ScheduleError where nothing fits, with the smallest limit that does."""
     found: dict[_Way, Found | None] = {}
     for is_beyond in (False, True):

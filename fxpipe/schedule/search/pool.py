@@ -15,8 +15,7 @@ from fxpipe.schedule.search.due_dates import Point, Timetable, cross, draw, leas
 from fxpipe.schedule.search.local_search import improve
 from fxpipe.schedule.shop import Coded, fits, peaks, run
 
-EFFORT = 8.0
-"""Seconds of one core, about."""
+_EFFORT, _EFFORT_PER_OP = 8.0, 1e-3  # the default: seconds of one core at most, and for every op of a problem
 
 _SPEED = 30_000_000  # ops that a core looks at in a second, about
 _DRAWN = 0.35  # of the effort, for list scheduling
@@ -45,19 +44,21 @@ def find(
     problems: Sequence[Problem],
     starts: Starts,
     objective: Objective,
-    effort: float = EFFORT,
+    effort: float | None = None,
     seed: int = 0,
 ) -> list[Found | None]:
     """The best order that was found for each problem, with most of the work on those that look best.
 
+    effort: about the seconds of one core; by default a millisecond for every op of the problems, 8 s at most.
     None for a problem in which one microbatch does not fit; raises ScheduleError where that is so in all.
     """
     able = [problem for problem in problems if has_room(problem.shop, problem.limits)]
     if not able:
         check_room(problems[0].shop, problems[0].limits)
     tasks = [_Task(problem, objective) for problem in able]
-    work, count = effort * _SPEED, max(2, _WIDTH // len(tasks))
-    drawn = _DRAWN if work > _ANNEALED * sum(problem.ops for problem in able) else 1.0
+    ops, count = sum(problem.ops for problem in able), max(2, _WIDTH // len(tasks))
+    work = _SPEED * (min(_EFFORT, _EFFORT_PER_OP * ops) if effort is None else effort)
+    drawn = _DRAWN if work > _ANNEALED * ops else 1.0
     least = min(task.goal.bound for task in tasks)
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         pool: list[_Chain] = []
