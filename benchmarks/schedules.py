@@ -1,8 +1,8 @@
 """Schedules beside what is published: bubbles at the same peak memory, and how long it takes to make them.
 
-Rows that are searched show the median and the worst of ten seeds of the search's random numbers; a mark holds for the
-median. ``draw`` makes settings at random, new ones with ``--draw N``, to compare two commits: ``--against FILE`` names
-what the other one printed with ``--json FILE``.
+Rows that are searched show the median and the worst of ten seeds of the search's random numbers; a mark
+holds for the median. ``draw`` makes settings at random, new ones with ``--draw N``; to compare two commits,
+``--against FILE`` names what the other one wrote with ``--json FILE``.
 
 Marks of 2401.10241 are of its paper.  Marks under a memory limit (†) are what the published schedulers of
 2401.10241, 2405.15362 and 2503.01328 gave when they were run on the same times; a mark is the best of them
@@ -18,21 +18,29 @@ of a rank.
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
+from statistics import median
 
+from drawn_settings import drawn_settings
 from report import Report
+from rich.progress import track
 
 from fxpipe.cli.planning import CHUNKS
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.costs import Costs, StageCost, chain
 from fxpipe.schedule.families import FAMILIES, build
+from fxpipe.schedule.heuristics import zero_bubble, zero_bubble_v
 from fxpipe.schedule.offload import FULL, HALF, offload, with_link
 from fxpipe.schedule.placement import place
+from fxpipe.schedule.problem import Problem
 from fxpipe.schedule.search.auto import Choice, Objective, Setting, search
+from fxpipe.schedule.search.auto import frontier as search_frontier
+from fxpipe.schedule.shop import run
 from fxpipe.schedule.simulator import simulate
 from fxpipe.schedule.timeline import Timeline
 
@@ -97,6 +105,15 @@ LIMITS |= {
 FRONTIER = {8: [1.5 + 0.31 * k for k in range(25)], 32: [5 + 1.7 * k for k in range(22)]}  # most no rungs
 UNEVEN = (("1f1b", None), ("zb-h1", None), ("zb", 8), ("zb-v", None), ("v-half", 5), ("v-min", 4), ("gis", 8))
 LONG = Model("F=B=W", 32, 256, 1.0, 1.0, 1.0, 0.01, 0.5)
+HUGE = replace(B62, ranks=64, microbatches=512)
+AIMS = {3: 0.3200, 4: 0.1780, 5: 0.1110, 6: 0.0860, 8: 0.0350, 12: 0.0140, 16: 0.0015}
+HEURISTICS = (  # 28.3B of 2401.10241, and 24 ranks
+    Model("28.3B", 32, 96, 10.419, 10.207, 7.715, 0.408, LARGE),
+    Model("28.3B", 32, 128, 10.408, 10.204, 7.703, 0.408, LARGE),
+    Model("28.3B", 32, 256, 10.402, 10.248, 7.698, 0.460, LARGE),
+    Model("6.2B", 24, 72, 29.718, 29.444, 19.927, 0.527, LARGE),
+    Model("6.2B", 24, 192, 29.718, 29.444, 19.927, 0.527, LARGE),
+)
 TORCH = Model("1 / 1.2 / 0.6", 8, 16, 1.0, 1.2, 0.6, 0.0)
 
 
@@ -104,9 +121,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parts: dict[str, Callable[[Report], None]] = {
+    parts: dict[str, Callable[[Report, argparse.Namespace], None]] = {
         "paper": paper,
+        "heuristics": heuristics,
         "limits": limits,
+        "aims": aims,
+        "draw": draw,
         "frontier": frontier,
         "uneven": uneven,
         "torch": torch_orders,
@@ -115,79 +135,125 @@ def main() -> None:
         "huge": huge,
     }
     parser.add_argument("--only", nargs="+", choices=parts, default=[p for p in parts if p != "huge"])
+    parser.add_argument("--seeds", type=int, default=10, help="searches for a row")
+    parser.add_argument("--draw", type=int, default=1, metavar="N", help="which settings are drawn")
+    parser.add_argument("--settings", type=int, default=30, help="how many are drawn")
+    parser.add_argument("--json", type=Path, help="keep the spans of drawn settings in this file")
+    parser.add_argument("--against", type=Path, help="such a file, to compare with")
     parser.add_argument("--output", type=Path, help="keep what is printed in this file")
     options = parser.parse_args()
     report = Report("Schedules")
     for part in options.only:
-        parts[part](report)
+        parts[part](report, options)
     report.save(options.output)
 
 
 def made(
-    name: str, model: Model, limit: float | None = None, costs: Costs | None = None
+    name: str, model: Model, limit: float | None = None, costs: Costs | None = None, seed: int = 0
 ) -> tuple[Timeline, float]:
     """The simulated schedule, and the seconds that it took to make it."""
     began = time.perf_counter()
     if name == "auto":
-        return found(model, limit, "span").timeline, time.perf_counter() - began
+        return found(model, limit, "span", seed=seed).timeline, time.perf_counter() - began
     costs = costs or model.costs(FAMILIES[name].stages_per_rank)
     schedule = build(
-        name, ranks=model.ranks, microbatches=model.microbatches, costs=costs, memory_limit=limit
+        name, ranks=model.ranks, microbatches=model.microbatches, costs=costs, memory_limit=limit, seed=seed
     )
     seconds = time.perf_counter() - began
     return simulate(schedule, costs), seconds
 
 
-def found(model: Model, limit: float | None, objective: Objective, chunks: Sequence[int] = CHUNKS) -> Choice:
-    settings = [
-        Setting(v, placement, model.costs(v))
-        for v in chunks
-        for placement in (("plain", "v") if v > 1 else ("plain",))
-    ]
+@dataclass(frozen=True)
+class Luck:
+    """Of several seeds: the span bubbles, rising, the largest peak, and the mean seconds of one."""
+
+    bubbles: tuple[float, ...]
+    peak: float
+    seconds: float
+
+    def beside(self, mark: float) -> str:
+        """Median … worst / mark, with a sign where the median is worse at four decimals."""
+        middle, worst = median(self.bubbles), self.bubbles[-1]
+        spread = f" … {worst:.4f}" if worst > self.bubbles[0] else ""
+        return f"{middle:.4f}{spread} / {mark:.4f}{' !' if round(middle, 4) > mark else ''}"
+
+
+def tried(name: str, model: Model, limit: float | None, seeds: int) -> Luck:
+    """One run where nothing is searched."""
+    searched = name == "auto" or FAMILIES[name].is_searched
+    runs = [made(name, model, limit, seed=seed) for seed in range(seeds if searched else 1)]
+    bubbles = sorted(timeline.span_bubble for timeline, _ in runs)
+    peak = max(max(timeline.peak_memory) for timeline, _ in runs)
+    return Luck(tuple(bubbles), peak, sum(seconds for _, seconds in runs) / len(runs))
+
+
+def found(
+    model: Model, limit: float | None, objective: Objective, chunks: Sequence[int] = CHUNKS, seed: int = 0
+) -> Choice:
     return search(
-        settings,
+        settings_of(model, chunks),
         ranks=model.ranks,
         microbatches=model.microbatches,
         memory_limit=limit,
         objective=objective,
+        seed=seed,
     )
+
+
+def settings_of(model: Model, chunks: Sequence[int] = CHUNKS) -> list[Setting]:
+    return [
+        Setting(v, placement, model.costs(v))
+        for v in chunks
+        for placement in (("plain", "v") if v > 1 else ("plain",))
+    ]
 
 
 def setting(model: Model) -> str:
     return f"{model.name} p={model.ranks} m={model.microbatches}"
 
 
-def beside(ours: float, mark: float) -> str:
-    """Ours and the mark, with a sign where ours is worse at four decimals."""
-    return f"{ours:.4f} / {mark:.4f}{' !' if round(ours, 4) > mark else ''}"
-
-
-def paper(report: Report) -> None:
-    report.line("\nSpan bubble: ours / published (2401.10241); the seconds are for zb-1p and zb-2p together")
+def paper(report: Report, options: argparse.Namespace) -> None:
+    report.line("\nSpan bubble: median … worst / published (2401.10241); seconds of one search of each")
     names = ("1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p")
     rows = []
     for model, marks in PAPER.items():
-        results = [made(name, model) for name in names]
-        cells = [beside(result.span_bubble, mark) for (result, _), mark in zip(results, marks, strict=True)]
-        peak = "  ".join(f"{max(result.peak_memory):.4g}" for result, _ in results)
-        rows.append([setting(model), *cells, peak, f"{sum(seconds for _, seconds in results[3:]):.1f}"])
+        results = [tried(name, model, None, options.seeds) for name in names]
+        cells = [result.beside(mark) for result, mark in zip(results, marks, strict=True)]
+        peak = "  ".join(f"{result.peak:.4g}" for result in results)
+        rows.append([setting(model), *cells, peak, f"{sum(result.seconds for result in results[3:]):.1f}"])
     report.table(["", *names, "peaks", "seconds"], rows)
     rows = []
     for model, mark in PAPER_V.items():
-        result, seconds = made("zb-v", model)
-        rows.append(
-            [
-                setting(model),
-                beside(result.span_bubble, mark),
-                f"{max(result.peak_memory):.4g}",
-                f"{seconds:.1f}",
-            ]
-        )
+        result = tried("zb-v", model, None, options.seeds)
+        rows.append([setting(model), result.beside(mark), f"{result.peak:.4g}", f"{result.seconds:.1f}"])
     report.table(["", "zb-v", "peak", "seconds"], rows)
 
 
-def limits(report: Report) -> None:
-    report.line("\nUnder a memory limit, in M_B. Span bubble: ours / † mark (peak); seconds to make all")
+def heuristics(report: Report, options: argparse.Namespace) -> None:
+    report.line("\nSpan bubble: median … worst / the published heuristic on the same times")
+    rows = []
+    for model in HEURISTICS:
+        p = model.ranks
+        for name, chunks, limit in (("zb", 1, p), ("zb", 1, 2 * p), ("zb-v", 2, p)):
+            costs, placement = model.costs(chunks), "v" if chunks == 2 else "plain"
+            problem = Problem(
+                name, model.ranks, model.microbatches, chunks, placement, costs, (limit,) * model.ranks
+            )
+            publish = zero_bubble_v if chunks == 2 else zero_bubble
+            spans = [
+                done.span
+                for order in publish(problem.shop, model.microbatches, problem.limits)
+                if (done := run(problem.shop, order, model.microbatches)) is not None
+            ]
+            mark = 1 - model.microbatches * problem.shop.period / min(spans)
+            result = tried(name, model, limit, options.seeds)
+            label = f"{setting(model)}, {name}, {limit} M_B"
+            rows.append([label, result.beside(round(mark, 4)), f"{result.seconds:.1f}"])
+    report.table(["", "span bubble", "seconds"], rows)
+
+
+def limits(report: Report, options: argparse.Namespace) -> None:
+    report.line("\nUnder a limit in M_B. Span bubble: median … worst / † mark (peak); seconds of one each")
     models = (B15, B62, B62_64, UNIT, UNIT_64)
     rows = []
     for (name, limit), marks in LIMITS.items():
@@ -196,35 +262,94 @@ def limits(report: Report) -> None:
             if model not in marks:
                 cells.append("")
                 continue
-            result, seconds = made(name, model, limit)
-            peak = max(result.peak_memory)
-            cells.append(f"{beside(result.span_bubble, marks[model])} ({peak:.4g})")
-            total += seconds
+            result = tried(name, model, limit, options.seeds)
+            cells.append(f"{result.beside(marks[model])} ({result.peak:.4g})")
+            total += result.seconds
         rows.append([f"{name}, {limit:g}", *cells, f"{total:.1f}"])
     report.table(["", *(f"{model.name} m={model.microbatches}" for model in models), "seconds"], rows)
 
 
-def frontier(report: Report) -> None:
-    report.line("\nThe frontier: span bubble under a limit in M_B; ! where it is above that of a lower limit")
-    for model, families in ((B62, ("v-half", "zb", "gis", "auto")), (LONG, ("v-half", "zb", "gis"))):
-        report.line(f"\n{setting(model)}")
-        rows, least = [], dict.fromkeys(families, inf)
-        for limit in FRONTIER[model.ranks]:
-            row = [f"{limit:.4g}"]
-            for name in families:
-                try:
-                    result, _ = made(name, model, limit)
-                except ScheduleError:  # gis needs three quarters of 1F1B's memory
-                    row.append("")
-                    continue
-                mark = "!" if result.span > least[name] * (1 + 1e-9) else " "
-                row.append(f"{result.span_bubble:.4f}{mark}")
-                least[name] = min(least[name], result.span)
-            rows.append(row)
-        report.table(["limit", *families], rows)
+def aims(report: Report, options: argparse.Namespace) -> None:
+    report.line(f"\nauto, {setting(B62)}: median … worst / aim; seconds of one search (bar: 5)")
+    rows = []
+    for limit, mark in AIMS.items():
+        result = tried("auto", B62, limit, options.seeds)
+        rows.append([f"{limit:g} M_B", result.beside(mark), f"{result.seconds:.1f}"])
+    began = time.perf_counter()
+    costs = HUGE.costs(2)
+    schedule = build(
+        "zb", ranks=64, microbatches=512, costs=costs, stages_per_rank=2, placement="v", memory_limit=24.0
+    )
+    seconds = time.perf_counter() - began
+    bubble = simulate(schedule, costs).span_bubble
+    rows.append([f"zb in V, {setting(HUGE)}, 24 M_B", f"{bubble:.4f} / 0.2770", f"{seconds:.1f}"])
+    report.table(["limit", "span bubble", "seconds"], rows)
 
 
-def uneven(report: Report) -> None:
+def draw(report: Report, options: argparse.Namespace) -> None:
+    report.line(f"\n{options.settings} settings drawn at random (draw {options.draw}), zb: span")
+    given = [] if options.against is None else json.loads(options.against.read_text())
+    others = {row["setting"]: row for row in given}
+    rows, kept, ratios, spent = [], [], [], [0.0, 0.0]
+    for drawn in track(drawn_settings(options.settings, options.draw), "settings", transient=True):
+        began, spans = time.process_time(), []
+        for seed in range(options.seeds):
+            schedule = build(
+                "zb",
+                ranks=drawn.ranks,
+                microbatches=drawn.microbatches,
+                costs=drawn.costs,
+                stages_per_rank=drawn.stages_per_rank,
+                placement=drawn.placement,
+                memory_limit=drawn.limit,
+                seed=seed,
+            )
+            spans.append(simulate(schedule, drawn.costs).span)
+        cpu = (time.process_time() - began) / options.seeds
+        kept.append({"setting": drawn.label, "spans": sorted(spans), "cpu": cpu})
+        row = [drawn.label, f"{median(spans):.4f}", f"{max(spans):.4f}", f"{cpu:.1f}"]
+        if drawn.label in others:
+            other = others[drawn.label]
+            ratios.append(median(spans) / median(other["spans"]) - 1)
+            spent = [spent[0] + cpu, spent[1] + other["cpu"]]
+            row += [f"{median(other['spans']):.4f}", f"{ratios[-1]:+.2%}", f"{other['cpu']:.1f}"]
+        rows.append(row)
+    beside = ["other", "difference", "CPU s"] if others else []
+    report.table(["", "median", "worst", "CPU s", *beside], rows)
+    if ratios:
+        report.line(
+            f"difference: median {median(ratios):+.2%}, mean {sum(ratios) / len(ratios):+.2%}, best "
+            f"{min(ratios):+.2%}, worst {max(ratios):+.2%}; CPU seconds {spent[0]:.0f} beside {spent[1]:.0f}"
+        )
+    if options.json is not None:
+        options.json.write_text(json.dumps(kept, indent=1))
+
+
+def frontier(report: Report, options: argparse.Namespace) -> None:
+    report.line("\nThe frontier in one call: span bubble under a limit; ! where a lower limit has less")
+    for model in (B62, LONG):
+        limits = FRONTIER[model.ranks]
+        choices = search_frontier(
+            settings_of(model),
+            ranks=model.ranks,
+            microbatches=model.microbatches,
+            memory_limits=limits,
+            objective="span",
+            effort=1.0,
+        )
+        rows, least = [], inf
+        for limit, choice in zip(limits, choices, strict=True):
+            if isinstance(choice, ScheduleError):
+                raise choice
+            timeline = choice.timeline
+            mark = "!" if timeline.span > least * (1 + 1e-9) else ""
+            least = min(least, timeline.span)
+            bubble, peak = f"{timeline.span_bubble:.4f}{mark}", f"{max(timeline.peak_memory):.4g}"
+            rows.append([f"{limit:.4g}", bubble, peak])
+        report.table([setting(model), "auto", "peak"], rows)
+
+
+def uneven(report: Report, options: argparse.Namespace) -> None:
     report.line(f"\nOne rank's stages 30% heavier, {setting(B62)}: seconds of the span (makespan)")
     rows = []
     for name, limit in UNEVEN:
@@ -265,7 +390,7 @@ def _mean(costs: Costs) -> Costs:
     return replace(costs, stages=(mean,) * count)
 
 
-def torch_orders(report: Report) -> None:
+def torch_orders(report: Report, options: argparse.Namespace) -> None:
     work = TORCH.microbatches * (TORCH.forward + TORCH.backward + TORCH.weight)
     report.line(
         f"\nTwo stages a rank, {setting(TORCH)}: makespan and span, of m(F+B+W). "
@@ -291,7 +416,7 @@ def torch_orders(report: Report) -> None:
     report.table(["", "makespan", "span", "peak", "placement", "seconds"], rows)
 
 
-def times(report: Report) -> None:
+def times(report: Report, options: argparse.Namespace) -> None:
     report.line("\nSeconds to make a schedule (bar)")
     large = replace(B62, ranks=32, microbatches=256)
     rows = []
@@ -316,7 +441,7 @@ def times(report: Report) -> None:
     report.table(["", "seconds", "bar"], rows)
 
 
-def away(report: Report) -> None:
+def away(report: Report, options: argparse.Namespace) -> None:
     """One-way times K from a tenth of a microbatch's work on.  Bars, for gis with 4 stages a rank: half away
     at most 4 to K = 0.5, all away at most 1 to K = 0.3; with 16 stages a rank half leaves at most 30%."""
     report.line(
@@ -353,7 +478,7 @@ def _moved(
     return whole, (offload(whole, HALF).timeline, offload(whole, FULL).timeline)
 
 
-def huge(report: Report) -> None:
+def huge(report: Report, options: argparse.Namespace) -> None:
     report.line("\nA very large step")
     report.table(
         ["", "seconds", "bar"], [_simulating(replace(B62, ranks=1024, microbatches=4096), "1f1b", 600)]

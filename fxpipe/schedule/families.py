@@ -109,7 +109,7 @@ def zb_v(problem: Problem) -> Order:
 
 def zb(problem: Problem) -> Order:
     """The fastest of what is published for the placement and what the search finds, under any limit."""
-    (best,) = find([problem], starts, "span", problem.effort)
+    (best,) = find([problem], starts, "span", problem.effort, problem.seed)
     assert best is not None, "find raises where nothing fits"
     return decode(problem.shop, best.order, problem.microbatches)
 
@@ -187,15 +187,17 @@ def build(
     memory_limit: Limit = None,
     group: int | None = None,
     effort: float | None = None,
+    seed: int = 0,
     vocabulary: Vocabulary | None = None,
 ) -> Schedule:
     """The schedule of a named family, for any numbers of ranks and microbatches from 1.
 
     ``placement`` is ``"plain"`` (stage s on rank s mod p) or ``"v"`` (0 … p-1, then back); what is not
     given is the family's own.  ``memory_limit`` is in the unit of the costs' ``saved``, one for all ranks
-    or one for each.  ``group`` is for ``gis``, ``effort`` for the families that search: about the seconds
-    that they may take on one core.  On every stage the ops of a kind run in the order of the
-    microbatches.  With uneven costs the order is never slower than the one for their mean.
+    or one for each.  ``group`` is for ``gis``.  ``effort`` and ``seed`` are for the families that search:
+    about the seconds of one core, and the seed of the random numbers.  On every stage the ops of a kind run
+    in the order of the microbatches.  With uneven costs the order of a family that does not search is never
+    slower than the one for their mean.
     ``vocabulary``: the costs are of vocabulary stages too, which are woven into the family's schedule.
 
     Raises ScheduleError for an unknown name (it lists the known ones), numbers below 1, stages per rank
@@ -221,7 +223,7 @@ def build(
             f"{len(homes)} stages, not {len(costs.stages)}"
         )
     limits = per_rank(memory_limit, ranks)
-    problem = Problem(name, ranks, microbatches, chunks, shape, costs, limits, group, effort)
+    problem = Problem(name, ranks, microbatches, chunks, shape, costs, limits, group, effort, seed)
     _check_least(problem)
     orders = [family.function(problem)]
     if not problem.is_even and not family.is_searched:

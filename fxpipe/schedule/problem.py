@@ -22,7 +22,8 @@ class Problem:
     """``costs`` has ``ranks · stages_per_rank`` stages; ``limits`` are per rank, infinite where none is.
 
     ``group`` is the number of microbatches in a group, where a family has groups and one is asked for;
-    ``effort`` about the seconds of one core that a search may take.
+    ``effort`` and ``seed``: of a search, about the seconds of one core that it may take, and of its random
+    numbers.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Problem:
     limits: tuple[float, ...]
     group: int | None = None
     effort: float | None = None
+    seed: int = 0
 
     @cached_property
     def placement(self) -> tuple[int, ...]:
