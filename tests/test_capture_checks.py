@@ -123,6 +123,29 @@ class GraphInABuffer(Reads):
         return x.index_add(1, edges[0], x[:, edges[1]])[:, kept] * float(self.table.mean())
 
 
+class WritesToWhatAConstantGives(Reads):
+    """Positions in a plain tensor, moved in a copy of it, and those left out that lie outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = torch.tensor([[0, 1, 2, 7], [3, 5, 4, 0]])
+
+    def read(self, x, mask):
+        places = self.places.clone()
+        places[0] += 1
+        places = places[:, places[0] < WIDTH]
+        table = torch.zeros(WIDTH, WIDTH)
+        table[places[0], places[1]] = self.layers[0].bias[:3]
+        return x + x @ table
+
+
+class NeverDrops(Reads):
+    """Layer drop with a probability of nothing."""
+
+    def read(self, x, mask):
+        return x * 3 if torch.rand(()) < 0.0 else x * 2
+
+
 class ValidatedDistribution(Reads):
     def read(self, x, mask):
         return x + torch.distributions.Normal(x, self.table.exp(), validate_args=True).log_prob(mask)
@@ -154,6 +177,8 @@ RIGHT = [
     PicksAllInPlace,
     TensorOfTensors,
     GraphInABuffer,
+    WritesToWhatAConstantGives,
+    NeverDrops,
     ValidatedDistribution,
     Encoder,
 ]
@@ -230,6 +255,22 @@ def test_layer_drop():
     assert "test_capture_checks.py:" in message
 
 
+def test_a_random_branch_that_is_hardly_ever_taken():
+    class Rarely(Reads):
+        def read(self, x, mask):
+            return x if torch.rand(()) < 0.01 else x * 2
+
+    pipe = fxpipe.compile(Rarely(), batch(2), ranks=2, microbatches=64, schedule="1f1b")
+    data = batch(128)
+
+    def train():
+        for step in range(20):
+            pipe.run_local(data, step=step)
+
+    with pytest.raises(fxpipe.RunError, match=r"test_capture_checks\.py:.* compiled for False"):
+        train()  # at one of 1280 microbatches
+
+
 def test_a_number_of_a_buffer_that_the_step_changes():
     class Cumulative(Reads):
         def __init__(self):
@@ -302,12 +343,36 @@ def test_ctc_loss():
     assert_equals_eager(Speech, speech, ranks=2, schedule="zb-h1")
 
 
+def test_the_way_of_eager_and_not_one_for_compilers():
+    class Rounds(Reads):
+        def read(self, x, mask):
+            special = torch.compiler.is_compiling() or torch.compiler.is_exporting()
+            return x.float().double() if special else x * mask
+
+    assert_equals_eager(Rounds, batch, ranks=2, schedule="zb-h1")
+
+
+def test_the_way_for_compilers_where_the_other_hangs_on_data():
+    class Skips(Reads):
+        def read(self, x, mask):
+            return x if not torch.compiler.is_compiling() and mask.all() else x * mask
+
+    def holes(count: int) -> dict[str, torch.Tensor]:
+        return batch(count) | {"mask": (torch.arange(count * WIDTH).view(count, WIDTH) < 2 * WIDTH).long()}
+
+    assert holes(2)["mask"].all()
+    assert not holes(6)["mask"].all()
+    assert_equals_eager(Skips, holes, ranks=2, schedule="zb-h1")
+
+
 def test_code_for_compilers_that_fails():
-    """What a model does for compilers alone is left out where it fails: eager does not run it."""
+    """Eager's way hangs on data, and is taken all the same."""
 
     class Broken(Reads):
         def read(self, x, mask):
-            return x * None if torch.compiler.is_compiling() else x * mask
+            if torch.compiler.is_compiling():
+                return x * None
+            return x * mask if mask.all() else x
 
     assert_equals_eager(Broken, batch, ranks=2, schedule="zb-h1")
 

@@ -93,6 +93,9 @@ def in_double(subject: Subject) -> Subject:
     """In training mode, double precision and without dropout."""
     without_dropout(subject.model.train().double())
     for module in subject.model.modules():
+        for name, value in list(vars(module).items()):
+            if value is torch.float32:  # what its forward converts to
+                setattr(module, name, torch.float64)
         config = getattr(module, "config", None)
         if getattr(config, "_experts_implementation", None) is not None:
             config._experts_implementation = "batched_mm"  # torch's grouped product knows no doubles

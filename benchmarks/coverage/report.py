@@ -37,7 +37,6 @@ REFUSALS: tuple[tuple[str, str], ...] = (
     ("reads the number", "a number read from the data"),
     ("reads a value of the data", "a number read from the data"),
     ("control flow or shapes depend on data", "shapes that depend on data"),
-    ("reentrant activation checkpointing", "reentrant checkpointing"),
     ("forward writes to the parameter", "a parameter written in the forward"),
     ("backward writes to the buffer", "a buffer written in the backward"),
     ("cannot be traced", "cannot be traced"),

@@ -4,6 +4,7 @@
     of buffers alone              ──►  the value, and an ``expect`` that holds it
     of the microbatch             ──►  the example's value, and an ``expect`` that holds it, but for numbers
                                        that no other microbatch would share
+    of random numbers             ──►  the value that all draws of them gave, and an ``expect`` that holds it
     indices by a mask that picks
     all or nothing in the example ──►  those indices, and an ``expect`` that it does
 
@@ -22,20 +23,24 @@ from torch.utils import _pytree as pytree
 from fxpipe import compat
 from fxpipe.capture.example import Example
 from fxpipe.errors import CaptureError
-from fxpipe.graph import Kind
+from fxpipe.graph import Input, Kind
 from fxpipe.runtime.checks import expect_op
 
 aten = torch.ops.aten
 
-#: What stays the same from one microbatch to the next, where the step does not change it.
-_LASTING = frozenset({Kind.BUFFER})
+Sources = frozenset[Input]
+
+
+def _lasting(sources: Sources) -> bool:
+    """Whether what is made of these stays the same from one microbatch to the next."""
+    return all(x.kind is Kind.BUFFER for x in sources)  # those that the step changes are refused later on
 
 
 class Answers:
     """inputs: what each placeholder of the trace is, and its real tensor.
     place: says where the model's code is now."""
 
-    def __init__(self, inputs: Sequence[tuple[Kind, torch.Tensor]], place: Callable[[], str]):
+    def __init__(self, inputs: Sequence[tuple[Input, torch.Tensor]], place: Callable[[], str]):
         self._example, self._place = Example(inputs), place
 
     def numbers(self, tensor: torch.Tensor) -> list[Any]:
@@ -43,11 +48,11 @@ class Answers:
 
         Raises CaptureError for floating-point numbers of the data.
         """
-        value, kinds = self._value(tensor)
+        value, sources = self._value(tensor)
         with compat.no_modes():
             numbers = value.reshape(-1).tolist()
-        if kinds and numbers:
-            if kinds != _LASTING and (value.is_floating_point() or value.is_complex()):
+        if sources and numbers:
+            if not _lasting(sources) and (value.is_floating_point() or value.is_complex()):
                 raise CaptureError(
                     f"The model's code reads the number {numbers[0]} from the data, at {self._place()}. A "
                     "pipeline program is fixed before the data is known: keep it a tensor (no .item(), no "
@@ -66,18 +71,18 @@ class Answers:
             return None if positions is None else aten.clone.default(positions)
         if func is aten.index.Tensor:
             return self._indexed(*args)
-        found: list[tuple[torch.Tensor, torch.Tensor, frozenset[Kind]]] = []
+        found: list[tuple[torch.Tensor, torch.Tensor, Sources]] = []
 
         def real(tensor: torch.Tensor) -> torch.Tensor:
-            value, kinds = self._value(tensor)
-            found.append((tensor, value, kinds))
+            value, sources = self._value(tensor)
+            found.append((tensor, value, sources))
             return value
 
         args, kwargs = pytree.tree_map_only(torch.Tensor, real, (args, kwargs))
-        if any(kinds - _LASTING for _, _, kinds in found):
+        if not all(_lasting(sources) for _, _, sources in found):
             return None
-        for tensor, value, kinds in found:
-            if kinds:
+        for tensor, value, sources in found:
+            if sources:
                 self._hold(tensor, value)
         with compat.no_modes():
             result = func(*args, **kwargs)
@@ -99,11 +104,11 @@ class Answers:
 
     def _picked(self, mask: torch.Tensor) -> torch.Tensor | None:
         """The positions of what is not zero, if these are known: a real tensor."""
-        value, kinds = self._value(mask)
+        value, sources = self._value(mask)
         with compat.no_modes():
             positions = value.nonzero()
-        if not kinds - _LASTING:
-            if kinds:
+        if _lasting(sources):
+            if sources:
                 self._hold(mask, value)
             return positions
         if len(positions) not in (0, value.numel()):
@@ -120,7 +125,7 @@ class Answers:
             held = value.clone()
         expect_op(aten.all.default(aten.eq.Tensor(tensor, held)), [True], self._place())
 
-    def _value(self, tensor: torch.Tensor) -> tuple[torch.Tensor, frozenset[Kind]]:
+    def _value(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Sources]:
         """The real value, and what it depends on."""
         node = compat.traced_node(tensor)
         if node is None:  # made by no op of the trace

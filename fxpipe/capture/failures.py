@@ -10,11 +10,6 @@ from fxpipe import compat
 from fxpipe.capture.provenance import Provenance
 from fxpipe.errors import CaptureError
 
-
-class TraceFailure(CaptureError):
-    """The model's code failed on its own, under the trace."""
-
-
 #: What a trace fails on: a text of the error or of a file on its way -> what it is, and what to do.
 _UNSUPPORTED = (
     (
@@ -41,7 +36,7 @@ def explained(error: Exception, provenance: Provenance) -> CaptureError:
         if text in str(error) or any(text in file for file in _files(error)):
             torch.compiler.reset()  # which such an operator leaves half done
             return CaptureError(f"The model uses {what}, in {where}, which a program cannot hold. {remedy}")
-    return TraceFailure(
+    return CaptureError(
         f"The model cannot be traced, in {where}: {type(error).__name__}: {_first_line(error)}\n"
         "See first whether it runs on the example without fxpipe, with its loss.backward(); if it does, that "
         "line asks tensors for something that only real ones have."

@@ -21,8 +21,7 @@ from fxpipe import compat
 from fxpipe.capture.answers import Answers
 from fxpipe.capture.frozen import warn_of_seed
 from fxpipe.capture.functional import writes_to_a_constant
-from fxpipe.errors import CaptureError
-from fxpipe.graph import Kind, Origin
+from fxpipe.graph import Input, Origin
 from fxpipe.values import written_arguments
 
 _LIBRARY = tuple(os.path.dirname(os.path.abspath(f)) + os.sep for f in (torch.__file__, fxpipe.__file__))
@@ -43,7 +42,7 @@ class Provenance(compat.TorchDispatchMode):
     with their real tensors.  Before the gradient is taken, ``backward_from(loss)`` must be called.
     """
 
-    def __init__(self, model: nn.Module, inputs: Sequence[tuple[Kind, torch.Tensor]]):
+    def __init__(self, model: nn.Module, inputs: Sequence[tuple[Input, torch.Tensor]]):
         super().__init__()
         self.answers = Answers(inputs, self.place)
         self._paths: list[str] = []
@@ -103,11 +102,6 @@ class Provenance(compat.TorchDispatchMode):
             if fn is None or fn in seen:
                 continue
             seen.add(fn)
-            if fn.name() == "CheckpointFunctionBackward":
-                raise CaptureError(
-                    "The model uses reentrant activation checkpointing, which hides its backward. Give "
-                    "torch.utils.checkpoint.checkpoint(…, use_reentrant=False)."
-                )
             seq = compat.sequence_number(fn)
             fn.register_prehook(_SetSeq(self, seq))
             fn.register_hook(_SetSeq(self, None))
