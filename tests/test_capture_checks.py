@@ -243,6 +243,7 @@ def test_a_mask_that_picks_some():
     message = refused(Some)
     assert "depend on data" in message
     assert "torch.where" in message
+    assert "fixed=" not in message  # of no use: the parameters decide as well
 
 
 def test_layer_drop():
@@ -304,7 +305,9 @@ def test_a_fixed_input():
             index = torch.repeat_interleave(torch.arange(WIDTH), mask[0])
             return x[:, index] * mask.nonzero().shape[0]
 
-    assert "depend on data" in refused(Grid)
+    message = refused(Grid)
+    assert "depend on data" in message
+    assert "if 'mask' is the same in all batches, compile with fixed=['mask']" in message
     assert_equals_eager(Grid, batch, ranks=2, schedule="zb-h1", fixed=["mask"])
     pipe = fxpipe.compile(Grid(), batch(2), ranks=2, microbatches=2, schedule="1f1b", fixed=("mask",))
     data = batch(4)

@@ -42,12 +42,14 @@ class Answers:
 
     def __init__(self, inputs: Sequence[tuple[Input, torch.Tensor]], place: Callable[[], str]):
         self._example, self._place = Example(inputs), place
+        self._asked: set[Input] = set()  # what the last question depends on
 
     def numbers(self, tensor: torch.Tensor) -> list[Any]:
         """The tensor's elements as Python numbers.
 
         Raises CaptureError for floating-point numbers of the data.
         """
+        self._asked.clear()
         value, sources = self._value(tensor)
         with compat.no_modes():
             numbers = value.reshape(-1).tolist()
@@ -56,7 +58,8 @@ class Answers:
                 raise CaptureError(
                     f"The model's code reads the number {numbers[0]} from the data, at {self._place()}. A "
                     "pipeline program is fixed before the data is known: keep it a tensor (no .item(), no "
-                    "float() there)."
+                    f"float() there){self.remedy()}.",
+                    self.fixable(),
                 )
             expect_op(tensor.detach(), numbers, self._place())
         return numbers
@@ -66,6 +69,7 @@ class Answers:
 
         A copy of it, which the model may write to.
         """
+        self._asked.clear()
         if func is aten.nonzero.default:
             positions = self._picked(args[0])
             return None if positions is None else aten.clone.default(positions)
@@ -87,6 +91,19 @@ class Answers:
         with compat.no_modes():
             result = func(*args, **kwargs)
         return pytree.tree_map_only(torch.Tensor, aten.clone.default, result)
+
+    def fixable(self) -> tuple[str, ...]:
+        """The inputs of the microbatch that the last question depends on; none if parameters do as well."""
+        known = {x for x in self._asked if x.kind is not Kind.BUFFER}
+        return tuple(sorted(x.name for x in known)) if all(x.kind is Kind.BATCH for x in known) else ()
+
+    def remedy(self) -> str:
+        """What to do about the last question besides, for messages."""
+        names = self.fixable()
+        if not names:
+            return ""
+        subject = f"{', '.join(map(repr, names))} {'is' if len(names) == 1 else 'are'}"
+        return f", or, if {subject} the same in all batches, compile with fixed={list(names)}"
 
     def _indexed(self, tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """Masks among the indices are replaced by the positions that they pick."""
@@ -130,7 +147,9 @@ class Answers:
         node = compat.traced_node(tensor)
         if node is None:  # made by no op of the trace
             return tensor, frozenset()
-        return self._example.value(node, compat.traced_constants(), self._place())
+        value, sources = self._example.value(node, compat.traced_constants(), self._place())
+        self._asked |= sources
+        return value, sources
 
 
 class Questions(TorchFunctionMode):

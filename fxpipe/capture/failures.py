@@ -29,8 +29,9 @@ def explained(error: Exception, provenance: Provenance) -> CaptureError:
         return CaptureError(
             f"The model's control flow or shapes depend on data, in {where}: {_first_line(error)}\n"
             "A pipeline program is fixed before the data is known. Replace the Python branch, .item() or "
-            "boolean indexing there by tensor operations (torch.where, masks), or move it out of the model; "
-            "if it depends on an input that is the same in all batches, name that in fixed=[…]."
+            "boolean indexing there by tensor operations (torch.where, masks), or move it out of the model"
+            f"{provenance.answers.remedy()}.",
+            provenance.answers.fixable(),
         )
     for text, what, remedy in _UNSUPPORTED:
         if text in str(error) or any(text in file for file in _files(error)):

@@ -301,7 +301,7 @@ class _Step:
                 raise CaptureError(
                     f"The forward changes the buffer {r.name!r} from {_kind_of(given.fake)} to "
                     f"{_kind_of(new)}. A program keeps shapes and dtypes: give the buffer those that it has "
-                    "later on from the start."
+                    "later on from the start, or run the model on one batch before you compile it."
                 )
             replaced[r.name] = new
         return replaced
