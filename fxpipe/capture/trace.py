@@ -85,7 +85,7 @@ def capture(
         with contextlib.suppress(CaptureError):
             return attempt(compat.compiling_flag())
         raise
-    if found.checks:  # eager's way hangs on data: what the model has for compilers may not
+    if found.checks > len(fixed):  # eager's way hangs on data: what the model has for compilers may not
         with contextlib.suppress(CaptureError):
             return min(found, attempt(compat.compiling_flag()), key=lambda captured: captured.checks)
     return found
