@@ -162,6 +162,8 @@ class Questions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.tolist and args[0].dim():
             return self._tolist(args[0])
+        if func in (torch.Tensor.numpy, torch.Tensor.__array__):
+            return self._numpy(args[0])
         if func is torch.allclose:
             return bool(torch.isclose(*args, **(kwargs or {})).all())
         if func is torch.equal:
@@ -179,6 +181,11 @@ class Questions(TorchFunctionMode):
         for length in reversed(tensor.shape[1:]):
             numbers = [numbers[k : k + length] for k in range(0, len(numbers), length)]
         return numbers
+
+    def _numpy(self, tensor: torch.Tensor) -> Any:
+        numbers = self._answers.numbers(tensor)
+        with compat.no_modes():
+            return torch.tensor(numbers, dtype=tensor.dtype).reshape(tensor.shape).numpy()
 
     def _set_data(self, tensor: torch.Tensor, data: torch.Tensor) -> None:
         """``x.data = y`` as a write in place, which the graph shows."""
