@@ -10,6 +10,7 @@ from fxpipe import compat
 from fxpipe.capture.provenance import Provenance
 from fxpipe.errors import CaptureError
 
+_DENSE = "Add up over the indices of what is not zero instead (index_add, scatter_add), or keep it dense."
 #: What a trace fails on: a text of the error or of a file on its way -> what it is, and what to do.
 _UNSUPPORTED = (
     (
@@ -18,13 +19,17 @@ _UNSUPPORTED = (
         "Compute both branches and choose with torch.where, or write the loop in Python.",
     ),
     ("torch/nested", "nested (jagged) tensors", "Pad them to dense tensors with a mask."),
+    ("SparseCoo", "sparse tensors", _DENSE),
+    ("from the 'Sparse", "sparse tensors", _DENSE),
+    ("compressed tensor", "sparse tensors", _DENSE),
     ("dynamo-optimized", "torch.compile within it", "Give the model uncompiled."),
 )
 
 
 def explained(error: Exception, provenance: Provenance) -> CaptureError:
     """A tracing failure with the place in the user's model where it happened."""
-    where = f"module {provenance.path!r} ({_user_line(error) or 'unknown line'})"
+    origin = provenance.last_origin()
+    where = f"module {origin.path!r} ({_user_line(error) or origin.source or 'unknown line'})"
     if isinstance(error, compat.DATA_DEPENDENT):
         return CaptureError(
             f"The model's control flow or shapes depend on data, in {where}: {_first_line(error)}\n"

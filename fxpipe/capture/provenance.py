@@ -47,6 +47,7 @@ class Provenance(compat.TorchDispatchMode):
         self.answers = Answers(inputs, self.place)
         self._paths: list[str] = []
         self._seq: int | None = None  # of the op that runs backward
+        self._last_seq: int | None = None  # of the last one that did
         self._backward = False
         self._forward_origin: dict[int, Origin] = {}
         self._random_states: dict[bytes, int] = {}
@@ -76,6 +77,11 @@ class Provenance(compat.TorchDispatchMode):
     def path(self) -> str:
         """Path of the module that runs now ("" for the model itself)."""
         return self._paths[-1] if self._paths else ""
+
+    def last_origin(self) -> Origin:
+        """Of what ran last; in the backward, of the forward op that was differentiated, if it is known."""
+        forward = self._forward_origin.get(self._last_seq) if self._last_seq is not None else None
+        return forward if self._backward and not self._paths and forward else Origin(self.path)
 
     def source(self) -> str:
         """The innermost frame that belongs neither to torch nor to fxpipe, as ``file:line``."""
@@ -187,3 +193,5 @@ class _SetSeq:
 
     def __call__(self, *gradients: Any) -> None:
         self._provenance._seq = self._seq
+        if self._seq is not None:
+            self._provenance._last_seq = self._seq
