@@ -162,7 +162,7 @@ def test_the_page_counts_models_by_their_worst_option():
     assert "Right with every option tried: 1, 1 of them with `fixed=[…]`" in page
     assert "refused clearly: 0; failed" in page
     assert "| a/good | ✓ | ✓ | ✓ | ✓ fixed |  |" in page
-    assert "fxpipe at abc: 3 of 7 cases" in page
+    assert "fxpipe at abc (13 rows): 3 of 7 cases" in page
     assert "wrong: 1." in page
     assert "| a | 2 | 1 | 1 | 0 | 0 | 1 | 0 | 2/2 | 2/2 | 1/2 | 2/2 | 1/1 |" in page
     assert "| a/bad | recompute | numbers: loss is off |" in page

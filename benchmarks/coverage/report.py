@@ -39,6 +39,8 @@ REFUSALS: tuple[tuple[str, str], ...] = (
     ("control flow or shapes depend on data", "shapes that depend on data"),
     ("forward writes to the parameter", "a parameter written in the forward"),
     ("backward writes to the buffer", "a buffer written in the backward"),
+    ("forward changes the buffer", "a buffer that changes shape"),
+    ("uses sparse tensors", "sparse tensors"),
     ("cannot be traced", "cannot be traced"),
 )
 
@@ -103,7 +105,7 @@ def _head(
     slowest = ", ".join(
         f"{case} with {option} {seconds:.0f} s" for seconds, case, option in sorted(slow)[::-1][:5]
     )
-    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
+    commits = ", ".join(f"{c} ({n} rows)" for c, n in Counter(row["commit"] for row in rows).most_common())
     intro = f"""# What works
 
 {len(trained)} models, nearly all of which nobody of this project wrote, with tiny random configurations,
