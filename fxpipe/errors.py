@@ -1,12 +1,21 @@
 """The errors that fxpipe raises.  Each message says what is wrong, where, and what to do."""
 
+from collections.abc import Sequence
+
 
 class FxpipeError(Exception):
     """Base of all of them."""
 
 
 class CaptureError(FxpipeError):
-    """The model or its loss cannot be traced."""
+    """The model or its loss cannot be traced.
+
+    ``fixable``: the inputs whose values alone decide what cannot be; with them in ``fixed`` it may be traced.
+    """
+
+    def __init__(self, message: str, fixable: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.fixable = tuple(fixable)
 
 
 class SizeError(FxpipeError):

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from zoo import WIDTH, Chain, NoLoss, numbers, sequences
 
 import fxpipe
@@ -127,26 +126,6 @@ def test_a_parameter_written_in_the_forward():
     message = error_of(CaptureError, compiled, Clamps(4))
     assert "blocks.2.inner.weight" in message
     assert "buffer" in message
-
-
-class Reentrant(Chain):
-    """Checkpointed in the old way, whose inner backward no traced gradient sees."""
-
-    def __init__(self, start: int) -> None:
-        super().__init__(4)
-        self.start = start  # blocks before the first checkpointed one
-
-    def forward(self, x, y):
-        x = x.clone().requires_grad_()
-        for i, block in enumerate(self.blocks):
-            x = checkpoint(block, x, use_reentrant=True) if i >= self.start else block(x)
-        return F.mse_loss(x, y)
-
-
-@pytest.mark.parametrize("start", [0, 1])
-def test_reentrant_checkpointing(start):
-    """With no block before it, no parameter at all is to be seen from the loss."""
-    assert "use_reentrant=False" in error_of(CaptureError, compiled, Reentrant(start))
 
 
 def test_generator_of_the_models_own():

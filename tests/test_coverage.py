@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.coverage.case import leaves_loss
+from benchmarks.coverage.case import Case, Subject, leaves_loss
 from benchmarks.coverage.examine import EAGER, FAILED, REFUSED, RIGHT, WRONG, Row, examine
 from benchmarks.coverage.options import OPTIONS
 from benchmarks.coverage.reference import Results, difference
@@ -30,7 +30,7 @@ RUN = [
     ("torch examples/momentum_encoder", "recompute"),
 ]
 REFUSE = [
-    ("torch examples/checkpoint_reentrant", "zb-h1", "CaptureError"),
+    ("torch.nn/Embedding_max_norm", "zb-h1", "CaptureError"),
     ("torch.nn/loss_MSE", "vocab", "VocabularyError"),
 ]
 
@@ -62,6 +62,26 @@ def test_right(key, option):
 def test_refused(key, option, kind):
     _, row = rows_of(key, option)
     assert (row.outcome, row.kind) == (REFUSED, kind), row
+
+
+class _OnAGrid(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)[:, torch.repeat_interleave(torch.arange(4), grid[0])].square().mean()
+
+
+@pytest.mark.parametrize(("last", "outcome", "fixed"), [(1, RIGHT, "grid"), (2, REFUSED, "")])
+def test_an_input_is_fixed_where_the_error_says_so(last, outcome, fixed):
+    def batch(rows: int) -> dict[str, torch.Tensor]:
+        grid = torch.ones(rows, 4, dtype=torch.long)
+        grid[6:] = last  # of the fourth microbatch
+        return {"x": torch.randn(rows, 4), "grid": grid}
+
+    _, row = examine(Case("a", "grid", lambda: Subject(_OnAGrid(), batch)), ["zb-h1"])
+    assert (row.outcome, row.fixed) == (outcome, fixed), row
 
 
 def results(loss: float, grad: float, buffer: float) -> Results:
@@ -132,7 +152,8 @@ def test_the_page_counts_models_by_their_worst_option():
 
     rows = [
         row("a/good", EAGER, RIGHT),
-        *(row("a/good", option, RIGHT) for option in ("zb-h1", "auto", "recompute", "offload")),
+        *(row("a/good", option, RIGHT) for option in ("zb-h1", "auto", "recompute")),
+        {**row("a/good", "offload", RIGHT), "fixed": "grid"},
         row("a/good", "vocab", REFUSED, "VocabularyError", "vocab_parallel found no cross-entropy"),
         row("a/bad", EAGER, RIGHT),
         *(row("a/bad", option, RIGHT) for option in OPTIONS if option != "recompute"),
@@ -140,9 +161,11 @@ def test_the_page_counts_models_by_their_worst_option():
         row("b/untrained", EAGER, FAILED, "ValueError", "no | input"),
     ]
     page = text_of(rows, 7, datetime.datetime(2026, 1, 2))
-    assert "Right with every option tried: 1; refused clearly: 0" in page
-    assert "fxpipe at abc: 3 of 7 cases" in page
+    assert "Right with every option tried: 1, 1 of them with `fixed=[…]`" in page
+    assert "refused clearly: 0; failed" in page
+    assert "| a/good | ✓ | ✓ | ✓ | ✓ fixed |  |" in page
+    assert "fxpipe at abc (13 rows): 3 of 7 cases" in page
     assert "wrong: 1." in page
-    assert "| a | 2 | 1 | 0 | 0 | 1 | 0 | 2/2 | 2/2 | 1/2 | 2/2 | 1/1 |" in page
+    assert "| a | 2 | 1 | 1 | 0 | 0 | 1 | 0 | 2/2 | 2/2 | 1/2 | 2/2 | 1/1 |" in page
     assert "| a/bad | recompute | numbers: loss is off |" in page
     assert "| b/untrained | ValueError: no \\| input |" in page

@@ -510,6 +510,52 @@ class Checkpointed(Chain):
         return F.mse_loss(x, y)
 
 
+class CheckpointedReentrant(Chain):
+    """In the old way: no gradient reaches what has no argument that needs one, or lies in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def pair(self, x, i):
+        x = self.blocks[i](x)
+        return self.blocks[i + 1](x), [x * self.scale]
+
+    def forward(self, x, y):
+        past = 0.0
+        for i in range(0, len(self.blocks), 2):
+            x, (seen,) = checkpoint(self.pair, x, i, use_reentrant=True)
+            past = past + seen.square().mean()
+            x = x * self.scale
+        return F.mse_loss(x, y) + past
+
+
+class _Reversible(torch.autograd.Function):
+    """(a, b) becomes (a + f(b), b); its backward finds a again and calls backward() of f."""
+
+    @staticmethod
+    def forward(ctx, a, b, block):
+        ctx.block = block
+        ctx.save_for_backward(b)
+        return a + block(b), b.clone()
+
+    @staticmethod
+    def backward(ctx, of_a, of_b):
+        (b,) = ctx.saved_tensors
+        with torch.enable_grad():
+            b = b.detach().requires_grad_()
+            ctx.block(b).backward(of_a)
+        return of_a, of_b + b.grad, None
+
+
+class Reversible(Chain):
+    def forward(self, x, y):
+        a, b = self.blocks[0](x), self.blocks[1](x)
+        for block in self.blocks[2:]:
+            b, a = _Reversible.apply(a, b, block)
+        return F.mse_loss(self.blocks[0](a + b), y)
+
+
 class FrozenAndUnused(Chain):
     def __init__(self) -> None:
         super().__init__()
@@ -741,6 +787,8 @@ CASES = {
     "tensor_hook": Case(TensorHook, numbers),
     "gradient_penalty": Case(GradientPenalty, numbers),
     "checkpointed": Case(Checkpointed, numbers),
+    "checkpointed_reentrant": Case(CheckpointedReentrant, numbers),
+    "reversible": Case(Reversible, numbers),
     "frozen_and_unused": Case(FrozenAndUnused, numbers),
     "in_place": Case(InPlace, numbers),
     "batch_norm": Case(BatchNorm, images),

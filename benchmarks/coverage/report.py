@@ -37,9 +37,10 @@ REFUSALS: tuple[tuple[str, str], ...] = (
     ("reads the number", "a number read from the data"),
     ("reads a value of the data", "a number read from the data"),
     ("control flow or shapes depend on data", "shapes that depend on data"),
-    ("reentrant activation checkpointing", "reentrant checkpointing"),
     ("forward writes to the parameter", "a parameter written in the forward"),
     ("backward writes to the buffer", "a buffer written in the backward"),
+    ("forward changes the buffer", "a buffer that changes shape"),
+    ("uses sparse tensors", "sparse tensors"),
     ("cannot be traced", "cannot be traced"),
 )
 
@@ -82,6 +83,11 @@ def outcome(got: dict[str, Row], options: list[str]) -> str:
     return next((o for o in (WRONG, FAILED, REFUSED, RANDOM) if o in seen), RIGHT)
 
 
+def _fixed(got: dict[str, Row]) -> bool:
+    """Whether an input had to be fixed with some option."""
+    return any(row.get("fixed") for row in got.values())
+
+
 def _no_vocabulary(row: Row) -> bool:
     return row["outcome"] == REFUSED and NO_VOCABULARY in row.get("detail", "")
 
@@ -94,17 +100,18 @@ def _head(
     when: datetime.datetime,
 ) -> list[str]:
     of = Counter(outcome(got, options) for got in trained.values())
+    fixed = sum(_fixed(got) and outcome(got, options) == RIGHT for got in trained.values())
     slow = [(r["compile_s"], r["case"], r["option"]) for r in rows if r.get("compile_s")]
     slowest = ", ".join(
         f"{case} with {option} {seconds:.0f} s" for seconds, case, option in sorted(slow)[::-1][:5]
     )
-    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
+    commits = ", ".join(f"{c} ({n} rows)" for c, n in Counter(row["commit"] for row in rows).most_common())
     intro = f"""# What works
 
 {len(trained)} models, nearly all of which nobody of this project wrote, with tiny random configurations,
-compiled as they are. Right with every option tried: {of[RIGHT]}; refused clearly: {of[REFUSED]}; failed
-unclearly: {of[FAILED]}; wrong: {of[WRONG]}. {of[RANDOM]} more draw random numbers of their own: they run, and
-cannot be compared.
+compiled as they are. Right with every option tried: {of[RIGHT]}, {fixed} of them with `fixed=[…]` as the
+error without it says; refused clearly: {of[REFUSED]}; failed unclearly: {of[FAILED]}; wrong: {of[WRONG]}.
+{of[RANDOM]} more draw random numbers of their own: they run, and cannot be compared.
 
 Each was compiled for {MICROBATCHES} microbatches of {ROWS} rows and run by `run_local`, in training mode, in
 double precision and without dropout. *Right* means: the loss, every gradient and every buffer after the step
@@ -159,9 +166,9 @@ def _counts(trained: dict[str, dict[str, Row]], options: list[str]) -> list[str]
     lines = [
         "## By library",
         "",
-        "| library | models | right | refused | failed | wrong | runs | " + " | ".join(options) + " |",
+        f"| library | models | right | fixed | refused | failed | wrong | runs | {' | '.join(options)} |",
     ]
-    lines.append("|---|" + "---:|" * (6 + len(options)))
+    lines.append("|---|" + "---:|" * (7 + len(options)))
     for library, all_got in [*libraries.items(), ("all", list(trained.values()))]:
         of = Counter(outcome(got, options) for got in all_got)
         each = []
@@ -169,12 +176,14 @@ def _counts(trained: dict[str, dict[str, Row]], options: list[str]) -> list[str]
             meant = [got[option] for got in all_got if option in got and not _no_vocabulary(got[option])]
             right = sum(row["outcome"] in (RIGHT, RANDOM) for row in meant)
             each.append(f"{right}/{len(meant)}")
-        counts = [len(all_got), of[RIGHT], of[REFUSED], of[FAILED], of[WRONG], of[RANDOM]]
+        fixed = sum(_fixed(got) and outcome(got, options) == RIGHT for got in all_got)
+        counts = [len(all_got), of[RIGHT], fixed, of[REFUSED], of[FAILED], of[WRONG], of[RANDOM]]
         lines.append("| " + " | ".join([library, *map(str, counts), *each]) + " |")
     return [
         *lines,
         "",
         "Under an option: right or running, of those that it applies to (`vocab` asks for a vocabulary).",
+        "*fixed*: those of *right* that need `fixed=[…]`.",
         "",
     ]
 
@@ -217,7 +226,8 @@ def _models(trained: dict[str, dict[str, Row]], options: list[str]) -> list[str]
         for option in options:
             row = got.get(option)
             blank = row is None or _no_vocabulary(row)
-            marks.append("" if blank else MARKS[row["outcome"]])
+            mark = "" if blank else MARKS[row["outcome"]]
+            marks.append(f"{mark} fixed" if row and row.get("fixed") else mark)
         lines.append("| " + " | ".join([case, *marks]) + " |")
     return [*lines, ""]
 

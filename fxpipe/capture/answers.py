@@ -4,6 +4,7 @@
     of buffers alone              ──►  the value, and an ``expect`` that holds it
     of the microbatch             ──►  the example's value, and an ``expect`` that holds it, but for numbers
                                        that no other microbatch would share
+    of random numbers             ──►  the value that all draws of them gave, and an ``expect`` that holds it
     indices by a mask that picks
     all or nothing in the example ──►  those indices, and an ``expect`` that it does
 
@@ -22,36 +23,43 @@ from fxpipe.capture.example import Example
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.compat import pytree
-from fxpipe.ir.graph import Kind
+from fxpipe.ir.graph import Input, Kind
 from fxpipe.runtime.checks import expect_op
 
 aten = torch.ops.aten
 
-#: Inputs that stay the same from one microbatch to the next, unless the step changes them.
-_LASTING = frozenset({Kind.BUFFER})
+Sources = frozenset[Input]
+
+
+def _lasting(sources: Sources) -> bool:
+    """Whether what is made of these stays the same from one microbatch to the next."""
+    return all(x.kind is Kind.BUFFER for x in sources)  # those that the step changes are refused later on
 
 
 class Answers:
     """inputs: the kind of each placeholder of the trace, and its real tensor.
     place: says where the model's code is now."""
 
-    def __init__(self, inputs: Sequence[tuple[Kind, torch.Tensor]], place: Callable[[], str]):
+    def __init__(self, inputs: Sequence[tuple[Input, torch.Tensor]], place: Callable[[], str]):
         self._example, self._place = Example(inputs), place
+        self._asked: set[Input] = set()  # what the last question depends on
 
     def numbers(self, tensor: torch.Tensor) -> list[Any]:
         """The tensor's elements as Python numbers.
 
         Raises CaptureError for floating-point numbers of the data.
         """
-        value, kinds = self._value(tensor)
+        self._asked.clear()
+        value, sources = self._value(tensor)
         with compat.no_modes():
             numbers = value.reshape(-1).tolist()
-        if kinds and numbers:
-            if kinds != _LASTING and (value.is_floating_point() or value.is_complex()):
+        if sources and numbers:
+            if not _lasting(sources) and (value.is_floating_point() or value.is_complex()):
                 raise CaptureError(
                     f"The model's code reads the number {numbers[0]} from the data, at {self._place()}. A "
                     "pipeline program is fixed before the data is known: keep it a tensor (no .item(), no "
-                    "float() there)."
+                    f"float() there){self.remedy()}.",
+                    self.fixable(),
                 )
             expect_op(tensor.detach(), numbers, self._place())
         return numbers
@@ -61,27 +69,41 @@ class Answers:
 
         A copy of it, which the model may write to.
         """
+        self._asked.clear()
         if func is aten.nonzero.default:
             positions = self._picked(args[0])
             return None if positions is None else aten.clone.default(positions)
         if func is aten.index.Tensor:
             return self._indexed(*args)
-        found: list[tuple[torch.Tensor, torch.Tensor, frozenset[Kind]]] = []
+        found: list[tuple[torch.Tensor, torch.Tensor, Sources]] = []
 
         def real(tensor: torch.Tensor) -> torch.Tensor:
-            value, kinds = self._value(tensor)
-            found.append((tensor, value, kinds))
+            value, sources = self._value(tensor)
+            found.append((tensor, value, sources))
             return value
 
         args, kwargs = pytree.tree_map_only(torch.Tensor, real, (args, kwargs))
-        if any(kinds - _LASTING for _, _, kinds in found):
+        if not all(_lasting(sources) for _, _, sources in found):
             return None
-        for tensor, value, kinds in found:
-            if kinds:
+        for tensor, value, sources in found:
+            if sources:
                 self._hold(tensor, value)
         with compat.no_modes():
             result = func(*args, **kwargs)
         return pytree.tree_map_only(torch.Tensor, aten.clone.default, result)
+
+    def fixable(self) -> tuple[str, ...]:
+        """The inputs of the microbatch that the last question depends on; none if parameters do as well."""
+        known = {x for x in self._asked if x.kind is not Kind.BUFFER}
+        return tuple(sorted(x.name for x in known)) if all(x.kind is Kind.BATCH for x in known) else ()
+
+    def remedy(self) -> str:
+        """What to do about the last question besides, for messages."""
+        names = self.fixable()
+        if not names:
+            return ""
+        subject = f"{', '.join(map(repr, names))} {'is' if len(names) == 1 else 'are'}"
+        return f", or, if {subject} the same in all batches, compile with fixed={list(names)}"
 
     def _indexed(self, tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """Masks among the indices are replaced by the positions that they pick."""
@@ -99,12 +121,12 @@ class Answers:
         return found
 
     def _picked(self, mask: torch.Tensor) -> torch.Tensor | None:
-        """The positions of nonzero elements as a real tensor, if they are known."""
-        value, kinds = self._value(mask)
+        """The positions of what is not zero, if these are known: a real tensor."""
+        value, sources = self._value(mask)
         with compat.no_modes():
             positions = value.nonzero()
-        if not kinds - _LASTING:
-            if kinds:
+        if _lasting(sources):
+            if sources:
                 self._hold(mask, value)
             return positions
         if len(positions) not in (0, value.numel()):
@@ -121,12 +143,14 @@ class Answers:
             held = value.clone()
         expect_op(aten.all.default(aten.eq.Tensor(tensor, held)), [True], self._place())
 
-    def _value(self, tensor: torch.Tensor) -> tuple[torch.Tensor, frozenset[Kind]]:
-        """The real value, and the kinds of inputs that it depends on."""
+    def _value(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Sources]:
+        """The real value, and what it depends on."""
         node = compat.traced_node(tensor)
         if node is None:  # made by no op of the trace
             return tensor, frozenset()
-        return self._example.value(node, compat.traced_constants(), self._place())
+        value, sources = self._example.value(node, compat.traced_constants(), self._place())
+        self._asked |= sources
+        return value, sources
 
 
 class Questions(TorchFunctionMode):
@@ -139,6 +163,8 @@ class Questions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.tolist and args[0].dim():
             return self._tolist(args[0])
+        if func in (torch.Tensor.numpy, torch.Tensor.__array__):
+            return self._numpy(args[0])
         if func is torch.allclose:
             return bool(torch.isclose(*args, **(kwargs or {})).all())
         if func is torch.equal:
@@ -156,6 +182,11 @@ class Questions(TorchFunctionMode):
         for length in reversed(tensor.shape[1:]):
             numbers = [numbers[k : k + length] for k in range(0, len(numbers), length)]
         return numbers
+
+    def _numpy(self, tensor: torch.Tensor) -> Any:
+        numbers = self._answers.numbers(tensor)
+        with compat.no_modes():
+            return torch.tensor(numbers, dtype=tensor.dtype).reshape(tensor.shape).numpy()
 
     def _set_data(self, tensor: torch.Tensor, data: torch.Tensor) -> None:
         """``x.data = y`` as a write in place, which the graph shows."""

@@ -16,39 +16,50 @@ from torch import fx
 from fxpipe.capture.functional import is_mutating
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
-from fxpipe.ir.graph import Kind
+from fxpipe.ir.graph import Input, Kind
 from fxpipe.ir.storage import draws_numbers, storage_root, written_arguments
+
+#: Random numbers that the code asks about are drawn so often, and the answer has to be the same each time.
+DRAWS = 32
+RANDOM = Input(Kind.KEY, "key")
 
 
 class Example:
     """inputs: the kind of each placeholder of the graph, and its real tensor, in order."""
 
-    def __init__(self, inputs: Sequence[tuple[Kind, torch.Tensor]]):
+    def __init__(self, inputs: Sequence[tuple[Input, torch.Tensor]]):
         self._inputs = inputs
         self._known: dict[fx.Node, Any] = {}
 
-    def value(self, node: fx.Node, root: torch.nn.Module, place: str) -> tuple[torch.Tensor, frozenset[Kind]]:
-        """The node's value, and the kinds of inputs that it depends on (none: it is the same for all data).
+    def value(
+        self, node: fx.Node, root: torch.nn.Module, place: str
+    ) -> tuple[torch.Tensor, frozenset[Input]]:
+        """The node's value, and what it depends on; on nothing: it is the same for all data.
 
         root: where the graph's constants hang.  place: of the code that asks, for messages.
-        Raises CaptureError where a random number or a tensor without values leads to it.
+        Raises CaptureError for a value that varies with random numbers, and for tensors without values.
         """
         needed = _needed(node)
-        # Ops that write are run again for every question, on copies.
-        writes = any(is_mutating(n) for n in needed)
-        values = {} if writes else self._known
-        kinds = set()
+        placeholders = zip(node.graph.find_nodes(op="placeholder"), self._inputs, strict=False)
+        given = {n: x for n, x in placeholders if n in needed}
+        sources = frozenset(x for x, _ in given.values())
         with compat.no_modes(), torch.no_grad():
-            placeholders = iter(self._inputs)
-            for n in node.graph.nodes:
-                kind, given = next(placeholders) if n.op == "placeholder" else (None, None)
-                if n in needed and kind is not None:
-                    kinds.add(kind)
-                if n in needed and n not in values:
-                    values[n] = _run(n, values, root, place) if given is None else _real(given, place)
-                    if writes and n.op != "call_function":
-                        values[n] = values[n].clone()
-        return values[node], frozenset(kinds)
+            reals = {n: _real(tensor, place) for n, (_, tensor) in given.items()}
+            if not any(draws_numbers(n) for n in needed):
+                # What is written to is run anew for every question.
+                writes = any(is_mutating(n) for n in needed)
+                return _run(node, needed, {} if writes else self._known, reals, root), sources
+            with torch.random.fork_rng(devices={x.get_device() for x in reals.values() if x.is_cuda}):
+                first = _drawn(0, node, needed, reals, root)
+                for seed in range(1, DRAWS):
+                    if not torch.equal(_drawn(seed, node, needed, reals, root), first):
+                        raise CaptureError(
+                            f"The model's code branches on a random number, at {place}. A pipeline program "
+                            "takes the same branch at every step: switch the randomness off there "
+                            "(layerdrop=0 where whole layers are left out at random, validate_args=False "
+                            "for a distribution), or multiply by a random mask instead."
+                        )
+                return first, sources | {RANDOM}
 
 
 def _real(given: torch.Tensor, place: str) -> torch.Tensor:
@@ -60,16 +71,31 @@ def _real(given: torch.Tensor, place: str) -> torch.Tensor:
     return given.detach()
 
 
-def _run(node: fx.Node, values: dict[fx.Node, Any], root: torch.nn.Module, place: str) -> Any:
-    if node.op == "get_attr":
-        return getattr(root, node.target)  # type: ignore[arg-type]
-    if draws_numbers(node):
-        raise CaptureError(
-            f"The model's code branches on a random number, at {place}. A pipeline program takes the same "
-            "branch at every step: switch the randomness off there (layerdrop=0 where whole layers are left "
-            "out at random, validate_args=False for a distribution), or multiply by a random mask instead."
-        )
-    return node.target(*fx.map_arg(node.args, values.get), **fx.map_arg(node.kwargs, values.get))  # type: ignore
+def _drawn(
+    seed: int, node: fx.Node, needed: set[fx.Node], reals: dict[fx.Node, torch.Tensor], root: torch.nn.Module
+) -> Any:
+    torch.default_generator.manual_seed(seed)
+    return _run(node, needed, {}, reals, root)
+
+
+def _run(
+    node: fx.Node,
+    needed: set[fx.Node],
+    values: dict[fx.Node, Any],
+    reals: dict[fx.Node, torch.Tensor],
+    root: torch.nn.Module,
+) -> Any:
+    """The node's value.  values: those that are known, to which all others that lead to it are added."""
+    writes = any(is_mutating(n) for n in needed)
+    for n in node.graph.nodes:
+        if n not in needed or n in values:
+            continue
+        if n.op == "call_function":
+            values[n] = n.target(*fx.map_arg(n.args, values.get), **fx.map_arg(n.kwargs, values.get))
+        else:
+            value = reals[n] if n.op == "placeholder" else getattr(root, n.target)
+            values[n] = value.clone() if writes else value
+    return values[node]
 
 
 def _needed(node: fx.Node) -> set[fx.Node]:

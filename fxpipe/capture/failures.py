@@ -10,12 +10,8 @@ from fxpipe.capture.provenance import Provenance
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 
-
-class TraceFailure(CaptureError):
-    """The model's code failed on its own, under the trace."""
-
-
-#: Known causes: a text of the error or of a file in its traceback -> the cause, and the remedy.
+_DENSE = "Add up over the indices of what is not zero instead (index_add, scatter_add), or keep it dense."
+#: What a trace fails on: a text of the error or of a file on its way -> what it is, and what to do.
 _UNSUPPORTED = (
     (
         "HigherOrderOperator",
@@ -23,25 +19,30 @@ _UNSUPPORTED = (
         "Compute both branches and choose with torch.where, or write the loop in Python.",
     ),
     ("torch/nested", "nested (jagged) tensors", "Pad them to dense tensors with a mask."),
+    ("SparseCoo", "sparse tensors", _DENSE),
+    ("from the 'Sparse", "sparse tensors", _DENSE),
+    ("compressed tensor", "sparse tensors", _DENSE),
     ("dynamo-optimized", "torch.compile within it", "Give the model uncompiled."),
 )
 
 
 def explained(error: Exception, provenance: Provenance) -> CaptureError:
     """A tracing failure with the place in the user's model where it happened."""
-    where = f"module {provenance.path!r} ({_user_line(error) or 'unknown line'})"
+    origin = provenance.last_origin()
+    where = f"module {origin.path!r} ({_user_line(error) or origin.source or 'unknown line'})"
     if isinstance(error, compat.DATA_DEPENDENT):
         return CaptureError(
             f"The model's control flow or shapes depend on data, in {where}: {_first_line(error)}\n"
             "A pipeline program is fixed before the data is known. Replace the Python branch, .item() or "
-            "boolean indexing there by tensor operations (torch.where, masks), or move it out of the model; "
-            "if it depends on an input that is the same in all batches, name that in fixed=[…]."
+            "boolean indexing there by tensor operations (torch.where, masks), or move it out of the model"
+            f"{provenance.answers.remedy()}.",
+            provenance.answers.fixable(),
         )
     for text, what, remedy in _UNSUPPORTED:
         if text in str(error) or any(text in file for file in _files(error)):
             torch.compiler.reset()  # which such an operator leaves half done
             return CaptureError(f"The model uses {what}, in {where}, which a program cannot hold. {remedy}")
-    return TraceFailure(
+    return CaptureError(
         f"The model cannot be traced, in {where}: {type(error).__name__}: {_first_line(error)}\n"
         "See first whether it runs on the example without fxpipe, with its loss.backward(); if it does, that "
         "line asks tensors for something that only real ones have."

@@ -138,6 +138,10 @@ class _Carrying(fx.Interpreter):
         super().__init__(module)
         self._seen: fx.Node | None = None
 
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        # Functionalization follows writes to what is made of a constant only where it knows the constant.
+        return aten.lift_fresh.default(super().get_attr(target, args, kwargs))
+
     def run_node(self, n: fx.Node) -> Any:
         try:
             result = super().run_node(n)

@@ -21,9 +21,8 @@ import fxpipe
 from fxpipe.capture.answers import Answers
 from fxpipe.capture.frozen import warn_of_seed
 from fxpipe.capture.functional import writes_to_a_constant
-from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
-from fxpipe.ir.graph import Kind, Origin
+from fxpipe.ir.graph import Input, Origin
 from fxpipe.ir.storage import written_arguments
 
 _LIBRARY = tuple(os.path.dirname(os.path.abspath(f)) + os.sep for f in (torch.__file__, fxpipe.__file__))
@@ -45,11 +44,12 @@ class Provenance(compat.TorchDispatchMode):
     with their real tensors.  Before the gradient is taken, ``backward_from(loss)`` must be called.
     """
 
-    def __init__(self, model: nn.Module, inputs: Sequence[tuple[Kind, torch.Tensor]]):
+    def __init__(self, model: nn.Module, inputs: Sequence[tuple[Input, torch.Tensor]]):
         super().__init__()  # type: ignore[no-untyped-call]
         self.answers = Answers(inputs, self.place)
         self._paths: list[str] = []
         self._seq: int | None = None  # of the op that runs backward
+        self._last_seq: int | None = None  # of the last one that did
         self._backward = False
         self._forward_origin: dict[int, Origin] = {}
         self._random_states: dict[bytes, int] = {}
@@ -83,6 +83,11 @@ class Provenance(compat.TorchDispatchMode):
         """Path of the module that runs now ("" for the model itself)."""
         return self._paths[-1] if self._paths else ""
 
+    def last_origin(self) -> Origin:
+        """Of what ran last; in the backward, of the forward op that was differentiated, if it is known."""
+        forward = self._forward_origin.get(self._last_seq) if self._last_seq is not None else None
+        return forward if self._backward and not self._paths and forward else Origin(self.path)
+
     def source(self) -> str:
         """The innermost frame that belongs neither to torch nor to fxpipe, as ``file:line``; "" for an op
         that fxpipe itself adds."""
@@ -109,11 +114,6 @@ class Provenance(compat.TorchDispatchMode):
             if fn is None or fn in seen:
                 continue
             seen.add(fn)
-            if fn.name() == "CheckpointFunctionBackward":
-                raise CaptureError(
-                    "The model uses reentrant activation checkpointing, which hides its backward. Give "
-                    "torch.utils.checkpoint.checkpoint(…, use_reentrant=False)."
-                )
             seq = compat.sequence_number(fn)
             fn.register_prehook(_SetSeq(self, seq))
             fn.register_hook(_SetSeq(self, None))
@@ -199,3 +199,5 @@ class _SetSeq:
 
     def __call__(self, *gradients: Any) -> None:
         self._provenance._seq = self._seq
+        if self._seq is not None:
+            self._provenance._last_seq = self._seq

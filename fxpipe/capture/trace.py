@@ -20,9 +20,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpipe.capture.answers import Questions
 from fxpipe.capture.borrow import borrowed
+from fxpipe.capture.checkpoint import recorded_checkpoints
 from fxpipe.capture.clean import clean
 from fxpipe.capture.constants import check_constants
-from fxpipe.capture.failures import TraceFailure, explained
+from fxpipe.capture.failures import explained
 from fxpipe.capture.frozen import Watch
 from fxpipe.capture.functional import functionalize
 from fxpipe.capture.inputs import Given, inputs
@@ -46,6 +47,11 @@ class Captured:
 
     graph: fx.Graph
     constants: dict[str, torch.Tensor]
+
+    @property
+    def checks(self) -> int:
+        """How many values of the data each microbatch is checked for."""
+        return len(output_dict(self.graph)["checks"])
 
 
 def capture(
@@ -71,12 +77,15 @@ def capture(
     """
     attempt = partial(_attempt, model, example, loss_fn, scale, device, gradients, fixed)
     try:
-        return attempt(compat.compiling_flags())
-    except TraceFailure as failure:
-        # A model's branch for compilers alone may be wrong, as eager never takes it.
+        found = attempt(contextlib.nullcontext())
+    except CaptureError:
         with contextlib.suppress(CaptureError):
-            return attempt(contextlib.nullcontext())
-        raise CaptureError(str(failure)) from failure.__cause__
+            return attempt(compat.compiling_flag())
+        raise
+    if found.checks > len(fixed):  # eager's way hangs on data: what the model has for compilers may not
+        with contextlib.suppress(CaptureError):
+            return min(found, attempt(compat.compiling_flag()), key=lambda captured: captured.checks)
+    return found
 
 
 def _attempt(
@@ -87,7 +96,7 @@ def _attempt(
     device: torch.device,
     gradients: bool,
     fixed: Sequence[str],
-    flags: contextlib.AbstractContextManager[None],
+    flag: contextlib.AbstractContextManager[None],
 ) -> Captured:
     mode = compat.FakeMode(allow_non_fake_inputs=True)
     given = inputs(model, example, mode, device, fixed)
@@ -96,7 +105,7 @@ def _attempt(
     values = [x.fake for x in given]
     with borrowed(model, loss_fn, fakes) as snapshot:
         watch = Watch(model, snapshot)
-        with flags, compat.plain_kernels(), compat.modules_without_code(), mode:
+        with flag, recorded_checkpoints(), compat.plain_kernels(), compat.modules_without_code(), mode:
             try:
                 module = make_fx(step, tracing_mode="real", _allow_non_fake_inputs=True)(*values)
             except CaptureError:
@@ -148,8 +157,8 @@ class _Step:
         self.gradients = gradients
         self.registered = registered(model)
         self.leaves, self.spec = pytree.tree_flatten(example)
-        self.provenance = Provenance(model, [(x.input.kind, x.real) for x in given])
-        self.layout: dict[str, Any] = {}  # the meaning of the traced graph's flat outputs
+        self.provenance = Provenance(model, [(x.input, x.real) for x in given])
+        self.layout: dict[str, Any] = {}  # what the flat outputs of the traced graph are
 
     def __call__(self, *values: torch.Tensor) -> list[torch.Tensor]:
         example = self._example()
@@ -164,14 +173,14 @@ class _Step:
             args, kwargs = (example, {}) if isinstance(example, tuple) else ((), dict(example))
             output = self.model(*args, **kwargs)
             loss, count = _loss_of(output, example, self.loss_fn, self.gradients)
+            for name, value in wanted.items():
+                if value.grad is not None:
+                    raise CaptureError(
+                        f"The forward calls backward(), which adds to the gradient of {name!r} beside the "
+                        "step's own. Add that loss to the loss, or take the gradients that the forward needs "
+                        "with torch.autograd.grad(…) or backward(inputs=[…])."
+                    )
             found = self._gradients(loss, wanted, 1.0 if count is not None else self.scale)
-        for name, value in wanted.items():
-            if value.grad is not None:
-                raise CaptureError(
-                    f"The forward calls backward(), which adds to the gradient of {name!r} beside the step's "
-                    "own. Add that loss to the loss, or take the gradients that the forward needs with "
-                    "torch.autograd.grad(…) or backward(inputs=[…])."
-                )
         replaced = self._replaced()
         self.layout = {
             "count": count is not None,
@@ -222,7 +231,7 @@ class _Step:
                 raise CaptureError(
                     f"The forward changes the buffer {r.name!r} from {_kind_of(given.fake)} to "
                     f"{_kind_of(new)}. A program keeps shapes and dtypes: give the buffer those that it has "
-                    "later on from the start."
+                    "later on from the start, or run the model on one batch before you compile it."
                 )
             replaced[r.name] = new
         return replaced
@@ -256,12 +265,16 @@ class _Step:
         with torch.autocast(loss.device.type, enabled=False):
             seed = torch.full((), scale, dtype=loss.dtype, device=loss.device)
             grads = torch.autograd.grad(loss, list(wanted.values()), seed, allow_unused=True)
-        if all(g is None for g in grads):
+        total = {name: grad for name, grad in zip(wanted, grads, strict=True) if grad is not None}
+        for name, value in wanted.items():
+            if value.grad is not None:  # the backward of a custom function called backward()
+                total[name] = total[name] + value.grad if name in total else value.grad
+        if not total:
             raise CaptureError(
                 "No trainable parameter gets a gradient: the loss does not depend on any of them. "
                 "Look for a detach() or a no_grad() block on the way."
             )
-        return {name: g for name, g in zip(wanted, grads, strict=True) if g is not None}
+        return total
 
 
 def _loss_of(

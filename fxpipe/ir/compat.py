@@ -31,7 +31,7 @@ __all__ = [
     "FakeTensor",
     "OpOverload",
     "TorchDispatchMode",
-    "compiling_flags",
+    "compiling_flag",
     "current_sequence_number",
     "gradient_hooks",
     "has_accumulation_hooks",
@@ -69,18 +69,19 @@ class FakeMode(FakeTensorMode):
 
 
 @contextlib.contextmanager
-def compiling_flags() -> Iterator[None]:
-    """Let the model see ``torch.compiler.is_compiling()`` and ``is_exporting()`` as true.
+def compiling_flag() -> Iterator[None]:
+    """Let the model see ``torch.compiler.is_compiling()`` as true.
 
-    Models ask these before they branch on data (attention masks, expert routing).
+    Models ask it before they branch on data (attention masks, expert routing).  ``is_exporting()`` stays
+    false: they ask that one before they rely on the example's shapes, and a program may.
     """
     module: Any = torch.compiler
-    before = module._is_compiling_flag, module._is_exporting_flag
-    module._is_compiling_flag = module._is_exporting_flag = True
+    before = module._is_compiling_flag
+    module._is_compiling_flag = True
     try:
         yield
     finally:
-        module._is_compiling_flag, module._is_exporting_flag = before
+        module._is_compiling_flag = before
 
 
 def current_sequence_number() -> int:

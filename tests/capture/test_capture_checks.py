@@ -1,5 +1,6 @@
 """Forwards that read values of the data: folded, or decided by the example and then checked as they run."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -69,6 +70,12 @@ class Lengths(Reads):
         return torch.cat([part * (1 + k) for k, part in enumerate(x.T.split([n // 2 for n in lengths]))]).T
 
 
+class ThroughNumpy(Reads):
+    def read(self, x, mask):
+        widths = np.asarray(mask)[0] * (np.arange(WIDTH) < self.table.cpu().numpy().sum() - 2)
+        return x * torch.from_numpy(widths * 2.0)
+
+
 class Constants(Reads):
     """Of constants alone: nothing to check."""
 
@@ -119,6 +126,29 @@ class GraphInABuffer(Reads):
         return x.index_add(1, edges[0], x[:, edges[1]])[:, kept] * float(self.table.mean())
 
 
+class WritesToWhatAConstantGives(Reads):
+    """Positions in a plain tensor, moved in a copy of it, and those left out that lie outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = torch.tensor([[0, 1, 2, 7], [3, 5, 4, 0]])
+
+    def read(self, x, mask):
+        places = self.places.clone()
+        places[0] += 1
+        places = places[:, places[0] < WIDTH]
+        table = torch.zeros(WIDTH, WIDTH)
+        table[places[0], places[1]] = self.layers[0].bias[:3]
+        return x + x @ table
+
+
+class NeverDrops(Reads):
+    """Layer drop with a probability of nothing."""
+
+    def read(self, x, mask):
+        return x * 3 if torch.rand(()) < 0.0 else x * 2
+
+
 class ValidatedDistribution(Reads):
     def read(self, x, mask):
         return x + torch.distributions.Normal(x, self.table.exp(), validate_args=True).log_prob(mask)
@@ -144,12 +174,15 @@ RIGHT = [
     InRange,
     Equal,
     Lengths,
+    ThroughNumpy,
     Constants,
     InPlace,
     PicksAll,
     PicksAllInPlace,
     TensorOfTensors,
     GraphInABuffer,
+    WritesToWhatAConstantGives,
+    NeverDrops,
     ValidatedDistribution,
     Encoder,
 ]
@@ -161,7 +194,7 @@ def test_equals_eager(model, options):
     assert_equals_eager(model, batch, ranks=2, **options)
 
 
-@pytest.mark.parametrize("model", [AllOfAMask, InRange, Equal, InPlace, PicksAll])
+@pytest.mark.parametrize("model", [AllOfAMask, InRange, Equal, ThroughNumpy, InPlace, PicksAll])
 def test_another_microbatch_that_would_take_another_branch(model):
     pipe = fxpipe.compile(model(), batch(2), ranks=2, microbatches=3, schedule="1f1b")
     data = batch(6)
@@ -201,9 +234,14 @@ def test_a_real_number_of_the_data():
         def read(self, x, mask):
             return x / x.abs().max().item()
 
-    message = refused(Scales)
-    assert "depend" in message or "reads the number" in message
-    assert "test_capture_checks.py:" in message
+    class ScalesByNumpy(Reads):
+        def read(self, x, mask):
+            return x / x.detach().numpy().max()
+
+    for model in (Scales, ScalesByNumpy):
+        message = refused(model)
+        assert "reads the number" in message
+        assert "test_capture_checks.py:" in message
 
 
 def test_a_mask_that_picks_some():
@@ -214,6 +252,7 @@ def test_a_mask_that_picks_some():
     message = refused(Some)
     assert "depend on data" in message
     assert "torch.where" in message
+    assert "fixed=" not in message  # of no use: the parameters decide as well
 
 
 def test_layer_drop():
@@ -224,6 +263,22 @@ def test_layer_drop():
     message = refused(Drops)
     assert "layerdrop=0" in message
     assert "test_capture_checks.py:" in message
+
+
+def test_a_random_branch_that_is_hardly_ever_taken():
+    class Rarely(Reads):
+        def read(self, x, mask):
+            return x if torch.rand(()) < 0.01 else x * 2
+
+    pipe = fxpipe.compile(Rarely(), batch(2), ranks=2, microbatches=64, schedule="1f1b")
+    data = batch(128)
+
+    def train():
+        for step in range(20):
+            pipe.run_local(data, step=step)
+
+    with pytest.raises(fxpipe.RunError, match=r"test_capture_checks\.py:.* compiled for False"):
+        train()  # at one of 1280 microbatches
 
 
 def test_a_number_of_a_buffer_that_the_step_changes():
@@ -259,7 +314,9 @@ def test_a_fixed_input():
             index = torch.repeat_interleave(torch.arange(WIDTH), mask[0])
             return x[:, index] * mask.nonzero().shape[0]
 
-    assert "depend on data" in refused(Grid)
+    message = refused(Grid)
+    assert "depend on data" in message
+    assert "if 'mask' is the same in all batches, compile with fixed=['mask']" in message
     assert_equals_eager(Grid, batch, ranks=2, schedule="zb-h1", fixed=["mask"])
     pipe = fxpipe.compile(Grid(), batch(2), ranks=2, microbatches=2, schedule="1f1b", fixed=("mask",))
     data = batch(4)
@@ -298,12 +355,36 @@ def test_ctc_loss():
     assert_equals_eager(Speech, speech, ranks=2, schedule="zb-h1")
 
 
+def test_the_way_of_eager_and_not_one_for_compilers():
+    class Rounds(Reads):
+        def read(self, x, mask):
+            special = torch.compiler.is_compiling() or torch.compiler.is_exporting()
+            return x.float().double() if special else x * mask
+
+    assert_equals_eager(Rounds, batch, ranks=2, schedule="zb-h1")
+
+
+def test_the_way_for_compilers_where_the_other_hangs_on_data():
+    class Skips(Reads):
+        def read(self, x, mask):
+            return x if not torch.compiler.is_compiling() and mask.all() else x * mask
+
+    def holes(count: int) -> dict[str, torch.Tensor]:
+        return batch(count) | {"mask": (torch.arange(count * WIDTH).view(count, WIDTH) < 2 * WIDTH).long()}
+
+    assert holes(2)["mask"].all()
+    assert not holes(6)["mask"].all()
+    assert_equals_eager(Skips, holes, ranks=2, schedule="zb-h1")
+
+
 def test_code_for_compilers_that_fails():
-    """What a model does for compilers alone is left out where it fails: eager does not run it."""
+    """Eager's way hangs on data, and is taken all the same."""
 
     class Broken(Reads):
         def read(self, x, mask):
-            return x * None if torch.compiler.is_compiling() else x * mask
+            if torch.compiler.is_compiling():
+                return x * None
+            return x * mask if mask.all() else x
 
     assert_equals_eager(Broken, batch, ranks=2, schedule="zb-h1")
 

@@ -710,6 +710,44 @@ def test_nested_tensors():
     assert "nested" in refused(Nested)
 
 
+def test_sparse_tensors():
+    """The backward fails, where no line of the model runs."""
+
+    class Sparse(Layers):
+        def between(self, x, i):
+            if i != 2:
+                return x
+            places = torch.arange(WIDTH).expand(2, WIDTH)
+            weight = torch.sparse_coo_tensor(places, self.layers[0].bias, (WIDTH, WIDTH))
+            return torch.sparse.mm(weight, x.T).T
+
+    Sparse()(*rows(2)).backward()
+    message = refused(Sparse)
+    assert "sparse" in message
+    assert "index_add" in message
+    assert "test_capture_state.py:" in message
+
+
+class _Wrong(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient[:, 1:]
+
+
+def test_a_backward_that_fails():
+    class Fails(Layers):
+        def between(self, x, i):
+            return _Wrong.apply(x) if i == 2 else x
+
+    message = refused(Fails)
+    assert "invalid gradient" in message
+    assert "test_capture_state.py:" in message
+
+
 @torch.library.custom_op("fxpipe_tests::increment", mutates_args={"x"})
 def increment(x: torch.Tensor) -> None:
     x.add_(1)
