@@ -44,13 +44,13 @@ lint: env
 # An environment of its own, with the libraries whose models are tried.
 COVERAGE := .venv-coverage
 coverage: $(COVERAGE)/.installed
-	OMP_NUM_THREADS=1 $(COVERAGE)/bin/python -m benchmarks.coverage $(ARGS)
+	OMP_NUM_THREADS=1 $(COVERAGE)/bin/python -m benchmarks.model_coverage $(ARGS)
 
-$(COVERAGE)/.installed: pyproject.toml constraints.txt benchmarks/coverage/requirements.txt
+$(COVERAGE)/.installed: pyproject.toml constraints.txt benchmarks/model_coverage/requirements.txt
 	$(PYTHON) -m venv $(COVERAGE)
 	$(COVERAGE)/bin/$(PIP_INSTALL) -c constraints.txt torch==$(PINNED)
 	$(COVERAGE)/bin/$(PIP_INSTALL) -c constraints.txt -e '.[dev]'
-	$(COVERAGE)/bin/$(PIP_INSTALL) --no-deps -r benchmarks/coverage/requirements.txt
+	$(COVERAGE)/bin/$(PIP_INSTALL) --no-deps -r benchmarks/model_coverage/requirements.txt
 	@touch $@
 
 env: $(INSTALLED)

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.coverage.case import Case, Subject, leaves_loss
-from benchmarks.coverage.examine import EAGER, FAILED, REFUSED, RIGHT, WRONG, Row, examine
-from benchmarks.coverage.options import OPTIONS
-from benchmarks.coverage.reference import Results, difference
-from benchmarks.coverage.report import text_of
-from benchmarks.coverage.sources import find
-from benchmarks.coverage.state import aliases_of, changed_attributes, changed_tensors, state_of
+from benchmarks.model_coverage.case import Case, Subject, leaves_loss
+from benchmarks.model_coverage.examine import EAGER, FAILED, REFUSED, RIGHT, WRONG, Row, examine
+from benchmarks.model_coverage.options import OPTIONS
+from benchmarks.model_coverage.reference import Results, difference
+from benchmarks.model_coverage.report import text_of
+from benchmarks.model_coverage.sources import find
+from benchmarks.model_coverage.state import aliases_of, changed_attributes, changed_tensors, state_of
 
 pytestmark = pytest.mark.slow
 

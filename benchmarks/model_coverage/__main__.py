@@ -1,6 +1,6 @@
 """Compile models that others wrote and compare them with eager: ``make coverage``.
 
-python -m benchmarks.coverage --only llama --options auto
+python -m benchmarks.model_coverage --only llama --options auto
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import time
 import zlib
 from pathlib import Path
 
-from benchmarks.coverage import libraries  # first of all: what the others import depends on it
-from benchmarks.coverage.examine import EAGER, FAILED, RANDOM, RIGHT
-from benchmarks.coverage.options import OPTIONS
-from benchmarks.coverage.pool import run
-from benchmarks.coverage.report import NO_VOCABULARY, commit, write
-from benchmarks.coverage.sources import all_cases
+from benchmarks.model_coverage import libraries  # first of all: what the others import depends on it
+from benchmarks.model_coverage.examine import EAGER, FAILED, RANDOM, RIGHT
+from benchmarks.model_coverage.options import OPTIONS
+from benchmarks.model_coverage.pool import run
+from benchmarks.model_coverage.report import NO_VOCABULARY, commit, write
+from benchmarks.model_coverage.sources import all_cases
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE, RAW = ROOT / "docs" / "coverage.md", ROOT / "benchmarks" / "results" / "coverage.jsonl"

@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.coverage.case import Subject
-from benchmarks.coverage.state import buffers_of
+from benchmarks.model_coverage.case import Subject
+from benchmarks.model_coverage.state import buffers_of
 
 #: The least relative error that is allowed where so much is the lowest precision.
 FLOORS = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 1e-2}

@@ -16,10 +16,16 @@ from typing import Any
 import torch
 
 import fxpipe
-from benchmarks.coverage.case import SEED, Case, Subject, without_dropout
-from benchmarks.coverage.options import MICROBATCHES, OPTIONS, ROWS
-from benchmarks.coverage.reference import COMPARABLE, Reference, Results, difference, refer
-from benchmarks.coverage.state import aliases_of, buffers_of, changed_attributes, changed_tensors, state_of
+from benchmarks.model_coverage.case import SEED, Case, Subject, without_dropout
+from benchmarks.model_coverage.options import MICROBATCHES, OPTIONS, ROWS
+from benchmarks.model_coverage.reference import COMPARABLE, Reference, Results, difference, refer
+from benchmarks.model_coverage.state import (
+    aliases_of,
+    buffers_of,
+    changed_attributes,
+    changed_tensors,
+    state_of,
+)
 from fxpipe.errors import CaptureError, FxpipeError, RunError, ScheduleError, VerifyError
 
 EAGER = "eager"

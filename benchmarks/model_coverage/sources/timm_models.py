@@ -7,8 +7,8 @@ from functools import partial
 import timm
 from torch import nn
 
-from benchmarks.coverage.case import Builder
-from benchmarks.coverage.sources.shapes import CLASSES, classifier
+from benchmarks.model_coverage.case import Builder
+from benchmarks.model_coverage.sources.shapes import CLASSES, classifier
 
 LIBRARY = "timm"
 #: Words in the names of small models, the smallest first.

@@ -8,8 +8,8 @@ import torch
 from monai.networks import nets
 from torch import nn
 
-from benchmarks.coverage.case import Builder
-from benchmarks.coverage.sources.shapes import CLASSES, classifier, numbers
+from benchmarks.model_coverage.case import Builder
+from benchmarks.model_coverage.sources.shapes import CLASSES, classifier, numbers
 
 LIBRARY = "monai"
 FLAT = {"spatial_dims": 2, "in_channels": 1, "out_channels": CLASSES}

@@ -9,8 +9,8 @@ from torch import nn
 from torchvision import models as tv
 from torchvision.models import optical_flow, segmentation, video
 
-from benchmarks.coverage.case import Builder, Subject
-from benchmarks.coverage.sources.shapes import CLASSES, classifier, numbers
+from benchmarks.model_coverage.case import Builder, Subject
+from benchmarks.model_coverage.sources.shapes import CLASSES, classifier, numbers
 
 LIBRARY = "torchvision"
 

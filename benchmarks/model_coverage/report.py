@@ -12,8 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.coverage.examine import EAGER, FAILED, RANDOM, REFUSED, RIGHT, WRONG
-from benchmarks.coverage.options import MICROBATCHES, OPTIONS, ROWS
+from benchmarks.model_coverage.examine import EAGER, FAILED, RANDOM, REFUSED, RIGHT, WRONG
+from benchmarks.model_coverage.options import MICROBATCHES, OPTIONS, ROWS
 
 PACKAGES = (
     "torch",

@@ -10,7 +10,7 @@ import torch
 import torch_geometric.nn as pyg
 from torch import nn
 
-from benchmarks.coverage.case import Builder, Subject, leaves_loss
+from benchmarks.model_coverage.case import Builder, Subject, leaves_loss
 
 LIBRARY = "torch_geometric"
 NODES, WIDTH, CLASSES = 10, 8, 4

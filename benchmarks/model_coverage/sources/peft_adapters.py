@@ -9,8 +9,8 @@ import peft
 import torch
 import transformers
 
-from benchmarks.coverage.case import Builder, Subject
-from benchmarks.coverage.sources.shapes import VOCABULARY
+from benchmarks.model_coverage.case import Builder, Subject
+from benchmarks.model_coverage.sources.shapes import VOCABULARY
 
 LIBRARY = "peft"
 ON = {"target_modules": ["q_proj", "v_proj", "down_proj"]}

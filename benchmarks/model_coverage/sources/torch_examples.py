@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.coverage.case import Builder, Subject
-from benchmarks.coverage.sources.shapes import CLASSES, VOCABULARY, Fed, classifier, numbers, words
+from benchmarks.model_coverage.case import Builder, Subject
+from benchmarks.model_coverage.sources.shapes import CLASSES, VOCABULARY, Fed, classifier, numbers, words
 
 LIBRARY = "torch examples"
 

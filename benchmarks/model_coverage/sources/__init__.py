@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 from functools import cache
 
-from benchmarks.coverage.case import Builder, Case
-from benchmarks.coverage.libraries import PRESENT
+from benchmarks.model_coverage.case import Builder, Case
+from benchmarks.model_coverage.libraries import PRESENT
 
 #: The source of each library that must be there for it (None: torch alone).
 SOURCES: dict[str, str | None] = {
@@ -26,7 +26,7 @@ SOURCES: dict[str, str | None] = {
 
 
 def builders(source: str) -> tuple[str, dict[str, Builder]]:
-    module = importlib.import_module(f"benchmarks.coverage.sources.{source}")
+    module = importlib.import_module(f"benchmarks.model_coverage.sources.{source}")
     return module.LIBRARY, module.cases()
 
 

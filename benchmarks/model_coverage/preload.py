@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import fxpipe
-from benchmarks.coverage import examine, libraries, sources  # noqa: F401
+from benchmarks.model_coverage import examine, libraries, sources  # noqa: F401
 
 sources.all_cases()
 fxpipe.compile(

@@ -9,8 +9,8 @@ import torch
 import x_transformers as xt
 from torch import nn
 
-from benchmarks.coverage.case import Builder, Subject
-from benchmarks.coverage.sources.shapes import CLASSES, VOCABULARY, classifier, words
+from benchmarks.model_coverage.case import Builder, Subject
+from benchmarks.model_coverage.sources.shapes import CLASSES, VOCABULARY, classifier, words
 
 LIBRARY = "x-transformers"
 

@@ -8,7 +8,7 @@ from typing import Any
 import diffusers
 import torch
 
-from benchmarks.coverage.case import Builder, Subject, leaves_loss
+from benchmarks.model_coverage.case import Builder, Subject, leaves_loss
 
 LIBRARY = "diffusers"
 UNET = {"block_out_channels": (16, 32), "layers_per_block": 1, "norm_num_groups": 8}

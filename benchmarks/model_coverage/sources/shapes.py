@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.coverage.case import Builder, Subject, leaves_loss
+from benchmarks.model_coverage.case import Builder, Subject, leaves_loss
 
 CLASSES, VOCABULARY = 4, 64
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
-from benchmarks.coverage.case import Builder, Subject
-from benchmarks.coverage.sources.shapes import CLASSES, VOCABULARY, Fed, numbers, words
+from benchmarks.model_coverage.case import Builder, Subject
+from benchmarks.model_coverage.sources.shapes import CLASSES, VOCABULARY, Fed, numbers, words
 
 LIBRARY = "torch.nn"
 WIDTH = 8

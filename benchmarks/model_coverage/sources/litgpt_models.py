@@ -9,8 +9,8 @@ from litgpt.config import configs
 from litgpt.model import GPT, Config
 from torch import nn
 
-from benchmarks.coverage.case import Builder
-from benchmarks.coverage.sources.shapes import VOCABULARY, words
+from benchmarks.model_coverage.case import Builder
+from benchmarks.model_coverage.sources.shapes import VOCABULARY, words
 
 LIBRARY = "litgpt"
 NAMES = (

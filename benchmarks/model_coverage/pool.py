@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
-from benchmarks.coverage.case import Case
-from benchmarks.coverage.examine import EAGER, FAILED, Row, examine
+from benchmarks.model_coverage.case import Case
+from benchmarks.model_coverage.examine import EAGER, FAILED, Row, examine
 
 SECONDS, EAGER_SECONDS = 300.0, 100.0  # of one option; of building a model and training it in eager
 BYTES = 6 * 2**30  # of private memory
@@ -32,7 +32,7 @@ class Task:
 def run(cases: list[tuple[Case, list[str]]], processes: int) -> Iterator[Row]:
     """The rows of all cases, each with its options (``eager`` first, or not at all), as they come."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.coverage.preload"])
+    context.set_forkserver_preload(["benchmarks.model_coverage.preload"])
     waiting = cases[::-1]
     running: dict[Connection, Task] = {}
     while waiting or running:
@@ -78,7 +78,7 @@ def run(cases: list[tuple[Case, list[str]]], processes: int) -> Iterator[Row]:
 
 def _main(key: str, options: list[str], connection: Connection) -> None:
     """In the child: examine a case, and send each row when it is there."""
-    from benchmarks.coverage.sources import find
+    from benchmarks.model_coverage.sources import find
 
     resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))
     with open(os.devnull, "w") as null:

@@ -11,8 +11,8 @@ from typing import Any
 import vit_pytorch
 from torch import nn
 
-from benchmarks.coverage.case import Builder
-from benchmarks.coverage.sources.shapes import CLASSES, classifier
+from benchmarks.model_coverage.case import Builder
+from benchmarks.model_coverage.sources.shapes import CLASSES, classifier
 
 LIBRARY = "vit-pytorch"
 #: An argument of this name gets this value.

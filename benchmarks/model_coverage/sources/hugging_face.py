@@ -19,7 +19,7 @@ import transformers
 from torch import nn
 from transformers.models.auto import configuration_auto, modeling_auto
 
-from benchmarks.coverage.case import Builder, Subject, leaves_loss
+from benchmarks.model_coverage.case import Builder, Subject, leaves_loss
 
 LIBRARY = "transformers"
 OVERRIDES = Path(__file__).parent / "overrides.toml"
