@@ -86,6 +86,7 @@ def zb_h1(problem: Problem) -> Order:
     every rank holds p·v chunks.  V placement: W goes into the gaps that these costs leave.
     """
     if problem.is_v:
+        _check_two_in_v(problem)
         return problem.fastest_of(zb_v_orders(problem))
     p, v = problem.ranks, problem.stages_per_rank
     return lag(
@@ -137,11 +138,15 @@ def dual_pipe_v(problem: Problem) -> Order:
 
 
 def _v_spine(problem: Problem, backward: OpKind) -> Order:
+    _check_two_in_v(problem)
+    return spines.zero_bubble_v(problem.ranks, problem.microbatches, backward)
+
+
+def _check_two_in_v(problem: Problem) -> None:
     if problem.stages_per_rank != 2:
         raise ScheduleError(
             f"schedule {problem.name} in V placement has 2 stages per rank, not {problem.stages_per_rank}"
         )
-    return spines.zero_bubble_v(problem.ranks, problem.microbatches, backward)
 
 
 _CHUNKS = range(2, 1024)

@@ -98,7 +98,7 @@ def least_period(problem: Problem) -> float:
     if not problem.is_limited:
         return problem.shop.period
     held = zip(_held_at_least(problem), problem.limits, strict=True)
-    return max(problem.shop.period, *(area / limit for area, limit in held))
+    return max([problem.shop.period, *(area / limit for area, limit in held if area)])
 
 
 def _held_at_least(problem: Problem) -> list[float]:
