@@ -24,12 +24,12 @@ from report import Report
 from fxpipe.cli.planning import CHUNKS
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.costs import Costs, StageCost, chain
-from fxpipe.schedule.families import FAMILIES, build
-from fxpipe.schedule.offload import FULL, HALF, offload, with_link
+from fxpipe.schedule.families.registry import FAMILIES, build
+from fxpipe.schedule.offload.planner import FULL, HALF, offload, with_link
 from fxpipe.schedule.placement import place
 from fxpipe.schedule.search.auto import Choice, Objective, Setting, search
-from fxpipe.schedule.simulator import simulate
-from fxpipe.schedule.timeline import Timeline
+from fxpipe.schedule.simulation.simulator import simulate
+from fxpipe.schedule.simulation.timeline import Timeline
 
 
 @dataclass(frozen=True)

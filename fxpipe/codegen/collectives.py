@@ -7,7 +7,7 @@ from itertools import count, groupby
 
 from fxpipe.ir.graph import Color
 from fxpipe.ir.sections import Message
-from fxpipe.schedule.lowering import Exchange, ExchangeKind
+from fxpipe.schedule.lowering.lower import Exchange, ExchangeKind
 
 
 def collectives(

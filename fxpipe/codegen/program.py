@@ -16,7 +16,7 @@ from fxpipe.codegen.wrapping import wrapped
 from fxpipe.ir.graph import Color, Kind, Phase, Section
 from fxpipe.ir.sections import Message
 from fxpipe.names import docstring, text_literal
-from fxpipe.schedule.lowering import (
+from fxpipe.schedule.lowering.lower import (
     Begin,
     Collect,
     Compute,

@@ -16,9 +16,9 @@ from fxpipe.plan.tensor_ownership import layouts_of, tensor_ownership, tied_para
 from fxpipe.runtime.batch import BatchSpec
 from fxpipe.runtime.rank import StepSpec
 from fxpipe.schedule.costs import Costs
-from fxpipe.schedule.lowering import Exchange
+from fxpipe.schedule.lowering.lower import Exchange
 from fxpipe.schedule.ops import Schedule, order_text
-from fxpipe.schedule.simulator import simulate
+from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.version import __version__
 
 

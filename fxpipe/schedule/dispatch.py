@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from fxpipe.errors import ScheduleError
+from fxpipe.schedule.arrays import Coded, Shop
 from fxpipe.schedule.kernel import Floats, dispatch_ops
-from fxpipe.schedule.shop import Coded, Shop
 
 
 def dispatch(
@@ -26,7 +26,7 @@ def dispatch(
     limits: Sequence[float],
     patience: tuple[float, float, float] = (1.0, 1.0, 1.0),
 ) -> Coded:
-    """The order that follows from ``due``, one number per op (see :mod:`fxpipe.schedule.shop`).
+    """The order that follows from ``due``, one number per op (see :mod:`fxpipe.schedule.arrays`).
 
     ``patience``, for F, B and W, is the share of an op that must fit before the arrival of an op that is due
     earlier: with 0 a rank never waits while it could compute, with 1 no op is delayed by one that is due

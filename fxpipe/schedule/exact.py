@@ -22,9 +22,9 @@ from fxpipe.schedule.dependencies import durations as seconds_of
 from fxpipe.schedule.goal import Objective
 from fxpipe.schedule.ops import PHASES, Order, Schedule
 from fxpipe.schedule.placement import stages_of
-from fxpipe.schedule.simulator import simulate
+from fxpipe.schedule.simulation.simulator import simulate
+from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.schedule.solver import cp_sat, rounded_down, rounded_up, solve, unit_of
-from fxpipe.schedule.timeline import Timeline
 
 Life = tuple[Any, Any, float]
 """Variables of when something is held from and to, and how much it is."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from fxpipe.schedule.arrays import Run
 from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.kernel import SHARE, worth
 from fxpipe.schedule.problem import Problem
-from fxpipe.schedule.shop import Run
 
 Objective = Literal["makespan", "span"]
 """The span is the longest of the ranks' times from their first op's start to their last op's end."""

@@ -1,6 +1,6 @@
 """The inner loops of the searches, compiled by numba: running orders, list scheduling, local search.
 
-Ops and sections are numbers as in :mod:`fxpipe.schedule.shop`.
+Ops and sections are numbers as in :mod:`fxpipe.schedule.arrays`.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ def _has_room(t, rank, at, live, held, limit):
 
 @compiled
 def fill_ops(t, m, spine, spine_at, hold, kept, limits, gap):
-    """See :func:`fxpipe.schedule.weights.fill`.  Rank r's part of the spine begins at ``spine_at[r]``;
+    """See ``families.weights.fill``.  Rank r's part of the spine begins at ``spine_at[r]``;
     ``gap`` is 0 for any, 1 for whole, 2 for least.
 
     The order; per rank how far it came in the spine; and the rank that has no memory for its next F, or -1.

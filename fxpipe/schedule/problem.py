@@ -8,10 +8,10 @@ from functools import cached_property
 from math import inf
 
 from fxpipe.errors import ScheduleError
+from fxpipe.schedule.arrays import Coded, Shop, decode, encode, peaks, run, shop
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.ops import Order
 from fxpipe.schedule.placement import place
-from fxpipe.schedule.shop import Coded, Shop, decode, encode, peaks, run, shop
 
 Limit = float | Sequence[float] | None
 """A memory limit of every rank, of each rank, or none; in the unit of the costs' ``saved``."""

@@ -16,6 +16,7 @@ from itertools import accumulate, product
 from math import inf
 
 from fxpipe.ir.graph import Colour, Phase
+from fxpipe.schedule.arrays import Coded, Shop, decode, encode, fits, peaks, run, shop
 from fxpipe.schedule.costs import Costs, Edge, StageCost
 from fxpipe.schedule.dependencies import index
 from fxpipe.schedule.dispatch import dispatch
@@ -24,7 +25,6 @@ from fxpipe.schedule.ops import Op, OpKind, Order
 from fxpipe.schedule.problem import Problem
 from fxpipe.schedule.search.due_dates import start_alone
 from fxpipe.schedule.search.local_search import improve
-from fxpipe.schedule.shop import Coded, Shop, decode, encode, fits, peaks, run, shop
 from fxpipe.vocabulary.stages import Vocabulary
 
 _PATIENCE = ((0.0, 0.0, 0.0), (0.3, 0.3, 0.3), (1.0, 1.0, 0.5), (1.001, 0.3, 0.7))

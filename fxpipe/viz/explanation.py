@@ -9,8 +9,8 @@ from rich.table import Table
 
 from fxpipe.names import terminal
 from fxpipe.plan.artifact import Attempt, Plan
+from fxpipe.schedule.offload.transfers import away_bytes
 from fxpipe.schedule.ops import Direction
-from fxpipe.schedule.transfers import away_bytes
 from fxpipe.viz.units import bytes_text, seconds_text
 
 

@@ -13,10 +13,10 @@ from fxpipe.ir.graph import Colour, Phase
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
 from fxpipe.schedule.exact import exact
 from fxpipe.schedule.exact_block import exact_block
-from fxpipe.schedule.families import build
+from fxpipe.schedule.families.registry import build
 from fxpipe.schedule.ops import Op, OpKind, Schedule
 from fxpipe.schedule.placement import place
-from fxpipe.schedule.simulator import simulate
+from fxpipe.schedule.simulation.simulator import simulate
 
 pytestmark = pytest.mark.slow
 

@@ -3,13 +3,13 @@
 import pytest
 
 from fxpipe.errors import DeadlockError, ScheduleError
+from fxpipe.schedule.arrays import decode, encode, shop
 from fxpipe.schedule.costs import Costs, StageCost, chain
-from fxpipe.schedule.families import FAMILIES, build
+from fxpipe.schedule.families.registry import FAMILIES, build
+from fxpipe.schedule.families.weights import Gap, fill, lag
 from fxpipe.schedule.ops import Order, order_text, parse_order
-from fxpipe.schedule.shop import decode, encode, shop
-from fxpipe.schedule.simulator import simulate
-from fxpipe.schedule.timeline import Timeline
-from fxpipe.schedule.weights import Gap, fill, lag
+from fxpipe.schedule.simulation.simulator import simulate
+from fxpipe.schedule.simulation.timeline import Timeline
 
 
 def even(ranks: int, stages_per_rank: int = 1, times=(1.0, 1.0, 1.0), comm: float = 0.0) -> Costs:

@@ -5,8 +5,8 @@ import pytest
 from fxpipe.errors import DeadlockError, ScheduleError
 from fxpipe.ir.graph import Colour, Phase
 from fxpipe.schedule.costs import Edge, StageCost, chain
-from fxpipe.schedule.deadlock import prove
-from fxpipe.schedule.lowering import Exchange, ExchangeKind, Post, Wait, lower
+from fxpipe.schedule.lowering.deadlock import prove
+from fxpipe.schedule.lowering.lower import Exchange, ExchangeKind, Post, Wait, lower
 from fxpipe.schedule.ops import Schedule, parse_order
 from fxpipe.schedule.vocabulary import with_heads
 

@@ -12,12 +12,12 @@ from fxpipe.codegen.collectives import collectives
 from fxpipe.ir.graph import Colour, Phase
 from fxpipe.ir.sections import Message
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
-from fxpipe.schedule.critical import critical_path
-from fxpipe.schedule.deadlock import prove
-from fxpipe.schedule.families import FAMILIES, build
-from fxpipe.schedule.lowering import Compute, Post, Send, Wait, lower
+from fxpipe.schedule.families.registry import FAMILIES, build
+from fxpipe.schedule.lowering.deadlock import prove
+from fxpipe.schedule.lowering.lower import Compute, Post, Send, Wait, lower
 from fxpipe.schedule.ops import PHASES, Schedule
-from fxpipe.schedule.simulator import simulate
+from fxpipe.schedule.simulation.critical import critical_path
+from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.vocabulary import with_heads
 from fxpipe.vocabulary.stages import Vocabulary
 

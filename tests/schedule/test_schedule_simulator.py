@@ -6,10 +6,10 @@ from fxpipe.errors import DeadlockError, ScheduleError
 from fxpipe.ir.graph import Colour, Phase
 from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
-from fxpipe.schedule.critical import critical_path
-from fxpipe.schedule.families import build
+from fxpipe.schedule.families.registry import build
 from fxpipe.schedule.ops import Schedule, parse_order
-from fxpipe.schedule.simulator import simulate
+from fxpipe.schedule.simulation.critical import critical_path
+from fxpipe.schedule.simulation.simulator import simulate
 
 
 def hand(text: str, placement: tuple[int, ...], microbatches: int = 1) -> Schedule:

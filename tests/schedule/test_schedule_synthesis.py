@@ -11,11 +11,12 @@ from random import Random
 import pytest
 
 from fxpipe.errors import ScheduleError
+from fxpipe.schedule.arrays import Shop, decode, encode, peaks, run, shop
 from fxpipe.schedule.costs import Costs, StageCost, chain
 from fxpipe.schedule.dispatch import dispatch
-from fxpipe.schedule.families import build
+from fxpipe.schedule.families.heuristics import zero_bubble, zero_bubble_v
+from fxpipe.schedule.families.registry import build
 from fxpipe.schedule.goal import Goal
-from fxpipe.schedule.heuristics import zero_bubble, zero_bubble_v
 from fxpipe.schedule.kernel import run_ops
 from fxpipe.schedule.ops import order_text, parse_order
 from fxpipe.schedule.placement import place
@@ -25,8 +26,7 @@ from fxpipe.schedule.search.due_dates import Timetable, cross, draw, least_perio
 from fxpipe.schedule.search.local_search import improve
 from fxpipe.schedule.search.pool import find
 from fxpipe.schedule.search.starts import starts
-from fxpipe.schedule.shop import Shop, decode, encode, peaks, run, shop
-from fxpipe.schedule.simulator import simulate
+from fxpipe.schedule.simulation.simulator import simulate
 
 pytestmark = pytest.mark.slow
 

@@ -12,8 +12,8 @@ limits.
 3. Halving (:mod:`.pool`): all starts are annealed a little, the better half twice as long, and so on.
 
 :mod:`.auto` puts all settings that ``schedule="auto"`` chooses from into one pool; a family that searches
-by name (:mod:`fxpipe.schedule.families`) puts in its own. Nothing is recorded and nothing is tuned to a
-case. The work is counted in ops that are looked at, not in seconds, so that the same input gives the same
-order on any machine, with any number of cores; ``effort`` is that work in seconds of one current core,
-about.
+by name (:mod:`fxpipe.schedule.families.registry`) puts in its own. Nothing is recorded and nothing is
+tuned to a case. The work is counted in ops that are looked at, not in seconds, so that the same input
+gives the same order on any machine, with any number of cores; ``effort`` is that work in seconds of one
+current core, about.
 """

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from math import inf
 
 from fxpipe.errors import LimitError, ScheduleError
+from fxpipe.schedule.arrays import decode, shop
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.dispatch import check_room, has_room
-from fxpipe.schedule.families import FAMILIES, Family, build
+from fxpipe.schedule.families.registry import FAMILIES, Family, build
 from fxpipe.schedule.goal import Objective as Objective
-from fxpipe.schedule.offload import AUTO, Share, lightened
+from fxpipe.schedule.offload.planner import AUTO, Share, lightened
 from fxpipe.schedule.ops import Order, Schedule
 from fxpipe.schedule.placement import place
 from fxpipe.schedule.problem import Limit, Problem, per_rank
 from fxpipe.schedule.search.pool import EFFORT, Found, find
 from fxpipe.schedule.search.starts import starts
-from fxpipe.schedule.shop import decode, shop
-from fxpipe.schedule.simulator import simulate
-from fxpipe.schedule.timeline import Timeline
+from fxpipe.schedule.simulation.simulator import simulate
+from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.schedule.vocabulary import body_costs, room_for_body, weave
 from fxpipe.vocabulary.stages import Vocabulary
 

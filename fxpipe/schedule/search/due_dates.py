@@ -13,12 +13,12 @@ from random import Random
 
 import numpy as np
 
+from fxpipe.schedule.arrays import Coded, Shop
 from fxpipe.schedule.bound import in_order
 from fxpipe.schedule.dependencies import SECTIONS_PER_STAGE, index
 from fxpipe.schedule.dispatch import dispatch
 from fxpipe.schedule.kernel import Floats
 from fxpipe.schedule.problem import Problem
-from fxpipe.schedule.shop import Coded, Shop
 
 Point = tuple[float, ...]
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fxpipe.schedule.arrays import Coded, Shop, run
 from fxpipe.schedule.goal import Goal
 from fxpipe.schedule.kernel import anneal
-from fxpipe.schedule.shop import Coded, Shop, run
 
 _HOT, _COLD = (
     0.8,

@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from random import Random
 
+from fxpipe.schedule.arrays import Coded, fits, peaks, run
 from fxpipe.schedule.dispatch import check_room, has_room
 from fxpipe.schedule.goal import Goal, Objective
 from fxpipe.schedule.problem import Problem
 from fxpipe.schedule.search.due_dates import Point, Timetable, cross, draw, least_period
 from fxpipe.schedule.search.local_search import improve
-from fxpipe.schedule.shop import Coded, fits, peaks, run
 
 EFFORT = 8.0
 """Seconds of one core, about."""

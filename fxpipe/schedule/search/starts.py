@@ -7,14 +7,14 @@ from math import ceil
 
 import numpy as np
 
-from fxpipe.schedule import spines
+from fxpipe.schedule.arrays import Coded, encode
 from fxpipe.schedule.dispatch import dispatch
-from fxpipe.schedule.heuristics import zero_bubble, zero_bubble_v
+from fxpipe.schedule.families import fb_orders as spines
+from fxpipe.schedule.families.heuristics import zero_bubble, zero_bubble_v
+from fxpipe.schedule.families.weights import Gap, fill, lag
 from fxpipe.schedule.kernel import Floats
 from fxpipe.schedule.ops import OpKind, Order
 from fxpipe.schedule.problem import Problem
-from fxpipe.schedule.shop import Coded, encode
-from fxpipe.schedule.weights import Gap, fill, lag
 
 
 def starts(problem: Problem) -> list[Coded]:

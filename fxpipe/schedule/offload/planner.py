@@ -16,10 +16,10 @@ from typing import NamedTuple
 from fxpipe.errors import LimitError, ScheduleError
 from fxpipe.ir.graph import Phase
 from fxpipe.schedule.costs import Costs, Link
+from fxpipe.schedule.offload.transfers import away_bytes
 from fxpipe.schedule.ops import PHASES, Direction, Transfer
-from fxpipe.schedule.simulator import simulate
-from fxpipe.schedule.timeline import Timeline
-from fxpipe.schedule.transfers import away_bytes
+from fxpipe.schedule.simulation.simulator import simulate
+from fxpipe.schedule.simulation.timeline import Timeline
 
 HALF, FULL = 0.5, 1.0
 """The shares of PipeOffload's PO-H and PO-F."""

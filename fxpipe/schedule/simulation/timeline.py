@@ -10,10 +10,10 @@ from typing import NamedTuple
 from fxpipe.ir.graph import Colour
 from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.costs import Costs
-from fxpipe.schedule.critical import critical_path
-from fxpipe.schedule.exposed import exposed_communication
+from fxpipe.schedule.offload.transfers import away_bytes
 from fxpipe.schedule.ops import PHASES, Direction, Op, OpKind, Schedule, Transfer
-from fxpipe.schedule.transfers import away_bytes
+from fxpipe.schedule.simulation.critical import critical_path
+from fxpipe.schedule.simulation.exposed import exposed_communication
 
 
 class Span(NamedTuple):
@@ -70,7 +70,7 @@ class Timeline:
 
     @cached_property
     def critical_path(self) -> tuple[Span, ...]:
-        """The chain of ops that the makespan is made of; see :mod:`fxpipe.schedule.critical`."""
+        """The chain of ops that the makespan is made of; see :mod:`fxpipe.schedule.simulation.critical`."""
         return critical_path(self)
 
     @cached_property

@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from math import ceil, inf
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedule import spines
+from fxpipe.schedule.arrays import decode, encode, peaks
 from fxpipe.schedule.costs import Costs
+from fxpipe.schedule.families import fb_orders as spines
+from fxpipe.schedule.families.staggered import staggered
+from fxpipe.schedule.families.weights import lag
 from fxpipe.schedule.ops import OpKind, Order, Schedule
 from fxpipe.schedule.placement import place
 from fxpipe.schedule.problem import Limit, Problem, per_rank
@@ -19,10 +22,7 @@ from fxpipe.schedule.search.pool import EFFORT, find
 from fxpipe.schedule.search.starts import gis as gis_orders
 from fxpipe.schedule.search.starts import groups, starts
 from fxpipe.schedule.search.starts import zb_v as zb_v_orders
-from fxpipe.schedule.shop import decode, encode, peaks
-from fxpipe.schedule.staggered import staggered
 from fxpipe.schedule.vocabulary import body_costs, room_for_body, weave
-from fxpipe.schedule.weights import lag
 from fxpipe.vocabulary.stages import Vocabulary
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fxpipe.schedule.dependencies import SECTIONS_PER_STAGE, needs, sections
 
 if TYPE_CHECKING:
-    from fxpipe.schedule.timeline import Span, Timeline
+    from fxpipe.schedule.simulation.timeline import Span, Timeline
 
 
 def critical_path(timeline: Timeline) -> tuple[Span, ...]:

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import gcd
 
+from fxpipe.schedule.arrays import decode, shop
 from fxpipe.schedule.dispatch import dispatch
 from fxpipe.schedule.ops import Order
 from fxpipe.schedule.problem import Problem
-from fxpipe.schedule.shop import decode, shop
 
 SHARE = 0.9
 """Of the room that the late chunks need on the average, how much they get: less costs time."""

@@ -13,7 +13,7 @@ from itertools import zip_longest
 
 from fxpipe.errors import DeadlockError
 from fxpipe.schedule.costs import Edge
-from fxpipe.schedule.lowering import (
+from fxpipe.schedule.lowering.lower import (
     Collect,
     Compute,
     Exchange,

@@ -13,10 +13,10 @@ from enum import StrEnum
 import numpy as np
 
 from fxpipe.errors import DeadlockError, ScheduleError
+from fxpipe.schedule.arrays import Coded, Shop
 from fxpipe.schedule.dependencies import op_of_value
 from fxpipe.schedule.kernel import fill_ops
 from fxpipe.schedule.ops import Op, OpKind, Order
-from fxpipe.schedule.shop import Coded, Shop
 
 
 class Gap(StrEnum):

@@ -12,9 +12,9 @@ from fxpipe.errors import DeadlockError
 from fxpipe.schedule.check import check
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.dependencies import SECTIONS_PER_STAGE, durations, needs, op_of_value, sections
+from fxpipe.schedule.offload.transfers import check_transfers, lanes, transfer_seconds
 from fxpipe.schedule.ops import Direction, Schedule, Transfer
-from fxpipe.schedule.timeline import Span, Timeline, TransferSpan
-from fxpipe.schedule.transfers import check_transfers, lanes, transfer_seconds
+from fxpipe.schedule.simulation.timeline import Span, Timeline, TransferSpan
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:

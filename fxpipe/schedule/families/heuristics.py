@@ -24,8 +24,8 @@ from typing import NamedTuple
 import numpy as np
 
 from fxpipe.ir.compiled import compiled
+from fxpipe.schedule.arrays import Coded, Shop
 from fxpipe.schedule.kernel import Floats, Ints
-from fxpipe.schedule.shop import Coded, Shop
 
 _IMPROVED = 20  # runs at most that a ZB-V run's idle times are given to
 

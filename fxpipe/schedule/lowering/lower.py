@@ -21,7 +21,7 @@ from fxpipe.errors import ScheduleError
 from fxpipe.ir.graph import Colour, arrival
 from fxpipe.schedule.check import check
 from fxpipe.schedule.costs import Edge
-from fxpipe.schedule.levels import levels
+from fxpipe.schedule.lowering.levels import levels
 from fxpipe.schedule.ops import PHASES, Direction, Op, Schedule, Transfer
 
 
@@ -139,8 +139,8 @@ def lower(schedule: Schedule, edges: tuple[Edge, ...], exchanges: tuple[Exchange
     Where a channel's messages are needed in another order than they are sent in, the ones sent before
     a needed one are posted together with it.  Edges within a rank give no instruction, nor do those of
     ``exchanges``, which ranks join as soon as they have what they give.  Who only takes from a broadcast
-    joins one ahead, and before any op that runs in a later round (:mod:`fxpipe.schedule.levels`) than the
-    broadcast's source: so who waits for a broadcast never waits for an op that waits for it.
+    joins one ahead, and before any op that runs in a later round (:mod:`.levels`) than the broadcast's
+    source: so who waits for a broadcast never waits for an op that waits for it.
 
     Raises ScheduleError where the schedule is not whole or two edges join the same two sections.
     """

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fxpipe.schedule.dependencies import SECTIONS_PER_STAGE, needs, sections
 
 if TYPE_CHECKING:
-    from fxpipe.schedule.timeline import Timeline
+    from fxpipe.schedule.simulation.timeline import Timeline
 
 
 def exposed_communication(timeline: Timeline) -> tuple[float, ...]:
