@@ -24,7 +24,7 @@ def check(schedule: Schedule) -> None:
     done: bytearray | defaultdict[int, int] = bytearray(sections_in_all) if complete else defaultdict(int)
     for rank, ops in enumerate(schedule.order):
         for op in ops:
-            _check_home(schedule, rank, op)
+            _check_holder(schedule, rank, op)
             for section in table[op.kind][op.stage]:
                 value = section * microbatches + op.microbatch
                 if done[value]:
@@ -53,16 +53,16 @@ def _check_placement(schedule: Schedule) -> None:
             )
 
 
-def _check_home(schedule: Schedule, rank: int, op: Op) -> None:
+def _check_holder(schedule: Schedule, rank: int, op: Op) -> None:
     if not (0 <= op.stage < schedule.stages and 0 <= op.microbatch < schedule.microbatches):
         raise _error(
             schedule,
             f"rank {rank} runs {op}, but there are {schedule.stages} stages and "
             f"{schedule.microbatches} microbatches, both counted from 0",
         )
-    home = schedule.placement[op.stage]
-    if home != rank:
-        raise _error(schedule, f"rank {rank} runs {op}, but stage {op.stage} is placed on rank {home}")
+    holder = schedule.placement[op.stage]
+    if holder != rank:
+        raise _error(schedule, f"rank {rank} runs {op}, but stage {op.stage} is placed on rank {holder}")
 
 
 def _error(schedule: Schedule, what: str) -> ScheduleError:

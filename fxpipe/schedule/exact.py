@@ -1,6 +1,6 @@
 """The best schedule there is, proven: for small cases.
 
-One start time for every section and microbatch, minimised by CP-SAT.  The microbatches of a section run
+One start time for every section and microbatch, minimized by CP-SAT.  The microbatches of a section run
 in order: they are all alike, so that any schedule can be renamed to one that does, with the same times
 and memory.  Times are counted in their common measure where they have one, else rounded down to 1/100 000
 of the longest, so that the bound is one for the real times too.
@@ -67,7 +67,7 @@ def exact(
     if memory_limit is not None:
         ranks = max(placement) + 1
         model.limit_memory(memory_limit if isinstance(memory_limit, Sequence) else [memory_limit] * ranks)
-    model.minimise(objective)
+    model.minimize(objective)
     if start is not None:
         model.begin_with(simulate(start, costs))
     unit = model.unit
@@ -163,7 +163,7 @@ class _Model:
         sizes = [rounded_up(size, unit) for _, _, size in lives]
         self.model.add_cumulative(intervals, sizes, rounded_down(limit, unit))
 
-    def minimise(self, objective: Objective) -> None:
+    def minimize(self, objective: Objective) -> None:
         goal = self.model.new_int_var(0, self.horizon, objective)
         for own in self.owns:
             self.model.add(goal >= self.microbatches * sum(self.durations[section] for section in own))

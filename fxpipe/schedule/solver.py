@@ -45,7 +45,7 @@ def cp_sat() -> Any:
 
 
 def solve(model: Any, seconds: float, text: Callable[[float, float], str]) -> Solved:
-    """Minimises a model's objective for at most so many seconds.
+    """Minimizes a model's objective for at most so many seconds.
 
     text: of the best value and the bound so far, for a line on a terminal.
     """

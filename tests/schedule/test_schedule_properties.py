@@ -14,7 +14,7 @@ from fxpipe.ir.sections import Message
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
 from fxpipe.schedule.families.registry import FAMILIES, build
 from fxpipe.schedule.lowering.deadlock import prove
-from fxpipe.schedule.lowering.lower import Compute, Post, Send, Wait, lower
+from fxpipe.schedule.lowering.lower import Compute, PostRecv, Send, Wait, lower
 from fxpipe.schedule.ops import PHASES, Schedule
 from fxpipe.schedule.simulation.critical import critical_path
 from fxpipe.schedule.simulation.simulator import simulate
@@ -144,7 +144,7 @@ def check_programs(schedule: Schedule, costs: Costs) -> None:
         posted, arrived, sent, done = set(), set(), set(), set()
         for instruction in program:
             match instruction:
-                case Post(edge, microbatch):
+                case PostRecv(edge, microbatch):
                     assert (edge, microbatch) not in posted
                     posted.add((edge, microbatch))
                 case Wait(edge, microbatch):
@@ -171,7 +171,7 @@ def test_receive_buffers_live_for_two_ops_at_most_in_a_plain_chain(ranks, microb
         age: dict[tuple[Edge, int], int] = {}
         for instruction in program:
             match instruction:
-                case Post(edge, microbatch):
+                case PostRecv(edge, microbatch):
                     age[edge, microbatch] = 0
                 case Wait(edge, microbatch):
                     assert age.pop((edge, microbatch)) <= 1

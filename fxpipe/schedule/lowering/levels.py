@@ -1,4 +1,4 @@
-"""Which ops of a schedule can be done by when, counted in rounds."""
+"""The earliest round in which each op of a schedule can run, if every op takes one round."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fxpipe.schedule.ops import PHASES, Op, Schedule
 
 
 def levels(schedule: Schedule, edges: Sequence[Edge]) -> dict[Op, int]:
-    """Per op the round in which it runs if every op takes one and starts as early as it can.
+    """Per op the round in which it runs if every op takes one round and starts as early as possible.
 
-    An op's level is above those of the ops before it on its rank and of those whose results it needs.  Ops
-    that never get what they need have none.
+    An op's level is above the levels of the ops before it on its rank and of the ops whose results it needs.
+    Ops that are deadlocked have no level.
     """
     sources: defaultdict[Colour, list[Colour]] = defaultdict(list)
     for edge in edges:

@@ -1,12 +1,12 @@
-"""A schedule to what each rank really does: compute, post receives, wait for them, send.
+"""Lowers a schedule to the instructions of each rank: compute, post receives, wait for them, send.
 
 A *message* is what one edge carries for one microbatch, where the edge's stages lie on different
 ranks.  A *channel* is an ordered pair of ranks; its messages travel in the order in which they are
 sent, and receives are posted in that same order.
 
-An *exchange* takes the place of the messages of many edges between all ranks at once, a collective.
+A *collective* replaces the messages of many edges between all ranks.
 
-A *transfer* moves what F saved off the rank, or back.
+A *transfer* offloads an activation that F saved, or reloads it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
+from typing import ClassVar
 
 from fxpipe.errors import ScheduleError
 from fxpipe.ir.graph import Colour, arrival
@@ -25,20 +26,20 @@ from fxpipe.schedule.lowering.levels import levels
 from fxpipe.schedule.ops import PHASES, Direction, Op, Schedule, Transfer
 
 
-class ExchangeKind(StrEnum):
+class CollectiveKind(StrEnum):
     BROADCAST = "broadcast"  # one section's values to a section on every rank
     GATHER = "gather"  # a value of a section on every rank to one section
     ALL_GATHER = "all-gather"  # a value of a section on every rank to a section on every rank
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class Collective:
     """``sources`` and ``targets``: one section, or one on every rank in the ranks' order.
 
-    ``number`` tells exchanges apart; each has a communicator of its own.
+    ``number`` identifies the collective; each one has its own communicator.
     """
 
-    kind: ExchangeKind
+    kind: CollectiveKind
     number: int
     sources: tuple[Colour, ...]
     targets: tuple[Colour, ...]
@@ -49,25 +50,25 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True)
-class Join:
-    """Take part in an exchange; does not block."""
+class StartCollective:
+    """Join a collective; does not block."""
 
-    exchange: Exchange
+    collective: Collective
     microbatch: int
 
     def __str__(self) -> str:
-        return f"join {self.exchange}, microbatch {self.microbatch}"
+        return f"join {self.collective}, microbatch {self.microbatch}"
 
 
 @dataclass(frozen=True, slots=True)
-class Collect:
-    """Go on when an exchange has brought its values."""
+class WaitCollective:
+    """Block until a collective has delivered its values."""
 
-    exchange: Exchange
+    collective: Collective
     microbatch: int
 
     def __str__(self) -> str:
-        return f"collect {self.exchange}, microbatch {self.microbatch}"
+        return f"collect {self.collective}, microbatch {self.microbatch}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,31 +83,38 @@ class Compute:
 class _Message:
     edge: Edge
     microbatch: int
+    verb: ClassVar[str]
 
     def __str__(self) -> str:
         source, target = self.edge.source, self.edge.target
         values = f"{source.phase}{source.stage} -> {target.phase}{target.stage}"
-        return f"{type(self).__name__.lower()} {values}, microbatch {self.microbatch}"
+        return f"{self.verb} {values}, microbatch {self.microbatch}"
 
 
 @dataclass(frozen=True, slots=True)
-class Post(_Message):
-    """Make the buffer of a message and start to receive it; does not block."""
+class PostRecv(_Message):
+    """Allocate the buffer of a message and start to receive it; does not block."""
+
+    verb = "post"
 
 
 @dataclass(frozen=True, slots=True)
 class Wait(_Message):
-    """Go on when the message has arrived."""
+    """Block until the message has arrived."""
+
+    verb = "wait"
 
 
 @dataclass(frozen=True, slots=True)
 class Send(_Message):
     """Start to send a message; does not block."""
 
+    verb = "send"
+
 
 @dataclass(frozen=True, slots=True)
-class Begin:
-    """Start to move an activation; does not block."""
+class StartTransfer:
+    """Start to offload or reload an activation; does not block."""
 
     transfer: Transfer
 
@@ -115,8 +123,8 @@ class Begin:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
-    """Go on when an activation has been moved: it takes no memory any more, or can be used again."""
+class WaitTransfer:
+    """Block until an activation is offloaded and its memory free, or reloaded and ready for use."""
 
     transfer: Transfer
 
@@ -124,34 +132,41 @@ class End:
         return f"end {self.transfer}"
 
 
-Local = Compute | Begin | End
-"""What a rank does by itself."""
+Local = Compute | StartTransfer | WaitTransfer
+"""Instructions that involve no other rank."""
 
-Instruction = Local | Post | Wait | Send | Join | Collect
+Instruction = Local | PostRecv | Wait | Send | StartCollective | WaitCollective
 Programs = tuple[tuple[Instruction, ...], ...]
-"""What each rank does, in order."""
+"""The instructions of each rank, in order."""
 
 
-def lower(schedule: Schedule, edges: tuple[Edge, ...], exchanges: tuple[Exchange, ...] = ()) -> Programs:
-    """Before each compute the receives of the *next* one are posted, and those of its own waited for;
-    after it its results are sent, and transfers begun or waited for as the schedule says.
+def lower(schedule: Schedule, edges: tuple[Edge, ...], collectives: tuple[Collective, ...] = ()) -> Programs:
+    """The instructions of each rank.
 
-    Where a channel's messages are needed in another order than they are sent in, the ones sent before
-    a needed one are posted together with it.  Edges within a rank give no instruction, nor do those of
-    ``exchanges``, which ranks join as soon as they have what they give.  Who only takes from a broadcast
-    joins one ahead, and before any op that runs in a later round (:mod:`.levels`) than the broadcast's
-    source: so who waits for a broadcast never waits for an op that waits for it.
+    Before each compute, the receives of the *next* compute are posted and its own receives are waited for;
+    after it, its results are sent, and transfers are started or waited for as the schedule says.
 
-    Raises ScheduleError where the schedule is not whole or two edges join the same two sections.
+    If a channel's messages are needed in another order than they are sent in, messages sent before a needed
+    one are posted together with it.  Edges within a rank need no instructions, and edges of ``collectives``
+    no messages.  A rank joins a collective as soon as its own contribution is computed.  A rank that only
+    receives a broadcast joins one broadcast ahead, and before any op that runs in a later round
+    (:mod:`.levels`) than the broadcast's source: so a rank that waits for a broadcast never waits for an op
+    that waits for this broadcast.
+
+    Raises ScheduleError if the schedule is not complete, or if two edges join the same two sections.
     """
     check(schedule)
-    return _Lowering(schedule, edges, exchanges).programs()
+    return _Lowering(schedule, edges, collectives).programs()
 
 
 class _Lowering:
-    def __init__(self, schedule: Schedule, edges: tuple[Edge, ...], exchanges: tuple[Exchange, ...]) -> None:
-        self.schedule, self.exchanges = schedule, exchanges
-        exchanged = {(a, b) for exchange in exchanges for a in exchange.sources for b in exchange.targets}
+    def __init__(
+        self, schedule: Schedule, edges: tuple[Edge, ...], collectives: tuple[Collective, ...]
+    ) -> None:
+        self.schedule, self.collectives = schedule, collectives
+        collected = {
+            (a, b) for collective in collectives for a in collective.sources for b in collective.targets
+        }
         self.outgoing: defaultdict[Colour, list[Edge]] = defaultdict(list)
         self.incoming: defaultdict[Colour, list[Edge]] = defaultdict(list)
         joined = set()
@@ -162,23 +177,23 @@ class _Lowering:
                     f"{edge.target.phase}{edge.target.stage}: join what they carry in one"
                 )
             joined.add((edge.source, edge.target))
-            if (edge.source, edge.target) in exchanged:
+            if (edge.source, edge.target) in collected:
                 continue
             if schedule.placement[edge.source.stage] != schedule.placement[edge.target.stage]:
                 self.outgoing[edge.source].append(edge)
                 self.incoming[arrival(edge.target)].append(edge)
-        self.sent: defaultdict[tuple[int, int], list[Post]] = defaultdict(list)  # channel -> in order
+        self.sent: defaultdict[tuple[int, int], list[PostRecv]] = defaultdict(list)  # channel -> in order
         self.turn: dict[tuple[Edge, int], int] = {}  # message -> its position in its channel
         for ops in schedule.order:
             for op in ops:
                 self._register(op)
-        self.levels = levels(schedule, edges) if exchanges else {}
+        self.levels = levels(schedule, edges) if collectives else {}
 
     def _register(self, op: Op) -> None:
         for edge in self._edges(op, self.outgoing):
             channel = self.sent[self._channel(edge)]
             self.turn[edge, op.microbatch] = len(channel)
-            channel.append(Post(edge, op.microbatch))
+            channel.append(PostRecv(edge, op.microbatch))
 
     def _edges(self, op: Op, table: dict[Colour, list[Edge]]) -> Iterator[Edge]:
         for phase in PHASES[op.kind]:
@@ -194,27 +209,27 @@ class _Lowering:
     def _program(self, rank: int) -> Iterator[Instruction]:
         ops = self.schedule.order[rank]
         posted: defaultdict[tuple[int, int], int] = defaultdict(int)
-        part = _Part(self.schedule, self.exchanges, self.levels, rank)
-        moves = _Moves(self.schedule, rank)
-        yield from part.at_start()
+        collectives = _Collectives(self.schedule, self.collectives, self.levels, rank)
+        transfers = _Transfers(self.schedule, rank)
+        yield from collectives.at_start()
         for position, op in enumerate(ops):
             if position == 0:
                 yield from self._posts(op, posted)
             if position + 1 < len(ops):
                 yield from self._posts(ops[position + 1], posted)
-            yield from moves.behind(position - 1)
-            yield from part.in_time(op)
+            yield from transfers.behind(position - 1)
+            yield from collectives.in_time(op)
             for edge in self._edges(op, self.incoming):
                 yield Wait(edge, op.microbatch)
-            yield from part.before(op)
-            yield from moves.back(position)
+            yield from collectives.before(op)
+            yield from transfers.back(position)
             yield Compute(op)
-            yield from part.after(op)
+            yield from collectives.after(op)
             for edge in self._edges(op, self.outgoing):
                 yield Send(edge, op.microbatch)
 
-    def _posts(self, op: Op, posted: dict[tuple[int, int], int]) -> Iterator[Post]:
-        """The receives that the op needs and that are not posted yet, and those due before them."""
+    def _posts(self, op: Op, posted: dict[tuple[int, int], int]) -> Iterator[PostRecv]:
+        """The receives that the op needs and that are not posted yet, and those before them."""
         for edge in self._edges(op, self.incoming):
             channel = self._channel(edge)
             due = self.turn[edge, op.microbatch] + 1
@@ -222,8 +237,8 @@ class _Lowering:
             posted[channel] = max(posted[channel], due)
 
 
-class _Moves:
-    """One rank's transfers."""
+class _Transfers:
+    """The transfers of one rank."""
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
         self.begins: defaultdict[int, list[Transfer]] = defaultdict(list)
@@ -233,74 +248,76 @@ class _Moves:
                 self.begins[transfer.begin].append(transfer)
                 self.ends[transfer.end].append(transfer)
 
-    def behind(self, position: int) -> Iterator[Begin | End]:
-        """What is done behind an op: memory is freed before it is taken again."""
+    def behind(self, position: int) -> Iterator[StartTransfer | WaitTransfer]:
+        """The transfer instructions after an op: offloads end before reloads start, to free their memory."""
         begins, ends = self.begins[position + 1], self.ends[position + 1]
-        yield from (Begin(t) for t in begins if t.direction is Direction.OUT)
-        yield from (End(t) for t in ends if t.direction is Direction.OUT)
-        yield from (Begin(t) for t in begins if t.direction is Direction.IN)
+        yield from (StartTransfer(t) for t in begins if t.direction is Direction.OUT)
+        yield from (WaitTransfer(t) for t in ends if t.direction is Direction.OUT)
+        yield from (StartTransfer(t) for t in begins if t.direction is Direction.IN)
 
-    def back(self, position: int) -> Iterator[End]:
-        """What an op cannot do without."""
+    def back(self, position: int) -> Iterator[WaitTransfer]:
+        """Waits for the reloads that an op needs."""
         for transfer in self.ends[position]:
             if transfer.direction is Direction.IN:
-                yield End(transfer)
+                yield WaitTransfer(transfer)
 
 
-class _Part:
-    """One rank's part in the exchanges."""
+class _Collectives:
+    """The collective instructions of one rank."""
 
     def __init__(
-        self, schedule: Schedule, exchanges: tuple[Exchange, ...], levels: Mapping[Op, int], rank: int
+        self, schedule: Schedule, collectives: tuple[Collective, ...], levels: Mapping[Op, int], rank: int
     ) -> None:
         self.levels = levels
-        self.gives: defaultdict[Colour, list[Exchange]] = defaultdict(list)
-        self.takes: defaultdict[Colour, list[Exchange]] = defaultdict(list)
-        self.ahead: dict[Exchange, deque[Op]] = {}  # of broadcasts that it only takes from, what gives them
-        self.joined: Counter[Exchange] = Counter()
-        self.taken: Counter[Exchange] = Counter()
-        home = schedule.placement
-        for exchange in exchanges:
-            own = [colour for colour in exchange.sources if home[colour.stage] == rank]
+        self.gives: defaultdict[Colour, list[Collective]] = defaultdict(list)
+        self.takes: defaultdict[Colour, list[Collective]] = defaultdict(list)
+        self.ahead: dict[
+            Collective, deque[Op]
+        ] = {}  # broadcasts that it only receives -> the ops that send them
+        self.joined: Counter[Collective] = Counter()
+        self.taken: Counter[Collective] = Counter()
+        rank_of_stage = schedule.placement
+        for collective in collectives:
+            own = [colour for colour in collective.sources if rank_of_stage[colour.stage] == rank]
             for colour in own:
-                self.gives[colour].append(exchange)
-            if exchange.kind is ExchangeKind.BROADCAST and own:
-                continue  # what it takes it has
-            for colour in exchange.targets:
-                if home[colour.stage] == rank:
-                    self.takes[colour].append(exchange)
+                self.gives[colour].append(collective)
+            if collective.kind is CollectiveKind.BROADCAST and own:
+                continue  # the sender already has the values
+            for colour in collective.targets:
+                if rank_of_stage[colour.stage] == rank:
+                    self.takes[colour].append(collective)
             if not own:
-                source = exchange.sources[0]
-                giver = schedule.order[home[source.stage]]
-                self.ahead[exchange] = deque(
+                source = collective.sources[0]
+                giver = schedule.order[rank_of_stage[source.stage]]
+                self.ahead[collective] = deque(
                     op for op in giver if source.stage == op.stage and source.phase in PHASES[op.kind]
                 )
 
-    def at_start(self) -> Iterator[Join]:
-        for exchange in self.ahead:
-            yield from self._next(exchange)
+    def at_start(self) -> Iterator[StartCollective]:
+        for collective in self.ahead:
+            yield from self._next(collective)
 
-    def in_time(self, op: Op) -> Iterator[Join]:
-        for exchange, givers in self.ahead.items():
+    def in_time(self, op: Op) -> Iterator[StartCollective]:
+        for collective, givers in self.ahead.items():
             while givers and op in self.levels and self.levels.get(givers[0], inf) < self.levels[op]:
-                yield from self._next(exchange)
+                yield from self._next(collective)
 
-    def before(self, op: Op) -> Iterator[Collect]:
+    def before(self, op: Op) -> Iterator[WaitCollective]:
         for phase in PHASES[op.kind]:
-            for exchange in self.takes.get(Colour(op.stage, phase), ()):
-                yield Collect(exchange, op.microbatch)
+            for collective in self.takes.get(Colour(op.stage, phase), ()):
+                yield WaitCollective(collective, op.microbatch)
 
-    def after(self, op: Op) -> Iterator[Join]:
+    def after(self, op: Op) -> Iterator[StartCollective]:
         for phase in PHASES[op.kind]:
-            for exchange in self.gives.get(Colour(op.stage, phase), ()):
-                yield Join(exchange, op.microbatch)
-            for exchange in self.takes.get(Colour(op.stage, phase), ()):
-                if exchange in self.ahead:
-                    self.taken[exchange] += 1
-                    if self.joined[exchange] <= self.taken[exchange]:
-                        yield from self._next(exchange)
+            for collective in self.gives.get(Colour(op.stage, phase), ()):
+                yield StartCollective(collective, op.microbatch)
+            for collective in self.takes.get(Colour(op.stage, phase), ()):
+                if collective in self.ahead:
+                    self.taken[collective] += 1
+                    if self.joined[collective] <= self.taken[collective]:
+                        yield from self._next(collective)
 
-    def _next(self, exchange: Exchange) -> Iterator[Join]:
-        if self.ahead[exchange]:
-            self.joined[exchange] += 1
-            yield Join(exchange, self.ahead[exchange].popleft().microbatch)
+    def _next(self, collective: Collective) -> Iterator[StartCollective]:
+        if self.ahead[collective]:
+            self.joined[collective] += 1
+            yield StartCollective(collective, self.ahead[collective].popleft().microbatch)

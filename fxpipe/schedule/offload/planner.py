@@ -1,8 +1,8 @@
-"""Which activations leave their rank between F and B or W, and when (2503.01328).
+"""The offload planner: which activations are offloaded between F and B or W, and when (2503.01328).
 
-The ops of the schedule stay where they are: an activation is moved only where it is away and back before
-it is wanted, so that nothing waits for it.  An offload begins at the first free moment of its link behind F,
-a reload as late as the link allows.  Where a link cannot carry all that is asked for, less is moved.
+The order of the ops does not change: an activation is offloaded only if the offload and the reload end before
+its user starts, so that no op waits for a transfer.  An offload starts after F as soon as its link is free, a
+reload as late as the link allows.  Where a link cannot carry the share that is asked for, less is offloaded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from fxpipe.errors import LimitError, ScheduleError
 from fxpipe.ir.graph import Phase
 from fxpipe.schedule.costs import Costs, Link
-from fxpipe.schedule.offload.transfers import away_bytes
+from fxpipe.schedule.offload.transfers import offload_bytes
 from fxpipe.schedule.ops import PHASES, Direction, Transfer
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
@@ -26,23 +26,23 @@ HALF, FULL = 0.5, 1.0
 
 AUTO = "auto"
 Share = float | str | None
-"""What to move: a share, or ``AUTO``, as much as a memory limit asks for; None for nothing."""
+"""How much to offload: a share; ``AUTO``, as much as a memory limit requires; or None for nothing."""
 
-_STEPS = 32  # shares that are told apart for a memory limit
+_STEPS = 32  # resolution of the shares that are tried for a memory limit
 
 
 @dataclass(frozen=True)
 class Offload:
-    """``timeline`` has the transfers; ``asked`` and ``moved`` count activations: one for each stage,
-    microbatch and gradient that it is saved for."""
+    """``timeline`` includes the transfers; ``asked`` and ``moved`` count activations: one for each stage,
+    microbatch and user (B or W)."""
 
     timeline: Timeline
     asked: int
     moved: int
 
 
-class _Stay(NamedTuple):
-    """An activation from the end of F to the start of its user, which are ops ``first`` and ``last`` of their
+class Lifetime(NamedTuple):
+    """An activation is live from the end of its F to the start of its user: ops ``first`` and ``last`` of the
     rank's order."""
 
     stage: int
@@ -60,9 +60,9 @@ class _Stay(NamedTuple):
 
 
 def offload(timeline: Timeline, share: float) -> Offload:
-    """Move this share of each rank's activations, or as much of it as the links carry.
+    """Offload this share of each rank's activations, or as much of it as the links carry.
 
-    Those that stay the longest go first, a stage's at a time; of the last one, microbatches evenly spread.
+    Stage by stage, the longest lifetimes first; of the last stage, microbatches evenly spread.
     Raises ScheduleError for a share outside 0 … 1, and where the costs have no link.
     """
     if not 0 <= share <= 1:
@@ -71,10 +71,10 @@ def offload(timeline: Timeline, share: float) -> Offload:
 
 
 def offload_within(timeline: Timeline, limits: Sequence[float]) -> Offload:
-    """About the least that keeps every rank within its memory limit.
+    """Offload about the smallest share that keeps every rank within its memory limit.
 
-    Raises ScheduleError, naming the smallest limit that can be kept, where all that the links carry is not
-    enough.
+    Raises ScheduleError, naming the smallest limit that can be kept, if offloading as much as the links carry
+    does not suffice.
     """
     planner, ranks = _Planner(timeline), range(timeline.schedule.ranks)
     most = planner.plan([FULL] * len(ranks))
@@ -88,7 +88,7 @@ def offload_within(timeline: Timeline, limits: Sequence[float]) -> Offload:
         )
     shares = [FULL] * len(ranks)
     for link in planner.links:
-        low, high = -1, _STEPS  # in steps: too little, enough
+        low, high = -1, _STEPS  # in steps: does not keep the limit, keeps it
         while high - low > 1:
             middle = (low + high) // 2
             trial = [middle / _STEPS if rank in link else 0.0 for rank in ranks]
@@ -103,9 +103,9 @@ def offload_within(timeline: Timeline, limits: Sequence[float]) -> Offload:
 
 
 def lightened(timeline: Timeline, share: float | str, limits: Sequence[float]) -> Timeline:
-    """With a share moved, or as much as the limits ask for.
+    """The timeline with this share offloaded, or with ``AUTO`` as much as the limits require.
 
-    Raises LimitError where that does not keep the limits.
+    Raises LimitError if the result does not keep the limits.
     """
     if isinstance(share, str):
         return offload_within(timeline, limits).timeline
@@ -136,63 +136,68 @@ class _Planner:
         self.links = [ranks[first : first + sharing] for first in range(0, len(ranks), sharing)]
         self.starts = [[span.start for span in spans] for spans in timeline.spans]
         self.ends = [[span.end for span in spans] for spans in timeline.spans]
-        self.stays = [_stays(timeline, rank) for rank in ranks]
-        self.tick = 1e-9 * timeline.seconds
+        self.lifetimes = [_lifetimes(timeline, rank) for rank in ranks]
+        self.epsilon = 1e-9 * timeline.seconds
 
     def plan(self, shares: Sequence[float]) -> Offload:
-        wanted = [_spread(stays, share) for stays, share in zip(self.stays, shares, strict=True)]
+        wanted = [_spread(lifetimes, share) for lifetimes, share in zip(self.lifetimes, shares, strict=True)]
         carried = [
             s for link in self.links for s in self._carried([s for rank in link for s in wanted[rank]])
         ]
-        transfers: list[tuple[float, _Stay, Transfer]] = []
+        transfers: list[tuple[float, Lifetime, Transfer]] = []
         for link in self.links:
             own = [s for s in carried if self._rank(s) in link]
             out, back = self._slots(own)
             positions = self._untangled(own, out, back)
-            for stay in own:
-                (end, begin), key = positions[stay], (stay.stage, stay.microbatch, stay.user)
-                gone = Transfer(Direction.OUT, *key, stay.first + 1, end)
-                there = Transfer(Direction.IN, *key, begin, stay.last)
-                transfers += [(stay.begin, stay, gone), (back[stay], stay, there)]
+            for lifetime in own:
+                (end, begin), key = positions[lifetime], (lifetime.stage, lifetime.microbatch, lifetime.user)
+                gone = Transfer(Direction.OUT, *key, lifetime.first + 1, end)
+                there = Transfer(Direction.IN, *key, begin, lifetime.last)
+                transfers += [(lifetime.begin, lifetime, gone), (back[lifetime], lifetime, there)]
         transfers.sort(key=lambda entry: entry[:2])
         schedule = replace(self.timeline.schedule, transfers=tuple(t for _, _, t in transfers))
         return Offload(simulate(schedule, self.timeline.costs), sum(map(len, wanted)), len(carried))
 
-    def _rank(self, stay: _Stay) -> int:
-        return self.timeline.schedule.placement[stay.stage]
+    def _rank(self, lifetime: Lifetime) -> int:
+        return self.timeline.schedule.placement[lifetime.stage]
 
     def _untangled(
-        self, stays: Sequence[_Stay], out: Mapping[_Stay, float], back: Mapping[_Stay, float]
-    ) -> dict[_Stay, tuple[int, int]]:
-        """The positions of each; where an offload would hold up a reload, it is waited for one op later."""
-        positions = {stay: self._positions(stay, out[stay], back[stay]) for stay in stays}
-        first: dict[tuple[int, int], float] = {}  # rank, position -> when the first reload begins there
-        for stay, (_, begin) in positions.items():
-            place = self._rank(stay), begin
-            first[place] = min(back[stay], first.get(place, inf))
-        for stay, (end, begin) in positions.items():
-            if out[stay] > first.get((self._rank(stay), end), inf) + self.tick:
-                positions[stay] = end + 1, begin
+        self, lifetimes: Sequence[Lifetime], out: Mapping[Lifetime, float], back: Mapping[Lifetime, float]
+    ) -> dict[Lifetime, tuple[int, int]]:
+        """Per activation the end position of its offload and the start position of its reload.
+
+        An offload that would delay a reload is waited for one op later.
+        """
+        positions = {
+            lifetime: self._positions(lifetime, out[lifetime], back[lifetime]) for lifetime in lifetimes
+        }
+        first: dict[tuple[int, int], float] = {}  # rank, position -> start of its first reload
+        for lifetime, (_, begin) in positions.items():
+            place = self._rank(lifetime), begin
+            first[place] = min(back[lifetime], first.get(place, inf))
+        for lifetime, (end, begin) in positions.items():
+            if out[lifetime] > first.get((self._rank(lifetime), end), inf) + self.epsilon:
+                positions[lifetime] = end + 1, begin
         return positions
 
-    def _positions(self, stay: _Stay, out: float, back: float) -> tuple[int, int]:
-        """The op before which it is away, and the one before which it is fetched from there."""
-        rank = self._rank(stay)
-        end = max(stay.first + 1, bisect_left(self.starts[rank], out - self.tick))
-        return end, bisect_right(self.ends[rank], back + self.tick)
+    def _positions(self, lifetime: Lifetime, out: float, back: float) -> tuple[int, int]:
+        """Positions of the op before which the offload ends, and of the op before which the reload starts."""
+        rank = self._rank(lifetime)
+        end = max(lifetime.first + 1, bisect_left(self.starts[rank], out - self.epsilon))
+        return end, bisect_right(self.ends[rank], back + self.epsilon)
 
-    def _carried(self, wanted: Sequence[_Stay]) -> list[_Stay]:
-        """As many activations as one link carries in time, those that stay long first."""
-        kept, dropped = list(wanted), list[_Stay]()
+    def _carried(self, wanted: Sequence[Lifetime]) -> list[Lifetime]:
+        """As many activations as one link carries in time, long lifetimes first."""
+        kept, dropped = list(wanted), list[Lifetime]()
         while late := self._late(kept):
-            gone = set(sorted(late, key=lambda stay: stay.length)[: (len(late) + 1) // 2])
+            gone = set(sorted(late, key=lambda lifetime: lifetime.length)[: (len(late) + 1) // 2])
             dropped += gone
-            kept = [stay for stay in kept if stay not in gone]
-        return self._with_more(kept, dropped)  # half of the late ones may have been more than it took
+            kept = [lifetime for lifetime in kept if lifetime not in gone]
+        return self._with_more(kept, dropped)  # fewer than half of the late ones may have sufficed
 
-    def _with_more(self, kept: list[_Stay], others: list[_Stay]) -> list[_Stay]:
-        """With as many of the others as go beside them, those that stay long first."""
-        others = sorted(others, key=lambda stay: -stay.length)
+    def _with_more(self, kept: list[Lifetime], others: list[Lifetime]) -> list[Lifetime]:
+        """``kept`` and as many of the others as the link carries too, long lifetimes first."""
+        others = sorted(others, key=lambda lifetime: -lifetime.length)
         step = len(others)
         while step:
             trial = [*kept, *others[:step]]
@@ -203,66 +208,69 @@ class _Planner:
                 step = min(step, len(others))
         return kept
 
-    def _late(self, stays: Sequence[_Stay]) -> list[_Stay]:
-        """Those that would have to come back before an op ran without them."""
-        out, back = self._slots(stays)
+    def _late(self, lifetimes: Sequence[Lifetime]) -> list[Lifetime]:
+        """The activations for which no op runs between the end of the offload and the start of the reload."""
+        out, back = self._slots(lifetimes)
         late = []
-        for stay in stays:
-            end, begin = self._positions(stay, out[stay], back[stay])
+        for lifetime in lifetimes:
+            end, begin = self._positions(lifetime, out[lifetime], back[lifetime])
             if end >= begin:
-                late.append(stay)
+                late.append(lifetime)
         return late
 
-    def _slots(self, stays: Iterable[_Stay]) -> tuple[dict[_Stay, float], dict[_Stay, float]]:
-        """When each is away, and when it begins to come back: out as early, back as late as one link can, one
-        at a time in each direction."""
-        stays = list(stays)
-        out: dict[_Stay, float] = {}
+    def _slots(self, lifetimes: Iterable[Lifetime]) -> tuple[dict[Lifetime, float], dict[Lifetime, float]]:
+        """The end of each offload, as early as possible, and the start of each reload, as late as possible.
+
+        A link carries one transfer at a time in each direction.
+        """
+        lifetimes = list(lifetimes)
+        out: dict[Lifetime, float] = {}
         free = -inf
-        for stay in sorted(stays, key=lambda stay: (stay.begin, stay)):
-            free = out[stay] = max(free, stay.begin) + self.seconds * stay.bytes
-        back: dict[_Stay, float] = {}
+        for lifetime in sorted(lifetimes, key=lambda lifetime: (lifetime.begin, lifetime)):
+            free = out[lifetime] = max(free, lifetime.begin) + self.seconds * lifetime.bytes
+        back: dict[Lifetime, float] = {}
         free = inf
-        for stay in sorted(stays, key=lambda stay: (stay.end, stay), reverse=True):
-            free = back[stay] = min(free, stay.end) - self.seconds * stay.bytes
+        for lifetime in sorted(lifetimes, key=lambda lifetime: (lifetime.end, lifetime), reverse=True):
+            free = back[lifetime] = min(free, lifetime.end) - self.seconds * lifetime.bytes
         return out, back
 
 
-def _stays(timeline: Timeline, rank: int) -> list[list[_Stay]]:
-    """A rank's activations, by stage and user, each in the order of the microbatches; the longest first."""
+def _lifetimes(timeline: Timeline, rank: int) -> list[list[Lifetime]]:
+    """Groups of a rank's lifetimes by stage and user, in microbatch order; the longest group first."""
     first: dict[tuple[int, int], tuple[float, int]] = {}
-    found: dict[tuple[int, Phase], list[_Stay]] = {}
+    found: dict[tuple[int, Phase], list[Lifetime]] = {}
     for position, (op, start, end) in enumerate(timeline.spans[rank]):
         for user in PHASES[op.kind]:
             if user is Phase.F:
                 first[op.stage, op.microbatch] = end, position
                 continue
-            size = away_bytes(timeline.costs.stages[op.stage], user)
+            size = offload_bytes(timeline.costs.stages[op.stage], user)
             if size:
                 begin, behind = first[op.stage, op.microbatch]
-                stay = _Stay(op.stage, op.microbatch, user, begin, start, behind, position, size)
-                found.setdefault((op.stage, user), []).append(stay)
-    groups = [sorted(own, key=lambda stay: stay.microbatch) for own in found.values()]
-    return sorted(groups, key=lambda own: -sum(stay.length for stay in own))
+                lifetime = Lifetime(op.stage, op.microbatch, user, begin, start, behind, position, size)
+                found.setdefault((op.stage, user), []).append(lifetime)
+    groups = [sorted(own, key=lambda lifetime: lifetime.microbatch) for own in found.values()]
+    return sorted(groups, key=lambda own: -sum(lifetime.length for lifetime in own))
 
 
-def _spread(groups: Sequence[Sequence[_Stay]], share: float) -> list[_Stay]:
-    """So large a share of all bytes: whole groups, then some microbatches of the next."""
+def _spread(groups: Sequence[Sequence[Lifetime]], share: float) -> list[Lifetime]:
+    """A share of all bytes: whole groups, then evenly spread microbatches of the next group."""
     left = share * sum(own[0].bytes for own in groups)
     wanted = []
     for own in groups:
         part = min(1.0, left / own[0].bytes)
-        wanted += [stay for j, stay in enumerate(own) if int((j + 1) * part + 1e-9) > int(j * part + 1e-9)]
+        wanted += [
+            lifetime for j, lifetime in enumerate(own) if int((j + 1) * part + 1e-9) > int(j * part + 1e-9)
+        ]
         left -= part * own[0].bytes
     return wanted
 
 
 def with_link(costs: Costs, k: float, ranks_per_link: int = 1) -> Costs:
-    """The costs with a link that takes, one way, ``k`` times a rank's work for a microbatch's activations on
-    it (both are means over the ranks).
+    """The costs with a link: one way, a microbatch's activations on a rank take ``k`` times the rank's work
+    on a microbatch (both are means over the ranks).
 
-    Stages of which it is not known what may leave: all that they save, what W needs until W and the rest
-    until B.
+    If no stage says which activations can be offloaded, all can: those that W needs until W, others until B.
     """
     stages = costs.stages
     if not any(cost.away or cost.away_for_weight for cost in stages):
