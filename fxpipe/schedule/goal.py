@@ -1,4 +1,4 @@
-"""What a search makes small."""
+"""The objective of a search."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Objective = Literal["makespan", "span"]
 
 @dataclass(frozen=True)
 class Goal:
-    """An objective, and a value that nothing can beat."""
+    """An objective, and a lower bound on it."""
 
     objective: Objective
     bound: float
@@ -34,12 +34,12 @@ class Goal:
 
     @property
     def enough(self) -> float:
-        """A value as good as it can be."""
+        """Stop when the value is at most this."""
         return self.bound * (1 + SHARE) * (1 + 1e-9)
 
     def time(self, done: Run) -> float:
         return done.makespan if self.by_makespan else done.span
 
     def value(self, done: Run) -> float:
-        """To be made small; at most 0.1% above the objective."""
+        """The value to minimize: at most 0.1% above the objective."""
         return float(worth(done.first, done.free, self.by_makespan))

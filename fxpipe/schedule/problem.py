@@ -1,4 +1,4 @@
-"""What a schedule is sought for."""
+"""The problem that a schedule family solves: costs, placement, memory limits."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from fxpipe.schedule.ops import Order
 from fxpipe.schedule.placement import place
 
 Limit = float | Sequence[float] | None
-"""A memory limit of every rank, of each rank, or none; in the unit of the costs' ``saved``."""
+"""A memory limit for all ranks, one for each rank, or none; in the unit of ``StageCost.saved``."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """``costs`` has ``ranks · stages_per_rank`` stages; ``limits`` are per rank, infinite where none is.
+    """``costs`` has ``ranks · stages_per_rank`` stages; ``limits`` are per rank, infinite without a limit.
 
-    ``group`` is the number of microbatches in a group, where a family has groups and one is asked for;
-    ``effort`` the time that a search may take, in what it takes by default.
+    ``group``: the number of microbatches in a group, if given, for families with groups.  ``effort``: the
+    budget of a search, about its seconds on one core.
     """
 
     name: str
@@ -58,19 +58,19 @@ class Problem:
         return shop(self.costs, self.placement)
 
     def like(self, *, limits: tuple[float, ...] | None = None, microbatches: int | None = None) -> Problem:
-        """The same with other limits or microbatches."""
+        """The problem with other limits or microbatches."""
         m, limits = microbatches or self.microbatches, self.limits if limits is None else limits
         other = replace(self, limits=limits, microbatches=m)
         other.__dict__["shop"] = self.shop  # which depends on neither
         return other
 
     def within(self, microbatches: float) -> Problem:
-        """The same with limits of so many microbatches' activations, where they are not lower already."""
+        """The problem with limits of at most the activations of this many microbatches."""
         caps = [microbatches * self.shop.smallest_limit(rank) for rank in range(self.ranks)]
         return self.like(limits=tuple(map(min, self.limits, caps)))
 
     def with_mean_costs(self) -> Problem:
-        """The same with the mean times for all stages; what they save is their own."""
+        """The problem with the mean times for all stages; each stage keeps its own memory."""
         stages = self.costs.stages
         names = ("forward", "backward", "weight")
         mean = {name: sum(getattr(stage, name) for stage in stages) / len(stages) for name in names}
@@ -81,7 +81,7 @@ class Problem:
         return len(set(self.costs.stages)) == 1
 
     def worth(self, coded: Coded) -> tuple[float, float, float]:
-        """By how much an order breaks a limit, its span and its makespan: the less, the better."""
+        """The excess over the limits, the span and the makespan of an order; lower is better."""
         shop, m = self.shop, self.microbatches
         over = (p - limit for p, limit in zip(peaks(shop, coded, m), self.limits, strict=True))
         excess = max(x if x > 1e-9 * limit else 0.0 for x, limit in zip(over, self.limits, strict=True))
@@ -90,16 +90,16 @@ class Problem:
         return excess, done.span, done.makespan
 
     def fastest(self, orders: Iterable[Order]) -> Order:
-        """The shortest span of those that keep the limits; if none does, the one that misses by the least."""
+        """The order with the shortest span that keeps the limits; if none does, with the least excess."""
         return min(orders, key=lambda order: self.worth(encode(order, self.microbatches)))
 
     def fastest_of(self, orders: Iterable[Coded]) -> Order:
-        """The same of coded orders."""
+        """``fastest`` for orders of op ids."""
         return decode(self.shop, min(orders, key=self.worth), self.microbatches)
 
 
 def per_rank(limit: Limit, ranks: int) -> tuple[float, ...]:
-    """The limit of each rank; raises ScheduleError for one that is not above 0, or not one for each."""
+    """The limit of each rank.  Raises ScheduleError if one is not above 0 or one is missing."""
     if limit is None:
         return (inf,) * ranks
     limits = (limit,) * ranks if isinstance(limit, int | float) else tuple(limit)

@@ -1,6 +1,6 @@
-"""The schedules that have names: a registry of functions from a problem to an order.
+"""The registry of schedule families: named functions from a problem to an order.
 
-M_B is what one microbatch saves on one rank, all its chunks together.
+M_B: the activations of one microbatch on one rank, all its chunks together.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from fxpipe.vocabulary.stages import Vocabulary
 class Family:
     """A named way to build a schedule.
 
-    ``chunks`` and ``shapes`` are the stages per rank and the placements that it has; the first of each is
-    taken where none is asked for.  ``is_searched``: what it gives depends on the memory limit.
-    ``for_offload``: it is of no use where nothing leaves the ranks.
+    ``chunks`` and ``shapes``: the supported stages per rank and placements; the first of each is the default.
+    ``is_searched``: the order depends on the memory limit.  ``for_offload``: useful only with offload.
     """
 
     name: str
@@ -68,7 +67,7 @@ def one_f_one_b(problem: Problem) -> Order:
 
 
 def gis(problem: Problem) -> Order:
-    """The backward split; where no group size is asked for, the best from p to p/2 that fits memory."""
+    """Backward split; if no group size is given, the best one from p to p/2 that keeps the limits."""
     p = problem.ranks
     if problem.group is not None:
         least = ceil(p / 2)
@@ -82,8 +81,8 @@ def gis(problem: Problem) -> Order:
 
 
 def zb_h1(problem: Problem) -> Order:
-    """Plain placement: rank r has at most p·v - r forwards without B, and W r ops of B behind, so that
-    every rank holds p·v chunks.  V placement: W goes into the gaps that these costs leave.
+    """Plain placement: rank r has at most p·v - r forwards in flight, and each W r B ops after its own, so
+    that every rank holds p·v chunks.  V placement: W ops go into the bubbles.
     """
     if problem.is_v:
         return problem.fastest_of(zb_v_orders(problem))
@@ -95,7 +94,7 @@ def zb_h1(problem: Problem) -> Order:
 
 
 def zb_h2(problem: Problem) -> Order:
-    """Rank r has at most 2(p - r) - 1 forwards without B, and W 2r ops of B behind: 2p - 1 on every rank."""
+    """Rank r has at most 2(p - r) - 1 forwards in flight, and each W 2r B ops after its own."""
     p = problem.ranks
     spine = spines.interleaved(
         problem.placement, problem.microbatches, OpKind.B, lambda rank: 2 * (p - rank) - 1
@@ -108,7 +107,7 @@ def zb_v(problem: Problem) -> Order:
 
 
 def zb(problem: Problem) -> Order:
-    """The fastest of what is published for the placement and what the search finds, under any limit."""
+    """The fastest of the published orders for the placement and those of the search, under any limit."""
     (best,) = find([problem], starts, "span", problem.effort)
     assert best is not None, "find raises where nothing fits"
     return decode(problem.shop, best.order, problem.microbatches)
@@ -123,12 +122,12 @@ def zb_2p(problem: Problem) -> Order:
 
 
 def v_half(problem: Problem) -> Order:
-    """⌊(p + 2) / 2⌋ microbatches, about half of 1F1B's peak, where no limit says else."""
+    """Without a limit: at most ⌊(p + 2) / 2⌋ microbatches, about half of 1F1B's peak."""
     return zb(problem if problem.is_limited else problem.within((problem.ranks + 2) // 2))
 
 
 def v_min(problem: Problem) -> Order:
-    """⌊(p + 4) / 3⌋ microbatches, about a third of 1F1B's peak, where no limit says else."""
+    """Without a limit: at most ⌊(p + 4) / 3⌋ microbatches, about a third of 1F1B's peak."""
     return zb(problem if problem.is_limited else problem.within((problem.ranks + 4) // 3))
 
 
@@ -189,17 +188,17 @@ def build(
     effort: float = EFFORT,
     vocabulary: Vocabulary | None = None,
 ) -> Schedule:
-    """The schedule of a named family, for any numbers of ranks and microbatches from 1.
+    """The schedule of a named family, for any positive numbers of ranks and microbatches.
 
-    ``placement`` is ``"plain"`` (stage s on rank s mod p) or ``"v"`` (0 … p-1, then back); what is not
-    given is the family's own.  ``memory_limit`` is in the unit of the costs' ``saved``, one for all ranks
-    or one for each.  ``group`` is for ``gis``, ``effort`` for the families that search: about the seconds
-    that they may take on one core.  On every stage the ops of a kind run in the order of the
-    microbatches.  With uneven costs the order is never slower than the one for their mean.
-    ``vocabulary``: the costs are of vocabulary stages too, which are woven into the family's schedule.
+    ``placement`` is ``"plain"`` (stage s on rank s mod p) or ``"v"`` (0 … p-1, then back); the defaults are
+    the family's own.  ``memory_limit``, for all ranks or one for each, is in the unit of ``StageCost.saved``.
+    ``group`` is for ``gis``; ``effort``, for the searched families, is about the seconds of the search on one
+    core.  On every stage the ops of a kind run in microbatch order.  With uneven costs the order is never
+    slower than the order for the mean costs.  ``vocabulary``: the costs include vocabulary stages, whose ops
+    are woven into the family's schedule.
 
-    Raises ScheduleError for an unknown name (it lists the known ones), numbers below 1, stages per rank
-    or a placement that the family has not, and a limit that it cannot keep (it names the smallest).
+    Raises ScheduleError for an unknown name (listing the known ones), numbers below 1, unsupported stages per
+    rank or placement, and a limit that the family cannot keep (naming the smallest that it can).
     """
     if name not in FAMILIES:
         raise ScheduleError(f"unknown schedule {name!r}; known: {', '.join(FAMILIES)}")
@@ -235,7 +234,7 @@ def build(
 
 
 def _for_mean(family: Family, problem: Problem) -> tuple[Order, ...]:
-    """The family's order for stages that are all alike, where it has one under the limit."""
+    """The family's order for the mean costs, if there is one under the limit."""
     try:
         return (family.function(problem.with_mean_costs()),)
     except ScheduleError:
@@ -251,7 +250,7 @@ def _check_family(family: Family, chunks: int, shape: str) -> None:
 
 
 def _check_least(problem: Problem) -> None:
-    """Raises where one microbatch alone is above a rank's limit: no family can do that."""
+    """Raise ScheduleError if one microbatch alone exceeds a rank's limit: no family can keep it."""
     needed = [problem.shop.smallest_limit(rank) for rank in range(problem.ranks)]
     for rank, (least, limit) in enumerate(zip(needed, problem.limits, strict=True)):
         if least > limit * (1 + 1e-9):

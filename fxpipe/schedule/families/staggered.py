@@ -1,9 +1,9 @@
-"""Interleaved for offload: microbatches go through the chunks one behind the other, not in groups.
+"""An interleaved schedule for offload: microbatches run one after the other, not in groups.
 
-A chunk in the first half of the model is held long and a late one shortly, so with the first half away a
-quarter of the memory is left (2503.01328).  Where microbatches go in groups, the late chunks of a whole group
-are held at once, and it is half.  Here microbatch j enters j·v slots of time after the first, and the late
-chunks take turns in the room that they need on the average; the early ones run ahead as they may.
+Activations of early chunks are live for long, those of late chunks for a short time, so with the first half
+of the model offloaded a quarter of the memory remains (2503.01328).  If microbatches ran in groups, the late
+chunks of a whole group would be live at once, and half would remain.  Here microbatch j enters j·v time slots
+after the first, and the late chunks share the memory that they need on average; early chunks may run ahead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fxpipe.schedule.ops import Order
 from fxpipe.schedule.problem import Problem
 
 SHARE = 0.9
-"""Of the room that the late chunks need on the average, how much they get: less costs time."""
+"""The share of their average memory that the late chunks get; less costs time."""
 
 
 def staggered(problem: Problem) -> Order:
@@ -32,7 +32,7 @@ def staggered(problem: Problem) -> Order:
     hop = next(d for d in range(p, p + v + 1) if gcd(d, v) == 1)  # slots between a rank's chunks: no clash
     room = [0.0] * p
     for stage in late:
-        # A chunk is held so many slots, and one microbatch comes every v of them.
+        # The slots for which a chunk is live, over v slots from one microbatch to the next.
         turns = (2 * (v - 1 - stage // p) * hop + 2 * (p - 1 - stage % p) + 1) / v
         room[stage % p] += turns * flat.hold[stage]
     limits = [max(SHARE * mean, flat.smallest_limit(rank)) for rank, mean in enumerate(room)]
@@ -40,7 +40,7 @@ def staggered(problem: Problem) -> Order:
 
 
 def _due(p: int, v: int, m: int, hop: int) -> Iterator[float]:
-    """Slots, per op as ``shop`` counts them: down the chunks, and back up from the last."""
+    """Due dates in slots, per op id: down the chunks, and back up from the last."""
     last = 2 * (v - 1) * hop + 2 * (p - 1)
     for stage in range(p * v):
         down = stage // p * hop + stage % p

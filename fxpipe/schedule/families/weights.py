@@ -1,7 +1,7 @@
-"""Where the W ops go.
+"""Inserts W ops into orders of F and B.
 
-A *spine* is per rank the order of F and B alone; it fixes what the ranks wait for.  No F or B waits
-for a W, so a W may be put anywhere after its B: where it fills a gap, or where its memory is needed.
+An *fb_order* is per rank the order of F and B without W.  No F or B depends on a W, so a W can be inserted
+anywhere after its B: into a bubble, or before an F that needs its memory.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from fxpipe.schedule.ops import Op, OpKind, Order
 
 
 class Gap(StrEnum):
-    """Which gaps in the spine a W may go into."""
+    """Which bubbles of the spine a W may go into."""
 
-    ANY = "any"  # it may delay the spine
-    WHOLE = "whole"  # only gaps that hold it whole
-    LEAST = "least"  # smaller ones too, where this rank's idle time would otherwise become the largest
+    ANY = "any"  # any, even if it delays the next op
+    WHOLE = "whole"  # only bubbles at least as long as the W
+    LEAST = "balanced"  # shorter ones too, if this rank's idle time would otherwise become the largest
 
 
 def lag(spine: Order, behind: Callable[[int], int]) -> Order:
-    """On every rank each W follows its B by ``behind(rank)`` further B ops."""
+    """Insert each W ``behind(rank)`` B ops after its own B."""
     return tuple(_lag(ops, behind(rank)) for rank, ops in enumerate(spine))
 
 
@@ -53,11 +53,11 @@ def fill(
     gap: Gap,
     counted: bool = False,
 ) -> Coded:
-    """Puts W ops into the gaps that a coded spine has (the heuristic of 2401.10241).
+    """Insert W ops into the bubbles of a spine, given as op ids (the heuristic of 2401.10241).
 
-    ``lengths`` are those of the ranks' parts of the spine.  ``limits`` are per rank, in the unit of what the
-    shop holds, or ``counted`` in chunks between F and W: a W runs at once where the next F would exceed it.
-    Raises ScheduleError where no W is left that could make room, DeadlockError where the spine itself cannot
+    ``lengths``: the number of ops of each rank in the spine.  ``limits`` are per rank, in the unit of the
+    costs, or, if ``counted``, in chunks between F and W: a W runs at once if the next F would exceed them.
+    Raises ScheduleError if no W is left that could free memory, DeadlockError if the spine itself cannot
     progress.
     """
     m, table, bounds = microbatches, shop.tables(microbatches), np.array(limits, np.float64)
