@@ -18,7 +18,7 @@ from fxpipe.passes.run import Cut
 from fxpipe.plan.tensor_ownership import activation_budget as room
 from fxpipe.schedule.costs import Costs, Link
 from fxpipe.schedule.families.registry import FAMILIES, build
-from fxpipe.schedule.offload.planner import Share, lightened
+from fxpipe.schedule.offload.planner import Share, with_offload
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.placement import PLACEMENTS, place
 from fxpipe.schedule.problem import Limit, per_rank
@@ -138,7 +138,7 @@ def _lightened(schedule: Schedule, costs: Costs, share: Share, limits: Limit) ->
     if share is None:
         return schedule
     timeline = simulate(schedule, costs)
-    return lightened(timeline, share, per_rank(limits, schedule.ranks)).schedule
+    return with_offload(timeline, share, per_rank(limits, schedule.ranks)).schedule
 
 
 def _placements(options: Options, stages: int) -> list[tuple[str, tuple[int, ...]]]:

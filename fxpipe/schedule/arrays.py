@@ -19,12 +19,12 @@ from fxpipe.schedule.kernel import Floats, Ints, Tables, keeps, peak_of, run_ops
 from fxpipe.schedule.ops import Op, OpKind, Order
 from fxpipe.schedule.placement import stages_of
 
-Coded = Ints
+OpIds = Ints
 """An order as op ids: the ops of rank 0 in order, then those of rank 1, …"""
 
 
 @dataclass(frozen=True)
-class Shop:
+class ScheduleArrays:
     """Costs and placement as arrays.
 
     Per section: ``seconds`` to ``rank``, and the memory changes ``at_start`` and ``at_end``.  Per rank: its
@@ -99,10 +99,10 @@ class Shop:
             own=own,
         )
 
-    def ops_of(self, rank: int, coded: Coded, microbatches: int) -> Coded:
+    def ops_of(self, rank: int, op_ids: OpIds, microbatches: int) -> OpIds:
         """The op ids of one rank."""
         at = self._some_tables.own_at
-        return coded[3 * microbatches * at[rank] : 3 * microbatches * at[rank + 1]]
+        return op_ids[3 * microbatches * at[rank] : 3 * microbatches * at[rank + 1]]
 
     def smallest_limit(self, rank: int) -> float:
         """The memory with which a rank can always progress: one microbatch in all its stages."""
@@ -113,7 +113,7 @@ class Shop:
         return tuple(sum(self.hold[stage] for stage in stages) for stages in self.own)
 
 
-def shop(costs: Costs, placement: tuple[int, ...]) -> Shop:
+def schedule_arrays(costs: Costs, placement: tuple[int, ...]) -> ScheduleArrays:
     """The arrays of costs and placement.  Raises ScheduleError if the two do not agree."""
     stages, waits, lasts = range(len(placement)), needs(costs, placement), durations(costs)
     table = _in_model_order([waits[kind][stage] for stage in stages for kind in SECTION_KINDS], placement)
@@ -136,7 +136,7 @@ def shop(costs: Costs, placement: tuple[int, ...]) -> Shop:
                 kept[edge.target.stage] += edge.bytes
             at_end[index(edge.source)] += edge.bytes
             at_start[index(edge.target)] -= edge.bytes
-    return Shop(
+    return ScheduleArrays(
         ranks=max(placement) + 1,
         stages=len(placement),
         seconds=seconds,
@@ -187,35 +187,35 @@ def _rows(table: Sequence[Sequence[tuple[int, float]]]) -> tuple[Ints, Ints, Flo
     )
 
 
-def decode(shop: Shop, coded: Coded, microbatches: int) -> Order:
+def decode(arrays: ScheduleArrays, op_ids: OpIds, microbatches: int) -> Order:
     """Op ids to ops."""
     table = [
         Op(kind, stage, microbatch)
-        for stage in range(shop.stages)
+        for stage in range(arrays.stages)
         for kind in SECTION_KINDS
         for microbatch in range(microbatches)
     ]
-    ranks = range(shop.ranks)
-    return tuple(tuple(table[op] for op in shop.ops_of(rank, coded, microbatches)) for rank in ranks)
+    ranks = range(arrays.ranks)
+    return tuple(tuple(table[op] for op in arrays.ops_of(rank, op_ids, microbatches)) for rank in ranks)
 
 
-def encode(order: Order, microbatches: int) -> Coded:
+def encode(order: Order, microbatches: int) -> OpIds:
     """Ops to op ids; a BW becomes its B and its W."""
-    m, coded = microbatches, list[int]()
+    m, op_ids = microbatches, list[int]()
     for ops in order:
         for op in ops:
             first = SECTIONS_PER_STAGE * op.stage
             match op.kind:
                 case OpKind.F:
-                    coded.append(first * m + op.microbatch)
+                    op_ids.append(first * m + op.microbatch)
                 case OpKind.B:
-                    coded.append((first + 1) * m + op.microbatch)
+                    op_ids.append((first + 1) * m + op.microbatch)
                 case OpKind.W:
-                    coded.append((first + 2) * m + op.microbatch)
+                    op_ids.append((first + 2) * m + op.microbatch)
                 case OpKind.BW:
-                    coded.append((first + 1) * m + op.microbatch)
-                    coded.append((first + 2) * m + op.microbatch)
-    return np.array(coded, np.int64)
+                    op_ids.append((first + 1) * m + op.microbatch)
+                    op_ids.append((first + 2) * m + op.microbatch)
+    return np.array(op_ids, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,22 +237,24 @@ class Run:
         return float(self.free.max())
 
 
-def run(shop: Shop, coded: Coded, microbatches: int) -> Run | None:
+def run(arrays: ScheduleArrays, op_ids: OpIds, microbatches: int) -> Run | None:
     """Run every op as early as its rank's order allows; None if the orders deadlock."""
-    done = Run(np.zeros(shop.ranks), np.zeros(shop.ranks), np.full(len(coded), -1.0), np.full(len(coded), -1))
+    done = Run(
+        np.zeros(arrays.ranks), np.zeros(arrays.ranks), np.full(len(op_ids), -1.0), np.full(len(op_ids), -1)
+    )
     if run_ops(
-        shop.tables(microbatches), coded, microbatches, 0.0, done.end, done.cause, done.first, done.free
+        arrays.tables(microbatches), op_ids, microbatches, 0.0, done.end, done.cause, done.first, done.free
     ):
         return done
     return None
 
 
-def peaks(shop: Shop, coded: Coded, microbatches: int) -> list[float]:
+def peaks(arrays: ScheduleArrays, op_ids: OpIds, microbatches: int) -> list[float]:
     """Per rank the maximum live memory; it depends on the rank's own order alone."""
-    parts = (shop.ops_of(rank, coded, microbatches) for rank in range(shop.ranks))
-    return [peak_of(shop.tables(microbatches), ops) for ops in parts]
+    parts = (arrays.ops_of(rank, op_ids, microbatches) for rank in range(arrays.ranks))
+    return [peak_of(arrays.tables(microbatches), ops) for ops in parts]
 
 
-def fits(shop: Shop, coded: Coded, microbatches: int, limits: Sequence[float]) -> bool:
+def fits(arrays: ScheduleArrays, op_ids: OpIds, microbatches: int, limits: Sequence[float]) -> bool:
     """Whether all ranks are within their limits, up to rounding."""
-    return keeps(shop.tables(microbatches), coded, microbatches, np.asarray(limits, np.float64))
+    return keeps(arrays.tables(microbatches), op_ids, microbatches, np.asarray(limits, np.float64))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fxpipe.ir.graph import Colour, Phase
+from fxpipe.ir.graph import Color, Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class Edge:
     time, and ``bytes`` are live from the end of ``source`` to the start of ``target``.
     """
 
-    source: Colour
-    target: Colour
+    source: Color
+    target: Color
     bytes: float = 0.0
     seconds: float = 0.0
 
@@ -68,6 +68,6 @@ def chain(stages: Sequence[StageCost], seconds: float = 0.0, bytes: float = 0.0)
     """The costs of a plain chain of stages: F runs down it, B runs back up."""
     edges = []
     for s in range(len(stages) - 1):
-        edges.append(Edge(Colour(s, Phase.F), Colour(s + 1, Phase.F), bytes, seconds))
-        edges.append(Edge(Colour(s + 1, Phase.B), Colour(s, Phase.B), bytes, seconds))
+        edges.append(Edge(Color(s, Phase.F), Color(s + 1, Phase.F), bytes, seconds))
+        edges.append(Edge(Color(s + 1, Phase.B), Color(s, Phase.B), bytes, seconds))
     return Costs(tuple(stages), tuple(edges))

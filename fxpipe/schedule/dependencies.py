@@ -7,7 +7,7 @@ microbatch, has the number section · microbatches + microbatch.
 from __future__ import annotations
 
 from fxpipe.errors import ScheduleError
-from fxpipe.ir.graph import Colour, Phase, arrival
+from fxpipe.ir.graph import Color, Phase, arrival
 from fxpipe.schedule.costs import Costs, StageCost
 from fxpipe.schedule.ops import PHASES, Op, OpKind
 
@@ -19,14 +19,14 @@ SECTIONS_PER_STAGE = len(SECTION_KINDS)
 _OFFSET = {Phase.F: 0, Phase.B: 1, Phase.W: 2}
 
 
-def index(colour: Colour) -> int:
-    return SECTIONS_PER_STAGE * colour.stage + _OFFSET[colour.phase]
+def index(color: Color) -> int:
+    return SECTIONS_PER_STAGE * color.stage + _OFFSET[color.phase]
 
 
 def sections(stages: int) -> dict[OpKind, tuple[tuple[int, ...], ...]]:
     """Per kind and stage, the sections that an op runs: two for BW."""
     return {
-        kind: tuple(tuple(index(Colour(stage, phase)) for phase in PHASES[kind]) for stage in range(stages))
+        kind: tuple(tuple(index(Color(stage, phase)) for phase in PHASES[kind]) for stage in range(stages))
         for kind in OpKind
     }
 

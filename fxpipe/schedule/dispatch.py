@@ -15,47 +15,47 @@ from collections.abc import Sequence
 import numpy as np
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedule.arrays import Coded, Shop
+from fxpipe.schedule.arrays import OpIds, ScheduleArrays
 from fxpipe.schedule.kernel import Floats, dispatch_ops
 
 
 def dispatch(
-    shop: Shop,
+    arrays: ScheduleArrays,
     microbatches: int,
     due: Sequence[float] | Floats,
     limits: Sequence[float],
-    patience: tuple[float, float, float] = (1.0, 1.0, 1.0),
-) -> Coded:
+    lookahead: tuple[float, float, float] = (1.0, 1.0, 1.0),
+) -> OpIds:
     """The order that follows from ``due``, one number per op (see :mod:`fxpipe.schedule.arrays`).
 
-    ``patience``, for F, B and W: the share of an op that must fit before the arrival of an op with an earlier
-    due date.  With 0 a rank never idles while it could compute; with 1 no op delays an op with an earlier due
-    date, as far as arrivals are known; above 1, ranks also wait for ops that arrive later.
+    ``lookahead``, for F, B and W: the share of an op that must fit before the arrival of an op with an
+    earlier due date.  With 0 a rank never idles while it could compute; with 1 no op delays an op with an
+    earlier due date, as far as arrivals are known; above 1, ranks also wait for ops that arrive later.
     Raises ScheduleError if a limit is below the memory of one microbatch on the rank.
     """
-    check_room(shop, limits)
-    due, bounds, shares = (np.asarray(row, np.float64) for row in (due, limits, patience))
-    coded = dispatch_ops(shop.tables(microbatches), microbatches, due, bounds, shares)
-    if not len(coded):
+    check_one_microbatch_fits(arrays, limits)
+    due, bounds, shares = (np.asarray(row, np.float64) for row in (due, limits, lookahead))
+    op_ids = dispatch_ops(arrays.tables(microbatches), microbatches, due, bounds, shares)
+    if not len(op_ids):
         raise ScheduleError("no op can run: the edges between the sections form a cycle")
-    return coded
+    return op_ids
 
 
-def has_room(shop: Shop, limits: Sequence[float]) -> bool:
+def one_microbatch_fits(arrays: ScheduleArrays, limits: Sequence[float]) -> bool:
     """Whether one microbatch fits on every rank."""
-    return _without_room(shop, limits) is None
+    return _rank_without_memory(arrays, limits) is None
 
 
-def check_room(shop: Shop, limits: Sequence[float]) -> None:
+def check_one_microbatch_fits(arrays: ScheduleArrays, limits: Sequence[float]) -> None:
     """Raise ScheduleError if a limit is below the memory of one microbatch on the rank."""
-    rank = _without_room(shop, limits)
+    rank = _rank_without_memory(arrays, limits)
     if rank is not None:
         raise ScheduleError(
             f"rank {rank} has a memory limit of {limits[rank]:g}, but one microbatch takes "
-            f"{shop.smallest_limit(rank):g} on it"
+            f"{arrays.smallest_limit(rank):g} on it"
         )
 
 
-def _without_room(shop: Shop, limits: Sequence[float]) -> int | None:
-    small = (r for r, limit in enumerate(limits) if limit * (1 + 1e-9) < shop.smallest_limit(r))
+def _rank_without_memory(arrays: ScheduleArrays, limits: Sequence[float]) -> int | None:
+    small = (r for r, limit in enumerate(limits) if limit * (1 + 1e-9) < arrays.smallest_limit(r))
     return next(small, None)

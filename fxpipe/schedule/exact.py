@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 from fxpipe.errors import ScheduleError
-from fxpipe.ir.graph import Colour, Phase
+from fxpipe.ir.graph import Color, Phase
 from fxpipe.schedule.bound import in_order, lower_bound
 from fxpipe.schedule.costs import Costs, Edge, StageCost
 from fxpipe.schedule.dependencies import SECTION_KINDS, Needs, index, needs, op_of_value, sections_of
@@ -180,7 +180,7 @@ class _Model:
             for op, start, _ in spans:
                 at = round(start / self.unit)
                 for phase in PHASES[op.kind]:
-                    section = index(Colour(op.stage, phase))
+                    section = index(Color(op.stage, phase))
                     self.model.add_hint(self.starts[section][op.microbatch], at)
                     at += self.durations[section]
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from fxpipe.schedule.arrays import Run
 from fxpipe.schedule.bound import lower_bound
-from fxpipe.schedule.kernel import SHARE, worth
+from fxpipe.schedule.kernel import SHARE, score
 from fxpipe.schedule.problem import Problem
 
 Objective = Literal["makespan", "span"]
@@ -22,8 +22,8 @@ class Goal:
     bound: float
 
     @classmethod
-    def of(cls, problem: Problem, objective: Objective) -> Goal:
-        work = problem.microbatches * problem.shop.period
+    def for_problem(cls, problem: Problem, objective: Objective) -> Goal:
+        work = problem.microbatches * problem.arrays.period
         if objective == "makespan":
             work = max(work, lower_bound(problem.costs, problem.placement, problem.microbatches))
         return cls(objective, work)
@@ -33,7 +33,7 @@ class Goal:
         return self.objective == "makespan"
 
     @property
-    def enough(self) -> float:
+    def good_enough(self) -> float:
         """Stop when the value is at most this."""
         return self.bound * (1 + SHARE) * (1 + 1e-9)
 
@@ -42,4 +42,4 @@ class Goal:
 
     def value(self, done: Run) -> float:
         """The value to minimize: at most 0.1% above the objective."""
-        return float(worth(done.first, done.free, self.by_makespan))
+        return float(score(done.first, done.free, self.by_makespan))

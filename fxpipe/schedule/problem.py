@@ -8,7 +8,7 @@ from functools import cached_property
 from math import inf
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedule.arrays import Coded, Shop, decode, encode, peaks, run, shop
+from fxpipe.schedule.arrays import OpIds, ScheduleArrays, decode, encode, peaks, run, schedule_arrays
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.ops import Order
 from fxpipe.schedule.placement import place
@@ -51,23 +51,25 @@ class Problem:
     @property
     def ops(self) -> int:
         """F, B and W of all stages and microbatches."""
-        return self.shop.sections * self.microbatches
+        return self.arrays.sections * self.microbatches
 
     @cached_property
-    def shop(self) -> Shop:
-        return shop(self.costs, self.placement)
+    def arrays(self) -> ScheduleArrays:
+        return schedule_arrays(self.costs, self.placement)
 
-    def like(self, *, limits: tuple[float, ...] | None = None, microbatches: int | None = None) -> Problem:
+    def with_limits(
+        self, *, limits: tuple[float, ...] | None = None, microbatches: int | None = None
+    ) -> Problem:
         """The problem with other limits or microbatches."""
         m, limits = microbatches or self.microbatches, self.limits if limits is None else limits
         other = replace(self, limits=limits, microbatches=m)
-        other.__dict__["shop"] = self.shop  # which depends on neither
+        other.__dict__["arrays"] = self.arrays  # which depends on neither
         return other
 
-    def within(self, microbatches: float) -> Problem:
+    def capped_to(self, microbatches: float) -> Problem:
         """The problem with limits of at most the activations of this many microbatches."""
-        caps = [microbatches * self.shop.smallest_limit(rank) for rank in range(self.ranks)]
-        return self.like(limits=tuple(map(min, self.limits, caps)))
+        caps = [microbatches * self.arrays.smallest_limit(rank) for rank in range(self.ranks)]
+        return self.with_limits(limits=tuple(map(min, self.limits, caps)))
 
     def with_mean_costs(self) -> Problem:
         """The problem with the mean times for all stages; each stage keeps its own memory."""
@@ -80,22 +82,22 @@ class Problem:
     def is_even(self) -> bool:
         return len(set(self.costs.stages)) == 1
 
-    def worth(self, coded: Coded) -> tuple[float, float, float]:
+    def score(self, op_ids: OpIds) -> tuple[float, float, float]:
         """The excess over the limits, the span and the makespan of an order; lower is better."""
-        shop, m = self.shop, self.microbatches
-        over = (p - limit for p, limit in zip(peaks(shop, coded, m), self.limits, strict=True))
+        arrays, m = self.arrays, self.microbatches
+        over = (p - limit for p, limit in zip(peaks(arrays, op_ids, m), self.limits, strict=True))
         excess = max(x if x > 1e-9 * limit else 0.0 for x, limit in zip(over, self.limits, strict=True))
-        done = run(shop, coded, m)
+        done = run(arrays, op_ids, m)
         assert done is not None, f"the order of {self.name} cannot progress"
         return excess, done.span, done.makespan
 
     def fastest(self, orders: Iterable[Order]) -> Order:
         """The order with the shortest span that keeps the limits; if none does, with the least excess."""
-        return min(orders, key=lambda order: self.worth(encode(order, self.microbatches)))
+        return min(orders, key=lambda order: self.score(encode(order, self.microbatches)))
 
-    def fastest_of(self, orders: Iterable[Coded]) -> Order:
+    def fastest_of(self, orders: Iterable[OpIds]) -> Order:
         """``fastest`` for orders of op ids."""
-        return decode(self.shop, min(orders, key=self.worth), self.microbatches)
+        return decode(self.arrays, min(orders, key=self.score), self.microbatches)
 
 
 def per_rank(limit: Limit, ranks: int) -> tuple[float, ...]:

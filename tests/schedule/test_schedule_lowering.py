@@ -3,7 +3,7 @@
 import pytest
 
 from fxpipe.errors import DeadlockError, ScheduleError
-from fxpipe.ir.graph import Colour, Phase
+from fxpipe.ir.graph import Color, Phase
 from fxpipe.schedule.costs import Edge, StageCost, chain
 from fxpipe.schedule.lowering.deadlock import prove
 from fxpipe.schedule.lowering.lower import Collective, CollectiveKind, PostRecv, Wait, lower
@@ -14,7 +14,7 @@ F, B, W = Phase.F, Phase.B, Phase.W
 
 
 def edge(source: tuple[Phase, int], target: tuple[Phase, int]) -> Edge:
-    return Edge(Colour(source[1], source[0]), Colour(target[1], target[0]))
+    return Edge(Color(source[1], source[0]), Color(target[1], target[0]))
 
 
 def hand(text: str, placement: tuple[int, ...], microbatches: int = 1) -> Schedule:
@@ -184,12 +184,12 @@ def head_edges() -> tuple[tuple[Edge, ...], tuple[Collective, ...]]:
     f, b, heads = Phase.F, Phase.B, (2, 3)
     pairs = [((1, f), (h, f)) for h in heads] + [((h, b), (1, b)) for h in heads]
     pairs += [((2, f), (3, b)), ((3, f), (2, b))]
-    edges = [Edge(Colour(*one), Colour(*other), seconds=0.1) for one, other in pairs]
-    ends = {phase: tuple(Colour(h, phase) for h in heads) for phase in (f, b)}
+    edges = [Edge(Color(*one), Color(*other), seconds=0.1) for one, other in pairs]
+    ends = {phase: tuple(Color(h, phase) for h in heads) for phase in (f, b)}
     return (*chain([StageCost(1, 1, 1)] * 2).edges, *edges), (
-        Collective(CollectiveKind.BROADCAST, 0, (Colour(1, f),), ends[f]),
+        Collective(CollectiveKind.BROADCAST, 0, (Color(1, f),), ends[f]),
         Collective(CollectiveKind.ALL_GATHER, 1, ends[f], ends[b]),
-        Collective(CollectiveKind.GATHER, 2, ends[b], (Colour(1, b),)),
+        Collective(CollectiveKind.GATHER, 2, ends[b], (Color(1, b),)),
     )
 
 
@@ -245,11 +245,11 @@ def test_a_broadcast_is_joined_before_an_op_that_waits_for_one_who_waits_for_it(
     schedule = hand(LATE, (0, 1, 2, 2, 1, 0, 0, 1, 2), 3)
     edges = with_heads(chain([StageCost(1, 1, 1)] * 6), 3, 1.0, 1, 0.0).edges
     f, b, heads = Phase.F, Phase.B, (6, 7, 8)
-    ends = {phase: tuple(Colour(h, phase) for h in heads) for phase in (f, b)}
+    ends = {phase: tuple(Color(h, phase) for h in heads) for phase in (f, b)}
     collectives = (
-        Collective(CollectiveKind.BROADCAST, 0, (Colour(5, f),), ends[f]),
+        Collective(CollectiveKind.BROADCAST, 0, (Color(5, f),), ends[f]),
         Collective(CollectiveKind.ALL_GATHER, 1, ends[f], ends[b]),
-        Collective(CollectiveKind.GATHER, 2, ends[b], (Colour(5, b),)),
+        Collective(CollectiveKind.GATHER, 2, ends[b], (Color(5, b),)),
     )
     programs = lower(schedule, edges, collectives)
     prove(programs, schedule.placement)

@@ -24,37 +24,41 @@ from typing import NamedTuple
 import numpy as np
 
 from fxpipe.ir.compiled import compiled
-from fxpipe.schedule.arrays import Coded, Shop
+from fxpipe.schedule.arrays import OpIds, ScheduleArrays
 from fxpipe.schedule.kernel import Floats, Ints
 
 _IMPROVED = 20  # maximum number of ZB-V runs, each given the idle times of the run before
 
 
-def zero_bubble(shop: Shop, microbatches: int, limits: Sequence[float]) -> list[Coded]:
+def zero_bubble(arrays: ScheduleArrays, microbatches: int, limits: Sequence[float]) -> list[OpIds]:
     """ZB's orders for one stage per rank that keep the limits: at most eight."""
     m, bounds = microbatches, np.asarray(limits, np.float64)
     switches = product((False, True), repeat=3)
-    orders = (_zero_bubble(shop.tables(m), m, bounds, *chosen) for chosen in switches)
+    orders = (_zero_bubble(arrays.tables(m), m, bounds, *chosen) for chosen in switches)
     return [order for order in orders if len(order)]
 
 
-def zero_bubble_v(shop: Shop, microbatches: int, limits: Sequence[float]) -> list[Coded]:
+def zero_bubble_v(arrays: ScheduleArrays, microbatches: int, limits: Sequence[float]) -> list[OpIds]:
     """ZB-V's orders for two stages per rank in V placement: at most four."""
     return [
         order
         for switches in product((False, True), repeat=2)
-        for order in _v(shop, microbatches, limits, *switches)
+        for order in _v(arrays, microbatches, limits, *switches)
     ]
 
 
 def _v(
-    shop: Shop, microbatches: int, limits: Sequence[float], fill_forward: bool, fill_backward: bool
-) -> Iterator[Coded]:
+    arrays: ScheduleArrays,
+    microbatches: int,
+    limits: Sequence[float],
+    fill_forward: bool,
+    fill_backward: bool,
+) -> Iterator[OpIds]:
     """The last of the runs, each with the idle times of the one before, that shortens the largest of them."""
     m, bounds = microbatches, np.asarray(limits, np.float64)
-    best, allowed, least = None, np.full(shop.ranks, -1.0), inf
+    best, allowed, least = None, np.full(arrays.ranks, -1.0), inf
     for _ in range(_IMPROVED):
-        order, idle = _zero_bubble_v(shop.tables(m), m, bounds, fill_forward, fill_backward, allowed)
+        order, idle = _zero_bubble_v(arrays.tables(m), m, bounds, fill_forward, fill_backward, allowed)
         if not len(order) or idle.max() >= least:
             break
         best, allowed, least = order, idle, idle.max()

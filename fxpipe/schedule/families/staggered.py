@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import gcd
 
-from fxpipe.schedule.arrays import decode, shop
+from fxpipe.schedule.arrays import decode, schedule_arrays
 from fxpipe.schedule.dispatch import dispatch
 from fxpipe.schedule.ops import Order
 from fxpipe.schedule.problem import Problem
@@ -28,15 +28,15 @@ def staggered(problem: Problem) -> Order:
         cost if stage in late else replace(cost, saved=0.0, kept=0.0)
         for stage, cost in enumerate(problem.costs.stages)
     )
-    flat = shop(replace(problem.costs, stages=light), problem.placement)
+    arrays = schedule_arrays(replace(problem.costs, stages=light), problem.placement)
     hop = next(d for d in range(p, p + v + 1) if gcd(d, v) == 1)  # slots between a rank's chunks: no clash
-    room = [0.0] * p
+    memory = [0.0] * p
     for stage in late:
         # The slots for which a chunk is live, over v slots from one microbatch to the next.
         turns = (2 * (v - 1 - stage // p) * hop + 2 * (p - 1 - stage % p) + 1) / v
-        room[stage % p] += turns * flat.hold[stage]
-    limits = [max(SHARE * mean, flat.smallest_limit(rank)) for rank, mean in enumerate(room)]
-    return decode(flat, dispatch(flat, m, list(_due(p, v, m, hop)), limits, (0.0, 0.0, 0.0)), m)
+        memory[stage % p] += turns * arrays.hold[stage]
+    limits = [max(SHARE * mean, arrays.smallest_limit(rank)) for rank, mean in enumerate(memory)]
+    return decode(arrays, dispatch(arrays, m, list(_due(p, v, m, hop)), limits, (0.0, 0.0, 0.0)), m)
 
 
 def _due(p: int, v: int, m: int, hop: int) -> Iterator[float]:

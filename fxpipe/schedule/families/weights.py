@@ -13,26 +13,26 @@ from enum import StrEnum
 import numpy as np
 
 from fxpipe.errors import DeadlockError, ScheduleError
-from fxpipe.schedule.arrays import Coded, Shop
+from fxpipe.schedule.arrays import OpIds, ScheduleArrays
 from fxpipe.schedule.dependencies import op_of_value
 from fxpipe.schedule.kernel import fill_ops
 from fxpipe.schedule.ops import Op, OpKind, Order
 
 
 class Gap(StrEnum):
-    """Which bubbles of the spine a W may go into."""
+    """Which bubbles of the fb_order a W may go into."""
 
     ANY = "any"  # any, even if it delays the next op
     WHOLE = "whole"  # only bubbles at least as long as the W
     LEAST = "balanced"  # shorter ones too, if this rank's idle time would otherwise become the largest
 
 
-def lag(spine: Order, behind: Callable[[int], int]) -> Order:
+def delay_weights(fb_order: Order, behind: Callable[[int], int]) -> Order:
     """Insert each W ``behind(rank)`` B ops after its own B."""
-    return tuple(_lag(ops, behind(rank)) for rank, ops in enumerate(spine))
+    return tuple(_delay_weights(ops, behind(rank)) for rank, ops in enumerate(fb_order))
 
 
-def _lag(ops: Sequence[Op], behind: int) -> tuple[Op, ...]:
+def _delay_weights(ops: Sequence[Op], behind: int) -> tuple[Op, ...]:
     out: list[Op] = []
     pending: deque[Op] = deque()
     for op in ops:
@@ -44,28 +44,28 @@ def _lag(ops: Sequence[Op], behind: int) -> tuple[Op, ...]:
     return (*out, *pending)
 
 
-def fill(
-    spine: Coded,
+def fill_bubbles(
+    fb_order: OpIds,
     lengths: Sequence[int],
     microbatches: int,
-    shop: Shop,
+    arrays: ScheduleArrays,
     limits: Sequence[float],
     gap: Gap,
     counted: bool = False,
-) -> Coded:
-    """Insert W ops into the bubbles of a spine, given as op ids (the heuristic of 2401.10241).
+) -> OpIds:
+    """Insert W ops into the bubbles of an fb_order, given as op ids (the heuristic of 2401.10241).
 
-    ``lengths``: the number of ops of each rank in the spine.  ``limits`` are per rank, in the unit of the
+    ``lengths``: the number of ops of each rank in the fb_order.  ``limits`` are per rank, in the unit of the
     costs, or, if ``counted``, in chunks between F and W: a W runs at once if the next F would exceed them.
-    Raises ScheduleError if no W is left that could free memory, DeadlockError if the spine itself cannot
+    Raises ScheduleError if no W is left that could free memory, DeadlockError if the fb_order itself cannot
     progress.
     """
-    m, table, bounds = microbatches, shop.tables(microbatches), np.array(limits, np.float64)
-    hold, kept = (np.ones(shop.stages),) * 2 if counted else (table.hold, table.kept)
+    m, table, bounds = microbatches, arrays.tables(microbatches), np.array(limits, np.float64)
+    hold, kept = (np.ones(arrays.stages),) * 2 if counted else (table.hold, table.kept)
     starts = np.cumsum([0, *lengths])
-    order, reached, full = fill_ops(table, m, spine, starts, hold, kept, bounds, list(Gap).index(gap))
+    order, reached, full = fill_ops(table, m, fb_order, starts, hold, kept, bounds, list(Gap).index(gap))
     left = {
-        rank: op_of_value(int(spine[at]), m)
+        rank: op_of_value(int(fb_order[at]), m)
         for rank, (at, stop) in enumerate(zip(reached, starts[1:], strict=True))
         if at < stop
     }

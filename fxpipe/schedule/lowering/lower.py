@@ -19,7 +19,7 @@ from math import inf
 from typing import ClassVar
 
 from fxpipe.errors import ScheduleError
-from fxpipe.ir.graph import Colour, arrival
+from fxpipe.ir.graph import Color, arrival
 from fxpipe.schedule.check import check
 from fxpipe.schedule.costs import Edge
 from fxpipe.schedule.lowering.levels import levels
@@ -41,8 +41,8 @@ class Collective:
 
     kind: CollectiveKind
     number: int
-    sources: tuple[Colour, ...]
-    targets: tuple[Colour, ...]
+    sources: tuple[Color, ...]
+    targets: tuple[Color, ...]
 
     def __str__(self) -> str:
         source, target = self.sources[0], self.targets[0]
@@ -167,8 +167,8 @@ class _Lowering:
         collected = {
             (a, b) for collective in collectives for a in collective.sources for b in collective.targets
         }
-        self.outgoing: defaultdict[Colour, list[Edge]] = defaultdict(list)
-        self.incoming: defaultdict[Colour, list[Edge]] = defaultdict(list)
+        self.outgoing: defaultdict[Color, list[Edge]] = defaultdict(list)
+        self.incoming: defaultdict[Color, list[Edge]] = defaultdict(list)
         joined = set()
         for edge in edges:
             if (edge.source, edge.target) in joined:
@@ -195,9 +195,9 @@ class _Lowering:
             self.turn[edge, op.microbatch] = len(channel)
             channel.append(PostRecv(edge, op.microbatch))
 
-    def _edges(self, op: Op, table: dict[Colour, list[Edge]]) -> Iterator[Edge]:
+    def _edges(self, op: Op, table: dict[Color, list[Edge]]) -> Iterator[Edge]:
         for phase in PHASES[op.kind]:
-            yield from table.get(Colour(op.stage, phase), ())
+            yield from table.get(Color(op.stage, phase), ())
 
     def _channel(self, edge: Edge) -> tuple[int, int]:
         placement = self.schedule.placement
@@ -269,8 +269,8 @@ class _Collectives:
         self, schedule: Schedule, collectives: tuple[Collective, ...], levels: Mapping[Op, int], rank: int
     ) -> None:
         self.levels = levels
-        self.gives: defaultdict[Colour, list[Collective]] = defaultdict(list)
-        self.takes: defaultdict[Colour, list[Collective]] = defaultdict(list)
+        self.gives: defaultdict[Color, list[Collective]] = defaultdict(list)
+        self.takes: defaultdict[Color, list[Collective]] = defaultdict(list)
         self.ahead: dict[
             Collective, deque[Op]
         ] = {}  # broadcasts that it only receives -> the ops that send them
@@ -278,14 +278,14 @@ class _Collectives:
         self.taken: Counter[Collective] = Counter()
         rank_of_stage = schedule.placement
         for collective in collectives:
-            own = [colour for colour in collective.sources if rank_of_stage[colour.stage] == rank]
-            for colour in own:
-                self.gives[colour].append(collective)
+            own = [color for color in collective.sources if rank_of_stage[color.stage] == rank]
+            for color in own:
+                self.gives[color].append(collective)
             if collective.kind is CollectiveKind.BROADCAST and own:
                 continue  # the sender already has the values
-            for colour in collective.targets:
-                if rank_of_stage[colour.stage] == rank:
-                    self.takes[colour].append(collective)
+            for color in collective.targets:
+                if rank_of_stage[color.stage] == rank:
+                    self.takes[color].append(collective)
             if not own:
                 source = collective.sources[0]
                 giver = schedule.order[rank_of_stage[source.stage]]
@@ -304,14 +304,14 @@ class _Collectives:
 
     def before(self, op: Op) -> Iterator[WaitCollective]:
         for phase in PHASES[op.kind]:
-            for collective in self.takes.get(Colour(op.stage, phase), ()):
+            for collective in self.takes.get(Color(op.stage, phase), ()):
                 yield WaitCollective(collective, op.microbatch)
 
     def after(self, op: Op) -> Iterator[StartCollective]:
         for phase in PHASES[op.kind]:
-            for collective in self.gives.get(Colour(op.stage, phase), ()):
+            for collective in self.gives.get(Color(op.stage, phase), ()):
                 yield StartCollective(collective, op.microbatch)
-            for collective in self.takes.get(Colour(op.stage, phase), ()):
+            for collective in self.takes.get(Color(op.stage, phase), ()):
                 if collective in self.ahead:
                     self.taken[collective] += 1
                     if self.joined[collective] <= self.taken[collective]:

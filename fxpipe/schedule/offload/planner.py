@@ -102,7 +102,7 @@ def offload_within(timeline: Timeline, limits: Sequence[float]) -> Offload:
     return planner.plan(shares)
 
 
-def lightened(timeline: Timeline, share: float | str, limits: Sequence[float]) -> Timeline:
+def with_offload(timeline: Timeline, share: float | str, limits: Sequence[float]) -> Timeline:
     """The timeline with this share offloaded, or with ``AUTO`` as much as the limits require.
 
     Raises LimitError if the result does not keep the limits.

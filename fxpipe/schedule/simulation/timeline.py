@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from fxpipe.ir.graph import Colour
+from fxpipe.ir.graph import Color
 from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.offload.transfers import offload_bytes
@@ -99,7 +99,7 @@ class Timeline:
         consumer's start.  An offloaded activation is freed between two ops, and is live again from the start
         of its reload.
         """
-        handed: dict[Colour, list[float]] = defaultdict(list)
+        handed: dict[Color, list[float]] = defaultdict(list)
         placement = self.schedule.placement
         for edge in self.costs.edges:
             if placement[edge.source.stage] == placement[edge.target.stage] and edge.bytes:
@@ -166,7 +166,7 @@ def _bubble(whole: float, work: float) -> float:
 
 
 def _memory(
-    spans: tuple[Span, ...], costs: Costs, handed: dict[Colour, list[float]]
+    spans: tuple[Span, ...], costs: Costs, handed: dict[Color, list[float]]
 ) -> tuple[tuple[float, float], ...]:
     live, steps = 0.0, []
     for op, start, end in spans:
@@ -181,7 +181,7 @@ def _memory(
             case OpKind.BW:
                 at_start, at_end = 0.0, -cost.saved
         for phase in PHASES[op.kind]:
-            for change in handed.get(Colour(op.stage, phase), ()):
+            for change in handed.get(Color(op.stage, phase), ()):
                 if change < 0:
                     at_start += change
                 else:
