@@ -257,4 +257,4 @@ def peaks(arrays: ScheduleArrays, op_ids: OpIds, microbatches: int) -> list[floa
 
 def fits(arrays: ScheduleArrays, op_ids: OpIds, microbatches: int, limits: Sequence[float]) -> bool:
     """Whether all ranks are within their limits, up to rounding."""
-    return keeps(arrays.tables(microbatches), op_ids, microbatches, np.asarray(limits, np.float64))
+    return bool(keeps(arrays.tables(microbatches), op_ids, microbatches, np.asarray(limits, np.float64)))

@@ -35,7 +35,7 @@ def dispatch(
     """
     check_one_microbatch_fits(arrays, limits)
     due, bounds, shares = (np.asarray(row, np.float64) for row in (due, limits, lookahead))
-    op_ids = dispatch_ops(arrays.tables(microbatches), microbatches, due, bounds, shares)
+    op_ids: OpIds = dispatch_ops(arrays.tables(microbatches), microbatches, due, bounds, shares)
     if not len(op_ids):
         raise ScheduleError("no op can run: the edges between the sections form a cycle")
     return op_ids

@@ -63,6 +63,7 @@ def fill_bubbles(
     m, table, bounds = microbatches, arrays.tables(microbatches), np.array(limits, np.float64)
     hold, kept = (np.ones(arrays.stages),) * 2 if counted else (table.hold, table.kept)
     starts = np.cumsum([0, *lengths])
+    order: OpIds
     order, reached, full = fill_ops(table, m, fb_order, starts, hold, kept, bounds, list(Gap).index(gap))
     left = {
         rank: op_of_value(int(fb_order[at]), m)
