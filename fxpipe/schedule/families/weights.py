@@ -24,7 +24,7 @@ class Gap(StrEnum):
 
     ANY = "any"  # any, even if it delays the next op
     WHOLE = "whole"  # only bubbles at least as long as the W
-    LEAST = "balanced"  # shorter ones too, if this rank's idle time would otherwise become the largest
+    BALANCED = "balanced"  # shorter ones too, if this rank's idle time would otherwise become the largest
 
 
 def delay_weights(fb_order: Order, behind: Callable[[int], int]) -> Order:
