@@ -4,7 +4,7 @@ It looks at one pool of *problems*: the settings of a step (stages a rank, place
 limits.
 
 1. Starts (:mod:`.starts`): the orders of all published families, and orders of list scheduling
-   (:mod:`fxpipe.schedule.dispatch`) with due dates (:mod:`.due_dates`) that are drawn at random: a point of the
+   (``dispatch.py``) with due dates (:mod:`.due_dates`) that are drawn at random: a point of the
    unit cube says how a lone microbatch's times are slowed, stretched and repeated. Half of the draws
    cross two of the best so far.
 2. Local search (:mod:`.local_search`): simulated annealing; an op of the critical path jumps over some of
