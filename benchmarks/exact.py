@@ -20,9 +20,9 @@ from report import Report
 from fxpipe.schedule.costs import StageCost, chain
 from fxpipe.schedule.exact import exact
 from fxpipe.schedule.exact_block import exact_block
-from fxpipe.schedule.families import FAMILIES, build
+from fxpipe.schedule.families.registry import FAMILIES, build
 from fxpipe.schedule.placement import place
-from fxpipe.schedule.simulator import simulate
+from fxpipe.schedule.simulation.simulator import simulate
 
 #: ranks, (F, B, W) of a chunk, share that W needs, period ÷ work
 BLOCKS = (

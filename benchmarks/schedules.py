@@ -32,17 +32,17 @@ from rich.progress import track
 
 from fxpipe.cli.planning import CHUNKS
 from fxpipe.errors import ScheduleError
+from fxpipe.schedule.arrays import run
 from fxpipe.schedule.costs import Costs, StageCost, chain
-from fxpipe.schedule.families import FAMILIES, build
-from fxpipe.schedule.heuristics import zero_bubble, zero_bubble_v
-from fxpipe.schedule.offload import FULL, HALF, offload, with_link
+from fxpipe.schedule.families.heuristics import zero_bubble, zero_bubble_v
+from fxpipe.schedule.families.registry import FAMILIES, build
+from fxpipe.schedule.offload.planner import FULL, HALF, offload, with_link
 from fxpipe.schedule.placement import place
 from fxpipe.schedule.problem import Problem
 from fxpipe.schedule.search.auto import Choice, Objective, Setting, search
 from fxpipe.schedule.search.auto import frontier as search_frontier
-from fxpipe.schedule.shop import run
-from fxpipe.schedule.simulator import simulate
-from fxpipe.schedule.timeline import Timeline
+from fxpipe.schedule.simulation.simulator import simulate
+from fxpipe.schedule.simulation.timeline import Timeline
 
 
 @dataclass(frozen=True)

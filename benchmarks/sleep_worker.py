@@ -21,7 +21,7 @@ from worker import Worker
 import fxpipe
 from fxpipe.ir.graph import Phase
 from fxpipe.schedule.costs import StageCost, chain
-from fxpipe.schedule.simulator import simulate
+from fxpipe.schedule.simulation.simulator import simulate
 
 WIDTH = 8
 WARM_UP = 1

@@ -11,7 +11,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
 from fxpipe.schedule.costs import StageCost, chain
-from fxpipe.schedule.families import build
+from fxpipe.schedule.families.registry import build
 from fxpipe.schedule.ops import Op, OpKind, Schedule
 from fxpipe.schedule.placement import place
 

@@ -41,7 +41,7 @@ from launch import run
 from report import Report, median_and_spread
 from rich.progress import track
 
-from fxpipe.schedule.timeline import Timeline
+from fxpipe.schedule.simulation.timeline import Timeline
 
 RANKS = 4
 VOCABULARIES = (8192, 32768, 131072, 262144)

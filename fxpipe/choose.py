@@ -17,13 +17,13 @@ from fxpipe.options import AUTO, Options
 from fxpipe.passes.run import Cut
 from fxpipe.plan.tensor_ownership import activation_budget as room
 from fxpipe.schedule.costs import Costs, Link
-from fxpipe.schedule.families import FAMILIES, build
-from fxpipe.schedule.offload import Share, lightened
+from fxpipe.schedule.families.registry import FAMILIES, build
+from fxpipe.schedule.offload.planner import Share, with_offload
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.placement import PLACEMENTS, place
 from fxpipe.schedule.problem import Limit, per_rank
 from fxpipe.schedule.search.auto import Setting, Tried, search
-from fxpipe.schedule.simulator import simulate
+from fxpipe.schedule.simulation.simulator import simulate
 
 Weights = Callable[[Cut, tuple[int, ...]], tuple[int, ...]]
 """What parameters, gradients and buffers take on each rank, given which rank holds which stage."""
@@ -141,7 +141,7 @@ def _lightened(schedule: Schedule, costs: Costs, share: Share, limits: Limit) ->
     if share is None:
         return schedule
     timeline = simulate(schedule, costs)
-    return lightened(timeline, share, per_rank(limits, schedule.ranks)).schedule
+    return with_offload(timeline, share, per_rank(limits, schedule.ranks)).schedule
 
 
 def _placements(options: Options, stages: int) -> list[tuple[str, tuple[int, ...]]]:

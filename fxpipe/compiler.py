@@ -43,11 +43,11 @@ from fxpipe.plan.tensor_ownership import (
 )
 from fxpipe.progress import Phases
 from fxpipe.runtime.offloader import Tier, aligned, default_tier
-from fxpipe.schedule.deadlock import prove
-from fxpipe.schedule.lowering import Exchange, Programs, lower
+from fxpipe.schedule.lowering.deadlock import prove
+from fxpipe.schedule.lowering.lower import Collective, Programs, lower
+from fxpipe.schedule.offload.memory_pool import Pool
+from fxpipe.schedule.offload.memory_pool import pools as make_pools
 from fxpipe.schedule.ops import PHASES
-from fxpipe.schedule.pool import Pool
-from fxpipe.schedule.pool import pools as make_pools
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,7 +183,7 @@ def _weights(model: nn.Module, cut: Cut, placement: tuple[int, ...]) -> tuple[in
     return weight_bytes(model, tensor_ownership(model, cut.sections, placement, max(placement) + 1))
 
 
-def _collectives(choice: Choice) -> tuple[Exchange, ...]:
+def _collectives(choice: Choice) -> tuple[Collective, ...]:
     vocabulary = choice.cut.vocabulary
     if vocabulary is None:
         return ()

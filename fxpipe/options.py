@@ -13,8 +13,8 @@ from typing import Any
 from fxpipe.errors import ScheduleError
 from fxpipe.passes.recompute import LEVELS, Level
 from fxpipe.runtime.offloader import TIERS, Tier
-from fxpipe.schedule.families import FAMILIES
-from fxpipe.schedule.offload import FULL
+from fxpipe.schedule.families.registry import FAMILIES
+from fxpipe.schedule.offload.planner import FULL
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.placement import place
 

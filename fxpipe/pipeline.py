@@ -21,8 +21,8 @@ from fxpipe.runtime.process import Process
 from fxpipe.runtime.rank import Runtime
 from fxpipe.schedule.costs import StageCost
 from fxpipe.schedule.ops import Schedule
-from fxpipe.schedule.simulator import simulate
-from fxpipe.schedule.timeline import Timeline
+from fxpipe.schedule.simulation.simulator import simulate
+from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.training.model_state import ModelState
 from fxpipe.training.optimizer import PipelineOptimizer
 from fxpipe.training.runner import LocalResult, Runner

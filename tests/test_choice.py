@@ -20,7 +20,7 @@ from zoo import (
 import fxpipe
 from fxpipe.cli import main
 from fxpipe.errors import ScheduleError
-from fxpipe.schedule.families import FAMILIES
+from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.ops import Schedule, parse_order
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("double")]

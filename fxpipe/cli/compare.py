@@ -17,9 +17,9 @@ from fxpipe.cli.planning import AUTO, Wish, plan, plan_within
 from fxpipe.cli.sources import EPILOG, Source, add_cost_arguments, source_of
 from fxpipe.errors import FxpipeError, ScheduleError
 from fxpipe.names import terminal
-from fxpipe.schedule.families import FAMILIES
+from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.placement import PLACEMENTS
-from fxpipe.schedule.timeline import Timeline
+from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.viz.frontier_picture import Point, frontier, frontier_svg
 
 Outcome = Timeline | ScheduleError

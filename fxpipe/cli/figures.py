@@ -11,9 +11,9 @@ from rich.table import Table
 from fxpipe.cli.sources import Source
 from fxpipe.names import terminal
 from fxpipe.schedule.exact import Exact
-from fxpipe.schedule.offload import Offload
+from fxpipe.schedule.offload.planner import Offload
 from fxpipe.schedule.placement import stages_of
-from fxpipe.schedule.timeline import Timeline
+from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.viz.terminal import ROWS, timeline_text
 from fxpipe.viz.units import Units
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from fxpipe.cli.sources import Source
 from fxpipe.errors import ScheduleError
-from fxpipe.schedule.families import FAMILIES, build
+from fxpipe.schedule.families.registry import FAMILIES, build
 from fxpipe.schedule.placement import PLACEMENTS
 from fxpipe.schedule.search.auto import Objective, Setting, frontier
-from fxpipe.schedule.simulator import simulate
-from fxpipe.schedule.timeline import Timeline
+from fxpipe.schedule.simulation.simulator import simulate
+from fxpipe.schedule.simulation.timeline import Timeline
 
 AUTO = "auto"
 CHUNKS = (1, 2, 4)
@@ -32,7 +32,7 @@ class Wish:
 def plan(name: str, source: Source, wish: Wish) -> Timeline:
     """The simulated schedule of a family, or of the search for the fastest.
 
-    Raises ScheduleError as :func:`fxpipe.schedule.families.build` and ``search`` do.
+    Raises ScheduleError as :func:`fxpipe.schedule.families.registry.build` and ``search`` do.
     """
     if name == AUTO:
         (found,) = plan_within([wish.memory_limit], source, wish)

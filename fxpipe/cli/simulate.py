@@ -17,12 +17,12 @@ from fxpipe.cli.sources import EPILOG, Source, add_cost_arguments, source_of
 from fxpipe.errors import FxpipeError, ScheduleError
 from fxpipe.names import terminal
 from fxpipe.schedule.exact import Exact, exact
-from fxpipe.schedule.families import FAMILIES
+from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.handwritten import read_schedule
-from fxpipe.schedule.offload import FULL, HALF, Offload, offload, offload_within, with_link
+from fxpipe.schedule.offload.planner import FULL, HALF, Offload, offload, offload_within, with_link
 from fxpipe.schedule.ops import Schedule
-from fxpipe.schedule.simulator import simulate
-from fxpipe.schedule.timeline import Timeline
+from fxpipe.schedule.simulation.simulator import simulate
+from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.viz.timeline_picture import timeline_svg
 
 

@@ -7,33 +7,33 @@ from itertools import count, groupby
 
 from fxpipe.ir.graph import Color
 from fxpipe.ir.sections import Message
-from fxpipe.schedule.lowering import Exchange, ExchangeKind
+from fxpipe.schedule.lowering.lower import Collective, CollectiveKind
 
 
 def collectives(
     messages: tuple[Message, ...], placement: tuple[int, ...], vocabulary: frozenset[int]
-) -> tuple[Exchange, ...]:
+) -> tuple[Collective, ...]:
     """A value to a vocabulary stage on every rank, from one on every rank, or both; other messages go by
     themselves."""
     numbers = count()
     return tuple(
-        Exchange(kind, next(numbers), sources, targets)
+        Collective(kind, next(numbers), sources, targets)
         for kind, sources, targets in _found(messages, placement, vocabulary)
     )
 
 
-def values(exchange: Exchange, messages: tuple[Message, ...]) -> tuple[tuple[str, ...], ...]:
+def values(collective: Collective, messages: tuple[Message, ...]) -> tuple[tuple[str, ...], ...]:
     """Per source the names of the values that it gives."""
     given: dict[Color, tuple[str, ...]] = {}
     for message in messages:
-        if message.source in exchange.sources and message.target in exchange.targets:
+        if message.source in collective.sources and message.target in collective.targets:
             given[message.source] = message.names
-    return tuple(given[source] for source in exchange.sources)
+    return tuple(given[source] for source in collective.sources)
 
 
 def _found(
     messages: tuple[Message, ...], placement: tuple[int, ...], vocabulary: frozenset[int]
-) -> Iterator[tuple[ExchangeKind, tuple[Color, ...], tuple[Color, ...]]]:
+) -> Iterator[tuple[CollectiveKind, tuple[Color, ...], tuple[Color, ...]]]:
     everyone = list(range(max(placement) + 1))
     if len(everyone) == 1:
         return
@@ -45,18 +45,18 @@ def _found(
     for source, group in _grouped(spread, by_source=True):
         targets = tuple(sorted(m.target for m in group))
         if on_all_ranks(targets) and len({m.names for m in group}) == 1:
-            yield ExchangeKind.BROADCAST, (source,), targets
+            yield CollectiveKind.BROADCAST, (source,), targets
     gathered = [m for m in messages if m.source.stage in vocabulary and m.target.stage not in vocabulary]
     for target, group in _grouped(gathered, by_source=False):
         sources = tuple(sorted(m.source for m in group))
         if on_all_ranks(sources) and len({len(m.names) for m in group}) == 1:
-            yield ExchangeKind.GATHER, sources, (target,)
+            yield CollectiveKind.GATHER, sources, (target,)
     among = [m for m in messages if m.source.stage in vocabulary and m.target.stage in vocabulary]
     sources = tuple(sorted({m.source for m in among}))
     targets = tuple(sorted({m.target for m in among}))
     pairs = len(everyone) * (len(everyone) - 1)
     if on_all_ranks(sources) and on_all_ranks(targets) and len(among) == pairs:
-        yield ExchangeKind.ALL_GATHER, sources, targets
+        yield CollectiveKind.ALL_GATHER, sources, targets
 
 
 def _grouped(messages: list[Message], *, by_source: bool) -> list[tuple[Color, list[Message]]]:

@@ -16,17 +16,17 @@ from fxpipe.codegen.wrapping import wrapped
 from fxpipe.ir.graph import Color, Kind, Phase, Section
 from fxpipe.ir.sections import Message
 from fxpipe.names import docstring, text_literal
-from fxpipe.schedule.lowering import (
-    Begin,
-    Collect,
+from fxpipe.schedule.lowering.lower import (
+    CollectiveKind,
     Compute,
-    End,
-    ExchangeKind,
     Instruction,
-    Join,
-    Post,
+    PostRecv,
     Send,
+    StartCollective,
+    StartTransfer,
     Wait,
+    WaitCollective,
+    WaitTransfer,
 )
 from fxpipe.schedule.ops import PHASES, Activation, Direction
 
@@ -60,9 +60,9 @@ class RankPlan:
         joint = {
             (a, b)
             for i in self.instructions
-            if isinstance(i, Join)
-            for a in i.exchange.sources
-            for b in i.exchange.targets
+            if isinstance(i, StartCollective)
+            for a in i.collective.sources
+            for b in i.collective.targets
         }
         count: Counter[str] = Counter()
         for message in self.messages:
@@ -107,15 +107,15 @@ def _head(plan: RankPlan, names: Names) -> str:
 def _sent(plan: RankPlan, instruction: Instruction) -> tuple[str, ...]:
     """The values whose layout an instruction must know."""
     match instruction:
-        case Post() | Send():
+        case PostRecv() | Send():
             return _names(plan, instruction)
-        case Join():
-            given = values(instruction.exchange, plan.messages)
+        case StartCollective():
+            given = values(instruction.collective, plan.messages)
             return given[0] if len(given) == 1 else given[plan.rank]
     return ()
 
 
-def _names(plan: RankPlan, instruction: Post | Wait | Send) -> tuple[str, ...]:
+def _names(plan: RankPlan, instruction: PostRecv | Wait | Send) -> tuple[str, ...]:
     edge = instruction.edge
     return next(m.names for m in plan.messages if (m.source, m.target) == (edge.source, edge.target))
 
@@ -168,11 +168,11 @@ def _instruction(plan: RankPlan, calls: dict[Color, Signature], instruction: Ins
             if Color(op.stage, phase) in calls:
                 lines += _call(plan, calls[Color(op.stage, phase)], op.stage, op.microbatch)
         return lines if len(lines) > 2 else []
-    if isinstance(instruction, Join):
+    if isinstance(instruction, StartCollective):
         return _join(plan, instruction)
-    if isinstance(instruction, Collect):
+    if isinstance(instruction, WaitCollective):
         return _collect(plan, instruction)
-    if isinstance(instruction, (Begin, End)):
+    if isinstance(instruction, (StartTransfer, WaitTransfer)):
         return [_transfer(plan, instruction)]
     m, edge = instruction.microbatch, instruction.edge
     lines = []
@@ -180,7 +180,7 @@ def _instruction(plan: RankPlan, calls: dict[Color, Signature], instruction: Ins
     for name in _names(plan, instruction):
         arriving, layout = _arriving(plan, name, edge.target.stage, m), _layout(name)
         match instruction:
-            case Post():
+            case PostRecv():
                 lines.append(_Line(f"{arriving} = rt.receive({layout}, source={source})"))
             case Wait():
                 lines.append(_Line(f"{arriving} = rt.wait({arriving})"))
@@ -190,48 +190,48 @@ def _instruction(plan: RankPlan, calls: dict[Color, Signature], instruction: Ins
     return lines
 
 
-def _transfer(plan: RankPlan, instruction: Begin | End) -> _Line:
+def _transfer(plan: RankPlan, instruction: StartTransfer | WaitTransfer) -> _Line:
     transfer = instruction.transfer
     values = LISTS[Phase.F, transfer.user, Kind.OFFLOADED]
     away = f"{values}{transfer.stage}_m{transfer.microbatch}"
-    if isinstance(instruction, End):
+    if isinstance(instruction, WaitTransfer):
         return _Line(f"rt.{transfer.direction}ed({away})")
     if transfer.direction is Direction.IN:
         return _Line(f"rt.reload({away})")
     return _Line(f"rt.offload({away}, at={plan.places[transfer.activation]})")
 
 
-def _join(plan: RankPlan, join: Join) -> list[_Line]:
-    exchange, m = join.exchange, join.microbatch
-    given = values(exchange, plan.messages)
+def _join(plan: RankPlan, join: StartCollective) -> list[_Line]:
+    collective, m = join.collective, join.microbatch
+    given = values(collective, plan.messages)
     lines = []
-    if exchange.kind is ExchangeKind.BROADCAST:
-        source = plan.placement[exchange.sources[0].stage]
+    if collective.kind is CollectiveKind.BROADCAST:
+        source = plan.placement[collective.sources[0].stage]
         for name in given[0]:
             gives = source == plan.rank
             left, read = ("", _of(name, m)) if gives else (f"{_of(name, m)} = ", "None")
-            call = f"rt.broadcast({read}, {_layout(name)}, source={source}, group={exchange.number})"
+            call = f"rt.broadcast({read}, {_layout(name)}, source={source}, group={collective.number})"
             lines.append(_Line(left + call, (read,) if gives else ()))
         return lines
     for k, name in enumerate(given[plan.rank]):
-        own, pending = _of(name, m), _pending(exchange.number, k, m)
-        call = f"all_gather({own}, {_layout(name)}, group={exchange.number})"
-        if exchange.kind is ExchangeKind.GATHER:
-            target = plan.placement[exchange.targets[0].stage]
-            call = f"gather({own}, {_layout(name)}, to={target}, group={exchange.number})"
+        own, pending = _of(name, m), _pending(collective.number, k, m)
+        call = f"all_gather({own}, {_layout(name)}, group={collective.number})"
+        if collective.kind is CollectiveKind.GATHER:
+            target = plan.placement[collective.targets[0].stage]
+            call = f"gather({own}, {_layout(name)}, to={target}, group={collective.number})"
             pending = pending if target == plan.rank else ""
         lines.append(_Line(f"{pending} = rt.{call}" if pending else f"rt.{call}", (own,)))
     return lines
 
 
-def _collect(plan: RankPlan, collect: Collect) -> list[_Line]:
-    exchange, m = collect.exchange, collect.microbatch
-    given = values(exchange, plan.messages)
-    if exchange.kind is ExchangeKind.BROADCAST:
+def _collect(plan: RankPlan, collect: WaitCollective) -> list[_Line]:
+    collective, m = collect.collective, collect.microbatch
+    given = values(collective, plan.messages)
+    if collective.kind is CollectiveKind.BROADCAST:
         return [_Line(f"{_of(name, m)} = rt.wait({_of(name, m)})") for name in given[0]]
     lines = []
     for k in range(len(given[0])):
-        pending = _pending(exchange.number, k, m)
+        pending = _pending(collective.number, k, m)
         names = [_of(own[k], m) if rank != plan.rank else "_" for rank, own in enumerate(given)]
         lines.append(_Line(f"{', '.join(names)} = rt.wait_all({pending})", (pending,)))
     return lines

@@ -116,10 +116,6 @@ class Color:
     phase: Phase
 
 
-#: The old spelling, for modules that still use it.
-Colour = Color
-
-
 def arrival(user: Color) -> Color:
     """The section with which a value from another stage arrives, if section ``user`` needs it.
 

@@ -16,9 +16,9 @@ from fxpipe.plan.tensor_ownership import layouts_of, tensor_ownership, tied_para
 from fxpipe.runtime.batch import BatchSpec
 from fxpipe.runtime.rank import StepSpec
 from fxpipe.schedule.costs import Costs
-from fxpipe.schedule.lowering import Exchange
+from fxpipe.schedule.lowering.lower import Collective
 from fxpipe.schedule.ops import Schedule, order_text
-from fxpipe.schedule.simulator import simulate
+from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.version import __version__
 
 
@@ -30,7 +30,7 @@ def make_plan(
     cut: Cut,
     schedule: Schedule,
     costs: Costs,
-    collectives: tuple[Exchange, ...],
+    collectives: tuple[Collective, ...],
 ) -> Plan:
     """The plan of a cut under a schedule; the compiler adds what only some pipelines have.
 
@@ -40,7 +40,7 @@ def make_plan(
     placement = schedule.placement
     timeline = simulate(schedule, costs)
     tensors = tensor_ownership(model, cut.sections, placement, options.ranks)
-    joint = {(a, b) for exchange in collectives for a in exchange.sources for b in exchange.targets}
+    joint = {(a, b) for collective in collectives for a in collective.sources for b in collective.targets}
     channels = {
         (placement[m.source.stage], placement[m.target.stage])
         for m in cut.messages

@@ -17,7 +17,7 @@ from fxpipe.cost.symbolic import Terms
 from fxpipe.errors import FxpipeError
 from fxpipe.runtime.batch import Leaf
 from fxpipe.schedule.costs_file import check_costs
-from fxpipe.schedule.simulator import check_whole
+from fxpipe.schedule.simulation.simulator import check_whole
 from fxpipe.strict import Misfit, misfit
 from fxpipe.vocabulary.rows import Rows, rows_of
 

@@ -1,4 +1,4 @@
-"""A time that no schedule can beat."""
+"""A lower bound on the time of a step, over all schedules."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from fxpipe.schedule.dependencies import (
 
 
 def lower_bound(costs: Costs, placement: tuple[int, ...], microbatches: int) -> float:
-    """Seconds that every schedule of this placement needs, from first start to last end.
+    """A lower bound on the makespan of any schedule of this placement, in seconds.
 
-    The larger of two: one microbatch's longest path; and for any rank, the shortest way to its first
-    op, all its work, and the shortest way from its last op to the end of the step.
-    Raises ScheduleError where the edges form a cycle.
+    The maximum of the longest path of one microbatch, and for each rank the shortest path to its first op,
+    plus all its work, plus the shortest path from its last op to the end of the step.
+    Raises ScheduleError if the edges form a cycle.
     """
     table, times = needs(costs, placement), durations(costs)
     stages = range(len(placement))
@@ -40,7 +40,7 @@ def lower_bound(costs: Costs, placement: tuple[int, ...], microbatches: int) -> 
 
 
 def _distances(waits: list[Needs], lasts: list[float]) -> tuple[list[float], list[float]]:
-    """The longest way to each section's start, and from its end to the end of all."""
+    """The longest path to each section's start, and from its end to the end of the step."""
     order = in_order(waits)
     head, tail = [0.0] * len(lasts), [0.0] * len(lasts)
     for section in order:
@@ -52,7 +52,7 @@ def _distances(waits: list[Needs], lasts: list[float]) -> tuple[list[float], lis
 
 
 def in_order(waits: Sequence[Needs]) -> tuple[int, ...]:
-    """The sections, each after those that it waits for.  Raises ScheduleError where there is a cycle."""
+    """The sections in topological order.  Raises ScheduleError if there is a cycle."""
     graph = {section: [source for source, _ in sources] for section, sources in enumerate(waits)}
     try:
         return tuple(TopologicalSorter(graph).static_order())

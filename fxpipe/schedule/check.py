@@ -1,4 +1,4 @@
-"""Is a schedule whole?  Every op once, on the rank of its stage, F before B before W."""
+"""Checks that a schedule is complete: every op once, on the rank of its stage, F before B before W."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from fxpipe.schedule.ops import Op, Schedule
 
 
 def check(schedule: Schedule) -> None:
-    """Raises ScheduleError, naming op and rank, where an op is missing, repeated, misplaced or too early.
+    """Raise ScheduleError, naming op and rank, if an op is missing, repeated, misplaced or too early.
 
-    A stage's backward of a microbatch is either B and W or one BW.  Whether the ranks' orders can
-    progress together is not checked here: the simulator and the deadlock proof do that.
+    A stage's backward of a microbatch is either B and W or one BW.  Deadlocks between the ranks are not
+    checked here: the simulator and the deadlock proof find them.
     """
     _check_placement(schedule)
     microbatches, table = schedule.microbatches, sections(schedule.stages)
     sections_in_all = SECTIONS_PER_STAGE * schedule.stages * microbatches
-    # One byte a section; where there are too few ops for all sections, only as much as those ops need.
+    # One byte per section; a dict if there are too few ops for all sections, to bound the memory.
     complete = sections_in_all <= 2 * sum(map(len, schedule.order))
     done: bytearray | defaultdict[int, int] = bytearray(sections_in_all) if complete else defaultdict(int)
     for rank, ops in enumerate(schedule.order):
         for op in ops:
-            _check_home(schedule, rank, op)
+            _check_holder(schedule, rank, op)
             for section in table[op.kind][op.stage]:
                 value = section * microbatches + op.microbatch
                 if done[value]:
@@ -53,16 +53,16 @@ def _check_placement(schedule: Schedule) -> None:
             )
 
 
-def _check_home(schedule: Schedule, rank: int, op: Op) -> None:
+def _check_holder(schedule: Schedule, rank: int, op: Op) -> None:
     if not (0 <= op.stage < schedule.stages and 0 <= op.microbatch < schedule.microbatches):
         raise _error(
             schedule,
             f"rank {rank} runs {op}, but there are {schedule.stages} stages and "
             f"{schedule.microbatches} microbatches, both counted from 0",
         )
-    home = schedule.placement[op.stage]
-    if home != rank:
-        raise _error(schedule, f"rank {rank} runs {op}, but stage {op.stage} is placed on rank {home}")
+    holder = schedule.placement[op.stage]
+    if holder != rank:
+        raise _error(schedule, f"rank {rank} runs {op}, but stage {op.stage} is placed on rank {holder}")
 
 
 def _error(schedule: Schedule, what: str) -> ScheduleError:

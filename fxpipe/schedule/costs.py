@@ -1,20 +1,20 @@
-"""What a schedule is fed with: the cost of every section and of every transfer between sections."""
+"""The input of a schedule: the cost of every section and of every edge between sections."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fxpipe.ir.graph import Colour, Phase
+from fxpipe.ir.graph import Color, Phase
 
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """One microbatch through one stage.  Times in seconds, memory in bytes (or any one unit of each).
+    """The cost of one microbatch on one stage.  Times in seconds, memory in bytes (or any one unit of each).
 
     ``saved`` is live from the start of F to the end of B, ``kept`` from the end of B to the end of W:
-    F adds ``saved``, B frees ``saved - kept``, W frees ``kept``.  Of what F saved, ``away`` may leave the
-    rank until B, and ``away_for_weight``, which B has no use for, until W.
+    F allocates ``saved``, B frees ``saved - kept``, W frees ``kept``.  Of ``saved``, ``away`` can be
+    offloaded until B, and ``away_for_weight``, which B does not read, until W.
     """
 
     forward: float
@@ -32,23 +32,23 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A value set that section ``source`` computes and section ``target`` needs, both of one microbatch.
+    """The values that section ``source`` computes and section ``target`` needs, for one microbatch.
 
-    It takes ``seconds`` (and is a message of ``bytes``) where the two stages lie on different ranks; where
-    they share one it takes no time, and ``bytes`` are held from the one section's end to the other's start.
+    Between different ranks they are a message of ``bytes`` that takes ``seconds``; within a rank they take no
+    time, and ``bytes`` are live from the end of ``source`` to the start of ``target``.
     """
 
-    source: Colour
-    target: Colour
+    source: Color
+    target: Color
     bytes: float = 0.0
     seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The way between ranks and where activations go: so many seconds for each byte, out as well as back.
+    """The link over which activations are offloaded and reloaded: ``seconds`` per byte in each direction.
 
-    The two directions do not disturb each other.  ``ranks``: so many neighbouring ones take turns on a link.
+    The two directions are independent.  ``ranks``: the number of neighboring ranks that share one link.
     """
 
     seconds: float
@@ -57,7 +57,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Costs:
-    """``link``: None where nothing can leave a rank."""
+    """The costs of a step.  ``link``: None if nothing can be offloaded."""
 
     stages: tuple[StageCost, ...]
     edges: tuple[Edge, ...]
@@ -68,6 +68,6 @@ def chain(stages: Sequence[StageCost], seconds: float = 0.0, bytes: float = 0.0)
     """The costs of a plain chain of stages: F runs down it, B runs back up."""
     edges = []
     for s in range(len(stages) - 1):
-        edges.append(Edge(Colour(s, Phase.F), Colour(s + 1, Phase.F), bytes, seconds))
-        edges.append(Edge(Colour(s + 1, Phase.B), Colour(s, Phase.B), bytes, seconds))
+        edges.append(Edge(Color(s, Phase.F), Color(s + 1, Phase.F), bytes, seconds))
+        edges.append(Edge(Color(s + 1, Phase.B), Color(s, Phase.B), bytes, seconds))
     return Costs(tuple(stages), tuple(edges))

@@ -1,32 +1,32 @@
-"""What an op must wait for: the one reading of ``Costs.edges`` that all of this folder shares.
+"""The dependencies of ops, from ``Costs.edges``; used by everything in this folder.
 
-Sections are counted densely, 3·stage + 0, 1, 2 for F, B, W; and what a section gives for one
-microbatch, its *value*, is section · microbatches + microbatch.
+Sections are numbered densely, 3·stage + 0, 1, 2 for F, B, W.  The *value* of a section, its result for one
+microbatch, has the number section · microbatches + microbatch.
 """
 
 from __future__ import annotations
 
 from fxpipe.errors import ScheduleError
-from fxpipe.ir.graph import Colour, Phase, arrival
+from fxpipe.ir.graph import Color, Phase, arrival
 from fxpipe.schedule.costs import Costs, StageCost
 from fxpipe.schedule.ops import PHASES, Op, OpKind
 
 Needs = tuple[tuple[int, float], ...]
-"""(section that must have ended, seconds that its value then travels), …"""
+"""(section that must have ended, seconds that its value then takes to arrive), …"""
 
 SECTION_KINDS = (OpKind.F, OpKind.B, OpKind.W)
 SECTIONS_PER_STAGE = len(SECTION_KINDS)
 _OFFSET = {Phase.F: 0, Phase.B: 1, Phase.W: 2}
 
 
-def index(colour: Colour) -> int:
-    return SECTIONS_PER_STAGE * colour.stage + _OFFSET[colour.phase]
+def index(color: Color) -> int:
+    return SECTIONS_PER_STAGE * color.stage + _OFFSET[color.phase]
 
 
 def sections(stages: int) -> dict[OpKind, tuple[tuple[int, ...], ...]]:
     """Per kind and stage, the sections that an op runs: two for BW."""
     return {
-        kind: tuple(tuple(index(Colour(stage, phase)) for phase in PHASES[kind]) for stage in range(stages))
+        kind: tuple(tuple(index(Color(stage, phase)) for phase in PHASES[kind]) for stage in range(stages))
         for kind in OpKind
     }
 
@@ -37,14 +37,14 @@ def sections_of(stage: int) -> range:
 
 
 def op_of_value(value: int, microbatches: int) -> Op:
-    """The F, B or W that gives a value."""
+    """The F, B or W that computes a value."""
     section, microbatch = divmod(value, microbatches)
     stage, offset = divmod(section, SECTIONS_PER_STAGE)
     return Op(SECTION_KINDS[offset], stage, microbatch)
 
 
 def durations(costs: Costs) -> dict[OpKind, tuple[float, ...]]:
-    """Per kind and stage, how long an op takes."""
+    """Per kind and stage, the seconds of an op."""
     return {kind: tuple(_seconds(kind, cost) for cost in costs.stages) for kind in OpKind}
 
 
@@ -61,10 +61,10 @@ def _seconds(kind: OpKind, cost: StageCost) -> float:
 
 
 def needs(costs: Costs, placement: tuple[int, ...]) -> dict[OpKind, tuple[Needs, ...]]:
-    """Per kind and stage, what an op waits for: the edges, and F before B before W of its own stage.
+    """Per kind and stage, the dependencies of an op: the edges, and F before B before W of its own stage.
 
-    An edge takes time only between two ranks, and one into W arrives with B.  Raises ScheduleError where the
-    costs are not those of as many stages as are placed, or an edge names another stage.
+    An edge takes time only between two ranks; an edge into W arrives with B.  Raises ScheduleError if costs
+    and placement have different numbers of stages, or an edge names an unknown stage.
     """
     stages = len(placement)
     if len(costs.stages) != stages:

@@ -1,6 +1,6 @@
 """The best schedule there is, proven: for small cases.
 
-One start time for every section and microbatch, minimised by CP-SAT.  The microbatches of a section run
+One start time for every section and microbatch, minimized by CP-SAT.  The microbatches of a section run
 in order: they are all alike, so that any schedule can be renamed to one that does, with the same times
 and memory.  Times are counted in their common measure where they have one, else rounded down to 1/100 000
 of the longest, so that the bound is one for the real times too.
@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 from fxpipe.errors import ScheduleError
-from fxpipe.ir.graph import Colour, Phase
+from fxpipe.ir.graph import Color, Phase
 from fxpipe.schedule.bound import in_order, lower_bound
 from fxpipe.schedule.costs import Costs, Edge, StageCost
 from fxpipe.schedule.dependencies import SECTION_KINDS, Needs, index, needs, op_of_value, sections_of
@@ -22,9 +22,9 @@ from fxpipe.schedule.dependencies import durations as seconds_of
 from fxpipe.schedule.goal import Objective
 from fxpipe.schedule.ops import PHASES, Order, Schedule
 from fxpipe.schedule.placement import stages_of
-from fxpipe.schedule.simulator import simulate
+from fxpipe.schedule.simulation.simulator import simulate
+from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.schedule.solver import cp_sat, rounded_down, rounded_up, solve, unit_of
-from fxpipe.schedule.timeline import Timeline
 
 Life = tuple[Any, Any, float]
 """Variables of when something is held from and to, and how much it is."""
@@ -67,7 +67,7 @@ def exact(
     if memory_limit is not None:
         ranks = max(placement) + 1
         model.limit_memory(memory_limit if isinstance(memory_limit, Sequence) else [memory_limit] * ranks)
-    model.minimise(objective)
+    model.minimize(objective)
     if start is not None:
         model.begin_with(simulate(start, costs))
     unit = model.unit
@@ -163,7 +163,7 @@ class _Model:
         sizes = [rounded_up(size, unit) for _, _, size in lives]
         self.model.add_cumulative(intervals, sizes, rounded_down(limit, unit))
 
-    def minimise(self, objective: Objective) -> None:
+    def minimize(self, objective: Objective) -> None:
         goal = self.model.new_int_var(0, self.horizon, objective)
         for own in self.owns:
             self.model.add(goal >= self.microbatches * sum(self.durations[section] for section in own))
@@ -180,7 +180,7 @@ class _Model:
             for op, start, _ in spans:
                 at = round(start / self.unit)
                 for phase in PHASES[op.kind]:
-                    section = index(Colour(op.stage, phase))
+                    section = index(Color(op.stage, phase))
                     self.model.add_hint(self.starts[section][op.microbatch], at)
                     at += self.durations[section]
 

@@ -103,7 +103,7 @@ class _Model:
                 self.model.add(self.starts[section] >= ready)
         for own in self.sections:
             self._no_overlap(own)
-        self._minimise_memory()
+        self._minimize_memory()
 
     def _no_overlap(self, own: Sequence[int]) -> None:
         """Every start is that of the rank's first op, whole periods, and a rest in which none overlap."""
@@ -118,7 +118,7 @@ class _Model:
             intervals.append(self.model.new_fixed_size_interval_var(rest, length, ""))
         self.model.add_no_overlap(intervals)
 
-    def _minimise_memory(self) -> None:
+    def _minimize_memory(self) -> None:
         costs = self.costs.stages
         unit = unit_of(size for cost in costs for size in (cost.saved, cost.kept))
         self.share = unit / self.period

@@ -1,14 +1,14 @@
-"""What a search makes small."""
+"""The objective of a search."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
+from fxpipe.schedule.arrays import Run
 from fxpipe.schedule.bound import lower_bound
-from fxpipe.schedule.kernel import SHARE, worth
+from fxpipe.schedule.kernel import SHARE, score
 from fxpipe.schedule.problem import Problem
-from fxpipe.schedule.shop import Run
 
 Objective = Literal["makespan", "span"]
 """The span is the longest of the ranks' times from their first op's start to their last op's end."""
@@ -16,14 +16,14 @@ Objective = Literal["makespan", "span"]
 
 @dataclass(frozen=True)
 class Goal:
-    """An objective, and a value that nothing can beat."""
+    """An objective, and a lower bound on it."""
 
     objective: Objective
     bound: float
 
     @classmethod
-    def of(cls, problem: Problem, objective: Objective) -> Goal:
-        work = problem.microbatches * problem.shop.period
+    def for_problem(cls, problem: Problem, objective: Objective) -> Goal:
+        work = problem.microbatches * problem.arrays.period
         if objective == "makespan":
             work = max(work, lower_bound(problem.costs, problem.placement, problem.microbatches))
         return cls(objective, work)
@@ -33,13 +33,13 @@ class Goal:
         return self.objective == "makespan"
 
     @property
-    def enough(self) -> float:
-        """A value as good as it can be."""
+    def good_enough(self) -> float:
+        """Stop when the value is at most this."""
         return self.bound * (1 + SHARE) * (1 + 1e-9)
 
     def time(self, done: Run) -> float:
         return done.makespan if self.by_makespan else done.span
 
     def value(self, done: Run) -> float:
-        """To be made small; at most 0.1% above the objective."""
-        return float(worth(done.first, done.free, self.by_makespan))
+        """The value to minimize: at most 0.1% above the objective."""
+        return float(score(done.first, done.free, self.by_makespan))

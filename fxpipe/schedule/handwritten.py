@@ -69,19 +69,19 @@ def write_csv(schedule: Schedule, path: Path) -> None:
 
 
 def _placement(name: str, order: Order) -> tuple[int, ...]:
-    homes: dict[int, int] = {}
+    rank_of_stage: dict[int, int] = {}
     for rank, ops in enumerate(order):
         for op in ops:
-            home = homes.setdefault(op.stage, rank)
-            if home != rank:
+            holder = rank_of_stage.setdefault(op.stage, rank)
+            if holder != rank:
                 raise ScheduleError(
-                    f"schedule {name}: rank {rank} runs {op}, but stage {op.stage} is on rank {home}, "
+                    f"schedule {name}: rank {rank} runs {op}, but stage {op.stage} is on rank {holder}, "
                     "which runs ops of it as well"
                 )
-    stages = 1 + max(homes)
+    stages = 1 + max(rank_of_stage)
     for stage in range(stages):
-        if stage not in homes:
+        if stage not in rank_of_stage:
             raise ScheduleError(
                 f"schedule {name}: no rank runs stage {stage}, and there are ops of stage {stages - 1}"
             )
-    return tuple(homes[stage] for stage in range(stages))
+    return tuple(rank_of_stage[stage] for stage in range(stages))

@@ -1,6 +1,6 @@
 """The inner loops of the searches, compiled by numba: running orders, list scheduling, local search.
 
-Ops and sections are numbers as in :mod:`fxpipe.schedule.shop`.
+Ops and sections are numbers as in :mod:`fxpipe.schedule.arrays`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _BLOCK = 0.8  # of the moves are out of a run of ops of one rank on the critical
 
 
 class Tables(NamedTuple):
-    """A shop as arrays.  Per op: its ``section``, since to divide takes long; per section: ``seconds`` to
+    """The loops' arrays.  Per op: its ``section``, since to divide takes long; per section: ``seconds`` to
     ``at_end``; per stage: ``place`` (its position on its rank), ``hold`` and ``kept``.
 
     What a section needs is ``need[need_at[section]:need_at[section + 1]]``, with the seconds that it takes to
     arrive beside it in ``need_delay``; what it feeds likewise.  Of rank r are the stages
-    ``own[own_at[r]:own_at[r + 1]]``; in a coded order its ops begin at ``3 · own_at[r] · microbatches``.
+    ``own[own_at[r]:own_at[r + 1]]``; in an order of op ids its ops begin at ``3 · own_at[r] · microbatches``.
     """
 
     section: Ints
@@ -152,7 +152,7 @@ def keeps(t, order, m, limits):
 
 
 @compiled
-def worth(first, free, by_makespan):
+def score(first, free, by_makespan):
     """To be made small: the makespan or the longest span of a rank, and at most 0.1% of that on top."""
     most, total = 0.0, 0.0
     for rank in range(len(free)):
@@ -163,12 +163,12 @@ def worth(first, free, by_makespan):
 
 
 @compiled
-def dispatch_ops(t, m, due, limits, patience):
+def dispatch_ops(t, m, due, limits, lookahead):
     """See :func:`fxpipe.schedule.dispatch.dispatch`.  Empty where no op can run: needs that form a cycle."""
     sections, ranks = len(t.seconds), len(limits)
-    tick = 0.0
+    epsilon = 0.0
     for seconds in t.seconds:
-        tick += 1e-9 * seconds
+        epsilon += 1e-9 * seconds
     missing = np.empty(sections * m, np.int64)
     for op in range(sections * m):
         missing[op] = t.need_at[t.section[op] + 1] - t.need_at[t.section[op]]
@@ -209,9 +209,9 @@ def dispatch_ops(t, m, due, limits, patience):
                 if missing[op]:
                     coming[later], comes[later] = op, now + t.lead[section]
                     later += 1
-                elif kind == 0 and not _has_room(t, rank, at, live[rank], held, limits[rank] * (1 + 1e-9)):
+                elif kind == 0 and not _has_memory(t, rank, at, live[rank], held, limits[rank] * (1 + 1e-9)):
                     continue
-                elif arrival[op] > now + tick:
+                elif arrival[op] > now + epsilon:
                     coming[later], comes[later] = op, arrival[op]
                     later += 1
                     soon = min(soon, arrival[op])
@@ -227,7 +227,7 @@ def dispatch_ops(t, m, due, limits, patience):
             op = ready[least]
             count -= 1
             ready[least] = ready[count]
-            until = now + t.seconds[t.section[op]] * patience[t.section[op] % 3] - tick
+            until = now + t.seconds[t.section[op]] * lookahead[t.section[op] % 3] - epsilon
             chosen = op
             if waits:
                 for i in range(later):
@@ -257,7 +257,7 @@ def dispatch_ops(t, m, due, limits, patience):
             missing[op] -= 1
             arrival[op] = max(arrival[op], end + t.feed_delay[k])
             other = t.rank[t.feed[k]]
-            if other != rank and not missing[op] and free[other] <= now + tick:
+            if other != rank and not missing[op] and free[other] <= now + epsilon:
                 wakes[other] = min(wakes[other], arrival[op])
         left -= 1
         waits = True
@@ -265,7 +265,7 @@ def dispatch_ops(t, m, due, limits, patience):
 
 
 @compiled
-def _has_room(t, rank, at, live, held, limit):
+def _has_memory(t, rank, at, live, held, limit):
     """May an F of the rank's stage ``own[at]`` start?  See :mod:`fxpipe.schedule.dispatch` for why."""
     hold = t.hold[t.own[at]]
     if live + hold > limit:
@@ -282,51 +282,51 @@ def _has_room(t, rank, at, live, held, limit):
 
 
 @compiled
-def fill_ops(t, m, spine, spine_at, hold, kept, limits, gap):
-    """See :func:`fxpipe.schedule.weights.fill`.  Rank r's part of the spine begins at ``spine_at[r]``;
-    ``gap`` is 0 for any, 1 for whole, 2 for least.
+def fill_ops(t, m, fb_order, fb_order_at, hold, kept, limits, gap):
+    """See ``families.weights.fill_bubbles``.  Rank r's part of the fb_order begins at ``fb_order_at[r]``;
+    ``gap`` is 0 for any, 1 for whole, 2 for balanced.
 
-    The order; per rank how far it came in the spine; and the rank that has no memory for its next F, or -1.
+    The order; per rank its progress in it; and the rank that has no memory for its next F, or -1.
     """
-    ranks, tick = len(limits), 0.0
+    ranks, epsilon = len(limits), 0.0
     for seconds in t.seconds:
-        tick += 1e-9 * seconds
+        epsilon += 1e-9 * seconds
     end = np.empty(len(t.seconds) * m)
     for op in range(len(end)):
         end[op] = inf
     order, pending = np.empty(len(end), np.int64), np.empty(len(end), np.int64)
     filled, queued, ran = np.empty(ranks, np.int64), np.empty(ranks, np.int64), np.zeros(ranks, np.int64)
-    following = spine_at[:ranks].copy()
+    following = fb_order_at[:ranks].copy()
     live, free, idle = np.zeros(ranks), np.zeros(ranks), np.zeros(ranks)
     for rank in range(ranks):
         filled[rank] = queued[rank] = 3 * m * t.own_at[rank]
     events = [(0.0, rank) for rank in range(ranks)]
     while len(events):
         now, rank = heapq.heappop(events)
-        if free[rank] > now + tick:
+        if free[rank] > now + epsilon:
             continue
         begin, chosen, ready, full = 3 * m * t.own_at[rank], -1, inf, False
         waiting = begin + ran[rank] < queued[rank]
-        if following[rank] < spine_at[rank + 1]:
-            op = spine[following[rank]]
+        if following[rank] < fb_order_at[rank + 1]:
+            op = fb_order[following[rank]]
             section = t.section[op]
             full = section % 3 == 0 and live[rank] + hold[section // 3] > limits[rank] * (1 + 1e-9)
             if full and not waiting:
                 return order, following, rank
             ready = _arrival(t, end, op, m)
-            if ready <= now + tick and not full:
+            if ready <= now + epsilon and not full:
                 following[rank] += 1
                 chosen = op
         if chosen < 0 and waiting:
             op = pending[begin + ran[rank]]
             seconds = t.seconds[t.section[op]]
-            if _arrival(t, end, op, m) <= now + tick:
-                suits = full or gap == 0 or now + seconds <= ready + tick
+            if _arrival(t, end, op, m) <= now + epsilon:
+                suits = full or gap == 0 or now + seconds <= ready + epsilon
                 if gap == 2 and not suits:
                     most = 0.0
                     for other in range(ranks):
                         most = max(most, idle[other])
-                    suits = idle[rank] + ready - now > most + tick
+                    suits = idle[rank] + ready - now > most + epsilon
                 if suits:
                     ran[rank] += 1
                     chosen = op
@@ -366,10 +366,10 @@ def _arrival(t, end, op, m):
 
 
 @compiled
-def anneal(t, order, m, limits, by_makespan, enough, work, seed, hot, cold):
+def anneal(t, order, m, limits, by_makespan, good_enough, work, seed, hot, cold):
     """Simulated annealing: see :func:`fxpipe.schedule.search.local_search.improve`.
 
-    The best order that is met before so many ops (``work``) were looked at, or its value is ``enough``;
+    The best order that is met before so many ops (``work``) were looked at, or its value is ``good_enough``;
     and what share of the moves was accepted.
     """
     random.seed(seed)
@@ -383,7 +383,7 @@ def anneal(t, order, m, limits, by_makespan, enough, work, seed, hot, cold):
     end, cause, tail = np.empty(ops), np.empty(ops, np.int64), np.zeros(ops)
     first, free = np.empty(ranks), np.empty(ranks)
     run_ops(t, order, m, 0.0, end, cause, first, free)
-    value = best = worth(first, free, by_makespan)
+    value = best = score(first, free, by_makespan)
     new_end, new_cause, new_first, new_free = end.copy(), cause.copy(), first.copy(), free.copy()
     moved_end, moved_tail = np.empty(ops), np.empty(ops)
     run_back(t, order, m, inf, end, first, by_makespan, tail)
@@ -391,7 +391,7 @@ def anneal(t, order, m, limits, by_makespan, enough, work, seed, hot, cold):
     heads, lasts = np.empty(ops, np.int64), np.empty(ops, np.int64)
     arcs, blocks = _critical(t, order, m, end, cause, first, free, by_makespan, befores, afters, heads, lasts)
     cool, spent, temperature, next_cooling = np.log(cold / hot), 0, hot, 0
-    while arcs and spent < work and best > enough:
+    while arcs and spent < work and best > good_enough:
         if spent >= next_cooling:
             temperature = hot * np.exp(cool * spent / work)
             next_cooling = spent + work // 1000
@@ -438,7 +438,7 @@ def anneal(t, order, m, limits, by_makespan, enough, work, seed, hot, cold):
                 copy(free, new_free)
                 spent += ops // 2
                 if run_ops(t, order, m, since, new_end, new_cause, new_first, new_free):
-                    new = worth(new_first, new_free, by_makespan)
+                    new = score(new_first, new_free, by_makespan)
         if new > most:
             _shift(order, pos, target, source)
             _keeps_between(t, order, live, begin, low, high, inf)

@@ -47,11 +47,11 @@ class Op:
 
 
 Order = tuple[tuple[Op, ...], ...]
-"""What each rank runs, in order."""
+"""The ops of each rank, in order."""
 
 
 Activation = tuple[int, int, Phase]
-"""Stage, microbatch, and for which gradient F saved it."""
+"""Stage, microbatch, and the phase (B or W) for which F saved it."""
 
 
 class Direction(StrEnum):
@@ -61,10 +61,10 @@ class Direction(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What a stage's F saved for one microbatch leaves the rank, or comes back for its ``user``, B or W.
+    """Offload or reload of the activation that a stage's F saved for one microbatch and ``user`` (B or W).
 
-    It begins when op number ``begin - 1`` of the rank's order is over; op number ``end`` waits for its end.
-    Of those between two ops, what comes back begins when what leaves has ended: its memory may be needed.
+    It starts when op number ``begin - 1`` of the rank's order has ended; op number ``end`` waits for its end.
+    Between two ops, reloads start when the offloads have ended, since they may need the memory.
     """
 
     direction: Direction
@@ -76,7 +76,7 @@ class Transfer:
 
     @property
     def activation(self) -> Activation:
-        """What is moved."""
+        """The activation that is moved."""
         return self.stage, self.microbatch, self.user
 
     def __str__(self) -> str:
@@ -85,10 +85,10 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Schedule:
-    """``placement[stage]`` is the rank that holds a stage, ``order[rank]`` what that rank runs, in order.
+    """``placement[stage]`` is the rank of a stage, ``order[rank]`` the ops of a rank, in order.
 
-    ``vocabulary``: which stages are not the model's own.  ``transfers``: what leaves the ranks and comes
-    back, in the order in which that begins.
+    ``vocabulary``: the stages that are not the model's own.  ``transfers``: offloads and reloads, in
+    the order of their starts.
     """
 
     name: str
@@ -116,7 +116,7 @@ _OP = re.compile(rf"(F|BW|B|W)({NUMBER})\.({NUMBER})")
 
 
 def parse_op(text: str) -> Op:
-    """``"F2.5"`` to an op.  Raises ScheduleError where the text is none."""
+    """Parse an op such as ``"F2.5"``.  Raises ScheduleError for any other text."""
     match = _OP.fullmatch(text)
     if match is None:
         raise ScheduleError(
@@ -127,7 +127,7 @@ def parse_op(text: str) -> Op:
 
 
 def parse_ops(line: str) -> tuple[Op, ...]:
-    """Ops divided by spaces.  Raises ScheduleError for the first word that is none."""
+    """Parse ops separated by spaces.  Raises ScheduleError for the first word that is no op."""
     return tuple(parse_op(word[0]) for word in re.finditer(r"\S+", line))
 
 

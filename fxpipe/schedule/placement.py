@@ -1,4 +1,4 @@
-"""Which rank holds which stage."""
+"""Placements: the rank of each stage."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from fxpipe.errors import ScheduleError
 
 
 def plain(ranks: int, stages_per_rank: int) -> tuple[int, ...]:
-    """Round and round: stage s on rank s mod p."""
+    """Round robin: stage s on rank s mod p."""
     return tuple(range(ranks)) * stages_per_rank
 
 

@@ -8,10 +8,10 @@ from functools import cached_property
 from math import inf
 
 from fxpipe.errors import ScheduleError
+from fxpipe.schedule.arrays import OpIds, ScheduleArrays, decode, encode, peaks, run, schedule_arrays
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.ops import Order
 from fxpipe.schedule.placement import place
-from fxpipe.schedule.shop import Coded, Shop, decode, encode, peaks, run, shop
 
 Limit = float | Sequence[float] | None
 """A memory limit of every rank, of each rank, or none; in the unit of the costs' ``saved``."""
@@ -53,23 +53,25 @@ class Problem:
     @property
     def ops(self) -> int:
         """F, B and W of all stages and microbatches."""
-        return self.shop.sections * self.microbatches
+        return self.arrays.sections * self.microbatches
 
     @cached_property
-    def shop(self) -> Shop:
-        return shop(self.costs, self.placement)
+    def arrays(self) -> ScheduleArrays:
+        return schedule_arrays(self.costs, self.placement)
 
-    def like(self, *, limits: tuple[float, ...] | None = None, microbatches: int | None = None) -> Problem:
+    def with_limits(
+        self, *, limits: tuple[float, ...] | None = None, microbatches: int | None = None
+    ) -> Problem:
         """The same with other limits or microbatches."""
         m, limits = microbatches or self.microbatches, self.limits if limits is None else limits
         other = replace(self, limits=limits, microbatches=m)
-        other.__dict__["shop"] = self.shop  # which depends on neither
+        other.__dict__["arrays"] = self.arrays  # which depends on neither
         return other
 
-    def within(self, microbatches: float) -> Problem:
+    def capped_to(self, microbatches: float) -> Problem:
         """The same with limits of so many microbatches' activations, where they are not lower already."""
-        caps = [microbatches * self.shop.smallest_limit(rank) for rank in range(self.ranks)]
-        return self.like(limits=tuple(map(min, self.limits, caps)))
+        caps = [microbatches * self.arrays.smallest_limit(rank) for rank in range(self.ranks)]
+        return self.with_limits(limits=tuple(map(min, self.limits, caps)))
 
     def with_mean_costs(self) -> Problem:
         """The same with the mean times for all stages; what they save is their own."""
@@ -82,22 +84,22 @@ class Problem:
     def is_even(self) -> bool:
         return len(set(self.costs.stages)) == 1
 
-    def worth(self, coded: Coded) -> tuple[float, float, float]:
+    def score(self, op_ids: OpIds) -> tuple[float, float, float]:
         """By how much an order breaks a limit, its span and its makespan: the less, the better."""
-        shop, m = self.shop, self.microbatches
-        over = (p - limit for p, limit in zip(peaks(shop, coded, m), self.limits, strict=True))
+        arrays, m = self.arrays, self.microbatches
+        over = (p - limit for p, limit in zip(peaks(arrays, op_ids, m), self.limits, strict=True))
         excess = max(x if x > 1e-9 * limit else 0.0 for x, limit in zip(over, self.limits, strict=True))
-        done = run(shop, coded, m)
+        done = run(arrays, op_ids, m)
         assert done is not None, f"the order of {self.name} cannot progress"
         return excess, done.span, done.makespan
 
     def fastest(self, orders: Iterable[Order]) -> Order:
         """The shortest span of those that keep the limits; if none does, the one that misses by the least."""
-        return min(orders, key=lambda order: self.worth(encode(order, self.microbatches)))
+        return min(orders, key=lambda order: self.score(encode(order, self.microbatches)))
 
-    def fastest_of(self, orders: Iterable[Coded]) -> Order:
-        """The same of coded orders."""
-        return decode(self.shop, min(orders, key=self.worth), self.microbatches)
+    def fastest_of(self, orders: Iterable[OpIds]) -> Order:
+        """The same of orders of op ids."""
+        return decode(self.arrays, min(orders, key=self.score), self.microbatches)
 
 
 def per_rank(limit: Limit, ranks: int) -> tuple[float, ...]:

@@ -45,7 +45,7 @@ def cp_sat() -> Any:
 
 
 def solve(model: Any, seconds: float, text: Callable[[float, float], str]) -> Solved:
-    """Minimises a model's objective for at most so many seconds.
+    """Minimizes a model's objective for at most so many seconds.
 
     text: of the best value and the bound so far, for a line on a terminal.
     """
@@ -55,7 +55,7 @@ def solve(model: Any, seconds: float, text: Callable[[float, float], str]) -> So
     solver.parameters.num_workers = WORKERS
     with Console(stderr=True).status("exact: searching") as status:
 
-        class Progress(cp_model.CpSolverSolutionCallback):  # type: ignore[name-defined]
+        class Progress(cp_model.CpSolverSolutionCallback):  # type: ignore[name-defined, misc]
             def on_solution_callback(self) -> None:
                 status.update(f"exact: {text(self.objective_value, self.best_objective_bound)}")
 

@@ -15,7 +15,8 @@ from dataclasses import replace
 from itertools import accumulate, product
 from math import inf
 
-from fxpipe.ir.graph import Colour, Phase
+from fxpipe.ir.graph import Color, Phase
+from fxpipe.schedule.arrays import OpIds, ScheduleArrays, decode, encode, fits, peaks, run, schedule_arrays
 from fxpipe.schedule.costs import Costs, Edge, StageCost
 from fxpipe.schedule.dependencies import index
 from fxpipe.schedule.dispatch import dispatch
@@ -24,15 +25,14 @@ from fxpipe.schedule.ops import Op, OpKind, Order
 from fxpipe.schedule.problem import Problem
 from fxpipe.schedule.search.due_dates import start_alone
 from fxpipe.schedule.search.local_search import improve
-from fxpipe.schedule.shop import Coded, Shop, decode, encode, fits, peaks, run, shop
 from fxpipe.vocabulary.stages import Vocabulary
 
-_PATIENCE = ((0.0, 0.0, 0.0), (0.3, 0.3, 0.3), (1.0, 1.0, 0.5), (1.001, 0.3, 0.7))
+_LOOKAHEADS = ((0.0, 0.0, 0.0), (0.3, 0.3, 0.3), (1.0, 1.0, 0.5), (1.001, 0.3, 0.7))
 _DELAYS = (0.0, 1.0, 3.0)  # periods that T is put off
 _WORK = 2_000_000  # ops that local search may look at
 
 
-def body_costs(costs: Costs, vocabulary: Vocabulary) -> Costs:
+def model_stage_costs(costs: Costs, vocabulary: Vocabulary) -> Costs:
     """What the model's own stages cost."""
     return _some(costs, vocabulary.lookups, len(costs.stages) - vocabulary.heads)
 
@@ -40,8 +40,8 @@ def body_costs(costs: Costs, vocabulary: Vocabulary) -> Costs:
 def _some(costs: Costs, first: int, last: int) -> Costs:
     """The costs of the stages from ``first`` to before ``last``, which are counted from 0."""
 
-    def moved(colour: Colour) -> Colour:
-        return Colour(colour.stage - first, colour.phase)
+    def moved(color: Color) -> Color:
+        return Color(color.stage - first, color.phase)
 
     edges = tuple(
         replace(edge, source=moved(edge.source), target=moved(edge.target))
@@ -51,7 +51,9 @@ def _some(costs: Costs, first: int, last: int) -> Costs:
     return Costs(costs.stages[first:last], edges)
 
 
-def room_for_body(costs: Costs, vocabulary: Vocabulary, limits: Sequence[float]) -> tuple[float, ...]:
+def budget_for_model_stages(
+    costs: Costs, vocabulary: Vocabulary, limits: Sequence[float]
+) -> tuple[float, ...]:
     """What the vocabulary stages leave of each rank's memory: they hold one microbatch at least."""
     taken = [0.0] * len(limits)
     count = len(costs.stages)
@@ -76,48 +78,50 @@ def weave(
     """
     m = body.microbatches
     without = _some(costs, vocabulary.lookups, len(costs.stages))
-    flat = shop(without, replace(vocabulary, lookups=0).placement(body.placement))
-    goal = Goal(objective, m * flat.period)
-    coded = encode(order, m)
-    dates = _Dates(body, coded, flat, vocabulary.heads)
+    arrays = schedule_arrays(without, replace(vocabulary, lookups=0).placement(body.placement))
+    goal = Goal(objective, m * arrays.period)
+    op_ids = encode(order, m)
+    dates = _Dates(body, op_ids, arrays, vocabulary.heads)
     if vocabulary.lookups:
-        held = shop(costs, vocabulary.placement(body.placement)).hold
+        held = schedule_arrays(costs, vocabulary.placement(body.placement)).hold
         limits = [limit - 2 * held[rank] for rank, limit in enumerate(limits)]
-    caps = _caps(body, coded, flat, vocabulary.ahead, limits)
-    best: tuple[float, Coded] | None = None
-    for delay, patience in product(_DELAYS, _PATIENCE):
-        found = dispatch(flat, m, dates.due(delay), caps, patience)
-        done = run(flat, found, m)
+    caps = _caps(body, op_ids, arrays, vocabulary.ahead, limits)
+    best: tuple[float, OpIds] | None = None
+    for delay, lookahead in product(_DELAYS, _LOOKAHEADS):
+        found = dispatch(arrays, m, dates.due(delay), caps, lookahead)
+        done = run(arrays, found, m)
         assert done is not None, "an order that was made by running it cannot block"
-        value = goal.value(done) if fits(flat, found, m, caps) else inf
+        value = goal.value(done) if fits(arrays, found, m, caps) else inf
         if best is None or value < best[0]:
             best = value, found
     assert best is not None, "there is at least one way to weave"
-    woven = improve(flat, best[1], m, caps, goal, _WORK)
+    woven = improve(arrays, best[1], m, caps, goal, _WORK)
     if not vocabulary.lookups:
-        return decode(flat, woven, m)
-    return _with_lookups(costs.edges, flat, woven, m, vocabulary.lookups)
+        return decode(arrays, woven, m)
+    return _with_lookups(costs.edges, arrays, woven, m, vocabulary.lookups)
 
 
-def _with_lookups(edges: Sequence[Edge], flat: Shop, coded: Coded, microbatches: int, lookups: int) -> Order:
+def _with_lookups(
+    edges: Sequence[Edge], arrays: ScheduleArrays, op_ids: OpIds, microbatches: int, lookups: int
+) -> Order:
     """Each lookup a period before the model wants its result, and its gradient when that is there.
 
     What an op that is put in depends on has started before, and what depends on it has not, so that the
     ranks' orders cannot block each other.
     """
     m = microbatches
-    done = run(flat, coded, m)
+    done = run(arrays, op_ids, m)
     assert done is not None, "the order to put lookups in can progress"
     users = {index(e.target) - 3 * lookups for e in edges if e.source.stage < lookups}
     makers = {index(e.source) - 3 * lookups for e in edges if e.target.stage < lookups}
-    first = [min((done.end[s * m + j] - flat.seconds[s] for s in users), default=0.0) for j in range(m)]
+    first = [min((done.end[s * m + j] - arrays.seconds[s] for s in users), default=0.0) for j in range(m)]
     last = [max((done.end[s * m + j] for s in makers), default=inf) for j in range(m)]
-    ahead = [time - flat.period for time in [*accumulate(reversed(first), min)][::-1]]
+    ahead = [time - arrays.period for time in [*accumulate(reversed(first), min)][::-1]]
     behind = [*accumulate(last, max)]
     orders = []
-    for rank, ops in enumerate(decode(flat, coded, m)):
-        its = flat.ops_of(rank, coded, m)
-        starts = accumulate((done.end[value] - flat.seconds[value // m] for value in its), max)
+    for rank, ops in enumerate(decode(arrays, op_ids, m)):
+        its = arrays.ops_of(rank, op_ids, m)
+        starts = accumulate((done.end[value] - arrays.seconds[value // m] for value in its), max)
         wanted, given = deque(ahead), deque(behind)
         order: list[Op] = []
         for op, start in zip(ops, starts, strict=True):
@@ -134,13 +138,15 @@ def _with_lookups(edges: Sequence[Edge], flat: Shop, coded: Coded, microbatches:
     return tuple(orders)
 
 
-def _caps(body: Problem, coded: Coded, flat: Shop, ahead: int, limits: Sequence[float]) -> list[float]:
+def _caps(
+    body: Problem, op_ids: OpIds, arrays: ScheduleArrays, ahead: int, limits: Sequence[float]
+) -> list[float]:
     """Per rank what it may hold."""
     caps = []
-    most = peaks(body.shop, coded, body.microbatches)
+    most = peaks(body.arrays, op_ids, body.microbatches)
     for rank, limit in enumerate(limits):
-        own = body.shop.smallest_limit(rank)
-        beside = (1 + ahead) * (flat.smallest_limit(rank) - own)
+        own = body.arrays.smallest_limit(rank)
+        beside = (1 + ahead) * (arrays.smallest_limit(rank) - own)
         caps.append(min(limit, most[rank] + ahead * own + beside))
     return caps
 
@@ -148,24 +154,24 @@ def _caps(body: Problem, coded: Coded, flat: Shop, ahead: int, limits: Sequence[
 class _Dates:
     """When ops are due, from when the model's own schedule runs them."""
 
-    def __init__(self, body: Problem, coded: Coded, flat: Shop, heads: int) -> None:
-        self.microbatches, self.flat, self.body, self.heads = body.microbatches, flat, body.shop, heads
-        done = run(self.body, coded, body.microbatches)
+    def __init__(self, body: Problem, op_ids: OpIds, arrays: ScheduleArrays, heads: int) -> None:
+        self.microbatches, self.arrays, self.body, self.heads = body.microbatches, arrays, body.arrays, heads
+        done = run(self.body, op_ids, body.microbatches)
         assert done is not None, "the order to weave into can progress"
         self.end = done.end
-        self.scale = flat.period / self.body.period if self.body.period else 1.0
-        self.alone = start_alone(flat)
+        self.scale = arrays.period / self.body.period if self.body.period else 1.0
+        self.alone = start_alone(arrays)
 
     def due(self, delay: float) -> list[float]:
         """With T put off by so many periods."""
-        flat, alone = self.flat, self.alone
+        arrays, alone = self.arrays, self.alone
         bottom = 3 * (self.body.stages - 1)  # the last F of the model
-        behind = alone[bottom + 1] - alone[bottom] - flat.seconds[bottom]  # the barrier
+        behind = alone[bottom + 1] - alone[bottom] - arrays.seconds[bottom]  # the barrier
         dates: list[float] = []
         for section in range(self.body.sections):
             dates += self._moved(section, behind if section % 3 else 0.0)
-        for section in range(self.body.sections, flat.sections):
-            late = delay * flat.period if section % 3 == 2 else 0.0
+        for section in range(self.body.sections, arrays.sections):
+            late = delay * arrays.period if section % 3 == 2 else 0.0
             dates += self._moved(bottom, alone[section] - alone[bottom] + late)
         return dates
 
@@ -185,8 +191,8 @@ def with_heads(
     head = StageCost(before, max(0.0, seconds - third - before), third, saved, saved)
     heads, edges = range(last + 1, last + 1 + ranks), list(costs.edges)
     for own in heads:
-        edges.append(Edge(Colour(last, Phase.F), Colour(own, Phase.F), seconds=transfer))
-        others = [Colour(other, Phase.B) for other in heads if other != own]
-        edges += [Edge(Colour(own, Phase.F), other, seconds=transfer) for other in others]
-        edges.append(Edge(Colour(own, Phase.B), Colour(last, Phase.B), seconds=transfer))
+        edges.append(Edge(Color(last, Phase.F), Color(own, Phase.F), seconds=transfer))
+        others = [Color(other, Phase.B) for other in heads if other != own]
+        edges += [Edge(Color(own, Phase.F), other, seconds=transfer) for other in others]
+        edges.append(Edge(Color(own, Phase.B), Color(last, Phase.B), seconds=transfer))
     return Costs((*costs.stages, *(head,) * ranks), tuple(edges))

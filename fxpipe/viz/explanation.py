@@ -9,8 +9,8 @@ from rich.table import Table
 
 from fxpipe.names import terminal
 from fxpipe.plan.artifact import Attempt, Plan
+from fxpipe.schedule.offload.transfers import offload_bytes
 from fxpipe.schedule.ops import Direction
-from fxpipe.schedule.transfers import away_bytes
 from fxpipe.viz.units import bytes_text, seconds_text
 
 
@@ -43,7 +43,7 @@ def _moved(plan: Plan) -> str:
     out = [t for t in plan.transfers if t.direction is Direction.OUT]
     if not out:
         return f"; nothing of the {most} that might leave the ranks in a step does"
-    moved = bytes_text(sum(away_bytes(stages[t.stage], t.user) for t in out))
+    moved = bytes_text(sum(offload_bytes(stages[t.stage], t.user) for t in out))
     transfers = f"{len(out)} transfers to {plan.tier}"
     return f"; {moved} of the {most} that might leave the ranks in a step do, in {transfers}"
 

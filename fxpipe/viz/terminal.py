@@ -9,7 +9,7 @@ from rich.style import Style
 from rich.text import Text
 
 from fxpipe.schedule.ops import Op
-from fxpipe.schedule.timeline import Timeline
+from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.viz import palette
 from fxpipe.viz.roles import MEANING, Role, color, role
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fxpipe.ir.graph import Phase
 from fxpipe.names import printable
 from fxpipe.schedule.ops import Direction, Op
-from fxpipe.schedule.timeline import Span, Timeline, TransferSpan
+from fxpipe.schedule.simulation.timeline import Span, Timeline, TransferSpan
 from fxpipe.viz.palette import OFFLOADED, PHASES, tint
 from fxpipe.viz.roles import MEANING, Role, color, role
 from fxpipe.viz.units import PHYSICAL, Units, ticks

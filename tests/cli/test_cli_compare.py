@@ -6,7 +6,7 @@ import re
 import pytest
 
 from fxpipe.cli import main
-from fxpipe.schedule.families import FAMILIES
+from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.viz.frontier_picture import Point, frontier, frontier_svg
 from fxpipe.viz.units import PLAIN
 

@@ -28,13 +28,13 @@ from fxpipe.ir.verify import verify
 from fxpipe.runtime.offloader import Disk, Offloader
 from fxpipe.runtime.process import TIMEOUT
 from fxpipe.schedule.costs import StageCost, chain
-from fxpipe.schedule.families import build
-from fxpipe.schedule.offload import offload as plan_offload
-from fxpipe.schedule.offload import with_link
+from fxpipe.schedule.families.registry import build
+from fxpipe.schedule.offload.memory_pool import pools
+from fxpipe.schedule.offload.planner import offload as plan_offload
+from fxpipe.schedule.offload.planner import with_link
 from fxpipe.schedule.ops import Direction
-from fxpipe.schedule.pool import pools
-from fxpipe.schedule.simulator import simulate
-from fxpipe.schedule.timeline import Timeline
+from fxpipe.schedule.simulation.simulator import simulate
+from fxpipe.schedule.simulation.timeline import Timeline
 
 pytestmark = pytest.mark.slow
 

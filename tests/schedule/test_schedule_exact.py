@@ -9,14 +9,14 @@ from itertools import product
 import pytest
 
 from fxpipe.errors import DeadlockError, FxpipeError, ScheduleError
-from fxpipe.ir.graph import Colour, Phase
+from fxpipe.ir.graph import Color, Phase
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
 from fxpipe.schedule.exact import exact
 from fxpipe.schedule.exact_block import exact_block
-from fxpipe.schedule.families import build
+from fxpipe.schedule.families.registry import build
 from fxpipe.schedule.ops import Op, OpKind, Schedule
 from fxpipe.schedule.placement import place
-from fxpipe.schedule.simulator import simulate
+from fxpipe.schedule.simulation.simulator import simulate
 
 pytestmark = pytest.mark.slow
 
@@ -89,7 +89,7 @@ def test_two_stages_a_rank():
 
 def test_values_held_within_a_rank_count():
     plain = chain([StageCost(1, 1, 1, 1)] * 4)
-    turn = Edge(Colour(1, Phase.F), Colour(2, Phase.F), bytes=10)
+    turn = Edge(Color(1, Phase.F), Color(2, Phase.F), bytes=10)
     costs = Costs(plain.stages, tuple(turn if e.source == turn.source else e for e in plain.edges))
     assert max(exact(costs, (0, 1, 1, 0), 2, memory_limit=11).timeline.peak_memory) <= 11
     with pytest.raises(ScheduleError, match="keeps the memory limit 10"):

@@ -3,13 +3,13 @@
 import pytest
 
 from fxpipe.errors import DeadlockError, ScheduleError
+from fxpipe.schedule.arrays import decode, encode, schedule_arrays
 from fxpipe.schedule.costs import Costs, StageCost, chain
-from fxpipe.schedule.families import FAMILIES, build
+from fxpipe.schedule.families.registry import FAMILIES, build
+from fxpipe.schedule.families.weights import Gap, delay_weights, fill_bubbles
 from fxpipe.schedule.ops import Order, order_text, parse_order
-from fxpipe.schedule.shop import decode, encode, shop
-from fxpipe.schedule.simulator import simulate
-from fxpipe.schedule.timeline import Timeline
-from fxpipe.schedule.weights import Gap, fill, lag
+from fxpipe.schedule.simulation.simulator import simulate
+from fxpipe.schedule.simulation.timeline import Timeline
 
 
 def even(ranks: int, stages_per_rank: int = 1, times=(1.0, 1.0, 1.0), comm: float = 0.0) -> Costs:
@@ -235,20 +235,22 @@ def test_v_placement_has_two_stages_a_rank():
         run("zb-h1", 2, 2, 3, "v")
 
 
-SPINE = parse_order("F0.0 F0.1 B0.0 B0.1\nF1.0 B1.0 F1.1 B1.1")
+FB_ORDER = parse_order("F0.0 F0.1 B0.0 B0.1\nF1.0 B1.0 F1.1 B1.1")
 
 
 def test_lag():
-    assert order_text(lag(SPINE, lambda rank: rank)) == lines("""
+    assert order_text(delay_weights(FB_ORDER, lambda rank: rank)) == lines("""
         F0.0 F0.1 B0.0 W0.0 B0.1 W0.1
         F1.0 B1.0 F1.1 B1.1 W1.0 W1.1
     """)
 
 
-def filled(spine: Order, costs: Costs, limits: tuple[int, int], gap: Gap) -> list[str]:
+def filled(fb_order: Order, costs: Costs, limits: tuple[int, int], gap: Gap) -> list[str]:
     """Per rank, for two microbatches in two stages."""
-    flat = shop(costs, (0, 1))
-    return order_text(decode(flat, fill(encode(spine, 2), (4, 4), 2, flat, limits, gap), 2)).splitlines()
+    arrays = schedule_arrays(costs, (0, 1))
+    return order_text(
+        decode(arrays, fill_bubbles(encode(fb_order, 2), (4, 4), 2, arrays, limits, gap), 2)
+    ).splitlines()
 
 
 @pytest.mark.parametrize(
@@ -256,22 +258,22 @@ def filled(spine: Order, costs: Costs, limits: tuple[int, int], gap: Gap) -> lis
     [  # rank 0 waits a half for B0.1, where a W is 1 long
         (Gap.ANY, "F0.0 F0.1 B0.0 W0.0 B0.1 W0.1"),
         (Gap.WHOLE, "F0.0 F0.1 B0.0 B0.1 W0.0 W0.1"),
-        (Gap.LEAST, "F0.0 F0.1 B0.0 W0.0 B0.1 W0.1"),
+        (Gap.BALANCED, "F0.0 F0.1 B0.0 W0.0 B0.1 W0.1"),
     ],
 )
 def test_fill_by_gap(gap, first):
     costs = chain([StageCost(1.0, 1.5, 1.0, 1, 1), StageCost(1.0, 1.0, 1.0, 1, 1)])
-    assert filled(SPINE, costs, (2, 2), gap)[0] == first
+    assert filled(FB_ORDER, costs, (2, 2), gap)[0] == first
 
 
 def test_fill_runs_w_where_memory_is_full():
     costs = chain([StageCost(1, 1, 1, 1, 1)] * 2)
-    assert filled(SPINE, costs, (2, 1), Gap.WHOLE)[1] == "F1.0 B1.0 W1.0 F1.1 B1.1 W1.1"
+    assert filled(FB_ORDER, costs, (2, 1), Gap.WHOLE)[1] == "F1.0 B1.0 W1.0 F1.1 B1.1 W1.1"
     with pytest.raises(ScheduleError, match=r"rank 0 cannot run F0\.1 within its memory limit of 1, and"):
-        filled(SPINE, costs, (1, 1), Gap.WHOLE)
+        filled(FB_ORDER, costs, (1, 1), Gap.WHOLE)
 
 
 def test_fill_of_a_spine_that_cannot_progress():
-    spine = parse_order("F0.0 B0.0 F0.1 B0.1\nF1.0 F1.1 B1.0 B1.1")
+    fb_order = parse_order("F0.0 B0.0 F0.1 B0.1\nF1.0 F1.1 B1.0 B1.1")
     with pytest.raises(DeadlockError, match=r"cannot progress: rank 0 at B0\.0, rank 1 at F1\.1"):
-        filled(spine, even(2), (2, 2), Gap.ANY)
+        filled(fb_order, even(2), (2, 2), Gap.ANY)

@@ -3,10 +3,10 @@
 import pytest
 
 from fxpipe.errors import DeadlockError, ScheduleError
-from fxpipe.ir.graph import Colour, Phase
+from fxpipe.ir.graph import Color, Phase
 from fxpipe.schedule.costs import Edge, StageCost, chain
-from fxpipe.schedule.deadlock import prove
-from fxpipe.schedule.lowering import Exchange, ExchangeKind, Post, Wait, lower
+from fxpipe.schedule.lowering.deadlock import prove
+from fxpipe.schedule.lowering.lower import Collective, CollectiveKind, PostRecv, Wait, lower
 from fxpipe.schedule.ops import Schedule, parse_order
 from fxpipe.schedule.vocabulary import with_heads
 
@@ -14,7 +14,7 @@ F, B, W = Phase.F, Phase.B, Phase.W
 
 
 def edge(source: tuple[Phase, int], target: tuple[Phase, int]) -> Edge:
-    return Edge(Colour(source[1], source[0]), Colour(target[1], target[0]))
+    return Edge(Color(source[1], source[0]), Color(target[1], target[0]))
 
 
 def hand(text: str, placement: tuple[int, ...], microbatches: int = 1) -> Schedule:
@@ -108,7 +108,7 @@ def test_a_skip_connection_shares_the_channel():
     edges = (*chain([StageCost(1, 1, 1)] * 3).edges, edge((F, 0), (F, 2)))
     schedule = hand("F0.0 F0.1 BW0.0 BW0.1\nF1.0 F1.1 F2.0 BW2.0 F2.1 BW2.1 BW1.0 BW1.1", (0, 1, 1), 2)
     programs = lower(schedule, edges)
-    posts = [str(i).removeprefix("post ") for i in programs[1] if isinstance(i, Post)]
+    posts = [str(i).removeprefix("post ") for i in programs[1] if isinstance(i, PostRecv)]
     assert posts == [f"F0 -> F{stage}, microbatch {j}" for j in (0, 1) for stage in (1, 2)]
     prove(programs, schedule.placement)
 
@@ -159,7 +159,7 @@ def test_a_receive_that_is_posted_too_late():
 def test_channels_whose_ends_disagree():
     schedule = hand("F0.0 F0.1 BW0.0 BW0.1\nF1.0 F1.1 BW1.0 BW1.1", (0, 1), 2)
     first, second = lower(schedule, CHAIN)
-    posts = [position for position, i in enumerate(second) if isinstance(i, Post)]
+    posts = [position for position, i in enumerate(second) if isinstance(i, PostRecv)]
     swapped = list(second)
     swapped[posts[0]], swapped[posts[1]] = swapped[posts[1]], swapped[posts[0]]
     with pytest.raises(DeadlockError, match="message 0 from rank 0 to rank 1") as error:
@@ -171,7 +171,7 @@ def test_channels_whose_ends_disagree():
         prove((first, second[:1]), (0, 1))
 
 
-# -- exchanges --------------------------------------------------------------------------------------------
+# -- collectives --------------------------------------------------------------------------------------------
 
 HEADS = """
 F0.0 F2.0 F0.1 B2.0 W2.0 F2.1 BW0.0 B2.1 W2.1 BW0.1
@@ -179,24 +179,24 @@ F1.0 F3.0 B3.0 W3.0 BW1.0 F1.1 F3.1 B3.1 W3.1 BW1.1
 """
 
 
-def head_edges() -> tuple[tuple[Edge, ...], tuple[Exchange, ...]]:
+def head_edges() -> tuple[tuple[Edge, ...], tuple[Collective, ...]]:
     """Stages 0 and 1, and a head on each of the ranks 0 and 1."""
     f, b, heads = Phase.F, Phase.B, (2, 3)
     pairs = [((1, f), (h, f)) for h in heads] + [((h, b), (1, b)) for h in heads]
     pairs += [((2, f), (3, b)), ((3, f), (2, b))]
-    edges = [Edge(Colour(*one), Colour(*other), seconds=0.1) for one, other in pairs]
-    ends = {phase: tuple(Colour(h, phase) for h in heads) for phase in (f, b)}
+    edges = [Edge(Color(*one), Color(*other), seconds=0.1) for one, other in pairs]
+    ends = {phase: tuple(Color(h, phase) for h in heads) for phase in (f, b)}
     return (*chain([StageCost(1, 1, 1)] * 2).edges, *edges), (
-        Exchange(ExchangeKind.BROADCAST, 0, (Colour(1, f),), ends[f]),
-        Exchange(ExchangeKind.ALL_GATHER, 1, ends[f], ends[b]),
-        Exchange(ExchangeKind.GATHER, 2, ends[b], (Colour(1, b),)),
+        Collective(CollectiveKind.BROADCAST, 0, (Color(1, f),), ends[f]),
+        Collective(CollectiveKind.ALL_GATHER, 1, ends[f], ends[b]),
+        Collective(CollectiveKind.GATHER, 2, ends[b], (Color(1, b),)),
     )
 
 
-def test_exchanges_take_the_place_of_messages_and_are_joined_ahead():
+def test_collectives_take_the_place_of_messages_and_are_joined_ahead():
     schedule = hand(HEADS, (0, 1, 0, 1), 2)
-    edges, exchanges = head_edges()
-    programs = lower(schedule, edges, exchanges)
+    edges, collectives = head_edges()
+    programs = lower(schedule, edges, collectives)
     assert text(programs[0])[:12] == [
         "join broadcast F1 … -> F2 …, microbatch 0",
         "compute F0.0",
@@ -216,7 +216,7 @@ def test_exchanges_take_the_place_of_messages_and_are_joined_ahead():
     prove(programs, schedule.placement)
 
 
-def test_an_exchange_that_a_rank_joins_too_late():
+def test_a_collective_that_a_rank_joins_too_late():
     """Rank 1 wants the sum of a microbatch whose head rank 0 runs only behind what rank 1 gives later."""
     late = HEADS.replace("F2.0 F0.1 B2.0 W2.0 F2.1 BW0.0", "F0.1 BW0.0 F2.0 B2.0 W2.0 F2.1")
     schedule = hand(late, (0, 1, 0, 1), 2)
@@ -226,7 +226,7 @@ def test_an_exchange_that_a_rank_joins_too_late():
         prove(lower(schedule, *head_edges()), schedule.placement)
 
 
-def test_exchanges_in_another_order_on_each_rank():
+def test_collectives_in_another_order_on_each_rank():
     other = HEADS.replace("F0.0 F2.0 F0.1 B2.0 W2.0 F2.1", "F0.0 F0.1 F2.1 F2.0 B2.0 W2.0")
     schedule = hand(other, (0, 1, 0, 1), 2)
     with pytest.raises(DeadlockError, match=r"all-gather .*rank 0 joins it for microbatches \[1, 0\]"):
@@ -245,13 +245,13 @@ def test_a_broadcast_is_joined_before_an_op_that_waits_for_one_who_waits_for_it(
     schedule = hand(LATE, (0, 1, 2, 2, 1, 0, 0, 1, 2), 3)
     edges = with_heads(chain([StageCost(1, 1, 1)] * 6), 3, 1.0, 1, 0.0).edges
     f, b, heads = Phase.F, Phase.B, (6, 7, 8)
-    ends = {phase: tuple(Colour(h, phase) for h in heads) for phase in (f, b)}
-    exchanges = (
-        Exchange(ExchangeKind.BROADCAST, 0, (Colour(5, f),), ends[f]),
-        Exchange(ExchangeKind.ALL_GATHER, 1, ends[f], ends[b]),
-        Exchange(ExchangeKind.GATHER, 2, ends[b], (Colour(5, b),)),
+    ends = {phase: tuple(Color(h, phase) for h in heads) for phase in (f, b)}
+    collectives = (
+        Collective(CollectiveKind.BROADCAST, 0, (Color(5, f),), ends[f]),
+        Collective(CollectiveKind.ALL_GATHER, 1, ends[f], ends[b]),
+        Collective(CollectiveKind.GATHER, 2, ends[b], (Color(5, b),)),
     )
-    programs = lower(schedule, edges, exchanges)
+    programs = lower(schedule, edges, collectives)
     prove(programs, schedule.placement)
     lines = text(programs[2])
     assert lines.index("join broadcast F5 … -> F6 …, microbatch 2") < lines.index(

@@ -12,12 +12,12 @@ from fxpipe.cli.command import main
 from fxpipe.errors import ScheduleError
 from fxpipe.ir.graph import Phase
 from fxpipe.schedule.costs import StageCost, chain
-from fxpipe.schedule.families import build
-from fxpipe.schedule.offload import FULL, HALF, Offload, offload, offload_within, with_link
+from fxpipe.schedule.families.registry import build
+from fxpipe.schedule.offload.planner import FULL, HALF, Offload, offload, offload_within, with_link
 from fxpipe.schedule.ops import PHASES, Direction, Transfer
 from fxpipe.schedule.search.auto import Choice, Setting, search
-from fxpipe.schedule.simulator import simulate
-from fxpipe.schedule.timeline import Timeline
+from fxpipe.schedule.simulation.simulator import simulate
+from fxpipe.schedule.simulation.timeline import Timeline
 
 pytestmark = pytest.mark.slow
 

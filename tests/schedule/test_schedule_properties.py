@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxpipe.codegen.collectives import collectives
-from fxpipe.ir.graph import Colour, Phase
+from fxpipe.ir.graph import Color, Phase
 from fxpipe.ir.sections import Message
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
-from fxpipe.schedule.critical import critical_path
-from fxpipe.schedule.deadlock import prove
-from fxpipe.schedule.families import FAMILIES, build
-from fxpipe.schedule.lowering import Compute, Post, Send, Wait, lower
+from fxpipe.schedule.families.registry import FAMILIES, build
+from fxpipe.schedule.lowering.deadlock import prove
+from fxpipe.schedule.lowering.lower import Compute, PostRecv, Send, Wait, lower
 from fxpipe.schedule.ops import PHASES, Schedule
-from fxpipe.schedule.simulator import simulate
+from fxpipe.schedule.simulation.critical import critical_path
+from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.vocabulary import with_heads
 from fxpipe.vocabulary.stages import Vocabulary
 
@@ -42,9 +42,9 @@ def problems(draw, names=tuple(FAMILIES), limited=False) -> tuple[Schedule, Cost
     )
     reach = st.tuples(st.integers(0, stages - 1), st.integers(0, stages - 1))
     skips = {tuple(sorted(pair)) for pair in draw(st.lists(reach, max_size=3)) if abs(pair[0] - pair[1]) > 1}
-    extra = [Edge(Colour(a, Phase.F), Colour(b, Phase.F), seconds=draw(TIMES)) for a, b in skips]
-    extra += [Edge(Colour(b, Phase.B), Colour(a, Phase.B), seconds=draw(TIMES)) for a, b in skips]
-    extra += [Edge(Colour(a, Phase.F), Colour(b, Phase.W), seconds=draw(TIMES)) for a, b in skips]
+    extra = [Edge(Color(a, Phase.F), Color(b, Phase.F), seconds=draw(TIMES)) for a, b in skips]
+    extra += [Edge(Color(b, Phase.B), Color(a, Phase.B), seconds=draw(TIMES)) for a, b in skips]
+    extra += [Edge(Color(a, Phase.F), Color(b, Phase.W), seconds=draw(TIMES)) for a, b in skips]
     costs = Costs(costs.stages, (*costs.edges, *extra))
     # Two hand-overs of 0.25 within a rank for each of its stages are the most that there can be.
     least = chunks * (saved + 0.5)
@@ -144,7 +144,7 @@ def check_programs(schedule: Schedule, costs: Costs) -> None:
         posted, arrived, sent, done = set(), set(), set(), set()
         for instruction in program:
             match instruction:
-                case Post(edge, microbatch):
+                case PostRecv(edge, microbatch):
                     assert (edge, microbatch) not in posted
                     posted.add((edge, microbatch))
                 case Wait(edge, microbatch):
@@ -155,11 +155,11 @@ def check_programs(schedule: Schedule, costs: Costs) -> None:
                     assert (edge, microbatch) not in sent
                     sent.add((edge, microbatch))
                 case Compute(op):
-                    own = {Colour(op.stage, phase) for phase in PHASES[op.kind]}
+                    own = {Color(op.stage, phase) for phase in PHASES[op.kind]}
                     assert all((e, op.microbatch) in arrived for e in crossing if e.target in own)
-                    done |= {(colour, op.microbatch) for colour in own}
+                    done |= {(color, op.microbatch) for color in own}
         assert posted == arrived
-        assert sent == {(e, j) for e in crossing for colour, j in done if e.source == colour}
+        assert sent == {(e, j) for e in crossing for color, j in done if e.source == color}
 
 
 @settings(max_examples=60, deadline=None)
@@ -171,7 +171,7 @@ def test_receive_buffers_live_for_two_ops_at_most_in_a_plain_chain(ranks, microb
         age: dict[tuple[Edge, int], int] = {}
         for instruction in program:
             match instruction:
-                case Post(edge, microbatch):
+                case PostRecv(edge, microbatch):
                     age[edge, microbatch] = 0
                 case Wait(edge, microbatch):
                     assert age.pop((edge, microbatch)) <= 1
@@ -212,13 +212,13 @@ def problems_with_vocabulary(draw) -> tuple[Schedule, Costs, float | None]:
 def with_lookups(costs: Costs, ranks: int, seconds: float, user: int, maker: int) -> Costs:
     """A stage on every rank before all others, which hands 0.1 to one of them and is given by one."""
 
-    def moved(colour: Colour) -> Colour:
-        return Colour(colour.stage + ranks, colour.phase)
+    def moved(color: Color) -> Color:
+        return Color(color.stage + ranks, color.phase)
 
     edges = [replace(e, source=moved(e.source), target=moved(e.target)) for e in costs.edges]
     for own in range(ranks):
-        edges.append(Edge(Colour(own, Phase.F), Colour(user, Phase.F), 0.1, seconds))
-        edges.append(Edge(Colour(maker, Phase.B), Colour(own, Phase.W), 0.0, seconds))
+        edges.append(Edge(Color(own, Phase.F), Color(user, Phase.F), 0.1, seconds))
+        edges.append(Edge(Color(maker, Phase.B), Color(own, Phase.W), 0.0, seconds))
     return Costs((*(StageCost(0.05, 0, 0.05),) * ranks, *costs.stages), tuple(edges))
 
 

@@ -5,7 +5,7 @@ import pytest
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.check import check
 from fxpipe.schedule.costs import Costs, StageCost, chain
-from fxpipe.schedule.families import FAMILIES
+from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.placement import place
 from fxpipe.schedule.search.auto import Setting, search
 

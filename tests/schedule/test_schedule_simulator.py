@@ -3,13 +3,13 @@
 import pytest
 
 from fxpipe.errors import DeadlockError, ScheduleError
-from fxpipe.ir.graph import Colour, Phase
+from fxpipe.ir.graph import Color, Phase
 from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
-from fxpipe.schedule.critical import critical_path
-from fxpipe.schedule.families import build
+from fxpipe.schedule.families.registry import build
 from fxpipe.schedule.ops import Schedule, parse_order
-from fxpipe.schedule.simulator import simulate
+from fxpipe.schedule.simulation.critical import critical_path
+from fxpipe.schedule.simulation.simulator import simulate
 
 
 def hand(text: str, placement: tuple[int, ...], microbatches: int = 1) -> Schedule:
@@ -62,7 +62,7 @@ def test_an_edge_takes_time_between_ranks_only():
 
 def test_a_skip_connection_delays_the_stage_that_uses_it():
     plain = chain([StageCost(1, 1, 1)] * 3)
-    skip = Edge(Colour(0, Phase.F), Colour(2, Phase.F), seconds=4)
+    skip = Edge(Color(0, Phase.F), Color(2, Phase.F), seconds=4)
     schedule = build("zb-h1", ranks=3, microbatches=1, costs=plain)
     assert simulate(schedule, plain).spans[2][0].start == 2
     late = simulate(schedule, Costs(plain.stages, (*plain.edges, skip)))
@@ -72,7 +72,7 @@ def test_a_skip_connection_delays_the_stage_that_uses_it():
 
 def test_what_a_weight_gradient_needs_arrives_with_b():
     plain = chain([StageCost(1, 1, 1)] * 2)
-    edge = Edge(Colour(1, Phase.B), Colour(0, Phase.W), seconds=2)
+    edge = Edge(Color(1, Phase.B), Color(0, Phase.W), seconds=2)
     costs = Costs(plain.stages, (edge, *plain.edges))
     split = simulate(hand("F0.0 B0.0 W0.0\nF1.0 B1.0 W1.0", (0, 1)), costs)
     assert [span.start for span in split.spans[0]] == [0, 5, 6]
@@ -99,7 +99,7 @@ def test_lower_bound():
 
 def test_edges_in_a_cycle():
     costs = chain([StageCost(1, 1, 1)] * 2)
-    back = Edge(Colour(1, Phase.B), Colour(0, Phase.F))
+    back = Edge(Color(1, Phase.B), Color(0, Phase.F))
     with pytest.raises(ScheduleError, match=r"form a cycle: .*F0"):
         lower_bound(Costs(costs.stages, (*costs.edges, back)), (0, 1), 1)
 
@@ -129,7 +129,7 @@ def test_costs_of_another_number_of_stages():
 
 
 def test_an_edge_of_a_stage_that_is_not_there():
-    costs = Costs((StageCost(1, 1, 1),) * 2, (Edge(Colour(0, Phase.F), Colour(7, Phase.F)),))
+    costs = Costs((StageCost(1, 1, 1),) * 2, (Edge(Color(0, Phase.F), Color(7, Phase.F)),))
     with pytest.raises(ScheduleError, match="an edge names stage 7, but there are 2 stages"):
         simulate(hand("F0.0 BW0.0\nF1.0 BW1.0", (0, 1)), costs)
 

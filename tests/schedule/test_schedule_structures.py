@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpipe.ir.graph import Colour, Phase
+from fxpipe.ir.graph import Color, Phase
 from fxpipe.ir.verify import may_feed
 from fxpipe.schedule.costs import Costs, Edge, StageCost
-from fxpipe.schedule.deadlock import prove
-from fxpipe.schedule.families import FAMILIES, build
-from fxpipe.schedule.levels import levels
-from fxpipe.schedule.lowering import lower
+from fxpipe.schedule.families.registry import FAMILIES, build
+from fxpipe.schedule.lowering.deadlock import prove
+from fxpipe.schedule.lowering.levels import levels
+from fxpipe.schedule.lowering.lower import lower
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.problem import Problem
-from fxpipe.schedule.simulator import simulate
+from fxpipe.schedule.simulation.simulator import simulate
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +33,7 @@ def structures(draw, stages: int) -> Costs:
     for _ in range(stages):
         forward, backward, weight = draw(TIMES), draw(TIMES), draw(TIMES)
         costs.append(StageCost(forward, backward, weight, draw(BYTES), draw(BYTES)))
-    ends = [Colour(stage, phase) for stage in range(stages) for phase in Phase]
+    ends = [Color(stage, phase) for stage in range(stages) for phase in Phase]
     allowed = [(a, b) for a, b in product(ends, ends) if a.stage != b.stage and may_feed(a, b)]
     chosen = draw(st.lists(st.sampled_from(allowed), max_size=3 * stages, unique=True)) if allowed else []
     edges = [Edge(a, b, draw(st.sampled_from([0.0, 0.25])), draw(TIMES)) for a, b in chosen]
@@ -64,7 +64,7 @@ def needed(name: str, chunks: int, ranks: int, microbatches: int, costs: Costs) 
     """What one microbatch takes on the rank that needs the most."""
     shape = FAMILIES[name].placement
     problem = Problem(name, ranks, microbatches, chunks, shape, costs, (float("inf"),) * ranks)
-    return max(problem.shop.smallest_limit(rank) for rank in range(ranks))
+    return max(problem.arrays.smallest_limit(rank) for rank in range(ranks))
 
 
 @settings(max_examples=100, deadline=None)

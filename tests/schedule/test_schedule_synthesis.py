@@ -11,11 +11,12 @@ from random import Random
 import pytest
 
 from fxpipe.errors import ScheduleError
+from fxpipe.schedule.arrays import ScheduleArrays, decode, encode, peaks, run, schedule_arrays
 from fxpipe.schedule.costs import Costs, StageCost, chain
 from fxpipe.schedule.dispatch import dispatch
-from fxpipe.schedule.families import build
+from fxpipe.schedule.families.heuristics import zero_bubble, zero_bubble_v
+from fxpipe.schedule.families.registry import build
 from fxpipe.schedule.goal import Goal
-from fxpipe.schedule.heuristics import zero_bubble, zero_bubble_v
 from fxpipe.schedule.kernel import run_ops
 from fxpipe.schedule.ops import order_text, parse_order
 from fxpipe.schedule.placement import place
@@ -25,8 +26,7 @@ from fxpipe.schedule.search.due_dates import Timetable, cross, draw, least_perio
 from fxpipe.schedule.search.local_search import improve
 from fxpipe.schedule.search.pool import find
 from fxpipe.schedule.search.starts import starts
-from fxpipe.schedule.shop import Shop, decode, encode, peaks, run, shop
-from fxpipe.schedule.simulator import simulate
+from fxpipe.schedule.simulation.simulator import simulate
 
 pytestmark = pytest.mark.slow
 
@@ -41,70 +41,70 @@ def v_costs(ranks: int, **costs) -> Costs:
     return even_costs(ranks, 2, **costs)
 
 
-def v_shop(ranks: int, **costs) -> Shop:
-    return shop(v_costs(ranks, **costs), place("v", ranks, 2))
+def v_arrays(ranks: int, **costs) -> ScheduleArrays:
+    return schedule_arrays(v_costs(ranks, **costs), place("v", ranks, 2))
 
 
 LARGE = {"times": (29.718, 29.444, 19.927), "comm": 0.527, "kept": 16 / 37}  # 6.2B of 2401.10241
 
 
 def test_a_lone_microbatch_flows_down_and_up():
-    times = start_alone(shop(chain([StageCost(1, 2, 3), StageCost(4, 5, 6)], seconds=0.5), (0, 1)))
+    times = start_alone(schedule_arrays(chain([StageCost(1, 2, 3), StageCost(4, 5, 6)], seconds=0.5), (0, 1)))
     assert times.tolist() == [0, 11, 13, 1.5, 5.5, 10.5]
 
 
 def test_dispatch_follows_due_dates_and_memory():
-    flat = shop(chain([StageCost(1, 1, 1, 1, 1)] * 2), (0, 1))
+    arrays = schedule_arrays(chain([StageCost(1, 1, 1, 1, 1)] * 2), (0, 1))
     due = [*range(9), *range(9)]
-    early = dispatch(flat, 3, due, (inf, inf), (0, 0, 0))
-    first = order_text(decode(flat, early, 3)).splitlines()[0]
+    early = dispatch(arrays, 3, due, (inf, inf), (0, 0, 0))
+    first = order_text(decode(arrays, early, 3)).splitlines()[0]
     assert first == "F0.0 F0.1 F0.2 B0.0 B0.1 B0.2 W0.0 W0.1 W0.2"
-    narrow = dispatch(flat, 3, due, (2, 1), (0, 0, 0))
-    assert peaks(flat, narrow, 3) == [2, 1]
+    narrow = dispatch(arrays, 3, due, (2, 1), (0, 0, 0))
+    assert peaks(arrays, narrow, 3) == [2, 1]
     with pytest.raises(ScheduleError, match=r"rank 1 has a memory limit of 0\.5, but one microbatch takes 1"):
-        dispatch(flat, 3, due, (2, 0.5), (0, 0, 0))
+        dispatch(arrays, 3, due, (2, 0.5), (0, 0, 0))
 
 
 @pytest.mark.parametrize("limit", [1.0, 1.3, 2.0])
 def test_dispatch_ends_however_little_memory_there_is_and_whatever_is_due(limit):
     """The later chunk due last: without a place kept for it the first chunk would fill the memory."""
-    flat, m = v_shop(4), 6
+    arrays, m = v_arrays(4), 6
     for sign in (1, -1):
-        due = [float(sign * section) for section in range(flat.sections) for _ in range(m)]
-        for patience in ((0, 0, 0), (1, 1, 1), (3, 3, 3)):
-            coded = dispatch(flat, m, due, (limit,) * 4, patience)
-            assert sorted(coded) == list(range(flat.sections * m))
-            assert max(peaks(flat, coded, m)) <= limit * (1 + 1e-9)
-            assert run(flat, coded, m) is not None
+        due = [float(sign * section) for section in range(arrays.sections) for _ in range(m)]
+        for lookahead in ((0, 0, 0), (1, 1, 1), (3, 3, 3)):
+            op_ids = dispatch(arrays, m, due, (limit,) * 4, lookahead)
+            assert sorted(op_ids) == list(range(arrays.sections * m))
+            assert max(peaks(arrays, op_ids, m)) <= limit * (1 + 1e-9)
+            assert run(arrays, op_ids, m) is not None
 
 
 def test_run_agrees_with_the_simulator():
     costs = v_costs(4, **LARGE)
     schedule = build("zb-v", ranks=4, microbatches=6, costs=costs, effort=0.01)
-    flat, timeline = shop(costs, schedule.placement), simulate(schedule, costs)
-    coded = encode(schedule.order, 6)
-    done = run(flat, coded, 6)
+    arrays, timeline = schedule_arrays(costs, schedule.placement), simulate(schedule, costs)
+    op_ids = encode(schedule.order, 6)
+    done = run(arrays, op_ids, 6)
     assert done.span == pytest.approx(timeline.span)
     assert done.makespan == pytest.approx(timeline.seconds)
-    assert peaks(flat, coded, 6) == pytest.approx(list(timeline.peak_memory))
-    assert decode(flat, coded, 6) == schedule.order
+    assert peaks(arrays, op_ids, 6) == pytest.approx(list(timeline.peak_memory))
+    assert decode(arrays, op_ids, 6) == schedule.order
 
 
 def test_what_did_not_change_need_not_run_again():
     costs = v_costs(4, **LARGE)
     schedule = build("zb-v", ranks=4, microbatches=8, costs=costs, effort=0.01)
-    flat, random = shop(costs, schedule.placement), Random(3)
+    arrays, random = schedule_arrays(costs, schedule.placement), Random(3)
     old = encode(schedule.order, 8)
-    known = run(flat, old, 8)
+    known = run(arrays, old, 8)
     compared = 0
     for _ in range(200):
         new = old.copy()
-        its = flat.ops_of(random.randrange(4), new, 8)
+        its = arrays.ops_of(random.randrange(4), new, 8)
         at = random.randrange(len(its) - 1)
-        since = known.end[its[at]] - flat.seconds[its[at] // 8]
+        since = known.end[its[at]] - arrays.seconds[its[at] // 8]
         its[at : at + 2] = its[at : at + 2][::-1].copy()
-        fresh, again = run(flat, new, 8), deepcopy(known)
-        runs = run_ops(flat.tables(8), new, 8, since, again.end, again.cause, again.first, again.free)
+        fresh, again = run(arrays, new, 8), deepcopy(known)
+        runs = run_ops(arrays.tables(8), new, 8, since, again.end, again.cause, again.first, again.free)
         assert runs == (fresh is not None)
         if fresh is None:
             continue
@@ -115,9 +115,9 @@ def test_what_did_not_change_need_not_run_again():
 
 
 def test_orders_that_block_each_other_do_not_run():
-    flat = shop(chain([StageCost(1, 1, 1)] * 2), (0, 1))
+    arrays = schedule_arrays(chain([StageCost(1, 1, 1)] * 2), (0, 1))
     order = parse_order("F0.0 B0.0 F0.1 B0.1 W0.0 W0.1\nF1.0 F1.1 B1.0 B1.1 W1.0 W1.1")
-    assert run(flat, encode(order, 2), 2) is None
+    assert run(arrays, encode(order, 2), 2) is None
 
 
 # Bubbles of the published schedulers on the same times, at the same peak memory.
@@ -195,10 +195,10 @@ def test_improvement_moves_a_weight_gradient_off_the_critical_path():
     costs = chain([StageCost(1, 1, 1, 1, 1)] * 2)
     problem = Problem("hand", 2, 2, 1, "plain", costs, (inf, inf))
     slow = parse_order("F0.0 F0.1 B0.0 W0.0 B0.1 W0.1\nF1.0 B1.0 W1.0 F1.1 B1.1 W1.1")
-    goal = Goal.of(problem, "makespan")
-    better = improve(problem.shop, encode(slow, 2), 2, problem.limits, goal, 5_000)
-    assert problem.worth(encode(slow, 2))[2] == 8
-    assert problem.worth(better)[2] == 7
+    goal = Goal.for_problem(problem, "makespan")
+    better = improve(problem.arrays, encode(slow, 2), 2, problem.limits, goal, 5_000)
+    assert problem.score(encode(slow, 2))[2] == 8
+    assert problem.score(better)[2] == 7
 
 
 @pytest.mark.parametrize("objective", ["span", "makespan"])
@@ -210,23 +210,23 @@ def test_improvement_gives_a_whole_order_that_keeps_the_limits_and_is_never_slow
 ):
     m = 9
     problem = Problem("zb", 4, m, chunks, placement, even_costs(4, chunks, **LARGE), (limit,) * 4)
-    flat, goal, table = problem.shop, Goal.of(problem, objective), Timetable(problem)
+    arrays, goal, table = problem.arrays, Goal.for_problem(problem, objective), Timetable(problem)
     for seed in range(5):
         order = table.order(draw(Random(seed)))
-        better = improve(flat, order, m, problem.limits, goal, 200_000, seed)
-        for rank, own in enumerate(flat.own):
+        better = improve(arrays, order, m, problem.limits, goal, 200_000, seed)
+        for rank, own in enumerate(arrays.own):
             ops = [
                 m * section + j
                 for stage in own
                 for section in range(3 * stage, 3 * stage + 3)
                 for j in range(m)
             ]
-            its = flat.ops_of(rank, better, m).tolist()
+            its = arrays.ops_of(rank, better, m).tolist()
             assert sorted(its) == sorted(ops)
             for section in {op // m for op in ops}:
                 assert [op % m for op in its if op // m == section] == list(range(m))
-        assert max(peaks(flat, better, m)) <= limit * (1 + 1e-9)
-        assert goal.time(run(flat, better, m)) <= goal.time(run(flat, order, m))
+        assert max(peaks(arrays, better, m)) <= limit * (1 + 1e-9)
+        assert goal.time(run(arrays, better, m)) <= goal.time(run(arrays, order, m))
 
 
 # F, B, W, transfer of 2401.10241's models; ZB-1p and ZB-2p by its heuristic.
@@ -246,11 +246,11 @@ def test_the_published_heuristic_gives_the_published_bubbles(ranks, m, times, co
         problem = Problem(
             "zb", ranks, m, 1, "plain", even_costs(ranks, 1, times, comm, 0.45), (limit,) * ranks
         )
-        orders = zero_bubble(problem.shop, m, problem.limits)
+        orders = zero_bubble(problem.arrays, m, problem.limits)
         assert len(orders) == 8
-        assert all(max(peaks(problem.shop, order, m)) <= limit * (1 + 1e-9) for order in orders)
-        spans = [run(problem.shop, order, m).span for order in orders]
-        assert round(1 - m * problem.shop.period / min(spans), 4) == mark
+        assert all(max(peaks(problem.arrays, order, m)) <= limit * (1 + 1e-9) for order in orders)
+        spans = [run(problem.arrays, order, m).span for order in orders]
+        assert round(1 - m * problem.arrays.period / min(spans), 4) == mark
 
 
 @pytest.mark.parametrize(
@@ -264,8 +264,8 @@ def test_the_published_heuristic_gives_the_published_bubbles(ranks, m, times, co
 def test_the_published_heuristic_gives_the_published_bubbles_of_zb_v(m, times, comm, mark):
     costs = v_costs(16, times=tuple(2 * time for time in times), comm=comm)
     problem = Problem("zb-v", 16, m, 2, "v", costs, (16,) * 16)
-    spans = [run(problem.shop, order, m).span for order in zero_bubble_v(problem.shop, m, problem.limits)]
-    assert round(1 - m * problem.shop.period / min(spans), 4) == mark
+    spans = [run(problem.arrays, order, m).span for order in zero_bubble_v(problem.arrays, m, problem.limits)]
+    assert round(1 - m * problem.arrays.period / min(spans), 4) == mark
 
 
 def test_heuristics_take_uneven_stages_few_microbatches_and_tight_limits():
@@ -274,13 +274,13 @@ def test_heuristics_take_uneven_stages_few_microbatches_and_tight_limits():
     for m in (1, 2, 3, 9):
         for limit in (1.3, 2.0, 4.1, 9.0):
             one = Problem("zb", 4, m, 1, "plain", chain(stages, 0.05), (limit,) * 4)
-            assert zero_bubble(one.shop, m, one.limits)
+            assert zero_bubble(one.arrays, m, one.limits)
             two = Problem("zb-v", 4, m, 2, "v", chain([*stages, *stages[::-1]], 0.05), (2 * limit,) * 4)
-            orders = zero_bubble(one.shop, m, one.limits), zero_bubble_v(two.shop, m, two.limits)
+            orders = zero_bubble(one.arrays, m, one.limits), zero_bubble_v(two.arrays, m, two.limits)
             for problem, made in zip((one, two), orders, strict=True):
                 for order in made:
                     assert sorted(order.tolist()) == list(range(problem.ops))
-                    assert run(problem.shop, order, m) is not None
+                    assert run(problem.arrays, order, m) is not None
 
 
 def test_a_search_starts_no_worse_than_what_is_published():
@@ -290,7 +290,7 @@ def test_a_search_starts_no_worse_than_what_is_published():
             "zb", ranks, m, 1, "plain", even_costs(ranks, 1, times, comm, 0.45), (ranks,) * ranks
         )
         (found,) = find([problem], starts, "span", effort=1e-6)
-        assert round(1 - m * problem.shop.period / found.seconds, 4) <= one
+        assert round(1 - m * problem.arrays.period / found.seconds, 4) <= one
 
 
 def test_no_schedule_has_a_shorter_period_than_the_bound():

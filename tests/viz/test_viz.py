@@ -16,10 +16,10 @@ from fxpipe.ir.graph import Color, Phase
 from fxpipe.ir.sections import messages
 from fxpipe.ir.storage import call_nodes
 from fxpipe.schedule.costs import StageCost, chain
-from fxpipe.schedule.families import build
-from fxpipe.schedule.offload import offload, with_link
+from fxpipe.schedule.families.registry import build
+from fxpipe.schedule.offload.planner import offload, with_link
 from fxpipe.schedule.ops import Schedule, parse_order
-from fxpipe.schedule.simulator import simulate
+from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.viz.boxes import Place, collapse
 from fxpipe.viz.graph_picture import graph_picture
 from fxpipe.viz.layout import lay_out

@@ -3,8 +3,8 @@
 from rich.style import Style
 
 from fxpipe.schedule.costs import StageCost, chain
-from fxpipe.schedule.families import build
-from fxpipe.schedule.simulator import simulate
+from fxpipe.schedule.families.registry import build
+from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.viz.palette import PHASES, tint
 from fxpipe.viz.terminal import timeline_text
 

@@ -17,6 +17,7 @@ from zoo import Case, captured_once, eager, relative_error
 
 import fxpipe
 from fxpipe.errors import PartitionError, VocabularyError
+from fxpipe.schedule.arrays import schedule_arrays
 from fxpipe.vocabulary.rows import rows_of, whole
 from fxpipe.vocabulary.split import shard_bounds
 
@@ -276,13 +277,12 @@ def test_no_rank_has_logits_of_the_whole_vocabulary() -> None:
 def test_memory_is_as_simulated_and_a_microbatch_more_for_each_barrier(schedule: str) -> None:
     """Where logits weigh, less than the last rank of the schedule without holds."""
     case = Case(lambda: MODELS["gpt2"].build().double(), MODELS["gpt2"].batch, same_word_loss)
-    plain = spread(case, 2, schedule, False).simulate()
     for barriers, choice in ((1, "1-barrier"), (2, "2-barrier")):
         pipe = spread(case, 2, schedule, choice)
         timeline = pipe.simulate()
         simulated = timeline.peak_memory
         measured = pipe.run_local(case.data(MICROBATCHES), measure_memory=True).peak_saved
-        own = shop(timeline.costs, timeline.schedule.placement)
+        own = schedule_arrays(timeline.costs, timeline.schedule.placement)
         one = max(own.smallest_limit(rank) for rank in (0, 1))
         # Without, both families hold p = 2 microbatches at most.
         assert max(simulated) <= (2 + barriers) * one

@@ -11,7 +11,7 @@ from zoo import LIMIT, WIDTH, eager, numbers, relative_error
 
 import fxpipe
 from fxpipe.ir.graph import Phase
-from fxpipe.schedule.families import FAMILIES
+from fxpipe.schedule.families.registry import FAMILIES
 
 MICROBATCHES, ROWS = 5, 2
 MESSAGE = 8 * ROWS * WIDTH  # bytes, in double precision

@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from math import inf
 
 from fxpipe.errors import LimitError, ScheduleError
+from fxpipe.schedule.arrays import decode, schedule_arrays
 from fxpipe.schedule.costs import Costs
-from fxpipe.schedule.dispatch import check_room, has_room
-from fxpipe.schedule.families import FAMILIES, Family, build
+from fxpipe.schedule.dispatch import check_one_microbatch_fits, one_microbatch_fits
+from fxpipe.schedule.families.registry import FAMILIES, Family, build
 from fxpipe.schedule.goal import Objective as Objective
-from fxpipe.schedule.offload import AUTO, Share, lightened
+from fxpipe.schedule.offload.planner import AUTO, Share, with_offload
 from fxpipe.schedule.ops import Order, Schedule
 from fxpipe.schedule.placement import place
 from fxpipe.schedule.problem import Limit, Problem, per_rank
 from fxpipe.schedule.search.pool import Found, find
 from fxpipe.schedule.search.starts import starts
-from fxpipe.schedule.shop import decode, shop
-from fxpipe.schedule.simulator import simulate
-from fxpipe.schedule.timeline import Timeline
-from fxpipe.schedule.vocabulary import body_costs, room_for_body, weave
+from fxpipe.schedule.simulation.simulator import simulate
+from fxpipe.schedule.simulation.timeline import Timeline
+from fxpipe.schedule.vocabulary import budget_for_model_stages, model_stage_costs, weave
 from fxpipe.vocabulary.stages import Vocabulary
 
 SEARCHED = "zb"
@@ -181,7 +181,7 @@ def _under(ways: Sequence[_Way], objective: Objective, effort: float | None, see
     for is_beyond in (False, True):
         alike = [way for way in ways if (way.offload is not None) == is_beyond]
         problems = [way.problem for way in alike]
-        if any(has_room(problem.shop, problem.limits) for problem in problems):
+        if any(one_microbatch_fits(problem.arrays, problem.limits) for problem in problems):
             found |= zip(alike, find(problems, starts, objective, effort, seed), strict=True)
     entries, tried, smallest = list[_Entry](), list[Tried](), inf
     for way in ways:
@@ -228,8 +228,8 @@ def _problem(setting: Setting, ranks: int, microbatches: int, limits: tuple[floa
     """What is sought for the model's own stages."""
     costs = setting.costs
     if setting.vocabulary is not None:
-        limits = room_for_body(costs, setting.vocabulary, limits)
-        costs = body_costs(costs, setting.vocabulary)
+        limits = budget_for_model_stages(costs, setting.vocabulary, limits)
+        costs = model_stage_costs(costs, setting.vocabulary)
     v, shape = setting.stages_per_rank, setting.placement
     return Problem(SEARCHED, ranks, microbatches, v, shape, costs, limits)
 
@@ -241,9 +241,9 @@ def _limits(setting: Setting, limit: Limit, ranks: int) -> tuple[float, ...]:
 def _decoded(problem: Problem, found: Found | None) -> Order:
     """Raises ScheduleError where one microbatch does not fit."""
     if found is None:
-        check_room(problem.shop, problem.limits)
+        check_one_microbatch_fits(problem.arrays, problem.limits)
     assert found is not None, "the search has an order where a microbatch fits"
-    return decode(problem.shop, found.order, problem.microbatches)
+    return decode(problem.arrays, found.order, problem.microbatches)
 
 
 def _build(family: Family, problem: Problem) -> Order:
@@ -267,7 +267,7 @@ def _entry(name: str, way: _Way, order: Order, objective: Objective) -> _Entry:
         placement = vocabulary.placement(placement)
     timeline = simulate(Schedule(name, placement, problem.microbatches, whole, vocabulary), setting.costs)
     if way.offload is not None:
-        timeline = lightened(timeline, way.offload, way.limits)
+        timeline = with_offload(timeline, way.offload, way.limits)
     seconds, span, peak = (
         float(f"{x:.9g}") for x in (timeline.seconds, timeline.span, max(timeline.peak_memory))
     )
@@ -293,8 +293,8 @@ def _nothing_fits(ways: Sequence[_Way], offloaded: float) -> str:
     """``offloaded``: the smallest limit that could be kept with as much away as possible."""
     least, at = inf, ways[0].problem
     for problem in (way.problem for way in ways):
-        flat = shop(problem.costs, place(problem.shape, problem.ranks, problem.stages_per_rank))
-        needed = max(flat.smallest_limit(rank) for rank in range(problem.ranks))
+        arrays = schedule_arrays(problem.costs, place(problem.shape, problem.ranks, problem.stages_per_rank))
+        needed = max(arrays.smallest_limit(rank) for rank in range(problem.ranks))
         if needed < least:
             least, at = needed, problem
     limit = max(min(way.limits) for way in ways)

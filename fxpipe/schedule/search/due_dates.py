@@ -13,12 +13,12 @@ from random import Random
 
 import numpy as np
 
+from fxpipe.schedule.arrays import OpIds, ScheduleArrays
 from fxpipe.schedule.bound import in_order
 from fxpipe.schedule.dependencies import SECTIONS_PER_STAGE, index
 from fxpipe.schedule.dispatch import dispatch
 from fxpipe.schedule.kernel import Floats
 from fxpipe.schedule.problem import Problem
-from fxpipe.schedule.shop import Coded, Shop
 
 Point = tuple[float, ...]
 
@@ -49,7 +49,7 @@ class Timetable:
     @cached_property
     def alone(self) -> Floats:
         """Per section when it starts if there is one microbatch alone."""
-        return start_alone(self.problem.shop)
+        return start_alone(self.problem.arrays)
 
     @cached_property
     def steps(self) -> Floats:
@@ -63,14 +63,14 @@ class Timetable:
     def period(self) -> float:
         return least_period(self.problem)
 
-    def order(self, point: Point) -> Coded:
+    def order(self, point: Point) -> OpIds:
         """The order of list scheduling with the point's due dates."""
-        shop, m, ranks = self.problem.shop, self.problem.microbatches, self.problem.ranks
+        arrays, m, ranks = self.problem.arrays, self.problem.microbatches, self.problem.ranks
         slow, *waits, weight, head, tail, head_pace, tail_pace, late, spare, memory, b, w = point
-        unit, period = float(np.mean(shop.seconds)), self.period * (1 + 0.25 * slow**2)
+        unit, period = float(np.mean(arrays.seconds)), self.period * (1 + 0.25 * slow**2)
         # The way of a microbatch: each quarter of it may be slower.
         quarters = np.array([1.5 * _half(x) ** 2 * unit for x in waits])
-        steps = 2 * shop.stages
+        steps = 2 * arrays.stages
         places = np.minimum((self.steps * steps).astype(int), steps - 1)
         start = self.alone + np.cumsum(quarters[np.arange(steps) * 4 // steps])[places]
         start[2::3] += 3 * _half(weight) * period
@@ -82,11 +82,11 @@ class Timetable:
         due = start[:, None] + period * np.cumsum(pace)
         due[2::3, max(0, m - int(2 * _half(late) * ranks)) :] += 2 * due.max()  # the last W behind all else
         # The memory: some of it may stay free, and no rank needs more than some microbatches a rank.
-        least = np.array([shop.smallest_limit(rank) for rank in range(ranks)])
+        least = np.array([arrays.smallest_limit(rank) for rank in range(ranks)])
         most = np.minimum(
             np.asarray(self.problem.limits) - _half(spare) * least, (1 + memory) * ranks * least
         )
-        return dispatch(shop, m, due.ravel(), np.maximum(most, least), (1.001, 0.7 * b, 0.7 * w))
+        return dispatch(arrays, m, due.ravel(), np.maximum(most, least), (1.001, 0.7 * b, 0.7 * w))
 
 
 def least_period(problem: Problem) -> float:
@@ -96,23 +96,25 @@ def least_period(problem: Problem) -> float:
     least, by the rank's limit.
     """
     if not problem.is_limited:
-        return problem.shop.period
+        return problem.arrays.period
     held = zip(_held_at_least(problem), problem.limits, strict=True)
-    return max([problem.shop.period, *(area / limit for area, limit in held if area)])
+    return max([problem.arrays.period, *(area / limit for area, limit in held if area)])
 
 
 def _held_at_least(problem: Problem) -> list[float]:
     """Per rank: memory · seconds of one microbatch. What is held from one section to another is held for
     as long as the longest way between them takes.
     """
-    shop, placement = problem.shop, problem.placement
-    seconds = np.array(shop.seconds)
-    way = np.full((shop.sections, shop.sections), -np.inf)  # from the start of one section to that of another
-    for section in in_order(shop.needs):
+    arrays, placement = problem.arrays, problem.placement
+    seconds = np.array(arrays.seconds)
+    way = np.full(
+        (arrays.sections, arrays.sections), -np.inf
+    )  # from the start of one section to that of another
+    for section in in_order(arrays.needs):
         way[section, section] = 0.0
-        for source, delay in shop.needs[section]:
+        for source, delay in arrays.needs[section]:
             np.maximum(way[:, section], way[:, source] + seconds[source] + delay, out=way[:, section])
-    areas = [0.0] * shop.ranks
+    areas = [0.0] * arrays.ranks
     for stage, cost in enumerate(problem.costs.stages):
         f, b, w = (SECTIONS_PER_STAGE * stage + kind for kind in range(3))
         area = cost.saved * (way[f, b] + seconds[b]) + cost.kept * seconds[w]
@@ -124,12 +126,12 @@ def _held_at_least(problem: Problem) -> list[float]:
     return areas
 
 
-def start_alone(shop: Shop) -> Floats:
+def start_alone(arrays: ScheduleArrays) -> Floats:
     """Per section when it starts if there is one microbatch alone; W right behind what it needs."""
-    start = np.zeros(shop.sections)
-    down, up = range(shop.stages), reversed(range(shop.stages))
+    start = np.zeros(arrays.sections)
+    down, up = range(arrays.stages), reversed(range(arrays.stages))
     for section in (*(3 * s for s in down), *(3 * s + 1 for s in up), *(3 * s + 2 for s in down)):
-        arrivals = (start[source] + shop.seconds[source] + delay for source, delay in shop.needs[section])
+        arrivals = (start[source] + arrays.seconds[source] + delay for source, delay in arrays.needs[section])
         start[section] = max(arrivals, default=0.0)
     return start
 

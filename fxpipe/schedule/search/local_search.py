@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fxpipe.schedule.arrays import OpIds, ScheduleArrays, run
 from fxpipe.schedule.goal import Goal
 from fxpipe.schedule.kernel import anneal
-from fxpipe.schedule.shop import Coded, Shop, run
 
 _HOT, _COLD = (
     0.8,
@@ -25,23 +25,23 @@ _SHORT = 2e-4  # the same for each look at an op: in the heat of a short search 
 
 
 def improve(
-    shop: Shop,
-    order: Coded,
+    arrays: ScheduleArrays,
+    order: OpIds,
     microbatches: int,
     limits: Sequence[float],
     goal: Goal,
     work: int,
     seed: int = 0,
-) -> Coded:
+) -> OpIds:
     """The best order that is met while so many ops (``work``) are looked at.
 
     ``order`` keeps the limits. On every stage the ops of a kind keep their order.
     """
-    done = run(shop, order, microbatches)
+    done = run(arrays, order, microbatches)
     assert done is not None, "an order to improve can progress"
-    unit = float(np.mean(shop.seconds))
+    unit = float(np.mean(arrays.seconds))
     gain, short = goal.time(done) - goal.bound, work / len(order)
     hot = max(1e-3 * unit, min(_HOT * unit, _GAIN * gain, _SHORT * unit * short))
     bounds = np.asarray(limits, np.float64)
-    tables, m = shop.tables(microbatches), microbatches
-    return anneal(tables, order, m, bounds, goal.by_makespan, goal.enough, work, seed, hot, _COLD * hot)
+    tables, m = arrays.tables(microbatches), microbatches
+    return anneal(tables, order, m, bounds, goal.by_makespan, goal.good_enough, work, seed, hot, _COLD * hot)

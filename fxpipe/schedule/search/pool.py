@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from random import Random
 
-from fxpipe.schedule.dispatch import check_room, has_room
+from fxpipe.schedule.arrays import OpIds, fits, peaks, run
+from fxpipe.schedule.dispatch import check_one_microbatch_fits, one_microbatch_fits
 from fxpipe.schedule.goal import Goal, Objective
 from fxpipe.schedule.problem import Problem
 from fxpipe.schedule.search.due_dates import Point, Timetable, cross, draw, least_period
 from fxpipe.schedule.search.local_search import improve
-from fxpipe.schedule.shop import Coded, fits, peaks, run
 
 _EFFORT, _EFFORT_PER_OP = 8.0, 1e-3  # the default: seconds of one core at most, and for every op of a problem
 
@@ -26,7 +26,7 @@ _BATCH = 32  # draws that are made at a time, and judged before the next
 _KEPT = 16  # of the best draws, to cross
 _WIDTH, _LAST = 16, 2  # orders that are annealed at first and at last
 
-Starts = Callable[[Problem], Sequence[Coded]]
+Starts = Callable[[Problem], Sequence[OpIds]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class Found:
     that needs the most.
     """
 
-    order: Coded
+    order: OpIds
     seconds: float
     peak: float
 
@@ -52,9 +52,9 @@ def find(
     effort: about the seconds of one core; by default a millisecond for every op of the problems, 8 s at most.
     None for a problem in which one microbatch does not fit; raises ScheduleError where that is so in all.
     """
-    able = [problem for problem in problems if has_room(problem.shop, problem.limits)]
+    able = [problem for problem in problems if one_microbatch_fits(problem.arrays, problem.limits)]
     if not able:
-        check_room(problems[0].shop, problems[0].limits)
+        check_one_microbatch_fits(problems[0].arrays, problems[0].limits)
     tasks = [_Task(problem, objective) for problem in able]
     ops, count = sum(problem.ops for problem in able), max(2, _WIDTH // len(tasks))
     work = _SPEED * (min(_EFFORT, _EFFORT_PER_OP * ops) if effort is None else effort)
@@ -74,7 +74,7 @@ class _Task:
     """A problem, what is made small in it, and the best order so far."""
 
     def __init__(self, problem: Problem, objective: Objective) -> None:
-        goal = Goal.of(problem, objective)
+        goal = Goal.for_problem(problem, objective)
         self.bound = max(goal.bound, problem.microbatches * least_period(problem))
         self.problem, self.goal = problem, Goal(objective, self.bound)
         self.best: Found | None = None
@@ -84,14 +84,14 @@ class _Task:
         """Is the best as good as can be?"""
         return self.best is not None and self.best.seconds <= self.goal.bound * (1 + 1e-9)
 
-    def judge(self, order: Coded) -> Found | None:
+    def judge(self, order: OpIds) -> Found | None:
         """None where the order breaks the limits."""
         problem, m = self.problem, self.problem.microbatches
-        if not fits(problem.shop, order, m, problem.limits):
+        if not fits(problem.arrays, order, m, problem.limits):
             return None
-        done = run(problem.shop, order, m)
+        done = run(problem.arrays, order, m)
         assert done is not None, "an order that was made by running it cannot block"
-        return Found(order, float(f"{self.goal.time(done):.12g}"), max(peaks(problem.shop, order, m)))
+        return Found(order, float(f"{self.goal.time(done):.12g}"), max(peaks(problem.arrays, order, m)))
 
     def keep(self, orders: Iterable[Found | None]) -> list[Found]:
         """Remembers the best. All of them, the best first, but one of equally fast ones: that which needs
@@ -142,9 +142,9 @@ class _Chain:
 
     def annealed(self, work: int, seed: int) -> _Chain:
         problem = self.task.problem
-        shop, m = problem.shop, problem.microbatches
+        arrays, m = problem.arrays, problem.microbatches
         better = self.task.judge(
-            improve(shop, self.found.order, m, problem.limits, self.task.goal, work, seed)
+            improve(arrays, self.found.order, m, problem.limits, self.task.goal, work, seed)
         )
         assert better is not None, "local search keeps the limits"
         return _Chain(self.task, better)

@@ -7,37 +7,39 @@ from math import ceil
 
 import numpy as np
 
-from fxpipe.schedule import spines
+from fxpipe.schedule.arrays import OpIds, encode
 from fxpipe.schedule.dispatch import dispatch
-from fxpipe.schedule.heuristics import zero_bubble, zero_bubble_v
+from fxpipe.schedule.families import fb_orders
+from fxpipe.schedule.families.heuristics import zero_bubble, zero_bubble_v
+from fxpipe.schedule.families.weights import Gap, delay_weights, fill_bubbles
 from fxpipe.schedule.kernel import Floats
 from fxpipe.schedule.ops import OpKind, Order
 from fxpipe.schedule.problem import Problem
-from fxpipe.schedule.shop import Coded, encode
-from fxpipe.schedule.weights import Gap, fill, lag
 
 
-def starts(problem: Problem) -> list[Coded]:
+def starts(problem: Problem) -> list[OpIds]:
     """The orders that are published for its stages a rank and its placement, whatever memory they need."""
     if problem.is_v:
         return [*two_in_v(problem)] if problem.stages_per_rank == 2 else []
     return [*one_a_rank(problem)] if problem.stages_per_rank == 1 else [*interleaved(problem)]
 
 
-def one_a_rank(problem: Problem) -> Iterator[Coded]:
+def one_a_rank(problem: Problem) -> Iterator[OpIds]:
     """1F1B, ZB-H1, ZB-H2, and ZB under the limits."""
     p, m, placement = problem.ranks, problem.microbatches, problem.placement
     for warm, behind in ((1, 0), (1, 1), (2, 2)):
-        order = spines.interleaved(placement, m, OpKind.B, lambda rank, w=warm: w * (p - rank) - w + 1)  # type: ignore[misc]
-        yield encode(lag(order, lambda rank, b=behind: b * rank), m)  # type: ignore[misc]
-    yield from zero_bubble(problem.shop, m, problem.limits)
+        order = fb_orders.interleaved(placement, m, OpKind.B, lambda rank, w=warm: w * (p - rank) - w + 1)  # type: ignore[misc]
+        yield encode(delay_weights(order, lambda rank, b=behind: b * rank), m)  # type: ignore[misc]
+    yield from zero_bubble(problem.arrays, m, problem.limits)
 
 
-def interleaved(problem: Problem) -> Iterator[Coded]:
+def interleaved(problem: Problem) -> Iterator[OpIds]:
     """Interleaved 1F1B, and GIS in groups of p to p/2."""
     p, m, v = problem.ranks, problem.microbatches, problem.stages_per_rank
-    order = spines.interleaved(problem.placement, m, OpKind.B, lambda rank: p * (v - 1) + 2 * (p - rank) - 1)
-    yield encode(lag(order, lambda rank: 0), m)
+    order = fb_orders.interleaved(
+        problem.placement, m, OpKind.B, lambda rank: p * (v - 1) + 2 * (p - rank) - 1
+    )
+    yield encode(delay_weights(order, lambda rank: 0), m)
     for group in groups(p):
         yield from gis(group, problem)
 
@@ -48,29 +50,32 @@ def groups(ranks: int) -> list[int]:
     return [*range(ranks, least, -max(1, ranks // 8)), least]
 
 
-def gis(group: int, problem: Problem) -> list[Coded]:
+def gis(group: int, problem: Problem) -> list[OpIds]:
     """W after as many B as the rank is far from the first, and in the gaps by all rules."""
     most = group * (problem.stages_per_rank - 1) + problem.ranks
-    order = spines.interleaved(
+    order = fb_orders.interleaved(
         problem.placement, problem.microbatches, OpKind.B, lambda rank: most - rank, group
     )
-    return [encode(lag(order, lambda rank: rank), problem.microbatches), *filled(order, most, problem)]
+    return [
+        encode(delay_weights(order, lambda rank: rank), problem.microbatches),
+        *filled(order, most, problem),
+    ]
 
 
-def two_in_v(problem: Problem) -> Iterator[Coded]:
+def two_in_v(problem: Problem) -> Iterator[OpIds]:
     """ZB-V, and the repeated blocks of V-Min and V-Half (2405.15362)."""
-    yield from zero_bubble_v(problem.shop, problem.microbatches, problem.limits)
+    yield from zero_bubble_v(problem.arrays, problem.microbatches, problem.limits)
     yield from zb_v(problem)
     for block in (v_min, v_half):
         if problem.is_limited:
             yield dispatch(
-                problem.shop, problem.microbatches, _repeated(problem, block(problem.ranks)), problem.limits
+                problem.arrays, problem.microbatches, _repeated(problem, block(problem.ranks)), problem.limits
             )
 
 
-def zb_v(problem: Problem) -> list[Coded]:
+def zb_v(problem: Problem) -> list[OpIds]:
     """ZB-V's order of F and B, and W in the gaps by all rules."""
-    order = spines.zero_bubble_v(problem.ranks, problem.microbatches, OpKind.B)
+    order = fb_orders.zero_bubble_v(problem.ranks, problem.microbatches, OpKind.B)
     return filled(order, 2 * problem.ranks, problem)
 
 
@@ -87,9 +92,9 @@ def v_half(ranks: int) -> list[tuple[int, int, int, int]]:
 
 def _repeated(problem: Problem, block: list[tuple[int, int, int, int]]) -> Floats:
     """Due dates: a block every six slots; W behind its B."""
-    p, shop = problem.ranks, problem.shop
-    slot = shop.period / 6
-    start = np.empty(shop.sections)
+    p, arrays = problem.ranks, problem.arrays
+    slot = arrays.period / 6
+    start = np.empty(arrays.sections)
     for rank, (first, second, back, last) in enumerate(block):
         low, high = 3 * rank, 3 * (2 * p - 1 - rank)
         start[low : low + 3] = first, last, last + 1
@@ -98,8 +103,8 @@ def _repeated(problem: Problem, block: list[tuple[int, int, int, int]]) -> Float
     return slot * (start[:, None] + pace).ravel()
 
 
-def filled(order: Order, chunks: int, problem: Problem) -> list[Coded]:
+def filled(order: Order, chunks: int, problem: Problem) -> list[OpIds]:
     """W in the gaps by each rule, with so many chunks between F and W on a rank at most."""
-    coded, lengths, m = encode(order, problem.microbatches), [*map(len, order)], problem.microbatches
+    op_ids, lengths, m = encode(order, problem.microbatches), [*map(len, order)], problem.microbatches
     most = (chunks,) * problem.ranks
-    return [fill(coded, lengths, m, problem.shop, most, gap, counted=True) for gap in Gap]
+    return [fill_bubbles(op_ids, lengths, m, problem.arrays, most, gap, counted=True) for gap in Gap]

@@ -1,4 +1,4 @@
-"""Transfers of a schedule: what they are of, how long they take, in which order a link carries them."""
+"""The transfers of a schedule: their bytes and seconds, and the order in which a link carries them."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from fxpipe.schedule.costs import Costs, StageCost
 from fxpipe.schedule.ops import PHASES, Activation, Direction, Schedule, Transfer
 
 
-def away_bytes(cost: StageCost, user: Phase) -> float:
-    """What may leave a stage's rank until its B or its W."""
+def offload_bytes(cost: StageCost, user: Phase) -> float:
+    """Bytes that a stage can offload for one microbatch until its B or its W."""
     return cost.away if user is Phase.B else cost.away_for_weight
 
 
 def transfer_seconds(transfer: Transfer, costs: Costs) -> float:
     assert costs.link is not None
-    return costs.link.seconds * away_bytes(costs.stages[transfer.stage], transfer.user)
+    return costs.link.seconds * offload_bytes(costs.stages[transfer.stage], transfer.user)
 
 
-def lanes(schedule: Schedule, costs: Costs) -> tuple[tuple[int, ...], ...]:
-    """The transfers, by position, that each direction of each link carries."""
+def link_queues(schedule: Schedule, costs: Costs) -> tuple[tuple[int, ...], ...]:
+    """Per link and direction, the positions of its transfers in ``schedule.transfers``, in order."""
     if costs.link is None:
         return ()
     found: defaultdict[tuple[int, Direction], list[int]] = defaultdict(list)
     for k, transfer in enumerate(schedule.transfers):
         rank = schedule.placement[transfer.stage]
         found[rank // costs.link.ranks, transfer.direction].append(k)
-    return tuple(tuple(lane) for lane in found.values())
+    return tuple(tuple(queue) for queue in found.values())
 
 
 def check_transfers(schedule: Schedule, costs: Costs) -> None:
-    """Raise ScheduleError, naming the transfer, unless each activation leaves once behind its F, and comes
-    back once, after it is away and before its user."""
+    """Raise ScheduleError, naming the transfer, unless each activation is offloaded once after its F, and
+    reloaded once, after the offload has ended and before its user starts."""
     if not schedule.transfers:
         return
     if costs.link is None:

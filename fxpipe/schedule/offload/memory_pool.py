@@ -1,4 +1,4 @@
-"""Where what is away lies: one pool a rank, filled by first fit in the order of the schedule."""
+"""The pool of memory for offloaded activations: one per rank, allocated by first fit in schedule order."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from fxpipe.schedule.ops import Activation, Direction, Schedule
 
 @dataclass(frozen=True)
 class Pool:
-    """``bytes`` in all, and the offset of each activation."""
+    """The size of the pool, and the offset of each activation in it."""
 
     bytes: int
     places: Mapping[Activation, int]
 
 
 def pools(schedule: Schedule, sizes: Mapping[tuple[int, Phase], int]) -> tuple[Pool, ...]:
-    """Per rank.  ``sizes``: bytes of what leaves a stage, by stage and user."""
+    """The pool of each rank.  ``sizes``: bytes that a stage offloads per microbatch, by stage and user."""
     until = {t.activation: t.end for t in schedule.transfers if t.direction is Direction.IN}
     ends, places = [0] * schedule.ranks, [dict[Activation, int]() for _ in range(schedule.ranks)]
     taken: list[list[tuple[int, int, int]]] = [[] for _ in range(schedule.ranks)]  # begin, end, until when

@@ -1,4 +1,4 @@
-"""What a simulated step was like: times, bubbles, memory."""
+"""The result of a simulated step: times, bubbles, memory."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from fxpipe.ir.graph import Colour
+from fxpipe.ir.graph import Color
 from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.costs import Costs
-from fxpipe.schedule.critical import critical_path
-from fxpipe.schedule.exposed import exposed_communication
+from fxpipe.schedule.offload.transfers import offload_bytes
 from fxpipe.schedule.ops import PHASES, Direction, Op, OpKind, Schedule, Transfer
-from fxpipe.schedule.transfers import away_bytes
+from fxpipe.schedule.simulation.critical import critical_path
+from fxpipe.schedule.simulation.exposed import exposed_communication
 
 
 class Span(NamedTuple):
@@ -25,7 +25,7 @@ class Span(NamedTuple):
 
 
 class TransferSpan(NamedTuple):
-    """When a link was taken by a transfer."""
+    """When a transfer occupied its link."""
 
     transfer: Transfer
     start: float
@@ -34,10 +34,10 @@ class TransferSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """``spans[rank]`` is what the rank ran, in order.  Times and bytes are in the units of ``costs``.
+    """``spans[rank]`` are the ops that the rank ran, in order.  Times and bytes have the units of ``costs``.
 
-    ``transfers``: per rank what left it and came back.  ``stalled``: per rank the seconds in which its next
-    op waited for nothing but a transfer.
+    ``transfers``: the offloads and reloads of each rank.  ``stalled``: per rank the seconds in which its next
+    op waited for a transfer alone.
     """
 
     schedule: Schedule
@@ -65,12 +65,12 @@ class Timeline:
 
     @cached_property
     def exposed_communication(self) -> tuple[float, ...]:
-        """The part of ``idle`` in which all that the rank's next op needs is computed and on its way."""
+        """The part of ``idle`` in which the inputs of the rank's next op are computed and in transit."""
         return exposed_communication(self)
 
     @cached_property
     def critical_path(self) -> tuple[Span, ...]:
-        """The chain of ops that the makespan is made of; see :mod:`fxpipe.schedule.critical`."""
+        """The chain of ops that determines the makespan; see :mod:`fxpipe.schedule.simulation.critical`."""
         return critical_path(self)
 
     @cached_property
@@ -88,17 +88,18 @@ class Timeline:
 
     @cached_property
     def makespan_bubble(self) -> float:
-        """The same rate with the makespan for the span."""
+        """The same rate with the makespan in place of the span."""
         return _bubble(self.seconds, max(self.busy))
 
     @cached_property
     def memory(self) -> tuple[tuple[tuple[float, float], ...], ...]:
-        """Per rank the steps of its memory: (time, bytes live from that time on).
+        """Per rank the changes of its live memory: (time, bytes live from that time on).
 
-        A value that one stage of a rank hands to another of the same rank lives from op to op.  What left
-        the rank is freed between two ops, and takes memory again from when it begins to come back.
+        A value that one stage hands to another stage of its rank is live from the producer's end to the
+        consumer's start.  An offloaded activation is freed between two ops, and is live again from the start
+        of its reload.
         """
-        handed: dict[Colour, list[float]] = defaultdict(list)
+        handed: dict[Color, list[float]] = defaultdict(list)
         placement = self.schedule.placement
         for edge in self.costs.edges:
             if placement[edge.source.stage] == placement[edge.target.stage] and edge.bytes:
@@ -111,14 +112,16 @@ class Timeline:
         return tuple(own)
 
     def _freed(self, rank: int, carried: tuple[TransferSpan, ...]) -> list[tuple[float, float]]:
-        """When transfers free memory and take it again."""
-        free = [span.end for span in self.spans[rank]]  # behind each op: when all that leaves there has left
+        """(time, change) of live memory by offloads and reloads."""
+        free = [
+            span.end for span in self.spans[rank]
+        ]  # after each op: the end of all offloads waited for there
         for transfer, _, end in carried:
             if transfer.direction is Direction.OUT:
                 free[transfer.end - 1] = max(free[transfer.end - 1], end)
         changes = []
         for transfer, _, _ in carried:
-            size = away_bytes(self.costs.stages[transfer.stage], transfer.user)
+            size = offload_bytes(self.costs.stages[transfer.stage], transfer.user)
             if transfer.direction is Direction.OUT:
                 changes.append((free[transfer.end - 1], -size))
             else:
@@ -127,17 +130,17 @@ class Timeline:
 
     @cached_property
     def moved(self) -> float:
-        """What leaves the ranks in a step, in the costs' unit of memory."""
+        """Memory offloaded in a step, in the unit of the costs."""
         costs = self.costs.stages
         return sum(
-            away_bytes(costs[t.stage], t.user)
+            offload_bytes(costs[t.stage], t.user)
             for t in self.schedule.transfers
             if t.direction is Direction.OUT
         )
 
     @cached_property
     def link_busy(self) -> tuple[tuple[float, float], ...]:
-        """Per rank the seconds in which its activations go out and come in."""
+        """Per rank the seconds of its offloads and of its reloads."""
         return tuple(
             (
                 sum(end - start for t, start, end in own if t.direction is Direction.OUT),
@@ -148,12 +151,12 @@ class Timeline:
 
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:
-        """Per rank the most that is live at a time."""
+        """Per rank the maximum live memory."""
         return tuple(max((live for _, live in steps), default=0.0) for steps in self.memory)
 
     @cached_property
     def lower_bound(self) -> float:
-        """Seconds below which no schedule of this placement can come; see :mod:`fxpipe.schedule.bound`."""
+        """A lower bound on the seconds of any schedule of this placement: :mod:`fxpipe.schedule.bound`."""
         return lower_bound(self.costs, self.schedule.placement, self.schedule.microbatches)
 
 
@@ -163,7 +166,7 @@ def _bubble(whole: float, work: float) -> float:
 
 
 def _memory(
-    spans: tuple[Span, ...], costs: Costs, handed: dict[Colour, list[float]]
+    spans: tuple[Span, ...], costs: Costs, handed: dict[Color, list[float]]
 ) -> tuple[tuple[float, float], ...]:
     live, steps = 0.0, []
     for op, start, end in spans:
@@ -178,7 +181,7 @@ def _memory(
             case OpKind.BW:
                 at_start, at_end = 0.0, -cost.saved
         for phase in PHASES[op.kind]:
-            for change in handed.get(Colour(op.stage, phase), ()):
+            for change in handed.get(Color(op.stage, phase), ()):
                 if change < 0:
                     at_start += change
                 else:
@@ -193,7 +196,7 @@ def _memory(
 def _without(
     steps: tuple[tuple[float, float], ...], freed: list[tuple[float, float]]
 ) -> tuple[tuple[float, float], ...]:
-    """The steps with further changes; at one moment, what is freed goes first."""
+    """The steps with further changes; at equal times, memory is freed before it is allocated."""
     before = 0.0
     changes = freed
     for time, live in steps:

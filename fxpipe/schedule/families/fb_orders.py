@@ -1,8 +1,8 @@
-"""Orders of forward and backward alone, per rank; each names its source.
+"""Orders of F and B without W, per rank; each names its source.
 
-A spine is built for a number of microbatches that suits its pattern, and the ones that are too many
-are left out: microbatches do not wait for each other, so what remains can still progress.
-``backward`` is B, for W to be put between later, or BW.
+An order is built for a number of microbatches that suits its pattern, and surplus microbatches are removed:
+microbatches do not depend on each other, so the rest can still progress.
+``backward`` is B, if W ops are to be inserted later, or BW.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def interleaved(
     in_flight: Callable[[int], int],
     group: int | None = None,
 ) -> Order:
-    """One forward, one backward, over any number of chunks a rank (2104.04473).
+    """One forward, one backward, over any number of chunks per rank (2104.04473).
 
-    Microbatches go in groups of ``group`` (p), a group through one chunk after the other.
-    ``in_flight(rank)`` is how many forwards may be without their backward; with one chunk and p - rank of
-    them this is 1F1B.
+    Microbatches run in groups of ``group`` (default p), each group through one chunk after the other.
+    ``in_flight(rank)``: how many forwards may be without their backward; with one chunk and p - rank in
+    flight this is 1F1B.
     """
     size = group or max(placement) + 1
     groups = range(0, microbatches, size)
@@ -82,8 +82,8 @@ def _zero_bubble_v(rank: int, ranks: int, microbatches: int, backward: OpKind) -
 def dual_pipe_v(ranks: int, microbatches: int) -> Order:
     """DualPipeV (DeepSeek's DualPipe, cut in half): V placement, one model copy, two chunks a rank.
 
-    A forward and a backward that it would overlap run one after the other here.  A backward is one BW
-    but where the published order delays its W.
+    Overlapped forwards and backwards run one after the other here.  A backward is one BW, unless the
+    published order delays its W.
     """
     return tuple(_dual_pipe_v(rank, ranks, microbatches) for rank in range(ranks))
 

@@ -1,4 +1,4 @@
-"""Communication that no computation hides."""
+"""Exposed communication: not overlapped with computation."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 from fxpipe.schedule.dependencies import SECTIONS_PER_STAGE, needs, sections
 
 if TYPE_CHECKING:
-    from fxpipe.schedule.timeline import Timeline
+    from fxpipe.schedule.simulation.timeline import Timeline
 
 
 def exposed_communication(timeline: Timeline) -> tuple[float, ...]:
-    """Per rank the seconds in which it is idle, its next op's needs are all computed, and messages with
-    some of them are still on their way: what faster links would save at once.
+    """Per rank the idle seconds in which all inputs of its next op are computed, and some are in transit.
+
+    Faster links would save this time directly.
     """
     schedule = timeline.schedule
     table, own = needs(timeline.costs, schedule.placement), sections(schedule.stages)

@@ -1,7 +1,7 @@
-"""Costs and placement as flat arrays, and orders as numbers: what the searches of this folder compute on.
+"""Costs and placement as arrays, and orders as op ids: the data that the searches compute on.
 
-Sections are counted as in :mod:`fxpipe.schedule.dependencies`, 3·stage + 0, 1, 2 for F, B, W.  An op is
-the number of its value, section · microbatches + microbatch; a *coded order* is an array of such.
+Sections are numbered as in :mod:`fxpipe.schedule.dependencies`, 3·stage + 0, 1, 2 for F, B, W.  An *op id* is
+the number of the op's value, section · microbatches + microbatch.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from fxpipe.schedule.kernel import Floats, Ints, Tables, keeps, peak_of, run_ops
 from fxpipe.schedule.ops import Op, OpKind, Order
 from fxpipe.schedule.placement import stages_of
 
-Coded = Ints
-"""The ops that each rank runs, in order, one rank's behind the other's."""
+OpIds = Ints
+"""An order as op ids: the ops of rank 0 in order, then those of rank 1, …"""
 
 
 @dataclass(frozen=True)
-class Shop:
-    """The machines (ranks) and jobs (microbatches) of a schedule; all per section, but for what says else.
+class ScheduleArrays:
+    """Costs and placement as arrays.
 
-    ``hold`` and ``kept`` are per stage: the most that a rank holds from F to B and from B to W, with what the
-    stage and later ones of its rank hand each other.
+    Per section: ``seconds`` to ``rank``, and the memory changes ``at_start`` and ``at_end``.  Per rank: its
+    stages (``own``).  Per stage: ``hold`` and ``kept``, the most that a rank holds from F to B and from B to
+    W, including values that the stage and later stages of its rank hand each other.
     """
 
     ranks: int
@@ -49,17 +50,17 @@ class Shop:
         return SECTIONS_PER_STAGE * self.stages
 
     def work(self, rank: int) -> float:
-        """Seconds that one microbatch takes on a rank."""
+        """Seconds of one microbatch on a rank."""
         first = [SECTIONS_PER_STAGE * stage for stage in self.own[rank]]
         return sum(sum(self.seconds[s : s + SECTIONS_PER_STAGE]) for s in first)
 
     @cached_property
     def period(self) -> float:
-        """The work of the busiest rank: no repeated block can be shorter."""
+        """The work of the busiest rank on one microbatch: a lower bound on a repeated block."""
         return max(self.work(rank) for rank in range(self.ranks))
 
     def tables(self, microbatches: int) -> Tables:
-        """The same as the compiled loops read it."""
+        """The arrays in the layout of the compiled loops."""
         if microbatches not in self._tables:
             section = np.repeat(np.arange(self.sections), microbatches)
             self._tables[microbatches] = self._some_tables._replace(section=section)
@@ -98,13 +99,13 @@ class Shop:
             own=own,
         )
 
-    def ops_of(self, rank: int, coded: Coded, microbatches: int) -> Coded:
-        """A rank's part of a coded order."""
+    def ops_of(self, rank: int, op_ids: OpIds, microbatches: int) -> OpIds:
+        """The op ids of one rank."""
         at = self._some_tables.own_at
-        return coded[3 * microbatches * at[rank] : 3 * microbatches * at[rank + 1]]
+        return op_ids[3 * microbatches * at[rank] : 3 * microbatches * at[rank + 1]]
 
     def smallest_limit(self, rank: int) -> float:
-        """With so much memory a rank can go on whatever the others do."""
+        """The memory with which a rank can always progress: one microbatch in all its stages."""
         return self._least[rank]
 
     @cached_property
@@ -112,8 +113,8 @@ class Shop:
         return tuple(sum(self.hold[stage] for stage in stages) for stages in self.own)
 
 
-def shop(costs: Costs, placement: tuple[int, ...]) -> Shop:
-    """Raises ScheduleError where costs and placement do not agree."""
+def schedule_arrays(costs: Costs, placement: tuple[int, ...]) -> ScheduleArrays:
+    """The arrays of costs and placement.  Raises ScheduleError if the two do not agree."""
     stages, waits, lasts = range(len(placement)), needs(costs, placement), durations(costs)
     table = _in_model_order([waits[kind][stage] for stage in stages for kind in SECTION_KINDS], placement)
     seconds = tuple(lasts[kind][stage] for stage in stages for kind in SECTION_KINDS)
@@ -129,13 +130,13 @@ def shop(costs: Costs, placement: tuple[int, ...]) -> Shop:
         at_end[3 * stage + 2] = -cost.kept
     for edge in costs.edges:
         if placement[edge.source.stage] == placement[edge.target.stage] and edge.bytes:
-            # The F of the earlier of the two runs before, and its B after.
+            # Of the two stages, the earlier one's F runs first and its B last.
             handed[min(edge.source.stage, edge.target.stage)] += edge.bytes
             if edge.target.phase is Phase.W:
                 kept[edge.target.stage] += edge.bytes
             at_end[index(edge.source)] += edge.bytes
             at_start[index(edge.target)] -= edge.bytes
-    return Shop(
+    return ScheduleArrays(
         ranks=max(placement) + 1,
         stages=len(placement),
         seconds=seconds,
@@ -154,15 +155,14 @@ def shop(costs: Costs, placement: tuple[int, ...]) -> Shop:
 
 
 def _in_model_order(table: list[Needs], placement: tuple[int, ...]) -> tuple[Needs, ...]:
-    """The needs, and that every rank runs a microbatch's F in the order of its stages and its B in the
-    reverse.
+    """The needs, extended so that every rank runs a microbatch's F in stage order and its B in reverse.
 
-    In a model without branches that is so anyway.  With branches the F of a later stage may not need that of
-    an earlier one; running ahead, it could take the memory without which the earlier one's never runs, nor
-    then its own B.  It also bounds how long a rank holds what its stages hand each other.
+    Without branches in the model this adds nothing.  With branches, the F of a later stage may not depend on
+    that of an earlier stage; running ahead, it could take the memory that the earlier F needs, and block its
+    own B.  The extension also bounds how long a rank holds values that its stages hand each other.
     """
     stages = range(len(placement))
-    before: dict[int, set[int]] = {}  # per section, what has run when it begins
+    before: dict[int, set[int]] = {}  # per section, the sections that end before it starts
     last: dict[int, int] = {}  # per rank
     first = [SECTIONS_PER_STAGE * stage for stage in stages]
     for section in (*first, *(f + 1 for f in reversed(first))):
@@ -177,47 +177,51 @@ def _in_model_order(table: list[Needs], placement: tuple[int, ...]) -> tuple[Nee
 
 
 def _rows(table: Sequence[Sequence[tuple[int, float]]]) -> tuple[Ints, Ints, Floats]:
-    """Where each row begins, and the rows' numbers one after the other."""
-    flat = [pair for row in table for pair in row]
+    """The begin of each row, and the concatenated rows."""
+    pairs = [pair for row in table for pair in row]
     at = np.cumsum([0, *map(len, table)])
-    return at, np.array([to for to, _ in flat], np.int64), np.array([delay for _, delay in flat], np.float64)
+    return (
+        at,
+        np.array([to for to, _ in pairs], np.int64),
+        np.array([delay for _, delay in pairs], np.float64),
+    )
 
 
-def decode(shop: Shop, coded: Coded, microbatches: int) -> Order:
-    """Numbers to ops."""
+def decode(arrays: ScheduleArrays, op_ids: OpIds, microbatches: int) -> Order:
+    """Op ids to ops."""
     table = [
         Op(kind, stage, microbatch)
-        for stage in range(shop.stages)
+        for stage in range(arrays.stages)
         for kind in SECTION_KINDS
         for microbatch in range(microbatches)
     ]
-    ranks = range(shop.ranks)
-    return tuple(tuple(table[op] for op in shop.ops_of(rank, coded, microbatches)) for rank in ranks)
+    ranks = range(arrays.ranks)
+    return tuple(tuple(table[op] for op in arrays.ops_of(rank, op_ids, microbatches)) for rank in ranks)
 
 
-def encode(order: Order, microbatches: int) -> Coded:
-    """Ops to numbers; a BW becomes its B and its W."""
-    m, coded = microbatches, list[int]()
+def encode(order: Order, microbatches: int) -> OpIds:
+    """Ops to op ids; a BW becomes its B and its W."""
+    m, op_ids = microbatches, list[int]()
     for ops in order:
         for op in ops:
             first = SECTIONS_PER_STAGE * op.stage
             match op.kind:
                 case OpKind.F:
-                    coded.append(first * m + op.microbatch)
+                    op_ids.append(first * m + op.microbatch)
                 case OpKind.B:
-                    coded.append((first + 1) * m + op.microbatch)
+                    op_ids.append((first + 1) * m + op.microbatch)
                 case OpKind.W:
-                    coded.append((first + 2) * m + op.microbatch)
+                    op_ids.append((first + 2) * m + op.microbatch)
                 case OpKind.BW:
-                    coded.append((first + 1) * m + op.microbatch)
-                    coded.append((first + 2) * m + op.microbatch)
-    return np.array(coded, np.int64)
+                    op_ids.append((first + 1) * m + op.microbatch)
+                    op_ids.append((first + 2) * m + op.microbatch)
+    return np.array(op_ids, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """When the ops of a coded order ran.  ``end`` and ``cause`` are per op, the latter the one whose end let
-    it start, or -1; ``first`` and ``free`` per rank, when it began its first op and ended its last."""
+    """The times of an order.  Per op: ``end``, and ``cause``: the op whose end let it start, or -1.  Per
+    rank: ``first``, the start of its first op, and ``free``, the end of its last."""
 
     first: Floats
     free: Floats
@@ -233,22 +237,24 @@ class Run:
         return float(self.free.max())
 
 
-def run(shop: Shop, coded: Coded, microbatches: int) -> Run | None:
-    """Every op as early as its rank's order lets it; None where the orders block each other."""
-    done = Run(np.zeros(shop.ranks), np.zeros(shop.ranks), np.full(len(coded), -1.0), np.full(len(coded), -1))
+def run(arrays: ScheduleArrays, op_ids: OpIds, microbatches: int) -> Run | None:
+    """Run every op as early as its rank's order allows; None if the orders deadlock."""
+    done = Run(
+        np.zeros(arrays.ranks), np.zeros(arrays.ranks), np.full(len(op_ids), -1.0), np.full(len(op_ids), -1)
+    )
     if run_ops(
-        shop.tables(microbatches), coded, microbatches, 0.0, done.end, done.cause, done.first, done.free
+        arrays.tables(microbatches), op_ids, microbatches, 0.0, done.end, done.cause, done.first, done.free
     ):
         return done
     return None
 
 
-def peaks(shop: Shop, coded: Coded, microbatches: int) -> list[float]:
-    """Per rank the most that is live at a time; it depends on the rank's own order alone."""
-    parts = (shop.ops_of(rank, coded, microbatches) for rank in range(shop.ranks))
-    return [peak_of(shop.tables(microbatches), ops) for ops in parts]
+def peaks(arrays: ScheduleArrays, op_ids: OpIds, microbatches: int) -> list[float]:
+    """Per rank the maximum live memory; it depends on the rank's own order alone."""
+    parts = (arrays.ops_of(rank, op_ids, microbatches) for rank in range(arrays.ranks))
+    return [peak_of(arrays.tables(microbatches), ops) for ops in parts]
 
 
-def fits(shop: Shop, coded: Coded, microbatches: int, limits: Sequence[float]) -> bool:
-    """Are all ranks within their limits, but for rounding?"""
-    return keeps(shop.tables(microbatches), coded, microbatches, np.asarray(limits, np.float64))
+def fits(arrays: ScheduleArrays, op_ids: OpIds, microbatches: int, limits: Sequence[float]) -> bool:
+    """Whether all ranks are within their limits, up to rounding."""
+    return bool(keeps(arrays.tables(microbatches), op_ids, microbatches, np.asarray(limits, np.float64)))

@@ -1,4 +1,4 @@
-"""Why a step takes as long as it does: the chain of ops that nothing but its own members delays."""
+"""The critical path of a simulated step: a chain of ops, each started by the end of the op before it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fxpipe.schedule.dependencies import SECTIONS_PER_STAGE, needs, sections
 
 if TYPE_CHECKING:
-    from fxpipe.schedule.timeline import Span, Timeline
+    from fxpipe.schedule.simulation.timeline import Span, Timeline
 
 
 def critical_path(timeline: Timeline) -> tuple[Span, ...]:
@@ -30,11 +30,11 @@ def critical_path(timeline: Timeline) -> tuple[Span, ...]:
         rank, position = at
         span = timeline.spans[rank][position]
         path.append(span)
-        # When each of what it waited for let it start, and where that ran.
+        # For each dependency: the time at which it let the op start, and the position where it ran.
         causes = [(timeline.spans[rank][position - 1].end, (rank, position - 1))] if position else []
         for section, delay in table[span.op.kind][span.op.stage]:
-            home = schedule.placement[section // SECTIONS_PER_STAGE]
+            holder = schedule.placement[section // SECTIONS_PER_STAGE]
             source = position_of[section * microbatches + span.op.microbatch]
-            causes.append((timeline.spans[home][source].end + delay, (home, source)))
+            causes.append((timeline.spans[holder][source].end + delay, (holder, source)))
         at = max(causes)[1] if causes else None
     return tuple(reversed(path))

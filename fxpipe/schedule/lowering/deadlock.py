@@ -1,9 +1,9 @@
-"""Proves that lowered programs come to their end, before anything runs.
+"""The deadlock proof: lowered programs end, before anything runs.
 
-The semantics is rendezvous: sends and posted receives do not block their rank, a transfer takes place
-when both are issued and all earlier ones of its channel are done, and only a wait blocks.  An exchange
-takes place when all ranks have joined it and all earlier ones of its number.  Nothing else is shared by
-two ranks, so if one way of running the programs ends, all do.
+The semantics is rendezvous: sends and posted receives do not block their rank; a message is delivered when
+its send and its receive are issued and all earlier messages of its channel are delivered; only a wait blocks.
+A collective completes when all ranks have joined it and all earlier collectives of its number.  Ranks share
+nothing else, so if one interleaving of the programs ends, all interleavings end.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from itertools import zip_longest
 
 from fxpipe.errors import DeadlockError
 from fxpipe.schedule.costs import Edge
-from fxpipe.schedule.lowering import (
-    Collect,
+from fxpipe.schedule.lowering.lower import (
+    Collective,
     Compute,
-    Exchange,
     Instruction,
-    Join,
     Local,
-    Post,
+    PostRecv,
     Programs,
     Send,
+    StartCollective,
     Wait,
+    WaitCollective,
 )
 
 Channel = tuple[int, int]
 
 
 def prove(programs: Programs, placement: tuple[int, ...]) -> None:
-    """Returns if the programs end; linear in their length.
+    """Return if the programs end; linear in their length.
 
-    Raises DeadlockError where a channel's receives are not posted in the order of its sends (it names
-    the first that differs), or where ranks are stuck (it lists what each waits for, and from whom).
+    Raises DeadlockError if a channel's receives are not posted in the order of its sends (naming the first
+    difference), or if ranks are stuck (listing what each rank waits for, and from which rank).
     """
     turns = _match_channels(programs, placement)
-    _run(programs, placement, turns, _match_exchanges(programs))
+    _run(programs, placement, turns, _match_collectives(programs))
 
 
-def _channel(instruction: Post | Wait | Send, placement: tuple[int, ...]) -> Channel:
+def _channel(instruction: PostRecv | Wait | Send, placement: tuple[int, ...]) -> Channel:
     edge = instruction.edge
     return placement[edge.source.stage], placement[edge.target.stage]
 
@@ -47,12 +47,12 @@ def _channel(instruction: Post | Wait | Send, placement: tuple[int, ...]) -> Cha
 def _match_channels(programs: Programs, placement: tuple[int, ...]) -> dict[tuple[Edge, int], int]:
     """The position of every message in its channel."""
     sends: defaultdict[Channel, list[Send]] = defaultdict(list)
-    posts: defaultdict[Channel, list[Post]] = defaultdict(list)
+    posts: defaultdict[Channel, list[PostRecv]] = defaultdict(list)
     for program in programs:
         for instruction in program:
             if isinstance(instruction, Send):
                 sends[_channel(instruction, placement)].append(instruction)
-            elif isinstance(instruction, Post):
+            elif isinstance(instruction, PostRecv):
                 posts[_channel(instruction, placement)].append(instruction)
     turns = {}
     for channel in sends.keys() | posts.keys():
@@ -67,21 +67,21 @@ def _match_channels(programs: Programs, placement: tuple[int, ...]) -> dict[tupl
     return turns
 
 
-def _match_exchanges(programs: Programs) -> dict[tuple[Exchange, int], int]:
-    """The position of every exchange among those of its number."""
-    joins: list[dict[Exchange, list[int]]] = []
+def _match_collectives(programs: Programs) -> dict[tuple[Collective, int], int]:
+    """The position of every collective among those of its number."""
+    joins: list[dict[Collective, list[int]]] = []
     for program in programs:
-        own: dict[Exchange, list[int]] = {}
+        own: dict[Collective, list[int]] = {}
         for instruction in program:
-            if isinstance(instruction, Join):
-                own.setdefault(instruction.exchange, []).append(instruction.microbatch)
+            if isinstance(instruction, StartCollective):
+                own.setdefault(instruction.collective, []).append(instruction.microbatch)
         joins.append(own)
     for rank, own in enumerate(joins):
-        for exchange in joins[0].keys() | own.keys():
-            if own.get(exchange) != joins[0].get(exchange):
+        for collective in joins[0].keys() | own.keys():
+            if own.get(collective) != joins[0].get(collective):
                 raise DeadlockError(
-                    f"{exchange}: rank 0 joins it for microbatches {joins[0].get(exchange, [])}, "
-                    f"rank {rank} for {own.get(exchange, [])}; the order must be the same on all ranks"
+                    f"{collective}: rank 0 joins it for microbatches {joins[0].get(collective, [])}, "
+                    f"rank {rank} for {own.get(collective, [])}; the order must be the same on all ranks"
                 )
     return {(e, m): turn for e, microbatches in joins[0].items() for turn, m in enumerate(microbatches)}
 
@@ -90,10 +90,10 @@ def _run(
     programs: Programs,
     placement: tuple[int, ...],
     turns: dict[tuple[Edge, int], int],
-    rounds: dict[tuple[Exchange, int], int],
+    rounds: dict[tuple[Collective, int], int],
 ) -> None:
     at = [0] * len(programs)
-    joined: defaultdict[Exchange, list[int]] = defaultdict(lambda: [0] * len(programs))
+    joined: defaultdict[Collective, list[int]] = defaultdict(lambda: [0] * len(programs))
     sent: defaultdict[Channel, int] = defaultdict(int)
     posted: defaultdict[Channel, int] = defaultdict(int)
     runnable = list(range(len(programs)))
@@ -102,18 +102,18 @@ def _run(
         program = programs[rank]
         while at[rank] < len(program):
             instruction = program[at[rank]]
-            if isinstance(instruction, Join):
-                counts = joined[instruction.exchange]
+            if isinstance(instruction, StartCollective):
+                counts = joined[instruction.collective]
                 counts[rank] += 1
                 if counts[rank] == min(counts):
                     runnable += [other for other in range(len(programs)) if other != rank]
-            elif isinstance(instruction, Collect):
-                exchange = instruction.exchange
-                if min(joined[exchange]) <= rounds.get((exchange, instruction.microbatch), len(rounds)):
+            elif isinstance(instruction, WaitCollective):
+                collective = instruction.collective
+                if min(joined[collective]) <= rounds.get((collective, instruction.microbatch), len(rounds)):
                     break
             elif not isinstance(instruction, Local):
                 channel = _channel(instruction, placement)
-                if isinstance(instruction, Post):
+                if isinstance(instruction, PostRecv):
                     posted[channel] += 1
                 elif isinstance(instruction, Send):
                     sent[channel] += 1
@@ -137,15 +137,15 @@ def _stuck(programs: Programs, placement: tuple[int, ...], at: list[int]) -> str
         if isinstance(wait, Wait):
             whom = f"from rank {_channel(wait, placement)[0]}"
         else:
-            assert isinstance(wait, Collect)
+            assert isinstance(wait, WaitCollective)
             missing = [r for r, program in enumerate(programs) if not _has_joined(program[: at[r]], wait)]
             whom = f"which rank {', '.join(map(str, missing))} has not joined"
         lines.append(f"  rank {rank}, before {_next_compute(program[at[rank] :])}: {wait}, {whom}")
     return "\n".join(lines)
 
 
-def _has_joined(done: tuple[Instruction, ...], wait: Collect) -> bool:
-    return Join(wait.exchange, wait.microbatch) in done
+def _has_joined(done: tuple[Instruction, ...], wait: WaitCollective) -> bool:
+    return StartCollective(wait.collective, wait.microbatch) in done
 
 
 def _next_compute(program: tuple[Instruction, ...]) -> str:

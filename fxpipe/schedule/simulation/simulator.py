@@ -1,7 +1,7 @@
 """Runs a schedule on costs: every op starts as soon as its rank is free and its values have arrived.
 
-A message is a delay: as in the model of 2401.10241, the way between two ranks carries any number of them at a
-time.  The way out of a rank for activations that leave it carries one transfer at a time in each direction.
+A message is a delay: as in the model of 2401.10241, the channel between two ranks carries any number of
+messages at a time.  The link for offloaded activations carries one transfer at a time in each direction.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ from fxpipe.errors import DeadlockError
 from fxpipe.schedule.check import check
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.dependencies import SECTIONS_PER_STAGE, durations, needs, op_of_value, sections
+from fxpipe.schedule.offload.transfers import check_transfers, link_queues, transfer_seconds
 from fxpipe.schedule.ops import Direction, Schedule, Transfer
-from fxpipe.schedule.timeline import Span, Timeline, TransferSpan
-from fxpipe.schedule.transfers import check_transfers, lanes, transfer_seconds
+from fxpipe.schedule.simulation.timeline import Span, Timeline, TransferSpan
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """The start and end of every op and transfer.  Linear in the number of both, in time and in memory.
 
-    Raises ScheduleError where the schedule is not whole (see :func:`fxpipe.schedule.check.check`), and
-    DeadlockError, listing what each rank waits for, where the ranks' orders cannot progress together.
+    Raises ScheduleError if the schedule is not complete (see :func:`fxpipe.schedule.check.check`), and
+    DeadlockError, listing what each rank waits for, if the orders of the ranks block each other.
     """
     check_whole(schedule, costs)
     return _Run(schedule, costs).finish()
 
 
 def check_whole(schedule: Schedule, costs: Costs) -> None:
-    """Raises ScheduleError where an op or a transfer is missing, repeated or misplaced."""
+    """Raise ScheduleError if an op or a transfer is missing, repeated or misplaced."""
     check(schedule)
     check_transfers(schedule, costs)
 
 
 class _Run:
-    """Ranks and lanes, both counted as actors: first the ranks.
+    """The run loop over actors: first the ranks, then the link queues.
 
-    A value is what a section gives for one microbatch; behind them are counted the transfers.
+    A value is the result of a section for one microbatch; transfers are numbered after the values.
     """
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
@@ -49,8 +49,8 @@ class _Run:
         self.spans: list[list[Span]] = [[] for _ in schedule.order]
         self.stalled = [0.0] * schedule.ranks
         self.waiting: defaultdict[int, list[int]] = defaultdict(list)  # value -> actors
-        self.lanes = lanes(schedule, costs)
-        self.carried: list[list[TransferSpan]] = [[] for _ in self.lanes]
+        self.link_queues = link_queues(schedule, costs)
+        self.carried: list[list[TransferSpan]] = [[] for _ in self.link_queues]
         self.freed: list[defaultdict[int, list[int]]] = [defaultdict(list) for _ in schedule.order]
         self.due: list[defaultdict[int, list[int]]] = [defaultdict(list) for _ in schedule.order]
         for k, transfer in enumerate(schedule.transfers):
@@ -61,7 +61,7 @@ class _Run:
 
     def finish(self) -> Timeline:
         ranks = self.schedule.ranks
-        runnable = list(range(ranks + len(self.lanes)))
+        runnable = list(range(ranks + len(self.link_queues)))
         while runnable:
             actor = runnable.pop()
             if actor < ranks:
@@ -72,14 +72,14 @@ class _Run:
             raise DeadlockError(self._blockage())
         spans = tuple(tuple(spans) for spans in self.spans)
         carried: list[list[TransferSpan]] = [[] for _ in range(ranks)]
-        for span in (span for lane in self.carried for span in lane):
+        for span in (span for queue in self.carried for span in queue):
             carried[self.schedule.placement[span.transfer.stage]].append(span)
         return Timeline(
             self.schedule, self.costs, spans, tuple(tuple(own) for own in carried), tuple(self.stalled)
         )
 
     def _advance(self, rank: int, runnable: list[int]) -> None:
-        """Runs a rank until a value is not there yet; adds the actors that it wakes to ``runnable``."""
+        """Run a rank until it needs a value that is not computed yet; add woken actors to ``runnable``."""
         spans, ended, waiting, due = self.spans[rank], self.ended, self.waiting, self.due[rank]
         microbatches, order = self.schedule.microbatches, self.schedule.order[rank]
         free = spans[-1].end if spans else 0.0
@@ -108,16 +108,16 @@ class _Run:
             for section in self.sections[op.kind][op.stage]:
                 self._end(section * microbatches + op.microbatch, free, runnable)
 
-    def _carry(self, lane: int, runnable: list[int]) -> None:
-        """Runs one direction of a link until what a transfer waits for has not been."""
-        carried = self.carried[lane]
+    def _carry(self, queue: int, runnable: list[int]) -> None:
+        """Run one direction of a link until a transfer waits for an op or a transfer that has not ended."""
+        carried = self.carried[queue]
         free = carried[-1].end if carried else 0.0
-        for k in self.lanes[lane][len(carried) :]:
+        for k in self.link_queues[queue][len(carried) :]:
             transfer, start = self.schedule.transfers[k], free
             for cause in self._causes(transfer):
                 end = self.ended[cause]
                 if end is None:
-                    self.waiting[cause].append(self.schedule.ranks + lane)
+                    self.waiting[cause].append(self.schedule.ranks + queue)
                     return
                 start = max(start, end)
             free = start + transfer_seconds(transfer, self.costs)
@@ -125,7 +125,7 @@ class _Run:
             self._end(self.values + k, free, runnable)
 
     def _causes(self, transfer: Transfer) -> list[int]:
-        """The values behind which a transfer may begin."""
+        """The values and transfers that must end before a transfer starts."""
         rank = self.schedule.placement[transfer.stage]
         op = self.schedule.order[rank][transfer.begin - 1]
         behind = self.sections[op.kind][op.stage][-1] * self.schedule.microbatches + op.microbatch
@@ -146,8 +146,8 @@ class _Run:
                 op = self.schedule.order[actor][len(self.spans[actor])]
                 lines.append(f"  rank {actor}, at {op}, waits for {self._name(value)}")
             else:
-                lane = actor - self.schedule.ranks
-                transfer = self.schedule.transfers[self.lanes[lane][len(self.carried[lane])]]
+                queue = actor - self.schedule.ranks
+                transfer = self.schedule.transfers[self.link_queues[queue][len(self.carried[queue])]]
                 lines.append(f"  the link, at {transfer}, waits for {self._name(value)}")
         return "\n".join(lines)
 

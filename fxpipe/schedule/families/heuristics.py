@@ -1,17 +1,17 @@
-"""The greedy schedulers that 2401.10241 publishes: ZB under a memory limit, and ZB-V.
+"""The greedy schedulers of 2401.10241: ZB under a memory limit, and ZB-V.
 
-Both build the order of all ranks at a time, op by op, each op as early as it can be. They run forwards and
-backwards in a fixed pattern and choose where the W ops go. A rank's *idle* time is counted from its first op
-on. A W is put
+Both build the orders of all ranks together, op by op, each op as early as possible. They run forwards and
+backwards in a fixed pattern and choose the positions of the W ops. A rank's *idle* time is counted from its
+first op on. A W is inserted
 
 - while the rank has no memory for its next F,
 - into a gap that holds it whole,
 - into a smaller gap, which delays what comes after it, where the gap is longer than the rank's *slack*: the
   largest idle time of any rank less its own.
 
-All combinations of their switches are tried; the caller takes the best order that keeps its limits. Both ask
-for a chain of stages, whose costs may differ. They cost time in proportion to ops · ranks and look ahead of
-nothing, so they serve as starts for local search (:mod:`fxpipe.schedule.search`).
+All combinations of their switches are tried; the caller takes the best order that keeps its limits. Both
+require a chain of stages, whose costs may differ. They take time in proportion to ops · ranks and do not look
+ahead, so they serve as starts for local search (:mod:`fxpipe.schedule.search`).
 """
 
 from __future__ import annotations
@@ -24,37 +24,41 @@ from typing import NamedTuple
 import numpy as np
 
 from fxpipe.ir.compiled import compiled
+from fxpipe.schedule.arrays import OpIds, ScheduleArrays
 from fxpipe.schedule.kernel import Floats, Ints
-from fxpipe.schedule.shop import Coded, Shop
 
-_IMPROVED = 20  # runs at most that a ZB-V run's idle times are given to
+_IMPROVED = 20  # maximum number of ZB-V runs, each given the idle times of the run before
 
 
-def zero_bubble(shop: Shop, microbatches: int, limits: Sequence[float]) -> list[Coded]:
-    """ZB's orders for one stage a rank, those that end within the limits: at most eight."""
+def zero_bubble(arrays: ScheduleArrays, microbatches: int, limits: Sequence[float]) -> list[OpIds]:
+    """ZB's orders for one stage per rank that keep the limits: at most eight."""
     m, bounds = microbatches, np.asarray(limits, np.float64)
     switches = product((False, True), repeat=3)
-    orders = (_zero_bubble(shop.tables(m), m, bounds, *chosen) for chosen in switches)
+    orders = (_zero_bubble(arrays.tables(m), m, bounds, *chosen) for chosen in switches)
     return [order for order in orders if len(order)]
 
 
-def zero_bubble_v(shop: Shop, microbatches: int, limits: Sequence[float]) -> list[Coded]:
-    """ZB-V's orders for two stages a rank in V placement: at most four."""
+def zero_bubble_v(arrays: ScheduleArrays, microbatches: int, limits: Sequence[float]) -> list[OpIds]:
+    """ZB-V's orders for two stages per rank in V placement: at most four."""
     return [
         order
         for switches in product((False, True), repeat=2)
-        for order in _v(shop, microbatches, limits, *switches)
+        for order in _v(arrays, microbatches, limits, *switches)
     ]
 
 
 def _v(
-    shop: Shop, microbatches: int, limits: Sequence[float], fill_forward: bool, fill_backward: bool
-) -> Iterator[Coded]:
+    arrays: ScheduleArrays,
+    microbatches: int,
+    limits: Sequence[float],
+    fill_forward: bool,
+    fill_backward: bool,
+) -> Iterator[OpIds]:
     """The last of the runs, each with the idle times of the one before, that shortens the largest of them."""
     m, bounds = microbatches, np.asarray(limits, np.float64)
-    best, allowed, least = None, np.full(shop.ranks, -1.0), inf
+    best, allowed, least = None, np.full(arrays.ranks, -1.0), inf
     for _ in range(_IMPROVED):
-        order, idle = _zero_bubble_v(shop.tables(m), m, bounds, fill_forward, fill_backward, allowed)
+        order, idle = _zero_bubble_v(arrays.tables(m), m, bounds, fill_forward, fill_backward, allowed)
         if not len(order) or idle.max() >= least:
             break
         best, allowed, least = order, idle, idle.max()
@@ -106,7 +110,7 @@ def _arrival(t, s, m, op):
 
 @compiled
 def _put(t, s, m, op):
-    """Runs an op on its rank."""
+    """Append an op to its rank's order."""
     section = t.section[op]
     rank, stage, kind = t.rank[section], section // 3, section % 3
     start = max(s.clock[rank], _arrival(t, s, m, op))
@@ -139,7 +143,7 @@ def _put_weight(t, s, m, rank):
 
 @compiled
 def _fill_whole(t, s, m, rank, arrival):
-    """W ops into the gap until the arrival that hold whole ones."""
+    """Run W ops that end before the arrival."""
     while _has_weight(s, rank):
         section = t.section[s.pending[s.ran[rank]]]
         if s.clock[rank] + t.seconds[section] > arrival * (1 + 1e-12):
@@ -148,8 +152,8 @@ def _fill_whole(t, s, m, rank, arrival):
 
 
 @compiled
-def _make_room(t, s, m, rank, stage, limits):
-    """W ops until an F of the stage fits; False where there are too few."""
+def _free_memory(t, s, m, rank, stage, limits):
+    """Run W ops until an F of the stage fits; False if there are too few."""
     while s.live[rank] + t.hold[stage] > limits[rank] * (1 + 1e-9):
         if not _has_weight(s, rank):
             return False
@@ -209,7 +213,7 @@ def _zero_bubble(t, m, limits, overshoot, prioritize, greedy):
         for stage in range(p):
             if wants[stage] and f[stage] < m:
                 op = 3 * stage * m + f[stage]
-                if not _make_room(t, s, m, stage, stage, limits):
+                if not _free_memory(t, s, m, stage, stage, limits):
                     return none
                 _fill_before(t, s, m, stage, op, greedy)
                 _put(t, s, m, op)
@@ -229,7 +233,7 @@ def _zero_bubble(t, m, limits, overshoot, prioritize, greedy):
 
 @compiled
 def _delay(t, section):
-    """How long its input takes to come from another rank."""
+    """Seconds that the section's inputs take from other ranks."""
     longest = 0.0
     for k in range(t.need_at[section], t.need_at[section + 1]):
         longest = max(longest, t.need_delay[k])
@@ -247,7 +251,7 @@ def _fill_before(t, s, m, rank, op, greedy):
 
 @compiled
 def _wants_forward(t, s, m, limits, stage, f, b):
-    """Does the stage run an F before its next B?"""
+    """Whether the stage runs an F before its next B (1 or 0)."""
     following, clock = stage + 1, s.clock[stage]
     arrival = (
         s.clock[following]
@@ -271,13 +275,13 @@ def _wants_forward(t, s, m, limits, stage, f, b):
 
 @compiled
 def _stage(p, chunk, rank):
-    """Of the rank's two, in V placement."""
+    """The stage of a rank's chunk, in V placement."""
     return rank if chunk == 0 else 2 * p - 1 - rank
 
 
 @compiled
 def _forward(t, s, m, f, chunk, rank):
-    """Runs the next F of the chunk, if there is one."""
+    """Run the next F of the chunk, if there is one."""
     if f[chunk, rank] < m:
         _put(t, s, m, 3 * _stage(len(s.clock), chunk, rank) * m + f[chunk, rank])
         f[chunk, rank] += 1
@@ -316,7 +320,7 @@ def _zero_bubble_v(t, m, limits, fill_forward, fill_backward, allowed):
     first = np.empty(p, np.bool_)
     for _ in range(2 * m):
         for rank in range(p):
-            # The backward of the first chunk, where its input is there.
+            # The backward of the first chunk, if its input has arrived.
             if b[0, rank] >= b[1, rank]:
                 first[rank] = False
             elif rank == p - 1 or b[1, rank] >= m:
@@ -345,7 +349,9 @@ def _zero_bubble_v(t, m, limits, fill_forward, fill_backward, allowed):
             else:
                 continue
             op = 3 * _stage(p, chunk, rank) * m + f[chunk, rank]
-            if _arrival(t, s, m, op) == inf or not _make_room(t, s, m, rank, _stage(p, chunk, rank), limits):
+            if _arrival(t, s, m, op) == inf or not _free_memory(
+                t, s, m, rank, _stage(p, chunk, rank), limits
+            ):
                 return none, s.idle
             _fill_v(t, s, m, rank, op, fill_forward, allowed)
             _put(t, s, m, op)

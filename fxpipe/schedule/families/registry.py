@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from math import ceil, inf
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedule import spines
+from fxpipe.schedule.arrays import decode, encode, peaks
 from fxpipe.schedule.costs import Costs
+from fxpipe.schedule.families import fb_orders
+from fxpipe.schedule.families.staggered import staggered
+from fxpipe.schedule.families.weights import delay_weights
 from fxpipe.schedule.ops import OpKind, Order, Schedule
 from fxpipe.schedule.placement import place
 from fxpipe.schedule.problem import Limit, Problem, per_rank
@@ -19,10 +22,7 @@ from fxpipe.schedule.search.pool import find
 from fxpipe.schedule.search.starts import gis as gis_orders
 from fxpipe.schedule.search.starts import groups, starts
 from fxpipe.schedule.search.starts import zb_v as zb_v_orders
-from fxpipe.schedule.shop import decode, encode, peaks
-from fxpipe.schedule.staggered import staggered
-from fxpipe.schedule.vocabulary import body_costs, room_for_body, weave
-from fxpipe.schedule.weights import lag
+from fxpipe.schedule.vocabulary import budget_for_model_stages, model_stage_costs, weave
 from fxpipe.vocabulary.stages import Vocabulary
 
 
@@ -56,15 +56,15 @@ class Family:
 
 
 def gpipe(problem: Problem) -> Order:
-    return spines.breadth_first(problem.placement, problem.microbatches, OpKind.BW)
+    return fb_orders.breadth_first(problem.placement, problem.microbatches, OpKind.BW)
 
 
 def one_f_one_b(problem: Problem) -> Order:
     if problem.is_v:
-        return _v_spine(problem, OpKind.BW)
+        return _v_fb_order(problem, OpKind.BW)
     p, v = problem.ranks, problem.stages_per_rank
     in_flight = [p - rank if v == 1 else p * (v - 1) + 2 * (p - rank) - 1 for rank in range(p)]
-    return spines.interleaved(problem.placement, problem.microbatches, OpKind.BW, in_flight.__getitem__)
+    return fb_orders.interleaved(problem.placement, problem.microbatches, OpKind.BW, in_flight.__getitem__)
 
 
 def gis(problem: Problem) -> Order:
@@ -78,7 +78,7 @@ def gis(problem: Problem) -> Order:
                 f"not {problem.group}"
             )
     sizes = groups(p) if problem.group is None else [problem.group]
-    return problem.fastest_of(coded for group in sizes for coded in gis_orders(group, problem))
+    return problem.fastest_of(op_ids for group in sizes for op_ids in gis_orders(group, problem))
 
 
 def zb_h1(problem: Problem) -> Order:
@@ -89,8 +89,8 @@ def zb_h1(problem: Problem) -> Order:
         _check_two_in_v(problem)
         return problem.fastest_of(zb_v_orders(problem))
     p, v = problem.ranks, problem.stages_per_rank
-    return lag(
-        spines.interleaved(problem.placement, problem.microbatches, OpKind.B, lambda rank: p * v - rank),
+    return delay_weights(
+        fb_orders.interleaved(problem.placement, problem.microbatches, OpKind.B, lambda rank: p * v - rank),
         lambda rank: rank,
     )
 
@@ -98,48 +98,48 @@ def zb_h1(problem: Problem) -> Order:
 def zb_h2(problem: Problem) -> Order:
     """Rank r has at most 2(p - r) - 1 forwards without B, and W 2r ops of B behind: 2p - 1 on every rank."""
     p = problem.ranks
-    spine = spines.interleaved(
+    fb_order = fb_orders.interleaved(
         problem.placement, problem.microbatches, OpKind.B, lambda rank: 2 * (p - rank) - 1
     )
-    return lag(spine, lambda rank: 2 * rank)
+    return delay_weights(fb_order, lambda rank: 2 * rank)
 
 
 def zb_v(problem: Problem) -> Order:
-    return zb(problem.within(problem.ranks))
+    return zb(problem.capped_to(problem.ranks))
 
 
 def zb(problem: Problem) -> Order:
     """The fastest of what is published for the placement and what the search finds, under any limit."""
     (best,) = find([problem], starts, "span", problem.effort, problem.seed)
     assert best is not None, "find raises where nothing fits"
-    return decode(problem.shop, best.order, problem.microbatches)
+    return decode(problem.arrays, best.order, problem.microbatches)
 
 
 def zb_1p(problem: Problem) -> Order:
-    return zb(problem.within(problem.ranks))
+    return zb(problem.capped_to(problem.ranks))
 
 
 def zb_2p(problem: Problem) -> Order:
-    return zb(problem.within(2 * problem.ranks))
+    return zb(problem.capped_to(2 * problem.ranks))
 
 
 def v_half(problem: Problem) -> Order:
     """⌊(p + 2) / 2⌋ microbatches, about half of 1F1B's peak, where no limit says else."""
-    return zb(problem if problem.is_limited else problem.within((problem.ranks + 2) // 2))
+    return zb(problem if problem.is_limited else problem.capped_to((problem.ranks + 2) // 2))
 
 
 def v_min(problem: Problem) -> Order:
     """⌊(p + 4) / 3⌋ microbatches, about a third of 1F1B's peak, where no limit says else."""
-    return zb(problem if problem.is_limited else problem.within((problem.ranks + 4) // 3))
+    return zb(problem if problem.is_limited else problem.capped_to((problem.ranks + 4) // 3))
 
 
 def dual_pipe_v(problem: Problem) -> Order:
-    return spines.dual_pipe_v(problem.ranks, problem.microbatches)
+    return fb_orders.dual_pipe_v(problem.ranks, problem.microbatches)
 
 
-def _v_spine(problem: Problem, backward: OpKind) -> Order:
+def _v_fb_order(problem: Problem, backward: OpKind) -> Order:
     _check_two_in_v(problem)
-    return spines.zero_bubble_v(problem.ranks, problem.microbatches, backward)
+    return fb_orders.zero_bubble_v(problem.ranks, problem.microbatches, backward)
 
 
 def _check_two_in_v(problem: Problem) -> None:
@@ -213,7 +213,10 @@ def build(
     family = FAMILIES[name]
     whole, given = costs, per_rank(memory_limit, max(1, ranks))
     if vocabulary is not None:
-        costs, memory_limit = body_costs(costs, vocabulary), room_for_body(costs, vocabulary, given)
+        costs, memory_limit = (
+            model_stage_costs(costs, vocabulary),
+            budget_for_model_stages(costs, vocabulary, given),
+        )
     chunks = family.stages_per_rank if stages_per_rank is None else stages_per_rank
     numbers = {"ranks": ranks, "microbatches": microbatches, "stages_per_rank": chunks}
     for what, number in numbers.items():
@@ -259,7 +262,7 @@ def _check_family(family: Family, chunks: int, shape: str) -> None:
 
 def _check_least(problem: Problem) -> None:
     """Raises where one microbatch alone is above a rank's limit: no family can do that."""
-    needed = [problem.shop.smallest_limit(rank) for rank in range(problem.ranks)]
+    needed = [problem.arrays.smallest_limit(rank) for rank in range(problem.ranks)]
     for rank, (least, limit) in enumerate(zip(needed, problem.limits, strict=True)):
         if least > limit * (1 + 1e-9):
             raise ScheduleError(
@@ -271,7 +274,7 @@ def _check_least(problem: Problem) -> None:
 def _check_memory(problem: Problem, order: Order) -> None:
     if not problem.is_limited:
         return
-    peak = peaks(problem.shop, encode(order, problem.microbatches), problem.microbatches)
+    peak = peaks(problem.arrays, encode(order, problem.microbatches), problem.microbatches)
     for rank, (most, limit) in enumerate(zip(peak, problem.limits, strict=True)):
         if limit < inf and most > limit * (1 + 1e-9):
             raise ScheduleError(

@@ -1,0 +1,1 @@
+"""The schedules that have names: one small function each, and their registry."""

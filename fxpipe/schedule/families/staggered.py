@@ -1,0 +1,48 @@
+"""An interleaved schedule for offload: microbatches run one after the other, not in groups.
+
+Activations of early chunks are live for long, those of late chunks for a short time, so with the first half
+of the model offloaded a quarter of the memory remains (2503.01328).  If microbatches ran in groups, the late
+chunks of a whole group would be live at once, and half would remain.  Here microbatch j enters j·v time slots
+after the first, and the late chunks share the memory that they need on average; early chunks may run ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import gcd
+
+from fxpipe.schedule.arrays import decode, schedule_arrays
+from fxpipe.schedule.dispatch import dispatch
+from fxpipe.schedule.ops import Order
+from fxpipe.schedule.problem import Problem
+
+SHARE = 0.9
+"""The share of their average memory that the late chunks get; less costs time."""
+
+
+def staggered(problem: Problem) -> Order:
+    p, v, m = problem.ranks, problem.stages_per_rank, problem.microbatches
+    late = range(p * (v // 2), p * v)
+    light = tuple(
+        cost if stage in late else replace(cost, saved=0.0, kept=0.0)
+        for stage, cost in enumerate(problem.costs.stages)
+    )
+    arrays = schedule_arrays(replace(problem.costs, stages=light), problem.placement)
+    hop = next(d for d in range(p, p + v + 1) if gcd(d, v) == 1)  # slots between a rank's chunks: no clash
+    memory = [0.0] * p
+    for stage in late:
+        # The slots for which a chunk is live, over v slots from one microbatch to the next.
+        turns = (2 * (v - 1 - stage // p) * hop + 2 * (p - 1 - stage % p) + 1) / v
+        memory[stage % p] += turns * arrays.hold[stage]
+    limits = [max(SHARE * mean, arrays.smallest_limit(rank)) for rank, mean in enumerate(memory)]
+    return decode(arrays, dispatch(arrays, m, list(_due(p, v, m, hop)), limits, (0.0, 0.0, 0.0)), m)
+
+
+def _due(p: int, v: int, m: int, hop: int) -> Iterator[float]:
+    """Due dates in slots, per op id: down the chunks, and back up from the last."""
+    last = 2 * (v - 1) * hop + 2 * (p - 1)
+    for stage in range(p * v):
+        down = stage // p * hop + stage % p
+        for first in (down, last - down + 0.5, last - down + 0.6):  # F, B, W
+            yield from (first + microbatch * v for microbatch in range(m))

@@ -1,0 +1,283 @@
+"""The offload planner: which activations are offloaded between F and B or W, and when (2503.01328).
+
+The order of the ops does not change: an activation is offloaded only if the offload and the reload end before
+its user starts, so that no op waits for a transfer.  An offload starts after F as soon as its link is free, a
+reload as late as the link allows.  Where a link cannot carry the share that is asked for, less is offloaded.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import NamedTuple
+
+from fxpipe.errors import LimitError, ScheduleError
+from fxpipe.ir.graph import Phase
+from fxpipe.schedule.costs import Costs, Link
+from fxpipe.schedule.offload.transfers import offload_bytes
+from fxpipe.schedule.ops import PHASES, Direction, Transfer
+from fxpipe.schedule.simulation.simulator import simulate
+from fxpipe.schedule.simulation.timeline import Timeline
+
+HALF, FULL = 0.5, 1.0
+"""The shares of PipeOffload's PO-H and PO-F."""
+
+AUTO = "auto"
+Share = float | str | None
+"""How much to offload: a share; ``AUTO``, as much as a memory limit requires; or None for nothing."""
+
+_STEPS = 32  # resolution of the shares that are tried for a memory limit
+
+
+@dataclass(frozen=True)
+class Offload:
+    """``timeline`` includes the transfers; ``asked`` and ``moved`` count activations: one for each stage,
+    microbatch and user (B or W)."""
+
+    timeline: Timeline
+    asked: int
+    moved: int
+
+
+class Lifetime(NamedTuple):
+    """An activation is live from the end of its F to the start of its user: ops ``first`` and ``last`` of the
+    rank's order."""
+
+    stage: int
+    microbatch: int
+    user: Phase
+    begin: float
+    end: float
+    first: int
+    last: int
+    bytes: float
+
+    @property
+    def length(self) -> float:
+        return self.end - self.begin
+
+
+def offload(timeline: Timeline, share: float) -> Offload:
+    """Offload this share of each rank's activations, or as much of it as the links carry.
+
+    Stage by stage, the longest lifetimes first; of the last stage, microbatches evenly spread.
+    Raises ScheduleError for a share outside 0 … 1, and where the costs have no link.
+    """
+    if not 0 <= share <= 1:
+        raise ScheduleError(f"the share to offload is {share:g}; it must be from 0 to 1")
+    return _Planner(timeline).plan([share] * timeline.schedule.ranks)
+
+
+def offload_within(timeline: Timeline, limits: Sequence[float]) -> Offload:
+    """Offload about the smallest share that keeps every rank within its memory limit.
+
+    Raises ScheduleError, naming the smallest limit that can be kept, if offloading as much as the links carry
+    does not suffice.
+    """
+    planner, ranks = _Planner(timeline), range(timeline.schedule.ranks)
+    most = planner.plan([FULL] * len(ranks))
+    if not keeps(most.timeline, limits):
+        smallest = max(most.timeline.peak_memory)
+        raise LimitError(
+            f"schedule {timeline.schedule.name} cannot be offloaded into the memory limit of "
+            f"{min(limits):g}; the smallest that it can keep with these links is {smallest:g}. To need less, "
+            "take a faster link, another schedule, more stages per rank, or recompute activations",
+            smallest,
+        )
+    shares = [FULL] * len(ranks)
+    for link in planner.links:
+        low, high = -1, _STEPS  # in steps: does not keep the limit, keeps it
+        while high - low > 1:
+            middle = (low + high) // 2
+            trial = [middle / _STEPS if rank in link else 0.0 for rank in ranks]
+            peaks = planner.plan(trial).timeline.peak_memory
+            if all(peaks[rank] <= limits[rank] * (1 + 1e-9) for rank in link):
+                high = middle
+            else:
+                low = middle
+        for rank in link:
+            shares[rank] = high / _STEPS
+    return planner.plan(shares)
+
+
+def with_offload(timeline: Timeline, share: float | str, limits: Sequence[float]) -> Timeline:
+    """The timeline with this share offloaded, or with ``AUTO`` as much as the limits require.
+
+    Raises LimitError if the result does not keep the limits.
+    """
+    if isinstance(share, str):
+        return offload_within(timeline, limits).timeline
+    found = offload(timeline, share).timeline
+    if not keeps(found, limits):
+        smallest = max(found.peak_memory)
+        raise LimitError(
+            f"schedule {timeline.schedule.name} with {share:.0%} to offload takes {smallest:g}, above the "
+            f"memory limit of {min(limits):g}. Offload more, or 'auto', raise the limit, or recompute",
+            smallest,
+        )
+    return found
+
+
+def keeps(timeline: Timeline, limits: Sequence[float]) -> bool:
+    peaks = zip(timeline.peak_memory, limits, strict=True)
+    return all(peak <= limit * (1 + 1e-9) for peak, limit in peaks)
+
+
+class _Planner:
+    def __init__(self, timeline: Timeline) -> None:
+        if timeline.costs.link is None:
+            raise ScheduleError("nothing can be offloaded: the costs have no link")
+        self.timeline = timeline
+        ranks = range(timeline.schedule.ranks)
+        sharing = timeline.costs.link.ranks
+        self.seconds = timeline.costs.link.seconds
+        self.links = [ranks[first : first + sharing] for first in range(0, len(ranks), sharing)]
+        self.starts = [[span.start for span in spans] for spans in timeline.spans]
+        self.ends = [[span.end for span in spans] for spans in timeline.spans]
+        self.lifetimes = [_lifetimes(timeline, rank) for rank in ranks]
+        self.epsilon = 1e-9 * timeline.seconds
+
+    def plan(self, shares: Sequence[float]) -> Offload:
+        wanted = [_spread(lifetimes, share) for lifetimes, share in zip(self.lifetimes, shares, strict=True)]
+        carried = [
+            s for link in self.links for s in self._carried([s for rank in link for s in wanted[rank]])
+        ]
+        transfers: list[tuple[float, Lifetime, Transfer]] = []
+        for link in self.links:
+            own = [s for s in carried if self._rank(s) in link]
+            out, back = self._slots(own)
+            positions = self._untangled(own, out, back)
+            for lifetime in own:
+                (end, begin), key = positions[lifetime], (lifetime.stage, lifetime.microbatch, lifetime.user)
+                gone = Transfer(Direction.OUT, *key, lifetime.first + 1, end)
+                there = Transfer(Direction.IN, *key, begin, lifetime.last)
+                transfers += [(lifetime.begin, lifetime, gone), (back[lifetime], lifetime, there)]
+        transfers.sort(key=lambda entry: entry[:2])
+        schedule = replace(self.timeline.schedule, transfers=tuple(t for _, _, t in transfers))
+        return Offload(simulate(schedule, self.timeline.costs), sum(map(len, wanted)), len(carried))
+
+    def _rank(self, lifetime: Lifetime) -> int:
+        return self.timeline.schedule.placement[lifetime.stage]
+
+    def _untangled(
+        self, lifetimes: Sequence[Lifetime], out: Mapping[Lifetime, float], back: Mapping[Lifetime, float]
+    ) -> dict[Lifetime, tuple[int, int]]:
+        """Per activation the end position of its offload and the start position of its reload.
+
+        An offload that would delay a reload is waited for one op later.
+        """
+        positions = {
+            lifetime: self._positions(lifetime, out[lifetime], back[lifetime]) for lifetime in lifetimes
+        }
+        first: dict[tuple[int, int], float] = {}  # rank, position -> start of its first reload
+        for lifetime, (_, begin) in positions.items():
+            place = self._rank(lifetime), begin
+            first[place] = min(back[lifetime], first.get(place, inf))
+        for lifetime, (end, begin) in positions.items():
+            if out[lifetime] > first.get((self._rank(lifetime), end), inf) + self.epsilon:
+                positions[lifetime] = end + 1, begin
+        return positions
+
+    def _positions(self, lifetime: Lifetime, out: float, back: float) -> tuple[int, int]:
+        """Positions of the op before which the offload ends, and of the op before which the reload starts."""
+        rank = self._rank(lifetime)
+        end = max(lifetime.first + 1, bisect_left(self.starts[rank], out - self.epsilon))
+        return end, bisect_right(self.ends[rank], back + self.epsilon)
+
+    def _carried(self, wanted: Sequence[Lifetime]) -> list[Lifetime]:
+        """As many activations as one link carries in time, long lifetimes first."""
+        kept, dropped = list(wanted), list[Lifetime]()
+        while late := self._late(kept):
+            gone = set(sorted(late, key=lambda lifetime: lifetime.length)[: (len(late) + 1) // 2])
+            dropped += gone
+            kept = [lifetime for lifetime in kept if lifetime not in gone]
+        return self._with_more(kept, dropped)  # fewer than half of the late ones may have sufficed
+
+    def _with_more(self, kept: list[Lifetime], others: list[Lifetime]) -> list[Lifetime]:
+        """``kept`` and as many of the others as the link carries too, long lifetimes first."""
+        others = sorted(others, key=lambda lifetime: -lifetime.length)
+        step = len(others)
+        while step:
+            trial = [*kept, *others[:step]]
+            if self._late(trial):
+                step //= 2
+            else:
+                kept, others = trial, others[step:]
+                step = min(step, len(others))
+        return kept
+
+    def _late(self, lifetimes: Sequence[Lifetime]) -> list[Lifetime]:
+        """The activations for which no op runs between the end of the offload and the start of the reload."""
+        out, back = self._slots(lifetimes)
+        late = []
+        for lifetime in lifetimes:
+            end, begin = self._positions(lifetime, out[lifetime], back[lifetime])
+            if end >= begin:
+                late.append(lifetime)
+        return late
+
+    def _slots(self, lifetimes: Iterable[Lifetime]) -> tuple[dict[Lifetime, float], dict[Lifetime, float]]:
+        """The end of each offload, as early as possible, and the start of each reload, as late as possible.
+
+        A link carries one transfer at a time in each direction.
+        """
+        lifetimes = list(lifetimes)
+        out: dict[Lifetime, float] = {}
+        free = -inf
+        for lifetime in sorted(lifetimes, key=lambda lifetime: (lifetime.begin, lifetime)):
+            free = out[lifetime] = max(free, lifetime.begin) + self.seconds * lifetime.bytes
+        back: dict[Lifetime, float] = {}
+        free = inf
+        for lifetime in sorted(lifetimes, key=lambda lifetime: (lifetime.end, lifetime), reverse=True):
+            free = back[lifetime] = min(free, lifetime.end) - self.seconds * lifetime.bytes
+        return out, back
+
+
+def _lifetimes(timeline: Timeline, rank: int) -> list[list[Lifetime]]:
+    """Groups of a rank's lifetimes by stage and user, in microbatch order; the longest group first."""
+    first: dict[tuple[int, int], tuple[float, int]] = {}
+    found: dict[tuple[int, Phase], list[Lifetime]] = {}
+    for position, (op, start, end) in enumerate(timeline.spans[rank]):
+        for user in PHASES[op.kind]:
+            if user is Phase.F:
+                first[op.stage, op.microbatch] = end, position
+                continue
+            size = offload_bytes(timeline.costs.stages[op.stage], user)
+            if size:
+                begin, behind = first[op.stage, op.microbatch]
+                lifetime = Lifetime(op.stage, op.microbatch, user, begin, start, behind, position, size)
+                found.setdefault((op.stage, user), []).append(lifetime)
+    groups = [sorted(own, key=lambda lifetime: lifetime.microbatch) for own in found.values()]
+    return sorted(groups, key=lambda own: -sum(lifetime.length for lifetime in own))
+
+
+def _spread(groups: Sequence[Sequence[Lifetime]], share: float) -> list[Lifetime]:
+    """A share of all bytes: whole groups, then evenly spread microbatches of the next group."""
+    left = share * sum(own[0].bytes for own in groups)
+    wanted = []
+    for own in groups:
+        part = min(1.0, left / own[0].bytes)
+        wanted += [
+            lifetime for j, lifetime in enumerate(own) if int((j + 1) * part + 1e-9) > int(j * part + 1e-9)
+        ]
+        left -= part * own[0].bytes
+    return wanted
+
+
+def with_link(costs: Costs, k: float, ranks_per_link: int = 1) -> Costs:
+    """The costs with a link: one way, a microbatch's activations on a rank take ``k`` times the rank's work
+    on a microbatch (both are means over the ranks).
+
+    If no stage says which activations can be offloaded, all can: those that W needs until W, others until B.
+    """
+    stages = costs.stages
+    if not any(cost.away or cost.away_for_weight for cost in stages):
+        stages = tuple(
+            replace(cost, away=max(0.0, cost.saved - cost.kept), away_for_weight=min(cost.saved, cost.kept))
+            for cost in stages
+        )
+    saved = sum(cost.saved for cost in stages)
+    seconds = k * sum(cost.total for cost in stages) / saved if saved else 0.0
+    return replace(costs, stages=stages, link=Link(seconds, ranks_per_link))
