@@ -73,8 +73,8 @@ def compile(
     stages_per_rank, placement: ``plain`` (stage s on rank s mod ranks) or ``v`` (down the ranks and back
         up).  By default the schedule's own.
     split_points: module paths that begin the second and later stages, instead of cuts by cost.
-    effort: of the search for a schedule, about the seconds of one core; it uses all cores.  By default a
-        millisecond for every op (stage, phase, microbatch) of all placements, and 8 seconds at most.
+    effort: of the search for a schedule, about the seconds of one core; it uses all cores.  By default two
+        milliseconds for every op (stage, phase, microbatch) of all placements, and 8 seconds at most.
     costs: the times that the schedule is made for: ``analytic`` (FLOPs and bytes on a described device) or
         ``measured`` (each section timed on the device at hand).
     dimensions: names for lengths of the example, ``{"sequence": 256}``, so that ``pipe.simulate`` can predict

@@ -15,7 +15,7 @@ from fxpipe.schedule.problem import Problem
 from fxpipe.schedule.search.due_dates import Point, Timetable, cross, draw, least_period
 from fxpipe.schedule.search.local_search import improve
 
-_EFFORT, _EFFORT_PER_OP = 8.0, 1e-3  # the default: seconds of one core at most, and for every op of a problem
+_EFFORT, _EFFORT_PER_OP = 8.0, 2e-3  # the default: seconds of one core at most, and for every op of a problem
 
 _SPEED = 30_000_000  # ops that a core looks at in a second, about
 _DRAWN = 0.35  # of the effort, for list scheduling
@@ -49,7 +49,7 @@ def find(
 ) -> list[Found | None]:
     """The best order that was found for each problem, with most of the work on those that look best.
 
-    effort: about the seconds of one core; by default a millisecond for every op of the problems, 8 s at most.
+    effort: about the seconds of one core; by default two milliseconds for every op of the problems, 8 s at most.
     None for a problem in which one microbatch does not fit; raises ScheduleError where that is so in all.
     """
     able = [problem for problem in problems if one_microbatch_fits(problem.arrays, problem.limits)]
