@@ -49,7 +49,7 @@ def find(
 ) -> list[Found | None]:
     """The best order that was found for each problem, with most of the work on those that look best.
 
-    effort: about the seconds of one core; by default two milliseconds for every op of the problems, 8 s at most.
+    effort: about the seconds of one core; by default two milliseconds for every op, 8 s at most.
     None for a problem in which one microbatch does not fit; raises ScheduleError where that is so in all.
     """
     able = [problem for problem in problems if one_microbatch_fits(problem.arrays, problem.limits)]
