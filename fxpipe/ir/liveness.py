@@ -15,7 +15,7 @@ from torch import fx
 
 from fxpipe.ir.graph import Color, Kind, Phase, Section
 from fxpipe.ir.sections import Message
-from fxpipe.ir.storage import call_nodes, node_bytes, root_within, storage_root
+from fxpipe.ir.storage import call_nodes, is_view, node_bytes, root_within, storage_root
 from fxpipe.runtime.tensors import is_dense
 
 SMALLEST = 4096
@@ -66,25 +66,48 @@ def liveness(
     saved_activations: list[set[fx.Node]] = []
     saved_for_weight: list[set[fx.Node]] = []
     sent: list[set[fx.Node]] = []
-    # Per rank, the storages made there that an earlier stage of the rank has counted.
-    counted_activations: dict[int, set[fx.Node]] = defaultdict(set)
-    counted_for_weight: dict[int, set[fx.Node]] = defaultdict(set)
+    # The first stage of a rank that saves a storage, of those that the rank made.
+    saves_activation: dict[fx.Node, int] = {}
+    saves_for_weight: dict[fx.Node, int] = {}
     for stage in sorted({s.stage for s in sections}):
         rank = placement[stage]
-        activations, for_weight = _saved(nodes, [s for s in sections if s.stage == stage])
-        saved_activations.append(activations - counted_activations[rank])
-        saved_for_weight.append(for_weight - counted_for_weight[rank])
-        for roots, counted in ((activations, counted_activations), (for_weight, counted_for_weight)):
-            counted[rank] |= {n for n in roots if placement[n.meta["color"].stage] == rank}
+        for roots, first, found in zip(
+            _saved(nodes, [s for s in sections if s.stage == stage]),
+            (saves_activation, saves_for_weight),
+            (saved_activations, saved_for_weight),
+            strict=True,
+        ):
+            owners = {root: _owner(root, rank, placement) for root in roots}
+            found.append(
+                {
+                    root
+                    for root, owner in owners.items()
+                    if placement[owner.meta["color"].stage] != rank or first.setdefault(owner, stage) == stage
+                }
+            )
     for message in messages:
         values = {nodes[name] for name in message.names}
         rank = placement[message.source.stage]
-        same_rank = rank == placement[message.target.stage]
-        sent.append(values - counted_activations[rank] if same_rank else values)
+        if rank == placement[message.target.stage]:
+            # Of two stages of a rank the first holds longest: from before the other's F until after its B.
+            outer = min(message.source.stage, message.target.stage)
+            values = {_owner(value, rank, placement) for value in values}
+            values = {owner for owner in values if saves_activation.get(owner, outer + 1) > outer}
+        sent.append(values)
     offloadable = offload_candidates(list(nodes.values()), saved_activations, placement)
     return Liveness(
         ops, tuple(saved_activations), tuple(saved_for_weight), tuple(sent), offloadable, messages
     )
+
+
+def _owner(node: fx.Node, rank: int, placement: tuple[int, ...]) -> fx.Node:
+    """The op that made, on this rank, the storage which the node's value lives in."""
+    while placement[node.meta["color"].stage] == rank and is_view(node):
+        viewed = node.all_input_nodes[0]
+        if viewed.op != "call_function":  # of the batch or a parameter, which live all the while
+            break
+        node = viewed
+    return node
 
 
 def _saved(nodes: dict[str, fx.Node], sections: Iterable[Section]) -> tuple[set[fx.Node], set[fx.Node]]:

@@ -152,7 +152,7 @@ def test_auto_moves_as_much_as_the_limit_asks_for():
 
 def test_the_planner_offloads_where_that_is_faster(tmp_path, capsys):
     roomy = compiled("llama", "interleaved")
-    limit = max(weights(roomy)) + 0.65 * max(roomy.simulate().peak_memory)
+    limit = max(weights(roomy)) + 0.72 * max(roomy.simulate().peak_memory)
     slow, fast = (
         compiled("llama", "auto", stages_per_rank=2, placement="plain", offload=o, memory_limit=limit)
         for o in (False, "auto")
@@ -251,7 +251,7 @@ def test_a_disk_that_fails(function, replacement, message, monkeypatch):
             {"offload": Offload(ranks_per_link=0)},
             "ranks_per_link is 0 and must be a whole number, at least 1",
         ),
-        ({"offload": 0.5, "memory_limit": 1}, "parameters, gradients and buffers of rank 1 alone take"),
+        ({"offload": 0.5, "memory_limit": 1}, r"parameters, gradients and buffers of rank \d alone take"),
     ],
 )
 def test_what_cannot_be_asked_for(options, message):

@@ -40,7 +40,7 @@ def test_the_objective():
     span = search(settings(4), ranks=4, microbatches=6, objective="span").timeline
     makespan = search(settings(4), ranks=4, microbatches=6, objective="makespan").timeline
     assert 18 <= span.span < makespan.span
-    assert makespan.seconds < span.seconds
+    assert makespan.seconds <= span.seconds
 
 
 def test_what_does_not_fit_is_left_out():
