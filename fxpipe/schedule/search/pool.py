@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain as joined
+from itertools import zip_longest
 from random import Random
 
 from fxpipe.schedule.arrays import OpIds, fits, peaks, run
@@ -18,13 +20,13 @@ from fxpipe.schedule.search.local_search import improve
 _EFFORT, _EFFORT_PER_OP = 8.0, 2e-3  # the default: seconds of one core at most, and for every op of a problem
 
 _SPEED = 30_000_000  # ops that a core looks at in a second, about
-_DRAWN = 0.35  # of the effort, for list scheduling
+_DRAWN = 0.2  # of the effort, for list scheduling
 _LISTED = 4  # what it takes to list-schedule an op, in ops that are looked at
 _ANNEALED = 3_000  # looks at an op; with fewer, annealing is of no use and all effort goes into draws
 _FEWEST, _MOST = 96, 1_536  # draws for a problem
 _BATCH = 32  # draws that are made at a time, and judged before the next
 _KEPT = 16  # of the best draws, to cross
-_WIDTH, _LAST = 16, 2  # orders that are annealed at first and at last
+_WIDTH, _LAST = 32, 2  # orders that are annealed at first and at last
 
 Starts = Callable[[Problem], Sequence[OpIds]]
 
@@ -56,15 +58,19 @@ def find(
     if not able:
         check_one_microbatch_fits(problems[0].arrays, problems[0].limits)
     tasks = [_Task(problem, objective) for problem in able]
-    ops, count = sum(problem.ops for problem in able), max(2, _WIDTH // len(tasks))
+    ops = sum(problem.ops for problem in able)
     work = _SPEED * (min(_EFFORT, _EFFORT_PER_OP * ops) if effort is None else effort)
     drawn = _DRAWN if work > _ANNEALED * ops else 1.0
     least = min(task.goal.bound for task in tasks)
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        pool: list[_Chain] = []
+        drawn_work, chains = int(drawn * work / len(tasks)), list[list[_Chain]]()
         for task in tasks:
             task.keep(map(task.judge, starts(task.problem)))
-            pool += task.draw(int(drawn * work / len(tasks)), count, seed, threads)
+            chains.append(task.draw(drawn_work, seed, threads))
+        # Two of every problem and the best others: draws say little about what annealing makes of them.
+        pool = [chain for own in chains for chain in own[:2]]
+        others = sorted((chain for own in chains for chain in own[2:]), key=lambda chain: _key(chain.found))
+        pool += others[: max(0, _WIDTH - len(pool))]
         _halve(pool, least, int((1 - drawn) * work), seed, threads)
     best = {id(task.problem): task.best for task in tasks}
     return [best.get(id(problem)) for problem in problems]
@@ -105,9 +111,9 @@ class _Task:
             self.best = kept[0]
         return kept
 
-    def draw(self, work: int, count: int, seed: int, threads: ThreadPoolExecutor) -> list[_Chain]:
-        """The orders to anneal: half of them the best of all that is published and of crossings of good
-        draws, half the best of plain draws, since these are less alike.
+    def draw(self, work: int, seed: int, threads: ThreadPoolExecutor) -> list[_Chain]:
+        """The orders to anneal, the best first: in turn one of those that are published or crossed from good
+        draws, and one of plain draws, since these are less alike.
         """
         table, random = Timetable(self.problem), Random(seed)
         draws = max(_FEWEST, min(_MOST, work // (_LISTED * self.problem.ops)))
@@ -128,9 +134,10 @@ class _Task:
             ]
             made = [*zip(threads.map(make, points), points, crossed, strict=True)]
             best = sorted([*best, *((found.seconds, point) for found, point, _ in made if found)])[:_KEPT]
-            near = self.keep([*near, *(found for found, _, v in made if v)])[:count]
-            far = self.keep([*far, *(found for found, _, v in made if not v)])[:count]
-        return [_Chain(self, found) for found in (*near[: count - count // 2], *far[: count // 2])]
+            near = self.keep([*near, *(found for found, _, v in made if v)])[:_WIDTH]
+            far = self.keep([*far, *(found for found, _, v in made if not v)])[:_WIDTH]
+        in_turn = joined.from_iterable(zip_longest(near, far))
+        return [_Chain(self, found) for found in in_turn if found][:_WIDTH]
 
 
 @dataclass(frozen=True, eq=False)
