@@ -208,7 +208,7 @@ def _work(plan: Plan) -> None:
         _terms(f"work.edges[{k}]", edge, lengths)
     for k, stage in enumerate(work.stages):
         path = f"work.stages[{k}]"
-        for name in ("saved", "kept", "away", "away_for_weight"):
+        for name in ("saved_activations", "saved_for_weight", "offloadable", "offloadable_for_weight"):
             _terms(f"{path}.{name}", getattr(stage, name), lengths)
         for phase in ("forward", "backward", "weight"):
             for i, op in enumerate(getattr(stage, phase)):

@@ -93,7 +93,7 @@ class Store(Protocol):
 
 @dataclass(eq=False)
 class _Item:
-    """One tensor that is away; ``tensor`` is let go of when it has left, and there again on its way back."""
+    """The handle of one offloaded tensor; ``tensor`` is None from the end of the offload to the reload."""
 
     tensor: torch.Tensor | None
     shape: torch.Size
@@ -123,7 +123,7 @@ class Offloader:
             values[k] = _Item(tensor, tensor.shape, tensor.stride(), tensor.dtype, at, ticket)
             at += aligned(flat.numel())
 
-    def offloaded(self, values: list[Any]) -> None:
+    def wait_offload(self, values: list[Any]) -> None:
         for item in values:
             self.store.wait(item.ticket)
             item.tensor = None
@@ -134,7 +134,7 @@ class Offloader:
             item.tensor = tensor
             item.ticket = self.store.read(_bytes_of(tensor), item.at, item.ticket)
 
-    def reloaded(self, values: list[Any]) -> None:
+    def wait_reload(self, values: list[Any]) -> None:
         for k, item in enumerate(values):
             self.store.wait(item.ticket)
             values[k] = item.tensor

@@ -122,20 +122,20 @@ class Runtime:
         """Start to move tensors to the rank's pool, from byte ``at`` on; handles take their places."""
         self._offloading.offload(values, at)
 
-    def offloaded(self, values: list[Any]) -> None:
-        """Free the memory of values whose offload has ended."""
+    def wait_offload(self, values: list[Any]) -> None:
+        """Wait until the values are offloaded, and free their memory."""
         before = time.perf_counter()
-        self._offloading.offloaded(values)
+        self._offloading.wait_offload(values)
         self.record.waited(before)
 
     def reload(self, values: list[Any]) -> None:
-        """Start to fetch offloaded values."""
+        """Start to copy offloaded values back."""
         self._offloading.reload(values)
 
-    def reloaded(self, values: list[Any]) -> None:
-        """Put the tensors in place of their handles, as soon as they are there."""
+    def wait_reload(self, values: list[Any]) -> None:
+        """Wait until the values are reloaded; the tensors take the places of their handles."""
         before = time.perf_counter()
-        self._offloading.reloaded(values)
+        self._offloading.wait_reload(values)
         self.record.waited(before)
 
     def add_loss(self, loss: torch.Tensor, count: torch.Tensor | None = None) -> None:
@@ -161,7 +161,8 @@ class Runtime:
         for rank in ranks[1:]:
             self.send(grad, layout, rank)
 
-    sum_gradient = all_reduce_gradient  # the name in programs that were saved earlier
+    # Names in programs that were saved earlier.
+    sum_gradient, offloaded, reloaded = all_reduce_gradient, wait_offload, wait_reload
 
     def divide_gradients_by_count(self) -> None:
         """For losses given as (sum, count): gradients of the sum become those of the mean."""

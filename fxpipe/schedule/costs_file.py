@@ -1,12 +1,13 @@
 """Costs as a JSON file, in the form in which a saved pipeline's plan.json holds them under ``costs``::
 
-    {"stages": [{"forward": 1.0, "backward": 1.1, "weight": 0.9, "saved": 64, "kept": 32}, …],
+    {"stages": [{"forward": 1.0, "backward": 1.1, "weight": 0.9,
+                 "saved_activations": 64, "saved_for_weight": 32}, …],
      "edges": [{"source": {"stage": 0, "phase": "F"}, "target": {"stage": 1, "phase": "F"},
                 "bytes": 16, "seconds": 0.1}, …]}
 
-Times in any one unit, memory in any one unit.  ``saved``, ``kept``, ``bytes`` and ``seconds`` are 0 where
-they are left out; without ``edges`` the stages are a chain.  A stage may have ``away`` and
-``away_for_weight``: what of ``saved`` may leave the rank until B, and until W.
+Times in any one unit, memory in any one unit; the fields are those of ``StageCost`` and ``Edge``.  Only the
+times of stages are required: memory, ``bytes`` and ``seconds`` are 0 by default; without ``edges`` the stages
+are a chain.  The older names ``saved``, ``kept``, ``away`` and ``away_for_weight`` are read too.
 """
 
 from __future__ import annotations

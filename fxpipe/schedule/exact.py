@@ -58,7 +58,7 @@ def exact(
     """The schedule with the least makespan, or the least span (the longest of the ranks' times from first
     op to last).  B and W are apart in it.
 
-    memory_limit: of every rank, or one for each, in the unit of ``StageCost.saved``.
+    memory_limit: of every rank, or one for each, in the unit of ``StageCost.saved_activations``.
     seconds: how long to search.  start: a schedule of this placement to begin with.
     Raises ScheduleError where nothing keeps the limit or nothing was found in time, and FxpipeError where
     OR-tools is not installed.
@@ -142,8 +142,11 @@ class _Model:
         forward, backward, weight = sections_of(stage)
         begin, end = self.starts[forward][microbatch], self.end(weight, microbatch)
         middle = self.end(backward, microbatch)
-        part = (begin, middle) if cost.saved > cost.kept else (middle, end)
-        return (begin, end, min(cost.saved, cost.kept)), (*part, abs(cost.saved - cost.kept))
+        part = (begin, middle) if cost.saved_activations > cost.saved_for_weight else (middle, end)
+        return (begin, end, min(cost.saved_activations, cost.saved_for_weight)), (
+            *part,
+            abs(cost.saved_activations - cost.saved_for_weight),
+        )
 
     def _handed(self, edge: Edge, microbatch: int) -> Life:
         """Held also where the target starts as the source ends: a unit is added, on the side on which the

@@ -25,7 +25,7 @@ Life = tuple[float, float, float]
 @dataclass(frozen=True)
 class Block:
     """``starts[stage]``: when F, B and W of the microbatch start.  Per rank in the steady state:
-    ``mean_memory`` and ``peak_memory``, in the unit of ``StageCost.saved``.
+    ``mean_memory`` and ``peak_memory``, in the unit of ``StageCost.saved_activations``.
 
     ``bound``: what the greatest of the means cannot be below; ``proven``: it is that.
     """
@@ -120,9 +120,13 @@ class _Model:
 
     def _minimize_memory(self) -> None:
         costs = self.costs.stages
-        unit = unit_of(size for cost in costs for size in (cost.saved, cost.kept))
+        unit = unit_of(size for cost in costs for size in (cost.saved_activations, cost.saved_for_weight))
         self.share = unit / self.period
-        most = 2 * self.horizon * sum(round((cost.saved + cost.kept) / unit) + 1 for cost in costs)
+        most = (
+            2
+            * self.horizon
+            * sum(round((cost.saved_activations + cost.saved_for_weight) / unit) + 1 for cost in costs)
+        )
         goal = self.model.new_int_var(0, most, "memory")
         for own in self.owns:
             total: Any = 0
@@ -130,8 +134,8 @@ class _Model:
                 forward, backward, weight = sections_of(stage)
                 middle = self.starts[backward] + self.lengths[backward]
                 last = self.starts[weight] + self.lengths[weight]
-                total += round(costs[stage].saved / unit) * (middle - self.starts[forward])
-                total += round(costs[stage].kept / unit) * (last - middle)
+                total += round(costs[stage].saved_activations / unit) * (middle - self.starts[forward])
+                total += round(costs[stage].saved_for_weight / unit) * (last - middle)
             self.model.add(goal >= total)
         self.model.minimize(goal)
 
@@ -140,7 +144,7 @@ def _lives(costs: Costs, stage: int, starts: tuple[float, float, float]) -> list
     forward, backward, weight = starts
     cost = costs.stages[stage]
     middle = backward + cost.backward
-    return [(forward, middle, cost.saved), (middle, weight + cost.weight, cost.kept)]
+    return [(forward, middle, cost.saved_activations), (middle, weight + cost.weight, cost.saved_for_weight)]
 
 
 def _peak(lives: Sequence[Life], period: float) -> float:

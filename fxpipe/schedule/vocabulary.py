@@ -59,7 +59,7 @@ def budget_for_model_stages(
     count = len(costs.stages)
     for stage in (*range(vocabulary.lookups), *range(count - vocabulary.heads, count)):
         rank = stage if stage < vocabulary.lookups else stage - (count - vocabulary.heads)
-        taken[rank] += max(costs.stages[stage].saved, costs.stages[stage].kept)
+        taken[rank] += max(costs.stages[stage].saved_activations, costs.stages[stage].saved_for_weight)
     return tuple(limit - own for limit, own in zip(limits, taken, strict=True))
 
 

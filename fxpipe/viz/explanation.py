@@ -39,7 +39,9 @@ def _moved(plan: Plan) -> str:
     if plan.costs.link is None:
         return ""
     stages = plan.costs.stages
-    most = bytes_text(plan.step.microbatches * sum(cost.away + cost.away_for_weight for cost in stages))
+    most = bytes_text(
+        plan.step.microbatches * sum(cost.offloadable + cost.offloadable_for_weight for cost in stages)
+    )
     out = [t for t in plan.transfers if t.direction is Direction.OUT]
     if not out:
         return f"; nothing of the {most} that might leave the ranks in a step does"

@@ -63,10 +63,10 @@ def _stages(pipe: Pipeline) -> tuple[tuple[str, ...], ...]:
         own = [
             f"stage {stage.stage} on rank {stage.rank}{_share(pipe, stage.stage)}",
             ", ".join(f"{phase} {seconds_text(seconds)}" for phase, seconds in times),
-            f"held: F to B {bytes_text(cost.saved)}, B to W {bytes_text(cost.kept)}",
+            f"held: F to B {bytes_text(cost.saved_activations)}, B to W {bytes_text(cost.saved_for_weight)}",
         ]
         if pipe.plan.transfers:
-            until_b, until_w = bytes_text(cost.away), bytes_text(cost.away_for_weight)
+            until_b, until_w = bytes_text(cost.offloadable), bytes_text(cost.offloadable_for_weight)
             own.append(f"may leave: until B {until_b}, until W {until_w}")
         lines.append(tuple(own))
     return tuple(lines)

@@ -35,12 +35,15 @@ def check_against_fresh(pipe: fxpipe.Pipeline, fresh: fxpipe.Pipeline, sizes: Ma
     """``fresh`` was compiled for an example of these sizes."""
     here, there = pipe.simulate(sizes), fresh.simulate()
     for stage, (found, expected) in enumerate(zip(here.costs.stages, there.costs.stages, strict=True)):
-        assert (found.saved, found.kept) == (expected.saved, expected.kept)
+        assert (found.saved_activations, found.saved_for_weight) == (
+            expected.saved_activations,
+            expected.saved_for_weight,
+        )
         for phase in ("forward", "backward", "weight"):
             assert getattr(found, phase) == pytest.approx(getattr(expected, phase), rel=1e-9)
         expressions = pipe.stages[stage].expressions
         assert expressions.flops.subs(sizes) == flops(fresh, stage)
-        assert expressions.saved.subs(sizes) == expected.saved
+        assert expressions.saved_activations.subs(sizes) == expected.saved_activations
         assert expressions.weight.subs(sizes) == pytest.approx(expected.weight, rel=1e-9)
     assert [(e.source, e.target, e.bytes, e.seconds) for e in here.costs.edges] == [
         (e.source, e.target, e.bytes, e.seconds) for e in there.costs.edges
@@ -109,8 +112,8 @@ def test_expressions():
     rows = MICROBATCH * SEQUENCE
     assert first.flops == 2 * 2 * rows * 8 * 16  # no gradient of x
     assert second.flops == 3 * 2 * rows * 16 * 4
-    assert first.saved == 4 * rows * 16  # relu's result
-    assert second.saved == 4 * rows * (16 + 4)
+    assert first.saved_activations == 4 * rows * 16  # relu's result
+    assert second.saved_activations == 4 * rows * (16 + 4)
     assert {s.name for s in second.forward.free_symbols} == {"microbatch", "sequence"}
     assert second.forward.atoms(sympy.Max)
 
@@ -144,7 +147,7 @@ def test_measured_times_grow_as_the_analytic_ones():
         expected = analytic.simulate(sizes).costs.stages[stage]
         growth = expected.forward / analytic.plan.costs.stages[stage].forward
         assert after.forward / before.forward == pytest.approx(growth)
-        assert after.saved == expected.saved
+        assert after.saved_activations == expected.saved_activations
 
 
 class NextWord(nn.Module):

@@ -293,7 +293,7 @@ def test_a_share_that_does_not_keep_the_limit():
 
 
 def test_what_comes_back_from_disk_is_what_went(tmp_path):
-    away = Offloader(lambda: Disk(tmp_path, 1 << 16, TIMEOUT), torch.device("cpu"))
+    offloader = Offloader(lambda: Disk(tmp_path, 1 << 16, TIMEOUT), torch.device("cpu"))
     given = [
         torch.randn(3, 5),
         torch.randn(4, 6, dtype=torch.bfloat16).t(),
@@ -303,12 +303,12 @@ def test_what_comes_back_from_disk_is_what_went(tmp_path):
         torch.randn(20)[5:9],
     ]
     values, other = [*given], [torch.ones(9)]
-    away.offload(values, at=0)
-    away.offload(other, at=1 << 15)
-    away.offloaded(values)
+    offloader.offload(values, at=0)
+    offloader.offload(other, at=1 << 15)
+    offloader.wait_offload(values)
     assert not any(isinstance(value, torch.Tensor) for value in values)
-    away.reload(values)
-    away.reloaded(values)
+    offloader.reload(values)
+    offloader.wait_reload(values)
     assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(values, given, strict=True))
     assert list(tmp_path.iterdir()) == []
 
