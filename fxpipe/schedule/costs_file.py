@@ -32,10 +32,10 @@ class _File:
 
 
 def read_costs(path: Path, seconds: float = 0.0) -> Costs:
-    """The costs of a file.
+    """Read the costs from a file.
 
-    seconds: one transfer, for a file without edges.
-    Raises ScheduleError, naming the file and the place in it, where it holds none.
+    seconds: the time of each message, if the file has no edges.
+    Raises ScheduleError, naming the file and the field, if the file holds no valid costs.
     """
     try:
         file = structure(parse_json(read_text(path, MOST_BYTES)), _File)
@@ -45,7 +45,7 @@ def read_costs(path: Path, seconds: float = 0.0) -> Costs:
         check_costs(costs)
     except Misfit as error:
         raise ScheduleError(
-            f"{path} holds no costs: {error}. docs/simulate.md describes what must be in it."
+            f"{path} holds no valid costs: {error}. docs/simulate.md describes the fields."
         ) from error
     return costs
 
@@ -55,10 +55,9 @@ def write_costs(costs: Costs, path: Path) -> None:
 
 
 def check_costs(costs: Costs, path: str = "") -> None:
-    """Raises Misfit unless all times and bytes are 0 or more and edges join stages that are there, without a
-    cycle.
+    """Raise Misfit unless all times and bytes are 0 or more, and edges join existing stages without a cycle.
 
-    path: to the costs in their file, such as ``costs.``.
+    path: of the costs in their file, such as ``costs.``.
     """
     if not costs.stages:
         raise Misfit("is empty", f"{path}stages")
@@ -77,7 +76,7 @@ def check_costs(costs: Costs, path: str = "") -> None:
     try:
         lower_bound(costs, tuple(range(len(costs.stages))), 1)
     except ScheduleError as error:
-        raise Misfit(f"cannot be: {error}", f"{path}edges") from error
+        raise Misfit(f"are invalid: {error}", f"{path}edges") from error
 
 
 def _check_numbers(entry: StageCost | Edge | Link, path: str) -> None:

@@ -81,7 +81,7 @@ def test_simulated(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is no JSON: Expecting property name"),
+        ("{", "is not JSON: Expecting property name"),
         ("[]", "is [] and must be an object"),
         ('{"stages": []}', "stages is empty"),
         ('{"stages": [{"forward": 1, "backward": 1}]}', "stages[0].weight is missing"),
@@ -101,7 +101,7 @@ def test_simulated(capsys, tmp_path):
             '{"stages": [{"forward": -1, "backward": 1, "weight": 1}]}',
             "stages[0].forward is -1.0 and must",
         ),
-        ('{"stages": [{"forward": NaN, "backward": 1, "weight": 1}]}', "holds NaN, which is no number"),
+        ('{"stages": [{"forward": NaN, "backward": 1, "weight": 1}]}', "holds NaN, which is not a number"),
     ],
 )
 def test_files_that_hold_no_costs(tmp_path, text, message):
@@ -120,7 +120,7 @@ def test_arguments_that_do_not_go_with_a_file(capsys, tmp_path):
     assert "2 stages: not as many for each of 3 ranks" in refusal(capsys, *asked, "--ranks", 3)
     three = refusal(capsys, *asked, "--ranks", 2, "--stages-per-rank", 3)
     assert "2 stages: 1 for each of 2 ranks, not 3" in three
-    assert "nothing.json holds no costs: cannot be read" in refusal(
+    assert "nothing.json holds no valid costs: cannot be read" in refusal(
         capsys, "--costs", "nothing.json", *asked[2:], "--ranks", 2
     )
 

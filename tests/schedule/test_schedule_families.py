@@ -183,7 +183,7 @@ def test_one_rank_has_no_bubble(name):
         ({"name": "zb-v", "stages_per_rank": 1}, "zb-v has 2 stages per rank, not 1"),
         ({"name": "interleaved", "stages_per_rank": 1}, "interleaved has at least 2 stages per rank, not 1"),
         ({"memory_limit": 0}, "the memory limit of rank 0 is 0; it must be above 0"),
-        ({"memory_limit": (2, 2, 2)}, "3 memory limits given for 2 ranks"),
+        ({"memory_limit": (2, 2, 2)}, "3 memory limits for 2 ranks"),
         (
             {"memory_limit": 0.9},
             "one microbatch needs 1 of memory on rank 0, and the limit is 0.9; .* keep is 1",
