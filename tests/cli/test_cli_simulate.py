@@ -125,7 +125,7 @@ def test_the_exact_answer_beside(capsys):
     assert result["exact"]["proven"]
     assert max(result["exact"]["peak_memory"]) <= 4
     assert main([*small, "--exact"]) == 0
-    assert "exact: 228 (the least there is, proven), span bubble 0.2632" in capsys.readouterr().out
+    assert "exact: 228 (proven optimal), span bubble 0.2632" in capsys.readouterr().out
 
 
 def test_draw(capsys, tmp_path):
@@ -150,10 +150,13 @@ def test_a_schedule_file(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--schedule", "1f1b"], "--schedule and --schedule-file do not go together"),
-        (["--ranks", "3"], "schedule mine has 2 ranks, and 3 are asked for"),
-        (["--microbatches", "3"], "schedule mine has 1 microbatches, and 3 are asked for"),
-        (["--memory-limit", "0.5"], "schedule mine holds 1 on rank 0, above the memory limit of 0.5"),
+        (["--schedule", "1f1b"], "--schedule and --schedule-file exclude each other: give one of them"),
+        (["--ranks", "3"], "schedule mine has 2 ranks, but the arguments or costs have 3"),
+        (["--microbatches", "3"], "schedule mine has 1 microbatches, but the arguments or costs have 3"),
+        (
+            ["--memory-limit", "0.5"],
+            "schedule mine needs 1 on rank 0, above the memory limit of 0.5: raise the limit, or offload",
+        ),
     ],
 )
 def test_a_schedule_file_that_is_not_what_was_asked_for(capsys, tmp_path, more, message):

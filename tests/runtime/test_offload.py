@@ -199,7 +199,7 @@ def test_saved_and_loaded(tmp_path):
     assert all(torch.equal(found.grads[name], grad) for name, grad in expected.grads.items())
     assert list((tmp_path / "away").iterdir()) == []
     lost = fxpipe.load(tmp_path / "pipe", offload_directory=tmp_path / "nowhere")
-    with pytest.raises(RunError, match="nowhere is no directory that can be written to"):
+    with pytest.raises(RunError, match="nowhere: it is not a writable directory"):
         lost.run_local(batch)
 
 
@@ -224,7 +224,11 @@ def fails(code: int):
 @pytest.mark.parametrize(
     ("function", "replacement", "message"),
     [
-        ("posix_fallocate", fails(errno.ENOSPC), r"No file of \d+ bytes for activations .*No space left"),
+        (
+            "posix_fallocate",
+            fails(errno.ENOSPC),
+            r"A file of \d+ bytes for activations cannot be made .*No space left",
+        ),
         ("pwrite", fails(errno.EIO), "Activations could not be moved to or from .*Input/output error"),
         ("preadv", fails(errno.EIO), "Activations could not be moved to or from .*Input/output error"),
         ("preadv", lambda *args: 0, r"its file ends \d+ bytes early"),
@@ -269,16 +273,16 @@ def test_old_spellings_are_accepted_with_a_warning():
 
 
 def test_places_that_activations_cannot_go_to(tmp_path):
-    with pytest.raises(RunError, match="cpu cannot be offloaded to the tier 'host': 'host' is beside a GPU"):
+    with pytest.raises(RunError, match="cpu cannot be offloaded to the tier 'host': use 'host' with a GPU"):
         compiled("gpt2", offload=Offload(tier="host"))
-    with pytest.raises(RunError, match="nowhere is no directory that can be written to"):
+    with pytest.raises(RunError, match="nowhere: it is not a writable directory"):
         compiled("gpt2", offload=Offload(directory=tmp_path / "nowhere"))
 
 
 def test_a_directory_in_memory(monkeypatch):
     pipe = compiled("gpt2", offload=True)
     monkeypatch.setattr(fxpipe.runtime.offloader, "filesystem", lambda directory: "tmpfs")
-    with pytest.warns(UserWarning, match="lies in memory itself: offloading to it frees none"):
+    with pytest.warns(UserWarning, match="is in memory itself, so offloading to it frees no memory"):
         pipe.run_local(MODELS["gpt2"].data(MICROBATCHES))
 
 

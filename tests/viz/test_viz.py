@@ -276,7 +276,7 @@ def test_offloadable_values_are_seen_in_the_graph(monkeypatch):
     cost = light.plan.costs.stages[0]
     assert sum(flow.offloaded for flow in offloaded) == cost.offloadable + cost.offloadable_for_weight
     source = graph_picture(collapse(light.graph), ("Net",), (("stage 0",),)).source
-    assert "of it may leave the rank" in source
+    assert "of it can be offloaded" in source
     assert "purple, dashed" in source
     assert not any(f.offloaded for f in collapse(fxpipe.compile(model, example, **options).graph).flows)
 
