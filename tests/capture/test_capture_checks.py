@@ -188,7 +188,13 @@ RIGHT = [
 ]
 
 
-@pytest.mark.parametrize("options", [{"schedule": "zb-h1"}, {"schedule": "1f1b", "recompute": "full"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "zb-h1"},
+        pytest.param({"schedule": "1f1b", "recompute": "full"}, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("model", RIGHT)
 def test_equals_eager(model, options):
     assert_equals_eager(model, batch, ranks=2, **options)

@@ -372,7 +372,9 @@ RIGHT = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(
+    "options", [pytest.param("zb-h1, offload", marks=pytest.mark.slow), "gpipe, v, recompute"]
+)
 @pytest.mark.parametrize("model", RIGHT)
 def test_equals_eager(model, options):
     with captured_once(model):
