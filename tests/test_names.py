@@ -369,6 +369,7 @@ def test_names_are_no_markup_in_the_terminal(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ['"""', "\n", "<b>&\0", "[red]"])
+@pytest.mark.slow
 def test_names_of_schedules(name, tmp_path, capsys):
     model, batch = Chain(2), numbers(4)
     schedule = replace(SCHEDULE, name=name)
@@ -383,6 +384,7 @@ def test_names_of_schedules(name, tmp_path, capsys):
     )
 
 
+@pytest.mark.slow
 def test_names_of_dimensions():
     name = "a, b = '\n\\"
     pipe = fxpipe.compile(

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from equality import LIMIT, assert_equals_eager, attributes, eager_step
+from marks import slow_except
 from torch import nn
 from zoo import captured_once, relative_error, too_far
 
@@ -375,13 +376,16 @@ RIGHT = [
 @pytest.mark.parametrize(
     "options", [pytest.param("zb-h1, offload", marks=pytest.mark.slow), "gpipe, v, recompute"]
 )
-@pytest.mark.parametrize("model", RIGHT)
+@pytest.mark.parametrize(
+    "model",
+    slow_except(RIGHT, BatchNorm, ReplacedScale, MomentumEncoder, Previous, WrittenInBackward, Aliases),
+)
 def test_equals_eager(model, options):
     with captured_once(model):
         assert_equals_eager(model, rows, ranks=2, **OPTIONS[options])
 
 
-@pytest.mark.parametrize("model", [MomentumEncoder, Annealed, BatchNorm])
+@pytest.mark.parametrize("model", slow_except([MomentumEncoder, Annealed, BatchNorm], BatchNorm))
 def test_a_saved_pipeline_goes_on_from_its_buffers(model, tmp_path):
     torch.manual_seed(0)
     built, expected = model(), model()
@@ -556,6 +560,7 @@ def test_a_parameter_from_a_closure():
     assert "'layers.3.weight' by another way" in refused(Closure)
 
 
+@pytest.mark.slow
 def test_split_points_between_reading_and_writing_a_buffer():
     class Apart(Scale):
         def between(self, x, i):
@@ -573,6 +578,7 @@ def test_split_points_between_reading_and_writing_a_buffer():
     assert_equals_eager(Apart, rows, ranks=2, schedule="zb-h1")
 
 
+@pytest.mark.slow
 def test_a_batch_norm_that_is_called_all_along():
     class Everywhere(BatchNorm):
         def between(self, x, i):
@@ -680,6 +686,7 @@ def test_a_schedule_that_takes_microbatches_out_of_order(tmp_path):
     assert "'scale'" in message
 
 
+@pytest.mark.slow
 def test_checkpointed_batch_norm():
     class Checkpointed(BatchNorm):
         def between(self, x, i):
@@ -693,6 +700,7 @@ def test_checkpointed_batch_norm():
 # -- operators that a program cannot hold -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_torch_cond():
     class Branches(Layers):
         def between(self, x, i):

@@ -148,6 +148,7 @@ def words(rows: int, length: int) -> dict[str, torch.Tensor]:
     ids=["next", "strided"],
 )
 @pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.slow
 def test_sums_and_fractions_of_a_length(model, batch, split, rows):
     built = model()
     pipe = two_stages(built, batch(rows, 16), split, dimensions={"sequence": 16})
@@ -263,6 +264,7 @@ class Thirds(Perceptron):
         ),
     ],
 )
+@pytest.mark.slow
 def test_a_step_that_is_another_at_other_sizes(model, message):
     with pytest.raises(SizeError, match=message) as caught:
         two_stages(model(), {"x": torch.randn(2, 12, 8)}, "second", dimensions={"sequence": 12})

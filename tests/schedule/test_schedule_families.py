@@ -1,8 +1,7 @@
 """The named schedules: their orders, their bubbles against the papers, their memory."""
 
-from typing import Any
-
 import pytest
+from marks import slow_except
 
 from fxpipe.errors import DeadlockError, ScheduleError
 from fxpipe.schedule.arrays import decode, encode, schedule_arrays
@@ -160,18 +159,16 @@ def test_peak_memory():
     assert run("zb-h1", 8, 24, 2, "v").peak_memory == (8,) * 8
 
 
-def families(*names: str) -> list[Any]:
-    """Searches take seconds."""
-    slow = pytest.mark.slow
-    return [pytest.param(n, marks=slow) if FAMILIES[n].is_searched else n for n in names]
+NOT_SEARCHED = [name for name, family in FAMILIES.items() if not family.is_searched]
+ONE_STAGE = [name for name, family in FAMILIES.items() if family.has(1, "plain")]
 
 
-@pytest.mark.parametrize("name", families(*(n for n, family in FAMILIES.items() if family.has(1, "plain"))))
+@pytest.mark.parametrize("name", slow_except(ONE_STAGE, *NOT_SEARCHED))
 def test_one_stage_a_rank_is_the_same_in_v_placement(name):
     assert run(name, 3, 4, 1, "v").schedule.order == run(name, 3, 4, 1).schedule.order
 
 
-@pytest.mark.parametrize("name", families(*FAMILIES))
+@pytest.mark.parametrize("name", slow_except(FAMILIES, *NOT_SEARCHED))
 def test_one_rank_has_no_bubble(name):
     for stages_per_rank in (1, 2):
         for placement in ("plain", "v"):
