@@ -274,6 +274,7 @@ def test_layer_drop():
     assert "test_capture_checks.py:" in message
 
 
+@pytest.mark.slow
 def test_a_random_branch_that_is_hardly_ever_taken():
     class Rarely(Reads):
         def read(self, x, mask):
@@ -398,6 +399,7 @@ def test_code_for_compilers_that_fails():
     assert_equals_eager(Broken, batch, ranks=2, schedule="zb-h1")
 
 
+@pytest.mark.slow
 def test_dropout_of_nothing_is_no_random_number():
     class Zero(Reads):
         def read(self, x, mask):

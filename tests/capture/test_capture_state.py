@@ -401,6 +401,7 @@ def test_a_saved_pipeline_goes_on_from_its_buffers(model, tmp_path):
     assert too_far(result.grads, grads, LIMIT) == {}
 
 
+@pytest.mark.slow
 def test_caches_outside_of_modules_hold_no_fake_tensors():
     _ramp.cache_clear()
     model = CachedElsewhere()
@@ -410,6 +411,7 @@ def test_caches_outside_of_modules_hold_no_fake_tensors():
     model(*rows(2)).backward()
 
 
+@pytest.mark.slow
 def test_one_microbatch_at_a_time():
     """A new value that is a view of another buffer is stored before or after that one, with the
     same result."""
@@ -486,6 +488,7 @@ def test_a_buffer_of_two_names_of_which_one_is_replaced():
     assert "'scale'" in refused(TwoNames)
 
 
+@pytest.mark.slow
 def test_a_view_of_a_buffer_that_changes():
     class View(Layers):
         def prepare(self):
@@ -512,6 +515,7 @@ def test_two_parameters_in_the_same_memory():
     assert "share memory" in refused(Shared)
 
 
+@pytest.mark.slow
 def test_a_buffer_that_backward_writes_and_forward_reads():
     class Both(Scale):
         def between(self, x, i):
@@ -720,6 +724,7 @@ def test_nested_tensors():
     assert "nested" in refused(Nested)
 
 
+@pytest.mark.slow
 def test_sparse_tensors():
     """The backward fails, where no line of the model runs."""
 
@@ -748,6 +753,7 @@ class _Wrong(torch.autograd.Function):
         return gradient[:, 1:]
 
 
+@pytest.mark.slow
 def test_a_backward_that_fails():
     class Fails(Layers):
         def between(self, x, i):
@@ -766,6 +772,7 @@ def increment(x: torch.Tensor) -> None:
 increment.register_fake(lambda x: None)
 
 
+@pytest.mark.slow
 def test_a_custom_op_that_writes():
     class Writes(Scale):
         def between(self, x, i):
@@ -793,6 +800,7 @@ class CallsBackwardOfItsInputs(Layers):
         return x + y.grad
 
 
+@pytest.mark.slow
 def test_backward_in_the_forward():
     assert "calls backward(), which adds to the gradient of 'layers.0.weight'" in refused(CallsBackward)
     assert_equals_eager(CallsBackwardOfItsInputs, rows, ranks=2, schedule="zb-h1")
@@ -849,6 +857,7 @@ class RunningLoss(nn.Module):
 
 @pytest.mark.parametrize("replaces", [False, True])
 @pytest.mark.parametrize("closed_over", [False, True])
+@pytest.mark.slow
 def test_a_loss_function_with_a_buffer_that_it_changes(replaces, closed_over):
     loss = RunningLoss(replaces)
     before = attributes(loss)
@@ -928,6 +937,7 @@ class WritesByStrides(Layers):
         return x + y.sum()
 
 
+@pytest.mark.slow
 def test_writes_that_cannot_be_followed():
     assert "cannot be followed (module ''" in refused(WritesByStrides)
 
@@ -1003,6 +1013,7 @@ class MemoryOfABuffer(Layers):
         return x
 
 
+@pytest.mark.slow
 def test_a_buffer_that_is_made_of_another():
     assert "'one' and 'other' the same memory and writes to it" in refused(MemoryOfABuffer)
 
@@ -1016,5 +1027,6 @@ class Counted(Layers):
         return x
 
 
+@pytest.mark.slow
 def test_shapes_from_constants_beside_writes():
     assert_equals_eager(Counted, rows, ranks=2, schedule="zb-h1")

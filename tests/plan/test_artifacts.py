@@ -441,6 +441,7 @@ class Transposed(Chain):
         return x * self.blocks[1].inner.weight.t().view(-1)[: x.shape[-1]] if i == 1 else x
 
 
+@pytest.mark.slow
 def test_strides_are_kept(tmp_path):
     case = Case(Transposed, numbers)
     pipe = compiled(case, case.build(), MICROBATCHES, Shape(2))
