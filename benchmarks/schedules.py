@@ -60,7 +60,7 @@ class Model:
 
     def costs(self, chunks: int) -> Costs:
         times = (time / chunks for time in (self.forward, self.backward, self.weight))
-        stage = StageCost(*times, saved=1 / chunks, kept=self.kept / chunks)
+        stage = StageCost(*times, saved_activations=1 / chunks, saved_for_weight=self.kept / chunks)
         return chain([stage] * (self.ranks * chunks), self.comm)
 
 
@@ -385,7 +385,7 @@ def _heavier(stage: StageCost) -> StageCost:
 
 def _mean(costs: Costs) -> Costs:
     count = len(costs.stages)
-    names = ("forward", "backward", "weight", "saved", "kept")
+    names = ("forward", "backward", "weight", "saved_activations", "saved_for_weight")
     mean = StageCost(*(sum(getattr(stage, name) for stage in costs.stages) / count for name in names))
     return replace(costs, stages=(mean,) * count)
 

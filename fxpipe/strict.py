@@ -1,6 +1,6 @@
-"""Files from elsewhere as plain data: regular, not too large, JSON without surprises, fields of their types.
+"""Reads untrusted files as plain data: regular files of bounded size, strict JSON, fields of the right types.
 
-Callers turn the ``Misfit`` that all of this raises into the error of their file, and say what to do.
+Every function raises ``Misfit``.  Its callers turn that into the error of their file, and say what to do.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
 from math import isfinite
 from pathlib import Path
@@ -25,7 +25,7 @@ from cattrs.errors import (
 _T = TypeVar("_T")
 
 MEBIBYTE = 1 << 20
-#: Commas and brackets in a JSON file: 20 bytes and more of memory stand behind each.
+#: Maximum number of commas and brackets in a JSON file; each can cost 20 bytes of memory or more.
 MOST_VALUES = 8_000_000
 LARGEST_INT, LARGEST_FLOAT = 2**63 - 1, 1e30
 
@@ -42,7 +42,7 @@ def misfit(path: str, value: Any, wanted: str) -> Misfit:
 
 
 def shown(value: Any) -> str:
-    """A value as text of one short line."""
+    """A value as one short line of text, for a message."""
     if isinstance(value, (dict, list, tuple)) and len(value) > 8:
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
     if isinstance(value, int) and abs(value) > LARGEST_INT:
@@ -52,15 +52,15 @@ def shown(value: Any) -> str:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """The file, open for reading.  Raises Misfit where this is no regular one (after symbolic links)."""
+    """Open a file for reading.  Raises Misfit if it is not a regular file (after symbolic links)."""
     try:
-        # Without blocking: to open a pipe would wait for its writer.
+        # Non-blocking, as opening a pipe would otherwise wait for a writer.
         file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")  # noqa: SIM115 - the caller closes it
     except (OSError, ValueError) as error:
         raise Misfit(f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise Misfit("is no regular file")
+        raise Misfit("is not a regular file")
     return file
 
 
@@ -69,7 +69,7 @@ def read_text(path: Path, most: int) -> str:
     with open_regular(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
-        raise Misfit(f"is larger than {most // MEBIBYTE} MiB, the most that is read")
+        raise Misfit(f"is larger than {most // MEBIBYTE} MiB, the maximum")
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -77,26 +77,29 @@ def read_text(path: Path, most: int) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """JSON without NaN, infinity and keys that are there twice.  Raises Misfit."""
+    """Parse JSON.  Raises Misfit for other text, NaN, infinity, repeated keys and too many values."""
     if sum(map(text.count, "[{,")) > MOST_VALUES:
-        raise Misfit(f"holds more than {MOST_VALUES} values, the most that are read")
+        raise Misfit(f"holds more than {MOST_VALUES} values, the maximum")
     try:
         return json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
     except json.JSONDecodeError as error:
-        raise Misfit(f"is no JSON: {error}") from error
+        raise Misfit(f"is not JSON: {error}") from error
     except RecursionError:
-        raise Misfit("is no JSON that can be read: it is nested too deeply") from None
+        raise Misfit("is JSON that is nested too deeply") from None
     except ValueError as error:
         if isinstance(error, Misfit):
             raise
-        raise Misfit("holds a number of too many digits") from error
+        raise Misfit("holds a number with too many digits") from error
 
 
 def structure(data: Any, kind: type[_T], path: str = "") -> _T:
-    """Data of JSON as ``kind``, a dataclass of dataclasses and such: each field is there, no other one is,
-    and each has its very type.  Raises Misfit for the first that has not.
+    """Convert parsed JSON to ``kind``, a dataclass of dataclasses, tuples, dicts and plain values.
 
-    path: of ``data`` in its file.
+    Every field without a default must be present, no other key may be, and each value must have exactly the
+    type of its field.  Raises Misfit for the first violation.
+
+    A dataclass may have ``OLDER_NAMES``: names that its fields had in earlier files, with those of today.
+    path: of ``data`` in its file, for messages.
     """
     try:
         return _CONVERTER.structure(data, kind)
@@ -119,11 +122,11 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_number(text: str) -> Any:
-    raise Misfit(f"holds {text}, which is no number")
+    raise Misfit(f"holds {text}, which is not a number")
 
 
 def _first(error: BaseException, path: str) -> Misfit:
-    """The first error of a group, with the way to its field."""
+    """The first error of a group of nested errors, with the path of its field."""
     while isinstance(error, cattrs.BaseValidationError):
         error = error.exceptions[0]
         for note in getattr(error, "__notes__", ()):
@@ -158,10 +161,10 @@ def _float(value: Any, _: Any) -> float:
 
 
 def _text(value: Any, kind: Any) -> Any:
-    """Also for enums of texts, which are subclasses."""
+    """Hook for strings and for enums of strings, which are subclasses of ``str``."""
     known = {member.value: member for member in kind} if issubclass(kind, Enum) else None
     if type(value) is not str or (known is not None and value not in known):
-        wanted = "a text" if known is None else f"one of {', '.join(known)}"
+        wanted = "a string" if known is None else f"one of {', '.join(known)}"
         raise Misfit(f"is {shown(value)} and must be {wanted}")
     return value if known is None else known[value]
 
@@ -173,7 +176,7 @@ def _literal(value: Any, kind: Any) -> Any:
 
 
 def _tuple_hook(kind: Any, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
-    """Stops at the first entry that does not fit: there may be millions of them."""
+    """Hook for tuples.  It stops at the first wrong entry, since there may be millions of them."""
     items = get_args(kind)
     endless = items[-1] is Ellipsis
     hooks = [(item, converter.get_structure_hook(item)) for item in items[:1] if endless] or [
@@ -195,7 +198,7 @@ def _tuple_hook(kind: Any, converter: cattrs.Converter) -> Callable[[Any, Any], 
 
 
 def _dict_hook(kind: Any, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
-    """Of text to something."""
+    """Hook for dicts with string keys."""
     item = get_args(kind)[1]
     hook = converter.get_structure_hook(item)
 
@@ -216,14 +219,22 @@ def _at(index: Any, hook: Callable[[Any, Any], Any], entry: Any, item: Any) -> A
 
 
 def _object_hook(kind: Any, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
+    older: Mapping[str, str] = getattr(kind, "OLDER_NAMES", {})
     fill = cattrs.gen.make_dict_structure_fn(kind, converter, _cattrs_forbid_extra_keys=True)
 
     def structured(value: Any, _: Any) -> Any:
         if type(value) is not dict:
             raise Misfit(f"is {shown(value)} and must be an object")
-        return fill(value, kind)
+        return fill(_with_new_names(value, older) if older else value, kind)
 
     return structured
+
+
+def _with_new_names(value: dict[str, Any], older: Mapping[str, str]) -> dict[str, Any]:
+    for name, newer in older.items():
+        if name in value and newer in value:
+            raise Misfit(f"has both {name!r} and {newer!r}, two names of one field")
+    return {older.get(name, name): entry for name, entry in value.items()}
 
 
 def _origin(kind: Any) -> Any:

@@ -72,6 +72,7 @@ def line_of(how: str) -> str:
 
 
 @pytest.mark.parametrize("how", ["mask", "nonzero", "unique"])
+@pytest.mark.slow
 def test_shapes_that_depend_on_data(how):
     model = Chain(4)
     model.blocks[2] = Inner(how)
@@ -128,6 +129,7 @@ def test_a_parameter_written_in_the_forward():
     assert "buffer" in message
 
 
+@pytest.mark.slow
 def test_generator_of_the_models_own():
     class OwnGenerator(Chain):
         def between(self, x, i):

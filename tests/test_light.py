@@ -106,6 +106,7 @@ def test_old_names_of_a_pipeline(saved):
         pipe.synchronise()
 
 
+@pytest.mark.slow
 def test_a_saved_pipeline_trains_without_the_compiler(saved):
     modules = loaded(
         "import sys, torch, fxpipe\npipe = fxpipe.load(sys.argv[1])\n"

@@ -41,7 +41,9 @@ ALPHABETS = "_ __ ① ² ª ﬁ é 名前 مرحبا 😀 👩\u200d💻 a\u0301
 PYTHON = (
     "class lambda None print float torch rt batch batches params grads step key keyed saved saved0 loss count"
 )
-VALUES = "saved0_m1 exchange0_0 x_m1 x_s1 MESSAGES mm t log addmm d_ 0 1 -1 01 item inf nan device constant_0"
+VALUES = (
+    "saved0_m1 collective0_0 x_m1 x_s1 MESSAGES mm t log addmm d_ 0 1 -1 01 item inf nan device constant_0"
+)
 QUOTES = (
     r"""' " \" \ \\ C:\new \d+ \N{DASH} \u0041 \l \G ( ) [0] x[0:2] {} {0} {title} %s % ` # / a/b.py x:3"""
 )
@@ -264,7 +266,7 @@ def test_identifiers_resemble_the_text(text, name):
 
 
 def test_a_variable_is_none_that_a_program_uses_otherwise():
-    taken = ("rt", "batch", "saved", "saved0", "gradients12", "exchange0_1", "loss", "_", "keyed", "x_s1")
+    taken = ("rt", "batch", "saved", "saved0", "gradients12", "collective0_1", "loss", "_", "keyed", "x_s1")
     given = [name + "_" * k for name in (*taken, "x", "stage1_forward", "model_view") for k in range(3)]
     variables = [variable(name) for name in given]
     assert len(set(variables)) == len(given)
@@ -367,6 +369,7 @@ def test_names_are_no_markup_in_the_terminal(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ['"""', "\n", "<b>&\0", "[red]"])
+@pytest.mark.slow
 def test_names_of_schedules(name, tmp_path, capsys):
     model, batch = Chain(2), numbers(4)
     schedule = replace(SCHEDULE, name=name)
@@ -381,13 +384,17 @@ def test_names_of_schedules(name, tmp_path, capsys):
     )
 
 
+@pytest.mark.slow
 def test_names_of_dimensions():
     name = "a, b = '\n\\"
     pipe = fxpipe.compile(
         Chain(2), sequences(3), ranks=2, microbatches=2, schedule="1f1b", dimensions={name: LENGTH}
     )
     assert pipe.simulate({name: LENGTH}).seconds == pytest.approx(pipe.simulate().seconds)
-    assert {str(symbol) for symbol in pipe.stages[0].expressions.saved.free_symbols} <= {name, "microbatch"}
+    assert {str(symbol) for symbol in pipe.stages[0].expressions.saved_activations.free_symbols} <= {
+        name,
+        "microbatch",
+    }
 
 
 class Words(nn.Module):
@@ -442,10 +449,10 @@ class Own(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.saved, self.gradients, self.saved0, self.x = Op("for_weight"), Op("m1"), Op("m0"), Op("s1")
-        self.exchange0 = Op("_0")
+        self.collective0 = Op("_0")
 
     def forward(self, x, y):
-        for module in (self.saved, self.gradients, self.saved0, self.x, self.exchange0):
+        for module in (self.saved, self.gradients, self.saved0, self.x, self.collective0):
             x = module(x)
         return F.mse_loss(x, y)
 

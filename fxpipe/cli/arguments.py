@@ -1,4 +1,4 @@
-"""What subcommands share in reading their arguments."""
+"""Argument types and file output shared by the subcommands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fxpipe.errors import FxpipeError
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """One line, without the usage."""
+        """Exit with a one-line message, without the usage."""
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
@@ -45,11 +45,13 @@ def share(text: str) -> float:
 
 
 def write(path: Path, text: str) -> None:
-    """Raises FxpipeError where the file cannot be written."""
+    """Write a file.  Raises FxpipeError if that fails."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise FxpipeError(f"{path} cannot be written: {error.strerror or error}") from error
+        raise FxpipeError(
+            f"{path} cannot be written: {error.strerror or error}. Name another file."
+        ) from error
 
 
 def _number(text: str, of: type[int] | type[float], what: str) -> float:

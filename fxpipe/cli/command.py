@@ -1,6 +1,6 @@
-"""The entry point.  Errors of fxpipe become one line on stderr and exit code 2.
+"""The entry point.  An FxpipeError becomes one line on stderr and exit code 2.
 
-A subcommand's module is imported when it is asked for, so that ``fxpipe --help`` loads no torch.
+Only the module of the subcommand that runs is imported, so that ``fxpipe --help`` does not load torch.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from fxpipe.errors import FxpipeError
 from fxpipe.names import printable
 from fxpipe.version import __version__
 
-#: Name -> its module, and a line about it.
+#: Name -> its module, and its line in the help.
 SUBCOMMANDS = {
     "simulate": ("fxpipe.cli.simulate", "predict bubble and memory of a schedule"),
-    "compare": ("fxpipe.cli.compare", "all schedules for one setting"),
-    "explain": ("fxpipe.cli.explain", "why a saved pipeline has the schedule that it has"),
+    "compare": ("fxpipe.cli.compare", "simulate all schedules and compare them"),
+    "explain": ("fxpipe.cli.explain", "list the candidates that were considered for a saved pipeline"),
     "run": ("fxpipe.cli.run_command", "train a saved pipeline (under torchrun)"),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit code; ``arguments`` default to those of the process."""
+    """Run the command line and return its exit code; ``arguments`` default to ``sys.argv[1:]``."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     parser = Parser(prog="fxpipe", description="A pipeline-parallel compiler for PyTorch.")
     parser.add_argument("--version", action="version", version=f"fxpipe {__version__}")

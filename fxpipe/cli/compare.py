@@ -1,4 +1,4 @@
-"""``fxpipe compare``: all schedules for one setting, and the frontier of bubble against memory."""
+"""``fxpipe compare``: all schedules on the same costs, and the frontier of bubble against memory."""
 
 from __future__ import annotations
 
@@ -23,27 +23,32 @@ from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.viz.frontier_picture import Point, frontier, frontier_svg
 
 Outcome = Timeline | ScheduleError
-"""A schedule, or why there is none."""
+"""The simulated schedule, or the reason why there is none."""
 
 
 def add_to(commands: Any, line: str) -> None:
     parser = commands.add_parser(
         "compare",
         help=line,
-        description="Simulates every schedule for one setting: bubbles, memory and time.",
+        description="Simulates every schedule on the same costs: bubbles, memory and time.",
         epilog=EPILOG,
     )
     parser.set_defaults(command=_compare)
     add_cost_arguments(parser)
     add = parser.add_argument
-    add("--objective", choices=("makespan", "span"), default="makespan", help=f"of {AUTO} and the picture")
+    add(
+        "--objective",
+        choices=("makespan", "span"),
+        default="makespan",
+        help=f"objective of {AUTO}, and the bubble in the picture",
+    )
     add(
         "--limits",
         type=positive,
         nargs="+",
         default=(),
         metavar="X",
-        help=f"also {AUTO} under these memory limits, a row each",
+        help=f"also search with {AUTO} under each of these memory limits",
     )
     add("--draw", type=Path, metavar="FILE.svg", help="draw bubble against memory")
     add("--json", action="store_true", help="print one JSON object")
@@ -61,7 +66,7 @@ def _compare(options: argparse.Namespace) -> None:
         for name, timeline in found.items()
     ]
     if not points:
-        raise FxpipeError(f"no schedule is possible; {AUTO}: {outcomes[AUTO]}")
+        raise FxpipeError(f"no schedule is possible: {outcomes[AUTO]}")
     sizes = f"{source.ranks} ranks, {source.microbatches} microbatches; {source.note}"
     if options.draw is not None:
         bubble = f"{options.objective} bubble"
@@ -73,7 +78,9 @@ def _compare(options: argparse.Namespace) -> None:
     console.print(terminal(sizes), soft_wrap=True)
     best = {point.name for point in frontier(points)}
     console.print(_table(outcomes, best, source))
-    console.print(f"* no other has less memory and a smaller {options.objective} bubble", highlight=False)
+    console.print(
+        f"* no other schedule has both less memory and a smaller {options.objective} bubble", highlight=False
+    )
     for name, outcome in outcomes.items():
         if isinstance(outcome, ScheduleError):
             console.print(terminal(f"{name}: {outcome}"), soft_wrap=True, style="dim")
@@ -82,7 +89,7 @@ def _compare(options: argparse.Namespace) -> None:
 
 
 def _outcomes(source: Source, wish: Wish, limits: Sequence[float]) -> Iterator[tuple[str, Outcome]]:
-    """Each family, then ``auto`` under each limit."""
+    """The outcome of each family, then of ``auto`` under each limit."""
     console = Console(stderr=True)
     for name in track([*FAMILIES, AUTO], "compare", console=console, disable=not console.is_terminal):
         if name == AUTO:

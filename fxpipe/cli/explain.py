@@ -16,10 +16,10 @@ def add_to(commands: Any, line: str) -> None:
     parser = commands.add_parser(
         "explain",
         help=line,
-        description="Lists what schedule='auto' tried for a saved pipeline, the fastest first.",
+        description="Lists the candidates of schedule='auto' for a saved pipeline, fastest first.",
     )
     parser.set_defaults(command=_explain)
-    parser.add_argument("directory", type=Path, help="what pipe.save wrote")
+    parser.add_argument("directory", type=Path, help="a saved pipeline")
 
 
 def _explain(options: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""A timeline's figures: as a JSON object, and for a terminal."""
+"""The figures of a timeline, as a JSON object and as text for a terminal."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from fxpipe.viz.units import Units
 
 
 def figures(timeline: Timeline, best: Exact | None, moved: Offload | None = None) -> dict[str, Any]:
-    """What ``--json`` prints.  Lists have one entry a rank; ``memory`` holds (time, live from then on).
+    """The object that ``--json`` prints.  Lists have one entry per rank.
 
-    ``transfers`` of ``offload`` are (what, start, end).
+    ``memory``: (time, live memory from then on).  ``transfers`` of ``offload``: (transfer, start, end).
     """
     schedule = timeline.schedule
     found = {
@@ -94,13 +94,13 @@ def _moved(before: Timeline, moved: Offload, units: Units) -> str:
     timeline = moved.timeline
     what = f"offload: {moved.moved} of {moved.asked} activations"
     if moved.moved < moved.asked:
-        what += " (the others are wanted too soon, or the links carry no more)"
+        what += " (the others are needed too soon, or the links are busy)"
     busiest = max((max(pair) for pair in timeline.link_busy), default=0.0) / timeline.seconds
     peaks = (units.memory(max(found.peak_memory)) for found in (before, timeline))
     stalled = units.time(max(timeline.stalled))
     return (
-        f"{what}; peak memory {' -> '.join(peaks)}; the busiest link works {busiest:.0%} of the time, the "
-        f"rank that waits most for one {stalled}"
+        f"{what}; peak memory {' -> '.join(peaks)}; the busiest link is busy {busiest:.0%} of the time; "
+        f"waiting for transfers: at most {stalled} on a rank"
     )
 
 
@@ -127,7 +127,7 @@ def _ranks(timeline: Timeline, units: Units) -> Table:
 
 def _compared(timeline: Timeline, best: Exact, units: Units) -> str:
     peak = units.memory(max(best.timeline.peak_memory))
-    what = "the least there is, proven" if best.proven else f"nothing is below {units.time(best.bound)}"
+    what = "proven optimal" if best.proven else f"lower bound {units.time(best.bound)}"
     return (
         f"exact: {units.time(best.value)} ({what}), span bubble {best.timeline.span_bubble:.4f}, "
         f"makespan bubble {best.timeline.makespan_bubble:.4f}, peak memory {peak}"

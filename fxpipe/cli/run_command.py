@@ -1,4 +1,4 @@
-"""``fxpipe run``."""
+"""``fxpipe run``: trains a saved pipeline under torchrun."""
 
 from __future__ import annotations
 
@@ -21,14 +21,34 @@ def add_to(commands: Any, line: str) -> None:
     )
     parser.set_defaults(command=_run)
     add = parser.add_argument
-    add("directory", type=Path, help="what pipe.save wrote")
-    add("--data", required=True, type=Path, metavar="FILE", help="safetensors, a tensor for each batch leaf")
-    add("--steps", type=positive_int, metavar="N", help="(once through the data)")
-    add("--lr", type=positive, default=3e-4, metavar="X", help="of AdamW (3e-4)")
-    add("--clip-grad-norm", type=positive, metavar="X", help="of the whole model (no clipping)")
-    add("--save", type=Path, metavar="DIR", help="save the trained pipeline there")
-    add("--offload-directory", type=Path, metavar="DIR", help="where activations go, if it offloads to disk")
-    add("--record", action="store_true", help="leave the last step's times in the directory, for simulate")
+    add("directory", type=Path, help="a saved pipeline")
+    add(
+        "--data",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="safetensors file with one tensor for each input of the batch",
+    )
+    add("--steps", type=positive_int, metavar="N", help="number of steps (default: once through the data)")
+    add("--lr", type=positive, default=3e-4, metavar="X", help="learning rate of AdamW (default 3e-4)")
+    add(
+        "--clip-grad-norm",
+        type=positive,
+        metavar="X",
+        help="clip the gradient norm of the whole model (default: no clipping)",
+    )
+    add("--save", type=Path, metavar="DIR", help="save the trained pipeline to this directory")
+    add(
+        "--offload-directory",
+        type=Path,
+        metavar="DIR",
+        help="directory for activations that are offloaded to disk",
+    )
+    add(
+        "--record",
+        action="store_true",
+        help="write the times of the last step to the pipeline's directory, for fxpipe simulate",
+    )
 
 
 def _run(options: argparse.Namespace) -> None:

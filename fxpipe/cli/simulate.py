@@ -36,30 +36,40 @@ def add_to(commands: Any, line: str) -> None:
     parser.set_defaults(command=_simulate)
     add = parser.add_argument
     add("--schedule", metavar="NAME", help=f"one of: {', '.join((*FAMILIES, AUTO))}")
-    add("--schedule-file", type=Path, metavar="FILE", help="a hand-written one: text, or torch's CSV")
+    add("--schedule-file", type=Path, metavar="FILE", help="a schedule as text or as torch's CSV")
     add_cost_arguments(parser)
-    add("--objective", choices=("makespan", "span"), default="makespan", help=f"of {AUTO} and --exact")
+    add(
+        "--objective",
+        choices=("makespan", "span"),
+        default="makespan",
+        help=f"objective of {AUTO} and --exact",
+    )
     add(
         "--exact",
         type=positive,
         nargs="?",
         const=60.0,
         metavar="SECONDS",
-        help="also the best that any schedule can do in the same memory, searched for so long (60)",
+        help="also search for the optimal schedule within the same memory, for at most SECONDS (default 60)",
     )
     add(
         "--offload-time",
         type=non_negative,
         metavar="K",
-        help="activations may be sent away: one way, those of a microbatch take K times TF + TB + TW",
+        help="activations can be offloaded; one microbatch's take K times TF + TB + TW, one way",
     )
     add(
         "--offload",
         type=_share,
         metavar="HOW",
-        help="po-h (half of them), po-f (all), a share, or auto: as little as keeps the memory limit (po-f)",
+        help="po-h (half of them), po-f (all; the default), a share, or auto (as the memory limit requires)",
     )
-    add("--ranks-per-link", type=positive_int, metavar="N", help="neighbors that take turns on a link (1)")
+    add(
+        "--ranks-per-link",
+        type=positive_int,
+        metavar="N",
+        help="number of neighboring ranks that share a link (default 1)",
+    )
     add("--draw", type=Path, metavar="FILE.svg", help="write the timeline as a picture")
     add("--json", action="store_true", help="print one JSON object")
 
@@ -82,7 +92,7 @@ def _simulate(options: argparse.Namespace) -> None:
 
 def _timeline(options: argparse.Namespace) -> tuple[Source, Timeline]:
     if options.schedule is not None and options.schedule_file is not None:
-        raise FxpipeError("--schedule and --schedule-file do not go together")
+        raise FxpipeError("--schedule and --schedule-file exclude each other: give one of them")
     written = None if options.schedule_file is None else read_schedule(options.schedule_file)
     if written is not None:
         options.ranks = options.ranks or written.ranks
@@ -99,26 +109,27 @@ def _timeline(options: argparse.Namespace) -> tuple[Source, Timeline]:
 
 
 def _simulate_written(schedule: Schedule, source: Source, options: argparse.Namespace) -> Timeline:
-    """Raises ScheduleError where the schedule is not what the arguments say, or is above the limit."""
+    """Simulate a given schedule.  Raises ScheduleError if it contradicts the arguments or the limit."""
     asked = {"ranks": source.ranks, "microbatches": source.microbatches}
     for what, number in asked.items():
         if getattr(schedule, what) != number:
             raise ScheduleError(
-                f"schedule {schedule.name} has {getattr(schedule, what)} {what}, and {number} are asked for"
+                f"schedule {schedule.name} has {getattr(schedule, what)} {what}, but the arguments or costs "
+                f"have {number}"
             )
     chunks, rest = divmod(schedule.stages, schedule.ranks)
     if rest and source.stages_per_rank is None:
         raise ScheduleError(
-            f"schedule {schedule.name} has {schedule.stages} stages on {schedule.ranks} ranks: where ranks "
-            "hold different numbers of stages, give the costs of each stage with --costs"
+            f"schedule {schedule.name} has {schedule.stages} stages on {schedule.ranks} ranks, so ranks hold "
+            "different numbers of stages: give the costs of each stage with --costs"
         )
     timeline = simulate(schedule, source.costs(chunks))
     limit, peaks = options.memory_limit, timeline.peak_memory
     if limit is not None and max(peaks) > limit * (1 + 1e-9):
         fullest = max(range(len(peaks)), key=peaks.__getitem__)
         raise ScheduleError(
-            f"schedule {schedule.name} holds {source.units.memory(peaks[fullest])} on rank {fullest}, above "
-            f"the memory limit of {source.units.memory(limit)}"
+            f"schedule {schedule.name} needs {source.units.memory(peaks[fullest])} on rank {fullest}, above "
+            f"the memory limit of {source.units.memory(limit)}: raise the limit, or offload"
         )
     return timeline
 
@@ -145,7 +156,7 @@ def _offload(options: argparse.Namespace, timeline: Timeline) -> Offload | None:
 
 
 def _exact(options: argparse.Namespace, timeline: Timeline) -> Exact:
-    """In the memory that is allowed, or if no limit is given, in the memory that the schedule takes."""
+    """The optimal schedule within the memory limit, by default within the schedule's own peak memory."""
     return exact(
         timeline.costs,
         timeline.schedule.placement,

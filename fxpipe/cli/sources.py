@@ -99,8 +99,8 @@ def _from_times(options: argparse.Namespace) -> Source:
             forward=options.forward / chunks,
             backward=options.backward_input / chunks,
             weight=options.backward_weight / chunks,
-            saved=1 / chunks,
-            kept=(1.0 if options.weight_memory is None else options.weight_memory) / chunks,
+            saved_activations=1 / chunks,
+            saved_for_weight=(1.0 if options.weight_memory is None else options.weight_memory) / chunks,
         )
         body = chain([stage] * (options.ranks * chunks), seconds=options.comm or 0.0)
         if options.vocab_time is None:

@@ -31,7 +31,7 @@ CONTAINERS = {
 #: Names that a program uses itself: imports, definitions, arguments, and variables up to ``_m0``.
 _OWN = re.compile(
     r"rt|step|torch|keyed|expect|float|complex|MESSAGES|params|buffers|constants|batch|batches|grads|key"
-    r"|loss|count|(saved|saved_for_weight|away|away_for_weight|gradients)\d*|exchange\d+_\d+"
+    r"|loss|count|(saved|saved_for_weight|offloaded|offloaded_for_weight|gradients)\d*|collective\d+_\d+"
     r"|stage\d+_(forward|backward|weight)"
 )
 _TAKEN = re.compile(rf"({_OWN.pattern}|.*_s\d+|)_*")

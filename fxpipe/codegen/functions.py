@@ -3,7 +3,7 @@
 Values that pass between two phases of one stage travel in one list (``saved`` from
 F to B, ``saved_for_weight`` from F to W, ``gradients`` from B to W), which the receiver empties, so that
 each value is freed after its last use and not when the call returns.  Values that can be offloaded
-travel in lists of their own (``away``, ``away_for_weight``).
+travel in lists of their own (``offloaded``, ``offloaded_for_weight``).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ PHASE_NAMES = {Phase.F: "forward", Phase.B: "backward", Phase.W: "weight"}
 LISTS = {
     (Phase.F, Phase.B, Kind.VALUE): "saved",
     (Phase.F, Phase.W, Kind.VALUE): "saved_for_weight",
-    (Phase.F, Phase.B, Kind.OFFLOADED): "away",
-    (Phase.F, Phase.W, Kind.OFFLOADED): "away_for_weight",
+    (Phase.F, Phase.B, Kind.OFFLOADED): "offloaded",
+    (Phase.F, Phase.W, Kind.OFFLOADED): "offloaded_for_weight",
     (Phase.B, Phase.W, Kind.VALUE): "gradients",
 }
 
@@ -90,9 +90,9 @@ def function_source(section: Section, signature: Signature, names: Names) -> str
     """The section as a Python function."""
     arguments = [*signature.containers, *signature.lists_in, *map(variable, signature.values_in)]
     lines = [f"def {signature.name}({', '.join(arguments)}):"]
-    back = {n.all_input_nodes[0].name: n.name for n in call_nodes(section.graph) if n.target is reload}
+    reloaded = {n.all_input_nodes[0].name: n.name for n in call_nodes(section.graph) if n.target is reload}
     for name, values in signature.lists_in.items():
-        values = tuple(variable(back.get(v, v)) for v in values)
+        values = tuple(variable(reloaded.get(v, v)) for v in values)
         lines.append(
             f"    ({values[0]},) = {name}" if len(values) == 1 else f"    {', '.join(values)} = {name}"
         )
@@ -110,9 +110,9 @@ def _returned(section: Section, signature: Signature) -> tuple[list[str], set[st
     results = [variable(v) for v in signature.values_out]
     results += [variable(by_value[v].name) for v in signature.results]
     used = set(results)
-    away = {n.name: n.all_input_nodes[0].name for n in call_nodes(section.graph) if n.target is offload}
+    offloaded = {n.name: n.all_input_nodes[0].name for n in call_nodes(section.graph) if n.target is offload}
     for values in signature.lists_out.values():
-        values = tuple(variable(away.get(v, v)) for v in values)
+        values = tuple(variable(offloaded.get(v, v)) for v in values)
         results.append(f"[{', '.join(values)}]")
         used.update(values)
     return results, used

@@ -94,10 +94,10 @@ def _head(plan: RankPlan, names: Names) -> str:
     if names.uses_keyed:
         lines.append("from fxpipe.runtime.random import keyed")
     lines += ["", *(f"{alias} = {dotted}" for alias, dotted in sorted(names.ops.items()))]
-    exchanged = sorted({name for i in plan.instructions for name in _sent(plan, i)})
-    if exchanged:
+    sent = sorted({name for i in plan.instructions for name in _sent(plan, i)})
+    if sent:
         lines += ["", "# What ranks send each other: shape, strides, dtype", "MESSAGES = {"]
-        for name in exchanged:
+        for name in sent:
             t = plan.tensors[name]
             lines.append(f"    {text_literal(name)}: ({tuple(t.shape)}, {tuple(t.stride())}, {t.dtype}),")
         lines.append("}")
@@ -169,9 +169,9 @@ def _instruction(plan: RankPlan, calls: dict[Color, Signature], instruction: Ins
                 lines += _call(plan, calls[Color(op.stage, phase)], op.stage, op.microbatch)
         return lines if len(lines) > 2 else []
     if isinstance(instruction, StartCollective):
-        return _join(plan, instruction)
+        return _start_collective(plan, instruction)
     if isinstance(instruction, WaitCollective):
-        return _collect(plan, instruction)
+        return _wait_collective(plan, instruction)
     if isinstance(instruction, (StartTransfer, WaitTransfer)):
         return [_transfer(plan, instruction)]
     m, edge = instruction.microbatch, instruction.edge
@@ -193,16 +193,16 @@ def _instruction(plan: RankPlan, calls: dict[Color, Signature], instruction: Ins
 def _transfer(plan: RankPlan, instruction: StartTransfer | WaitTransfer) -> _Line:
     transfer = instruction.transfer
     values = LISTS[Phase.F, transfer.user, Kind.OFFLOADED]
-    away = f"{values}{transfer.stage}_m{transfer.microbatch}"
+    handles = f"{values}{transfer.stage}_m{transfer.microbatch}"
     if isinstance(instruction, WaitTransfer):
-        return _Line(f"rt.{transfer.direction}ed({away})")
+        return _Line(f"rt.wait_{transfer.direction}({handles})")
     if transfer.direction is Direction.IN:
-        return _Line(f"rt.reload({away})")
-    return _Line(f"rt.offload({away}, at={plan.places[transfer.activation]})")
+        return _Line(f"rt.reload({handles})")
+    return _Line(f"rt.offload({handles}, at={plan.places[transfer.activation]})")
 
 
-def _join(plan: RankPlan, join: StartCollective) -> list[_Line]:
-    collective, m = join.collective, join.microbatch
+def _start_collective(plan: RankPlan, start: StartCollective) -> list[_Line]:
+    collective, m = start.collective, start.microbatch
     given = values(collective, plan.messages)
     lines = []
     if collective.kind is CollectiveKind.BROADCAST:
@@ -224,8 +224,8 @@ def _join(plan: RankPlan, join: StartCollective) -> list[_Line]:
     return lines
 
 
-def _collect(plan: RankPlan, collect: WaitCollective) -> list[_Line]:
-    collective, m = collect.collective, collect.microbatch
+def _wait_collective(plan: RankPlan, wait: WaitCollective) -> list[_Line]:
+    collective, m = wait.collective, wait.microbatch
     given = values(collective, plan.messages)
     if collective.kind is CollectiveKind.BROADCAST:
         return [_Line(f"{_of(name, m)} = rt.wait({_of(name, m)})") for name in given[0]]
@@ -239,7 +239,7 @@ def _collect(plan: RankPlan, collect: WaitCollective) -> list[_Line]:
 
 def _pending(number: int, k: int, m: int) -> str:
     """The variable for the values that a collective will bring."""
-    return f"exchange{number}_{k}_m{m}"
+    return f"collective{number}_{k}_m{m}"
 
 
 def _of(name: str, m: int) -> str:

@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from fxpipe.errors import SizeError
-from fxpipe.schedule.costs import Costs
+from fxpipe.schedule.costs import Costs, RenamedFields
 
 #: A polynomial for a file, term by term: numerator, denominator, the exponent of each named length.
 Terms = tuple[tuple[int, ...], ...]
@@ -45,28 +45,28 @@ class Work:
 
 
 @dataclass(frozen=True)
-class StageWork:
+class StageWork(RenamedFields):
     """The ops of each phase of a stage, and its bytes as in ``StageCost``."""
 
     forward: tuple[Work, ...]
     backward: tuple[Work, ...]
     weight: tuple[Work, ...]
-    saved: Terms
-    kept: Terms
-    away: Terms = ()
-    away_for_weight: Terms = ()
+    saved_activations: Terms
+    saved_for_weight: Terms
+    offloadable: Terms = ()
+    offloadable_for_weight: Terms = ()
 
 
 @dataclass(frozen=True)
-class Expressions:
-    """One stage's costs, as sympy expressions of the named lengths: seconds of each phase, bytes ``saved``
-    and ``kept``, FLOPs of all phases."""
+class Expressions(RenamedFields):
+    """One stage's costs, as sympy expressions of the named lengths: seconds of each phase, bytes as in
+    ``StageCost``, FLOPs of all phases."""
 
     forward: Any
     backward: Any
     weight: Any
-    saved: Any
-    kept: Any
+    saved_activations: Any
+    saved_for_weight: Any
     flops: Any
 
 
@@ -100,7 +100,7 @@ class PlanWork:
                 for phase in ("forward", "backward", "weight")
                 if getattr(before, phase)
             }
-            names = ("saved", "kept", "away", "away_for_weight")
+            names = ("saved_activations", "saved_for_weight", "offloadable", "offloadable_for_weight")
             held = {name: float(_at(getattr(work, name), new)) for name in names}
             stages.append(replace(cost, **times, **held))
         for edge, terms in zip(costs.edges, self.edges, strict=True):
@@ -119,8 +119,8 @@ class PlanWork:
             seconds(work.forward),
             seconds(work.backward),
             seconds(work.weight),
-            _at(work.saved, lengths),
-            _at(work.kept, lengths),
+            _at(work.saved_activations, lengths),
+            _at(work.saved_for_weight, lengths),
             sum((op.count * _at(op.flops, lengths) for op in ops), start=none),
         )
 

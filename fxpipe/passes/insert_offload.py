@@ -34,17 +34,17 @@ def insert_offload(graph: fx.Graph, stage: int, user: Phase, roots: Iterable[fx.
 def _insert(graph: fx.Graph, stage: int, user: Phase, root: fx.Node, behind: list[fx.Node]) -> None:
     users = [node for node in behind if any(_is_saved(n, root, stage) for n in node.all_input_nodes)]
     with graph.inserting_after(root):
-        away = graph.create_node("call_function", offload, (root,), name=f"{root.name}_away")
-    away.meta = {**root.meta, "color": Color(stage, Phase.F)}
+        offloaded = graph.create_node("call_function", offload, (root,), name=f"{root.name}_offloaded")
+    offloaded.meta = {**root.meta, "color": Color(stage, Phase.F)}
     with graph.inserting_before(users[0]):
-        back = graph.create_node("call_function", reload, (away,), name=f"{root.name}_back")
-    back.meta = {**root.meta, "color": Color(stage, user)}
+        reloaded = graph.create_node("call_function", reload, (offloaded,), name=f"{root.name}_reloaded")
+    reloaded.meta = {**root.meta, "color": Color(stage, user)}
     again: dict[tuple[fx.Node, Color], fx.Node] = {}
     views: set[fx.Node] = set()
     for node in users:
         for value in node.all_input_nodes:
             if _is_saved(value, root, stage):
-                node.replace_input_with(value, _view(value, root, back, node, again))
+                node.replace_input_with(value, _view(value, root, reloaded, node, again))
                 views.add(value)
     for view in views - {root}:
         while not view.users and view is not root:
@@ -64,18 +64,18 @@ def _is_saved(node: fx.Node, root: fx.Node, stage: int) -> bool:
 def _view(
     value: fx.Node,
     root: fx.Node,
-    back: fx.Node,
+    reloaded: fx.Node,
     user: fx.Node,
     again: dict[tuple[fx.Node, Color], fx.Node],
 ) -> fx.Node:
     """The same view of the reloaded value, in the section of its user."""
     if value is root:
-        return back
+        return reloaded
     color = user.meta["color"]
     known = again.get((value, color))
     if known is not None:
         return known
-    source = _view(value.all_input_nodes[0], root, back, user, again)
+    source = _view(value.all_input_nodes[0], root, reloaded, user, again)
     with value.graph.inserting_before(user):
         view = value.graph.node_copy(value, lambda _: source)
     view.meta["color"] = color

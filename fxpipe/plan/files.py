@@ -1,10 +1,10 @@
-"""A compiled pipeline on disk, as :mod:`fxpipe.plan.artifact` describes it, written and read.
+"""Writes and reads a compiled pipeline (:mod:`fxpipe.plan.artifact`) as a directory.
 
     rank0.py …  rank0.safetensors …  rank0.sha256 …  plan.json
 
-Nothing is pickled.  A directory is written beside its place and moved there whole.  A directory that is read
-can come from anywhere: the plan is checked field by field, the programs are not run, and ``rank0.sha256`` (as
-sha256sum writes it) shows which files have changed since they were saved.
+Nothing is pickled.  A directory is written under a temporary name and renamed when it is complete.  Reading
+does not trust a directory: the plan is checked field by field, the programs are not run, and ``rank0.sha256``
+(in the format of sha256sum) shows which files have changed since they were saved.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ AGAIN = "Save the pipeline again."
 
 @contextlib.contextmanager
 def new_directory(path: Path, process: Process | None) -> Iterator[Path]:
-    """A directory to fill, which becomes ``path`` if all goes well and vanishes if not.
+    """A temporary directory, which is renamed to ``path`` at the end, or removed after an error.
 
-    Under torchrun all ranks fill the same one.
+    Under torchrun all ranks write to the same one.
     """
     path = path.absolute()
     draft = path.with_name(f".{path.name}.draft")
@@ -65,7 +65,7 @@ def new_directory(path: Path, process: Process | None) -> Iterator[Path]:
 
 
 def _begin(path: Path, draft: Path) -> str:
-    """Make the draft; return the reason if that is impossible."""
+    """Make the temporary directory; return the reason if that is impossible."""
     problem = taken(path)
     if problem:
         return problem
@@ -78,7 +78,7 @@ def _begin(path: Path, draft: Path) -> str:
 
 
 def taken(path: Path) -> str:
-    """Why no pipeline can be saved at ``path``; empty if one can."""
+    """The reason why no pipeline can be saved at ``path``; empty if one can."""
     if path.exists() and not path.is_dir():
         return f"{path} is a file. Name a new directory to save the pipeline in."
     if path.exists() and any(path.iterdir()):
@@ -87,7 +87,7 @@ def taken(path: Path) -> str:
 
 
 def write_programs(artifact: Artifact, directory: Path) -> None:
-    """Raises ArtifactError for a file that would be too large to be read again."""
+    """Write plan and programs.  Raises ArtifactError if a file would be too large to be read again."""
     texts = {f"rank{rank}.py": source.encode() for rank, source in enumerate(artifact.programs)}
     texts["plan.json"] = artifact.plan.to_json().encode()
     for name, text in texts.items():
@@ -101,7 +101,7 @@ def write_programs(artifact: Artifact, directory: Path) -> None:
 
 
 def write_tensors(tensors: Mapping[str, torch.Tensor], program: str, directory: Path, rank: int) -> None:
-    """Write the tensors of a rank, and the checksums of that file and of its program."""
+    """Write the tensors of a rank, and the checksums of its tensor file and its program."""
     path = directory / f"rank{rank}.safetensors"
     save_file(apart(tensors), path)
     sums = {f"rank{rank}.py": hashlib.sha256(program.encode()).hexdigest(), path.name: _checksum(path)}
@@ -110,17 +110,17 @@ def write_tensors(tensors: Mapping[str, torch.Tensor], program: str, directory: 
 
 
 def apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors on the CPU, contiguous and each with memory of its own, as safetensors wants them."""
+    """The tensors as safetensors requires them: on the CPU, contiguous, without shared memory."""
     return {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
 
 
 def laid_out(tensors: Mapping[str, torch.Tensor], plan: Plan) -> dict[str, torch.Tensor]:
-    """The tensors with the strides that the programs were made for."""
+    """The tensors with the strides that the programs expect."""
     return {name: in_strides(t, plan.layouts[name].stride) for name, t in tensors.items()}
 
 
 def read_plan(directory: Path) -> Plan:
-    """The plan of a saved pipeline.  Raises ArtifactError where there is none, or one that cannot be."""
+    """Read the plan of a saved pipeline.  Raises ArtifactError if it is missing or invalid."""
     path = directory / "plan.json"
     if not os.path.exists(path):
         raise ArtifactError(f"{directory} holds no saved pipeline: there is no plan.json in it.")
@@ -132,7 +132,7 @@ def read_plan(directory: Path) -> Plan:
 
 
 def read(directory: Path) -> tuple[Plan, tuple[str, ...]]:
-    """Plan and programs of a saved pipeline."""
+    """Read plan and programs of a saved pipeline."""
     plan = read_plan(directory)
     for rank in range(plan.ranks):
         for file in (f"rank{rank}.py", f"rank{rank}.safetensors", f"rank{rank}.sha256"):
@@ -149,9 +149,9 @@ def _program(path: Path) -> str:
 
 
 def read_tensors(directory: Path, plan: Plan, rank: int) -> dict[str, torch.Tensor]:
-    """The tensors of a rank; raises ArtifactError if its file holds others, or in other layouts than planned.
+    """Read the tensors of a rank.  Raises ArtifactError if names, shapes or dtypes are not those of the plan.
 
-    Warns where weights or program are not those that were saved.
+    Warns of weights or a program that changed since they were saved.
     """
     path, held = directory / f"rank{rank}.safetensors", plan.tensors[rank]
     names = (*held.parameters, *held.buffers, *held.constants)
@@ -183,7 +183,7 @@ def _check_shape(path: Path, name: str, shape: list[int], plan: Plan) -> None:
 
 @contextlib.contextmanager
 def open_tensors(path: Path) -> Iterator[Any]:
-    """A safetensors file whose tensors are read one by one; ArtifactError for all that is wrong with it."""
+    """Open a safetensors file to read its tensors one by one.  Raises ArtifactError if it is invalid."""
     try:
         open_regular(path).close()
         with safe_open(path, "pt") as file:

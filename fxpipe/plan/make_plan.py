@@ -1,4 +1,4 @@
-"""The plan of a compilation: its decisions, and the predictions for them."""
+"""Makes the plan of a compilation: its decisions and predictions."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def make_plan(
     costs: Costs,
     collectives: tuple[Collective, ...],
 ) -> Plan:
-    """The plan of a cut under a schedule; the compiler adds what only some pipelines have.
+    """The plan of a cut under a schedule, without the optional fields, which the compiler adds.
 
-    constants: tensors that the model made itself.  collectives: the messages that are sent as such.
+    constants: tensors that the model made itself.  collectives: the messages that are sent as collectives.
     """
     named = output_dict(cut.graph)
     placement = schedule.placement

@@ -1,7 +1,7 @@
-"""Do the parts of a plan from a file go together?  Its types are right by then; here are bounds and names.
+"""Checks that the fields of a plan from a file are consistent; their types have been checked before.
 
-Every number that memory or time depend on is bounded by the contents of the file itself, so that a plan that
-passes is as small as it looks.
+Every number on which memory or time depends is bounded by the contents of the file itself, so that a small
+file cannot ask for much of either.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from fxpipe.errors import FxpipeError
 from fxpipe.runtime.batch import Leaf
 from fxpipe.schedule.costs_file import check_costs
 from fxpipe.schedule.simulation.simulator import check_whole
-from fxpipe.strict import Misfit, misfit
+from fxpipe.strict import Misfit, misfit, shown
 from fxpipe.vocabulary.rows import Rows, rows_of
 
 if TYPE_CHECKING:
     from fxpipe.plan.artifact import Plan, TensorLayout
 
-LEVELS = ("", "norms", "full")  # of recompute
+LEVELS = ("", "norms", "full")  # of recomputation
 MOST_RANKS, MOST_BYTES, MOST_LENGTH = 1 << 16, 1 << 48, 1 << 31
 MOST_DIMENSIONS, MOST_POWER, MOST_TERMS, MOST_TRIED = 64, 16, 1024, 4096
 
 
 def check_plan(plan: Plan) -> None:
-    """Raises Misfit, naming the field, where the parts of the plan do not go together."""
+    """Raise Misfit, naming the field, if the plan is inconsistent."""
     for check in (
         _step,
         _stages,
@@ -87,7 +87,7 @@ def _stages(plan: Plan) -> None:
 
 def _vocabulary(plan: Plan) -> None:
     vocabulary = plan.vocabulary
-    most = 0 if vocabulary is None else 6 * 3 * len(plan.placement)  # each way between any two phases
+    most = 0 if vocabulary is None else 6 * 3 * len(plan.placement)  # each direction between any two phases
     _between("collectives", plan.collectives, 0, most)
     if vocabulary is None:
         return
@@ -108,7 +108,7 @@ def _order(plan: Plan) -> None:
     try:
         check_whole(plan.ordered, plan.costs)
     except FxpipeError as error:
-        raise Misfit(f"or transfers do not fit the plan: {error}", "order") from error
+        raise Misfit(f"or transfers are inconsistent with the plan: {error}", "order") from error
 
 
 def _tensors(plan: Plan) -> None:
@@ -135,22 +135,20 @@ def _tensors(plan: Plan) -> None:
         _rows(table, sorted(parts, key=lambda rows: (rows.begin, rows.end)), plan.layouts)
     spare = known - {n for h in plan.tensors for n in (*h.parameters, *h.buffers, *h.constants)} - set(tables)
     if spare:
-        raise misfit("layouts", min(spare), "without it, as no rank holds that")
+        raise Misfit(f"has {shown(min(spare))}, which no rank holds", "layouts")
 
 
 def _rows(table: str, parts: Sequence[Rows], layouts: dict[str, TensorLayout]) -> None:
-    """The rows that ranks hold are all of the table, each once."""
+    """Check that the ranks hold every row of the table once."""
     path = f"layouts[{table!r}]"
     if table not in layouts:
-        raise Misfit(f"is missing, and {parts[0]} is there", path)
+        raise Misfit(f"is missing, but a rank holds {parts[0]}", path)
     whole, end = layouts[table], 0
     for rows in parts:
         found = layouts[str(rows)]
         follows = rows.begin == end < rows.end
         fits = follows and (found.shape, found.dtype) == ((rows.end - end, *whole.shape[1:]), whole.dtype)
-        _fits(
-            f"layouts[{str(rows)!r}]", found.shape, fits, f"the rows of {table} that come next, behind {end}"
-        )
+        _fits(f"layouts[{str(rows)!r}]", found.shape, fits, f"the rows of {table} from {end} on")
         end = rows.end
     _fits(f"{path}.shape", whole.shape, whole.shape[:1] == (end,), f"of the {end} rows that ranks hold")
 
@@ -164,7 +162,7 @@ def _channels(plan: Plan) -> None:
 
 
 def _figures(plan: Plan) -> None:
-    """Predictions, and the candidates of ``auto``."""
+    """Check the predictions, and the candidates of ``auto``."""
     found = plan.prediction
     _fits("prediction.seconds", found.seconds, found.seconds > 0, "above 0")
     _shares("prediction", found.span_bubble, found.makespan_bubble)
@@ -208,7 +206,7 @@ def _work(plan: Plan) -> None:
         _terms(f"work.edges[{k}]", edge, lengths)
     for k, stage in enumerate(work.stages):
         path = f"work.stages[{k}]"
-        for name in ("saved", "kept", "away", "away_for_weight"):
+        for name in ("saved_activations", "saved_for_weight", "offloadable", "offloadable_for_weight"):
             _terms(f"{path}.{name}", getattr(stage, name), lengths)
         for phase in ("forward", "backward", "weight"):
             for i, op in enumerate(getattr(stage, phase)):
@@ -233,7 +231,7 @@ def _terms(path: str, terms: Terms, lengths: int) -> None:
 
 
 def _tensor(path: str, shape: tuple[int, ...], stride: tuple[int, ...], dtype: str) -> None:
-    """A tensor that fills its memory, in whatever order of its dimensions."""
+    """Check the layout of a tensor that fills its memory, in any order of dimensions."""
     _between(f"the length of {path}.shape", len(shape), 0, MOST_DIMENSIONS)
     for k, size in enumerate(shape):
         _between(f"{path}.shape[{k}]", size, 0, MOST_BYTES)
@@ -251,7 +249,7 @@ def _tensor(path: str, shape: tuple[int, ...], stride: tuple[int, ...], dtype: s
 
 
 def dtype_of(name: str) -> Any:
-    """The dtype of ``"torch.float32"``; None for the name of none."""
+    """The dtype named as ``"torch.float32"``; None if there is no such dtype."""
     found = getattr(torch, name.removeprefix("torch."), None) if name.startswith("torch.") else None
     return found if isinstance(found, torch.dtype) else None
 
@@ -279,7 +277,7 @@ def _as_many(path: str, entries: Sequence[Any], number: int, of: str) -> None:
 def _distinct(path: str, names: Iterable[Any]) -> None:
     twice = [name for name, times in Counter(names).items() if times > 1]
     if twice:
-        raise misfit(path, twice[0], "there once, and is there twice")
+        raise Misfit(f"has {shown(twice[0])} twice", path)
 
 
 def _fits(path: str, value: Any, fits: bool, wanted: str) -> None:

@@ -1,4 +1,4 @@
-"""Which rank holds which parameters, gradients, buffers and constants, and how many bytes that is."""
+"""The parameters, gradients, buffers and constants of each rank, and their bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxpipe.vocabulary.rows import rows_of
 
 
 def check_names(model: nn.Module) -> None:
-    """Raise CaptureError for a parameter or buffer whose name plan and files cannot hold."""
+    """Raise CaptureError for the name of a parameter or buffer that plan and files cannot represent."""
     for name, _ in (*model.named_parameters(), *model.named_buffers()):
         reason = ""
         if any("\ud800" <= c <= "\udfff" for c in name):
@@ -31,7 +31,7 @@ def check_names(model: nn.Module) -> None:
 def tensor_ownership(
     model: nn.Module, sections: tuple[Section, ...], placement: tuple[int, ...], ranks: int
 ) -> tuple[RankTensors, ...]:
-    """The tensors of each rank.  Rank 0 also holds those that no section uses, so that a save is complete."""
+    """The tensors of each rank.  Rank 0 also holds unused ones, so that a saved pipeline is complete."""
     used: list[dict[Kind, set[str]]] = [{k: set() for k in Kind} for _ in range(ranks)]
     for section in sections:
         for value in (*section.inputs, *section.outputs):
@@ -73,9 +73,9 @@ def weight_bytes(model: nn.Module, held: tuple[RankTensors, ...]) -> tuple[int, 
 
 
 def activation_budget(limit: float, weights: Sequence[int]) -> tuple[float, ...]:
-    """Per rank the bytes that the memory limit leaves for activations, given those of its weights.
+    """Per rank the bytes that the memory limit leaves for activations, given the bytes of its weights.
 
-    Raises LimitError where the weights alone take as much.
+    Raises LimitError if the weights alone reach the limit.
     """
     worst = max(range(len(weights)), key=weights.__getitem__)
     if weights[worst] >= limit:
@@ -90,7 +90,7 @@ def activation_budget(limit: float, weights: Sequence[int]) -> tuple[float, ...]
 def layouts_of(
     model: nn.Module, held: tuple[RankTensors, ...], constants: Mapping[str, torch.Tensor]
 ) -> dict[str, TensorLayout]:
-    """Of parameters, buffers and constants, and of the rows of a parameter that a rank holds."""
+    """The layouts of parameters, buffers and constants, and of the rows of a parameter that a rank holds."""
     used = {name for h in held for name in h.constants}
     tensors = _tensors(model, held) | {n: t for n, t in constants.items() if n in used}
     return {name: TensorLayout.from_tensor(tensor) for name, tensor in tensors.items()}

@@ -1,8 +1,8 @@
-"""Do the ranks' programs send each other the expected messages?  Checked before the first message is sent.
+"""Checks, before the first step, that the ranks' programs agree on the messages that they exchange.
 
-A message carries no header, so that a step costs nothing more: gloo and nccl take any bytes for the expected
-ones, or end the process.  The messages of a program are read off its text: the
-layouts in ``MESSAGES``, and the calls of ``rt`` in ``step`` in their order.
+Messages carry no headers, which would cost time in every step, and gloo and nccl do not compare sizes: they
+deliver whatever bytes arrive, or end the process.  The messages of a program are found in its source: the
+layouts in ``MESSAGES``, and the calls of ``rt`` in ``step``, in order.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ _VERBS = frozenset((*_PEER, *_COLLECTIVES))
 
 @dataclass(frozen=True)
 class Call:
-    """``verb`` of ``rt``; ``peer``: the other rank, or the one that gives or gets; -1 where all ranks do.
-    ``group``: of a collective, else -1."""
+    """A call of the method ``verb`` of ``rt``.
+
+    ``peer``: the other rank, or the root of a collective; -1 for an all-gather.  ``group``: the number of a
+    collective's communicator, else -1.
+    """
 
     verb: str
     message: str
@@ -36,18 +39,24 @@ class Call:
 
 @dataclass(frozen=True)
 class Traffic:
-    """``layouts``: message -> shape, strides and dtype as text.  ``calls``: in order; None where ``step``
-    was edited so that they cannot be read off: in a loop, or with a layout that is none of ``MESSAGES``."""
+    """The messages of one program.
+
+    ``layouts``: message -> shape, strides and dtype as text.  ``calls``: in order; None if an edited ``step``
+    does not show them, as calls in a loop or with a layout that is not in ``MESSAGES``.
+    """
 
     layouts: dict[str, str]
     calls: tuple[Call, ...] | None
 
 
 def traffic(tree: ast.Module, namespace: Mapping[str, Any]) -> Traffic:
-    """Of a program.  Raises RunError where ``MESSAGES`` holds no layouts."""
+    """The messages of a program.  Raises RunError if ``MESSAGES`` is not a dict of layouts."""
     messages = namespace.get("MESSAGES", {})
     if not isinstance(messages, dict):
-        raise RunError(f"MESSAGES is a {type(messages).__name__} and must be a dict of layouts.")
+        raise RunError(
+            f"MESSAGES is a {type(messages).__name__} and must be a dict of layouts. "
+            "Undo the edit, or save again."
+        )
     layouts = {str(name): _layout(name, given) for name, given in messages.items()}
     step = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "step"][-1]
     values = [n.value for n in step.body if isinstance(n, ast.Expr | ast.Assign)]
@@ -55,14 +64,14 @@ def traffic(tree: ast.Module, namespace: Mapping[str, Any]) -> Traffic:
     nodes = list(ast.walk(step))
     names = [node for node in nodes if isinstance(node, ast.Name) and node.id == "rt"]
     asked = [name for node in nodes if (name := _attribute_of_rt(node))]
-    # All that is done with ``rt`` is to ask it for attributes, and ``found`` holds all that send or receive.
+    # Complete if ``rt`` is used for attributes only, and ``found`` has every call that sends or receives.
     plain = len(asked) == len(names) and step.args.args[:1] and step.args.args[0].arg == "rt"
     complete = sum(attribute in _VERBS or attribute == "comm" for attribute in asked) == len(found)
     return Traffic(layouts, tuple(found) if plain and complete else None)
 
 
 def check_agreement(ranks: Sequence[Traffic]) -> None:
-    """Raises RunError, naming the message, the ranks and both layouts, where programs do not fit together."""
+    """Raise RunError, naming the message, both ranks and both layouts, if the programs do not agree."""
     _check_layouts(ranks)
     known = {rank: own.calls for rank, own in enumerate(ranks) if own.calls is not None}
     channels: defaultdict[tuple[int, int], tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
@@ -108,7 +117,7 @@ def _check_layouts(ranks: Sequence[Traffic]) -> None:
 
 
 def _joined(call: Call, own: Traffic) -> str:
-    """Names differ between the ranks that give, layouts do not."""
+    """A collective as text, without its name for gathers, whose names differ between the ranks."""
     named = f" {call.message!r}" if call.verb == "broadcast" else ""
     peer = f" of rank {call.peer}" if call.peer >= 0 else ""
     return f"a {call.verb.replace('_', '-')}{peer}{named}, {own.layouts[call.message]}"
@@ -124,7 +133,8 @@ def _layout(name: Any, given: Any) -> str:
             if all(type(n) is int for n in (*shape, *stride)):
                 return f"{shape} {stride} {dtype}"
     raise RunError(
-        f"MESSAGES[{name!r}] is {given!r:.80} and must be a tuple of shape, strides and torch's dtype."
+        f"MESSAGES[{name!r}] is {given!r:.80} and must be a tuple of shape, strides and torch dtype. "
+        "Undo the edit, or save again."
     )
 
 
@@ -136,7 +146,7 @@ def _attribute_of_rt(node: ast.AST) -> str:
 
 
 def _call(node: ast.AST) -> Call | None:
-    """None if the text does not show which messages are sent and received where."""
+    """The call that an expression makes; None if its text does not show message, peer and group."""
     verb = _attribute_of_rt(node.func) if isinstance(node, ast.Call) else ""
     if not (isinstance(node, ast.Call) and verb in _VERBS):
         return None

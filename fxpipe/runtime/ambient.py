@@ -1,6 +1,6 @@
-"""The state that ops depend on beside their arguments, as in the trace: autocast, default dtype, grad modes.
+"""Sets torch's global state that ops depend on as in the trace: autocast, default dtype, grad mode.
 
-A program holds each cast as an op and no backward of its ops, whatever the caller of a step has switched on.
+A program has each cast as an op and its own backward, so the caller's settings must not change its ops.
 """
 
 from __future__ import annotations

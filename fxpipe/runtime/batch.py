@@ -1,4 +1,4 @@
-"""Whole batches: checked against the example of the compilation, and cut into microbatches."""
+"""Checks whole batches against the example of the compilation, and cuts them into microbatches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fxpipe.errors import BatchError
 from fxpipe.runtime.tensors import in_strides, is_dense
 from fxpipe.runtime.torch_private import pytree
 
-#: Values whose ``repr`` says all of them.
+#: Types whose values are determined by their ``repr``.
 _PLAIN = (
     type(None), Number, str, bytes, Enum, range, slice, type, FunctionType,
     torch.dtype, torch.device, torch.layout, torch.memory_format,
@@ -50,12 +50,13 @@ class BatchSpec:
         return BatchSpec(tuple(leaves))
 
     def split(self, batch: Any, microbatches: int) -> list[dict[str, torch.Tensor]]:
-        """Cut a batch along the leading dimension; raise BatchError where it is unlike the example."""
+        """Cut a batch along the leading dimension.  Raises BatchError, naming the leaf, if it is unlike the
+        example."""
         given = dict(batch_leaves(batch))
         expected = {leaf.name for leaf in self.leaves}
         if given.keys() != expected:
             raise BatchError(
-                f"The batch has {_names(given)} and the pipeline was compiled for {_names(expected)}."
+                f"The batch has {_names(given)}, but the pipeline was compiled for {_names(expected)}."
             )
         cut: list[dict[str, torch.Tensor]] = [{} for _ in range(microbatches)]
         for leaf in self.leaves:
@@ -63,8 +64,8 @@ class BatchSpec:
             if leaf.shape is None:
                 if isinstance(value, torch.Tensor) or repr(value) != leaf.value:
                     raise BatchError(
-                        f"{leaf.name!r} is {_described(value)} and was {leaf.value} in the example. What "
-                        "is no tensor is fixed when the pipeline is compiled: compile again for it."
+                        f"{leaf.name!r} is {_described(value)} and was {leaf.value} in the example. "
+                        "Values that are not tensors are fixed at compilation: compile again for this one."
                     )
                 continue
             _check(leaf, value, microbatches)

@@ -1,7 +1,7 @@
-"""Facts about the example that must hold for every microbatch, checked while the program runs.
+"""Run-time checks that facts about the example also hold for every microbatch.
 
-A forward that branches on data (``if mask.all():``) was traced along one branch.  The program holds the
-condition as an op, ``expect``, and stops where another microbatch would have taken the other branch.
+A forward that branches on data (``if mask.all():``) was traced along one branch.  The program has the
+condition as an op, ``expect``, and stops if a microbatch would have taken the other branch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _library.define("expect(Tensor value, Scalar[] expected, str where) -> ()")
 
 
 def expect(value: torch.Tensor, expected: list[bool | int], where: str) -> None:
-    """Raise RunError, naming the line that read the value, unless its elements are as expected."""
+    """Raise RunError, naming the source line that read the value, unless its elements are as expected."""
     found = value.reshape(-1).tolist()
     if found != list(expected):
         raise RunError(

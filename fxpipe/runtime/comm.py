@@ -1,7 +1,7 @@
-"""How ranks talk: one protocol, over torch.distributed or inside one process.
+"""Communication between ranks: one protocol, over torch.distributed or inside one process.
 
-Messages from one rank to another arrive in the order in which they were sent; in a collective of a group
-all ranks take part, in the same order.  Only the waits block, for at most the time limit.
+Messages from one rank to another arrive in the order in which they were sent.  All ranks take part in the
+collectives of a group, in the same order.  Only waits block, for at most the time limit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fxpipe.errors import RunError
 from fxpipe.runtime.tensors import in_strides
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-"""How a message lies in memory on both sides: shape, strides, dtype."""
+"""The shape, strides and dtype of a message, the same for sender and receiver."""
 
 
 @dataclass(eq=False)
@@ -52,48 +52,48 @@ class Comm(Protocol):
     def all_gather(self, tensor: torch.Tensor, layout: Layout, group: int) -> Pending: ...
 
     def broadcast_numbers(self, tensor: torch.Tensor | None, source: int) -> torch.Tensor:
-        """Two float64 numbers on the CPU, given on ``source`` alone."""
+        """Broadcast two float64 numbers on the CPU; only rank ``source`` passes them."""
         ...
 
     def flush(self) -> None:
-        """Return when all that was sent has left."""
+        """Block until all messages are sent."""
         ...
 
 
 def in_layout(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """The tensor, copied if it lies in memory otherwise (kernels do not always give the traced strides).
+    """The tensor in the expected layout, copied if its strides differ, as those of kernels may.
 
     Raises RunError if it has another shape or dtype.
     """
     shape, stride, dtype = layout
     if tuple(tensor.shape) != shape or tensor.dtype != dtype:
         raise RunError(
-            f"A message is to be a tensor of shape {shape} and {dtype}, and what is sent has shape "
-            f"{tuple(tensor.shape)} and {tensor.dtype}."
+            f"A message must be a tensor of shape {shape} and {dtype}, but the program sends one of shape "
+            f"{tuple(tensor.shape)} and {tensor.dtype}. Undo the edit of the program."
         )
     return in_strides(tensor, stride)
 
 
 def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor over the elements of a dense one, as they lie in memory."""
+    """A contiguous tensor of a dense tensor's elements, in memory order."""
     if tensor.is_contiguous():
         return tensor
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 def _on_wire(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as the process groups want it: contiguous and of real numbers."""
+    """The same memory as process groups require it: contiguous, with a real dtype."""
     flat = in_memory_order(tensor)
     return torch.view_as_real(flat) if flat.is_complex() else flat
 
 
 @dataclass(eq=False)
 class DistributedComm:
-    """Over torch.distributed: nccl between GPUs, gloo otherwise (also for ranks that share a GPU).
+    """Communication over torch.distributed: nccl between GPUs, gloo otherwise (also if ranks share a GPU).
 
-    A receive posted early must not hold up a later send: every direction between two neighbors has its
-    own communicator under nccl (``channels``: all ordered pairs of ranks that talk, the same on all), and
-    so has each of the ``collectives``, so that none waits for another.
+    A receive that is posted early must not block a later send, so under nccl every direction between two
+    ranks has its own communicator (``channels``: all ordered pairs of ranks that communicate, the same on all
+    ranks), and so has each of the ``collectives``.
     """
 
     device: torch.device
@@ -114,7 +114,7 @@ class DistributedComm:
     def receive(self, layout: Layout, source: int) -> Pending:
         buffer = self._buffer(layout)
         group = self._groups[source, self.rank]
-        # The group's own method: torch.distributed.irecv would repeat checks that always pass.
+        # The group's method directly: torch.distributed.irecv repeats checks that always pass here.
         work = group.recv([_on_wire(buffer)], dist.get_group_rank(group, source), 0)
         return Pending([buffer], source, work)
 
@@ -182,10 +182,10 @@ class DistributedComm:
 
 
 class _Leaving:
-    """Holds tensors being sent until their sends end.  Gloo's sends cannot be polled, so a thread waits.
+    """Keeps tensors alive until their sends end.  Gloo's sends cannot be polled, so a thread waits for them.
 
-    It is woken when ``ENOUGH`` bytes have come together, not for every message: that would cost more
-    than a small message holds.
+    The thread is woken once ``ENOUGH`` bytes have accumulated, since waking it for every small message would
+    cost more than the memory is worth.
     """
 
     ENOUGH = 1 << 20
@@ -235,5 +235,5 @@ class _Leaving:
                     work, _tensor = item[0]
                     work.wait()
                     del item[0], work, _tensor
-            except RuntimeError as error:  # the peer is gone; reported at the end of the step
+            except RuntimeError as error:  # the peer has ended; reported at the end of the step
                 self._error = error

@@ -1,7 +1,7 @@
-"""The C library's heap of a CPU rank that offloads: freed memory must be returned to the system.
+"""Configures the C library's heap, on a CPU rank that offloads, to return freed memory to the system.
 
-glibc by itself keeps freed memory between tensors that live on, and gives out parts of large blocks again, so
-that a rank's resident memory does not fall when tensors are offloaded.
+By default glibc keeps freed memory between live blocks and reuses parts of large blocks, so that a rank's
+resident memory would not fall when tensors are offloaded.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ LARGE = 1 << 20  # bytes
 
 
 def give_back_large_tensors() -> None:
-    """From now on tensors of 1 MiB and more get pages of their own, which go with them.
+    """From now on, allocate tensors of 1 MiB and more in pages of their own, which are freed with them.
 
-    Costs some time, as the kernel clears pages.  Does nothing with another C library, and where the user has
-    set the heap up himself.
+    This costs time, as the kernel clears new pages.  It does nothing with another C library, or if the user
+    has configured the heap by environment variables.
     """
     if any(name.startswith("MALLOC_") for name in os.environ) or "GLIBC_TUNABLES" in os.environ:
         return

@@ -1,4 +1,4 @@
-"""A program's source made into a function that can be run, stepped through and seen in tracebacks."""
+"""Loads the source of a program as a function for running, debugging and tracebacks."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from fxpipe.runtime.agreement import Traffic, traffic
 
 @dataclass(frozen=True)
 class Program:
-    """``step(rt, batch)``, and the messages that it sends and receives."""
+    """The function ``step(rt, batch)``, and the messages that it sends and receives."""
 
     step: Callable[[Any, Any], Any]
     traffic: Traffic
 
 
 def load_program(source: str, filename: str) -> Program:
-    """Run a program's head.  ``filename`` is where the source lies, or a name for it.
+    """Run the top level of a program.  ``filename``: the file of the source, or a name for it.
 
-    Raises ArtifactError where the source is no program with a ``step``, RunError where its head fails.
+    Raises ArtifactError if the source is not a program with a ``step``, RunError if its top level fails.
     """
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     namespace: dict[str, Any] = {"__name__": f"fxpipe_program_{abs(hash(filename))}", "__file__": filename}

@@ -1,6 +1,6 @@
-"""All ranks in this process: a thread each, one running at a time, which passes on when it must wait.
+"""Runs all ranks in this process: one thread per rank, one running at a time; a rank that must wait yields.
 
-For tests and debuggers: the programs are the same as under torchrun, and give the same bits.
+For tests and debuggers: the programs and the resulting bits are the same as under torchrun.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from fxpipe.runtime.torch_private import no_modes
 
 @dataclass(frozen=True, eq=False)
 class _Contents:
-    """A message in flight: a flat copy, and its layout."""
+    """The contents of a message in flight: a flat copy, and its layout."""
 
     flat: torch.Tensor
     layout: Layout
 
     @staticmethod
     def of(tensor: torch.Tensor) -> _Contents:
-        with no_modes():  # a mode of this rank's thread watches the rank's own tensors alone
+        with no_modes():  # a mode on this thread must see this rank's own tensors only
             flat = in_memory_order(tensor).clone()
         return _Contents(flat, (tuple(tensor.shape), tensor.stride(), tensor.dtype))
 
@@ -39,10 +39,10 @@ class LocalWorld:
         self.ranks = ranks
         self.turn = threading.Condition()  # held by the rank that runs
         self.messages: dict[tuple[int, int, int], _Contents] = {}  # (from, to, number) -> contents
-        # (group, number) -> the tensors by rank, and how many ranks have still to take them
+        # (group, number) -> the tensors by rank, and the number of ranks that have not taken them yet
         self.joint: dict[tuple[int, int], dict[int, _Contents]] = {}
         self.takers: dict[tuple[int, int], int] = {}
-        self.shared: dict[int, torch.Tensor] = {}  # broadcast by the loss rank, until all have it
+        self.shared: dict[int, torch.Tensor] = {}  # broadcast by the loss rank, until all ranks have it
         self.waiting: dict[int, str] = {}
         self.running = ranks
         self.failed: tuple[int, BaseException] | None = None
@@ -60,7 +60,7 @@ class LocalWorld:
         self.waiting.pop(rank, None)
 
     def woken(self) -> None:
-        """Something arrived: waiting ranks look again, and do not count as waiting meanwhile."""
+        """Wake the waiting ranks, which do not count as waiting until they have checked again."""
         with self.turn:
             self.waiting.clear()
             self.turn.notify_all()
@@ -71,11 +71,11 @@ def _text(layout: Layout) -> str:
 
 
 class _Stopped(Exception):
-    """Ends a rank after another one failed."""
+    """Ends a rank's thread after another rank failed."""
 
 
 class LocalComm:
-    """``Comm`` between the ranks of a LocalWorld."""
+    """Communication between the ranks of a LocalWorld."""
 
     def __init__(self, world: LocalWorld, rank: int):
         self._world, self._rank = world, rank
@@ -85,7 +85,7 @@ class LocalComm:
 
     def receive(self, layout: Layout, source: int) -> Pending:
         shape, stride, dtype = layout
-        # The n-th receive posted gets the n-th message sent, in whatever order they are waited for.
+        # The n-th posted receive gets the n-th message, in whatever order the program waits for them.
         number = self._received[source]
         self._received[source] += 1
         with no_modes():
@@ -130,7 +130,7 @@ class LocalComm:
         return self._pending(layout, -1, self._join(tensor, group), list(range(ranks)), ranks)
 
     def _join(self, tensor: torch.Tensor | None, group: int) -> tuple[int, int]:
-        """The n-th collective of a group is the same on all ranks."""
+        """Join a collective: the n-th of a group on one rank is the n-th of that group on all ranks."""
         key = group, self._joined[group]
         self._joined[group] += 1
         if tensor is not None:
@@ -172,10 +172,10 @@ class LocalComm:
 def run_all(
     world: LocalWorld, rank_mains: list[Callable[[], Any]], where: Callable[[int], str], threads: int
 ) -> list[Any]:
-    """Run one function a rank; return their results.
+    """Run one function per rank; return their results.
 
-    where: rank -> the op that it was running, for the message of the RunError that a failing rank gives.
-    threads: intra-op threads of each rank.
+    where: rank -> the op that it is running, for the message of the RunError if the rank fails.
+    threads: number of intra-op threads of each rank.
     """
     results: list[Any] = [None] * world.ranks
 
@@ -187,7 +187,7 @@ def run_all(
                     results[rank] = rank_mains[rank]()
             except _Stopped:
                 pass
-            except BaseException as error:  # noqa: BLE001 - carried to the caller's thread
+            except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
                 if world.failed is None:
                     world.failed = (rank, error)
             finally:

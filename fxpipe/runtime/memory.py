@@ -1,4 +1,4 @@
-"""How many bytes a rank really holds between its ops, by watching every storage that it makes."""
+"""Measures the bytes that a rank holds between its ops, by tracking every storage that it allocates."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from fxpipe.runtime.torch_private import StorageWeakRef, TorchDispatchMode, pytr
 
 
 class SavedBytes(TorchDispatchMode):
-    """While entered on a rank's thread: ``peak`` is the most that lived between two ops, in bytes.
+    """While entered on a rank's thread, ``peak`` is the maximum number of live bytes between two ops.
 
-    given: tensors that lie in memory anyway (parameters, gradients, the batch).  Messages that have
-    arrived for the next op do not count until that op has saved them.
+    given: tensors that are not counted (parameters, gradients, the batch).  Messages that have arrived for
+    the next op do not count until that op has saved them.
     """
 
     def __init__(self, given: Iterable[torch.Tensor]):
         super().__init__()  # type: ignore[no-untyped-call]
-        self._held = list(given)  # kept alive, so that no new storage gets the address of one of these
+        self._held = list(given)  # kept alive, so that no new storage gets one of their addresses
         self._ignored = {t.untyped_storage()._cdata for t in self._held}
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
         self._arrived: set[int] = set()
@@ -44,7 +44,7 @@ class SavedBytes(TorchDispatchMode):
         self._arrived.add(self._watch(tensor))
 
     def between_ops(self, name: str) -> None:
-        """Take the measure before op ``name``."""
+        """Measure before op ``name`` starts."""
         self._live = {key: (ref, size) for key, (ref, size) in self._live.items() if not ref.expired()}
         self.peak = max(self.peak, sum(n for key, (_, n) in self._live.items() if key not in self._arrived))
         self._arrived.clear()

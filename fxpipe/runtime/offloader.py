@@ -1,6 +1,6 @@
 """The offload store: saved activations in pinned memory beside a GPU, or in a file, between F and B or W.
 
-Both ways are open at once, and neither holds up the program: it only waits where it says so, for at most
+Copies in both directions run at once and in the background: the program blocks only in its waits, for at most
 the time limit.
 """
 
@@ -24,7 +24,7 @@ from fxpipe.runtime.process import TIMEOUT
 Tier = Literal["host", "disk"]
 TIERS: tuple[Tier, ...] = ("host", "disk")
 
-ALIGNMENT = 512  # bytes, of every tensor's place
+ALIGNMENT = 512  # of the tensors in a pool, in bytes
 
 
 def aligned(size: int) -> int:
@@ -36,37 +36,40 @@ def default_tier(device: torch.device) -> Tier:
 
 
 def check_tier(tier: Tier, device: torch.device, directory: Path | None) -> None:
-    """Raises RunError where activations of this device cannot go there.
+    """Raise RunError if activations on this device cannot be offloaded to this tier.
 
-    directory: of the disk tier; the system's for temporary files where it is None.
+    directory: of the disk tier; by default the system's directory for temporary files.
     """
     if (tier == "host") != (device.type == "cuda"):
         raise RunError(
-            f"Activations on {device.type} cannot be offloaded to the tier {tier!r}: 'host' is beside a GPU, "
-            "'disk' beside the CPU."
+            f"Activations on {device.type} cannot be offloaded to the tier {tier!r}: use 'host' with a GPU, "
+            "'disk' with the CPU."
         )
     directory = directory or Path(tempfile.gettempdir())
     if tier == "disk" and not (directory.is_dir() and os.access(directory, os.W_OK)):
-        raise RunError(f"{directory} is no directory that can be written to: activations cannot go there.")
+        raise RunError(
+            f"Activations cannot be offloaded to {directory}: it is not a writable directory. "
+            "Name another one."
+        )
 
 
 def open_store(tier: Tier, size: int, directory: Path | None, device: torch.device) -> Store:
-    """A pool of so many bytes; see ``check_tier``."""
+    """Open a pool of ``size`` bytes.  Raises RunError as ``check_tier`` does."""
     check_tier(tier, device, directory)
     if tier == "host":
         return Host(size, device)
     directory = directory or Path(tempfile.gettempdir())
     if filesystem(directory) in ("tmpfs", "ramfs"):
         warnings.warn(
-            f"{directory} lies in memory itself: offloading to it frees none. Name a directory on a disk as "
-            "offload_directory.",
+            f"{directory} is in memory itself, so offloading to it frees no memory. Name a directory on a "
+            "disk as Offload.directory.",
             stacklevel=2,
         )
     return Disk(directory, size, TIMEOUT)
 
 
 def filesystem(directory: Path) -> str:
-    """The type of the file system that a directory lies in, as Linux calls it; "" where that is not known."""
+    """The type of a directory's file system, by its Linux name; "" if unknown."""
     best, table = (0, ""), Path("/proc/mounts")
     for line in table.read_text().splitlines() if table.exists() else ():
         _, point, kind, *_ = line.split()
@@ -76,7 +79,7 @@ def filesystem(directory: Path) -> str:
 
 
 class Store(Protocol):
-    """A pool of bytes beside a device.  Tensors are flat and contiguous, of bytes."""
+    """A pool of bytes outside a device's memory.  Tensors are flat, contiguous and of bytes."""
 
     def write(self, tensor: torch.Tensor, at: int) -> Any:
         """Start to copy a tensor out; return a handle to wait for."""
@@ -93,7 +96,7 @@ class Store(Protocol):
 
 @dataclass(eq=False)
 class _Item:
-    """One tensor that is away; ``tensor`` is let go of when it has left, and there again on its way back."""
+    """The handle of one offloaded tensor; ``tensor`` is None from the end of the offload to the reload."""
 
     tensor: torch.Tensor | None
     shape: torch.Size
@@ -104,7 +107,7 @@ class _Item:
 
 
 class Offloader:
-    """One rank's way to its pool.  Its lists hold tensors, or handles of offloaded tensors."""
+    """Moves one rank's tensors to its pool and back, in place in lists of tensors or their handles."""
 
     def __init__(self, store: Callable[[], Store], device: torch.device) -> None:
         self._open, self._device = store, device
@@ -123,7 +126,7 @@ class Offloader:
             values[k] = _Item(tensor, tensor.shape, tensor.stride(), tensor.dtype, at, ticket)
             at += aligned(flat.numel())
 
-    def offloaded(self, values: list[Any]) -> None:
+    def wait_offload(self, values: list[Any]) -> None:
         for item in values:
             self.store.wait(item.ticket)
             item.tensor = None
@@ -134,14 +137,14 @@ class Offloader:
             item.tensor = tensor
             item.ticket = self.store.read(_bytes_of(tensor), item.at, item.ticket)
 
-    def reloaded(self, values: list[Any]) -> None:
+    def wait_reload(self, values: list[Any]) -> None:
         for k, item in enumerate(values):
             self.store.wait(item.ticket)
             values[k] = item.tensor
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a dense tensor."""
+    """The memory of a dense tensor as a flat tensor of bytes."""
     size = tensor.numel() * tensor.element_size()
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     offset = tensor.storage_offset() * tensor.element_size()
@@ -149,10 +152,10 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Disk:
-    """A file without a name in a directory: it is gone when the process is, however that ends.
+    """A pool in an unnamed file, which disappears with the process, however that ends.
 
-    Its room is taken at once.  It is read and written, not mapped: a page that cannot be read would end the
-    process without a word, and a mapped file counts as resident memory.
+    Its disk space is allocated at once.  The file is read and written, not mapped: an unreadable page of a
+    mapped file would end the process without a message, and mapped pages count as resident memory.
     """
 
     def __init__(self, directory: Path, size: int, timeout: timedelta) -> None:
@@ -161,7 +164,10 @@ class Disk:
             self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - as long as self
             os.posix_fallocate(self._file.fileno(), 0, max(size, 1))
         except OSError as error:
-            raise RunError(f"No file of {size} bytes for activations in {directory}: {error}") from error
+            raise RunError(
+                f"A file of {size} bytes for activations cannot be made in {directory}: {error}. Free disk "
+                "space, or name another directory."
+            ) from error
         self._out, self._in = (ThreadPoolExecutor(1, f"fxpipe-{way}") for way in ("offload", "reload"))
 
     def write(self, tensor: torch.Tensor, at: int) -> Future[None]:
@@ -174,11 +180,14 @@ class Disk:
         try:
             ticket.result(self._timeout)
         except TimeoutError as error:
-            raise RunError(f"{self._directory} did not move an activation in {self._timeout:g} s") from error
+            raise RunError(
+                f"An activation could not be moved to or from {self._directory} in {self._timeout:g} s: the "
+                "disk is too slow, or does not answer."
+            ) from error
         except OSError as error:
             raise RunError(f"Activations could not be moved to or from {self._directory}: {error}") from error
 
-    # The tensor is handed over in a list, so that nobody holds it any more when its future is done.
+    # The tensor is passed in a list that is emptied, so that no reference is left when the future is done.
 
     def _write(self, handed: list[torch.Tensor], at: int) -> None:
         data = memoryview(handed.pop().numpy())  # type: ignore[arg-type]
@@ -198,10 +207,10 @@ class Disk:
 
 
 class Host:
-    """Pinned memory, and a stream for each direction.
+    """A pool in pinned memory, with a stream for each direction.
 
-    A tensor is held until the device's own stream has been told to wait for its copy, so its memory is never
-    given to another while a copy goes on; the host never waits.
+    A tensor is kept alive until the compute stream waits for its copy, so the allocator never reuses its
+    memory while the copy runs.  The host never waits.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -223,8 +232,8 @@ class Host:
         return self._pool[at : at + tensor.numel()]
 
     def _copy(self, side: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event:
-        # The stream that made the source, or last used the target's memory: asked for before the side
-        # stream is entered, where the answer would be that one.
+        # The stream that computed the source, or last used the target's memory.  It must be queried before
+        # the side stream is entered, which would then be the current one.
         ready = torch.cuda.current_stream(self._device).record_event()
         with torch.cuda.stream(side):
             side.wait_event(ready)

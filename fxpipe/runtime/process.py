@@ -1,4 +1,4 @@
-"""This process among the ranks that torchrun started: joining, sharing, failing together."""
+"""This process as one of the ranks that torchrun started: joining, sharing, failing together."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import torch.distributed as dist
 from fxpipe.errors import RunError
 from fxpipe.runtime.torch_private import default_store
 
-#: How long a rank waits for another before it gives up.
+#: Maximum time that a rank waits for another one.
 TIMEOUT = timedelta(minutes=10)
-FAILURE = "fxpipe/failure"  # where a rank leaves its message in the store
-#: Seconds between looks for that message, and that a rank has to raise by itself once it is there.
+FAILURE = "fxpipe/failure"  # the key in the store for the message of a failed rank
+#: Seconds between checks for that message, and seconds that a rank then has to raise its own error.
 POLL, GRACE = 0.5, 4.0
 
 
 def under_torchrun() -> bool:
-    """Whether there are other ranks: a process group exists, or torchrun's variables ask for one."""
+    """Whether this process is one of several ranks: a process group or torchrun's variables exist."""
     return dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
@@ -44,7 +44,7 @@ class Process:
 
     @staticmethod
     def join(ranks: int, device: torch.device, timeout: timedelta = TIMEOUT) -> Process:
-        """Join the process group, made here if there is none.
+        """Join the process group; create it if there is none.
 
         Raises RunError if the number of processes is not the number of ranks.
         """
@@ -70,7 +70,7 @@ class Process:
         return payload.cpu().numpy().tobytes()
 
     def gather(self, data: bytes) -> list[bytes]:
-        """The bytes of every rank, on every rank.  Raises RunError where one of them is gone."""
+        """Gather the bytes of every rank on every rank.  Raises RunError if a rank has ended."""
         size = self._on_wire(torch.tensor([len(data)]))
         sizes = [torch.empty_like(size) for _ in range(self.ranks)]
         try:
@@ -80,11 +80,11 @@ class Process:
             padded = [torch.empty_like(own) for _ in range(self.ranks)]
             dist.all_gather(padded, own)
         except RuntimeError as error:
-            raise RunError(f"Nothing came from the other ranks: {error}") from error
+            raise RunError(f"The other ranks did not answer: {error}") from error
         return [p[: int(n)].cpu().numpy().tobytes() for p, n in zip(padded, sizes, strict=True)]
 
     def broadcast_(self, tensor: torch.Tensor, source: int) -> None:
-        """Give a tensor the values that it has on rank ``source``."""
+        """Overwrite a tensor with its values on rank ``source``."""
         value = self._on_wire(tensor.contiguous())
         dist.broadcast(value, source)
         if value is not tensor:
@@ -100,10 +100,10 @@ class Process:
         self.all_reduce_sum(0.0)
 
     def watch(self) -> None:
-        """End this process soon after another rank has left a failure, whatever it waits for then.
+        """Start a thread that ends this process soon after another rank has failed.
 
-        A rank whose neighbor is gone raises by itself; one that waits for a rank that still runs would
-        not notice.
+        A rank whose neighbor has ended raises by itself; a rank that waits for one that still runs would not
+        notice the failure.
         """
         over = threading.Event()
         watcher = threading.Thread(target=self._watch, args=(over,), name="fxpipe-watch", daemon=True)
@@ -122,7 +122,7 @@ class Process:
                 if over.wait(POLL):
                     return
             message = store.get(FAILURE).decode()
-        except RuntimeError:  # the store is gone: the run is over
+        except RuntimeError:  # the store has been closed: the run is over
             return
         if over.wait(GRACE):
             return
@@ -130,11 +130,11 @@ class Process:
         os._exit(1)
 
     def leave_failure(self, message: str) -> None:
-        """Let the other ranks know why this one stops."""
+        """Tell the other ranks why this one fails."""
         default_store().set(FAILURE, message.encode(errors="backslashreplace").decode())
 
     def find_failure(self) -> str | None:
-        """The message of a rank that stopped, once it is there."""
+        """The message of a rank that failed, if there is one."""
         end = time.monotonic() + GRACE
         while time.monotonic() < end:
             if default_store().check([FAILURE]):
@@ -149,6 +149,6 @@ class Process:
 
 
 def _backend_for(device: torch.device) -> str:
-    """nccl where every process of this machine has its own GPU; gloo otherwise."""
+    """nccl if every process of this machine has its own GPU, else gloo."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return "nccl" if device.type == "cuda" and torch.cuda.device_count() >= local else "gloo"

@@ -1,7 +1,7 @@
-"""Random ops with an explicit key, so that a run's numbers depend on nothing but the key.
+"""Random ops with an explicit key, so that the numbers of a run depend on the key alone.
 
-A key stands for (seed, step, microbatch); an op adds its position in the model.  Neither the number
-of ranks nor the schedule, recomputation or offload changes what an op draws.
+A key is made from (seed, step, microbatch); each op adds its position in the model.  The number of ranks, the
+schedule, recomputation and offload do not change the numbers that an op draws.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def fold(key: int, number: int) -> int:
 
 
 def keyed(key: int, position: int, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run the random op as if torch's generators had been seeded with ``key`` and ``position``.
+    """Run a random op as if torch's generators had been seeded with ``key`` and ``position``.
 
-    The generators are left as they were.
+    The generators' states are restored.
     """
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):

@@ -1,4 +1,4 @@
-"""``rt``: the runtime that a generated program calls.  One object a rank."""
+"""``rt``: the runtime that a generated program calls, one object per rank."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from fxpipe.runtime.record import Record
 
 @dataclass(frozen=True)
 class StepSpec:
-    """The facts that every rank's runtime needs beside its program; a part of plan.json.
+    """The data that every rank's runtime needs beside its program; a part of plan.json.
 
-    ``has_count``: the loss is given as (sum, count).  ``loss_dtype`` as text: "torch.float32".
-    ``default_dtype``: torch's, as it was for the trace.
+    ``has_count``: whether the loss is a (sum, count).  ``loss_dtype``: as text, "torch.float32".
+    ``default_dtype``: torch's default dtype in the trace.
     """
 
     ranks: int
@@ -37,7 +37,7 @@ class StepSpec:
 
 @dataclass(eq=False)
 class Runtime:
-    """The tensors of one rank and its means to talk to the others.
+    """The tensors of one rank, and its communication with other ranks.
 
     ``params`` and ``grads`` (accumulators) by parameter name; ``buffers``, ``constants`` by name.
     Gradients accumulate; zero them before the step if needed.
@@ -59,17 +59,17 @@ class Runtime:
     _shared: list[float] | None = None
 
     def start(self) -> None:
-        """A step begins, whatever became of the one before."""
+        """Begin a step, also after one that failed."""
         self.current_op = ""
         self._losses, self._counts, self._shared = [], [], None
 
     def op(self, name: str) -> None:
-        """The program begins ``name`` ("F1.3": forward of stage 1, microbatch 3)."""
+        """Record that op ``name`` begins ("F1.3": forward of stage 1, microbatch 3)."""
         self.current_op = name
         self.record.begin(name)
 
     def microbatches(self, batch: Any) -> list[dict[str, torch.Tensor]]:
-        """The batch cut into microbatches, each a dict from leaf name to tensor."""
+        """Cut the batch into microbatches, each a dict from leaf name to tensor."""
         return self.spec.batch.split(batch, self.spec.microbatches)
 
     def key(self, microbatch: int) -> int:
@@ -77,11 +77,11 @@ class Runtime:
         return fold(fold(fold(0, self.spec.seed), self.step_number), microbatch)
 
     def receive(self, layout: Layout, source: int) -> Pending:
-        """Make a buffer and start to receive into it; does not block."""
+        """Allocate a buffer and start to receive into it; does not block."""
         return self.comm.receive(layout, source)
 
     def wait(self, pending: Pending) -> torch.Tensor:
-        """The received tensor, as soon as it is there."""
+        """Block until the tensor has arrived; return it."""
         before = time.perf_counter()
         tensor = self.comm.wait(pending)
         self.record.waited(before)
@@ -102,52 +102,52 @@ class Runtime:
     def broadcast(
         self, tensor: torch.Tensor | None, layout: Layout, source: int, group: int
     ) -> Pending | None:
-        """Start to give the tensor of rank ``source`` to all; the others get it by ``wait``."""
+        """Start to broadcast the tensor of rank ``source``; the other ranks get it by ``wait``."""
         given = None if tensor is None else in_layout(tensor, layout)
         return self.comm.broadcast(given, layout, source, group)
 
     def gather(self, tensor: torch.Tensor, layout: Layout, to: int, group: int) -> Pending | None:
-        """Start to give every rank's tensor to one, which gets them by ``wait_all``."""
+        """Start to gather every rank's tensor on rank ``to``, which gets them by ``wait_all``."""
         return self.comm.gather(in_layout(tensor, layout), layout, to, group)
 
     def all_gather(self, tensor: torch.Tensor, layout: Layout, group: int) -> Pending:
-        """Start to give every rank's tensor to all, which get them by ``wait_all``."""
+        """Start to gather every rank's tensor on all ranks, which get them by ``wait_all``."""
         return self.comm.all_gather(in_layout(tensor, layout), layout, group)
 
     def send(self, tensor: torch.Tensor, layout: Layout, to: int) -> None:
-        """Start to send; does not block, and holds the tensor until it is sent."""
+        """Start to send a tensor, which stays alive until it is sent; does not block."""
         self.comm.send(in_layout(tensor, layout), to)
 
     def offload(self, values: list[Any], at: int) -> None:
-        """Start to move tensors to the rank's pool, from byte ``at`` on; handles take their places."""
+        """Start to copy tensors to the rank's pool, from byte ``at`` on; handles take their places."""
         self._offloading.offload(values, at)
 
-    def offloaded(self, values: list[Any]) -> None:
-        """Free the memory of values whose offload has ended."""
+    def wait_offload(self, values: list[Any]) -> None:
+        """Wait until the values are offloaded, and free their memory."""
         before = time.perf_counter()
-        self._offloading.offloaded(values)
+        self._offloading.wait_offload(values)
         self.record.waited(before)
 
     def reload(self, values: list[Any]) -> None:
-        """Start to fetch offloaded values."""
+        """Start to copy offloaded values back."""
         self._offloading.reload(values)
 
-    def reloaded(self, values: list[Any]) -> None:
-        """Put the tensors in place of their handles, as soon as they are there."""
+    def wait_reload(self, values: list[Any]) -> None:
+        """Wait until the values are reloaded; the tensors take the places of their handles."""
         before = time.perf_counter()
-        self._offloading.reloaded(values)
+        self._offloading.wait_reload(values)
         self.record.waited(before)
 
     def add_loss(self, loss: torch.Tensor, count: torch.Tensor | None = None) -> None:
-        """The loss of one microbatch, with the count that it is a sum over if it is one."""
-        self._losses.append(loss.clone())  # a kernel may give it a storage as large as its input
+        """Add the loss of one microbatch; with ``count`` if it is a sum over that many."""
+        self._losses.append(loss.clone())  # a kernel may return a view of a storage as large as its input
         if count is not None:
             self._counts.append(count)
 
     def all_reduce_gradient(self, name: str, ranks: tuple[int, ...]) -> None:
-        """Sum the gradient of a parameter that several ranks hold; all get the same bits.
+        """Sum the gradient of a parameter that several ranks hold; all of them get the same bits.
 
-        The first of ``ranks`` adds up in their order and sends the sum back.
+        The first of ``ranks`` adds the gradients in rank order and sends the sum back.
         """
         grad = self.grads[name]
         layout: Layout = (tuple(grad.shape), grad.contiguous().stride(), grad.dtype)
@@ -161,16 +161,17 @@ class Runtime:
         for rank in ranks[1:]:
             self.send(grad, layout, rank)
 
-    sum_gradient = all_reduce_gradient  # the name in programs that were saved earlier
+    # Names in programs that were saved earlier.
+    sum_gradient, offloaded, reloaded = all_reduce_gradient, wait_offload, wait_reload
 
     def divide_gradients_by_count(self) -> None:
-        """For losses given as (sum, count): gradients of the sum become those of the mean."""
+        """Turn gradients of a sum into those of the mean, for losses given as (sum, count)."""
         _, count = self._total()
         for grad in self.grads.values():
             grad.div_(count)
 
     def finish(self) -> torch.Tensor:
-        """End the step: wait until all is sent; return the loss of the whole batch, on every rank."""
+        """End the step: wait until all messages are sent; return the loss of the batch, on every rank."""
         total, count = self._total()
         self.comm.flush()
         self.record.end()
@@ -181,7 +182,10 @@ class Runtime:
     @property
     def _offloading(self) -> Offloader:
         if self.offloader is None:
-            raise RunError("The plan of this pipeline has no place for offloaded values.")
+            raise RunError(
+                "The program offloads, but the plan of this pipeline has no offload pool. Compile with "
+                "offload=."
+            )
         return self.offloader
 
     def _total(self) -> tuple[float, float]:

@@ -13,9 +13,8 @@ import torch
 class Record:
     """``spans``: (op, start, end) of the last step, in ``time.perf_counter`` seconds.
 
-    A program waits for messages between its ops; that time belongs to none of them.
-    For measurements ``at_op`` is called with the name of each op before it runs, and ``at_arrival`` with
-    each message.
+    A program waits for messages between its ops; that time does not count for any op.  For measurements
+    ``at_op`` is called with the name of each op before it runs, and ``at_arrival`` with each message.
     """
 
     spans: list[tuple[str, float, float]] = field(default_factory=list)
@@ -34,7 +33,7 @@ class Record:
             self.at_op(name)
 
     def end(self) -> None:
-        """The step is over."""
+        """Record the end of the step."""
         self._close()
         self._name = ""
 
@@ -43,5 +42,5 @@ class Record:
             self.spans.append((self._name, self._start, time.perf_counter() - self._waited))
 
     def waited(self, since: float) -> None:
-        """The op that began last has waited from ``since`` (``time.perf_counter``) until now."""
+        """Record that the last op has been waiting since ``since`` (``time.perf_counter``)."""
         self._waited += time.perf_counter() - since

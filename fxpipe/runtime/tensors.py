@@ -1,4 +1,4 @@
-"""How a tensor lies in memory: the bytes that it spans, whether it fills them, its strides."""
+"""The memory layout of a tensor: the bytes that it spans, whether it fills them, its strides."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:
-    """Bytes that the elements of a tensor span in memory (an expanded dimension costs nothing)."""
+    """The bytes that the elements of a tensor span in memory (an expanded dimension adds none)."""
     if tensor.numel() == 0:
         return 0
     span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
@@ -16,7 +16,7 @@ def storage_bytes(tensor: torch.Tensor) -> int:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill a block of memory without holes or overlap, in whatever order."""
+    """Whether the elements fill a block of memory without holes or overlap, in any order of dimensions."""
     return storage_bytes(tensor) == tensor.numel() * tensor.element_size() and not _overlaps(tensor)
 
 
@@ -27,7 +27,7 @@ def _overlaps(tensor: torch.Tensor) -> bool:
 
 
 def in_strides(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """The tensor, copied if it lies in memory otherwise."""
+    """The tensor with these strides, copied if its own differ."""
     if tensor.stride() == stride:
         return tensor
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

@@ -1,4 +1,4 @@
-"""Every private torch symbol that running programs need; the compiler has its own in ``fxpipe.ir.compat``."""
+"""Every private torch symbol that running programs use; those of the compiler are in ``fxpipe.ir.compat``."""
 
 from __future__ import annotations
 

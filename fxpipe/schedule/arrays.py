@@ -122,12 +122,12 @@ def schedule_arrays(costs: Costs, placement: tuple[int, ...]) -> ScheduleArrays:
     for section, sources in enumerate(table):
         for source, delay in sources:
             feeds[source].append((section, delay))
-    kept, handed = [cost.kept for cost in costs.stages], [0.0 for _ in costs.stages]
+    kept, handed = [cost.saved_for_weight for cost in costs.stages], [0.0 for _ in costs.stages]
     at_start, at_end = [0.0] * len(table), [0.0] * len(table)
     for stage, cost in enumerate(costs.stages):
-        at_start[3 * stage] = cost.saved
-        at_end[3 * stage + 1] = cost.kept - cost.saved
-        at_end[3 * stage + 2] = -cost.kept
+        at_start[3 * stage] = cost.saved_activations
+        at_end[3 * stage + 1] = cost.saved_for_weight - cost.saved_activations
+        at_end[3 * stage + 2] = -cost.saved_for_weight
     for edge in costs.edges:
         if placement[edge.source.stage] == placement[edge.target.stage] and edge.bytes:
             # Of the two stages, the earlier one's F runs first and its B last.
@@ -146,7 +146,8 @@ def schedule_arrays(costs: Costs, placement: tuple[int, ...]) -> ScheduleArrays:
         rank=tuple(placement[section // SECTIONS_PER_STAGE] for section in range(len(table))),
         own=stages_of(placement),
         hold=tuple(
-            max(cost.saved, own) + more for cost, own, more in zip(costs.stages, kept, handed, strict=True)
+            max(cost.saved_activations, own) + more
+            for cost, own, more in zip(costs.stages, kept, handed, strict=True)
         ),
         kept=tuple(kept),
         at_start=tuple(at_start),

@@ -2,28 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fxpipe.ir.graph import Color, Phase
 
 
+class RenamedFields:
+    """The fields of a stage's memory under their older names too: in files, and as deprecated attributes."""
+
+    __slots__ = ()
+    OLDER_NAMES: ClassVar[Mapping[str, str]] = {
+        "saved": "saved_activations",
+        "kept": "saved_for_weight",
+        "away": "offloadable",
+        "away_for_weight": "offloadable_for_weight",
+    }
+
+    if not TYPE_CHECKING:  # to a type checker the older names are errors
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in self.OLDER_NAMES:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            newer = self.OLDER_NAMES[name]
+            text = f"{type(self).__name__}.{name} is now {type(self).__name__}.{newer}"
+            warnings.warn(text, DeprecationWarning, stacklevel=2)
+            return getattr(self, newer)
+
+
 @dataclass(frozen=True, slots=True)
-class StageCost:
+class StageCost(RenamedFields):
     """The cost of one microbatch on one stage.  Times in seconds, memory in bytes (or any one unit of each).
 
-    ``saved`` is live from the start of F to the end of B, ``kept`` from the end of B to the end of W:
-    F allocates ``saved``, B frees ``saved - kept``, W frees ``kept``.  Of ``saved``, ``away`` can be
-    offloaded until B, and ``away_for_weight``, which B does not read, until W.
+    forward, backward, weight: the times of F, B and W.
+    saved_activations: live from the start of F to the end of B.
+    saved_for_weight: live from the end of B to the end of W.  B frees the difference of the two.
+    offloadable, offloadable_for_weight: the parts of ``saved_activations`` that can be offloaded until B and,
+        as B does not read them, until W.
     """
 
     forward: float
     backward: float
     weight: float
-    saved: float = 0.0
-    kept: float = 0.0
-    away: float = 0.0
-    away_for_weight: float = 0.0
+    saved_activations: float = 0.0
+    saved_for_weight: float = 0.0
+    offloadable: float = 0.0
+    offloadable_for_weight: float = 0.0
 
     @property
     def total(self) -> float:

@@ -1,12 +1,13 @@
 """Costs as a JSON file, in the form in which a saved pipeline's plan.json holds them under ``costs``::
 
-    {"stages": [{"forward": 1.0, "backward": 1.1, "weight": 0.9, "saved": 64, "kept": 32}, …],
+    {"stages": [{"forward": 1.0, "backward": 1.1, "weight": 0.9,
+                 "saved_activations": 64, "saved_for_weight": 32}, …],
      "edges": [{"source": {"stage": 0, "phase": "F"}, "target": {"stage": 1, "phase": "F"},
                 "bytes": 16, "seconds": 0.1}, …]}
 
-Times in any one unit, memory in any one unit.  ``saved``, ``kept``, ``bytes`` and ``seconds`` are 0 where
-they are left out; without ``edges`` the stages are a chain.  A stage may have ``away`` and
-``away_for_weight``: what of ``saved`` may leave the rank until B, and until W.
+Times in any one unit, memory in any one unit; the fields are those of ``StageCost`` and ``Edge``.  Only the
+times of stages are required: memory, ``bytes`` and ``seconds`` are 0 by default; without ``edges`` the stages
+are a chain.  The older names ``saved``, ``kept``, ``away`` and ``away_for_weight`` are read too.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ class _File:
 
 
 def read_costs(path: Path, seconds: float = 0.0) -> Costs:
-    """The costs of a file.
+    """Read the costs from a file.
 
-    seconds: one transfer, for a file without edges.
-    Raises ScheduleError, naming the file and the place in it, where it holds none.
+    seconds: the time of each message, if the file has no edges.
+    Raises ScheduleError, naming the file and the field, if the file holds no valid costs.
     """
     try:
         file = structure(parse_json(read_text(path, MOST_BYTES)), _File)
@@ -44,7 +45,7 @@ def read_costs(path: Path, seconds: float = 0.0) -> Costs:
         check_costs(costs)
     except Misfit as error:
         raise ScheduleError(
-            f"{path} holds no costs: {error}. docs/simulate.md describes what must be in it."
+            f"{path} holds no valid costs: {error}. docs/simulate.md describes the fields."
         ) from error
     return costs
 
@@ -54,10 +55,9 @@ def write_costs(costs: Costs, path: Path) -> None:
 
 
 def check_costs(costs: Costs, path: str = "") -> None:
-    """Raises Misfit unless all times and bytes are 0 or more and edges join stages that are there, without a
-    cycle.
+    """Raise Misfit unless all times and bytes are 0 or more, and edges join existing stages without a cycle.
 
-    path: to the costs in their file, such as ``costs.``.
+    path: of the costs in their file, such as ``costs.``.
     """
     if not costs.stages:
         raise Misfit("is empty", f"{path}stages")
@@ -76,7 +76,7 @@ def check_costs(costs: Costs, path: str = "") -> None:
     try:
         lower_bound(costs, tuple(range(len(costs.stages))), 1)
     except ScheduleError as error:
-        raise Misfit(f"cannot be: {error}", f"{path}edges") from error
+        raise Misfit(f"are invalid: {error}", f"{path}edges") from error
 
 
 def _check_numbers(entry: StageCost | Edge | Link, path: str) -> None:

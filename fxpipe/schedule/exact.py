@@ -1,9 +1,9 @@
-"""The best schedule there is, proven: for small cases.
+"""Provably optimal schedules of small problems, by CP-SAT.
 
-One start time for every section and microbatch, minimized by CP-SAT.  The microbatches of a section run
-in order: they are all alike, so that any schedule can be renamed to one that does, with the same times
-and memory.  Times are counted in their common measure where they have one, else rounded down to 1/100 000
-of the longest, so that the bound is one for the real times too.
+The variables are the start times of every section and microbatch.  The microbatches of a section run in
+order: microbatches are interchangeable, so any schedule can be renumbered to one that does, with the same
+times and memory.  Times are integers in units of their greatest common divisor if they have one, and
+otherwise rounded down to 1/100 000 of the longest, so that the bound also holds for the exact times.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.schedule.solver import cp_sat, rounded_down, rounded_up, solve, unit_of
 
-Life = tuple[Any, Any, float]
-"""Variables of when something is held from and to, and how much it is."""
+Lifetime = tuple[Any, Any, float]
+"""The begin and end of an allocation, as variables, and its bytes."""
 
 
 @dataclass(frozen=True)
 class Exact:
-    """The best that was found, and what nothing can be below; ``value`` and ``bound`` are seconds of the
-    objective.  ``proven``: nothing is better, but for differences too small to be counted."""
+    """The best schedule found.
+
+    ``value`` and ``bound``: the objective of this schedule and a lower bound on that of any schedule, in
+    seconds.  ``proven``: this schedule is optimal, up to the rounding of times.
+    """
 
     timeline: Timeline
     value: float
@@ -55,13 +58,13 @@ def exact(
     seconds: float = 60.0,
     start: Schedule | None = None,
 ) -> Exact:
-    """The schedule with the least makespan, or the least span (the longest of the ranks' times from first
-    op to last).  B and W are apart in it.
+    """The schedule of separate B and W ops with the smallest makespan or the smallest span (the longest of
+    the ranks' times from first op to last).
 
-    memory_limit: of every rank, or one for each, in the unit of ``StageCost.saved``.
-    seconds: how long to search.  start: a schedule of this placement to begin with.
-    Raises ScheduleError where nothing keeps the limit or nothing was found in time, and FxpipeError where
-    OR-tools is not installed.
+    memory_limit: one for all ranks, or one for each, in the unit of ``StageCost.saved_activations``.
+    seconds: maximum time of the search.  start: a schedule of this placement to start from.
+    Raises ScheduleError if no schedule keeps the limit or none is found in time, and FxpipeError if OR-tools
+    is not installed.
     """
     model = _Model(costs, placement, microbatches)
     if memory_limit is not None:
@@ -73,9 +76,14 @@ def exact(
     unit = model.unit
     found = solve(model.model, seconds, lambda value, bound: f"{value * unit:.6g} … {bound * unit:.6g}")
     if found.infeasible:
-        raise ScheduleError(f"no schedule of this placement keeps the memory limit {memory_limit}")
+        raise ScheduleError(
+            f"no schedule of this placement keeps the memory limit {memory_limit}: raise it, or leave it out"
+        )
     if found.value is None:
-        raise ScheduleError(f"no schedule was found in {seconds:g} s: give it longer, or one to start with")
+        raise ScheduleError(
+            f"the exact search found no schedule in {seconds:g} s: give it more seconds, fewer ranks or "
+            "microbatches, or a schedule to start from"
+        )
     timeline = simulate(Schedule("exact", placement, microbatches, model.order(found.value)), costs)
     value, bound = timeline.seconds, lower_bound(costs, placement, microbatches)
     if objective == "span":
@@ -84,7 +92,7 @@ def exact(
 
 
 class _Model:
-    """Variables and constraints; a section is numbered as in :mod:`fxpipe.schedule.dependencies`."""
+    """Variables and constraints; sections are numbered as in :mod:`fxpipe.schedule.dependencies`."""
 
     def __init__(self, costs: Costs, placement: tuple[int, ...], microbatches: int) -> None:
         self.costs, self.placement, self.microbatches = costs, placement, microbatches
@@ -97,7 +105,7 @@ class _Model:
         self.durations = [rounded_down(duration, self.unit) for duration in durations]
         self.model = cp_sat().CpModel()
         delays = sum(rounded_down(delay, self.unit) for sources in waits for _, delay in sources)
-        # Long enough for one op or transfer at a time.
+        # The time of a step that runs one op or message at a time.
         self.horizon = microbatches * (sum(self.durations) + delays)
         self.starts = [
             [self.model.new_int_var(0, self.horizon, f"{section}.{j}") for j in range(microbatches)]
@@ -126,8 +134,8 @@ class _Model:
         return self.starts[section][microbatch] + self.durations[section]
 
     def limit_memory(self, limits: Sequence[float]) -> None:
-        """What is live is a set of intervals, each with its bytes; see ``Timeline.memory``."""
-        lives: list[list[Life]] = [[] for _ in limits]
+        """Live memory as intervals with bytes, by the same rules as ``Timeline.memory``."""
+        lives: list[list[Lifetime]] = [[] for _ in limits]
         for j in range(self.microbatches):
             for stage, cost in enumerate(self.costs.stages):
                 lives[self.placement[stage]] += self._held_by(stage, cost, j)
@@ -138,23 +146,27 @@ class _Model:
         for limit, intervals in zip(limits, lives, strict=True):
             self._at_most(limit, [life for life in intervals if life[2]])
 
-    def _held_by(self, stage: int, cost: StageCost, microbatch: int) -> tuple[Life, Life]:
+    def _held_by(self, stage: int, cost: StageCost, microbatch: int) -> tuple[Lifetime, Lifetime]:
         forward, backward, weight = sections_of(stage)
         begin, end = self.starts[forward][microbatch], self.end(weight, microbatch)
         middle = self.end(backward, microbatch)
-        part = (begin, middle) if cost.saved > cost.kept else (middle, end)
-        return (begin, end, min(cost.saved, cost.kept)), (*part, abs(cost.saved - cost.kept))
+        to_b, to_w = cost.saved_activations, cost.saved_for_weight
+        part = (begin, middle) if to_b > to_w else (middle, end)
+        return (begin, end, min(to_b, to_w)), (*part, abs(to_b - to_w))
 
-    def _handed(self, edge: Edge, microbatch: int) -> Life:
-        """Held also where the target starts as the source ends: a unit is added, on the side on which the
-        op itself takes and frees nothing else."""
+    def _handed(self, edge: Edge, microbatch: int) -> Lifetime:
+        """The lifetime of a value that one stage hands to another stage of its rank.
+
+        The value also counts if its consumer starts the moment its producer ends, so the interval gets one
+        unit more, at the end where the op itself allocates and frees nothing.
+        """
         begin = self.end(index(edge.source), microbatch)
         end = self.starts[index(edge.target)][microbatch]
         if edge.source.phase is Phase.F:
             return begin - 1, end, edge.bytes
         return begin, end + 1, edge.bytes
 
-    def _at_most(self, limit: float, lives: Sequence[Life]) -> None:
+    def _at_most(self, limit: float, lives: Sequence[Lifetime]) -> None:
         unit = unit_of(size for _, _, size in lives)
         intervals = [
             self.model.new_interval_var(begin, self.model.new_int_var(0, self.horizon + 1, ""), end, "")
@@ -185,7 +197,7 @@ class _Model:
                     at += self.durations[section]
 
     def order(self, value: Any) -> Order:
-        """By start; of ops that take no time, the one that is needed first."""
+        """The ops of each rank by start time; ops that take no time, in dependency order."""
 
         def place(section: int, microbatch: int) -> tuple[int, int, int]:
             start = value(self.starts[section][microbatch])

@@ -1,8 +1,8 @@
-"""The best repeated block there is, proven: modulo scheduling of one microbatch.
+"""Provably optimal repeated blocks: modulo scheduling of one microbatch, by CP-SAT.
 
 In the steady state of a pipeline a microbatch enters every *period*, and each rank repeats the same ops.
-A block is when the ops of one microbatch run (2405.15362); it can be repeated where no two ops of a rank
-overlap modulo the period.  A period of the busiest rank's work is one without a bubble.
+A block is the start times of one microbatch's ops (2405.15362); it can be repeated if no two ops of a rank
+overlap modulo the period.  If the period is the work of the busiest rank, the steady state has no bubble.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from fxpipe.schedule.dependencies import SECTION_KINDS, durations, needs, sectio
 from fxpipe.schedule.placement import stages_of
 from fxpipe.schedule.solver import cp_sat, solve, unit_of
 
-Life = tuple[float, float, float]
-"""From when to when how much memory is held."""
+Lifetime = tuple[float, float, float]
+"""The begin and end of an allocation, and its bytes."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """``starts[stage]``: when F, B and W of the microbatch start.  Per rank in the steady state:
-    ``mean_memory`` and ``peak_memory``, in the unit of ``StageCost.saved``.
+    """``starts[stage]``: the start times of the microbatch's F, B and W.  Per rank in the steady state:
+    ``mean_memory`` and ``peak_memory``, in the unit of ``StageCost.saved_activations``.
 
-    ``bound``: what the greatest of the means cannot be below; ``proven``: it is that.
+    ``bound``: a lower bound on the largest mean of any block.  ``proven``: this block reaches the bound.
     """
 
     period: float
@@ -41,25 +41,30 @@ class Block:
 def exact_block(
     costs: Costs, placement: tuple[int, ...], *, period: float | None = None, seconds: float = 60.0
 ) -> Block:
-    """The block whose fullest rank holds the least on the average: lifetimes weighted by their bytes.
+    """The block with the smallest mean memory of the fullest rank.
 
-    period: the busiest rank's work if not given.  seconds: how long to search.
-    What a rank hands from one of its stages to another is not counted.  Times are rounded to 1/100 000 of
-    the longest where they have no common measure.
-    Raises ScheduleError where the period is below that work or nothing was found in time, and FxpipeError
-    where OR-tools is not installed.
+    period: by default the work of the busiest rank.  seconds: maximum time of the search.
+    Values that a rank hands from one of its stages to another are not counted.  Times without a common
+    divisor are rounded to 1/100 000 of the longest.
+    Raises ScheduleError if the period is shorter than that work or no block is found in time, and FxpipeError
+    if OR-tools is not installed.
     """
     work = max(sum(costs.stages[stage].total for stage in own) for own in stages_of(placement))
     period = work if period is None else period
     if period < work * (1 - 1e-9):
-        raise ScheduleError(f"a period of {period:g} is shorter than the busiest rank's work of {work:g}")
+        raise ScheduleError(
+            f"a period of {period:g} is shorter than the busiest rank's work of {work:g}: give at least that"
+        )
     model = _Model(costs, placement, period)
     share = model.share
     found = solve(
         model.model, seconds, lambda value, bound: f"mean {value * share:.4g} … {bound * share:.4g}"
     )
     if found.value is None:
-        raise ScheduleError(f"no block of period {period:g} was found in {seconds:g} s")
+        raise ScheduleError(
+            f"the exact search found no block of period {period:g} in {seconds:g} s: give it more seconds, "
+            "or a longer period"
+        )
     times = [found.value(start) * model.unit for start in model.starts]
     starts = tuple(zip(times[::3], times[1::3], times[2::3], strict=True))
     lives = [[life for s in own for life in _lives(costs, s, starts[s])] for own in stages_of(placement)]
@@ -74,7 +79,7 @@ def exact_block(
 
 
 class _Model:
-    """Start times in units; ``share`` makes a memory of the objective."""
+    """Start times in whole units; ``share`` times the objective is a mean memory."""
 
     def __init__(self, costs: Costs, placement: tuple[int, ...], period: float) -> None:
         self.costs, self.owns = costs, stages_of(placement)
@@ -89,10 +94,10 @@ class _Model:
         work = max(sum(self.lengths[section] for section in own) for own in self.sections)
         self.period = max(work, round(period / self.unit))
         self.model = cp_sat().CpModel()
-        # No op need wait a whole period beyond what it needs.
+        # In some optimal block no op waits a whole period longer than for its inputs.
         self.horizon = sum(self.lengths) + sum(round(delay / self.unit) for delay in delays)
         self.horizon += self.period * len(lengths)
-        # A shift of all ops changes nothing: one that waits for none starts at 0.
+        # Shifting all ops by one time changes nothing, so an op without inputs can start at 0.
         sources = [section for section, waited in enumerate(waits) if not waited]
         earliest = -self.horizon if len(sources) > 1 else 0
         self.starts = [self.model.new_int_var(earliest, self.horizon, f"{s}") for s in range(len(lengths))]
@@ -106,7 +111,8 @@ class _Model:
         self._minimize_memory()
 
     def _no_overlap(self, own: Sequence[int]) -> None:
-        """Every start is that of the rank's first op, whole periods, and a rest in which none overlap."""
+        """Every start is the start of the rank's first op, plus whole periods, plus an offset in the period;
+        the ops must not overlap at their offsets."""
         first, *others = own
         intervals = []
         most = 2 * self.horizon // self.period + 1
@@ -120,9 +126,11 @@ class _Model:
 
     def _minimize_memory(self) -> None:
         costs = self.costs.stages
-        unit = unit_of(size for cost in costs for size in (cost.saved, cost.kept))
+        to_b = [cost.saved_activations for cost in costs]
+        to_w = [cost.saved_for_weight for cost in costs]
+        unit = unit_of([*to_b, *to_w])
         self.share = unit / self.period
-        most = 2 * self.horizon * sum(round((cost.saved + cost.kept) / unit) + 1 for cost in costs)
+        most = 2 * self.horizon * sum(round((b + w) / unit) + 1 for b, w in zip(to_b, to_w, strict=True))
         goal = self.model.new_int_var(0, most, "memory")
         for own in self.owns:
             total: Any = 0
@@ -130,21 +138,21 @@ class _Model:
                 forward, backward, weight = sections_of(stage)
                 middle = self.starts[backward] + self.lengths[backward]
                 last = self.starts[weight] + self.lengths[weight]
-                total += round(costs[stage].saved / unit) * (middle - self.starts[forward])
-                total += round(costs[stage].kept / unit) * (last - middle)
+                total += round(to_b[stage] / unit) * (middle - self.starts[forward])
+                total += round(to_w[stage] / unit) * (last - middle)
             self.model.add(goal >= total)
         self.model.minimize(goal)
 
 
-def _lives(costs: Costs, stage: int, starts: tuple[float, float, float]) -> list[Life]:
+def _lives(costs: Costs, stage: int, starts: tuple[float, float, float]) -> list[Lifetime]:
     forward, backward, weight = starts
     cost = costs.stages[stage]
     middle = backward + cost.backward
-    return [(forward, middle, cost.saved), (middle, weight + cost.weight, cost.kept)]
+    return [(forward, middle, cost.saved_activations), (middle, weight + cost.weight, cost.saved_for_weight)]
 
 
-def _peak(lives: Sequence[Life], period: float) -> float:
-    """The most that is held at a time, each life begun anew every period: at the begin of one of them."""
+def _peak(lives: Sequence[Lifetime], period: float) -> float:
+    """The peak memory of lifetimes that repeat every period.  It occurs at the begin of one of them."""
 
     def held(at: float) -> float:
         return sum(

@@ -1,4 +1,4 @@
-"""What a schedule is sought for."""
+"""A scheduling problem: sizes, costs and memory limits."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from fxpipe.schedule.ops import Order
 from fxpipe.schedule.placement import place
 
 Limit = float | Sequence[float] | None
-"""A memory limit of every rank, of each rank, or none; in the unit of the costs' ``saved``."""
+"""One memory limit for all ranks, one for each rank, or none; in the unit of the costs' memory."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """``costs`` has ``ranks · stages_per_rank`` stages; ``limits`` are per rank, infinite where none is.
+    """``costs`` has ``ranks · stages_per_rank`` stages; ``limits`` are per rank, infinite for no limit.
 
-    ``group`` is the number of microbatches in a group, where a family has groups and one is asked for;
-    ``effort`` and ``seed``: of a search, about the seconds of one core that it may take, and of its random
-    numbers.
+    ``group``: the number of microbatches in a group, for a family with groups; None leaves it to the family.
+    ``effort``: about the seconds of one core that a search may take.  ``seed``: of its random numbers.
     """
 
     name: str
@@ -43,7 +42,7 @@ class Problem:
 
     @property
     def is_v(self) -> bool:
-        """V placement with more than one stage: with one it is the plain one."""
+        """Whether the placement is a V; with one stage per rank, V and plain placement are the same."""
         return self.shape == "v" and self.stages_per_rank > 1
 
     @property
@@ -52,7 +51,7 @@ class Problem:
 
     @property
     def ops(self) -> int:
-        """F, B and W of all stages and microbatches."""
+        """The number of ops: F, B and W of all stages and microbatches."""
         return self.arrays.sections * self.microbatches
 
     @cached_property
@@ -62,19 +61,19 @@ class Problem:
     def with_limits(
         self, *, limits: tuple[float, ...] | None = None, microbatches: int | None = None
     ) -> Problem:
-        """The same with other limits or microbatches."""
+        """The same problem with other limits or microbatches."""
         m, limits = microbatches or self.microbatches, self.limits if limits is None else limits
         other = replace(self, limits=limits, microbatches=m)
-        other.__dict__["arrays"] = self.arrays  # which depends on neither
+        other.__dict__["arrays"] = self.arrays  # they depend on neither
         return other
 
     def capped_to(self, microbatches: float) -> Problem:
-        """The same with limits of so many microbatches' activations, where they are not lower already."""
+        """The same problem with limits of at most so many microbatches' activations."""
         caps = [microbatches * self.arrays.smallest_limit(rank) for rank in range(self.ranks)]
         return self.with_limits(limits=tuple(map(min, self.limits, caps)))
 
     def with_mean_costs(self) -> Problem:
-        """The same with the mean times for all stages; what they save is their own."""
+        """The same problem with the mean times for all stages; memory stays."""
         stages = self.costs.stages
         names = ("forward", "backward", "weight")
         mean = {name: sum(getattr(stage, name) for stage in stages) / len(stages) for name in names}
@@ -85,7 +84,7 @@ class Problem:
         return len(set(self.costs.stages)) == 1
 
     def score(self, op_ids: OpIds) -> tuple[float, float, float]:
-        """By how much an order breaks a limit, its span and its makespan: the less, the better."""
+        """The most by which an order exceeds a limit, its span, its makespan; compared in this order."""
         arrays, m = self.arrays, self.microbatches
         over = (p - limit for p, limit in zip(peaks(arrays, op_ids, m), self.limits, strict=True))
         excess = max(x if x > 1e-9 * limit else 0.0 for x, limit in zip(over, self.limits, strict=True))
@@ -94,21 +93,23 @@ class Problem:
         return excess, done.span, done.makespan
 
     def fastest(self, orders: Iterable[Order]) -> Order:
-        """The shortest span of those that keep the limits; if none does, the one that misses by the least."""
+        """The order with the shortest span within the limits, else the one that exceeds them least."""
         return min(orders, key=lambda order: self.score(encode(order, self.microbatches)))
 
     def fastest_of(self, orders: Iterable[OpIds]) -> Order:
-        """The same of orders of op ids."""
+        """``fastest`` for orders given as op ids."""
         return decode(self.arrays, min(orders, key=self.score), self.microbatches)
 
 
 def per_rank(limit: Limit, ranks: int) -> tuple[float, ...]:
-    """The limit of each rank; raises ScheduleError for one that is not above 0, or not one for each."""
+    """The limit of each rank.  Raises ScheduleError unless every limit is above 0 and every rank has one."""
     if limit is None:
         return (inf,) * ranks
     limits = (limit,) * ranks if isinstance(limit, int | float) else tuple(limit)
     if len(limits) != ranks:
-        raise ScheduleError(f"{len(limits)} memory limits given for {ranks} ranks")
+        raise ScheduleError(
+            f"{len(limits)} memory limits for {ranks} ranks: give one for all, or one for each"
+        )
     for rank, bound in enumerate(limits):
         if not bound > 0:
             raise ScheduleError(f"the memory limit of rank {rank} is {bound:g}; it must be above 0")

@@ -1,4 +1,4 @@
-"""What the exact models share: OR-tools' CP-SAT, whole numbers for real ones, a line of progress."""
+"""Shared by the exact searches: OR-tools' CP-SAT, the conversion of times to integers, a progress line."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from rich.console import Console
 from fxpipe.errors import FxpipeError
 
 FINEST = 10**6
-"""Units that the largest number of a problem makes at most, where the numbers have a common measure."""
+"""Maximum value of the largest number of a problem, in units of the numbers' common divisor."""
 
 COARSE = 10**5
-"""Units that it makes where they have none."""
+"""Its value if there is no such divisor, and numbers are rounded."""
 
 WORKERS = 8
-"""CP-SAT's searches that run side by side: its methods work best together, also on fewer cores."""
+"""Number of parallel searches of CP-SAT: its strategies complement each other, also on fewer cores."""
 
 
 @dataclass(frozen=True, eq=False)
 class Solved:
-    """``value`` reads a variable in the best solution, None where none was found; ``bound`` is the least
-    that the objective can be."""
+    """``value`` reads a variable of the best solution; it is None if no solution was found.  ``bound`` is a
+    lower bound on the objective."""
 
     value: Callable[[Any], int] | None
     bound: float
@@ -34,7 +34,7 @@ class Solved:
 
 
 def cp_sat() -> Any:
-    """The module ``ortools.sat.python.cp_model``: an optional extra, so it is imported where it is used."""
+    """The module ``ortools.sat.python.cp_model``, imported on use since OR-tools is an optional extra."""
     try:
         from ortools.sat.python import cp_model
     except ImportError as error:
@@ -45,9 +45,9 @@ def cp_sat() -> Any:
 
 
 def solve(model: Any, seconds: float, text: Callable[[float, float], str]) -> Solved:
-    """Minimizes a model's objective for at most so many seconds.
+    """Minimize a model's objective for at most ``seconds``.
 
-    text: of the best value and the bound so far, for a line on a terminal.
+    text: the progress line for the terminal, from the best value and the bound so far.
     """
     cp_model = cp_sat()
     solver = cp_model.CpSolver()
@@ -70,8 +70,8 @@ def solve(model: Any, seconds: float, text: Callable[[float, float], str]) -> So
 
 
 def unit_of(numbers: Iterable[float]) -> float:
-    """What to count these numbers in: their greatest common measure, so that nothing is rounded; where
-    that is less than 1/FINEST of the largest, 1/COARSE of the largest.
+    """The unit for rounding numbers to integers: their greatest common divisor, which rounds nothing; if that
+    is less than 1/FINEST of the largest number, 1/COARSE of the largest number.
     """
     present = [number for number in numbers if number]
     if not present:
@@ -85,7 +85,7 @@ def unit_of(numbers: Iterable[float]) -> float:
 
 
 def rounded_down(number: float, unit: float) -> int:
-    """In whole units; a number that misses the next one by floating-point error alone is that one."""
+    """In whole units; a number below a whole one by floating-point error alone counts as that whole one."""
     return math.floor(number / unit + 1e-6)
 
 

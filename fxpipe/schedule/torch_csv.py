@@ -1,9 +1,9 @@
-"""The CSV of torch's pipeline schedules: a row a rank, a cell an action, an empty cell a pause.
+"""The CSV of torch's pipeline schedules: one row per rank, one action per cell; empty cells are pauses.
 
 An action is stage, kind, microbatch: ``3F0``.  torch's kinds are ``F``, ``I`` (input gradient, here B), ``W``
-(weight gradient) and ``B`` (both, here BW); ``(1F4;2B0)OVERLAP_F_B`` is two actions that run together,
-taken here as one after the other.  What only moves or shards tensors (``3SEND_F0``, ``1UNSHARD``) is left
-out: fxpipe makes its own messages.
+(weight gradient) and ``B`` (both, here BW).  ``(1F4;2B0)OVERLAP_F_B`` is two overlapped actions, which become
+two ops, one after the other.  Actions that only move or shard tensors (``3SEND_F0``, ``1UNSHARD``) are
+skipped: fxpipe makes its own messages.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ _TOGETHER = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 
 def looks_like_csv(text: str) -> bool:
-    """Whether the first thing in a text is an action of torch's."""
+    """Whether a text begins with one of torch's actions."""
     first = text.lstrip(", \t\r\n")[:1]
     return bool(re.match(r"[0-9(]", first))
 
 
 def parse_csv(text: str) -> Order:
-    """Raises ScheduleError where a cell holds no action."""
+    """Parse the ops of each rank.  Raises ScheduleError, naming row and cell, unless a cell is an action."""
     try:
         return tuple(
             tuple(op for cell in row for op in _ops(cell.strip(), f"row {number}"))
             for number, row in enumerate(csv.reader(io.StringIO(text)))
         )
     except csv.Error as error:
-        raise ScheduleError(f"the schedule is no CSV: {error}") from error
+        raise ScheduleError(f"the schedule is not valid CSV: {error}") from error
 
 
 def csv_text(order: Order) -> str:
-    """One row a rank, without pauses."""
+    """The CSV of an order: one row per rank, without pauses."""
     rows = (",".join(f"{op.stage}{_LETTERS[op.kind]}{op.microbatch}" for op in ops) + "\r\n" for ops in order)
     return "".join(rows)
 
@@ -55,6 +55,6 @@ def _ops(cell: str, where: str) -> Iterator[Op]:
         yield Op(_KINDS[action[2]], int(action[1]), int(action[3]))
     elif cell and not _MOVES.fullmatch(cell):
         raise ScheduleError(
-            f"{where}: {shown(cell)} is no action of torch's: write stage, kind (F, I, W or B), microbatch, "
-            "such as 3F0, with numbers of at most 9 digits"
+            f"{where}: {shown(cell)} is not an action of torch's: write stage, kind (F, I, W or B), "
+            "microbatch, such as 3F0, with numbers of at most 9 digits"
         )

@@ -1,10 +1,10 @@
-"""Vocabulary stages woven into a schedule of the model's own stages (2411.05288).
+"""Weaves vocabulary stages into a schedule of the model's own stages (2411.05288).
 
-Beside its stages of the model every rank has a *head*, its share of the output layer: F is pass S (before
-the barrier), B what follows the barrier, W pass T; and, if they are spread too, a *lookup*, its share of the
-input embedding.  The model's schedule says what is due when; list scheduling under the memory limits finds
-the places for the heads, and moves the backward behind the barrier.  Lookups are short: they are put in
-where there is time, one microbatch ahead of need.
+Beside its stages of the model every rank has a *head*, its shard of the output layer: F is pass S (before the
+barrier), B the part after the barrier, W pass T.  If the input embedding is sharded too, every rank also has
+a *lookup*, its shard of the embedding.  The model's schedule gives due dates; list scheduling under the
+memory limits places the ops of the heads and delays the backward to after the barrier.  Lookups are short:
+they are inserted afterwards, one period before their results are needed.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from fxpipe.schedule.search.local_search import improve
 from fxpipe.vocabulary.stages import Vocabulary
 
 _LOOKAHEADS = ((0.0, 0.0, 0.0), (0.3, 0.3, 0.3), (1.0, 1.0, 0.5), (1.001, 0.3, 0.7))
-_DELAYS = (0.0, 1.0, 3.0)  # periods that T is put off
+_DELAYS = (0.0, 1.0, 3.0)  # delays of T, in periods
 _WORK = 2_000_000  # ops that local search may look at
 
 
 def model_stage_costs(costs: Costs, vocabulary: Vocabulary) -> Costs:
-    """What the model's own stages cost."""
+    """The costs of the model's own stages."""
     return _some(costs, vocabulary.lookups, len(costs.stages) - vocabulary.heads)
 
 
 def _some(costs: Costs, first: int, last: int) -> Costs:
-    """The costs of the stages from ``first`` to before ``last``, which are counted from 0."""
+    """The costs of the stages from ``first`` to before ``last``, renumbered from 0."""
 
     def moved(color: Color) -> Color:
         return Color(color.stage - first, color.phase)
@@ -54,12 +54,12 @@ def _some(costs: Costs, first: int, last: int) -> Costs:
 def budget_for_model_stages(
     costs: Costs, vocabulary: Vocabulary, limits: Sequence[float]
 ) -> tuple[float, ...]:
-    """What the vocabulary stages leave of each rank's memory: they hold one microbatch at least."""
+    """Per rank the memory left for the model's stages if the vocabulary stages hold one microbatch."""
     taken = [0.0] * len(limits)
     count = len(costs.stages)
     for stage in (*range(vocabulary.lookups), *range(count - vocabulary.heads, count)):
         rank = stage if stage < vocabulary.lookups else stage - (count - vocabulary.heads)
-        taken[rank] += max(costs.stages[stage].saved, costs.stages[stage].kept)
+        taken[rank] += max(costs.stages[stage].saved_activations, costs.stages[stage].saved_for_weight)
     return tuple(limit - own for limit, own in zip(limits, taken, strict=True))
 
 
@@ -71,10 +71,10 @@ def weave(
     limits: Sequence[float],
     objective: Objective = "span",
 ) -> Order:
-    """The model's order with the vocabulary stages' ops in it.
+    """The order of the model's stages with the ops of the vocabulary stages inserted.
 
-    ``costs`` are of all stages.  A rank without a limit holds at most ``ahead`` microbatches more of the
-    model's stages than it does in ``order``.
+    ``costs``: of all stages.  A rank holds at most ``vocabulary.ahead`` microbatches more of the model's
+    stages than it does in ``order``, also if it has no limit.
     """
     m = body.microbatches
     without = _some(costs, vocabulary.lookups, len(costs.stages))
@@ -90,7 +90,7 @@ def weave(
     for delay, lookahead in product(_DELAYS, _LOOKAHEADS):
         found = dispatch(arrays, m, dates.due(delay), caps, lookahead)
         done = run(arrays, found, m)
-        assert done is not None, "an order that was made by running it cannot block"
+        assert done is not None, "an order that was built by running it cannot block"
         value = goal.value(done) if fits(arrays, found, m, caps) else inf
         if best is None or value < best[0]:
             best = value, found
@@ -104,10 +104,10 @@ def weave(
 def _with_lookups(
     edges: Sequence[Edge], arrays: ScheduleArrays, op_ids: OpIds, microbatches: int, lookups: int
 ) -> Order:
-    """Each lookup a period before the model wants its result, and its gradient when that is there.
+    """Insert each lookup one period before its result is needed, and its backward after its gradient arrives.
 
-    What an op that is put in depends on has started before, and what depends on it has not, so that the
-    ranks' orders cannot block each other.
+    When an inserted op starts, the ops that it depends on have started and those that depend on it have not,
+    so the ranks' orders cannot block each other.
     """
     m = microbatches
     done = run(arrays, op_ids, m)
@@ -141,7 +141,7 @@ def _with_lookups(
 def _caps(
     body: Problem, op_ids: OpIds, arrays: ScheduleArrays, ahead: int, limits: Sequence[float]
 ) -> list[float]:
-    """Per rank what it may hold."""
+    """The memory limit of each rank for list scheduling."""
     caps = []
     most = peaks(body.arrays, op_ids, body.microbatches)
     for rank, limit in enumerate(limits):
@@ -152,7 +152,7 @@ def _caps(
 
 
 class _Dates:
-    """When ops are due, from when the model's own schedule runs them."""
+    """Due dates of all ops, from the start times in the model's own schedule."""
 
     def __init__(self, body: Problem, op_ids: OpIds, arrays: ScheduleArrays, heads: int) -> None:
         self.microbatches, self.arrays, self.body, self.heads = body.microbatches, arrays, body.arrays, heads
@@ -163,7 +163,7 @@ class _Dates:
         self.alone = start_alone(arrays)
 
     def due(self, delay: float) -> list[float]:
-        """With T put off by so many periods."""
+        """Due dates with T delayed by so many periods."""
         arrays, alone = self.arrays, self.alone
         bottom = 3 * (self.body.stages - 1)  # the last F of the model
         behind = alone[bottom + 1] - alone[bottom] - arrays.seconds[bottom]  # the barrier
@@ -176,7 +176,7 @@ class _Dates:
         return dates
 
     def _moved(self, section: int, by: float) -> list[float]:
-        """The starts of one of the model's sections, as much later as the vocabulary makes it, and moved."""
+        """The starts of one of the model's sections, scaled to the longer period, plus ``by``."""
         m, seconds = self.microbatches, self.body.seconds[section]
         return [self.scale * (self.end[section * m + j] - seconds) + by for j in range(m)]
 
@@ -184,8 +184,8 @@ class _Dates:
 def with_heads(
     costs: Costs, ranks: int, seconds: float, barriers: int, transfer: float, saved: float = 0.0
 ) -> Costs:
-    """The costs of a model whose output layer is spread: every rank spends ``seconds`` a microbatch on it, a
-    third each on the logits and on both gradients, and holds ``saved`` from pass S to pass T."""
+    """The costs of a model with a sharded output layer: every rank spends ``seconds`` per microbatch on it, a
+    third each on the logits and the two gradients, and holds ``saved`` from pass S to pass T."""
     third, last = seconds / 3, len(costs.stages) - 1
     before = 2 * third if barriers == 1 else third
     head = StageCost(before, max(0.0, seconds - third - before), third, saved, saved)

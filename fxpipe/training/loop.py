@@ -31,20 +31,23 @@ def train(
     record: Path | None = None,
     save: Path | None = None,
 ) -> None:
-    """Train with AdamW and print the losses (rank 0); all ranks call it alike.
+    """Train with AdamW and print the losses on rank 0; all ranks must call it with the same arguments.
 
-    data: a safetensors file with a tensor for each leaf of the batch, under its name; its rows are taken
-        in order, a batch a step, from the start again when they are used up.
-    steps: None for all whole batches once.
-    record: the directory that gets the times of the last step; see :mod:`fxpipe.training.recorded`.
-    save: the directory that gets the trained pipeline.
+    data: a safetensors file with one tensor for each leaf of the batch, under the leaf's name.  Each step
+        takes the next rows; after the last whole batch it continues with the first.
+    steps: the number of steps; None takes every whole batch once.
+    record: the directory for the times of the last step; see :mod:`fxpipe.training.recorded`.
+    save: the directory for the trained pipeline.
     """
     tensors = read_data(data, pipe.plan.step.batch)
     rows = rows_of_batch(pipe)
     total = min((t.shape[0] for t in tensors.values() if t.dim()), default=rows)
     count = total // rows
     if count == 0:
-        raise BatchError(f"{data} has {total} rows, and one batch of this pipeline takes {rows}.")
+        raise BatchError(
+            f"{data} has {total} rows, but one batch of this pipeline takes {rows}: give more rows, or "
+            "compile for fewer microbatches."
+        )
     optimizer = pipe.optimizer(torch.optim.AdamW, lr=lr, clip_grad_norm=clip)
     rank = pipe.runtime.rank
     console = Console(quiet=rank != 0, markup=False, emoji=False)
@@ -64,7 +67,7 @@ def train(
 
 
 def read_data(path: Path, spec: BatchSpec) -> dict[str, torch.Tensor]:
-    """The tensors of the file that the batch has leaves for."""
+    """Read the tensors of the batch's leaves.  Raises BatchError if the file cannot be read or lacks one."""
     wanted = [leaf.name for leaf in spec.leaves if leaf.shape is not None]
     try:
         open_regular(path).close()
@@ -73,16 +76,16 @@ def read_data(path: Path, spec: BatchSpec) -> dict[str, torch.Tensor]:
             missing = [name for name in wanted if name not in held]
             tensors = {name: file.get_tensor(name) for name in wanted if name in held}
     except (Misfit, OSError, SafetensorError) as error:
-        raise BatchError(f"{path} is no readable safetensors file: {error}") from error
+        raise BatchError(f"{path} cannot be read as a safetensors file: {error}") from error
     if missing:
         raise BatchError(f"{path} has no tensor {missing[0]!r}; it holds {', '.join(sorted(held))}.")
     return tensors
 
 
 def fixed_values(spec: BatchSpec) -> dict[str, Any]:
-    """The leaves that are no tensors, as they were in the example.
+    """The leaves that are not tensors, with their values in the example.
 
-    Raises BatchError for one that cannot be read from its text.
+    Raises BatchError for a value that cannot be parsed from its ``repr``.
     """
     return {leaf.name: _fixed_value(leaf) for leaf in spec.leaves if leaf.shape is None}
 
@@ -92,7 +95,7 @@ def _fixed_value(leaf: Leaf) -> Any:
         return ast.literal_eval(leaf.value)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
         raise BatchError(
-            f"{leaf.name!r} was {shown(leaf.value)} in the example, which cannot be read from text. Train "
+            f"{leaf.name!r} was {shown(leaf.value)} in the example, which cannot be parsed. Train "
             "with pipe.step, and give it in the batch."
         ) from error
 

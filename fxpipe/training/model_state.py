@@ -1,4 +1,4 @@
-"""The tensors that a pipeline trains: the model's own parameters and buffers, and the parts held by ranks."""
+"""The tensors that a pipeline trains: the model's parameters and buffers, and the shards held by ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fxpipe.vocabulary.rows import rows_of
 
 @dataclass(eq=False)
 class ModelState:
-    """``parameters`` and ``buffers`` by the model's names; ``model`` where the pipeline was compiled from one
-    in this process, which may be given other tensors between two steps."""
+    """``parameters`` and ``buffers``: by the model's names.  ``model``: if the pipeline was compiled in this
+    process; its tensors may be replaced between two steps."""
 
     plan: Plan
     parameters: dict[str, torch.nn.Parameter]
@@ -27,7 +27,7 @@ class ModelState:
     _rows: dict[str, torch.nn.Parameter] = field(default_factory=dict)
 
     def follow_model(self) -> None:
-        """Take the parameters and buffers that the model holds now; raise RunError where they do not fit."""
+        """Use the tensors that the model holds now.  Raises RunError if a shape or dtype changed."""
         if self.model is None:
             return
         now: dict[str, torch.Tensor] = dict(self.model.named_parameters())
@@ -37,7 +37,7 @@ class ModelState:
             for name, old in mine.items():
                 new = now.get(name)
                 if new is not None and new.is_meta:
-                    continue  # load_state_dict gave the pipeline tensors of its own
+                    continue  # load_state_dict gave the pipeline its own tensors
                 layout = self.plan.layouts.get(name)
                 if layout is None:  # no rank uses it
                     continue
@@ -51,8 +51,8 @@ class ModelState:
                     mine[name] = new
 
     def parameter(self, name: str) -> torch.nn.Parameter:
-        """A parameter, or the rows of one that a rank holds: they share its memory, and have a gradient of
-        their own size."""
+        """A parameter, or the rows of one that a rank holds; rows share the parameter's memory, and their
+        gradient has their own size."""
         rows = rows_of(name)
         if rows is None or name in self.parameters:
             return self.parameters[name]
@@ -60,21 +60,21 @@ class ModelState:
         part = table.detach()[rows.begin : rows.end]
         if name not in self._rows:
             self._rows[name] = torch.nn.Parameter(part, table.requires_grad)
-        elif self._rows[name].data_ptr() != part.data_ptr():  # the table has other memory now
+        elif self._rows[name].data_ptr() != part.data_ptr():  # the whole table has moved to other memory
             self._rows[name].data = part
         return self._rows[name]
 
     def held_by(self, rank: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """The parameters and buffers that a rank works on."""
+        """The parameters and buffers that a rank holds."""
         held = self.plan.tensors[rank]
         params = {n: self.parameter(n).detach() for n in held.parameters}
         return params, {n: self.buffers[n] for n in held.buffers}
 
     def accumulators(self, rt: Runtime) -> dict[str, torch.Tensor]:
-        """Give the program the parameters' ``.grad`` to add to.
+        """Make the parameters' ``.grad`` the accumulators of the program.
 
-        A gradient that the step changes as a whole (sums over ranks, division by the count) must not hold an
-        earlier step's: it gets fresh zeros, and the ``.grad`` to add them to is returned.
+        A gradient that the step changes as a whole (by a sum over ranks, or division by the count) must not
+        include an earlier step's: it gets a new accumulator, and the ``.grad`` to add it to is returned.
         """
         held = [set(t.gradients) for t in self.plan.tensors]
         earlier = {}
@@ -89,24 +89,24 @@ class ModelState:
         return earlier
 
     def zero_gradients(self, rank: int) -> dict[str, torch.Tensor]:
-        """Fresh accumulators for a rank."""
+        """New gradient accumulators for a rank."""
         return {n: torch.zeros_like(self.parameter(n)) for n in self.plan.tensors[rank].gradients}
 
     def store_buffers(self, runtime: Runtime) -> None:
-        """Copy the buffers that a step changed into the model's."""
+        """Copy the buffers that a step changed to the model's buffers."""
         for name, value in runtime.buffers.items():
             if value is not self.buffers[name]:
                 runtime.buffers[name] = self.buffers[name].copy_(value)
 
     def saved_by(self, rank: int, constants: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """All tensors of a rank's file."""
+        """All tensors of a rank's safetensors file."""
         held = self.plan.tensors[rank]
         tensors: dict[str, torch.Tensor] = {n: constants[n] for n in held.constants}
         tensors |= {n: self.parameter(n) for n in held.parameters}
         return tensors | {n: self.buffers[n] for n in held.buffers}
 
     def check_values(self, rank: int) -> None:
-        """Raise RunError where a tensor of the rank is on the meta device."""
+        """Raise RunError if a tensor of the rank is on the meta device."""
         held = self.plan.tensors[rank]
         tensors: dict[str, torch.Tensor] = {n: self.parameter(n) for n in held.parameters} | {
             n: self.buffers[n] for n in held.buffers

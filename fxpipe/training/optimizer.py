@@ -1,4 +1,4 @@
-"""An optimizer over the parameters that this rank holds, with the gradient norm of the whole model."""
+"""An optimizer of this rank's parameters, which clips by the gradient norm of the whole model."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 
 class PipelineOptimizer:
-    """Wraps a torch optimizer; ``step`` first clips by the norm over all ranks.
+    """Wraps a torch optimizer; ``step`` first clips by the gradient norm over all ranks.
 
     norm: sums a number over the ranks.
-    counted: the parameters that this rank counts in the norm (of a tied one, one rank's copy).
+    counted: the parameters that this rank counts in the norm (a tied parameter is counted by one rank).
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class PipelineOptimizer:
         if self._clip is not None:
             norm = self.grad_norm()
             factor = self._clip / (norm + 1e-6)
-            if not factor >= 1.0:  # as torch has it, a norm that is no number spoils all gradients
+            if not factor >= 1.0:  # as in torch, a NaN norm makes all gradients NaN
                 for group in self.optimizer.param_groups:
                     for parameter in group["params"]:
                         if parameter.grad is not None:

@@ -1,4 +1,4 @@
-"""The measurements of a run, kept beside its pipeline: ``measured0.json`` …, one file a rank.
+"""The measured times of a run, in the directory of its pipeline: ``measured0.json`` …, one file per rank.
 
 ``{"spans": [["F0.0", start, end], …]}``: the ops of one step with their times in seconds.  Other entries
 are ignored.
@@ -32,7 +32,7 @@ def write_spans(directory: Path, rank: int, spans: RankSpans) -> None:
 
 
 def read_spans(directory: Path, ranks: int) -> tuple[RankSpans, ...] | None:
-    """The spans of every rank; None where no run was recorded.
+    """The spans of every rank; None if no run was recorded.
 
     Raises ArtifactError for a file that cannot be read.
     """
@@ -58,10 +58,10 @@ def _read(file: Path) -> RankSpans:
 
 
 def recorded_costs(plan: Plan, spans: Sequence[RankSpans]) -> Costs:
-    """The plan's costs with the stages' times replaced by the medians of their ops; bytes and edges stay.
+    """The plan's costs with each stage's times replaced by the medians of its ops; bytes and edges stay.
 
-    An op that runs both gradients gives the time of both, shared as in the plan.
-    Raises ArtifactError where the spans are not those of this plan.
+    The time of a BW is divided between B and W as in the plan.
+    Raises ArtifactError if the spans do not belong to this plan.
     """
     taken: dict[tuple[int, OpKind], list[float]] = defaultdict(list)
     for rank, own in enumerate(spans):
@@ -73,7 +73,9 @@ def recorded_costs(plan: Plan, spans: Sequence[RankSpans]) -> Costs:
                     f"measured{rank}.json is damaged: {error}. Record the run again."
                 ) from error
             if op.stage >= len(plan.placement) or plan.placement[op.stage] != rank:
-                raise ArtifactError(f"measured{rank}.json holds {name}, which rank {rank} does not run")
+                raise ArtifactError(
+                    f"measured{rank}.json holds {name}, which rank {rank} does not run. Record the run again."
+                )
             taken[op.stage, op.kind].append(end - start)
     seconds = {}
     for (stage, kind), times in taken.items():

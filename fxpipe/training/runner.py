@@ -1,4 +1,4 @@
-"""The programs of a pipeline run: one rank's under torchrun, or all ranks' in this process."""
+"""Runs the programs of a pipeline: one rank's under torchrun, or all ranks' in this process."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from fxpipe.vocabulary.rows import whole
 @dataclass(frozen=True, eq=False)
 class LocalResult:
     """``loss``: of the whole batch, 0-d.  ``grads``: parameter name -> gradient of the mean loss.
-    ``runtimes``: the ranks' runtimes, with their records.  ``peak_saved``: per rank the most bytes
-    that it held between two ops, if that was to be measured."""
+    ``runtimes``: the ranks' runtimes, with their records.  ``peak_saved``: per rank the maximum number of
+    bytes held between two ops, if measured."""
 
     loss: torch.Tensor
     grads: dict[str, torch.Tensor]
@@ -44,7 +44,7 @@ class LocalResult:
 
 @dataclass(eq=False)
 class Runner:
-    """``directory``: where the programs' files lie; None for those of a pipeline that was not saved."""
+    """``directory``: of the programs' files; None if the pipeline was not saved."""
 
     artifact: Artifact
     state: ModelState
@@ -104,7 +104,7 @@ class Runner:
 
     @cached_property
     def runtime(self) -> Runtime:
-        """The runtime of this process's program."""
+        """The runtime of this process's rank."""
         plan = self.plan
         if plan.tier == "disk":
             give_back_large_tensors()
@@ -146,13 +146,13 @@ class Runner:
 
     @staticmethod
     def _given(rt: Runtime, batch: Any) -> list[torch.Tensor]:
-        """The tensors that a rank holds whether or not a step runs."""
+        """The tensors that a rank also holds between steps."""
         held = [*rt.params.values(), *rt.grads.values(), *rt.buffers.values(), *rt.constants.values()]
         return held + [x for _, x in batch_leaves(batch) if isinstance(x, torch.Tensor)]
 
     @cached_property
     def _own_step(self) -> Callable[[Runtime, Any], torch.Tensor]:
-        """Of this process's rank, once all ranks have found that their programs fit together."""
+        """The step function of this process's rank, after a check that the ranks' programs agree."""
         if self.process is None:
             return self._local_steps[0]
         program = self._program(self.process.rank)
@@ -162,7 +162,7 @@ class Runner:
 
     @cached_property
     def _local_steps(self) -> tuple[Callable[[Runtime, Any], torch.Tensor], ...]:
-        """Of all ranks."""
+        """The step functions of all ranks."""
         programs = [self._program(rank) for rank in range(self.plan.ranks)]
         check_agreement([program.traffic for program in programs])
         return tuple(program.step for program in programs)
@@ -174,7 +174,7 @@ class Runner:
         return load_program(self.artifact.programs[rank], str(self.directory / name))
 
     def _failure(self, error: Exception, rt: Runtime) -> Exception:
-        """The error to raise for one on this rank; the other ranks have been notified of it."""
+        """Notify the other ranks of an error on this rank; return the error to raise."""
         message = f"Rank {rt.rank} failed in {rt.current_op or 'its start'}: {type(error).__name__}: {error}"
         if self.process is None:
             return error if isinstance(error, FxpipeError) else RunError(message)

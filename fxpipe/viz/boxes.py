@@ -1,13 +1,13 @@
 """The collapsed graph: one box for each stage, phase and module, and the bytes that pass between boxes.
 
 before: the colored graph, thousands of nodes
-after:  boxes (a module path cut off at one depth for the whole graph) and flows that add up what the
-        nodes of one box use of another's
+after:  boxes (module paths, cut off at one depth for the whole graph) and flows, each the sum of the values
+        that the nodes of one box use of another box
 
-The box that hands a value to a box that uses it:
-- the same module's box of an earlier phase of that stage, where it used or made the value too: so what
-  runs from a module's F to its B and W is what its forward saves, its inputs included;
-- else the box that made it;
+A flow to a box that uses a value starts at
+- the same module's box of an earlier phase of that stage, if that box used or made the value too: so the
+  flows from a module's F to its B and W are the values that its forward saves, inputs included;
+- else the box that made the value;
 - for a value of another stage, the box that uses it first: a value enters a stage once, as in the
   programs, and the flows between two stages carry the bytes of their messages.
 """
@@ -25,15 +25,15 @@ from fxpipe.ir.graph import Color, Kind, Phase, offload
 from fxpipe.ir.storage import call_nodes, node_bytes, output_dict, root_within
 
 BOXES_PER_SECTION = 9
-"""In the section with the most; the depth that comes nearest is taken."""
+"""Target number of boxes in the largest section; the depth that comes nearest is taken."""
 
 BOXES = 240
-"""In all, at most."""
+"""Maximum number of boxes of all sections."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which box: a section, and the module path that its nodes share ("" for the model itself)."""
+    """The key of a box: a section, and the module path that its nodes share ("" for the model itself)."""
 
     color: Color
     path: str
@@ -41,7 +41,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """``nodes``: how many, ``flops``: floating-point operations of one microbatch."""
+    """``nodes``: their number.  ``flops``: floating-point operations of one microbatch."""
 
     place: Place
     nodes: int
@@ -50,8 +50,8 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """What ``target`` uses of ``source``: a number of values, ``bytes`` of storage in all, and how much of
-    that may leave the rank in between (``away``)."""
+    """The values that ``target`` uses of ``source``: their number, the ``bytes`` of their storages, and the
+    bytes that can be offloaded in between (``offloaded``)."""
 
     source: Place
     target: Place
@@ -61,14 +61,14 @@ class Flow:
 
     @property
     def crosses(self) -> bool:
-        """Whether it is sent from stage to stage."""
+        """Whether the values cross between two stages."""
         return self.source.color.stage != self.target.color.stage
 
 
 @dataclass(frozen=True)
 class Boxes:
-    """``boxes`` by stage, and in a stage in the order of the model.  ``batch``: leaves of the microbatch
-    with the first box of each stage that reads them.  ``results``: loss and count with their boxes."""
+    """``boxes``: by stage, and within a stage in model order.  ``batch``: leaves of the microbatch with the
+    first box of each stage that reads them.  ``results``: loss and count with their boxes."""
 
     boxes: tuple[Box, ...]
     flows: tuple[Flow, ...]
@@ -77,11 +77,11 @@ class Boxes:
 
 
 def collapse(graph: fx.Graph, per_section: int = BOXES_PER_SECTION, total: int = BOXES) -> Boxes:
-    """Boxes at the depth of module paths that brings the largest section nearest to ``per_section`` boxes,
-    among the depths that give at most ``total`` boxes or else one box a section.
+    """Collapse the graph to boxes at one depth of module paths.
 
-    Values that share a storage count once between two boxes of a stage.  Parameters, constants, leaves
-    of the batch and views of them are no flows.
+    The depth is the one at which the largest section has nearest to ``per_section`` boxes, among the depths
+    with at most ``total`` boxes, or else one box per section.  Values that share a storage count once between
+    two boxes of a stage.  Parameters, constants, leaves of the batch and views of them are not flows.
     """
     depth = _depth(graph, per_section, total)
     place_of = {n: Place(n.meta["color"], _prefix(n.meta["origin"].path, depth)) for n in call_nodes(graph)}
@@ -115,8 +115,8 @@ def _prefix(path: str, depth: int) -> str:
 
 
 def _sorted(members: dict[Place, list[fx.Node]], order: dict[fx.Node, int]) -> list[Place]:
-    """By stage, then by where most of a module's forward is; a module without a forward in a stage
-    stands where it does elsewhere."""
+    """Sort boxes by stage, then by the middle of the module's forward; a module without a forward in a stage
+    takes its position in another one."""
     middle = {place: order[nodes[len(nodes) // 2]] for place, nodes in members.items()}
     anywhere: dict[str, int] = {}
     for place in sorted(members, key=_phase_number):

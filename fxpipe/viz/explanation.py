@@ -1,4 +1,4 @@
-"""The reasons for a pipeline's schedule: the candidates of ``auto``, as a table."""
+"""The reasons for the choice of a schedule: the candidates of ``auto``, as a table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxpipe.viz.units import bytes_text, seconds_text
 
 
 def explain(plan: Plan, console: Console) -> None:
-    """Print the choice and the other candidates, the fastest first, with reasons for those left out."""
+    """Print the choice and the other candidates, the fastest first, and why the rest were excluded."""
     console.print(terminal(_reason(plan)), soft_wrap=True)
     if plan.tried:
         console.print(_table(plan.tried))
@@ -39,7 +39,9 @@ def _moved(plan: Plan) -> str:
     if plan.costs.link is None:
         return ""
     stages = plan.costs.stages
-    most = bytes_text(plan.step.microbatches * sum(cost.away + cost.away_for_weight for cost in stages))
+    most = bytes_text(
+        plan.step.microbatches * sum(cost.offloadable + cost.offloadable_for_weight for cost in stages)
+    )
     out = [t for t in plan.transfers if t.direction is Direction.OUT]
     if not out:
         return f"; nothing of the {most} that might leave the ranks in a step does"

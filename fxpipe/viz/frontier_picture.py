@@ -1,4 +1,4 @@
-"""Bubble against memory as an SVG: a dot for each schedule, and a line along those that nothing beats."""
+"""Bubble against memory as an SVG: a dot for each schedule, and a line along the Pareto frontier."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Point:
 
 
 def frontier(points: Sequence[Point]) -> tuple[Point, ...]:
-    """The points that no other beats, in memory or bubble without losing in the other; by memory."""
+    """The Pareto frontier, sorted by memory: no other point is better in one and as good in the other."""
     best: list[Point] = []
     for point in sorted(points, key=lambda p: (p.memory, p.bubble)):
         equal = best and (point.memory, point.bubble) == (best[-1].memory, best[-1].bubble)
@@ -41,7 +41,7 @@ def frontier(points: Sequence[Point]) -> tuple[Point, ...]:
 
 
 def frontier_svg(points: Sequence[Point], title: str, bubble: str, units: Units = PHYSICAL) -> str:
-    """The source of the picture.  bubble: which one it is, for the axis."""
+    """The source of the picture.  bubble: the name of the bubble, for the axis."""
     most, worst = max(p.memory for p in points), max(p.bubble for p in points)
     across, up = ticks(most * 1.05 or 1.0, 10), ticks(worst * 1.1 or 1.0, 8)
     right, top = max(across[-1], most * 1.05) or 1.0, max(up[-1], worst * 1.1) or 1.0
@@ -49,7 +49,7 @@ def frontier_svg(points: Sequence[Point], title: str, bubble: str, units: Units 
     ET.SubElement(svg, "style").text = STYLE
     ET.SubElement(svg, "rect", {"width": "100%", "height": "100%", "style": "fill:#fff"})
     _text(svg, 12, 24, title, style="font-size:15px;font-weight:bold")
-    _text(svg, 12, 44, f"{bubble} against peak memory of the fullest rank; the line joins what nothing beats")
+    _text(svg, 12, 44, f"{bubble} against peak memory of the fullest rank; the line is the Pareto frontier")
 
     def x(memory: float) -> float:
         return round(LEFT + WIDTH * memory / right, 1)
@@ -73,7 +73,7 @@ def frontier_svg(points: Sequence[Point], title: str, bubble: str, units: Units 
 
 
 def _dots(svg: ET.Element, places: list[tuple[float, float, Point]], best: set[Point], units: Units) -> None:
-    """Dots, those of the frontier on top; to their right labels that cover neither dot nor label."""
+    """The dots, those of the frontier on top, with labels to their right that do not overlap."""
     taken = [(x - 4, x + 4, y + 4) for x, y, _ in places]  # left, right, baseline
     for x, y, point in sorted(places, key=lambda place: (place[2] in best, place[1], place[0])):
         look = {"cx": f"{x:g}", "cy": f"{y:g}", "r": "4", "class": "on" if point in best else "dot"}

@@ -1,4 +1,4 @@
-"""The collapsed graph as graphviz source, each box and line in the place that the layout gives it."""
+"""The collapsed graph as graphviz source, with the positions of the layout."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def graph_picture(
     texts = {box.place: _text(box) for box in boxes.boxes}
     layout = lay_out(boxes, len(stages), max(cell_len(line) for text in texts.values() for line in text))
     dot = graphviz.Digraph("fxpipe", node_attr=FONT | {"shape": "box"}, edge_attr=FONT | {"fontsize": "8"})
-    # nop2: positions are given, graphviz only draws.
+    # nop2: graphviz uses the given positions and only draws.
     dot.attr(layout="nop2", outputorder="edgesfirst")
     ids = {box.place: f"b{i}" for i, box in enumerate(boxes.boxes)}
     _heading(dot, title, boxes, layout.frames[0])
@@ -108,13 +108,13 @@ def _look(flow: Flow, largest: int) -> dict[str, str]:
             "arrowsize": "0.7",
         }
     if flow.offloaded:
-        note = {"tooltip": f"{tip}, {bytes_text(flow.offloaded)} of it may leave the rank"}
+        note = {"tooltip": f"{tip}, {bytes_text(flow.offloaded)} of it can be offloaded"}
         return look | note | {"penwidth": "1.2", "color": OFFLOADED, "style": "dashed"}
     return look | {"penwidth": "0.8", "color": GREY}
 
 
 def _terminals(dot: graphviz.Digraph, boxes: Boxes, ids: dict[Place, str], layout: Layout) -> None:
-    """Leaves of the batch, loss and count: ellipses beside the frames."""
+    """Draw leaves of the batch, loss and count as ellipses beside the frames."""
     x = layout.frames[0].left - TERMINAL
     beside: dict[Place, int] = {}
     ends = [(f"batch: {name}", place, True) for name, place in boxes.batch]
@@ -144,7 +144,7 @@ def _at(point: Point) -> str:
 
 
 def _spline(points: tuple[Point, ...]) -> str:
-    """A path with rounded corners and an arrow's head at its end, as graphviz writes one."""
+    """A path with rounded corners and an arrowhead, in graphviz's syntax."""
     tip, before = points[-1], points[-2]
     neck = _towards(tip, before, ARROW)
     path = [points[0]]
@@ -156,7 +156,7 @@ def _spline(points: tuple[Point, ...]) -> str:
 
 
 def _towards(start: Point, end: Point, distance: float) -> Point:
-    """The point so far from ``start`` on the way to ``end``, at most half of the way."""
+    """The point at this distance from ``start`` towards ``end``, at most halfway."""
     length = math.dist(start, end)
     share = min(distance / length, 0.5) if length else 0.0
     return Point(start.x + share * (end.x - start.x), start.y + share * (end.y - start.y))

@@ -1,4 +1,4 @@
-"""Where the boxes of the collapsed graph stand and how its flows run: a grid, in points, y downwards.
+"""Lays out the boxes and flows of the collapsed graph on a grid, in points, y downwards.
 
 before: boxes and flows
 after:  a frame for each stage, in it a row for each module: F in the left column, B in the right one,
@@ -42,7 +42,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """``points``: a path of straight pieces, from source to target.  ``label``: the middle of its text."""
+    """``points``: a polygonal path from source to target.  ``label``: the center of its text."""
 
     flow: Flow
     points: tuple[Point, ...]
@@ -60,7 +60,7 @@ class Layout:
 
 
 def lay_out(boxes: Boxes, stages: int, letters: int) -> Layout:
-    """letters: of the longest line of text in a box."""
+    """letters: the number of letters of the longest line of text in a box."""
     width = max(100.0, letters * LETTER + 14)
     phases = {box.place.color.phase for box in boxes.boxes}
     x_of = {phase: i * (width + GAP) for i, phase in enumerate(p for p in COLUMNS if p in phases)}
@@ -88,7 +88,7 @@ def lay_out(boxes: Boxes, stages: int, letters: int) -> Layout:
 def _grid(
     boxes: Boxes, stages: int, x_of: dict[Phase, float]
 ) -> tuple[dict[Place, Point], list[tuple[float, float]]]:
-    """Centres of the boxes, top and bottom of the stages' frames."""
+    """The centers of the boxes, and the top and bottom of the stages' frames."""
     centers: dict[Place, Point] = {}
     edges = []
     y = 0.0
@@ -110,19 +110,19 @@ def _grid(
 
 
 def _skips(flow: Flow, centers: dict[Place, Point]) -> bool:
-    """Whether a box of its own column stands between source and target."""
+    """Whether the flow runs past another box of its column."""
     a, b = centers[flow.source], centers[flow.target]
     low, high = min(a.y, b.y), max(a.y, b.y)
     return a.x == b.x and any(p.x == a.x and low < p.y < high for p in centers.values())
 
 
 def _side(flow: Flow) -> int:
-    """Beside which side of its column a skipping flow runs: -1 left, 1 right."""
+    """The side of its column on which a skipping flow runs: -1 left, 1 right."""
     return -_way(flow)
 
 
 def _lanes(skips: list[Flow], centers: dict[Place, Point]) -> dict[tuple[Place, int], int]:
-    """The lane of each box that skips, such that no two share a stretch; the shortest runs nearest."""
+    """The lane of each source of skipping flows, without overlaps; the shortest is nearest to the column."""
     spans: dict[tuple[Place, int], list[float]] = defaultdict(list)
     for flow in skips:
         spans[flow.source, _side(flow)] += [centers[flow.source].y, centers[flow.target].y]
@@ -140,7 +140,7 @@ def _lanes(skips: list[Flow], centers: dict[Place, Point]) -> dict[tuple[Place, 
 def _beside(
     flow: Flow, centers: dict[Place, Point], width: float, side: int, lane: int, before: int
 ) -> Route:
-    """before: how many flows come in on that side of the target above this one."""
+    """before: the number of flows that enter the target above this one, on the same side."""
     a, b = centers[flow.source], centers[flow.target]
     edge = a.x + side * width / 2
     x = edge + side * (MARGIN + lane * LANE)
@@ -150,7 +150,7 @@ def _beside(
 
 
 def _way(flow: Flow) -> int:
-    """In which direction most flows of the source's phase run: 1 down, -1 up."""
+    """The direction of most flows of the source's phase: 1 down, -1 up."""
     return 1 if flow.source.color.phase is Phase.F else -1
 
 
@@ -159,11 +159,11 @@ def _straight(flow: Flow, centers: dict[Place, Point], width: float) -> Route:
     half = width / 2
     if a.x == b.x:
         sign = 1 if b.y > a.y else -1
-        # What runs against the column's way keeps to the left, its label too.
+        # A flow against the direction of the column keeps to the left, with its label.
         against = sign != _way(flow)
         x = a.x - 10 * against
         start, end = Point(x, a.y + sign * HEIGHT / 2), Point(x, b.y - sign * HEIGHT / 2)
-        # Between two frames close below the upper box: farther down is the title of the lower frame.
+        # Between two frames, close below the upper box: the title of the lower frame is farther down.
         y = min(start.y, end.y) + 14 if flow.crosses else (start.y + end.y) / 2
         return Route(flow, (start, end), Point(x + (-22 if against else 22), y))
     sign = 1 if b.x > a.x else -1

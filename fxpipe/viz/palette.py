@@ -1,4 +1,4 @@
-"""The colors of phases: of Okabe and Ito's palette, which color-blind readers can tell apart."""
+"""The colors of phases, from Okabe and Ito's palette, which color-blind readers can distinguish."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ MEANING: dict[Phase, str] = {
 
 
 def tint(color: str, share: float) -> str:
-    """``#rrggbb`` mixed with white; 0 leaves the color, 1 gives white."""
+    """``#rrggbb`` mixed with white: 0 is the color itself, 1 is white."""
     mixed = (round(int(color[i : i + 2], 16) * (1 - share) + 255 * share) for i in (1, 3, 5))
     return "#" + "".join(f"{channel:02X}" for channel in mixed)

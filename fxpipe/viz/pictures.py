@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 def draw(pipe: Pipeline, path: Path, expand: tuple[int, str] | None = None) -> list[Path]:
-    """Write the pictures into a directory, made where it is missing; return the files.
+    """Write the pictures into a directory, which is made if necessary; return the files.
 
-    expand: (stage, phase) of a section to draw node by node as well.
-    A pipeline that was loaded has no graph any more: then it is the timeline alone.
-    Raises FxpipeError for a section that is not there.
+    expand: (stage, phase) of a section that is also drawn node by node.
+    A loaded pipeline has no graph, so only its timeline is drawn.
+    Raises FxpipeError for a section that does not exist.
     """
     graphs: dict[str, graphviz.Digraph] = {}
     if pipe.graph is not None:
@@ -63,17 +63,17 @@ def _stages(pipe: Pipeline) -> tuple[tuple[str, ...], ...]:
         own = [
             f"stage {stage.stage} on rank {stage.rank}{_share(pipe, stage.stage)}",
             ", ".join(f"{phase} {seconds_text(seconds)}" for phase, seconds in times),
-            f"held: F to B {bytes_text(cost.saved)}, B to W {bytes_text(cost.kept)}",
+            f"held: F to B {bytes_text(cost.saved_activations)}, B to W {bytes_text(cost.saved_for_weight)}",
         ]
         if pipe.plan.transfers:
-            until_b, until_w = bytes_text(cost.away), bytes_text(cost.away_for_weight)
+            until_b, until_w = bytes_text(cost.offloadable), bytes_text(cost.offloadable_for_weight)
             own.append(f"may leave: until B {until_b}, until W {until_w}")
         lines.append(tuple(own))
     return tuple(lines)
 
 
 def _share(pipe: Pipeline, stage: int) -> str:
-    """The vocabulary layers that a vocabulary stage is a part of."""
+    """The name of the vocabulary layer of which a stage is a shard."""
     vocabulary = pipe.plan.vocabulary
     if vocabulary is None or not pipe.schedule.is_vocabulary(stage):
         return ""
@@ -86,7 +86,7 @@ def _section(pipe: Pipeline, stage: int, phase: str) -> Section:
             return section
     if not pipe.sections:
         raise FxpipeError(
-            "This pipeline was loaded, or compiled by another rank: its sections are not here to be drawn. "
+            "This pipeline was loaded, or compiled by another rank, so its sections are not available. "
             "Compile the model in one process and draw that pipeline."
         )
     known = ", ".join(f"({s.stage}, {str(s.phase)!r})" for s in pipe.sections)

@@ -1,4 +1,4 @@
-"""Graphviz source and its picture, side by side; the source alone on a machine without ``dot``."""
+"""Writes graphviz source and its picture; only the source on a machine without ``dot``."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fxpipe.names import printable
 
 
 def render(graphs: Mapping[str, graphviz.Digraph], directory: Path) -> list[Path]:
-    """Writes ``NAME.dot`` and ``NAME.svg`` for each graph; returns the files that are there then.
+    """Write ``NAME.dot`` and ``NAME.svg`` for each graph; return the files.
 
-    Where ``dot`` is missing or fails, pictures are left out and one line on stderr says how to get them.
+    If ``dot`` is missing or fails, there are no pictures and one line on stderr says how to get them.
     """
     files, missing, problem = [], [], ""
     for name, graph in graphs.items():

@@ -1,4 +1,4 @@
-"""The role that an op is shown in: a stage's F, B, W or BW, or the passes S and T of a vocabulary stage."""
+"""The roles of ops in pictures: F, B, W or BW of a stage, or the passes S and T of a vocabulary stage."""
 
 from __future__ import annotations
 
@@ -35,6 +35,6 @@ def role(op: Op, schedule: Schedule) -> Role:
 
 
 def color(shown: Role) -> str:
-    """Of BW that of its B."""
+    """The color of a role; BW has the color of B."""
     beside = {Role.BW: PHASES[Phase.B], Role.S: BEFORE_BARRIER, Role.T: AFTER_BARRIER}
     return beside[shown] if shown in beside else PHASES[Phase(shown)]

@@ -1,4 +1,4 @@
-"""One section for graphviz, every node of it: a box an op, other shapes for inputs and outputs."""
+"""One section as graphviz source, node by node: boxes for ops, other shapes for inputs and outputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fxpipe.viz.palette import MEANING, PHASES, tint
 from fxpipe.viz.units import bytes_text
 
 FONT = {"fontname": "Helvetica", "fontsize": "10"}
-ABREAST = 3  # unconnected parts side by side
+ABREAST = 3  # unconnected components side by side
 
 SHAPES: dict[Kind, tuple[str, str]] = {
     Kind.PARAMETER: ("cylinder", "parameter"),
@@ -31,11 +31,11 @@ SHAPES: dict[Kind, tuple[str, str]] = {
     Kind.COUNT: ("doubleoctagon", "count"),
     Kind.GRADIENT: ("cylinder", "gradient so far of"),
 }
-"""Per kind of a section's inputs and outputs: its shape and its label."""
+"""The shape and the label of each kind of input and output."""
 
 
 def section_picture(section: Section, sections: tuple[Section, ...], title: str) -> graphviz.Digraph:
-    """sections: all of the step, to say where outputs go."""
+    """sections: all sections of the step, for the targets of outputs."""
     dot = graphviz.Digraph(f"stage{section.stage}_{section.phase}")
     dot.attr("node", **FONT, shape="box", margin="0.1,0.04")
     dot.attr("edge", **FONT, color="#555555", arrowsize="0.7")
@@ -65,7 +65,7 @@ def section_picture(section: Section, sections: tuple[Section, ...], title: str)
 
 
 def shape_text(value: object) -> str:
-    """``f32[2, 16]`` for a tensor; a tuple's parts one after the other; the type's name for the rest."""
+    """``f32[2, 16]`` for a tensor; the parts of a tuple in order; the type's name for other values."""
     if isinstance(value, torch.Tensor):
         return f"{_SHORT.get(value.dtype, str(value.dtype).removeprefix('torch.'))}{list(value.shape)}"
     if isinstance(value, (tuple, list)):
@@ -84,7 +84,7 @@ _SHORT = {
 
 
 def _parts(ops: list[fx.Node]) -> list[list[fx.Node]]:
-    """The parts of the section that no value joins (the weight gradients of two modules, say), in order."""
+    """The connected components of the section (as the weight gradients of two modules), in order."""
     joined = nx.Graph()
     joined.add_nodes_from(ops)
     joined.add_edges_from((source, node) for node in ops for source in node.all_input_nodes)

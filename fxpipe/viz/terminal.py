@@ -1,4 +1,4 @@
-"""A simulated step in a terminal: a row for each rank, an op a colored block with its microbatch."""
+"""A simulated step as text for a terminal: a row per rank, ops as colored blocks with their microbatch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fxpipe.viz import palette
 from fxpipe.viz.roles import MEANING, Role, color, role
 
 ROWS = 32
-"""Ranks that are drawn at most: the first and the last ones."""
+"""Maximum number of rows: the first and the last ranks."""
 
 
 def timeline_text(timeline: Timeline, width: int, colored: bool) -> Text:
-    """``width`` cells wide; a cell shows what its rank runs in the middle of the cell's time.
+    """The step in ``width`` cells; a cell shows the op that its rank runs in the middle of the cell's time.
 
-    Neighboring microbatches, and the stages of one rank, differ in shade.  Not colored, a block begins
+    Neighboring microbatches, and the stages of one rank, differ in shade.  Without color, a block begins
     with its letter: ``F0··F1··B0··``.
     """
     ranks = range(timeline.schedule.ranks)
@@ -44,7 +44,7 @@ def timeline_text(timeline: Timeline, width: int, colored: bool) -> Text:
 
 
 def _blocks(timeline: Timeline, rank: int, width: int) -> Iterator[tuple[Op | None, int]]:
-    """What runs, and in how many cells; None where nothing does."""
+    """The ops with their numbers of cells; None for idle cells."""
     begin = min(spans[0].start for spans in timeline.spans if spans)
     spans = timeline.spans[rank]
 

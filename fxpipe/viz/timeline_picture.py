@@ -1,4 +1,4 @@
-"""A simulated step as an SVG: a row for each rank, an op a rectangle, below it the rank's memory."""
+"""A simulated step as an SVG: a row per rank with ops as rectangles, and the rank's memory below."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fxpipe.viz.units import PHYSICAL, Units, ticks
 
 BAR = 22  # heights, in pixels
 MEMORY = 26
-LINK = 7  # each direction of the way out of a rank, where something goes that way
+LINK = 7  # each direction of a rank's link, if it has transfers
 TOP = 84
 LEFT, RIGHT = 64, 110
 LETTER = 5.2  # width of a digit in a rectangle
-OP_WIDTH = 30  # width to give an op on the average, where the widest allowed picture has the room
+OP_WIDTH = 30  # average width of an op, if the maximum width of the picture permits
 NARROWEST, WIDEST = 900, 3200
 
 COLORS = {shown: "url(#BW)" if shown is Role.BW else color(shown) for shown in Role}
@@ -34,7 +34,7 @@ STYLE = (
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Seconds to pixels."""
+    """Converts seconds to pixels."""
 
     start: float
     seconds: float
@@ -47,9 +47,9 @@ class Scale:
 def timeline_svg(timeline: Timeline, title: str, units: Units = PHYSICAL) -> str:
     """The source of the picture.
 
-    title: what the step is of; schedule, sizes, bubbles and peaks are added to it.
-    units: how times and memory are written (``fxpipe.viz.units.PLAIN`` for times without a unit).
-    Memory has one scale for all ranks: the greatest peak fills its strip.
+    title: the name of the model or the costs; schedule, sizes, bubbles and peaks are added to it.
+    units: the units of times and memory (``fxpipe.viz.units.PLAIN`` for times without a unit).
+    Memory has one scale for all ranks: the largest peak fills its strip.
     """
     ranks = timeline.schedule.ranks
     longest = max(map(len, timeline.spans), default=0)
@@ -72,12 +72,12 @@ def timeline_svg(timeline: Timeline, title: str, units: Units = PHYSICAL) -> str
 
 
 def _pitch(timeline: Timeline) -> int:
-    """From one rank's row to the next."""
+    """The distance from one rank's row to the next."""
     return BAR + _links(timeline) + MEMORY + 14
 
 
 def _links(timeline: Timeline) -> int:
-    """The height of the transfers under a rank's ops."""
+    """The height of the transfers below a rank's ops."""
     return 2 * LINK + 2 if any(timeline.transfers) else 0
 
 
@@ -172,7 +172,7 @@ def _memory(row: ET.Element, timeline: Timeline, rank: int, scale: Scale, units:
     def y(live: float) -> float:
         return round(base - MEMORY * (live / top if top else 0.0), 2)
 
-    # What frees and takes at one moment leaves no notch: the last level at a place counts.
+    # Memory that is freed and allocated at one moment leaves no notch: the last level at a place counts.
     levels = {scale(time): y(live) for time, live in steps}
     path = f"M0 {base}" + "".join(f"H{x:g}V{level:g}" for x, level in levels.items())
     path += f"H{scale.pixels:g}V{base}Z"
@@ -182,7 +182,7 @@ def _memory(row: ET.Element, timeline: Timeline, rank: int, scale: Scale, units:
 
 
 def _stripes(svg: ET.Element) -> None:
-    """BW: the color of B above that of W."""
+    """The pattern of BW: the color of B above that of W."""
     fill = {"id": "BW", "x1": "0", "y1": "0", "x2": "0", "y2": "1"}
     gradient = ET.SubElement(ET.SubElement(svg, "defs"), "linearGradient", fill)
     for phase in (Phase.B, Phase.W):

@@ -1,4 +1,4 @@
-"""Numbers as people read them, and the ticks of an axis."""
+"""Formats numbers with units, and computes the ticks of an axis."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """How a timeline's times and memory are written."""
+    """The formats of a timeline's times and memory."""
 
     time: Callable[[float], str]
     memory: Callable[[float], str]
@@ -34,7 +34,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def number_text(number: float) -> str:
-    """Three significant digits, all digits of a larger whole part: ``1234``, ``12.3``, ``0.5``."""
+    """Three significant digits, or all digits of a larger integer part: ``1234``, ``12.3``, ``0.5``."""
     if number == 0:
         return "0"
     digits = max(0, 2 - math.floor(math.log10(abs(number))))
@@ -51,7 +51,7 @@ def _scaled(count: float, base: int, names: tuple[str, ...]) -> str:
 
 
 def ticks(end: float, at_most: int) -> tuple[float, ...]:
-    """Round numbers (1, 2 or 5 times a power of ten apart) from 0 to ``end``, at most so many steps."""
+    """Round numbers from 0 to ``end``, 1, 2 or 5 times a power of ten apart, in at most so many steps."""
     if end <= 0:
         return (0.0,)
     raw = end / at_most

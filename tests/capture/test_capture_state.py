@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from equality import LIMIT, assert_equals_eager, attributes, eager_step
+from marks import slow_except
 from torch import nn
 from zoo import captured_once, relative_error, too_far
 
@@ -372,14 +373,19 @@ RIGHT = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("model", RIGHT)
+@pytest.mark.parametrize(
+    "options", [pytest.param("zb-h1, offload", marks=pytest.mark.slow), "gpipe, v, recompute"]
+)
+@pytest.mark.parametrize(
+    "model",
+    slow_except(RIGHT, BatchNorm, ReplacedScale, MomentumEncoder, Previous, WrittenInBackward, Aliases),
+)
 def test_equals_eager(model, options):
     with captured_once(model):
         assert_equals_eager(model, rows, ranks=2, **OPTIONS[options])
 
 
-@pytest.mark.parametrize("model", [MomentumEncoder, Annealed, BatchNorm])
+@pytest.mark.parametrize("model", slow_except([MomentumEncoder, Annealed, BatchNorm], BatchNorm))
 def test_a_saved_pipeline_goes_on_from_its_buffers(model, tmp_path):
     torch.manual_seed(0)
     built, expected = model(), model()
@@ -395,6 +401,7 @@ def test_a_saved_pipeline_goes_on_from_its_buffers(model, tmp_path):
     assert too_far(result.grads, grads, LIMIT) == {}
 
 
+@pytest.mark.slow
 def test_caches_outside_of_modules_hold_no_fake_tensors():
     _ramp.cache_clear()
     model = CachedElsewhere()
@@ -404,6 +411,7 @@ def test_caches_outside_of_modules_hold_no_fake_tensors():
     model(*rows(2)).backward()
 
 
+@pytest.mark.slow
 def test_one_microbatch_at_a_time():
     """A new value that is a view of another buffer is stored before or after that one, with the
     same result."""
@@ -480,6 +488,7 @@ def test_a_buffer_of_two_names_of_which_one_is_replaced():
     assert "'scale'" in refused(TwoNames)
 
 
+@pytest.mark.slow
 def test_a_view_of_a_buffer_that_changes():
     class View(Layers):
         def prepare(self):
@@ -506,6 +515,7 @@ def test_two_parameters_in_the_same_memory():
     assert "share memory" in refused(Shared)
 
 
+@pytest.mark.slow
 def test_a_buffer_that_backward_writes_and_forward_reads():
     class Both(Scale):
         def between(self, x, i):
@@ -554,6 +564,7 @@ def test_a_parameter_from_a_closure():
     assert "'layers.3.weight' by another way" in refused(Closure)
 
 
+@pytest.mark.slow
 def test_split_points_between_reading_and_writing_a_buffer():
     class Apart(Scale):
         def between(self, x, i):
@@ -571,6 +582,7 @@ def test_split_points_between_reading_and_writing_a_buffer():
     assert_equals_eager(Apart, rows, ranks=2, schedule="zb-h1")
 
 
+@pytest.mark.slow
 def test_a_batch_norm_that_is_called_all_along():
     class Everywhere(BatchNorm):
         def between(self, x, i):
@@ -678,6 +690,7 @@ def test_a_schedule_that_takes_microbatches_out_of_order(tmp_path):
     assert "'scale'" in message
 
 
+@pytest.mark.slow
 def test_checkpointed_batch_norm():
     class Checkpointed(BatchNorm):
         def between(self, x, i):
@@ -691,6 +704,7 @@ def test_checkpointed_batch_norm():
 # -- operators that a program cannot hold -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_torch_cond():
     class Branches(Layers):
         def between(self, x, i):
@@ -710,6 +724,7 @@ def test_nested_tensors():
     assert "nested" in refused(Nested)
 
 
+@pytest.mark.slow
 def test_sparse_tensors():
     """The backward fails, where no line of the model runs."""
 
@@ -738,6 +753,7 @@ class _Wrong(torch.autograd.Function):
         return gradient[:, 1:]
 
 
+@pytest.mark.slow
 def test_a_backward_that_fails():
     class Fails(Layers):
         def between(self, x, i):
@@ -756,6 +772,7 @@ def increment(x: torch.Tensor) -> None:
 increment.register_fake(lambda x: None)
 
 
+@pytest.mark.slow
 def test_a_custom_op_that_writes():
     class Writes(Scale):
         def between(self, x, i):
@@ -783,6 +800,7 @@ class CallsBackwardOfItsInputs(Layers):
         return x + y.grad
 
 
+@pytest.mark.slow
 def test_backward_in_the_forward():
     assert "calls backward(), which adds to the gradient of 'layers.0.weight'" in refused(CallsBackward)
     assert_equals_eager(CallsBackwardOfItsInputs, rows, ranks=2, schedule="zb-h1")
@@ -839,6 +857,7 @@ class RunningLoss(nn.Module):
 
 @pytest.mark.parametrize("replaces", [False, True])
 @pytest.mark.parametrize("closed_over", [False, True])
+@pytest.mark.slow
 def test_a_loss_function_with_a_buffer_that_it_changes(replaces, closed_over):
     loss = RunningLoss(replaces)
     before = attributes(loss)
@@ -918,6 +937,7 @@ class WritesByStrides(Layers):
         return x + y.sum()
 
 
+@pytest.mark.slow
 def test_writes_that_cannot_be_followed():
     assert "cannot be followed (module ''" in refused(WritesByStrides)
 
@@ -993,6 +1013,7 @@ class MemoryOfABuffer(Layers):
         return x
 
 
+@pytest.mark.slow
 def test_a_buffer_that_is_made_of_another():
     assert "'one' and 'other' the same memory and writes to it" in refused(MemoryOfABuffer)
 
@@ -1006,5 +1027,6 @@ class Counted(Layers):
         return x
 
 
+@pytest.mark.slow
 def test_shapes_from_constants_beside_writes():
     assert_equals_eager(Counted, rows, ranks=2, schedule="zb-h1")

@@ -61,7 +61,7 @@ def test_table_and_picture(capsys, tmp_path, monkeypatch):
 def test_nothing_fits(capsys):
     assert main([*SETTING, "--memory-limit", "0.1"]) == 2
     captured = capsys.readouterr()
-    assert captured.err.startswith("fxpipe: error: no schedule is possible; auto: ")
+    assert captured.err.startswith("fxpipe: error: no schedule is possible: ")
     assert captured.err.count("\n") == 1
 
 

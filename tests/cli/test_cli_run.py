@@ -134,7 +134,7 @@ def test_data_file_that_is_missing(saved, tmp_path, capsys):
 def test_data_file_that_is_no_safetensors(saved, tmp_path, capsys, contents):
     file = tmp_path / "data"
     file.write_bytes(contents)
-    assert f"{file} is no readable safetensors file" in refusal(capsys, "run", saved, "--data", file)
+    assert f"{file} cannot be read as a safetensors file" in refusal(capsys, "run", saved, "--data", file)
 
 
 def test_data_file_that_is_a_directory(saved, tmp_path, capsys):

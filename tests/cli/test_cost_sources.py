@@ -17,7 +17,7 @@ from fxpipe.schedule.costs import StageCost, chain
 from fxpipe.schedule.costs_file import read_costs, write_costs
 from fxpipe.training.recorded import read_spans, recorded_costs, write_spans
 
-STAGES = [{"forward": 1, "backward": 1.5, "weight": 0.5, "saved": 64, "kept": 32}] * 2
+STAGES = [{"forward": 1, "backward": 1.5, "weight": 0.5, "saved_activations": 64, "saved_for_weight": 32}] * 2
 UNEVEN = chain([StageCost(1, 2, 3, 10, 5), StageCost(2, 1, 1, 20, 5)], seconds=0.25, bytes=3)
 
 
@@ -55,6 +55,18 @@ def test_without_edges_the_stages_are_a_chain(tmp_path):
     assert read_costs(tmp_path / "costs.json", seconds=2) == chain([StageCost(1, 1.5, 0.5, 64, 32)] * 2, 2)
 
 
+def test_older_names_of_fields(tmp_path):
+    stage = {"forward": 1, "backward": 2, "weight": 3, "saved": 9, "kept": 4, "away": 5, "away_for_weight": 2}
+    (tmp_path / "costs.json").write_text(json.dumps({"stages": [stage]}))
+    cost = StageCost(1, 2, 3, 9, 4, 5, 2)
+    assert read_costs(tmp_path / "costs.json") == chain([cost])
+    for name, value in (("saved", 9), ("kept", 4), ("away", 5), ("away_for_weight", 2)):
+        with pytest.deprecated_call(match=rf"StageCost\.{name} is now StageCost\."):
+            assert getattr(cost, name) == value
+    with pytest.raises(AttributeError, match="'StageCost' object has no attribute 'held'"):
+        cost.held  # noqa: B018
+
+
 def test_simulated(capsys, tmp_path):
     file = tmp_path / "costs.json"
     write_costs(UNEVEN, file)
@@ -69,13 +81,17 @@ def test_simulated(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is no JSON: Expecting property name"),
+        ("{", "is not JSON: Expecting property name"),
         ("[]", "is [] and must be an object"),
         ('{"stages": []}', "stages is empty"),
         ('{"stages": [{"forward": 1, "backward": 1}]}', "stages[0].weight is missing"),
         (
             '{"stages": [{"forward": 1, "backward": 1, "weight": 1, "save": 2}]}',
             "stages[0] has the unknown field 'save'",
+        ),
+        (
+            '{"stages": [{"forward": 1, "backward": 1, "weight": 1, "kept": 2, "saved_for_weight": 2}]}',
+            "stages[0] has both 'kept' and 'saved_for_weight', two names of one field",
         ),
         (
             '{"stages": [{"forward": 1, "backward": 1, "weight": "x"}]}',
@@ -85,7 +101,7 @@ def test_simulated(capsys, tmp_path):
             '{"stages": [{"forward": -1, "backward": 1, "weight": 1}]}',
             "stages[0].forward is -1.0 and must",
         ),
-        ('{"stages": [{"forward": NaN, "backward": 1, "weight": 1}]}', "holds NaN, which is no number"),
+        ('{"stages": [{"forward": NaN, "backward": 1, "weight": 1}]}', "holds NaN, which is not a number"),
     ],
 )
 def test_files_that_hold_no_costs(tmp_path, text, message):
@@ -104,7 +120,7 @@ def test_arguments_that_do_not_go_with_a_file(capsys, tmp_path):
     assert "2 stages: not as many for each of 3 ranks" in refusal(capsys, *asked, "--ranks", 3)
     three = refusal(capsys, *asked, "--ranks", 2, "--stages-per-rank", 3)
     assert "2 stages: 1 for each of 2 ranks, not 3" in three
-    assert "nothing.json holds no costs: cannot be read" in refusal(
+    assert "nothing.json holds no valid costs: cannot be read" in refusal(
         capsys, "--costs", "nothing.json", *asked[2:], "--ranks", 2
     )
 

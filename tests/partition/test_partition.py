@@ -1,14 +1,12 @@
-"""Cuts against brute force, and the balance of a GPT-2-like model's stages."""
+"""The balance of a GPT-2-like model's stages."""
 
 import itertools
-import math
 from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from models import gpt2
+from test_cuts import best_largest_part, parts
 from torch import fx, nn
 from torch.nn import functional as F
 from zoo import CASES, Chain, captured_once, numbers
@@ -19,87 +17,8 @@ from fxpipe.cost.nodes import node_cost
 from fxpipe.errors import PartitionError
 from fxpipe.ir.graph import Phase
 from fxpipe.ir.storage import call_nodes
-from fxpipe.partition.cuts import SLACK, choose_cuts
 
 pytestmark = pytest.mark.slow
-
-# -- the choice of cuts ------------------------------------------------------------------------------------
-
-
-def parts(seconds: Sequence[float], cuts: Sequence[int]) -> list[float]:
-    bounds = [0, *(c + 1 for c in cuts), len(seconds)]
-    return [sum(seconds[a:b]) for a, b in itertools.pairwise(bounds)]
-
-
-def brute_force(seconds: Sequence[float], bytes: Sequence[float], stages: int) -> list[tuple[int, ...]]:
-    """All ways to cut where it is allowed."""
-    places = [i for i in range(len(seconds) - 1) if bytes[i] != math.inf]
-    return list(itertools.combinations(places, stages - 1))
-
-
-COSTS = st.one_of(st.integers(0, 6).map(float), st.floats(0.01, 10).map(lambda x: round(x, 3)))
-SIZES = st.one_of(st.integers(0, 8).map(float), st.just(math.inf))
-
-
-@st.composite
-def chains(draw) -> tuple[list[float], list[float], int]:
-    length = draw(st.integers(1, 11))
-    seconds = draw(st.lists(COSTS, min_size=length, max_size=length))
-    return seconds, draw(st.lists(SIZES, min_size=length, max_size=length)), draw(st.integers(1, 5))
-
-
-@settings(max_examples=600, deadline=None)
-@given(chains())
-@example(([1.0, 1.0, 1.0, 1.0], [5.0, math.inf, 5.0, 0.0], 3))
-@example(([0.0, 0.0, 0.0], [1.0, 1.0, 1.0], 2))  # nothing costs anything
-@example(([0.0, 5.0, 0.0], [1.0, 2.0, 1.0], 3))
-@example(([1.0, 9.0, 1.0, 1.0], [3.0, 1.0, 0.0, 0.0], 4))  # one position decides the largest stage
-@example(([0.0, 0.0, 0.0, 4.0], [1.0, 1.0, 1.0, 0.0], 3))
-def test_cuts_are_balanced_and_then_light(chain):
-    seconds, bytes, stages = chain
-    allowed = brute_force(seconds, bytes, stages)
-    if not allowed:
-        with pytest.raises(PartitionError, match="stages"):
-            choose_cuts(seconds, bytes, stages)
-        return
-    cuts = choose_cuts(seconds, bytes, stages)
-    assert cuts in allowed
-    smallest = min(max(parts(seconds, c)) for c in allowed)
-    rounding = 1e-5 * smallest + 1e-12
-    assert max(parts(seconds, cuts)) <= smallest * (1 + SLACK) + rounding
-
-    def moved(cuts):
-        return sum(bytes[c] for c in cuts)
-
-    # Just below the limit, so that what lies on it may count either way.
-    limit = max(smallest, smallest * (1 + SLACK) - rounding)
-    assert moved(cuts) <= min(moved(c) for c in allowed if max(parts(seconds, c)) <= limit)
-
-
-def test_within_the_slack_fewer_bytes_win():
-    assert choose_cuts([1.0] * 100 + [0.5] + [1.0] * 100, [9.0] * 101 + [1.0] + [9.0] * 99, 2) == (101,)
-    assert choose_cuts([1.0] * 100 + [0.5] + [1.0] * 100, [9.0] * 110 + [1.0] + [9.0] * 90, 2) != (110,)
-
-
-def test_one_stage_is_not_cut():
-    assert choose_cuts([1.0, 2.0], [math.inf, math.inf], 1) == ()
-    assert choose_cuts([1.0], [0.0], 1) == ()
-
-
-def test_the_end_is_no_place_to_cut():
-    with pytest.raises(PartitionError, match="into 1 stages at most, and 2 are asked for"):
-        choose_cuts([1.0, 1.0], [math.inf, 0.0], 2)
-
-
-def test_many_positions_are_cut_quickly():
-    """48 layers have some ten thousand ops; quadratic work would take minutes."""
-    generator = torch.Generator().manual_seed(0)
-    seconds = torch.rand(40_000, generator=generator).tolist()
-    bytes = torch.randint(1, 9, (40_000,), generator=generator).tolist()
-    cuts = choose_cuts(seconds, bytes, 16)
-    assert max(parts(seconds, cuts)) <= sum(seconds) / 16 * (1 + SLACK) * 1.001
-    assert all(bytes[c] == 1 for c in cuts)
-
 
 # -- balance on a real model -------------------------------------------------------------------------------
 
@@ -138,25 +57,6 @@ def costs_in_order(pipe: fxpipe.Pipeline) -> tuple[list[float], list[str]]:
         place[node] = order.get(node.meta["origin"].seq, min(inputs, default=len(order) - 1))
         seconds[place[node]] += node_cost(node, CPU).seconds
     return seconds, [paths[seq] for seq in order]
-
-
-def best_largest_part(seconds: Sequence[float], stages: int) -> float:
-    """Of all contiguous partitions, by dynamic programming over every position."""
-    total = [0.0, *itertools.accumulate(seconds)]
-    best = total[1:]  # of the first i + 1 positions in one part
-    for _ in range(1, stages):
-        best = [
-            min((max(best[j], total[i + 1] - total[j + 1]) for j in range(i)), default=math.inf)
-            for i in range(len(seconds))
-        ]
-    return best[-1]
-
-
-def test_dynamic_programming_agrees_with_brute_force():
-    seconds = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0]
-    for stages in (1, 2, 3, 4):
-        everywhere = brute_force(seconds, [0.0] * len(seconds), stages)
-        assert best_largest_part(seconds, stages) == min(max(parts(seconds, c)) for c in everywhere)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -211,7 +211,7 @@ class TwoLayers(nn.Module):
 
 def saved_and_kept(model: nn.Module, rows: int, **options) -> list[tuple[float, float]]:
     pipe = fxpipe.compile(model, numbers(rows), ranks=2, microbatches=2, **options)
-    return [(stage.costs.saved, stage.costs.kept) for stage in pipe.stages]
+    return [(stage.costs.saved_activations, stage.costs.saved_for_weight) for stage in pipe.stages]
 
 
 def test_bytes_saved_by_hand():
@@ -258,4 +258,4 @@ def test_expanded_values_count_what_they_hold():
     pipe = fxpipe.compile(Expanded(2, TwoLayers), numbers(rows), ranks=1, microbatches=2)
     activation = 16 * rows * FLOAT
     mean, last = rows * FLOAT, WIDTH * rows * FLOAT
-    assert math.isclose(pipe.stages[0].costs.saved, 2 * activation + mean + last, abs_tol=FLOAT)
+    assert math.isclose(pipe.stages[0].costs.saved_activations, 2 * activation + mean + last, abs_tol=FLOAT)

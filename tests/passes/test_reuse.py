@@ -237,7 +237,11 @@ def masked():
     return Masked().double(), example
 
 
-@pytest.mark.parametrize("options", [{"schedule": "1f1b"}, {"schedule": "zb-v"}], ids=lambda o: o["schedule"])
+@pytest.mark.parametrize(
+    "options",
+    [{"schedule": "1f1b"}, pytest.param({"schedule": "zb-v"}, marks=pytest.mark.slow)],
+    ids=lambda o: o["schedule"],
+)
 def test_same_bits_as_without(options, monkeypatch):
     def run() -> dict[str, torch.Tensor]:
         torch.manual_seed(0)

@@ -221,7 +221,7 @@ def write_over_what_is_free(tensors: list[torch.Tensor]) -> None:
 
 
 def move_at_random(
-    away: Offloader, device: str, rng: random.Random, moves: int, late: Callable[[], None]
+    offloader: Offloader, device: str, rng: random.Random, moves: int, late: Callable[[], None]
 ) -> bool:
     """Activations go and come back in any order, many at a time; whether all came back as they went.
 
@@ -238,20 +238,20 @@ def move_at_random(
         if number < moves and places and (not flows or rng.random() < 0.4):
             place = places.pop(rng.randrange(len(places)))
             values: list = pattern(number, device)
-            away.offload(values, at=place)
+            offloader.offload(values, at=place)
             flows.append((number, place, values, "offload"))
             number += 1
             continue
         which, place, values, done = flows.pop(rng.randrange(len(flows)))
         if done == "offload":
-            away.offloaded(values)
+            offloader.wait_offload(values)
             write_over_what_is_free(pattern(which + 1, device))
             flows.append((which, place, values, "offloaded"))
         elif done == "offloaded":
-            away.reload(values)
+            offloader.reload(values)
             flows.append((which, place, values, "reload"))
         else:
-            away.reloaded(values)
+            offloader.wait_reload(values)
             right += map(same_bits, values, pattern(which, device))
             write_over_what_is_free(values)
             places.append(place)
@@ -276,8 +276,8 @@ def test_copies_beside_the_device_keep_their_order(monkeypatch, seed):
         with torch.cuda.stream(rng.choice(made)):
             torch.cuda._sleep(rng.choice((0, 10_000, 1_000_000)))
 
-    away = Offloader(lambda: host, torch.device("cuda"))
-    assert move_at_random(away, "cuda", rng, MOVES, late)
+    offloader = Offloader(lambda: host, torch.device("cuda"))
+    assert move_at_random(offloader, "cuda", rng, MOVES, late)
 
 
 def test_two_processes_share_the_gpu_through_gloo(tmp_path, monkeypatch):

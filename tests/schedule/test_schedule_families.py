@@ -1,6 +1,7 @@
 """The named schedules: their orders, their bubbles against the papers, their memory."""
 
 import pytest
+from marks import slow_except
 
 from fxpipe.errors import DeadlockError, ScheduleError
 from fxpipe.schedule.arrays import decode, encode, schedule_arrays
@@ -158,12 +159,16 @@ def test_peak_memory():
     assert run("zb-h1", 8, 24, 2, "v").peak_memory == (8,) * 8
 
 
-@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.has(1, "plain")])
+NOT_SEARCHED = [name for name, family in FAMILIES.items() if not family.is_searched]
+ONE_STAGE = [name for name, family in FAMILIES.items() if family.has(1, "plain")]
+
+
+@pytest.mark.parametrize("name", slow_except(ONE_STAGE, *NOT_SEARCHED))
 def test_one_stage_a_rank_is_the_same_in_v_placement(name):
     assert run(name, 3, 4, 1, "v").schedule.order == run(name, 3, 4, 1).schedule.order
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", slow_except(FAMILIES, *NOT_SEARCHED))
 def test_one_rank_has_no_bubble(name):
     for stages_per_rank in (1, 2):
         for placement in ("plain", "v"):
@@ -183,7 +188,7 @@ def test_one_rank_has_no_bubble(name):
         ({"name": "zb-v", "stages_per_rank": 1}, "zb-v has 2 stages per rank, not 1"),
         ({"name": "interleaved", "stages_per_rank": 1}, "interleaved has at least 2 stages per rank, not 1"),
         ({"memory_limit": 0}, "the memory limit of rank 0 is 0; it must be above 0"),
-        ({"memory_limit": (2, 2, 2)}, "3 memory limits given for 2 ranks"),
+        ({"memory_limit": (2, 2, 2)}, "3 memory limits for 2 ranks"),
         (
             {"memory_limit": 0.9},
             "one microbatch needs 1 of memory on rank 0, and the limit is 0.9; .* keep is 1",

@@ -70,7 +70,7 @@ def check(plan: Offload, before: Timeline) -> None:
         for (direction, stage, microbatch, user), (start, end) in times.items():
             assert placement[stage] == rank
             cost = found.costs.stages[stage]
-            size = cost.away if user is Phase.B else cost.away_for_weight
+            size = cost.offloadable if user is Phase.B else cost.offloadable_for_weight
             assert end - start == pytest.approx(found.costs.link.seconds * size)
             if direction is Direction.OUT:
                 assert start >= spans[stage, Phase.F, microbatch][1] - 1e-9

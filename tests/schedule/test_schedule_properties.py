@@ -105,7 +105,7 @@ def test_memory_stays_within_what_the_family_claims(problem):
     p, m, v = schedule.ranks, schedule.microbatches, schedule.stages // schedule.ranks
     plain = schedule.placement == tuple(range(p)) * v
     timeline = simulate(schedule, costs)
-    chunk = costs.stages[0].saved
+    chunk = costs.stages[0].saved_activations
     handed = 2 * v * m * max((edge.bytes for edge in costs.edges), default=0.0)
     for rank, (peak, steps) in enumerate(zip(timeline.peak_memory, timeline.memory, strict=True)):
         one_f_one_b = p - rank if v == 1 else p * (v - 1) + 2 * (p - rank) - 1 if plain else p * v

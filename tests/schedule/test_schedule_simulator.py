@@ -81,7 +81,7 @@ def test_what_a_weight_gradient_needs_arrives_with_b():
 
 
 def test_memory_steps():
-    costs = chain([StageCost(1, 1, 1, saved=10, kept=4)])
+    costs = chain([StageCost(1, 1, 1, saved_activations=10, saved_for_weight=4)])
     timeline = simulate(hand("F0.0 F0.1 B0.0 B0.1 W0.0 W0.1", (0,), 2), costs)
     assert timeline.memory == (((0, 10), (1, 20), (3, 14), (4, 8), (5, 4), (6, 0)),)
     assert timeline.peak_memory == (20,)

@@ -192,7 +192,9 @@ def test_shape_text():
 
 def hand(text: str, placement: tuple[int, ...], microbatches: int):
     schedule = Schedule("hand", placement, microbatches, parse_order(text))
-    costs = chain([StageCost(0.001, 0.001, 0.001, saved=2048, kept=1024)] * len(placement))
+    costs = chain(
+        [StageCost(0.001, 0.001, 0.001, saved_activations=2048, saved_for_weight=1024)] * len(placement)
+    )
     return simulate(schedule, costs)
 
 
@@ -262,19 +264,19 @@ def test_transfers_have_lanes_of_their_own():
     assert heights[1] > heights[0]
 
 
-def test_what_may_leave_is_seen_in_the_graph(monkeypatch):
+def test_offloadable_values_are_seen_in_the_graph(monkeypatch):
     monkeypatch.setattr(fxpipe.ir.liveness, "SMALLEST", 1)
     model, example = nn.Sequential(Block(4), Block(4), Block(4)), (torch.randn(8, 4),)
     options = {"ranks": 1, "microbatches": 4, "schedule": "gpipe", "loss_fn": lambda y, x: y.sum()}
     light = fxpipe.compile(model, example, offload=fxpipe.Offload(bandwidth=1e12), **options)
     flows = collapse(light.graph).flows
-    away = [flow for flow in flows if flow.offloaded]
-    assert {(flow.source.color.phase, flow.target.color.phase) for flow in away} == {(F, B), (F, W)}
-    assert all(flow.offloaded <= flow.bytes for flow in away)
+    offloaded = [flow for flow in flows if flow.offloaded]
+    assert {(flow.source.color.phase, flow.target.color.phase) for flow in offloaded} == {(F, B), (F, W)}
+    assert all(flow.offloaded <= flow.bytes for flow in offloaded)
     cost = light.plan.costs.stages[0]
-    assert sum(flow.offloaded for flow in away) == cost.away + cost.away_for_weight
+    assert sum(flow.offloaded for flow in offloaded) == cost.offloadable + cost.offloadable_for_weight
     source = graph_picture(collapse(light.graph), ("Net",), (("stage 0",),)).source
-    assert "of it may leave the rank" in source
+    assert "of it can be offloaded" in source
     assert "purple, dashed" in source
     assert not any(f.offloaded for f in collapse(fxpipe.compile(model, example, **options).graph).flows)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import models
@@ -18,8 +17,7 @@ from zoo import Case, captured_once, eager, relative_error
 import fxpipe
 from fxpipe.errors import PartitionError, VocabularyError
 from fxpipe.schedule.arrays import schedule_arrays
-from fxpipe.vocabulary.rows import rows_of, whole
-from fxpipe.vocabulary.split import shard_bounds
+from fxpipe.vocabulary.rows import rows_of
 
 pytestmark = pytest.mark.slow
 
@@ -298,20 +296,6 @@ def test_a_tied_table_is_held_once_a_rank() -> None:
         assert rows[0] in held.gradients
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 7])
-@pytest.mark.parametrize("size", [32000, 32768, 50257, 151936, 256000])
-def test_shards_are_even(size: int, ranks: int) -> None:
-    bounds = shard_bounds(size, ranks)
-    rows = [end - begin for begin, end in pairwise(bounds)]
-    assert sum(rows) == size
-    assert max(rows) <= 1.01 * size / ranks
-    assert all(begin % 16 == 0 for begin in bounds[:-1])
-
-
-def test_small_vocabularies_are_cut_to_the_row() -> None:
-    assert shard_bounds(7, 3) == [0, 2, 4, 7]
-
-
 def test_saved_and_loaded_and_trained(tmp_path: Any) -> None:
     case = words(flat, tied=True)
     pipe = spread(case, 2, "1f1b", "1-barrier")
@@ -337,13 +321,6 @@ def test_a_meta_model_gets_its_tables_by_a_state_dict() -> None:
     )
     pipe.load_state_dict(case.build().state_dict())
     agrees(case, pipe, 1e-10)
-
-
-def test_rows_and_tables() -> None:
-    assert rows_of("head.weight") is None
-    parts = {"a[2:3]": torch.tensor([3.0]), "b": torch.ones(2), "a[0:2]": torch.tensor([1.0, 2.0])}
-    assert whole(parts)["a"].tolist() == [1, 2, 3]
-    assert set(whole(parts)) == {"a", "b"}
 
 
 # -- what cannot be spread --------------------------------------------------------------------------------
@@ -504,6 +481,9 @@ def test_costs_for_other_sizes_are_those_of_a_compilation_at_them(barriers: str)
     found = compiled(2, 6, {"sequence": 6}).simulate(sizes).costs
     expected = compiled(3, 20, None).simulate().costs
     for one, other in zip(found.stages, expected.stages, strict=True):
-        assert (one.saved, one.kept) == (other.saved, other.kept)
+        assert (one.saved_activations, one.saved_for_weight) == (
+            other.saved_activations,
+            other.saved_for_weight,
+        )
         assert one.total == pytest.approx(other.total, rel=1e-9)
     assert [edge.bytes for edge in found.edges] == [edge.bytes for edge in expected.edges]

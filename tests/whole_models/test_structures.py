@@ -152,7 +152,7 @@ def test_what_only_w_needs_is_held_until_w():
     pipe = check(CASES["trained_beside_a_frozen_body"], 4, "zb-h1", None)
     first = pipe.plan.costs.stages[0]
     assert first.backward == 0 < first.weight
-    assert first.kept == first.saved + MESSAGE
+    assert first.saved_for_weight == first.saved_activations + MESSAGE
 
 
 BLOCKS = st.builds(

@@ -1,6 +1,6 @@
-"""The schedules that have names: a registry of functions from a problem to an order.
+"""The named schedules: a registry of functions from a problem to an order.
 
-M_B is what one microbatch saves on one rank, all its chunks together.
+M_B is the memory of one microbatch's saved activations on one rank, in all its chunks.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from fxpipe.vocabulary.stages import Vocabulary
 class Family:
     """A named way to build a schedule.
 
-    ``chunks`` and ``shapes`` are the stages per rank and the placements that it has; the first of each is
-    taken where none is asked for.  ``is_searched``: what it gives depends on the memory limit.
-    ``for_offload``: it is of no use where nothing leaves the ranks.
+    ``chunks`` and ``shapes``: the stages per rank and the placements that it supports; the first of each is
+    the default.  ``is_searched``: it searches for an order within the memory limit.  ``for_offload``: it has
+    no advantage unless activations are offloaded.
     """
 
     name: str
@@ -68,7 +68,7 @@ def one_f_one_b(problem: Problem) -> Order:
 
 
 def gis(problem: Problem) -> Order:
-    """The backward split; where no group size is asked for, the best from p to p/2 that fits memory."""
+    """With split backward; by default the best group size from p/2 to p whose order fits memory."""
     p = problem.ranks
     if problem.group is not None:
         least = ceil(p / 2)
@@ -82,8 +82,8 @@ def gis(problem: Problem) -> Order:
 
 
 def zb_h1(problem: Problem) -> Order:
-    """Plain placement: rank r has at most p·v - r forwards without B, and W r ops of B behind, so that
-    every rank holds p·v chunks.  V placement: W goes into the gaps that these costs leave.
+    """Plain placement: rank r runs at most p·v - r forwards ahead of its B, and W r ops of B later, so that
+    every rank holds p·v chunks.  V placement: W ops fill the bubbles that the costs leave.
     """
     if problem.is_v:
         _check_two_in_v(problem)
@@ -96,7 +96,8 @@ def zb_h1(problem: Problem) -> Order:
 
 
 def zb_h2(problem: Problem) -> Order:
-    """Rank r has at most 2(p - r) - 1 forwards without B, and W 2r ops of B behind: 2p - 1 on every rank."""
+    """Rank r runs at most 2(p - r) - 1 forwards ahead of its B, and W 2r ops of B later: 2p - 1 M_B on every
+    rank."""
     p = problem.ranks
     fb_order = fb_orders.interleaved(
         problem.placement, problem.microbatches, OpKind.B, lambda rank: 2 * (p - rank) - 1
@@ -109,9 +110,9 @@ def zb_v(problem: Problem) -> Order:
 
 
 def zb(problem: Problem) -> Order:
-    """The fastest of what is published for the placement and what the search finds, under any limit."""
+    """The fastest of the published orders for the placement and the orders that the search finds."""
     (best,) = find([problem], starts, "span", problem.effort, problem.seed)
-    assert best is not None, "find raises where nothing fits"
+    assert best is not None, "find raises if nothing fits"
     return decode(problem.arrays, best.order, problem.microbatches)
 
 
@@ -124,12 +125,12 @@ def zb_2p(problem: Problem) -> Order:
 
 
 def v_half(problem: Problem) -> Order:
-    """⌊(p + 2) / 2⌋ microbatches, about half of 1F1B's peak, where no limit says else."""
+    """The search under the problem's limit, by default ⌊(p + 2) / 2⌋ M_B, about half of 1F1B's peak."""
     return zb(problem if problem.is_limited else problem.capped_to((problem.ranks + 2) // 2))
 
 
 def v_min(problem: Problem) -> Order:
-    """⌊(p + 4) / 3⌋ microbatches, about a third of 1F1B's peak, where no limit says else."""
+    """The search under the problem's limit, by default ⌊(p + 4) / 3⌋ M_B, about a third of 1F1B's peak."""
     return zb(problem if problem.is_limited else problem.capped_to((problem.ranks + 4) // 3))
 
 
@@ -162,7 +163,7 @@ FAMILIES: dict[str, Family] = {
         Family(
             "staggered",
             staggered,
-            "interleaved one behind the other, for half of it offloaded",
+            "interleaved, microbatches one after the other, for offload of one half (after 2503.01328)",
             _CHUNKS,
             ("plain",),
             for_offload=True,
@@ -197,16 +198,19 @@ def build(
 ) -> Schedule:
     """The schedule of a named family, for any numbers of ranks and microbatches from 1.
 
-    ``placement`` is ``"plain"`` (stage s on rank s mod p) or ``"v"`` (0 … p-1, then back); what is not
-    given is the family's own.  ``memory_limit`` is in the unit of the costs' ``saved``, one for all ranks
-    or one for each.  ``group`` is for ``gis``.  ``effort`` and ``seed`` are for the families that search:
-    about the seconds of one core, and the seed of the random numbers.  On every stage the ops of a kind run
-    in the order of the microbatches.  With uneven costs the order of a family that does not search is never
-    slower than the one for their mean.
-    ``vocabulary``: the costs are of vocabulary stages too, which are woven into the family's schedule.
+    stages_per_rank, placement: ``"plain"`` (stage s on rank s mod p) or ``"v"`` (0 … p-1, then back); the
+        family has defaults for both.
+    memory_limit: one for all ranks or one for each, in the unit of the costs' memory.
+    group: the group size of ``gis``.
+    effort, seed: for the families that search, about the seconds of one core, and the seed of the random
+        numbers.
+    vocabulary: the costs include those of vocabulary stages, which are woven into the family's schedule.
 
-    Raises ScheduleError for an unknown name (it lists the known ones), numbers below 1, stages per rank
-    or a placement that the family has not, and a limit that it cannot keep (it names the smallest).
+    On every stage the ops of a kind run in microbatch order.  With uneven costs the order of a family that
+    does not search is never slower than its order for the mean costs.
+
+    Raises ScheduleError for an unknown name (listing the known ones), numbers below 1, stages per rank or a
+    placement that the family does not support, and a limit that it cannot keep (naming the smallest).
     """
     if name not in FAMILIES:
         raise ScheduleError(f"unknown schedule {name!r}; known: {', '.join(FAMILIES)}")
@@ -245,7 +249,7 @@ def build(
 
 
 def _for_mean(family: Family, problem: Problem) -> tuple[Order, ...]:
-    """The family's order for stages that are all alike, where it has one under the limit."""
+    """The family's order for the mean costs of all stages; empty if it has none under the limit."""
     try:
         return (family.function(problem.with_mean_costs()),)
     except ScheduleError:
@@ -261,7 +265,7 @@ def _check_family(family: Family, chunks: int, shape: str) -> None:
 
 
 def _check_least(problem: Problem) -> None:
-    """Raises where one microbatch alone is above a rank's limit: no family can do that."""
+    """Raise ScheduleError if one microbatch alone exceeds a rank's limit: then no family can keep it."""
     needed = [problem.arrays.smallest_limit(rank) for rank in range(problem.ranks)]
     for rank, (least, limit) in enumerate(zip(needed, problem.limits, strict=True)):
         if least > limit * (1 + 1e-9):

@@ -25,7 +25,7 @@ def staggered(problem: Problem) -> Order:
     p, v, m = problem.ranks, problem.stages_per_rank, problem.microbatches
     late = range(p * (v // 2), p * v)
     light = tuple(
-        cost if stage in late else replace(cost, saved=0.0, kept=0.0)
+        cost if stage in late else replace(cost, saved_activations=0.0, saved_for_weight=0.0)
         for stage, cost in enumerate(problem.costs.stages)
     )
     arrays = schedule_arrays(replace(problem.costs, stages=light), problem.placement)

@@ -273,11 +273,15 @@ def with_link(costs: Costs, k: float, ranks_per_link: int = 1) -> Costs:
     If no stage says which activations can be offloaded, all can: those that W needs until W, others until B.
     """
     stages = costs.stages
-    if not any(cost.away or cost.away_for_weight for cost in stages):
+    if not any(cost.offloadable or cost.offloadable_for_weight for cost in stages):
         stages = tuple(
-            replace(cost, away=max(0.0, cost.saved - cost.kept), away_for_weight=min(cost.saved, cost.kept))
+            replace(
+                cost,
+                offloadable=max(0.0, cost.saved_activations - cost.saved_for_weight),
+                offloadable_for_weight=min(cost.saved_activations, cost.saved_for_weight),
+            )
             for cost in stages
         )
-    saved = sum(cost.saved for cost in stages)
+    saved = sum(cost.saved_activations for cost in stages)
     seconds = k * sum(cost.total for cost in stages) / saved if saved else 0.0
     return replace(costs, stages=stages, link=Link(seconds, ranks_per_link))

@@ -12,7 +12,7 @@ from fxpipe.schedule.ops import PHASES, Activation, Direction, Schedule, Transfe
 
 def offload_bytes(cost: StageCost, user: Phase) -> float:
     """Bytes that a stage can offload for one microbatch until its B or its W."""
-    return cost.away if user is Phase.B else cost.away_for_weight
+    return cost.offloadable if user is Phase.B else cost.offloadable_for_weight
 
 
 def transfer_seconds(transfer: Transfer, costs: Costs) -> float:

@@ -117,7 +117,7 @@ def _held_at_least(problem: Problem) -> list[float]:
     areas = [0.0] * arrays.ranks
     for stage, cost in enumerate(problem.costs.stages):
         f, b, w = (SECTIONS_PER_STAGE * stage + kind for kind in range(3))
-        area = cost.saved * (way[f, b] + seconds[b]) + cost.kept * seconds[w]
+        area = cost.saved_activations * (way[f, b] + seconds[b]) + cost.saved_for_weight * seconds[w]
         areas[placement[stage]] += float(area)
     for edge in problem.costs.edges:
         rank, source, target = placement[edge.source.stage], index(edge.source), index(edge.target)

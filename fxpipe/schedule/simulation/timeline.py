@@ -173,13 +173,13 @@ def _memory(
         cost = costs.stages[op.stage]
         match op.kind:
             case OpKind.F:
-                at_start, at_end = cost.saved, 0.0
+                at_start, at_end = cost.saved_activations, 0.0
             case OpKind.B:
-                at_start, at_end = 0.0, cost.kept - cost.saved
+                at_start, at_end = 0.0, cost.saved_for_weight - cost.saved_activations
             case OpKind.W:
-                at_start, at_end = 0.0, -cost.kept
+                at_start, at_end = 0.0, -cost.saved_for_weight
             case OpKind.BW:
-                at_start, at_end = 0.0, -cost.saved
+                at_start, at_end = 0.0, -cost.saved_activations
         for phase in PHASES[op.kind]:
             for change in handed.get(Color(op.stage, phase), ()):
                 if change < 0:

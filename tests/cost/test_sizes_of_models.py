@@ -1,0 +1,44 @@
+"""Costs of language models at other sizes than the example's, against a compilation at these sizes."""
+
+import pytest
+import torch
+import transformers as hf
+from models import LENGTH, VOCABULARY, gpt2, llama
+from test_sizes import check_against_fresh, two_stages
+
+pytestmark = pytest.mark.slow
+
+
+def text(rows: int, length: int, target: int | None = None) -> dict[str, torch.Tensor]:
+    ids = torch.randint(VOCABULARY, (rows, length))
+    return {"input_ids": ids, "labels": torch.randint(1, VOCABULARY, (rows, target or length))}
+
+
+@pytest.mark.parametrize(
+    ("model", "split"),
+    [(gpt2(n_layer=2), "transformer.h.1"), (llama(num_hidden_layers=2), "model.layers.1")],
+    ids=["gpt2", "llama"],
+)
+def test_language_models(model, split):
+    pipe = two_stages(model, text(2, LENGTH), split, dimensions={"sequence": LENGTH})
+    assert pipe.simulate({}).costs == two_stages(model, text(2, LENGTH), split).plan.costs
+    for rows, length in ((2, 23), (5, 9)):
+        fresh = two_stages(model, text(rows, length), split)
+        check_against_fresh(pipe, fresh, {"microbatch": rows, "sequence": length})
+
+
+def test_encoder_decoder_with_two_lengths():
+    config = hf.T5Config(
+        num_layers=1,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_heads=4,
+        vocab_size=VOCABULARY,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    model, split = hf.T5ForConditionalGeneration(config), "decoder.block.0.layer.1"
+    pipe = two_stages(model, text(2, 10, 7), split, dimensions={"source": 10, "target": 7})
+    fresh = two_stages(model, text(3, 9, 21), split)
+    check_against_fresh(pipe, fresh, {"microbatch": 3, "source": 9, "target": 21})
