@@ -14,8 +14,9 @@ import numpy as np
 
 from fxpipe.ir.graph import Phase
 from fxpipe.schedule.costs import Costs
-from fxpipe.schedule.dependencies import SECTION_KINDS, SECTIONS_PER_STAGE, Needs, durations, index, needs
+from fxpipe.schedule.dependencies import SECTION_KINDS, SECTIONS_PER_STAGE, Needs, durations, needs
 from fxpipe.schedule.kernel import Floats, Ints, Tables, keeps, peak_of, run_ops
+from fxpipe.schedule.memory import memory_changes
 from fxpipe.schedule.ops import Op, OpKind, Order
 from fxpipe.schedule.placement import stages_of
 
@@ -123,19 +124,13 @@ def schedule_arrays(costs: Costs, placement: tuple[int, ...]) -> ScheduleArrays:
         for source, delay in sources:
             feeds[source].append((section, delay))
     kept, handed = [cost.saved_for_weight for cost in costs.stages], [0.0 for _ in costs.stages]
-    at_start, at_end = [0.0] * len(table), [0.0] * len(table)
-    for stage, cost in enumerate(costs.stages):
-        at_start[3 * stage] = cost.saved_activations
-        at_end[3 * stage + 1] = cost.saved_for_weight - cost.saved_activations
-        at_end[3 * stage + 2] = -cost.saved_for_weight
     for edge in costs.edges:
-        if placement[edge.source.stage] == placement[edge.target.stage] and edge.bytes:
+        if placement[edge.source.stage] == placement[edge.target.stage]:
             # Of the two stages, the earlier one's F runs first and its B last.
             handed[min(edge.source.stage, edge.target.stage)] += edge.bytes
             if edge.target.phase is Phase.W:
                 kept[edge.target.stage] += edge.bytes
-            at_end[index(edge.source)] += edge.bytes
-            at_start[index(edge.target)] -= edge.bytes
+    at_start, at_end = memory_changes(costs, placement)
     return ScheduleArrays(
         ranks=max(placement) + 1,
         stages=len(placement),

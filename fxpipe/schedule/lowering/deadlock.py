@@ -17,7 +17,6 @@ from fxpipe.schedule.lowering.lower import (
     Collective,
     Compute,
     Instruction,
-    Local,
     PostRecv,
     Programs,
     Send,
@@ -25,8 +24,11 @@ from fxpipe.schedule.lowering.lower import (
     Wait,
     WaitCollective,
 )
+from fxpipe.schedule.simulation.run_loop import RunLoop
 
 Channel = tuple[int, int]
+Event = tuple[Channel | Collective, int]
+"""The delivery of a channel's message, or the completion of a collective, with its position."""
 
 
 def prove(programs: Programs, placement: tuple[int, ...]) -> None:
@@ -96,34 +98,36 @@ def _run(
     joined: defaultdict[Collective, list[int]] = defaultdict(lambda: [0] * len(programs))
     sent: defaultdict[Channel, int] = defaultdict(int)
     posted: defaultdict[Channel, int] = defaultdict(int)
-    runnable = list(range(len(programs)))
-    while runnable:
-        rank = runnable.pop()
-        program = programs[rank]
-        while at[rank] < len(program):
-            instruction = program[at[rank]]
-            if isinstance(instruction, StartCollective):
-                counts = joined[instruction.collective]
-                counts[rank] += 1
-                if counts[rank] == min(counts):
-                    runnable += [other for other in range(len(programs)) if other != rank]
-            elif isinstance(instruction, WaitCollective):
-                collective = instruction.collective
-                if min(joined[collective]) <= rounds.get((collective, instruction.microbatch), len(rounds)):
-                    break
-            elif not isinstance(instruction, Local):
-                channel = _channel(instruction, placement)
-                if isinstance(instruction, PostRecv):
-                    posted[channel] += 1
-                elif isinstance(instruction, Send):
+    loop = RunLoop[Event](len(programs))
+
+    def advance(rank: int) -> Event | None:
+        while at[rank] < len(programs[rank]):
+            match instruction := programs[rank][at[rank]]:
+                case StartCollective():
+                    counts = joined[instruction.collective]
+                    before = min(counts)
+                    counts[rank] += 1
+                    if min(counts) > before:
+                        loop.happened((instruction.collective, before))
+                case WaitCollective():
+                    turn = rounds.get((instruction.collective, instruction.microbatch), len(rounds))
+                    if min(joined[instruction.collective]) <= turn:
+                        return instruction.collective, turn
+                case PostRecv():
+                    posted[_channel(instruction, placement)] += 1
+                case Send():
+                    channel = _channel(instruction, placement)
+                    loop.happened((channel, sent[channel]))
                     sent[channel] += 1
-                    runnable.append(channel[1])
-                else:
-                    turn = turns.get((instruction.edge, instruction.microbatch))
-                    if turn is None or turn >= min(sent[channel], posted[channel]):
-                        break
+                case Wait():
+                    channel = _channel(instruction, placement)
+                    turn = turns.get((instruction.edge, instruction.microbatch), -1)
+                    if turn < 0 or turn >= min(sent[channel], posted[channel]):
+                        return channel, turn
             at[rank] += 1
-    if any(position < len(program) for position, program in zip(at, programs, strict=True)):
+        return None
+
+    if loop.run(advance):
         raise DeadlockError(_stuck(programs, placement, at))
 
 

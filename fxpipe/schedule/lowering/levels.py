@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from fxpipe.ir.graph import Color, arrival
 from fxpipe.schedule.costs import Edge
 from fxpipe.schedule.ops import PHASES, Op, Schedule
+from fxpipe.schedule.simulation.run_loop import RunLoop
 
 
 def levels(schedule: Schedule, edges: Sequence[Edge]) -> dict[Op, int]:
@@ -20,25 +21,24 @@ def levels(schedule: Schedule, edges: Sequence[Edge]) -> dict[Op, int]:
     for edge in edges:
         sources[arrival(edge.target)].append(edge.source)
     made: dict[tuple[Color, int], int] = {}
-    waiting: defaultdict[tuple[Color, int], list[int]] = defaultdict(list)
     found: dict[Op, int] = {}
     at, level = [0] * schedule.ranks, [0] * schedule.ranks
-    runnable = list(range(schedule.ranks))
-    while runnable:
-        rank = runnable.pop()
-        ops = schedule.order[rank]
-        while at[rank] < len(ops):
-            op = ops[at[rank]]
+    loop = RunLoop[tuple[Color, int]](schedule.ranks)
+
+    def advance(rank: int) -> tuple[Color, int] | None:
+        while at[rank] < len(schedule.order[rank]):
+            op = schedule.order[rank][at[rank]]
             own = [Color(op.stage, phase) for phase in PHASES[op.kind]]
             needed = [(c, op.microbatch) for color in own for c in sources[color] if c not in own]
-            missing = next((value for value in needed if value not in made), None)
-            if missing is not None:
-                waiting[missing].append(rank)
-                break
-            level[rank] = 1 + max([level[rank], *(made[value] for value in needed)])
-            found[op] = level[rank]
+            for value in needed:
+                if value not in made:
+                    return value
+            found[op] = level[rank] = 1 + max([level[rank], *(made[value] for value in needed)])
+            at[rank] += 1
             for color in own:
                 made[color, op.microbatch] = level[rank]
-                runnable += waiting.pop((color, op.microbatch), ())
-            at[rank] += 1
+                loop.happened((color, op.microbatch))
+        return None
+
+    loop.run(advance)
     return found

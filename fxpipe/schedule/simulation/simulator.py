@@ -14,6 +14,7 @@ from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.dependencies import SECTIONS_PER_STAGE, durations, needs, op_of_value, sections
 from fxpipe.schedule.offload.transfers import check_transfers, link_queues, transfer_seconds
 from fxpipe.schedule.ops import Direction, Schedule, Transfer
+from fxpipe.schedule.simulation.run_loop import RunLoop
 from fxpipe.schedule.simulation.timeline import Span, Timeline, TransferSpan
 
 
@@ -48,8 +49,8 @@ class _Run:
         self.ended: list[float | None] = [None] * (self.values + len(schedule.transfers))
         self.spans: list[list[Span]] = [[] for _ in schedule.order]
         self.stalled = [0.0] * schedule.ranks
-        self.waiting: defaultdict[int, list[int]] = defaultdict(list)  # value -> actors
         self.link_queues = link_queues(schedule, costs)
+        self.loop = RunLoop[int](schedule.ranks + len(self.link_queues))
         self.carried: list[list[TransferSpan]] = [[] for _ in self.link_queues]
         self.freed: list[defaultdict[int, list[int]]] = [defaultdict(list) for _ in schedule.order]
         self.due: list[defaultdict[int, list[int]]] = [defaultdict(list) for _ in schedule.order]
@@ -60,27 +61,24 @@ class _Run:
             self.due[rank][transfer.end].append(self.values + k)
 
     def finish(self) -> Timeline:
-        ranks = self.schedule.ranks
-        runnable = list(range(ranks + len(self.link_queues)))
-        while runnable:
-            actor = runnable.pop()
-            if actor < ranks:
-                self._advance(actor, runnable)
-            else:
-                self._carry(actor - ranks, runnable)
-        if self.waiting:
-            raise DeadlockError(self._blockage())
+        blocked = self.loop.run(self._advance)
+        if blocked:
+            raise DeadlockError(self._blockage(blocked))
         spans = tuple(tuple(spans) for spans in self.spans)
-        carried: list[list[TransferSpan]] = [[] for _ in range(ranks)]
+        carried: list[list[TransferSpan]] = [[] for _ in self.spans]
         for span in (span for queue in self.carried for span in queue):
             carried[self.schedule.placement[span.transfer.stage]].append(span)
         return Timeline(
             self.schedule, self.costs, spans, tuple(tuple(own) for own in carried), tuple(self.stalled)
         )
 
-    def _advance(self, rank: int, runnable: list[int]) -> None:
-        """Run a rank until it needs a value that is not computed yet; add woken actors to ``runnable``."""
-        spans, ended, waiting, due = self.spans[rank], self.ended, self.waiting, self.due[rank]
+    def _advance(self, actor: int) -> int | None:
+        ranks = self.schedule.ranks
+        return self._compute(actor) if actor < ranks else self._carry(actor - ranks)
+
+    def _compute(self, rank: int) -> int | None:
+        """Run a rank until it needs a value that is not computed yet."""
+        spans, ended, due = self.spans[rank], self.ended, self.due[rank]
         microbatches, order = self.schedule.microbatches, self.schedule.order[rank]
         free = spans[-1].end if spans else 0.0
         for position in range(len(spans), len(order)):
@@ -90,8 +88,7 @@ class _Run:
                 value = section * microbatches + op.microbatch
                 end = ended[value]
                 if end is None:
-                    waiting[value].append(rank)
-                    return
+                    return value
                 if end + delay > start:
                     start = end + delay
             if position in due:
@@ -99,16 +96,16 @@ class _Run:
                 for value in due[position]:
                     end = ended[value]
                     if end is None:
-                        waiting[value].append(rank)
-                        return
+                        return value
                     start = max(start, end)
                 self.stalled[rank] += start - ready
             free = start + self.durations[op.kind][op.stage]
             spans.append(Span(op, start, free))
             for section in self.sections[op.kind][op.stage]:
-                self._end(section * microbatches + op.microbatch, free, runnable)
+                self._end(section * microbatches + op.microbatch, free)
+        return None
 
-    def _carry(self, queue: int, runnable: list[int]) -> None:
+    def _carry(self, queue: int) -> int | None:
         """Run one direction of a link until a transfer waits for an op or a transfer that has not ended."""
         carried = self.carried[queue]
         free = carried[-1].end if carried else 0.0
@@ -117,12 +114,12 @@ class _Run:
             for cause in self._causes(transfer):
                 end = self.ended[cause]
                 if end is None:
-                    self.waiting[cause].append(self.schedule.ranks + queue)
-                    return
+                    return cause
                 start = max(start, end)
             free = start + transfer_seconds(transfer, self.costs)
             carried.append(TransferSpan(transfer, start, free))
-            self._end(self.values + k, free, runnable)
+            self._end(self.values + k, free)
+        return None
 
     def _causes(self, transfer: Transfer) -> list[int]:
         """The values and transfers that must end before a transfer starts."""
@@ -133,15 +130,13 @@ class _Run:
             return [behind]
         return [behind, *self.freed[rank].get(transfer.begin, ())]
 
-    def _end(self, value: int, time: float, runnable: list[int]) -> None:
+    def _end(self, value: int, time: float) -> None:
         self.ended[value] = time
-        if value in self.waiting:
-            runnable.extend(self.waiting.pop(value))
+        self.loop.happened(value)
 
-    def _blockage(self) -> str:
-        waits = {actor: value for value, actors in self.waiting.items() for actor in actors}
+    def _blockage(self, blocked: dict[int, int]) -> str:
         lines = [f"schedule {self.schedule.name} cannot progress:"]
-        for actor, value in sorted(waits.items()):
+        for actor, value in sorted(blocked.items()):
             if actor < self.schedule.ranks:
                 op = self.schedule.order[actor][len(self.spans[actor])]
                 lines.append(f"  rank {actor}, at {op}, waits for {self._name(value)}")

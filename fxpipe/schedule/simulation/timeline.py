@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from fxpipe.ir.graph import Color
 from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.costs import Costs
+from fxpipe.schedule.dependencies import sections
+from fxpipe.schedule.memory import memory_changes
 from fxpipe.schedule.offload.transfers import offload_bytes
-from fxpipe.schedule.ops import PHASES, Direction, Op, OpKind, Schedule, Transfer
+from fxpipe.schedule.ops import Direction, Op, OpKind, Schedule, Transfer
 from fxpipe.schedule.simulation.critical import critical_path
 from fxpipe.schedule.simulation.exposed import exposed_communication
+
+_Changes = Mapping[OpKind, Sequence[tuple[float, float]]]
+"""Per kind and stage of an op, the change of live memory at its start and at its end."""
 
 
 class Span(NamedTuple):
@@ -99,13 +103,12 @@ class Timeline:
         consumer's start.  An offloaded activation is freed between two ops, and is live again from the start
         of its reload.
         """
-        handed: dict[Color, list[float]] = defaultdict(list)
-        placement = self.schedule.placement
-        for edge in self.costs.edges:
-            if placement[edge.source.stage] == placement[edge.target.stage] and edge.bytes:
-                handed[edge.source].append(edge.bytes)
-                handed[edge.target].append(-edge.bytes)
-        own = [_memory(spans, self.costs, handed) for spans in self.spans]
+        at_start, at_end = memory_changes(self.costs, self.schedule.placement)
+        changes = {
+            kind: [(sum(at_start[s] for s in own), sum(at_end[s] for s in own)) for own in per_stage]
+            for kind, per_stage in sections(self.schedule.stages).items()
+        }
+        own = [_memory(spans, changes) for spans in self.spans]
         for rank, carried in enumerate(self.transfers):
             if carried:
                 own[rank] = _without(own[rank], self._freed(rank, carried))
@@ -165,27 +168,10 @@ def _bubble(whole: float, work: float) -> float:
     return max(0.0, (whole - work) / whole) if whole > 0 else 0.0
 
 
-def _memory(
-    spans: tuple[Span, ...], costs: Costs, handed: dict[Color, list[float]]
-) -> tuple[tuple[float, float], ...]:
+def _memory(spans: tuple[Span, ...], changes: _Changes) -> tuple[tuple[float, float], ...]:
     live, steps = 0.0, []
     for op, start, end in spans:
-        cost = costs.stages[op.stage]
-        match op.kind:
-            case OpKind.F:
-                at_start, at_end = cost.saved_activations, 0.0
-            case OpKind.B:
-                at_start, at_end = 0.0, cost.saved_for_weight - cost.saved_activations
-            case OpKind.W:
-                at_start, at_end = 0.0, -cost.saved_for_weight
-            case OpKind.BW:
-                at_start, at_end = 0.0, -cost.saved_activations
-        for phase in PHASES[op.kind]:
-            for change in handed.get(Color(op.stage, phase), ()):
-                if change < 0:
-                    at_start += change
-                else:
-                    at_end += change
+        at_start, at_end = changes[op.kind][op.stage]
         for time, change in ((start, at_start), (end, at_end)):
             if change:
                 live += change

@@ -1,0 +1,27 @@
+"""The account of live memory: what each section allocates and frees on its rank."""
+
+from __future__ import annotations
+
+from fxpipe.schedule.costs import Costs
+from fxpipe.schedule.dependencies import index, sections_of
+
+
+def memory_changes(costs: Costs, placement: tuple[int, ...]) -> tuple[list[float], list[float]]:
+    """Per section, the change of its rank's live memory at its start, and at its end, in the costs' unit.
+
+    Activations live from the start of F to the end of B, what W needs of them to the end of W.  A value that
+    one stage hands to another stage of its rank is live from the end of its producer to the start of its
+    consumer.
+    """
+    sections = len(sections_of(0)) * len(placement)
+    at_start, at_end = [0.0] * sections, [0.0] * sections
+    for stage, cost in enumerate(costs.stages):
+        f, b, w = sections_of(stage)
+        at_start[f] = cost.saved_activations
+        at_end[b] = cost.saved_for_weight - cost.saved_activations
+        at_end[w] = -cost.saved_for_weight
+    for edge in costs.edges:
+        if placement[edge.source.stage] == placement[edge.target.stage]:
+            at_end[index(edge.source)] += edge.bytes
+            at_start[index(edge.target)] -= edge.bytes
+    return at_start, at_end
