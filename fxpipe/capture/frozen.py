@@ -38,7 +38,7 @@ class Watch:
         Raises CaptureError if the forward reads a tensor that is not a buffer and replaces it.
         """
         paths = {id(module): path for path, module in self._model.named_modules()}
-        told = set()
+        warned = set()
         for contents, before in self._snapshot.states:
             owner, name = self._snapshot.owners[id(contents)]
             direct = contents is owner.__dict__  # its keys are attributes
@@ -51,8 +51,8 @@ class Watch:
                 )
             for key in _changed(contents, before):
                 place = key if direct else name
-                if place and (id(owner), place) not in told:
-                    told.add((id(owner), place))
+                if place and (id(owner), place) not in warned:
+                    warned.add((id(owner), place))
                     _warn(f"The forward changes {_called(path, place)}{_line(owner, place)}.")
         if random.getstate() != self._python:
             _warn("The forward draws from Python's random numbers.")

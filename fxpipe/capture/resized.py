@@ -113,7 +113,7 @@ def sample(
         except (CaptureError, SizeError) as error:
             failure = failure or error
     raise SizeError(
-        f"Costs cannot be told for other sizes than the example's. {failure} Leave dimensions out."
+        f"Costs for other sizes than the example's are unknown. {failure} Leave dimensions out."
     ) from failure
 
 

@@ -113,7 +113,7 @@ class Sizes:
             origin = node.meta.get("origin", Origin())
             seen = " and ".join(f"{v} at {p}" for v, p in zip(values, self._points, strict=True))
             raise SizeError(
-                f"Costs cannot be told for other sizes than the example's: {node.target}, in module "
+                f"Costs for other sizes than the example's are unknown: {node.target}, in module "
                 f"{origin.path!r} ({origin.source}), has a size that is no simple polynomial of "
                 f"{', '.join(map(str, self._ring.symbols))}: {seen}. Leave dimensions out."
             )
