@@ -28,6 +28,7 @@ from fxpipe.errors import ArtifactError, BatchError, FxpipeError, RunError, Sche
 from fxpipe.plan.artifact import FORMAT, Attempt
 from fxpipe.plan.files import read_plan
 from fxpipe.runtime.batch import BatchSpec, Leaf
+from fxpipe.schedule.costs import StageCost
 from fxpipe.schedule.costs_file import read_costs
 from fxpipe.schedule.handwritten import parse_schedule, read_schedule
 from fxpipe.training.loop import fixed_values, read_data
@@ -237,6 +238,16 @@ def test_an_edit_of_the_plan(saved, name, path, value, message):
     assert message in str(error.value)
     assert len(str(error.value)) < 600
     assert main(["explain", str(directory)]) == main(["simulate", "--costs", str(directory)]) == 2
+
+
+def test_older_names_of_costs(saved):
+    directory = saved("sized")
+    plan, text = read_plan(directory), (directory / "plan.json").read_text()
+    for older, newer in StageCost.OLDER_NAMES.items():
+        assert f'"{newer}":' in text
+        text = text.replace(f'"{newer}":', f'"{older}":')
+    (directory / "plan.json").write_text(text)
+    assert read_plan(directory) == plan
 
 
 @pytest.mark.parametrize(
