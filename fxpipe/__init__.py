@@ -1,7 +1,7 @@
-"""A pipeline-parallel compiler for PyTorch: one training-step graph in, one readable program a rank out.
+"""A pipeline-parallel compiler for PyTorch: one training-step graph in, one readable program per rank out.
 
-All but the errors is loaded when it is first used (PEP 562), so that a generated program, which needs
-``fxpipe.runtime`` alone, loads nothing of the compiler.
+All names except the errors are loaded on first use (PEP 562), so that a generated program, which needs only
+``fxpipe.runtime``, does not load the compiler.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""The two ways to a pipeline: compile a model, or load a saved one."""
+"""The public functions: compile a model, and load a saved pipeline."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def compile(
     offload: Offload | bool | float | str = False,
     **old_spellings: Any,
 ) -> Pipeline:
-    """Compile a model into one program a rank.
+    """Compile a model into one program per rank.
 
     model: any module, on the CPU, a GPU, or the meta device; it is not changed.
     example: one microbatch, a mapping of keyword arguments or a tuple of arguments.
@@ -68,8 +68,8 @@ def compile(
         hold the same values, else RunError.
 
     schedule: the name of a family (``fxpipe simulate --help`` lists them); ``auto``, the one with the
-        shortest simulated step over all families, placements and one or two stages a rank; a Schedule; or
-        the path of one that you wrote, as text or as torch's CSV.
+        shortest simulated step over all families, placements and one or two stages per rank; a Schedule; or
+        the path of a schedule as text or as torch's CSV.
     stages_per_rank, placement: ``plain`` (stage s on rank s mod ranks) or ``v`` (down the ranks and back
         up).  By default the schedule's own.
     split_points: module paths that begin the second and later stages, instead of cuts by cost.
@@ -97,11 +97,12 @@ def compile(
     Where the forward branches on other data, the example decides, and each microbatch is checked to decide
     alike, else RunError, which names the line.
 
-    Under torchrun all ranks call it alike; rank 0 compiles and the others receive the programs.
+    Under torchrun all ranks must call it with the same arguments; rank 0 compiles and the others receive the
+    programs.
     Raises CaptureError, PartitionError, VocabularyError or ScheduleError, each with what to do, and RunError
     where the number of processes is not ``ranks``.
     """
-    # Here, as ``load`` needs neither the compiler nor the schedule search with its compiled kernels.
+    # Imported here, as ``load`` needs neither the compiler nor the schedule search with its compiled kernels.
     from fxpipe.compiler import compile_model, phases
     from fxpipe.options import Options, as_offload, check, parse_bytes
     from fxpipe.progress import Phases

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 
 class FxpipeError(Exception):
-    """Base of all of them."""
+    """Base class of all errors of fxpipe."""
 
 
 class CaptureError(FxpipeError):
     """The model or its loss cannot be traced.
 
-    ``fixable``: the inputs whose values alone decide what cannot be; with them in ``fixed`` it may be traced.
+    ``fixable``: the inputs whose values decide the untraceable part; with them in ``fixed`` it can be traced.
     """
 
     def __init__(self, message: str, fixable: Sequence[str] = ()) -> None:
@@ -23,15 +23,15 @@ class SizeError(FxpipeError):
 
 
 class PartitionError(FxpipeError):
-    """The model cannot be cut as asked."""
+    """The model cannot be cut as requested."""
 
 
 class VerifyError(FxpipeError):
-    """A rewrite left the graph in a state that it must not be in: a fault in fxpipe."""
+    """A rewrite violated an invariant of the graph: a bug in fxpipe."""
 
 
 class ScheduleError(FxpipeError):
-    """A schedule is unknown, incomplete, or not one that can run."""
+    """A schedule is unknown, incomplete, or cannot run."""
 
 
 class LimitError(ScheduleError):
@@ -43,7 +43,7 @@ class LimitError(ScheduleError):
 
 
 class DeadlockError(ScheduleError):
-    """A schedule in which ranks would wait for each other for ever."""
+    """A schedule in which ranks would wait for each other forever."""
 
 
 class ArtifactError(FxpipeError):
@@ -51,7 +51,7 @@ class ArtifactError(FxpipeError):
 
 
 class BatchError(FxpipeError):
-    """A batch is not like the example that the pipeline was compiled for."""
+    """A batch differs from the example with which the pipeline was compiled."""
 
 
 class RunError(FxpipeError):
@@ -59,7 +59,7 @@ class RunError(FxpipeError):
 
 
 class VocabularyError(FxpipeError):
-    """The vocabulary layers cannot be found, or not be split over the ranks."""
+    """The vocabulary layers cannot be found, or cannot be split over the ranks."""
 
 
 def __getattr__(name: str) -> type[FxpipeError]:

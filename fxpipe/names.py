@@ -1,8 +1,8 @@
-"""Names are data: any text, made safe for the one place where it is to stand.
+"""Makes names safe: any text as an identifier, literal, comment, docstring or label.
 
-A module, a parameter, a class, a file or a key of the batch may be called anything.  Whatever writes such a
-name down does it with a function of this module, so that the name neither ends the string, comment or label
-that it stands in nor becomes code or markup.
+A module, a parameter, a class, a file or a key of the batch can have any name.  All code that writes such a
+name uses a function of this module, so that the name cannot end the string, comment or label that contains
+it, or become code or markup.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ def identifier(text: str) -> str:
     """
     word = re.sub(r"[^0-9A-Za-z]+", "_", text)
     word = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", word).lower().strip("_")
-    word = word[-LONGEST_IDENTIFIER:].strip("_")  # the end says most: an op, the innermost module
+    word = word[-LONGEST_IDENTIFIER:].strip("_")  # the end is most specific: an op, the innermost module
     if not word:
         return "unnamed"
     return f"_{word}" if word[0].isdigit() else word
 
 
 def text_literal(text: str) -> str:
-    """A Python string literal, on one line, of characters that print."""
+    """A Python string literal on one line, of printable characters."""
     return '"' + printable(text.replace("\\", "\\\\").replace('"', '\\"')) + '"'
 
 
 def printable(text: str) -> str:
-    """The text on one line: characters that do not print become escapes such as ``\\n`` or ``\\u202e``.
+    """The text on one line: unprintable characters become escapes such as ``\\n`` or ``\\u202e``.
 
     The result can be encoded, is allowed in XML, ends no comment and moves no terminal's cursor.
     """
@@ -52,13 +52,13 @@ def comment(text: str) -> str:
 
 
 def docstring(lines: Iterable[str]) -> str:
-    """The lines between triple quotes; none of them can end the docstring."""
+    """The lines between triple quotes, escaped so that none can end the docstring."""
     body = "\n".join(printable(line).replace("\\", "\\\\").replace('"', '\\"') for line in lines)
     return f'"""{body}\n"""'
 
 
 def shortened(text: str) -> str:
-    """The printable text with its middle left out where it is too long for a label."""
+    """The printable text, without its middle if it is too long for a label."""
     text = printable(text)
     if len(text) <= LONGEST_LABEL:
         return text
@@ -67,8 +67,8 @@ def shortened(text: str) -> str:
 
 
 def dot_label(lines: Iterable[str]) -> str:
-    """A label or tooltip of graphviz, to be given to the ``graphviz`` package."""
-    import graphviz  # here, as programs and the command line's help draw nothing
+    """A label or tooltip for the ``graphviz`` package."""
+    import graphviz  # imported here, as programs and the command line's help draw nothing
 
     label: str = graphviz.escape("\n".join(printable(line).replace("&", "&amp;") for line in lines))
     return label
@@ -80,7 +80,7 @@ def dot_html(text: str) -> str:
 
 
 def terminal(text: str) -> Text:
-    """For rich: brackets are no markup, ``:smile:`` is no emoji, no control character but line breaks."""
+    """Text for rich, without markup, emoji codes or control characters other than line breaks."""
     from rich.text import Text
 
     return Text("\n".join(map(printable, text.split("\n"))))

@@ -1,4 +1,4 @@
-"""A compiled pipeline as the user holds it: run, train, save, simulate, draw."""
+"""The result of a compilation: run, train, save, simulate, draw."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from fxpipe.vocabulary.rows import rows_of
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """One stage: its parameters' names, the costs that the schedule was made with, and its sections (none
-    where the pipeline was loaded or compiled by another rank)."""
+    """One stage: the names of its parameters, the costs with which the schedule was made, and its sections
+    (none if the pipeline was loaded, or compiled by another rank)."""
 
     index: int
     rank: int
@@ -54,9 +54,9 @@ class Stage:
 class Pipeline:
     """The result of ``fxpipe.compile`` and ``fxpipe.load``.
 
-    ``parameters`` and ``buffers`` are the model's own tensors: training the pipeline trains the model
-    (under torchrun, the part of it that this rank holds).  Where ``model``, which was compiled, was given
-    other ones since, the next step works on those.
+    ``parameters`` and ``buffers`` are the model's own tensors: training the pipeline trains the model (under
+    torchrun, the part that this rank holds).  If the tensors of ``model`` are replaced, the next step uses
+    the new ones.
     """
 
     artifact: Artifact
@@ -109,10 +109,10 @@ class Pipeline:
         return self.plan.ordered
 
     def simulate(self, sizes: Mapping[str, int] | None = None) -> Timeline:
-        """The step as simulated: times, bubbles and the bytes that each rank holds between ops.
+        """Simulate the step: times, bubbles and the bytes that each rank holds between ops.
 
-        sizes: other lengths than the example's, ``{"microbatch": 2, "sequence": 4096}``; ``compile`` must
-            have been given the names, as ``dimensions``.  Stages and schedule stay as they are.
+        sizes: other lengths than the example's, ``{"microbatch": 2, "sequence": 4096}``; the names
+            must be in ``dimensions`` of ``compile``.  Stages and schedule do not change.
         Raises SizeError for an unknown name and for a length below one.
         """
         costs = self.plan.costs
@@ -121,7 +121,7 @@ class Pipeline:
     def run_local(
         self, batch: Any, *, step: int = 0, threads: int = 1, measure_memory: bool = False
     ) -> LocalResult:
-        """Run one step of all ranks in this process, the programs taking turns.
+        """Run one step of all ranks in this process, in turns.
 
         batch: leading dimension = microbatches × the example's.  step: number of the step, for random
         numbers.  threads: intra-op threads of each rank; 1 is what torchrun gives, and then the result is
@@ -133,9 +133,9 @@ class Pipeline:
     def step(self, batch: Any) -> torch.Tensor:
         """Run one training step of this rank; return the loss of the whole batch, on every rank.
 
-        Gradients are added to the parameters' ``.grad``.  Needs torchrun with one process a rank (a
-        pipeline of one rank runs as it is).  If a rank fails, all raise RunError with its message, and
-        their processes end soon after, whether or not the error is caught.
+        Gradients are added to the parameters' ``.grad``.  Needs torchrun with one process per rank (a
+        pipeline of one rank runs without it).  If a rank fails, all ranks raise RunError with its message,
+        and their processes end soon after, whether or not the error is caught.
         """
         return self._runner.step(batch)
 
@@ -145,13 +145,14 @@ class Pipeline:
 
     @property
     def runtime(self) -> Runtime:
-        """The runtime of this process's program."""
+        """The runtime of this process's rank."""
         return self._runner.runtime
 
     def optimizer(
         self, cls: type[torch.optim.Optimizer], *, clip_grad_norm: float | None = None, **options: Any
     ) -> PipelineOptimizer:
-        """A torch optimizer over this rank's parameters; ``clip_grad_norm`` is of the whole model's norm."""
+        """A torch optimizer of this rank's parameters; ``clip_grad_norm`` clips by the norm of the whole
+        model."""
         self._state.follow_model()
         rt = self.runtime
         held = {name: self.parameter(name) for name in self.plan.tensors[rt.rank].gradients}
@@ -161,11 +162,11 @@ class Pipeline:
         return PipelineOptimizer(cls(list(held.values()), **options), counted, total, clip_grad_norm)
 
     def synchronize(self) -> None:
-        """Give every rank the values that each parameter and buffer has on the rank that holds it.
+        """Copy each parameter and buffer from the rank that holds it to all ranks.
 
-        Under torchrun a rank trains what it holds and leaves the rest of its model as it was.  All ranks call
-        this, before ``state_dict``, or before another pipeline of the same model is run.  Raises RunError
-        where this process has not the whole model (a loaded pipeline, a model on the meta device).
+        Under torchrun a rank trains only the tensors that it holds.  All ranks must call this before
+        ``state_dict``, or before another pipeline of the same model runs.  Raises RunError if this process
+        does not have the whole model (a loaded pipeline, a model on the meta device).
         """
         if self.process is None:
             return
@@ -196,7 +197,7 @@ class Pipeline:
         return {name: t.detach() for name, t in (*self.parameters.items(), *self.buffers.items())}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Give parameters and buffers their values; a model on the meta device gets its tensors by this.
+        """Load values of parameters and buffers; this also gives tensors to a model on the meta device.
 
         Call it before ``optimizer`` and the first ``step``.  Raises ArtifactError for a name that is
         missing or has another shape.
@@ -229,7 +230,7 @@ class Pipeline:
     def explain(self) -> None:
         """Print the reasons for the schedule: the candidates of ``schedule="auto"``, the fastest first, with
         each one's step, peak memory, and offloaded and recomputed values."""
-        from rich.console import Console  # here, as a run that trains explains and draws nothing
+        from rich.console import Console  # imported here, as training does not need it
 
         from fxpipe.viz.explanation import explain
 

@@ -108,19 +108,19 @@ def _head(
     commits = ", ".join(f"{c} ({n} rows)" for c, n in Counter(row["commit"] for row in rows).most_common())
     intro = f"""# What works
 
-{len(trained)} models, nearly all of which nobody of this project wrote, with tiny random configurations,
-compiled as they are. Right with every option tried: {of[RIGHT]}, {fixed} of them with `fixed=[…]` as the
-error without it says; refused clearly: {of[REFUSED]}; failed unclearly: {of[FAILED]}; wrong: {of[WRONG]}.
+{len(trained)} models, nearly all from other projects, with tiny random configurations and unchanged
+code. Right with every option tried: {of[RIGHT]}, {fixed} of them with `fixed=[…]`, as the error without it
+says; refused clearly: {of[REFUSED]}; failed unclearly: {of[FAILED]}; wrong: {of[WRONG]}.
 {of[RANDOM]} more draw random numbers of their own: they run, and cannot be compared.
 
-Each was compiled for {MICROBATCHES} microbatches of {ROWS} rows and run by `run_local`, in training mode, in
-double precision and without dropout. *Right* means: the loss, every gradient and every buffer after the step
-are eager's, up to what rounding makes of them (1e-9; 1e-5 for a model that computes a part in single
-precision; more where eager's own results move by more when its parameters are rounded); the same names share
-memory as after eager's step; and compiling left parameters and buffers as they were, bit by bit, and no
-tensor of the trace behind. *Refused* is an error of fxpipe that says what and where; *failed* is any other,
-an error of a rank while it runs, or a process that took too long or too much memory. Models that eager does
-not train on the example are listed at the end and not counted.
+Each model was compiled for {MICROBATCHES} microbatches of {ROWS} rows and run by `run_local`, in training
+mode, in double precision and without dropout. *Right* means: the loss, every gradient and every buffer
+after the step equal eager's up to rounding (1e-9; 1e-5 for a model that computes a part in single
+precision; more if eager's own results change by more when its parameters are rounded); the same names share
+memory as after eager's step; compiling left parameters and buffers bit-identical, and no tensor of the
+trace alive. *Refused* is an error of fxpipe that says what and where. *Failed* is any other error, an error
+of a rank while it runs, or a process that took too long or too much memory. Models that eager does not
+train on the example are listed at the end and not counted.
 
 | option | |
 |---|---|
@@ -182,8 +182,8 @@ def _counts(trained: dict[str, dict[str, Row]], options: list[str]) -> list[str]
     return [
         *lines,
         "",
-        "Under an option: right or running, of those that it applies to (`vocab` asks for a vocabulary).",
-        "*fixed*: those of *right* that need `fixed=[…]`.",
+        "Under an option: right or running, of the models that it applies to (`vocab` needs a vocabulary).",
+        "*fixed*: the models of *right* that need `fixed=[…]`.",
         "",
     ]
 

@@ -1,12 +1,12 @@
-"""Values that traced Python code may read, and the checks that the program then needs.
+"""Values that traced Python code reads, and the checks that the program then needs.
 
-    of constants alone            ──►  the value, nothing to check
-    of buffers alone              ──►  the value, and an ``expect`` that holds it
-    of the microbatch             ──►  the example's value, and an ``expect`` that holds it, but for numbers
-                                       that no other microbatch would share
-    of random numbers             ──►  the value that all draws of them gave, and an ``expect`` that holds it
+    depends on constants alone    ──►  the value, without a check
+    depends on buffers alone      ──►  the value, and an ``expect`` of it
+    depends on the microbatch     ──►  the example's value, and an ``expect`` of it, except for floating-point
+                                       numbers, which no other microbatch would share
+    depends on random numbers     ──►  the value that all draws of them gave, and an ``expect`` of it
     indices by a mask that picks
-    all or nothing in the example ──►  those indices, and an ``expect`` that it does
+    all or nothing in the example ──►  those indices, and an ``expect`` of the mask
 
 Other shapes that depend on the microbatch, and floating-point numbers of it, are refused.
 """
@@ -32,17 +32,17 @@ Sources = frozenset[Input]
 
 
 def _lasting(sources: Sources) -> bool:
-    """Whether what is made of these stays the same from one microbatch to the next."""
-    return all(x.kind is Kind.BUFFER for x in sources)  # those that the step changes are refused later on
+    """Whether a value with these inputs is the same for all microbatches."""
+    return all(x.kind is Kind.BUFFER for x in sources)  # buffers that the step changes are refused later
 
 
 class Answers:
     """inputs: the kind of each placeholder of the trace, and its real tensor.
-    place: says where the model's code is now."""
+    place: returns the current place in the model's code."""
 
     def __init__(self, inputs: Sequence[tuple[Input, torch.Tensor]], place: Callable[[], str]):
         self._example, self._place = Example(inputs), place
-        self._asked: set[Input] = set()  # what the last question depends on
+        self._asked: set[Input] = set()  # the inputs on which the last value depends
 
     def numbers(self, tensor: torch.Tensor) -> list[Any]:
         """The tensor's elements as Python numbers.
@@ -65,9 +65,10 @@ class Answers:
         return numbers
 
     def result(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of an op whose shape depends on values; None where that may be another one next time.
+        """The result of an op whose shape depends on values; None if other microbatches may have other
+        shapes.
 
-        A copy of it, which the model may write to.
+        The result is a copy, which the model may write to.
         """
         self._asked.clear()
         if func is aten.nonzero.default:
@@ -93,12 +94,13 @@ class Answers:
         return pytree.tree_map_only(torch.Tensor, aten.clone.default, result)
 
     def fixable(self) -> tuple[str, ...]:
-        """The inputs of the microbatch that the last question depends on; none if parameters do as well."""
+        """The inputs of the microbatch on which the last value depends; none if it also depends on
+        parameters."""
         known = {x for x in self._asked if x.kind is not Kind.BUFFER}
         return tuple(sorted(x.name for x in known)) if all(x.kind is Kind.BATCH for x in known) else ()
 
     def remedy(self) -> str:
-        """What to do about the last question besides, for messages."""
+        """A further remedy for the last value, for messages."""
         names = self.fixable()
         if not names:
             return ""
@@ -106,7 +108,7 @@ class Answers:
         return f", or, if {subject} the same in all batches, compile with fixed={list(names)}"
 
     def _indexed(self, tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        """Masks among the indices are replaced by the positions that they pick."""
+        """Replace masks among the indices by the positions that they pick."""
         places: list[torch.Tensor | None] = []
         for index in indices:
             if index is None or index.dtype not in (torch.bool, torch.uint8):
@@ -121,7 +123,7 @@ class Answers:
         return found
 
     def _picked(self, mask: torch.Tensor) -> torch.Tensor | None:
-        """The positions of what is not zero, if these are known: a real tensor."""
+        """The positions of nonzero elements as a real tensor, if they are known."""
         value, sources = self._value(mask)
         with compat.no_modes():
             positions = value.nonzero()
@@ -138,15 +140,15 @@ class Answers:
         return positions
 
     def _hold(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Let the program check that a tensor has this value, which becomes a constant of it."""
+        """Add a check that a tensor has this value, which becomes a constant of the program."""
         with compat.no_modes():
             held = value.clone()
         expect_op(aten.all.default(aten.eq.Tensor(tensor, held)), [True], self._place())
 
     def _value(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Sources]:
-        """The real value, and what it depends on."""
+        """The real value, and the inputs on which it depends."""
         node = compat.traced_node(tensor)
-        if node is None:  # made by no op of the trace
+        if node is None:  # not computed by an op of the trace
             return tensor, frozenset()
         value, sources = self._example.value(node, compat.traced_constants(), self._place())
         self._asked |= sources
@@ -154,7 +156,7 @@ class Answers:
 
 
 class Questions(TorchFunctionMode):
-    """While entered, what code asks tensors behind the dispatcher's back goes through it."""
+    """While entered, intercepts reads of tensors that do not pass the dispatcher."""
 
     def __init__(self, answers: Answers, place: Callable[[], str]):
         super().__init__()
@@ -189,7 +191,7 @@ class Questions(TorchFunctionMode):
             return torch.tensor(numbers, dtype=tensor.dtype).reshape(tensor.shape).numpy()
 
     def _set_data(self, tensor: torch.Tensor, data: torch.Tensor) -> None:
-        """``x.data = y`` as a write in place, which the graph shows."""
+        """``x.data = y`` as an in-place write, which the graph shows."""
         if data is tensor:
             return
         for what in ("shape", "dtype", "device"):

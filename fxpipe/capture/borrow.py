@@ -1,8 +1,8 @@
-"""The user's model lent to the trace: fake tensors in it for as long as that runs, then all as it was.
+"""Lends the user's model to the trace: it has fake tensors during the trace and is restored afterwards.
 
-A forward may write whatever it likes to its modules: it caches tables, counts calls, registers buffers, casts
-a layer.  Under the trace those would be fake tensors.  So every attribute, container and plain object that
-hangs on the model is noted before and put back after, whatever happened in between.
+A forward may write anything to its modules: it caches tables, counts calls, registers buffers, casts a layer.
+During the trace those would be fake tensors.  So the contents of every attribute, container and plain object
+that the model refers to are recorded before the trace and restored after it, also after an error.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fxpipe.errors import CaptureError
 _CONTAINERS = (dict, list, set, deque)
 _VALUES = (str, bytes, int, float, complex, torch.Tensor, torch.dtype, torch.device, type(None))
 _CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
-#: Packages whose cached functions hold no tensors of a model.
+#: Packages whose cached functions never hold tensors of a model.
 _OTHERS = frozenset({*sys.stdlib_module_names, "torch", "sympy", "numpy", "fxpipe"})
 
 
@@ -73,7 +73,7 @@ class Snapshot:
 
 
 def _modules_of(function: Any) -> list[nn.Module]:
-    """The modules that a loss function is, is a method of, or closes over."""
+    """The modules of a loss function: itself, its object, or those in its closure."""
     found = [function, getattr(function, "__self__", None)]
     for cell in getattr(function, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # a variable that has no value yet
@@ -138,9 +138,9 @@ def replace_tensors(snapshot: Snapshot, fakes: dict[int, torch.Tensor]) -> None:
 
 
 def _convert(path: str, module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
-    """``module.to(…)`` inside the forward: nothing to do, or an error.
+    """``module.to(…)`` inside the forward: a no-op, or an error.
 
-    nn.Module's own way exchanges the tensors, which the trace would lose sight of.
+    nn.Module's own implementation replaces the tensors, which the trace could not follow.
     """
     for tensor in (*module.parameters(recurse), *module.buffers(recurse)):
         new = function(tensor)
@@ -154,8 +154,8 @@ def _convert(path: str, module: nn.Module, function: Any, recurse: bool = True) 
 
 @contextlib.contextmanager
 def borrowed(model: nn.Module, loss_fn: Any, fakes: dict[int, torch.Tensor]) -> Iterator[Snapshot]:
-    """The model with fake tensors for its own; afterwards it, the loss function, the caches of functions that
-    it called and the generators of random numbers are as they were."""
+    """The model with fake tensors; on exit the model, the loss function, the caches of the functions that it
+    called and the random number generators are restored."""
     snapshot = Snapshot.of(model, loss_fn)
     generators = random.getstate(), np.random.get_state()
     calls = [(f, f.cache_info().misses) for f in _cached_functions(model)]

@@ -1,10 +1,10 @@
-"""Buffers that the step changes: one read of each, and a new value that an op makes.
+"""Gives each buffer that the step changes one read, and a new value that an op computes.
 
 before: k ──► mul, exp, output["buffers"]["k"] = add
 after:  k ──► read_buffer ──► mul, exp;   output["buffers"]["k"] = add
 
-The read is a value like any other from then on: saved for B and W, sent to other stages, never read again
-after a later microbatch has written the buffer.
+The result of the read is an ordinary value: saved for B and W, sent to other stages, never read again after a
+later microbatch has written the buffer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 def read_once(graph: fx.Graph) -> None:
-    """Read each buffer that the step changes in one place, and give it a value that an op makes."""
+    """Insert one read of each buffer that the step changes, and give it a new value that an op computes."""
     inputs = {n.meta["input"]: n for n in graph.find_nodes(op="placeholder")}
     old = {name: inputs.get(Input(Kind.BUFFER, name)) for name in output_dict(graph)["buffers"]}
     _set_buffers(graph, {n: v for n, v in output_dict(graph)["buffers"].items() if v is not old[n]})
@@ -64,7 +64,7 @@ def read_once(graph: fx.Graph) -> None:
 
 
 def _copy(graph: fx.Graph, value: fx.Node, read: fx.Node | None) -> fx.Node:
-    """A copy of an input or of another buffer, made where the buffer that it is for is read."""
+    """A copy of an input or of another buffer, next to the read of the buffer that gets it."""
     places = [n for n in (read, value) if n is not None and n.op != "placeholder"]
     at = next((n for n in reversed(graph.nodes) if n in places), None)
     with graph.inserting_after(at) if at is not None else graph.inserting_before(_first_op(graph)):
@@ -83,9 +83,10 @@ def _set_buffers(graph: fx.Graph, buffers: dict[str, fx.Node]) -> None:
 
 
 def check_branches(graph: fx.Graph) -> None:
-    """No Python branch can hang on buffers alone that the step changes: it would go another way later on.
+    """Raise CaptureError if a Python branch depends only on buffers that the step changes, as it would later
+    differ.
 
-    A value that depends on the microbatch as well is left to the check at run time.
+    A value that also depends on the microbatch is checked at run time.
     """
     moving: dict[fx.Node, str] = {}  # -> the buffer that it depends on
     of_batch: set[fx.Node] = set()

@@ -1,7 +1,7 @@
-"""Reentrant activation checkpointing, captured as the other kind.
+"""Captures reentrant activation checkpointing as non-reentrant.
 
-The backward of the reentrant kind runs the forward again and calls autograd anew, where no trace of a
-gradient sees it.  The other kind runs the same ops and lets autograd record them.
+The backward of reentrant checkpointing reruns the forward and calls autograd inside autograd, which a trace
+cannot record.  Non-reentrant checkpointing runs the same ops and lets autograd record them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def recorded_checkpoints() -> Iterator[None]:
 class _Recorded:
     """Takes the place of ``torch.utils.checkpoint.CheckpointFunction``, whose gradients it has.
 
-    Those end where a custom autograd function's end: at the tensors that are arguments or results themselves,
-    not within a list; without an argument that needs a gradient nothing gets one.
+    As for any custom autograd function, gradients flow only through tensors that are themselves arguments or
+    results, not through lists of them, and only if an argument needs a gradient.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The traced graph brought into fxpipe's words.
+"""Converts the traced graph to fxpipe's form.
 
 before: flat placeholders and outputs, constants as attributes, random ops on torch's hidden generator
 after:  placeholders with an ``Input``, a named output dict, constants as placeholders, random ops that
@@ -136,7 +136,7 @@ def _copied(
 
 
 def _place_sums(graph: fx.Graph) -> None:
-    """A sum that autograd's engine made has the place of the op whose result it is the gradient of."""
+    """Give a sum of autograd's engine the path and line of the op whose result it is the gradient of."""
     for node in reversed(graph.nodes):
         origin = node.meta.get("origin")
         if origin is not None and origin.backward and not origin.path and not origin.source:
@@ -145,7 +145,7 @@ def _place_sums(graph: fx.Graph) -> None:
 
 
 def _short_paths(paths: set[str]) -> dict[str, str]:
-    """Module paths for names: without the first component where what remains says as much."""
+    """Module paths for names: without the first component if the rest is unambiguous."""
     owners: dict[str, set[str]] = {}
     for path in paths:
         first, _, rest = path.partition(".")

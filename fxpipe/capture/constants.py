@@ -1,4 +1,4 @@
-"""The tensors that a trace found neither among the model's parameters and buffers nor in the batch."""
+"""Checks constants: tensors of a trace that are not parameters, buffers or in the batch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from fxpipe.ir.graph import Kind, Origin
 
 
 def check_constants(module: fx.GraphModule, tensors: Sequence[Registered]) -> None:
-    """Raise CaptureError for a constant that should be none: a program would hold its value of today.
+    """Raise CaptureError for a tensor that must not be a constant, since a program would keep its current
+    value.
 
-    Such are the memory of a parameter or buffer that the forward reached by another way than its module,
-    trainable parameters of no module, and what no program can hold.
+    These are parameters or buffers that the forward reaches by another way than their modules, trainable
+    tensors that no module registers, and objects that a program cannot hold.
     """
     nodes = [n for n in module.graph.find_nodes(op="get_attr") if n.users]
     for node in nodes:

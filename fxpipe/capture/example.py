@@ -1,8 +1,8 @@
-"""The example's real values, where a trace must know one: a Python branch on data, a number read from it.
+"""Computes real values of the example if a trace needs one: for a Python branch on data, or a number.
 
     part of the graph that is being traced, real inputs  ──►  the value of one of its nodes
 
-Only the ops that lead to the value are run, in-place ops on it included.
+Only the ops that lead to the value are run, including in-place ops on it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fxpipe.ir import compat
 from fxpipe.ir.graph import Input, Kind
 from fxpipe.ir.storage import draws_numbers, storage_root, written_arguments
 
-#: Random numbers that the code asks about are drawn so often, and the answer has to be the same each time.
+#: Number of draws of random numbers that code reads; the value must be the same each time.
 DRAWS = 32
 RANDOM = Input(Kind.KEY, "key")
 
@@ -34,9 +34,9 @@ class Example:
     def value(
         self, node: fx.Node, root: torch.nn.Module, place: str
     ) -> tuple[torch.Tensor, frozenset[Input]]:
-        """The node's value, and what it depends on; on nothing: it is the same for all data.
+        """The node's value, and the inputs on which it depends; none if it is the same for all data.
 
-        root: where the graph's constants hang.  place: of the code that asks, for messages.
+        root: the module with the graph's constants.  place: of the code that reads the value, for messages.
         Raises CaptureError for a value that varies with random numbers, and for tensors without values.
         """
         needed = _needed(node)
@@ -46,7 +46,7 @@ class Example:
         with compat.no_modes(), torch.no_grad():
             reals = {n: _real(tensor, place) for n, (_, tensor) in given.items()}
             if not any(draws_numbers(n) for n in needed):
-                # What is written to is run anew for every question.
+                # Values that are written to are recomputed for every read.
                 writes = any(is_mutating(n) for n in needed)
                 return _run(node, needed, {} if writes else self._known, reals, root), sources
             with torch.random.fork_rng(devices={x.get_device() for x in reals.values() if x.is_cuda}):
@@ -85,7 +85,7 @@ def _run(
     reals: dict[fx.Node, torch.Tensor],
     root: torch.nn.Module,
 ) -> Any:
-    """The node's value.  values: those that are known, to which all others that lead to it are added."""
+    """The node's value.  values: known values, to which those that lead to it are added."""
     writes = any(is_mutating(n) for n in needed)
     for n in node.graph.nodes:
         if n not in needed or n in values:

@@ -1,4 +1,4 @@
-"""A failed trace as an error for the user: the cause, the place in the model, the remedy."""
+"""Explains a failed trace to the user: the cause, the place in the model, the remedy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 
 _DENSE = "Add up over the indices of what is not zero instead (index_add, scatter_add), or keep it dense."
-#: What a trace fails on: a text of the error or of a file on its way -> what it is, and what to do.
+#: Causes of failed traces: a text in the error or in a file of the traceback -> its meaning, and the remedy.
 _UNSUPPORTED = (
     (
         "HigherOrderOperator",
@@ -40,7 +40,7 @@ def explained(error: Exception, provenance: Provenance) -> CaptureError:
         )
     for text, what, remedy in _UNSUPPORTED:
         if text in str(error) or any(text in file for file in _files(error)):
-            torch.compiler.reset()  # which such an operator leaves half done
+            torch.compiler.reset()  # such an operator leaves it in an inconsistent state
             return CaptureError(f"The model uses {what}, in {where}, which a program cannot hold. {remedy}")
     return CaptureError(
         f"The model cannot be traced, in {where}: {type(error).__name__}: {_first_line(error)}\n"

@@ -1,7 +1,8 @@
-"""State that a trace freezes without a node in the graph: Python values, and generators of random numbers.
+"""Warns of state that a trace freezes: Python values, and generators of random numbers.
 
-A program runs the ops that the forward ran once.  State that the forward counts, toggles or draws in Python
-beside them stays as it was then.  Changes that can be detected give a warning that names the line.
+A program runs the ops that the forward ran in the trace.  Python state that the forward changes, as counters,
+toggles and random draws, keeps the value of the trace.  Changes that can be detected give a warning that
+names the line.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
 class Watch:
-    """Made before a trace; ``warn_of_changes`` after it, while the model still holds what the trace left."""
+    """Records state before a trace; ``warn_of_changes`` compares it after the trace, before the model is
+    restored."""
 
     def __init__(self, model: nn.Module, snapshot: Snapshot):
         self._model, self._snapshot = model, snapshot
@@ -33,10 +35,10 @@ class Watch:
     def warn_of_changes(self, read: set[int]) -> None:
         """read: ids of the tensors that the graph holds as constants.
 
-        Raises CaptureError where the forward reads a tensor that is no buffer and puts another in its place.
+        Raises CaptureError if the forward reads a tensor that is not a buffer and replaces it.
         """
         paths = {id(module): path for path, module in self._model.named_modules()}
-        told = set()
+        warned = set()
         for contents, before in self._snapshot.states:
             owner, name = self._snapshot.owners[id(contents)]
             direct = contents is owner.__dict__  # its keys are attributes
@@ -49,8 +51,8 @@ class Watch:
                 )
             for key in _changed(contents, before):
                 place = key if direct else name
-                if place and (id(owner), place) not in told:
-                    told.add((id(owner), place))
+                if place and (id(owner), place) not in warned:
+                    warned.add((id(owner), place))
                     _warn(f"The forward changes {_called(path, place)}{_line(owner, place)}.")
         if random.getstate() != self._python:
             _warn("The forward draws from Python's random numbers.")
@@ -76,7 +78,7 @@ def _warn(what: str) -> None:
 
 
 def _changed(contents: Any, before: Any) -> list[str]:
-    """The keys of plain values that are others than before."""
+    """The keys of plain values that changed."""
     if not isinstance(contents, dict):
         plain = before and all(isinstance(x, _PLAIN) for x in (*contents, *before))
         return [""] if plain and type(before)(contents) != before else []
@@ -89,7 +91,7 @@ def _changed(contents: Any, before: Any) -> list[str]:
 
 
 def _replaced(contents: Any, before: Any, read: set[int]) -> list[str]:
-    """The keys of tensors that the graph holds as constants and that are others now."""
+    """The keys of tensors that the graph holds as constants and that were replaced."""
     if not isinstance(contents, dict):
         return []
     return [str(key) for key, old in before.items() if id(old) in read and contents.get(key) is not old]
@@ -100,7 +102,7 @@ def _called(path: str, attribute: str) -> str:
 
 
 def _line(module: nn.Module, attribute: str) -> str:
-    """Where the module's class sets the attribute, as text; empty where its source does not say."""
+    """The line in which the module's class sets the attribute, as text; empty if it is not found."""
     for cls in type(module).__mro__:
         if cls is nn.Module or cls is object:
             continue

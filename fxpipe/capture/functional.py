@@ -1,9 +1,9 @@
-"""The traced graph made functional: no node writes to a value that another one reads.
+"""Makes the traced graph functional: no node writes to a value that another one reads.
 
-The first trace shows what autograd really ran, in-place ops included.  An op that writes to a value which
-nothing else shares memory with (the mask of a dropout) is made functional where it stands.  Where others
-are left, the graph is run once more through ``torch.func.functionalize``; node metadata is carried across.
-A write to a buffer becomes an output of the step.
+The first trace has the ops that autograd ran, including in-place ops.  An op that writes to a value whose
+memory nothing else shares (the mask of a dropout) is replaced by its functional form.  If other in-place ops
+are left, the graph is traced once more through ``torch.func.functionalize``, which keeps node metadata.  A
+write to a buffer becomes an output of the step.
 
 before: native_batch_norm(x, …, mean, var, training)     which moves mean and var and does not say so
         native_batch_norm_backward(…, mean, var, …)      which reads them in evaluation alone
@@ -33,7 +33,7 @@ def is_mutating(node: fx.Node) -> bool:
 
 
 def functionalize(module: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
-    """Return an equal module without in-place ops, but for ``copy_`` to placeholders at the end."""
+    """Return an equivalent module without in-place ops, except ``copy_`` to placeholders at the end."""
     _declare_writes(module.graph)
     for node in module.graph.nodes:
         for argument in written_arguments(node.target, node.args, node.kwargs):
@@ -53,7 +53,7 @@ def functionalize(module: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
 
 
 def _declare_writes(graph: fx.Graph) -> None:
-    """Batch norms of running statistics in the form whose schema says that they write to them."""
+    """Replace batch norms by the form whose schema marks the running statistics that they write to."""
     for node in graph.nodes:
         if node.target is aten.native_batch_norm.default:
             mean, training = node.args[3], node.args[5]
@@ -66,7 +66,7 @@ def _declare_writes(graph: fx.Graph) -> None:
 
 
 def _replace_alone(graph: fx.Graph) -> None:
-    """Make ops functional that write to values nobody else reads; the trace for it is of these ops only."""
+    """Make in-place ops on unshared values functional; only these ops are traced for it."""
     for node in list(graph.nodes):
         if not is_mutating(node) or not _writes_to_unshared(node):
             continue
@@ -89,7 +89,7 @@ def _replace_alone(graph: fx.Graph) -> None:
 
 
 def _writes_to_unshared(node: fx.Node) -> bool:
-    """Whether the op writes to its first argument alone, which another op made and nothing is a view of."""
+    """Whether the op writes only to its first argument, which another op computed and which has no views."""
     value = node.args[0]
     if not isinstance(value, fx.Node) or value.op != "call_function" or storage_root(value) is not value:
         return False
@@ -103,7 +103,7 @@ def _writes_to_unshared(node: fx.Node) -> bool:
 
 
 def _traced_alone(node: fx.Node) -> fx.Graph | None:
-    """The op in functional form, a placeholder an argument; None where its result would lie otherwise."""
+    """The op in functional form, with a placeholder per argument; None if its result has another layout."""
     sources = node.all_input_nodes
     values = [n.meta.get("val") for n in sources]
     if not all(isinstance(value, torch.Tensor) for value in values):

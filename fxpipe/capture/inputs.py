@@ -19,13 +19,13 @@ from fxpipe.ir.graph import Input, Kind
 from fxpipe.runtime.batch import batch_leaves
 from fxpipe.runtime.tensors import is_dense
 
-#: Elements of an input whose values are part of the program.
+#: Maximum number of elements of an input whose values are part of the program.
 LARGEST_FIXED = 4096
 
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """One placeholder of the trace, with the tensor that it stands for."""
+    """One placeholder of the trace, with its tensor."""
 
     input: Input
     real: torch.Tensor

@@ -1,8 +1,8 @@
-"""Where every traced node comes from: module path, source line, forward or backward, and which forward op.
+"""Finds the origin of every traced node: module path, source line, forward or backward, forward op.
 
-A backward node is known by the forward op that it differentiates.  Autograd numbers the ops that it
-records; a hook on each recorded op says which of them is running backward, and the nodes traced
-meanwhile get its number.  (Operands would not do: a weight gradient uses values of any stage.)
+A backward node is identified by the forward op that it differentiates.  Autograd numbers the ops that it
+records; a hook on each recorded op runs when the op is differentiated, and the nodes traced meanwhile get its
+number.  (Operands cannot identify it: a weight gradient uses values of any stage.)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fxpipe.ir.storage import written_arguments
 _LIBRARY = tuple(os.path.dirname(os.path.abspath(f)) + os.sep for f in (torch.__file__, fxpipe.__file__))
 
 
-#: Its overload's name is a keyword, which neither FX nor a program can write.
+#: The name of its overload is a keyword, which FX and programs cannot write.
 _RANDOM_FROM = getattr(torch.ops.aten.random_, "from")
 
 
@@ -40,8 +40,8 @@ def _random_from(x: torch.Tensor, low: int, high: int) -> torch.Tensor:
 class Provenance(compat.TorchDispatchMode):
     """While entered, gives every node of the running make_fx trace its ``origin``.
 
-    Where the model's code asks for values, ``answers`` has them; ``inputs`` are the graph's placeholders,
-    with their real tensors.  Before the gradient is taken, ``backward_from(loss)`` must be called.
+    ``answers`` has the values that the model's code reads; ``inputs`` are the graph's placeholders with their
+    real tensors.  ``backward_from(loss)`` must be called before the gradient is taken.
     """
 
     def __init__(self, model: nn.Module, inputs: Sequence[tuple[Input, torch.Tensor]]):
@@ -84,7 +84,7 @@ class Provenance(compat.TorchDispatchMode):
         return self._paths[-1] if self._paths else ""
 
     def last_origin(self) -> Origin:
-        """Of what ran last; in the backward, of the forward op that was differentiated, if it is known."""
+        """The origin of the last op; in the backward, of the forward op that was differentiated, if known."""
         forward = self._forward_origin.get(self._last_seq) if self._last_seq is not None else None
         return forward if self._backward and not self._paths and forward else Origin(self.path)
 
@@ -105,7 +105,7 @@ class Provenance(compat.TorchDispatchMode):
         return not file.startswith((*_LIBRARY, "<"))
 
     def backward_from(self, loss: torch.Tensor) -> None:
-        """From now on nodes are backward nodes; watch which recorded op each belongs to."""
+        """Treat all further nodes as backward nodes, and track the recorded op of each."""
         self._backward = True
         seen = set()
         todo = [loss.grad_fn]
@@ -144,7 +144,7 @@ class Provenance(compat.TorchDispatchMode):
         return result
 
     def place(self) -> str:
-        """Where the model's code is, for messages."""
+        """The current place in the model's code, for messages."""
         return f"{self.source() or 'an unknown line'} (module {self.path!r})"
 
     def _label_new_nodes(self) -> None:
@@ -173,8 +173,8 @@ class Provenance(compat.TorchDispatchMode):
     def _random_position(self) -> int:
         """The position of a random op in the model.
 
-        It is told by the state of torch's generator, which is moved on at each op, so that an op
-        that activation checkpointing repeats under a restored state gets the number it had before.
+        It follows from the state of torch's generator, which is advanced at each op, so that an op that
+        activation checkpointing repeats under a restored state gets the same position again.
         """
         with compat.no_modes():
             state = bytes(torch.get_rng_state().numpy())

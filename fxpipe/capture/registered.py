@@ -1,4 +1,4 @@
-"""The parameters and buffers of a model: under which names they hang, and which share memory."""
+"""The parameters and buffers of a model: all their names, and which of them share memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fxpipe.runtime.tensors import storage_bytes
 
 @dataclass(frozen=True, eq=False)
 class Registered:
-    """One parameter or buffer; ``name`` is its first, ``slots`` the modules and keys that it hangs at."""
+    """One parameter or buffer; ``name``: its first name; ``slots``: all modules and keys that refer to it."""
 
     kind: Kind
     name: str
@@ -24,7 +24,7 @@ class Registered:
     slots: tuple[tuple[nn.Module, str], ...]
 
     def now(self) -> list[torch.Tensor | None]:
-        """The tensors there now, one for each slot."""
+        """The current tensors, one for each slot."""
         own = "_parameters" if self.kind is Kind.PARAMETER else "_buffers"
         return [getattr(module, own).get(key) for module, key in self.slots]
 
@@ -32,8 +32,8 @@ class Registered:
 def registered(model: nn.Module) -> list[Registered]:
     """Parameters, then buffers, each once.
 
-    Raises CaptureError for modules that hold theirs out of reach, and for trainable parameters that share
-    memory without being one parameter: the ranks could not keep them equal.
+    Raises CaptureError for modules whose parameters cannot be followed, and for trainable parameters that
+    share memory without being the same parameter: the ranks could not keep them equal.
     """
     slots: dict[int, list[tuple[nn.Module, str]]] = {}
     for path, module in model.named_modules():
@@ -61,7 +61,7 @@ def registered(model: nn.Module) -> list[Registered]:
 
 
 def overlapping(tensors: Iterable[Registered]) -> list[tuple[Registered, Registered]]:
-    """Neighbors in memory that share some of it."""
+    """Pairs of neighbors in memory that overlap."""
     spans = []
     for x in tensors:
         if not x.tensor.is_meta and x.tensor.layout is torch.strided and x.tensor.numel():

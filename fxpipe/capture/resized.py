@@ -1,4 +1,4 @@
-"""The training step captured again at other sizes, to tell which numbers in it are lengths of the example.
+"""Captures the training step again at other sizes, to find which numbers in it are lengths of the example.
 
     captured graph, {"sequence": 256}  ──►  each fake tensor of the graph at a few other sizes
 
@@ -25,7 +25,7 @@ from fxpipe.ir.storage import tensors
 from fxpipe.runtime.batch import batch_leaves
 
 MICROBATCH = "microbatch"
-#: The least determinant of three terms at the points, each as a share of its value in the example.
+#: Minimum determinant of three terms at the points, each relative to its value in the example.
 INDEPENDENT = 1e-7
 
 
@@ -113,7 +113,7 @@ def sample(
         except (CaptureError, SizeError) as error:
             failure = failure or error
     raise SizeError(
-        f"Costs cannot be told for other sizes than the example's. {failure} Leave dimensions out."
+        f"Costs for other sizes than the example's are unknown. {failure} Leave dimensions out."
     ) from failure
 
 
@@ -155,7 +155,7 @@ def _matched(graph: fx.Graph, other: fx.Graph) -> Iterator[tuple[torch.Tensor, t
 def _points(lengths: Mapping[str, int], smaller: bool) -> list[tuple[int, ...]]:
     """Two points that, with the example's, make sizes of one term distinct and any three terms independent.
 
-    smaller: positions fewer than the example's, as a model may have a table of them.
+    smaller: use fewer positions than the example, as a model may have a table of them.
     """
     choices = []
     for name, length in lengths.items():
@@ -164,7 +164,7 @@ def _points(lengths: Mapping[str, int], smaller: bool) -> list[tuple[int, ...]]:
                 [n for n in (3, 5, 7, 11, 13) if n != length] if smaller else [length * k for k in (2, 3, 5)]
             )
         else:
-            # What divides the length four times goes on dividing it first, as strided ops want.
+            # Keep divisors of the length first, as strided ops require.
             steps = [(length & -length) >> k for k in range(length.bit_length())]
             steps = [k for k in steps if k and 4 * k <= length] or [1]
             below = [n for k in steps for n in range(length - k, 2, -k)]
@@ -173,7 +173,7 @@ def _points(lengths: Mapping[str, int], smaller: bool) -> list[tuple[int, ...]]:
         choices.append(some)
     high, low = (monomials(len(lengths), terms) for terms in (1, 2))
     triples = np.array([*itertools.combinations(range(len(low)), 3)])
-    # The rows vary first: any number of them will do.
+    # The number of rows varies first, as any number works.
     for pairs in itertools.product(*(itertools.permutations(c, 2) for c in reversed(choices))):
         points = list(zip(*reversed(pairs), strict=True))
         growth = np.array([tuple(lengths.values()), *points]) / tuple(lengths.values())

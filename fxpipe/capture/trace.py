@@ -50,7 +50,7 @@ class Captured:
 
     @property
     def checks(self) -> int:
-        """How many values of the data each microbatch is checked for."""
+        """The number of checks of each microbatch."""
         return len(output_dict(self.graph)["checks"])
 
 
@@ -82,7 +82,7 @@ def capture(
         with contextlib.suppress(CaptureError):
             return attempt(compat.compiling_flag())
         raise
-    if found.checks > len(fixed):  # eager's way hangs on data: what the model has for compilers may not
+    if found.checks > len(fixed):  # the model's branch for compilers may not depend on data
         with contextlib.suppress(CaptureError):
             return min(found, attempt(compat.compiling_flag()), key=lambda captured: captured.checks)
     return found
@@ -124,7 +124,7 @@ def _attempt(
 
 
 def _check_written(graph: fx.Graph, tensors: Sequence[Registered]) -> None:
-    """Raise CaptureError for a changed buffer that shares memory: the other tensor would change with it."""
+    """Raise CaptureError for a changed buffer that shares memory, as the other tensor would change too."""
     changed = output_dict(graph)["buffers"]
     for x in tensors:
         expanded = any(n > 1 and not step for n, step in zip(x.tensor.shape, x.tensor.stride(), strict=True))
@@ -142,7 +142,7 @@ def _check_written(graph: fx.Graph, tensors: Sequence[Registered]) -> None:
 
 
 class _Step:
-    """The function that is traced: fake parameters, buffers and batch leaves to loss and gradients."""
+    """The traced function, from fake parameters, buffers and batch leaves to loss and gradients."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class _Step:
         return [loss.detach(), *counts, *found.values(), *replaced.values()]
 
     def _example(self) -> Any:
-        """The microbatch with fake tensors, or with their own values for those that are fixed."""
+        """The microbatch with fake tensors, and with real ones for fixed inputs."""
         tensors = []
         for given in self.given:
             if given.input.kind is Kind.BATCH:
@@ -206,7 +206,7 @@ class _Step:
         return pytree.tree_unflatten(leaves, self.spec)
 
     def _replaced(self) -> dict[str, torch.Tensor]:
-        """The buffers that the forward gave a new tensor; raises CaptureError for an impossible change."""
+        """The buffers that the forward replaced.  Raises CaptureError for a change that is not supported."""
         replaced = {}
         for r, given in zip(self.registered, self.given, strict=False):
             kind = r.kind.value
@@ -237,9 +237,9 @@ class _Step:
         return replaced
 
     def _aliases(self, replaced: dict[str, torch.Tensor]) -> list[tuple[str, str]]:
-        """Pairs of names, of which the second is a buffer that the forward gave the memory of the first.
+        """Pairs of names: the forward gave the second, a buffer, the memory of the first.
 
-        Raises CaptureError where that is a parameter, whose memory the optimizer writes to.
+        Raises CaptureError if the first is a parameter, as the optimizer writes to its memory.
         """
         owners: dict[int, Registered] = {}
         pairs = []
@@ -280,7 +280,7 @@ class _Step:
 def _loss_of(
     output: Any, example: Any, loss_fn: Any, gradients: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The scalar loss, and the count that it is a sum over where ``loss_fn`` gives (sum, count)."""
+    """The scalar loss, and the count if ``loss_fn`` returns (sum, count)."""
     count = None
     if loss_fn is not None:
         loss = loss_fn(output, example)

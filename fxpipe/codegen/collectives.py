@@ -1,4 +1,4 @@
-"""The messages between the model's stages and the vocabulary's that are sent as collectives."""
+"""Finds the messages of vocabulary stages that can be sent as collectives."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from fxpipe.schedule.lowering.lower import Collective, CollectiveKind
 def collectives(
     messages: tuple[Message, ...], placement: tuple[int, ...], vocabulary: frozenset[int]
 ) -> tuple[Collective, ...]:
-    """A value to a vocabulary stage on every rank, from one on every rank, or both; other messages go by
-    themselves."""
+    """The collectives: messages to a vocabulary stage on every rank, from one on every rank, or both.  Other
+    messages are sent one by one."""
     numbers = count()
     return tuple(
         Collective(kind, next(numbers), sources, targets)
@@ -23,7 +23,7 @@ def collectives(
 
 
 def values(collective: Collective, messages: tuple[Message, ...]) -> tuple[tuple[str, ...], ...]:
-    """Per source the names of the values that it gives."""
+    """Per source the names of the values that it sends."""
     given: dict[Color, tuple[str, ...]] = {}
     for message in messages:
         if message.source in collective.sources and message.target in collective.targets:

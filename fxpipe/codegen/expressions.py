@@ -1,4 +1,4 @@
-"""Python source for the nodes of a section: one line a node, in the words of ``torch.ops.aten``."""
+"""Python source for the nodes of a section: one line per node, in terms of ``torch.ops.aten``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fxpipe.names import identifier, text_literal
 from fxpipe.runtime.checks import expect
 from fxpipe.runtime.random import keyed
 
-#: Where the generated functions find their inputs that are no values of other sections.
+#: The containers of inputs that are not values of other sections.
 CONTAINERS = {
     Kind.PARAMETER: "params",
     Kind.BUFFER: "buffers",
@@ -28,7 +28,7 @@ CONTAINERS = {
 }
 
 
-#: Names that a program uses itself: imports, definitions, arguments, and variables up to ``_m0``.
+#: Names that a program uses itself: imports, definitions, arguments, and variables without their ``_m0``.
 _OWN = re.compile(
     r"rt|step|torch|keyed|expect|float|complex|MESSAGES|params|buffers|constants|batch|batches|grads|key"
     r"|loss|count|(saved|saved_for_weight|offloaded|offloaded_for_weight|gradients)\d*|collective\d+_\d+"
@@ -38,9 +38,10 @@ _TAKEN = re.compile(rf"({_OWN.pattern}|.*_s\d+|)_*")
 
 
 def variable(name: str) -> str:
-    """The variable for a node's value: the node's name, unless a program has another use for that.
+    """The variable for a node's value: the node's name, with an underscore if a program uses that name
+    itself.
 
-    Different nodes have different variables, and have them still when ``_s1`` is added for a stage.
+    Different nodes have different variables, also after ``_s1`` is added for a stage.
     """
     return f"{name}_" if _TAKEN.fullmatch(name) else name
 
@@ -100,7 +101,7 @@ def expression(node: fx.Node, names: Names) -> str:
 
 
 def literal(value: Any, names: Names) -> str:
-    """An argument as source: a node by its name, an input by its place in its container."""
+    """An argument as source: a node as its variable, an input as an item of its container."""
     match value:
         case fx.Node(op="placeholder") if isinstance(value.meta.get("input"), Input):
             given = value.meta["input"]

@@ -33,12 +33,11 @@ LISTS = {
 
 @dataclass(frozen=True)
 class Signature:
-    """How a section is called.
+    """The signature of a section's function.
 
-    ``containers``: the dicts it reads (``params``, …) and ``key``.  ``lists_in`` / ``lists_out``: the
-    lists that it gets from other phases of its own stage / makes for them, with the values in each.
-    ``values_in`` / ``values_out``: the values that it exchanges with other stages, one by one.
-    ``results``: loss, count and buffers.
+    ``containers``: the dicts that it reads (``params``, …) and ``key``.  ``lists_in``, ``lists_out``: the
+    lists from and to other phases of its own stage, with the values in each.  ``values_in``, ``values_out``:
+    the values from and to other stages.  ``results``: loss, count and buffers.
     """
 
     name: str
@@ -119,7 +118,8 @@ def _returned(section: Section, signature: Signature) -> tuple[list[str], set[st
 
 
 def _body(section: Section, names: Names, returned: set[str]) -> list[str]:
-    """One line a node, under a comment for each source line of the model; dead names are deleted there."""
+    """One line per node, with a comment for each source line of the model, after which dead names are
+    deleted."""
     lines: list[str] = []
     nodes = [n for n in call_nodes(section.graph) if n.target not in (offload, reload)]
     last_use = {n: user for user in nodes for n in user.all_input_nodes}
@@ -144,7 +144,7 @@ def _body(section: Section, names: Names, returned: set[str]) -> list[str]:
 
 
 def _targets(node: fx.Node) -> str:
-    """The left-hand side with its ``=``; nothing for an op that is run for its writes."""
+    """The left-hand side with its ``=``; empty for an op that only writes to its arguments."""
     if _is_unpacked(node):
         items = {int(u.args[1]): variable(u.name) for u in node.users}  # type: ignore[arg-type]
         return ", ".join(items.get(i, "_") for i in range(len(node.meta["val"]))) + " = "
@@ -152,7 +152,7 @@ def _targets(node: fx.Node) -> str:
 
 
 def _is_unpacked(node: fx.Node) -> bool:
-    """Whether the op's tuple is taken apart where it is made."""
+    """Whether the op's tuple is unpacked in the line that computes it."""
     val = node.meta.get("val")
     if node.op != "call_function" or not isinstance(val, (tuple, list)) or len(val) < 2:
         return False

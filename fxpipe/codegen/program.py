@@ -1,4 +1,4 @@
-"""One rank's program: a head, a function for each section, and the schedule as straight code."""
+"""One rank's program: a head, a function for each section, and the schedule as straight-line code."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Tied:
 
 @dataclass(frozen=True, eq=False)
 class RankPlan:
-    """All that one rank's program is made from."""
+    """The input for the source of one rank's program."""
 
     rank: int
     title: tuple[str, ...]  # the lines that the program begins with
@@ -52,11 +52,11 @@ class RankPlan:
     tied: tuple[Tied, ...]
     has_count: bool
     tensors: dict[str, torch.Tensor]  # fake tensors of the values that cross between stages
-    places: Mapping[Activation, int]  # where in its pool the rank keeps offloaded values
+    places: Mapping[Activation, int]  # the offsets of offloaded values in the rank's pool
 
     @cached_property
     def arrives_twice(self) -> frozenset[str]:
-        """Values that more than one stage of this rank is sent from other ranks."""
+        """Values that other ranks send to more than one stage of this rank."""
         joint = {
             (a, b)
             for i in self.instructions
@@ -105,7 +105,7 @@ def _head(plan: RankPlan, names: Names) -> str:
 
 
 def _sent(plan: RankPlan, instruction: Instruction) -> tuple[str, ...]:
-    """The values whose layout an instruction must know."""
+    """The values whose layouts an instruction needs."""
     match instruction:
         case PostRecv() | Send():
             return _names(plan, instruction)
@@ -238,7 +238,7 @@ def _wait_collective(plan: RankPlan, wait: WaitCollective) -> list[_Line]:
 
 
 def _pending(number: int, k: int, m: int) -> str:
-    """The variable for the values that a collective will bring."""
+    """The variable for the pending result of a collective."""
     return f"collective{number}_{k}_m{m}"
 
 
@@ -248,7 +248,7 @@ def _of(name: str, m: int) -> str:
 
 
 def _arriving(plan: RankPlan, name: str, stage: int, m: int) -> str:
-    """The variable that holds a value for ``stage``; two stages of a rank may each be sent one."""
+    """The variable of a received value for ``stage``; two stages of a rank may receive the same value."""
     return f"{variable(name)}_s{stage}_m{m}" if name in plan.arrives_twice else _of(name, m)
 
 

@@ -1,4 +1,4 @@
-"""Lines of generated source, none longer than a reader's screen where there is a place to break it."""
+"""Wraps long lines of generated source at commas."""
 
 from __future__ import annotations
 

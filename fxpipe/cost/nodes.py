@@ -47,7 +47,7 @@ def dtype_of(node: fx.Node) -> torch.dtype:
 
 
 def bytes_moved(node: fx.Node, size: Callable[[fx.Node], Any] = node_bytes) -> Any:
-    """The bytes that the op reads and writes; of a table with rows looked up or added to, those rows alone.
+    """The bytes that the op reads and writes; of a table only the rows that are looked up or added to.
 
     size: the bytes of a node's value, a number or a polynomial; the result is of the same type.
     """

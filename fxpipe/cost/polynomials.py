@@ -1,7 +1,7 @@
 """Sizes as polynomials of the named lengths, read from a few captures of the same step.
 
-A size is one number in each capture.  It is taken for the simplest polynomial that gives them all: one
-term (``32·microbatch·sequence``), else a sum of two (``sequence - 1``, ``source + target``).
+A size is one number in each capture.  It becomes the simplest polynomial with these values: one term
+(``32·microbatch·sequence``), else a sum of two (``sequence - 1``, ``source + target``).
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Shape(tuple[Polynomial, ...]):
 
 
 class Sizes:
-    """Shapes and bytes of the values of a graph that was rewritten since it was sampled.
+    """Shapes and bytes, as polynomials, of the values of a graph that passes have rewritten.
 
     Raises SizeError for a size that no polynomial explains, naming op, module path and source line.
     """
 
     def __init__(self, graph: fx.Graph, resized: ResizedTraces):
-        # Here, as it takes a quarter of a second and few pipelines need it.
+        # Imported here, as it takes a quarter of a second and few pipelines need it.
         from sympy import QQ, Symbol
         from sympy.polys.rings import ring
 
@@ -113,14 +113,14 @@ class Sizes:
             origin = node.meta.get("origin", Origin())
             seen = " and ".join(f"{v} at {p}" for v, p in zip(values, self._points, strict=True))
             raise SizeError(
-                f"Costs cannot be told for other sizes than the example's: {node.target}, in module "
+                f"Costs for other sizes than the example's are unknown: {node.target}, in module "
                 f"{origin.path!r} ({origin.source}), has a size that is no simple polynomial of "
                 f"{', '.join(map(str, self._ring.symbols))}: {seen}. Leave dimensions out."
             )
         return found
 
     def _explained(self, values: Numbers) -> Polynomial | None:
-        """The polynomial of the fewest terms, and of those the one of the simplest numbers."""
+        """The polynomial with the fewest terms, and among those the one with the simplest numbers."""
         if len(set(values)) == 1 and values[0] == int(values[0]):
             return int(values[0])
         scale = math.lcm(*(Fraction(v).denominator for v in values))

@@ -1,4 +1,4 @@
-"""Measured seconds of sections on this device: each is run on made-up inputs and timed."""
+"""Measured times of sections on this device: each section is run on synthetic inputs and timed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FIELDS = {Phase.F: "forward", Phase.B: "backward", Phase.W: "weight"}
 
 
 def measured_seconds(sections: tuple[Section, ...], device: torch.device) -> dict[Color, float]:
-    """The median of a few runs of each section."""
+    """The median seconds of a few runs of each section."""
     taken = {}
     for section in sections:
         module = fx.GraphModule(nn.Module(), section.graph)
@@ -35,7 +35,7 @@ def measured_seconds(sections: tuple[Section, ...], device: torch.device) -> dic
 
 
 def measured_bandwidth(tier: Tier, directory: Path | None, device: torch.device) -> float:
-    """Bytes a second to where activations are offloaded, of the slower way."""
+    """The offload bandwidth in bytes per second, of the slower direction."""
     store = open_store(tier, SAMPLE, directory, device)
     sample = torch.zeros(SAMPLE, dtype=torch.uint8, device=device)
     written = store.write(sample, 0)
@@ -46,7 +46,7 @@ def measured_bandwidth(tier: Tier, directory: Path | None, device: torch.device)
 
 
 def with_seconds(costs: Costs, seconds: Mapping[Color, float]) -> Costs:
-    """``costs`` with these times of sections; bytes and edges stay."""
+    """The costs with measured times of sections; bytes and edges stay."""
     stages = list(costs.stages)
     for color, taken in seconds.items():
         times = {_FIELDS[color.phase]: taken}

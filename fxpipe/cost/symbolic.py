@@ -1,6 +1,6 @@
-"""Costs for any lengths of the named dimensions, as a plan keeps them, so that no new trace is needed.
+"""Costs as polynomials of the named lengths, which a plan stores, so that other sizes need no new trace.
 
-microbatch · (sequence² / 2 - 1)  is kept as  ((1, 2, 1, 2), (-1, 1, 1, 0))
+microbatch · (sequence² / 2 - 1)  is stored as  ((1, 2, 1, 2), (-1, 1, 1, 0))
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def _at(terms: Terms, lengths: Sequence[Any]) -> Any:
 
 @dataclass(frozen=True)
 class Rates:
-    """Of a device: bytes a second to memory and to another rank; the least seconds of an op and a message."""
+    """The rates of a device: bytes per second to memory and to another rank; minimum seconds of an op and a
+    message."""
 
     memory: float
     link: float
@@ -36,7 +37,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Work:
-    """``count`` ops alike, each of so many FLOPs and bytes; ``rate``: the FLOPs a second for their dtype."""
+    """``count`` equal ops, each with its FLOPs and bytes; ``rate``: FLOPs per second for their dtype."""
 
     count: int
     flops: Terms
@@ -86,8 +87,8 @@ class PlanWork:
         return self._stage(self.stages[stage], symbols, sympy.Max)
 
     def costs(self, costs: Costs, sizes: Mapping[str, int]) -> Costs:
-        """The costs at other lengths, from ``costs`` at the example's: bytes are exact, and the times of a
-        stage grow as the analytic ones do, be they analytic or measured.
+        """The costs at other lengths, from ``costs`` at the example's: bytes are exact, and times, analytic
+        or measured, are scaled by the ratio of the analytic ones.
 
         Raises SizeError for an unknown name and for a length below one.
         """
@@ -125,7 +126,7 @@ class PlanWork:
         )
 
     def _bounds(self, op: Work, lengths: Sequence[Any]) -> tuple[Any, Any, float]:
-        """The roofline of ``partition.device``."""
+        """The lower bounds of the roofline in ``cost.device``."""
         computing, moving = _at(op.flops, lengths) / op.rate, _at(op.bytes, lengths) / self.rates.memory
         return computing, moving, self.rates.launch
 
@@ -134,8 +135,8 @@ class PlanWork:
         for name, length in sizes.items():
             if name not in self.lengths:
                 raise SizeError(
-                    f"No dimension is called {name!r}. Known: {known}. (microbatch is, where the example has "
-                    "two rows or more; others as you name them in dimensions.)"
+                    f"No dimension is called {name!r}. Known: {known}. (microbatch exists if the example has "
+                    "two rows or more; name others in dimensions.)"
                 )
             if not isinstance(length, int) or length < 1:
                 raise SizeError(

@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 class Builder:
-    """Appends ops to a graph; :func:`in_order` sorts them in the end."""
+    """Appends ops to a graph; :func:`in_order` sorts them at the end."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
@@ -23,7 +23,7 @@ class Builder:
         self.origin = Origin()
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        """An op on nodes and plain values; its value is found on fake tensors."""
+        """Append an op on nodes and plain values; its value is computed on fake tensors."""
         values, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         val = target(*values, **named)
         with self.graph.inserting_before(self.graph.output_node()):
@@ -34,13 +34,13 @@ class Builder:
         return node
 
     def _name(self, target: Callable[..., Any]) -> str:
-        """After the module and the op."""
+        """A name from the module and the op."""
         place = "_".join(self.origin.path.split(".")[-2:]) or "model"
         packet = getattr(target, "overloadpacket", target)
         return identifier(f"{'d_' if self.origin.backward else ''}{place}_{packet.__name__.strip('_')}")
 
     def copy(self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:
-        """The same op on other arguments."""
+        """Append the same op on other arguments."""
         self.origin = node.meta["origin"]
         return self.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
 

@@ -50,13 +50,13 @@ __all__ = [
     "traced_node",
 ]
 
-#: Raised by a fake tensor where the model asks for a number that only real data has.
+#: Raised by a fake tensor if the model reads a number that only real data has.
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 class FakeMode(FakeTensorMode):
-    """Fake tensors; the CTC loss, whose workspace is as long as the longest target, gets the
-    longest there can be."""
+    """Fake tensors; the workspace of the CTC loss, which depends on the longest target, gets its maximum
+    length."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._ctc_loss.Tensor:
@@ -72,8 +72,8 @@ class FakeMode(FakeTensorMode):
 def compiling_flag() -> Iterator[None]:
     """Let the model see ``torch.compiler.is_compiling()`` as true.
 
-    Models ask it before they branch on data (attention masks, expert routing).  ``is_exporting()`` stays
-    false: they ask that one before they rely on the example's shapes, and a program may.
+    Models query it before they branch on data (attention masks, expert routing).  ``is_exporting()`` stays
+    false: models query it before they rely on the example's shapes, which a program may do.
     """
     module: Any = torch.compiler
     before = module._is_compiling_flag
@@ -85,7 +85,7 @@ def compiling_flag() -> Iterator[None]:
 
 
 def current_sequence_number() -> int:
-    """The sequence number of the autograd node that was made last on this thread."""
+    """The sequence number of the last autograd node of this thread."""
     autograd: Any = torch.autograd
     return int(autograd._get_sequence_nr()) - 1
 
@@ -95,17 +95,17 @@ def sequence_number(grad_fn: Any) -> int:
 
 
 def gradient_hooks(parameter: torch.Tensor) -> list[Any]:
-    """The hooks given to ``parameter.register_hook``."""
+    """The hooks registered by ``parameter.register_hook``."""
     return list((parameter._backward_hooks or {}).values())
 
 
 def has_accumulation_hooks(parameter: torch.Tensor) -> bool:
-    """Whether ``parameter.register_post_accumulate_grad_hook`` was given anything."""
+    """Whether a parameter has hooks of ``register_post_accumulate_grad_hook``."""
     return bool(parameter._post_accumulate_grad_hooks)
 
 
 def is_real(value: Any) -> bool:
-    """Whether it is a tensor with values, under a trace on fake ones."""
+    """Whether a value is a tensor with data, in a trace on fake tensors."""
     return isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
 
 
@@ -115,12 +115,12 @@ def mark_as_parameter(tensor: torch.Tensor) -> None:
 
 
 def is_tracing() -> bool:
-    """Whether a make_fx trace is running, and not Dynamo's within it."""
+    """Whether a make_fx trace is running, without a Dynamo trace inside it."""
     return get_proxy_mode() is not None
 
 
 def traced_graph() -> torch.fx.Graph:
-    """The graph that the make_fx trace now running writes to."""
+    """The graph of the running make_fx trace."""
     mode = get_proxy_mode()
     assert mode is not None, "no make_fx trace is running"
     return mode.tracer.graph
@@ -136,7 +136,7 @@ def traced_constants() -> torch.nn.Module:
 
 
 def traced_node(tensor: torch.Tensor) -> torch.fx.Node | None:
-    """The node of the running trace that stands for a tensor; None for one that the trace has not seen."""
+    """The node of a tensor in the running trace; None if the trace has not seen the tensor."""
     mode = get_proxy_mode()
     assert mode is not None, "no make_fx trace is running"
     slot = get_proxy_slot(tensor, mode.tracer, None)
@@ -144,16 +144,16 @@ def traced_node(tensor: torch.Tensor) -> torch.fx.Node | None:
 
 
 def modules_without_code() -> contextlib.AbstractContextManager[None]:
-    """Let a trace write no Python code for its graph before somebody calls it."""
+    """Defer the Python code of traced graphs until it is called."""
     return _use_lazy_graph_module(True)
 
 
 @contextlib.contextmanager
 def plain_kernels() -> Iterator[None]:
-    """Let ATen choose its own ops and not those of cuDNN and oneDNN.
+    """Let ATen use its own ops instead of those of cuDNN and oneDNN.
 
-    Theirs keep a workspace that a run without autograd leaves empty (``mkldnn_rnn_layer``), or write to
-    arguments without saying so (``cudnn_batch_norm``).
+    The latter keep a workspace that is empty without autograd (``mkldnn_rnn_layer``), or write to arguments
+    that their schemas do not mark (``cudnn_batch_norm``).
     """
     before = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
     torch._C._set_mkldnn_enabled(False)
@@ -166,7 +166,7 @@ def plain_kernels() -> Iterator[None]:
 
 
 def has_kernel(op: OpOverload, device: str) -> bool:
-    """Whether an op has a kernel of its own for this type of device."""
+    """Whether an op has its own kernel for this type of device."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), device.upper())
 
 

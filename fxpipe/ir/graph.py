@@ -82,7 +82,7 @@ def read_buffer(buffer: _T) -> _T:
 
 
 def offload(value: _T) -> _T:
-    """In the graph: a value that may leave the rank; B and W use the ``reload`` of the result alone."""
+    """In the graph: a value that can be offloaded; B and W use only the ``reload`` of the result."""
     return value
 
 

@@ -1,4 +1,4 @@
-"""Values of a graph: which share a storage, how many bytes they hold, which nobody uses."""
+"""The storages of a graph's values: views, roots, bytes, last uses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxpipe.runtime.tensors import storage_bytes
 
 aten = torch.ops.aten
 
-# Returns its input's storage without saying so in its schema.
+# Returns its input's storage, which its schema does not mark.
 _SILENT_VIEWS = {
     aten._unsafe_view.default,
     aten._reshape_alias.default,
@@ -30,7 +30,7 @@ def is_view(node: fx.Node) -> bool:
     """Whether the node's value lives in the storage of its first argument."""
     if node.target is operator.getitem:
         return is_view(node.args[0])  # type: ignore[arg-type]
-    # A trace writes numbers in the place of tensors that it knows: conj(1j).
+    # A trace replaces tensors that it knows by numbers: conj(1j).
     return _returns_view(node.target) and bool(node.args) and isinstance(node.args[0], fx.Node)
 
 
@@ -53,12 +53,12 @@ def written(target: fx.node.Target) -> tuple[str, ...]:
     return tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
-#: Arguments with which an op that may draw random numbers draws none.
+#: Arguments that switch off the randomness of an op.
 _STILL = {"dropout_p": 0.0, "p": 0.0, "train": False}
 
 
 def draws_numbers(node: fx.Node) -> bool:
-    """Whether the op draws random numbers: its tag says so, and no argument switches that off."""
+    """Whether the op draws random numbers: it has the tag, and no argument switches randomness off."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     parameters = node.target._schema.arguments  # type: ignore[union-attr]
@@ -68,7 +68,7 @@ def draws_numbers(node: fx.Node) -> bool:
 
 
 def written_arguments(target: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The arguments that an op writes to: tensors, or the nodes in their place."""
+    """The arguments that an op writes to: tensors, or nodes."""
     names = written(target)
     if not names:
         return []
@@ -77,7 +77,7 @@ def written_arguments(target: Any, args: Any, kwargs: Any) -> list[Any]:
 
 
 def storage_root(node: fx.Node) -> fx.Node:
-    """The node that made the storage which this node's value lives in."""
+    """The node that allocated the storage of this node's value."""
     while node.op == "call_function" and is_view(node):
         node = node.args[0].args[0] if node.target is operator.getitem else node.args[0]  # type: ignore
     return node
@@ -91,9 +91,9 @@ def root_within(node: fx.Node, stage: int) -> fx.Node:
 
 
 def last_uses(graph: fx.Graph) -> dict[fx.Node, fx.Node | None]:
-    """Storages that ops make -> the op that uses one last, None where more than its own stage does.
+    """Per storage that an op allocates the op that uses it last; None if another stage uses it too.
 
-    Of one microbatch a stage runs F, then B, then W; within them ops run in the order of the graph.
+    For one microbatch a stage runs F, then B, then W; within them ops run in graph order.
     """
     last: dict[fx.Node, fx.Node | None] = {}
     for node in graph.nodes:

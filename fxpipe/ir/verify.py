@@ -46,7 +46,7 @@ def verify(graph: fx.Graph, after: str) -> None:
 
 
 def _check_order(graph: fx.Graph, after: str) -> None:
-    """Each node comes behind its arguments, with a name of its own."""
+    """Check that each node follows its arguments and has a unique name."""
     seen: set[fx.Node] = set()
     for node in graph.nodes:
         for source in node.all_input_nodes:

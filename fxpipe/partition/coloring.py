@@ -1,4 +1,4 @@
-"""Stages: which forward nodes each holds, and from them the color of every node.
+"""Assigns forward nodes to stages, and from them a color to every node.
 
 The forward is cut in the order in which it ran.  A backward node belongs to the stage of the forward
 op that it differentiates (autograd's sequence number), whatever its operands are.
@@ -34,7 +34,7 @@ def partition(
     split_points: Sequence[str] | None = None,
     first: int = 0,
 ) -> None:
-    """Give every op that has none its color: a stage, and phase F or B.
+    """Give every op without a color its stage, and phase F or B.
 
     split_points: module paths; each begins a new stage (None: cuts are chosen by cost).
     first: the number of the first stage.
@@ -54,7 +54,7 @@ def partition(
     starts = {c + 1 for c in cuts}
     stage_at = list(accumulate((int(i in starts) for i in range(len(forward))), operator.add))
     stage = {n: stage_at[i] for n, i in position.items()}
-    # A cast or a view of a parameter goes to where it is used, so that no weight is sent.
+    # A cast or a view of a parameter moves to its use, so that no weight is sent.
     for node in reversed(forward):
         users = [stage[u] for u in node.users if u in stage]
         if node in free.in_stage and users and node.target is not operator.getitem:
@@ -74,7 +74,7 @@ def _without_color(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _check_buffers(graph: fx.Graph) -> None:
-    """A buffer that the step changes is read and written in one stage: the next microbatch reads it there."""
+    """Check that each changed buffer is read and written in one stage, where the next microbatch reads it."""
     for read in graph.find_nodes(op="call_function", target=read_buffer):
         name = read.args[0].meta["input"].name
         value = output_dict(graph)["buffers"][name]
@@ -125,7 +125,7 @@ def _cuts_by_cost(
 def _crossing_bytes(
     graph: fx.Graph, position: dict[fx.Node, int], home: dict[fx.Node, int], free: Set[fx.Node]
 ) -> list[float]:
-    """For every position: bytes that a cut after it would send, or inf where it may not be cut."""
+    """For every position the bytes that a cut after it would send, or inf if no cut is allowed."""
     steps = [0.0] * (len(position) + 1)
     barred = [0] * (len(position) + 1)
     last_use: dict[fx.Node, int] = {}
@@ -152,7 +152,7 @@ def _crossing_bytes(
 
 
 def _buffer_spans(graph: fx.Graph, home: dict[fx.Node, int]) -> dict[str, tuple[int, int]]:
-    """From where to where the forward reads and writes each buffer that the step changes."""
+    """The first and last positions at which the forward reads or writes each changed buffer."""
     spans = {}
     reads = {
         n.args[0].meta["input"].name: n for n in graph.find_nodes(op="call_function", target=read_buffer)
@@ -200,9 +200,9 @@ def _cuts_by_path(forward: list[fx.Node], stages: int, split_points: Sequence[st
 def _color(graph: fx.Graph, stage_of: dict[fx.Node, int], stage_of_seq: dict[int, int], first: int) -> None:
     """Write the colors.
 
-    Backward nodes that autograd's engine made itself (sums of gradients, first gradients) have no
-    forward op.  A sum runs where its last summand is ready; what has no gradient among its inputs
-    runs where it is needed first.
+    Backward nodes that autograd's engine made itself (sums of gradients, first gradients) have no forward op.
+    A sum runs where its last summand is ready; an op without gradients among its inputs runs where it is
+    needed first.
     """
     ops = _without_color(graph)
     stage = dict(stage_of)

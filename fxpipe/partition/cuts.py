@@ -1,4 +1,4 @@
-"""Where to cut a chain of costs into contiguous stages, by dynamic programming.
+"""Cuts a chain of costs into contiguous stages, by dynamic programming.
 
 First the smallest possible largest stage is found; then, among all partitions whose largest stage is
 within ``SLACK`` of it, the one whose cuts move the fewest bytes.
@@ -40,7 +40,7 @@ def choose_cuts(seconds: Sequence[float], bytes: Sequence[float], stages: int) -
 
 
 def _smallest_maximum(ends: np.ndarray, stages: int) -> float:
-    """The least largest-part cost of a split of the blocks into at most ``stages`` parts (bisection)."""
+    """The smallest possible cost of the largest part, for at most ``stages`` parts (bisection)."""
     blocks = np.diff(np.concatenate([[0.0], ends]))
     low, high = max(float(blocks.max()), float(ends[-1]) / stages), float(ends[-1])
     for _ in range(60):
@@ -66,7 +66,7 @@ def _parts_needed(ends: np.ndarray, limit: float) -> int:
 
 
 def _lightest(ends: np.ndarray, weights: list[float], stages: int, limit: float) -> list[int]:
-    """Block indices after which to cut: total weight least, every part non-empty and within ``limit``."""
+    """The block indices after which to cut: minimum total weight, no empty part, all within ``limit``."""
     count = len(ends)
     best = [0.0 if e <= limit else float("inf") for e in ends]  # one part that ends with block k
     back: list[list[int]] = []

@@ -13,15 +13,15 @@ from fxpipe.ir.graph import Kind
 from fxpipe.ir.storage import call_nodes, node_bytes, output_dict
 from fxpipe.runtime.random import keyed
 
-#: A value is free if all that leads to it takes at most this share of the whole step, or no longer than to
-#: send it would.
+#: A value is free if all ops that lead to it take at most this share of the whole step, or no longer than
+#: sending it.
 MAX_SHARE = 0.002
 
 
 @dataclass(frozen=True)
 class Free:
-    """The forward ops whose value any section may compute for itself: ``anywhere``, or ``in_stage``, in the
-    sections of the stage that it is of."""
+    """The forward ops whose values sections may recompute: ``anywhere``, or only ``in_stage``, in the
+    sections of their own stage."""
 
     anywhere: set[fx.Node]
     in_stage: set[fx.Node]
@@ -47,7 +47,7 @@ def _found(
     at_hand: Set[Kind],
     most: Callable[[fx.Node], float],
 ) -> set[fx.Node]:
-    """``most``: the seconds that all that leads to a value may take."""
+    """``most``: maximum seconds of all ops that lead to a value."""
     changed = set(output_dict(graph)["buffers"])
     leads: dict[fx.Node, frozenset[fx.Node]] = {}  # free node -> the ops that lead to it, itself included
     kinds: dict[fx.Node, frozenset[Kind]] = {}  # free node -> the kinds of inputs that these read

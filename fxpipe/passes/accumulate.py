@@ -1,11 +1,11 @@
-"""Weight gradients are added where they are accumulated, without a temporary of their size.
+"""Fuses weight gradients with their accumulation, without a temporary of their size.
 
 needs:  W split off, gradients untied
 before: g = mm(a, b);             grads[w] = (g,)
 after:  addmm_(grad_w, a, b)      grad_w: the accumulator of w, an input of W
 
-An embedding's gradient adds only the rows that were looked up.  Any other gradient is added as it is.
-These are the only nodes that write to an input.
+An embedding's gradient adds only the rows that were looked up.  Other gradients are added as they are.  These
+are the only nodes that write to an input.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def fuse_accumulation(graph: fx.Graph) -> None:
 
 
 def _accumulated(graph: fx.Graph, into: fx.Node, part: fx.Node, once: bool) -> fx.Node:
-    """Add ``part`` to ``into``; what is added only ``once`` need not exist by itself."""
+    """Add ``part`` to ``into``; a part that is added only ``once`` is fused with the addition."""
     color = Color(part.meta["color"].stage, Phase.W)
 
     def call(target: Any, *args: Any) -> fx.Node:
@@ -69,6 +69,6 @@ def _accumulated(graph: fx.Graph, into: fx.Node, part: fx.Node, once: bool) -> f
 
 
 def _plain_lookup(node: fx.Node) -> bool:
-    """No padding row to leave out and no scaling by frequency."""
+    """Whether an embedding has neither a padding row nor scaling by frequency."""
     padding, scaled = node.args[3:5]
     return bool(padding == -1 and not scaled)

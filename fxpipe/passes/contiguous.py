@@ -1,4 +1,4 @@
-"""Values that cross between stages fill their storage, so that a message carries each element once.
+"""Makes values that cross between stages fill their storage, so that a message carries each element once.
 
 before: expand(x) or x[:, :8] (stage 0) ──► stage 1
 after:  clone(expand(x)) (stage 0) ──► stage 1

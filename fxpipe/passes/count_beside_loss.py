@@ -1,4 +1,4 @@
-"""A loss given as (sum, count): both come out of one section.
+"""Moves the two values of a loss given as (sum, count) into one section.
 
 before: sum (F, stage 1), count (F, stage 0)
 after:  sum (F, stage 1), clone(count) (F, stage 1)

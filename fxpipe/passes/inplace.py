@@ -1,12 +1,12 @@
-"""A result takes the place of an operand that dies with it.
+"""Lets results overwrite operands that are used for the last time.
 
 needs:  the graph as it will run
 before: b = mul(a, 0.5)                   a: made by the same stage, dense, used for the last time
 after:  b = mul.out(a, 0.5, out=a)
 
-Elementwise ops write over any such operand, others with an in-place form over their first, if they read it
-in no other argument.  Values and bits stay as they are; but half the memory that the op touches is in the
-caches already, and less is live at once.
+Elementwise ops overwrite any such operand; other ops with an in-place form overwrite their first operand, if
+no other argument reads it.  Results are bit-identical; but half of the memory that the op touches is already
+in the caches, and less memory is live.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def use_inplace_ops(graph: fx.Graph) -> None:
 
 
 def _same_place(operand: fx.Node, root: fx.Node, result: fx.Node) -> bool:
-    """Does the operand fill its storage, and would the result lie in it likewise?"""
+    """Whether the operand fills its storage, and the result has the same layout."""
     a, b = operand.meta.get("val"), result.meta.get("val")
     return (
         isinstance(a, torch.Tensor)
@@ -48,7 +48,7 @@ def _same_place(operand: fx.Node, root: fx.Node, result: fx.Node) -> bool:
 
 
 def _write_over(node: fx.Node, free: list[fx.Node]) -> None:
-    """Let the op write over one of its operands, if there is a form of it that does."""
+    """Let the op overwrite one of its operands, if it has a form that does so."""
     device = node.meta["val"].device.type
     if (form := _out_form(node.target, device)) is not None:
         node.target, name = form
@@ -58,13 +58,13 @@ def _write_over(node: fx.Node, free: list[fx.Node]) -> None:
 
 
 def _times(operand: Any, node: fx.Node) -> int:
-    """How often an op is given the operand: ``addmm_(x, a, x)`` would read what it has written."""
+    """How often the operand is an argument of the op: ``addmm_(x, a, x)`` would read its own output."""
     return sum(x is operand for x in pytree.tree_leaves((node.args, node.kwargs)))
 
 
 @cache
 def _out_form(target: Any, device: str) -> tuple[OpOverload, str] | None:
-    """The form of an elementwise op that writes where an argument tells it, and that argument."""
+    """The out variant of an elementwise op, and the name of its output argument."""
     if torch.Tag.pointwise in getattr(target, "tags", ()):
         for form in _forms(target.overloadpacket):
             *given, last = form._schema.arguments
@@ -88,7 +88,7 @@ def _forms(packet: Any) -> list[OpOverload]:
 
 
 def _fits(form: Any, given: list[Argument], target: Any, device: str) -> bool:
-    """Does the form take the op's arguments, and has it a kernel of its own?  Others compute a new tensor
+    """Whether the form accepts the op's arguments and has its own kernel; other forms compute a new tensor
     and copy it."""
     one, other = ([(a.name, str(a.type)) for a in x] for x in (given, target._schema.arguments))
     return one == other and has_kernel(form, device)

@@ -1,6 +1,6 @@
-"""Saved activations are offloaded after F and reloaded before B or W.
+"""Inserts nodes that offload saved activations after F and reload them before B or W.
 
-needs:  everything else is done: accumulation fused, cheap values repeated where that is better
+needs:  the result of all other passes
 before: gelu (F) ──► gelu_backward (B);   view (F) ──► addmm_ (W)
 after:  gelu (F) ──► offload (F) ──► reload (B) ──► gelu_backward (B)
         relu (F) ──► offload (F) ──► reload (W) ──► view (W) ──► addmm_ (W)
@@ -21,7 +21,8 @@ from fxpipe.ir.storage import call_nodes, root_within
 
 
 def insert_offload(graph: fx.Graph, stage: int, user: Phase, roots: Iterable[fx.Node]) -> None:
-    """Put ``offload`` behind each of these values of a stage's F, and ``reload`` before their first ``user``.
+    """Insert ``offload`` after each of these values of a stage's F, and ``reload`` before their first
+    ``user``.
 
     user: B, or W for values that B does not need.
     """

@@ -1,11 +1,11 @@
-"""The values that W gets from F and B, chosen by bytes.
+"""Chooses the values that W gets from F and B, by bytes.
 
 needs:  W split off
-after:  fewest bytes live between B and W; the cheap ops in between are computed again in W
+after:  fewest bytes live between B and W; the cheap ops in between are recomputed in W
 
 The saved values are a minimum cut between the ops that run once (matrix products, reductions, messages of
-other ranks) and W: a view, a cast or an elementwise op may be repeated, at the price of its own inputs
-and of the time it takes.  Of equally small cuts the one with the least to repeat is taken.
+other ranks) and W: a view, a cast or an elementwise op may be repeated, which costs the bytes of its inputs
+and its time.  Of equally small cuts the one that repeats the least is taken.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fxpipe.passes.rewrite import clone_into
 aten = torch.ops.aten
 _CASTS = {aten._to_copy.default}
 
-#: For each byte of memory that is saved, a repeated op may read and write so many.
+#: The bytes that repeated ops may read and write for each byte of memory saved.
 _SCALE = 4
 
 
@@ -48,10 +48,10 @@ def _is_cheap(node: fx.Node, stage: int) -> bool:
 
 
 def _to_repeat(users: list[fx.Node], stage: int) -> set[fx.Node]:
-    """The nodes outside W that W computes again."""
+    """The nodes outside W that W recomputes."""
 
     def keep(node: fx.Node) -> int | None:
-        # A view holds its whole storage: only what owns the storage is ever kept.
+        # A view keeps its whole storage alive, so only owners of storages are saved.
         return None if is_view(node) and _is_cheap(node, stage) else _SCALE * node_bytes(node)
 
     def repeat(node: fx.Node) -> int | None:

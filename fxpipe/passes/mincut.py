@@ -1,8 +1,8 @@
-"""Keep or compute again: a minimum cut through what leads to the values that a later section needs.
+"""Chooses the values to save and to recompute for a later section, by a minimum cut.
 
-Every value on the way is kept, at the price of its bytes, or computed again from its inputs, at the price of
-the bytes that its op moves; what is cheapest in all is a minimum cut.
-The flow runs from the users back to what has to be kept.
+Every value is either saved, which costs its bytes, or recomputed from its inputs, which costs the bytes that
+its op moves.  The cheapest choice is a minimum cut of the values that lead to those that the section needs;
+the flow runs from their users back to the values that must be saved.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import fx
 from fxpipe.ir.compiled import compiled
 
 Price = Callable[[fx.Node], int | None]
-"""A whole number, so that sums are exact; None for what may not be done."""
+"""The cost of a choice: an integer, so that sums are exact, or None if the choice is forbidden."""
 
 
 def to_repeat(needed: Iterable[fx.Node], keep: Price, repeat: Price) -> set[fx.Node]:
-    """The ops that are to be computed again, so that the rest need not be kept.
+    """The ops to recompute; the values of the others are saved if the recomputed ops need them.
 
-    keep, repeat: the price of keeping an op's value, and of computing it again.  One of the two must be
-    possible.  Placeholders are at hand for nothing.
+    keep, repeat: the costs of saving an op's value, and of recomputing it.  At least one of the two must be
+    allowed.  Placeholders are free.
     """
     nodes: dict[fx.Node, int] = {}
     tails, heads, prices = list[int](), list[int](), list[int | None]()
@@ -65,15 +65,16 @@ def to_repeat(needed: Iterable[fx.Node], keep: Price, repeat: Price) -> set[fx.N
 
 
 def _entry(nodes: dict[fx.Node, int], node: fx.Node) -> int:
-    """The vertex at which the flow comes to a node; it goes on from the next one."""
+    """The vertex at which the flow enters a node; it leaves from the next vertex."""
     return 2 + 2 * nodes.setdefault(node, len(nodes))
 
 
 @compiled
 def _users_side(count: int, ends: Any, room: Any, source: int, sink: int) -> Any:
-    """Per vertex whether a minimum cut leaves it with the source; the largest such side (Dinic's algorithm).
+    """Per vertex whether it is on the source's side of a minimum cut; the largest such side (Dinic's
+    algorithm).
 
-    Edge e goes from ends[e ^ 1] to ends[e]; room[e] is its capacity, and what is left of it afterwards.
+    Edge e goes from ends[e ^ 1] to ends[e]; room[e] is its capacity before, and its residual capacity after.
     """
     first, following = np.full(count, -1), np.empty(len(ends), np.int64)
     for e in range(len(ends)):

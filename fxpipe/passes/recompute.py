@@ -1,4 +1,4 @@
-"""Forward values that B recomputes instead of reading saved ones.
+"""Lets B recompute forward values instead of reading saved ones.
 
 needs:  W split off, cheap values sunk
 before: norm (F) ──► mm (F), norm_backward (B), addmm_ (W)
@@ -49,7 +49,7 @@ def _is_backward(node: fx.Node, stage: int) -> bool:
 
 
 def _made_in_b(backward: list[fx.Node], again: set[fx.Node]) -> set[fx.Node]:
-    """What B needs itself; W is handed that, and makes the rest."""
+    """The values that B needs itself; it hands them to W, which recomputes the others."""
     found: set[fx.Node] = set()
     todo = [n for user in backward if user.meta["color"].phase is Phase.B for n in user.all_input_nodes]
     while todo:
@@ -69,7 +69,7 @@ def _may(node: fx.Node, stage: int, level: Level) -> bool:
 def _made_again(graph: fx.Graph, stage: int, level: Level) -> set[fx.Node]:
     def keep(node: fx.Node) -> int | None:
         is_tuple = isinstance(node.meta["val"], (tuple, list))
-        # A tuple cannot be kept, a view keeps what it is a view of.
+        # A tuple cannot be saved, and a view keeps its base alive.
         free = _may(node, stage, level) and (is_tuple or is_view(node))
         return None if free else _SCALE * node_bytes(node)
 

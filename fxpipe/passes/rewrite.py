@@ -1,4 +1,4 @@
-"""What passes share: computing a value again in another section, and the gradients."""
+"""Shared by passes: recomputing a value in another section, and the gradients."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def clone_into(
     repeated: Set[fx.Node],
     in_b: Set[fx.Node] = frozenset(),
 ) -> fx.Node:
-    """Compute ``node`` again in ``color``, and what leads to it as far as it is in ``repeated``.
+    """Recompute ``node`` in ``color``, together with those of its inputs that are in ``repeated``.
 
-    Other nodes are used as they are.  Those ``in_b`` are computed in the stage's B for W as well.  ``clones``
-    remembers what has been cloned; calls with the same memory must come in the order of ``before``.
+    Other inputs are used as they are.  Nodes ``in_b`` are recomputed in the stage's B, for W as well.
+    ``clones`` holds earlier clones; calls that share it must come in the order of ``before``.
     """
     if node not in repeated or node.meta["color"] == color:
         return node

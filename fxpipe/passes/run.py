@@ -1,4 +1,4 @@
-"""Every rewrite of the graph, in order, and the captured step cut into stages by them.
+"""The list of all rewrites of the graph, and the cut of the captured step into stages by them.
 
 ``PASSES`` is the list.  ``verify`` runs after each pass, once the partition has given every op its color.
 """
@@ -38,11 +38,11 @@ Offloaded = Mapping[tuple[int, Phase], Sequence[fx.Node]]
 
 @dataclass(frozen=True)
 class Setting:
-    """The decisions that a cut is made for.
+    """The decisions on which a cut depends.
 
-    ``stages``: the model's own.  ``split_points``: see ``partition``.  ``barriers``: a microbatch, of
-    vocabulary layers split over the ranks; None if they are not split.  ``recompute``: the forward values
-    that B recomputes.
+    ``stages``: the number of the model's own stages.  ``split_points``: see ``partition``.  ``barriers``: per
+    microbatch, of split vocabulary layers; None if they are not split.  ``recompute``: the level of
+    recomputation.
     """
 
     stages: int
@@ -65,7 +65,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Pass:
-    """One rewrite: ``run`` changes the step in place, where it is ``enabled``."""
+    """One rewrite: ``run`` changes the step in place if the pass is ``enabled``."""
 
     name: str
     run: Callable[[Step, Setting], None]
@@ -73,7 +73,7 @@ class Pass:
 
 
 def _split_vocabulary(step: Step, setting: Setting) -> None:
-    """The same rewrite of the graph and of its traces at other sizes."""
+    """Split the vocabulary layers in the graph and in its traces at other sizes."""
     assert setting.barriers is not None, "the pass is disabled without barriers"
     step.vocabulary = split_vocabulary(step.graph, setting.ranks, setting.stages, setting.barriers)
     if step.resized is not None:
@@ -203,7 +203,7 @@ def with_offload(cut: Cut, offloaded: Offloaded) -> Cut:
 
 
 def _copied(graph: fx.Graph) -> fx.Graph:
-    """The same nodes, names and metadata; fake tensors are shared."""
+    """A copy with the same nodes, names and metadata; fake tensors are shared."""
     copy = fx.Graph()
     copy.output(copy.graph_copy(graph, {}))
     copy.output_node().meta = dict(graph.output_node().meta)

@@ -1,4 +1,4 @@
-"""Backward split into B, which gives gradients of activations, and W, which gives those of parameters.
+"""Splits the backward into B, the gradients of activations, and W, the gradients of parameters.
 
 needs:  colors F and B, sequence numbers
 after:  W holds exactly the backward nodes that no gradient of an activation needs
@@ -26,7 +26,7 @@ def split_backward(graph: fx.Graph) -> None:
     _split_convolutions(graph)
     on_data = _ops_on_data(graph)
     items = graph.find_nodes(op="call_function", target=operator.getitem)
-    # What the backward gives buffers is B's, whose runs are in the order of the microbatches.
+    # New values of buffers belong to B, which runs in microbatch order.
     needed = {*output_dict(graph)["buffers"].values()}
     needed.update(graph.find_nodes(op="call_function", target=read_buffer))
     for node in reversed(call_nodes(graph)):
@@ -45,12 +45,12 @@ def split_backward(graph: fx.Graph) -> None:
                 break
         else:
             node.meta["color"] = Color(stage, Phase.W)
-    for item in items:  # a tuple is taken apart where it is made
+    for item in items:  # a tuple is unpacked in the section that computes it
         item.meta["color"] = item.args[0].meta["color"]
 
 
 def _ops_on_data(graph: fx.Graph) -> set[int]:
-    """Sequence numbers of the forward ops that work on something that comes from the batch."""
+    """The sequence numbers of the forward ops whose inputs depend on the batch."""
     data: set[fx.Node] = set()
     ops: set[int] = set()
     parameters_only: set[int] = set()
@@ -70,7 +70,7 @@ def _ops_on_data(graph: fx.Graph) -> set[int]:
 
 
 def _split_convolutions(graph: fx.Graph) -> None:
-    """One op for all gradients of a convolution becomes one for the input's and one for the weight's."""
+    """Replace the op for all gradients of a convolution by one for the input and one for the weight."""
     for node in graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
         mask = node.args[-1]
         if not (mask[0] and any(mask[1:])):

@@ -1,12 +1,12 @@
-"""Views that hold for whatever strides a kernel gives its result.
+"""Makes views valid for any strides of a kernel's result.
 
 needs:  the graph as it will run
 before: gelu_backward ──► view                     gelu_backward ──► as_strided
 after:  gelu_backward ──► reshape                  gelu_backward ──► contiguous ──► as_strided
 
-The trace knows strides from rules that kernels do not always keep (softplus, elu, hardswish backward, batch
-norm of a transposed input; others on other devices).  ``reshape`` and ``contiguous`` are views wherever the
-strides are those of the trace.
+The trace predicts strides by rules that kernels do not always follow (softplus, elu, hardswish backward,
+batch norm of a transposed input; others on other devices).  ``reshape`` and ``contiguous`` are views if the
+strides are those of the trace, and copies otherwise.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gradients of a parameter that several stages use: one summand a stage.
+"""Splits the gradient of a parameter that several stages use into one summand per stage.
 
 needs:  colors
 before: grads[w] = (a + b,)      with a made in one stage and b in another
@@ -23,7 +23,7 @@ def untie(graph: fx.Graph) -> None:
 
 
 def _summands(node: fx.Node) -> list[fx.Node]:
-    """The summands of a sum across stages; a sum of one stage's values alone is a summand itself."""
+    """The summands of a sum across stages; a sum within one stage is itself a summand."""
     is_sum = node.target is aten.add.Tensor and not node.kwargs and node.meta["origin"].seq is None
     if not (is_sum and len(node.users) == 1):
         return [node]

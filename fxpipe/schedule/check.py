@@ -32,7 +32,7 @@ def check(schedule: Schedule) -> None:
                     raise _error(schedule, f"rank {rank} runs {again} a second time, as {op}")
                 if section % SECTIONS_PER_STAGE and not done[value - microbatches]:
                     before = op_of_value(value - microbatches, microbatches)
-                    raise _error(schedule, f"rank {rank} runs {op} and has not run {before} before it")
+                    raise _error(schedule, f"rank {rank} runs {op} before {before}, which it needs")
                 done[value] = 1
     if isinstance(done, bytearray):
         missing = done.find(0)

@@ -62,7 +62,7 @@ def _heading(dot: graphviz.Digraph, title: tuple[str, ...], boxes: Boxes, first:
     rows.append(f"<TR><TD ALIGN='LEFT'><TABLE BORDER='0' CELLSPACING='4'><TR>{keys}</TR></TABLE></TD></TR>")
     key = "thick, colored: sent to another stage; thin: handed on within a stage"
     if any(flow.offloaded for flow in boxes.flows):
-        key += "; purple, dashed: with what may leave the rank on its way"
+        key += "; purple, dashed: includes offloadable values"
     rows.append(f"<TR><TD ALIGN='LEFT'>{key}</TD></TR>")
     label = f"<<TABLE BORDER='0' CELLBORDER='0' CELLSPACING='2'>{''.join(rows)}</TABLE>>"
     middle = Point((first.left + first.right) / 2, first.top - 20 - 12 * len(rows))

@@ -67,7 +67,7 @@ def _stages(pipe: Pipeline) -> tuple[tuple[str, ...], ...]:
         ]
         if pipe.plan.transfers:
             until_b, until_w = bytes_text(cost.offloadable), bytes_text(cost.offloadable_for_weight)
-            own.append(f"may leave: until B {until_b}, until W {until_w}")
+            own.append(f"offloadable: until B {until_b}, until W {until_w}")
         lines.append(tuple(own))
     return tuple(lines)
 

@@ -26,7 +26,7 @@ SHAPES: dict[Kind, tuple[str, str]] = {
     Kind.BATCH: ("ellipse", "batch"),
     Kind.KEY: ("ellipse", "random key"),
     Kind.VALUE: ("hexagon", "value"),
-    Kind.OFFLOADED: ("hexagon", "value that may leave"),
+    Kind.OFFLOADED: ("hexagon", "offloadable value"),
     Kind.LOSS: ("doubleoctagon", "loss"),
     Kind.COUNT: ("doubleoctagon", "count"),
     Kind.GRADIENT: ("cylinder", "gradient so far of"),

@@ -1,1 +1,1 @@
-"""Vocabulary layers found in the captured step and spread over all ranks (2411.05288)."""
+"""Finds vocabulary layers in the captured step and splits them over all ranks (2411.05288)."""

@@ -1,4 +1,4 @@
-"""Which dimension of which value is the vocabulary: followed from a table through all that is made of it."""
+"""Finds the vocabulary dimension of every value that is computed from a table."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ _AS_BEFORE = {  # where they leave the vocabulary's dimension whole
 
 
 def vocabulary_axes(graph: fx.Graph, tables: set[fx.Node]) -> dict[fx.Node, int]:
-    """For every value with a vocabulary dimension the number of that dimension.
+    """The index of the vocabulary dimension, for every value that has one.
 
-    tables: placeholders whose first dimension is the vocabulary.  Sums over the vocabulary (lookups, matrix
-    products, picked entries) end the way.  Raises VocabularyError for an op that would need all of the
-    vocabulary in one place.
+    tables: placeholders whose first dimension is the vocabulary.  Results of sums over the vocabulary
+    (lookups, matrix products, picked entries) have none.  Raises VocabularyError for an op that needs the
+    whole vocabulary in one place.
     """
     size = next(iter(tables)).meta["val"].shape[0]
     axes: dict[fx.Node, int] = dict.fromkeys(tables, 0)
@@ -59,7 +59,7 @@ def vocabulary_axes(graph: fx.Graph, tables: set[fx.Node]) -> dict[fx.Node, int]
 
 
 def is_uniform(node: fx.Node, dim: int) -> bool:
-    """Is the value the same all along a dimension (counted from the last), expanded from one element?"""
+    """Whether the value is expanded from one element along a dimension (counted from the last)."""
     if node.target is not aten.expand.default:
         return False
     before: torch.Tensor = node.args[0].meta["val"]  # type: ignore[union-attr]
@@ -67,7 +67,7 @@ def is_uniform(node: fx.Node, dim: int) -> bool:
 
 
 def whole(node: fx.Node) -> VocabularyError:
-    """The error for an op that needs the whole vocabulary."""
+    """The error for an op that needs the whole vocabulary in one place."""
     origin = node.meta["origin"]
     return VocabularyError(
         f"vocab_parallel cannot split {node.target} in module {origin.path or '(the model itself)'!r} "
@@ -77,7 +77,7 @@ def whole(node: fx.Node) -> VocabularyError:
 
 
 def _is_gradient_of_lookup(node: fx.Node, tables: set[fx.Node], size: int) -> bool:
-    """It has the vocabulary of the table, though it is not made from it."""
+    """Whether a node is the gradient of a lookup, which has a vocabulary dimension but no such input."""
     if node.target is not aten.embedding_dense_backward.default or node.args[2] != size:
         return False
     users = [user for table in tables for user in table.users]
@@ -126,7 +126,7 @@ def _product(left: int | None, right: int | None) -> tuple[int | None, bool]:
 
 
 def _through_view(node: fx.Node, at: int) -> int:
-    """Where a reshape puts a dimension that it neither joins with others nor cuts."""
+    """The new index of a dimension that a reshape neither merges nor splits."""
     before: Sequence[int] = node.args[0].meta["val"].shape  # type: ignore[union-attr]
     after: Sequence[int] = node.meta["val"].shape
     for k, length in enumerate(after):
@@ -194,8 +194,8 @@ def _of_joined(node: fx.Node, found: list[int | None]) -> int | None:
 
 
 def _of_operands(node: fx.Node, axes: dict[fx.Node, int]) -> int | None:
-    """Operands are lined up at their last dimensions; what has not the vocabulary must be the same for all
-    of it, or a value that every rank has."""
+    """The vocabulary dimension of broadcast operands, aligned at their last dimensions.  An operand without
+    one must be uniform along it, or available on every rank."""
     places = {axes[n] - n.meta["val"].dim() for n in node.all_input_nodes if n in axes}
     if len(places) != 1:
         return None

@@ -1,4 +1,4 @@
-"""The vocabulary layers of a captured step: projections that end in a cross-entropy, and their lookups."""
+"""Finds the vocabulary layers of a captured step: projections into a cross-entropy, and embeddings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class Layers:
 
 
 def find_layers(graph: fx.Graph) -> Layers:
-    """Raises VocabularyError, naming the condition that failed and where, if there is nothing to split."""
+    """Find the layers.  Raises VocabularyError, naming the failed condition and its place, if there are
+    none."""
     heads = [n for n in call_nodes(graph) if n.target is aten._log_softmax.default and _is_picked(n)]
     if not heads:
         origin = output_dict(graph)["loss"].meta["origin"]
@@ -64,7 +65,7 @@ def find_layers(graph: fx.Graph) -> Layers:
 
 
 def _is_picked(loss: fx.Node) -> bool:
-    """Do labels pick entries of a log-softmax?"""
+    """Whether labels pick entries of a log-softmax."""
     todo = [loss]
     while todo:
         users = list(todo.pop().users)
@@ -75,7 +76,7 @@ def _is_picked(loss: fx.Node) -> bool:
 
 
 def _projection(loss: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-    """The table that a loss's logits come from, and the bias where there is one."""
+    """The table of a loss's logits, and the bias if there is one."""
     size = loss.meta["val"].shape[loss.args[1]]
     node, biases = node_arg(loss, 0), list[fx.Node]()
     while node.op == "call_function" and node.target not in _PROJECTIONS:
@@ -114,7 +115,7 @@ def _is_parameter(node: fx.Node) -> bool:
 
 
 def _is_of_batch(node: fx.Node) -> bool:
-    """Is the value made from the batch alone, so that every rank can make it?"""
+    """Whether a value depends on the batch alone, so that every rank can compute it."""
     if node.op == "placeholder":
         return node.meta["input"].kind in (Kind.BATCH, Kind.CONSTANT)
     return all(_is_of_batch(n) for n in node.all_input_nodes)
@@ -129,7 +130,7 @@ def _not_projected(loss: fx.Node, why: str) -> VocabularyError:
 
 
 def _sorted(graph: fx.Graph, size: int, tables: tuple[fx.Node, ...], axes: dict[fx.Node, int]) -> Layers:
-    """Raises VocabularyError where logits or a table are used for something else."""
+    """Sort the uses of tables and logits.  Raises VocabularyError for a use that cannot be split."""
     losses = tuple(n for n in axes if n.target is aten._log_softmax.default)
     logs: set[fx.Node] = set()  # they and views of them
     label_gathers, vocab_sums, products, lookups = [], [], [], []

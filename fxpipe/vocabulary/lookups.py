@@ -1,4 +1,4 @@
-"""A lookup spread over the ranks: each gives the rows that it has, and zeros in place of the others."""
+"""A split lookup: each rank computes the rows that it holds, and zeros in place of the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows of a table that a rank holds, as a parameter with a name of its own."""
+"""The rows of a table that a rank holds, as a parameter with its own name."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Rows:
 
 
 def rows_of(name: str) -> Rows | None:
-    """The rows that a name stands for; None for the name of a whole parameter."""
+    """Parse the name of rows; None for the name of a whole parameter."""
     match = re.fullmatch(r"(.+)\[([0-9]{1,15}):([0-9]{1,15})\]", name, re.DOTALL)
     return Rows(match[1], int(match[2]), int(match[3])) if match else None
 
 
 def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tables put together from all their rows; other tensors as they are."""
+    """Concatenate the rows of each table; other tensors stay."""
     joined: dict[str, torch.Tensor] = {}
     parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
     for name, tensor in tensors.items():

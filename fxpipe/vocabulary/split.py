@@ -1,4 +1,4 @@
-"""The vocabulary layers spread over all ranks: every rank has some rows of the tables, and all that follows.
+"""Splits the vocabulary layers over all ranks: every rank has some rows of the tables.
 
 before: logits = x @ table.T ──► log_softmax ──► loss;   d_logits ──► d_x, d_table
 after:  on every rank, of its rows:
@@ -63,7 +63,7 @@ def split_vocabulary(graph: fx.Graph, ranks: int, stages: int, barriers: int) ->
 
 
 def shard_bounds(size: int, ranks: int) -> list[int]:
-    """Where each rank's rows begin, and the end of the last.
+    """The begin of each rank's rows, and the end of the last.
 
     Raises VocabularyError for fewer rows than ranks.
     """
@@ -80,7 +80,7 @@ def shard_bounds(size: int, ranks: int) -> list[int]:
 
 
 class _Part:
-    """The ops of one rank."""
+    """The ops of one rank's shard."""
 
     def __init__(self, shard: Shard, barriers: int) -> None:
         self.shard = shard

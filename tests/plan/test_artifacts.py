@@ -28,6 +28,7 @@ from fxpipe.errors import ArtifactError, BatchError, FxpipeError, RunError, Sche
 from fxpipe.plan.artifact import FORMAT, Attempt
 from fxpipe.plan.files import read_plan
 from fxpipe.runtime.batch import BatchSpec, Leaf
+from fxpipe.schedule.costs import StageCost
 from fxpipe.schedule.costs_file import read_costs
 from fxpipe.schedule.handwritten import parse_schedule, read_schedule
 from fxpipe.training.loop import fixed_values, read_data
@@ -173,7 +174,7 @@ EDITS: list[tuple[str, str, Json, str]] = [
         "the edges between the sections form a cycle",
     ),
     ("offload", "costs.link.ranks", 0, "costs.link.ranks is 0 and must be 1 or more"),
-    ("offload", "costs.link", None, "has transfers, and the costs have no link"),
+    ("offload", "costs.link", None, "has transfers, but the costs have no link"),
     ("offload", "channels[0]", [0, 7], "channels[0][1] is 7"),
     ("offload", "channels[0]", [0, 0], "channels[0] is (0, 0) and must be of two different ranks"),
     ("offload", "channels[0]", [1, 0], "channels has (1, 0) twice"),
@@ -202,11 +203,11 @@ EDITS: list[tuple[str, str, Json, str]] = [
     ("offload", "pools", [1], "pools has 1 entries and must have 2"),
     ("offload", "pools[0]", -1, "pools[0] is -1"),
     ("offload", "pools[0]", 10**17, "pools[0] is 100000000000000000"),
-    ("offload", "transfers[0].begin", -5, "do not lie between ops"),
-    ("offload", "transfers[0].end", 10**9, "do not lie between ops"),
+    ("offload", "transfers[0].begin", -5, "must lie between ops"),
+    ("offload", "transfers[0].end", 10**9, "must lie between ops"),
     ("offload", "transfers[0].stage", 77, "is for an op that no rank runs"),
     ("offload", "transfers[0].microbatch", -1, "is for an op that no rank runs"),
-    ("offload", "transfers[0].user", "F", "is for no gradient"),
+    ("offload", "transfers[0].user", "F", "must be B or W"),
     ("offload", "transfers[0].direction", "sideways", "must be one of offload, reload"),
     ("sized", "work.lengths.microbatch", 0, "work.lengths['microbatch'] is 0"),
     ("sized", "work.lengths", {}, "the number of work.lengths is 0"),
@@ -237,6 +238,16 @@ def test_an_edit_of_the_plan(saved, name, path, value, message):
     assert message in str(error.value)
     assert len(str(error.value)) < 600
     assert main(["explain", str(directory)]) == main(["simulate", "--costs", str(directory)]) == 2
+
+
+def test_older_names_of_costs(saved):
+    directory = saved("sized")
+    plan, text = read_plan(directory), (directory / "plan.json").read_text()
+    for older, newer in StageCost.OLDER_NAMES.items():
+        assert f'"{newer}":' in text
+        text = text.replace(f'"{newer}":', f'"{older}":')
+    (directory / "plan.json").write_text(text)
+    assert read_plan(directory) == plan
 
 
 @pytest.mark.parametrize(

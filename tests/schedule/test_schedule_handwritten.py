@@ -77,9 +77,9 @@ def test_csv_text(tmp_path):
         ("0F0,0F\n", "row 0: '0F' is not an action of torch's"),
         ("F0.0 BW0.0 F1.0\nF1.1 BW1.0", "rank 1 runs F1.1, but rank 0 also runs ops of stage 1"),
         ("F0.0 BW0.0\nF2.0 BW2.0", "no rank runs stage 1, but there are ops of stage 2"),
-        ("F0.0 BW0.0\nBW1.0", "rank 1 runs BW1.0 and has not run F1.0 before it"),
+        ("F0.0 BW0.0\nBW1.0", "rank 1 runs BW1.0 before F1.0, which it needs"),
         ("F0.0 BW0.0\nF1.0 B1.0", "rank 1 never runs W1.0"),
-        ("F0.0 BW0.0\nF1.0 W1.0 B1.0", "rank 1 runs W1.0 and has not run B1.0 before it"),
+        ("F0.0 BW0.0\nF1.0 W1.0 B1.0", "rank 1 runs W1.0 before B1.0, which it needs"),
         ("0F0,0B0,0F0\n1F0,1B0", "rank 0 runs F0.0 a second time, as F0.0"),
     ],
 )

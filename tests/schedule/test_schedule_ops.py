@@ -37,8 +37,8 @@ def test_a_whole_schedule(text):
     ("text", "message"),
     [
         ("F0.0 BW0.0\nF1.0 B1.0", "rank 1 never runs W1.0"),
-        ("F0.0 BW0.0\n B1.0 F1.0 W1.0", "rank 1 runs B1.0 and has not run F1.0 before it"),
-        ("F0.0 W0.0 B0.0\nF1.0 BW1.0", "rank 0 runs W0.0 and has not run B0.0 before it"),
+        ("F0.0 BW0.0\n B1.0 F1.0 W1.0", "rank 1 runs B1.0 before F1.0, which it needs"),
+        ("F0.0 W0.0 B0.0\nF1.0 BW1.0", "rank 0 runs W0.0 before B0.0, which it needs"),
         ("F0.0 F0.0 BW0.0\nF1.0 BW1.0", "rank 0 runs F0.0 a second time, as F0.0"),
         ("F0.0 B0.0 BW0.0\nF1.0 BW1.0", "rank 0 runs B0.0 a second time, as BW0.0"),
         ("F0.0 BW0.0 F1.0 BW1.0\nF1.0", "rank 0 runs F1.0, but stage 1 is placed on rank 1"),

@@ -174,7 +174,7 @@ class _Lowering:
             if (edge.source, edge.target) in joined:
                 raise ScheduleError(
                     f"two edges from {edge.source.phase}{edge.source.stage} to "
-                    f"{edge.target.phase}{edge.target.stage}: join what they carry in one"
+                    f"{edge.target.phase}{edge.target.stage}: merge them into one edge"
                 )
             joined.add((edge.source, edge.target))
             if (edge.source, edge.target) in collected:

@@ -128,7 +128,7 @@ def keeps(timeline: Timeline, limits: Sequence[float]) -> bool:
 class _Planner:
     def __init__(self, timeline: Timeline) -> None:
         if timeline.costs.link is None:
-            raise ScheduleError("nothing can be offloaded: the costs have no link")
+            raise ScheduleError("nothing can be offloaded: the costs have no link; give its seconds per byte")
         self.timeline = timeline
         ranks = range(timeline.schedule.ranks)
         sharing = timeline.costs.link.ranks

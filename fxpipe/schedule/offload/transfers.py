@@ -37,7 +37,7 @@ def check_transfers(schedule: Schedule, costs: Costs) -> None:
     if not schedule.transfers:
         return
     if costs.link is None:
-        raise ScheduleError(f"schedule {schedule.name} has transfers, and the costs have no link")
+        raise ScheduleError(f"schedule {schedule.name} has transfers, but the costs have no link")
     position = {
         (op.stage, phase, op.microbatch): k
         for ops in schedule.order
@@ -46,19 +46,22 @@ def check_transfers(schedule: Schedule, costs: Costs) -> None:
     }
     found: defaultdict[Activation, dict[Direction, Transfer]] = defaultdict(dict)
     for transfer in schedule.transfers:
-        if transfer.user is Phase.F or transfer.direction in found[transfer.activation]:
-            raise ScheduleError(f"schedule {schedule.name}: {transfer} is for no gradient, or there twice")
+        if transfer.user is Phase.F:
+            raise ScheduleError(f"schedule {schedule.name}: the user of {transfer} must be B or W")
+        if transfer.direction in found[transfer.activation]:
+            raise ScheduleError(f"schedule {schedule.name} has {transfer} twice")
         if (transfer.stage, transfer.user, transfer.microbatch) not in position:
             raise ScheduleError(f"schedule {schedule.name}: {transfer} is for an op that no rank runs")
         found[transfer.activation][transfer.direction] = transfer
     for (stage, microbatch, user), both in found.items():
         first, last = position[stage, Phase.F, microbatch], position[stage, user, microbatch]
         if len(both) < len(Direction):
-            raise ScheduleError(f"schedule {schedule.name}: {next(iter(both.values()))} goes one way alone")
+            other = Direction.IN if Direction.OUT in both else Direction.OUT
+            raise ScheduleError(f"schedule {schedule.name}: {next(iter(both.values()))} has no {other}")
         out, back = both[Direction.OUT], both[Direction.IN]
         if not first < out.begin <= out.end <= back.begin <= back.end <= last:
             raise ScheduleError(
                 f"schedule {schedule.name}: {out} from op {out.begin} to {out.end} and {back} from op "
-                f"{back.begin} to {back.end} of the rank do not lie between ops {first} and {last}, in this "
+                f"{back.begin} to {back.end} of the rank must lie between ops {first} and {last}, in this "
                 "order"
             )
