@@ -134,7 +134,7 @@ def compile_once(
     """Seconds in total, of them the processor's, and in each phase."""
     import torch
 
-    from fxpipe.compiler import compile_model, phases
+    from fxpipe.compiler import compile_model
     from fxpipe.options import Options
     from fxpipe.progress import Phases
 
@@ -151,7 +151,7 @@ def compile_once(
         seed=0,
         **settings,
     )
-    phase = Phases("", phases(options))
+    phase = Phases("")
     before, processor = time.perf_counter(), time.process_time()
     compile_model(made, example, None, options, torch.device("cpu"), phase)
     total, processor = time.perf_counter() - before, time.process_time() - processor

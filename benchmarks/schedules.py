@@ -39,7 +39,7 @@ from fxpipe.schedule.families.registry import FAMILIES, build
 from fxpipe.schedule.offload.planner import FULL, HALF, offload, with_link
 from fxpipe.schedule.placement import place
 from fxpipe.schedule.problem import Problem
-from fxpipe.schedule.search.auto import Choice, Objective, Setting, search
+from fxpipe.schedule.search.auto import Objective, SearchResult, Setting, search
 from fxpipe.schedule.search.auto import frontier as search_frontier
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
@@ -189,7 +189,7 @@ def tried(name: str, model: Model, limit: float | None, seeds: int) -> Luck:
 
 def found(
     model: Model, limit: float | None, objective: Objective, chunks: Sequence[int] = CHUNKS, seed: int = 0
-) -> Choice:
+) -> SearchResult:
     return search(
         settings_of(model, chunks),
         ranks=model.ranks,

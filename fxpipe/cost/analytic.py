@@ -22,7 +22,9 @@ def analytic_costs(live: Liveness, device: Device) -> Costs:
     """Seconds and bytes of every section and message, from shapes and the device's description."""
 
     def seconds(stage: int, phase: Phase) -> float:
-        return sum((node_cost(n, device).seconds for n in live.ops[Color(stage, phase)]), start=0.0)
+        nodes = live.ops[Color(stage, phase)]
+        overhead = device.stage_overhead if nodes else 0.0
+        return sum((node_cost(n, device).seconds for n in nodes), start=overhead)
 
     def size(roots: Iterable[fx.Node]) -> int:
         return sum(node_bytes(r) for r in roots)
@@ -63,5 +65,5 @@ def work_for_any_size(live: Liveness, graph: fx.Graph, resized: ResizedTraces, d
         lengths=dict(zip(resized.names, resized.points[0], strict=True)),
         stages=tuple(stages),
         edges=tuple(size(values) for values in live.sent),
-        rates=Rates(device.memory, device.link, device.launch, device.latency),
+        rates=Rates(device.memory, device.link, device.launch, device.latency, device.stage_overhead),
     )

@@ -84,7 +84,7 @@ def _split_vocabulary(step: Step, setting: Setting) -> None:
 
 
 def _partition(step: Step, setting: Setting) -> None:
-    first = step.vocabulary.lookups if step.vocabulary else 0
+    first = step.vocabulary.embedding_shards if step.vocabulary else 0
     try:
         partition(step.graph, setting.stages, setting.device, setting.split_points, first)
     except PartitionError as error:

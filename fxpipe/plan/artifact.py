@@ -10,17 +10,17 @@ import torch
 
 from fxpipe.cost.symbolic import PlanWork
 from fxpipe.errors import ArtifactError
+from fxpipe.plan.formats import FORMAT, is_known, upgraded
 from fxpipe.plan.plan_check import check_plan
 from fxpipe.runtime.offloader import Tier
 from fxpipe.runtime.rank import StepSpec
 from fxpipe.runtime.tensors import is_dense
+from fxpipe.schedule.candidate import Candidate
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.ops import Schedule, Transfer, parse_ops
 from fxpipe.strict import Misfit, parse_json, shown, structure, unstructure
 from fxpipe.version import __version__
 from fxpipe.vocabulary.stages import Vocabulary
-
-FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -70,27 +70,6 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """A candidate schedule of ``auto``: its simulated costs, or ``why`` it was left out.
-
-    ``seconds`` a step, ``peak_memory`` in bytes, of the rank that needs most.  ``barriers``: of the
-    vocabulary layers split over the ranks, 0 if they are not.  ``recompute``: the level of recomputation.
-    ``moved``: bytes offloaded in a step.
-    """
-
-    schedule: str
-    stages_per_rank: int
-    placement: str
-    seconds: float | None
-    span_bubble: float | None
-    peak_memory: float | None
-    why: str
-    barriers: int = 0
-    recompute: str = ""
-    moved: float = 0.0
-
-
-@dataclass(frozen=True)
 class Plan:
     """All decisions and predictions; plan.json is this and nothing else.
 
@@ -119,7 +98,7 @@ class Plan:
     vocabulary: Vocabulary | None = None
     collectives: int = 0
     work: PlanWork | None = None
-    tried: tuple[Attempt, ...] = ()
+    tried: tuple[Candidate, ...] = ()
     recompute: str = ""
     transfers: tuple[Transfer, ...] = ()
     tier: Tier | None = None
@@ -146,12 +125,12 @@ class Plan:
         try:
             data = parse_json(text)
             found = data.get("format") if isinstance(data, dict) else None
-            if type(found) is not int or found != FORMAT:
+            if not is_known(found):
                 raise ArtifactError(
                     f"{where} has format {shown(found)} and fxpipe {__version__} reads format {FORMAT}. "
                     "Compile and save the pipeline again with this version."
                 )
-            plan = structure(data, Plan)
+            plan = structure(upgraded(data), Plan)
             check_plan(plan)
         except Misfit as error:
             raise ArtifactError(

@@ -11,14 +11,14 @@ from fxpipe.ir.graph import Color, Kind, Phase, Section
 from fxpipe.ir.storage import call_nodes, output_dict
 from fxpipe.options import Options
 from fxpipe.passes.run import Cut
-from fxpipe.plan.artifact import FORMAT, Plan, Prediction, StagePlan
+from fxpipe.plan.artifact import Plan, Prediction, StagePlan
+from fxpipe.plan.formats import FORMAT
 from fxpipe.plan.tensor_ownership import layouts_of, tensor_ownership, tied_parameters
 from fxpipe.runtime.batch import BatchSpec
 from fxpipe.runtime.rank import StepSpec
-from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.lowering.lower import Collective
-from fxpipe.schedule.ops import Schedule, order_text
-from fxpipe.schedule.simulation.simulator import simulate
+from fxpipe.schedule.ops import order_text
+from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.version import __version__
 
 
@@ -28,17 +28,15 @@ def make_plan(
     constants: dict[str, torch.Tensor],
     options: Options,
     cut: Cut,
-    schedule: Schedule,
-    costs: Costs,
+    timeline: Timeline,
     collectives: tuple[Collective, ...],
 ) -> Plan:
-    """The plan of a cut under a schedule; the compiler adds what only some pipelines have.
+    """The plan of a cut under a simulated schedule; the compiler adds what only some pipelines have.
 
     constants: tensors that the model made itself.  collectives: the messages that are sent as such.
     """
     named = output_dict(cut.graph)
-    placement = schedule.placement
-    timeline = simulate(schedule, costs)
+    schedule, placement = timeline.schedule, timeline.schedule.placement
     tensors = tensor_ownership(model, cut.sections, placement, options.ranks)
     joint = {(a, b) for collective in collectives for a in collective.sources for b in collective.targets}
     channels = {
@@ -66,7 +64,7 @@ def make_plan(
             default_dtype=str(torch.get_default_dtype()),
         ),
         stages=_stage_plans(cut.graph, cut.sections, placement),
-        costs=costs,
+        costs=timeline.costs,
         channels=tuple(sorted((a, b) for a, b in channels if a != b)),
         vocabulary=cut.vocabulary,
         collectives=len(collectives),

@@ -1,10 +1,10 @@
 """Vocabulary stages woven into a schedule of the model's own stages (2411.05288).
 
-Beside its stages of the model every rank has a *head*, its share of the output layer: F is pass S (before
-the barrier), B what follows the barrier, W pass T; and, if they are spread too, a *lookup*, its share of the
-input embedding.  The model's schedule says what is due when; list scheduling under the memory limits finds
-the places for the heads, and moves the backward behind the barrier.  Lookups are short: they are put in
-where there is time, one microbatch ahead of need.
+Beside its stages of the model every rank has a shard of the output layer: F is pass S (before the barrier),
+B the ops after the barrier, W pass T; and, if the input embedding is split too, a shard of it.  The model's
+schedule gives the due dates; list scheduling under the memory limits places the output shards, and moves the
+backward behind the barrier.  Embedding shards are short: they run where there is time, one microbatch ahead
+of need.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _WORK = 2_000_000  # ops that local search may look at
 
 def model_stage_costs(costs: Costs, vocabulary: Vocabulary) -> Costs:
     """What the model's own stages cost."""
-    return _some(costs, vocabulary.lookups, len(costs.stages) - vocabulary.heads)
+    return _some(costs, vocabulary.embedding_shards, len(costs.stages) - vocabulary.output_shards)
 
 
 def _some(costs: Costs, first: int, last: int) -> Costs:
@@ -57,14 +57,14 @@ def budget_for_model_stages(
     """What the vocabulary stages leave of each rank's memory: they hold one microbatch at least."""
     taken = [0.0] * len(limits)
     count = len(costs.stages)
-    for stage in (*range(vocabulary.lookups), *range(count - vocabulary.heads, count)):
-        rank = stage if stage < vocabulary.lookups else stage - (count - vocabulary.heads)
+    for stage in (*range(vocabulary.embedding_shards), *range(count - vocabulary.output_shards, count)):
+        rank = stage if stage < vocabulary.embedding_shards else stage - (count - vocabulary.output_shards)
         taken[rank] += max(costs.stages[stage].saved, costs.stages[stage].kept)
     return tuple(limit - own for limit, own in zip(limits, taken, strict=True))
 
 
 def weave(
-    body: Problem,
+    model: Problem,
     order: Order,
     costs: Costs,
     vocabulary: Vocabulary,
@@ -73,19 +73,19 @@ def weave(
 ) -> Order:
     """The model's order with the vocabulary stages' ops in it.
 
-    ``costs`` are of all stages.  A rank without a limit holds at most ``ahead`` microbatches more of the
-    model's stages than it does in ``order``.
+    ``costs`` are of all stages.  A rank without a limit holds at most one microbatch of the model's stages
+    more than in ``order`` for each barrier.
     """
-    m = body.microbatches
-    without = _some(costs, vocabulary.lookups, len(costs.stages))
-    arrays = schedule_arrays(without, replace(vocabulary, lookups=0).placement(body.placement))
+    m = model.microbatches
+    without = _some(costs, vocabulary.embedding_shards, len(costs.stages))
+    arrays = schedule_arrays(without, replace(vocabulary, embedding_shards=0).placement(model.placement))
     goal = Goal(objective, m * arrays.period)
     op_ids = encode(order, m)
-    dates = _Dates(body, op_ids, arrays, vocabulary.heads)
-    if vocabulary.lookups:
-        held = schedule_arrays(costs, vocabulary.placement(body.placement)).hold
+    dates = _Dates(model, op_ids, arrays, vocabulary.output_shards)
+    if vocabulary.embedding_shards:
+        held = schedule_arrays(costs, vocabulary.placement(model.placement)).hold
         limits = [limit - 2 * held[rank] for rank, limit in enumerate(limits)]
-    caps = _caps(body, op_ids, arrays, vocabulary.ahead, limits)
+    caps = _caps(model, op_ids, arrays, vocabulary.barriers, limits)
     best: tuple[float, OpIds] | None = None
     for delay, lookahead in product(_DELAYS, _LOOKAHEADS):
         found = dispatch(arrays, m, dates.due(delay), caps, lookahead)
@@ -96,24 +96,24 @@ def weave(
             best = value, found
     assert best is not None, "there is at least one way to weave"
     woven = improve(arrays, best[1], m, caps, goal, _WORK)
-    if not vocabulary.lookups:
+    if not vocabulary.embedding_shards:
         return decode(arrays, woven, m)
-    return _with_lookups(costs.edges, arrays, woven, m, vocabulary.lookups)
+    return _with_embedding_shards(costs.edges, arrays, woven, m, vocabulary.embedding_shards)
 
 
-def _with_lookups(
-    edges: Sequence[Edge], arrays: ScheduleArrays, op_ids: OpIds, microbatches: int, lookups: int
+def _with_embedding_shards(
+    edges: Sequence[Edge], arrays: ScheduleArrays, op_ids: OpIds, microbatches: int, embedding_shards: int
 ) -> Order:
-    """Each lookup a period before the model wants its result, and its gradient when that is there.
+    """Each embedding shard a period before the model wants its result, and its gradient when that is there.
 
     What an op that is put in depends on has started before, and what depends on it has not, so that the
     ranks' orders cannot block each other.
     """
     m = microbatches
     done = run(arrays, op_ids, m)
-    assert done is not None, "the order to put lookups in can progress"
-    users = {index(e.target) - 3 * lookups for e in edges if e.source.stage < lookups}
-    makers = {index(e.source) - 3 * lookups for e in edges if e.target.stage < lookups}
+    assert done is not None, "the order to put the embedding in can progress"
+    users = {index(e.target) - 3 * embedding_shards for e in edges if e.source.stage < embedding_shards}
+    makers = {index(e.source) - 3 * embedding_shards for e in edges if e.target.stage < embedding_shards}
     first = [min((done.end[s * m + j] - arrays.seconds[s] for s in users), default=0.0) for j in range(m)]
     last = [max((done.end[s * m + j] for s in makers), default=inf) for j in range(m)]
     ahead = [time - arrays.period for time in [*accumulate(reversed(first), min)][::-1]]
@@ -131,7 +131,7 @@ def _with_lookups(
             while given and given[0] < start:
                 given.popleft()
                 order.append(Op(OpKind.BW, rank, m - 1 - len(given)))
-            order.append(replace(op, stage=op.stage + lookups))
+            order.append(replace(op, stage=op.stage + embedding_shards))
         order += (Op(OpKind.F, rank, m - left) for left in range(len(wanted), 0, -1))
         order += (Op(OpKind.BW, rank, m - left) for left in range(len(given), 0, -1))
         orders.append(tuple(order))
@@ -139,49 +139,49 @@ def _with_lookups(
 
 
 def _caps(
-    body: Problem, op_ids: OpIds, arrays: ScheduleArrays, ahead: int, limits: Sequence[float]
+    model: Problem, op_ids: OpIds, arrays: ScheduleArrays, barriers: int, limits: Sequence[float]
 ) -> list[float]:
     """Per rank what it may hold."""
     caps = []
-    most = peaks(body.arrays, op_ids, body.microbatches)
+    most = peaks(model.arrays, op_ids, model.microbatches)
     for rank, limit in enumerate(limits):
-        own = body.arrays.smallest_limit(rank)
-        beside = (1 + ahead) * (arrays.smallest_limit(rank) - own)
-        caps.append(min(limit, most[rank] + ahead * own + beside))
+        own = model.arrays.smallest_limit(rank)
+        beside = (1 + barriers) * (arrays.smallest_limit(rank) - own)
+        caps.append(min(limit, most[rank] + barriers * own + beside))
     return caps
 
 
 class _Dates:
     """When ops are due, from when the model's own schedule runs them."""
 
-    def __init__(self, body: Problem, op_ids: OpIds, arrays: ScheduleArrays, heads: int) -> None:
-        self.microbatches, self.arrays, self.body, self.heads = body.microbatches, arrays, body.arrays, heads
-        done = run(self.body, op_ids, body.microbatches)
+    def __init__(self, model: Problem, op_ids: OpIds, arrays: ScheduleArrays, output_shards: int) -> None:
+        self.microbatches, self.arrays, self.model = model.microbatches, arrays, model.arrays
+        done = run(self.model, op_ids, model.microbatches)
         assert done is not None, "the order to weave into can progress"
         self.end = done.end
-        self.scale = arrays.period / self.body.period if self.body.period else 1.0
+        self.scale = arrays.period / self.model.period if self.model.period else 1.0
         self.alone = start_alone(arrays)
 
     def due(self, delay: float) -> list[float]:
         """With T put off by so many periods."""
         arrays, alone = self.arrays, self.alone
-        bottom = 3 * (self.body.stages - 1)  # the last F of the model
+        bottom = 3 * (self.model.stages - 1)  # the last F of the model
         behind = alone[bottom + 1] - alone[bottom] - arrays.seconds[bottom]  # the barrier
         dates: list[float] = []
-        for section in range(self.body.sections):
+        for section in range(self.model.sections):
             dates += self._moved(section, behind if section % 3 else 0.0)
-        for section in range(self.body.sections, arrays.sections):
+        for section in range(self.model.sections, arrays.sections):
             late = delay * arrays.period if section % 3 == 2 else 0.0
             dates += self._moved(bottom, alone[section] - alone[bottom] + late)
         return dates
 
     def _moved(self, section: int, by: float) -> list[float]:
         """The starts of one of the model's sections, as much later as the vocabulary makes it, and moved."""
-        m, seconds = self.microbatches, self.body.seconds[section]
+        m, seconds = self.microbatches, self.model.seconds[section]
         return [self.scale * (self.end[section * m + j] - seconds) + by for j in range(m)]
 
 
-def with_heads(
+def with_output_shards(
     costs: Costs, ranks: int, seconds: float, barriers: int, transfer: float, saved: float = 0.0
 ) -> Costs:
     """The costs of a model whose output layer is spread: every rank spends ``seconds`` a microbatch on it, a
@@ -189,10 +189,10 @@ def with_heads(
     third, last = seconds / 3, len(costs.stages) - 1
     before = 2 * third if barriers == 1 else third
     head = StageCost(before, max(0.0, seconds - third - before), third, saved, saved)
-    heads, edges = range(last + 1, last + 1 + ranks), list(costs.edges)
-    for own in heads:
+    shards, edges = range(last + 1, last + 1 + ranks), list(costs.edges)
+    for own in shards:
         edges.append(Edge(Color(last, Phase.F), Color(own, Phase.F), seconds=transfer))
-        others = [Color(other, Phase.B) for other in heads if other != own]
+        others = [Color(other, Phase.B) for other in shards if other != own]
         edges += [Edge(Color(own, Phase.F), other, seconds=transfer) for other in others]
         edges.append(Edge(Color(own, Phase.B), Color(last, Phase.B), seconds=transfer))
     return Costs((*costs.stages, *(head,) * ranks), tuple(edges))

@@ -25,9 +25,10 @@ import fxpipe
 import fxpipe.ir.liveness
 from fxpipe.cli import main
 from fxpipe.errors import ArtifactError, BatchError, FxpipeError, RunError, ScheduleError
-from fxpipe.plan.artifact import FORMAT, Attempt
 from fxpipe.plan.files import read_plan
+from fxpipe.plan.formats import FORMAT
 from fxpipe.runtime.batch import BatchSpec, Leaf
+from fxpipe.schedule.candidate import Candidate
 from fxpipe.schedule.costs_file import read_costs
 from fxpipe.schedule.handwritten import parse_schedule, read_schedule
 from fxpipe.training.loop import fixed_values, read_data
@@ -50,8 +51,8 @@ def save_all(directory: Path) -> None:
     sized = fxpipe.compile(
         Chain(4), numbers(2), ranks=2, microbatches=MICROBATCHES, schedule="1f1b", dimensions={}
     )
-    attempt = Attempt("1f1b", 1, "plain", 0.1, 0.2, 300.0, "")
-    plan = replace(sized.plan, tried=(attempt, replace(attempt, seconds=None, why="no room")))
+    candidate = Candidate("1f1b", 1, "plain", 0.1, 0.2, 300.0, "")
+    plan = replace(sized.plan, tried=(candidate, replace(candidate, seconds=None, why="no room")))
     replace(sized, artifact=replace(sized.artifact, plan=plan)).save(directory / "sized")
     fxpipe.ir.liveness.SMALLEST = smallest
 
@@ -112,7 +113,7 @@ def dropped(path: str) -> Callable[[Json], None]:
 
 #: Of which pipeline, at which place, what, and what the error says of it.
 EDITS: list[tuple[str, str, Json, str]] = [
-    ("offload", "format", FORMAT - 1, f"has format {FORMAT - 1}"),
+    ("offload", "format", FORMAT + 1, f"has format {FORMAT + 1}"),
     ("offload", "format", True, "has format True"),
     ("offload", "format", "2", "has format '2'"),
     ("offload", "version", 7, "version is 7 and must be a text"),
@@ -180,9 +181,9 @@ EDITS: list[tuple[str, str, Json, str]] = [
     ("offload", "channels[0]", [0, 1, 1], "channels[0] is [0, 1, 1] and must be a list of 2"),
     ("offload", "collectives", 3, "collectives is 3 and must be from 0 to 0"),
     ("vocabulary", "collectives", 10**9, "collectives is 1000000000"),
-    ("vocabulary", "vocabulary.heads", 3, "vocabulary.heads is 3 and must be 0 or 2"),
-    ("vocabulary", "vocabulary.lookups", 1, "vocabulary.lookups is 1 and must be 0 or 2"),
-    ("vocabulary", "vocabulary.ahead", 99, "vocabulary.ahead is 99"),
+    ("vocabulary", "vocabulary.output_shards", 3, "vocabulary.output_shards is 3 and must be 0 or 2"),
+    ("vocabulary", "vocabulary.embedding_shards", 1, "vocabulary.embedding_shards is 1 and must be 0 or 2"),
+    ("vocabulary", "vocabulary.barriers", 99, "vocabulary.barriers is 99"),
     ("vocabulary", "layouts.embedding.weight", None, "layouts is missing"),
     ("offload", "tensors[0].gradients[0]", "nothing", "tensors[0].gradients[0] is 'nothing'"),
     ("offload", "tensors[0].buffers", ["nothing"], "tensors[0].buffers[0] is 'nothing'"),

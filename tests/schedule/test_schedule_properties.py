@@ -236,4 +236,4 @@ def test_vocabulary_stages_are_woven_into_every_family(problem):
     joint = collectives(messages, schedule.placement, special)
     prove(lower(schedule, costs.edges, joint), schedule.placement)
     if schedule.ranks > 1:
-        assert len(joint) == (5 if schedule.vocabulary.lookups else 3)
+        assert len(joint) == (5 if schedule.vocabulary.embedding_shards else 3)
