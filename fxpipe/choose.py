@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from fxpipe.cost.analytic import analytic_costs
+from fxpipe.cost.analytic import analytic_seconds, section_costs
 from fxpipe.cost.device import Device
-from fxpipe.cost.profile import measured_seconds, with_seconds
+from fxpipe.cost.profile import measured_seconds
 from fxpipe.errors import LimitError
 from fxpipe.ir.liveness import Liveness, liveness
 from fxpipe.options import Options
@@ -39,9 +39,10 @@ def choose(
     settings: dict[Setting, tuple[Cut, Liveness]] = {}
     too_heavy: list[LimitError] = []
     for cut in cuts:
-        measured = {}
         if options.costs == "measured":
-            measured = measured_seconds(cut.sections, device, hardware.stage_overhead)
+            seconds = measured_seconds(cut.sections, device, hardware.stage_overhead)
+        else:
+            seconds = analytic_seconds(cut.graph, hardware)
         for name, rank_of_stage in placements[cut.stages].items():
             if cut.vocabulary is not None:
                 rank_of_stage = cut.vocabulary.placement(rank_of_stage)
@@ -54,7 +55,7 @@ def choose(
                     too_heavy.append(error)
                     continue
             live = liveness(cut.graph, cut.sections, cut.messages, rank_of_stage)
-            costs = with_seconds(analytic_costs(live, hardware), measured)
+            costs = section_costs(live, seconds, hardware)
             if options.offload.share is not None:
                 costs = replace(costs, link=Link(1 / bandwidth, options.offload.ranks_per_link))
             setting = Setting(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import fx
 
@@ -14,23 +14,27 @@ from fxpipe.cost.polynomials import Polynomial, Sizes
 from fxpipe.cost.symbolic import PlanWork, Rates, StageWork, Terms, Work
 from fxpipe.ir.graph import Color, Phase
 from fxpipe.ir.liveness import Liveness
-from fxpipe.ir.storage import node_bytes
+from fxpipe.ir.storage import call_nodes, node_bytes
 from fxpipe.schedule.costs import Costs, Edge, StageCost
 
 
-def analytic_costs(live: Liveness, device: Device) -> Costs:
-    """Seconds and bytes of every section and message, from shapes and the device's description."""
+def analytic_seconds(graph: fx.Graph, device: Device) -> dict[Color, float]:
+    """The seconds of every section, from its ops' shapes and the device's description."""
+    seconds: dict[Color, float] = {}
+    for node in call_nodes(graph):
+        color = node.meta["color"]
+        seconds[color] = seconds.get(color, device.stage_overhead) + node_cost(node, device).seconds
+    return seconds
 
-    def seconds(stage: int, phase: Phase) -> float:
-        nodes = live.ops[Color(stage, phase)]
-        overhead = device.stage_overhead if nodes else 0.0
-        return sum((node_cost(n, device).seconds for n in nodes), start=overhead)
+
+def section_costs(live: Liveness, seconds: Mapping[Color, float], device: Device) -> Costs:
+    """Seconds and bytes of every stage and message, given the seconds of every section."""
 
     def size(roots: Iterable[fx.Node]) -> int:
         return sum(node_bytes(r) for r in roots)
 
     stages = [
-        StageCost(*(seconds(stage, phase) for phase in Phase), *map(size, live.held(stage)))
+        StageCost(*(seconds.get(Color(stage, phase), 0.0) for phase in Phase), *map(size, live.held(stage)))
         for stage in range(len(live.saved_activations))
     ]
     edges = []
@@ -41,7 +45,10 @@ def analytic_costs(live: Liveness, device: Device) -> Costs:
 
 
 def work_for_any_size(live: Liveness, graph: fx.Graph, resized: ResizedTraces, device: Device) -> PlanWork:
-    """The same as expressions of the named lengths; raises SizeError where a size is no polynomial."""
+    """The analytic costs as expressions of the named lengths.
+
+    Raises SizeError where a size is no polynomial.
+    """
     sizes = Sizes(graph, resized)
 
     def work(stage: int, phase: Phase) -> tuple[Work, ...]:
