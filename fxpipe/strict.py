@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
 from math import isfinite
 from pathlib import Path
@@ -96,6 +96,7 @@ def structure(data: Any, kind: type[_T], path: str = "") -> _T:
     """Data of JSON as ``kind``, a dataclass of dataclasses and such: each field is there, no other one is,
     and each has its very type.  Raises Misfit for the first that has not.
 
+    A dataclass may have ``OLDER_NAMES``: names that its fields had in earlier files, with those of today.
     path: of ``data`` in its file.
     """
     try:
@@ -216,14 +217,22 @@ def _at(index: Any, hook: Callable[[Any, Any], Any], entry: Any, item: Any) -> A
 
 
 def _object_hook(kind: Any, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
+    older: Mapping[str, str] = getattr(kind, "OLDER_NAMES", {})
     fill = cattrs.gen.make_dict_structure_fn(kind, converter, _cattrs_forbid_extra_keys=True)
 
     def structured(value: Any, _: Any) -> Any:
         if type(value) is not dict:
             raise Misfit(f"is {shown(value)} and must be an object")
-        return fill(value, kind)
+        return fill(_with_new_names(value, older) if older else value, kind)
 
     return structured
+
+
+def _with_new_names(value: dict[str, Any], older: Mapping[str, str]) -> dict[str, Any]:
+    for name, newer in older.items():
+        if name in value and newer in value:
+            raise Misfit(f"has both {name!r} and {newer!r}, two names of one field")
+    return {older.get(name, name): entry for name, entry in value.items()}
 
 
 def _origin(kind: Any) -> Any:

@@ -10,7 +10,6 @@ import torch
 
 from fxpipe.cost.symbolic import PlanWork
 from fxpipe.errors import ArtifactError
-from fxpipe.plan.formats import FORMAT, is_known, upgraded
 from fxpipe.plan.plan_check import check_plan
 from fxpipe.runtime.offloader import Tier
 from fxpipe.runtime.rank import StepSpec
@@ -21,6 +20,8 @@ from fxpipe.schedule.ops import Schedule, Transfer, parse_ops
 from fxpipe.strict import Misfit, parse_json, shown, structure, unstructure
 from fxpipe.version import __version__
 from fxpipe.vocabulary.stages import Vocabulary
+
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -125,12 +126,12 @@ class Plan:
         try:
             data = parse_json(text)
             found = data.get("format") if isinstance(data, dict) else None
-            if not is_known(found):
+            if type(found) is not int or found != FORMAT:
                 raise ArtifactError(
                     f"{where} has format {shown(found)} and fxpipe {__version__} reads format {FORMAT}. "
                     "Compile and save the pipeline again with this version."
                 )
-            plan = structure(upgraded(data), Plan)
+            plan = structure(data, Plan)
             check_plan(plan)
         except Misfit as error:
             raise ArtifactError(

@@ -11,8 +11,7 @@ from fxpipe.ir.graph import Color, Kind, Phase, Section
 from fxpipe.ir.storage import call_nodes, output_dict
 from fxpipe.options import Options
 from fxpipe.passes.run import Cut
-from fxpipe.plan.artifact import Plan, Prediction, StagePlan
-from fxpipe.plan.formats import FORMAT
+from fxpipe.plan.artifact import FORMAT, Plan, Prediction, StagePlan
 from fxpipe.plan.tensor_ownership import layouts_of, tensor_ownership, tied_parameters
 from fxpipe.runtime.batch import BatchSpec
 from fxpipe.runtime.rank import StepSpec

@@ -25,8 +25,8 @@ import fxpipe
 import fxpipe.ir.liveness
 from fxpipe.cli import main
 from fxpipe.errors import ArtifactError, BatchError, FxpipeError, RunError, ScheduleError
+from fxpipe.plan.artifact import FORMAT
 from fxpipe.plan.files import read_plan
-from fxpipe.plan.formats import FORMAT
 from fxpipe.runtime.batch import BatchSpec, Leaf
 from fxpipe.schedule.candidate import Candidate
 from fxpipe.schedule.costs_file import read_costs
@@ -111,9 +111,35 @@ def dropped(path: str) -> Callable[[Json], None]:
     return edit
 
 
+OLDER_NAMES = {
+    "vocabulary": {"embedding_shards": "lookups", "output_shards": "heads", "barriers": "ahead"},
+    "tried": {"offloaded": "moved"},
+}
+
+
+@pytest.mark.parametrize("name", ["vocabulary", "sized"])
+def test_a_plan_with_the_names_of_the_first_version(saved, name):
+    directory = saved(name)
+    plan = read_plan(directory)
+    renamed = 0
+
+    def older(data: Json) -> None:
+        nonlocal renamed
+        for key, names in OLDER_NAMES.items():
+            for entry in data[key] if isinstance(data[key], list) else [data[key] or {}]:
+                for newer, old in names.items():
+                    if newer in entry:
+                        entry[old] = entry.pop(newer)
+                        renamed += 1
+
+    changed(directory, older)
+    assert renamed == {"vocabulary": 3, "sized": 2}[name]
+    assert read_plan(directory) == plan
+
+
 #: Of which pipeline, at which place, what, and what the error says of it.
 EDITS: list[tuple[str, str, Json, str]] = [
-    ("offload", "format", FORMAT + 1, f"has format {FORMAT + 1}"),
+    ("offload", "format", FORMAT - 1, f"has format {FORMAT - 1}"),
     ("offload", "format", True, "has format True"),
     ("offload", "format", "2", "has format '2'"),
     ("offload", "version", 7, "version is 7 and must be a text"),
@@ -184,6 +210,7 @@ EDITS: list[tuple[str, str, Json, str]] = [
     ("vocabulary", "vocabulary.output_shards", 3, "vocabulary.output_shards is 3 and must be 0 or 2"),
     ("vocabulary", "vocabulary.embedding_shards", 1, "vocabulary.embedding_shards is 1 and must be 0 or 2"),
     ("vocabulary", "vocabulary.barriers", 99, "vocabulary.barriers is 99"),
+    ("vocabulary", "vocabulary.heads", 2, "has both 'heads' and 'output_shards'"),
     ("vocabulary", "layouts.embedding.weight", None, "layouts is missing"),
     ("offload", "tensors[0].gradients[0]", "nothing", "tensors[0].gradients[0] is 'nothing'"),
     ("offload", "tensors[0].buffers", ["nothing"], "tensors[0].buffers[0] is 'nothing'"),
