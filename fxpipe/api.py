@@ -68,8 +68,8 @@ def compile(
         hold the same values, else RunError.
 
     schedule: the name of a family (``fxpipe simulate --help`` lists them); ``auto``, the one with the
-        shortest simulated step over all families, placements and one or two stages a rank; a Schedule; or
-        the path of one that you wrote, as text or as torch's CSV.
+        shortest simulated step over all families, placements and one, two or four stages a rank; a Schedule;
+        or the path of one that you wrote, as text or as torch's CSV.
     stages_per_rank, placement: ``plain`` (stage s on rank s mod ranks) or ``v`` (down the ranks and back
         up).  By default the schedule's own.
     split_points: module paths that begin the second and later stages, instead of cuts by cost.

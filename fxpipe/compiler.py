@@ -31,7 +31,7 @@ from fxpipe.ir.graph import Section
 from fxpipe.ir.liveness import Liveness
 from fxpipe.ir.storage import call_nodes, node_bytes, output_dict
 from fxpipe.options import Candidates, Options, candidates
-from fxpipe.passes.run import Cut, Setting, cut_phases, with_offload
+from fxpipe.passes.run import Cut, CutOptions, cut_phases, with_offload
 from fxpipe.passes.run import cut as cut_into_stages
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.make_plan import make_plan
@@ -137,9 +137,9 @@ def _cuts(
     for stages in tried.placements:
         found: list[list[Cut]] = []  # per way, those of all levels
         for barriers in ways:
-            setting = Setting(stages, options.ranks, hardware, options.split_points, barriers)
+            asked = CutOptions(stages, options.ranks, hardware, options.split_points, barriers)
             try:
-                found.append(cut_into_stages(captured, resized, setting, tried.levels, phase))
+                found.append(cut_into_stages(captured, resized, asked, tried.levels, phase))
             except PartitionError:
                 if barriers is not None and options.vocab_parallel == AUTO:
                     ways = tuple(way for way in ways if way != barriers)  # nor does it fit more stages
