@@ -33,7 +33,7 @@ SCHEDULES = ("1f1b", "zb-h1", "auto")
 RANKS, MICROBATCHES = 4, 16
 #: Seconds that compiling so many layers may take, on 2 cores.
 BARS = {12: 15.0, 48: 60.0}
-ALL_OPTIONS = {"vocab_parallel": "auto", "recompute": "auto", "offload": 1.0}
+ALL_OPTIONS = {"vocab_parallel": "auto", "recompute": "auto", "offload": True}
 
 
 @dataclass(frozen=True)
@@ -134,10 +134,11 @@ def compile_once(
     """Seconds in total, of them the processor's, and in each phase."""
     import torch
 
-    from fxpipe.compiler import compile_model, phases
-    from fxpipe.options import Options
+    from fxpipe.compiler import compile_model
+    from fxpipe.options import Options, as_offload
     from fxpipe.progress import Phases
 
+    offload = as_offload(settings.pop("offload", False), {}, torch.device("cpu"))
     made, example = _gpt2(layers, dropout) if model == "gpt2" else _small_ops(layers)
     options = Options(
         ranks=RANKS,
@@ -149,9 +150,10 @@ def compile_once(
         memory_limit=None,
         costs="analytic",
         seed=0,
+        offload=offload,
         **settings,
     )
-    phase = Phases("", phases(options))
+    phase = Phases("")
     before, processor = time.perf_counter(), time.process_time()
     compile_model(made, example, None, options, torch.device("cpu"), phase)
     total, processor = time.perf_counter() - before, time.process_time() - processor

@@ -30,7 +30,6 @@ from drawn_settings import drawn_settings
 from report import Report
 from rich.progress import track
 
-from fxpipe.cli.planning import CHUNKS
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.arrays import run
 from fxpipe.schedule.costs import Costs, StageCost, chain
@@ -39,8 +38,9 @@ from fxpipe.schedule.families.registry import FAMILIES, build
 from fxpipe.schedule.offload.planner import FULL, HALF, offload, with_link
 from fxpipe.schedule.placement import place
 from fxpipe.schedule.problem import Problem
-from fxpipe.schedule.search.auto import Choice, Objective, Setting, search
+from fxpipe.schedule.search.auto import Objective, SearchResult, Setting, search
 from fxpipe.schedule.search.auto import frontier as search_frontier
+from fxpipe.schedule.search.fastest import STAGES_PER_RANK
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
 
@@ -188,8 +188,12 @@ def tried(name: str, model: Model, limit: float | None, seeds: int) -> Luck:
 
 
 def found(
-    model: Model, limit: float | None, objective: Objective, chunks: Sequence[int] = CHUNKS, seed: int = 0
-) -> Choice:
+    model: Model,
+    limit: float | None,
+    objective: Objective,
+    chunks: Sequence[int] = STAGES_PER_RANK,
+    seed: int = 0,
+) -> SearchResult:
     return search(
         settings_of(model, chunks),
         ranks=model.ranks,
@@ -200,7 +204,7 @@ def found(
     )
 
 
-def settings_of(model: Model, chunks: Sequence[int] = CHUNKS) -> list[Setting]:
+def settings_of(model: Model, chunks: Sequence[int] = STAGES_PER_RANK) -> list[Setting]:
     return [
         Setting(v, placement, model.costs(v))
         for v in chunks

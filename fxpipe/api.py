@@ -16,7 +16,7 @@ from fxpipe.errors import CaptureError, FxpipeError, PartitionError, RunError
 from fxpipe.pipeline import Pipeline
 from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact, Plan
-from fxpipe.runtime.offloader import check_tier, default_tier
+from fxpipe.runtime.offloader import check_tier
 from fxpipe.runtime.process import Process, default_device, under_torchrun
 from fxpipe.runtime.tensors import in_strides
 from fxpipe.schedule.ops import Schedule
@@ -68,8 +68,8 @@ def compile(
         hold the same values, else RunError.
 
     schedule: the name of a family (``fxpipe simulate --help`` lists them); ``auto``, the one with the
-        shortest simulated step over all families, placements and one or two stages per rank; a Schedule; or
-        the path of a schedule as text or as torch's CSV.
+        shortest simulated step over all families, placements and one, two or four stages per rank; a
+        Schedule; or the path of a schedule as text or as torch's CSV.
     stages_per_rank, placement: ``plain`` (stage s on rank s mod ranks) or ``v`` (down the ranks and back
         up).  By default the schedule's own.
     split_points: module paths that begin the second and later stages, instead of cuts by cost.
@@ -103,7 +103,7 @@ def compile(
     where the number of processes is not ``ranks``.
     """
     # Imported here, as ``load`` needs neither the compiler nor the schedule search with its compiled kernels.
-    from fxpipe.compiler import compile_model, phases
+    from fxpipe.compiler import compile_model
     from fxpipe.options import Options, as_offload, check, parse_bytes
     from fxpipe.progress import Phases
     from fxpipe.schedule.handwritten import read_schedule
@@ -114,6 +114,7 @@ def compile(
         raise PartitionError(f"split_points is a list of module paths: give [{split_points!r}].")
     if isinstance(fixed, str):
         raise CaptureError(f"fixed is a list of names: give [{fixed!r}].")
+    device = _device_of(model)
     options = Options(
         ranks=ranks,
         microbatches=microbatches,
@@ -127,21 +128,20 @@ def compile(
         vocab_parallel=vocab_parallel,
         gradients=gradients,
         recompute=recompute,
-        offloading=as_offload(offload, old_spellings),
+        offload=as_offload(offload, old_spellings, device),
         dimensions=dimensions,
         fixed=tuple(fixed),
         effort=effort,
     )
     check(options)
-    device = _device_of(model)
-    if options.offload is not None:
-        check_tier(options.offloading.tier or default_tier(device), device, options.offload_directory)
+    if options.offload.share is not None:
+        check_tier(options.tier, device, options.offload_directory)
     process = Process.join(ranks, device) if under_torchrun() else None
     compiled: Compiled | None = None
     if process is None or process.rank == 0:
         title = f"fxpipe {type(model).__name__}"
         try:
-            compiled = compile_model(model, example, loss_fn, options, device, Phases(title, phases(options)))
+            compiled = compile_model(model, example, loss_fn, options, device, Phases(title))
         except FxpipeError as error:
             if process is not None:
                 process.broadcast_bytes(json.dumps({"error": str(error)}).encode())

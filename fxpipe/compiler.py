@@ -12,8 +12,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch import fx, nn
 
 from fxpipe.capture.resized import ResizedTraces, named_lengths, sample
 from fxpipe.capture.trace import Captured, capture
-from fxpipe.choose import Choice, choose
+from fxpipe.choose import choose
 from fxpipe.codegen.collectives import collectives
 from fxpipe.codegen.program import RankPlan, program_source
 from fxpipe.cost.analytic import work_for_any_size
@@ -29,25 +28,22 @@ from fxpipe.cost.device import Device, describe
 from fxpipe.cost.profile import measured_bandwidth
 from fxpipe.errors import PartitionError, ScheduleError, VocabularyError
 from fxpipe.ir.graph import Section
+from fxpipe.ir.liveness import Liveness
 from fxpipe.ir.storage import call_nodes, node_bytes, output_dict
-from fxpipe.options import AUTO, Options, barriers_tried, levels_tried, stage_counts
-from fxpipe.passes.run import Cut, Setting, cut_phases, with_offload
+from fxpipe.options import Candidates, Options, candidates
+from fxpipe.passes.run import Cut, CutOptions, cut_phases, with_offload
 from fxpipe.passes.run import cut as cut_into_stages
-from fxpipe.plan.artifact import Artifact, Attempt, Plan
+from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.make_plan import make_plan
-from fxpipe.plan.tensor_ownership import (
-    check_names,
-    tensor_ownership,
-    tied_parameters,
-    weight_bytes,
-)
+from fxpipe.plan.tensor_ownership import check_names, tied_parameters
 from fxpipe.progress import Phases
-from fxpipe.runtime.offloader import Tier, aligned, default_tier
+from fxpipe.runtime.offloader import aligned
 from fxpipe.schedule.lowering.deadlock import prove
 from fxpipe.schedule.lowering.lower import Collective, Programs, lower
 from fxpipe.schedule.offload.memory_pool import Pool
 from fxpipe.schedule.offload.memory_pool import pools as make_pools
-from fxpipe.schedule.ops import PHASES
+from fxpipe.schedule.ops import PHASES, Schedule
+from fxpipe.schedule.search.fastest import AUTO
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +79,8 @@ def compile_model(
 ) -> Compiled:
     check_names(model)
     hardware = describe(device)
+    tried = candidates(options)
+    phase.expect(3 + cut_phases(len(tried.levels)) * len(tried.placements) * len(tried.barriers))
 
     def traced(example: Any) -> Captured:
         scale = 1 / options.microbatches
@@ -97,52 +95,51 @@ def compile_model(
             resized = sample(captured.graph, example, lengths, lambda resized: traced(resized).graph)
 
     # Partitioned, rewritten (passes/run.py) and extracted, once for each candidate.
-    cuts = _cuts(captured.graph, resized, options, hardware, phase)
+    cuts = _cuts(captured.graph, resized, tried, options, hardware, phase)
+    phase.expect(2)
 
     with phase("schedule"):
         # The candidate and the schedule with the shortest simulated step.
         bandwidth = _bandwidth(options, hardware, device)
-        choice = choose(options, cuts, hardware, device, partial(_weights, model), 1 / bandwidth)
-        _check_buffer_order(choice)
+        cut, live, found = choose(options, cuts, tried.placements, model, hardware, device, bandwidth)
+        schedule, costs = found.schedule, found.setting.costs
+        _check_buffer_order(cut.graph, schedule)
         # Its messages, proved to end.
-        exchanged = _collectives(choice)
-        instructions = lower(choice.schedule, choice.costs.edges, exchanged)
-        prove(instructions, choice.schedule.placement)
+        joint = _collectives(cut, schedule)
+        instructions = lower(schedule, costs.edges, joint)
+        prove(instructions, schedule.placement)
         work = None
-        if choice.cut.resized is not None:
-            work = work_for_any_size(choice.ledger, choice.cut.graph, choice.cut.resized, hardware)
+        if cut.resized is not None:
+            work = work_for_any_size(live, cut.graph, cut.resized, hardware)
 
     with phase("codegen"):
         # The last pass, now that the schedule says which values are offloaded.
-        cut, pools = _offloaded(choice)
-        plan = make_plan(
-            model, example, captured.constants, options, cut, choice.schedule, choice.costs, exchanged
-        )
-        plan = replace(plan, work=work, tried=_attempts(choice))
+        cut, pools = _offloaded(cut, live, schedule)
+        plan = make_plan(model, example, captured.constants, options, cut, found.timeline, joint)
+        plan = replace(plan, work=work, tried=found.tried)
         if pools:
-            plan = replace(plan, tier=_tier(options, device), pools=tuple(pool.bytes for pool in pools))
+            plan = replace(plan, tier=options.tier, pools=tuple(pool.bytes for pool in pools))
         programs = _programs(plan, cut, instructions, pools)
     return Compiled(Artifact(plan, programs, captured.constants), cut.graph, cut.sections)
 
 
-def phases(options: Options) -> int:
-    """How many phases ``compile_model`` goes through."""
-    ways = product(stage_counts(options), barriers_tried(options))
-    return 3 + cut_phases(len(levels_tried(options))) * len(list(ways))
-
-
 def _cuts(
-    captured: fx.Graph, resized: ResizedTraces | None, options: Options, hardware: Device, phase: Phases
+    captured: fx.Graph,
+    resized: ResizedTraces | None,
+    tried: Candidates,
+    options: Options,
+    hardware: Device,
+    phase: Phases,
 ) -> list[Cut]:
     """A cut for every candidate: number of stages, barriers, level of recomputation."""
     cuts: list[Cut] = []
-    ways = barriers_tried(options)
-    for stages in stage_counts(options):
+    ways = tried.barriers
+    for stages in tried.placements:
         found: list[list[Cut]] = []  # per way, those of all levels
         for barriers in ways:
+            asked = CutOptions(stages, options.ranks, hardware, options.split_points, barriers)
             try:
-                setting = Setting(stages, options.ranks, hardware, options.split_points, barriers)
-                found.append(cut_into_stages(captured, resized, setting, levels_tried(options), phase))
+                found.append(cut_into_stages(captured, resized, asked, tried.levels, phase))
             except PartitionError:
                 if barriers is not None and options.vocab_parallel == AUTO:
                     ways = tuple(way for way in ways if way != barriers)  # nor does it fit more stages
@@ -165,72 +162,45 @@ def _by_level(found: list[list[Cut]]) -> list[Cut]:
     return [cut for of_level in zip(*found, strict=True) for cut in of_level]
 
 
-def _check_buffer_order(choice: Choice) -> None:
+def _check_buffer_order(graph: fx.Graph, schedule: Schedule) -> None:
     """Raise ScheduleError if microbatches would change a buffer out of order."""
-    for name, value in output_dict(choice.cut.graph)["buffers"].items():
+    for name, value in output_dict(graph)["buffers"].items():
         stage, phase = value.meta["color"].stage, value.meta["color"].phase
-        rank = choice.schedule.placement[stage]
-        ops = [op for op in choice.schedule.order[rank] if op.stage == stage and phase in PHASES[op.kind]]
+        rank = schedule.placement[stage]
+        ops = [op for op in schedule.order[rank] if op.stage == stage and phase in PHASES[op.kind]]
         for before, op in pairwise(ops):
             if op.microbatch < before.microbatch:
                 raise ScheduleError(
-                    f"The schedule {choice.schedule.name} runs {before} before {op}, and stage {stage} "
+                    f"The schedule {schedule.name} runs {before} before {op}, and stage {stage} "
                     f"changes the buffer {name!r}: its microbatches must come in their order."
                 )
 
 
-def _weights(model: nn.Module, cut: Cut, placement: tuple[int, ...]) -> tuple[int, ...]:
-    return weight_bytes(model, tensor_ownership(model, cut.sections, placement, max(placement) + 1))
-
-
-def _collectives(choice: Choice) -> tuple[Collective, ...]:
-    vocabulary = choice.cut.vocabulary
-    if vocabulary is None:
+def _collectives(cut: Cut, schedule: Schedule) -> tuple[Collective, ...]:
+    if cut.vocabulary is None:
         return ()
-    stages = len(choice.schedule.placement)
-    special = frozenset((*range(vocabulary.lookups), *range(stages - vocabulary.heads, stages)))
-    return collectives(choice.cut.messages, choice.schedule.placement, special)
-
-
-def _tier(options: Options, device: torch.device) -> Tier:
-    return options.offloading.tier or default_tier(device)
+    shards = frozenset(stage for stage in range(schedule.stages) if schedule.is_vocabulary(stage))
+    return collectives(cut.messages, schedule.placement, shards)
 
 
 def _bandwidth(options: Options, hardware: Device, device: torch.device) -> float:
     """Bytes a second, one way, to the offload store."""
-    if options.offloading.bandwidth is not None:
-        return options.offloading.bandwidth
-    if options.offload is None or options.costs != "measured":
+    offload = options.offload
+    if offload.bandwidth is not None:
+        return offload.bandwidth
+    if offload.share is None or options.costs != "measured":
         return hardware.offload_bandwidth
-    return measured_bandwidth(_tier(options, device), options.offload_directory, device)
+    return measured_bandwidth(options.tier, options.offload_directory, device)
 
 
-def _offloaded(choice: Choice) -> tuple[Cut, tuple[Pool, ...]]:
+def _offloaded(cut: Cut, live: Liveness, schedule: Schedule) -> tuple[Cut, tuple[Pool, ...]]:
     """The cut with the offloads of its schedule in the graph, and each rank's pool of offloaded values."""
-    moved = {(t.stage, t.user) for t in choice.schedule.transfers}
+    moved = {(t.stage, t.user) for t in schedule.transfers}
     if not moved:
-        return choice.cut, ()
-    roots = {(stage, user): choice.ledger.offloadable[stage][user] for stage, user in sorted(moved)}
+        return cut, ()
+    roots = {(stage, user): live.offloadable[stage][user] for stage, user in sorted(moved)}
     sizes = {key: sum(aligned(node_bytes(root)) for root in found) for key, found in roots.items()}
-    return with_offload(choice.cut, roots), make_pools(choice.schedule, sizes)
-
-
-def _attempts(choice: Choice) -> tuple[Attempt, ...]:
-    return tuple(
-        Attempt(
-            schedule=t.name,
-            stages_per_rank=t.setting.stages_per_rank,
-            placement=t.setting.placement,
-            seconds=t.seconds,
-            span_bubble=t.span_bubble,
-            peak_memory=t.peak_memory,
-            why=t.why,
-            barriers=cut.vocabulary.ahead if cut.vocabulary else 0,
-            recompute=cut.recompute or "",
-            moved=t.moved,
-        )
-        for t, cut in choice.tried
-    )
+    return with_offload(cut, roots), make_pools(schedule, sizes)
 
 
 def _programs(plan: Plan, cut: Cut, instructions: Programs, pools: tuple[Pool, ...]) -> tuple[str, ...]:

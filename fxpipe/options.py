@@ -10,15 +10,17 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fxpipe.errors import ScheduleError
 from fxpipe.passes.recompute import LEVELS, Level
-from fxpipe.runtime.offloader import TIERS, Tier
+from fxpipe.runtime.offloader import TIERS, Tier, default_tier
 from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.offload.planner import FULL
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.placement import place
+from fxpipe.schedule.search.fastest import AUTO, stages_and_placements
 
-AUTO = "auto"
 BARRIERS: dict[str | bool, int] = {"1-barrier": 1, "2-barrier": 2, True: 1}
 
 _UNITS = {"": 1, "B": 1} | {
@@ -32,8 +34,9 @@ _UNITS = {"": 1, "B": 1} | {
 class Offload:
     """Which saved activations leave their rank between the forward and the backward, and where to.
 
-    share: of the saved bytes, from 0 to 1 (True: all, False: none), or ``"auto"``, as much as needed to keep
-        ``memory_limit``.  The values that are needed last go first, and no more than can come back in time.
+    share: of the saved bytes, from 0 to 1 (True: all, False or None: nothing), or ``"auto"``, as much as
+        needed to keep ``memory_limit``.  The values that are needed last go first, and no more than can
+        come back in time.
     tier: ``"host"``, pinned memory beside a GPU, or ``"disk"``, beside the CPU; by default the one that goes
         with the device.
     directory: of the disk tier, on a fast disk (by default the system's directory for temporary files).  Its
@@ -42,7 +45,7 @@ class Offload:
     ranks_per_link: the number of neighboring ranks that share the link (two GPUs on one switch: 2).
     """
 
-    share: bool | float | str = True
+    share: bool | float | str | None = True
     tier: Tier | None = None
     directory: str | Path | None = None
     bandwidth: float | None = None
@@ -58,8 +61,12 @@ _OLD_OFFLOAD_OPTIONS = {
 }
 
 
-def as_offload(offload: Offload | bool | float | str, old: Mapping[str, Any]) -> Offload:
-    """``offload`` in any of its forms, with options in their old spelling, which get a DeprecationWarning.
+def as_offload(
+    offload: Offload | bool | float | str, old: Mapping[str, Any], device: torch.device
+) -> Offload:
+    """``offload`` in any of its forms as one: the share a number, ``"auto"`` or None, the tier the device's.
+
+    old: options in their old spelling, which get a DeprecationWarning.
 
     Raises TypeError for other names in ``old``.
     """
@@ -74,7 +81,8 @@ def as_offload(offload: Offload | bool | float | str, old: Mapping[str, Any]) ->
             stacklevel=3,
         )
         asked = replace(asked, **{new: value})
-    return asked
+    share = None if asked.share is False else FULL if asked.share is True else asked.share
+    return replace(asked, share=share, tier=asked.tier or default_tier(device))
 
 
 @dataclass(frozen=True)
@@ -93,33 +101,27 @@ class Options:
     vocab_parallel: str | bool = False
     gradients: bool = True
     recompute: str | bool = False
-    offloading: Offload = Offload(share=False)
+    offload: Offload = Offload(share=None)
     dimensions: Mapping[str, int] | None = None
     fixed: tuple[str, ...] = ()
     effort: float | None = None
 
     @property
-    def offload(self) -> float | str | None:
-        """The share of the saved bytes to be offloaded, or "auto"; None for nothing."""
-        share = self.offloading.share
-        if share is False:
-            return None
-        return FULL if share is True else share
-
-    @property
-    def ranks_per_link(self) -> int:
-        return self.offloading.ranks_per_link
+    def tier(self) -> Tier:
+        """The offload store."""
+        assert self.offload.tier is not None, "as_offload gives the device's"
+        return self.offload.tier
 
     @property
     def offload_directory(self) -> Path | None:
-        directory = self.offloading.directory
+        directory = self.offload.directory
         return None if directory is None else Path(directory)
 
 
 def check(options: Options) -> None:
     """Raise ScheduleError for options that are wrong for any model."""
     for name in ("ranks", "microbatches", "stages_per_rank", "ranks_per_link"):
-        value = getattr(options, name)
+        value = getattr(options.offload if name == "ranks_per_link" else options, name)
         chosen = name == "stages_per_rank" and value is None
         if not chosen and (not isinstance(value, int) or value < 1):
             raise ScheduleError(f"{name} is {value!r} and must be a whole number, at least 1.")
@@ -151,23 +153,20 @@ def check(options: Options) -> None:
 
 
 def _check_offload(options: Options) -> None:
-    offload, tier = options.offload, options.offloading.tier
-    if isinstance(offload, str):
-        known = offload == AUTO
+    share, tier, bandwidth = options.offload.share, options.offload.tier, options.offload.bandwidth
+    if isinstance(share, str):
+        known = share == AUTO
     else:
-        known = offload is None or (isinstance(offload, (int, float)) and 0 <= offload <= 1)
+        known = share is None or (isinstance(share, (int, float)) and 0 <= share <= 1)
     if not known:
-        raise ScheduleError(
-            f"offload is {offload!r} and must be True, False, 'auto', or a share from 0 to 1."
-        )
+        raise ScheduleError(f"offload is {share!r} and must be True, False, 'auto', or a share from 0 to 1.")
     if tier is not None and tier not in TIERS:
         raise ScheduleError(f"The tier of offload is {tier!r} and must be {' or '.join(map(repr, TIERS))}.")
-    bandwidth = options.offloading.bandwidth
     if bandwidth is not None and not (isfinite(bandwidth) and bandwidth > 0):
         raise ScheduleError(f"The bandwidth of offload is {bandwidth!r} and must be bytes a second, above 0.")
-    if offload == AUTO and options.memory_limit is None:
+    if share == AUTO and options.memory_limit is None:
         raise ScheduleError("offload='auto' moves as much as memory_limit asks for: give one.")
-    if offload is not None and not options.gradients:
+    if share is not None and not options.gradients:
         raise ScheduleError("Without gradients nothing is saved: leave out offload.")
 
 
@@ -179,7 +178,7 @@ def _check_given(options: Options, schedule: Schedule) -> None:
                 f"The schedule {schedule.name} is for {found} {name}, and {name} is {getattr(options, name)}."
             )
     for name in ("stages_per_rank", "placement", "memory_limit"):
-        if name == "memory_limit" and options.offload == AUTO:
+        if name == "memory_limit" and options.offload.share == AUTO:
             continue
         if getattr(options, name) is not None:
             raise ScheduleError(f"The schedule {schedule.name} is given whole: leave out {name}.")
@@ -199,32 +198,41 @@ def parse_bytes(limit: float | str) -> float:
     return float(match[1]) * unit
 
 
-def stage_counts(options: Options) -> tuple[int, ...]:
-    """The candidate numbers of stages."""
-    if isinstance(options.schedule, Schedule):
-        return (options.schedule.stages,)
-    if options.stages_per_rank is not None:
-        per_rank = [options.stages_per_rank]
-    elif options.schedule != AUTO:
-        per_rank = [FAMILIES[options.schedule].stages_per_rank]
-    elif options.split_points is not None:
-        per_rank = [max(1, (len(options.split_points) + 1) // options.ranks)]
+@dataclass(frozen=True)
+class Candidates:
+    """The candidate decisions of a compilation.
+
+    ``placements``: the model's stages -> the names of their placements, each with the rank of every stage.
+    ``barriers``: a microbatch, of vocabulary layers split over the ranks; None if they are not split.
+    ``levels``: of recomputation; None for none.
+    """
+
+    placements: Mapping[int, Mapping[str, tuple[int, ...]]]
+    barriers: tuple[int | None, ...]
+    levels: tuple[Level | None, ...]
+
+
+def candidates(options: Options) -> Candidates:
+    """All combinations of these are tried; of stages only as many as the model can be cut into."""
+    schedule, ranks = options.schedule, options.ranks
+    placements: dict[int, dict[str, tuple[int, ...]]] = {}
+    if isinstance(schedule, Schedule):
+        placements[schedule.stages] = {"": schedule.placement}
     else:
-        per_rank = [1, 2] if options.ranks > 1 else [1]
-    return tuple(options.ranks * n for n in per_rank)
-
-
-def barriers_tried(options: Options) -> tuple[int | None, ...]:
-    """The candidate ways to split the vocabulary layers: not at all (None), or with so many barriers."""
-    if options.ranks == 1 or options.vocab_parallel is False:
-        return (None,)
-    return (None, 1, 2) if options.vocab_parallel == AUTO else (BARRIERS[options.vocab_parallel],)
-
-
-def levels_tried(options: Options) -> tuple[Level | None, ...]:
-    """The candidate levels of recomputation; None for nothing."""
-    if options.recompute is False or not options.gradients:
-        return (None,)
-    if options.recompute == AUTO:
-        return (None, *LEVELS)
-    return tuple(level for level in LEVELS if level == options.recompute)
+        per_rank = options.stages_per_rank
+        if schedule == AUTO and per_rank is None:
+            if options.split_points is not None:
+                per_rank = max(1, (len(options.split_points) + 1) // ranks)
+            elif ranks == 1:
+                per_rank = 1
+        for stages, name in stages_and_placements(schedule, per_rank, options.placement):
+            placements.setdefault(ranks * stages, {})[name] = place(name, ranks, stages)
+    barriers: tuple[int | None, ...] = (None,)
+    if ranks > 1 and options.vocab_parallel is not False:
+        tried = {**BARRIERS, AUTO: (None, 1, 2)}[options.vocab_parallel]
+        barriers = tried if isinstance(tried, tuple) else (tried,)
+    levels: tuple[Level | None, ...] = (None,)
+    if options.gradients and options.recompute is not False:
+        every = (None, *LEVELS)
+        levels = tuple(level for level in every if options.recompute in (AUTO, level))
+    return Candidates(placements, barriers, levels)

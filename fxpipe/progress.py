@@ -16,14 +16,19 @@ from fxpipe.names import printable
 class Phases:
     """``with phases("capture"): …`` moves a bar through named phases; ``seconds`` keeps their times."""
 
-    def __init__(self, title: str, count: int):
+    def __init__(self, title: str):
         console = Console(stderr=True)
         self._bar = Progress(
             TextColumn("{task.fields[title]}", markup=False), BarColumn(), TextColumn("{task.description}"),
             TimeElapsedColumn(), console=console, disable=not console.is_terminal,
         )  # fmt: skip
-        self._task = self._bar.add_task("", total=count, title=printable(title))
+        self._task = self._bar.add_task("", total=None, title=printable(title))
         self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    def expect(self, count: int) -> None:
+        """So many phases are still to come."""
+        done = self._bar.tasks[self._task].completed
+        self._bar.update(self._task, total=done + count)
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:

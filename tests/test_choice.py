@@ -19,6 +19,7 @@ from zoo import (
 
 import fxpipe
 from fxpipe.cli import main
+from fxpipe.cost.device import describe
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.ops import Schedule, parse_order
@@ -98,7 +99,7 @@ def test_a_schedule_by_hand_that_does_not_go_with_the_rest(options, message):
 
 def test_a_schedule_that_cannot_progress():
     order = parse_order("F0.0 B0.0 W0.0 F0.1 B0.1 W0.1\nF1.1 B1.1 W1.1 F1.0 B1.0 W1.0")
-    with pytest.raises(fxpipe.FxpipeError, match=r"rank 0, before B0\.0: wait B1 -> B0"):
+    with pytest.raises(fxpipe.FxpipeError, match=r"rank 0, at B0\.0, waits for B1\.0 of rank 1"):
         compiled(microbatches=2, schedule=Schedule("crossed", (0, 1), 2, order))
 
 
@@ -113,8 +114,9 @@ def automatic() -> fxpipe.Pipeline:
 
 def test_auto_is_no_slower_than_what_it_tried(automatic):
     tried = automatic.plan.tried
-    assert {a.stages_per_rank for a in tried} == {1, 2}
-    assert {a.placement for a in tried if a.stages_per_rank == 2} == {"plain", "v"}
+    assert {a.stages_per_rank for a in tried} == {1, 2, 4}
+    for stages in (2, 4):
+        assert {a.placement for a in tried if a.stages_per_rank == stages} == {"plain", "v"}
     assert len({a.schedule for a in tried}) >= 8
     for name, stages_per_rank, placement in (
         ("gpipe", 1, "plain"),
@@ -135,6 +137,22 @@ def test_auto_with_what_is_given():
     pipe = compiled(stages_per_rank=2, placement="v", schedule="auto")
     assert pipe.schedule.placement == (0, 1, 1, 0)
     assert {(a.stages_per_rank, a.placement) for a in pipe.plan.tried} == {(2, "v")}
+
+
+def test_more_stages_do_not_win_by_nothing():
+    """With ops of no time left, each further stage costs its overhead."""
+    overhead = describe(torch.device("cpu")).stage_overhead
+    busy = {
+        stages: sum(
+            cost.total for cost in compiled(schedule="1f1b", stages_per_rank=stages).plan.costs.stages
+        )
+        for stages in (1, 2, 3)
+    }
+    assert busy[2] - busy[1] == pytest.approx(3 * 2 * overhead)  # F, B and W of two stages more
+    assert busy[3] - busy[2] == pytest.approx(3 * 2 * overhead)
+    tried = compiled(schedule="auto").plan.tried
+    least = {n: min(a.seconds for a in tried if a.stages_per_rank == n and a.seconds) for n in (1, 2, 4)}
+    assert least[1] < least[2] < least[4]
 
 
 def test_auto_where_the_model_can_be_cut_into_few_stages_only():

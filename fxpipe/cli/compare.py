@@ -13,12 +13,13 @@ from rich.progress import track
 from rich.table import Table
 
 from fxpipe.cli.arguments import positive, write
-from fxpipe.cli.planning import AUTO, Wish, plan, plan_within
-from fxpipe.cli.sources import EPILOG, Source, add_cost_arguments, source_of
+from fxpipe.cli.planning import ScheduleRequest, plan, plan_within
+from fxpipe.cli.sources import EPILOG, CostSource, add_cost_arguments, source_of
 from fxpipe.errors import FxpipeError, ScheduleError
 from fxpipe.names import terminal
 from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.placement import PLACEMENTS
+from fxpipe.schedule.search.fastest import AUTO
 from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.viz.frontier_picture import Point, frontier, frontier_svg
 
@@ -56,10 +57,10 @@ def add_to(commands: Any, line: str) -> None:
 
 def _compare(options: argparse.Namespace) -> None:
     source = source_of(options)
-    wish = Wish(
+    request = ScheduleRequest(
         options.stages_per_rank, options.placement, options.memory_limit, options.objective, options.effort
     )
-    outcomes = dict(_outcomes(source, wish, options.limits))
+    outcomes = dict(_outcomes(source, request, options.limits))
     found = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Timeline)}
     points = [
         Point(name, max(timeline.peak_memory), _bubble(timeline, options.objective))
@@ -88,16 +89,18 @@ def _compare(options: argparse.Namespace) -> None:
         console.print(terminal(f"drawn: {options.draw}"), soft_wrap=True)
 
 
-def _outcomes(source: Source, wish: Wish, limits: Sequence[float]) -> Iterator[tuple[str, Outcome]]:
+def _outcomes(
+    source: CostSource, request: ScheduleRequest, limits: Sequence[float]
+) -> Iterator[tuple[str, Outcome]]:
     """The outcome of each family, then of ``auto`` under each limit."""
     console = Console(stderr=True)
     for name in track([*FAMILIES, AUTO], "compare", console=console, disable=not console.is_terminal):
         if name == AUTO:
             labels = [AUTO, *(f"{AUTO} ≤ {limit:g}" for limit in limits)]
-            yield from zip(labels, plan_within([wish.memory_limit, *limits], source, wish), strict=True)
+            yield from zip(labels, plan_within([request.memory_limit, *limits], source, request), strict=True)
             continue
         try:
-            yield name, plan(name, source, wish)
+            yield name, plan(name, source, request)
         except ScheduleError as error:
             yield name, error
 
@@ -119,7 +122,7 @@ def _figures(name: str, outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _table(outcomes: dict[str, Outcome], best: set[str], source: Source) -> Table:
+def _table(outcomes: dict[str, Outcome], best: set[str], source: CostSource) -> Table:
     numbers = ("span bubble", "makespan bubble", "peak memory", "time")
     table = Table("schedule", "stages per rank", "placement", *numbers)
     table.columns[0].no_wrap = True

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from fxpipe.cli.sources import Source
+from fxpipe.cli.sources import CostSource
 from fxpipe.names import terminal
 from fxpipe.schedule.exact import Exact
 from fxpipe.schedule.offload.planner import Offload
@@ -64,7 +64,7 @@ def figures(timeline: Timeline, best: Exact | None, moved: Offload | None = None
 def print_timeline(
     console: Console,
     timeline: Timeline,
-    source: Source,
+    source: CostSource,
     best: Exact | None,
     moved: tuple[Timeline, Offload] | None = None,
 ) -> None:

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from fxpipe.cli.arguments import non_negative, positive, positive_int, share, write
 from fxpipe.cli.figures import figures, print_timeline
-from fxpipe.cli.planning import AUTO, Wish, plan
-from fxpipe.cli.sources import EPILOG, Source, add_cost_arguments, source_of
+from fxpipe.cli.planning import ScheduleRequest, plan
+from fxpipe.cli.sources import EPILOG, CostSource, add_cost_arguments, source_of
 from fxpipe.errors import FxpipeError, ScheduleError
 from fxpipe.names import terminal
 from fxpipe.schedule.exact import Exact, exact
@@ -21,6 +21,7 @@ from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.handwritten import read_schedule
 from fxpipe.schedule.offload.planner import FULL, HALF, Offload, offload, offload_within, with_link
 from fxpipe.schedule.ops import Schedule
+from fxpipe.schedule.search.fastest import AUTO
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.viz.timeline_picture import timeline_svg
@@ -90,7 +91,7 @@ def _simulate(options: argparse.Namespace) -> None:
         console.print(terminal(f"drawn: {options.draw}"), soft_wrap=True)
 
 
-def _timeline(options: argparse.Namespace) -> tuple[Source, Timeline]:
+def _timeline(options: argparse.Namespace) -> tuple[CostSource, Timeline]:
     if options.schedule is not None and options.schedule_file is not None:
         raise FxpipeError("--schedule and --schedule-file exclude each other: give one of them")
     written = None if options.schedule_file is None else read_schedule(options.schedule_file)
@@ -104,11 +105,13 @@ def _timeline(options: argparse.Namespace) -> tuple[Source, Timeline]:
     if options.schedule is None:
         raise FxpipeError("--schedule NAME or --schedule-file FILE is required")
     limit = None if options.offload == AUTO else options.memory_limit
-    wish = Wish(options.stages_per_rank, options.placement, limit, options.objective, options.effort)
-    return source, plan(options.schedule, source, wish)
+    request = ScheduleRequest(
+        options.stages_per_rank, options.placement, limit, options.objective, options.effort
+    )
+    return source, plan(options.schedule, source, request)
 
 
-def _simulate_written(schedule: Schedule, source: Source, options: argparse.Namespace) -> Timeline:
+def _simulate_written(schedule: Schedule, source: CostSource, options: argparse.Namespace) -> Timeline:
     """Simulate a given schedule.  Raises ScheduleError if it contradicts the arguments or the limit."""
     asked = {"ranks": source.ranks, "microbatches": source.microbatches}
     for what, number in asked.items():

@@ -15,7 +15,7 @@ from fxpipe.schedule.costs import Costs, StageCost, chain
 from fxpipe.schedule.costs_file import read_costs
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.placement import PLACEMENTS
-from fxpipe.schedule.vocabulary import with_heads
+from fxpipe.schedule.vocabulary import with_output_shards
 from fxpipe.training.recorded import read_spans, recorded_costs
 from fxpipe.viz.units import PHYSICAL, PLAIN, Units
 from fxpipe.vocabulary.stages import Vocabulary
@@ -29,7 +29,7 @@ EPILOG = (
 
 
 @dataclass(frozen=True)
-class Source:
+class CostSource:
     """``costs``: of so many stages a rank; ``stages_per_rank`` is set where there are only costs for that.
     ``own``: the schedule that comes with the costs.  ``note``: where the costs come from.
     ``vocabulary``: the stages beside the model's own that the costs are of as well."""
@@ -80,7 +80,7 @@ def add_cost_arguments(parser: Any) -> None:
     add("--effort", type=positive, metavar="S", help="of a search: about the seconds of one core (8 at most)")
 
 
-def source_of(options: argparse.Namespace) -> Source:
+def source_of(options: argparse.Namespace) -> CostSource:
     """Raises FxpipeError where arguments are missing or do not go together."""
     if options.vocab_barriers is not None and options.vocab_time is None:
         raise FxpipeError("--vocab-barriers needs --vocab-time")
@@ -93,7 +93,7 @@ def source_of(options: argparse.Namespace) -> Source:
     return _from_directory(options) if options.costs.is_dir() else _from_file(options)
 
 
-def _from_times(options: argparse.Namespace) -> Source:
+def _from_times(options: argparse.Namespace) -> CostSource:
     def costs(chunks: int) -> Costs:
         stage = StageCost(
             forward=options.forward / chunks,
@@ -102,10 +102,12 @@ def _from_times(options: argparse.Namespace) -> Source:
             saved_activations=1 / chunks,
             saved_for_weight=(1.0 if options.weight_memory is None else options.weight_memory) / chunks,
         )
-        body = chain([stage] * (options.ranks * chunks), seconds=options.comm or 0.0)
+        model_stages = chain([stage] * (options.ranks * chunks), seconds=options.comm or 0.0)
         if options.vocab_time is None:
-            return body
-        return with_heads(body, options.ranks, options.vocab_time, barriers, options.comm or 0.0)
+            return model_stages
+        return with_output_shards(
+            model_stages, options.ranks, options.vocab_time, barriers, options.comm or 0.0
+        )
 
     barriers = options.vocab_barriers or 1
     times = (options.forward, options.backward_input, options.backward_weight, options.comm or 0.0)
@@ -113,18 +115,18 @@ def _from_times(options: argparse.Namespace) -> Source:
     vocabulary = None
     if options.vocab_time is not None:
         note += f", vocabulary {options.vocab_time:g}"
-        vocabulary = Vocabulary(heads=options.ranks, ahead=barriers)
-    return Source(note, options.ranks, options.microbatches, costs, PLAIN, vocabulary=vocabulary)
+        vocabulary = Vocabulary(output_shards=options.ranks, barriers=barriers)
+    return CostSource(note, options.ranks, options.microbatches, costs, PLAIN, vocabulary=vocabulary)
 
 
-def _from_file(options: argparse.Namespace) -> Source:
+def _from_file(options: argparse.Namespace) -> CostSource:
     _require(options, "ranks", "microbatches")
     costs = read_costs(options.costs, options.comm or 0.0)
     note = f"costs of {options.costs}"
     return _of_stages(options, note, options.ranks, options.microbatches, costs, PLAIN, None, None)
 
 
-def _from_directory(options: argparse.Namespace) -> Source:
+def _from_directory(options: argparse.Namespace) -> CostSource:
     plan = read_plan(options.costs)
     ranks, microbatches = options.ranks or plan.ranks, options.microbatches or plan.step.microbatches
     own = None
@@ -147,8 +149,8 @@ def _of_stages(
     units: Units,
     own: Schedule | None,
     vocabulary: Vocabulary | None,
-) -> Source:
-    beside = 0 if vocabulary is None else vocabulary.lookups + vocabulary.heads
+) -> CostSource:
+    beside = 0 if vocabulary is None else vocabulary.embedding_shards + vocabulary.output_shards
     chunks, rest = divmod(len(costs.stages) - beside, ranks)
     if rest or not chunks:
         raise FxpipeError(
@@ -159,7 +161,7 @@ def _of_stages(
             f"{options.costs} has {len(costs.stages)} stages: {chunks} for each of {ranks} ranks, "
             f"not {options.stages_per_rank}"
         )
-    return Source(note, ranks, microbatches, lambda _: costs, units, chunks, own, vocabulary)
+    return CostSource(note, ranks, microbatches, lambda _: costs, units, chunks, own, vocabulary)
 
 
 def _require(options: argparse.Namespace, *names: str) -> None:

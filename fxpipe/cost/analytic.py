@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import fx
 
@@ -14,21 +14,27 @@ from fxpipe.cost.polynomials import Polynomial, Sizes
 from fxpipe.cost.symbolic import PlanWork, Rates, StageWork, Terms, Work
 from fxpipe.ir.graph import Color, Phase
 from fxpipe.ir.liveness import Liveness
-from fxpipe.ir.storage import node_bytes
+from fxpipe.ir.storage import call_nodes, node_bytes
 from fxpipe.schedule.costs import Costs, Edge, StageCost
 
 
-def analytic_costs(live: Liveness, device: Device) -> Costs:
-    """Seconds and bytes of every section and message, from shapes and the device's description."""
+def analytic_seconds(graph: fx.Graph, device: Device) -> dict[Color, float]:
+    """The seconds of every section, from its ops' shapes and the device's description."""
+    seconds: dict[Color, float] = {}
+    for node in call_nodes(graph):
+        color = node.meta["color"]
+        seconds[color] = seconds.get(color, device.stage_overhead) + node_cost(node, device).seconds
+    return seconds
 
-    def seconds(stage: int, phase: Phase) -> float:
-        return sum((node_cost(n, device).seconds for n in live.ops[Color(stage, phase)]), start=0.0)
+
+def section_costs(live: Liveness, seconds: Mapping[Color, float], device: Device) -> Costs:
+    """Seconds and bytes of every stage and message, given the seconds of every section."""
 
     def size(roots: Iterable[fx.Node]) -> int:
         return sum(node_bytes(r) for r in roots)
 
     stages = [
-        StageCost(*(seconds(stage, phase) for phase in Phase), *map(size, live.held(stage)))
+        StageCost(*(seconds.get(Color(stage, phase), 0.0) for phase in Phase), *map(size, live.held(stage)))
         for stage in range(len(live.saved_activations))
     ]
     edges = []
@@ -39,7 +45,10 @@ def analytic_costs(live: Liveness, device: Device) -> Costs:
 
 
 def work_for_any_size(live: Liveness, graph: fx.Graph, resized: ResizedTraces, device: Device) -> PlanWork:
-    """The same as expressions of the named lengths; raises SizeError where a size is no polynomial."""
+    """The analytic costs as expressions of the named lengths.
+
+    Raises SizeError where a size is no polynomial.
+    """
     sizes = Sizes(graph, resized)
 
     def work(stage: int, phase: Phase) -> tuple[Work, ...]:
@@ -63,5 +72,5 @@ def work_for_any_size(live: Liveness, graph: fx.Graph, resized: ResizedTraces, d
         lengths=dict(zip(resized.names, resized.points[0], strict=True)),
         stages=tuple(stages),
         edges=tuple(size(values) for values in live.sent),
-        rates=Rates(device.memory, device.link, device.launch, device.latency),
+        rates=Rates(device.memory, device.link, device.launch, device.latency, device.stage_overhead),
     )

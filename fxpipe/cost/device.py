@@ -12,8 +12,10 @@ class Device:
     """``flops``: dtype -> floating-point operations a second that large matrix products reach.
 
     ``memory`` and ``link``: bytes a second to device memory and to another rank; ``latency`` seconds
-    a message takes at least; ``launch`` seconds that any op takes at least.  ``offload_bandwidth``: bytes a
-    second, one way, to where activations are offloaded: pinned memory for a GPU, a disk for the CPU.
+    a message takes at least; ``launch`` seconds that any op takes at least; ``stage_overhead`` seconds that a
+    rank spends on running one section beside its ops: the call, its arguments, posting its messages.
+    ``offload_bandwidth``: bytes a second, one way, to the offload store: pinned memory for a GPU, a disk for
+    the CPU.
     """
 
     name: str
@@ -22,6 +24,7 @@ class Device:
     link: float
     latency: float
     launch: float
+    stage_overhead: float
     offload_bandwidth: float
 
     def seconds(self, flops: float, bytes: float, dtype: torch.dtype) -> float:
@@ -37,6 +40,8 @@ class Device:
 
 
 # Data-sheet rates times the share that large kernels reach in practice (about 60%); one core for the CPU.
+# ``stage_overhead``: for the CPU measured by benchmarks/stage_overhead.py, 140 to 190 µs with messages on a
+# busy machine, up to 50 µs without; for GPUs an estimate, as kernels hide a call, but not those of nccl.
 CPU = Device(
     "cpu",
     {torch.float32: 60e9, torch.float64: 30e9, torch.bfloat16: 60e9},
@@ -44,6 +49,7 @@ CPU = Device(
     link=2e9,
     latency=150e-6,
     launch=3e-6,
+    stage_overhead=150e-6,
     offload_bandwidth=1e9,
 )
 A100 = Device(
@@ -53,6 +59,7 @@ A100 = Device(
     link=200e9,
     latency=10e-6,
     launch=5e-6,
+    stage_overhead=20e-6,
     offload_bandwidth=20e9,
 )
 H100 = Device(
@@ -62,6 +69,7 @@ H100 = Device(
     link=300e9,
     latency=10e-6,
     launch=5e-6,
+    stage_overhead=20e-6,
     offload_bandwidth=45e9,
 )
 

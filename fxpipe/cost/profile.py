@@ -22,15 +22,17 @@ SAMPLE = 1 << 27  # bytes
 _FIELDS = {Phase.F: "forward", Phase.B: "backward", Phase.W: "weight"}
 
 
-def measured_seconds(sections: tuple[Section, ...], device: torch.device) -> dict[Color, float]:
-    """The median seconds of a few runs of each section."""
+def measured_seconds(
+    sections: tuple[Section, ...], device: torch.device, overhead: float
+) -> dict[Color, float]:
+    """The median seconds of a few runs of each section, plus its overhead in a program."""
     taken = {}
     for section in sections:
         module = fx.GraphModule(nn.Module(), section.graph)
         inputs = [_made_up(n, device) for n in section.graph.find_nodes(op="placeholder")]
         with torch.no_grad():
             seconds = [_timed(partial(module, *inputs), device) for _ in range(RUNS + 1)]
-        taken[section.color] = statistics.median(seconds[1:])
+        taken[section.color] = overhead + statistics.median(seconds[1:])
     return taken
 
 

@@ -27,12 +27,13 @@ def _at(terms: Terms, lengths: Sequence[Any]) -> Any:
 @dataclass(frozen=True)
 class Rates:
     """The rates of a device: bytes per second to memory and to another rank; minimum seconds of an op and a
-    message."""
+    message; seconds of a section beside its ops."""
 
     memory: float
     link: float
     launch: float
     latency: float
+    stage_overhead: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,8 @@ class PlanWork:
         none = 0 * lengths[0]
 
         def seconds(ops: tuple[Work, ...]) -> Any:
-            return sum((op.count * largest(*self._bounds(op, lengths)) for op in ops), start=none)
+            overhead = self.rates.stage_overhead if ops else 0
+            return sum((op.count * largest(*self._bounds(op, lengths)) for op in ops), start=none + overhead)
 
         ops = (*work.forward, *work.backward, *work.weight)
         return Expressions(

@@ -37,7 +37,7 @@ Offloaded = Mapping[tuple[int, Phase], Sequence[fx.Node]]
 
 
 @dataclass(frozen=True)
-class Setting:
+class CutOptions:
     """The decisions on which a cut depends.
 
     ``stages``: the number of the model's own stages.  ``split_points``: see ``partition``.  ``barriers``: per
@@ -68,25 +68,25 @@ class Pass:
     """One rewrite: ``run`` changes the step in place if the pass is ``enabled``."""
 
     name: str
-    run: Callable[[Step, Setting], None]
-    enabled: Callable[[Step, Setting], bool] = lambda step, setting: True
+    run: Callable[[Step, CutOptions], None]
+    enabled: Callable[[Step, CutOptions], bool] = lambda step, options: True
 
 
-def _split_vocabulary(step: Step, setting: Setting) -> None:
+def _split_vocabulary(step: Step, options: CutOptions) -> None:
     """Split the vocabulary layers in the graph and in its traces at other sizes."""
-    assert setting.barriers is not None, "the pass is disabled without barriers"
-    step.vocabulary = split_vocabulary(step.graph, setting.ranks, setting.stages, setting.barriers)
+    assert options.barriers is not None, "the pass is disabled without barriers"
+    step.vocabulary = split_vocabulary(step.graph, options.ranks, options.stages, options.barriers)
     if step.resized is not None:
         others = [_copied(other) for other in step.resized.graphs]
         for other in others:
-            split_vocabulary(other, setting.ranks, setting.stages, setting.barriers)
+            split_vocabulary(other, options.ranks, options.stages, options.barriers)
         step.resized = step.resized.after_rewrite(step.graph, others)
 
 
-def _partition(step: Step, setting: Setting) -> None:
-    first = step.vocabulary.lookups if step.vocabulary else 0
+def _partition(step: Step, options: CutOptions) -> None:
+    first = step.vocabulary.embedding_shards if step.vocabulary else 0
     try:
-        partition(step.graph, setting.stages, setting.device, setting.split_points, first)
+        partition(step.graph, options.stages, options.device, options.split_points, first)
     except PartitionError as error:
         if step.vocabulary is None:
             raise
@@ -96,54 +96,54 @@ def _partition(step: Step, setting: Setting) -> None:
         ) from error
 
 
-def _recompute(step: Step, setting: Setting) -> None:
-    assert setting.recompute is not None, "the pass is disabled without a level"
-    recompute(step.graph, setting.recompute)
+def _recompute(step: Step, options: CutOptions) -> None:
+    assert options.recompute is not None, "the pass is disabled without a level"
+    recompute(step.graph, options.recompute)
 
 
-def _insert_offload(step: Step, setting: Setting) -> None:
+def _insert_offload(step: Step, options: CutOptions) -> None:
     for (stage, user), roots in step.offloaded.items():
         insert_offload(step.graph, stage, user, roots)
 
 
 PASSES = (
     # before partition: the output layer and the input embedding as stages of their own
-    Pass("vocabulary", _split_vocabulary, lambda step, setting: setting.barriers is not None),
+    Pass("vocabulary", _split_vocabulary, lambda step, options: options.barriers is not None),
     Pass("partition", _partition),
-    Pass("count_beside_loss", lambda step, setting: count_beside_loss(step.graph)),
-    Pass("untie", lambda step, setting: untie(step.graph)),
-    Pass("split_backward", lambda step, setting: split_backward(step.graph)),
-    Pass("sink_cheap_values", lambda step, setting: sink_cheap_values(step.graph, setting.device)),
+    Pass("count_beside_loss", lambda step, options: count_beside_loss(step.graph)),
+    Pass("untie", lambda step, options: untie(step.graph)),
+    Pass("split_backward", lambda step, options: split_backward(step.graph)),
+    Pass("sink_cheap_values", lambda step, options: sink_cheap_values(step.graph, options.device)),
     # once for each level of recomputation
-    Pass("recompute", _recompute, lambda step, setting: setting.recompute is not None),
-    Pass("mincut_saved_for_weight", lambda step, setting: mincut_saved_for_weight(step.graph)),
-    Pass("make_contiguous", lambda step, setting: make_contiguous(step.graph)),
-    Pass("fuse_accumulation", lambda step, setting: fuse_accumulation(step.graph)),
-    Pass("accept_any_strides", lambda step, setting: accept_any_strides(step.graph)),
-    Pass("use_inplace_ops", lambda step, setting: use_inplace_ops(step.graph)),
+    Pass("recompute", _recompute, lambda step, options: options.recompute is not None),
+    Pass("mincut_saved_for_weight", lambda step, options: mincut_saved_for_weight(step.graph)),
+    Pass("make_contiguous", lambda step, options: make_contiguous(step.graph)),
+    Pass("fuse_accumulation", lambda step, options: fuse_accumulation(step.graph)),
+    Pass("accept_any_strides", lambda step, options: accept_any_strides(step.graph)),
+    Pass("use_inplace_ops", lambda step, options: use_inplace_ops(step.graph)),
     # once the schedule is known
-    Pass("offload", _insert_offload, lambda step, setting: bool(step.offloaded)),
+    Pass("offload", _insert_offload, lambda step, options: bool(step.offloaded)),
 )
 
 
-def run_passes(step: Step, setting: Setting, first: str, last: str) -> None:
+def run_passes(step: Step, options: CutOptions, first: str, last: str) -> None:
     """Run the enabled passes from ``first`` to ``last``, both included."""
     names = [each.name for each in PASSES]
     for each in PASSES[names.index(first) : names.index(last) + 1]:
-        if each.enabled(step, setting):
-            each.run(step, setting)
+        if each.enabled(step, options):
+            each.run(step, options)
             if each.name != "vocabulary":  # most ops have no color yet
                 verify(step.graph, each.name)
 
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """The step cut into the stages of a setting; ``vocabulary``: the stages beside the model's own.
+    """The step cut into stages; ``vocabulary``: the stages beside the model's own.
 
     ``messages``: the values that sections send each other, whichever ranks they will run on.
     """
 
-    setting: Setting
+    options: CutOptions
     vocabulary: Vocabulary | None
     graph: fx.Graph
     sections: tuple[Section, ...]
@@ -152,11 +152,11 @@ class Cut:
 
     @property
     def stages(self) -> int:
-        return self.setting.stages
+        return self.options.stages
 
     @property
     def recompute(self) -> Level | None:
-        return self.setting.recompute
+        return self.options.recompute
 
 
 def cut_phases(levels: int) -> int:
@@ -167,7 +167,7 @@ def cut_phases(levels: int) -> int:
 def cut(
     captured: fx.Graph,
     resized: ResizedTraces | None,
-    setting: Setting,
+    options: CutOptions,
     levels: Sequence[Level | None],
     phase: Phases,
 ) -> list[Cut]:
@@ -178,13 +178,13 @@ def cut(
     """
     shared = Step(_copied(captured), resized)
     with phase("partition"):
-        run_passes(shared, setting, "vocabulary", "count_beside_loss")
+        run_passes(shared, options, "vocabulary", "count_beside_loss")
     with phase("passes"):
-        run_passes(shared, setting, "untie", "sink_cheap_values")
+        run_passes(shared, options, "untie", "sink_cheap_values")
     cuts = []
     for level in levels:
         own = shared if level == levels[-1] else replace(shared, graph=_copied(shared.graph))
-        at_level = replace(setting, recompute=level)
+        at_level = replace(options, recompute=level)
         with phase("passes"):
             run_passes(own, at_level, "recompute", "use_inplace_ops")
         with phase("extract"):
@@ -198,7 +198,7 @@ def with_offload(cut: Cut, offloaded: Offloaded) -> Cut:
     if not offloaded:
         return cut
     step = Step(cut.graph, cut.resized, cut.vocabulary, offloaded)
-    run_passes(step, cut.setting, "offload", "offload")
+    run_passes(step, cut.options, "offload", "offload")
     return replace(cut, sections=extract(cut.graph))
 
 

@@ -14,6 +14,7 @@ from fxpipe.plan.plan_check import check_plan
 from fxpipe.runtime.offloader import Tier
 from fxpipe.runtime.rank import StepSpec
 from fxpipe.runtime.tensors import is_dense
+from fxpipe.schedule.candidate import Candidate
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.ops import Schedule, Transfer, parse_ops
 from fxpipe.strict import Misfit, parse_json, shown, structure, unstructure
@@ -70,27 +71,6 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """A candidate schedule of ``auto``: its simulated costs, or ``why`` it was left out.
-
-    ``seconds`` a step, ``peak_memory`` in bytes, of the rank that needs most.  ``barriers``: of the
-    vocabulary layers split over the ranks, 0 if they are not.  ``recompute``: the level of recomputation.
-    ``moved``: bytes offloaded in a step.
-    """
-
-    schedule: str
-    stages_per_rank: int
-    placement: str
-    seconds: float | None
-    span_bubble: float | None
-    peak_memory: float | None
-    why: str
-    barriers: int = 0
-    recompute: str = ""
-    moved: float = 0.0
-
-
-@dataclass(frozen=True)
 class Plan:
     """All decisions and predictions; plan.json is this and nothing else.
 
@@ -119,7 +99,7 @@ class Plan:
     vocabulary: Vocabulary | None = None
     collectives: int = 0
     work: PlanWork | None = None
-    tried: tuple[Attempt, ...] = ()
+    tried: tuple[Candidate, ...] = ()
     recompute: str = ""
     transfers: tuple[Transfer, ...] = ()
     tier: Tier | None = None

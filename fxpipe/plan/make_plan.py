@@ -15,10 +15,9 @@ from fxpipe.plan.artifact import FORMAT, Plan, Prediction, StagePlan
 from fxpipe.plan.tensor_ownership import layouts_of, tensor_ownership, tied_parameters
 from fxpipe.runtime.batch import BatchSpec
 from fxpipe.runtime.rank import StepSpec
-from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.lowering.lower import Collective
-from fxpipe.schedule.ops import Schedule, order_text
-from fxpipe.schedule.simulation.simulator import simulate
+from fxpipe.schedule.ops import order_text
+from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.version import __version__
 
 
@@ -28,17 +27,15 @@ def make_plan(
     constants: dict[str, torch.Tensor],
     options: Options,
     cut: Cut,
-    schedule: Schedule,
-    costs: Costs,
+    timeline: Timeline,
     collectives: tuple[Collective, ...],
 ) -> Plan:
-    """The plan of a cut under a schedule, without the optional fields, which the compiler adds.
+    """The plan of a cut under a simulated schedule, without the optional fields, which the compiler adds.
 
     constants: tensors that the model made itself.  collectives: the messages that are sent as collectives.
     """
     named = output_dict(cut.graph)
-    placement = schedule.placement
-    timeline = simulate(schedule, costs)
+    schedule, placement = timeline.schedule, timeline.schedule.placement
     tensors = tensor_ownership(model, cut.sections, placement, options.ranks)
     joint = {(a, b) for collective in collectives for a in collective.sources for b in collective.targets}
     channels = {
@@ -66,7 +63,7 @@ def make_plan(
             default_dtype=str(torch.get_default_dtype()),
         ),
         stages=_stage_plans(cut.graph, cut.sections, placement),
-        costs=costs,
+        costs=timeline.costs,
         channels=tuple(sorted((a, b) for a, b in channels if a != b)),
         vocabulary=cut.vocabulary,
         collectives=len(collectives),

@@ -91,12 +91,14 @@ def _vocabulary(plan: Plan) -> None:
     _between("collectives", plan.collectives, 0, most)
     if vocabulary is None:
         return
-    for name in ("lookups", "heads"):
+    for name in ("embedding_shards", "output_shards"):
         number = getattr(vocabulary, name)
         _fits(f"vocabulary.{name}", number, number in (0, plan.ranks), f"0 or {plan.ranks}, one a rank")
-    _between("vocabulary.ahead", vocabulary.ahead, 0, 2)
-    body = plan.placement[vocabulary.lookups : len(plan.placement) - vocabulary.heads]
-    fits = bool(body) and vocabulary.placement(body) == plan.placement
+    _between("vocabulary.barriers", vocabulary.barriers, 0, 2)
+    model_stages = plan.placement[
+        vocabulary.embedding_shards : len(plan.placement) - vocabulary.output_shards
+    ]
+    fits = bool(model_stages) and vocabulary.placement(model_stages) == plan.placement
     _fits("placement", plan.placement, fits, "the ranks in order for the stages that vocabulary names")
 
 
@@ -170,14 +172,19 @@ def _figures(plan: Plan) -> None:
         _fits(f"prediction.peak_memory[{rank}]", memory, memory >= 0, "0 or more")
     _fits("recompute", plan.recompute, plan.recompute in LEVELS, "empty, 'norms' or 'full'")
     _between("the length of tried", len(plan.tried), 0, MOST_TRIED)
-    for k, attempt in enumerate(plan.tried):
+    for k, candidate in enumerate(plan.tried):
         path = f"tried[{k}]"
-        _between(f"{path}.stages_per_rank", attempt.stages_per_rank, 1, 2**31)
-        _between(f"{path}.barriers", attempt.barriers, 0, 2)
-        _fits(f"{path}.recompute", attempt.recompute, attempt.recompute in LEVELS, "empty, 'norms' or 'full'")
-        _shares(path, attempt.span_bubble or 0.0)
-        for name in ("seconds", "peak_memory", "moved"):
-            number = getattr(attempt, name) or 0.0
+        _between(f"{path}.stages_per_rank", candidate.stages_per_rank, 1, 2**31)
+        _between(f"{path}.barriers", candidate.barriers, 0, 2)
+        _fits(
+            f"{path}.recompute",
+            candidate.recompute,
+            candidate.recompute in LEVELS,
+            "empty, 'norms' or 'full'",
+        )
+        _shares(path, candidate.span_bubble or 0.0)
+        for name in ("seconds", "peak_memory", "offloaded"):
+            number = getattr(candidate, name) or 0.0
             _fits(f"{path}.{name}", number, number >= 0, "0 or more")
 
 
@@ -196,7 +203,7 @@ def _work(plan: Plan) -> None:
     _between("the number of work.lengths", len(work.lengths), 1, MOST_POWER)
     for name, length in work.lengths.items():
         _between(f"work.lengths[{name!r}]", length, 1, MOST_LENGTH)
-    for name in ("memory", "link", "launch", "latency"):
+    for name in ("memory", "link", "launch", "latency", "stage_overhead"):
         rate, least = getattr(work.rates, name), 1.0 if name in ("memory", "link") else 0.0
         _fits(f"work.rates.{name}", rate, rate >= least, f"{least:g} or more")
     _as_many("work.stages", work.stages, len(plan.placement), "stage of placement")

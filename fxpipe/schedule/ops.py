@@ -108,7 +108,10 @@ class Schedule:
 
     def is_vocabulary(self, stage: int) -> bool:
         vocabulary = self.vocabulary
-        return vocabulary is not None and not vocabulary.lookups <= stage < self.stages - vocabulary.heads
+        return (
+            vocabulary is not None
+            and not vocabulary.embedding_shards <= stage < self.stages - vocabulary.output_shards
+        )
 
 
 NUMBER = "[0-9]{1,9}"  #: of a stage or a microbatch, as text

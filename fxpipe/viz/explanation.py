@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from fxpipe.names import terminal
-from fxpipe.plan.artifact import Attempt, Plan
+from fxpipe.plan.artifact import Plan
+from fxpipe.schedule.candidate import Candidate
 from fxpipe.schedule.offload.transfers import offload_bytes
 from fxpipe.schedule.ops import Direction
 from fxpipe.viz.units import bytes_text, seconds_text
@@ -19,9 +20,9 @@ def explain(plan: Plan, console: Console) -> None:
     console.print(terminal(_reason(plan)), soft_wrap=True)
     if plan.tried:
         console.print(_table(plan.tried))
-    for attempt in plan.tried:
-        if attempt.why:
-            console.print(terminal(f"{_name(attempt)}: {attempt.why}"), soft_wrap=True, style="dim")
+    for candidate in plan.tried:
+        if candidate.why:
+            console.print(terminal(f"{_name(candidate)}: {candidate.why}"), soft_wrap=True, style="dim")
 
 
 def _reason(plan: Plan) -> str:
@@ -50,10 +51,10 @@ def _moved(plan: Plan) -> str:
     return f"; {moved} of the {most} that might leave the ranks in a step do, in {transfers}"
 
 
-def _table(tried: tuple[Attempt, ...]) -> Table:
-    spread = any(attempt.barriers for attempt in tried)
-    again = any(attempt.recompute for attempt in tried)
-    moved = any(attempt.moved for attempt in tried)
+def _table(tried: tuple[Candidate, ...]) -> Table:
+    spread = any(candidate.barriers for candidate in tried)
+    again = any(candidate.recompute for candidate in tried)
+    moved = any(candidate.offloaded for candidate in tried)
     names = ["schedule", "stages a rank", "placement", *["vocabulary"] * spread, *["recomputed"] * again]
     table = Table(*names, *["offloaded"] * moved, "step", "span bubble", "peak memory")
     for column in (*table.columns[1:2], *table.columns[len(names) :]):
@@ -64,17 +65,19 @@ def _table(tried: tuple[Attempt, ...]) -> Table:
         else:
             figures = [seconds_text(a.seconds), f"{a.span_bubble:.4f}", bytes_text(a.peak_memory)]
         beside = [*[_vocabulary(a)] * spread, *[a.recompute or "nothing"] * again]
-        beside += [bytes_text(a.moved) if a.moved else "nothing"] * moved
+        beside += [bytes_text(a.offloaded) if a.offloaded else "nothing"] * moved
         row = (a.schedule, str(a.stages_per_rank), a.placement, *beside, *figures)
         table.add_row(*map(terminal, row))
     return table
 
 
-def _vocabulary(attempt: Attempt) -> str:
-    return f"spread, {attempt.barriers}-barrier" if attempt.barriers else "whole"
+def _vocabulary(candidate: Candidate) -> str:
+    return f"spread, {candidate.barriers}-barrier" if candidate.barriers else "whole"
 
 
-def _name(attempt: Attempt) -> str:
-    vocabulary = f", vocabulary {_vocabulary(attempt)}" if attempt.barriers else ""
-    again = f", recompute {attempt.recompute}" if attempt.recompute else ""
-    return f"{attempt.schedule}, {attempt.stages_per_rank} a rank, {attempt.placement}{vocabulary}{again}"
+def _name(candidate: Candidate) -> str:
+    vocabulary = f", vocabulary {_vocabulary(candidate)}" if candidate.barriers else ""
+    again = f", recompute {candidate.recompute}" if candidate.recompute else ""
+    return (
+        f"{candidate.schedule}, {candidate.stages_per_rank} a rank, {candidate.placement}{vocabulary}{again}"
+    )

@@ -77,7 +77,9 @@ def _share(pipe: Pipeline, stage: int) -> str:
     vocabulary = pipe.plan.vocabulary
     if vocabulary is None or not pipe.schedule.is_vocabulary(stage):
         return ""
-    return f": its share of the {'input embedding' if stage < vocabulary.lookups else 'output layer'}"
+    return (
+        f": its share of the {'input embedding' if stage < vocabulary.embedding_shards else 'output layer'}"
+    )
 
 
 def _section(pipe: Pipeline, stage: int, phase: str) -> Section:

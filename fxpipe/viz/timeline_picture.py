@@ -130,9 +130,9 @@ def _row(row: ET.Element, timeline: Timeline, rank: int, scale: Scale, units: Un
     ET.SubElement(row, "rect", {"width": f"{scale.pixels}", "height": f"{BAR}", "class": "idle"})
     schedule = timeline.schedule
     own = [stage for stage, home in enumerate(schedule.placement) if home == rank]
-    body = [stage for stage in own if not schedule.is_vocabulary(stage)]
+    model_stages = [stage for stage in own if not schedule.is_vocabulary(stage)]
     for span in spans:
-        late = span.op.stage in body[1:]
+        late = span.op.stage in model_stages[1:]
         look = f"{role(span.op, schedule)} late" if late else str(role(span.op, schedule))
         _op(row, span, scale, look, len(own), units)
     for moved in timeline.transfers[rank] if timeline.transfers else ():

@@ -41,9 +41,9 @@ def split_vocabulary(graph: fx.Graph, ranks: int, stages: int, barriers: int) ->
     """
     layers = find_layers(graph)
     bounds = shard_bounds(layers.size, ranks)
-    lookups = ranks if layers.lookups else 0
+    embedding_shards = ranks if layers.lookups else 0
     parts = [
-        _Part(Shard(graph, layers, bounds[r], bounds[r + 1], r, lookups + stages + r), barriers)
+        _Part(Shard(graph, layers, bounds[r], bounds[r + 1], r, embedding_shards + stages + r), barriers)
         for r in range(ranks)
     ]
     for lookup in layers.lookups:
@@ -59,7 +59,7 @@ def split_vocabulary(graph: fx.Graph, ranks: int, stages: int, barriers: int) ->
     _set_outputs(graph, layers, parts)
     in_order(graph)
     drop_dead(graph)
-    return Vocabulary(lookups=lookups, heads=ranks, ahead=barriers)
+    return Vocabulary(embedding_shards, output_shards=ranks, barriers=barriers)
 
 
 def shard_bounds(size: int, ranks: int) -> list[int]:

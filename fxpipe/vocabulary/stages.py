@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """How many vocabulary stages there are before and behind the model's: none, or one a rank.
+    """The vocabulary stages: shards of the input embedding before the model's stages, of the output layer
+    behind them; none of either, or one a rank.
 
-    ``ahead``: the microbatches that a rank may hold beyond those of the plain schedule, one for each barrier.
+    ``barriers``: a microbatch.  For each, a rank may hold one microbatch more than in the plain schedule.
     """
 
-    lookups: int = 0
-    heads: int = 0
-    ahead: int = 1
+    OLDER_NAMES: ClassVar[Mapping[str, str]] = {
+        "lookups": "embedding_shards",
+        "heads": "output_shards",
+        "ahead": "barriers",
+    }
+
+    embedding_shards: int = 0
+    output_shards: int = 0
+    barriers: int = 1
 
     def placement(self, model_stages: tuple[int, ...]) -> tuple[int, ...]:
         """The rank of every stage, given those of the model's own."""
-        return (*range(self.lookups), *model_stages, *range(self.heads))
+        return (*range(self.embedding_shards), *model_stages, *range(self.output_shards))

@@ -17,6 +17,7 @@ from fxpipe.cost.nodes import node_cost
 from fxpipe.errors import PartitionError
 from fxpipe.ir.graph import Phase
 from fxpipe.ir.storage import call_nodes
+from fxpipe.pipeline import Stage
 
 pytestmark = pytest.mark.slow
 
@@ -59,13 +60,20 @@ def costs_in_order(pipe: fxpipe.Pipeline) -> tuple[list[float], list[str]]:
     return seconds, [paths[seq] for seq in order]
 
 
+def seconds_of_ops(stage: Stage) -> float:
+    """Without the overhead of each phase that has ops."""
+    cost = stage.costs
+    phases = [seconds for seconds in (cost.forward, cost.backward, cost.weight) if seconds]
+    return sum(phases) - len(phases) * CPU.stage_overhead
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_largest_stage_is_within_5_percent_of_the_best(ranks, record_property):
     pipe = large_pipeline(ranks)
     seconds, paths = costs_in_order(pipe)
-    assert sum(stage.costs.total for stage in pipe.stages) == pytest.approx(sum(seconds))
+    assert sum(map(seconds_of_ops, pipe.stages)) == pytest.approx(sum(seconds))
     best = best_largest_part(seconds, ranks)
-    largest = max(stage.costs.total for stage in pipe.stages)
+    largest = max(map(seconds_of_ops, pipe.stages))
     starts = [f"transformer.h.{LAYERS * s // ranks}." for s in range(1, ranks)]
     even = max(parts(seconds, [next(i for i, p in enumerate(paths) if p.startswith(s)) - 1 for s in starts]))
     record_property("largest stage over the best", round(largest / best, 4))
@@ -82,7 +90,7 @@ def test_a_head_larger_than_a_fair_share(ranks):
     assert len(pipe.stages) == ranks
     assert all(stage.costs.forward > 0 and stage.costs.backward > 0 for stage in pipe.stages)
     best = best_largest_part(costs_in_order(pipe)[0], ranks)
-    assert max(stage.costs.total for stage in pipe.stages) <= 1.05 * best
+    assert max(map(seconds_of_ops, pipe.stages)) <= 1.05 * best
 
 
 def test_stages_hold_each_parameter_where_it_is_used():

@@ -25,9 +25,10 @@ import fxpipe
 import fxpipe.ir.liveness
 from fxpipe.cli import main
 from fxpipe.errors import ArtifactError, BatchError, FxpipeError, RunError, ScheduleError
-from fxpipe.plan.artifact import FORMAT, Attempt
+from fxpipe.plan.artifact import FORMAT
 from fxpipe.plan.files import read_plan
 from fxpipe.runtime.batch import BatchSpec, Leaf
+from fxpipe.schedule.candidate import Candidate
 from fxpipe.schedule.costs import StageCost
 from fxpipe.schedule.costs_file import read_costs
 from fxpipe.schedule.handwritten import parse_schedule, read_schedule
@@ -51,8 +52,8 @@ def save_all(directory: Path) -> None:
     sized = fxpipe.compile(
         Chain(4), numbers(2), ranks=2, microbatches=MICROBATCHES, schedule="1f1b", dimensions={}
     )
-    attempt = Attempt("1f1b", 1, "plain", 0.1, 0.2, 300.0, "")
-    plan = replace(sized.plan, tried=(attempt, replace(attempt, seconds=None, why="no room")))
+    candidate = Candidate("1f1b", 1, "plain", 0.1, 0.2, 300.0, "")
+    plan = replace(sized.plan, tried=(candidate, replace(candidate, seconds=None, why="no room")))
     replace(sized, artifact=replace(sized.artifact, plan=plan)).save(directory / "sized")
     fxpipe.ir.liveness.SMALLEST = smallest
 
@@ -109,6 +110,32 @@ def dropped(path: str) -> Callable[[Json], None]:
         del plan[int(last) if isinstance(plan, list) else last]
 
     return edit
+
+
+OLDER_NAMES = {
+    "vocabulary": {"embedding_shards": "lookups", "output_shards": "heads", "barriers": "ahead"},
+    "tried": {"offloaded": "moved"},
+}
+
+
+@pytest.mark.parametrize("name", ["vocabulary", "sized"])
+def test_a_plan_with_the_names_of_the_first_version(saved, name):
+    directory = saved(name)
+    plan = read_plan(directory)
+    renamed = 0
+
+    def older(data: Json) -> None:
+        nonlocal renamed
+        for key, names in OLDER_NAMES.items():
+            for entry in data[key] if isinstance(data[key], list) else [data[key] or {}]:
+                for newer, old in names.items():
+                    if newer in entry:
+                        entry[old] = entry.pop(newer)
+                        renamed += 1
+
+    changed(directory, older)
+    assert renamed == {"vocabulary": 3, "sized": 2}[name]
+    assert read_plan(directory) == plan
 
 
 #: Of which pipeline, at which place, what, and what the error says of it.
@@ -181,9 +208,10 @@ EDITS: list[tuple[str, str, Json, str]] = [
     ("offload", "channels[0]", [0, 1, 1], "channels[0] is [0, 1, 1] and must be a list of 2"),
     ("offload", "collectives", 3, "collectives is 3 and must be from 0 to 0"),
     ("vocabulary", "collectives", 10**9, "collectives is 1000000000"),
-    ("vocabulary", "vocabulary.heads", 3, "vocabulary.heads is 3 and must be 0 or 2"),
-    ("vocabulary", "vocabulary.lookups", 1, "vocabulary.lookups is 1 and must be 0 or 2"),
-    ("vocabulary", "vocabulary.ahead", 99, "vocabulary.ahead is 99"),
+    ("vocabulary", "vocabulary.output_shards", 3, "vocabulary.output_shards is 3 and must be 0 or 2"),
+    ("vocabulary", "vocabulary.embedding_shards", 1, "vocabulary.embedding_shards is 1 and must be 0 or 2"),
+    ("vocabulary", "vocabulary.barriers", 99, "vocabulary.barriers is 99"),
+    ("vocabulary", "vocabulary.heads", 2, "has both 'heads' and 'output_shards'"),
     ("vocabulary", "layouts.embedding.weight", None, "layouts is missing"),
     ("offload", "tensors[0].gradients[0]", "nothing", "tensors[0].gradients[0] is 'nothing'"),
     ("offload", "tensors[0].buffers", ["nothing"], "tensors[0].buffers[0] is 'nothing'"),

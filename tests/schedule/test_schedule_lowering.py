@@ -8,7 +8,7 @@ from fxpipe.schedule.costs import Edge, StageCost, chain
 from fxpipe.schedule.lowering.deadlock import prove
 from fxpipe.schedule.lowering.lower import Collective, CollectiveKind, PostRecv, Wait, lower
 from fxpipe.schedule.ops import Schedule, parse_order
-from fxpipe.schedule.vocabulary import with_heads
+from fxpipe.schedule.vocabulary import with_output_shards
 
 F, B, W = Phase.F, Phase.B, Phase.W
 
@@ -243,7 +243,7 @@ F2.0 F2.1 F2.2 F3.0 F3.1 F3.2 F8.0 B8.0 B3.0 B2.0 W3.0 W8.0 W2.0 F8.1 B8.1 B3.1 
 
 def test_a_broadcast_is_joined_before_an_op_that_waits_for_one_who_waits_for_it():
     schedule = hand(LATE, (0, 1, 2, 2, 1, 0, 0, 1, 2), 3)
-    edges = with_heads(chain([StageCost(1, 1, 1)] * 6), 3, 1.0, 1, 0.0).edges
+    edges = with_output_shards(chain([StageCost(1, 1, 1)] * 6), 3, 1.0, 1, 0.0).edges
     f, b, heads = Phase.F, Phase.B, (6, 7, 8)
     ends = {phase: tuple(Color(h, phase) for h in heads) for phase in (f, b)}
     collectives = (

@@ -15,7 +15,7 @@ from fxpipe.schedule.costs import StageCost, chain
 from fxpipe.schedule.families.registry import build
 from fxpipe.schedule.offload.planner import FULL, HALF, Offload, offload, offload_within, with_link
 from fxpipe.schedule.ops import PHASES, Direction, Transfer
-from fxpipe.schedule.search.auto import Choice, Setting, search
+from fxpipe.schedule.search.auto import SearchResult, Setting, search
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
 
@@ -146,7 +146,7 @@ def test_each_rank_has_its_own_limit():
 def test_the_search_offloads_where_the_limit_costs_time_otherwise():
     """Over a fast link a third of 1F1B's memory is enough to be as fast as with all of it."""
 
-    def found(limit: float, offload: str | None) -> Choice:
+    def found(limit: float, offload: str | None) -> SearchResult:
         choices = []
         for chunks, placement in ((1, "plain"), (2, "plain"), (2, "v")):
             stage = StageCost(*(1 / chunks,) * 4, 0.5 / chunks)
@@ -158,7 +158,7 @@ def test_the_search_offloads_where_the_limit_costs_time_otherwise():
     assert best.timeline.moved == with_none.timeline.moved == 0 < with_some.timeline.moved
     assert with_some.timeline.seconds <= best.timeline.seconds < 0.8 * with_none.timeline.seconds
     assert max(with_some.timeline.peak_memory) <= 1.5
-    assert {t.moved > 0 for t in with_some.tried if t.seconds is not None} == {True, False}
+    assert {t.offloaded > 0 for t in with_some.tried if t.seconds is not None} == {True, False}
 
 
 @settings(max_examples=60, deadline=None)

@@ -18,7 +18,7 @@ from fxpipe.schedule.lowering.lower import Compute, PostRecv, Send, Wait, lower
 from fxpipe.schedule.ops import PHASES, Schedule
 from fxpipe.schedule.simulation.critical import critical_path
 from fxpipe.schedule.simulation.simulator import simulate
-from fxpipe.schedule.vocabulary import with_heads
+from fxpipe.schedule.vocabulary import with_output_shards
 from fxpipe.vocabulary.stages import Vocabulary
 
 pytestmark = pytest.mark.slow
@@ -188,7 +188,7 @@ def problems_with_vocabulary(draw) -> tuple[Schedule, Costs, float | None]:
     ranks, microbatches = draw(st.integers(1, 5)), draw(st.integers(1, 10))
     body = chain([StageCost(draw(TIMES), draw(TIMES), draw(TIMES), 1.0, 0.5)] * ranks * chunks, draw(TIMES))
     barriers, lookups = draw(st.integers(1, 2)), draw(st.booleans())
-    costs = with_heads(body, ranks, draw(TIMES), barriers, draw(TIMES), saved=0.25)
+    costs = with_output_shards(body, ranks, draw(TIMES), barriers, draw(TIMES), saved=0.25)
     if lookups:
         user, maker = (draw(st.integers(0, ranks * chunks - 1)) for _ in range(2))
         costs = with_lookups(costs, ranks, draw(TIMES), ranks + user, ranks + maker)
@@ -236,4 +236,4 @@ def test_vocabulary_stages_are_woven_into_every_family(problem):
     joint = collectives(messages, schedule.placement, special)
     prove(lower(schedule, costs.edges, joint), schedule.placement)
     if schedule.ranks > 1:
-        assert len(joint) == (5 if schedule.vocabulary.lookups else 3)
+        assert len(joint) == (5 if schedule.vocabulary.embedding_shards else 3)

@@ -25,7 +25,7 @@ def settings(ranks: int, **options) -> list[Setting]:
 def test_the_fastest_of_what_was_tried_or_better():
     found = search(settings(4), ranks=4, microbatches=6)
     check(found.schedule)
-    tried = {(t.name, t.setting.stages_per_rank, t.setting.placement): t for t in found.tried}
+    tried = {(t.schedule, t.stages_per_rank, t.placement): t for t in found.tried}
     searched = {family.name for family in FAMILIES.values() if family.is_searched} - {"zb"}
     for_offload = {family.name for family in FAMILIES.values() if family.for_offload}
     assert {name for name, _, _ in tried} == FAMILIES.keys() - searched - for_offload
@@ -46,7 +46,7 @@ def test_the_objective():
 def test_what_does_not_fit_is_left_out():
     found = search(settings(4), ranks=4, microbatches=6, memory_limit=2.5)
     assert max(found.timeline.peak_memory) <= 2.5
-    left_out = {t.name: t.why for t in found.tried if t.why}
+    left_out = {t.schedule: t.why for t in found.tried if t.why}
     assert "needs 6 of memory on rank 0, and the limit is 2.5" in left_out["gpipe"]
     assert all(t.seconds is None for t in found.tried if t.why)
 
@@ -81,6 +81,6 @@ def test_where_one_setting_is_as_good_as_can_be_the_others_still_get_an_order():
     settings = [Setting(2, "v", table[2]), Setting(1, "plain", table[1]), Setting(4, "plain", table[4])]
     choice = search(settings, ranks=4, microbatches=12, memory_limit=4.3, objective="span")
     assert choice.timeline.span_bubble == pytest.approx(0)
-    found = {tried.setting.stages_per_rank: tried for tried in choice.tried if tried.name == "zb"}
+    found = {tried.stages_per_rank: tried for tried in choice.tried if tried.schedule == "zb"}
     assert found.keys() == {1, 2, 4}
     assert all(tried.peak_memory <= 4.3 for tried in found.values())

@@ -150,11 +150,11 @@ def test_the_same_input_gives_the_same_schedule():
 @pytest.mark.parametrize(("name", "limit"), [("zb-h1", None), ("zb-v", None), ("v-half", 3), ("gis", None)])
 @pytest.mark.parametrize("heavy", [0, 3])
 def test_uneven_costs_are_no_worse_than_the_schedule_for_their_mean(name, limit, heavy):
-    homes = place("plain" if name in ("zb-h1", "gis") else "v", 4, 1 if name == "zb-h1" else 2)
-    times = [1.3 if rank == heavy else 1.0 for rank in homes]
+    rank_of_stage = place("plain" if name in ("zb-h1", "gis") else "v", 4, 1 if name == "zb-h1" else 2)
+    times = [1.3 if rank == heavy else 1.0 for rank in rank_of_stage]
     costs = chain([StageCost(t, t, 0.7 * t, 0.5, 0.25) for t in times], 0.05)
     mean = sum(times) / len(times)
-    even = chain([StageCost(mean, mean, 0.7 * mean, 0.5, 0.25)] * len(homes), 0.05)
+    even = chain([StageCost(mean, mean, 0.7 * mean, 0.5, 0.25)] * len(rank_of_stage), 0.05)
     make = {"ranks": 4, "microbatches": 8, "memory_limit": limit, "effort": 0.02}
     ours = simulate(build(name, costs=costs, **make), costs)
     assert ours.span <= simulate(build(name, costs=even, **make), costs).span * (1 + 1e-9)

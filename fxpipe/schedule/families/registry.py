@@ -227,12 +227,12 @@ def build(
         if number < 1:
             raise ScheduleError(f"schedule {name}: {what} is {number}; it must be at least 1")
     shape = family.placement if placement is None else placement
-    homes = place(shape, ranks, chunks)
+    rank_of_stage = place(shape, ranks, chunks)
     _check_family(family, chunks, shape)
-    if len(costs.stages) != len(homes):
+    if len(costs.stages) != len(rank_of_stage):
         raise ScheduleError(
             f"schedule {name}: {ranks} ranks of {chunks} stages each need the costs of "
-            f"{len(homes)} stages, not {len(costs.stages)}"
+            f"{len(rank_of_stage)} stages, not {len(costs.stages)}"
         )
     limits = per_rank(memory_limit, ranks)
     problem = Problem(name, ranks, microbatches, chunks, shape, costs, limits, group, effort, seed)
@@ -244,8 +244,8 @@ def build(
     _check_memory(problem, order)
     if vocabulary is not None:
         order = weave(problem, order, whole, vocabulary, given)
-        homes = vocabulary.placement(homes)
-    return Schedule(name, homes, microbatches, order, vocabulary)
+        rank_of_stage = vocabulary.placement(rank_of_stage)
+    return Schedule(name, rank_of_stage, microbatches, order, vocabulary)
 
 
 def _for_mean(family: Family, problem: Problem) -> tuple[Order, ...]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from fxpipe.errors import LimitError, ScheduleError
 from fxpipe.schedule.arrays import decode, schedule_arrays
+from fxpipe.schedule.candidate import Candidate
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.dispatch import check_one_microbatch_fits, one_microbatch_fits
 from fxpipe.schedule.families.registry import FAMILIES, Family, build
@@ -30,12 +31,13 @@ BEYOND = tuple(f for f in FAMILIES.values() if f.name == SEARCHED or not f.is_se
 WITHIN = tuple(f for f in BEYOND if not f.for_offload)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Setting:
-    """Stages on ranks, what they cost there, and what memory there is for activations (``limits``).
+    """Stages on ranks, their costs there, and the memory for activations (``limits``).
 
     ``stages_per_rank`` are the model's own; with ``vocabulary`` the costs are of its stages as well.
-    ``offload``: what may leave the ranks over the costs' link.
+    ``offload``: the share to offload over the costs' link.  ``recompute``: the level of recomputation in the
+    costs.
     """
 
     stages_per_rank: int
@@ -44,31 +46,20 @@ class Setting:
     limits: Limit = None
     vocabulary: Vocabulary | None = None
     offload: Share = None
+    recompute: str = ""
 
 
 @dataclass(frozen=True)
-class Tried:
-    """What became of a family in a setting; ``why`` it was left out, empty if it fits the memory limit.
+class SearchResult:
+    """The fastest schedule, its setting, and all candidates; of a named schedule no candidates are kept."""
 
-    The bubble is of the span, the peak that of the rank that needs the most; ``moved`` is what leaves the
-    ranks.
-    """
-
-    name: str
-    setting: Setting
-    seconds: float | None
-    span_bubble: float | None
-    peak_memory: float | None
-    why: str
-    moved: float = 0.0
-
-
-@dataclass(frozen=True)
-class Choice:
-    schedule: Schedule
-    setting: Setting
     timeline: Timeline
-    tried: tuple[Tried, ...]
+    setting: Setting
+    tried: tuple[Candidate, ...] = ()
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.timeline.schedule
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +92,7 @@ def search(
     objective: Objective = "makespan",
     effort: float | None = None,
     seed: int = 0,
-) -> Choice:
+) -> SearchResult:
     """The schedule with the least makespan, or the shortest span of a rank, within the memory limits.
 
     Of those that are equally fast one that needs the least memory.  ``memory_limit``, in the unit of the
@@ -133,7 +124,7 @@ def frontier(
     objective: Objective = "makespan",
     effort: float | None = None,
     seed: int = 0,
-) -> list[Choice | ScheduleError]:
+) -> list[SearchResult | ScheduleError]:
     """What ``search`` finds under each limit, or why there is nothing.
 
     A schedule that was found under one limit counts under each other that it keeps.  So more memory never
@@ -149,14 +140,14 @@ def frontier(
         except ScheduleError as error:
             under.append(error)
     best = [own.best for own in under if not isinstance(own, ScheduleError)]
-    choices: list[Choice | ScheduleError] = []
+    choices: list[SearchResult | ScheduleError] = []
     for own, limit in zip(under, memory_limits, strict=True):
         if isinstance(own, ScheduleError):
             choices.append(own)
             continue
         kept = [entry for entry in best if _keeps(entry, limit, ranks)]
         top = min((own.best, *kept), key=lambda entry: entry.key)
-        choices.append(Choice(top.timeline.schedule, top.way.setting, top.timeline, own.tried))
+        choices.append(SearchResult(top.timeline, top.way.setting, own.tried))
     return choices
 
 
@@ -165,7 +156,7 @@ class _Under:
     """What was found under one limit."""
 
     best: _Entry
-    tried: tuple[Tried, ...]
+    tried: tuple[Candidate, ...]
 
 
 def _keeps(entry: _Entry, limit: Limit, ranks: int) -> bool:
@@ -183,7 +174,7 @@ def _under(ways: Sequence[_Way], objective: Objective, effort: float | None, see
         problems = [way.problem for way in alike]
         if any(one_microbatch_fits(problem.arrays, problem.limits) for problem in problems):
             found |= zip(alike, find(problems, starts, objective, effort, seed), strict=True)
-    entries, tried, smallest = list[_Entry](), list[Tried](), inf
+    entries, tried, smallest = list[_Entry](), list[Candidate](), inf
     for way in ways:
         for family in way.families:
             if not family.has(way.setting.stages_per_rank, way.setting.placement):
@@ -198,7 +189,7 @@ def _under(ways: Sequence[_Way], objective: Objective, effort: float | None, see
             except ScheduleError as error:
                 if isinstance(error, LimitError):
                     smallest = min(smallest, error.smallest)
-                tried.append(Tried(family.name, way.setting, None, None, None, str(error)))
+                tried.append(replace(_candidate(family.name, way.setting), why=str(error)))
                 continue
             entries.append(entry)
             tried.append(_tried(entry))
@@ -276,16 +267,21 @@ def _entry(name: str, way: _Way, order: Order, objective: Objective) -> _Entry:
     return _Entry(key, way, timeline, order)
 
 
-def _tried(entry: _Entry) -> Tried:
+def _tried(entry: _Entry) -> Candidate:
     timeline = entry.timeline
-    return Tried(
-        timeline.schedule.name,
-        entry.way.setting,
-        timeline.seconds,
-        timeline.span_bubble,
-        max(timeline.peak_memory),
-        "",
-        timeline.moved,
+    return replace(
+        _candidate(timeline.schedule.name, entry.way.setting),
+        seconds=timeline.seconds,
+        span_bubble=timeline.span_bubble,
+        peak_memory=max(timeline.peak_memory),
+        offloaded=timeline.moved,
+    )
+
+
+def _candidate(name: str, setting: Setting) -> Candidate:
+    barriers = 0 if setting.vocabulary is None else setting.vocabulary.barriers
+    return Candidate(
+        name, setting.stages_per_rank, setting.placement, barriers=barriers, recompute=setting.recompute
     )
 
 
