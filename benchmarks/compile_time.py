@@ -33,7 +33,7 @@ SCHEDULES = ("1f1b", "zb-h1", "auto")
 RANKS, MICROBATCHES = 4, 16
 #: Seconds that compiling so many layers may take, on 2 cores.
 BARS = {12: 15.0, 48: 60.0}
-ALL_OPTIONS = {"vocab_parallel": "auto", "recompute": "auto", "offload": 1.0}
+ALL_OPTIONS = {"vocab_parallel": "auto", "recompute": "auto", "offload": True}
 
 
 @dataclass(frozen=True)
@@ -129,13 +129,18 @@ def _in_fresh_process(**settings: Any) -> dict[str, float]:
 
 
 def compile_once(
-    layers: int, schedule: str, dropout: float = 0.1, model: str = "gpt2", **settings: Any
+    layers: int,
+    schedule: str,
+    dropout: float = 0.1,
+    model: str = "gpt2",
+    offload: bool = False,
+    **settings: Any,
 ) -> dict[str, float]:
     """Seconds in total, of them the processor's, and in each phase."""
     import torch
 
     from fxpipe.compiler import compile_model, phases
-    from fxpipe.options import Options
+    from fxpipe.options import Offload, Options
     from fxpipe.progress import Phases
 
     made, example = _gpt2(layers, dropout) if model == "gpt2" else _small_ops(layers)
@@ -149,6 +154,7 @@ def compile_once(
         memory_limit=None,
         costs="analytic",
         seed=0,
+        offloading=Offload(share=offload),
         **settings,
     )
     phase = Phases("", phases(options))
