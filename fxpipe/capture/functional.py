@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
@@ -49,7 +48,7 @@ def functionalize(module: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
         return module
     interpreter = _Carrying(module)
     with torch.no_grad():
-        return make_fx(torch.func.functionalize(interpreter.run), _allow_non_fake_inputs=True)(*inputs)
+        return compat.make_fx(torch.func.functionalize(interpreter.run))(*inputs)
 
 
 def _declare_writes(graph: fx.Graph) -> None:
@@ -66,11 +65,15 @@ def _declare_writes(graph: fx.Graph) -> None:
 
 
 def _replace_alone(graph: fx.Graph) -> None:
-    """Make ops functional that write to values nobody else reads; the trace for it is of these ops only."""
+    """Make ops functional that write to values nobody else reads; one of those that are alike is traced."""
+    known: dict[str, fx.Graph | None] = {}
     for node in list(graph.nodes):
         if not is_mutating(node) or not _writes_to_unshared(node):
             continue
-        traced = _traced_alone(node)
+        kind = _kind(node)
+        if kind not in known:
+            known[kind] = _traced_alone(node)
+        traced = known[kind]
         if traced is None:
             continue
         copies = dict(zip(traced.find_nodes(op="placeholder"), node.all_input_nodes, strict=True))
@@ -102,6 +105,21 @@ def _writes_to_unshared(node: fx.Node) -> bool:
     )
 
 
+def _kind(node: fx.Node) -> str:
+    """The op and its arguments, with the position, the layout and the type of those that are tensors."""
+    places = {
+        source: f"{k}: {_layout(source.meta.get('val'))}" for k, source in enumerate(node.all_input_nodes)
+    }
+    return repr((str(node.target), fx.map_arg((node.args, node.kwargs), places.get)))
+
+
+def _layout(value: Any) -> tuple[Any, ...] | None:
+    if not isinstance(value, torch.Tensor):
+        return None
+    bits = value.is_conj(), value.is_neg()
+    return value.shape, value.stride(), value.storage_offset(), value.dtype, value.device, bits
+
+
 def _traced_alone(node: fx.Node) -> fx.Graph | None:
     """The op in functional form, a placeholder an argument; None where its result would lie otherwise."""
     sources = node.all_input_nodes
@@ -114,7 +132,7 @@ def _traced_alone(node: fx.Node) -> fx.Graph | None:
         return node.target(*fx.map_arg(node.args, given.get), **fx.map_arg(node.kwargs, given.get))  # type: ignore
 
     with torch.no_grad():
-        traced = make_fx(torch.func.functionalize(op), _allow_non_fake_inputs=True)(*values).graph
+        traced = compat.make_fx(torch.func.functionalize(op))(*values).graph
     result: Any = traced.output_node().args[0]
     before = node.meta["val"]
     if traced.find_nodes(op="get_attr") or result.op != "call_function":

@@ -11,6 +11,7 @@ import functools
 import os
 import sys
 from collections.abc import Sequence
+from math import inf
 from types import FrameType
 from typing import Any
 
@@ -40,13 +41,16 @@ def _random_from(x: torch.Tensor, low: int, high: int) -> torch.Tensor:
 class Provenance(compat.TorchDispatchMode):
     """While entered, gives every node of the running make_fx trace its ``origin``.
 
-    Where the model's code asks for values, ``answers`` has them; ``inputs`` are the graph's placeholders,
-    with their real tensors.  Before the gradient is taken, ``backward_from(loss)`` must be called.
+    Where the model's code asks for values, ``answers`` has them, with ``most_checks`` of the data; ``inputs``
+    are the graph's placeholders, with their real tensors.  Before the gradient is taken,
+    ``backward_from(loss)`` must be called.
     """
 
-    def __init__(self, model: nn.Module, inputs: Sequence[tuple[Input, torch.Tensor]]):
+    def __init__(
+        self, model: nn.Module, inputs: Sequence[tuple[Input, torch.Tensor]], most_checks: float = inf
+    ):
         super().__init__()  # type: ignore[no-untyped-call]
-        self.answers = Answers(inputs, self.place)
+        self.answers = Answers(inputs, self.place, most_checks)
         self._paths: list[str] = []
         self._seq: int | None = None  # of the op that runs backward
         self._last_seq: int | None = None  # of the last one that did
