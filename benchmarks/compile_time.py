@@ -129,7 +129,12 @@ def _in_fresh_process(**settings: Any) -> dict[str, float]:
 
 
 def compile_once(
-    layers: int, schedule: str, dropout: float = 0.1, model: str = "gpt2", **settings: Any
+    layers: int,
+    schedule: str,
+    dropout: float = 0.1,
+    model: str = "gpt2",
+    offload: bool = False,
+    **settings: Any,
 ) -> dict[str, float]:
     """Seconds in total, of them the processor's, and in each phase."""
     import torch

@@ -38,10 +38,13 @@ def _lasting(sources: Sources) -> bool:
 
 class Answers:
     """inputs: the kind of each placeholder of the trace, and its real tensor.
-    place: returns the current place in the model's code."""
+    place: returns the current place in the model's code.
+    most_checks: the trace ends with a CaptureError when it needs more."""
 
-    def __init__(self, inputs: Sequence[tuple[Input, torch.Tensor]], place: Callable[[], str]):
-        self._example, self._place = Example(inputs), place
+    def __init__(
+        self, inputs: Sequence[tuple[Input, torch.Tensor]], place: Callable[[], str], most_checks: float
+    ):
+        self._example, self._place, self._checks_left = Example(inputs), place, most_checks
         self._asked: set[Input] = set()  # the inputs on which the last value depends
 
     def numbers(self, tensor: torch.Tensor) -> list[Any]:
@@ -61,7 +64,7 @@ class Answers:
                     f"float() there){self.remedy()}.",
                     self.fixable(),
                 )
-            expect_op(tensor.detach(), numbers, self._place())
+            self._expect(tensor.detach(), numbers)
         return numbers
 
     def result(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -136,14 +139,21 @@ class Answers:
         picks_all = len(positions) > 0
         picked = aten.ne.Scalar(mask, 0)
         whole = aten.all.default(picked) if picks_all else aten.any.default(picked)
-        expect_op(whole, [picks_all], self._place())
+        self._expect(whole, [picks_all])
         return positions
 
     def _hold(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """Add a check that a tensor has this value, which becomes a constant of the program."""
         with compat.no_modes():
             held = value.clone()
-        expect_op(aten.all.default(aten.eq.Tensor(tensor, held)), [True], self._place())
+        self._expect(aten.all.default(aten.eq.Tensor(tensor, held)), [True])
+
+    def _expect(self, tensor: torch.Tensor, numbers: list[Any]) -> None:
+        """Let the program check that a tensor has these elements."""
+        expect_op(tensor, numbers, self._place())  # counts also where the model catches the error
+        self._checks_left -= 1
+        if self._checks_left < 0:
+            raise CaptureError(f"More values of the data are read than the trace may check{self.remedy()}.")
 
     def _value(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Sources]:
         """The real value, and the inputs on which it depends."""

@@ -100,6 +100,7 @@ def clean(
         else:
             new[node] = _copied(graph, node, new, key, short)
 
+    written = {x.name: written[x.name] for x in by_placeholder.values() if x.name in written}
     for pair in layout["aliases"]:
         if not written.keys().isdisjoint(pair):
             raise CaptureError(

@@ -1,9 +1,10 @@
 """Makes the traced graph functional: no node writes to a value that another one reads.
 
 The first trace has the ops that autograd ran, including in-place ops.  An op that writes to a value whose
-memory nothing else shares (the mask of a dropout) is replaced by its functional form.  If other in-place ops
-are left, the graph is traced once more through ``torch.func.functionalize``, which keeps node metadata.  A
-write to a buffer becomes an output of the step.
+memory nothing else shares (the mask of a dropout), or that is the last use of the buffer that it writes to (a
+batch norm), is replaced by its functional form.  If other in-place ops are left, the graph is traced once
+more through ``torch.func.functionalize``, which keeps node metadata.  A write to a buffer becomes an output
+of the step.
 
 before: native_batch_norm(x, …, mean, var, training)     which moves mean and var and does not say so
         native_batch_norm_backward(…, mean, var, …)      which reads them in evaluation alone
@@ -18,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
@@ -33,7 +33,7 @@ def is_mutating(node: fx.Node) -> bool:
 
 
 def functionalize(module: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
-    """Return an equivalent module without in-place ops, except ``copy_`` to placeholders at the end."""
+    """Return an equivalent module without in-place ops; the last use of a placeholder may be a ``copy_``."""
     _declare_writes(module.graph)
     for node in module.graph.nodes:
         for argument in written_arguments(node.target, node.args, node.kwargs):
@@ -44,12 +44,18 @@ def functionalize(module: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
                 f"{node.target} writes to its arguments, which can be followed for torch's own ops alone "
                 f"({node.meta['origin']}). Let the op return what it would write."
             )
-    _replace_alone(module.graph)
-    if not any(is_mutating(node) for node in module.graph.nodes):
+    known: dict[str, fx.Graph | None] = {}
+    for node in _mutating(module.graph):
+        if _writes_to_unshared(node):
+            _replace_alone(node, known)
+    left = _mutating(module.graph)
+    if all(_writes_to_inputs_last(node) and _functional_form(node, known) for node in left):
+        for node in left:
+            _replace_alone(node, known)
         return module
     interpreter = _Carrying(module)
     with torch.no_grad():
-        return make_fx(torch.func.functionalize(interpreter.run), _allow_non_fake_inputs=True)(*inputs)
+        return compat.make_fx(torch.func.functionalize(interpreter.run))(*inputs)
 
 
 def _declare_writes(graph: fx.Graph) -> None:
@@ -65,27 +71,43 @@ def _declare_writes(graph: fx.Graph) -> None:
                 node.args = (*node.args[:3], None, None, *node.args[5:])
 
 
-def _replace_alone(graph: fx.Graph) -> None:
-    """Make in-place ops on unshared values functional; only these ops are traced for it."""
-    for node in list(graph.nodes):
-        if not is_mutating(node) or not _writes_to_unshared(node):
-            continue
-        traced = _traced_alone(node)
-        if traced is None:
-            continue
-        copies = dict(zip(traced.find_nodes(op="placeholder"), node.all_input_nodes, strict=True))
-        result: Any = traced.output_node().args[0]
-        with graph.inserting_before(node):
-            for op in call_nodes(traced):
-                if op.target is not aten.copy_.default:  # back to the argument, which nobody reads any more
-                    copies[op] = graph.node_copy(op, copies.__getitem__)
-                    copies[op].meta = {**node.meta, "val": op.meta["val"]}
+def _mutating(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if is_mutating(node)]
+
+
+def _replace_alone(node: fx.Node, known: dict[str, fx.Graph | None]) -> None:
+    """Put an op's functional form in its place, if it has one, with the writes to placeholders behind it."""
+    form = _functional_form(node, known)
+    if form is None:
+        return
+    graph = node.graph
+    copies = dict(zip(form.find_nodes(op="placeholder"), node.all_input_nodes, strict=True))
+    result: Any = form.output_node().args[0]
+    with graph.inserting_before(node):
+        for op in call_nodes(form):
+            if op.target is aten.copy_.default and copies[op.args[0]].op != "placeholder":
+                continue  # back to the argument, which nobody reads any more
+            copies[op] = graph.node_copy(op, copies.__getitem__)
+            copies[op].meta = {**node.meta, "val": op.meta["val"]}
+    if isinstance(result, (tuple, list)):
+        for item in list(node.users):
+            item.replace_all_uses_with(copies[result[item.args[1]]])  # type: ignore[index]
+            graph.erase_node(item)
+    else:
         value: Any = node.args[0]
         for user in list(value.users):
             if user > node:  # in the graph's order
                 user.replace_input_with(value, copies[result])
         node.replace_all_uses_with(copies[result])
-        graph.erase_node(node)
+    graph.erase_node(node)
+
+
+def _functional_form(node: fx.Node, known: dict[str, fx.Graph | None]) -> fx.Graph | None:
+    """See ``_traced_alone``; those of ops that are alike are the same.  known: the forms so far."""
+    kind = _kind(node)
+    if kind not in known:
+        known[kind] = _traced_alone(node)
+    return known[kind]
 
 
 def _writes_to_unshared(node: fx.Node) -> bool:
@@ -97,9 +119,49 @@ def _writes_to_unshared(node: fx.Node) -> bool:
     first = node.target._schema.arguments[0].name  # type: ignore[union-attr]
     return (
         written(node.target) == (first,)
-        and not is_mutating(maker)  # type: ignore[arg-type]
+        and _returns_argument(node.target)
+        and not _returns_argument(maker.target)  # type: ignore[union-attr]
         and not any(is_view(user) for user in value.users)
     )
+
+
+def _writes_to_inputs_last(node: fx.Node) -> bool:
+    """Whether the op writes to placeholders alone, which have no views and are not used any more."""
+    values = written_arguments(node.target, node.args, node.kwargs)
+    inputs = [value for value in values if isinstance(value, fx.Node)]
+    if not inputs or len(set(inputs)) < len(inputs):
+        return False
+    if _returns_argument(node.target) and any(
+        is_view(user) or is_mutating(user) or user.target is operator.getitem for user in node.users
+    ):
+        return False
+    return all(
+        value.op == "placeholder" and not any(is_view(user) or user > node for user in value.users)
+        for value in inputs
+    )
+
+
+def _returns_argument(target: Any) -> bool:
+    """Whether what an op returns is an argument that it wrote to."""
+    schema = getattr(target, "_schema", None)
+    return schema is not None and any(
+        r.alias_info is not None and r.alias_info.is_write for r in schema.returns
+    )
+
+
+def _kind(node: fx.Node) -> str:
+    """The op and its arguments, with the position, the layout and the type of those that are tensors."""
+    places = {
+        source: f"{k}: {_layout(source.meta.get('val'))}" for k, source in enumerate(node.all_input_nodes)
+    }
+    return repr((str(node.target), fx.map_arg((node.args, node.kwargs), places.get)))
+
+
+def _layout(value: Any) -> tuple[Any, ...] | None:
+    if not isinstance(value, torch.Tensor):
+        return None
+    bits = value.is_conj(), value.is_neg()
+    return value.shape, value.stride(), value.storage_offset(), value.dtype, value.device, bits
 
 
 def _traced_alone(node: fx.Node) -> fx.Graph | None:
@@ -114,14 +176,18 @@ def _traced_alone(node: fx.Node) -> fx.Graph | None:
         return node.target(*fx.map_arg(node.args, given.get), **fx.map_arg(node.kwargs, given.get))  # type: ignore
 
     with torch.no_grad():
-        traced = make_fx(torch.func.functionalize(op), _allow_non_fake_inputs=True)(*values).graph
-    result: Any = traced.output_node().args[0]
-    before = node.meta["val"]
-    if traced.find_nodes(op="get_attr") or result.op != "call_function":
+        traced = compat.make_fx(torch.func.functionalize(op))(*values).graph
+    results, before = _listed(traced.output_node().args[0]), _listed(node.meta["val"])
+    made = all(isinstance(result, fx.Node) and result.op == "call_function" for result in results)
+    if traced.find_nodes(op="get_attr") or not made:
         return None
-    after = result.meta["val"]
-    alike = [(x.dtype, x.shape, x.stride()) for x in (before, after)]
+    after = [result.meta["val"] for result in results]
+    alike = [[(x.dtype, x.shape, x.stride()) for x in values] for values in (before, after)]
     return traced if alike[0] == alike[1] else None
+
+
+def _listed(results: Any) -> list[Any]:
+    return list(results) if isinstance(results, (tuple, list)) else [results]
 
 
 def writes_to_a_constant(place: Any) -> CaptureError:

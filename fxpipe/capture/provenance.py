@@ -11,6 +11,7 @@ import functools
 import os
 import sys
 from collections.abc import Sequence
+from math import inf
 from types import FrameType
 from typing import Any
 
@@ -40,13 +41,16 @@ def _random_from(x: torch.Tensor, low: int, high: int) -> torch.Tensor:
 class Provenance(compat.TorchDispatchMode):
     """While entered, gives every node of the running make_fx trace its ``origin``.
 
-    ``answers`` has the values that the model's code reads; ``inputs`` are the graph's placeholders with their
-    real tensors.  ``backward_from(loss)`` must be called before the gradient is taken.
+    ``answers`` has the values that the model's code reads, with at most ``most_checks`` checks; ``inputs``
+    are the graph's placeholders with their real tensors.  ``backward_from(loss)`` must be called before the
+    gradient is taken.
     """
 
-    def __init__(self, model: nn.Module, inputs: Sequence[tuple[Input, torch.Tensor]]):
+    def __init__(
+        self, model: nn.Module, inputs: Sequence[tuple[Input, torch.Tensor]], most_checks: float = inf
+    ):
         super().__init__()  # type: ignore[no-untyped-call]
-        self.answers = Answers(inputs, self.place)
+        self.answers = Answers(inputs, self.place, most_checks)
         self._paths: list[str] = []
         self._seq: int | None = None  # of the op that runs backward
         self._last_seq: int | None = None  # of the last one that did

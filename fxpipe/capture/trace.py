@@ -12,11 +12,11 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpipe.capture.answers import Questions
 from fxpipe.capture.borrow import borrowed
@@ -77,14 +77,16 @@ def capture(
     """
     attempt = partial(_attempt, model, example, loss_fn, scale, device, gradients, fixed)
     try:
-        found = attempt(contextlib.nullcontext())
+        found = attempt(contextlib.nullcontext(), inf)
     except CaptureError:
         with contextlib.suppress(CaptureError):
-            return attempt(compat.compiling_flag())
+            return attempt(compat.compiling_flag(), inf)
         raise
-    if found.checks > len(fixed):  # the model's branch for compilers may not depend on data
+    checks = found.checks - len(fixed)
+    if checks > 0:  # the model's branch for compilers may depend less on data
         with contextlib.suppress(CaptureError):
-            return min(found, attempt(compat.compiling_flag()), key=lambda captured: captured.checks)
+            other = attempt(compat.compiling_flag(), checks - 1)
+            return min(found, other, key=lambda captured: captured.checks)
     return found
 
 
@@ -97,17 +99,19 @@ def _attempt(
     gradients: bool,
     fixed: Sequence[str],
     flag: contextlib.AbstractContextManager[None],
+    most_checks: float,
 ) -> Captured:
+    """most_checks: of the data, besides those of ``fixed`` inputs; with more the trace is given up."""
     mode = compat.FakeMode(allow_non_fake_inputs=True)
     given = inputs(model, example, mode, device, fixed)
-    step = _Step(model, example, loss_fn, scale, given, gradients)
+    step = _Step(model, example, loss_fn, scale, given, gradients, most_checks)
     fakes = {id(r.tensor): x.fake for r, x in zip(step.registered, given, strict=False)}
     values = [x.fake for x in given]
     with borrowed(model, loss_fn, fakes) as snapshot:
         watch = Watch(model, snapshot)
         with flag, recorded_checkpoints(), compat.plain_kernels(), compat.modules_without_code(), mode:
             try:
-                module = make_fx(step, tracing_mode="real", _allow_non_fake_inputs=True)(*values)
+                module = compat.make_fx(step)(*values)
             except CaptureError:
                 raise
             except Exception as error:
@@ -152,12 +156,13 @@ class _Step:
         scale: float,
         given: list[Given],
         gradients: bool,
+        most_checks: float,
     ):
         self.model, self.loss_fn, self.scale, self.given = model, loss_fn, scale, given
         self.gradients = gradients
         self.registered = registered(model)
         self.leaves, self.spec = pytree.tree_flatten(example)
-        self.provenance = Provenance(model, [(x.input, x.real) for x in given])
+        self.provenance = Provenance(model, [(x.input, x.real) for x in given], most_checks)
         self.layout: dict[str, Any] = {}  # what the flat outputs of the traced graph are
 
     def __call__(self, *values: torch.Tensor) -> list[torch.Tensor]:

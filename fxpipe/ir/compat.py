@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from fxpipe.runtime.torch_private import TorchDispatchMode, no_modes, pytree
@@ -38,6 +39,7 @@ __all__ = [
     "has_kernel",
     "is_real",
     "is_tracing",
+    "make_fx",
     "mark_as_parameter",
     "modules_without_code",
     "no_modes",
@@ -58,14 +60,24 @@ class FakeMode(FakeTensorMode):
     """Fake tensors; the workspace of the CTC loss, which depends on the longest target, gets its maximum
     length."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._ctc_loss.Tensor:
             scores, targets = args[:2]
             steps, rows = scores.shape[0], scores.shape[1] if scores.dim() == 3 else 1
             longest = targets.shape[1] if targets.dim() == 2 else targets.numel()
             with self:
                 return scores.new_empty(rows), scores.new_empty(rows, steps, 2 * longest + 1)
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        return super().dispatch(func, types, args, kwargs)
+
+
+def make_fx(function: Callable[..., Any]) -> Callable[..., torch.fx.GraphModule]:
+    """A trace of the function on the tensors that it is given, fake ones, and constants beside them.
+
+    Nodes are not told by which of torch's Python functions they were made.
+    """
+    return proxy_tensor.make_fx(
+        function, tracing_mode="real", _allow_non_fake_inputs=True, _disable_torch_fn_metadata_mode=True
+    )
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from torch import fx
 
 from fxpipe.ir.graph import Color, Kind, Phase, Section
 from fxpipe.ir.sections import Message
-from fxpipe.ir.storage import call_nodes, is_view, node_bytes, root_within, storage_root
+from fxpipe.ir.storage import call_nodes, is_view, node_bytes, root_within, storage_roots
 from fxpipe.runtime.tensors import is_dense
 
 SMALLEST = 4096
@@ -141,11 +141,12 @@ def offload_candidates(
     """
     users: defaultdict[fx.Node, set[tuple[int, Phase]]] = defaultdict(set)  # storage -> its readers
     phases: defaultdict[tuple[int, fx.Node], set[Phase]] = defaultdict(set)
+    owners = storage_roots(nodes[0].graph)
     for node in nodes:
         stage, phase = node.meta["color"].stage, node.meta["color"].phase
         for value in node.all_input_nodes:
             if value.op == "call_function":
-                users[storage_root(value)].add((stage, phase))
+                users[owners[value]].add((stage, phase))
                 phases[stage, root_within(value, stage)].add(phase)
     position = {node: k for k, node in enumerate(nodes)}
     found = []
@@ -154,8 +155,7 @@ def offload_candidates(
         for root in sorted(roots, key=position.__getitem__):
             used = phases[stage, root]
             shared = any(
-                other != stage and placement[other] == placement[stage]
-                for other, _ in users[storage_root(root)]
+                other != stage and placement[other] == placement[stage] for other, _ in users[owners[root]]
             )
             made_here = root.meta["color"].stage == stage or Phase.F in used
             if made_here and not shared and _is_worth(root):

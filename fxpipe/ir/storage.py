@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -59,12 +60,18 @@ _STILL = {"dropout_p": 0.0, "p": 0.0, "train": False}
 
 def draws_numbers(node: fx.Node) -> bool:
     """Whether the op draws random numbers: it has the tag, and no argument switches randomness off."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+    if not may_draw_numbers(node.target):
         return False
     parameters = node.target._schema.arguments  # type: ignore[union-attr]
     given = {p.name: a for p, a in zip(parameters, node.args, strict=False)} | dict(node.kwargs)
     values = {p.name: p.default_value for p in parameters if p.has_default_value()} | given
     return not any(name in values and values[name] == still for name, still in _STILL.items())
+
+
+@cache
+def may_draw_numbers(target: fx.node.Target) -> bool:
+    """Whether an op draws random numbers with some of its arguments."""
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
 def written_arguments(target: Any, args: Any, kwargs: Any) -> list[Any]:
@@ -79,8 +86,21 @@ def written_arguments(target: Any, args: Any, kwargs: Any) -> list[Any]:
 def storage_root(node: fx.Node) -> fx.Node:
     """The node that allocated the storage of this node's value."""
     while node.op == "call_function" and is_view(node):
-        node = node.args[0].args[0] if node.target is operator.getitem else node.args[0]  # type: ignore
+        node = _viewed(node)
     return node
+
+
+def storage_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """``storage_root`` of every node, in time linear in their number."""
+    roots: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        roots[node] = roots[_viewed(node)] if node.op == "call_function" and is_view(node) else node
+    return roots
+
+
+def _viewed(view: fx.Node) -> fx.Node:
+    """The node whose storage a view is of: of an item, the op that returned it among others has the same."""
+    return view.args[0].args[0] if view.target is operator.getitem else view.args[0]  # type: ignore
 
 
 def root_within(node: fx.Node, stage: int) -> fx.Node:
@@ -90,14 +110,15 @@ def root_within(node: fx.Node, stage: int) -> fx.Node:
     return node
 
 
-def last_uses(graph: fx.Graph) -> dict[fx.Node, fx.Node | None]:
+def last_uses(graph: fx.Graph, roots: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node | None]:
     """Per storage that an op allocates the op that uses it last; None if another stage uses it too.
 
-    For one microbatch a stage runs F, then B, then W; within them ops run in graph order.
+    roots: the result of ``storage_roots``.  For one microbatch a stage runs F, then B, then W; within them
+    ops run in graph order.
     """
     last: dict[fx.Node, fx.Node | None] = {}
     for node in graph.nodes:
-        for root in {storage_root(n) for n in node.all_input_nodes}:
+        for root in {roots[n] for n in node.all_input_nodes}:
             if root.op != "call_function" or root.target is read_buffer:  # the buffer is the model's
                 continue
             before = last.setdefault(root, root)

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from functools import cache
 
 import torch
 from torch import fx
 
 from fxpipe.errors import VerifyError
 from fxpipe.ir.graph import Color, Input, Kind, Phase, offload, read_buffer, reload
-from fxpipe.ir.storage import call_nodes, draws_numbers, last_uses, output_dict, storage_root, written
+from fxpipe.ir.storage import (
+    call_nodes,
+    draws_numbers,
+    last_uses,
+    may_draw_numbers,
+    output_dict,
+    storage_root,
+    storage_roots,
+    written,
+)
 
 
 def verify(graph: fx.Graph, after: str) -> None:
@@ -24,20 +33,11 @@ def verify(graph: fx.Graph, after: str) -> None:
     - ops write only to gradient accumulators and to dead values of the same stage;
     - no random op is without a key.
     """
-    _check_order(graph, after)
-    ops = call_nodes(graph)
-    for node in ops:
-        if "color" not in node.meta:
-            raise VerifyError(f"After {after}: {node} has no color.")
-    writing = [node for node in ops if written(node.target)]
-    last = last_uses(graph) if writing else {}
-    for node in writing:
-        _check_writes(node, last, after)
-    for node in ops:
+    _check_nodes(graph, after)
+    special = [node for node in call_nodes(graph) if _has_rules(node.target)]
+    for node in special:
         _check_op(node, after)
-        for source in node.all_input_nodes:
-            if source.op == "call_function":
-                _check_edge(source, node, after)
+    _check_writes([node for node in special if written(node.target)], after)
     for name, value in output_dict(graph)["buffers"].items():
         _check_buffer(graph, name, value, after)
     for name, parts in output_dict(graph)["grads"].items():
@@ -45,17 +45,29 @@ def verify(graph: fx.Graph, after: str) -> None:
             raise VerifyError(f"After {after}: the gradient of {name} has no summand.")
 
 
-def _check_order(graph: fx.Graph, after: str) -> None:
-    """Check that each node follows its arguments and has a unique name."""
+def _check_nodes(graph: fx.Graph, after: str) -> None:
+    """Check that each node follows its arguments and has a unique name, and that each op has a color that its
+    arguments' colors may feed."""
     seen: set[fx.Node] = set()
     for node in graph.nodes:
+        color = node.meta.get("color")
+        if color is None and node.op == "call_function":
+            raise VerifyError(f"After {after}: {node} has no color.")
         for source in node.all_input_nodes:
             if source not in seen:
                 raise VerifyError(f"After {after}: {node} uses {source}, which does not come before it.")
+            if color is not None and source.op == "call_function" and source.meta["color"] is not color:
+                _check_edge(source, node, after)
         seen.add(node)
     if len({node.name for node in seen}) < len(seen):
         names = Counter(node.name for node in seen)
         raise VerifyError(f"After {after}: {names.most_common(1)[0][0]} is the name of several nodes.")
+
+
+@cache
+def _has_rules(target: fx.node.Target) -> bool:
+    """Whether an op may have to be checked by itself."""
+    return target in (offload, reload) or bool(written(target)) or may_draw_numbers(target)
 
 
 def _check_op(node: fx.Node, after: str) -> None:
@@ -67,12 +79,25 @@ def _check_op(node: fx.Node, after: str) -> None:
         raise VerifyError(f"After {after}: {node} reloads {node.args[0]}, which was not offloaded.")
 
 
-def _check_writes(node: fx.Node, last: Mapping[fx.Node, fx.Node | None], after: str) -> None:
-    for argument in written(node.target):
-        root = storage_root(node.kwargs.get(argument, node.args[0]))  # type: ignore[arg-type]
-        accumulator = root.op == "placeholder" and root.meta["input"].kind is Kind.GRADIENT
-        if not accumulator and last.get(root) is not node:
+def _check_writes(writing: list[fx.Node], after: str) -> None:
+    """Ops write to accumulators, and to values that they are the last to use."""
+    over = [(node, root) for node in writing for root in _overwritten(node) if not _is_accumulator(root)]
+    if not over:
+        return
+    graph = over[0][0].graph
+    last = last_uses(graph, storage_roots(graph))
+    for node, root in over:
+        if last.get(root) is not node:
             raise VerifyError(f"After {after}: {node} ({node.target}) writes over {root}, which is needed.")
+
+
+def _overwritten(node: fx.Node) -> list[fx.Node]:
+    arguments = [node.kwargs.get(name, node.args[0]) for name in written(node.target)]
+    return [storage_root(argument) for argument in arguments]  # type: ignore[arg-type]
+
+
+def _is_accumulator(root: fx.Node) -> bool:
+    return root.op == "placeholder" and root.meta["input"].kind is Kind.GRADIENT
 
 
 def _check_buffer(graph: fx.Graph, name: str, value: fx.Node, after: str) -> None:

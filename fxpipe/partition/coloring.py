@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence, Set
+from functools import cache
 from itertools import accumulate
 from typing import TypeVar
 
@@ -218,6 +219,7 @@ def _color(graph: fx.Graph, stage_of: dict[fx.Node, int], stage_of_seq: dict[int
     for node in reversed(ops):
         if node not in stage:
             stage[node] = max((stage[u] for u in node.users if u in stage), default=max(stage.values()))
+    color = cache(Color)  # one object a section: most nodes have it in common with their arguments
     for node in ops:
         phase = Phase.B if node.meta["origin"].backward else Phase.F
-        node.meta["color"] = Color(first + stage[node], phase)
+        node.meta["color"] = color(first + stage[node], phase)

@@ -18,20 +18,23 @@ import torch
 from torch import fx
 
 from fxpipe.ir.compat import Argument, OpOverload, has_kernel, pytree
-from fxpipe.ir.storage import call_nodes, is_view, last_uses, node_bytes, storage_root, written
+from fxpipe.ir.storage import call_nodes, is_view, last_uses, node_bytes, storage_roots, written
 from fxpipe.runtime.tensors import is_dense
 
 
 def use_inplace_ops(graph: fx.Graph) -> None:
-    last = last_uses(graph)
+    roots = storage_roots(graph)
+    last = last_uses(graph, roots)
     for node in call_nodes(graph):
-        roots = [storage_root(n) for n in node.all_input_nodes]
+        if is_view(node):
+            continue
+        used = [roots[n] for n in node.all_input_nodes]
         free = [
             n
-            for n, root in zip(node.all_input_nodes, roots, strict=True)
-            if last.get(root) is node and roots.count(root) == 1 and _same_place(n, root, node)
+            for n, root in zip(node.all_input_nodes, used, strict=True)
+            if last.get(root) is node and used.count(root) == 1 and _same_place(n, root, node)
         ]
-        if free and not is_view(node):
+        if free:
             _write_over(node, free)
 
 

@@ -27,13 +27,18 @@ def insert_offload(graph: fx.Graph, stage: int, user: Phase, roots: Iterable[fx.
     user: B, or W for values that B does not need.
     """
     behind = (Color(stage, Phase.B), Color(stage, Phase.W))
-    nodes = [node for node in call_nodes(graph) if node.meta["color"] in behind]
-    for root in roots:
-        _insert(graph, stage, user, root, nodes)
+    users: dict[fx.Node, dict[fx.Node, None]] = {root: {} for root in roots}  # in the graph's order
+    for node in call_nodes(graph):
+        if node.meta["color"] in behind:
+            for value in node.all_input_nodes:
+                root = _saved_root(value, stage)
+                if root in users:
+                    users[root][node] = None
+    for root, own in users.items():
+        _insert(graph, stage, user, root, list(own))
 
 
-def _insert(graph: fx.Graph, stage: int, user: Phase, root: fx.Node, behind: list[fx.Node]) -> None:
-    users = [node for node in behind if any(_is_saved(n, root, stage) for n in node.all_input_nodes)]
+def _insert(graph: fx.Graph, stage: int, user: Phase, root: fx.Node, users: list[fx.Node]) -> None:
     with graph.inserting_after(root):
         offloaded = graph.create_node("call_function", offload, (root,), name=f"{root.name}_offloaded")
     offloaded.meta = {**root.meta, "color": Color(stage, Phase.F)}
@@ -44,7 +49,7 @@ def _insert(graph: fx.Graph, stage: int, user: Phase, root: fx.Node, behind: lis
     views: set[fx.Node] = set()
     for node in users:
         for value in node.all_input_nodes:
-            if _is_saved(value, root, stage):
+            if _saved_root(value, stage) is root:
                 node.replace_input_with(value, _view(value, root, reloaded, node, again))
                 views.add(value)
     for view in views - {root}:
@@ -53,13 +58,12 @@ def _insert(graph: fx.Graph, stage: int, user: Phase, root: fx.Node, behind: lis
             graph.erase_node(dead)
 
 
-def _is_saved(node: fx.Node, root: fx.Node, stage: int) -> bool:
-    """Whether a value is the root, or a view of it that F made."""
-    if node is root:
-        return True
-    if node.op != "call_function" or node.meta["color"] != Color(stage, Phase.F):
-        return False
-    return node.target not in (offload, reload) and root_within(node, stage) is root
+def _saved_root(node: fx.Node, stage: int) -> fx.Node:
+    """The value that a view made by F is of; any other value itself."""
+    if node.op != "call_function" or node.target in (offload, reload):
+        return node
+    color = node.meta["color"]
+    return root_within(node, stage) if color.stage == stage and color.phase is Phase.F else node
 
 
 def _view(

@@ -30,10 +30,13 @@ _SCALE = 1000
 
 
 def recompute(graph: fx.Graph, level: Level) -> None:
-    for stage in sorted({node.meta["color"].stage for node in call_nodes(graph)}):
-        again = _made_again(graph, stage, level)
+    by_stage: dict[int, list[fx.Node]] = {}
+    for node in call_nodes(graph):
+        if node.meta["color"].phase is not Phase.F:
+            by_stage.setdefault(node.meta["color"].stage, []).append(node)
+    for stage, backward in sorted(by_stage.items()):
+        again = _made_again(backward, stage, level)
         clones: dict[tuple[Color, fx.Node], fx.Node] = {}
-        backward = [n for n in call_nodes(graph) if _is_backward(n, stage)]
         in_b = _made_in_b(backward, again)
         for user in backward:
             for node in user.all_input_nodes:
@@ -60,24 +63,25 @@ def _made_in_b(backward: list[fx.Node], again: set[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _may(node: fx.Node, stage: int, level: Level) -> bool:
-    if node.meta["color"] != Color(stage, Phase.F) or node.target is read_buffer:
+def _may(node: fx.Node, forward: Color, level: Level) -> bool:
+    if node.meta["color"] != forward or node.target is read_buffer:
         return False
     return level == "full" or not node_flops(node)
 
 
-def _made_again(graph: fx.Graph, stage: int, level: Level) -> set[fx.Node]:
+def _made_again(backward: list[fx.Node], stage: int, level: Level) -> set[fx.Node]:
+    forward = Color(stage, Phase.F)
+
     def keep(node: fx.Node) -> int | None:
         is_tuple = isinstance(node.meta["val"], (tuple, list))
         # A tuple cannot be saved, and a view keeps its base alive.
-        free = _may(node, stage, level) and (is_tuple or is_view(node))
+        free = _may(node, forward, level) and (is_tuple or is_view(node))
         return None if free else _SCALE * node_bytes(node)
 
     def repeat(node: fx.Node) -> int | None:
-        if not _may(node, stage, level):
+        if not _may(node, forward, level):
             return None
         return 0 if is_view(node) else node_bytes(node) + sum(node_bytes(n) for n in node.all_input_nodes)
 
-    users = [user for user in call_nodes(graph) if _is_backward(user, stage)]
-    needed = [n for user in users for n in user.all_input_nodes if n.op == "call_function"]
+    needed = [n for user in backward for n in user.all_input_nodes if n.op == "call_function"]
     return to_repeat([n for n in needed if not _is_backward(n, stage)], keep, repeat)

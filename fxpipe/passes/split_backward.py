@@ -12,6 +12,7 @@ activations: their backward is W's.  (Zero bubble pipeline parallelism, arXiv 24
 from __future__ import annotations
 
 import operator
+from functools import cache
 
 import torch
 from torch import fx
@@ -29,6 +30,7 @@ def split_backward(graph: fx.Graph) -> None:
     # New values of buffers belong to B, which runs in microbatch order.
     needed = {*output_dict(graph)["buffers"].values()}
     needed.update(graph.find_nodes(op="call_function", target=read_buffer))
+    color = cache(Color)  # one object a section, as from the partition
     for node in reversed(call_nodes(graph)):
         stage, phase = node.meta["color"].stage, node.meta["color"].phase
         if phase is Phase.F:
@@ -44,7 +46,7 @@ def split_backward(graph: fx.Graph) -> None:
                 needed.add(node)
                 break
         else:
-            node.meta["color"] = Color(stage, Phase.W)
+            node.meta["color"] = color(stage, Phase.W)
     for item in items:  # a tuple is unpacked in the section that computes it
         item.meta["color"] = item.args[0].meta["color"]
 

@@ -9,6 +9,8 @@ import torch
 
 def storage_bytes(tensor: torch.Tensor) -> int:
     """The bytes that the elements of a tensor span in memory (an expanded dimension adds none)."""
+    if tensor.is_contiguous():  # the usual case, and frequent
+        return tensor.numel() * tensor.element_size()
     if tensor.numel() == 0:
         return 0
     span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))

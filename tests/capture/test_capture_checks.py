@@ -399,6 +399,31 @@ def test_code_for_compilers_that_fails():
     assert_equals_eager(Broken, batch, ranks=2, schedule="zb-h1")
 
 
+def test_a_way_for_compilers_that_reads_as_much_is_given_up():
+    ways = []
+
+    class Same(Reads):
+        def read(self, x, mask):
+            ways.append(("reads", torch.compiler.is_compiling()))
+            x = x * mask if mask.all() else x
+            ways.append(("goes on", torch.compiler.is_compiling()))
+            return x
+
+    fxpipe.compile(Same(), batch(2), ranks=2, microbatches=2, schedule="1f1b")
+    assert ways == [("reads", False), ("goes on", False), ("reads", True)]
+
+
+def test_what_the_way_for_compilers_catches_is_still_counted():
+    class Catches(Reads):
+        def read(self, x, mask):
+            try:
+                return x * mask if mask.all() else x
+            except Exception:  # noqa: BLE001 - as models do
+                return x * 2
+
+    assert_equals_eager(Catches, batch, ranks=2, schedule="zb-h1")
+
+
 @pytest.mark.slow
 def test_dropout_of_nothing_is_no_random_number():
     class Zero(Reads):

@@ -67,8 +67,54 @@ def transposed(h: torch.Tensor) -> torch.Tensor:
     return h * scale.t()
 
 
-ALONE = {"dropped": dropped, "masked": masked, "itself": added_to_itself, "other dtype": other_dtype}
-SHARED = {"rows": in_rows, "read through a view": read_through_a_view}
+class Buffer(nn.Module):
+    def __init__(self, change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]):
+        super().__init__()
+        self.register_buffer("value", torch.ones(6))
+        self.change = change
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return self.change(h, self.value)
+
+
+def counted(h: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    before = value * 2
+    value.add_(1)
+    return h * value + before  # as it is after the write
+
+
+def overwritten(h: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    value.copy_(h.detach().mean(0))
+    return h * 2
+
+
+def averaged(h: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    value.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)  # writes twice
+    return h * value
+
+
+def seen_before(h: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    row = value[1:3]
+    value.add_(1)
+    return h * row.sum()
+
+
+ALONE = {
+    "dropped": dropped,
+    "masked": masked,
+    "itself": added_to_itself,
+    "other dtype": other_dtype,
+    "batch norm": nn.Sequential(nn.BatchNorm1d(6), nn.ReLU(inplace=True)),
+    "counted": Buffer(counted),
+    "overwritten": Buffer(overwritten),
+}
+SHARED = {
+    "rows": in_rows,
+    "read through a view": read_through_a_view,
+    "batch norm twice": nn.Sequential(*[nn.BatchNorm1d(6)] * 2),
+    "averaged": Buffer(averaged),
+    "buffer seen before": Buffer(seen_before),
+}
 ALL = {**ALONE, **SHARED, "transposed": transposed}
 
 
@@ -103,7 +149,7 @@ def names(found: Captured) -> list[Any]:
 @pytest.mark.parametrize("name", ALL)
 def test_the_same_graph_as_of_a_second_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = captured(ALL[name])
-    monkeypatch.setattr(functional, "_replace_alone", lambda graph: None)
+    monkeypatch.setattr(functional, "_functional_form", lambda node, known: None)
     expected = captured(ALL[name])
     assert structure(found) == structure(expected)
     if name in ALONE:  # a second trace makes views again, which takes up names
