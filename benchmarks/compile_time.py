@@ -133,7 +133,7 @@ def compile_once(
     schedule: str,
     dropout: float = 0.1,
     model: str = "gpt2",
-    offload: bool = False,
+    offload: bool | float = False,
     **settings: Any,
 ) -> dict[str, float]:
     """Seconds in total, of them the processor's, and in each phase."""
@@ -143,7 +143,6 @@ def compile_once(
     from fxpipe.options import Options, as_offload
     from fxpipe.progress import Phases
 
-    offload = as_offload(settings.pop("offload", False), {}, torch.device("cpu"))
     made, example = _gpt2(layers, dropout) if model == "gpt2" else _small_ops(layers)
     options = Options(
         ranks=RANKS,
@@ -155,7 +154,7 @@ def compile_once(
         memory_limit=None,
         costs="analytic",
         seed=0,
-        offload=offload,
+        offload=as_offload(offload, {}, torch.device("cpu")),
         **settings,
     )
     phase = Phases("")
