@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import inf
 
 from fxpipe.errors import LimitError, ScheduleError
-from fxpipe.schedule.arrays import decode, schedule_arrays
+from fxpipe.schedule.arrays import decode, encode, run, schedule_arrays
 from fxpipe.schedule.candidate import Candidate
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.dispatch import check_one_microbatch_fits, one_microbatch_fits
@@ -64,7 +65,7 @@ class SearchResult:
 
 @dataclass(frozen=True, eq=False)
 class _Way:
-    """A setting with what is sought in it; what is to leave the ranks comes on top."""
+    """A setting with the problem of its model's own stages, and the share to offload afterwards."""
 
     setting: Setting
     problem: Problem
@@ -72,15 +73,43 @@ class _Way:
     offload: Share
     families: tuple[Family, ...]
 
+    @property
+    def is_extended(self) -> bool:
+        """Are vocabulary stages or transfers added to an order of the model's stages?"""
+        return self.setting.vocabulary is not None or self.offload is not None
+
+    @cached_property
+    def work(self) -> float:
+        """Seconds of the busiest rank, vocabulary stages included."""
+        placement, vocabulary = self.problem.placement, self.setting.vocabulary
+        placement = placement if vocabulary is None else vocabulary.placement(placement)
+        return self.problem.microbatches * schedule_arrays(self.setting.costs, placement).period
+
+    def least(self, order: Order, objective: Objective) -> float:
+        """About the seconds that the order takes at least when it is extended."""
+        m = self.problem.microbatches
+        done = run(self.problem.arrays, encode(order, m), m)
+        if done is None:
+            return 0.0
+        return max(self.work, done.makespan if objective == "makespan" else done.span)
+
+
+@dataclass(frozen=True, eq=False)
+class _Draft:
+    """An order of the model's own stages; ``number``: of its way."""
+
+    number: int
+    family: str
+    way: _Way
+    order: Order
+    least: float
+
 
 @dataclass(frozen=True)
 class _Entry:
-    """``order`` is of the model's own stages."""
-
     key: tuple[float, float, float, float]
     way: _Way
     timeline: Timeline
-    order: Order
 
 
 def search(
@@ -174,8 +203,8 @@ def _under(ways: Sequence[_Way], objective: Objective, effort: float | None, see
         problems = [way.problem for way in alike]
         if any(one_microbatch_fits(problem.arrays, problem.limits) for problem in problems):
             found |= zip(alike, find(problems, starts, objective, effort, seed), strict=True)
-    entries, tried, smallest = list[_Entry](), list[Candidate](), inf
-    for way in ways:
+    drafts, tried, smallest = list[_Draft](), dict[tuple[int, str], Candidate](), inf
+    for number, way in enumerate(ways):
         for family in way.families:
             if not family.has(way.setting.stages_per_rank, way.setting.placement):
                 continue
@@ -185,17 +214,36 @@ def _under(ways: Sequence[_Way], objective: Objective, effort: float | None, see
                     if family.is_searched
                     else _build(family, way.problem)
                 )
-                entry = _entry(family.name, way, order, objective)
+            except ScheduleError as error:
+                tried[number, family.name] = _failed(family.name, way, error)
+                continue
+            drafts.append(_Draft(number, family.name, way, order, way.least(order, objective)))
+    best: _Entry | None = None
+    for draft in sorted(drafts, key=lambda draft: draft.least):
+        if best is not None and draft.way.is_extended and draft.least > best.key[0]:
+            candidate = replace(_candidate(draft.family, draft.way.setting), why=_slower(draft, best))
+        else:
+            try:
+                entry = _entry(draft, objective)
             except ScheduleError as error:
                 if isinstance(error, LimitError):
                     smallest = min(smallest, error.smallest)
-                tried.append(replace(_candidate(family.name, way.setting), why=str(error)))
-                continue
-            entries.append(entry)
-            tried.append(_tried(entry))
-    if not entries:
+                candidate = _failed(draft.family, draft.way, error)
+            else:
+                candidate = _tried(entry)
+                best = entry if best is None else min(best, entry, key=lambda entry: entry.key)
+        tried[draft.number, draft.family] = candidate
+    if best is None:
         raise ScheduleError(_nothing_fits(ways, smallest))
-    return _Under(min(entries, key=lambda entry: entry.key), tuple(tried))
+    return _Under(best, tuple(tried[key] for key in sorted(tried, key=lambda key: key[0])))
+
+
+def _failed(family: str, way: _Way, error: ScheduleError) -> Candidate:
+    return replace(_candidate(family, way.setting), why=str(error))
+
+
+def _slower(draft: _Draft, best: _Entry) -> str:
+    return f"takes at least {draft.least:g}; another takes {best.key[0]:g}"
 
 
 def _ways(setting: Setting, ranks: int, microbatches: int, limit: Limit) -> list[_Way]:
@@ -249,7 +297,9 @@ def _build(family: Family, problem: Problem) -> Order:
     ).order
 
 
-def _entry(name: str, way: _Way, order: Order, objective: Objective) -> _Entry:
+def _entry(draft: _Draft, objective: Objective) -> _Entry:
+    """The draft with its vocabulary stages and transfers, simulated."""
+    name, way, order = draft.family, draft.way, draft.order
     setting, problem = way.setting, way.problem
     placement, whole, vocabulary = problem.placement, order, setting.vocabulary
     if vocabulary is not None:
@@ -264,7 +314,7 @@ def _entry(name: str, way: _Way, order: Order, objective: Objective) -> _Entry:
     )
     moved = timeline.moved
     key = (seconds, moved, peak, span) if objective == "makespan" else (span, seconds, moved, peak)
-    return _Entry(key, way, timeline, order)
+    return _Entry(key, way, timeline)
 
 
 def _tried(entry: _Entry) -> Candidate:

@@ -20,8 +20,11 @@ from fxpipe.schedule.search.local_search import improve
 _EFFORT, _EFFORT_PER_OP = 8.0, 2e-3  # the default: seconds of one core at most, and for every op of a problem
 
 _SPEED = 30_000_000  # ops that a core looks at in a second, about
-_DRAWN = 0.2  # of the effort, for list scheduling
-_LISTED = 4  # what it takes to list-schedule an op, in ops that are looked at
+_DRAWN = 0.3  # of the effort, for list scheduling
+_LISTED, _MADE = (
+    4,
+    6_000,
+)  # the cost of list scheduling an op, and of making a draw, in ops that are looked at
 _ANNEALED = 3_000  # looks at an op; with fewer, annealing is of no use and all effort goes into draws
 _FEWEST, _MOST = 96, 1_536  # draws for a problem
 _BATCH = 32  # draws that are made at a time, and judged before the next
@@ -116,7 +119,7 @@ class _Task:
         draws, and one of plain draws, since these are less alike.
         """
         table, random = Timetable(self.problem), Random(seed)
-        draws = max(_FEWEST, min(_MOST, work // (_LISTED * self.problem.ops)))
+        draws = max(_FEWEST, min(_MOST, work // (_LISTED * self.problem.ops + _MADE)))
         near, far = self.keep([self.best]), list[Found]()
         best: list[tuple[float, Point]] = []
 
