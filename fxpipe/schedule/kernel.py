@@ -24,7 +24,7 @@ _BLOCK = 0.8  # of the moves are out of a run of ops of one rank on the critical
 
 
 class Tables(NamedTuple):
-    """The loops' arrays.  Per op: its ``section``, since to divide takes long; per section: ``seconds`` to
+    """The loops' arrays.  Per op: its ``section``, since division is slow; per section: ``seconds`` to
     ``at_end``; per stage: ``place`` (its position on its rank), ``hold`` and ``kept``.
 
     What a section needs is ``need[need_at[section]:need_at[section + 1]]``, with the seconds that it takes to
@@ -59,7 +59,7 @@ def copy(source, target):
 
 @compiled
 def run_ops(t, order, m, since, end, cause, first, free):
-    """Every op as early as its rank's order lets it; False where the orders block each other.
+    """Run every op as early as its rank's order allows; False if the orders block each other.
 
     What ended before ``since`` stays as it is in the last four, which are per op and per rank; the rest of
     them is written.
@@ -130,7 +130,7 @@ def run_ops(t, order, m, since, end, cause, first, free):
 
 @compiled
 def peak_of(t, ops):
-    """The most that a rank holds at a time; it depends on the rank's own order alone."""
+    """The peak memory of a rank, which depends on its own order alone."""
     live, most = 0.0, 0.0
     for op in ops:
         section = t.section[op]
@@ -143,7 +143,7 @@ def peak_of(t, ops):
 
 @compiled
 def keeps(t, order, m, limits):
-    """Are all ranks within their limits, but for rounding?"""
+    """Whether all ranks keep their limits, up to rounding."""
     within = True
     for rank in range(len(limits)):
         ops = order[3 * m * t.own_at[rank] : 3 * m * t.own_at[rank + 1]]
@@ -153,7 +153,7 @@ def keeps(t, order, m, limits):
 
 @compiled
 def score(first, free, by_makespan):
-    """To be made small: the makespan or the longest span of a rank, and at most 0.1% of that on top."""
+    """The value to minimize: the makespan or the longest span of a rank, plus 0.1% of the mean span."""
     most, total = 0.0, 0.0
     for rank in range(len(free)):
         span = free[rank] - first[rank]
@@ -164,7 +164,7 @@ def score(first, free, by_makespan):
 
 @compiled
 def dispatch_ops(t, m, due, limits, lookahead):
-    """See :func:`fxpipe.schedule.dispatch.dispatch`.  Empty where no op can run: needs that form a cycle."""
+    """See :func:`fxpipe.schedule.dispatch.dispatch`.  Empty if no op can run, as the needs form a cycle."""
     sections, ranks = len(t.seconds), len(limits)
     epsilon = 0.0
     for seconds in t.seconds:
@@ -266,7 +266,7 @@ def dispatch_ops(t, m, due, limits, lookahead):
 
 @compiled
 def _has_memory(t, rank, at, live, held, limit):
-    """May an F of the rank's stage ``own[at]`` start?  See :mod:`fxpipe.schedule.dispatch` for why."""
+    """Whether an F of the rank's stage ``own[at]`` may start: see :mod:`fxpipe.schedule.dispatch`."""
     hold = t.hold[t.own[at]]
     if live + hold > limit:
         return False
@@ -358,7 +358,7 @@ def fill_ops(t, m, fb_order, fb_order_at, hold, kept, limits, gap):
 
 @compiled
 def _arrival(t, end, op, m):
-    """When all that the op needs is on its rank; infinite while that is not known."""
+    """The arrival of the last of the op's inputs on its rank; infinite while one has not been computed."""
     section, arrival = t.section[op], 0.0
     for k in range(t.need_at[section], t.need_at[section + 1]):
         arrival = max(arrival, end[op + (t.need[k] - section) * m] + t.need_delay[k])
@@ -369,8 +369,8 @@ def _arrival(t, end, op, m):
 def anneal(t, order, m, limits, by_makespan, good_enough, work, seed, hot, cold):
     """Simulated annealing: see :func:`fxpipe.schedule.search.local_search.improve`.
 
-    The best order that is met before so many ops (``work``) were looked at, or its value is ``good_enough``;
-    and what share of the moves was accepted.
+    The best order that is met within ``work``, the number of ops that may be looked at; the search ends early
+    when the value is ``good_enough``.
     """
     random.seed(seed)
     ranks, ops, order, best_order = len(limits), len(order), order.copy(), order.copy()
@@ -467,10 +467,10 @@ def _objective(first, free, by_makespan):
 
 @compiled
 def run_back(t, order, m, until, end, first, by_makespan, tail):
-    """Writes ``tail``: per op the longest way from its end to what is made small: the end of a rank's
-    last op, counted from the start of its first one where that is the span.
+    """Writes ``tail``: per op the longest path from its end to the end of a rank's last op; for the span,
+    less the start of that rank's first op.
 
-    Of the ops that end after ``until`` it stays as it is.
+    The tails of ops that end after ``until`` stay as they are.
     """
     ranks = len(first)
     at = np.empty(ranks, np.int64)
@@ -528,8 +528,8 @@ def run_back(t, order, m, until, end, first, by_makespan, tail):
 
 @compiled
 def _path_through(t, order, m, pos, rest, begin, stop, low, high, end, tail, moved_end, moved_tail):
-    """About how long the longest path through the ops from low to high of a rank's new order is, if all
-    else stays where it was (Balas and Vazirani 1998).  ``rest``: the tail of the rank's last op.
+    """An estimate of the longest path through the ops from low to high of a rank's new order, if all other
+    orders stay (Balas and Vazirani 1998).  ``rest``: the tail of the rank's last op.
     """
     now = end[order[low - 1]] if low > begin else 0.0
     for i in range(low, high + 1):
@@ -562,8 +562,8 @@ def _path_through(t, order, m, pos, rest, begin, stop, low, high, end, tail, mov
 
 @compiled
 def _critical(t, order, m, end, cause, first, free, by_makespan, befores, afters, heads, lasts):
-    """Writes the pairs of ops of one rank, one behind the other, on the critical path of a worst rank;
-    how many.
+    """Writes the critical path of a worst rank: its pairs of consecutive ops of one rank, and the ends of its
+    runs of ops of one rank.  Returns the number of pairs and of runs.
     """
     worst, at, equals = 0.0, 0, 0
     for rank in range(len(free)):
@@ -594,7 +594,7 @@ def _critical(t, order, m, end, cause, first, free, by_makespan, befores, afters
 
 @compiled
 def _may_pass(t, order, m, source, target):
-    """An op stays between those of its own section, and of its own stage and microbatch."""
+    """Whether an op may move: it must not pass an op of its section, or of its stage and microbatch."""
     section = t.section[order[source]]
     first = 3 * (section // 3)
     j = order[source] - section * m
@@ -618,7 +618,7 @@ def _shift(order, pos, source, target):
 
 @compiled
 def _keeps_between(t, order, live, begin, low, high, limit):
-    """Writes what is live after each op from low to high of a rank; is all of it within the limit?"""
+    """Writes the live memory after each op from low to high of a rank; whether it keeps the limit."""
     now, within = live[low - 1] if low > begin else 0.0, True
     for i in range(low, high + 1):
         section = t.section[order[i]]

@@ -26,7 +26,7 @@ from fxpipe.schedule.vocabulary import budget_for_model_stages, model_stage_cost
 from fxpipe.vocabulary.stages import Vocabulary
 
 SEARCHED = "zb"
-"""The family whose synthesis stands for all that are searched: the others are its cases."""
+"""The family that is searched in place of all searched families: the others are cases of it."""
 
 BEYOND = tuple(f for f in FAMILIES.values() if f.name == SEARCHED or not f.is_searched)
 WITHIN = tuple(f for f in BEYOND if not f.for_offload)
@@ -124,11 +124,10 @@ def search(
 ) -> SearchResult:
     """The schedule with the least makespan, or the shortest span of a rank, within the memory limits.
 
-    Of those that are equally fast one that needs the least memory.  ``memory_limit``, in the unit of the
-    costs' ``saved``, holds for all settings, beside their own limits.  Every family is tried in every
-    setting, and one search looks at all settings (``effort``: see :func:`.pool.find`); ``seed`` is
-    that of its random numbers. Raises ScheduleError where nothing fits, with the smallest limit that
-    does.
+    Among equally fast schedules, one that needs the least memory.  ``memory_limit``, in the unit of the
+    costs' memory, holds for all settings in addition to their own limits.  Every family is built in every
+    setting, and one search covers all settings (``effort``: see :func:`.pool.find`).  ``seed``: of its random
+    numbers.  Raises ScheduleError if no schedule fits, with the smallest limit that a schedule can keep.
     """
     (found,) = frontier(
         settings,
@@ -154,10 +153,10 @@ def frontier(
     effort: float | None = None,
     seed: int = 0,
 ) -> list[SearchResult | ScheduleError]:
-    """What ``search`` finds under each limit, or why there is nothing.
+    """The result of ``search`` under each limit, or the error that it raises.
 
-    A schedule that was found under one limit counts under each other that it keeps.  So more memory never
-    costs time.  ``effort`` is for each limit.
+    A schedule found under one limit is a candidate under every other limit that it keeps, so more memory
+    never costs time.  ``effort`` is per limit.
     """
     if not settings:
         raise ScheduleError("nothing to search: give at least one setting")
@@ -182,7 +181,7 @@ def frontier(
 
 @dataclass(frozen=True)
 class _Under:
-    """What was found under one limit."""
+    """The result under one limit."""
 
     best: _Entry
     tried: tuple[Candidate, ...]
@@ -196,7 +195,7 @@ def _keeps(entry: _Entry, limit: Limit, ranks: int) -> bool:
 
 
 def _under(ways: Sequence[_Way], objective: Objective, effort: float | None, seed: int) -> _Under:
-    """Raises ScheduleError where nothing fits, with the smallest limit that does."""
+    """The best schedule of the ways.  Raises ScheduleError as ``search`` does."""
     found: dict[_Way, Found | None] = {}
     for is_beyond in (False, True):
         alike = [way for way in ways if (way.offload is not None) == is_beyond]
@@ -247,7 +246,7 @@ def _slower(draft: _Draft, best: _Entry) -> str:
 
 
 def _ways(setting: Setting, ranks: int, microbatches: int, limit: Limit) -> list[_Way]:
-    """Within the limits as it is; or beyond them, with as much away as it then takes."""
+    """The ways to keep the limits: without offload, or beyond them with as much offload as needed."""
     limits, free = _limits(setting, limit, ranks), (inf,) * ranks
 
     def way(allowed: tuple[float, ...], share: Share, families: tuple[Family, ...]) -> _Way:
@@ -264,7 +263,7 @@ def _ways(setting: Setting, ranks: int, microbatches: int, limit: Limit) -> list
 
 
 def _problem(setting: Setting, ranks: int, microbatches: int, limits: tuple[float, ...]) -> Problem:
-    """What is sought for the model's own stages."""
+    """The problem of the model's own stages: without vocabulary stages, and with the memory they leave."""
     costs = setting.costs
     if setting.vocabulary is not None:
         limits = budget_for_model_stages(costs, setting.vocabulary, limits)
@@ -278,7 +277,7 @@ def _limits(setting: Setting, limit: Limit, ranks: int) -> tuple[float, ...]:
 
 
 def _decoded(problem: Problem, found: Found | None) -> Order:
-    """Raises ScheduleError where one microbatch does not fit."""
+    """The order that the search found.  Raises ScheduleError if one microbatch does not fit."""
     if found is None:
         check_one_microbatch_fits(problem.arrays, problem.limits)
     assert found is not None, "the search has an order where a microbatch fits"
@@ -336,7 +335,7 @@ def _candidate(name: str, setting: Setting) -> Candidate:
 
 
 def _nothing_fits(ways: Sequence[_Way], offloaded: float) -> str:
-    """``offloaded``: the smallest limit that could be kept with as much away as possible."""
+    """``offloaded``: the smallest limit that can be kept with as much offload as possible."""
     least, at = inf, ways[0].problem
     for problem in (way.problem for way in ways):
         arrays = schedule_arrays(problem.costs, place(problem.shape, problem.ranks, problem.stages_per_rank))
@@ -345,7 +344,7 @@ def _nothing_fits(ways: Sequence[_Way], offloaded: float) -> str:
             least, at = needed, problem
     limit = max(min(way.limits) for way in ways)
     if offloaded < least:
-        found = f"{offloaded:g}, with all offloaded that the links carry. To need less, recompute activations"
+        found = f"{offloaded:g}, with as much offload as the links carry. To need less, recompute activations"
     else:
         shape = f"{at.stages_per_rank} stages per rank in {at.shape} placement"
         found = f"{least:g}, with {shape}. To need less, offload or recompute activations"

@@ -33,9 +33,9 @@ def improve(
     work: int,
     seed: int = 0,
 ) -> OpIds:
-    """The best order that is met while so many ops (``work``) are looked at.
+    """The best order that annealing meets within ``work``, the number of ops that it may look at.
 
-    ``order`` keeps the limits. On every stage the ops of a kind keep their order.
+    ``order`` keeps the limits.  On every stage the ops of a kind keep their order.
     """
     done = run(arrays, order, microbatches)
     assert done is not None, "an order to improve can progress"

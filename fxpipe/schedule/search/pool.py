@@ -1,4 +1,4 @@
-"""One pool of problems: their starts, and annealing by halving."""
+"""The pool of orders of all problems: published orders, drawn orders, and annealing by halving."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ Starts = Callable[[Problem], Sequence[OpIds]]
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """An order of a problem's ops that keeps its limits, its objective, and the peak memory of the rank
-    that needs the most.
-    """
+    """An order that keeps the limits of its problem, with its objective and its largest peak memory."""
 
     order: OpIds
     seconds: float
@@ -52,10 +50,10 @@ def find(
     effort: float | None = None,
     seed: int = 0,
 ) -> list[Found | None]:
-    """The best order that was found for each problem, with most of the work on those that look best.
+    """The best order found for each problem; most of the work goes to the best problems.
 
     effort: about the seconds of one core; by default two milliseconds for every op, 8 s at most.
-    None for a problem in which one microbatch does not fit; raises ScheduleError where that is so in all.
+    None for a problem in which one microbatch does not fit; raises ScheduleError if it fits in none.
     """
     able = [problem for problem in problems if one_microbatch_fits(problem.arrays, problem.limits)]
     if not able:
@@ -80,7 +78,7 @@ def find(
 
 
 class _Task:
-    """A problem, what is made small in it, and the best order so far."""
+    """A problem, its objective, and the best order so far."""
 
     def __init__(self, problem: Problem, objective: Objective) -> None:
         goal = Goal.for_problem(problem, objective)
@@ -90,11 +88,11 @@ class _Task:
 
     @property
     def is_done(self) -> bool:
-        """Is the best as good as can be?"""
+        """Has the best order reached the lower bound?"""
         return self.best is not None and self.best.seconds <= self.goal.bound * (1 + 1e-9)
 
     def judge(self, order: OpIds) -> Found | None:
-        """None where the order breaks the limits."""
+        """None if the order breaks the limits."""
         problem, m = self.problem, self.problem.microbatches
         if not fits(problem.arrays, order, m, problem.limits):
             return None
@@ -103,8 +101,8 @@ class _Task:
         return Found(order, float(f"{self.goal.time(done):.12g}"), max(peaks(problem.arrays, order, m)))
 
     def keep(self, orders: Iterable[Found | None]) -> list[Found]:
-        """Remembers the best. All of them, the best first, but one of equally fast ones: that which needs
-        the least memory.
+        """Keep the best order in ``best``; return all, the best first, and of equally fast ones only the one
+        that needs the least memory.
         """
         kept: list[Found] = []
         for one in sorted(filter(None, orders), key=_key):
@@ -161,7 +159,7 @@ class _Chain:
 
 
 def _halve(pool: list[_Chain], least: float, work: int, seed: int, threads: ThreadPoolExecutor) -> None:
-    """Anneals all; the better half goes on, with twice the work for each, until few are left."""
+    """Anneal all; the better half continues with twice the work each, until few are left."""
     rounds, number = max(1, (len(pool) // _LAST).bit_length()), 0
     for _ in range(rounds):
         if not work or min(chain.found.seconds for chain in pool) <= least * (1 + 1e-9):
