@@ -63,8 +63,8 @@ def language_case(name: str) -> Case:
     return Case(case.model, case.batch, loss_fn, case.rows)
 
 
-# Every family under one barrier and two; two of them, one causal and one of two towers, with two stages a rank as
-# well. In this order a family is traced once.
+# Every family under one barrier and two; two of them, one causal and one of two towers, with two stages a
+# rank as well. In this order a family is traced once.
 EVERY = ((2, "1f1b", "1-barrier"), (3, "zb-h1", "2-barrier"))
 CHUNKED = ((2, "zb-v", "2-barrier"), (2, "v-half", "1-barrier"))
 RUNS = [

@@ -11,8 +11,8 @@ MICROBATCHES = 4
 LIMIT = {torch.float32: 1e-5, torch.float64: 1e-10}
 SINGLE, DOUBLE = torch.float32, torch.float64
 
-# A model is traced once for each precision. In double precision each meets two ranks and four, a backward in one
-# piece and one that is split, and some meet two stages a rank: both placements, every schedule.
+# In this order a model is traced once for each precision. In double precision each model meets two ranks and
+# four, a backward in one piece and one that is split; some meet two stages a rank, in both placements.
 ALWAYS = (Shape(2, "gpipe"), Shape(4, "1f1b"), Shape(4, "zb-h1"))
 CHUNKED = {
     "gpt2": (Shape(2, "1f1b", 2, "plain"),),
@@ -21,8 +21,8 @@ CHUNKED = {
     "t5": (Shape(2, "zb-h1", 2, "v"),),
     "bert": (Shape(2, "gpipe", 2, "v"),),
 }
-# In single precision the models that run other ops then (experts in one grouped product), a tower that is not of
-# words, and one that computes some of its values in another precision; each schedule that splits or chunks.
+# In single precision: the models that run other ops then (experts in one grouped product), one that mixes
+# precisions in double (gemma2, as all descendants of Llama), and one that is not fed words.
 IN_SINGLE = {
     "gemma2": (Shape(4, "zb-h1", 2, "v"),),
     "mixtral": (Shape(2, "zb-h1"), Shape(4, "1f1b", 2, "v")),
