@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from models import MODELS, in_precision, next_word_loss, same_word_loss
 from torch import nn
-from zoo import Case, captured_once, eager, relative_error
+from zoo import EFFORT, Case, captured_once, eager, relative_error
 
 import fxpipe
 from fxpipe.errors import PartitionError, VocabularyError
@@ -40,6 +40,7 @@ def spread(
             schedule=schedule,
             vocab_parallel=vocab_parallel,
             loss_fn=case.loss_fn,
+            effort=EFFORT,
             **options,
         )
 
@@ -460,6 +461,7 @@ def test_evaluation_gives_the_loss_alone(name: str, vocab_parallel: str | bool, 
             vocab_parallel=vocab_parallel,
             loss_fn=case.loss_fn,
             gradients=False,
+            effort=EFFORT,
         )
     result = pipe.run_local(data)
     assert result.grads == {}
