@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from zoo import cut, relative_error, too_far
+from zoo import EFFORT, cut, relative_error, too_far
 
 import fxpipe
 
@@ -60,7 +60,9 @@ def assert_equals_eager(
     torch.manual_seed(1)
     data, example = batch(rows * microbatches), batch(rows)
     before = attributes(model)
-    pipe = fxpipe.compile(model, example, microbatches=microbatches, loss_fn=loss_fn, **options)
+    pipe = fxpipe.compile(
+        model, example, microbatches=microbatches, loss_fn=loss_fn, effort=EFFORT, **options
+    )
     assert attributes(model) == before
     for step in range(steps):
         loss, grads = eager_step(expected, data, microbatches, loss_fn)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from zoo import (
     CASES,
+    EFFORT,
     Chain,
     Shape,
     captured_once,
@@ -37,7 +38,9 @@ def compiled(ranks=2, microbatches=4, depth=6, **options) -> fxpipe.Pipeline:
     torch.manual_seed(0)
     model, example = Chain(depth), numbers(2)
     with captured_once("chain", depth, microbatches):
-        return fxpipe.compile(model, example, ranks=ranks, microbatches=microbatches, **options)
+        return fxpipe.compile(
+            model, example, ranks=ranks, microbatches=microbatches, effort=EFFORT, **options
+        )
 
 
 # -- given by hand -------------------------------------------------------------------------------------

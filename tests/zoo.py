@@ -113,6 +113,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 LIMIT = 1e-10  # relative, in double precision
+EFFORT = 0.02  # of schedule searches in tests that hold for any schedule: the default takes seconds
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,7 @@ def compiled(case: Case, model: nn.Module, microbatches: int, shape: Shape) -> f
         vocab_parallel=shape.vocab_parallel,
         gradients=shape.gradients,
         offload=fxpipe.Offload(shape.offload, bandwidth=1e12),
+        effort=EFFORT,
     )
 
 

@@ -22,9 +22,8 @@ def text(rows: int, length: int, target: int | None = None) -> dict[str, torch.T
 def test_language_models(model, split):
     pipe = two_stages(model, text(2, LENGTH), split, dimensions={"sequence": LENGTH})
     assert pipe.simulate({}).costs == two_stages(model, text(2, LENGTH), split).plan.costs
-    for rows, length in ((2, 23), (5, 9)):
-        fresh = two_stages(model, text(rows, length), split)
-        check_against_fresh(pipe, fresh, {"microbatch": rows, "sequence": length})
+    fresh = two_stages(model, text(5, 23), split)
+    check_against_fresh(pipe, fresh, {"microbatch": 5, "sequence": 23})
 
 
 def test_encoder_decoder_with_two_lengths():

@@ -10,7 +10,7 @@ import torch
 from models import MODELS, own_loss
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
-from zoo import captured_once, eager
+from zoo import EFFORT, captured_once, eager
 
 import fxpipe
 from fxpipe.cost.nodes import node_flops
@@ -36,6 +36,7 @@ def compiled(model: nn.Module, name: str, schedule: str, recompute: str | bool, 
             microbatches=MICROBATCHES,
             schedule=schedule,
             recompute=recompute,
+            effort=EFFORT,
             **options,
         )
 

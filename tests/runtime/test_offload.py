@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import MODELS
 from torch import fx, nn
-from zoo import captured_once
+from zoo import EFFORT, captured_once
 
 import fxpipe
 import fxpipe.ir.liveness
@@ -51,7 +51,9 @@ def compiled(name: str, schedule: str = "1f1b", **options) -> fxpipe.Pipeline:
         options["offload"] = Offload(options["offload"], bandwidth=FAST)
     model, example = MODELS[name].build(), MODELS[name].example()
     with captured_once(name, MICROBATCHES, options.get("gradients", True), "dimensions" in options):
-        return fxpipe.compile(model, example, microbatches=MICROBATCHES, schedule=schedule, **options)
+        return fxpipe.compile(
+            model, example, microbatches=MICROBATCHES, schedule=schedule, effort=EFFORT, **options
+        )
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ def test_the_search_offloads_where_the_limit_costs_time_otherwise():
             stage = StageCost(*(1 / chunks,) * 4, 0.5 / chunks)
             costs = with_link(chain([stage] * (4 * chunks)), 0.1)
             choices.append(Setting(chunks, placement, costs, limit, None, offload))
-        return search(choices, ranks=4, microbatches=16)
+        return search(choices, ranks=4, microbatches=16, effort=0.5)
 
     best, with_none, with_some = found(9, "auto"), found(1.5, None), found(1.5, "auto")
     assert best.timeline.moved == with_none.timeline.moved == 0 < with_some.timeline.moved

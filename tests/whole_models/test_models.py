@@ -11,27 +11,31 @@ MICROBATCHES = 4
 LIMIT = {torch.float32: 1e-5, torch.float64: 1e-10}
 SINGLE, DOUBLE = torch.float32, torch.float64
 
-# Each model meets both numbers of ranks, every schedule and both precisions.
-SHAPES = [
-    (Shape(2, "gpipe"), DOUBLE),
-    (Shape(4, "1f1b"), DOUBLE),
-    (Shape(2, "zb-h1"), SINGLE),
-    (Shape(4, "zb-h1"), DOUBLE),
-]
+# In this order a model is traced once for each precision. In double precision each model meets two ranks and
+# four, a backward in one piece and one that is split; some meet two stages a rank, in both placements.
+ALWAYS = (Shape(2, "gpipe"), Shape(4, "1f1b"), Shape(4, "zb-h1"))
 CHUNKED = {
-    "gpt2": (Shape(2, "1f1b", 2, "plain"), DOUBLE),
-    "llama": (Shape(2, "zb-h1", 2, "v"), DOUBLE),
-    "gemma2": (Shape(4, "zb-h1", 2, "v"), SINGLE),
-    "deepseek_v3": (Shape(2, "zb-h1", 2, "plain"), DOUBLE),
-    "mixtral": (Shape(4, "1f1b", 2, "v"), SINGLE),
-    "t5": (Shape(2, "zb-h1", 2, "v"), DOUBLE),
-    "vit": (Shape(2, "1f1b", 2, "v"), SINGLE),
-    "bert": (Shape(2, "gpipe", 2, "v"), DOUBLE),
+    "gpt2": (Shape(2, "1f1b", 2, "plain"),),
+    "llama": (Shape(2, "zb-h1", 2, "v"),),
+    "deepseek_v3": (Shape(2, "zb-h1", 2, "plain"),),
+    "t5": (Shape(2, "zb-h1", 2, "v"),),
+    "bert": (Shape(2, "gpipe", 2, "v"),),
 }
+# In single precision: the models that run other ops then (experts in one grouped product), one that mixes
+# precisions in double (gemma2, as all descendants of Llama), and one that is not fed words.
+IN_SINGLE = {
+    "gemma2": (Shape(4, "zb-h1", 2, "v"),),
+    "mixtral": (Shape(2, "zb-h1"), Shape(4, "1f1b", 2, "v")),
+    "deepseek_v3": (Shape(2, "zb-h1"),),
+    "vit": (Shape(2, "1f1b", 2, "v"),),
+}
+RUNS = [
+    *((name, DOUBLE, shape) for name in MODELS for shape in (*ALWAYS, *CHUNKED.get(name, ()))),
+    *((name, SINGLE, shape) for name, shapes in IN_SINGLE.items() for shape in shapes),
+]
+# Next words and classes; test_vocabulary.py has a loss outside of the other families.
 OUTSIDE = {
     "gpt2": next_word_loss,
-    "qwen3": next_word_loss,
-    "bert": same_word_loss,
     "vit": same_word_loss,
 }
 
@@ -48,15 +52,9 @@ def check(case: Case, shape: Shape, dtype: torch.dtype) -> None:
     assert too_far(result.grads, expected.grads, LIMIT[dtype]) == {}
 
 
-@pytest.mark.parametrize(("shape", "dtype"), SHAPES, ids=label)
-@pytest.mark.parametrize("name", MODELS)
-def test_labels_in_the_forward(name, shape, dtype):
+@pytest.mark.parametrize(("name", "dtype", "shape"), RUNS, ids=label)
+def test_labels_in_the_forward(name, dtype, shape):
     check(MODELS[name], shape, dtype)
-
-
-@pytest.mark.parametrize("name", CHUNKED)
-def test_two_stages_a_rank(name):
-    check(MODELS[name], *CHUNKED[name])
 
 
 @pytest.mark.parametrize("name", OUTSIDE)

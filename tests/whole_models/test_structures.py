@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from zoo import LIMIT, WIDTH, eager, numbers, relative_error
+from zoo import EFFORT, LIMIT, WIDTH, captured_once, eager, numbers, relative_error
 
 import fxpipe
 from fxpipe.ir.graph import Phase
@@ -106,14 +106,16 @@ def check(
     """Loss and gradients are eager's, and memory is what was simulated, but for messages on their way."""
     torch.manual_seed(0)
     model = Net(blocks)
-    pipe = fxpipe.compile(
-        model,
-        numbers(ROWS),
-        ranks=ranks,
-        microbatches=MICROBATCHES,
-        schedule=schedule,
-        stages_per_rank=stages_per_rank,
-    )
+    with captured_once(blocks):
+        pipe = fxpipe.compile(
+            model,
+            numbers(ROWS),
+            ranks=ranks,
+            microbatches=MICROBATCHES,
+            schedule=schedule,
+            stages_per_rank=stages_per_rank,
+            effort=EFFORT,
+        )
     batch = numbers(ROWS * MICROBATCHES)
     expected, found = eager(model, batch, MICROBATCHES), pipe.run_local(batch, measure_memory=True)
     assert relative_error(found.loss, expected.loss) < LIMIT
