@@ -246,10 +246,10 @@ def heuristics(report: Report, options: argparse.Namespace) -> None:
             publish = zero_bubble_v if chunks == 2 else zero_bubble
             spans = [
                 done.span
-                for order in publish(problem.shop, model.microbatches, problem.limits)
-                if (done := run(problem.shop, order, model.microbatches)) is not None
+                for order in publish(problem.arrays, model.microbatches, problem.limits)
+                if (done := run(problem.arrays, order, model.microbatches)) is not None
             ]
-            mark = 1 - model.microbatches * problem.shop.period / min(spans)
+            mark = 1 - model.microbatches * problem.arrays.period / min(spans)
             result = tried(name, model, limit, options.seeds)
             label = f"{setting(model)}, {name}, {limit} M_B"
             rows.append([label, result.beside(round(mark, 4)), f"{result.seconds:.1f}"])
