@@ -67,7 +67,7 @@ def find(
         drawn_work, chains = int(drawn * work / len(tasks)), list[list[_Chain]]()
         for task in tasks:
             task.keep(map(task.judge, starts(task.problem)))
-            chains.append(task.draw(drawn_work, seed, threads))
+            chains.append(task.draw(drawn_work, seed))
         # Two of every problem and the best others: draws say little about what annealing makes of them.
         pool = [chain for own in chains for chain in own[:2]]
         others = sorted((chain for own in chains for chain in own[2:]), key=lambda chain: _key(chain.found))
@@ -112,9 +112,10 @@ class _Task:
             self.best = kept[0]
         return kept
 
-    def draw(self, work: int, seed: int, threads: ThreadPoolExecutor) -> list[_Chain]:
+    def draw(self, work: int, seed: int) -> list[_Chain]:
         """The orders to anneal, the best first: in turn one of those that are published or crossed from good
-        draws, and one of plain draws, since these are less alike.
+        draws, and one of plain draws, since these are less alike.  In one thread: most of a draw is Python,
+        and threads would wait for the interpreter lock.
         """
         table, random = Timetable(self.problem), Random(seed)
         draws = max(_FEWEST, min(_MOST, work // (_LISTED * self.problem.ops + _MADE)))
@@ -133,7 +134,7 @@ class _Task:
                 cross(random.choice(parents), random.choice(parents), random) if v else draw(random)
                 for v in crossed
             ]
-            made = [*zip(threads.map(make, points), points, crossed, strict=True)]
+            made = [*zip(map(make, points), points, crossed, strict=True)]
             best = sorted([*best, *((found.seconds, point) for found, point, _ in made if found)])[:_KEPT]
             near = self.keep([*near, *(found for found, _, v in made if v)])[:_WIDTH]
             far = self.keep([*far, *(found for found, _, v in made if not v)])[:_WIDTH]
