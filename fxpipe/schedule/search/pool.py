@@ -26,6 +26,7 @@ _LISTED, _MADE = (
     6_000,
 )  # the cost of list scheduling an op, and of making a draw, in ops that are looked at
 _ANNEALED = 3_000  # looks at an op; with fewer, annealing is of no use and all effort goes into draws
+_LARGE = 20_000  # ops of a problem whose draws are made by several threads
 _FEWEST, _MOST = 96, 1_536  # draws for a problem
 _BATCH = 32  # draws that are made at a time, and judged before the next
 _KEPT = 16  # of the best draws, to cross
@@ -67,7 +68,7 @@ def find(
         drawn_work, chains = int(drawn * work / len(tasks)), list[list[_Chain]]()
         for task in tasks:
             task.keep(map(task.judge, starts(task.problem)))
-            chains.append(task.draw(drawn_work, seed))
+            chains.append(task.draw(drawn_work, seed, threads))
         # Two of every problem and the best others: draws say little about what annealing makes of them.
         pool = [chain for own in chains for chain in own[:2]]
         others = sorted((chain for own in chains for chain in own[2:]), key=lambda chain: _key(chain.found))
@@ -112,10 +113,9 @@ class _Task:
             self.best = kept[0]
         return kept
 
-    def draw(self, work: int, seed: int) -> list[_Chain]:
+    def draw(self, work: int, seed: int, threads: ThreadPoolExecutor) -> list[_Chain]:
         """The orders to anneal, the best first: in turn one of those that are published or crossed from good
-        draws, and one of plain draws, since these are less alike.  In one thread: most of a draw is Python,
-        and threads would wait for the interpreter lock.
+        draws, and one of plain draws, since these are less alike.
         """
         table, random = Timetable(self.problem), Random(seed)
         draws = max(_FEWEST, min(_MOST, work // (_LISTED * self.problem.ops + _MADE)))
@@ -125,6 +125,8 @@ class _Task:
         def make(point: Point) -> Found | None:
             return self.judge(table.order(point))
 
+        # Most of a small draw is Python, for which threads would wait for the interpreter lock.
+        each = threads.map if self.problem.ops > _LARGE else map
         for begin in range(0, draws, _BATCH):
             if self.is_done:
                 break
@@ -134,7 +136,7 @@ class _Task:
                 cross(random.choice(parents), random.choice(parents), random) if v else draw(random)
                 for v in crossed
             ]
-            made = [*zip(map(make, points), points, crossed, strict=True)]
+            made = [*zip(each(make, points), points, crossed, strict=True)]
             best = sorted([*best, *((found.seconds, point) for found, point, _ in made if found)])[:_KEPT]
             near = self.keep([*near, *(found for found, _, v in made if v)])[:_WIDTH]
             far = self.keep([*far, *(found for found, _, v in made if not v)])[:_WIDTH]
