@@ -5,7 +5,6 @@ Ops and sections are numbers as in :mod:`fxpipe.schedule.arrays`.
 
 from __future__ import annotations
 
-import heapq
 import random
 from math import inf
 from typing import NamedTuple
@@ -279,90 +278,6 @@ def _has_memory(t, rank, at, live, held, limit):
             return False
         needed += max(held[t.own[own]], one)
     return True
-
-
-@compiled
-def fill_ops(t, m, fb_order, fb_order_at, hold, kept, limits, gap):
-    """See ``families.weights.fill_bubbles``.  Rank r's part of the fb_order begins at ``fb_order_at[r]``;
-    ``gap`` is 0 for any, 1 for whole, 2 for balanced.
-
-    The order; per rank its progress in it; and the rank that has no memory for its next F, or -1.
-    """
-    ranks, epsilon = len(limits), 0.0
-    for seconds in t.seconds:
-        epsilon += 1e-9 * seconds
-    end = np.empty(len(t.seconds) * m)
-    for op in range(len(end)):
-        end[op] = inf
-    order, pending = np.empty(len(end), np.int64), np.empty(len(end), np.int64)
-    filled, queued, ran = np.empty(ranks, np.int64), np.empty(ranks, np.int64), np.zeros(ranks, np.int64)
-    following = fb_order_at[:ranks].copy()
-    live, free, idle = np.zeros(ranks), np.zeros(ranks), np.zeros(ranks)
-    for rank in range(ranks):
-        filled[rank] = queued[rank] = 3 * m * t.own_at[rank]
-    events = [(0.0, rank) for rank in range(ranks)]
-    while len(events):
-        now, rank = heapq.heappop(events)
-        if free[rank] > now + epsilon:
-            continue
-        begin, chosen, ready, full = 3 * m * t.own_at[rank], -1, inf, False
-        waiting = begin + ran[rank] < queued[rank]
-        if following[rank] < fb_order_at[rank + 1]:
-            op = fb_order[following[rank]]
-            section = t.section[op]
-            full = section % 3 == 0 and live[rank] + hold[section // 3] > limits[rank] * (1 + 1e-9)
-            if full and not waiting:
-                return order, following, rank
-            ready = _arrival(t, end, op, m)
-            if ready <= now + epsilon and not full:
-                following[rank] += 1
-                chosen = op
-        if chosen < 0 and waiting:
-            op = pending[begin + ran[rank]]
-            seconds = t.seconds[t.section[op]]
-            if _arrival(t, end, op, m) <= now + epsilon:
-                suits = full or gap == 0 or now + seconds <= ready + epsilon
-                if gap == 2 and not suits:
-                    most = 0.0
-                    for other in range(ranks):
-                        most = max(most, idle[other])
-                    suits = idle[rank] + ready - now > most + epsilon
-                if suits:
-                    ran[rank] += 1
-                    chosen = op
-        if chosen < 0:
-            continue
-        section = t.section[chosen]
-        stage, kind = section // 3, section % 3
-        start = max(now, free[rank], _arrival(t, end, chosen, m))
-        if filled[rank] > begin:
-            idle[rank] += start - free[rank]
-        end[chosen] = free[rank] = start + t.seconds[section]
-        order[filled[rank]] = chosen
-        filled[rank] += 1
-        if kind == 0:
-            live[rank] += hold[stage]
-        elif kind == 1:
-            live[rank] -= hold[stage] - kept[stage]
-            pending[queued[rank]] = chosen + m
-            queued[rank] += 1
-        else:
-            live[rank] -= kept[stage]
-        heapq.heappush(events, (free[rank], rank))
-        for k in range(t.feed_at[section], t.feed_at[section + 1]):
-            other = t.rank[t.feed[k]]
-            if other != rank:
-                heapq.heappush(events, (free[rank] + t.feed_delay[k], other))
-    return order, following, -1
-
-
-@compiled
-def _arrival(t, end, op, m):
-    """The arrival of the last of the op's inputs on its rank; infinite while one has not been computed."""
-    section, arrival = t.section[op], 0.0
-    for k in range(t.need_at[section], t.need_at[section + 1]):
-        arrival = max(arrival, end[op + (t.need[k] - section) * m] + t.need_delay[k])
-    return arrival
 
 
 @compiled

@@ -1,5 +1,7 @@
 """``auto``: what is tried, what is chosen, and what is said where nothing fits."""
 
+from dataclasses import replace
+
 import pytest
 
 from fxpipe.errors import ScheduleError
@@ -8,6 +10,9 @@ from fxpipe.schedule.costs import Costs, StageCost, chain
 from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.placement import place
 from fxpipe.schedule.search.auto import Setting, search
+from fxpipe.schedule.search.fastest import fastest
+from fxpipe.schedule.vocabulary import with_output_shards
+from fxpipe.vocabulary.stages import Vocabulary
 
 pytestmark = pytest.mark.slow
 
@@ -41,6 +46,28 @@ def test_the_objective():
     makespan = search(settings(4), ranks=4, microbatches=6, objective="makespan").timeline
     assert 18 <= span.span < makespan.span
     assert makespan.seconds <= span.seconds
+
+
+@pytest.mark.parametrize("barriers", [1, 2])
+def test_what_is_not_completed_is_no_faster(barriers):
+    """Orders get their vocabulary stages only while they can still be the fastest by estimate."""
+    ranks, microbatches = 4, 8
+    split = [
+        replace(
+            setting,
+            costs=with_output_shards(setting.costs, ranks, 0.5, barriers, 0.05, saved=0.25),
+            vocabulary=Vocabulary(output_shards=ranks, barriers=barriers),
+        )
+        for setting in settings(ranks)
+    ]
+    found = search(split, ranks=ranks, microbatches=microbatches)
+    left = [c for c in found.tried if "not completed" in c.why]
+    assert left
+    by_kind = {(s.stages_per_rank, s.placement): s for s in split}
+    for candidate in left:
+        setting = by_kind[candidate.stages_per_rank, candidate.placement]
+        alone = fastest(candidate.schedule, [setting], ranks=ranks, microbatches=microbatches)
+        assert found.timeline.seconds <= alone.timeline.seconds * (1 + 1e-9)
 
 
 def test_what_does_not_fit_is_left_out():

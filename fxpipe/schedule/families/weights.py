@@ -15,7 +15,7 @@ import numpy as np
 from fxpipe.errors import DeadlockError, ScheduleError
 from fxpipe.schedule.arrays import OpIds, ScheduleArrays
 from fxpipe.schedule.dependencies import op_of_value
-from fxpipe.schedule.kernel import fill_ops
+from fxpipe.schedule.families.fill_kernel import fill_ops
 from fxpipe.schedule.ops import Op, OpKind, Order
 
 

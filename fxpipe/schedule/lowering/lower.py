@@ -271,9 +271,8 @@ class _Collectives:
         self.levels = levels
         self.gives: defaultdict[Color, list[Collective]] = defaultdict(list)
         self.takes: defaultdict[Color, list[Collective]] = defaultdict(list)
-        self.ahead: dict[
-            Collective, deque[Op]
-        ] = {}  # broadcasts that it only receives -> the ops that send them
+        # Broadcasts that it only receives -> the ops that send them.
+        self.ahead: dict[Collective, deque[Op]] = {}
         self.joined: Counter[Collective] = Counter()
         self.taken: Counter[Collective] = Counter()
         rank_of_stage = schedule.placement

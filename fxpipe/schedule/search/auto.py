@@ -86,11 +86,14 @@ class _Way:
         return self.problem.microbatches * schedule_arrays(self.setting.costs, placement).period
 
     def least(self, order: Order, objective: Objective) -> float:
-        """About the seconds that the order takes at least when it is extended."""
+        """An estimate from below of the order's seconds when it is extended.
+
+        No bound: where vocabulary stages are added, list scheduling may change the order.
+        """
         m = self.problem.microbatches
         done = run(self.problem.arrays, encode(order, m), m)
-        if done is None:
-            return 0.0
+        if done is None:  # the arrays need the stages of a rank in the model's order, which the costs do not
+            return self.work
         return max(self.work, done.makespan if objective == "makespan" else done.span)
 
 
@@ -242,7 +245,7 @@ def _failed(family: str, way: _Way, error: ScheduleError) -> Candidate:
 
 
 def _slower(draft: _Draft, best: _Entry) -> str:
-    return f"takes at least {draft.least:g}; another takes {best.key[0]:g}"
+    return f"not completed: it takes {draft.least:g} or more, by estimate; another takes {best.key[0]:g}"
 
 
 def _ways(setting: Setting, ranks: int, microbatches: int, limit: Limit) -> list[_Way]:

@@ -107,9 +107,8 @@ def _held_at_least(problem: Problem) -> list[float]:
     """
     arrays, placement = problem.arrays, problem.placement
     seconds = np.array(arrays.seconds)
-    way = np.full(
-        (arrays.sections, arrays.sections), -np.inf
-    )  # from the start of one section to that of another
+    # From the start of one section to that of another.
+    way = np.full((arrays.sections, arrays.sections), -np.inf)
     for section in in_order(arrays.needs):
         way[section, section] = 0.0
         for source, delay in arrays.needs[section]:

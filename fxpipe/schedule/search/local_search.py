@@ -16,10 +16,8 @@ from fxpipe.schedule.arrays import OpIds, ScheduleArrays, run
 from fxpipe.schedule.goal import Goal
 from fxpipe.schedule.kernel import anneal
 
-_HOT, _COLD = (
-    0.8,
-    0.1,
-)  # how much worse an order may be: at first, of a mean op's time; at last, of that at first
+# How much worse an order may be: at first, of a mean op's time; at last, of that at first.
+_HOT, _COLD = 0.8, 0.1
 _GAIN = 0.4  # the same of what there is to gain
 _SHORT = 2e-4  # the same for each look at an op: in the heat of a short search a good order would be lost
 

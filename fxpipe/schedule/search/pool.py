@@ -21,10 +21,7 @@ _EFFORT, _EFFORT_PER_OP = 8.0, 2e-3  # the default: seconds of one core at most,
 
 _SPEED = 30_000_000  # ops that a core looks at in a second, about
 _DRAWN = 0.3  # of the effort, for list scheduling
-_LISTED, _MADE = (
-    4,
-    6_000,
-)  # the cost of list scheduling an op, and of making a draw, in ops that are looked at
+_MADE, _LISTED = 6_000, 4  # the cost of a draw, and of each op in it, in ops that are looked at
 _ANNEALED = 3_000  # looks at an op; with fewer, annealing is of no use and all effort goes into draws
 _LARGE = 20_000  # ops of a problem whose draws are made by several threads
 _FEWEST, _MOST = 96, 1_536  # draws for a problem
