@@ -105,7 +105,7 @@ def train_this_rank(steps: int) -> None:
     pipe = fxpipe.load(BUILD)
     rank = pipe.runtime.rank
     optimizer = pipe.optimizer(torch.optim.AdamW, clip_grad_norm=1.0, **OPTIMIZER)
-    rate = warm_up(optimizer.optimizer)
+    rate = warm_up(optimizer)
     losses, seconds = [], []
     data = make_batches()
     console = Console(stderr=True, quiet=rank != 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from fxpipe.runtime.offloader import check_tier
 from fxpipe.runtime.process import Process, default_device, under_torchrun
 from fxpipe.runtime.tensors import in_strides
 from fxpipe.schedule.ops import Schedule
-from fxpipe.vocabulary.rows import whole
+from fxpipe.vocabulary.rows import rows_of, whole
 
 if TYPE_CHECKING:
     from fxpipe.compiler import Compiled
@@ -152,20 +153,18 @@ def compile(
     assert artifact is not None
     if compiled is not None and artifact.plan.tried:
         _explain_on_terminal(artifact.plan)
-    # Frozen parameters that the step changes are buffers of the pipeline.
-    changed = {name for held in artifact.plan.tensors for name in held.buffers}
-    pipe = Pipeline(
+    parameters, buffers = _held_of(model, artifact.plan, None if process is None else process.rank)
+    return Pipeline(
         artifact=artifact,
-        parameters={n: p for n, p in model.named_parameters() if n not in changed},
-        buffers=dict(model.named_buffers()) | {n: p for n, p in model.named_parameters() if n in changed},
+        parameters=parameters,
+        buffers=buffers,
         device=device,
         process=process,
-        model=model,
+        of=(lambda: model) if process is None else weakref.ref(model),
         graph=compiled.graph if compiled else None,
         sections=compiled.sections if compiled else (),
         offload_directory=options.offload_directory,
     )
-    return pipe
 
 
 def load(path: str | Path, *, offload_directory: str | Path | None = None) -> Pipeline:
@@ -211,6 +210,20 @@ def load(path: str | Path, *, offload_directory: str | Path | None = None) -> Pi
         directory=directory,
         offload_directory=None if offload_directory is None else Path(offload_directory),
     )
+
+
+def _held_of(
+    model: nn.Module, plan: Plan, rank: int | None
+) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor]]:
+    """The parameters and buffers of the model that a rank needs; of all ranks, with None."""
+    needed = plan.tensors if rank is None else (plan.tensors[rank],)
+    names = {n for held in needed for n in (*held.parameters, *held.buffers)}
+    names |= {rows.table for name in names if (rows := rows_of(name))}
+    # Frozen parameters that the step changes are buffers of the pipeline.
+    changed = {name for held in plan.tensors for name in held.buffers}
+    parameters = {n: p for n, p in model.named_parameters() if n in names and n not in changed}
+    buffers = {n: p for n, p in model.named_parameters() if n in names and n in changed}
+    return parameters, {n: b for n, b in model.named_buffers() if n in names} | buffers
 
 
 def _explain_on_terminal(plan: Plan) -> None:

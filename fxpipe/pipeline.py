@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from fxpipe.cost.symbolic import Expressions, PlanWork
-from fxpipe.errors import RunError, SizeError
+from fxpipe.errors import SizeError
 from fxpipe.ir.graph import Section
 from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact, Plan
@@ -24,8 +24,9 @@ from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.training.model_state import ModelState
-from fxpipe.training.optimizer import PipelineOptimizer
+from fxpipe.training.optimizer import PipelineOptimizer, check_separable, grouped
 from fxpipe.training.runner import LocalResult, Runner
+from fxpipe.training.state_dict import copy_to_model, full_state_dict, load_state_dict, state_dict
 from fxpipe.vocabulary.rows import rows_of
 
 
@@ -55,8 +56,9 @@ class Pipeline:
     """The result of ``fxpipe.compile`` and ``fxpipe.load``.
 
     ``parameters`` and ``buffers`` are the model's own tensors: training the pipeline trains the model (under
-    torchrun, the part that this rank holds).  If the tensors of ``model`` are replaced, the next step uses
-    the new ones.
+    torchrun, the part that this rank holds).  If the tensors of the model are replaced, the next step uses
+    the new ones.  ``of``: gives the model, None if there is none; under torchrun a pipeline does not keep it
+    alive.
     """
 
     artifact: Artifact
@@ -64,7 +66,7 @@ class Pipeline:
     buffers: dict[str, torch.Tensor]
     device: torch.device
     process: Process | None
-    model: torch.nn.Module | None = None
+    of: Callable[[], torch.nn.Module | None] = lambda: None
     graph: fx.Graph | None = None
     sections: tuple[Section, ...] = ()
     directory: Path | None = None
@@ -72,7 +74,7 @@ class Pipeline:
 
     @cached_property
     def _state(self) -> ModelState:
-        return ModelState(self.plan, self.parameters, self.buffers, self.device, self.model)
+        return ModelState(self.plan, self.parameters, self.buffers, self.device, self.process, self.of)
 
     @cached_property
     def _runner(self) -> Runner:
@@ -149,60 +151,90 @@ class Pipeline:
         return self._runner.runtime
 
     def optimizer(
-        self, cls: type[torch.optim.Optimizer], *, clip_grad_norm: float | None = None, **options: Any
+        self,
+        cls: Callable[..., torch.optim.Optimizer],
+        *,
+        groups: Sequence[Mapping[str, Any]] = (),
+        clip_grad_norm: float | None = None,
+        norm_type: float = 2.0,
+        skip_nonfinite: bool = False,
+        **options: Any,
     ) -> PipelineOptimizer:
-        """A torch optimizer of this rank's parameters; ``clip_grad_norm`` clips by the norm of the whole
-        model."""
+        """An optimizer of this rank's parameters; all ranks must make the same.
+
+        cls: a torch optimizer class, called with the parameters and ``options`` (``fused``, ``foreach`` …).
+        groups: other options by name, ``[{"params": ["*.bias", "*norm*"], "weight_decay": 0.0}]``.
+        clip_grad_norm: the largest norm of all gradients of the model, of ``norm_type``.
+        skip_nonfinite: leave out (and count in ``skipped``) steps whose gradients hold infinities or NaN;
+            otherwise they are treated as by ``torch.nn.utils.clip_grad_norm_``.
+        Raises RunError for optimizers that update a parameter by values which other ranks hold.
+        """
         self._state.follow_model()
         rt = self.runtime
         held = {name: self.parameter(name) for name in self.plan.tensors[rt.rank].gradients}
-        owner = {name: r for r, t in reversed(list(enumerate(self.plan.tensors))) for name in t.gradients}
-        counted = {name: p for name, p in held.items() if owner[name] == rt.rank}
-        total = self.process.all_reduce_sum if self.process is not None else float
-        return PipelineOptimizer(cls(list(held.values()), **options), counted, total, clip_grad_norm)
+        trained = {name: r for r, t in reversed(list(enumerate(self.plan.tensors))) for name in t.gradients}
+        if self.plan.ranks > 1:
+            check_separable(cls, options, self.device, tables=any(map(rows_of, trained)))
+        names = sorted({rows.table if (rows := rows_of(name)) else name for name in trained})
+        optimizer = PipelineOptimizer(
+            cls(grouped(held, groups, names), **options),
+            {parameter: name for name, parameter in held.items()},
+            [parameter for name, parameter in held.items() if trained[name] == rt.rank],
+            self.process,
+            clip_grad_norm,
+            norm_type,
+            skip_nonfinite,
+        )
+        optimizer.register_step_post_hook(lambda *_: self._state.changed())
+        return optimizer
 
-    def synchronize(self) -> None:
-        """Copy each parameter and buffer from the rank that holds it to all ranks.
+    def synchronize(self, model: torch.nn.Module | None = None) -> None:
+        """Copy each parameter and buffer from the rank that holds it to the model, on every rank.
 
-        Under torchrun a rank trains only the tensors that it holds.  All ranks must call this before
-        ``state_dict``, or before another pipeline of the same model runs.  Raises RunError if this process
-        does not have the whole model (a loaded pipeline, a model on the meta device).
+        Under torchrun a rank trains only the tensors that it holds, and all ranks must call this before the
+        model is used or saved, or before another pipeline of it runs.  model: another one with the same
+        names, for a pipeline that was loaded.  Raises RunError where the model has no memory of its own to
+        copy to.
         """
-        if self.process is None:
-            return
-        self._state.follow_model()
-        sent: set[str] = set()
-        for rank, held in enumerate(self.plan.tensors):
-            for name in (*held.parameters, *held.buffers):
-                if name in sent:
-                    continue
-                sent.add(name)
-                rows = rows_of(name)
-                known = self.parameters if rows or name in held.parameters else self.buffers
-                tensor = known.get(rows.table if rows else name)
-                if tensor is None or tensor.is_meta:
-                    raise RunError(f"This process has no {name} to give a value to: it holds its part alone.")
-                whole_tensor = tensor.detach()
-                self.process.broadcast_(whole_tensor[rows.begin : rows.end] if rows else whole_tensor, rank)
+        copy_to_model(self._state, model)
 
     def synchronise(self) -> None:
         """The old spelling of ``synchronize``."""
         warnings.warn("Pipeline.synchronise is now Pipeline.synchronize", DeprecationWarning, stacklevel=2)
         self.synchronize()
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers under the model's names (under torchrun only this rank's are trained, until
-        ``synchronize`` is called)."""
-        self._state.follow_model()
-        return {name: t.detach() for name, t in (*self.parameters.items(), *self.buffers.items())}
+    @property
+    def step_number(self) -> int:
+        """The number of the next step: of those that were run before, also by the run that was saved or
+        checkpointed.  Dropout's random numbers depend on it."""
+        return self._runner.step_number
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+    @step_number.setter
+    def step_number(self, number: int) -> None:
+        self._runner.step_number = number
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers under the names of the model's own state dict, which
+        ``model.load_state_dict`` takes; they share the pipeline's memory.
+
+        Raises RunError under torchrun, where a rank holds a part of them: see ``full_state_dict``.
+        """
+        return state_dict(self._state)
+
+    def full_state_dict(self, rank: int | None = 0) -> dict[str, torch.Tensor]:
+        """A copy of ``state_dict`` of the whole model in the memory of the CPU, on one rank (None: on each);
+        the others get an empty dict.  All ranks must call it."""
+        return full_state_dict(self._state, rank)
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
         """Load values of parameters and buffers; this also gives tensors to a model on the meta device.
 
-        Call it before ``optimizer`` and the first ``step``.  Raises ArtifactError for a name that is
-        missing or has another shape.
+        state: of the whole model; a tensor with two names may have one of them, and buffers that are not
+        persistent may be missing.  Call it on all ranks, before ``optimizer`` and the first ``step``.
+        strict: raise ArtifactError for names that are missing or that the model does not have.
+        Raises ArtifactError for another shape, and for two values of one tensor.
         """
-        self._state.load(state)
+        load_state_dict(self._state, state, strict)
 
     def save(self, path: str | Path) -> None:
         """Write programs, plan, weights with their checksums, and pictures to a new directory.

@@ -145,7 +145,8 @@ def training(rank: Rank) -> None:
         losses, norms = [], []
         for seed in BATCHES:
             losses.append(pipe.step(batch_of(seed)))
-            norms.append(optimizer.step())
+            optimizer.step()
+            norms.append(float(optimizer.last_norm))
             optimizer.zero_grad()
         held = pipe.plan.tensors[rank.number].parameters
         rank.tensors(f"{name} parameters", {name: pipe.parameter(name) for name in held})

@@ -75,12 +75,12 @@ class Plan:
     """All decisions and predictions; plan.json is this and nothing else.
 
     ``order``: the schedule as text, a line a rank.  ``vocabulary``: which stages are not the model's own.
-    ``channels``: the ordered pairs of ranks that talk;
-    ``collectives``: how many communicators all ranks share.
-    ``layouts`` are those of parameters (and of the rows that ranks hold), buffers and constants.
-    ``work``: the costs for other sizes, where dimensions were named.  ``tried``: the candidates of ``auto``.
-    ``transfers``: offloads and reloads, ``tier``: the offload store, ``pools``: the bytes of each rank
-    in it.
+    ``channels``: the ordered pairs of ranks that talk; ``collectives``: how many communicators all ranks
+    share.  ``layouts`` are those of parameters (and of the rows that ranks hold), buffers and constants.
+    ``state``: the names of a state dict in the model's order, each with the name of its tensor (two for a
+    tensor with two names, none for a buffer that is not persistent).  ``work``: the costs for other sizes,
+    where dimensions were named.  ``tried``: the candidates of ``auto``.  ``transfers``: offloads and reloads,
+    ``tier``: the offload store, ``pools``: the bytes of each rank in it.
     """
 
     format: int
@@ -104,6 +104,7 @@ class Plan:
     transfers: tuple[Transfer, ...] = ()
     tier: Tier | None = None
     pools: tuple[int, ...] = ()
+    state: tuple[tuple[str, str], ...] = ()
 
     @property
     def ranks(self) -> int:

@@ -12,7 +12,7 @@ from fxpipe.ir.storage import call_nodes, output_dict
 from fxpipe.options import Options
 from fxpipe.passes.run import Cut
 from fxpipe.plan.artifact import FORMAT, Plan, Prediction, StagePlan
-from fxpipe.plan.tensor_ownership import layouts_of, tensor_ownership, tied_parameters
+from fxpipe.plan.tensor_ownership import layouts_of, state_names, tensor_ownership, tied_parameters
 from fxpipe.runtime.batch import BatchSpec
 from fxpipe.runtime.rank import StepSpec
 from fxpipe.schedule.lowering.lower import Collective
@@ -74,6 +74,7 @@ def make_plan(
         ),
         recompute=cut.recompute or "",
         transfers=schedule.transfers,
+        state=state_names(model),
     )
 
 

@@ -135,6 +135,9 @@ def _tensors(plan: Plan) -> None:
                 tables.setdefault(rows.table, set()).add(rows)
     for table, parts in tables.items():
         _rows(table, sorted(parts, key=lambda rows: (rows.begin, rows.end)), plan.layouts)
+    _distinct("state", [key for key, _ in plan.state])
+    for k, (_, name) in enumerate(plan.state):
+        _fits(f"state[{k}][1]", name, name in known and not rows_of(name), "a name in layouts")
     spare = known - {n for h in plan.tensors for n in (*h.parameters, *h.buffers, *h.constants)} - set(tables)
     if spare:
         raise Misfit(f"has {shown(min(spare))}, which no rank holds", "layouts")

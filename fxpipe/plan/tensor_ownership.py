@@ -58,6 +58,16 @@ def tensor_ownership(
     return tuple(plans)
 
 
+def state_names(model: nn.Module) -> tuple[tuple[str, str], ...]:
+    """The names of the model's state dict, each with the name of its tensor as a parameter or buffer."""
+    names = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
+    found = tuple(
+        (key, names[id(t)]) for key, t in model.state_dict(keep_vars=True).items() if id(t) in names
+    )
+    left = {name for name, _ in model.named_parameters()}.difference(name for _, name in found)
+    return found + tuple((name, name) for name in sorted(left))  # of a model that writes its own state dict
+
+
 def tied_parameters(tensors: tuple[RankTensors, ...]) -> tuple[Tied, ...]:
     holders: dict[str, list[int]] = {}
     for rank, held in enumerate(tensors):

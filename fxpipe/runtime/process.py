@@ -96,6 +96,13 @@ class Process:
         dist.all_reduce(total)
         return float(total)
 
+    def all_reduce_(self, value: torch.Tensor, *, largest: bool = False) -> None:
+        """Replace a tensor by the sum over all ranks, or by the largest."""
+        total = self._on_wire(value)
+        dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+        if total is not value:
+            value.copy_(total)
+
     def barrier(self) -> None:
         self.all_reduce_sum(0.0)
 

@@ -2,36 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
-from fxpipe.errors import ArtifactError, RunError
-from fxpipe.plan.artifact import Plan
+from fxpipe.errors import RunError
+from fxpipe.plan.artifact import Plan, RankTensors
+from fxpipe.plan.plan_check import dtype_of
+from fxpipe.runtime.process import Process
 from fxpipe.runtime.rank import Runtime
 from fxpipe.vocabulary.rows import rows_of
 
 
 @dataclass(eq=False)
 class ModelState:
-    """``parameters`` and ``buffers``: by the model's names.  ``model``: if the pipeline was compiled in this
-    process; its tensors may be replaced between two steps."""
+    """``parameters`` and ``buffers``: by the model's names; under torchrun those that this rank needs.
+
+    A loaded pipeline holds rows as parameters of their own; one that was compiled in this process trains rows
+    of the model's table as long as the model lives.  ``of``: gives the model that was compiled in this
+    process, whose tensors may be replaced between two steps; None if there is none (any more): under torchrun
+    a pipeline does not keep it alive, as a rank needs only its part.  ``synchronized``: whether the model of
+    each rank has the trained values of all ranks.
+    """
 
     plan: Plan
-    parameters: dict[str, torch.nn.Parameter]
+    parameters: dict[str, nn.Parameter]
     buffers: dict[str, torch.Tensor]
     device: torch.device
-    model: torch.nn.Module | None
-    _rows: dict[str, torch.nn.Parameter] = field(default_factory=dict)
+    process: Process | None
+    of: Callable[[], nn.Module | None]
+    synchronized: bool = False
+    _rows: dict[str, nn.Parameter] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        model = self.of()
+        if self.process is not None and model is not None:
+            weakref.finalize(model, self._let_go).atexit = False
+        elif self.process is not None:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Keep the rows that this rank holds, and not their tables: the model is gone."""
+        for table in list(self.parameters):
+            parts = {name: self.parameter(name) for name in self.rows_held(table)}
+            for part in parts.values():
+                part.data = part.detach().clone()
+            if parts:
+                del self.parameters[table]
+                self.parameters |= parts
+        self._rows.clear()
+
+    def rows_held(self, table: str) -> dict[str, slice]:
+        """The rows of a table that this process's rank holds; none in a process that runs all ranks."""
+        held = () if self.process is None else self.plan.tensors[self.process.rank].parameters
+        found = ((name, rows) for name in held if (rows := rows_of(name)) and rows.table == table)
+        return {name: slice(rows.begin, rows.end) for name, rows in found}
 
     def follow_model(self) -> None:
         """Use the tensors that the model holds now.  Raises RunError if a shape or dtype changed."""
-        if self.model is None:
+        model = self.of()
+        if model is None:
             return
-        now: dict[str, torch.Tensor] = dict(self.model.named_parameters())
-        now |= self.model.named_buffers()
+        now: dict[str, torch.Tensor] = dict(model.named_parameters())
+        now |= model.named_buffers()
         held: tuple[dict[str, Any], ...] = (self.parameters, self.buffers)
         for mine in held:
             for name, old in mine.items():
@@ -118,18 +155,37 @@ class ModelState:
                 "Give them with pipe.load_state_dict(…) before you run or save the pipeline."
             )
 
-    def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """See ``Pipeline.load_state_dict``."""
+    def changed(self) -> None:
+        """Values of this rank have changed: the model no longer has those of all ranks."""
+        self.synchronized = False
+
+    def gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each parameter and buffer as its first holder has it: (name, or that of rows, value).
+
+        Under torchrun all ranks must call it, and get values as they are sent, one by one.
+        """
         self.follow_model()
+        first = {n: r for r, held in reversed([*enumerate(self.plan.tensors)]) for n in _names_of(held)}
+        for name, rank in first.items():
+            here = self.process is None or self.process.rank == rank
+            tensor = self.held(name) if here else self.empty(name, self.device)
+            if self.process is not None:
+                self.process.broadcast_(tensor, rank)
+            yield name, tensor
+
+    def held(self, name: str) -> torch.Tensor:
+        """The value of a parameter, or of rows of one, or of a buffer, that this rank holds."""
+        return (self.buffers[name] if name in self.buffers else self.parameter(name)).detach()
+
+    def forget_rows(self) -> None:
+        """Rows are parts of other tensors now."""
         self._rows.clear()
-        for tensors in (self.parameters, self.buffers):
-            for name, old in list(tensors.items()):
-                if name not in state or state[name].shape != old.shape:
-                    found = f"has shape {tuple(state[name].shape)}" if name in state else "is missing"
-                    raise ArtifactError(f"{name}, of shape {tuple(old.shape)}, {found} in the state dict.")
-                if not old.is_meta:
-                    old.data.copy_(state[name])
-                    continue
-                value = state[name].to(self.device, old.dtype, copy=True)
-                trained = isinstance(old, torch.nn.Parameter)
-                tensors[name] = torch.nn.Parameter(value, old.requires_grad) if trained else value  # type: ignore
+
+    def empty(self, name: str, device: torch.device) -> torch.Tensor:
+        """A tensor of the layout of a parameter or buffer, or of rows, without values."""
+        layout = self.plan.layouts[name]
+        return torch.empty_strided(layout.shape, layout.stride, dtype=dtype_of(layout.dtype), device=device)
+
+
+def _names_of(held: RankTensors) -> tuple[str, ...]:
+    return (*held.parameters, *held.buffers)

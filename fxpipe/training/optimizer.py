@@ -1,59 +1,197 @@
-"""An optimizer of this rank's parameters, which clips by the gradient norm of the whole model."""
+"""A torch optimizer of one rank's parameters that clips by the gradient norm of the whole model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import math
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Protocol
 
 import torch
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+
+from fxpipe.errors import RunError
+from fxpipe.vocabulary.rows import rows_of
 
 
-class PipelineOptimizer:
-    """Wraps a torch optimizer; ``step`` first clips by the gradient norm over all ranks.
+class Ranks(Protocol):
+    """The other ranks, for the norm of all gradients."""
 
-    norm: sums a number over the ranks.
-    counted: the parameters that this rank counts in the norm (a tied parameter is counted by one rank).
+    def all_reduce_(self, value: torch.Tensor, *, largest: bool = False) -> None: ...
+
+
+class PipelineOptimizer(Optimizer):
+    """Wraps a torch optimizer of this rank's parameters; ``step`` first clips, if asked to, by the norm of
+    the gradients of all ranks.
+
+    ``optimizer``: the wrapped one; both have the same ``param_groups`` and ``state``, so schedulers of the
+    learning rate and hooks take this one.  ``last_norm``: the norm before clipping, 0-d, where the last step
+    computed it.  ``skipped``: the number of steps that were skipped as gradients were not finite.
+    ``names``: parameter -> its name, or that of its rows.
     """
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
-        counted: Mapping[str, torch.nn.Parameter],
-        sum_over_ranks: Callable[[float], float],
-        clip_grad_norm: float | None,
+        optimizer: Optimizer,
+        names: Mapping[torch.nn.Parameter, str],
+        counted: Sequence[torch.nn.Parameter],
+        ranks: Ranks | None,
+        clip_grad_norm: float | None = None,
+        norm_type: float = 2.0,
+        skip_nonfinite: bool = False,
     ):
+        """counted: the parameters that this rank counts in the norm (one rank counts a tied parameter)."""
         self.optimizer = optimizer
-        self._counted = counted
-        self._sum_over_ranks = sum_over_ranks
-        self._clip = clip_grad_norm
+        self.names = dict(names)
+        self.last_norm: torch.Tensor | None = None
+        self.skipped = 0
+        self._counted, self._ranks = counted, ranks
+        self._clip, self._norm_type, self._skip = clip_grad_norm, float(norm_type), skip_nonfinite
+        self._made = False
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self._made = True
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Clip and update; return the result of ``closure``, which is called first, if given."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._clip is not None or self._skip:
+            norm = self.last_norm = self.grad_norm()
+            if self._skip and not math.isfinite(norm):
+                self.skipped += 1
+                return loss
+            if self._clip is not None:
+                held = [p for group in self.param_groups for p in group["params"]]
+                clip_grads_with_norm_(held, self._clip, norm)
+        self.optimizer.step()
+        return loss
 
     @torch.no_grad()
-    def step(self) -> float | None:
-        """Clip and update; return the gradient norm before clipping (None without clipping)."""
-        norm = None
-        if self._clip is not None:
-            norm = self.grad_norm()
-            factor = self._clip / (norm + 1e-6)
-            if not factor >= 1.0:  # as in torch, a NaN norm makes all gradients NaN
-                for group in self.optimizer.param_groups:
-                    for parameter in group["params"]:
-                        if parameter.grad is not None:
-                            parameter.grad.mul_(factor)
-        self.optimizer.step()
-        return norm
-
-    def grad_norm(self) -> float:
-        """The 2-norm of all gradients of the model."""
-        grads = [p.grad for p in self._counted.values() if p.grad is not None]
-        mine = sum(float(g.double().square().sum()) for g in grads)
-        norm: float = self._sum_over_ranks(mine) ** 0.5
-        return norm
+    def grad_norm(self) -> torch.Tensor:
+        """The norm of all gradients of the model, on every rank; 0-d, of dtype float64."""
+        grads = [p.grad for p in self._counted if p.grad is not None]
+        device = grads[0].device if grads else None
+        own = get_total_norm(grads, self._norm_type).to(device, torch.float64)
+        if self._ranks is None:
+            return own
+        if math.isinf(self._norm_type):
+            self._ranks.all_reduce_(own, largest=True)
+            return own
+        total = own**self._norm_type
+        self._ranks.all_reduce_(total)
+        return total ** (1 / self._norm_type)
 
     def zero_grad(self, set_to_none: bool = False) -> None:
+        """Zero the gradients.  They keep their memory by default, which saves its allocation in each step."""
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state of this rank's parameters.  ``Checkpointer`` saves that of all ranks,
+        by the model's names."""
         return self.optimizer.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only for the constructor: all ranks must have the same groups."""
+        if self._made:
+            raise RunError("Groups are given when the optimizer is made: pipe.optimizer(…, groups=[…]).")
+        self.optimizer.param_groups.append(param_group)
+
+
+def grouped(
+    held: Mapping[str, torch.nn.Parameter], groups: Sequence[Mapping[str, Any]], model_names: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Param groups of a rank's parameters; every rank has the same groups, some of them empty.
+
+    held: by name, or the name of rows.  groups: each with ``params``, a pattern as in a shell (``*.bias``) or
+    several; a parameter belongs to the first group that has its name, and to the last, without options, if
+    none has.  model_names: those of all ranks.
+    Raises RunError for a pattern that no name of the model matches.
+    """
+    patterns = []
+    for group in groups:
+        given = group.get("params")
+        several = [given] if isinstance(given, str) else list(given or ())
+        if not several or not all(isinstance(pattern, str) for pattern in several):
+            raise RunError(
+                'A group is a mapping with "params", names or patterns like "*.bias", and options.'
+            )
+        for pattern in several:
+            if not any(fnmatchcase(name, pattern) for name in model_names):
+                raise RunError(f"No parameter that is trained matches {pattern!r}. Take a name of the model.")
+        patterns.append(several)
+    made: list[dict[str, Any]] = [{**group, "params": []} for group in groups] + [{"params": []}]
+    for name, parameter in held.items():
+        rows = rows_of(name)
+        known = rows.table if rows else name
+        fits = (k for k, several in enumerate(patterns) if any(fnmatchcase(known, p) for p in several))
+        made[next(fits, -1)]["params"].append(parameter)
+    return made
+
+
+def check_separable(
+    cls: Callable[..., Optimizer], options: Mapping[str, Any], device: torch.device, tables: bool
+) -> None:
+    """Raise RunError for an optimizer whose update of a parameter depends on other parameters (L-BFGS), or,
+    where ranks hold rows of tables, on other rows (Adafactor, Muon): ranks would compute another update.
+
+    Found by trial: both updates of a small table, in one optimizer and by halves in two.
+    tables: whether ranks hold rows.
+    """
+    name = getattr(cls, "__name__", str(cls))
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(8, 8, generator=generator)
+    grads = [torch.randn(8, 8, generator=generator) for _ in range(3)]
+    options = {**options, "lr": 0.1} if "lr" in options else options  # 0 would hide every difference
+
+    def made(parameters: Sequence[torch.nn.Parameter]) -> Optimizer:
+        optimizer = cls(parameters, **options)
+        if not isinstance(optimizer, Optimizer):
+            raise RunError(f"{name} makes a {type(optimizer).__name__}, which is no torch optimizer.")
+        return optimizer
+
+    def updated(*parts: list[slice]) -> torch.Tensor:
+        """The table after its slices were updated; each list of slices by an optimizer of its own."""
+        held = [[torch.nn.Parameter(start[s].to(device, copy=True)) for s in part] for part in parts]
+        for parameters, part in zip(held, parts, strict=True):
+            optimizer = made(parameters)
+            for grad in grads:
+                for parameter, s in zip(parameters, part, strict=True):
+                    parameter.grad = grad[s].to(device)
+                optimizer.step(lambda: 0.0)
+        return torch.cat([p.detach() for parameters in held for p in parameters])
+
+    upper, lower = slice(0, 4), slice(4, 8)
+    apart = updated([upper], [lower])
+    if not torch.allclose(updated([upper, lower]), apart, rtol=1e-4):
+        raise RunError(
+            f"{name} updates a parameter by the values of others, which other ranks hold. Take an optimizer "
+            "that updates each parameter by itself, such as AdamW."
+        )
+    if tables and not torch.allclose(updated([slice(0, 8)]), apart, rtol=1e-4):
+        raise RunError(
+            f"{name} updates a row of a table by the values of other rows, which other ranks hold with "
+            "vocab_parallel. Compile without it, or take an optimizer that updates each element by itself, "
+            "such as AdamW."
+        )

@@ -52,10 +52,22 @@ class Runner:
     process: Process | None
     directory: Path | None
     offload_directory: Path | None
+    first_step: int = 0
 
     @property
     def plan(self) -> Plan:
         return self.artifact.plan
+
+    @property
+    def step_number(self) -> int:
+        """See ``Pipeline.step_number``."""
+        return self.runtime.step_number if "runtime" in self.__dict__ else self.first_step
+
+    @step_number.setter
+    def step_number(self, number: int) -> None:
+        self.first_step = number
+        if "runtime" in self.__dict__:
+            self.runtime.step_number = number
 
     def run_local(self, batch: Any, step: int, threads: int, measure_memory: bool) -> LocalResult:
         """See ``Pipeline.run_local``."""
@@ -92,6 +104,7 @@ class Runner:
         rt.start()
         try:
             self.state.follow_model()
+            self.state.changed()
             rt.params, rt.buffers = self.state.held_by(rt.rank)
             earlier = self.state.accumulators(rt)
             loss = self._own_step(rt, batch)
@@ -133,6 +146,7 @@ class Runner:
             grads=grads,
             buffers=buffers,
             constants={n: self.artifact.constants[n].to(self.device) for n in held.constants},
+            step_number=self.first_step,
             offloader=self._offloader(rank),
         )
 

@@ -1,0 +1,154 @@
+"""State dicts: the parameters and buffers of the whole model under the names of the model's own state
+dict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from fxpipe.errors import ArtifactError, RunError
+from fxpipe.plan.artifact import Plan
+from fxpipe.training.fresh_buffers import fresh_buffers
+from fxpipe.training.model_state import ModelState
+from fxpipe.vocabulary.rows import rows_of
+
+
+def state_dict(state: ModelState) -> dict[str, torch.Tensor]:
+    """See ``Pipeline.state_dict``."""
+    state.follow_model()
+    held = dict(state.parameters) | state.buffers
+    if state.process is not None and state.process.ranks > 1:
+        model = state.of()
+        if not state.synchronized or model is None:
+            raise RunError(
+                "Each rank has trained its part of the model. Call pipe.full_state_dict() on all ranks, or "
+                "pipe.synchronize() first."
+            )
+        held = _tensors_of(model)
+    return {key: held[name].detach() for key, name in _names(state.plan)}
+
+
+def full_state_dict(state: ModelState, rank: int | None) -> dict[str, torch.Tensor]:
+    """See ``Pipeline.full_state_dict``."""
+    wanted = state.process is None or rank in (None, state.process.rank)
+    values: dict[str, torch.Tensor] = {}
+    for name, value in state.gathered():
+        if not wanted:
+            continue
+        rows = rows_of(name)
+        if rows is None:
+            values[name] = value.to("cpu", copy=True)
+            continue
+        if rows.table not in values:
+            values[rows.table] = state.empty(rows.table, torch.device("cpu"))
+        values[rows.table][rows.begin : rows.end] = value
+    return {key: values[name] for key, name in _names(state.plan)} if wanted else {}
+
+
+def copy_to_model(state: ModelState, model: nn.Module | None) -> None:
+    """See ``Pipeline.synchronize``."""
+    own = state.of()
+    target = own if model is None else model
+    if target is None and state.process is None:
+        return  # all ranks are this process
+    if target is None:
+        raise RunError("This pipeline has no model. Give one to copy to: pipe.synchronize(model).")
+    known = _tensors_of(target)
+    for name in state.plan.layouts.keys() & _all_names(state.plan):
+        tensor, shape = known.get(name), state.plan.layouts[name].shape
+        if tensor is None or tensor.is_meta or tuple(tensor.shape) != shape:
+            raise RunError(f"The model has no {name} of shape {shape} with memory to copy to.")
+    for name, value in state.gathered():
+        rows = rows_of(name)
+        part = known[rows.table][rows.begin : rows.end] if rows else known[name]
+        if part.data_ptr() != value.data_ptr():
+            part.copy_(value)
+    state.synchronized = target is own
+
+
+def load_state_dict(state: ModelState, given: Mapping[str, torch.Tensor], strict: bool) -> None:
+    """See ``Pipeline.load_state_dict``."""
+    state.follow_model()
+    values = _values(state.plan, given, strict)
+    values |= _not_persistent(state, _all_names(state.plan) - values.keys())
+    for name in [*state.parameters, *state.buffers]:
+        rows = rows_of(name) if name not in values else None
+        value = values.get(rows.table if rows else name)
+        if value is not None:
+            _load(state, name, value[rows.begin : rows.end] if rows else value)
+    state.forget_rows()
+
+
+def _load(state: ModelState, name: str, value: torch.Tensor) -> None:
+    if name in state.buffers:
+        old = state.buffers[name]
+        if old.is_meta:
+            state.buffers[name] = value.to(state.device, old.dtype, copy=True)
+        else:
+            old.data.copy_(value)
+        return
+    parameter = state.parameters[name]
+    if not parameter.is_meta:
+        parameter.data.copy_(value)
+        return
+    parts = state.rows_held(name)
+    if parts:
+        del state.parameters[name]
+    for part, rows in parts.items() if parts else {name: slice(None)}.items():
+        own = value[rows].to(state.device, parameter.dtype, copy=True)
+        state.parameters[part] = nn.Parameter(own, parameter.requires_grad)
+
+
+def _values(plan: Plan, given: Mapping[str, torch.Tensor], strict: bool) -> dict[str, torch.Tensor]:
+    """The given values by the names of the model's tensors, checked."""
+    names, known = dict(_names(plan)), _all_names(plan)
+    values: dict[str, torch.Tensor] = {}
+    for key, value in given.items():
+        name = names.get(key, key)
+        if name not in known:
+            if strict:
+                raise ArtifactError(f"The state dict holds {key}, which the model does not have.")
+            continue
+        shape = plan.layouts[name].shape
+        if tuple(value.shape) != shape:
+            raise ArtifactError(f"{key}, of shape {shape}, has shape {tuple(value.shape)} in the state dict.")
+        if name in values and not torch.equal(values[name], value):
+            raise ArtifactError(
+                f"{key} and {name} are one tensor in the model, and have two values in the state dict."
+            )
+        values[name] = value
+    for name in sorted(set(names.values()) - values.keys()) if strict else ():
+        raise ArtifactError(f"{name}, of shape {plan.layouts[name].shape}, is missing in the state dict.")
+    return values
+
+
+def _not_persistent(state: ModelState, names: set[str]) -> dict[str, torch.Tensor]:
+    """Values of buffers on the meta device that no state dict holds."""
+    wanted = sorted(name for name in names if name in state.buffers and state.buffers[name].is_meta)
+    model = state.of()
+    found = {} if model is None or not wanted else fresh_buffers(model, wanted, state.device)
+    for name in wanted:
+        if name not in found:
+            raise ArtifactError(
+                f"{name} is on the meta device, and missing in the state dict. Add its value, or make the "
+                "model with real buffers."
+            )
+    return found
+
+
+def _names(plan: Plan) -> tuple[tuple[str, str], ...]:
+    """The names of the state dict, each with its tensor's; older plans have the tensors' alone."""
+    return plan.state or tuple((name, name) for name in sorted(_all_names(plan)))
+
+
+def _all_names(plan: Plan) -> set[str]:
+    """The names of the model's parameters and buffers."""
+    held = {name for tensors in plan.tensors for name in (*tensors.parameters, *tensors.buffers)}
+    return {rows.table if (rows := rows_of(name)) else name for name in held}
+
+
+def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {name: tensor.detach() for name, tensor in named}

@@ -1,0 +1,160 @@
+"""State dicts: names, values, and what is refused."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import fxpipe
+from fxpipe.errors import ArtifactError, RunError
+
+
+class Tied(nn.Module):
+    """A tied weight, a persistent counter, and a table that no state dict holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(8, 4)
+        self.middle = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 4), persistent=False)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def reset_parameters(self) -> None:
+        self.scale.copy_(torch.linspace(0.5, 1.5, 4))
+
+    def forward(self, x):
+        self.seen += 1
+        return self.head(torch.tanh(self.middle(self.embed(x) * self.scale))).square().mean()
+
+
+TOKENS = {"x": torch.arange(8).reshape(2, 4)}
+
+
+def pipeline(model: nn.Module, **options) -> fxpipe.Pipeline:
+    given = {"ranks": 2, "microbatches": 2, "schedule": "1f1b"} | options
+    return fxpipe.compile(model, {"x": TOKENS["x"][:1]}, **given)
+
+
+def test_it_is_the_models_own_state_dict(tmp_path):
+    """Both ways, strictly, also of a pipeline that was saved and loaded."""
+    model = Tied()
+    pipe = pipeline(model)
+    other = Tied()
+    with torch.no_grad():
+        for tensor in other.state_dict().values():
+            tensor += 1
+    pipe.load_state_dict(other.state_dict())
+    pipe.save(tmp_path / "saved")
+    for found in (pipe, fxpipe.load(tmp_path / "saved")):
+        assert list(found.state_dict()) == list(found.full_state_dict()) == list(model.state_dict())
+        fresh = Tied()
+        fresh.load_state_dict(found.state_dict())
+        for name, tensor in other.state_dict().items():
+            assert torch.equal(fresh.state_dict()[name], tensor)
+            assert torch.equal(found.full_state_dict()[name], tensor)
+    assert model.state_dict()["middle.bias"].data_ptr() == pipe.state_dict()["middle.bias"].data_ptr()
+
+
+def without(name: str) -> dict[str, torch.Tensor]:
+    return {key: t for key, t in Tied().state_dict().items() if key != name}
+
+
+def test_a_tied_weight_needs_one_of_its_names():
+    pipe = pipeline(Tied())
+    for name in ("embed.weight", "head.weight"):
+        state = {key: torch.full_like(t, 2.0) for key, t in without(name).items()}
+        pipe.load_state_dict(state)
+        assert torch.equal(pipe.state_dict()[name], torch.full((8, 4), 2.0))
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (without("middle.bias"), "middle.bias, of shape .4,., is missing"),
+        ({**without(""), "middle.skew": torch.ones(4)}, "middle.skew, which the model does not have"),
+        ({**without(""), "middle.bias": torch.ones(5)}, "middle.bias, of shape .4,., has shape .5,."),
+        ({**without(""), "head.weight": torch.ones(8, 4)}, "one tensor in the model"),
+    ],
+)
+def test_states_that_are_refused(state, message):
+    pipe = pipeline(Tied())
+    before = copy.deepcopy(pipe.state_dict())
+    with pytest.raises(ArtifactError, match=message):
+        pipe.load_state_dict(state)
+    assert all(torch.equal(t, before[name]) for name, t in pipe.state_dict().items())
+
+
+def test_not_strictly():
+    pipe = pipeline(Tied())
+    before = copy.deepcopy(pipe.state_dict())
+    pipe.load_state_dict({"middle.bias": torch.ones(4), "unknown": torch.ones(1)}, strict=False)
+    after = pipe.state_dict()
+    assert torch.equal(after.pop("middle.bias"), torch.ones(4))
+    assert all(torch.equal(t, before[name]) for name, t in after.items())
+
+
+def test_a_model_on_the_meta_device():
+    """Buffers that no state dict holds are made as the model makes them."""
+    with torch.device("meta"):
+        model = Tied()
+    pipe = pipeline(model)
+    with pytest.raises(RunError, match="meta device"):
+        pipe.run_local(TOKENS)
+    pipe.load_state_dict(Tied().state_dict())
+    expected = pipeline(Tied()).run_local(TOKENS)
+    assert torch.equal(pipe.run_local(TOKENS).loss, expected.loss)
+
+
+def test_a_model_on_the_meta_device_whose_buffer_nothing_makes():
+    with torch.device("meta"):
+        model = Tied()
+    model.reset_parameters = lambda: None
+    pipe = pipeline(model)
+    with pytest.raises(ArtifactError, match="scale is on the meta device"):
+        pipe.load_state_dict(Tied().state_dict())
+    pipe.load_state_dict({**Tied().state_dict(), "scale": Tied().scale})
+    assert torch.equal(pipe.run_local(TOKENS).loss, pipeline(Tied()).run_local(TOKENS).loss)
+
+
+def test_a_llama_on_the_meta_device():
+    """Its rotary frequencies are buffers that its file does not hold."""
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, vocab_size=32, max_position_embeddings=16,
+    )  # fmt: skip
+    real = LlamaForCausalLM(config)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    tokens = torch.arange(12).reshape(2, 6)
+    batch = {"input_ids": tokens, "labels": tokens}
+    example = {name: t[:1] for name, t in batch.items()}
+    pipe = fxpipe.compile(model, example, ranks=2, microbatches=2, schedule="1f1b")
+    pipe.load_state_dict(real.state_dict())
+    plain = fxpipe.compile(real, example, ranks=2, microbatches=2, schedule="1f1b")
+    assert torch.equal(pipe.run_local(batch).loss, plain.run_local(batch).loss)
+
+
+def test_weights_go_to_a_model(tmp_path):
+    pipe = pipeline(Tied())
+    pipe.load_state_dict({name: torch.full_like(t, 3.0) for name, t in pipe.state_dict().items()})
+    pipe.save(tmp_path / "saved")
+    model = Tied()
+    fxpipe.load(tmp_path / "saved").synchronize(model)
+    assert all(torch.equal(t, torch.full_like(t, 3.0)) for t in model.state_dict().values())
+    with pytest.raises(RunError, match=r"no .* of shape"):
+        pipe.synchronize(nn.Linear(4, 4))
+
+
+def test_the_number_of_the_step():
+    pipe = pipeline(Tied(), ranks=1)
+    assert pipe.step_number == 0
+    pipe.step(TOKENS)
+    assert pipe.step_number == 1
+    pipe.step_number = 7
+    pipe.step(TOKENS)
+    assert pipe.step_number == 8
