@@ -28,11 +28,15 @@ if TYPE_CHECKING:
     from fxpipe.options import Offload
     from fxpipe.pipeline import Pipeline
     from fxpipe.schedule.ops import Schedule
+    from fxpipe.training.checkpoint import Checkpointer
+    from fxpipe.training.read_checkpoint import Checkpoint, read_checkpoint
 
 __all__ = [
     "ArtifactError",
     "BatchError",
     "CaptureError",
+    "Checkpoint",
+    "Checkpointer",
     "DeadlockError",
     "FxpipeError",
     "LimitError",
@@ -48,14 +52,18 @@ __all__ = [
     "__version__",
     "compile",
     "load",
+    "read_checkpoint",
 ]
 
 _LAZY = {
+    "Checkpoint": "fxpipe.training.read_checkpoint",
+    "Checkpointer": "fxpipe.training.checkpoint",
     "Offload": "fxpipe.options",
     "Pipeline": "fxpipe.pipeline",
     "Schedule": "fxpipe.schedule.ops",
     "compile": "fxpipe.api",
     "load": "fxpipe.api",
+    "read_checkpoint": "fxpipe.training.read_checkpoint",
 }
 
 

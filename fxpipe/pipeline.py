@@ -73,13 +73,13 @@ class Pipeline:
     offload_directory: Path | None = None
 
     @cached_property
-    def _state(self) -> ModelState:
+    def model_state(self) -> ModelState:
         return ModelState(self.plan, self.parameters, self.buffers, self.device, self.process, self.of)
 
     @cached_property
     def _runner(self) -> Runner:
         return Runner(
-            self.artifact, self._state, self.device, self.process, self.directory, self.offload_directory
+            self.artifact, self.model_state, self.device, self.process, self.directory, self.offload_directory
         )
 
     @property
@@ -143,7 +143,7 @@ class Pipeline:
 
     def parameter(self, name: str) -> torch.nn.Parameter:
         """A parameter by name, or the rows of one that a rank holds (``"lm_head.weight[0:128]"``)."""
-        return self._state.parameter(name)
+        return self.model_state.parameter(name)
 
     @property
     def runtime(self) -> Runtime:
@@ -169,7 +169,7 @@ class Pipeline:
             otherwise they are treated as by ``torch.nn.utils.clip_grad_norm_``.
         Raises RunError for optimizers that update a parameter by values which other ranks hold.
         """
-        self._state.follow_model()
+        self.model_state.follow_model()
         rt = self.runtime
         held = {name: self.parameter(name) for name in self.plan.tensors[rt.rank].gradients}
         trained = {name: r for r, t in reversed(list(enumerate(self.plan.tensors))) for name in t.gradients}
@@ -185,7 +185,7 @@ class Pipeline:
             norm_type,
             skip_nonfinite,
         )
-        optimizer.register_step_post_hook(lambda *_: self._state.changed())
+        optimizer.register_step_post_hook(lambda *_: self.model_state.changed())
         return optimizer
 
     def synchronize(self, model: torch.nn.Module | None = None) -> None:
@@ -196,7 +196,7 @@ class Pipeline:
         names, for a pipeline that was loaded.  Raises RunError where the model has no memory of its own to
         copy to.
         """
-        copy_to_model(self._state, model)
+        copy_to_model(self.model_state, model)
 
     def synchronise(self) -> None:
         """The old spelling of ``synchronize``."""
@@ -219,12 +219,12 @@ class Pipeline:
 
         Raises RunError under torchrun, where a rank holds a part of them: see ``full_state_dict``.
         """
-        return state_dict(self._state)
+        return state_dict(self.model_state)
 
     def full_state_dict(self, rank: int | None = 0) -> dict[str, torch.Tensor]:
         """A copy of ``state_dict`` of the whole model in the memory of the CPU, on one rank (None: on each);
         the others get an empty dict.  All ranks must call it."""
-        return full_state_dict(self._state, rank)
+        return full_state_dict(self.model_state, rank)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
         """Load values of parameters and buffers; this also gives tensors to a model on the meta device.
@@ -234,7 +234,7 @@ class Pipeline:
         strict: raise ArtifactError for names that are missing or that the model does not have.
         Raises ArtifactError for another shape, and for two values of one tensor.
         """
-        load_state_dict(self._state, state, strict)
+        load_state_dict(self.model_state, state, strict)
 
     def save(self, path: str | Path) -> None:
         """Write programs, plan, weights with their checksums, and pictures to a new directory.
@@ -242,14 +242,14 @@ class Pipeline:
         Under torchrun every rank calls it and writes the weights that it holds.  Raises ArtifactError if
         the directory is not empty; then nothing is written.
         """
-        self._state.follow_model()
+        self.model_state.follow_model()
         ranks = range(self.plan.ranks) if self.process is None else [self.process.rank]
         for rank in ranks:
-            self._state.check_values(rank)
+            self.model_state.check_values(rank)
         with files.new_directory(Path(path), self.process) as draft:
             for rank in ranks:
                 files.write_tensors(
-                    self._state.saved_by(rank, self.artifact.constants),
+                    self.model_state.saved_by(rank, self.artifact.constants),
                     self.artifact.programs[rank],
                     draft,
                     rank,

@@ -1,0 +1,277 @@
+"""Checkpoints of a training run: periodic, in the background, a few kept, resumed on any number of ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from fxpipe.errors import ArtifactError, RunError
+from fxpipe.strict import unstructure
+from fxpipe.training import checkpoint_files as files
+from fxpipe.training import tensor_store
+from fxpipe.training.optimizer import PipelineOptimizer
+from fxpipe.training.plain import from_json, to_json
+from fxpipe.training.tensor_store import Part
+from fxpipe.training.training_state import Record, Stateful, record_of, restore, tensors_of
+
+if TYPE_CHECKING:
+    from fxpipe.pipeline import Pipeline
+
+PATIENCE = 10.0  # seconds until a file that rank 0 wrote must be visible to the other ranks
+
+
+class Checkpointer:
+    """Writes checkpoints of a run to a directory, and resumes from them.
+
+        with fxpipe.Checkpointer(pipe, "checkpoints", optimizer=opt, every=500) as checkpoints:
+            checkpoints.resume()
+            while pipe.step_number < steps:
+                pipe.step(batch_of(pipe.step_number)); opt.step(); opt.zero_grad()
+                checkpoints.step()
+
+    All ranks make it and call its methods alike.  A checkpoint is complete or absent, whenever a process is
+    killed.  It holds the parameters, buffers, the optimizer's state and the step's number by the model's
+    names, and can be resumed with other numbers of ranks and stages, and by ``fxpipe.read_checkpoint``
+    without any.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        directory: str | Path,
+        *,
+        optimizer: PipelineOptimizer | None = None,
+        state: Mapping[str, Stateful] | None = None,
+        every: int | None = None,
+        keep: int = 3,
+        asynchronous: bool = True,
+    ):
+        """directory: on a disk that all ranks see.  state: objects with ``state_dict`` and
+        ``load_state_dict``, by name (schedulers, loaders): that of rank 0
+            is kept, and all ranks get it.
+        every: steps from one checkpoint to the next; None for those of ``save`` alone, and of a SIGTERM.
+        keep: the number of checkpoints that are kept.
+        asynchronous: copy the tensors and write them in the background, while training goes on.
+        Raises ArtifactError, on every rank, for a directory that a rank cannot see or write.
+        """
+        if keep < 1 or (every is not None and every < 1):
+            raise RunError("keep and every are numbers of checkpoints and steps: at least 1.")
+        self.pipe, self.optimizer, self.user = pipe, optimizer, dict(state or {})
+        self.directory, self.every, self.keep, self.asynchronous = Path(directory), every, keep, asynchronous
+        self._process = pipe.process
+        self._rank = 0 if self._process is None else self._process.rank
+        if self._process is None and pipe.plan.ranks > 1:
+            raise RunError("Checkpoints are of a run under torchrun, or of a pipeline of one rank.")
+        # Of its own, as the background thread uses it while the main thread uses the others.
+        self._group: dist.ProcessGroup | None = None
+        if self._process is not None:
+            self._group = dist.new_group(backend="gloo", timeout=self._process.timeout)
+        self._check_directory()
+        self._background = ThreadPoolExecutor(1, "fxpipe-checkpoint")
+        self._writing: Future[Path] | None = None
+        self._stop = threading.Event()
+        self._handler: Any = None
+        if threading.current_thread() is threading.main_thread():
+            self._handler = signal.signal(signal.SIGTERM, lambda *_: self._stop.set())
+
+    def resume(self) -> bool:
+        """Load the newest checkpoint; False if there is none.
+
+        Raises ArtifactError, before anything has changed, for one that is damaged, naming the file, and for
+        one of another model, naming the first tensor that differs.
+        """
+        newest = list(files.checkpoints(self.directory).values())[-1:] if self._rank == 0 else []
+        name = self._all([path.name for path in newest])[0]
+        if not name:
+            return False
+        path = self.directory / name[0]
+        record = self._checked(lambda: self._verified(path))
+        state = self.pipe.model_state
+        self._checked(lambda: restore(state, self.optimizer, self.user, path, record, self._rank))
+        self.pipe.step_number = record.step_number
+        return True
+
+    def step(self) -> None:
+        """After each step of the optimizer: write a checkpoint if one is due.
+
+        After a SIGTERM to any rank, all write one and end their processes with exit code 143.
+        Raises RunError if the last one could not be written.
+        """
+        if self._writing is not None and self._writing.done():
+            self.wait()
+        stop = torch.tensor(float(self._stop.is_set()))
+        if self._process is not None:
+            self._process.all_reduce_(stop, largest=True)
+        if stop:
+            self.save()
+            self.close()
+            sys.exit(128 + signal.SIGTERM)
+        if self.every is not None and self.pipe.step_number % self.every == 0:
+            self._start()
+            if not self.asynchronous:
+                self.wait()
+
+    def save(self) -> Path:
+        """Write a checkpoint now; return its directory when it is complete."""
+        self._start()
+        path = self.wait()
+        assert path is not None
+        return path
+
+    def wait(self) -> Path | None:
+        """Wait until the checkpoint that is being written is complete.  Raises RunError if it failed."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return None
+        try:
+            return writing.result()
+        except (OSError, RuntimeError, CheckpointException, ArtifactError) as error:
+            cause = error.failures if isinstance(error, CheckpointException) else {}
+            text = "; ".join(f"rank {r}: {e[0]}" for r, e in sorted(cause.items())) or str(error)
+            raise RunError(
+                f"The checkpoint in {self.directory} could not be written: {text}. "
+                "The earlier ones are whole."
+            ) from error
+
+    def close(self) -> None:
+        """Wait for the last checkpoint, and handle SIGTERM as before."""
+        if self._handler is not None:
+            signal.signal(signal.SIGTERM, self._handler)
+            self._handler = None
+        try:
+            self.wait()
+        finally:
+            self._background.shutdown()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:  # another rank may have ended, and the one being written may never be complete
+            self._background.shutdown(wait=False, cancel_futures=True)
+
+    def _start(self) -> None:
+        self.wait()
+        step, state = self.pipe.step_number, self.pipe.model_state
+        state.follow_model()
+        tensors: dict[str, torch.Tensor | Part] = {}
+        own = self.user if self._rank == 0 else {}
+        record = record_of(state, self.optimizer, step, own, tensors)
+        tensors |= tensors_of(state, self.optimizer, self._rank)
+        if self.asynchronous:
+            tensors = {name: _staged(tensor) for name, tensor in tensors.items()}
+        self._writing = self._background.submit(self._write, step, record, tensors)
+
+    def _write(self, step: int, record: Record, tensors: dict[str, torch.Tensor | Part]) -> Path:
+        """Runs in the background thread on every rank."""
+        if self._rank == 0:
+            problem = _problem(lambda: files.begin(self.directory, step))
+        self._raise_first(self._all(problem if self._rank == 0 else ""))
+        draft = files.draft_of(self.directory, step)
+        tensor_store.write(tensors, draft, self._group)
+        sums: dict[str, str] = {}
+        fields: dict[str, Any] = {}
+        for found, held in self._all((self._sums(draft), record.fields)):
+            sums |= found
+            fields |= from_json(held, {})
+        path = files.path_of(self.directory, step)
+        problem = ""
+        if self._rank == 0:
+            whole = dataclasses.replace(record, fields=to_json(fields, {}, "", "the optimizer's state"))
+            text = json.dumps(unstructure(whole), indent=1)
+            problem = _problem(lambda: files.complete(self.directory, step, text, sums))
+        self._raise_first(self._all(problem))
+        if self._rank == 0:
+            files.keep_newest(self.directory, self.keep)
+        return path
+
+    def _sums(self, path: Path) -> dict[str, str]:
+        """Checksums of the files that this rank looks at; the ranks share them."""
+        names = sorted(p.name for p in path.glob("*.safetensors"))
+        ranks = 1 if self._process is None else self._process.ranks
+        return {name: files.checksum(path / name) for name in names[self._rank :: ranks]}
+
+    def _verified(self, path: Path) -> Record:
+        sums = files.read_sums(path)
+        ranks = 1 if self._process is None else self._process.ranks
+        names = sorted(sums)[self._rank :: ranks]
+        files.verify(path, {name: sums[name] for name in names})
+        return Record.from_json(files.read_state(path), path)
+
+    def _check_directory(self) -> None:
+        """All ranks must see what rank 0 writes."""
+        token = self._all(secrets.token_hex(8) if self._rank == 0 else "")[0]
+        probe = self.directory / f".probe-{token}"
+        problem = _problem(lambda: _make_probe(probe)) if self._rank == 0 else ""
+        self._raise_first(self._all(problem))
+        end = time.monotonic() + PATIENCE
+        while not probe.exists() and time.monotonic() < end:
+            time.sleep(0.1)
+        blind = [str(rank) for rank, sees in enumerate(self._all(probe.exists())) if not sees]
+        if self._rank == 0:
+            probe.unlink(missing_ok=True)
+        if blind:
+            raise ArtifactError(
+                f"Rank {', '.join(blind)} does not see what rank 0 writes to {self.directory.absolute()}. "
+                "Name a directory on a disk that all machines have."
+            )
+
+    def _checked(self, function: Callable[[], Any]) -> Any:
+        """Call a function on every rank; raise the first rank's ArtifactError on all."""
+        result, problem = None, ""
+        try:
+            result = function()
+        except ArtifactError as error:
+            problem = str(error)
+        self._raise_first(self._all(problem))
+        return result
+
+    def _all(self, value: Any) -> list[Any]:
+        """The values of all ranks."""
+        if self._process is None:
+            return [value]
+        values: list[Any] = [None] * self._process.ranks
+        dist.all_gather_object(values, value, self._group)
+        return values
+
+    @staticmethod
+    def _raise_first(problems: list[str]) -> None:
+        for problem in problems:
+            if problem:
+                raise ArtifactError(problem)
+
+
+def _make_probe(probe: Path) -> None:
+    probe.parent.mkdir(parents=True, exist_ok=True)
+    probe.write_text("")
+
+
+def _problem(function: Callable[[], Any]) -> str:
+    """What a function fails with, for the other ranks; empty if it does not."""
+    try:
+        function()
+    except (OSError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def _staged(tensor: torch.Tensor | Part) -> torch.Tensor | Part:
+    """A copy in the memory of the CPU, which training does not change."""
+    if isinstance(tensor, Part):
+        return dataclasses.replace(tensor, tensor=tensor.tensor.detach().to("cpu", copy=True))
+    return tensor.detach().to("cpu", copy=True)

@@ -1,0 +1,136 @@
+"""The directories of checkpoints: complete or absent, with checksums.
+
+    checkpoints/step-00000200/  step-00000300/ …
+        state.json  shard-00001-model-00001-of-00001.safetensors …  SHA256SUMS
+
+A checkpoint is written under a hidden name, synchronized to the disk, and renamed.  ``SHA256SUMS`` is in the
+format of sha256sum.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from fxpipe.errors import ArtifactError
+from fxpipe.strict import MEBIBYTE, Misfit, open_regular, read_text, shown
+
+SUMS, STATE = "SHA256SUMS", "state.json"
+
+
+def path_of(directory: Path, step: int) -> Path:
+    return directory / f"step-{step:08d}"
+
+
+def draft_of(directory: Path, step: int) -> Path:
+    return directory / f".step-{step:08d}.draft"
+
+
+def checkpoints(directory: Path) -> dict[int, Path]:
+    """The complete checkpoints by the number of steps, the oldest first."""
+    names = (re.fullmatch(r"step-([0-9]{8,15})", path.name) for path in directory.iterdir())
+    steps = sorted(int(match[1]) for match in names if match)
+    return {step: path_of(directory, step) for step in steps}
+
+
+def begin(directory: Path, step: int) -> Path:
+    """Make the directory of a new checkpoint, under its hidden name."""
+    draft = draft_of(directory, step)
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir()
+    return draft
+
+
+def checksum(path: Path) -> str:
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def complete(directory: Path, step: int, state: str, sums: Mapping[str, str]) -> Path:
+    """Add state and checksums to the files that ranks have written and synchronized; give it its name."""
+    draft, path = draft_of(directory, step), path_of(directory, step)
+    _write(draft / STATE, state)
+    sums = {**sums, STATE: checksum(draft / STATE)}
+    _write(draft / SUMS, "".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
+    _synchronize(draft)
+    if path.exists():  # of a run that went on from an earlier checkpoint
+        _remove(path)
+    draft.rename(path)
+    _synchronize(directory)
+    return path
+
+
+def keep_newest(directory: Path, number: int) -> None:
+    """Remove all but the newest checkpoints, and what earlier runs left unfinished."""
+    for path in list(checkpoints(directory).values())[:-number]:
+        _remove(path)
+    for path in directory.glob(".step-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def read_state(path: Path) -> str:
+    """The text of state.json.  Raises ArtifactError if it, or the list of checksums, is missing or
+    changed."""
+    sums = read_sums(path)
+    verify(path, {STATE: sums[STATE]})
+    return read_text(path / STATE, 256 * MEBIBYTE)
+
+
+def read_sums(path: Path) -> dict[str, str]:
+    """The checksums by the names of the files; all these files exist, and no others.  Raises
+    ArtifactError."""
+    try:
+        lines = read_text(path / SUMS, MEBIBYTE).splitlines()
+    except Misfit as error:
+        raise ArtifactError(f"{path / SUMS} {error}. {_instead(path)}") from error
+    sums = {name: found for found, _, name in (line.partition("  ") for line in lines)}
+    held = {file.name for file in path.iterdir()} - {SUMS}
+    for name in sorted(held ^ {STATE, *sums}):
+        wrong = "is missing" if name not in held else f"is not in {SUMS}"
+        raise ArtifactError(f"{path}: {shown(name)} {wrong}. {_instead(path)}")
+    return sums
+
+
+def verify(path: Path, sums: Mapping[str, str]) -> None:
+    """Raise ArtifactError, naming the first file that is not what was written."""
+    for name, expected in sums.items():
+        try:
+            found = checksum(path / name)
+        except (Misfit, OSError) as error:
+            raise ArtifactError(f"{path / name} {error}. {_instead(path)}") from error
+        if found != expected:
+            wrong = f"is damaged: its checksum is not the one in {SUMS}"
+            raise ArtifactError(f"{path / name} {wrong}. {_instead(path)}")
+
+
+def _instead(path: Path) -> str:
+    step = int(path.name.removeprefix("step-"))
+    older = [p.name for other, p in checkpoints(path.parent).items() if other < step]
+    return f"Remove {path.name} to go on from {older[-1]}." if older else "There is no older checkpoint."
+
+
+def _write(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _synchronize(directory: Path) -> None:
+    number = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint so that it is never seen half removed."""
+    hidden = path.with_name(f".{path.name}.removed")
+    shutil.rmtree(hidden, ignore_errors=True)
+    path.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)

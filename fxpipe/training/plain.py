@@ -1,0 +1,87 @@
+"""The state of schedulers, loaders and optimizers as JSON and tensors, without pickle."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from math import isfinite
+from typing import Any
+
+import torch
+
+from fxpipe.errors import RunError
+from fxpipe.strict import Misfit, shown
+
+
+def to_json(value: Any, tensors: dict[str, torch.Tensor], prefix: str, what: str) -> Any:
+    """A value as JSON has it: None, numbers, texts, bytes, tensors, and lists, tuples, dicts, Counters of
+    them.
+
+    tensors: gets those in the value, under names that begin with ``prefix``.  what: for messages.
+    Raises RunError, naming the entry, for anything else.
+    """
+
+    def encode(value: Any, path: str) -> Any:
+        match value:
+            case None | bool() | str():
+                return value
+            case int():
+                return int(value)
+            case float():
+                return float(value) if isfinite(value) else {"float": str(float(value))}
+            case bytes():
+                return {"bytes": value.hex()}
+            case torch.Tensor():
+                name = f"{prefix}{len(tensors)}"
+                tensors[name] = value.detach()
+                return {"tensor": name}
+            case list():
+                return [encode(x, f"{path}[{k}]") for k, x in enumerate(value)]
+            case tuple():
+                return {"tuple": [encode(x, f"{path}[{k}]") for k, x in enumerate(value)]}
+            case Mapping():
+                entries = [[encode(k, path), encode(x, f"{path}[{k!r}]")] for k, x in value.items()]
+                if isinstance(value, Counter):
+                    return {"Counter": entries}
+                if all(type(key) is str for key in value):
+                    return {"dict": dict(entries)}
+                return {"items": entries}
+        raise RunError(
+            f"{path} is a {type(value).__name__}, which a checkpoint does not hold. Keep numbers, texts, "
+            "bytes, tensors, and lists, tuples and dicts of them."
+        )
+
+    return encode(value, what)
+
+
+def from_json(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The inverse.  Raises Misfit for what ``to_json`` does not give."""
+
+    def decode(value: Any) -> Any:
+        match value:
+            case None | bool() | str() | int() | float():
+                return value
+            case list():
+                return [decode(x) for x in value]
+            case {**entries} if len(entries) == 1:
+                ((kind, held),) = entries.items()
+                if kind in _KINDS:
+                    return _KINDS[kind](held, decode, tensors)
+        raise Misfit(f"is {shown(value)}, which is no state")
+
+    try:
+        return decode(value)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise error if isinstance(error, Misfit) else Misfit(f"is no state: {error!r:.80}") from error
+
+
+_Decode = Callable[[Any], Any]
+_KINDS: dict[str, Callable[[Any, _Decode, Mapping[str, torch.Tensor]], Any]] = {
+    "float": lambda held, decode, tensors: float(held),
+    "bytes": lambda held, decode, tensors: bytes.fromhex(held),
+    "tensor": lambda held, decode, tensors: tensors[held],
+    "tuple": lambda held, decode, tensors: tuple(decode(x) for x in held),
+    "dict": lambda held, decode, tensors: {k: decode(x) for k, x in held.items()},
+    "items": lambda held, decode, tensors: {decode(k): decode(x) for k, x in held},
+    "Counter": lambda held, decode, tensors: Counter({decode(k): decode(x) for k, x in held}),
+}

@@ -1,0 +1,236 @@
+"""All that a training run is: parameters, buffers, the optimizer's state, the step's number, the user's
+state.
+
+By the model's names, so that another number of ranks or another schedule can take it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from fxpipe.errors import ArtifactError
+from fxpipe.plan.artifact import Plan
+from fxpipe.strict import Misfit, parse_json, structure
+from fxpipe.training import tensor_store
+from fxpipe.training.model_state import ModelState
+from fxpipe.training.optimizer import PipelineOptimizer
+from fxpipe.training.plain import from_json, to_json
+from fxpipe.training.tensor_store import Part
+from fxpipe.version import __version__
+from fxpipe.vocabulary.rows import rows_of
+
+FORMAT = 1
+MODEL, OPTIMIZER, GROUPS, USER = "model.", "optimizer.", "groups.", "user."  # names of tensors begin so
+
+
+class Stateful(Protocol):
+    """A scheduler, a loader, a sampler, …"""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a checkpoint holds beside tensors; state.json is this and nothing else.
+
+    ``groups``: the options of the optimizer's groups.  ``fields``: parameter -> its state that is no tensor.
+    ``user``: the user's state by name.  These three are as :mod:`fxpipe.training.plain` gives them.
+    """
+
+    format: int
+    version: str
+    model: str
+    step_number: int
+    seed: int
+    groups: Any
+    fields: Any
+    user: Any
+
+    @staticmethod
+    def from_json(text: str, path: Path) -> Record:
+        """Raises ArtifactError for a text that is no record of this format."""
+        try:
+            record = structure(parse_json(text), Record)
+        except Misfit as error:
+            raise ArtifactError(f"{path}: state.json {error}.") from error
+        if record.format != FORMAT:
+            raise ArtifactError(
+                f"{path} has format {record.format} and fxpipe {__version__} reads format {FORMAT}. Read it "
+                f"with fxpipe {record.version}."
+            )
+        return record
+
+
+def tensors_of(
+    state: ModelState, optimizer: PipelineOptimizer | None, rank: int
+) -> dict[str, torch.Tensor | Part]:
+    """The tensors that a rank holds, by their names in a checkpoint."""
+    held = state.plan.tensors[rank]
+    found = {}
+    for name in (*held.parameters, *held.buffers):
+        rows = rows_of(name)
+        found[MODEL + (rows.table if rows else name)] = _part(state.plan, name, state.held(name))
+    if optimizer is not None:
+        for parameter, fields in optimizer.state.items():
+            name = optimizer.names[parameter]
+            rows = rows_of(name)
+            for key, value in fields.items():
+                if isinstance(value, torch.Tensor):
+                    own = _part(state.plan, name, value) if value.shape == parameter.shape else value
+                    found[f"{OPTIMIZER}{rows.table if rows else name}.{key}"] = own
+    return found
+
+
+def _part(plan: Plan, name: str, tensor: torch.Tensor) -> torch.Tensor | Part:
+    rows = rows_of(name)
+    return tensor if rows is None else Part(tensor, rows.begin, plan.layouts[rows.table].shape[0])
+
+
+def plain_fields(optimizer: PipelineOptimizer | None) -> dict[str, dict[str, Any]]:
+    """The state of this rank's parameters that is no tensor: numbers, mostly."""
+    found = {}
+    if optimizer is None:
+        return {}
+    for parameter, fields in optimizer.state.items():
+        rows = rows_of(optimizer.names[parameter])
+        plain = {key: value for key, value in fields.items() if not isinstance(value, torch.Tensor)}
+        if plain:
+            found[rows.table if rows else optimizer.names[parameter]] = plain
+    return found
+
+
+def record_of(
+    state: ModelState,
+    optimizer: PipelineOptimizer | None,
+    step_number: int,
+    user: Mapping[str, Stateful],
+    tensors: dict[str, Any],
+) -> Record:
+    """The record, with the fields of this rank's parameters.  tensors: gets those of the groups and the
+    user."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    return Record(
+        format=FORMAT,
+        version=__version__,
+        model=state.plan.model,
+        step_number=step_number,
+        seed=state.plan.step.seed,
+        groups=to_json(options, tensors, GROUPS, "the optimizer's groups"),
+        fields=to_json(plain_fields(optimizer), tensors, GROUPS, "the optimizer's state"),
+        user=to_json({name: own.state_dict() for name, own in user.items()}, tensors, USER, "state"),
+    )
+
+
+def restore(
+    state: ModelState,
+    optimizer: PipelineOptimizer | None,
+    user: Mapping[str, Stateful],
+    path: Path,
+    record: Record,
+    rank: int,
+) -> None:
+    """Fill the tensors that a rank holds, the optimizer, and the user's objects.
+
+    Raises ArtifactError, before anything has changed, where the checkpoint is not of this model.
+    """
+    stored = tensor_store.stored(path)
+    extra = {
+        name: torch.empty(shape, dtype=dtype)
+        for name, (shape, dtype) in stored.items()
+        if name.startswith((GROUPS, USER))
+    }
+    tensor_store.read(extra, path)
+    try:
+        groups, fields = from_json(record.groups, extra), from_json(record.fields, extra)
+        given = from_json(record.user, extra)
+    except Misfit as error:
+        raise ArtifactError(f"{path}: state.json {error}.") from error
+    _check_model(state.plan, stored, path)
+    for name in user:
+        if name not in given:
+            raise ArtifactError(
+                f"{path} holds no state {name!r}; it holds {', '.join(sorted(given)) or 'none'}."
+            )
+    if optimizer is not None and len(groups) != len(optimizer.param_groups):
+        raise ArtifactError(
+            f"{path} has the state of an optimizer with {len(groups)} groups, and this one has "
+            f"{len(optimizer.param_groups)}. Make it with the same groups."
+        )
+    if record.seed != state.plan.step.seed:
+        warnings.warn(
+            f"{path} is of a run with seed {record.seed}, and this pipeline was compiled with "
+            f"{state.plan.step.seed}: random ops draw other numbers than that run would have.",
+            stacklevel=4,
+        )
+    state.follow_model()
+    tensor_store.read(tensors_of(state, None, rank), path)
+    state.changed()
+    if optimizer is not None:
+        _restore_optimizer(state.plan, optimizer, stored, path, groups, fields)
+    for name, own in user.items():
+        own.load_state_dict(given[name])
+
+
+def _check_model(plan: Plan, stored: Mapping[str, tuple[torch.Size, torch.dtype]], path: Path) -> None:
+    held = {name for own in plan.tensors for name in (*own.parameters, *own.buffers)}
+    names = {rows.table if (rows := rows_of(name)) else name for name in held}
+    found = {name.removeprefix(MODEL) for name in stored if name.startswith(MODEL)}
+    for name in sorted(names | found):
+        shape = plan.layouts[name].shape if name in names else None
+        there = tuple(stored[MODEL + name][0]) if name in found else None
+        if shape != there:
+            here = "no such tensor" if shape is None else f"shape {shape}"
+            other = "does not hold it" if there is None else f"has shape {there}"
+            raise ArtifactError(
+                f"{path} is of another model: {name} has {here} in this one, and the checkpoint {other}."
+            )
+
+
+def _restore_optimizer(
+    plan: Plan,
+    optimizer: PipelineOptimizer,
+    stored: Mapping[str, tuple[torch.Size, torch.dtype]],
+    path: Path,
+    groups: list[dict[str, Any]],
+    fields: Mapping[str, dict[str, Any]],
+) -> None:
+    by_parameter: dict[str, list[str]] = {}
+    for key in stored:
+        if key.startswith(OPTIMIZER):
+            name, _, field = key.removeprefix(OPTIMIZER).rpartition(".")
+            by_parameter.setdefault(name, []).append(field)
+    state: dict[int, dict[str, Any]] = {}
+    tensors: dict[str, torch.Tensor | Part] = {}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for k, parameter in enumerate(parameters):
+        rows = rows_of(optimizer.names[parameter])
+        name = rows.table if rows else optimizer.names[parameter]
+        own = dict(fields.get(name, {}))
+        for field in by_parameter.get(name, ()):
+            key = f"{OPTIMIZER}{name}.{field}"
+            shape, dtype = stored[key]
+            as_whole = tuple(shape) == plan.layouts[name].shape
+            own[field] = torch.empty(parameter.shape if as_whole else shape, dtype=dtype)
+            tensors[key] = _part(plan, optimizer.names[parameter], own[field]) if as_whole else own[field]
+        if own:
+            state[k] = own
+    tensor_store.read(tensors, path)
+    numbers = iter(range(len(parameters)))
+    optimizer.load_state_dict(
+        {
+            "state": state,
+            "param_groups": [
+                {**options, "params": [next(numbers) for _ in group["params"]]}
+                for options, group in zip(groups, optimizer.param_groups, strict=True)
+            ],
+        }
+    )
