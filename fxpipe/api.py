@@ -209,6 +209,7 @@ def load(path: str | Path, *, offload_directory: str | Path | None = None) -> Pi
         process,
         directory=directory,
         offload_directory=None if offload_directory is None else Path(offload_directory),
+        first_step=files.read_step_number(directory, ranks[0]),
     )
 
 

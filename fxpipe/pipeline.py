@@ -15,7 +15,6 @@ from torch import fx
 from fxpipe.cost.symbolic import Expressions, PlanWork
 from fxpipe.errors import SizeError
 from fxpipe.ir.graph import Section
-from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.runtime.process import Process
 from fxpipe.runtime.rank import Runtime
@@ -26,6 +25,7 @@ from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.training.model_state import ModelState
 from fxpipe.training.optimizer import PipelineOptimizer, check_separable, grouped
 from fxpipe.training.runner import LocalResult, Runner
+from fxpipe.training.save import save
 from fxpipe.training.state_dict import copy_to_model, full_state_dict, load_state_dict, state_dict
 from fxpipe.vocabulary.rows import rows_of
 
@@ -71,6 +71,7 @@ class Pipeline:
     sections: tuple[Section, ...] = ()
     directory: Path | None = None
     offload_directory: Path | None = None
+    first_step: int = 0
 
     @cached_property
     def model_state(self) -> ModelState:
@@ -79,7 +80,13 @@ class Pipeline:
     @cached_property
     def _runner(self) -> Runner:
         return Runner(
-            self.artifact, self.model_state, self.device, self.process, self.directory, self.offload_directory
+            self.artifact,
+            self.model_state,
+            self.device,
+            self.process,
+            self.directory,
+            self.offload_directory,
+            self.first_step,
         )
 
     @property
@@ -239,25 +246,11 @@ class Pipeline:
     def save(self, path: str | Path) -> None:
         """Write programs, plan, weights with their checksums, and pictures to a new directory.
 
-        Under torchrun every rank calls it and writes the weights that it holds.  Raises ArtifactError if
-        the directory is not empty; then nothing is written.
+        Under torchrun every rank calls it; rank 0 writes the files of all.  Raises ArtifactError, on all
+        ranks, if the directory is not empty or cannot be written; then nothing is left in it.
         """
-        self.model_state.follow_model()
-        ranks = range(self.plan.ranks) if self.process is None else [self.process.rank]
-        for rank in ranks:
-            self.model_state.check_values(rank)
-        with files.new_directory(Path(path), self.process) as draft:
-            for rank in ranks:
-                files.write_tensors(
-                    self.model_state.saved_by(rank, self.artifact.constants),
-                    self.artifact.programs[rank],
-                    draft,
-                    rank,
-                )
-            if 0 in ranks:
-                files.write_programs(self.artifact, draft)
-                if self.graph is not None:
-                    self.draw(draft)
+        draw = self.draw if self.graph is not None else None
+        save(self.artifact, self.model_state, self.step_number, Path(path), draw)
 
     def explain(self) -> None:
         """Print the reasons for the schedule: the candidates of ``schedule="auto"``, the fastest first, with

@@ -152,6 +152,8 @@ def training(rank: Rank) -> None:
         rank.tensors(f"{name} parameters", {name: pipe.parameter(name) for name in held})
         rank.tensors(f"{name} course", {"losses": torch.stack(losses), "norms": torch.tensor(norms)})
         pipe.save(rank.directory / name)
+        rank.error(f"{name} part", pipe.state_dict)
+        rank.tensors(f"{name} full", pipe.full_state_dict())
         pipe.synchronize()
         rank.tensors(f"{name} whole", pipe.state_dict())
         evaluation = compiled(TRAINED, model.eval(), MICROBATCHES, replace(shape, gradients=False))

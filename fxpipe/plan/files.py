@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -30,6 +31,7 @@ from fxpipe.runtime.tensors import in_strides
 from fxpipe.strict import MEBIBYTE, Misfit, open_regular, read_text, shown
 
 MOST_PLAN_BYTES, MOST_PROGRAM_BYTES = 32 * MEBIBYTE, 64 * MEBIBYTE
+STEP = "step_number"
 AGAIN = "Save the pipeline again."
 
 
@@ -100,11 +102,16 @@ def write_programs(artifact: Artifact, directory: Path) -> None:
         (directory / name).write_bytes(text)
 
 
-def write_tensors(tensors: Mapping[str, torch.Tensor], program: str, directory: Path, rank: int) -> None:
-    """Write the tensors of a rank, and the checksums of its tensor file and its program."""
+def write_tensors(
+    tensors: Mapping[str, torch.Tensor], program: str, directory: Path, rank: int, step_number: int
+) -> None:
+    """Write the tensors of a rank, and the checksums of its tensor file and its program.
+
+    step_number: of the next step, kept beside the tensors.
+    """
     path = directory / f"rank{rank}.safetensors"
-    save_file(apart(tensors), path)
-    sums = {f"rank{rank}.py": hashlib.sha256(program.encode()).hexdigest(), path.name: _checksum(path)}
+    save_file(apart(tensors), path, {STEP: str(step_number)})
+    sums = {f"rank{rank}.py": hashlib.sha256(program.encode()).hexdigest(), path.name: checksum(path)}
     lines = (f"{checksum}  {name}\n" for name, checksum in sums.items())
     (directory / f"rank{rank}.sha256").write_text("".join(lines))
 
@@ -173,6 +180,17 @@ def read_tensors(directory: Path, plan: Plan, rank: int) -> dict[str, torch.Tens
     return laid_out(tensors, plan)
 
 
+def read_step_number(directory: Path, rank: int) -> int:
+    """The number of the next step of a saved pipeline; 0 if it was saved by a version that did not keep
+    it."""
+    path = directory / f"rank{rank}.safetensors"
+    with open_tensors(path) as file:
+        text = (file.metadata() or {}).get(STEP, "0")
+    if not re.fullmatch("[0-9]{1,15}", text):
+        raise ArtifactError(f"{path} has the step number {shown(text)}. {AGAIN}")
+    return int(text)
+
+
 def _check_shape(path: Path, name: str, shape: list[int], plan: Plan) -> None:
     if tuple(shape) != plan.layouts[name].shape:
         raise ArtifactError(
@@ -210,10 +228,11 @@ def _tell_changes(directory: Path, rank: int) -> None:
     ):
         if name not in sums:
             raise ArtifactError(f"{path} is damaged or cut short: it has no checksum of {name}. {AGAIN}")
-        if _checksum(directory / name) != sums[name]:
+        if checksum(directory / name) != sums[name]:
             warnings.warn(f"{directory / name} {changed}.", stacklevel=4)
 
 
-def _checksum(path: Path) -> str:
+def checksum(path: Path) -> str:
+    """The SHA-256 of a file, as sha256sum writes it."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -90,6 +90,16 @@ class Process:
         if value is not tensor:
             tensor.copy_(value)
 
+    def send_to_first(self, tensor: torch.Tensor) -> None:
+        """Send a tensor to rank 0, which must ask for it."""
+        dist.send(self._on_wire(tensor.contiguous()), 0)
+
+    def receive_as_first(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """Overwrite rank 0's tensor with the one that ``source`` sends; return it."""
+        value = self._on_wire(tensor.contiguous())
+        dist.recv(value, source)
+        return tensor if value is tensor else tensor.copy_(value)
+
     def all_reduce_sum(self, value: float) -> float:
         """The sum of one number over all ranks."""
         total = self._on_wire(torch.tensor(value, dtype=torch.float64))

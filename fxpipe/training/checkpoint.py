@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fxpipe.errors import ArtifactError, RunError
+from fxpipe.plan.files import checksum
 from fxpipe.strict import unstructure
 from fxpipe.training import checkpoint_files as files
 from fxpipe.training import tensor_store
@@ -204,7 +205,7 @@ class Checkpointer:
         """Checksums of the files that this rank looks at; the ranks share them."""
         names = sorted(p.name for p in path.glob("*.safetensors"))
         ranks = 1 if self._process is None else self._process.ranks
-        return {name: files.checksum(path / name) for name in names[self._rank :: ranks]}
+        return {name: checksum(path / name) for name in names[self._rank :: ranks]}
 
     def _verified(self, path: Path) -> Record:
         sums = files.read_sums(path)

@@ -9,7 +9,6 @@ format of sha256sum.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import shutil
@@ -17,7 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fxpipe.errors import ArtifactError
-from fxpipe.strict import MEBIBYTE, Misfit, open_regular, read_text, shown
+from fxpipe.plan.files import checksum
+from fxpipe.strict import MEBIBYTE, Misfit, read_text, shown
 
 SUMS, STATE = "SHA256SUMS", "state.json"
 
@@ -43,11 +43,6 @@ def begin(directory: Path, step: int) -> Path:
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir()
     return draft
-
-
-def checksum(path: Path) -> str:
-    with open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def complete(directory: Path, step: int, state: str, sums: Mapping[str, str]) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,13 +135,6 @@ class ModelState:
             if value is not self.buffers[name]:
                 runtime.buffers[name] = self.buffers[name].copy_(value)
 
-    def saved_by(self, rank: int, constants: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """All tensors of a rank's safetensors file."""
-        held = self.plan.tensors[rank]
-        tensors: dict[str, torch.Tensor] = {n: constants[n] for n in held.constants}
-        tensors |= {n: self.parameter(n) for n in held.parameters}
-        return tensors | {n: self.buffers[n] for n in held.buffers}
-
     def check_values(self, rank: int) -> None:
         """Raise RunError if a tensor of the rank is on the meta device."""
         held = self.plan.tensors[rank]
@@ -165,6 +158,8 @@ class ModelState:
         Under torchrun all ranks must call it, and get values as they are sent, one by one.
         """
         self.follow_model()
+        for rank in range(self.plan.ranks) if self.process is None else [self.process.rank]:
+            self.check_values(rank)
         first = {n: r for r, held in reversed([*enumerate(self.plan.tensors)]) for n in _names_of(held)}
         for name, rank in first.items():
             here = self.process is None or self.process.rank == rank

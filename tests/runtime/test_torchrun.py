@@ -149,10 +149,14 @@ def test_training_is_that_of_one_process(two_ranks, name):
 def test_the_whole_model_after_training_and_its_evaluation(two_ranks, name):
     """Each rank has all that the others trained, and a pipeline without gradients runs on it."""
     model, _, _ = trained_in_one_process()
-    expected = {key: p.detach() for key, p in model.named_parameters()}
+    expected = model.state_dict()
+    assert "pipe.full_state_dict()" in one_message(text(two_ranks, f"{name} part", 2))
+    full = load_file(two_ranks / f"{name} full.0.safetensors")
+    assert load_file(two_ranks / f"{name} full.1.safetensors") == {}
     loss = eager(model, worker.batch_of(8), MICROBATCHES).loss
     for whole_state in tensors(two_ranks, f"{name} whole", 2):
         assert too_far(whole_state, expected) == {}
+        assert all(torch.equal(tensor, full[key]) for key, tensor in whole_state.items())
     for found in tensors(two_ranks, f"{name} evaluation", 2):
         assert relative_error(found["loss"], loss) <= 1e-10
 
@@ -185,7 +189,7 @@ def test_an_edited_program_runs_as_edited(two_ranks):
         assert other_bits(tensors(two_ranks, name, 2), flat(result, pipe)) == []
         losses.append(result.loss.item())
     plain, held = worker.TRAINED.build(), pipe.plan.tensors[0].parameters
-    plain.load_state_dict(pipe.state_dict(), strict=False)  # all but the tied weight's second name
+    plain.load_state_dict(pipe.state_dict())
     for name, module in plain.named_modules():
         if isinstance(module, torch.nn.LayerNorm) and f"{name}.weight" in held:
             module.eps = 0.25

@@ -1,0 +1,77 @@
+"""Writes a pipeline to a directory: rank 0 does, for all ranks, as they may have no disk in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+
+from fxpipe.errors import ArtifactError, FxpipeError
+from fxpipe.plan import files
+from fxpipe.plan.artifact import Artifact
+from fxpipe.runtime.process import Process
+from fxpipe.training.model_state import ModelState
+
+
+def save(
+    artifact: Artifact, state: ModelState, step_number: int, path: Path, draw: Callable[[Path], object] | None
+) -> None:
+    """See ``Pipeline.save``.  draw: writes the pictures; None without a graph."""
+    process = state.process
+    leads = process is None or process.rank == 0
+    state.follow_model()
+    for rank in range(artifact.plan.ranks) if process is None else [process.rank]:
+        state.check_values(rank)
+    with files.new_directory(path, process) as draft:
+
+        def write_programs() -> None:
+            files.write_programs(artifact, draft)
+            if draw is not None:
+                draw(draft)
+
+        for rank, program in enumerate(artifact.programs):
+            tensors = _tensors_of(artifact, state, rank)
+
+            def write_tensors(rank: int = rank, program: str = program, tensors: _Tensors = tensors) -> None:
+                files.write_tensors(tensors, program, draft, rank, step_number)
+
+            _agree(_problem(write_tensors) if leads else "", process)
+        _agree(_problem(write_programs) if leads else "", process)
+
+
+_Tensors = dict[str, torch.Tensor]
+
+
+def _tensors_of(artifact: Artifact, state: ModelState, rank: int) -> _Tensors:
+    """On rank 0, all tensors of a rank, which sends those that it trains."""
+    held, process = artifact.plan.tensors[rank], state.process
+    constants = {name: artifact.constants[name] for name in held.constants}
+    if process is None or process.rank == rank == 0:
+        return constants | {name: state.held(name) for name in (*held.parameters, *held.buffers)}
+    sent = {}
+    for name in (*held.parameters, *held.buffers):
+        if process.rank == rank:
+            process.send_to_first(state.held(name))
+        elif process.rank == 0:
+            sent[name] = process.receive_as_first(state.empty(name, state.device), rank).cpu()
+    return constants | sent
+
+
+def _problem(write: Callable[[], None]) -> str:
+    """What writing fails with, for the other ranks; empty if it does not."""
+    try:
+        write()
+    except (OSError, SafetensorError, FxpipeError) as error:
+        return f"The pipeline could not be saved: {error}"
+    return ""
+
+
+def _agree(problem: str, process: Process | None) -> None:
+    """Raise rank 0's problem on every rank."""
+    if process is not None:
+        given = problem.encode(errors="backslashreplace") if process.rank == 0 else None
+        problem = process.broadcast_bytes(given).decode()
+    if problem:
+        raise ArtifactError(problem)

@@ -1,0 +1,128 @@
+"""A training run for the tests of checkpoints; started by torchrun with a directory and its options as
+JSON."""
+
+import gc
+import json
+import os
+import sys
+import weakref
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import nn
+
+import fxpipe
+
+SIZE, WIDTH, LENGTH, ROWS, MICROBATCHES = 64, 16, 6, 2, 4
+
+
+class Reader(nn.Module):
+    """A tied table, dropout, batch norm's running statistics, and a counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(SIZE, WIDTH)
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.norm = nn.BatchNorm1d(LENGTH)
+        self.head = nn.Linear(WIDTH, SIZE, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, tokens, labels):
+        self.seen += 1
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + F.dropout(torch.tanh(layer(x)), 0.2)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def batch_of(step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    rows = ROWS * MICROBATCHES
+    return {name: torch.randint(SIZE, (rows, LENGTH), generator=generator) for name in ("tokens", "labels")}
+
+
+@dataclass(frozen=True)
+class Options:
+    """``steps``: in all.  ``every``: steps to a checkpoint.  ``at_once``: without the background thread."""
+
+    steps: int
+    every: int = 2
+    schedule: str = "zb-h1"
+    stages_per_rank: int = 1
+    vocab_parallel: bool = False
+    at_once: bool = False
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def pipeline(model: nn.Module, options: Options, ranks: int) -> fxpipe.Pipeline:
+    example = {name: t[:ROWS] for name, t in batch_of(0).items()}
+    return fxpipe.compile(
+        model,
+        example,
+        ranks=ranks,
+        microbatches=MICROBATCHES,
+        schedule=options.schedule,
+        stages_per_rank=options.stages_per_rank,
+        vocab_parallel=options.vocab_parallel,
+        effort=0.02,
+    )
+
+
+def train(pipe: fxpipe.Pipeline, options: Options, directory: Path) -> bool:
+    """Train to the end, from the newest checkpoint if there is one; return whether there was one."""
+    optimizer = pipe.optimizer(
+        torch.optim.AdamW,
+        groups=[{"params": "*.bias", "weight_decay": 0.0}],
+        lr=0.05,
+        clip_grad_norm=0.5,
+    )
+    rate = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5])
+    with fxpipe.Checkpointer(
+        pipe,
+        directory / "checkpoints",
+        optimizer=optimizer,
+        state={"rate": rate},
+        every=options.every,
+        keep=2,
+        asynchronous=not options.at_once,
+    ) as checkpoints:
+        resumed = checkpoints.resume()
+        while pipe.step_number < options.steps:
+            pipe.step(batch_of(pipe.step_number))
+            optimizer.step()
+            optimizer.zero_grad()
+            rate.step()
+            checkpoints.step()
+    return resumed
+
+
+def main(directory: Path, options: Options) -> None:
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    model = Reader()
+    pipe = pipeline(model, options, ranks)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    resumed = train(pipe, options, directory)
+    report = {
+        "resumed": resumed,
+        "model alive": alive() is not None,
+        "parameters": sorted(pipe.parameters),
+        "steps": pipe.step_number,
+    }
+    (directory / f"report.{rank}.json").write_text(json.dumps(report))
+    state = pipe.full_state_dict()
+    if rank == 0:
+        save_file({name: t.clone() for name, t in state.items()}, directory / "full.safetensors")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Options(**json.loads(sys.argv[2])))

@@ -1,0 +1,281 @@
+"""Checkpoints: the same bits on any number of ranks, and what is refused."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import run_worker as worker
+import torch
+from launch import torchrun
+from run_worker import Options, Reader, batch_of, pipeline
+from safetensors.torch import load_file
+
+import fxpipe
+from fxpipe.errors import ArtifactError, RunError
+from fxpipe.training import checkpoint_files as files
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = Path(worker.__file__)
+FOUR_RANKS = Options(steps=4, vocab_parallel=True)
+
+
+def run(ranks: int, directory: Path, options: Options) -> list[dict]:
+    """Train under torchrun; return the ranks' reports."""
+    done = torchrun(
+        ranks, SCRIPT, directory, options.to_json(), logs=directory / f"logs {ranks} {options.steps}"
+    )
+    assert done.code == 0, done
+    return [json.loads((directory / f"report.{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def full(directory: Path) -> dict[str, torch.Tensor]:
+    return load_file(directory / "full.safetensors")
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(t, expected[n]) for n, t in found.items())
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """Six steps on four ranks, with a vocabulary that is split over them."""
+    directory = tmp_path_factory.mktemp("trained")
+    reports = run(4, directory, replace(FOUR_RANKS, steps=6))
+    for rank, report in enumerate(reports):
+        assert not report["resumed"]
+        assert not report["model alive"]
+        # It keeps the rows that it trains, and not the table.
+        assert "embed.weight" not in report["parameters"]
+        assert f"embed.weight[{rank * 16}:{rank * 16 + 16}]" in report["parameters"]
+    return directory
+
+
+def copied(trained: Path, tmp_path: Path, step: int = 4) -> Path:
+    """A directory in which the run got no further than a step."""
+    name = files.path_of(trained / "checkpoints", step).name
+    shutil.copytree(trained / "checkpoints" / name, tmp_path / "checkpoints" / name)
+    return tmp_path
+
+
+def test_a_few_are_kept(trained):
+    assert [path.name for path in sorted((trained / "checkpoints").iterdir())] == [
+        "step-00000004",
+        "step-00000006",
+    ]
+
+
+def test_resumed_with_the_same_plan_it_is_the_same_run(trained, tmp_path):
+    directory = copied(trained, tmp_path)
+    reports = run(4, directory, replace(FOUR_RANKS, steps=6))
+    assert all(report["resumed"] for report in reports)
+    assert same(full(directory), full(trained))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [(2, Options(steps=4, schedule="1f1b", stages_per_rank=2)), (3, Options(steps=4, vocab_parallel=True))],
+)
+def test_opened_on_other_ranks_it_holds_the_same_bits(trained, tmp_path, ranks, options):
+    directory = copied(trained, tmp_path)
+    assert all(report["resumed"] for report in run(ranks, directory, options))
+    assert same(full(directory), expected_at_four(trained))
+
+
+def expected_at_four(trained: Path) -> dict[str, torch.Tensor]:
+    model = fxpipe.read_checkpoint(trained / "checkpoints" / "step-00000004").model
+    return {**model, "head.weight": model["embed.weight"]}
+
+
+def test_opened_in_plain_eager(trained):
+    found = fxpipe.read_checkpoint(trained / "checkpoints")
+    model = Reader()
+    model.load_state_dict({**found.model, "head.weight": found.model["embed.weight"]})
+    assert same(model.state_dict(), full(trained))
+    assert found.step_number == 6
+    assert model.seen == 6 * worker.MICROBATCHES
+    assert found.state["rate"]["last_epoch"] == 6
+    assert found.groups[0]["weight_decay"] == 0.0
+    assert found.optimizer["embed.weight"]["exp_avg"].shape == (worker.SIZE, worker.WIDTH)
+    assert found.optimizer["embed.weight"]["step"] == 6
+
+
+def test_resumed_on_one_rank_it_trains_as_eager(trained, tmp_path):
+    """The optimizer's state too: AdamW's next step of the whole model, in eager, is that of the pipeline."""
+    directory = copied(trained, tmp_path)
+    model = Reader()
+    pipe = pipeline(model, Options(steps=5, schedule="1f1b"), 1)
+    assert worker.train(pipe, Options(steps=5, every=100), directory)
+    expected = eager_step(trained / "checkpoints" / "step-00000004", pipe)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), expected[name], rtol=1e-5, atol=1e-6)
+
+
+def eager_step(path: Path, pipe: fxpipe.Pipeline) -> dict[str, torch.Tensor]:
+    """The parameters after one more step, with the gradients of the pipeline, as its dropout is its own."""
+    found = fxpipe.read_checkpoint(path)
+    model = Reader()
+    model.load_state_dict({**found.model, "head.weight": found.model["embed.weight"]})
+    fresh = pipeline(model, Options(steps=5, schedule="1f1b"), 1)
+    grads = fresh.run_local(batch_of(4), step=4).grads
+    named = dict(model.named_parameters())
+    biases = [n for n in named if n.endswith(".bias")]
+    others = [n for n in named if n not in biases]
+    optimizer = torch.optim.AdamW([{"params": [named[n] for n in names]} for names in (biases, others)])
+    options = [{k: v for k, v in group.items() if k != "params"} for group in found.groups]
+    numbers = {n: k for k, n in enumerate([*biases, *others])}
+    optimizer.load_state_dict(
+        {
+            "state": {numbers[n]: state for n, state in found.optimizer.items()},
+            "param_groups": [
+                {**o, "params": [numbers[n] for n in names]}
+                for o, names in zip(options, (biases, others), strict=True)
+            ],
+        }
+    )
+    for name, parameter in named.items():
+        parameter.grad = grads[name]
+    torch.nn.utils.clip_grad_norm_(named.values(), 0.5)
+    optimizer.step()
+    return {name: p.detach() for name, p in named.items()}
+
+
+# -- what is damaged, or of another model -----------------------------------------------------------------
+
+
+def flip_a_bit(path: Path) -> str:
+    file = next(path.glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    return f"{file.name} is damaged"
+
+
+def cut_a_file(path: Path) -> str:
+    file = next(path.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-10])
+    return f"{file.name} is damaged"
+
+
+def change_the_state(path: Path) -> str:
+    file = path / "state.json"
+    file.write_text(file.read_text().replace('"step_number": 4', '"step_number": 5'))
+    return "state.json is damaged"
+
+
+def remove_a_file(path: Path) -> str:
+    file = next(path.glob("*.safetensors"))
+    file.unlink()
+    return f"'{file.name}' is missing"
+
+
+def add_a_file(path: Path) -> str:
+    (path / "more").write_text("")
+    return "'more' is not in SHA256SUMS"
+
+
+def remove_the_sums(path: Path) -> str:
+    (path / "SHA256SUMS").unlink()
+    return "SHA256SUMS cannot be read"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [flip_a_bit, cut_a_file, change_the_state, remove_a_file, add_a_file, remove_the_sums],
+    ids=lambda f: f.__name__,
+)
+def test_damage_is_named_and_nothing_changes(trained, tmp_path, damage):
+    directory = copied(trained, tmp_path)
+    path = files.path_of(directory / "checkpoints", 4)
+    message = damage(path)
+    model = Reader()
+    pipe = pipeline(model, Options(steps=5, schedule="1f1b"), 1)
+    with fxpipe.Checkpointer(pipe, directory / "checkpoints") as checkpoints:
+        with pytest.raises(ArtifactError) as caught:
+            checkpoints.resume()
+        assert message in str(caught.value)
+        assert str(path) in str(caught.value)
+        assert "There is no older checkpoint" in str(caught.value)
+    assert same(model.state_dict(), Reader().state_dict())
+    assert pipe.step_number == 0
+    if damage is not remove_the_sums:
+        with pytest.raises(ArtifactError) as caught:
+            fxpipe.read_checkpoint(path)
+        assert message in str(caught.value)
+
+
+class Other(Reader):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2] = torch.nn.Linear(worker.WIDTH, worker.WIDTH, bias=False)
+
+
+def test_another_model(trained, tmp_path):
+    directory = copied(trained, tmp_path)
+    pipe = pipeline(Other(), Options(steps=5, schedule="1f1b"), 1)
+    with (
+        fxpipe.Checkpointer(pipe, directory / "checkpoints") as checkpoints,
+        pytest.raises(ArtifactError, match=r"another model: layers\.2\.bias has no such tensor in this one"),
+    ):
+        checkpoints.resume()
+
+
+def test_what_was_not_kept(trained, tmp_path):
+    directory = copied(trained, tmp_path)
+    pipe = pipeline(Reader(), Options(steps=5, schedule="1f1b"), 1)
+    optimizer = pipe.optimizer(torch.optim.AdamW)
+    checkpoints = fxpipe.Checkpointer(pipe, directory / "checkpoints", optimizer=optimizer)
+    with pytest.raises(ArtifactError, match="2 groups, and this one has 1"):
+        checkpoints.resume()
+    checkpoints.close()
+    loader = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    checkpoints = fxpipe.Checkpointer(pipe, directory / "checkpoints", state={"loader": loader})
+    with pytest.raises(ArtifactError, match="no state 'loader'; it holds rate"):
+        checkpoints.resume()
+    checkpoints.close()
+
+
+def test_a_directory_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    pipe = pipeline(Reader(), Options(steps=5, schedule="1f1b"), 1)
+    with pytest.raises(ArtifactError, match="file"):
+        fxpipe.Checkpointer(pipe, tmp_path / "file" / "checkpoints")
+    with pytest.raises(RunError, match="at least 1"):
+        fxpipe.Checkpointer(pipe, tmp_path, every=0)
+
+
+class Bad:
+    def state_dict(self):
+        return {"stream": object()}
+
+    def load_state_dict(self, state):
+        raise AssertionError
+
+
+def test_state_that_a_checkpoint_does_not_hold(tmp_path):
+    pipe = pipeline(Reader(), Options(steps=5, schedule="1f1b"), 1)
+    checkpoints = fxpipe.Checkpointer(pipe, tmp_path, state={"loader": Bad()})
+    with pytest.raises(RunError, match=r"state\['loader'\]\['stream'\] is a object"):
+        checkpoints.save()
+    checkpoints.close()
+    assert list(files.checkpoints(tmp_path)) == []
+
+
+def test_a_disk_that_is_full(tmp_path, monkeypatch):
+    """The earlier checkpoint stays whole."""
+    pipe = pipeline(Reader(), Options(steps=5, schedule="1f1b"), 1)
+    checkpoints = fxpipe.Checkpointer(pipe, tmp_path)
+    first = checkpoints.save()
+    pipe.step_number = 7
+
+    def full_disk(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch.distributed.checkpoint.filesystem.os, "fsync", full_disk)
+    with pytest.raises(RunError, match=r"could not be written: .*No space left on device"):
+        checkpoints.save()
+    checkpoints.close()
+    assert fxpipe.read_checkpoint(tmp_path).step_number == 0
+    assert list(files.checkpoints(tmp_path).values()) == [first]
