@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,8 +25,9 @@ from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.training.model_state import ModelState
 from fxpipe.training.optimizer import PipelineOptimizer, check_separable, grouped
+from fxpipe.training.pretrained import Pretrained, export
 from fxpipe.training.runner import LocalResult, Runner
-from fxpipe.training.save import save
+from fxpipe.training.save import agree, problem_of, save
 from fxpipe.training.state_dict import copy_to_model, full_state_dict, load_state_dict, state_dict
 from fxpipe.vocabulary.rows import rows_of
 
@@ -233,15 +235,36 @@ class Pipeline:
         the others get an empty dict.  All ranks must call it."""
         return full_state_dict(self.model_state, rank)
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
+    def load_state_dict(self, state: Mapping[str, torch.Tensor] | str | Path, strict: bool = True) -> None:
         """Load values of parameters and buffers; this also gives tensors to a model on the meta device.
 
-        state: of the whole model; a tensor with two names may have one of them, and buffers that are not
+        state: of the whole model, or the path of a safetensors file, or of a directory of Hugging Face with
+            one or several of them, of which each rank reads its part.  A tensor with two names may have one
+            of them, and buffers that are not
         persistent may be missing.  Call it on all ranks, before ``optimizer`` and the first ``step``.
         strict: raise ArtifactError for names that are missing or that the model does not have.
         Raises ArtifactError for another shape, and for two values of one tensor.
         """
-        load_state_dict(self.model_state, state, strict)
+        if isinstance(state, (str, Path)):
+            with closing(Pretrained(Path(state))) as pretrained:
+                load_state_dict(self.model_state, pretrained, strict)
+        else:
+            load_state_dict(self.model_state, state, strict)
+
+    def export(
+        self, directory: str | Path, like: str | Path | None = None, *, largest_file: str = "5GB"
+    ) -> None:
+        """Write the whole model's weights to a new directory as Hugging Face does; all ranks must call it.
+
+        like: a directory whose other files (config.json, the tokenizer's) are copied, so that
+            ``from_pretrained`` opens the new one.  largest_file: weights beyond it are split over several.
+        Raises ArtifactError, on all ranks, where the directory is not empty or cannot be written.
+        """
+        state = self.full_state_dict()
+        leads = self.process is None or self.process.rank == 0
+        source, target = None if like is None else Path(like), Path(directory)
+        problem = problem_of(lambda: export(state, target, source, largest_file)) if leads else ""
+        agree(problem, self.process)
 
     def save(self, path: str | Path) -> None:
         """Write programs, plan, weights with their checksums, and pictures to a new directory.

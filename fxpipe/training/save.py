@@ -37,8 +37,8 @@ def save(
             def write_tensors(rank: int = rank, program: str = program, tensors: _Tensors = tensors) -> None:
                 files.write_tensors(tensors, program, draft, rank, step_number)
 
-            _agree(_problem(write_tensors) if leads else "", process)
-        _agree(_problem(write_programs) if leads else "", process)
+            agree(problem_of(write_tensors) if leads else "", process)
+        agree(problem_of(write_programs) if leads else "", process)
 
 
 _Tensors = dict[str, torch.Tensor]
@@ -59,16 +59,16 @@ def _tensors_of(artifact: Artifact, state: ModelState, rank: int) -> _Tensors:
     return constants | sent
 
 
-def _problem(write: Callable[[], None]) -> str:
+def problem_of(write: Callable[[], None]) -> str:
     """What writing fails with, for the other ranks; empty if it does not."""
     try:
         write()
     except (OSError, SafetensorError, FxpipeError) as error:
-        return f"The pipeline could not be saved: {error}"
+        return str(error)
     return ""
 
 
-def _agree(problem: str, process: Process | None) -> None:
+def agree(problem: str, process: Process | None) -> None:
     """Raise rank 0's problem on every rank."""
     if process is not None:
         given = problem.encode(errors="backslashreplace") if process.rank == 0 else None

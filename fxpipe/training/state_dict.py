@@ -71,8 +71,9 @@ def copy_to_model(state: ModelState, model: nn.Module | None) -> None:
 def load_state_dict(state: ModelState, given: Mapping[str, torch.Tensor], strict: bool) -> None:
     """See ``Pipeline.load_state_dict``."""
     state.follow_model()
-    values = _values(state.plan, given, strict)
-    values |= _not_persistent(state, _all_names(state.plan) - values.keys())
+    held = {rows.table if (rows := rows_of(n)) else n for n in (*state.parameters, *state.buffers)}
+    values = _values(state.plan, given, strict, held)
+    values |= _not_persistent(state, held - values.keys())
     for name in [*state.parameters, *state.buffers]:
         rows = rows_of(name) if name not in values else None
         value = values.get(rows.table if rows else name)
@@ -101,16 +102,25 @@ def _load(state: ModelState, name: str, value: torch.Tensor) -> None:
         state.parameters[part] = nn.Parameter(own, parameter.requires_grad)
 
 
-def _values(plan: Plan, given: Mapping[str, torch.Tensor], strict: bool) -> dict[str, torch.Tensor]:
-    """The given values by the names of the model's tensors, checked."""
+def _values(
+    plan: Plan, given: Mapping[str, torch.Tensor], strict: bool, held: set[str]
+) -> dict[str, torch.Tensor]:
+    """The given values of the tensors that this process holds, checked; the others are not read."""
     names, known = dict(_names(plan)), _all_names(plan)
-    values: dict[str, torch.Tensor] = {}
-    for key, value in given.items():
-        name = names.get(key, key)
-        if name not in known:
-            if strict:
+    if strict:
+        for key in given:
+            if names.get(key, key) not in known:
                 raise ArtifactError(f"The state dict holds {key}, which the model does not have.")
+        present = {names.get(key, key) for key in given}
+        for name in sorted(set(names.values()) - present):
+            shape = plan.layouts[name].shape
+            raise ArtifactError(f"{name}, of shape {shape}, is missing in the state dict.")
+    values: dict[str, torch.Tensor] = {}
+    for key in given:
+        name = names.get(key, key)
+        if name not in held:
             continue
+        value = given[key]
         shape = plan.layouts[name].shape
         if tuple(value.shape) != shape:
             raise ArtifactError(f"{key}, of shape {shape}, has shape {tuple(value.shape)} in the state dict.")
@@ -119,8 +129,6 @@ def _values(plan: Plan, given: Mapping[str, torch.Tensor], strict: bool) -> dict
                 f"{key} and {name} are one tensor in the model, and have two values in the state dict."
             )
         values[name] = value
-    for name in sorted(set(names.values()) - values.keys()) if strict else ():
-        raise ArtifactError(f"{name}, of shape {plan.layouts[name].shape}, is missing in the state dict.")
     return values
 
 
