@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import sys
 from pathlib import Path
 from typing import Any
 
 from fxpipe.api import load
 from fxpipe.cli.arguments import positive, positive_int
 from fxpipe.errors import ArtifactError
+from fxpipe.names import printable
 from fxpipe.plan.files import taken
-from fxpipe.training.loop import train
+from fxpipe.training.data import data_from
+from fxpipe.training.loop import DECAYS, Settings, train
 
 
 def add_to(commands: Any, line: str) -> None:
@@ -25,18 +29,25 @@ def add_to(commands: Any, line: str) -> None:
     add(
         "--data",
         required=True,
-        type=Path,
         metavar="FILE",
-        help="safetensors file with one tensor for each input of the batch",
+        help="safetensors file with one tensor for each input of the batch, or MODULE:FUNCTION, a Python "
+        "function that returns an iterable of batches",
     )
     add("--steps", type=positive_int, metavar="N", help="number of steps (default: once through the data)")
     add("--lr", type=positive, default=3e-4, metavar="X", help="learning rate of AdamW (default 3e-4)")
+    add("--warmup", type=positive_int, default=0, metavar="N", help="steps in which the learning rate grows")
+    add("--decay", choices=sorted(DECAYS), default="constant", help="of the learning rate after that")
     add(
         "--clip-grad-norm",
         type=positive,
         metavar="X",
         help="clip the gradient norm of the whole model (default: no clipping)",
     )
+    add("--checkpoints", type=Path, metavar="DIR", help="directory of checkpoints; the run resumes from it")
+    add("--every", type=positive_int, metavar="N", help="steps from one checkpoint to the next")
+    add("--keep", type=positive_int, default=3, metavar="N", help="number of checkpoints to keep (3)")
+    add("--log-every", type=positive_int, default=1, metavar="N", help="steps from one line to the next (1)")
+    add("--tensorboard", type=Path, metavar="DIR", help="write the figures of the log for TensorBoard")
     add("--save", type=Path, metavar="DIR", help="save the trained pipeline to this directory")
     add(
         "--offload-directory",
@@ -55,12 +66,39 @@ def _run(options: argparse.Namespace) -> None:
     problem = taken(options.save.absolute()) if options.save is not None else ""
     if problem:
         raise ArtifactError(problem)
-    train(
-        load(options.directory, offload_directory=options.offload_directory),
-        options.data,
+    if options.every is not None and options.checkpoints is None:
+        raise ArtifactError("--every needs --checkpoints, the directory for them.")
+    pipe = load(options.directory, offload_directory=options.offload_directory)
+    step = pipe.plan.step
+    data = data_from(options.data, step.batch, step.microbatches)
+    _log_to_stdout()
+    settings = Settings(
         steps=options.steps,
         lr=options.lr,
         clip=options.clip_grad_norm,
+        warmup=options.warmup,
+        decay=options.decay,
+        checkpoints=options.checkpoints,
+        every=options.every,
+        keep=options.keep,
+        log_every=options.log_every,
         record=options.directory if options.record else None,
         save=options.save,
+        tensorboard=options.tensorboard,
     )
+    train(pipe, data, settings)
+
+
+def _log_to_stdout() -> None:
+    """Without what is not printable in a terminal, which names of files may hold."""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(_Printable("%(message)s"))
+    logger = logging.getLogger("fxpipe.run")
+    logger.handlers[:] = [handler]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+class _Printable(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))

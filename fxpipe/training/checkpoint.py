@@ -161,7 +161,7 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
+        if kind is None or self._process is None:
             self.close()
         else:  # another rank may have ended, and the one being written may never be complete
             self._background.shutdown(wait=False, cancel_futures=True)

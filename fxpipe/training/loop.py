@@ -1,105 +1,169 @@
-"""The training loop of ``fxpipe run``: a loaded pipeline trained on tensors from a file."""
+"""The training loop of ``fxpipe run``: a loaded pipeline trained on the batches of a file or a loader."""
 
 from __future__ import annotations
 
-import ast
+import logging
+import math
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
-from rich.progress import track
-from safetensors import SafetensorError, safe_open
+from rich.progress import Progress
+from torch.optim.lr_scheduler import LambdaLR
 
-from fxpipe.errors import BatchError
-from fxpipe.names import terminal
-from fxpipe.runtime.batch import BatchSpec, Leaf
-from fxpipe.strict import Misfit, open_regular, shown
+from fxpipe.errors import RunError
+from fxpipe.training.checkpoint import Checkpointer
+from fxpipe.training.data import Data
 from fxpipe.training.recorded import write_spans
 
 if TYPE_CHECKING:
     from fxpipe.pipeline import Pipeline
 
+logger = logging.getLogger("fxpipe.run")
 
-def train(
-    pipe: Pipeline,
-    data: Path,
-    *,
-    steps: int | None,
-    lr: float,
-    clip: float | None,
-    record: Path | None = None,
-    save: Path | None = None,
-) -> None:
-    """Train with AdamW and print the losses on rank 0; all ranks must call it with the same arguments.
+#: The learning rate, as a factor, where ``done`` of the steps after the warm-up have been made, from 0 to 1.
+DECAYS: dict[str, Callable[[float], float]] = {
+    "constant": lambda done: 1.0,
+    "linear": lambda done: 1.0 - done,
+    "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
+}
 
-    data: a safetensors file with one tensor for each leaf of the batch, under the leaf's name.  Each step
-        takes the next rows; after the last whole batch it continues with the first.
-    steps: the number of steps; None takes every whole batch once.
-    record: the directory for the times of the last step; see :mod:`fxpipe.training.recorded`.
-    save: the directory for the trained pipeline.
+
+@dataclass(frozen=True)
+class Settings:
+    """``steps``: in all, those of earlier runs included; None takes every whole batch once.
+
+    ``clip``: the largest norm of the gradients.  ``warmup``: steps in which the learning rate grows.
+    ``decay``: its course after that, to zero at the last step; one of ``DECAYS``.
+    ``checkpoints``: a directory; the run goes on from the newest one in it.  ``every``, ``keep``: see
+    Checkpointer.  ``log_every``: steps from one line of the log to the next.
+    ``record``: the directory for the times of the last step; see :mod:`fxpipe.training.recorded`.
+    ``save``: the directory for the trained pipeline.  ``tensorboard``: for the figures of the log.
     """
-    tensors = read_data(data, pipe.plan.step.batch)
-    rows = rows_of_batch(pipe)
-    total = min((t.shape[0] for t in tensors.values() if t.dim()), default=rows)
-    count = total // rows
-    if count == 0:
-        raise BatchError(
-            f"{data} has {total} rows, but one batch of this pipeline takes {rows}: give more rows, or "
-            "compile for fewer microbatches."
-        )
-    optimizer = pipe.optimizer(torch.optim.AdamW, lr=lr, clip_grad_norm=clip)
+
+    steps: int | None
+    lr: float
+    clip: float | None = None
+    warmup: int = 0
+    decay: str = "constant"
+    checkpoints: Path | None = None
+    every: int | None = None
+    keep: int = 3
+    log_every: int = 1
+    record: Path | None = None
+    save: Path | None = None
+    tensorboard: Path | None = None
+
+
+def train(pipe: Pipeline, data: Data, settings: Settings) -> None:
+    """Train with AdamW; rank 0 logs.  All ranks must call it with the same arguments."""
+    steps = settings.steps or data.once
+    if steps is None:
+        raise RunError("The length of the data is not known: give --steps.")
     rank = pipe.runtime.rank
-    console = Console(quiet=rank != 0, markup=False, emoji=False)
-    hidden = rank != 0 or not console.is_terminal
-    for step in track(range(steps or count), "train", console=console, disable=hidden):
-        start = step % count * rows
-        batch = {name: t[start : start + rows] if t.dim() else t for name, t in tensors.items()}
-        loss = pipe.step({**batch, **fixed_values(pipe.plan.step.batch)})
-        optimizer.step()
-        optimizer.zero_grad()
-        console.print(f"step {step}  loss {float(loss):.6f}")
-    if record is not None:
-        write_spans(record, rank, pipe.runtime.record.spans)
-    if save is not None:
-        pipe.save(save)
-        console.print(terminal(f"saved: {save}"))
+    optimizer = pipe.optimizer(torch.optim.AdamW, lr=settings.lr, clip_grad_norm=settings.clip)
+    rate = LambdaLR(optimizer, lambda step: _factor(settings, step, steps))
+    with ExitStack() as stack:
+        checkpoints = None
+        if settings.checkpoints is not None:
+            state = {"rate": rate, **data.state}
+            checkpoints = Checkpointer(
+                pipe, settings.checkpoints, optimizer=optimizer, state=state, every=settings.every,
+                keep=settings.keep,
+            )  # fmt: skip
+            stack.enter_context(checkpoints)
+            if checkpoints.resume() and rank == 0:
+                logger.info("resumed after step %d", pipe.step_number - 1)
+        board = None
+        if settings.tensorboard is not None and rank == 0:
+            board = stack.enter_context(_TensorBoard(settings.tensorboard))
+        console = Console(quiet=rank != 0, stderr=True)
+        hidden = rank != 0 or not console.is_terminal
+        progress = stack.enter_context(Progress(console=console, disable=hidden))
+        bar = progress.add_task("train", total=steps, completed=pipe.step_number)
+        before, logged = time.perf_counter(), pipe.step_number
+        while pipe.step_number < steps:
+            step = pipe.step_number
+            loss = pipe.step(data.batch(step))
+            logs = step % settings.log_every == 0 or step == steps - 1
+            lr = optimizer.param_groups[0]["lr"]
+            norm = optimizer.grad_norm() if logs and settings.clip is None else None
+            optimizer.step()
+            rate.step()
+            optimizer.zero_grad()
+            if logs:
+                seconds = (time.perf_counter() - before) / (step + 1 - logged)
+                before, logged = time.perf_counter(), step + 1
+                found = optimizer.last_norm if norm is None else norm
+                assert found is not None
+                figures = {"loss": float(loss), "lr": lr, "norm": float(found), **_speed(pipe, seconds)}
+                if rank == 0:
+                    logger.info("step %d  %s", step, _line(figures))
+                    if board is not None:
+                        board.add(figures, step)
+            progress.update(bar, completed=step + 1)
+            if checkpoints is not None:
+                checkpoints.step()
+    if settings.record is not None:
+        write_spans(settings.record, rank, pipe.runtime.record.spans)
+    if settings.save is not None:
+        pipe.save(settings.save)
+        if rank == 0:
+            logger.info("saved: %s", settings.save)
 
 
-def read_data(path: Path, spec: BatchSpec) -> dict[str, torch.Tensor]:
-    """Read the tensors of the batch's leaves.  Raises BatchError if the file cannot be read or lacks one."""
-    wanted = [leaf.name for leaf in spec.leaves if leaf.shape is not None]
-    try:
-        open_regular(path).close()
-        with safe_open(path, "pt") as file:
-            held = set(file.keys())
-            missing = [name for name in wanted if name not in held]
-            tensors = {name: file.get_tensor(name) for name in wanted if name in held}
-    except (Misfit, OSError, SafetensorError) as error:
-        raise BatchError(f"{path} cannot be read as a safetensors file: {error}") from error
-    if missing:
-        raise BatchError(f"{path} has no tensor {missing[0]!r}; it holds {', '.join(sorted(held))}.")
-    return tensors
+def _factor(settings: Settings, step: int, steps: int) -> float:
+    if step < settings.warmup:
+        return (step + 1) / settings.warmup
+    left = max(1, steps - settings.warmup)
+    return DECAYS[settings.decay](min(1.0, (step - settings.warmup) / left))
 
 
-def fixed_values(spec: BatchSpec) -> dict[str, Any]:
-    """The leaves that are not tensors, with their values in the example.
+def _speed(pipe: Pipeline, seconds: float) -> dict[str, float]:
+    """Tokens a second (rows, where no leaf holds tokens), and the bubble, measured and predicted."""
+    spec = pipe.plan.step
+    shaped = [(leaf.shape, leaf.dtype) for leaf in spec.batch.leaves if leaf.shape]
+    tokens = [shape for shape, dtype in shaped if "int" in dtype and len(shape) > 1]
+    rows = [shape[:1] for shape, _ in shaped]
+    per_microbatch = math.prod((tokens or rows or [(1,)])[0])
+    spans = pipe.runtime.record.spans
+    busy = sum(end - start for _, start, end in spans)
+    idle = torch.tensor(1 - busy / (spans[-1][2] - spans[0][1]), dtype=torch.float64)
+    if pipe.process is not None:
+        pipe.process.all_reduce_(idle, largest=True)
+    return {
+        "tokens/s" if tokens else "rows/s": per_microbatch * spec.microbatches / seconds,
+        "bubble": float(idle),
+        "predicted": pipe.plan.prediction.span_bubble,
+    }
 
-    Raises BatchError for a value that cannot be parsed from its ``repr``.
-    """
-    return {leaf.name: _fixed_value(leaf) for leaf in spec.leaves if leaf.shape is None}
+
+_FORMATS = {"loss": ".6f", "lr": ".2e", "norm": ".3g", "bubble": ".0%", "predicted": ".0%"}
 
 
-def _fixed_value(leaf: Leaf) -> Any:
-    try:
-        return ast.literal_eval(leaf.value)
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
-        raise BatchError(
-            f"{leaf.name!r} was {shown(leaf.value)} in the example, which cannot be parsed. Train "
-            "with pipe.step, and give it in the batch."
-        ) from error
+def _line(figures: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:{_FORMATS.get(name, ',.0f')}}" for name, value in figures.items())
 
 
-def rows_of_batch(pipe: Pipeline) -> int:
-    step = pipe.plan.step
-    return step.microbatches * next((leaf.shape[0] for leaf in step.batch.leaves if leaf.shape), 1)
+class _TensorBoard:
+    def __init__(self, directory: Path):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise RunError("--tensorboard needs TensorBoard: pip install tensorboard.") from error
+        self._writer = SummaryWriter(str(directory))
+
+    def __enter__(self) -> _TensorBoard:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._writer.close()
+
+    def add(self, figures: dict[str, float], step: int) -> None:
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -29,6 +29,7 @@ FORMAT = 1
 MODEL, OPTIMIZER, GROUPS, USER = "model.", "optimizer.", "groups.", "user."  # names of tensors begin so
 
 
+@runtime_checkable
 class Stateful(Protocol):
     """A scheduler, a loader, a sampler, …"""
 

@@ -14,6 +14,8 @@ from zoo import CASES, Shape, compiled, cut
 
 import fxpipe
 from fxpipe.cli import main
+from fxpipe.training.data import data_from
+from fxpipe.training.loop import Settings, train
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +44,7 @@ def rows(number: int) -> dict[str, torch.Tensor]:
 
 
 def losses(printed: str) -> list[float]:
-    lines = re.findall(r"^step (\d+)  loss (\d+\.\d+)$", printed, re.MULTILINE)
+    lines = re.findall(r"^step (\d+)  loss (\d+\.\d+)  lr ", printed, re.MULTILINE)
     assert [int(step) for step, _ in lines] == list(range(len(lines)))
     return [float(loss) for _, loss in lines]
 
@@ -96,6 +98,124 @@ def test_once_through_the_data_without_options(saved, data, tmp_path):
     run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (run.returncode, run.stderr) == (0, "")
     assert losses(run.stdout) == pytest.approx(eager_course(2, 3e-4, 1e9)[0], abs=1e-4)
+
+
+LOADER = """
+import torch
+from safetensors.torch import load_file
+
+class Batches:
+    def __init__(self, tensors):
+        self.tensors, self.next = tensors, 0
+    def __iter__(self):
+        while self.next < 2:
+            start = self.next * %d
+            self.next += 1
+            yield {name: t[start : start + %d] for name, t in self.tensors.items()}
+        self.next = 0
+
+class Resumable(Batches):
+    def state_dict(self):
+        return {"next": self.next}
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+def plain():
+    return Batches({n: t for n, t in load_file("data.safetensors").items() if n != "unused"})
+
+def resumable():
+    return Resumable(plain().tensors)
+
+def nothing():
+    return []
+
+def number():
+    return 3
+"""
+
+
+@pytest.fixture
+def alone(data, tmp_path, monkeypatch) -> Path:
+    """A pipeline of one rank, beside the data and a module of loaders, in the working directory."""
+    compiled(CASE, CASE.build(), MICROBATCHES, Shape(1)).save(tmp_path / "alone")
+    (tmp_path / "data.safetensors").write_bytes(data.read_bytes())
+    (tmp_path / "loaders.py").write_text(LOADER % (ROWS, ROWS))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "loaders", raising=False)
+    return tmp_path / "alone"
+
+
+@pytest.mark.parametrize("given", ["data.safetensors", "loaders:plain", "loaders:resumable"])
+def test_resumed_it_is_the_same_run(alone, capsys, given):
+    """With a decaying rate, from a file, and from loaders that keep their place or do not."""
+    shared = ["run", str(alone), "--data", given, "--lr", "0.02", "--warmup", "2", "--decay", "cosine"]
+    assert main([*shared, "--steps", "6"]) == 0
+    whole = losses(capsys.readouterr().out)
+    assert len(set(whole)) == 6
+    resumable = [*shared, "--steps", "6", "--checkpoints", "checkpoints", "--every", "3"]
+    pipe = fxpipe.load(alone)
+    stopped = Settings(steps=6, lr=0.02, warmup=2, decay="cosine", checkpoints=Path("checkpoints"), every=3)
+    with pytest.raises(KeyboardInterrupt):
+        train(pipe, Stopping(data_from(given, pipe.plan.step.batch, MICROBATCHES)), stopped)
+    capsys.readouterr()
+    assert main(resumable) == 0
+    printed = capsys.readouterr().out
+    assert "resumed after step 2" in printed
+    again = [float(x) for x in re.findall(r"^step [345]  loss (\S+)", printed, re.MULTILINE)]
+    assert again == whole[3:]
+
+
+class Stopping:
+    """Ends the run in the fifth step."""
+
+    def __init__(self, data) -> None:
+        self.data, self.once, self.state = data, data.once, data.state
+
+    def batch(self, step: int):
+        if step == 4:
+            raise KeyboardInterrupt
+        return self.data.batch(step)
+
+
+def test_the_rate_of_learning(alone, capsys):
+    shared = ["run", str(alone), "--data", "data.safetensors", "--lr", "1", "--steps", "4"]
+    for decay, rates in {
+        "linear": [0.5, 1, 1, 0.5],
+        "cosine": [0.5, 1, 1, 0.5],
+        "constant": [0.5, 1, 1, 1],
+    }.items():
+        assert main([*shared, "--warmup", "2", "--decay", decay]) == 0
+        found = re.findall(r"lr (\S+)", capsys.readouterr().out)
+        assert [float(x) for x in found] == pytest.approx(rates)
+
+
+def test_figures_of_the_log(alone, capsys):
+    assert main(["run", str(alone), "--data", "data.safetensors", "--steps", "5", "--log-every", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == ["0", "2", "4"]
+    for line in lines:
+        assert re.search(r"norm \d.*  tokens/s [\d,]+  bubble \d+%  predicted 0%$", line), line
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("loaders:missing", "no function loaders:missing"),
+        ("nowhere:plain", "no function nowhere:plain"),
+        ("loaders:number", "gives a int"),
+        ("loaders:nothing", "gives no batches"),
+    ],
+)
+def test_loaders_that_are_refused(alone, capsys, given, message):
+    assert message in refusal(capsys, "run", alone, "--data", given, "--steps", 1)
+
+
+def test_a_loader_without_a_number_of_steps(alone, capsys):
+    assert "give --steps" in refusal(capsys, "run", alone, "--data", "loaders:plain")
+
+
+def test_checkpoints_need_a_directory(alone, capsys):
+    assert "--checkpoints" in refusal(capsys, "run", alone, "--data", "data.safetensors", "--every", 2)
 
 
 # -- what is refused

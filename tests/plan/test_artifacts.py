@@ -32,7 +32,7 @@ from fxpipe.schedule.candidate import Candidate
 from fxpipe.schedule.costs import StageCost
 from fxpipe.schedule.costs_file import read_costs
 from fxpipe.schedule.handwritten import parse_schedule, read_schedule
-from fxpipe.training.loop import fixed_values, read_data
+from fxpipe.training.data import FileData
 from fxpipe.training.recorded import read_spans, recorded_costs
 from fxpipe.viz.explanation import explain
 
@@ -551,13 +551,13 @@ def test_any_edit_of_a_plan(originals, data):
 def test_data_that_is_something_else(saved, tmp_path, instead):
     INSTEAD[instead](tmp_path / "data")
     with pytest.raises(BatchError, match="data cannot be read as a safetensors file"):
-        read_data(tmp_path / "data", read_plan(saved("offload")).step.batch)
+        FileData(tmp_path / "data", read_plan(saved("offload")).step.batch, 2)
 
 
 @pytest.mark.parametrize("value", ["<object>", "(" * 10**5, "1+", "[" * 5000 + "]" * 5000])
-def test_a_fixed_value_that_is_no_text(value):
+def test_a_fixed_value_that_is_no_text(value, tmp_path):
     with pytest.raises(BatchError, match=r"'times' was .* which cannot be parsed"):
-        fixed_values(BatchSpec((Leaf("times", None, (), "", value),)))
+        FileData(tmp_path / "data", BatchSpec((Leaf("times", None, (), "", value),)), 2)
 
 
 # -- schedules, costs and records ---------------------------------------------------------------------------

@@ -1,0 +1,142 @@
+"""Batches for ``fxpipe run``: rows of a safetensors file, or what a Python function gives."""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from safetensors import SafetensorError, safe_open
+
+from fxpipe.errors import BatchError
+from fxpipe.runtime.batch import BatchSpec, Leaf
+from fxpipe.strict import Misfit, open_regular, shown
+from fxpipe.training.training_state import Stateful
+
+
+class Data(Protocol):
+    """``once``: the number of whole batches, if it is known.  ``state``: what a checkpoint keeps of it."""
+
+    once: int | None
+    state: dict[str, Stateful]
+
+    def batch(self, step: int) -> Any:
+        """The batch of a step; steps are asked for in order, the first after a restart may be any."""
+        ...
+
+
+class FileData:
+    """The rows of a safetensors file with one tensor for each leaf of the batch, under the leaf's name.
+
+    Each step takes the next rows; after the last whole batch it continues with the first.  Only the rows of a
+    step are in memory.
+    """
+
+    def __init__(self, path: Path, spec: BatchSpec, microbatches: int, leaves: Iterable[str] | None = None):
+        """leaves: those that this process needs; all if None.
+
+        Raises BatchError if the file cannot be read, lacks a leaf or has fewer rows than a batch.
+        """
+        self.state: dict[str, Stateful] = {}
+        self._rows = microbatches * next((leaf.shape[0] for leaf in spec.leaves if leaf.shape), 1)
+        names = None if leaves is None else set(leaves)
+        self._leaves = [leaf for leaf in spec.leaves if names is None or leaf.name in names]
+        self._fixed = {leaf.name: _fixed_value(leaf) for leaf in self._leaves if leaf.shape is None}
+        tensors = [leaf for leaf in self._leaves if leaf.shape is not None]
+        try:
+            open_regular(path).close()
+            file: Any = safe_open(path, "pt")
+            held = set(file.keys())
+        except (Misfit, OSError, SafetensorError) as error:
+            raise BatchError(f"{path} cannot be read as a safetensors file: {error}") from error
+        for leaf in tensors:
+            if leaf.name not in held:
+                raise BatchError(f"{path} has no tensor {leaf.name!r}; it holds {', '.join(sorted(held))}.")
+        self._slices = {leaf.name: file.get_slice(leaf.name) for leaf in tensors if leaf.shape}
+        self._whole = {leaf.name: file.get_tensor(leaf.name) for leaf in tensors if not leaf.shape}
+        total = min((s.get_shape()[0] for s in self._slices.values() if s.get_shape()), default=self._rows)
+        self.once: int | None = total // self._rows
+        if self.once == 0:
+            raise BatchError(
+                f"{path} has {total} rows, but one batch of this pipeline takes {self._rows}: give more "
+                "rows, or compile for fewer microbatches."
+            )
+
+    def batch(self, step: int) -> dict[str, Any]:
+        assert self.once is not None
+        start = step % self.once * self._rows
+        rows = {name: s[start : start + self._rows] for name, s in self._slices.items() if s.get_shape()}
+        return {**rows, **self._whole, **self._fixed}
+
+
+class LoaderData:
+    """What ``module:function`` returns: an iterable of batches, a DataLoader for example; again when it ends.
+
+    After a restart an iterable with ``state_dict`` and ``load_state_dict`` goes on where it was; another one
+    is asked for the batches that were used, which are thrown away.
+    """
+
+    def __init__(self, where: str):
+        """Raises BatchError if there is no such function, or it gives nothing to iterate over."""
+        self.once: int | None = None
+        module, _, name = where.partition(":")
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
+        try:
+            function = getattr(import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise BatchError(f"There is no function {where}: {error}.") from error
+        loader: Any = function()
+        if not isinstance(loader, Iterable):
+            raise BatchError(f"{where} gives a {type(loader).__name__}; it must give an iterable of batches.")
+        self._loader: Iterable[Any] = loader
+        given: Any = loader
+        self.state: dict[str, Stateful] = {"data": given} if isinstance(given, Stateful) else {}
+        self._where, self._next = where, 0
+        self._batches: Iterator[Any] | None = None
+
+    def batch(self, step: int) -> Any:
+        if self.state and self._batches is None:
+            self._next = step
+        while self._next < step:
+            self._take()
+            self._next += 1
+        self._next += 1
+        return self._take()
+
+    def _take(self) -> Any:
+        for again in range(2):
+            if self._batches is None:
+                self._batches = iter(self._loader)
+            batch = next(self._batches, None)
+            if batch is not None:
+                return batch
+            self._batches = None
+            if again:
+                break
+        raise BatchError(f"{self._where} gives no batches.")
+
+
+def data_from(given: str, spec: BatchSpec, microbatches: int, leaves: Iterable[str] | None = None) -> Data:
+    """The data of ``--data``: a file, or ``module:function``."""
+    if ":" in given and not Path(given).exists():
+        return LoaderData(given)
+    return FileData(Path(given), spec, microbatches, leaves)
+
+
+def _fixed_value(leaf: Leaf) -> Any:
+    """The value, in the example, of a leaf that is no tensor.
+
+    Raises BatchError for a value that cannot be parsed from its ``repr``.
+    """
+    try:
+        return ast.literal_eval(leaf.value)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
+        raise BatchError(
+            f"{leaf.name!r} was {shown(leaf.value)} in the example, which cannot be parsed. Train "
+            "with pipe.step, and give it in the batch."
+        ) from error
