@@ -17,7 +17,7 @@ from fxpipe.errors import RunError, SizeError
 from fxpipe.ir.graph import Section
 from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact, Plan
-from fxpipe.runtime.process import Process
+from fxpipe.runtime.process import Process, agreed
 from fxpipe.runtime.rank import Runtime
 from fxpipe.schedule.costs import StageCost
 from fxpipe.schedule.ops import Schedule
@@ -26,6 +26,7 @@ from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.training.model_state import ModelState
 from fxpipe.training.optimizer import PipelineOptimizer
 from fxpipe.training.runner import LocalResult, Runner
+from fxpipe.training.shared_values import share_values
 from fxpipe.vocabulary.rows import rows_of
 
 
@@ -118,6 +119,13 @@ class Pipeline:
         costs = self.plan.costs
         return simulate(self.schedule, costs if sizes is None else _named(self.plan.work).costs(costs, sizes))
 
+    def leaves(self, rank: int | None = None) -> tuple[str, ...]:
+        """The names of the leaves of a batch that a rank needs, by default this process's; others may be missing
+        from its batches."""
+        if rank is None:
+            rank = 0 if self.process is None else self.process.rank
+        return self.plan.step.leaves_of(rank)
+
     def run_local(
         self, batch: Any, *, step: int = 0, threads: int = 1, measure_memory: bool = False
     ) -> LocalResult:
@@ -133,6 +141,7 @@ class Pipeline:
     def step(self, batch: Any) -> torch.Tensor:
         """Run one training step of this rank; return the loss of the whole batch, on every rank.
 
+        batch: the same on all ranks, which is checked; a rank needs only the leaves that ``leaves`` names.
         Gradients are added to the parameters' ``.grad``.  Needs torchrun with one process per rank (a
         pipeline of one rank runs without it).  If a rank fails, all ranks raise RunError with its message,
         and their processes end soon after, whether or not the error is caught.
@@ -199,10 +208,24 @@ class Pipeline:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load values of parameters and buffers; this also gives tensors to a model on the meta device.
 
-        Call it before ``optimizer`` and the first ``step``.  Raises ArtifactError for a name that is
-        missing or has another shape.
+        Call it before ``optimizer`` and the first ``step``, under torchrun on all ranks.  Raises ArtifactError
+        for a name that is missing or has another shape.
         """
-        self._state.load(state)
+        with agreed(self.process, "load the state dict"):
+            self._state.load(state)
+        self.share_values()
+
+    def share_values(self) -> None:
+        """Give each tensor that several ranks hold the values of the first of them.  All ranks must call this.
+
+        ``compile``, ``load`` and ``load_state_dict`` do it; call it after values were changed in other ways.
+        """
+        if self.process is None:
+            return
+        with self.process.agreed("use its model"):
+            self._state.follow_model()
+        params, buffers = self._state.held_by(self.process.rank)
+        share_values(self.process, self.plan.tensors, {**self.artifact.constants, **params, **buffers})
 
     def save(self, path: str | Path) -> None:
         """Write programs, plan, weights with their checksums, and pictures to a new directory.
@@ -210,10 +233,11 @@ class Pipeline:
         Under torchrun every rank calls it and writes the weights that it holds.  Raises ArtifactError if
         the directory is not empty; then nothing is written.
         """
-        self._state.follow_model()
         ranks = range(self.plan.ranks) if self.process is None else [self.process.rank]
-        for rank in ranks:
-            self._state.check_values(rank)
+        with agreed(self.process, "save"):
+            self._state.follow_model()
+            for rank in ranks:
+                self._state.check_values(rank)
         with files.new_directory(Path(path), self.process) as draft:
             for rank in ranks:
                 files.write_tensors(

@@ -10,6 +10,7 @@ from fxpipe.api import load
 from fxpipe.cli.arguments import positive, positive_int
 from fxpipe.errors import ArtifactError
 from fxpipe.plan.files import taken
+from fxpipe.runtime.process import reported
 from fxpipe.training.loop import train
 
 
@@ -45,6 +46,12 @@ def add_to(commands: Any, line: str) -> None:
         help="directory for activations that are offloaded to disk",
     )
     add(
+        "--timeout",
+        type=positive,
+        metavar="SECONDS",
+        help="longest time that a rank waits for another one (default: 600)",
+    )
+    add(
         "--record",
         action="store_true",
         help="write the times of the last step to the pipeline's directory, for fxpipe simulate",
@@ -55,12 +62,14 @@ def _run(options: argparse.Namespace) -> None:
     problem = taken(options.save.absolute()) if options.save is not None else ""
     if problem:
         raise ArtifactError(problem)
-    train(
-        load(options.directory, offload_directory=options.offload_directory),
-        options.data,
-        steps=options.steps,
-        lr=options.lr,
-        clip=options.clip_grad_norm,
-        record=options.directory if options.record else None,
-        save=options.save,
-    )
+    pipe = load(options.directory, offload_directory=options.offload_directory, timeout=options.timeout)
+    with reported(pipe.process):
+        train(
+            pipe,
+            options.data,
+            steps=options.steps,
+            lr=options.lr,
+            clip=options.clip_grad_norm,
+            record=options.directory if options.record else None,
+            save=options.save,
+        )
