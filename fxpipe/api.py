@@ -96,8 +96,8 @@ def compile(
         fastest of none and these within ``memory_limit``, as simulated.
     offload: move saved activations off the rank until the backward needs them: an :class:`fxpipe.Offload`, or
         its ``share`` alone (True, ``0.5``, ``"auto"``).
-    timeout: under torchrun, the longest time that a rank waits for another one, in seconds or as a timedelta; 10
-        minutes by default.  The time that rank 0 takes to compile does not count.  It is a property of the
+    timeout: under torchrun, the longest time that a rank waits for another one, in seconds or as a timedelta;
+        10 minutes by default.  The time that rank 0 takes to compile does not count.  It is a property of the
         process group: the first call makes that, and a group that exists keeps its own.
     old_spellings: ``offload_tier``, ``offload_directory``, ``offload_bandwidth`` and ``ranks_per_link``, now
         fields of ``Offload``; accepted with a DeprecationWarning in this version.
@@ -193,9 +193,9 @@ def load(
     offload_directory: as for ``compile``, where the pipeline offloads to disk.
     timeout: as for ``compile``.
 
-    Under torchrun all ranks must call it, and each loads the weights that it holds.  Warns of a program that was edited since it was
-    saved, and of weights that were replaced.  Raises ArtifactError, naming file and field, for a directory
-    that holds no pipeline, is cut short or damaged, or was written by another version.
+    Under torchrun all ranks must call it, and each loads the weights that it holds.  Warns of a program that
+    was edited since it was saved, and of weights that were replaced.  Raises ArtifactError, naming file and
+    field, for a directory that holds no pipeline, is cut short or damaged, or was written by another version.
     """
     directory = Path(path).absolute()
     device, limit = default_device(), as_timeout(timeout)

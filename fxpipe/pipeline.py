@@ -120,8 +120,8 @@ class Pipeline:
         return simulate(self.schedule, costs if sizes is None else _named(self.plan.work).costs(costs, sizes))
 
     def leaves(self, rank: int | None = None) -> tuple[str, ...]:
-        """The names of the leaves of a batch that a rank needs, by default this process's; others may be missing
-        from its batches."""
+        """The names of the leaves of a batch that a rank needs (by default this process's); its batches may
+        lack the others."""
         if rank is None:
             rank = 0 if self.process is None else self.process.rank
         return self.plan.step.leaves_of(rank)
@@ -208,17 +208,18 @@ class Pipeline:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load values of parameters and buffers; this also gives tensors to a model on the meta device.
 
-        Call it before ``optimizer`` and the first ``step``, under torchrun on all ranks.  Raises ArtifactError
-        for a name that is missing or has another shape.
+        Call it before ``optimizer`` and the first ``step``, under torchrun on all ranks.  Raises
+        ArtifactError for a name that is missing or has another shape.
         """
         with agreed(self.process, "load the state dict"):
             self._state.load(state)
         self.share_values()
 
     def share_values(self) -> None:
-        """Give each tensor that several ranks hold the values of the first of them.  All ranks must call this.
+        """Give each tensor that several ranks hold the values of the first of them.
 
-        ``compile``, ``load`` and ``load_state_dict`` do it; call it after values were changed in other ways.
+        ``compile``, ``load`` and ``load_state_dict`` do it.  Call it, on all ranks, after values were changed
+        in other ways.
         """
         if self.process is None:
             return

@@ -1,8 +1,8 @@
 """A name for this attempt at a run, which its ranks agree on.
 
-The attempts of ``torchrun --max-restarts`` share one store, which still has the keys of earlier attempts, also those
-with which process groups find their peers.  ``TORCHELASTIC_RESTART_COUNT`` does not tell attempts apart: every
-machine counts its own restarts.
+The attempts of ``torchrun --max-restarts`` share one store, which still has the keys of earlier attempts,
+also those with which process groups find their peers.  ``TORCHELASTIC_RESTART_COUNT`` does not tell attempts
+apart: every machine counts its own restarts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ POLL = 0.02  # seconds
 def agree_on_attempt(store: Store, rank: int, ranks: int, timeout: timedelta) -> str:
     """The same new name on all ranks, which all call this.  Raises RunError if one is late by the time limit.
 
-    Every other rank leaves a word of its own, and rank 0 answers to that word, which no earlier attempt has used.
+    Every other rank leaves a word of its own, and rank 0 answers to that word, which no earlier attempt has
+    used.
     """
     if rank == 0:
         return _lead(store, ranks, timeout)

@@ -66,7 +66,7 @@ class BatchSpec:
         missing = [name for name in needed if name not in given]
         if missing:
             raise BatchError(
-                f"The batch has {_names(given)}, but this rank needs {_names(needed)}: {missing[0]!r} is missing."
+                f"The batch has {_names(given)}; {missing[0]!r} is missing: this rank needs {_names(needed)}."
             )
         cut: list[dict[str, torch.Tensor]] = [{} for _ in range(microbatches)]
         for leaf in self.leaves:

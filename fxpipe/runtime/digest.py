@@ -16,8 +16,8 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 def digest(tensor: torch.Tensor) -> torch.Tensor:
     """A 0-d int64 tensor on the tensor's device, from its shape, dtype and a sample of its elements' bits.
 
-    The sample is spread over all dimensions.  Each element has an odd factor, so that a difference in one element
-    always changes the sum, and differences in several do so but for a chance of about 2**-64.
+    The sample is spread over all dimensions.  Each element has an odd factor, so that a difference in one
+    element always changes the sum, and differences in several do so but for a chance of about 2**-64.
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())

@@ -1,4 +1,4 @@
-"""Failures as all ranks see them: the message of the first rank that failed, and the last signs of life of each."""
+"""Failures as all ranks see them: the message of the first that failed, and the signs of life of each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Failures:
     ranks: int
 
     def leave(self, message: str) -> str:
-        """Tell the other ranks why this one fails; return the message of the rank that was the first to do so."""
+        """Tell the other ranks why this one fails; return the message of the first rank that failed."""
         text = message.encode(errors="backslashreplace").decode()
         with contextlib.suppress(dist.DistError):  # the store is gone with the others
             first: bytes = self.store.compare_set(FAILURE, "", text)

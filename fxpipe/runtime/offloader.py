@@ -57,7 +57,10 @@ def check_tier(tier: Tier, device: torch.device, directory: Path | None) -> None
 def open_store(
     tier: Tier, size: int, directory: Path | None, device: torch.device, timeout: timedelta = TIMEOUT
 ) -> Store:
-    """Open a pool of ``size`` bytes; timeout: of a wait for the disk.  Raises RunError as ``check_tier`` does."""
+    """Open a pool of ``size`` bytes.  Raises RunError as ``check_tier`` does.
+
+    timeout: of a wait for the disk.
+    """
     check_tier(tier, device, directory)
     if tier == "host":
         return Host(size, device)

@@ -1,4 +1,4 @@
-"""This process as one of the ranks that torchrun started: joining them, and what they do together outside of steps."""
+"""This process as one of the ranks that torchrun started, and their collectives outside of steps."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Process:
         self.watch.failures.store.set(f"ready/{next(self._turns)}", "")
 
     def wait_for_first(self) -> None:
-        """Wait until rank 0 calls ``first_is_ready``, however long that takes, as long as it gives signs of life.
+        """Wait until rank 0 calls ``first_is_ready``, as long as it gives signs of life.
 
         Raises RunError if it fails, or gives none for the time limit.
         """
@@ -150,7 +150,7 @@ class Process:
         return [p[: int(n)].cpu().numpy().tobytes() for p, n in zip(padded, sizes, strict=True)]
 
     def begin_gather(self, words: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Start to gather a vector of every rank on every rank; return the function that waits for all of them.
+        """Start to gather a vector of every rank on every rank; return the function that waits for them.
 
         words: int64, of the same length on all ranks.
         """
@@ -241,7 +241,7 @@ def reported(process: Process | None) -> Iterator[None]:
 
 
 def as_timeout(given: float | timedelta | None) -> timedelta | None:
-    """A time limit that the user gives, in seconds or as a timedelta.  Raises RunError unless it is above 0."""
+    """A time limit, given in seconds or as a timedelta.  Raises RunError unless it is above 0."""
     limit = timedelta(seconds=given) if isinstance(given, int | float) else given
     if limit is not None and not limit > timedelta():
         raise RunError(f"timeout={given!r} is not above 0. Give seconds, or a datetime.timedelta.")

@@ -22,8 +22,8 @@ class StepSpec:
     """The data that every rank's runtime needs beside its program; a part of plan.json.
 
     ``has_count``: whether the loss is a (sum, count).  ``loss_dtype``: as text, "torch.float32".
-    ``default_dtype``: torch's default dtype in the trace.  ``leaves``: per rank the names of the leaves of the
-    batch that its program uses; empty in plans of earlier versions, whose ranks need all leaves.
+    ``default_dtype``: torch's default dtype in the trace.  ``leaves``: per rank the names of the leaves of
+    the batch that its program uses; empty in plans of earlier versions, whose ranks need all leaves.
     """
 
     ranks: int
@@ -46,8 +46,8 @@ class Runtime:
     """The tensors of one rank, and its communication with other ranks.
 
     ``params`` and ``grads`` (accumulators) by parameter name; ``buffers``, ``constants`` by name.
-    Gradients accumulate; zero them before the step if needed.  ``device``: where the program runs; None if the
-    batch is always there.  ``waiting``: the rank or transfer that the rank waits for, as text.
+    Gradients accumulate; zero them before the step if needed.  ``device``: where the program runs; None if
+    the batch is always there.  ``waiting``: the rank or transfer that the rank waits for, as text.
     """
 
     rank: int

@@ -1,4 +1,4 @@
-"""One thread per rank that shows the others what the rank does, says when it waits long, and ends it if one failed."""
+"""A thread that shows the other ranks what this one does, warns of long waits, and ends it if one failed."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ log = logging.getLogger("fxpipe")
 class Watch:
     """Knows what this rank does: a step of a pipeline, a collective outside of one, or the user's own code.
 
-    A rank whose neighbor has ended raises by itself; a rank that computes, or waits for one that still runs, would
-    not notice a failure.  The program pays nothing for it: the thread looks at the runtime now and then.
+    A rank whose neighbor has ended raises by itself; a rank that computes, or waits for one that still runs,
+    would not notice a failure.  The program pays nothing for it: the thread looks at the runtime now and
+    then.
     """
 
     def __init__(self, failures: Failures) -> None:
@@ -73,7 +74,7 @@ class Watch:
 
     @contextlib.contextmanager
     def collective(self) -> Iterator[None]:
-        """A collective outside of a step.  Raises RunError, naming the rank that failed, if it gets no answer."""
+        """A collective outside of a step.  Raises RunError as ``lost`` does if it gets no answer."""
         self._in_collective = True
         try:
             with answered():
@@ -120,7 +121,7 @@ class Watch:
         record(error)
 
     def lost(self, error: NoAnswer) -> RunError:
-        """The error to raise on a rank that gets no answer: the first failure of all ranks, as far as known."""
+        """The error to raise on a rank that gets no answer: the first failure of a rank, as far as known."""
         doing, rank = self.doing(), self.failures.rank
         try:
             first = self.failures.find()
@@ -215,7 +216,7 @@ def _others(survey: Sequence[tuple[bool, str]], rank: int) -> str:
             living.append(f" Rank {other} {doing}.")
         else:
             silent.append(
-                f" Rank {other} gives no sign of life any more (killed, out of memory, or stopped); the last was "
-                f"that it {doing}."
+                f" Rank {other} gives no sign of life any more (killed, out of memory, or stopped); the last "
+                f"was that it {doing}."
             )
     return "".join((silent + living)[:MOST_OTHERS])

@@ -1,13 +1,12 @@
 """Compares in every step that all ranks run the same step of the same plan on the same batch.
 
-A rank that was given another batch, say by a DataLoader that shuffles on its own, would pair the inputs of one
-batch with the labels of another, and the loss would even fall.
+A rank that was given another batch, say by a DataLoader that shuffles on its own, would pair the inputs of
+one batch with the labels of another, and the loss would even fall.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 
 import torch
 
@@ -51,23 +50,23 @@ def plan_number(plan: Plan) -> int:
 
 
 def difference(ranks: torch.Tensor, leaves: Sequence[str]) -> str | None:
-    """The first difference between the words of all ranks (one row for each), as a message; None if there is none."""
+    """The first difference between the ranks' words, a row for each, as a message; None if there is none."""
     table: list[list[int]] = ranks.tolist()
     if rank := _other([row[PLAN] for row in table]):
         return f"Rank {rank} has another plan than rank 0. Compile, or load, the same pipeline on all ranks."
     if rank := _other([row[STEP] for row in table]):
         return (
-            f"Rank {rank} is in step {table[rank][STEP]}, and rank 0 in step {table[0][STEP]}. All ranks must run "
-            "the same steps."
+            f"Rank {rank} is in step {table[rank][STEP]}, and rank 0 in step {table[0][STEP]}. All ranks "
+            "must run the same steps."
         )
     for slot, names in _slots(leaves):
         first = next((rank for rank, row in enumerate(table) if row[slot] != ABSENT), 0)
         if rank := _other([row[slot] or table[first][slot] for row in table]):
             return (
                 f"Rank {rank} has another {' or '.join(map(repr, names))} than rank {first} in step "
-                f"{table[0][STEP]}. Give all ranks the same batches in the same order: seed the sampler alike (a "
-                "DataLoader that shuffles takes generator=torch.Generator().manual_seed(…)), and do not divide the "
-                "data between the ranks of a pipeline, as a DistributedSampler does."
+                f"{table[0][STEP]}. Give all ranks the same batches in the same order: seed the sampler "
+                "alike (a DataLoader that shuffles takes generator=torch.Generator().manual_seed(…)), and do "
+                "not divide the data between the ranks of a pipeline, as a DistributedSampler does."
             )
     return None
 
@@ -79,7 +78,7 @@ def _other(values: Sequence[int]) -> int:
 
 def _slots(leaves: Sequence[str]) -> list[tuple[int, list[str]]]:
     """The place of each leaf among the words; leaves beyond their number share places."""
-    placed = sorted((LEAVES + k % (WORDS - LEAVES), name) for k, name in enumerate(leaves))
-    return [
-        (slot, [name for _, name in group]) for slot, group in groupby(placed, key=lambda entry: entry[0])
-    ]
+    slots: dict[int, list[str]] = {}
+    for k, name in enumerate(leaves):
+        slots.setdefault(LEAVES + k % (WORDS - LEAVES), []).append(name)
+    return [*slots.items()]

@@ -1,7 +1,7 @@
 """Makes the tensors that several ranks hold equal: tied, shared and frozen parameters, buffers, constants.
 
-Ranks that build their model without a seed begin with different values, and each trains its own copy: a tied weight
-has the same gradient on all of its ranks, and would stay different for ever.
+Ranks that build their model without a seed begin with different values, and each trains its own copy: a tied
+weight has the same gradient on all of its ranks, and would stay different for ever.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from fxpipe.runtime.process import Process
 def share_values(process: Process, tensors: Sequence[RankTensors], own: Mapping[str, torch.Tensor]) -> None:
     """Give each tensor that several ranks hold the values of the first of them.  All ranks must call this.
 
-    tensors: the names by rank.  own: the tensors of this rank, overwritten in place.  Those without values on one of
-    the ranks (on the meta device) are left out.
+    tensors: the names by rank.  own: the tensors of this rank, overwritten in place.  Those without values on
+    one of the ranks (on the meta device) are left out.
     """
     empty = process.gather(json.dumps([name for name, t in own.items() if t.is_meta]).encode())
     without = {name for names in empty for name in json.loads(names)}
@@ -31,7 +31,7 @@ def share_values(process: Process, tensors: Sequence[RankTensors], own: Mapping[
 
 
 def holders(tensors: Sequence[RankTensors]) -> dict[str, list[int]]:
-    """The ranks of each parameter, buffer and constant that several ranks hold, in the same order everywhere."""
+    """The ranks of each tensor that several ranks hold, in the same order on all ranks."""
     found: dict[str, list[int]] = {}
     for rank, held in enumerate(tensors):
         for name in (*held.parameters, *held.buffers, *held.constants):
