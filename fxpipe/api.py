@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +18,12 @@ from fxpipe.errors import CaptureError, FxpipeError, PartitionError, RunError
 from fxpipe.pipeline import Pipeline
 from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact, Plan
+from fxpipe.runtime.failure import in_short
 from fxpipe.runtime.offloader import check_tier
-from fxpipe.runtime.process import Process, default_device, under_torchrun
+from fxpipe.runtime.process import Process, agreed, as_timeout, default_device, under_torchrun
 from fxpipe.runtime.tensors import in_strides
 from fxpipe.schedule.ops import Schedule
+from fxpipe.training.same_batch import plan_number
 from fxpipe.vocabulary.rows import rows_of, whole
 
 if TYPE_CHECKING:
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
 
 def compile(
     model: nn.Module,
-    example: Mapping[str, Any] | tuple[Any, ...],
+    example: Mapping[str, Any] | tuple[Any, ...] | list[Any],
     *,
     ranks: int,
     microbatches: int,
@@ -52,12 +55,14 @@ def compile(
     vocab_parallel: bool | str = False,
     recompute: bool | str = False,
     offload: Offload | bool | float | str = False,
+    # the processes
+    timeout: float | timedelta | None = None,
     **old_spellings: Any,
 ) -> Pipeline:
     """Compile a model into one program per rank.
 
     model: any module, on the CPU, a GPU, or the meta device; it is not changed.
-    example: one microbatch, a mapping of keyword arguments or a tuple of arguments.
+    example: one microbatch, a mapping of keyword arguments, or a tuple or list of arguments.
 
     loss_fn: ``(output, microbatch) -> loss``, a scalar, or ``-> (sum, count)`` for an exact mean over
         all counts of the batch.  Without it the model's output or its ``.loss`` is the loss.
@@ -92,6 +97,9 @@ def compile(
         fastest of none and these within ``memory_limit``, as simulated.
     offload: move saved activations off the rank until the backward needs them: an :class:`fxpipe.Offload`, or
         its ``share`` alone (True, ``0.5``, ``"auto"``).
+    timeout: under torchrun, the longest time that a rank waits for another one, in seconds or as a timedelta;
+        10 minutes by default.  The time that rank 0 takes to compile does not count.  It is a property of the
+        process group: the first call makes that, and a group that exists keeps its own.
     old_spellings: ``offload_tier``, ``offload_directory``, ``offload_bandwidth`` and ``ranks_per_link``, now
         fields of ``Offload``; accepted with a DeprecationWarning in this version.
 
@@ -99,7 +107,7 @@ def compile(
     alike, else RunError, which names the line.
 
     Under torchrun all ranks must call it with the same arguments; rank 0 compiles and the others receive the
-    programs.
+    programs.  Each tensor that several ranks hold gets the values of the first of them.
     Raises CaptureError, PartitionError, VocabularyError or ScheduleError, each with what to do, and RunError
     where the number of processes is not ``ranks``.
     """
@@ -115,7 +123,9 @@ def compile(
         raise PartitionError(f"split_points is a list of module paths: give [{split_points!r}].")
     if isinstance(fixed, str):
         raise CaptureError(f"fixed is a list of names: give [{fixed!r}].")
-    device = _device_of(model)
+    if isinstance(example, list):  # as DataLoaders give them
+        example = tuple(example)
+    device, limit = _device_of(model), as_timeout(timeout)
     options = Options(
         ranks=ranks,
         microbatches=microbatches,
@@ -137,24 +147,24 @@ def compile(
     check(options)
     if options.offload.share is not None:
         check_tier(options.tier, device, options.offload_directory)
-    process = Process.join(ranks, device) if under_torchrun() else None
+    process = None
+    if under_torchrun():
+        process = Process.join(device, limit)
+        process.check_ranks(ranks)
+
+    def compiled_here() -> Compiled:
+        return compile_model(
+            model, example, loss_fn, options, device, Phases(f"fxpipe {type(model).__name__}")
+        )
+
     compiled: Compiled | None = None
     if process is None or process.rank == 0:
-        title = f"fxpipe {type(model).__name__}"
-        try:
-            compiled = compile_model(model, example, loss_fn, options, device, Phases(title))
-        except FxpipeError as error:
-            if process is not None:
-                process.broadcast_bytes(json.dumps({"error": str(error)}).encode())
-            raise
-    artifact = compiled.artifact if compiled is not None else None
-    if process is not None:
-        artifact = _shared(artifact, process)
-    assert artifact is not None
+        compiled = compiled_here() if process is None else _compiled_for_all(compiled_here, process)
+    artifact = compiled.artifact if compiled is not None else _received(process)
     if compiled is not None and artifact.plan.tried:
         _explain_on_terminal(artifact.plan)
     parameters, buffers = _held_of(model, artifact.plan, None if process is None else process.rank)
-    return Pipeline(
+    pipe = Pipeline(
         artifact=artifact,
         parameters=parameters,
         buffers=buffers,
@@ -165,24 +175,57 @@ def compile(
         sections=compiled.sections if compiled else (),
         offload_directory=options.offload_directory,
     )
+    pipe.share_values()
+    return pipe
 
 
-def load(path: str | Path, *, offload_directory: str | Path | None = None) -> Pipeline:
+def load(
+    path: str | Path,
+    *,
+    offload_directory: str | Path | None = None,
+    timeout: float | timedelta | None = None,
+) -> Pipeline:
     """Load a saved pipeline with its weights; its programs run as they are now, edits included.
 
     A saved pipeline is a program: run only what you trust.  Loading checks all of its files and runs none of
     them; ``step`` and ``run_local`` run the programs with all that your user may do.
 
     offload_directory: as for ``compile``, where the pipeline offloads to disk.
+    timeout: as for ``compile``.
 
-    Under torchrun each rank loads the weights that it holds.  Warns of a program that was edited since it was
-    saved, and of weights that were replaced.  Raises ArtifactError, naming file and field, for a directory
-    that holds no pipeline, is cut short or damaged, or was written by another version.
+    Under torchrun all ranks must call it, and each loads the weights that it holds.  Warns of a program that
+    was edited since it was saved, and of weights that were replaced.  Raises ArtifactError, naming file and
+    field, for a directory that holds no pipeline, is cut short or damaged, or was written by another version.
     """
     directory = Path(path).absolute()
-    plan, programs = files.read(directory)
-    device = default_device()
-    process = Process.join(plan.ranks, device) if under_torchrun() else None
+    device, limit = default_device(), as_timeout(timeout)
+    process = Process.join(device, limit) if under_torchrun() else None
+    with agreed(process, f"load {directory}"):
+        plan, programs = files.read(directory)
+        if process is not None:
+            process.check_ranks(plan.ranks)
+        parameters, buffers, constants = _read_tensors(directory, plan, process, device)
+        step_number = files.read_step_number(directory, 0 if process is None else process.rank)
+    if process is not None:
+        process.check_same(str(plan_number(plan)).encode(), f"{directory / 'plan.json'}")
+    pipe = Pipeline(
+        Artifact(plan, programs, constants),
+        parameters,
+        buffers,
+        device,
+        process,
+        directory=directory,
+        offload_directory=None if offload_directory is None else Path(offload_directory),
+        first_step=step_number,
+    )
+    pipe.share_values()
+    return pipe
+
+
+def _read_tensors(
+    directory: Path, plan: Plan, process: Process | None, device: torch.device
+) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The parameters, buffers and constants of this rank; of all ranks without torchrun."""
     ranks = range(plan.ranks) if process is None else [process.rank]
     parameters: dict[str, nn.Parameter] = {}
     buffers: dict[str, torch.Tensor] = {}
@@ -201,16 +244,7 @@ def load(path: str | Path, *, offload_directory: str | Path | None = None) -> Pi
             name: nn.Parameter(in_strides(t.detach(), plan.layouts[name].stride), t.requires_grad)
             for name, t in joined
         }
-    return Pipeline(
-        Artifact(plan, programs, constants),
-        parameters,
-        buffers,
-        device,
-        process,
-        directory=directory,
-        offload_directory=None if offload_directory is None else Path(offload_directory),
-        first_step=files.read_step_number(directory, ranks[0]),
-    )
+    return parameters, buffers, constants
 
 
 def _held_of(
@@ -247,13 +281,27 @@ def _device_of(model: nn.Module) -> torch.device:
     return devices.pop() if devices else default_device()
 
 
-def _shared(artifact: Artifact | None, process: Process) -> Artifact:
-    """Rank 0's artifact on every rank, as JSON and safetensors."""
-    if artifact is not None:
-        text = json.dumps({"plan": artifact.plan.to_json(), "programs": artifact.programs})
-        process.broadcast_bytes(text.encode())
-        process.broadcast_bytes(tensors_to_bytes(files.apart(artifact.constants)))
-        return artifact
+def _compiled_for_all(build: Callable[[], Compiled], process: Process) -> Compiled:
+    """The compilation on rank 0, which sends its artifact to the others as JSON and safetensors."""
+    try:
+        compiled = build()
+    except Exception as error:  # the model's own code may raise anything
+        process.first_is_ready()
+        process.broadcast_bytes(json.dumps({"error": in_short(error)}).encode())
+        raise
+    artifact = compiled.artifact
+    process.first_is_ready()
+    process.broadcast_bytes(
+        json.dumps({"plan": artifact.plan.to_json(), "programs": artifact.programs}).encode()
+    )
+    process.broadcast_bytes(tensors_to_bytes(files.apart(artifact.constants)))
+    return compiled
+
+
+def _received(process: Process | None) -> Artifact:
+    """Rank 0's artifact.  Raises RunError if it could not compile the model."""
+    assert process is not None
+    process.wait_for_first()
     data = json.loads(process.broadcast_bytes(None))
     if "error" in data:
         raise RunError(f"Rank 0 could not compile the model: {data['error']}")

@@ -17,7 +17,7 @@ from fxpipe.cost.symbolic import Expressions, PlanWork
 from fxpipe.errors import SizeError
 from fxpipe.ir.graph import Section
 from fxpipe.plan.artifact import Artifact, Plan
-from fxpipe.runtime.process import Process
+from fxpipe.runtime.process import Process, agreed
 from fxpipe.runtime.rank import Runtime
 from fxpipe.schedule.costs import StageCost
 from fxpipe.schedule.ops import Schedule
@@ -28,6 +28,7 @@ from fxpipe.training.optimizer import PipelineOptimizer, check_separable, groupe
 from fxpipe.training.pretrained import Pretrained, export
 from fxpipe.training.runner import LocalResult, Runner
 from fxpipe.training.save import agree, problem_of, save
+from fxpipe.training.shared_values import share_values
 from fxpipe.training.state_dict import copy_to_model, full_state_dict, load_state_dict, state_dict
 from fxpipe.vocabulary.rows import rows_of
 
@@ -129,6 +130,13 @@ class Pipeline:
         costs = self.plan.costs
         return simulate(self.schedule, costs if sizes is None else _named(self.plan.work).costs(costs, sizes))
 
+    def leaves(self, rank: int | None = None) -> tuple[str, ...]:
+        """The names of the leaves of a batch that a rank needs (by default this process's); its batches may
+        lack the others."""
+        if rank is None:
+            rank = 0 if self.process is None else self.process.rank
+        return self.plan.step.leaves_of(rank)
+
     def run_local(
         self, batch: Any, *, step: int = 0, threads: int = 1, measure_memory: bool = False
     ) -> LocalResult:
@@ -144,11 +152,21 @@ class Pipeline:
     def step(self, batch: Any) -> torch.Tensor:
         """Run one training step of this rank; return the loss of the whole batch, on every rank.
 
+        batch: the same on all ranks, which is checked; a rank needs only the leaves that ``leaves`` names.
         Gradients are added to the parameters' ``.grad``.  Needs torchrun with one process per rank (a
         pipeline of one rank runs without it).  If a rank fails, all ranks raise RunError with its message,
         and their processes end soon after, whether or not the error is caught.
         """
         return self._runner.step(batch)
+
+    def ask_to_stop(self) -> None:
+        """Ask all ranks to end the run, as a SIGTERM does where a Checkpointer is: ``stops`` tells, on all
+        ranks after the same step."""
+        self._runner.stop_asked = True
+
+    def stops(self) -> bool:
+        """Whether a rank was asked to stop before its last step began; the same on all ranks."""
+        return self._runner.stops or (self.process is None and self._runner.stop_asked)
 
     def parameter(self, name: str) -> torch.nn.Parameter:
         """A parameter by name, or the rows of one that a rank holds (``"lm_head.weight[0:128]"``)."""
@@ -240,16 +258,19 @@ class Pipeline:
 
         state: of the whole model, or the path of a safetensors file, or of a directory of Hugging Face with
             one or several of them, of which each rank reads its part.  A tensor with two names may have one
-            of them, and buffers that are not
-        persistent may be missing.  Call it on all ranks, before ``optimizer`` and the first ``step``.
+            of them, and buffers that are not persistent may be missing.
+
+        Call it on all ranks, before ``optimizer`` and the first ``step``.
         strict: raise ArtifactError for names that are missing or that the model does not have.
         Raises ArtifactError for another shape, and for two values of one tensor.
         """
         if isinstance(state, (str, Path)):
-            with closing(Pretrained(Path(state))) as pretrained:
+            with agreed(self.process, "load the state dict"), closing(Pretrained(Path(state))) as pretrained:
                 load_state_dict(self.model_state, pretrained, strict)
         else:
-            load_state_dict(self.model_state, state, strict)
+            with agreed(self.process, "load the state dict"):
+                load_state_dict(self.model_state, state, strict)
+        self.share_values()
 
     def export(
         self, directory: str | Path, like: str | Path | None = None, *, largest_file: str = "5GB"
@@ -265,6 +286,19 @@ class Pipeline:
         source, target = None if like is None else Path(like), Path(directory)
         problem = problem_of(lambda: export(state, target, source, largest_file)) if leads else ""
         agree(problem, self.process)
+
+    def share_values(self) -> None:
+        """Give each tensor that several ranks hold the values of the first of them.
+
+        ``compile``, ``load`` and ``load_state_dict`` do it.  Call it, on all ranks, after values were changed
+        in other ways.
+        """
+        if self.process is None:
+            return
+        with self.process.agreed("use its model"):
+            self.model_state.follow_model()
+        params, buffers = self.model_state.held_by(self.process.rank)
+        share_values(self.process, self.plan.tensors, {**self.artifact.constants, **params, **buffers})
 
     def save(self, path: str | Path) -> None:
         """Write programs, plan, weights with their checksums, and pictures to a new directory.

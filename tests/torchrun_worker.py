@@ -26,7 +26,7 @@ from zoo import CASES, WIDTH, Case, Chain, Dropout, Shape, built_and_compiled, c
 
 import fxpipe
 import fxpipe.ir.liveness
-import fxpipe.runtime.process
+import fxpipe.runtime.watch
 
 MICROBATCHES = 4
 DROPOUT = Case(Dropout, numbers)
@@ -165,7 +165,7 @@ def loaded(rank: Rank) -> None:
 
     The watch for failures never pauses, so that the process ends in the middle of a look at the store.
     """
-    fxpipe.runtime.process.POLL = 0.0
+    fxpipe.runtime.watch.BEAT = 0.0
     if rank.number == 0:
         shutil.copytree(rank.directory / "whole", rank.directory / "edited")
         program = rank.directory / "edited" / "rank0.py"

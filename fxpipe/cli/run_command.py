@@ -13,6 +13,7 @@ from fxpipe.cli.arguments import positive, positive_int
 from fxpipe.errors import ArtifactError
 from fxpipe.names import printable
 from fxpipe.plan.files import taken
+from fxpipe.runtime.process import reported
 from fxpipe.training.data import data_from
 from fxpipe.training.loop import DECAYS, Settings, train
 
@@ -56,6 +57,12 @@ def add_to(commands: Any, line: str) -> None:
         help="directory for activations that are offloaded to disk",
     )
     add(
+        "--timeout",
+        type=positive,
+        metavar="SECONDS",
+        help="longest time that a rank waits for another one (default: 600)",
+    )
+    add(
         "--record",
         action="store_true",
         help="write the times of the last step to the pipeline's directory, for fxpipe simulate",
@@ -68,9 +75,7 @@ def _run(options: argparse.Namespace) -> None:
         raise ArtifactError(problem)
     if options.every is not None and options.checkpoints is None:
         raise ArtifactError("--every needs --checkpoints, the directory for them.")
-    pipe = load(options.directory, offload_directory=options.offload_directory)
-    step = pipe.plan.step
-    data = data_from(options.data, step.batch, step.microbatches)
+    pipe = load(options.directory, offload_directory=options.offload_directory, timeout=options.timeout)
     _log_to_stdout()
     settings = Settings(
         steps=options.steps,
@@ -86,7 +91,10 @@ def _run(options: argparse.Namespace) -> None:
         save=options.save,
         tensorboard=options.tensorboard,
     )
-    train(pipe, data, settings)
+    step = pipe.plan.step
+    with reported(pipe.process):
+        leaves = None if pipe.process is None else pipe.leaves(pipe.process.rank)
+        train(pipe, data_from(options.data, step.batch, step.microbatches, leaves), settings)
 
 
 def _log_to_stdout() -> None:

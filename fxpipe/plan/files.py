@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from fxpipe.errors import ArtifactError
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.plan_check import dtype_of
-from fxpipe.runtime.process import Process
+from fxpipe.runtime.process import Process, agreed
 from fxpipe.runtime.tensors import in_strides
 from fxpipe.strict import MEBIBYTE, Misfit, open_regular, read_text, shown
 
@@ -52,15 +52,13 @@ def new_directory(path: Path, process: Process | None) -> Iterator[Path]:
     if problem:
         raise ArtifactError(problem)
     try:
-        yield draft
-        if process is not None:
-            process.barrier()
-        if leads:
-            if path.exists():
-                path.rmdir()
-            draft.rename(path)
-        if process is not None:
-            process.barrier()
+        with agreed(process, f"write to {draft}"):
+            yield draft
+        with agreed(process, f"rename {draft} to {path}"):
+            if leads:
+                if path.exists():
+                    path.rmdir()
+                draft.rename(path)
     finally:
         if leads:
             shutil.rmtree(draft, ignore_errors=True)

@@ -12,7 +12,13 @@ from fxpipe.ir.storage import call_nodes, output_dict
 from fxpipe.options import Options
 from fxpipe.passes.run import Cut
 from fxpipe.plan.artifact import FORMAT, Plan, Prediction, StagePlan
-from fxpipe.plan.tensor_ownership import layouts_of, state_names, tensor_ownership, tied_parameters
+from fxpipe.plan.tensor_ownership import (
+    layouts_of,
+    leaves_used,
+    state_names,
+    tensor_ownership,
+    tied_parameters,
+)
 from fxpipe.runtime.batch import BatchSpec
 from fxpipe.runtime.rank import StepSpec
 from fxpipe.schedule.lowering.lower import Collective
@@ -61,6 +67,7 @@ def make_plan(
             has_count=named["count"] is not None,
             seed=options.seed,
             default_dtype=str(torch.get_default_dtype()),
+            leaves=leaves_used(cut.sections, placement, options.ranks),
         ),
         stages=_stage_plans(cut.graph, cut.sections, placement),
         costs=timeline.costs,

@@ -55,6 +55,13 @@ def _step(plan: Plan) -> None:
     _distinct("step.batch.leaves", [leaf.name for leaf in step.batch.leaves])
     for k, leaf in enumerate(step.batch.leaves):
         _leaf(f"step.batch.leaves[{k}]", leaf)
+    if step.leaves:
+        _as_many("step.leaves", step.leaves, step.ranks, "rank")
+    for rank, names in enumerate(step.leaves):
+        _distinct(f"step.leaves[{rank}]", names)
+        for k, name in enumerate(names):
+            known = name in step.batch.tensors
+            _fits(f"step.leaves[{rank}][{k}]", name, known, "the name of a tensor in step.batch.leaves")
 
 
 def _leaf(path: str, leaf: Leaf) -> None:

@@ -68,6 +68,16 @@ def state_names(model: nn.Module) -> tuple[tuple[str, str], ...]:
     return found + tuple((name, name) for name in sorted(left))  # of a model that writes its own state dict
 
 
+def leaves_used(
+    sections: tuple[Section, ...], placement: tuple[int, ...], ranks: int
+) -> tuple[tuple[str, ...], ...]:
+    """Per rank the leaves of the batch that its sections read."""
+    used: list[set[str]] = [set() for _ in range(ranks)]
+    for section in sections:
+        used[placement[section.stage]] |= {v.name for v in section.inputs if v.kind is Kind.BATCH}
+    return tuple(tuple(sorted(names)) for names in used)
+
+
 def tied_parameters(tensors: tuple[RankTensors, ...]) -> tuple[Tied, ...]:
     holders: dict[str, list[int]] = {}
     for rank, held in enumerate(tensors):

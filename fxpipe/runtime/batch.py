@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from numbers import Number
@@ -49,17 +49,29 @@ class BatchSpec:
                 leaves.append(Leaf(name, None, (), "", repr(leaf)))
         return BatchSpec(tuple(leaves))
 
-    def split(self, batch: Any, microbatches: int) -> list[dict[str, torch.Tensor]]:
-        """Cut a batch along the leading dimension.  Raises BatchError, naming the leaf, if it is unlike the
-        example."""
-        given = dict(batch_leaves(batch))
-        expected = {leaf.name for leaf in self.leaves}
-        if given.keys() != expected:
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The names of the leaves that are tensors."""
+        return tuple(leaf.name for leaf in self.leaves if leaf.shape is not None)
+
+    def split(
+        self, batch: Any, microbatches: int, needed: Collection[str], device: torch.device | None
+    ) -> list[dict[str, torch.Tensor]]:
+        """Cut a batch along the leading dimension, and move it to the device.
+
+        needed: the leaves that must be there; others are checked and cut, but not moved.
+        Raises BatchError, naming the leaf, if the batch is unlike the example.
+        """
+        given = self.given(batch)
+        missing = [name for name in needed if name not in given]
+        if missing:
             raise BatchError(
-                f"The batch has {_names(given)}, but the pipeline was compiled for {_names(expected)}."
+                f"The batch has {_names(given)}; {missing[0]!r} is missing: this rank needs {_names(needed)}."
             )
         cut: list[dict[str, torch.Tensor]] = [{} for _ in range(microbatches)]
         for leaf in self.leaves:
+            if leaf.name not in given:
+                continue
             value = given[leaf.name]
             if leaf.shape is None:
                 if isinstance(value, torch.Tensor) or repr(value) != leaf.value:
@@ -69,18 +81,34 @@ class BatchSpec:
                     )
                 continue
             _check(leaf, value, microbatches)
+            if device is not None and leaf.name in needed:
+                value = value.to(device)
             pieces = [value] * microbatches if not leaf.shape else value.split(leaf.shape[0])
             for microbatch, piece in zip(cut, pieces, strict=True):
                 # A program may take views that only the example's strides allow.
                 microbatch[leaf.name] = in_strides(piece, leaf.stride)
         return cut
 
+    def given(self, batch: Any) -> dict[str, Any]:
+        """The leaves of a batch that are there; None in the place of a tensor stands for one that is not.
+
+        Raises BatchError for a leaf that the example does not have.
+        """
+        kinds = {leaf.name: leaf.shape for leaf in self.leaves}
+        given = dict(batch_leaves(batch))
+        if not given.keys() <= kinds.keys():
+            raise BatchError(
+                f"The batch has {_names(given)}, but the pipeline was compiled for {_names(kinds)}."
+            )
+        return {name: x for name, x in given.items() if x is not None or kinds[name] is None}
+
 
 def batch_leaves(example: Any) -> list[tuple[str, Any]]:
     """The leaves of a (micro)batch with readable names: ``input_ids``, ``0``, ``image.pixels``."""
-    if not isinstance(example, (Mapping, tuple)):
+    if not isinstance(example, (Mapping, tuple, list)):
         raise BatchError(
-            f"A batch is a mapping of keyword arguments or a tuple, not {type(example).__name__}."
+            "A batch is a mapping of keyword arguments, or a tuple or list of arguments, not "
+            f"{type(example).__name__}."
         )
     paths, _ = pytree.tree_flatten_with_path(example)
     leaves = [(".".join(_key_name(key) for key in path), leaf) for path, leaf in paths]

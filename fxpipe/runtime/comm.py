@@ -7,8 +7,11 @@ collectives of a group, in the same order.  Only waits block, for at most the ti
 from __future__ import annotations
 
 import atexit
+import contextlib
 import queue
+import re
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +20,22 @@ import torch.distributed as dist
 
 from fxpipe.errors import RunError
 from fxpipe.runtime.tensors import in_strides
+
+
+class NoAnswer(RunError):
+    """Another rank did not send or take a message: it has failed, ended, or is late by the time limit."""
+
+
+@contextlib.contextmanager
+def answered() -> Iterator[None]:
+    """Turn the error of a process group whose peer is gone or late into NoAnswer."""
+    try:
+        yield
+    except RuntimeError as error:  # of torch, with the reason as text
+        # Without the file of torch's source, and its general advice.
+        text = re.sub(r"^\[\S+:\d+\] ", "", str(error)).partition(". This is typically")[0]
+        raise NoAnswer(text) from error
+
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """The shape, strides and dtype of a message, the same for sender and receiver."""
@@ -130,11 +149,8 @@ class DistributedComm:
         return self.wait_all(pending)[0]
 
     def wait_all(self, pending: Pending) -> list[torch.Tensor]:
-        try:
+        with answered():
             pending.work.wait()
-        except RuntimeError as error:
-            whom = f"rank {pending.source}" if pending.source >= 0 else "the other ranks"
-            raise RunError(f"Nothing came from {whom}: {error}") from error
         if self._wire_device == self.device:
             return pending.buffers
         return [buffer.to(self.device) for buffer in pending.buffers]
@@ -174,7 +190,8 @@ class DistributedComm:
     def broadcast_numbers(self, tensor: torch.Tensor | None, source: int) -> torch.Tensor:
         value = torch.empty(2, dtype=torch.float64) if tensor is None else tensor
         value = value if self._gloo else value.to(self.device)
-        dist.broadcast(value, source)
+        with answered():
+            dist.broadcast(value, source)
         return value.cpu()
 
     def flush(self) -> None:
@@ -194,7 +211,7 @@ class _Leaving:
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._sent: list[tuple[Any, torch.Tensor]] = []
         self._bytes = 0
-        self._error: Exception | None = None
+        self._error: RuntimeError | None = None
         thread = threading.Thread(target=self._run, name="fxpipe-sends", daemon=True)
         thread.start()
 
@@ -216,7 +233,8 @@ class _Leaving:
         self._queue.put(done)
         done.wait()
         if self._error is not None:
-            raise RunError(f"A message could not be sent: {self._error}") from self._error
+            with answered():
+                raise self._error
 
     def _hand_over(self) -> None:
         self._queue.put(self._sent)

@@ -14,10 +14,11 @@ from fxpipe.runtime.agreement import Traffic, traffic
 
 @dataclass(frozen=True)
 class Program:
-    """The function ``step(rt, batch)``, and the messages that it sends and receives."""
+    """The function ``step(rt, batch)``, the messages that it sends and receives, and its ops in order."""
 
     step: Callable[[Any, Any], Any]
     traffic: Traffic
+    ops: tuple[str, ...]
 
 
 def load_program(source: str, filename: str) -> Program:
@@ -45,4 +46,11 @@ def load_program(source: str, filename: str) -> Program:
         raise RunError(
             f"{filename} fails before its step: {type(error).__name__}: {error}. Mend it, or save again."
         ) from error
-    return Program(namespace["step"], traffic(tree, namespace))
+    return Program(namespace["step"], traffic(tree, namespace), _ops(steps[-1]))
+
+
+def _ops(step: ast.FunctionDef) -> tuple[str, ...]:
+    """The names in the calls ``rt.op("F1.0")``."""
+    calls = [n.value for n in step.body if isinstance(n, ast.Expr) and isinstance(n.value, ast.Call)]
+    named = [c.args[0] for c in calls if ast.unparse(c.func) == "rt.op" and len(c.args) == 1]
+    return tuple(str(name.value) for name in named if isinstance(name, ast.Constant))

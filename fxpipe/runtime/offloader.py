@@ -19,11 +19,12 @@ from typing import Any, Literal, Protocol
 import torch
 
 from fxpipe.errors import RunError
-from fxpipe.runtime.process import TIMEOUT
 
 Tier = Literal["host", "disk"]
 TIERS: tuple[Tier, ...] = ("host", "disk")
 
+#: Maximum time of a wait for the disk, by default.
+TIMEOUT = timedelta(minutes=10)
 ALIGNMENT = 512  # of the tensors in a pool, in bytes
 
 
@@ -53,8 +54,13 @@ def check_tier(tier: Tier, device: torch.device, directory: Path | None) -> None
         )
 
 
-def open_store(tier: Tier, size: int, directory: Path | None, device: torch.device) -> Store:
-    """Open a pool of ``size`` bytes.  Raises RunError as ``check_tier`` does."""
+def open_store(
+    tier: Tier, size: int, directory: Path | None, device: torch.device, timeout: timedelta = TIMEOUT
+) -> Store:
+    """Open a pool of ``size`` bytes.  Raises RunError as ``check_tier`` does.
+
+    timeout: of a wait for the disk.
+    """
     check_tier(tier, device, directory)
     if tier == "host":
         return Host(size, device)
@@ -65,7 +71,7 @@ def open_store(tier: Tier, size: int, directory: Path | None, device: torch.devi
             "disk as Offload.directory.",
             stacklevel=2,
         )
-    return Disk(directory, size, TIMEOUT)
+    return Disk(directory, size, timeout)
 
 
 def filesystem(directory: Path) -> str:

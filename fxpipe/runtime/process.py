@@ -1,26 +1,28 @@
-"""This process as one of the ranks that torchrun started: joining, sharing, failing together."""
+"""This process as one of the ranks that torchrun started, and their collectives outside of steps."""
 
 from __future__ import annotations
 
-import atexit
+import contextlib
+import itertools
 import os
-import sys
-import threading
 import time
-from dataclasses import dataclass
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from fxpipe.errors import RunError
-from fxpipe.runtime.torch_private import default_store
+from fxpipe.runtime.attempt import agree_on_attempt
+from fxpipe.runtime.comm import NoAnswer, answered
+from fxpipe.runtime.failure import Failures, in_short
+from fxpipe.runtime.torch_private import PrefixStore, default_store, rendezvous
+from fxpipe.runtime.watch import Watch
 
-#: Maximum time that a rank waits for another one.
+#: Maximum time that a rank waits for another one, by default.
 TIMEOUT = timedelta(minutes=10)
-FAILURE = "fxpipe/failure"  # the key in the store for the message of a failed rank
-#: Seconds between checks for that message, and seconds that a rank then has to raise its own error.
-POLL, GRACE = 0.5, 4.0
 
 
 def under_torchrun() -> bool:
@@ -36,136 +38,219 @@ def default_device() -> torch.device:
     return torch.device("cuda", index)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Process:
+    """``timeout``: the longest time that this rank waits for another one."""
+
     rank: int
     ranks: int
     timeout: timedelta
+    group: dist.ProcessGroup | None
+    watch: Watch
+    _turns: Iterator[int] = field(default_factory=itertools.count)
 
     @staticmethod
-    def join(ranks: int, device: torch.device, timeout: timedelta = TIMEOUT) -> Process:
-        """Join the process group; create it if there is none.
+    def join(device: torch.device, timeout: timedelta | None = None) -> Process:
+        """Join the process group; create it if there is none.  All ranks must call this.
 
-        Raises RunError if the number of processes is not the number of ranks.
+        timeout: of a process group that is created; TIMEOUT by default.  One that exists keeps its own.
         """
-        world = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
-        if world != ranks:
+        global _joined
+        if _joined is not None and dist.is_initialized() and dist.group.WORLD is _joined.group:
+            return _joined
+        limit = timeout or TIMEOUT
+        if dist.is_initialized():
+            rank, ranks, store = dist.get_rank(), dist.get_world_size(), default_store()
+            attempt = _broadcast_bytes(uuid.uuid4().hex.encode() if rank == 0 else None).decode()
+        else:
+            with answered():
+                store, rank, ranks = next(rendezvous("env://", timeout=limit))
+                attempt = agree_on_attempt(PrefixStore("fxpipe", store), rank, ranks, limit)
+                own = PrefixStore(attempt, store)
+                dist.init_process_group(
+                    _backend_for(device), store=own, rank=rank, world_size=ranks, timeout=limit
+                )
+        # A store of its own, as one that waits for a key answers no other thread.
+        failures = Failures(PrefixStore(f"fxpipe/{attempt}", store.clone()), rank, ranks)
+        _joined = Process(rank, ranks, limit, dist.group.WORLD, Watch(failures))
+        return _joined
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raise RunError if the pipeline has another number of ranks."""
+        if ranks != self.ranks:
             raise RunError(
-                f"The pipeline has {ranks} ranks and there are {world} processes. "
-                f"Start it with torchrun --nproc-per-node {ranks}, or compile with ranks={world}."
+                f"The pipeline has {ranks} ranks and there are {self.ranks} processes. "
+                f"Start it with torchrun --nproc-per-node {ranks}, or compile with ranks={self.ranks}."
             )
-        if not dist.is_initialized():
-            dist.init_process_group(_backend_for(device), timeout=timeout)
-        return Process(dist.get_rank(), ranks, timeout)
+
+    @contextlib.contextmanager
+    def agreed(self, what: str) -> Iterator[None]:
+        """Run a block without communication on all ranks; if it fails on one, all of them raise.
+
+        That rank raises its own error and the others a RunError, so that the run can go on.
+        what: the block as text, for "Rank 1 could not …".
+        """
+        try:
+            yield
+        except Exception as error:
+            with contextlib.suppress(RunError):  # the ranks that are left raise it
+                self.gather(in_short(error).encode(errors="backslashreplace") or b"?")
+            raise
+        for rank, message in enumerate(self.gather(b"")):
+            if message:
+                raise RunError(f"Rank {rank} could not {what}: {message.decode()}")
+
+    def check_same(self, value: bytes, what: str) -> None:
+        """Raise RunError on all ranks if a value differs between them; ``what``: its name."""
+        values = self.gather(value)
+        other = [rank for rank, found in enumerate(values) if found != values[0]]
+        if other:
+            raise RunError(f"Rank {other[0]} has another {what} than rank 0. Give all ranks the same.")
+
+    def first_is_ready(self) -> None:
+        """End the wait of the other ranks in ``wait_for_first``."""
+        self.watch.failures.store.set(f"ready/{next(self._turns)}", "")
+
+    def wait_for_first(self) -> None:
+        """Wait until rank 0 calls ``first_is_ready``, as long as it gives signs of life.
+
+        Raises RunError if it fails, or gives none for the time limit.
+        """
+        failures, key = self.watch.failures, f"ready/{next(self._turns)}"
+        beat, last = "", time.monotonic()
+        with self.watch.collective():
+            while not failures.store.check([key]):
+                if message := failures.find():
+                    raise RunError(f"{message} (Rank {self.rank} {self.watch.doing()}.)")
+                now, before = time.monotonic(), beat
+                beat, _ = failures.seen(0)
+                last = now if beat != before else last
+                if now - last > self.timeout.total_seconds():
+                    raise NoAnswer(f"no sign of life from rank 0 for {self.timeout}")
+                time.sleep(0.1)
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         """Broadcast bytes from rank 0; the other ranks pass None."""
-        size = self._on_wire(torch.tensor([len(data or b"")]))
-        dist.broadcast(size, 0)
-        payload = torch.empty(int(size), dtype=torch.uint8)
-        if data:
-            payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        payload = self._on_wire(payload)
-        dist.broadcast(payload, 0)
-        return payload.cpu().numpy().tobytes()
+        with self.watch.collective():
+            return _broadcast_bytes(data)
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Gather the bytes of every rank on every rank.  Raises RunError if a rank has ended."""
-        size = self._on_wire(torch.tensor([len(data)]))
-        sizes = [torch.empty_like(size) for _ in range(self.ranks)]
-        try:
+        """Gather the bytes of every rank on every rank."""
+        with self.watch.collective():
+            size = _on_wire(torch.tensor([len(data)]))
+            sizes = [torch.empty_like(size) for _ in range(self.ranks)]
             dist.all_gather(sizes, size)
-            own = self._on_wire(torch.zeros(max(map(int, sizes)), dtype=torch.uint8))
-            own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            own = torch.zeros(max(map(int, sizes)), dtype=torch.uint8)
+            if not len(own):
+                return [b""] * self.ranks
+            own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else own[:0]
+            own = _on_wire(own)
             padded = [torch.empty_like(own) for _ in range(self.ranks)]
             dist.all_gather(padded, own)
-        except RuntimeError as error:
-            raise RunError(f"The other ranks did not answer: {error}") from error
         return [p[: int(n)].cpu().numpy().tobytes() for p, n in zip(padded, sizes, strict=True)]
+
+    def begin_gather(self, words: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start to gather a vector of every rank on every rank; return the function that waits for them.
+
+        words: int64, of the same length on all ranks.
+        """
+        own = _on_wire(words)
+        found = [torch.empty_like(own) for _ in range(self.ranks)]
+        work = dist.all_gather(found, own, async_op=True)
+
+        def gathered() -> torch.Tensor:
+            with self.watch.collective():
+                work.wait()
+            return torch.stack(found).cpu()
+
+        return gathered
 
     def broadcast_(self, tensor: torch.Tensor, source: int) -> None:
         """Overwrite a tensor with its values on rank ``source``."""
-        value = self._on_wire(tensor.contiguous())
-        dist.broadcast(value, source)
+        value = _on_wire(tensor.contiguous())
+        with self.watch.collective():
+            dist.broadcast(value, source)
         if value is not tensor:
             tensor.copy_(value)
 
-    def send_to_first(self, tensor: torch.Tensor) -> None:
-        """Send a tensor to rank 0, which must ask for it."""
-        dist.send(self._on_wire(tensor.contiguous()), 0)
-
-    def receive_as_first(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """Overwrite rank 0's tensor with the one that ``source`` sends; return it."""
-        value = self._on_wire(tensor.contiguous())
-        dist.recv(value, source)
-        return tensor if value is tensor else tensor.copy_(value)
+    def send_to(self, tensor: torch.Tensor, source: int, target: int) -> None:
+        """Overwrite a tensor on rank ``target`` with its values on rank ``source``; both call it."""
+        value = _on_wire(tensor.contiguous())
+        flat = value.reshape(-1).view(torch.uint8)  # the backends do not take all dtypes
+        with self.watch.collective():
+            if self.rank == source:
+                dist.send(flat, target)
+                return
+            dist.recv(flat, source)
+        if value is not tensor:
+            tensor.copy_(value)
 
     def all_reduce_sum(self, value: float) -> float:
         """The sum of one number over all ranks."""
-        total = self._on_wire(torch.tensor(value, dtype=torch.float64))
-        dist.all_reduce(total)
+        total = _on_wire(torch.tensor(value, dtype=torch.float64))
+        with self.watch.collective():
+            dist.all_reduce(total)
         return float(total)
 
     def all_reduce_(self, value: torch.Tensor, *, largest: bool = False) -> None:
         """Replace a tensor by the sum over all ranks, or by the largest."""
-        total = self._on_wire(value)
-        dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+        total = _on_wire(value)
+        with self.watch.collective():
+            dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
         if total is not value:
             value.copy_(total)
 
     def barrier(self) -> None:
         self.all_reduce_sum(0.0)
 
-    def watch(self) -> None:
-        """Start a thread that ends this process soon after another rank has failed.
 
-        A rank whose neighbor has ended raises by itself; a rank that waits for one that still runs would not
-        notice the failure.
-        """
-        over = threading.Event()
-        watcher = threading.Thread(target=self._watch, args=(over,), name="fxpipe-watch", daemon=True)
-        watcher.start()
+#: This process since it joined its process group.
+_joined: Process | None = None
 
-        def stop() -> None:  # a thread inside torch when the interpreter ends would abort the process
-            over.set()
-            watcher.join(GRACE)
 
-        atexit.register(stop)
+def _broadcast_bytes(data: bytes | None) -> bytes:
+    size = _on_wire(torch.tensor([len(data or b"")]))
+    dist.broadcast(size, 0)
+    payload = torch.empty(int(size), dtype=torch.uint8)
+    if data:
+        payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    payload = _on_wire(payload)
+    dist.broadcast(payload, 0)
+    return payload.cpu().numpy().tobytes()
 
-    def _watch(self, over: threading.Event) -> None:
-        store = default_store()
-        try:
-            while not store.check([FAILURE]):
-                if over.wait(POLL):
-                    return
-            message = store.get(FAILURE).decode()
-        except RuntimeError:  # the store has been closed: the run is over
-            return
-        if over.wait(GRACE):
-            return
-        print(f"fxpipe: rank {self.rank} ends: {message}", file=sys.stderr, flush=True)
-        os._exit(1)
 
-    def leave_failure(self, message: str) -> None:
-        """Tell the other ranks why this one fails."""
-        default_store().set(FAILURE, message.encode(errors="backslashreplace").decode())
-
-    def find_failure(self) -> str | None:
-        """The message of a rank that failed, if there is one."""
-        end = time.monotonic() + GRACE
-        while time.monotonic() < end:
-            if default_store().check([FAILURE]):
-                message: bytes = default_store().get(FAILURE)
-                return message.decode()
-            time.sleep(0.05)
-        return None
-
-    @staticmethod
-    def _on_wire(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.cuda() if dist.get_backend() == "nccl" else tensor
+def _on_wire(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor on the device that the process group sends from."""
+    return tensor.cuda() if dist.get_backend() == "nccl" else tensor.cpu()
 
 
 def _backend_for(device: torch.device) -> str:
     """nccl if every process of this machine has its own GPU, else gloo."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return "nccl" if device.type == "cuda" and torch.cuda.device_count() >= local else "gloo"
+
+
+@contextlib.contextmanager
+def agreed(process: Process | None, what: str) -> Iterator[None]:
+    """``process.agreed``, where there is a process."""
+    with process.agreed(what) if process is not None else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def reported(process: Process | None) -> Iterator[None]:
+    """Tell the other ranks of an error that ends the block, for programs that catch it and end."""
+    try:
+        yield
+    except Exception as error:
+        if process is not None:
+            process.watch.report(error)
+        raise
+
+
+def as_timeout(given: float | timedelta | None) -> timedelta | None:
+    """A time limit, given in seconds or as a timedelta.  Raises RunError unless it is above 0."""
+    limit = timedelta(seconds=given) if isinstance(given, int | float) else given
+    if limit is not None and not limit > timedelta():
+        raise RunError(f"timeout={given!r} is not above 0. Give seconds, or a datetime.timedelta.")
+    return limit

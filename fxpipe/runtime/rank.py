@@ -22,7 +22,8 @@ class StepSpec:
     """The data that every rank's runtime needs beside its program; a part of plan.json.
 
     ``has_count``: whether the loss is a (sum, count).  ``loss_dtype``: as text, "torch.float32".
-    ``default_dtype``: torch's default dtype in the trace.
+    ``default_dtype``: torch's default dtype in the trace.  ``leaves``: per rank the names of the leaves of
+    the batch that its program uses; empty in plans of earlier versions, whose ranks need all leaves.
     """
 
     ranks: int
@@ -33,6 +34,11 @@ class StepSpec:
     has_count: bool
     seed: int
     default_dtype: str
+    leaves: tuple[tuple[str, ...], ...] = ()
+
+    def leaves_of(self, rank: int) -> tuple[str, ...]:
+        """The leaves of the batch that a rank needs."""
+        return self.leaves[rank] if self.leaves else self.batch.tensors
 
 
 @dataclass(eq=False)
@@ -40,7 +46,8 @@ class Runtime:
     """The tensors of one rank, and its communication with other ranks.
 
     ``params`` and ``grads`` (accumulators) by parameter name; ``buffers``, ``constants`` by name.
-    Gradients accumulate; zero them before the step if needed.
+    Gradients accumulate; zero them before the step if needed.  ``device``: where the program runs; None if
+    the batch is always there.  ``waiting``: the rank or transfer that the rank waits for, as text.
     """
 
     rank: int
@@ -54,13 +61,15 @@ class Runtime:
     record: Record = field(default_factory=Record)
     step_number: int = 0
     current_op: str = ""
+    device: torch.device | None = None
+    waiting: str | None = None
     _losses: list[torch.Tensor] = field(default_factory=list)
     _counts: list[torch.Tensor] = field(default_factory=list)
     _shared: list[float] | None = None
 
     def start(self) -> None:
         """Begin a step, also after one that failed."""
-        self.current_op = ""
+        self.current_op, self.waiting = "", None
         self._losses, self._counts, self._shared = [], [], None
 
     def op(self, name: str) -> None:
@@ -70,7 +79,8 @@ class Runtime:
 
     def microbatches(self, batch: Any) -> list[dict[str, torch.Tensor]]:
         """Cut the batch into microbatches, each a dict from leaf name to tensor."""
-        return self.spec.batch.split(batch, self.spec.microbatches)
+        spec = self.spec
+        return spec.batch.split(batch, spec.microbatches, spec.leaves_of(self.rank), self.device)
 
     def key(self, microbatch: int) -> int:
         """The random-number key of one microbatch of this step."""
@@ -82,8 +92,9 @@ class Runtime:
 
     def wait(self, pending: Pending) -> torch.Tensor:
         """Block until the tensor has arrived; return it."""
-        before = time.perf_counter()
+        before, self.waiting = time.perf_counter(), _source(pending)
         tensor = self.comm.wait(pending)
+        self.waiting = None
         self.record.waited(before)
         if self.record.at_arrival is not None:
             self.record.at_arrival(tensor)
@@ -91,8 +102,9 @@ class Runtime:
 
     def wait_all(self, pending: Pending) -> list[torch.Tensor]:
         """Block until the values gathered from all ranks have arrived; return them in rank order."""
-        before = time.perf_counter()
+        before, self.waiting = time.perf_counter(), _source(pending)
         tensors = self.comm.wait_all(pending)
+        self.waiting = None
         self.record.waited(before)
         if self.record.at_arrival is not None:
             for tensor in tensors:
@@ -124,8 +136,9 @@ class Runtime:
 
     def wait_offload(self, values: list[Any]) -> None:
         """Wait until the values are offloaded, and free their memory."""
-        before = time.perf_counter()
+        before, self.waiting = time.perf_counter(), "its offloaded activations"
         self._offloading.wait_offload(values)
+        self.waiting = None
         self.record.waited(before)
 
     def reload(self, values: list[Any]) -> None:
@@ -134,8 +147,9 @@ class Runtime:
 
     def wait_reload(self, values: list[Any]) -> None:
         """Wait until the values are reloaded; the tensors take the places of their handles."""
-        before = time.perf_counter()
+        before, self.waiting = time.perf_counter(), "its offloaded activations"
         self._offloading.wait_reload(values)
+        self.waiting = None
         self.record.waited(before)
 
     def add_loss(self, loss: torch.Tensor, count: torch.Tensor | None = None) -> None:
@@ -173,7 +187,9 @@ class Runtime:
     def finish(self) -> torch.Tensor:
         """End the step: wait until all messages are sent; return the loss of the batch, on every rank."""
         total, count = self._total()
+        self.waiting = "other ranks to take its messages"
         self.comm.flush()
+        self.waiting = None
         self.record.end()
         self.step_number += 1
         dtype = getattr(torch, self.spec.loss_dtype.removeprefix("torch."))
@@ -196,7 +212,12 @@ class Runtime:
                 total = torch.stack([x.double() for x in self._losses]).sum()
                 count = torch.stack(self._counts).sum() if self._counts else torch.tensor(len(self._losses))
                 mine = torch.stack([total.cpu(), count.double().cpu()])
-            before = time.perf_counter()
+            before, self.waiting = time.perf_counter(), f"the loss of rank {self.spec.loss_rank}"
             self._shared = self.comm.broadcast_numbers(mine, self.spec.loss_rank).tolist()
+            self.waiting = None
             self.record.waited(before)
         return self._shared[0], self._shared[1]
+
+
+def _source(pending: Pending) -> str:
+    return f"rank {pending.source}" if pending.source >= 0 else "all ranks"

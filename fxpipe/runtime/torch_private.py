@@ -5,12 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as no_modes
 
-__all__ = ["StorageWeakRef", "TorchDispatchMode", "default_store", "no_modes", "pytree"]
+__all__ = [
+    "PrefixStore",
+    "StorageWeakRef",
+    "Store",
+    "TorchDispatchMode",
+    "default_store",
+    "no_modes",
+    "pytree",
+    "rendezvous",
+]
 
 
 def default_store() -> Any:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from fxpipe.errors import ArtifactError, RunError
 from fxpipe.plan.files import checksum
+from fxpipe.runtime.process import agreed
 from fxpipe.strict import unstructure
 from fxpipe.training import checkpoint_files as files
 from fxpipe.training import tensor_store
@@ -83,10 +84,9 @@ class Checkpointer:
         self._check_directory()
         self._background = ThreadPoolExecutor(1, "fxpipe-checkpoint")
         self._writing: Future[Path] | None = None
-        self._stop = threading.Event()
         self._handler: Any = None
         if threading.current_thread() is threading.main_thread():
-            self._handler = signal.signal(signal.SIGTERM, lambda *_: self._stop.set())
+            self._handler = signal.signal(signal.SIGTERM, lambda *_: pipe.ask_to_stop())
 
     def resume(self) -> bool:
         """Load the newest checkpoint; False if there is none.
@@ -95,13 +95,14 @@ class Checkpointer:
         one of another model, naming the first tensor that differs.
         """
         newest = list(files.checkpoints(self.directory).values())[-1:] if self._rank == 0 else []
-        name = self._all([path.name for path in newest])[0]
+        name = self._from_first("".join(path.name for path in newest))
         if not name:
             return False
-        path = self.directory / name[0]
-        record = self._checked(lambda: self._verified(path))
-        state = self.pipe.model_state
-        self._checked(lambda: restore(state, self.optimizer, self.user, path, record, self._rank))
+        path = self.directory / name
+        with agreed(self._process, f"resume from {path}"):
+            record = self._verified(path)
+        with agreed(self._process, f"resume from {path}"):
+            restore(self.pipe.model_state, self.optimizer, self.user, path, record, self._rank)
         self.pipe.step_number = record.step_number
         return True
 
@@ -113,10 +114,7 @@ class Checkpointer:
         """
         if self._writing is not None and self._writing.done():
             self.wait()
-        stop = torch.tensor(float(self._stop.is_set()))
-        if self._process is not None:
-            self._process.all_reduce_(stop, largest=True)
-        if stop:
+        if self.pipe.stops():
             self.save()
             self.close()
             sys.exit(128 + signal.SIGTERM)
@@ -216,34 +214,33 @@ class Checkpointer:
 
     def _check_directory(self) -> None:
         """All ranks must see what rank 0 writes."""
-        token = self._all(secrets.token_hex(8) if self._rank == 0 else "")[0]
-        probe = self.directory / f".probe-{token}"
-        problem = _problem(lambda: _make_probe(probe)) if self._rank == 0 else ""
-        self._raise_first(self._all(problem))
-        end = time.monotonic() + PATIENCE
-        while not probe.exists() and time.monotonic() < end:
-            time.sleep(0.1)
-        blind = [str(rank) for rank, sees in enumerate(self._all(probe.exists())) if not sees]
-        if self._rank == 0:
-            probe.unlink(missing_ok=True)
-        if blind:
-            raise ArtifactError(
-                f"Rank {', '.join(blind)} does not see what rank 0 writes to {self.directory.absolute()}. "
-                "Name a directory on a disk that all machines have."
-            )
-
-    def _checked(self, function: Callable[[], Any]) -> Any:
-        """Call a function on every rank; raise the first rank's ArtifactError on all."""
-        result, problem = None, ""
+        probe = self.directory / f".probe-{self._from_first(secrets.token_hex(8))}"
+        with agreed(self._process, f"write to {self.directory}"):
+            if self._rank == 0 and (problem := _problem(lambda: _make_probe(probe))):
+                raise ArtifactError(problem)
         try:
-            result = function()
-        except ArtifactError as error:
-            problem = str(error)
-        self._raise_first(self._all(problem))
-        return result
+            with agreed(self._process, "see the directory of checkpoints"):
+                end = time.monotonic() + PATIENCE
+                while not probe.exists():
+                    if time.monotonic() > end:
+                        raise ArtifactError(
+                            f"Rank {self._rank} does not see what rank 0 writes to "
+                            f"{self.directory.absolute()}. "
+                            "Name a directory on a disk that all machines have."
+                        )
+                    time.sleep(0.1)
+        finally:
+            if self._rank == 0:
+                probe.unlink(missing_ok=True)
+
+    def _from_first(self, text: str) -> str:
+        """Rank 0's text, on every rank."""
+        if self._process is None:
+            return text
+        return self._process.broadcast_bytes(text.encode() if self._rank == 0 else None).decode()
 
     def _all(self, value: Any) -> list[Any]:
-        """The values of all ranks."""
+        """The values of all ranks, in the background thread."""
         if self._process is None:
             return [value]
         values: list[Any] = [None] * self._process.ranks

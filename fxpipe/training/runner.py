@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,16 +18,17 @@ from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.runtime.agreement import Traffic, check_agreement
 from fxpipe.runtime.ambient import as_traced
 from fxpipe.runtime.batch import batch_leaves
-from fxpipe.runtime.comm import Comm, DistributedComm
+from fxpipe.runtime.comm import Comm, DistributedComm, NoAnswer
 from fxpipe.runtime.heap import give_back_large_tensors
 from fxpipe.runtime.load_program import Program, load_program
 from fxpipe.runtime.local import LocalComm, LocalWorld, run_all
 from fxpipe.runtime.memory import SavedBytes
-from fxpipe.runtime.offloader import Offloader, check_tier, open_store
+from fxpipe.runtime.offloader import TIMEOUT, Offloader, check_tier, open_store
 from fxpipe.runtime.process import Process
 from fxpipe.runtime.rank import Runtime
 from fxpipe.strict import structure, unstructure
 from fxpipe.training.model_state import ModelState
+from fxpipe.training.same_batch import any_stops, difference, plan_number, words
 from fxpipe.vocabulary.rows import whole
 
 
@@ -44,7 +46,11 @@ class LocalResult:
 
 @dataclass(eq=False)
 class Runner:
-    """``directory``: of the programs' files; None if the pipeline was not saved."""
+    """``directory``: of the programs' files; None if the pipeline was not saved.
+
+    ``stop_asked``: whether this rank was asked to end the run.  ``stops``: whether one of the ranks was,
+    before the last step; the same on all ranks.
+    """
 
     artifact: Artifact
     state: ModelState
@@ -53,6 +59,8 @@ class Runner:
     directory: Path | None
     offload_directory: Path | None
     first_step: int = 0
+    stop_asked: bool = False
+    stops: bool = False
 
     @property
     def plan(self) -> Plan:
@@ -83,7 +91,9 @@ class Runner:
         )
         for runtime in runtimes:
             runtime.step_number = step
-        mains: list[Callable[[], Any]] = [partial(self._local_steps[rt.rank], rt, batch) for rt in runtimes]
+        mains: list[Callable[[], Any]] = [
+            partial(self._local_programs[rt.rank].step, rt, batch) for rt in runtimes
+        ]
         meters = [SavedBytes(self._given(rt, batch)) for rt in runtimes] if measure_memory else []
         for runtime, meter in zip(runtimes, meters, strict=False):
             mains[runtime.rank] = partial(_metered, mains[runtime.rank], runtime, meter)
@@ -100,16 +110,20 @@ class Runner:
             return self._step(batch)
 
     def _step(self, batch: Any) -> torch.Tensor:
-        rt = self.runtime
+        rt, program = self.runtime, self._own_program
         rt.start()
-        try:
-            self.state.follow_model()
-            self.state.changed()
-            rt.params, rt.buffers = self.state.held_by(rt.rank)
-            earlier = self.state.accumulators(rt)
-            loss = self._own_step(rt, batch)
-        except Exception as error:
-            raise self._failure(error, rt) from error
+        number = rt.step_number
+        with self._watched(rt, program):
+            try:
+                self.state.follow_model()
+                self.state.changed()
+                rt.params, rt.buffers = self.state.held_by(rt.rank)
+                earlier = self.state.accumulators(rt)
+                compare = self._begin_comparison(batch, number)
+                loss: torch.Tensor = program.step(rt, batch)
+                compare()
+            except Exception as error:
+                raise self._failure(error, rt, number) from error
         for name, grad in earlier.items():
             grad.add_(rt.grads[name])
         self.state.store_buffers(rt)
@@ -122,7 +136,6 @@ class Runner:
         if plan.tier == "disk":
             give_back_large_tensors()
         if self.process is not None:
-            self.process.watch()
             comm: Comm = DistributedComm(
                 self.device, self.process.rank, plan.ranks, plan.channels, plan.collectives
             )
@@ -148,6 +161,7 @@ class Runner:
             constants={n: self.artifact.constants[n].to(self.device) for n in held.constants},
             step_number=self.first_step,
             offloader=self._offloader(rank),
+            device=self.device,
         )
 
     def _offloader(self, rank: int) -> Offloader | None:
@@ -155,7 +169,8 @@ class Runner:
         if tier is None:
             return None
         check_tier(tier, self.device, self.offload_directory)
-        store = partial(open_store, tier, self.plan.pools[rank], self.offload_directory, self.device)
+        timeout = TIMEOUT if self.process is None else self.process.timeout
+        store = partial(open_store, tier, self.plan.pools[rank], self.offload_directory, self.device, timeout)
         return Offloader(store, self.device)
 
     @staticmethod
@@ -165,21 +180,51 @@ class Runner:
         return held + [x for _, x in batch_leaves(batch) if isinstance(x, torch.Tensor)]
 
     @cached_property
-    def _own_step(self) -> Callable[[Runtime, Any], torch.Tensor]:
-        """The step function of this process's rank, after a check that the ranks' programs agree."""
+    def _own_program(self) -> Program:
+        """The program of this process's rank, after a check that the ranks' programs agree."""
         if self.process is None:
-            return self._local_steps[0]
-        program = self._program(self.process.rank)
+            return self._local_programs[0]
+        with self.process.agreed("read its program"):
+            program = self._program(self.process.rank)
         given = self.process.gather(json.dumps(unstructure(program.traffic)).encode())
         check_agreement([structure(json.loads(data), Traffic) for data in given])
-        return program.step
+        return program
+
+    def _watched(self, rt: Runtime, program: Program) -> contextlib.AbstractContextManager[None]:
+        """For the time of a step."""
+        return contextlib.nullcontext() if self.process is None else self.process.watch.step(rt, program.ops)
+
+    def _begin_comparison(self, batch: Any, step: int) -> Callable[[], None]:
+        """Start to compare the batch with that of the other ranks; return the function that ends it.
+
+        It raises RunError if the ranks differ.  All ranks have sent their words long before it waits for
+        them.
+        """
+        process, leaves = self.process, self.plan.step.batch.tensors
+        if process is None:
+            return lambda: None
+        own = words(self._plan_number, step, self.stop_asked, leaves, self.plan.step.batch.given(batch))
+        gathered = process.begin_gather(own)
+
+        def compare() -> None:
+            ranks = gathered()
+            self.stops = any_stops(ranks)
+            problem = difference(ranks, leaves)
+            if problem is not None:
+                raise RunError(problem)
+
+        return compare
 
     @cached_property
-    def _local_steps(self) -> tuple[Callable[[Runtime, Any], torch.Tensor], ...]:
-        """The step functions of all ranks."""
+    def _plan_number(self) -> int:
+        return plan_number(self.plan)
+
+    @cached_property
+    def _local_programs(self) -> tuple[Program, ...]:
+        """The programs of all ranks."""
         programs = [self._program(rank) for rank in range(self.plan.ranks)]
         check_agreement([program.traffic for program in programs])
-        return tuple(program.step for program in programs)
+        return tuple(programs)
 
     def _program(self, rank: int) -> Program:
         name = f"rank{rank}.py"
@@ -187,16 +232,14 @@ class Runner:
             return load_program(self.artifact.programs[rank], f"<fxpipe {printable(self.plan.model)} {name}>")
         return load_program(self.artifact.programs[rank], str(self.directory / name))
 
-    def _failure(self, error: Exception, rt: Runtime) -> Exception:
+    def _failure(self, error: Exception, rt: Runtime, step: int) -> Exception:
         """Notify the other ranks of an error on this rank; return the error to raise."""
-        message = f"Rank {rt.rank} failed in {rt.current_op or 'its start'}: {type(error).__name__}: {error}"
-        if self.process is None:
-            return error if isinstance(error, FxpipeError) else RunError(message)
-        if isinstance(error, RunError):
-            first = self.process.find_failure()
-            if first is not None:
-                return RunError(f"{first} (Rank {rt.rank} stopped in {rt.current_op or 'its start'}.)")
-        self.process.leave_failure(message)
+        where = f"in {rt.current_op} of step {step}" if rt.current_op else f"at the start of step {step}"
+        message = f"Rank {rt.rank} failed {where}: {type(error).__name__}: {error}"
+        if self.process is not None:
+            if isinstance(error, NoAnswer):
+                return self.process.watch.lost(error)
+            self.process.watch.failures.leave(message)
         return error if isinstance(error, FxpipeError) else RunError(message)
 
 

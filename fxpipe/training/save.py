@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from fxpipe.errors import ArtifactError, FxpipeError
 from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact
-from fxpipe.runtime.process import Process
+from fxpipe.runtime.process import Process, agreed
 from fxpipe.training.model_state import ModelState
 
 
@@ -21,9 +21,10 @@ def save(
     """See ``Pipeline.save``.  draw: writes the pictures; None without a graph."""
     process = state.process
     leads = process is None or process.rank == 0
-    state.follow_model()
-    for rank in range(artifact.plan.ranks) if process is None else [process.rank]:
-        state.check_values(rank)
+    with agreed(process, "save"):
+        state.follow_model()
+        for rank in range(artifact.plan.ranks) if process is None else [process.rank]:
+            state.check_values(rank)
     with files.new_directory(path, process) as draft:
 
         def write_programs() -> None:
@@ -52,10 +53,10 @@ def _tensors_of(artifact: Artifact, state: ModelState, rank: int) -> _Tensors:
         return constants | {name: state.held(name) for name in (*held.parameters, *held.buffers)}
     sent = {}
     for name in (*held.parameters, *held.buffers):
-        if process.rank == rank:
-            process.send_to_first(state.held(name))
-        elif process.rank == 0:
-            sent[name] = process.receive_as_first(state.empty(name, state.device), rank).cpu()
+        if process.rank in (rank, 0):
+            own = state.held(name) if process.rank == rank else state.empty(name, state.device)
+            process.send_to(own, rank, 0)
+            sent[name] = own.cpu()
     return constants | sent
 
 

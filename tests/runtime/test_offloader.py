@@ -2,8 +2,7 @@
 
 import torch
 
-from fxpipe.runtime.offloader import Disk, Offloader
-from fxpipe.runtime.process import TIMEOUT
+from fxpipe.runtime.offloader import TIMEOUT, Disk, Offloader
 
 
 def test_what_comes_back_from_disk_is_what_went(tmp_path):

@@ -323,12 +323,14 @@ def test_a_bad_batch_on_one_rank(refused):
     """After a step that went well."""
     first, second = text(refused, "one bad batch", 2)
     assert second.startswith("BatchError: 'x' has shape (8, 9)")
-    assert first.startswith("RunError: Rank 1 failed in its start: BatchError: 'x' has shape (8, 9)")
+    assert first.startswith(
+        "RunError: Rank 1 failed at the start of step 1: BatchError: 'x' has shape (8, 9)"
+    )
 
 
 # -- what fails in the middle -------------------------------------------------------------------------------
 
-BOOM = "Rank 2 failed in B2.1: ValueError: boom"
+BOOM = "Rank 2 failed in B2.1 of step 1: ValueError: boom"
 
 
 def seconds_to_end(directory: Path, run: Run) -> float:
@@ -342,7 +344,9 @@ def test_a_rank_that_raises_in_the_middle_of_a_step(tmp_path):
     errors = text(tmp_path, "error", 4)
     assert errors[2] == f"RunError: {BOOM}"
     for rank in (0, 1, 3):
-        assert re.fullmatch(rf"RunError: {BOOM} \(Rank {rank} stopped in \w+\.\d\.\)", errors[rank]), errors
+        assert re.fullmatch(
+            rf"RunError: {BOOM} \(Rank {rank} waits for rank \d, to run .* of step 1\.\)", errors[rank]
+        ), errors
         assert BOOM in run.stderr[rank]
     assert 'raise ValueError("boom")' in run.stderr[2], "the traceback leads to the place"
     assert seconds_to_end(tmp_path, run) < 30
@@ -351,7 +355,7 @@ def test_a_rank_that_raises_in_the_middle_of_a_step(tmp_path):
 def test_ranks_end_even_if_the_failing_one_lives_on(tmp_path):
     run = start("raises_and_stays", 3, tmp_path)
     assert run.code != 0
-    message = "Rank 2 failed in F2.2: ValueError: boom"
+    message = "Rank 2 failed in F2.2 of step 1: ValueError: boom"
     assert any(message in run.stderr[rank] for rank in (0, 1)), run
     assert seconds_to_end(tmp_path, run) < 30
 

@@ -1,0 +1,40 @@
+"""The line of the user's code that runs or failed, as text for messages."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+
+#: Where the code of others lies: Python's, that of installed packages, and fxpipe itself.
+_OTHERS = tuple(
+    {*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parents[1])}
+)
+
+
+def place_of_error(error: BaseException) -> str:
+    """The innermost line of the user's code that an exception went through."""
+    return _innermost(
+        (frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)
+    )
+
+
+def place_of_main_thread() -> str:
+    """The innermost line of the user's code that the main thread runs."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    lines = [(f.f_code.co_filename, line) for f, line in traceback.walk_stack(frame)] if frame else []
+    return _innermost(reversed(lines))
+
+
+def _innermost(lines: Iterable[tuple[str, int]]) -> str:
+    found = [(file, line) for file, line in lines if not file.startswith("<frozen")]
+    own = [(file, line) for file, line in found if not file.startswith(_OTHERS)]
+    if not found:
+        return "an unknown place"
+    file, line = (own or found)[-1]
+    text = linecache.getline(file, line).strip()
+    return f"{Path(file).name}:{line}" + (f" ({text:.60})" if text else "")

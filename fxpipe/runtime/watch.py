@@ -1,0 +1,222 @@
+"""A thread that shows the other ranks what this one does, warns of long waits, and ends it if one failed."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from fxpipe.errors import RunError
+from fxpipe.runtime.comm import NoAnswer, answered
+from fxpipe.runtime.failure import BEAT, Failures, record
+from fxpipe.runtime.place import place_of_error, place_of_main_thread
+
+if TYPE_CHECKING:
+    from fxpipe.runtime.rank import Runtime
+
+#: Seconds of waiting after which a rank says so, and again after twice as many.
+SLOW = 30.0
+#: Seconds that a rank has to raise its own error after another one has failed.
+GRACE = 2.0
+#: Seconds that a rank may wait for others without a store: the machine that had it is gone.
+ALONE = 5.0
+#: Most ranks that a message tells of beside its own.
+MOST_OTHERS = 8
+
+ENDED = "has ended"  # the last thing that a rank does
+
+log = logging.getLogger("fxpipe")
+
+
+class Watch:
+    """Knows what this rank does: a step of a pipeline, a collective outside of one, or the user's own code.
+
+    A rank whose neighbor has ended raises by itself; a rank that computes, or waits for one that still runs,
+    would not notice a failure.  The program pays nothing for it: the thread looks at the runtime now and
+    then.
+    """
+
+    def __init__(self, failures: Failures) -> None:
+        self.failures = failures
+        self._runtime: Runtime | None = None
+        self._following: dict[str, str] = {}  # op -> the op after it in the program
+        self._in_step = self._in_collective = False
+        self._over = threading.Event()
+        self._beat, self._since, self._said, self._before = 0, time.monotonic(), SLOW, ""
+        self._thread = threading.Thread(target=self._run, name="fxpipe-watch", daemon=True)
+        self._show()
+        self._thread.start()
+        atexit.register(self._stop)
+        _report_uncaught(self)
+
+    # -- what the rank does -------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def step(self, runtime: Runtime, ops: Sequence[str]) -> Iterator[None]:
+        """A step of a program with these ops in order."""
+        if self._runtime is not runtime:
+            self._runtime, self._following = runtime, dict(pairwise(("", *ops)))
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
+
+    @contextlib.contextmanager
+    def collective(self) -> Iterator[None]:
+        """A collective outside of a step.  Raises RunError as ``lost`` does if it gets no answer."""
+        self._in_collective = True
+        try:
+            with answered():
+                yield
+        except NoAnswer as error:
+            raise self.lost(error) from error
+        finally:
+            self._in_collective = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether the rank waits for another one."""
+        runtime = self._runtime
+        return self._in_collective or (self._in_step and runtime is not None and runtime.waiting is not None)
+
+    def doing(self) -> str:
+        """What the rank does or waits for, as text: it continues "rank 3 …"."""
+        runtime = self._runtime
+        if self._in_collective:
+            return f"waits for the other ranks at {place_of_main_thread()}"
+        if not self._in_step or runtime is None:
+            return f"runs {place_of_main_thread()}, {self.progress()}"
+        op, step = runtime.current_op, f"step {runtime.step_number}"
+        if runtime.waiting is None:
+            return f"runs {_described(op)} of {step}" if op else f"begins {step}"
+        following = self._following.get(op)
+        wanted = f"to run {_described(following)} of {step}" if following else f"at the end of {step}"
+        return f"waits for {runtime.waiting}, {wanted}"
+
+    def progress(self) -> str:
+        """The steps that this rank has run, as text."""
+        if self._runtime is None:
+            return "before the first step"
+        return f"after {self._runtime.step_number} steps"
+
+    # -- what becomes of it -------------------------------------------------------------------------------
+
+    def report(self, error: BaseException) -> None:
+        """Tell the other ranks, and torchrun's summary, of an error that ends this process."""
+        self.failures.leave(
+            f"Rank {self.failures.rank} failed at {place_of_error(error)}, {self.progress()}: "
+            f"{type(error).__name__}: {error}"
+        )
+        record(error)
+
+    def lost(self, error: NoAnswer) -> RunError:
+        """The error to raise on a rank that gets no answer: the first failure of a rank, as far as known."""
+        doing, rank = self.doing(), self.failures.rank
+        try:
+            first = self.failures.find()
+            if first is None:
+                # At once: torchrun ends this process as soon as it notices that another one has ended.
+                log.warning("rank %d %s, and got no answer: %s", rank, doing, error)
+                survey = self.failures.survey()
+                own = f"Rank {rank} {doing}, and got no answer: {error}.{_others(survey, rank)}"
+                first = self.failures.find() or self.failures.leave(own)
+                if first == own:
+                    return RunError(own)
+        except dist.DistError:  # the store is gone as well
+            return RunError(f"Rank {rank} {doing}, and got no answer: {error}.")
+        return RunError(f"{first} (Rank {rank} {doing}.)")
+
+    def _run(self) -> None:
+        try:
+            while not self._over.wait(BEAT):
+                if message := self.failures.find():
+                    self._end(message, GRACE)
+                self._show()
+                self._complain()
+        except dist.DistError as error:
+            # The run is over, or a rank waits for others that are gone with the store.
+            doing = self.doing()
+            if not self._over.wait(ALONE) and self.waits and self.doing() == doing:
+                self._end(
+                    f"Rank {self.failures.rank} {doing}, and the store of the ranks is gone: {error}", 0.0
+                )
+
+    def _show(self) -> None:
+        self._beat += 1
+        self.failures.show(self._beat, self.doing())
+
+    def _complain(self) -> None:
+        """Say so if the rank has been waiting for the same thing for long."""
+        doing, now = self.doing(), time.monotonic()
+        if not self.waits or doing != self._before:
+            self._since, self._said, self._before = now, SLOW, doing
+            return
+        if now - self._since >= self._said:
+            self._said *= 2
+            others = _others(self.failures.survey(), self.failures.rank)
+            log.warning("rank %d %s, for %.0f s now.%s", self.failures.rank, doing, now - self._since, others)
+
+    def _end(self, message: str, grace: float) -> None:
+        """End this process, unless it ends by itself."""
+        doing = self.doing()
+        if self._over.wait(grace):
+            return
+        error = RunError(f"{message} (Rank {self.failures.rank} {doing}.)")
+        try:
+            print(f"fxpipe: rank {self.failures.rank} ends: {error}", file=sys.stderr, flush=True)
+            record(error)
+            sys.stdout.flush()
+        finally:
+            os._exit(1)
+
+    def _stop(self) -> None:
+        """End the thread: inside torch when the interpreter ends, it would abort the process."""
+        self._over.set()
+        self._thread.join(GRACE)
+        with contextlib.suppress(dist.DistError):
+            self.failures.show(self._beat + 1, f"{ENDED}, {self.progress()}")
+
+
+def _report_uncaught(watch: Watch) -> None:
+    """Tell the other ranks of an exception that ends this process, wherever it comes from."""
+    before, process = sys.excepthook, os.getpid()
+
+    def hook(kind: type[BaseException], error: BaseException, trace: object) -> None:
+        if os.getpid() == process:
+            watch.report(error)
+        before(kind, error, trace)  # type: ignore[arg-type]
+
+    sys.excepthook = hook
+
+
+def _described(op: str) -> str:
+    """An op with its stage and microbatch, if it has a name as in schedules."""
+    match = re.fullmatch(r"[A-Z]+(\d+)\.(\d+)", op)
+    return f"{op} (stage {match[1]}, microbatch {match[2]})" if match else op
+
+
+def _others(survey: Sequence[tuple[bool, str]], rank: int) -> str:
+    """What is known of the other ranks, the silent ones first, as further sentences of a message."""
+    silent, living = [], []
+    for other, (alive, doing) in enumerate(survey):
+        if other == rank:
+            continue
+        if alive or doing.startswith(ENDED):
+            living.append(f" Rank {other} {doing}.")
+        else:
+            silent.append(
+                f" Rank {other} gives no sign of life any more (killed, out of memory, or stopped); the last "
+                f"was that it {doing}."
+            )
+    return "".join((silent + living)[:MOST_OTHERS])
