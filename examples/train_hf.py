@@ -3,8 +3,8 @@
     python examples/train_hf.py                     # a small Llama with random weights, in build/hf/model
     python examples/train_hf.py --model DIRECTORY   # a causal language model that is on this disk
 
-One rank is killed in the middle; torchrun starts all again, and they go on from the last checkpoint.  The result
-in build/hf/trained is opened with ``from_pretrained`` and compared with the model before.
+One rank is killed in the middle; torchrun starts all again, and they go on from the last checkpoint.  The
+result in build/hf/trained is opened with ``from_pretrained`` and compared with the model before.
 """
 
 from __future__ import annotations

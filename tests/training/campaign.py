@@ -1,0 +1,197 @@
+"""A run with a fault in each of its attempts, which torch's elastic agent starts again, as torchrun does.
+
+    python tests/training/campaign.py --ranks 4 --faults 50 --first 1000
+
+The result must be that of an undisturbed run, bit for bit.  The processes are forked, with torch loaded, so
+that an attempt takes a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from run_worker import MICROBATCHES, Options, Reader, batch_of, pipeline
+from safetensors.torch import load_file, save_file
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+import fxpipe
+from fxpipe.training import checkpoint_files, tensor_store
+
+EVERY = 3  # steps from one checkpoint to the next
+PLACES = ("F", "B", "W", "send", "optimizer", "loader", "checkpoint", "files", "complete", "save")
+KINDS = ("kill", "raise", "preempt", "exit")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """On one rank: what happens, where, and how many steps after the attempt began."""
+
+    rank: int
+    kind: str
+    place: str
+    after: int
+
+
+def fault_of(number: int, ranks: int) -> Fault:
+    """Every place and every kind comes in turn, with a random rank and step."""
+    draw = random.Random(number)
+    place = PLACES[number % len(PLACES)]
+    kind = KINDS[(number // len(PLACES) + number) % len(KINDS)]
+    rank = 0 if place in ("files", "complete") else draw.randrange(ranks)  # rank 0 alone does these
+    return Fault(rank, kind, place, draw.randrange(1, EVERY + 2))
+
+
+class Raised(Exception):
+    """What a fault raises."""
+
+
+def strike(fault: Fault, directory: Path, attempt: int) -> None:
+    """Once in an attempt."""
+    file = directory / f"fault.{attempt}.json"
+    if file.exists():
+        return
+    file.write_text(json.dumps({"at": time.time(), **fault.__dict__}))
+    if fault.kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault.kind == "preempt":
+        os.kill(os.getpid(), signal.SIGTERM)
+        return
+    if fault.kind == "exit":
+        os._exit(3)
+    raise Raised(f"{fault.place} of rank {fault.rank}")
+
+
+def attempt_to_train(directory: Path, first: int, faults: int, steps: int) -> None:
+    """What each process runs."""
+    torch.set_num_threads(1)
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    fault = fault_of(first + attempt, ranks) if attempt < faults else None
+    saves = fault is not None and fault.place == "save"
+    if fault is not None and fault.rank != rank:
+        fault = None
+    pipe = fxpipe.load(directory / "saved")
+    optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.05, clip_grad_norm=0.5)
+
+    def meets(place: str) -> bool:
+        late = fault is not None and (place == "save" or pipe.step_number >= begun + fault.after)
+        return late and fault.place == place
+
+    def wrap(function: Callable, place: str) -> Callable:
+        def called(*arguments, **options):
+            if meets(place):
+                strike(fault, directory, attempt)
+            return function(*arguments, **options)
+
+        return called
+
+    with fxpipe.Checkpointer(
+        pipe, directory / "checkpoints", optimizer=optimizer, every=EVERY, keep=2
+    ) as checkpoints:
+        checkpoints.resume()
+        begun = pipe.step_number
+        if rank == 0:
+            (directory / f"begun.{attempt}.json").write_text(json.dumps({"at": time.time(), "step": begun}))
+        comm = pipe.runtime.comm
+        comm.send = wrap(comm.send, "send")
+        tensor_store.write = wrap(tensor_store.write, "checkpoint")
+        checkpoint_files.begin = wrap(checkpoint_files.begin, "files")
+        checkpoint_files.complete = wrap(checkpoint_files.complete, "complete")
+
+        def at_op(op: str) -> None:
+            if meets(op.rstrip("0123456789.")[:1]):
+                strike(fault, directory, attempt)
+
+        pipe.runtime.record.at_op = at_op
+        optimizer.register_step_pre_hook(wrap(lambda *_: None, "optimizer"))
+        loader = wrap(batch_of, "loader")
+        while pipe.step_number < steps:
+            pipe.step(loader(pipe.step_number))
+            optimizer.step()
+            optimizer.zero_grad()
+            checkpoints.step()
+            if saves and pipe.step_number == begun + EVERY:
+                wrap(pipe.save, "save")(directory / f"saved.{attempt}")
+    state = pipe.full_state_dict()
+    if rank == 0:
+        save_file({name: t.clone() for name, t in state.items()}, directory / "full.safetensors")
+    dist.barrier()
+
+
+def launch(directory: Path, ranks: int, first: int, faults: int, steps: int) -> None:
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=f"campaign{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=faults,
+        start_method="fork",
+    )
+    elastic_launch(config, attempt_to_train)(directory, first, faults, steps)
+
+
+def campaign(directory: Path, ranks: int, first: int, faults: int, vocab_parallel: bool) -> dict:
+    """Run it with the faults of these numbers; return what is left.
+
+    ``same``: whether the bits are; ``met``: the faults; ``slowest``: seconds from a fault to the next
+    attempt, which begins when all ranks have ended; ``steps``: more than were asked for; ``left``: unfinished
+    files.
+    """
+    steps = (faults + 2) * (EVERY + 2)
+    options = Options(steps=steps, every=EVERY, vocab_parallel=vocab_parallel)
+    whole = directory / "whole"
+    for path, number in ((whole, 0), (directory, faults)):
+        path.mkdir(exist_ok=True)
+        pipeline(Reader(), replace(options), ranks).save(path / "saved")
+        launch(path, ranks, first, number, steps)
+    expected, found = (load_file(path / "full.safetensors") for path in (whole, directory))
+    met = [json.loads(file.read_text()) for file in sorted(directory.glob("fault.*.json"))]
+    waits = []
+    for attempt in range(faults):
+        struck, begun = directory / f"fault.{attempt}.json", directory / f"begun.{attempt + 1}.json"
+        if struck.exists() and begun.exists():
+            waits.append(json.loads(begun.read_text())["at"] - json.loads(struck.read_text())["at"])
+    return {
+        "same": expected.keys() == found.keys()
+        and all(torch.equal(tensor, expected[name]) for name, tensor in found.items()),
+        "steps": int(found["seen"]) // MICROBATCHES - steps,
+        "met": met,
+        "slowest": max(waits, default=0.0),
+        "left": sorted(p.name for p in (directory / "checkpoints").iterdir() if p.name.startswith(".")),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--faults", type=int, default=50)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first fault")
+    parser.add_argument("--vocab-parallel", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        result = campaign(
+            Path(directory), options.ranks, options.first, options.faults, options.vocab_parallel
+        )
+    for what in ("place", "kind"):
+        print(dict(Counter(fault[what] for fault in result["met"])))
+    print({key: value for key, value in result.items() if key != "met"})
+    sys.exit(not result["same"])
+
+
+if __name__ == "__main__":
+    main()

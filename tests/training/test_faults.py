@@ -1,0 +1,29 @@
+"""Runs that are killed, fail, are preempted and end, at every place, and are started again each time."""
+
+from collections import Counter
+
+import pytest
+from campaign import KINDS, PLACES, campaign, fault_of
+
+pytestmark = pytest.mark.slow
+
+FAULTS = 7
+RANKS = {2: 0, 3: FAULTS, 4: 2 * FAULTS}  # number of ranks -> of the first fault
+
+
+def test_every_place_and_kind_is_met():
+    faults = [fault_of(first + k, ranks) for ranks, first in RANKS.items() for k in range(FAULTS)]
+    assert len(faults) >= 20
+    assert Counter(fault.place for fault in faults).keys() == set(PLACES)
+    assert min(Counter(fault.kind for fault in faults)[kind] for kind in KINDS) >= 4
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_the_result_is_that_of_an_undisturbed_run(tmp_path, ranks):
+    """Bit for bit, each rank soon ends after a fault, and nothing is left behind."""
+    result = campaign(tmp_path, ranks, RANKS[ranks], FAULTS, vocab_parallel=ranks == 3)
+    assert len(result["met"]) == FAULTS
+    assert result["same"]
+    assert result["steps"] == 0
+    assert result["slowest"] < 5.0 + 3.0  # three seconds for the next attempt to begin
+    assert result["left"] == []
