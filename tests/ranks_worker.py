@@ -1,4 +1,4 @@
-"""What torchrun starts in tests of ranks that agree, fail and start again: ``ranks_worker.py CHECK DIRECTORY``."""
+"""What torchrun starts in tests of ranks that agree, fail and start again."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ def _others(survey: Sequence[tuple[bool, str]], rank: int) -> tuple[str, str]:
             rest.append(f" Rank {other} {doing}.")
         else:
             silent.append(
-                f"Rank {other} gives no sign of life any more (killed, out of memory, or stopped); the last was "
-                f"that it {doing}. "
+                f"Rank {other} gives no sign of life any more (killed, out of memory, or stopped); the last "
+                f"was that it {doing}. "
             )
     return "".join(silent[:MOST_OTHERS]), "".join(rest[:MOST_OTHERS])
