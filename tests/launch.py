@@ -28,13 +28,14 @@ class Run:
         return "\n".join([f"exit code {self.code}", self.own[-2000:], *(text[-3000:] for text in ranks)])
 
 
-def torchrun(ranks: int, *arguments: object, logs: Path, limit: float = 240.0) -> Run:
+def torchrun(ranks: int, *arguments: object, logs: Path, limit: float = 240.0, restarts: int = 0) -> Run:
     """``torchrun --nproc-per-node RANKS ARGUMENTS``; fails if it is not over after ``limit`` seconds.
 
-    logs: a new directory for what the ranks print.
+    logs: a new directory for what the ranks print.  restarts: of all ranks after a failure, at most.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["--redirects", "3", "--log-dir", str(logs), *map(str, arguments)]
+    command += ["--max-restarts", str(restarts), "--redirects", "3", "--log-dir", str(logs)]
+    command += map(str, arguments)
     paths = os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))  # for helpers
     environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONPATH": paths}
     process = subprocess.Popen(
@@ -48,13 +49,15 @@ def torchrun(ranks: int, *arguments: object, logs: Path, limit: float = 240.0) -
         process.terminate()  # torchrun ends its ranks before it goes
         own, _ = process.communicate()
     ended = time.time()
-    stdout, stderr = (
-        tuple(_text(next(logs.glob(f"*/attempt_0/{rank}/{name}.log"), None)) for rank in range(ranks))
-        for name in ("stdout", "stderr")
-    )
-    run = Run(process.returncode, stdout, stderr, own, ended)
+    run = Run(process.returncode, printed(logs, "stdout", ranks), printed(logs, "stderr", ranks), own, ended)
     assert not late, f"not over after {limit} s\n{run}"
     return run
+
+
+def printed(logs: Path, stream: str, ranks: int, attempt: int = 0) -> tuple[str, ...]:
+    """What each rank has printed in one attempt."""
+    files = (next(logs.glob(f"*/attempt_{attempt}/{rank}/{stream}.log"), None) for rank in range(ranks))
+    return tuple(map(_text, files))
 
 
 def _text(file: Path | None) -> str:

@@ -55,8 +55,6 @@ def _step(plan: Plan) -> None:
     _distinct("step.batch.leaves", [leaf.name for leaf in step.batch.leaves])
     for k, leaf in enumerate(step.batch.leaves):
         _leaf(f"step.batch.leaves[{k}]", leaf)
-    if step.leaves:
-        _as_many("step.leaves", step.leaves, step.ranks, "rank")
     for rank, names in enumerate(step.leaves):
         _distinct(f"step.leaves[{rank}]", names)
         for k, name in enumerate(names):
@@ -80,6 +78,8 @@ def _stages(plan: Plan) -> None:
         _between(f"placement[{stage}]", rank, 0, ranks - 1)
     _as_many("order", plan.order, ranks, "rank")
     _as_many("tensors", plan.tensors, ranks, "rank")
+    if plan.step.leaves:
+        _as_many("step.leaves", plan.step.leaves, ranks, "rank")
     _as_many("prediction.peak_memory", plan.prediction.peak_memory, ranks, "rank")
     _as_many("stages", plan.stages, stages, "stage of placement")
     _as_many("costs.stages", plan.costs.stages, stages, "stage of placement")

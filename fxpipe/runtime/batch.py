@@ -63,10 +63,11 @@ class BatchSpec:
         Raises BatchError, naming the leaf, if the batch is unlike the example.
         """
         given = self.given(batch)
-        missing = [name for name in needed if name not in given]
-        if missing:
+        if not given.keys() >= set(needed):
+            known = [leaf.name for leaf in self.leaves]
             raise BatchError(
-                f"The batch has {_names(given)}; {missing[0]!r} is missing: this rank needs {_names(needed)}."
+                f"The batch has {_names(given)}, but the pipeline was compiled for {_names(known)}, of which "
+                f"this rank needs {_names(needed)}."
             )
         cut: list[dict[str, torch.Tensor]] = [{} for _ in range(microbatches)]
         for leaf in self.leaves:

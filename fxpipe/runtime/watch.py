@@ -30,7 +30,7 @@ SLOW = 30.0
 GRACE = 2.0
 #: Seconds that a rank may wait for others without a store: the machine that had it is gone.
 ALONE = 5.0
-#: Most ranks that a message tells of beside its own.
+#: Most ranks of a kind that a message tells of beside its own.
 MOST_OTHERS = 8
 
 ENDED = "has ended"  # the last thing that a rank does
@@ -80,7 +80,7 @@ class Watch:
             with answered():
                 yield
         except NoAnswer as error:
-            raise self.lost(error) from error
+            raise self.lost(error) from None
         finally:
             self._in_collective = False
 
@@ -128,8 +128,8 @@ class Watch:
             if first is None:
                 # At once: torchrun ends this process as soon as it notices that another one has ended.
                 log.warning("rank %d %s, and got no answer: %s", rank, doing, error)
-                survey = self.failures.survey()
-                own = f"Rank {rank} {doing}, and got no answer: {error}.{_others(survey, rank)}"
+                silent, rest = _others(self.failures.survey(), rank)
+                own = f"{silent}Rank {rank} {doing}, and got no answer: {error}.{rest}"
                 first = self.failures.find() or self.failures.leave(own)
                 if first == own:
                     return RunError(own)
@@ -164,8 +164,9 @@ class Watch:
             return
         if now - self._since >= self._said:
             self._said *= 2
-            others = _others(self.failures.survey(), self.failures.rank)
-            log.warning("rank %d %s, for %.0f s now.%s", self.failures.rank, doing, now - self._since, others)
+            silent, rest = _others(self.failures.survey(), self.failures.rank)
+            text = "%srank %d %s, for %.0f s now.%s"
+            log.warning(text, silent, self.failures.rank, doing, now - self._since, rest)
 
     def _end(self, message: str, grace: float) -> None:
         """End this process, unless it ends by itself."""
@@ -206,17 +207,17 @@ def _described(op: str) -> str:
     return f"{op} (stage {match[1]}, microbatch {match[2]})" if match else op
 
 
-def _others(survey: Sequence[tuple[bool, str]], rank: int) -> str:
-    """What is known of the other ranks, the silent ones first, as further sentences of a message."""
-    silent, living = [], []
+def _others(survey: Sequence[tuple[bool, str]], rank: int) -> tuple[str, str]:
+    """What is known of the silent ones of the other ranks, and of the rest, as sentences of a message."""
+    silent, rest = [], []
     for other, (alive, doing) in enumerate(survey):
         if other == rank:
             continue
         if alive or doing.startswith(ENDED):
-            living.append(f" Rank {other} {doing}.")
+            rest.append(f" Rank {other} {doing}.")
         else:
             silent.append(
-                f" Rank {other} gives no sign of life any more (killed, out of memory, or stopped); the last "
-                f"was that it {doing}."
+                f"Rank {other} gives no sign of life any more (killed, out of memory, or stopped); the last "
+                f"was that it {doing}. "
             )
-    return "".join((silent + living)[:MOST_OTHERS])
+    return "".join(silent[:MOST_OTHERS]), "".join(rest[:MOST_OTHERS])

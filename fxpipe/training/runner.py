@@ -122,6 +122,8 @@ class Runner:
                 compare = self._begin_comparison(batch, number)
                 loss: torch.Tensor = program.step(rt, batch)
                 compare()
+            except NoAnswer as error:
+                raise self._no_answer(error) from None
             except Exception as error:
                 raise self._failure(error, rt, number) from error
         for name, grad in earlier.items():
@@ -232,13 +234,15 @@ class Runner:
             return load_program(self.artifact.programs[rank], f"<fxpipe {printable(self.plan.model)} {name}>")
         return load_program(self.artifact.programs[rank], str(self.directory / name))
 
+    def _no_answer(self, error: NoAnswer) -> RunError:
+        """The error to raise if another rank does not answer."""
+        return error if self.process is None else self.process.watch.lost(error)
+
     def _failure(self, error: Exception, rt: Runtime, step: int) -> Exception:
         """Notify the other ranks of an error on this rank; return the error to raise."""
         where = f"in {rt.current_op} of step {step}" if rt.current_op else f"at the start of step {step}"
         message = f"Rank {rt.rank} failed {where}: {type(error).__name__}: {error}"
         if self.process is not None:
-            if isinstance(error, NoAnswer):
-                return self.process.watch.lost(error)
             self.process.watch.failures.leave(message)
         return error if isinstance(error, FxpipeError) else RunError(message)
 

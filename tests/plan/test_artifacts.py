@@ -138,6 +138,20 @@ def test_a_plan_with_the_names_of_the_first_version(saved, name):
     assert read_plan(directory) == plan
 
 
+def test_a_plan_without_the_leaves_of_each_rank(saved):
+    """Of an earlier version: each rank needs the whole batch."""
+    directory = saved("offload")
+    case = Case(Chain, numbers)
+    batch, pipe = case.data(MICROBATCHES), fxpipe.load(directory)
+    assert [pipe.leaves(rank) for rank in range(2)] == [("x",), ("y",)]
+    changed(directory, dropped("step.leaves"))
+    older = fxpipe.load(directory)
+    assert [older.leaves(rank) for rank in range(2)] == [("x", "y"), ("x", "y")]
+    assert torch.equal(older.run_local(batch).loss, pipe.run_local(batch).loss)
+    with pytest.raises(BatchError, match="this rank needs leaves x, y"):
+        older.run_local({"x": batch["x"]})
+
+
 #: Of which pipeline, at which place, what, and what the error says of it.
 EDITS: list[tuple[str, str, Json, str]] = [
     ("offload", "format", FORMAT - 1, f"has format {FORMAT - 1}"),
@@ -158,6 +172,9 @@ EDITS: list[tuple[str, str, Json, str]] = [
     ("offload", "step.microbatches", 0, "at least one microbatch"),
     ("offload", "step.microbatches", 3, "there are 2 stages and 3 microbatches"),
     ("offload", "step.microbatches", None, "step.microbatches is None"),
+    ("offload", "step.leaves", [["x"]], "step.leaves has 1 entries and must have 2, one for each rank"),
+    ("offload", "step.leaves[0][0]", "z", "step.leaves[0][0] is 'z'"),
+    ("offload", "step.leaves[0]", ["x", "x"], "step.leaves[0] has 'x' twice"),
     ("offload", "step.loss_rank", 2, "step.loss_rank is 2 and must be from 0 to 1"),
     ("offload", "step.loss_rank", -1, "step.loss_rank is -1"),
     ("offload", "step.loss_dtype", "torch.nn", "step.loss_dtype is 'torch.nn'"),

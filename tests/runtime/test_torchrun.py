@@ -349,6 +349,7 @@ def test_a_rank_that_raises_in_the_middle_of_a_step(tmp_path):
         ), errors
         assert BOOM in run.stderr[rank]
     assert 'raise ValueError("boom")' in run.stderr[2], "the traceback leads to the place"
+    assert BOOM in run.own, "torchrun's summary"
     assert seconds_to_end(tmp_path, run) < 30
 
 

@@ -1,0 +1,226 @@
+"""What torchrun starts in tests of ranks that agree, fail and start again."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torchrun_worker import Rank
+from zoo import LENGTH, WIDTH, WORDS, Block, Case, Shape, compiled, tokens
+
+import fxpipe
+import fxpipe.plan.files
+import fxpipe.runtime.watch
+
+RANKS, MICROBATCHES = 3, 4
+SHAPE = Shape(RANKS, "1f1b")
+LEARNING_RATE, STEPS = 0.1, 3
+#: Seconds that a model takes to trace, and a shorter time limit of ranks that wait for each other.
+TRACING, LIMIT = 10.0, 7.0
+
+
+class Shared(nn.Module):
+    """Values that several stages use: a tied weight, a frozen parameter, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(6)])
+        self.frozen = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
+        self.register_buffer("mask", torch.randn(LENGTH, 1))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids, labels):
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x) * self.frozen + self.mask
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+class Listed(Shared):
+    """Takes its batch by position, as a list from a DataLoader."""
+
+
+SHARED = Case(Shared, tokens)
+LISTED = Case(Listed, lambda rows: [*tokens(rows).values()])
+
+
+def batch_of(seed: int, case: Case = SHARED):
+    torch.manual_seed(seed)
+    return case.batch(case.rows * MICROBATCHES)
+
+
+def train(pipe: fxpipe.Pipeline, batches) -> list[torch.Tensor]:
+    optimizer = pipe.optimizer(torch.optim.SGD, lr=LEARNING_RATE)
+    losses = []
+    for batch in batches:
+        losses.append(pipe.step(batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def held(pipe: fxpipe.Pipeline, rank: Rank) -> dict[str, torch.Tensor]:
+    own = pipe.plan.tensors[rank.number]
+    return {n: pipe.parameter(n) for n in own.parameters} | {n: pipe.buffers[n] for n in own.buffers}
+
+
+def write_training(rank: Rank, name: str, pipe: fxpipe.Pipeline, batches) -> None:
+    """The tensors before and after some steps, and the losses."""
+    rank.tensors(f"{name} before", held(pipe, rank))
+    rank.tensors(f"{name} losses", {"losses": torch.stack(train(pipe, batches))})
+    rank.tensors(f"{name} after", held(pipe, rank))
+
+
+# -- ranks that agree -------------------------------------------------------------------------------------
+
+
+def own_values(rank: Rank) -> None:
+    """Each rank builds the model from its own seed, and gives the leaves that it needs."""
+    model = SHARED.build(seed=rank.number)
+    rank.tensors("own", {name: t.clone() for name, t in model.state_dict().items()})
+    pipe = compiled(SHARED, model, MICROBATCHES, SHAPE)
+    rank.text("leaves", pipe.leaves())
+    own = [{name: batch_of(seed)[name] for name in pipe.leaves()} for seed in range(STEPS)]
+    write_training(rank, "trained", pipe, own)
+    pipe.save(rank.directory / "saved")
+
+
+def lists(rank: Rank) -> None:
+    model = LISTED.build(seed=rank.number)
+    pipe = compiled(LISTED, model, MICROBATCHES, SHAPE)
+    ids, labels = batch_of(0, LISTED)
+    needs = pipe.leaves()
+    batches = [batch_of(0, LISTED), [ids if "0" in needs else None, labels if "1" in needs else None]]
+    rank.tensors("lists", {"losses": torch.stack([pipe.step(batch) for batch in batches])})
+
+
+def meta(rank: Rank) -> None:
+    """A model without values gets others on each rank."""
+    with torch.device("meta"):
+        model = Shared()
+    pipe = compiled(SHARED, model, MICROBATCHES, SHAPE)
+    pipe.load_state_dict(SHARED.build(seed=10 + rank.number).state_dict())
+    rank.tensors("meta", held(pipe, rank))
+
+
+def other_files(rank: Rank) -> None:
+    """Rank 1 loads a damaged copy, and then another pipeline."""
+    own = rank.directory / f"copy {rank.number}"
+    shutil.copytree(rank.directory / "saved", own)
+    if rank.number == 1:
+        (own / "rank1.safetensors").write_bytes(b"short")
+    rank.error("damaged", fxpipe.load, own)
+    other = compiled(SHARED, SHARED.build(), MICROBATCHES, Shape(RANKS, "gpipe"))
+    other.save(rank.directory / "other")
+    rank.error("other plan", fxpipe.load, rank.directory / ("other" if rank.number == 1 else "saved"))
+
+
+def full_disk(rank: Rank) -> None:
+    pipe = fxpipe.load(rank.directory / "saved")
+    write = fxpipe.plan.files.write_tensors
+
+    def fails(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if rank.number == 1:
+        fxpipe.plan.files.write_tensors = fails
+    rank.error("full disk", pipe.save, rank.directory / "full")
+    fxpipe.plan.files.write_tensors = write
+    pipe.save(rank.directory / "not full")
+
+
+def slow_rank(rank: Rank) -> None:
+    """Rank 2 takes a while for an op: the others say that they wait."""
+    fxpipe.runtime.watch.SLOW = 1.0
+    pipe = compiled(SHARED, SHARED.build(), MICROBATCHES, SHAPE)
+
+    def begins(op: str) -> None:
+        if rank.number == 2 and op == "F2.1":
+            time.sleep(3.5)
+
+    pipe.runtime.record.at_op = begins
+    pipe.step(batch_of(0))
+
+
+def other_batch(rank: Rank) -> None:
+    """In the second step rank 1 has other labels; nothing can run after it."""
+    pipe = compiled(SHARED, SHARED.build(), MICROBATCHES, SHAPE)
+    pipe.step(batch_of(0))
+    batch = batch_of(1)
+    if rank.number == 1:
+        batch["labels"] = batch["labels"].flip(0)
+    rank.error("other batch", pipe.step, batch)
+
+
+def agree(rank: Rank) -> None:
+    """One after the other in the same processes, whose process group the script made."""
+    dist.init_process_group("gloo")
+    own_values(rank)
+    lists(rank)
+    meta(rank)
+    other_files(rank)
+    full_disk(rank)
+    slow_rank(rank)
+    other_batch(rank)
+
+
+# -- ranks that fail and start again ----------------------------------------------------------------------
+
+
+def attempts(rank: Rank) -> None:
+    """The first attempt fails between two steps, the second is killed in a step, the third ends well.
+
+    The ranks do not listen to torchrun, which ends all as soon as one has failed: they must end by
+    themselves.  In the third attempt the time limit is shorter than it takes rank 0 to compile.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    rank.directory /= str(attempt)
+    rank.directory.mkdir(exist_ok=True)
+    model = SHARED.build(seed=rank.number)
+    if attempt == 2:
+        model.register_forward_pre_hook(lambda *_: time.sleep(TRACING))
+    pipe = fxpipe.compile(
+        model,
+        SHARED.example(),
+        ranks=RANKS,
+        microbatches=MICROBATCHES,
+        schedule="1f1b",
+        timeout=LIMIT if attempt == 2 else None,
+    )
+
+    def batches():
+        for seed in range(STEPS):
+            if attempt == 0 and rank.number == 1 and seed == 1:
+                rank.text("failed", time.time())
+                raise ValueError("a bad row")
+            yield batch_of(seed)
+
+    def begins(op: str) -> None:
+        if attempt == 1 and rank.number == 2 and op == "F2.1" and pipe.runtime.step_number == 1:
+            rank.text("failed", time.time())
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    pipe.runtime.record.at_op = begins
+    try:
+        write_training(rank, "trained", pipe, batches())
+    except fxpipe.errors.RunError as error:
+        rank.text("error", [str(error), time.time()])
+        raise
+
+
+CHECKS = {check.__name__: check for check in (agree, attempts)}
+
+if __name__ == "__main__":
+    CHECKS[sys.argv[1]](Rank(Path(sys.argv[2])))

@@ -1,0 +1,192 @@
+"""Real processes: ranks that hold the same values and get the same batch, or say which does not; restarts."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import ranks_worker as worker
+import torch
+from launch import Run, printed, torchrun
+from ranks_worker import MICROBATCHES, RANKS, SHAPE
+from safetensors.torch import load_file
+from zoo import compiled
+
+import fxpipe
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = Path(worker.__file__)
+ATTEMPTS = 3
+
+
+def tensors(directory: Path, name: str) -> list[dict[str, torch.Tensor]]:
+    return [load_file(directory / f"{name}.{rank}.safetensors") for rank in range(RANKS)]
+
+
+def text(directory: Path, name: str) -> list:
+    return [json.loads((directory / f"{name}.{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+def of_first_holders(own: list[dict[str, torch.Tensor]]) -> tuple[torch.nn.Module, fxpipe.Pipeline]:
+    """A model in one process, each of its tensors as the first rank that holds it has built it."""
+    model = worker.SHARED.build()
+    pipe = compiled(worker.SHARED, model, MICROBATCHES, SHAPE)
+    named = dict(model.named_parameters()) | dict(model.named_buffers())
+    for rank in reversed(range(RANKS)):
+        held = pipe.plan.tensors[rank]
+        for name in (*held.parameters, *held.buffers):
+            named[name].data.copy_(own[rank][name])
+    return model, pipe
+
+
+def trained(pipe: fxpipe.Pipeline) -> list[torch.Tensor]:
+    """The losses of the worker's steps in one process."""
+    losses = []
+    for step in range(worker.STEPS):
+        result = pipe.run_local(worker.batch_of(step), step=step)
+        losses.append(result.loss)
+        with torch.no_grad():
+            for name, grad in result.grads.items():
+                pipe.parameter(name).add_(grad, alpha=-worker.LEARNING_RATE)
+    return losses
+
+
+def check_training(directory: Path, own: list[dict[str, torch.Tensor]]) -> None:
+    model, pipe = of_first_holders(own)
+    expected = dict(model.named_parameters()) | dict(model.named_buffers())
+    for found in tensors(directory, "trained before"):
+        assert [name for name, t in found.items() if not torch.equal(t, expected[name])] == []
+    losses = torch.stack(trained(pipe))
+    for found in tensors(directory, "trained losses"):
+        assert torch.equal(found["losses"], losses)
+    for found in tensors(directory, "trained after"):
+        assert [name for name, t in found.items() if not torch.equal(t, expected[name])] == []
+
+
+# -- ranks that agree -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def agree(tmp_path_factory) -> tuple[Path, Run]:
+    directory = tmp_path_factory.mktemp("agree")
+    run = torchrun(RANKS, SCRIPT, "agree", directory, logs=directory / "logs")
+    assert run.code == 0, run
+    return directory, run
+
+
+def test_shared_values_are_those_of_the_first_holder(agree):
+    """Parameters, losses and buffers, bit for bit; the ranks have built the model from different seeds."""
+    directory, _ = agree
+    own = tensors(directory, "own")
+    names = {"embedding.weight", "frozen", "mask"}
+    assert not any(torch.equal(own[0][name], own[rank][name]) for name in names for rank in (1, 2))
+    shared = [set(found) & names for found in tensors(directory, "trained before")]
+    assert shared == [names, {"frozen", "mask"}, names]
+    check_training(directory, own)
+
+
+def test_a_rank_needs_the_leaves_that_it_uses(agree):
+    assert text(agree[0], "leaves") == [["ids"], [], ["labels"]]
+
+
+def test_batches_can_be_lists(agree):
+    first, *others = (found["losses"] for found in tensors(agree[0], "lists"))
+    assert all(torch.equal(first, other) for other in others)
+    assert torch.equal(first[0], first[1])
+
+
+def test_a_model_without_values_gets_shared_ones(agree):
+    found, expected = tensors(agree[0], "meta"), worker.SHARED.build(seed=10).state_dict()
+    for name in ("embedding.weight", "frozen", "mask"):
+        assert all(torch.equal(own[name], expected[name]) for own in found if name in own)
+
+
+def test_a_file_that_is_damaged_on_one_rank(agree):
+    first, second, third = text(agree[0], "damaged")
+    assert second.startswith("ArtifactError: ")
+    assert "rank1.safetensors" in second
+    for message in (first, third):
+        assert re.match(r"RunError: Rank 1 could not load .*: .*rank1\.safetensors is damaged", message)
+
+
+def test_another_pipeline_on_one_rank(agree):
+    assert all("Rank 1 has another" in message for message in text(agree[0], "other plan"))
+
+
+def test_a_disk_that_fills_on_one_rank(agree):
+    directory, _ = agree
+    first, second, third = text(directory, "full disk")
+    assert second == "OSError: [Errno 28] No space left on device"
+    for message in (first, third):
+        assert re.match(r"RunError: Rank 1 could not write to .*: OSError: .*No space left", message)
+    assert not (directory / "full").exists()
+    assert not list(directory.glob(".*"))
+    assert fxpipe.load(directory / "not full").plan.ranks == RANKS
+
+
+def test_a_rank_that_waits_says_so(agree):
+    _, run = agree
+    assert re.search(r"rank 0 waits for rank 1, to run BW?0\.\d \(stage 0, microbatch \d\)", run.stderr[0]), (
+        run
+    )
+    said = re.search(r"rank 1 waits for rank 2, to run .* of step 0, for \d s now\. (.*)", run.stderr[1])
+    assert said, run
+    assert "Rank 2 runs F2.1 (stage 2, microbatch 1) of step 0." in said[1]
+
+
+def test_another_batch_on_one_rank(agree):
+    messages = set(text(agree[0], "other batch"))
+    assert len(messages) == 1, messages
+    assert messages.pop().startswith("RunError: Rank 1 has another 'labels' than rank 0 in step 1. ")
+
+
+# -- ranks that fail and start again ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def attempts(tmp_path_factory) -> tuple[Path, Run]:
+    directory = tmp_path_factory.mktemp("attempts")
+    run = torchrun(RANKS, SCRIPT, "attempts", directory, logs=directory / "logs", restarts=ATTEMPTS - 1)
+    assert run.code == 0, run
+    return directory, run
+
+
+def failed(directory: Path, rank: int) -> float:
+    return json.loads((directory / f"failed.{rank}.json").read_text())
+
+
+def errors(directory: Path) -> list[tuple[str, float]]:
+    """The messages that ranks have raised in their steps, and when."""
+    return [tuple(json.loads(file.read_text())) for file in sorted(directory.glob("error.*.json"))]
+
+
+def test_a_loader_that_fails_is_named_on_all_ranks(attempts):
+    directory, _ = attempts
+    raising = 'raise ValueError("a bad row")'
+    line = SCRIPT.read_text().split("\n").index(" " * 16 + raising) + 1
+    message = f"Rank 1 failed at ranks_worker.py:{line} ({raising}), after 1 steps: ValueError: a bad row"
+    for rank, printed_by in enumerate(printed(directory / "logs", "stderr", RANKS, attempt=0)):
+        assert (message in printed_by) == (rank != 1), printed_by
+    assert all(when - failed(directory / "0", 1) < 5 for _, when in errors(directory / "0"))
+
+
+def test_a_rank_that_is_killed_is_named_with_what_others_waited_for(attempts):
+    directory, _ = attempts
+    messages = errors(directory / "1")
+    assert messages
+    assert all(when - failed(directory / "1", 2) < 5 for _, when in messages)
+    for message, _ in messages:
+        assert message.startswith("Rank 2 gives no sign of life any more (killed, out of memory, or stopped)")
+        assert re.search(
+            r"Rank 1 waits for rank 2, to run BW?1\.\d \(.*\) of step 1, and got no answer", message
+        )
+        assert re.search(r"Rank 0 waits for rank 1, to run BW?0\.\d", message)
+
+
+def test_the_last_attempt_is_not_disturbed(attempts):
+    """By the failures of the earlier ones, or by a compilation that takes longer than the time limit."""
+    directory, _ = attempts
+    assert not list((directory / "2").glob("error.*"))
+    own = [worker.SHARED.build(seed=rank).state_dict() for rank in range(RANKS)]
+    check_training(directory / "2", own)

@@ -1,0 +1,216 @@
+"""How ranks compare their batches, find an attempt's name and leave their failures, without processes."""
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxpipe.errors import BatchError, RunError
+from fxpipe.runtime.attempt import agree_on_attempt
+from fxpipe.runtime.batch import BatchSpec
+from fxpipe.runtime.digest import MOST, digest
+from fxpipe.runtime.failure import Failures
+from fxpipe.runtime.process import as_timeout
+from fxpipe.training.same_batch import WORDS, difference, words
+
+SOON = timedelta(seconds=20)
+
+
+# -- digests ----------------------------------------------------------------------------------------------
+
+KINDS = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.complex64,
+    torch.complex128,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+]
+SHAPES = [(), (1,), (7,), (8, 5), (3, 0), (4, 3, 50, 60), (3, 9000), (20000,), (20000, 3)]
+
+
+def random(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return (torch.randn(shape, dtype=torch.float64) * 50).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_digests_of_equal_tensors(shape, dtype):
+    tensor = random(shape, dtype)
+    before = tensor.clone()
+    found = digest(tensor)
+    assert torch.equal(tensor, before), "the batch is left alone"
+    assert found.dtype == torch.int64
+    other_strides = before.movedim(0, -1).contiguous().movedim(-1, 0) if shape else before
+    assert digest(other_strides) == found
+    half = torch.complex32 if dtype.is_complex else torch.float16
+    assert found not in (digest(before.reshape(*shape, 1)), digest(before.to(half)))
+
+
+@given(st.data())
+def test_each_row_counts(data):
+    shape = data.draw(st.sampled_from([(6, 3), (5, 4000), (3, 2, 300, 70), (9000,), (9000, 2)]))
+    tensor = random(shape, torch.float32)
+    row = data.draw(st.integers(0, shape[0] - 1))
+    other = tensor.clone()
+    other[row] = random(shape[1:], torch.float32)
+    assert digest(other) != digest(tensor)
+
+
+def test_the_order_of_rows_counts():
+    tokens = torch.randint(50000, (8, 1024))
+    assert digest(tokens.flip(0)) != digest(tokens)
+    assert digest(tokens.roll(1, 0)) != digest(tokens)
+
+
+def test_rows_that_begin_alike():
+    """As texts of which each begins with the same token, and a row has few elements in the sample."""
+    tokens = torch.zeros(MOST, 9, dtype=torch.int64)
+    other = tokens.clone()
+    other[:, 1:] = 1
+    assert digest(other) != digest(tokens)
+
+
+# -- the words of all ranks -------------------------------------------------------------------------------
+
+LEAVES = ["ids", "labels", "mask"]
+
+
+def batch() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {name: torch.randint(100, (4, 6)) for name in LEAVES}
+
+
+def table(*batches: dict[str, object], plans=(1, 1, 1), steps=(0, 0, 0), leaves=LEAVES) -> str | None:
+    rows = [words(p, s, leaves, b) for p, s, b in zip(plans, steps, batches, strict=True)]
+    assert {row.shape for row in rows} == {(WORDS,)}
+    return difference(torch.stack(rows), leaves)
+
+
+def test_ranks_that_agree():
+    assert table(batch(), batch(), batch()) is None
+
+
+def test_a_rank_with_another_leaf():
+    other = batch()
+    other["labels"][3, 5] += 1
+    message = table(batch(), batch(), other)
+    assert message is not None
+    assert message.startswith("Rank 2 has another 'labels' than rank 0 in step 0. ")
+
+
+def test_leaves_that_a_rank_was_not_given():
+    first, last = batch(), batch()
+    del first["labels"], last["ids"]
+    assert table(first, {"mask": None}, last) is None
+    last["mask"] = last["mask"] + 1
+    assert table(first, {}, last).startswith("Rank 2 has another 'mask' than rank 0")
+    assert table({}, first, last).startswith("Rank 2 has another 'mask' than rank 1")
+
+
+def test_another_step_or_plan():
+    assert table(batch(), batch(), batch(), steps=(0, 0, 1)).startswith("Rank 2 is in step 1, and rank 0 in")
+    assert table(batch(), batch(), batch(), steps=(1, 0, 1)).startswith("Rank 1 is in step 0, and rank 0 in")
+    assert table(batch(), batch(), batch(), plans=(1, 2, 1)).startswith("Rank 1 has another plan than rank 0")
+
+
+def test_more_leaves_than_words():
+    leaves = [f"leaf{k}" for k in range(100)]
+    full = {name: torch.randn(2, 3) for name in leaves}
+    changed = full | {"leaf99": torch.randn(2, 3)}
+    assert table(full, full, full, leaves=leaves) is None
+    message = table(full, full, changed, leaves=leaves)
+    assert message is not None
+    assert "'leaf37' or 'leaf99'" in message
+    assert table({"leaf37": full["leaf37"]}, full, full, leaves=leaves) is None
+
+
+# -- batches ----------------------------------------------------------------------------------------------
+
+
+def spec() -> BatchSpec:
+    return BatchSpec.from_example({"x": torch.ones(2, 3), "y": torch.ones(2), "scale": 2.0})
+
+
+def test_a_batch_with_the_leaves_that_are_needed():
+    x, y = torch.randn(4, 3), torch.randn(4)
+    for given_leaves in ({"x": x}, {"x": x, "y": None}, {"x": x, "scale": 2.0}):
+        first, second = spec().split(given_leaves, 2, ["x"], None)
+        assert torch.equal(first["x"], x[:2])
+        assert torch.equal(second["x"], x[2:])
+        assert "y" not in first
+    assert spec().split({}, 2, [], None) == [{}, {}]
+    with pytest.raises(BatchError, match="has leaves x, but .* this rank needs leaves x, y"):
+        spec().split({"x": x, "y": None}, 2, ["x", "y"], None)
+    with pytest.raises(BatchError, match=r"'y' has shape \(3,\)|'y' has 3 rows"):
+        spec().split({"x": x, "y": y[:3]}, 2, ["x"], None)
+    with pytest.raises(BatchError, match="leaves x, z, but the pipeline was compiled for leaves scale, x, y"):
+        spec().split({"x": x, "z": y}, 2, ["x"], None)
+
+
+# -- attempts and failures --------------------------------------------------------------------------------
+
+
+def joined(store: dist.Store, ranks: int) -> list[str]:
+    """The names that the ranks of one attempt get, in as many threads."""
+    found = [""] * ranks
+
+    def join(rank: int) -> None:
+        found[rank] = agree_on_attempt(store, rank, ranks, SOON)
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_each_attempt_gets_a_name_of_its_own():
+    """In a store that still has all keys of the attempts before."""
+    store = dist.HashStore()
+    names = [joined(store, 3) for _ in range(3)]
+    assert all(len(set(attempt)) == 1 for attempt in names)
+    assert len({attempt[0] for attempt in names}) == 3
+
+
+def test_ranks_that_do_not_join_in_time():
+    store, soon = dist.HashStore(), timedelta(seconds=0.2)
+    with pytest.raises(RunError, match="missing: 1, 2"):
+        agree_on_attempt(store, 0, 3, soon)
+    with pytest.raises(RunError, match="waited 0:00:00.200000 for rank 0 to join"):
+        agree_on_attempt(store, 1, 3, soon)
+
+
+def test_the_first_failure_is_the_one():
+    store = dist.HashStore()
+    first, second = Failures(store, 0, 2), Failures(store, 1, 2)
+    assert first.find() is None
+    assert second.leave("Rank 1 failed") == "Rank 1 failed"
+    assert first.leave("Rank 0 failed") == "Rank 1 failed"
+    assert first.find() == second.find() == "Rank 1 failed"
+
+
+def test_silent_ranks():
+    store = dist.HashStore()
+    first, second = Failures(store, 0, 2), Failures(store, 1, 2)
+    first.show(1, "runs a step")
+    second.show(1, "waits")
+    beats = threading.Timer(0.3, lambda: first.show(2, "waits for rank 1"))
+    beats.start()
+    assert second.survey() == [(True, "waits for rank 1"), (False, "waits")]
+    beats.join()
+
+
+def test_time_limits():
+    assert as_timeout(None) is None
+    assert as_timeout(1.5) == timedelta(seconds=1.5) == as_timeout(timedelta(seconds=1.5))
+    for wrong in (0, -1.0, timedelta()):
+        with pytest.raises(RunError, match="is not above 0"):
+            as_timeout(wrong)
