@@ -36,6 +36,7 @@ def compile(
     # the step
     loss_fn: Callable[..., Any] | None = None,
     gradients: bool = True,
+    outputs: Sequence[str] = (),
     seed: int = 0,
     fixed: Sequence[str] = (),
     # the schedule
@@ -59,9 +60,15 @@ def compile(
     example: one microbatch, a mapping of keyword arguments or a tuple of arguments.
 
     loss_fn: ``(output, microbatch) -> loss``, a scalar, or ``-> (sum, count)`` for an exact mean over
-        all counts of the batch.  Without it the model's output or its ``.loss`` is the loss.
+        all counts of the batch; either with a mapping of metrics behind it, ``-> (loss, {"accuracy": …})``.
+        Without it the loss is the model's output if that is a scalar, its ``.loss`` or ``["loss"]``, or the
+        one scalar with a gradient in a tuple.
     gradients: False compiles the forward alone, for evaluation of ``model.eval()``: ``pipe.step`` and
-        ``run_local`` then give the loss.  The pipeline works on the model's own weights.
+        ``run_local`` then give the loss.  The pipeline works on the model's own weights.  With ``outputs`` it
+        needs no loss.
+    outputs: names of values that ``pipe.step(batch, outputs=[…])`` can give beside the loss: tensors in the
+        model's output (``"logits"``, ``"0"`` of a tuple, ``"losses.ce"``; ``"output"`` if it is one tensor),
+        metrics of ``loss_fn``, and ``"loss"`` and ``"count"``, those of each microbatch.
     seed: of the random ops; their numbers depend on it, the step and the microbatch alone.
     fixed: names of tensors of the example whose values are part of the program, for models whose Python code
         decides by them in ways that a trace cannot follow (``["image_grid_thw"]``).  Every microbatch must
@@ -112,6 +119,8 @@ def compile(
         raise CaptureError(f"The model is a {type(model).__name__}; fxpipe compiles an nn.Module.")
     if isinstance(split_points, str):
         raise PartitionError(f"split_points is a list of module paths: give [{split_points!r}].")
+    if isinstance(outputs, str):
+        raise CaptureError(f"outputs is a list of names: give [{outputs!r}].")
     if isinstance(fixed, str):
         raise CaptureError(f"fixed is a list of names: give [{fixed!r}].")
     device = _device_of(model)
@@ -131,6 +140,7 @@ def compile(
         offload=as_offload(offload, old_spellings, device),
         dimensions=dimensions,
         fixed=tuple(fixed),
+        outputs=tuple(dict.fromkeys(outputs)),
         effort=effort,
     )
     check(options)

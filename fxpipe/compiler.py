@@ -29,6 +29,7 @@ from fxpipe.cost.profile import measured_bandwidth
 from fxpipe.errors import PartitionError, ScheduleError, VocabularyError
 from fxpipe.ir.graph import Section
 from fxpipe.ir.liveness import Liveness
+from fxpipe.ir.sections import requested_outputs
 from fxpipe.ir.storage import call_nodes, node_bytes, output_dict
 from fxpipe.options import Candidates, Options, candidates
 from fxpipe.passes.run import Cut, CutOptions, cut_phases, with_offload
@@ -84,7 +85,9 @@ def compile_model(
 
     def traced(example: Any) -> Captured:
         scale = 1 / options.microbatches
-        return capture(model, example, loss_fn, scale, device, options.gradients, options.fixed)
+        return capture(
+            model, example, loss_fn, scale, device, options.gradients, options.fixed, options.outputs
+        )
 
     # One graph of the training step, and its traces at other sizes.
     with phase("capture"):
@@ -225,6 +228,7 @@ def _programs(plan: Plan, cut: Cut, instructions: Programs, pools: tuple[Pool, .
                     instructions=instructions[rank],
                     tied=tied_parameters(plan.tensors),
                     has_count=plan.step.has_count,
+                    outputs=requested_outputs(cut.graph),
                     tensors=fakes,
                     places=pools[rank].places if pools else {},
                 )

@@ -104,6 +104,7 @@ class Options:
     offload: Offload = Offload(share=None)
     dimensions: Mapping[str, int] | None = None
     fixed: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
     effort: float | None = None
 
     @property

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import fx
@@ -17,6 +17,7 @@ from fxpipe.errors import RunError, SizeError
 from fxpipe.ir.graph import Section
 from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact, Plan
+from fxpipe.runtime.outputs import On, StepResult
 from fxpipe.runtime.process import Process
 from fxpipe.runtime.rank import Runtime
 from fxpipe.schedule.costs import StageCost
@@ -119,25 +120,52 @@ class Pipeline:
         return simulate(self.schedule, costs if sizes is None else _named(self.plan.work).costs(costs, sizes))
 
     def run_local(
-        self, batch: Any, *, step: int = 0, threads: int = 1, measure_memory: bool = False
+        self,
+        batch: Any,
+        *,
+        step: int = 0,
+        threads: int = 1,
+        measure_memory: bool = False,
+        outputs: Sequence[str] = (),
     ) -> LocalResult:
         """Run one step of all ranks in this process, in turns.
 
         batch: leading dimension = microbatches × the example's.  step: number of the step, for random
         numbers.  threads: intra-op threads of each rank; 1 is what torchrun gives, and then the result is
         bit for bit what torchrun's ranks compute.  measure_memory: also find each rank's peak of saved bytes.
+        outputs: as for ``step``.
         Buffers are updated as in training; parameters and their ``.grad`` are left alone.
         """
-        return self._runner.run_local(batch, step, threads, measure_memory)
+        return self._runner.run_local(batch, step, threads, measure_memory, outputs)
 
-    def step(self, batch: Any) -> torch.Tensor:
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The names of the outputs that a step can be asked for: those of ``compile(…, outputs=[…])``."""
+        return tuple(output.name for output in self.plan.step.outputs)
+
+    @overload
+    def step(self, batch: Any) -> torch.Tensor: ...
+    @overload
+    def step(self, batch: Any, *, outputs: Sequence[str], outputs_on: On = None) -> StepResult: ...
+    def step(
+        self, batch: Any, *, outputs: Sequence[str] | None = None, outputs_on: On = None
+    ) -> torch.Tensor | StepResult:
         """Run one training step of this rank; return the loss of the whole batch, on every rank.
+
+        outputs: names of ``pipe.outputs``; then a ``StepResult`` with the loss and their values is returned.
+        outputs_on: the rank that is to have them, or ``"all"``; by default each stays on the rank that
+        computes it.
 
         Gradients are added to the parameters' ``.grad``.  Needs torchrun with one process per rank (a
         pipeline of one rank runs without it).  If a rank fails, all ranks raise RunError with its message,
         and their processes end soon after, whether or not the error is caught.
         """
-        return self._runner.step(batch)
+        if outputs is None and not self.plan.step.has_loss:
+            raise RunError(
+                f"The model has no loss: ask for outputs=[…]. The pipeline gives {', '.join(self.outputs)}."
+            )
+        result = self._runner.step(batch, outputs or (), outputs_on)
+        return _loss(result) if outputs is None else result
 
     def parameter(self, name: str) -> torch.nn.Parameter:
         """A parameter by name, or the rows of one that a rank holds (``"lm_head.weight[0:128]"``)."""
@@ -244,6 +272,11 @@ class Pipeline:
         from fxpipe.viz.pictures import draw
 
         return draw(self, Path(path), expand)
+
+
+def _loss(result: StepResult) -> torch.Tensor:
+    assert result.loss is not None, "a step without a loss is asked for outputs"
+    return result.loss
 
 
 def _named(work: PlanWork | None) -> PlanWork:

@@ -19,6 +19,7 @@ from fxpipe.ir.verify import verify
 from fxpipe.partition.coloring import partition
 from fxpipe.passes.accumulate import fuse_accumulation
 from fxpipe.passes.contiguous import make_contiguous
+from fxpipe.passes.copy_given_results import copy_given_results
 from fxpipe.passes.count_beside_loss import count_beside_loss
 from fxpipe.passes.inplace import use_inplace_ops
 from fxpipe.passes.insert_offload import insert_offload
@@ -110,6 +111,7 @@ PASSES = (
     # before partition: the output layer and the input embedding as stages of their own
     Pass("vocabulary", _split_vocabulary, lambda step, options: options.barriers is not None),
     Pass("partition", _partition),
+    Pass("copy_given_results", lambda step, options: copy_given_results(step.graph)),
     Pass("count_beside_loss", lambda step, options: count_beside_loss(step.graph)),
     Pass("untie", lambda step, options: untie(step.graph)),
     Pass("split_backward", lambda step, options: split_backward(step.graph)),

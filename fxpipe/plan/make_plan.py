@@ -12,7 +12,7 @@ from fxpipe.ir.storage import call_nodes, output_dict
 from fxpipe.options import Options
 from fxpipe.passes.run import Cut
 from fxpipe.plan.artifact import FORMAT, Plan, Prediction, StagePlan
-from fxpipe.plan.tensor_ownership import layouts_of, tensor_ownership, tied_parameters
+from fxpipe.plan.tensor_ownership import layouts_of, outputs_of, tensor_ownership, tied_parameters
 from fxpipe.runtime.batch import BatchSpec
 from fxpipe.runtime.rank import StepSpec
 from fxpipe.schedule.lowering.lower import Collective
@@ -35,6 +35,7 @@ def make_plan(
     constants: tensors that the model made itself.  collectives: the messages that are sent as collectives.
     """
     named = output_dict(cut.graph)
+    loss = named["loss"]
     schedule, placement = timeline.schedule, timeline.schedule.placement
     tensors = tensor_ownership(model, cut.sections, placement, options.ranks)
     joint = {(a, b) for collective in collectives for a in collective.sources for b in collective.targets}
@@ -56,11 +57,13 @@ def make_plan(
             ranks=options.ranks,
             microbatches=options.microbatches,
             batch=BatchSpec.from_example(example),
-            loss_rank=placement[named["loss"].meta["color"].stage],
-            loss_dtype=str(named["loss"].meta["val"].dtype),
+            loss_rank=placement[-1 if loss is None else loss.meta["color"].stage],
+            loss_dtype=str(torch.get_default_dtype() if loss is None else loss.meta["val"].dtype),
             has_count=named["count"] is not None,
             seed=options.seed,
             default_dtype=str(torch.get_default_dtype()),
+            outputs=outputs_of(cut.graph, placement),
+            has_loss=loss is not None,
         ),
         stages=_stage_plans(cut.graph, cut.sections, placement),
         costs=timeline.costs,

@@ -90,6 +90,16 @@ class Process:
         if value is not tensor:
             tensor.copy_(value)
 
+    def send_to(self, tensor: torch.Tensor, source: int, target: int) -> None:
+        """Overwrite a tensor on rank ``target`` with its values on rank ``source``; both call it."""
+        value = self._on_wire(tensor.contiguous())
+        if self.rank == source:
+            dist.send(value, target)
+            return
+        dist.recv(value, source)
+        if value is not tensor:
+            tensor.copy_(value)
+
     def all_reduce_sum(self, value: float) -> float:
         """The sum of one number over all ranks."""
         total = self._on_wire(torch.tensor(value, dtype=torch.float64))

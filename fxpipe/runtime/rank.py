@@ -13,6 +13,7 @@ from fxpipe.errors import RunError
 from fxpipe.runtime.batch import BatchSpec
 from fxpipe.runtime.comm import Comm, Layout, Pending, in_layout
 from fxpipe.runtime.offloader import Offloader
+from fxpipe.runtime.outputs import Collected, OutputSpec
 from fxpipe.runtime.random import fold
 from fxpipe.runtime.record import Record
 
@@ -22,7 +23,8 @@ class StepSpec:
     """The data that every rank's runtime needs beside its program; a part of plan.json.
 
     ``has_count``: whether the loss is a (sum, count).  ``loss_dtype``: as text, "torch.float32".
-    ``default_dtype``: torch's default dtype in the trace.
+    ``default_dtype``: torch's default dtype in the trace.  ``outputs``: those that a step can be asked for.
+    ``has_loss``: else the step is a forward for its outputs alone.
     """
 
     ranks: int
@@ -33,6 +35,8 @@ class StepSpec:
     has_count: bool
     seed: int
     default_dtype: str
+    outputs: tuple[OutputSpec, ...] = ()
+    has_loss: bool = True
 
 
 @dataclass(eq=False)
@@ -54,6 +58,7 @@ class Runtime:
     record: Record = field(default_factory=Record)
     step_number: int = 0
     current_op: str = ""
+    collected: Collected = field(default_factory=Collected)
     _losses: list[torch.Tensor] = field(default_factory=list)
     _counts: list[torch.Tensor] = field(default_factory=list)
     _shared: list[float] | None = None
@@ -144,6 +149,10 @@ class Runtime:
         if count is not None:
             self._counts.append(count)
 
+    def add_output(self, name: str, value: torch.Tensor, microbatch: int) -> None:
+        """Keep an output of one microbatch, if this step was asked for it."""
+        self.collected.add(name, value, microbatch, self.spec.microbatches)
+
     def all_reduce_gradient(self, name: str, ranks: tuple[int, ...]) -> None:
         """Sum the gradient of a parameter that several ranks hold; all of them get the same bits.
 
@@ -170,12 +179,15 @@ class Runtime:
         for grad in self.grads.values():
             grad.div_(count)
 
-    def finish(self) -> torch.Tensor:
-        """End the step: wait until all messages are sent; return the loss of the batch, on every rank."""
+    def finish(self) -> torch.Tensor | None:
+        """End the step: wait until all messages are sent; return the loss of the batch, on every rank, if
+        there is one."""
         total, count = self._total()
         self.comm.flush()
         self.record.end()
         self.step_number += 1
+        if not self.spec.has_loss:
+            return None
         dtype = getattr(torch, self.spec.loss_dtype.removeprefix("torch."))
         return (torch.tensor(total, dtype=torch.float64) / count).to(dtype)
 
@@ -193,7 +205,8 @@ class Runtime:
         if self._shared is None:
             mine = None
             if self.rank == self.spec.loss_rank:
-                total = torch.stack([x.double() for x in self._losses]).sum()
+                losses = self._losses if self.spec.has_loss else [torch.zeros(())]
+                total = torch.stack([x.double() for x in losses]).sum()
                 count = torch.stack(self._counts).sum() if self._counts else torch.tensor(len(self._losses))
                 mine = torch.stack([total.cpu(), count.double().cpu()])
             before = time.perf_counter()

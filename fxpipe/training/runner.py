@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from fxpipe.runtime.load_program import Program, load_program
 from fxpipe.runtime.local import LocalComm, LocalWorld, run_all
 from fxpipe.runtime.memory import SavedBytes
 from fxpipe.runtime.offloader import Offloader, check_tier, open_store
+from fxpipe.runtime.outputs import Collected, On, StepResult, check_request, move
 from fxpipe.runtime.process import Process
 from fxpipe.runtime.rank import Runtime
 from fxpipe.strict import structure, unstructure
@@ -34,12 +35,14 @@ from fxpipe.vocabulary.rows import whole
 class LocalResult:
     """``loss``: of the whole batch, 0-d.  ``grads``: parameter name -> gradient of the mean loss.
     ``runtimes``: the ranks' runtimes, with their records.  ``peak_saved``: per rank the maximum number of
-    bytes held between two ops, if measured."""
+    bytes held between two ops, if measured.  ``outputs``: those that were asked for, as in
+    :class:`StepResult`; the loss is None if the model has none."""
 
-    loss: torch.Tensor
+    loss: torch.Tensor | None
     grads: dict[str, torch.Tensor]
     runtimes: tuple[Runtime, ...]
     peak_saved: tuple[int, ...]
+    outputs: dict[str, torch.Tensor]
 
 
 @dataclass(eq=False)
@@ -57,12 +60,17 @@ class Runner:
     def plan(self) -> Plan:
         return self.artifact.plan
 
-    def run_local(self, batch: Any, step: int, threads: int, measure_memory: bool) -> LocalResult:
+    def run_local(
+        self, batch: Any, step: int, threads: int, measure_memory: bool, outputs: Sequence[str]
+    ) -> LocalResult:
         """See ``Pipeline.run_local``."""
         with as_traced(self.plan.step.default_dtype, self.device):
-            return self._run_local(batch, step, threads, measure_memory)
+            return self._run_local(batch, step, threads, measure_memory, outputs)
 
-    def _run_local(self, batch: Any, step: int, threads: int, measure_memory: bool) -> LocalResult:
+    def _run_local(
+        self, batch: Any, step: int, threads: int, measure_memory: bool, outputs: Sequence[str]
+    ) -> LocalResult:
+        check_request(outputs, None, self.plan.step.outputs, self.plan.ranks)
         self.state.follow_model()
         world = LocalWorld(self.plan.ranks)
         runtimes = tuple(
@@ -71,6 +79,7 @@ class Runner:
         )
         for runtime in runtimes:
             runtime.step_number = step
+            runtime.collected = Collected(outputs)
         mains: list[Callable[[], Any]] = [partial(self._local_steps[rt.rank], rt, batch) for rt in runtimes]
         meters = [SavedBytes(self._given(rt, batch)) for rt in runtimes] if measure_memory else []
         for runtime, meter in zip(runtimes, meters, strict=False):
@@ -80,27 +89,43 @@ class Runner:
         for runtime in runtimes:
             self.state.store_buffers(runtime)
         grads = {name: found[name] for name in self.state.parameters if name in found}
-        return LocalResult(losses[0], grads, runtimes, tuple(m.peak for m in meters))
+        collected = {name: value for rt in runtimes for name, value in rt.collected.joined().items()}
+        return LocalResult(
+            losses[0],
+            grads,
+            runtimes,
+            tuple(m.peak for m in meters),
+            {name: collected[name] for name in outputs},
+        )
 
-    def step(self, batch: Any) -> torch.Tensor:
+    def step(self, batch: Any, outputs: Sequence[str], outputs_on: On) -> StepResult:
         """See ``Pipeline.step``."""
         with as_traced(self.plan.step.default_dtype, self.device):
-            return self._step(batch)
+            return self._step(batch, outputs, outputs_on)
 
-    def _step(self, batch: Any) -> torch.Tensor:
+    def _step(self, batch: Any, outputs: Sequence[str], outputs_on: On) -> StepResult:
         rt = self.runtime
         rt.start()
         try:
+            check_request(outputs, outputs_on, self.plan.step.outputs, self.plan.ranks)
+            rt.collected = Collected(outputs)
             self.state.follow_model()
             rt.params, rt.buffers = self.state.held_by(rt.rank)
             earlier = self.state.accumulators(rt)
             loss = self._own_step(rt, batch)
+            found = self._outputs(rt, outputs_on)
         except Exception as error:
             raise self._failure(error, rt) from error
         for name, grad in earlier.items():
             grad.add_(rt.grads[name])
         self.state.store_buffers(rt)
-        return loss
+        return StepResult(loss, found)
+
+    def _outputs(self, rt: Runtime, on: On) -> dict[str, torch.Tensor]:
+        """The outputs of the last step that this rank is to have."""
+        collected, spec = rt.collected, self.plan.step
+        rt.collected = Collected()  # the caller alone keeps them
+        return move(collected, spec.outputs, on, self.process, spec.microbatches, self.device)
 
     @cached_property
     def runtime(self) -> Runtime:
@@ -151,7 +176,7 @@ class Runner:
         return held + [x for _, x in batch_leaves(batch) if isinstance(x, torch.Tensor)]
 
     @cached_property
-    def _own_step(self) -> Callable[[Runtime, Any], torch.Tensor]:
+    def _own_step(self) -> Callable[[Runtime, Any], torch.Tensor | None]:
         """The step function of this process's rank, after a check that the ranks' programs agree."""
         if self.process is None:
             return self._local_steps[0]
@@ -161,7 +186,7 @@ class Runner:
         return program.step
 
     @cached_property
-    def _local_steps(self) -> tuple[Callable[[Runtime, Any], torch.Tensor], ...]:
+    def _local_steps(self) -> tuple[Callable[[Runtime, Any], torch.Tensor | None], ...]:
         """The step functions of all ranks."""
         programs = [self._program(rank) for rank in range(self.plan.ranks)]
         check_agreement([program.traffic for program in programs])

@@ -1,0 +1,113 @@
+"""The outputs that the user asks for: collected by microbatch, and moved between ranks on request."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from fxpipe.errors import RunError
+from fxpipe.runtime.process import Process
+
+On = int | Literal["all"] | None
+"""The rank that is to have the outputs; ``"all"``: every rank; None: each output's own rank."""
+
+
+@dataclass(frozen=True)
+class OutputSpec:
+    """An output that can be asked for; a part of plan.json.
+
+    ``rank``: which computes it.  ``shape``, ``dtype``: of one microbatch; the dtype as text, "torch.float32".
+    """
+
+    name: str
+    rank: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, eq=False)
+class StepResult:
+    """The result of a step that was asked for outputs.
+
+    ``loss``: of the whole batch, 0-d, on every rank; None if the model has none.
+    ``outputs``: name -> the microbatches' values in order: joined along their leading dimension, or stacked
+    if they are 0-d.
+    """
+
+    loss: torch.Tensor | None
+    outputs: dict[str, torch.Tensor]
+
+
+@dataclass(eq=False)
+class Collected:
+    """The outputs of one step on one rank.  ``wanted``: the names of those to collect."""
+
+    wanted: Collection[str] = ()
+    found: dict[str, torch.Tensor] = field(default_factory=dict)  # with a dimension of microbatches in front
+
+    def add(self, name: str, value: torch.Tensor, microbatch: int, microbatches: int) -> None:
+        if name not in self.wanted:
+            return
+        if name not in self.found:
+            self.found[name] = value.new_empty((microbatches, *value.shape))
+        self.found[name][microbatch].copy_(value)
+
+    def joined(self) -> dict[str, torch.Tensor]:
+        return {name: joined(value) for name, value in self.found.items()}
+
+
+def joined(value: torch.Tensor) -> torch.Tensor:
+    """Without the dimension of microbatches, if there is another one."""
+    return value.flatten(0, 1) if value.dim() > 1 else value
+
+
+def check_request(asked: Sequence[str], on: On, known: Iterable[OutputSpec], ranks: int) -> None:
+    """Raise RunError for an output that the pipeline was not compiled for, and for a rank that it lacks."""
+    if on not in (None, "all") and not (isinstance(on, int) and 0 <= on < ranks):
+        raise RunError(f"outputs_on is {on!r} and must be a rank from 0 to {ranks - 1}, 'all' or None.")
+    if isinstance(asked, str):
+        raise RunError(f"outputs is a list of names: give [{asked!r}].")
+    names = [spec.name for spec in known]
+    for name in asked:
+        if name not in names:
+            has = f"It gives {', '.join(names)}." if names else "It gives none."
+            raise RunError(
+                f"The pipeline was not compiled to give the output {name!r}. {has} Name it in outputs=[…] of "
+                "fxpipe.compile."
+            )
+
+
+def move(
+    collected: Collected,
+    known: Iterable[OutputSpec],
+    on: On,
+    process: Process | None,
+    microbatches: int,
+    device: torch.device,
+) -> dict[str, torch.Tensor]:
+    """The outputs that this rank is to have; unless ``on`` is None, all ranks call it alike.
+
+    collected: by this rank.
+    """
+    found = collected.joined()
+    if on is None or process is None:
+        return found
+    moved = {}
+    for spec in known:
+        if spec.name not in collected.wanted:
+            continue
+        value = found.get(spec.name)
+        if value is None:
+            dtype = getattr(torch, spec.dtype.removeprefix("torch."))
+            shape = (microbatches, *spec.shape)
+            value = joined(torch.empty(shape, dtype=dtype, device=device))
+        if on == "all":
+            process.broadcast_(value, spec.rank)
+        elif spec.rank != on and process.rank in (spec.rank, on):
+            process.send_to(value, spec.rank, on)
+        if on in ("all", process.rank):
+            moved[spec.name] = value
+    return moved
