@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fxpipe.api import compile, load
     from fxpipe.options import Offload
     from fxpipe.pipeline import Pipeline
+    from fxpipe.runtime.outputs import StepResult
     from fxpipe.schedule.ops import Schedule
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "SizeError",
+    "StepResult",
     "VerifyError",
     "VocabularyError",
     "__version__",
@@ -54,6 +56,7 @@ _LAZY = {
     "Offload": "fxpipe.options",
     "Pipeline": "fxpipe.pipeline",
     "Schedule": "fxpipe.schedule.ops",
+    "StepResult": "fxpipe.runtime.outputs",
     "compile": "fxpipe.api",
     "load": "fxpipe.api",
 }

@@ -167,6 +167,23 @@ class Pipeline:
         result = self._runner.step(batch, outputs or (), outputs_on)
         return _loss(result) if outputs is None else result
 
+    @overload
+    def evaluate(self, batch: Any) -> torch.Tensor: ...
+    @overload
+    def evaluate(self, batch: Any, *, outputs: Sequence[str], outputs_on: On = None) -> StepResult: ...
+    def evaluate(
+        self, batch: Any, *, outputs: Sequence[str] | None = None, outputs_on: On = None
+    ) -> torch.Tensor | StepResult:
+        """Run the forward alone: ``step`` of a pipeline that was compiled with ``gradients=False``.
+
+        Raises RunError if the pipeline trains.
+        """
+        if any(held.gradients for held in self.plan.tensors):
+            raise RunError("TODO")
+        if outputs is None:
+            return self.step(batch)
+        return self.step(batch, outputs=outputs, outputs_on=outputs_on)
+
     def parameter(self, name: str) -> torch.nn.Parameter:
         """A parameter by name, or the rows of one that a rank holds (``"lm_head.weight[0:128]"``)."""
         return self._state.parameter(name)
