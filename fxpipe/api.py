@@ -37,6 +37,7 @@ def compile(
     loss_fn: Callable[..., Any] | None = None,
     gradients: bool = True,
     outputs: Sequence[str] = (),
+    evaluation: bool = False,
     seed: int = 0,
     fixed: Sequence[str] = (),
     # the schedule
@@ -69,6 +70,8 @@ def compile(
     outputs: names of values that ``pipe.step(batch, outputs=[…])`` can give beside the loss: tensors in the
         model's output (``"logits"``, ``"0"`` of a tuple, ``"losses.ce"``; ``"output"`` if it is one tensor),
         metrics of ``loss_fn``, and ``"loss"`` and ``"count"``, those of each microbatch.
+    evaluation: also make the programs of ``pipe.evaluate``, the forward in eval mode alone, for the same
+        ranks, which hold its tensors already.  The model is traced once more.
     seed: of the random ops; their numbers depend on it, the step and the microbatch alone.
     fixed: names of tensors of the example whose values are part of the program, for models whose Python code
         decides by them in ways that a trace cannot follow (``["image_grid_thw"]``).  Every microbatch must
@@ -110,7 +113,7 @@ def compile(
     where the number of processes is not ``ranks``.
     """
     # Imported here, as ``load`` needs neither the compiler nor the schedule search with its compiled kernels.
-    from fxpipe.compiler import compile_model
+    from fxpipe.compiler import compile_evaluation, compile_model
     from fxpipe.options import Options, as_offload, check, parse_bytes
     from fxpipe.progress import Phases
     from fxpipe.schedule.handwritten import read_schedule
@@ -141,6 +144,7 @@ def compile(
         dimensions=dimensions,
         fixed=tuple(fixed),
         outputs=tuple(dict.fromkeys(outputs)),
+        evaluation=evaluation,
         effort=effort,
     )
     check(options)
@@ -148,10 +152,13 @@ def compile(
         check_tier(options.tier, device, options.offload_directory)
     process = Process.join(ranks, device) if under_torchrun() else None
     compiled: Compiled | None = None
+    forward: Artifact | None = None
     if process is None or process.rank == 0:
-        title = f"fxpipe {type(model).__name__}"
+        phases = Phases(f"fxpipe {type(model).__name__}")
+        given = model, example, loss_fn, options, device, phases
         try:
-            compiled = compile_model(model, example, loss_fn, options, device, Phases(title))
+            compiled = compile_model(*given)
+            forward = compile_evaluation(*given, compiled) if evaluation else None
         except FxpipeError as error:
             if process is not None:
                 process.broadcast_bytes(json.dumps({"error": str(error)}).encode())
@@ -159,6 +166,7 @@ def compile(
     artifact = compiled.artifact if compiled is not None else None
     if process is not None:
         artifact = _shared(artifact, process)
+        forward = _shared(forward, process) if evaluation else None
     assert artifact is not None
     if compiled is not None and artifact.plan.tried:
         _explain_on_terminal(artifact.plan)
@@ -175,7 +183,7 @@ def compile(
         sections=compiled.sections if compiled else (),
         offload_directory=options.offload_directory,
     )
-    return pipe
+    return pipe if forward is None else pipe.with_evaluation(forward)
 
 
 def load(path: str | Path, *, offload_directory: str | Path | None = None) -> Pipeline:
@@ -212,7 +220,7 @@ def load(path: str | Path, *, offload_directory: str | Path | None = None) -> Pi
             name: nn.Parameter(in_strides(t.detach(), plan.layouts[name].stride), t.requires_grad)
             for name, t in joined
         }
-    return Pipeline(
+    pipe = Pipeline(
         Artifact(plan, programs, constants),
         parameters,
         buffers,
@@ -221,6 +229,8 @@ def load(path: str | Path, *, offload_directory: str | Path | None = None) -> Pi
         directory=directory,
         offload_directory=None if offload_directory is None else Path(offload_directory),
     )
+    forward = files.read_evaluation(directory, plan, ranks)
+    return pipe if forward is None else pipe.with_evaluation(forward)
 
 
 def _explain_on_terminal(plan: Plan) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, overload
@@ -57,7 +57,7 @@ class Pipeline:
 
     ``parameters`` and ``buffers`` are the model's own tensors: training the pipeline trains the model (under
     torchrun, the part that this rank holds).  If the tensors of ``model`` are replaced, the next step uses
-    the new ones.
+    the new ones.  ``evaluation``: the forward in eval mode alone on the same tensors, if it was compiled.
     """
 
     artifact: Artifact
@@ -70,6 +70,13 @@ class Pipeline:
     sections: tuple[Section, ...] = ()
     directory: Path | None = None
     offload_directory: Path | None = None
+    evaluation: Pipeline | None = None
+
+    def with_evaluation(self, artifact: Artifact) -> Pipeline:
+        """The pipeline with one for the forward alone, which works on the same tensors."""
+        directory = None if self.directory is None else files.evaluation_directory(self.directory)
+        forward = replace(self, artifact=artifact, directory=directory, sections=(), graph=None)
+        return replace(self, evaluation=forward)
 
     @cached_property
     def _state(self) -> ModelState:
@@ -174,15 +181,23 @@ class Pipeline:
     def evaluate(
         self, batch: Any, *, outputs: Sequence[str] | None = None, outputs_on: On = None
     ) -> torch.Tensor | StepResult:
-        """Run the forward alone: ``step`` of a pipeline that was compiled with ``gradients=False``.
+        """Run the forward alone, in eval mode if the pipeline trains; return the loss of the whole batch.
 
-        Raises RunError if the pipeline trains.
+        outputs, outputs_on: as for ``step``.  The weights are those of the last optimizer step.  Without
+        torchrun ``pipe.evaluation.run_local(batch)`` runs all ranks.
+        Raises RunError if the pipeline was compiled to train alone.
         """
-        if any(held.gradients for held in self.plan.tensors):
-            raise RunError("TODO")
+        pipe = self.evaluation
+        if pipe is None:
+            if any(held.gradients for held in self.plan.tensors):
+                raise RunError(
+                    "The pipeline has no programs for evaluation: compile it with evaluation=True, or "
+                    "compile model.eval() once more with gradients=False."
+                )
+            pipe = self
         if outputs is None:
-            return self.step(batch)
-        return self.step(batch, outputs=outputs, outputs_on=outputs_on)
+            return pipe.step(batch)
+        return pipe.step(batch, outputs=outputs, outputs_on=outputs_on)
 
     def parameter(self, name: str) -> torch.nn.Parameter:
         """A parameter by name, or the rows of one that a rank holds (``"lm_head.weight[0:128]"``)."""
@@ -267,6 +282,8 @@ class Pipeline:
                     draft,
                     rank,
                 )
+            if self.evaluation is not None:
+                files.write_evaluation(self.evaluation.artifact, draft, ranks)
             if 0 in ranks:
                 files.write_programs(self.artifact, draft)
                 if self.graph is not None:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -43,7 +43,7 @@ class CutOptions:
 
     ``stages``: the number of the model's own stages.  ``split_points``: see ``partition``.  ``barriers``: per
     microbatch, of split vocabulary layers; None if they are not split.  ``recompute``: the level of
-    recomputation.
+    recomputation.  ``held``: see ``partition``.
     """
 
     stages: int
@@ -52,6 +52,7 @@ class CutOptions:
     split_points: Sequence[str] | None
     barriers: int | None
     recompute: Level | None = None
+    held: Sequence[Set[str]] | None = None
 
 
 @dataclass(eq=False)
@@ -87,7 +88,7 @@ def _split_vocabulary(step: Step, options: CutOptions) -> None:
 def _partition(step: Step, options: CutOptions) -> None:
     first = step.vocabulary.embedding_shards if step.vocabulary else 0
     try:
-        partition(step.graph, options.stages, options.device, options.split_points, first)
+        partition(step.graph, options.stages, options.device, options.split_points, first, options.held)
     except PartitionError as error:
         if step.vocabulary is None:
             raise

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from fxpipe.errors import PartitionError
 from fxpipe.ir.graph import Color, Kind, Phase, Section
 from fxpipe.ir.storage import call_nodes, output_dict
 from fxpipe.options import Options
@@ -19,6 +22,7 @@ from fxpipe.schedule.lowering.lower import Collective
 from fxpipe.schedule.ops import order_text
 from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.version import __version__
+from fxpipe.vocabulary.rows import rows_of
 
 
 def make_plan(
@@ -78,6 +82,32 @@ def make_plan(
         recompute=cut.recompute or "",
         transfers=schedule.transfers,
     )
+
+
+def with_tensors_of(plan: Plan, sections: Sequence[Section], trained: Plan) -> Plan:
+    """The plan without tensors that its sections do not use, for ranks that hold those of ``trained``.
+
+    Raises PartitionError for a tensor that its rank does not hold.
+    """
+    used = [
+        {(v.kind, v.name) for s in sections if plan.placement[s.stage] == rank for v in s.inputs}
+        for rank in range(plan.ranks)
+    ]
+    tensors = []
+    for rank, (held, theirs) in enumerate(zip(plan.tensors, trained.tensors, strict=True)):
+        parameters = tuple(n for n in held.parameters if (Kind.PARAMETER, n) in used[rank])
+        buffers = tuple(n for n in held.buffers if (Kind.BUFFER, n) in used[rank])
+        missing = {*parameters} - {*theirs.parameters} | {*buffers} - {*theirs.buffers}
+        if missing:
+            raise PartitionError(
+                f"The forward in eval mode needs {min(missing)!r} on rank {rank}, which does not hold it in "
+                "training. Compile it by itself, with gradients=False."
+            )
+        tensors.append(replace(held, parameters=parameters, buffers=buffers))
+    names = {n for held in tensors for n in (*held.parameters, *held.buffers, *held.constants)}
+    names |= {rows.table for name in names if (rows := rows_of(name))}
+    layouts = {name: layout for name, layout in plan.layouts.items() if name in names}
+    return replace(plan, tensors=tuple(tensors), layouts=layouts)
 
 
 def _stage_plans(
