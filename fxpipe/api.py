@@ -122,8 +122,9 @@ def compile(
         raise CaptureError(f"The model is a {type(model).__name__}; fxpipe compiles an nn.Module.")
     if isinstance(split_points, str):
         raise PartitionError(f"split_points is a list of module paths: give [{split_points!r}].")
-    if isinstance(outputs, str):
-        raise CaptureError(f"outputs is a list of names: give [{outputs!r}].")
+    if isinstance(outputs, str) or not all(isinstance(name, str) for name in outputs):
+        names = [outputs] if isinstance(outputs, str) else [str(name) for name in outputs]
+        raise CaptureError(f"outputs is a list of names: give {names}.")
     if isinstance(fixed, str):
         raise CaptureError(f"fixed is a list of names: give [{fixed!r}].")
     device = _device_of(model)

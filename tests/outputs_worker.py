@@ -28,7 +28,7 @@ class Answers(Chain):
         for block in self.blocks:
             x = block(x)
             hidden.append(x)
-        found = {"logits": x, "hidden": hidden[::3], "best": x.argmax(-1)}
+        found = {"logits": x, "hidden": hidden[::3], "best": x.argmax(-1), "above": x > 0}
         return found if y is None else found | {"loss": F.mse_loss(x, y)}
 
 
@@ -38,6 +38,7 @@ OUTPUTS = {
     "hidden.0": lambda parts: torch.cat([part["hidden"][0] for part in parts]),
     "hidden.1": lambda parts: torch.cat([part["hidden"][1] for part in parts]),
     "best": lambda parts: torch.cat([part["best"] for part in parts]),
+    "above": lambda parts: torch.cat([part["above"] for part in parts]),
     "loss": lambda parts: torch.stack([part["loss"] for part in parts]),
 }
 

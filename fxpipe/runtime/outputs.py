@@ -104,10 +104,11 @@ def move(
             dtype = getattr(torch, spec.dtype.removeprefix("torch."))
             shape = (microbatches, *spec.shape)
             value = joined(torch.empty(shape, dtype=dtype, device=device))
+        data = value.view(-1).view(torch.uint8)  # gloo does not know all dtypes
         if on == "all":
-            process.broadcast_(value, spec.rank)
+            process.broadcast_(data, spec.rank)
         elif spec.rank != on and process.rank in (spec.rank, on):
-            process.send_to(value, spec.rank, on)
+            process.send_to(data, spec.rank, on)
         if on in ("all", process.rank):
             moved[spec.name] = value
     return moved

@@ -64,6 +64,12 @@ def data(microbatches=MICROBATCHES):
     return numbers(2 * microbatches)
 
 
+def different(found, expected):
+    """The names of the outputs that are not as expected, of whatever dtype."""
+    assert {name: x.dtype for name, x in found.items()} == {name: x.dtype for name, x in expected.items()}
+    return too_far(*({name: x.double() for name, x in values.items()} for values in (found, expected)))
+
+
 def error_of(kind, function, *args, **kwargs) -> str:
     with pytest.raises(kind) as caught:
         function(*args, **kwargs)
@@ -141,7 +147,7 @@ def test_outputs_of_a_training_step(shape):
     expected = eager(model, batch, MICROBATCHES, lambda output, _: output["loss"])
     result = pipe.run_local(batch, outputs=names)
     assert [*result.outputs] == names
-    assert too_far(result.outputs, wanted(model, batch)) == {}
+    assert different(result.outputs, wanted(model, batch)) == {}
     assert not any(value.requires_grad for value in result.outputs.values())
     alone = pipe.run_local(batch)
     assert alone.outputs == {}
@@ -202,8 +208,7 @@ def test_metrics_of_a_loss_fn():
         "loss": torch.stack([p[0] for p in parts]),
         "count": torch.stack([p[1] for p in parts]),
     }
-    assert {name: x.dtype for name, x in result.outputs.items()} == {n: x.dtype for n, x in expected.items()}
-    assert too_far({n: x.double() for n, x in result.outputs.items()}, expected) == {}
+    assert different(result.outputs, expected) == {}
     assert relative_error(result.loss, expected["loss"].sum() / expected["count"].sum()) <= LIMIT
 
 
@@ -373,6 +378,21 @@ def test_outputs_with_a_split_vocabulary(vocab_parallel):
     assert re.search("'logits' has an entry for each word.*without vocab_parallel", message)
 
 
+def test_outputs_at_other_sizes_and_in_pictures(tmp_path):
+    torch.manual_seed(0)
+    model, batch = Network(6), {"x": torch.randn(3 * MICROBATCHES, WIDTH)}
+    example = {"x": torch.randn(3, WIDTH)}
+    options = {"gradients": False, "outputs": ["logits"], "costs": "measured", "dimensions": {"width": WIDTH}}
+    with pytest.raises(fxpipe.SizeError):  # its weights have that width
+        compiled(model, example=example, **options)
+    pipe = compiled(model, example=example, **options | {"dimensions": {}})
+    assert pipe.simulate({"microbatch": 30}).seconds > pipe.simulate().seconds
+    assert too_far(pipe.run_local(batch, outputs=["logits"]).outputs, {"logits": model(**batch).logits}) == {}
+    pictures = pipe.draw(tmp_path, expand=(1, "F"))
+    assert any("logits" in picture.read_text() for picture in pictures if picture.suffix == ".dot")
+    assert any("output" in picture.read_text() for picture in pictures if "stage1" in picture.name)
+
+
 # -- what is refused ----------------------------------------------------------------------------------------
 
 
@@ -381,6 +401,7 @@ def test_unknown_outputs():
     message = error_of(CaptureError, compiled, model, outputs=["logit"])
     assert message == "There is no output 'logit'. Known: logits, loss, losses.ce."
     assert "give ['logits']" in error_of(CaptureError, compiled, model, outputs="logits")
+    assert "give ['0', '1']" in error_of(CaptureError, compiled, model, outputs=[0, 1])
     pipe = compiled(model, ranks=1, outputs=["logits"])
     message = error_of(RunError, pipe.step, batch, outputs=["losses.ce"])
     assert "It gives logits. Name it in outputs=[…] of fxpipe.compile" in message
@@ -426,7 +447,7 @@ def test_outputs_under_torchrun(ranks, tmp_path):
     batch, names = worker.batch_of(2 * MICROBATCHES), [*OUTPUTS]
     pipe = worker.compiled(worker.build(), ranks, outputs=names)
     result = pipe.run_local(batch, outputs=names)
-    assert too_far(result.outputs, wanted(worker.build(), batch)) == {}
+    assert different(result.outputs, wanted(worker.build(), batch)) == {}
     expected = result.outputs | {"loss of all": result.loss}
     owners = {output.name: output.rank for output in pipe.plan.step.outputs}
     assert len(set(owners.values())) > 1
