@@ -127,6 +127,7 @@ def compile_model(
     return Compiled(Artifact(plan, programs, captured.constants), cut.graph, cut.sections)
 
 
+@_collector_paused()
 def compile_evaluation(
     model: nn.Module,
     example: Any,

@@ -130,10 +130,11 @@ class _Line:
 
 
 def _step_source(plan: RankPlan, calls: dict[Color, Signature]) -> str:
-    head = [
-        "def step(rt, batch):",
-        '    """Run this rank\'s part of one training step; return the loss of the whole batch."""',
-    ]
+    trains = any(value.kind is Kind.GRADIENT for s in plan.sections for value in s.inputs)
+    what = "one training step; return the loss of the whole batch"
+    if not trains:
+        what = "the forward; return the loss of the whole batch, if there is one"
+    head = ["def step(rt, batch):", f'    """Run this rank\'s part of {what}."""']
     own = [calls[s.color] for s in plan.sections if plan.placement[s.stage] == plan.rank]
     used = {c for call in own for c in call.containers}
     if any(value.kind is Kind.BUFFER for call in own for value in call.results):

@@ -23,7 +23,7 @@ from fxpipe.runtime.load_program import Program, load_program
 from fxpipe.runtime.local import LocalComm, LocalWorld, run_all
 from fxpipe.runtime.memory import SavedBytes
 from fxpipe.runtime.offloader import Offloader, check_tier, open_store
-from fxpipe.runtime.outputs import Collected, On, StepResult, check_request, move
+from fxpipe.runtime.outputs import Collected, On, StepResult, move, requested
 from fxpipe.runtime.process import Process
 from fxpipe.runtime.rank import Runtime
 from fxpipe.strict import structure, unstructure
@@ -70,7 +70,8 @@ class Runner:
     def _run_local(
         self, batch: Any, step: int, threads: int, measure_memory: bool, outputs: Sequence[str]
     ) -> LocalResult:
-        check_request(outputs, None, self.plan.step.outputs, self.plan.ranks)
+        spec = self.plan.step
+        wanted = requested(outputs, None, spec.outputs, spec.ranks)
         self.state.follow_model()
         world = LocalWorld(self.plan.ranks)
         runtimes = tuple(
@@ -79,7 +80,7 @@ class Runner:
         )
         for runtime in runtimes:
             runtime.step_number = step
-            runtime.collected = Collected(outputs)
+            runtime.collected = Collected(wanted)
         mains: list[Callable[[], Any]] = [partial(self._local_steps[rt.rank], rt, batch) for rt in runtimes]
         meters = [SavedBytes(self._given(rt, batch)) for rt in runtimes] if measure_memory else []
         for runtime, meter in zip(runtimes, meters, strict=False):
@@ -89,13 +90,14 @@ class Runner:
         for runtime in runtimes:
             self.state.store_buffers(runtime)
         grads = {name: found[name] for name in self.state.parameters if name in found}
-        collected = {name: value for rt in runtimes for name, value in rt.collected.joined().items()}
+        given = [rt.collected.joined(rt.rank, spec.microbatches) for rt in runtimes]
+        collected = {name: value for own in given for name, value in own.items()}
         return LocalResult(
             losses[0],
             grads,
             runtimes,
             tuple(m.peak for m in meters),
-            {name: collected[name] for name in outputs},
+            {name: collected[name] for name in wanted},
         )
 
     def step(self, batch: Any, outputs: Sequence[str], outputs_on: On) -> StepResult:
@@ -107,8 +109,8 @@ class Runner:
         rt = self.runtime
         rt.start()
         try:
-            check_request(outputs, outputs_on, self.plan.step.outputs, self.plan.ranks)
-            rt.collected = Collected(outputs)
+            spec = self.plan.step
+            rt.collected = Collected(requested(outputs, outputs_on, spec.outputs, spec.ranks))
             self.state.follow_model()
             rt.params, rt.buffers = self.state.held_by(rt.rank)
             earlier = self.state.accumulators(rt)
@@ -123,9 +125,10 @@ class Runner:
 
     def _outputs(self, rt: Runtime, on: On) -> dict[str, torch.Tensor]:
         """The outputs of the last step that this rank is to have."""
-        collected, spec = rt.collected, self.plan.step
+        wanted, microbatches = rt.collected.wanted, self.plan.step.microbatches
+        found = rt.collected.joined(rt.rank, microbatches)
         rt.collected = Collected()  # the caller alone keeps them
-        return move(collected, spec.outputs, on, self.process, spec.microbatches, self.device)
+        return move(found, wanted, on, self.process, microbatches, self.device)
 
     @cached_property
     def runtime(self) -> Runtime:

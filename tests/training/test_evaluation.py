@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import shutil
 
 import evaluation_worker as worker
@@ -166,6 +167,34 @@ def test_an_edited_program_of_evaluation(saved, tmp_path):
     before = fxpipe.load(saved[0]).evaluation.run_local(batch).loss
     assert relative_error(pipe.evaluation.run_local(batch).loss, before) > 1e-3
     assert torch.equal(pipe.run_local(batch).loss, fxpipe.load(saved[0]).run_local(batch).loss)
+
+
+@pytest.mark.parametrize(
+    ("line", "edited", "said"),
+    [
+        (
+            'rt.add_output("logits", {}, microbatch=2)',
+            "pass",
+            "for 3 microbatches of 4, and the plan has it on rank 1",
+        ),
+        (
+            'rt.add_output("logits", {}, microbatch=2)',
+            'rt.add_output("logits", {}[:1], microbatch=2)',
+            r"of shape \(1, 8\); the plan has torch.float64 of shape \(3, 8\)",
+        ),
+    ],
+)
+def test_an_edit_of_an_output(saved, tmp_path, line, edited, said):
+    shutil.copytree(saved[0], tmp_path / "edited")
+    program = tmp_path / "edited" / "evaluation" / "rank1.py"
+    text = program.read_text()
+    variable = re.search(r'rt.add_output\("logits", (\w+), microbatch=2\)', text)[1]
+    program.write_text(text.replace(line.format(variable), edited.format(variable)))
+    with pytest.warns(match=r"evaluation/rank1\.py was edited"):
+        pipe = fxpipe.load(tmp_path / "edited").evaluation
+    assert pipe.run_local(CASE.data(MICROBATCHES)).outputs == {}
+    with pytest.raises(RunError, match=said):
+        pipe.run_local(CASE.data(MICROBATCHES), outputs=["logits"])
 
 
 @pytest.mark.parametrize(
