@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fxpipe.api import compile, load
     from fxpipe.options import Offload
     from fxpipe.pipeline import Pipeline
+    from fxpipe.runtime.outputs import StepResult
     from fxpipe.schedule.ops import Schedule
     from fxpipe.training.checkpoint import Checkpointer
     from fxpipe.training.read_checkpoint import Checkpoint, read_checkpoint
@@ -47,6 +48,7 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "SizeError",
+    "StepResult",
     "VerifyError",
     "VocabularyError",
     "__version__",
@@ -61,6 +63,7 @@ _LAZY = {
     "Offload": "fxpipe.options",
     "Pipeline": "fxpipe.pipeline",
     "Schedule": "fxpipe.schedule.ops",
+    "StepResult": "fxpipe.runtime.outputs",
     "compile": "fxpipe.api",
     "load": "fxpipe.api",
     "read_checkpoint": "fxpipe.training.read_checkpoint",

@@ -40,6 +40,8 @@ def compile(
     # the step
     loss_fn: Callable[..., Any] | None = None,
     gradients: bool = True,
+    outputs: Sequence[str] = (),
+    evaluation: bool = False,
     seed: int = 0,
     fixed: Sequence[str] = (),
     # the schedule
@@ -65,9 +67,17 @@ def compile(
     example: one microbatch, a mapping of keyword arguments, or a tuple or list of arguments.
 
     loss_fn: ``(output, microbatch) -> loss``, a scalar, or ``-> (sum, count)`` for an exact mean over
-        all counts of the batch.  Without it the model's output or its ``.loss`` is the loss.
+        all counts of the batch; either with a mapping of metrics behind it, ``-> (loss, {"accuracy": …})``.
+        Without it the loss is the model's output if that is a scalar, its ``.loss`` or ``["loss"]``, or the
+        one scalar with a gradient in a tuple.
     gradients: False compiles the forward alone, for evaluation of ``model.eval()``: ``pipe.step`` and
-        ``run_local`` then give the loss.  The pipeline works on the model's own weights.
+        ``run_local`` then give the loss.  The pipeline works on the model's own weights.  With ``outputs`` it
+        needs no loss.
+    outputs: names of values that ``pipe.step(batch, outputs=[…])`` can give beside the loss: tensors in the
+        model's output (``"logits"``, ``"0"`` of a tuple, ``"losses.ce"``; ``"output"`` if it is one tensor),
+        metrics of ``loss_fn``, and ``"loss"`` and ``"count"``, those of each microbatch.
+    evaluation: also make the programs of ``pipe.evaluate``, the forward in eval mode alone, for the same
+        ranks, which hold its tensors already.  The model is traced once more.
     seed: of the random ops; their numbers depend on it, the step and the microbatch alone.
     fixed: names of tensors of the example whose values are part of the program, for models whose Python code
         decides by them in ways that a trace cannot follow (``["image_grid_thw"]``).  Every microbatch must
@@ -112,7 +122,7 @@ def compile(
     where the number of processes is not ``ranks``.
     """
     # Imported here, as ``load`` needs neither the compiler nor the schedule search with its compiled kernels.
-    from fxpipe.compiler import compile_model
+    from fxpipe.compiler import compile_evaluation, compile_model
     from fxpipe.options import Options, as_offload, check, parse_bytes
     from fxpipe.progress import Phases
     from fxpipe.schedule.handwritten import read_schedule
@@ -121,6 +131,9 @@ def compile(
         raise CaptureError(f"The model is a {type(model).__name__}; fxpipe compiles an nn.Module.")
     if isinstance(split_points, str):
         raise PartitionError(f"split_points is a list of module paths: give [{split_points!r}].")
+    if isinstance(outputs, str) or not all(isinstance(name, str) for name in outputs):
+        names = [outputs] if isinstance(outputs, str) else [str(name) for name in outputs]
+        raise CaptureError(f"outputs is a list of names: give {names}.")
     if isinstance(fixed, str):
         raise CaptureError(f"fixed is a list of names: give [{fixed!r}].")
     if isinstance(example, list):  # as DataLoaders give them
@@ -142,6 +155,8 @@ def compile(
         offload=as_offload(offload, old_spellings, device),
         dimensions=dimensions,
         fixed=tuple(fixed),
+        outputs=tuple(dict.fromkeys(outputs)),
+        evaluation=evaluation,
         effort=effort,
     )
     check(options)
@@ -152,15 +167,18 @@ def compile(
         process = Process.join(device, limit)
         process.check_ranks(ranks)
 
-    def compiled_here() -> Compiled:
-        return compile_model(
-            model, example, loss_fn, options, device, Phases(f"fxpipe {type(model).__name__}")
-        )
+    def compiled_here() -> tuple[Compiled, Artifact | None]:
+        given = model, example, loss_fn, options, device, Phases(f"fxpipe {type(model).__name__}")
+        training = compile_model(*given)
+        return training, compile_evaluation(*given, training) if evaluation else None
 
     compiled: Compiled | None = None
+    forward: Artifact | None = None
     if process is None or process.rank == 0:
-        compiled = compiled_here() if process is None else _compiled_for_all(compiled_here, process)
-    artifact = compiled.artifact if compiled is not None else _received(process)
+        compiled, forward = compiled_here() if process is None else _compiled_for_all(compiled_here, process)
+        artifact = compiled.artifact
+    else:
+        artifact, forward = _received(process)
     if compiled is not None and artifact.plan.tried:
         _explain_on_terminal(artifact.plan)
     parameters, buffers = _held_of(model, artifact.plan, None if process is None else process.rank)
@@ -175,6 +193,9 @@ def compile(
         sections=compiled.sections if compiled else (),
         offload_directory=options.offload_directory,
     )
+    pipe = pipe if forward is None else pipe.with_evaluation(forward)
+    if process is not None:
+        weakref.finalize(model, pipe.let_model_go).atexit = False
     pipe.share_values()
     return pipe
 
@@ -206,6 +227,7 @@ def load(
             process.check_ranks(plan.ranks)
         parameters, buffers, constants = _read_tensors(directory, plan, process, device)
         step_number = files.read_step_number(directory, 0 if process is None else process.rank)
+        forward = files.read_evaluation(directory, plan, _own_ranks(plan, process))
     if process is not None:
         process.check_same(str(plan_number(plan)).encode(), f"{directory / 'plan.json'}")
     pipe = Pipeline(
@@ -218,19 +240,24 @@ def load(
         offload_directory=None if offload_directory is None else Path(offload_directory),
         first_step=step_number,
     )
+    pipe = pipe if forward is None else pipe.with_evaluation(forward)
     pipe.share_values()
     return pipe
+
+
+def _own_ranks(plan: Plan, process: Process | None) -> Sequence[int]:
+    """The ranks that this process runs."""
+    return range(plan.ranks) if process is None else [process.rank]
 
 
 def _read_tensors(
     directory: Path, plan: Plan, process: Process | None, device: torch.device
 ) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The parameters, buffers and constants of this rank; of all ranks without torchrun."""
-    ranks = range(plan.ranks) if process is None else [process.rank]
     parameters: dict[str, nn.Parameter] = {}
     buffers: dict[str, torch.Tensor] = {}
     constants: dict[str, torch.Tensor] = {}
-    for rank in ranks:
+    for rank in _own_ranks(plan, process):
         held = plan.tensors[rank]
         tensors = files.read_tensors(directory, plan, rank)
         for name in held.parameters:
@@ -281,30 +308,34 @@ def _device_of(model: nn.Module) -> torch.device:
     return devices.pop() if devices else default_device()
 
 
-def _compiled_for_all(build: Callable[[], Compiled], process: Process) -> Compiled:
-    """The compilation on rank 0, which sends its artifact to the others as JSON and safetensors."""
+def _compiled_for_all(
+    build: Callable[[], tuple[Compiled, Artifact | None]], process: Process
+) -> tuple[Compiled, Artifact | None]:
+    """The compilation on rank 0, which sends its artifacts to the others as JSON and safetensors."""
     try:
-        compiled = build()
+        compiled, forward = build()
     except Exception as error:  # the model's own code may raise anything
         process.first_is_ready()
         process.broadcast_bytes(json.dumps({"error": in_short(error)}).encode())
         raise
-    artifact = compiled.artifact
     process.first_is_ready()
-    process.broadcast_bytes(
-        json.dumps({"plan": artifact.plan.to_json(), "programs": artifact.programs}).encode()
-    )
-    process.broadcast_bytes(tensors_to_bytes(files.apart(artifact.constants)))
-    return compiled
+    artifacts = [compiled.artifact] if forward is None else [compiled.artifact, forward]
+    texts = [{"plan": a.plan.to_json(), "programs": a.programs} for a in artifacts]
+    process.broadcast_bytes(json.dumps({"artifacts": texts}).encode())
+    for artifact in artifacts:
+        process.broadcast_bytes(tensors_to_bytes(files.apart(artifact.constants)))
+    return compiled, forward
 
 
-def _received(process: Process | None) -> Artifact:
-    """Rank 0's artifact.  Raises RunError if it could not compile the model."""
-    assert process is not None
+def _received(process: Process) -> tuple[Artifact, Artifact | None]:
+    """Rank 0's artifacts.  Raises RunError if it could not compile the model."""
     process.wait_for_first()
     data = json.loads(process.broadcast_bytes(None))
     if "error" in data:
         raise RunError(f"Rank 0 could not compile the model: {data['error']}")
-    constants = tensors_from_bytes(process.broadcast_bytes(None))
-    plan = Plan.from_json(data["plan"], "rank 0's plan")
-    return Artifact(plan, tuple(data["programs"]), files.laid_out(constants, plan))
+    artifacts = []
+    for given in data["artifacts"]:
+        constants = tensors_from_bytes(process.broadcast_bytes(None))
+        plan = Plan.from_json(given["plan"], "rank 0's plan")
+        artifacts.append(Artifact(plan, tuple(given["programs"]), files.laid_out(constants, plan)))
+    return artifacts[0], artifacts[1] if len(artifacts) > 1 else None

@@ -15,7 +15,12 @@ from fxpipe.errors import LimitError
 from fxpipe.ir.liveness import Liveness, liveness
 from fxpipe.options import Options
 from fxpipe.passes.run import Cut
-from fxpipe.plan.tensor_ownership import activation_budget, tensor_ownership, weight_bytes
+from fxpipe.plan.tensor_ownership import (
+    activation_budget,
+    output_bytes,
+    tensor_ownership,
+    weight_bytes,
+)
 from fxpipe.schedule.costs import Link
 from fxpipe.schedule.search.auto import SearchResult, Setting
 from fxpipe.schedule.search.fastest import fastest
@@ -50,7 +55,10 @@ def choose(
             if options.memory_limit is not None:
                 try:
                     held = tensor_ownership(model, cut.sections, rank_of_stage, options.ranks)
-                    limits = activation_budget(options.memory_limit, weight_bytes(model, held))
+                    weights = weight_bytes(model, held)
+                    outputs = output_bytes(cut.graph, rank_of_stage, options.ranks, options.microbatches)
+                    both = [a + b for a, b in zip(weights, outputs, strict=True)]
+                    limits = activation_budget(options.memory_limit, both)
                 except LimitError as error:
                     too_heavy.append(error)
                     continue

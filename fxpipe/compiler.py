@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -23,18 +23,19 @@ from fxpipe.capture.trace import Captured, capture
 from fxpipe.choose import choose
 from fxpipe.codegen.collectives import collectives
 from fxpipe.codegen.program import RankPlan, program_source
-from fxpipe.cost.analytic import work_for_any_size
+from fxpipe.cost.analytic import analytic_seconds, section_costs, work_for_any_size
 from fxpipe.cost.device import Device, describe
 from fxpipe.cost.profile import measured_bandwidth
 from fxpipe.errors import PartitionError, ScheduleError, VocabularyError
-from fxpipe.ir.graph import Section
-from fxpipe.ir.liveness import Liveness
+from fxpipe.ir.graph import Kind, Section
+from fxpipe.ir.liveness import Liveness, liveness
+from fxpipe.ir.sections import requested_outputs
 from fxpipe.ir.storage import call_nodes, node_bytes, output_dict
-from fxpipe.options import Candidates, Options, candidates
+from fxpipe.options import Candidates, Offload, Options, candidates
 from fxpipe.passes.run import Cut, CutOptions, cut_phases, with_offload
 from fxpipe.passes.run import cut as cut_into_stages
 from fxpipe.plan.artifact import Artifact, Plan
-from fxpipe.plan.make_plan import make_plan
+from fxpipe.plan.make_plan import make_plan, with_tensors_of
 from fxpipe.plan.tensor_ownership import check_names, tied_parameters
 from fxpipe.progress import Phases
 from fxpipe.runtime.offloader import aligned
@@ -44,6 +45,7 @@ from fxpipe.schedule.offload.memory_pool import Pool
 from fxpipe.schedule.offload.memory_pool import pools as make_pools
 from fxpipe.schedule.ops import PHASES, Schedule
 from fxpipe.schedule.search.fastest import AUTO
+from fxpipe.schedule.simulation.simulator import simulate
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +86,9 @@ def compile_model(
 
     def traced(example: Any) -> Captured:
         scale = 1 / options.microbatches
-        return capture(model, example, loss_fn, scale, device, options.gradients, options.fixed)
+        return capture(
+            model, example, loss_fn, scale, device, options.gradients, options.fixed, options.outputs
+        )
 
     # One graph of the training step, and its traces at other sizes.
     with phase("capture"):
@@ -121,6 +125,67 @@ def compile_model(
             plan = replace(plan, tier=options.tier, pools=tuple(pool.bytes for pool in pools))
         programs = _programs(plan, cut, instructions, pools)
     return Compiled(Artifact(plan, programs, captured.constants), cut.graph, cut.sections)
+
+
+@_collector_paused()
+def compile_evaluation(
+    model: nn.Module,
+    example: Any,
+    loss_fn: Callable[..., Any] | None,
+    options: Options,
+    device: torch.device,
+    phase: Phases,
+    trained: Compiled,
+) -> Artifact:
+    """The forward in eval mode for the ranks of a training pipeline: each tensor is used where that has it.
+
+    The schedule is the training pipeline's, whose B and W are empty now.
+    Raises PartitionError where the forward cannot be cut as the training step was.
+    """
+    hardware, plan = describe(device), trained.artifact.plan
+    options = replace(options, gradients=False, offload=Offload(share=None), recompute=False)
+    schedule = replace(plan.ordered, transfers=())
+    own = [stage for stage in range(schedule.stages) if not schedule.is_vocabulary(stage)]
+    asked = CutOptions(
+        len(own),
+        options.ranks,
+        hardware,
+        None,
+        plan.vocabulary.barriers if plan.vocabulary is not None else None,
+        held=[_tensors_of(stage, trained.sections) for stage in own],
+    )
+    phase.expect(1 + cut_phases(1))
+    with phase("evaluation"), _in_eval_mode(model):
+        scale = 1 / options.microbatches
+        captured = capture(model, example, loss_fn, scale, device, False, options.fixed, options.outputs)
+    (cut,) = cut_into_stages(captured.graph, None, asked, (None,), phase)
+    live = liveness(cut.graph, cut.sections, cut.messages, schedule.placement)
+    costs = section_costs(live, analytic_seconds(cut.graph, hardware), hardware)
+    _check_buffer_order(cut.graph, schedule)
+    joint = _collectives(cut, schedule)
+    instructions = lower(schedule, costs.edges, joint)
+    prove(instructions, schedule.placement)
+    timeline = simulate(schedule, costs)
+    made = make_plan(model, example, captured.constants, options, cut, timeline, joint)
+    made = with_tensors_of(replace(made, model=f"{made.model}, evaluation"), cut.sections, plan)
+    return Artifact(made, _programs(made, cut, instructions, ()), captured.constants)
+
+
+def _tensors_of(stage: int, sections: Sequence[Section]) -> frozenset[str]:
+    """The parameters and buffers of a stage."""
+    values = [v for s in sections if s.stage == stage for v in (*s.inputs, *s.outputs)]
+    return frozenset(v.name for v in values if v.kind in (Kind.PARAMETER, Kind.BUFFER))
+
+
+@contextlib.contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
 def _cuts(
@@ -225,6 +290,7 @@ def _programs(plan: Plan, cut: Cut, instructions: Programs, pools: tuple[Pool, .
                     instructions=instructions[rank],
                     tied=tied_parameters(plan.tensors),
                     has_count=plan.step.has_count,
+                    outputs=requested_outputs(cut.graph),
                     tensors=fakes,
                     places=pools[rank].places if pools else {},
                 )

@@ -104,6 +104,8 @@ class Options:
     offload: Offload = Offload(share=None)
     dimensions: Mapping[str, int] | None = None
     fixed: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    evaluation: bool = False
     effort: float | None = None
 
     @property
@@ -143,6 +145,8 @@ def check(options: Options) -> None:
             "dimensions traces the model at other lengths, at which the values of fixed inputs would not "
             "fit: leave out one of the two."
         )
+    if options.evaluation and not options.gradients:
+        raise ScheduleError("Without gradients the step is an evaluation itself: leave out evaluation.")
     _check_offload(options)
     if options.placement is not None:
         place(options.placement, options.ranks, 1)

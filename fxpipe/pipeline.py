@@ -5,18 +5,20 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import fx
 
 from fxpipe.cost.symbolic import Expressions, PlanWork
-from fxpipe.errors import SizeError
+from fxpipe.errors import RunError, SizeError
 from fxpipe.ir.graph import Section
+from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact, Plan
+from fxpipe.runtime.outputs import On, StepResult
 from fxpipe.runtime.process import Process, agreed
 from fxpipe.runtime.rank import Runtime
 from fxpipe.schedule.costs import StageCost
@@ -61,7 +63,7 @@ class Pipeline:
     ``parameters`` and ``buffers`` are the model's own tensors: training the pipeline trains the model (under
     torchrun, the part that this rank holds).  If the tensors of the model are replaced, the next step uses
     the new ones.  ``of``: gives the model, None if there is none; under torchrun a pipeline does not keep it
-    alive.
+    alive.  ``evaluation``: the forward in eval mode alone on the same tensors, if it was compiled.
     """
 
     artifact: Artifact
@@ -75,6 +77,19 @@ class Pipeline:
     directory: Path | None = None
     offload_directory: Path | None = None
     first_step: int = 0
+    evaluation: Pipeline | None = None
+
+    def with_evaluation(self, artifact: Artifact) -> Pipeline:
+        """The pipeline with one for the forward alone, which works on the same tensors."""
+        directory = None if self.directory is None else files.evaluation_directory(self.directory)
+        forward = replace(self, artifact=artifact, directory=directory, sections=(), graph=None)
+        return replace(self, evaluation=forward)
+
+    def let_model_go(self) -> None:
+        """Keep the rows of tables that this rank holds, and not the tables: the model is gone."""
+        self.model_state.let_go()
+        if self.evaluation is not None:
+            self.evaluation.model_state.forget_rows()
 
     @cached_property
     def model_state(self) -> ModelState:
@@ -138,26 +153,78 @@ class Pipeline:
         return self.plan.step.leaves_of(rank)
 
     def run_local(
-        self, batch: Any, *, step: int = 0, threads: int = 1, measure_memory: bool = False
+        self,
+        batch: Any,
+        *,
+        step: int = 0,
+        threads: int = 1,
+        measure_memory: bool = False,
+        outputs: Sequence[str] = (),
     ) -> LocalResult:
         """Run one step of all ranks in this process, in turns.
 
         batch: leading dimension = microbatches × the example's.  step: number of the step, for random
         numbers.  threads: intra-op threads of each rank; 1 is what torchrun gives, and then the result is
         bit for bit what torchrun's ranks compute.  measure_memory: also find each rank's peak of saved bytes.
+        outputs: as for ``step``.
         Buffers are updated as in training; parameters and their ``.grad`` are left alone.
         """
-        return self._runner.run_local(batch, step, threads, measure_memory)
+        return self._runner.run_local(batch, step, threads, measure_memory, outputs)
 
-    def step(self, batch: Any) -> torch.Tensor:
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The names of the outputs that a step can be asked for: those of ``compile(…, outputs=[…])``."""
+        return tuple(output.name for output in self.plan.step.outputs)
+
+    @overload
+    def step(self, batch: Any) -> torch.Tensor: ...
+    @overload
+    def step(self, batch: Any, *, outputs: Sequence[str], outputs_on: On = None) -> StepResult: ...
+    def step(
+        self, batch: Any, *, outputs: Sequence[str] | None = None, outputs_on: On = None
+    ) -> torch.Tensor | StepResult:
         """Run one training step of this rank; return the loss of the whole batch, on every rank.
 
         batch: the same on all ranks, which is checked; a rank needs only the leaves that ``leaves`` names.
+        outputs: names of ``pipe.outputs``; then a ``StepResult`` with the loss and their values is returned.
+        outputs_on: the rank that is to have them, or ``"all"``; by default each stays on the rank that
+            computes it.
+
         Gradients are added to the parameters' ``.grad``.  Needs torchrun with one process per rank (a
         pipeline of one rank runs without it).  If a rank fails, all ranks raise RunError with its message,
         and their processes end soon after, whether or not the error is caught.
         """
-        return self._runner.step(batch)
+        if outputs is None and not self.plan.step.has_loss:
+            raise RunError(
+                f"The model has no loss: ask for outputs=[…]. The pipeline gives {', '.join(self.outputs)}."
+            )
+        result = self._runner.step(batch, outputs or (), outputs_on)
+        return _loss(result) if outputs is None else result
+
+    @overload
+    def evaluate(self, batch: Any) -> torch.Tensor: ...
+    @overload
+    def evaluate(self, batch: Any, *, outputs: Sequence[str], outputs_on: On = None) -> StepResult: ...
+    def evaluate(
+        self, batch: Any, *, outputs: Sequence[str] | None = None, outputs_on: On = None
+    ) -> torch.Tensor | StepResult:
+        """Run the forward alone, in eval mode if the pipeline trains; return the loss of the whole batch.
+
+        outputs, outputs_on: as for ``step``.  The weights are those of the last optimizer step.  Without
+        torchrun ``pipe.evaluation.run_local(batch)`` runs all ranks.
+        Raises RunError if the pipeline was compiled to train alone.
+        """
+        pipe = self.evaluation
+        if pipe is None:
+            if any(held.gradients for held in self.plan.tensors):
+                raise RunError(
+                    "The pipeline has no programs for evaluation: compile it with evaluation=True, or "
+                    "compile model.eval() once more with gradients=False."
+                )
+            pipe = self
+        if outputs is None:
+            return pipe.step(batch)
+        return pipe.step(batch, outputs=outputs, outputs_on=outputs_on)
 
     def ask_to_stop(self) -> None:
         """Ask all ranks to end the run, as a SIGTERM does where a Checkpointer is: ``stops`` tells, on all
@@ -306,8 +373,9 @@ class Pipeline:
         Under torchrun every rank calls it; rank 0 writes the files of all.  Raises ArtifactError, on all
         ranks, if the directory is not empty or cannot be written; then nothing is left in it.
         """
+        forward = None if self.evaluation is None else self.evaluation.artifact
         draw = self.draw if self.graph is not None else None
-        save(self.artifact, self.model_state, self.step_number, Path(path), draw)
+        save(self.artifact, forward, self.model_state, self.step_number, Path(path), draw)
 
     def explain(self) -> None:
         """Print the reasons for the schedule: the candidates of ``schedule="auto"``, the fastest first, with
@@ -326,6 +394,11 @@ class Pipeline:
         from fxpipe.viz.pictures import draw
 
         return draw(self, Path(path), expand)
+
+
+def _loss(result: StepResult) -> torch.Tensor:
+    assert result.loss is not None, "a step without a loss is asked for outputs"
+    return result.loss
 
 
 def _named(work: PlanWork | None) -> PlanWork:

@@ -151,14 +151,6 @@ def test_no_loss():
     assert "give loss_fn" in error_of(CaptureError, compiled, NoLoss(4))
 
 
-def test_output_tuple_with_loss_is_no_loss():
-    class Pair(Chain):
-        def forward(self, x, y):
-            return super().forward(x, y), x
-
-    assert "tuple" in error_of(CaptureError, compiled, Pair(4))
-
-
 def test_loss_is_no_scalar():
     message = error_of(CaptureError, compiled, NoLoss(4), loss_fn=lambda output, _: output["last"])
     assert "not a scalar" in message

@@ -167,12 +167,12 @@ def _name(node: fx.Node, origin: Origin, short: dict[str, str]) -> str:
 
 def _outputs(flat: list[fx.Node], layout: dict[str, Any], written: dict[str, fx.Node]) -> dict[str, Any]:
     values = iter(flat)
-    loss = next(values)
-    count = next(values) if layout["count"] else None
+    loss, count = (next(values) if layout[key] else None for key in ("loss", "count"))
+    outputs = {name: next(values) for name in layout["outputs"]}
     grads = {name: (next(values),) for name in layout["grads"]}
     # A buffer that was written to and then replaced has the later value.
     buffers = written | {name: next(values) for name in layout["buffers"]}
-    return {"loss": loss, "count": count, "grads": grads, "buffers": buffers}
+    return {"loss": loss, "count": count, "outputs": outputs, "grads": grads, "buffers": buffers}
 
 
 def _origin(node: Any) -> Origin:

@@ -29,6 +29,7 @@ from fxpipe.capture.functional import functionalize
 from fxpipe.capture.inputs import Given, inputs
 from fxpipe.capture.provenance import Provenance
 from fxpipe.capture.registered import Registered, overlapping, registered
+from fxpipe.capture.results import find_results
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.compat import pytree
@@ -62,20 +63,22 @@ def capture(
     device: torch.device,
     gradients: bool = True,
     fixed: Sequence[str] = (),
+    outputs: Sequence[str] = (),
 ) -> Captured:
     """Trace the loss of one microbatch and its gradients; the model stays as it is.
 
     example: keyword arguments (a mapping) or positional arguments (a tuple) of one microbatch.
-    loss_fn: ``(output, example) -> loss`` or ``-> (sum, count)``; None takes the output itself if it
-        is a scalar, else its ``.loss``.
+    loss_fn: ``(output, example) -> loss`` or ``-> (sum, count)``, with a mapping of metrics behind it or not;
+        None takes the loss from the output (``results.py``).
     scale: the gradient of the loss that the backward starts from (1 / microbatches; for a loss given
         as (sum, count) it is 1, and the division is the step's last act).
     gradients: False traces the loss alone.
     fixed: names of the example's tensors whose values are part of the program.
+    outputs: names of values of the forward that the graph gives as well.
     Raises CaptureError, naming module path and source line, for a model that cannot be traced and a
     loss that is no scalar or needs no gradient.  Warns of Python state that the forward changes.
     """
-    attempt = partial(_attempt, model, example, loss_fn, scale, device, gradients, fixed)
+    attempt = partial(_attempt, model, example, loss_fn, scale, device, gradients, fixed, outputs)
     try:
         found = attempt(contextlib.nullcontext(), inf)
     except CaptureError:
@@ -98,13 +101,14 @@ def _attempt(
     device: torch.device,
     gradients: bool,
     fixed: Sequence[str],
+    outputs: Sequence[str],
     flag: contextlib.AbstractContextManager[None],
     most_checks: float,
 ) -> Captured:
     """most_checks: of the data, besides those of ``fixed`` inputs; with more the trace is given up."""
     mode = compat.FakeMode(allow_non_fake_inputs=True)
     given = inputs(model, example, mode, device, fixed)
-    step = _Step(model, example, loss_fn, scale, given, gradients, most_checks)
+    step = _Step(model, example, loss_fn, scale, given, gradients, outputs, most_checks)
     fakes = {id(r.tensor): x.fake for r, x in zip(step.registered, given, strict=False)}
     values = [x.fake for x in given]
     with borrowed(model, loss_fn, fakes) as snapshot:
@@ -156,10 +160,11 @@ class _Step:
         scale: float,
         given: list[Given],
         gradients: bool,
+        outputs: Sequence[str],
         most_checks: float,
     ):
         self.model, self.loss_fn, self.scale, self.given = model, loss_fn, scale, given
-        self.gradients = gradients
+        self.gradients, self.outputs = gradients, outputs
         self.registered = registered(model)
         self.leaves, self.spec = pytree.tree_flatten(example)
         self.provenance = Provenance(model, [(x.input, x.real) for x in given], most_checks)
@@ -177,7 +182,8 @@ class _Step:
                     value.register_hook(hook)
             args, kwargs = (example, {}) if isinstance(example, tuple) else ((), dict(example))
             output = self.model(*args, **kwargs)
-            loss, count = _loss_of(output, example, self.loss_fn, self.gradients)
+            results = find_results(output, example, self.loss_fn, self.gradients, self.outputs)
+            loss, count = results.loss, results.count
             for name, value in wanted.items():
                 if value.grad is not None:
                     raise CaptureError(
@@ -188,13 +194,16 @@ class _Step:
             found = self._gradients(loss, wanted, 1.0 if count is not None else self.scale)
         replaced = self._replaced()
         self.layout = {
+            "loss": loss is not None,
             "count": count is not None,
+            "outputs": list(results.outputs),
             "grads": list(found),
             "buffers": list(replaced),
             "aliases": self._aliases(replaced),
         }
-        counts = [] if count is None else [count.detach()]
-        return [loss.detach(), *counts, *found.values(), *replaced.values()]
+        numbers = [x.detach() for x in (loss, count) if x is not None]
+        outputs = [x.detach() for x in results.outputs.values()]
+        return [*numbers, *outputs, *found.values(), *replaced.values()]
 
     def _example(self) -> Any:
         """The microbatch with fake tensors, and with real ones for fixed inputs."""
@@ -262,10 +271,11 @@ class _Step:
         return pairs
 
     def _gradients(
-        self, loss: torch.Tensor, wanted: dict[str, torch.Tensor], scale: float
+        self, loss: torch.Tensor | None, wanted: dict[str, torch.Tensor], scale: float
     ) -> dict[str, torch.Tensor]:
         if not self.gradients:
             return {}
+        assert loss is not None, "find_results raises where gradients need one"
         self.provenance.backward_from(loss)
         with torch.autocast(loss.device.type, enabled=False):
             seed = torch.full((), scale, dtype=loss.dtype, device=loss.device)
@@ -280,59 +290,6 @@ class _Step:
                 "Look for a detach() or a no_grad() block on the way."
             )
         return total
-
-
-def _loss_of(
-    output: Any, example: Any, loss_fn: Any, gradients: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The scalar loss, and the count if ``loss_fn`` returns (sum, count)."""
-    count = None
-    if loss_fn is not None:
-        loss = loss_fn(output, example)
-        if isinstance(loss, tuple):
-            if len(loss) != 2:
-                raise CaptureError(f"loss_fn returned {len(loss)} values: return the loss, or (sum, count).")
-            loss, count = loss
-            count = _count_of(count, gradients)
-        source = "loss_fn returned"
-    elif isinstance(output, torch.Tensor) and output.numel() == 1:
-        loss, source = output, "the model returned"
-    else:
-        loss, source = getattr(output, "loss", None), "the model's output has as its .loss"
-    if not isinstance(loss, torch.Tensor):
-        who, what = ("loss_fn", loss) if loss_fn is not None else ("the model", output)
-        raise CaptureError(
-            f"No loss: {who} returned {type(what).__name__}. Let the model return a scalar tensor or an "
-            "output with a .loss (Hugging Face models: put labels into the example), or give loss_fn."
-        )
-    if loss.numel() != 1:
-        raise CaptureError(
-            f"The loss is not a scalar: {source} a tensor of shape {tuple(loss.shape)}. "
-            "Reduce it to one number, for example with .mean()."
-        )
-    if loss.is_complex():
-        raise CaptureError(f"The loss is complex: {source} {loss.dtype}. Take its .real or its .abs().")
-    if gradients and not loss.requires_grad:
-        raise CaptureError(
-            f"The loss needs no gradient: what {source} does not depend on any parameter with "
-            "requires_grad=True. Look for a detach(), a no_grad() block, or parameters that are all frozen."
-        )
-    return loss.reshape(()) if loss.dim() else loss, count
-
-
-def _count_of(given: Any, gradients: bool) -> torch.Tensor:
-    count: torch.Tensor = torch.as_tensor(given)
-    if count.numel() != 1 or count.is_complex():
-        raise CaptureError(
-            f"The count that loss_fn returned is no number, but {_kind_of(count)}. Return (sum, count) with "
-            "a count such as mask.sum()."
-        )
-    if gradients and count.requires_grad:
-        raise CaptureError(
-            "The count that loss_fn returned depends on parameters, and the step takes no gradient of it: "
-            "return count.detach(), or a loss instead of (sum, count)."
-        )
-    return count.reshape(())
 
 
 def _kind_of(tensor: torch.Tensor) -> str:

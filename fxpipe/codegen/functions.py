@@ -37,7 +37,8 @@ class Signature:
 
     ``containers``: the dicts that it reads (``params``, …) and ``key``.  ``lists_in``, ``lists_out``: the
     lists from and to other phases of its own stage, with the values in each.  ``values_in``, ``values_out``:
-    the values from and to other stages.  ``results``: loss, count and buffers.
+    the values from and to other stages, with those that the user asks for.  ``results``: loss, count and
+    buffers.
     """
 
     name: str
@@ -72,6 +73,8 @@ def _signature(section: Section, consumers: list[tuple[Color, Value]]) -> Signat
         if color.stage == section.stage:
             lists_out.setdefault(LISTS[section.phase, color.phase, v.kind], []).append(v.name)
     abroad = {v.name for color, v in consumers if color.stage != section.stage}
+    leaving = [v.name for v in section.outputs if v.kind is Kind.VALUE and v.name in abroad]
+    leaving += [v.name for v in section.outputs if v.kind is Kind.OUTPUT and v.name not in abroad]
     return Signature(
         name=f"stage{section.stage}_{PHASE_NAMES[section.phase]}",
         containers=tuple(containers),
@@ -79,8 +82,8 @@ def _signature(section: Section, consumers: list[tuple[Color, Value]]) -> Signat
         values_in=tuple(
             v.name for v in section.inputs if v.producer is not None and v.producer.stage != section.stage
         ),
-        values_out=tuple(v.name for v in section.outputs if v.kind is Kind.VALUE and v.name in abroad),
-        results=tuple(v for v in section.outputs if v.kind not in (Kind.VALUE, Kind.OFFLOADED)),
+        values_out=tuple(leaving),
+        results=tuple(v for v in section.outputs if v.kind in (Kind.LOSS, Kind.COUNT, Kind.BUFFER)),
         lists_out={k: tuple(v) for k, v in lists_out.items()},
     )
 

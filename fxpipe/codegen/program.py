@@ -13,7 +13,7 @@ from fxpipe.codegen.collectives import values
 from fxpipe.codegen.expressions import Names, variable
 from fxpipe.codegen.functions import LISTS, Signature, function_source, signatures
 from fxpipe.codegen.wrapping import wrapped
-from fxpipe.ir.graph import Color, Kind, Phase, Section
+from fxpipe.ir.graph import Color, Kind, Phase, Section, Value
 from fxpipe.ir.sections import Message
 from fxpipe.names import docstring, text_literal
 from fxpipe.schedule.lowering.lower import (
@@ -51,6 +51,7 @@ class RankPlan:
     instructions: tuple[Instruction, ...]
     tied: tuple[Tied, ...]
     has_count: bool
+    outputs: Mapping[str, Value]  # requested by the user, by name
     tensors: dict[str, torch.Tensor]  # fake tensors of the values that cross between stages
     places: Mapping[Activation, int]  # the offsets of offloaded values in the rank's pool
 
@@ -129,10 +130,11 @@ class _Line:
 
 
 def _step_source(plan: RankPlan, calls: dict[Color, Signature]) -> str:
-    head = [
-        "def step(rt, batch):",
-        '    """Run this rank\'s part of one training step; return the loss of the whole batch."""',
-    ]
+    trains = any(value.kind is Kind.GRADIENT for s in plan.sections for value in s.inputs)
+    what = "one training step; return the loss of the whole batch"
+    if not trains:
+        what = "the forward; return the loss of the whole batch, if there is one"
+    head = ["def step(rt, batch):", f'    """Run this rank\'s part of {what}."""']
     own = [calls[s.color] for s in plan.sections if plan.placement[s.stage] == plan.rank]
     used = {c for call in own for c in call.containers}
     if any(value.kind is Kind.BUFFER for call in own for value in call.results):
@@ -274,6 +276,11 @@ def _call(plan: RankPlan, call: Signature, stage: int, m: int) -> list[_Line]:
     results = [f"{v.name}_m{m}" for v in call.results if v.kind in (Kind.LOSS, Kind.COUNT)]
     if results:
         after.append(_Line(f"rt.add_loss({', '.join(results)})", tuple(results)))
+    for name, value in plan.outputs.items():
+        is_result = value in call.results
+        if is_result or (value.kind is Kind.OUTPUT and value.name in call.values_out):
+            found = f"{value.name}_m{m}" if is_result else _of(value.name, m)
+            after.append(_Line(f"rt.add_output({text_literal(name)}, {found}, microbatch={m})", (found,)))
     left = f"{', '.join(targets)} = " if targets else ""
     text = f"{left}{call.name}({', '.join([*arguments, *lists, *values])})"
     return [_Line(text, (*lists, *values)), *after]

@@ -41,8 +41,9 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 OUTPUTS = """
-{"loss":    the loss of one microbatch (a 0-d tensor),
+{"loss":    the loss of one microbatch (a 0-d tensor), or None (a forward without a loss),
  "count":   what the loss is a sum over, or None when the loss is a mean,
+ "outputs": {name: value}                         what the user asks for beside the loss,
  "grads":   {parameter name: (contribution, …)}   one gradient, as summands,
  "buffers": {buffer name: new value},             for every buffer that the step changes
  "checks":  (expect, …)}                          what must hold of the microbatch, run for nothing else
@@ -69,6 +70,7 @@ class Kind(StrEnum):
     OFFLOADED = "offloaded"  # the same, which can be offloaded between the two sections
     LOSS = "loss"
     COUNT = "count"
+    OUTPUT = "output"  # computed here and asked for by the user; named after its node
     GRADIENT = "gradient"  # of a parameter: added to its accumulator
 
 
@@ -138,7 +140,8 @@ class Value:
     """One input or output of a section.
 
     ``name`` is unique in the whole step: a parameter name for PARAMETER and GRADIENT, the name of
-    the producing node for VALUE and OFFLOADED.  ``producer`` is the section that computes those, else None.
+    the node for VALUE, OFFLOADED and OUTPUT.  ``producer`` is the section that computes a VALUE or OFFLOADED,
+    else None.
     """
 
     kind: Kind

@@ -89,6 +89,10 @@ def _section(
     for kind, node in ((Kind.LOSS, named["loss"]), (Kind.COUNT, named["count"])):
         if node in own:
             outs.append((Value(kind, kind.value), node))
+    for node in dict.fromkeys(named["outputs"].values()):
+        value = _result(graph, node)
+        if node in own and value.kind is Kind.OUTPUT:
+            outs.append((value, node))
     for name, node in named["buffers"].items():
         if node in own:
             outs.append((Value(Kind.BUFFER, name), node))
@@ -116,6 +120,19 @@ def _graph(color: Color, given: list[fx.Node], nodes: list[fx.Node], returned: l
 
 def _kind(node: fx.Node) -> Kind:
     return Kind.OFFLOADED if node.target is offload else Kind.VALUE
+
+
+def requested_outputs(graph: fx.Graph) -> dict[str, Value]:
+    """The outputs that the user asked for: name -> the output of a section."""
+    return {name: _result(graph, node) for name, node in output_dict(graph)["outputs"].items()}
+
+
+def _result(graph: fx.Graph, node: fx.Node) -> Value:
+    named = output_dict(graph)
+    for kind in (Kind.LOSS, Kind.COUNT):
+        if node is named[kind.value]:
+            return Value(kind, kind.value)
+    return Value(Kind.OUTPUT, node.name)
 
 
 def messages(sections: tuple[Section, ...]) -> tuple[Message, ...]:

@@ -22,6 +22,7 @@ from fxpipe.errors import PartitionError
 from fxpipe.ir.graph import Color, Phase, read_buffer
 from fxpipe.ir.storage import call_nodes, is_view, node_bytes, output_dict, storage_root
 from fxpipe.partition.cuts import choose_cuts
+from fxpipe.partition.following import following_cuts
 from fxpipe.partition.recomputable import Free, recomputable_nodes
 
 aten = torch.ops.aten
@@ -34,11 +35,13 @@ def partition(
     device: Device,
     split_points: Sequence[str] | None = None,
     first: int = 0,
+    held: Sequence[Set[str]] | None = None,
 ) -> None:
     """Give every op without a color its stage, and phase F or B.
 
     split_points: module paths; each begins a new stage (None: cuts are chosen by cost).
     first: the number of the first stage.
+    held: per stage the names of its parameters and buffers, of a forward that follows another step's stages.
     Raises PartitionError for a split point that is no module of the graph and for more stages than
     there are places to cut.
     """
@@ -48,7 +51,10 @@ def partition(
     for node in forward:
         by_seq.setdefault(node.meta["origin"].seq, position[node])
     free = recomputable_nodes(graph, device)
-    if split_points is None:
+    if held is not None:
+        bytes = _crossing_bytes(graph, position, dict(position), free.in_stage | free.anywhere)
+        cuts = following_cuts(forward, bytes, free.in_stage | free.anywhere, held)
+    elif split_points is None:
         cuts = _cuts_by_cost(graph, position, by_seq, stages, device, free)
     else:
         cuts = _cuts_by_path(forward, stages, split_points)
@@ -60,10 +66,10 @@ def partition(
         users = [stage[u] for u in node.users if u in stage]
         if node in free.in_stage and users and node.target is not operator.getitem:
             stage[node] = min(users)
-    held = {stage[node] for node in forward if node not in free.anywhere}
-    if len(held) < stages:
+    filled = {stage[node] for node in forward if node not in free.anywhere}
+    if len(filled) < stages:
         raise PartitionError(
-            f"Stage {min(set(range(stages)) - held)} would be empty: all that it could hold belongs to the "
+            f"Stage {min(set(range(stages)) - filled)} would be empty: all that it could hold belongs to the "
             "stages beside it. Use fewer ranks or fewer stages per rank, or other split points."
         )
     _color(graph, stage, {s: stage[forward[i]] for s, i in by_seq.items()}, first)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -19,6 +19,7 @@ from fxpipe.ir.verify import verify
 from fxpipe.partition.coloring import partition
 from fxpipe.passes.accumulate import fuse_accumulation
 from fxpipe.passes.contiguous import make_contiguous
+from fxpipe.passes.copy_given_results import copy_given_results
 from fxpipe.passes.count_beside_loss import count_beside_loss
 from fxpipe.passes.inplace import use_inplace_ops
 from fxpipe.passes.insert_offload import insert_offload
@@ -42,7 +43,7 @@ class CutOptions:
 
     ``stages``: the number of the model's own stages.  ``split_points``: see ``partition``.  ``barriers``: per
     microbatch, of split vocabulary layers; None if they are not split.  ``recompute``: the level of
-    recomputation.
+    recomputation.  ``held``: see ``partition``.
     """
 
     stages: int
@@ -51,6 +52,7 @@ class CutOptions:
     split_points: Sequence[str] | None
     barriers: int | None
     recompute: Level | None = None
+    held: Sequence[Set[str]] | None = None
 
 
 @dataclass(eq=False)
@@ -86,7 +88,7 @@ def _split_vocabulary(step: Step, options: CutOptions) -> None:
 def _partition(step: Step, options: CutOptions) -> None:
     first = step.vocabulary.embedding_shards if step.vocabulary else 0
     try:
-        partition(step.graph, options.stages, options.device, options.split_points, first)
+        partition(step.graph, options.stages, options.device, options.split_points, first, options.held)
     except PartitionError as error:
         if step.vocabulary is None:
             raise
@@ -110,6 +112,7 @@ PASSES = (
     # before partition: the output layer and the input embedding as stages of their own
     Pass("vocabulary", _split_vocabulary, lambda step, options: options.barriers is not None),
     Pass("partition", _partition),
+    Pass("copy_given_results", lambda step, options: copy_given_results(step.graph)),
     Pass("count_beside_loss", lambda step, options: count_beside_loss(step.graph)),
     Pass("untie", lambda step, options: untie(step.graph)),
     Pass("split_backward", lambda step, options: split_backward(step.graph)),

@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +114,45 @@ def write_tensors(
     (directory / f"rank{rank}.sha256").write_text("".join(lines))
 
 
+def evaluation_directory(directory: Path) -> Path:
+    """Of the programs of ``pipe.evaluate``, within a saved pipeline."""
+    return directory / "evaluation"
+
+
+def write_evaluation(artifact: Artifact, directory: Path) -> None:
+    """Write the programs of ``pipe.evaluate`` into the directory of the pipeline, whose tensors they use."""
+    directory = evaluation_directory(directory)
+    directory.mkdir()
+    for rank, program in enumerate(artifact.programs):
+        constants = {name: artifact.constants[name] for name in artifact.plan.tensors[rank].constants}
+        write_tensors(constants, program, directory, rank, 0)
+    write_programs(artifact, directory)
+
+
+def read_evaluation(directory: Path, trained: Plan, ranks: Iterable[int]) -> Artifact | None:
+    """Read the programs of ``pipe.evaluate`` and their constants on these ranks; None if there are none.
+
+    Raises ArtifactError if they do not fit the tensors of the pipeline.
+    """
+    directory = evaluation_directory(directory)
+    if not directory.exists():
+        return None
+    plan, programs = read(directory)
+    if plan.ranks != trained.ranks:
+        raise ArtifactError(f"{directory} has {plan.ranks} ranks, the pipeline {trained.ranks}. {AGAIN}")
+    for rank, (held, theirs) in enumerate(zip(plan.tensors, trained.tensors, strict=True)):
+        missing = {*held.parameters} - {*theirs.parameters} | {*held.buffers} - {*theirs.buffers}
+        for name in sorted(missing):
+            raise ArtifactError(f"{directory} needs {shown(name)}, which rank {rank} does not hold. {AGAIN}")
+        for name in (*held.parameters, *held.buffers):
+            if plan.layouts[name] != trained.layouts[name]:
+                raise ArtifactError(f"{directory} needs {shown(name)} in another layout. {AGAIN}")
+    constants: dict[str, torch.Tensor] = {}
+    for rank in ranks:
+        constants |= read_tensors(directory, plan, rank, plan.tensors[rank].constants)
+    return Artifact(plan, programs, constants)
+
+
 def apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors as safetensors requires them: on the CPU, contiguous, without shared memory."""
     return {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
@@ -153,13 +192,17 @@ def _program(path: Path) -> str:
         raise ArtifactError(f"{path} is no program: it {error}. Mend it, or save again.") from error
 
 
-def read_tensors(directory: Path, plan: Plan, rank: int) -> dict[str, torch.Tensor]:
+def read_tensors(
+    directory: Path, plan: Plan, rank: int, names: Sequence[str] | None = None
+) -> dict[str, torch.Tensor]:
     """Read the tensors of a rank.  Raises ArtifactError if names, shapes or dtypes are not those of the plan.
 
+    names: of the tensors in its file, if these are not all that the rank holds.
     Warns of weights or a program that changed since they were saved.
     """
     path, held = directory / f"rank{rank}.safetensors", plan.tensors[rank]
-    names = (*held.parameters, *held.buffers, *held.constants)
+    if names is None:
+        names = (*held.parameters, *held.buffers, *held.constants)
     with open_tensors(path) as file:
         found = set(file.keys())
         for name in sorted(found.symmetric_difference(names)):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from fxpipe.errors import PartitionError
 from fxpipe.ir.graph import Color, Kind, Phase, Section
 from fxpipe.ir.storage import call_nodes, output_dict
 from fxpipe.options import Options
@@ -15,6 +18,7 @@ from fxpipe.plan.artifact import FORMAT, Plan, Prediction, StagePlan
 from fxpipe.plan.tensor_ownership import (
     layouts_of,
     leaves_used,
+    outputs_of,
     state_names,
     tensor_ownership,
     tied_parameters,
@@ -25,6 +29,7 @@ from fxpipe.schedule.lowering.lower import Collective
 from fxpipe.schedule.ops import order_text
 from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.version import __version__
+from fxpipe.vocabulary.rows import rows_of
 
 
 def make_plan(
@@ -41,6 +46,7 @@ def make_plan(
     constants: tensors that the model made itself.  collectives: the messages that are sent as collectives.
     """
     named = output_dict(cut.graph)
+    loss = named["loss"]
     schedule, placement = timeline.schedule, timeline.schedule.placement
     tensors = tensor_ownership(model, cut.sections, placement, options.ranks)
     joint = {(a, b) for collective in collectives for a in collective.sources for b in collective.targets}
@@ -62,12 +68,14 @@ def make_plan(
             ranks=options.ranks,
             microbatches=options.microbatches,
             batch=BatchSpec.from_example(example),
-            loss_rank=placement[named["loss"].meta["color"].stage],
-            loss_dtype=str(named["loss"].meta["val"].dtype),
+            loss_rank=placement[-1 if loss is None else loss.meta["color"].stage],
+            loss_dtype=str(torch.get_default_dtype() if loss is None else loss.meta["val"].dtype),
             has_count=named["count"] is not None,
             seed=options.seed,
             default_dtype=str(torch.get_default_dtype()),
             leaves=leaves_used(cut.sections, placement, options.ranks),
+            outputs=outputs_of(cut.graph, placement),
+            has_loss=loss is not None,
         ),
         stages=_stage_plans(cut.graph, cut.sections, placement),
         costs=timeline.costs,
@@ -83,6 +91,32 @@ def make_plan(
         transfers=schedule.transfers,
         state=state_names(model),
     )
+
+
+def with_tensors_of(plan: Plan, sections: Sequence[Section], trained: Plan) -> Plan:
+    """The plan without tensors that its sections do not use, for ranks that hold those of ``trained``.
+
+    Raises PartitionError for a tensor that its rank does not hold.
+    """
+    used = [
+        {(v.kind, v.name) for s in sections if plan.placement[s.stage] == rank for v in s.inputs}
+        for rank in range(plan.ranks)
+    ]
+    tensors = []
+    for rank, (held, theirs) in enumerate(zip(plan.tensors, trained.tensors, strict=True)):
+        parameters = tuple(n for n in held.parameters if (Kind.PARAMETER, n) in used[rank])
+        buffers = tuple(n for n in held.buffers if (Kind.BUFFER, n) in used[rank])
+        missing = {*parameters} - {*theirs.parameters} | {*buffers} - {*theirs.buffers}
+        if missing:
+            raise PartitionError(
+                f"The forward in eval mode needs {min(missing)!r} on rank {rank}, which does not hold it in "
+                "training. Compile it by itself, with gradients=False."
+            )
+        tensors.append(replace(held, parameters=parameters, buffers=buffers))
+    names = {n for held in tensors for n in (*held.parameters, *held.buffers, *held.constants)}
+    names |= {rows.table for name in names if (rows := rows_of(name))}
+    layouts = {name: layout for name, layout in plan.layouts.items() if name in names}
+    return replace(plan, tensors=tuple(tensors), layouts=layouts)
 
 
 def _stage_plans(

@@ -60,6 +60,11 @@ def _step(plan: Plan) -> None:
         for k, name in enumerate(names):
             known = name in step.batch.tensors
             _fits(f"step.leaves[{rank}][{k}]", name, known, "the name of a tensor in step.batch.leaves")
+    _distinct("step.outputs", [output.name for output in step.outputs])
+    for k, output in enumerate(step.outputs):
+        path = f"step.outputs[{k}]"
+        _between(f"{path}.rank", output.rank, 0, step.ranks - 1)
+        _elements(path, output.shape, output.dtype)
 
 
 def _leaf(path: str, leaf: Leaf) -> None:
@@ -249,12 +254,7 @@ def _terms(path: str, terms: Terms, lengths: int) -> None:
 
 def _tensor(path: str, shape: tuple[int, ...], stride: tuple[int, ...], dtype: str) -> None:
     """Check the layout of a tensor that fills its memory, in any order of dimensions."""
-    _between(f"the length of {path}.shape", len(shape), 0, MOST_DIMENSIONS)
-    for k, size in enumerate(shape):
-        _between(f"{path}.shape[{k}]", size, 0, MOST_BYTES)
-    _fits(f"{path}.shape", shape, math.prod(shape) <= MOST_BYTES, f"of at most {MOST_BYTES} elements")
-    if not isinstance(dtype_of(dtype), torch.dtype):
-        raise misfit(f"{path}.dtype", dtype, "a dtype such as 'torch.float32'")
+    _elements(path, shape, dtype)
     _as_many(f"{path}.stride", stride, len(shape), "dimension")
     for k, step in enumerate(stride):
         _between(f"{path}.stride[{k}]", step, 0, MOST_BYTES)
@@ -263,6 +263,15 @@ def _tensor(path: str, shape: tuple[int, ...], stride: tuple[int, ...], dtype: s
         for step, length in sorted((s, n) for s, n in zip(stride, shape, strict=True) if n > 1):
             _fits(f"{path}.stride", stride, step == size, f"without holes for shape {shape}")
             size *= length
+
+
+def _elements(path: str, shape: tuple[int, ...], dtype: str) -> None:
+    _between(f"the length of {path}.shape", len(shape), 0, MOST_DIMENSIONS)
+    for k, size in enumerate(shape):
+        _between(f"{path}.shape[{k}]", size, 0, MOST_BYTES)
+    _fits(f"{path}.shape", shape, math.prod(shape) <= MOST_BYTES, f"of at most {MOST_BYTES} elements")
+    if not isinstance(dtype_of(dtype), torch.dtype):
+        raise misfit(f"{path}.dtype", dtype, "a dtype such as 'torch.float32'")
 
 
 def dtype_of(name: str) -> Any:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from fxpipe.codegen.program import Tied
 from fxpipe.errors import CaptureError, LimitError
 from fxpipe.ir.graph import Kind, Section
+from fxpipe.ir.storage import output_dict
 from fxpipe.plan.artifact import RankTensors, TensorLayout
+from fxpipe.runtime.outputs import OutputSpec
 from fxpipe.vocabulary.rows import rows_of
 
 
@@ -92,16 +94,38 @@ def weight_bytes(model: nn.Module, held: tuple[RankTensors, ...]) -> tuple[int, 
     return tuple(sum(tensors[n].nbytes for n in (*h.parameters, *h.gradients, *h.buffers)) for h in held)
 
 
-def activation_budget(limit: float, weights: Sequence[int]) -> tuple[float, ...]:
-    """Per rank the bytes that the memory limit leaves for activations, given the bytes of its weights.
+def outputs_of(graph: fx.Graph, placement: Sequence[int]) -> tuple[OutputSpec, ...]:
+    """The outputs that the user asked for, with the ranks that compute them."""
+    return tuple(
+        OutputSpec(
+            name,
+            placement[node.meta["color"].stage],
+            tuple(node.meta["val"].shape),
+            str(node.meta["val"].dtype),
+        )
+        for name, node in output_dict(graph)["outputs"].items()
+    )
 
-    Raises LimitError if the weights alone reach the limit.
+
+def output_bytes(graph: fx.Graph, placement: Sequence[int], ranks: int, microbatches: int) -> tuple[int, ...]:
+    """Per rank the bytes of its outputs of a whole batch, which it holds until the step ends."""
+    total = [0] * ranks
+    for node in output_dict(graph)["outputs"].values():
+        total[placement[node.meta["color"].stage]] += microbatches * node.meta["val"].nbytes
+    return tuple(total)
+
+
+def activation_budget(limit: float, weights: Sequence[int]) -> tuple[float, ...]:
+    """Per rank the bytes that the memory limit leaves for activations, given the bytes of its weights (and of
+    the outputs that it collects).
+
+    Raises LimitError if these alone reach the limit.
     """
     worst = max(range(len(weights)), key=weights.__getitem__)
     if weights[worst] >= limit:
         raise LimitError(
-            f"The memory limit is {limit:.0f} bytes, and the parameters, gradients and buffers of rank "
-            f"{worst} alone take {weights[worst]}. Raise the limit or use more ranks.",
+            f"The memory limit is {limit:.0f} bytes, and the parameters, gradients, buffers and outputs "
+            f"of rank {worst} alone take {weights[worst]}. Raise the limit or use more ranks.",
             weights[worst],
         )
     return tuple(limit - held for held in weights)

@@ -13,6 +13,7 @@ from fxpipe.errors import RunError
 from fxpipe.runtime.batch import BatchSpec
 from fxpipe.runtime.comm import Comm, Layout, Pending, in_layout
 from fxpipe.runtime.offloader import Offloader
+from fxpipe.runtime.outputs import Collected, OutputSpec
 from fxpipe.runtime.random import fold
 from fxpipe.runtime.record import Record
 
@@ -24,6 +25,8 @@ class StepSpec:
     ``has_count``: whether the loss is a (sum, count).  ``loss_dtype``: as text, "torch.float32".
     ``default_dtype``: torch's default dtype in the trace.  ``leaves``: per rank the names of the leaves of
     the batch that its program uses; empty in plans of earlier versions, whose ranks need all leaves.
+    ``outputs``: those that a step can be asked for.  ``has_loss``: else the step is a forward for its outputs
+    alone.
     """
 
     ranks: int
@@ -35,6 +38,8 @@ class StepSpec:
     seed: int
     default_dtype: str
     leaves: tuple[tuple[str, ...], ...] = ()
+    outputs: tuple[OutputSpec, ...] = ()
+    has_loss: bool = True
 
     def leaves_of(self, rank: int) -> tuple[str, ...]:
         """The leaves of the batch that a rank needs."""
@@ -63,6 +68,7 @@ class Runtime:
     current_op: str = ""
     device: torch.device | None = None
     waiting: str | None = None
+    collected: Collected = field(default_factory=Collected)
     _losses: list[torch.Tensor] = field(default_factory=list)
     _counts: list[torch.Tensor] = field(default_factory=list)
     _shared: list[float] | None = None
@@ -158,6 +164,10 @@ class Runtime:
         if count is not None:
             self._counts.append(count)
 
+    def add_output(self, name: str, value: torch.Tensor, microbatch: int) -> None:
+        """Keep an output of one microbatch, if this step was asked for it."""
+        self.collected.add(name, value, microbatch, self.spec.microbatches)
+
     def all_reduce_gradient(self, name: str, ranks: tuple[int, ...]) -> None:
         """Sum the gradient of a parameter that several ranks hold; all of them get the same bits.
 
@@ -184,14 +194,17 @@ class Runtime:
         for grad in self.grads.values():
             grad.div_(count)
 
-    def finish(self) -> torch.Tensor:
-        """End the step: wait until all messages are sent; return the loss of the batch, on every rank."""
+    def finish(self) -> torch.Tensor | None:
+        """End the step: wait until all messages are sent; return the loss of the batch, on every rank, if
+        there is one."""
         total, count = self._total()
         self.waiting = "other ranks to take its messages"
         self.comm.flush()
         self.waiting = None
         self.record.end()
         self.step_number += 1
+        if not self.spec.has_loss:
+            return None
         dtype = getattr(torch, self.spec.loss_dtype.removeprefix("torch."))
         return (torch.tensor(total, dtype=torch.float64) / count).to(dtype)
 
@@ -209,7 +222,8 @@ class Runtime:
         if self._shared is None:
             mine = None
             if self.rank == self.spec.loss_rank:
-                total = torch.stack([x.double() for x in self._losses]).sum()
+                losses = self._losses if self.spec.has_loss else [torch.zeros(())]
+                total = torch.stack([x.double() for x in losses]).sum()
                 count = torch.stack(self._counts).sum() if self._counts else torch.tensor(len(self._losses))
                 mine = torch.stack([total.cpu(), count.double().cpu()])
             before, self.waiting = time.perf_counter(), f"the loss of rank {self.spec.loss_rank}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,15 +37,8 @@ class ModelState:
     synchronized: bool = False
     _rows: dict[str, nn.Parameter] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        model = self.of()
-        if self.process is not None and model is not None:
-            weakref.finalize(model, self._let_go).atexit = False
-        elif self.process is not None:
-            self._let_go()
-
-    def _let_go(self) -> None:
-        """Keep the rows that this rank holds, and not their tables: the model is gone."""
+    def let_go(self) -> None:
+        """See ``Pipeline.let_model_go``."""
         for table in list(self.parameters):
             parts = {name: self.parameter(name) for name in self.rows_held(table)}
             for part in parts.values():

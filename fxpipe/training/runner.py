@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from fxpipe.runtime.load_program import Program, load_program
 from fxpipe.runtime.local import LocalComm, LocalWorld, run_all
 from fxpipe.runtime.memory import SavedBytes
 from fxpipe.runtime.offloader import TIMEOUT, Offloader, check_tier, open_store
+from fxpipe.runtime.outputs import Collected, On, StepResult, move, requested
 from fxpipe.runtime.process import Process
 from fxpipe.runtime.rank import Runtime
 from fxpipe.strict import structure, unstructure
@@ -36,12 +37,14 @@ from fxpipe.vocabulary.rows import whole
 class LocalResult:
     """``loss``: of the whole batch, 0-d.  ``grads``: parameter name -> gradient of the mean loss.
     ``runtimes``: the ranks' runtimes, with their records.  ``peak_saved``: per rank the maximum number of
-    bytes held between two ops, if measured."""
+    bytes held between two ops, if measured.  ``outputs``: those that were asked for, as in
+    :class:`StepResult`; the loss is None if the model has none."""
 
-    loss: torch.Tensor
+    loss: torch.Tensor | None
     grads: dict[str, torch.Tensor]
     runtimes: tuple[Runtime, ...]
     peak_saved: tuple[int, ...]
+    outputs: dict[str, torch.Tensor]
 
 
 @dataclass(eq=False)
@@ -77,12 +80,18 @@ class Runner:
         if "runtime" in self.__dict__:
             self.runtime.step_number = number
 
-    def run_local(self, batch: Any, step: int, threads: int, measure_memory: bool) -> LocalResult:
+    def run_local(
+        self, batch: Any, step: int, threads: int, measure_memory: bool, outputs: Sequence[str]
+    ) -> LocalResult:
         """See ``Pipeline.run_local``."""
         with as_traced(self.plan.step.default_dtype, self.device):
-            return self._run_local(batch, step, threads, measure_memory)
+            return self._run_local(batch, step, threads, measure_memory, outputs)
 
-    def _run_local(self, batch: Any, step: int, threads: int, measure_memory: bool) -> LocalResult:
+    def _run_local(
+        self, batch: Any, step: int, threads: int, measure_memory: bool, outputs: Sequence[str]
+    ) -> LocalResult:
+        spec = self.plan.step
+        wanted = requested(outputs, None, spec.outputs, spec.ranks)
         self.state.follow_model()
         world = LocalWorld(self.plan.ranks)
         runtimes = tuple(
@@ -91,6 +100,7 @@ class Runner:
         )
         for runtime in runtimes:
             runtime.step_number = step
+            runtime.collected = Collected(wanted)
         mains: list[Callable[[], Any]] = [
             partial(self._local_programs[rt.rank].step, rt, batch) for rt in runtimes
         ]
@@ -102,26 +112,36 @@ class Runner:
         for runtime in runtimes:
             self.state.store_buffers(runtime)
         grads = {name: found[name] for name in self.state.parameters if name in found}
-        return LocalResult(losses[0], grads, runtimes, tuple(m.peak for m in meters))
+        given = [rt.collected.joined(rt.rank, spec.microbatches) for rt in runtimes]
+        collected = {name: value for own in given for name, value in own.items()}
+        return LocalResult(
+            losses[0],
+            grads,
+            runtimes,
+            tuple(m.peak for m in meters),
+            {name: collected[name] for name in wanted},
+        )
 
-    def step(self, batch: Any) -> torch.Tensor:
+    def step(self, batch: Any, outputs: Sequence[str], outputs_on: On) -> StepResult:
         """See ``Pipeline.step``."""
         with as_traced(self.plan.step.default_dtype, self.device):
-            return self._step(batch)
+            return self._step(batch, outputs, outputs_on)
 
-    def _step(self, batch: Any) -> torch.Tensor:
-        rt, program = self.runtime, self._own_program
+    def _step(self, batch: Any, outputs: Sequence[str], outputs_on: On) -> StepResult:
+        rt, program, spec = self.runtime, self._own_program, self.plan.step
         rt.start()
         number = rt.step_number
         with self._watched(rt, program):
             try:
+                rt.collected = Collected(requested(outputs, outputs_on, spec.outputs, spec.ranks))
                 self.state.follow_model()
                 self.state.changed()
                 rt.params, rt.buffers = self.state.held_by(rt.rank)
                 earlier = self.state.accumulators(rt)
                 compare = self._begin_comparison(batch, number)
-                loss: torch.Tensor = program.step(rt, batch)
+                loss = program.step(rt, batch)
                 compare()
+                found = self._outputs(rt, outputs_on)
             except NoAnswer as error:
                 raise self._no_answer(error) from None
             except Exception as error:
@@ -129,7 +149,14 @@ class Runner:
         for name, grad in earlier.items():
             grad.add_(rt.grads[name])
         self.state.store_buffers(rt)
-        return loss
+        return StepResult(loss, found)
+
+    def _outputs(self, rt: Runtime, on: On) -> dict[str, torch.Tensor]:
+        """The outputs of the last step that this rank is to have."""
+        wanted, microbatches = rt.collected.wanted, self.plan.step.microbatches
+        found = rt.collected.joined(rt.rank, microbatches)
+        rt.collected = Collected()  # the caller alone keeps them
+        return move(found, wanted, on, self.process, microbatches, self.device)
 
     @cached_property
     def runtime(self) -> Runtime:

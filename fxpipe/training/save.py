@@ -16,9 +16,18 @@ from fxpipe.training.model_state import ModelState
 
 
 def save(
-    artifact: Artifact, state: ModelState, step_number: int, path: Path, draw: Callable[[Path], object] | None
+    artifact: Artifact,
+    evaluation: Artifact | None,
+    state: ModelState,
+    step_number: int,
+    path: Path,
+    draw: Callable[[Path], object] | None,
 ) -> None:
-    """See ``Pipeline.save``.  draw: writes the pictures; None without a graph."""
+    """See ``Pipeline.save``.
+
+    evaluation: the programs of ``pipe.evaluate``, if there are any.  draw: writes the pictures; None without
+        a graph.
+    """
     process = state.process
     leads = process is None or process.rank == 0
     with agreed(process, "save"):
@@ -29,6 +38,8 @@ def save(
 
         def write_programs() -> None:
             files.write_programs(artifact, draft)
+            if evaluation is not None:
+                files.write_evaluation(evaluation, draft)
             if draw is not None:
                 draw(draft)
 

@@ -68,7 +68,8 @@ class Flow:
 @dataclass(frozen=True)
 class Boxes:
     """``boxes``: by stage, and within a stage in model order.  ``batch``: leaves of the microbatch with the
-    first box of each stage that reads them.  ``results``: loss and count with their boxes."""
+    first box of each stage that reads them.  ``results``: loss, count and requested outputs with their
+    boxes."""
 
     boxes: tuple[Box, ...]
     flows: tuple[Flow, ...]
@@ -89,7 +90,8 @@ def collapse(graph: fx.Graph, per_section: int = BOXES_PER_SECTION, total: int =
     for node, place in place_of.items():
         members[place].append(node)
     places = _sorted(members, {n: i for i, n in enumerate(graph.nodes)})
-    results = {name: output_dict(graph)[name] for name in ("loss", "count")}
+    named = output_dict(graph)
+    results = {**named["outputs"], "loss": named["loss"], "count": named["count"]}
     return Boxes(
         tuple(Box(place, len(members[place]), sum(map(node_flops, members[place]))) for place in places),
         _flows(place_of),

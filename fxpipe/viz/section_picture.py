@@ -29,6 +29,7 @@ SHAPES: dict[Kind, tuple[str, str]] = {
     Kind.OFFLOADED: ("hexagon", "offloadable value"),
     Kind.LOSS: ("doubleoctagon", "loss"),
     Kind.COUNT: ("doubleoctagon", "count"),
+    Kind.OUTPUT: ("doubleoctagon", "output"),
     Kind.GRADIENT: ("cylinder", "gradient so far of"),
 }
 """The shape and the label of each kind of input and output."""

@@ -43,11 +43,11 @@ def find_layers(graph: fx.Graph) -> Layers:
     none."""
     heads = [n for n in call_nodes(graph) if n.target is aten._log_softmax.default and _is_picked(n)]
     if not heads:
-        origin = output_dict(graph)["loss"].meta["origin"]
+        loss = output_dict(graph)["loss"]
+        place = "There is no loss." if loss is None else f"The loss comes from {_place(loss)}."
         raise VocabularyError(
             "vocab_parallel found no cross-entropy in the training step: no log-softmax whose entries the "
-            "labels pick (F.cross_entropy, nn.CrossEntropyLoss, or F.nll_loss of F.log_softmax). The loss "
-            f"comes from module {origin.path or '(the model itself)'!r} ({origin.source})."
+            f"labels pick (F.cross_entropy, nn.CrossEntropyLoss, or F.nll_loss of F.log_softmax). {place}"
         )
     projections = [_projection(head) for head in heads]
     size = max(table.meta["val"].shape[0] for table, _ in projections)
@@ -122,11 +122,15 @@ def _is_of_batch(node: fx.Node) -> bool:
 
 
 def _not_projected(loss: fx.Node, why: str) -> VocabularyError:
-    origin = loss.meta["origin"]
     return VocabularyError(
-        f"vocab_parallel found a cross-entropy in module {origin.path or '(the model itself)'!r} "
-        f"({origin.source}), but not the projection that gives its logits: {why}."
+        f"vocab_parallel found a cross-entropy in {_place(loss)}, but not the projection that gives its "
+        f"logits: {why}."
     )
+
+
+def _place(node: fx.Node) -> str:
+    origin = node.meta["origin"]
+    return f"module {origin.path or '(the model itself)'!r} ({origin.source})"
 
 
 def _sorted(graph: fx.Graph, size: int, tables: tuple[fx.Node, ...], axes: dict[fx.Node, int]) -> Layers:
@@ -153,6 +157,12 @@ def _sorted(graph: fx.Graph, size: int, tables: tuple[fx.Node, ...], axes: dict[
         else:
             raise whole(node)
     named = output_dict(graph)
+    for name, node in named["outputs"].items():
+        if node in axes:
+            raise VocabularyError(
+                f"The output {name!r} has an entry for each word of the vocabulary, and with vocab_parallel "
+                "no rank computes all of them. Leave it out of outputs, or compile without vocab_parallel."
+            )
     for node in (named["loss"], named["count"], *named["buffers"].values()):
         if node in axes:
             raise whole(node)

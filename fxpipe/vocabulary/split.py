@@ -121,7 +121,8 @@ def _before_projection(product: fx.Node) -> Origin:
 
 
 def _set_outputs(graph: fx.Graph, layers: Layers, parts: list[_Part]) -> None:
-    """Loss and count come from the last rank, the tables' gradients from each."""
+    """Loss, count and outputs that follow from the loss come from the last rank, the tables' gradients from
+    each."""
     named, last = output_dict(graph), parts[-1].softmax
     tables = {table.meta["input"].name for table in layers.tables}
     grads: dict[str, tuple[fx.Node, ...]] = {}
@@ -134,7 +135,8 @@ def _set_outputs(graph: fx.Graph, layers: Layers, parts: list[_Part]) -> None:
             part.shard.phase = Phase.W
             grads[part.shard.rows(name)] = tuple(part.shard.local(leaf) for leaf in leaves)
     kept = {key: None if named[key] is None else last.local_copy(named[key]) for key in ("loss", "count")}
-    graph.output_node().args = ({**named, **kept, "grads": grads},)
+    outputs = {name: last.local_copy(node) for name, node in named["outputs"].items()}
+    graph.output_node().args = ({**named, **kept, "outputs": outputs, "grads": grads},)
     last.give_the_rest()
 
 

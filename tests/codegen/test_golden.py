@@ -61,6 +61,12 @@ def counts() -> tuple[str, ...]:
     return programs(models.Counted, numbers(), ["second"], loss_fn=models.sum_and_count)
 
 
+def outputs() -> tuple[str, ...]:
+    models = golden_models()
+    names = ["output", "loss", "largest"]
+    return programs(models.Counted, numbers(), ["second"], loss_fn=models.with_a_metric, outputs=names)
+
+
 #: Name of the golden files -> what makes the programs.
 PROGRAMS: dict[str, Callable[[], tuple[str, ...]]] = {
     "perceptron": lambda: perceptron(microbatches=3),
@@ -70,6 +76,7 @@ PROGRAMS: dict[str, Callable[[], tuple[str, ...]]] = {
     "recompute": lambda: perceptron(recompute="full"),
     "random": lambda: programs(golden_models().Noisy, numbers(), ["second"]),
     "counts": counts,
+    "outputs": outputs,
     "v_placement": lambda: programs(
         golden_models().Deep,
         numbers(8),

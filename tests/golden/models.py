@@ -91,3 +91,7 @@ class Counted(nn.Module):
 def sum_and_count(output, batch):
     counts = (batch["y"] > 0).all(1)
     return (F.mse_loss(output, batch["y"], reduction="none").sum(1) * counts).sum(), counts.sum()
+
+
+def with_a_metric(output, batch):
+    return F.mse_loss(output, batch["y"]), {"largest": (output - batch["y"]).abs().max()}

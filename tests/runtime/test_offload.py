@@ -255,7 +255,10 @@ def test_a_disk_that_fails(function, replacement, message, monkeypatch):
             {"offload": Offload(ranks_per_link=0)},
             "ranks_per_link is 0 and must be a whole number, at least 1",
         ),
-        ({"offload": 0.5, "memory_limit": 1}, r"parameters, gradients and buffers of rank \d alone take"),
+        (
+            {"offload": 0.5, "memory_limit": 1},
+            r"parameters, gradients, buffers and outputs of rank \d alone take",
+        ),
     ],
 )
 def test_what_cannot_be_asked_for(options, message):

@@ -146,7 +146,7 @@ def test_a_batch_with_the_leaves_that_are_needed():
         assert torch.equal(second["x"], x[2:])
         assert "y" not in first
     assert spec().split({}, 2, [], None) == [{}, {}]
-    with pytest.raises(BatchError, match="has leaves x, but .* this rank needs leaves x, y"):
+    with pytest.raises(BatchError, match=r"has leaves x, but .* this rank needs leaves x, y"):
         spec().split({"x": x, "y": None}, 2, ["x", "y"], None)
     with pytest.raises(BatchError, match=r"'y' has shape \(3,\)|'y' has 3 rows"):
         spec().split({"x": x, "y": y[:3]}, 2, ["x"], None)
@@ -184,7 +184,7 @@ def test_ranks_that_do_not_join_in_time():
     store, soon = dist.HashStore(), timedelta(seconds=0.2)
     with pytest.raises(RunError, match="missing: 1, 2"):
         agree_on_attempt(store, 0, 3, soon)
-    with pytest.raises(RunError, match="waited 0:00:00.200000 for rank 0 to join"):
+    with pytest.raises(RunError, match=r"waited 0:00:00.200000 for rank 0 to join"):
         agree_on_attempt(store, 1, 3, soon)
 
 

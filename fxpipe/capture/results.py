@@ -1,0 +1,184 @@
+"""Finds the loss of one microbatch and the requested outputs in what the model and ``loss_fn`` return.
+
+The loss of a named output is its ``loss``; of a tuple it is the one scalar that needs a gradient.  Outputs
+have the names of their places: ``logits``, ``0``, ``loss_dict.ce``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+
+from fxpipe.errors import CaptureError
+
+#: The name of a model's output that is one tensor.
+OUTPUT = "output"
+
+
+@dataclass(frozen=True, eq=False)
+class Results:
+    """``loss``: 0-d; None if there is none and none is needed.  ``count``: of a loss given as (sum, count).
+    ``outputs``: the requested ones, by name."""
+
+    loss: torch.Tensor | None
+    count: torch.Tensor | None
+    outputs: dict[str, torch.Tensor]
+
+
+def find_results(
+    output: Any, example: Any, loss_fn: Callable[..., Any] | None, gradients: bool, asked: Sequence[str]
+) -> Results:
+    """output: of the model.  asked: names of outputs; without gradients they make the loss optional.
+
+    Raises CaptureError, with the remedy, where there is no loss, or none that can be trained, and for an
+    unknown name in ``asked``, with the known ones.
+    """
+    named = [*_named_tensors(output)] if asked else []
+    count = None
+    if loss_fn is not None:
+        loss, count, metrics = _parts(loss_fn(output, example))
+        named += _named_tensors(metrics) if asked else []
+        source = "loss_fn returned"
+        if not isinstance(loss, torch.Tensor):
+            raise _no_loss("loss_fn", loss)
+        if count is not None:
+            count = _count(count, gradients)
+    else:
+        optional = not gradients and bool(asked) and "loss" not in asked
+        loss, source = _loss_in(output, optional)
+        if loss is None and not optional:
+            raise _no_loss("the model", output)
+    if loss is not None:
+        loss = _checked(loss, source, gradients)
+    own = {"loss": loss, "count": count}
+    return Results(loss, count, _requested(asked, own, named))
+
+
+def _parts(returned: Any) -> tuple[Any, Any, Mapping[str, Any]]:
+    """loss, count and metrics; loss_fn returns a loss or (sum, count), with metrics behind or not."""
+    parts = list(returned) if isinstance(returned, tuple) else [returned]
+    metrics = parts.pop() if len(parts) > 1 and isinstance(parts[-1], Mapping) else {}
+    if len(parts) == 1:
+        return parts[0], None, metrics
+    if len(parts) == 2:
+        return parts[0], parts[1], metrics
+    raise CaptureError(
+        f"loss_fn returned {len(parts)} values: return the loss, or (sum, count), and behind it a mapping of "
+        "metrics if there are any."
+    )
+
+
+def _loss_in(output: Any, optional: bool) -> tuple[torch.Tensor | None, str]:
+    """The loss in a model's output, and a text for its place.
+
+    A tensor is a loss if it has one element; of an ``optional`` loss, if it is 0-d.
+    """
+    if isinstance(output, torch.Tensor):
+        found = output.dim() == 0 if optional else output.numel() == 1
+        return (output if found else None), "the model returned"
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss, "the model's output has as its .loss"
+    if not isinstance(output, (tuple, list)) or hasattr(output, "loss"):
+        return None, ""
+    scalars = {k: x for k, x in enumerate(output) if isinstance(x, torch.Tensor) and _is_scalar(x)}
+    trained = {k: x for k, x in scalars.items() if x.requires_grad} or scalars
+    if len(trained) > 1 and not optional:
+        raise CaptureError(
+            f"The model returned a tuple with several scalars (at {_listed(map(str, trained))}): any of them "
+            "could be the loss. Give loss_fn=lambda output, batch: … to choose or to add them up."
+        )
+    place, loss = next(iter(trained.items())) if len(trained) == 1 else ("", None)
+    return loss, f"the model's output has at {place}"
+
+
+def _is_scalar(x: torch.Tensor) -> bool:
+    return x.dim() == 0 and x.is_floating_point()
+
+
+def _no_loss(who: str, returned: Any) -> CaptureError:
+    scalars = [name for name, x in _named_tensors(returned) if _is_scalar(x) and x is not returned]
+    has = f" with the scalars {_listed(scalars)}" if scalars else ""
+    return CaptureError(
+        f"No loss: {who} returned {type(returned).__name__}{has}. Let the model return a scalar tensor, a "
+        "tuple with one, or an output with a .loss (Hugging Face models: put labels into the example), or "
+        "give loss_fn. For the forward alone without a loss, give gradients=False and name its outputs=[…]."
+    )
+
+
+def _checked(loss: torch.Tensor, source: str, gradients: bool) -> torch.Tensor:
+    if loss.numel() != 1:
+        raise CaptureError(
+            f"The loss is not a scalar: {source} a tensor of shape {tuple(loss.shape)}. "
+            "Reduce it to one number, for example with .mean()."
+        )
+    if loss.is_complex():
+        raise CaptureError(f"The loss is complex: {source} {loss.dtype}. Take its .real or its .abs().")
+    if gradients and not loss.requires_grad:
+        raise CaptureError(
+            f"The loss needs no gradient: what {source} does not depend on any parameter with "
+            "requires_grad=True. Look for a detach(), a no_grad() block, or parameters that are all frozen."
+        )
+    return loss.reshape(()) if loss.dim() else loss
+
+
+def _count(given: Any, gradients: bool) -> torch.Tensor:
+    count: torch.Tensor = torch.as_tensor(given)
+    if count.numel() != 1 or count.is_complex():
+        raise CaptureError(
+            "The count that loss_fn returned is no number, but "
+            f"shape {tuple(count.shape)}, {count.dtype}, on {count.device}. Return (sum, count) with "
+            "a count such as mask.sum(), or (loss, {…}) for metrics."
+        )
+    if gradients and count.requires_grad:
+        raise CaptureError(
+            "The count that loss_fn returned depends on parameters, and the step takes no gradient of it: "
+            "return count.detach(), or a loss instead of (sum, count)."
+        )
+    return count.reshape(())
+
+
+def _requested(
+    asked: Sequence[str], own: Mapping[str, torch.Tensor | None], named: Sequence[tuple[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """The outputs with the names in ``asked``; ``own`` come before those of the same name in ``named``."""
+    found = {name: x for name, x in own.items() if x is not None}
+    several = {name for name in asked if name not in found and [n for n, _ in named].count(name) > 1}
+    if several:
+        raise CaptureError(
+            f"There are two outputs called {min(several)!r}, in the model's output and the metrics of "
+            "loss_fn. Rename one of them."
+        )
+    found = dict(named) | found
+    for name in asked:
+        if name not in found:
+            raise CaptureError(f"There is no output {name!r}. Known: {_listed(found)}.")
+        if found[name].layout is not torch.strided or found[name].is_nested:
+            raise CaptureError(f"The output {name!r} is sparse or nested: return a dense tensor.")
+    return {name: found[name] for name in asked}
+
+
+def _named_tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in mappings, dataclasses, tuples and lists, with their names."""
+    items: Iterator[tuple[Any, Any]]
+    if isinstance(value, torch.Tensor):
+        yield path or OUTPUT, value
+        return
+    if isinstance(value, Mapping):
+        items = iter(value.items())
+    elif isinstance(value, (tuple, list)):
+        items = zip(getattr(value, "_fields", range(len(value))), value, strict=True)
+    elif is_dataclass(value) and not isinstance(value, type):
+        items = ((f.name, getattr(value, f.name)) for f in fields(value))
+    else:
+        return
+    for key, item in items:
+        yield from _named_tensors(item, f"{path}.{key}" if path else str(key))
+
+
+def _listed(names: Any) -> str:
+    given = list(names)
+    return ", ".join(given[:40]) + (f" and {len(given) - 40} more" if len(given) > 40 else "")

@@ -1,0 +1,303 @@
+"""``pipe.evaluate``: the forward in eval mode, on the ranks and the tensors of a training pipeline."""
+
+import copy
+import json
+import re
+import shutil
+
+import evaluation_worker as worker
+import pytest
+import torch
+import torch.nn.functional as F
+from evaluation_worker import MICROBATCHES, Noisy, evaluated, trained_alone
+from launch import torchrun
+from marks import slow_except
+from safetensors.torch import load_file
+from torch import nn
+from zoo import (
+    CASES,
+    EFFORT,
+    WIDTH,
+    Case,
+    Chain,
+    Shape,
+    compiled,
+    in_double_precision,
+    numbers,
+    relative_error,
+    too_far,
+)
+
+import fxpipe
+from fxpipe.errors import ArtifactError, CaptureError, PartitionError, RunError, ScheduleError
+
+pytestmark = pytest.mark.usefixtures("double")
+
+LIMIT = 1e-12
+CASE = Case(Noisy, numbers, rows=3)
+SHAPES = {
+    "two ranks": {"ranks": 2},
+    "three ranks": {"ranks": 3, "schedule": "gpipe"},
+    "four ranks": {"ranks": 4, "schedule": "zb-h1"},
+    "V": {"ranks": 2, "schedule": "zb-v"},
+    "interleaved": {"ranks": 2, "schedule": "interleaved", "stages_per_rank": 2},
+    "recompute": {"ranks": 2, "recompute": "full"},
+    "offload": {"ranks": 2, "schedule": "gpipe", "offload": True},
+    "split points": {"ranks": 2, "split_points": ["blocks.1"]},
+}
+
+
+def with_evaluation(case: Case, model: nn.Module, **options) -> fxpipe.Pipeline:
+    options = {"ranks": 2, "schedule": "1f1b", "loss_fn": case.loss_fn, "evaluation": True} | options
+    return fxpipe.compile(model, case.example(), microbatches=MICROBATCHES, effort=EFFORT, **options)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_evaluation_between_training_steps(shape, monkeypatch):
+    """It gives what model.eval() gives, after each step, and changes nothing."""
+    monkeypatch.setattr("fxpipe.ir.liveness.SMALLEST", 1)
+    model, twin, batch = CASE.build(), CASE.build(), CASE.data(MICROBATCHES)
+    modes = [module.training for module in model.modules()]
+    assert any(modes)
+    pipe = with_evaluation(CASE, model, outputs=["logits"], **SHAPES[shape])
+    assert [module.training for module in model.modules()] == modes
+    alone = with_evaluation(CASE, twin, evaluation=False, **SHAPES[shape])
+    for step in range(2):
+        result, other = pipe.run_local(batch, step=step), alone.run_local(batch, step=step)
+        assert torch.equal(result.loss, other.loss)
+        for name, parameter in model.named_parameters():
+            for p, grad in ((parameter, result.grads[name]), (twin.get_parameter(name), other.grads[name])):
+                p.data -= 0.1 * grad
+        expected = evaluated(model, batch)
+        before = copy.deepcopy(model.state_dict())
+        found = pipe.evaluation.run_local(batch, outputs=["logits"])
+        assert relative_error(found.loss, expected["loss"]) <= LIMIT
+        assert too_far(found.outputs, {"logits": expected["logits"]}) == {}
+        assert found.grads == {}
+        assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+HARD = [name for name in CASES if name not in ("tensor_hook", "gradient_penalty")]  # they need gradients
+
+
+@pytest.mark.parametrize("shape", [Shape(2, "zb-v"), Shape(4, "1f1b")], ids=["V", "four"])
+@pytest.mark.parametrize("name", slow_except(HARD, "tied_head", "shared_layer", "teacher", "batch_norm"))
+def test_the_zoo(name, shape):
+    case = CASES[name]
+    model, batch = case.build(), case.data(MICROBATCHES)
+    pipe = with_evaluation(case, model, ranks=shape.ranks, schedule=shape.schedule)
+    twin = copy.deepcopy(model).eval()
+    # Compiled for itself, it is cut by its own costs.
+    expected = compiled(case, twin, MICROBATCHES, Shape(1, gradients=False)).run_local(batch).loss
+    assert relative_error(pipe.evaluation.run_local(batch).loss, expected) <= LIMIT
+    for held, own in zip(pipe.plan.tensors, pipe.evaluation.plan.tensors, strict=True):
+        assert {*own.parameters} <= {*held.parameters}
+        assert {*own.buffers} <= {*held.buffers}
+        assert own.gradients == ()
+
+
+@pytest.mark.parametrize("vocab_parallel", ["1-barrier", "2-barrier"])
+def test_a_split_vocabulary(vocab_parallel):
+    case = CASES["tied_head"]
+    model, batch = case.build(), case.data(MICROBATCHES)
+    pipe = with_evaluation(case, model, vocab_parallel=vocab_parallel)
+    assert relative_error(pipe.evaluation.run_local(batch).loss, model(**batch)) <= LIMIT
+
+
+class LabelsInTraining(Chain):
+    """A detection model, say: losses in training, results in evaluation."""
+
+    def forward(self, x, y):
+        for block in self.blocks:
+            x = block(x)
+        return {"loss": F.mse_loss(x, y), "boxes": x} if self.training else {"boxes": x * 2}
+
+
+def test_a_model_without_a_loss_in_evaluation():
+    case = Case(LabelsInTraining, numbers)
+    model, batch = case.build(), case.data(MICROBATCHES)
+    pipe = with_evaluation(case, model, ranks=1, outputs=["boxes"])
+    result = pipe.evaluate(batch, outputs=["boxes"])
+    assert result.loss is None
+    boxes = model.eval()(**batch)["boxes"]
+    assert too_far(result.outputs, {"boxes": boxes}) == {}
+    with pytest.raises(RunError, match="has no loss: ask for outputs"):
+        pipe.evaluate(batch)
+    with pytest.raises(CaptureError, match="No loss: the model returned dict"):
+        with_evaluation(case, case.build())
+
+
+# -- saved --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    with in_double_precision():
+        path = tmp_path_factory.mktemp("evaluation") / "saved"
+        model = CASE.build()
+        pipe = with_evaluation(CASE, model, outputs=["logits"])
+        pipe.run_local(CASE.data(MICROBATCHES))  # so that the norms' statistics are not those of a new model
+        pipe.save(path)
+        return path, model
+
+
+def test_a_saved_pipeline_evaluates(saved):
+    path, model = saved
+    assert load_file(path / "evaluation" / "rank0.safetensors") == {}
+    pipe, batch = fxpipe.load(path), CASE.data(MICROBATCHES)
+    found = pipe.evaluation.run_local(batch, outputs=["logits"])
+    expected = evaluated(model, batch)
+    assert relative_error(found.loss, expected["loss"]) <= LIMIT
+    assert too_far(found.outputs, {"logits": expected["logits"]}) == {}
+    for name, parameter in pipe.parameters.items():
+        parameter.data.mul_(0.9)
+        model.get_parameter(name).data.mul_(0.9)
+    assert relative_error(pipe.evaluation.run_local(batch).loss, evaluated(model, batch)["loss"]) <= LIMIT
+
+
+def test_an_edited_program_of_evaluation(saved, tmp_path):
+    shutil.copytree(saved[0], tmp_path / "edited")
+    program = tmp_path / "edited" / "evaluation" / "rank0.py"
+    text = program.read_text()
+    assert "1e-05" in text
+    program.write_text(text.replace("1e-05", "0.25"))
+    with pytest.warns(match=r"evaluation/rank0\.py was edited"):
+        pipe = fxpipe.load(tmp_path / "edited")
+    batch = CASE.data(MICROBATCHES)
+    before = fxpipe.load(saved[0]).evaluation.run_local(batch).loss
+    assert relative_error(pipe.evaluation.run_local(batch).loss, before) > 1e-3
+    assert torch.equal(pipe.run_local(batch).loss, fxpipe.load(saved[0]).run_local(batch).loss)
+
+
+@pytest.mark.parametrize(
+    ("line", "edited", "said"),
+    [
+        (
+            'rt.add_output("logits", {}, microbatch=2)',
+            "pass",
+            "for 3 microbatches of 4, and the plan has it on rank 1",
+        ),
+        (
+            'rt.add_output("logits", {}, microbatch=2)',
+            'rt.add_output("logits", {}[:1], microbatch=2)',
+            r"of shape \(1, 8\); the plan has torch.float64 of shape \(3, 8\)",
+        ),
+    ],
+)
+def test_an_edit_of_an_output(saved, tmp_path, line, edited, said):
+    shutil.copytree(saved[0], tmp_path / "edited")
+    program = tmp_path / "edited" / "evaluation" / "rank1.py"
+    text = program.read_text()
+    variable = re.search(r'rt.add_output\("logits", (\w+), microbatch=2\)', text)[1]
+    program.write_text(text.replace(line.format(variable), edited.format(variable)))
+    with pytest.warns(match=r"evaluation/rank1\.py was edited"):
+        pipe = fxpipe.load(tmp_path / "edited").evaluation
+    assert pipe.run_local(CASE.data(MICROBATCHES)).outputs == {}
+    with pytest.raises(RunError, match=said):
+        pipe.run_local(CASE.data(MICROBATCHES), outputs=["logits"])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda plan: plan["tensors"][0]["parameters"].append("blocks.5.0.inner.weight"),
+            "needs .* which rank 0 does not hold",
+        ),
+        (
+            lambda plan: plan["layouts"]["blocks.0.0.inner.bias"].update(dtype="torch.float32"),
+            "another layout",
+        ),
+        (lambda plan: plan["step"].update(ranks=3), "must have 3"),
+        (lambda plan: plan["step"]["outputs"][0].update(rank=2), r"step.outputs\[0\].rank is 2"),
+        (lambda plan: plan["step"]["outputs"][0].update(shape=[-1]), r"step.outputs\[0\].shape\[0\] is -1"),
+        (
+            lambda plan: plan["step"]["outputs"][0].update(dtype="float"),
+            r"step.outputs\[0\].dtype is 'float'",
+        ),
+        (lambda plan: plan["step"]["outputs"].append(plan["step"]["outputs"][0]), "'logits' twice"),
+    ],
+)
+def test_a_damaged_plan_of_evaluation(saved, tmp_path, change, said):
+    shutil.copytree(saved[0], tmp_path / "damaged")
+    file = tmp_path / "damaged" / "evaluation" / "plan.json"
+    plan = json.loads(file.read_text())
+    change(plan)
+    file.write_text(json.dumps(plan))
+    with pytest.raises(ArtifactError, match=said):
+        fxpipe.load(tmp_path / "damaged")
+
+
+def test_the_evaluation_of_another_pipeline(saved, tmp_path):
+    case = CASES["loss_outside"]
+    with_evaluation(case, case.build()).save(tmp_path / "other")
+    shutil.rmtree(tmp_path / "other" / "evaluation")
+    shutil.copytree(saved[0] / "evaluation", tmp_path / "other" / "evaluation")
+    with pytest.raises(ArtifactError, match=r"needs 'blocks.*which rank 0 does not hold"):
+        fxpipe.load(tmp_path / "other")
+
+
+# -- what is refused ----------------------------------------------------------------------------------------
+
+
+def test_a_pipeline_that_trains_alone():
+    pipe = with_evaluation(CASE, CASE.build(), evaluation=False)
+    assert pipe.evaluation is None
+    with pytest.raises(RunError, match=r"compile it with evaluation=True"):
+        pipe.evaluate(CASE.data(MICROBATCHES))
+
+
+def test_an_evaluation_of_an_evaluation():
+    with pytest.raises(ScheduleError, match="leave out evaluation"):
+        with_evaluation(CASE, CASE.build(), gradients=False)
+
+
+class Backwards(Chain):
+    """Evaluates its blocks in the opposite order."""
+
+    def forward(self, x, y):
+        for block in self.blocks if self.training else reversed(self.blocks):
+            x = block(x)
+        return F.mse_loss(x, y)
+
+
+class Averaged(Chain):
+    """Adds a table in evaluation alone, which training does not hold on the last rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(WIDTH))
+
+    def forward(self, x, y):
+        for block in self.blocks:
+            x = block(x)
+        return F.mse_loss(x, y) if self.training else F.mse_loss(x * self.table, y)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (Backwards, r"no stage that has its tensors is left for .*blocks\..*by itself, with gradients=False"),
+        (Averaged, r"is left for .*, which uses table \("),
+    ],
+)
+def test_a_forward_that_does_not_fit_the_ranks(model, said):
+    with pytest.raises(PartitionError, match=said):
+        with_evaluation(Case(model, numbers), model())
+
+
+# -- under torchrun -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_evaluation_under_torchrun(ranks, tmp_path):
+    """After each training step, on the ranks' own weights, and of the saved pipeline."""
+    run = torchrun(ranks, worker.__file__, tmp_path, logs=tmp_path / "logs")
+    assert run.code == 0, run
+    for name, case in worker.TRAINED.items():
+        expected = trained_alone(case)
+        for rank in range(ranks):
+            found = load_file(tmp_path / f"{name}.{rank}.safetensors")
+            assert found.keys() == {"training", "evaluation", "loaded"}
+            assert too_far(found, expected | {"loaded": expected["evaluation"][-1]}) == {}, (name, rank)
