@@ -129,6 +129,10 @@ def compile(
 
     if not isinstance(model, nn.Module):
         raise CaptureError(f"The model is a {type(model).__name__}; fxpipe compiles an nn.Module.")
+    device = _device_of(model)
+    process = Process.join(device, as_timeout(timeout)) if under_torchrun() else None
+    if process is not None:
+        process.check_ranks(ranks)
     if isinstance(split_points, str):
         raise PartitionError(f"split_points is a list of module paths: give [{split_points!r}].")
     if isinstance(outputs, str) or not all(isinstance(name, str) for name in outputs):
@@ -138,7 +142,6 @@ def compile(
         raise CaptureError(f"fixed is a list of names: give [{fixed!r}].")
     if isinstance(example, list):  # as DataLoaders give them
         example = tuple(example)
-    device, limit = _device_of(model), as_timeout(timeout)
     options = Options(
         ranks=ranks,
         microbatches=microbatches,
@@ -162,10 +165,6 @@ def compile(
     check(options)
     if options.offload.share is not None:
         check_tier(options.tier, device, options.offload_directory)
-    process = None
-    if under_torchrun():
-        process = Process.join(device, limit)
-        process.check_ranks(ranks)
 
     def compiled_here() -> tuple[Compiled, Artifact | None]:
         given = model, example, loss_fn, options, device, Phases(f"fxpipe {type(model).__name__}")
@@ -219,8 +218,8 @@ def load(
     field, for a directory that holds no pipeline, is cut short or damaged, or was written by another version.
     """
     directory = Path(path).absolute()
-    device, limit = default_device(), as_timeout(timeout)
-    process = Process.join(device, limit) if under_torchrun() else None
+    device = default_device()
+    process = Process.join(device, as_timeout(timeout)) if under_torchrun() else None
     with agreed(process, f"load {directory}"):
         plan, programs = files.read(directory)
         if process is not None:

@@ -16,7 +16,7 @@ from fxpipe.runtime.torch_private import Store
 FAILURE = "failure"  # the key of the message
 
 #: Seconds between two signs of life of a rank, and after which a rank without one counts as silent.
-BEAT, SILENCE = 0.5, 1.2
+BEAT, SILENCE = 0.5, 1.3
 
 
 @dataclass(frozen=True, eq=False)

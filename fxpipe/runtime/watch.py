@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 #: Seconds of waiting after which a rank says so, and again after twice as many.
 SLOW = 30.0
 #: Seconds that a rank has to raise its own error after another one has failed.
-GRACE = 2.0
+GRACE = 3.0
 #: Seconds that a rank may wait for others without a store: the machine that had it is gone.
 ALONE = 5.0
 #: Most ranks of a kind that a message tells of beside its own.

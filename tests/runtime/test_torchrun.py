@@ -341,13 +341,10 @@ def test_a_rank_that_raises_in_the_middle_of_a_step(tmp_path):
     """Every rank gets the message, and none needs torchrun to end it."""
     run = start("raises", 4, tmp_path)
     assert run.code != 0
-    errors = text(tmp_path, "error", 4)
-    assert errors[2] == f"RunError: {BOOM}"
+    assert f"RunError: {BOOM}\n" in run.stderr[2]
     for rank in (0, 1, 3):
-        assert re.fullmatch(
-            rf"RunError: {BOOM} \(Rank {rank} waits for rank \d, to run .* of step 1\.\)", errors[rank]
-        ), errors
-        assert BOOM in run.stderr[rank]
+        doing = rf"\(Rank {rank} waits for rank \d, to run .* of step 1\.\)"
+        assert re.search(f"{BOOM} {doing}", run.stderr[rank]), run
     assert 'raise ValueError("boom")' in run.stderr[2], "the traceback leads to the place"
     assert BOOM in run.own, "torchrun's summary"
     assert seconds_to_end(tmp_path, run) < 30
