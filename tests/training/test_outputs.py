@@ -337,6 +337,20 @@ def test_a_saved_pipeline_gives_its_outputs(tmp_path):
     assert too_far(found, {"loss": expected["loss"], "logits": expected["logits"]}) == {}
 
 
+def test_any_name(tmp_path):
+    """A key of the model's output can be any text."""
+    names = ['we"ird\n', "λ", "loss_m0", "__metadata__", "a b.c", "\\"]
+    model, batch = (
+        built(lambda logits, loss: {"loss": loss} | {n: logits * k for k, n in enumerate(names)}),
+        data(),
+    )
+    pipe = compiled(model, outputs=names)
+    pipe.save(tmp_path / "saved")
+    expected = {n: x for n, x in model(**batch).items() if n != "loss"}
+    for found in (pipe, fxpipe.load(tmp_path / "saved")):
+        assert different(found.run_local(batch, outputs=names).outputs, expected) == {}
+
+
 def test_a_memory_limit_holds_the_outputs():
     """The smallest limit rises by the bytes of a batch's logits."""
 
