@@ -93,6 +93,8 @@ class Process:
     def send_to(self, tensor: torch.Tensor, source: int, target: int) -> None:
         """Overwrite a tensor on rank ``target`` with its values on rank ``source``; both call it."""
         value = self._on_wire(tensor.contiguous())
+        if dist.get_backend() == "gloo":  # which sends only what lies on the CPU
+            value = value.cpu()
         if self.rank == source:
             dist.send(value, target)
             return
