@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from launch import torchrun
+from marks import slow_except
 from outputs_worker import MICROBATCHES, OUTPUTS, Answers, wanted
 from safetensors.torch import load_file
 from torch import nn
@@ -137,7 +138,7 @@ def small_values_are_offloaded_too(monkeypatch):
 
 
 @pytest.mark.usefixtures("small_values_are_offloaded_too")
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", slow_except(SHAPES, "one rank", "V", "offload"))
 def test_outputs_of_a_training_step(shape):
     """From the first stage, from the middle and from the last; the numbers of the step stay the same."""
     torch.manual_seed(0)
@@ -280,7 +281,10 @@ class Network(Chain):
         return Found(x)
 
 
-@pytest.mark.parametrize("shape", [name for name in SHAPES if name not in ("recompute", "offload")])
+FORWARD = [name for name in SHAPES if name not in ("recompute", "offload")]
+
+
+@pytest.mark.parametrize("shape", slow_except(FORWARD, "one rank", "two ranks", "V"))
 def test_inference_without_labels_or_loss(shape):
     torch.manual_seed(0)
     model, batch = Network(6), {"x": data()["x"]}
