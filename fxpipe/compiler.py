@@ -39,11 +39,14 @@ from fxpipe.plan.make_plan import make_plan, with_tensors_of
 from fxpipe.plan.tensor_ownership import check_names, tied_parameters
 from fxpipe.progress import Phases
 from fxpipe.runtime.offloader import aligned
+from fxpipe.schedule.costs import Costs
+from fxpipe.schedule.families.registry import build
 from fxpipe.schedule.lowering.deadlock import prove
 from fxpipe.schedule.lowering.lower import Collective, Programs, lower
 from fxpipe.schedule.offload.memory_pool import Pool
 from fxpipe.schedule.offload.memory_pool import pools as make_pools
 from fxpipe.schedule.ops import PHASES, Schedule
+from fxpipe.schedule.placement import PLACEMENTS, place
 from fxpipe.schedule.search.fastest import AUTO
 from fxpipe.schedule.simulation.simulator import simulate
 
@@ -139,13 +142,11 @@ def compile_evaluation(
 ) -> Artifact:
     """The forward in eval mode for the ranks of a training pipeline: each tensor is used where that has it.
 
-    The schedule is the training pipeline's, whose B and W are empty now.
     Raises PartitionError where the forward cannot be cut as the training step was.
     """
     hardware, plan = describe(device), trained.artifact.plan
     options = replace(options, gradients=False, offload=Offload(share=None), recompute=False)
-    schedule = replace(plan.ordered, transfers=())
-    own = [stage for stage in range(schedule.stages) if not schedule.is_vocabulary(stage)]
+    own = _model_stages(plan.ordered)
     asked = CutOptions(
         len(own),
         options.ranks,
@@ -159,16 +160,41 @@ def compile_evaluation(
         scale = 1 / options.microbatches
         captured = capture(model, example, loss_fn, scale, device, False, options.fixed, options.outputs)
     (cut,) = cut_into_stages(captured.graph, None, asked, (None,), phase)
-    live = liveness(cut.graph, cut.sections, cut.messages, schedule.placement)
+    live = liveness(cut.graph, cut.sections, cut.messages, plan.placement)
     costs = section_costs(live, analytic_seconds(cut.graph, hardware), hardware)
+    timelines = [simulate(schedule, costs) for schedule in _forward_schedules(plan.ordered, costs)]
+    timeline = min(timelines, key=lambda found: found.seconds)
+    schedule = timeline.schedule
     _check_buffer_order(cut.graph, schedule)
     joint = _collectives(cut, schedule)
     instructions = lower(schedule, costs.edges, joint)
     prove(instructions, schedule.placement)
-    timeline = simulate(schedule, costs)
     made = make_plan(model, example, captured.constants, options, cut, timeline, joint)
     made = with_tensors_of(replace(made, model=f"{made.model}, evaluation"), cut.sections, plan)
     return Artifact(made, _programs(made, cut, instructions, ()), captured.constants)
+
+
+def _forward_schedules(trained: Schedule, costs: Costs) -> Iterator[Schedule]:
+    """Schedules for a step without a backward: the training step's, and all microbatches stage by stage."""
+    yield replace(trained, transfers=())
+    own = tuple(trained.placement[stage] for stage in _model_stages(trained))
+    chunks = len(own) // trained.ranks
+    for name in PLACEMENTS:
+        if place(name, trained.ranks, chunks) == own:
+            yield build(
+                "gpipe",
+                ranks=trained.ranks,
+                microbatches=trained.microbatches,
+                costs=costs,
+                stages_per_rank=chunks,
+                placement=name,
+                vocabulary=trained.vocabulary,
+            )
+            return
+
+
+def _model_stages(schedule: Schedule) -> list[int]:
+    return [stage for stage in range(schedule.stages) if not schedule.is_vocabulary(stage)]
 
 
 def _tensors_of(stage: int, sections: Sequence[Section]) -> frozenset[str]:

@@ -116,7 +116,7 @@ def with_tensors_of(plan: Plan, sections: Sequence[Section], trained: Plan) -> P
     names = {n for held in tensors for n in (*held.parameters, *held.buffers, *held.constants)}
     names |= {rows.table for name in names if (rows := rows_of(name))}
     layouts = {name: layout for name, layout in plan.layouts.items() if name in names}
-    return replace(plan, tensors=tuple(tensors), layouts=layouts)
+    return replace(plan, tensors=tuple(tensors), layouts=layouts, state=())
 
 
 def _stage_plans(

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from fxpipe.errors import RunError
-from fxpipe.runtime.process import Process
+
+if TYPE_CHECKING:
+    from fxpipe.runtime.process import Process
 
 On = int | Literal["all"] | None
 """The rank that is to have the outputs; ``"all"``: every rank; None: each output's own rank."""

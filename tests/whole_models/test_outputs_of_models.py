@@ -3,12 +3,11 @@
 import models
 import pytest
 import torch
-from marks import slow_except
 from zoo import EFFORT, cut, relative_error, too_far
 
 import fxpipe
 
-pytestmark = pytest.mark.usefixtures("double")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("double")]
 
 MICROBATCHES = 3
 
@@ -23,7 +22,7 @@ def compiled(model, example, **options):
     )
 
 
-@pytest.mark.parametrize("name", slow_except(["gpt2", "llama", "bert", "t5", "vit", "mixtral"], "gpt2"))
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "vit", "mixtral"])
 def test_logits_and_losses(name):
     case = case_of(name)
     model, batch, names = case.build(), case.data(MICROBATCHES), ["logits", "loss"]
