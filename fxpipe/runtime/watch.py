@@ -42,8 +42,7 @@ class Watch:
     """Knows what this rank does: a step of a pipeline, a collective outside of one, or the user's own code.
 
     A rank whose neighbor has ended raises by itself; a rank that computes, or waits for one that still runs,
-    would not notice a failure.  The program pays nothing for it: the thread looks at the runtime now and
-    then.
+    would not notice a failure.  A program pays nothing for it: the thread looks at the runtime now and then.
     """
 
     def __init__(self, failures: Failures) -> None:
@@ -148,9 +147,7 @@ class Watch:
             # The run is over, or a rank waits for others that are gone with the store.
             doing = self.doing()
             if not self._over.wait(ALONE) and self.waits and self.doing() == doing:
-                self._end(
-                    f"Rank {self.failures.rank} {doing}, and the store of the ranks is gone: {error}", 0.0
-                )
+                self._end(f"The store that the ranks share is gone: {error}", 0.0)
 
     def _show(self) -> None:
         self._beat += 1
