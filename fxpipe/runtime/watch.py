@@ -127,8 +127,8 @@ class Watch:
             if first is None:
                 # At once: torchrun ends this process as soon as it notices that another one has ended.
                 log.warning("rank %d %s, and got no answer: %s", rank, doing, error)
-                silent, rest = _others(self.failures.survey(), rank)
-                own = f"{silent}Rank {rank} {doing}, and got no answer: {error}.{rest}"
+                gone, rest = _others(self.failures.survey(), rank)
+                own = f"{gone}Rank {rank} {doing}, and got no answer: {error}.{rest}"
                 first = self.failures.find() or self.failures.leave(own)
                 if first == own:
                     return RunError(own)
@@ -161,9 +161,9 @@ class Watch:
             return
         if now - self._since >= self._said:
             self._said *= 2
-            silent, rest = _others(self.failures.survey(), self.failures.rank)
+            gone, rest = _others(self.failures.survey(), self.failures.rank)
             text = "%srank %d %s, for %.0f s now.%s"
-            log.warning(text, silent, self.failures.rank, doing, now - self._since, rest)
+            log.warning(text, gone, self.failures.rank, doing, now - self._since, rest)
 
     def _end(self, message: str, grace: float) -> None:
         """End this process, unless it ends by itself."""
@@ -205,16 +205,18 @@ def _described(op: str) -> str:
 
 
 def _others(survey: Sequence[tuple[bool, str]], rank: int) -> tuple[str, str]:
-    """What is known of the silent ones of the other ranks, and of the rest, as sentences of a message."""
-    silent, rest = [], []
+    """What is known of other ranks that are gone, and of the rest, as sentences of a message."""
+    gone, rest = [], []
     for other, (alive, doing) in enumerate(survey):
         if other == rank:
             continue
-        if alive or doing.startswith(ENDED):
+        if alive:
             rest.append(f" Rank {other} {doing}.")
+        elif doing.startswith(ENDED):
+            gone.append(f"Rank {other} {doing}. ")
         else:
-            silent.append(
+            gone.append(
                 f"Rank {other} gives no sign of life any more (killed, out of memory, or stopped); the last "
                 f"was that it {doing}. "
             )
-    return "".join(silent[:MOST_OTHERS]), "".join(rest[:MOST_OTHERS])
+    return "".join(gone[:MOST_OTHERS]), "".join(rest[:MOST_OTHERS])
