@@ -23,6 +23,7 @@ import fxpipe.runtime.watch
 
 RANKS, MICROBATCHES = 3, 4
 SHAPE = Shape(RANKS, "1f1b")
+SHAPES = {"trained": SHAPE, "vocabulary": Shape(RANKS, "1f1b", vocab_parallel=True)}
 LEARNING_RATE, STEPS = 0.1, 3
 #: Seconds that a model takes to trace, and a shorter time limit of ranks that wait for each other.
 TRACING, LIMIT = 10.0, 7.0
@@ -87,13 +88,14 @@ def write_training(rank: Rank, name: str, pipe: fxpipe.Pipeline, batches) -> Non
 
 def own_values(rank: Rank) -> None:
     """Each rank builds the model from its own seed, and gives the leaves that it needs."""
-    model = SHARED.build(seed=rank.number)
-    rank.tensors("own", {name: t.clone() for name, t in model.state_dict().items()})
-    pipe = compiled(SHARED, model, MICROBATCHES, SHAPE)
-    rank.text("leaves", pipe.leaves())
-    own = [{name: batch_of(seed)[name] for name in pipe.leaves()} for seed in range(STEPS)]
-    write_training(rank, "trained", pipe, own)
-    pipe.save(rank.directory / "saved")
+    rank.tensors("own", SHARED.build(seed=rank.number).state_dict())
+    for name, shape in SHAPES.items():
+        pipe = compiled(SHARED, SHARED.build(seed=rank.number), MICROBATCHES, shape)
+        rank.text(f"{name} leaves", pipe.leaves())
+        own = [{leaf: batch_of(seed)[leaf] for leaf in pipe.leaves()} for seed in range(STEPS)]
+        write_training(rank, name, pipe, own)
+        if name == "trained":
+            pipe.save(rank.directory / "saved")
 
 
 def lists(rank: Rank) -> None:

@@ -42,8 +42,7 @@ class Watch:
     """Knows what this rank does: a step of a pipeline, a collective outside of one, or the user's own code.
 
     A rank whose neighbor has ended raises by itself; a rank that computes, or waits for one that still runs,
-    would not notice a failure.  The program pays nothing for it: the thread looks at the runtime now and
-    then.
+    would not notice a failure.  A program pays nothing for it: the thread looks at the runtime now and then.
     """
 
     def __init__(self, failures: Failures) -> None:
@@ -128,8 +127,8 @@ class Watch:
             if first is None:
                 # At once: torchrun ends this process as soon as it notices that another one has ended.
                 log.warning("rank %d %s, and got no answer: %s", rank, doing, error)
-                silent, rest = _others(self.failures.survey(), rank)
-                own = f"{silent}Rank {rank} {doing}, and got no answer: {error}.{rest}"
+                gone, rest = _others(self.failures.survey(), rank)
+                own = f"{gone}Rank {rank} {doing}, and got no answer: {error}.{rest}"
                 first = self.failures.find() or self.failures.leave(own)
                 if first == own:
                     return RunError(own)
@@ -148,9 +147,7 @@ class Watch:
             # The run is over, or a rank waits for others that are gone with the store.
             doing = self.doing()
             if not self._over.wait(ALONE) and self.waits and self.doing() == doing:
-                self._end(
-                    f"Rank {self.failures.rank} {doing}, and the store of the ranks is gone: {error}", 0.0
-                )
+                self._end(f"The store that the ranks share is gone: {error}", 0.0)
 
     def _show(self) -> None:
         self._beat += 1
@@ -164,9 +161,9 @@ class Watch:
             return
         if now - self._since >= self._said:
             self._said *= 2
-            silent, rest = _others(self.failures.survey(), self.failures.rank)
+            gone, rest = _others(self.failures.survey(), self.failures.rank)
             text = "%srank %d %s, for %.0f s now.%s"
-            log.warning(text, silent, self.failures.rank, doing, now - self._since, rest)
+            log.warning(text, gone, self.failures.rank, doing, now - self._since, rest)
 
     def _end(self, message: str, grace: float) -> None:
         """End this process, unless it ends by itself."""
@@ -208,16 +205,18 @@ def _described(op: str) -> str:
 
 
 def _others(survey: Sequence[tuple[bool, str]], rank: int) -> tuple[str, str]:
-    """What is known of the silent ones of the other ranks, and of the rest, as sentences of a message."""
-    silent, rest = [], []
+    """What is known of other ranks that are gone, and of the rest, as sentences of a message."""
+    gone, rest = [], []
     for other, (alive, doing) in enumerate(survey):
         if other == rank:
             continue
-        if alive or doing.startswith(ENDED):
+        if alive:
             rest.append(f" Rank {other} {doing}.")
+        elif doing.startswith(ENDED):
+            gone.append(f"Rank {other} {doing}. ")
         else:
-            silent.append(
+            gone.append(
                 f"Rank {other} gives no sign of life any more (killed, out of memory, or stopped); the last "
                 f"was that it {doing}. "
             )
-    return "".join(silent[:MOST_OTHERS]), "".join(rest[:MOST_OTHERS])
+    return "".join(gone[:MOST_OTHERS]), "".join(rest[:MOST_OTHERS])

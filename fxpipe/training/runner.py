@@ -226,8 +226,7 @@ class Runner:
     def _begin_comparison(self, batch: Any, step: int) -> Callable[[], None]:
         """Start to compare the batch with that of the other ranks; return the function that ends it.
 
-        It raises RunError if the ranks differ.  All ranks have sent their words long before it waits for
-        them.
+        That raises RunError if the ranks differ.  All ranks have sent their words long before it waits.
         """
         process, leaves = self.process, self.plan.step.batch.tensors
         if process is None:

@@ -72,7 +72,7 @@ def test_trains_and_saves(saved, data, tmp_path):
     """The batches in turn, from the start again; the losses and weights of plain torch."""
     run = torchrun(
         2, "-m", "fxpipe", "run", saved, "--data", data, "--steps", 8, "--lr", 0.02,
-        "--clip-grad-norm", 0.5, "--save", tmp_path / "trained", logs=tmp_path / "logs",
+        "--clip-grad-norm", 0.5, "--save", tmp_path / "trained", "--timeout", 120, logs=tmp_path / "logs",
     )  # fmt: skip
     assert run.code == 0, run
     expected, model = eager_course(8, 0.02, 0.5)
@@ -287,7 +287,14 @@ def test_one_process_for_two_ranks(saved, data, capsys):
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("--steps", "0"), ("--steps", "many"), ("--lr", "-1"), ("--lr", "nan"), ("--clip-grad-norm", "0")],
+    [
+        ("--steps", "0"),
+        ("--steps", "many"),
+        ("--lr", "-1"),
+        ("--lr", "nan"),
+        ("--clip-grad-norm", "0"),
+        ("--timeout", "0"),
+    ],
 )
 def test_numbers_out_of_range(saved, data, capsys, option, value):
     message = refusal(capsys, "run", saved, "--data", data, option, value)
@@ -314,6 +321,7 @@ def test_data_of_another_shape_under_torchrun(saved, tmp_path):
     run = torchrun(2, "-m", "fxpipe", "run", saved, "--data", file, logs=tmp_path / "logs")
     for line in one_line_each(run):
         assert "'ids' has shape (8, 4)" in line
+    assert "'ids' has shape (8, 4)" in run.own, "torchrun's summary"
 
 
 def test_place_to_save_that_is_not_empty(saved, data, tmp_path, capsys):

@@ -2,17 +2,19 @@
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import ranks_worker as worker
 import torch
 from launch import Run, printed, torchrun
-from ranks_worker import MICROBATCHES, RANKS, SHAPE
+from ranks_worker import MICROBATCHES, RANKS
 from safetensors.torch import load_file
-from zoo import compiled
+from zoo import Shape, compiled
 
 import fxpipe
+from fxpipe.vocabulary.rows import rows_of
 
 pytestmark = pytest.mark.slow
 
@@ -28,16 +30,24 @@ def text(directory: Path, name: str) -> list:
     return [json.loads((directory / f"{name}.{rank}.json").read_text()) for rank in range(RANKS)]
 
 
-def of_first_holders(own: list[dict[str, torch.Tensor]]) -> tuple[torch.nn.Module, fxpipe.Pipeline]:
+def part(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """A tensor, or the rows of one that a rank holds."""
+    rows = rows_of(name)
+    return tensors[name] if rows is None else tensors[rows.table][rows.begin : rows.end]
+
+
+def of_first_holders(
+    own: list[dict[str, torch.Tensor]], shape: Shape
+) -> tuple[dict[str, torch.Tensor], fxpipe.Pipeline]:
     """A model in one process, each of its tensors as the first rank that holds it has built it."""
     model = worker.SHARED.build()
-    pipe = compiled(worker.SHARED, model, MICROBATCHES, SHAPE)
-    named = dict(model.named_parameters()) | dict(model.named_buffers())
+    pipe = compiled(worker.SHARED, model, MICROBATCHES, shape)
+    named = {name: t.detach() for name, t in (*model.named_parameters(), *model.named_buffers())}
     for rank in reversed(range(RANKS)):
         held = pipe.plan.tensors[rank]
         for name in (*held.parameters, *held.buffers):
-            named[name].data.copy_(own[rank][name])
-    return model, pipe
+            part(named, name).copy_(part(own[rank], name))
+    return named, pipe
 
 
 def trained(pipe: fxpipe.Pipeline) -> list[torch.Tensor]:
@@ -52,16 +62,15 @@ def trained(pipe: fxpipe.Pipeline) -> list[torch.Tensor]:
     return losses
 
 
-def check_training(directory: Path, own: list[dict[str, torch.Tensor]]) -> None:
-    model, pipe = of_first_holders(own)
-    expected = dict(model.named_parameters()) | dict(model.named_buffers())
-    for found in tensors(directory, "trained before"):
-        assert [name for name, t in found.items() if not torch.equal(t, expected[name])] == []
+def check_training(directory: Path, own: list[dict[str, torch.Tensor]], name: str = "trained") -> None:
+    expected, pipe = of_first_holders(own, worker.SHAPES[name])
+    for found in tensors(directory, f"{name} before"):
+        assert [key for key, t in found.items() if not torch.equal(t, part(expected, key))] == []
     losses = torch.stack(trained(pipe))
-    for found in tensors(directory, "trained losses"):
+    for found in tensors(directory, f"{name} losses"):
         assert torch.equal(found["losses"], losses)
-    for found in tensors(directory, "trained after"):
-        assert [name for name, t in found.items() if not torch.equal(t, expected[name])] == []
+    for found in tensors(directory, f"{name} after"):
+        assert [key for key, t in found.items() if not torch.equal(t, part(expected, key))] == []
 
 
 # -- ranks that agree -------------------------------------------------------------------------------------
@@ -86,8 +95,16 @@ def test_shared_values_are_those_of_the_first_holder(agree):
     check_training(directory, own)
 
 
+def test_a_vocabulary_whose_rows_the_ranks_have_built(agree):
+    directory, _ = agree
+    names = {name for found in tensors(directory, "vocabulary before") for name in found}
+    assert len([name for name in names if rows_of(name)]) == RANKS
+    check_training(directory, tensors(directory, "own"), "vocabulary")
+
+
 def test_a_rank_needs_the_leaves_that_it_uses(agree):
-    assert text(agree[0], "leaves") == [["ids"], [], ["labels"]]
+    assert text(agree[0], "trained leaves") == [["ids"], [], ["labels"]]
+    assert text(agree[0], "vocabulary leaves") == [["ids", "labels"]] * RANKS
 
 
 def test_batches_can_be_lists(agree):
