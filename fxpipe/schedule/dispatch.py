@@ -16,7 +16,8 @@ import numpy as np
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.arrays import OpIds, ScheduleArrays
-from fxpipe.schedule.kernel import Floats, dispatch_ops
+from fxpipe.schedule.dispatch_kernel import dispatch_ops
+from fxpipe.schedule.kernel import Floats
 
 
 def dispatch(
