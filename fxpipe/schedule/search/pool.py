@@ -28,7 +28,7 @@ _DRAWN = 0.3  # of the effort, for list scheduling
 _LISTED = 8  # the cost of each op in a draw, in ops that are looked at
 _ANNEALED = 3_000  # looks at an op; with fewer, annealing is of no use and all effort goes into draws
 _FEWEST, _MOST = 96, 1_536  # draws for a problem
-_BATCH, _PARTS = 32, 8  # draws that are made at a time, before the next are crossed; in so many parts
+_BATCH, _PARTS = 32, 16  # draws that are made at a time, before the next are crossed; in so many parts
 _KEPT = 16  # of the best draws, to cross
 _WIDTH, _LAST = 32, 2  # orders that are annealed at first and at last
 
