@@ -36,8 +36,8 @@ def dispatch(
     """
     check_one_microbatch_fits(arrays, limits)
     due, bounds, shares = (np.asarray(row, np.float64) for row in (due, limits, lookahead))
-    op_ids: OpIds = dispatch_ops(arrays.tables(microbatches), microbatches, due, bounds, shares)
-    if not len(op_ids):
+    op_ids = np.empty(arrays.sections * microbatches, np.int64)
+    if not dispatch_ops(arrays.tables(microbatches), microbatches, due, bounds, shares, op_ids):
         raise ScheduleError("no op can run: the edges between the sections form a cycle")
     return op_ids
 

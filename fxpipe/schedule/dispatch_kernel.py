@@ -40,7 +40,7 @@ def draw_ops(t, table, m, points):
     """An order per point, by list scheduling with its due dates."""
     ranks = len(table.limits)
     due, orders = np.empty(len(t.section)), np.empty((len(points), len(t.section)), np.int64)
-    limits, lookahead = np.empty(ranks), np.empty(3)
+    limits, lookahead = np.empty(ranks), np.array((1.001, 0.0, 0.0))
     for k in range(len(points)):
         x = points[k]
         _write_due_dates(table, m, x, due)
@@ -49,10 +49,8 @@ def draw_ops(t, table, m, points):
             least = table.least[rank]
             most = min(table.limits[rank] - _half(x[SPARE]) * least, (1 + x[MEMORY]) * ranks * least)
             limits[rank] = max(most, least)
-        lookahead[0], lookahead[1], lookahead[2] = 1.001, 0.7 * x[B], 0.7 * x[W]
-        order = dispatch_ops(t, m, due, limits, lookahead)
-        for i in range(len(order)):
-            orders[k, i] = order[i]
+        lookahead[1], lookahead[2] = 0.7 * x[B], 0.7 * x[W]
+        dispatch_ops(t, m, due, limits, lookahead, orders[k])
     return orders
 
 
@@ -96,8 +94,10 @@ def _half(x):
 
 
 @compiled
-def dispatch_ops(t, m, due, limits, lookahead):
-    """See :func:`fxpipe.schedule.dispatch.dispatch`.  Empty if no op can run, as the needs form a cycle."""
+def dispatch_ops(t, m, due, limits, lookahead, order):
+    """Writes ``order``: see :func:`fxpipe.schedule.dispatch.dispatch`.  False if no op can run, as the needs
+    form a cycle.
+    """
     sections, ranks = len(t.seconds), len(limits)
     epsilon = 0.0
     for seconds in t.seconds:
@@ -109,7 +109,6 @@ def dispatch_ops(t, m, due, limits, lookahead):
     following = np.zeros(sections, np.int64)  # the next microbatch of each
     live, free = np.zeros(ranks), np.zeros(ranks)
     held = np.zeros(len(t.hold))  # between F and B, per stage
-    order = np.empty(sections * m, np.int64)
     filled = np.empty(ranks, np.int64)  # where each rank's next op goes
     for rank in range(ranks):
         filled[rank] = 3 * m * t.own_at[rank]
@@ -125,7 +124,7 @@ def dispatch_ops(t, m, due, limits, lookahead):
         if wakes[rank] == inf:
             # All ranks wait for what is due earlier and has no memory: let go what is there.
             if not waits:
-                return order[:0]
+                return False
             waits = False
             for other in range(ranks):
                 wakes[other] = max(now, free[other])
@@ -194,7 +193,7 @@ def dispatch_ops(t, m, due, limits, lookahead):
                 wakes[other] = min(wakes[other], arrival[op])
         left -= 1
         waits = True
-    return order
+    return True
 
 
 @compiled

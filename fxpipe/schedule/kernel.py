@@ -142,12 +142,10 @@ def peak_of(t, ops):
 @compiled
 def score(first, free, by_makespan):
     """The value to minimize: the makespan or the longest span of a rank, plus 0.1% of the mean span."""
-    most, total = 0.0, 0.0
+    total = 0.0
     for rank in range(len(free)):
-        span = free[rank] - first[rank]
-        total += span
-        most = max(most, free[rank] if by_makespan else span)
-    return most + SHARE * total / len(free)
+        total += free[rank] - first[rank]
+    return _objective(first, free, by_makespan) + SHARE * total / len(free)
 
 
 @compiled
@@ -368,9 +366,7 @@ def _critical(t, order, m, end, cause, first, free, by_makespan, befores, afters
     """Writes the critical path of a worst rank: its pairs of consecutive ops of one rank, and the ends of its
     runs of ops of one rank.  Returns the number of pairs and of runs.
     """
-    worst, at, equals = 0.0, 0, 0
-    for rank in range(len(free)):
-        worst = max(worst, (free[rank] - (0.0 if by_makespan else first[rank])) * (1 - 1e-9))
+    worst, at, equals = _objective(first, free, by_makespan) * (1 - 1e-9), 0, 0
     for rank in range(len(free)):
         if free[rank] - (0.0 if by_makespan else first[rank]) >= worst:
             equals += 1

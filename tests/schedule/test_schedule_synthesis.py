@@ -16,7 +16,7 @@ from fxpipe.ir.graph import Color, Phase
 from fxpipe.schedule.arrays import OpIds, ScheduleArrays, decode, encode, peaks, run, schedule_arrays
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
 from fxpipe.schedule.dispatch import dispatch
-from fxpipe.schedule.dispatch_kernel import LATE, MEMORY, draw_ops
+from fxpipe.schedule.dispatch_kernel import LATE, MEMORY, NUMBERS, draw_ops
 from fxpipe.schedule.families.heuristics import zero_bubble, zero_bubble_v
 from fxpipe.schedule.families.registry import build
 from fxpipe.schedule.goal import Goal
@@ -25,7 +25,7 @@ from fxpipe.schedule.ops import order_text, parse_order
 from fxpipe.schedule.placement import place
 from fxpipe.schedule.problem import Problem, per_rank
 from fxpipe.schedule.search.auto import Setting, frontier, search
-from fxpipe.schedule.search.due_dates import cross, draw, least_period, start_alone, timetable
+from fxpipe.schedule.search.due_dates import cross, least_period, start_alone, timetable
 from fxpipe.schedule.search.local_search import improve
 from fxpipe.schedule.search.pool import find
 from fxpipe.schedule.search.starts import starts
@@ -214,7 +214,7 @@ def test_improvement_gives_a_whole_order_that_keeps_the_limits_and_is_never_slow
     m = 9
     problem = Problem("zb", 4, m, chunks, placement, even_costs(4, chunks, **LARGE), (limit,) * 4)
     arrays, goal = problem.arrays, Goal.for_problem(problem, objective)
-    for seed, order in enumerate(drawn_orders(problem, draw(5, np.random.default_rng(0)))):
+    for seed, order in enumerate(drawn_orders(problem, np.random.default_rng(0).random((5, NUMBERS)))):
         better = improve(arrays, order, m, problem.limits, goal, 200_000, seed)
         for rank, own in enumerate(arrays.own):
             ops = [
@@ -312,7 +312,7 @@ def drawn_orders(problem: Problem, points: Floats) -> OpIds:
 
 def test_draws_are_points_of_the_unit_cube():
     random = np.random.default_rng(3)
-    points = draw(20, random)
+    points = random.random((20, NUMBERS))
     crossed = cross(points, 100, random)
     every = np.concatenate((points, crossed))
     assert every.min() >= 0
@@ -329,7 +329,7 @@ def test_draws_are_points_of_the_unit_cube():
 def test_drawn_orders_are_whole_keep_the_limits_and_do_not_block(chunks, placement, limit):
     m = 7
     problem = Problem("zb", 4, m, chunks, placement, even_costs(4, chunks, **LARGE), (limit,) * 4)
-    orders = drawn_orders(problem, draw(50, np.random.default_rng(1)))
+    orders = drawn_orders(problem, np.random.default_rng(1).random((50, NUMBERS)))
     limits = np.array(problem.limits)
     for order in orders:
         assert sorted(order) == list(range(problem.ops))
@@ -344,7 +344,7 @@ def test_drawn_orders_are_whole_keep_the_limits_and_do_not_block(chunks, placeme
 def test_the_due_dates_of_a_point():
     """By hand: on one rank, without slowing, waits or a faster head, F, B, W take turns every period."""
     problem = Problem("zb", 1, 3, 1, "plain", chain([StageCost(1, 1, 1, 1, 1)]), (inf,))
-    plain = np.zeros((1, 15))
+    plain = np.zeros((1, NUMBERS))
     (order,) = drawn_orders(problem, plain)
     assert order.tolist() == [0, 3, 6, 1, 4, 7, 2, 5, 8]
     late = plain.copy()

@@ -12,20 +12,15 @@ import numpy as np
 from fxpipe.schedule.arrays import ScheduleArrays
 from fxpipe.schedule.bound import in_order
 from fxpipe.schedule.dependencies import SECTIONS_PER_STAGE, index
-from fxpipe.schedule.dispatch_kernel import NUMBERS, Timetable
+from fxpipe.schedule.dispatch_kernel import Timetable
 from fxpipe.schedule.kernel import Floats
 from fxpipe.schedule.problem import Problem
 
 _SHARE, _FAR = 0.2, 0.1  # of the numbers that are moved where two timetables are crossed, and how far
 
 
-def draw(number: int, random: np.random.Generator) -> Floats:
-    """Points at random, one a row."""
-    return random.random((number, NUMBERS))
-
-
 def cross(parents: Floats, number: int, random: np.random.Generator) -> Floats:
-    """Points, each with the numbers of two of the parents, some of them moved a little."""
+    """Points, one a row, each with the numbers of two of the parents, some of them moved a little."""
     one, other = parents[random.integers(len(parents), size=(2, number))]
     mixed = np.where(random.random(one.shape) < 0.5, one, other)
     moved = (random.random(one.shape) < _SHARE) * random.normal(0, _FAR, one.shape)

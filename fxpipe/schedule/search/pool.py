@@ -14,11 +14,11 @@ import numpy as np
 
 from fxpipe.schedule.arrays import OpIds
 from fxpipe.schedule.dispatch import check_one_microbatch_fits, one_microbatch_fits
-from fxpipe.schedule.dispatch_kernel import draw_ops
+from fxpipe.schedule.dispatch_kernel import NUMBERS, draw_ops
 from fxpipe.schedule.goal import Goal, Objective
 from fxpipe.schedule.kernel import Floats, judge_ops
 from fxpipe.schedule.problem import Problem
-from fxpipe.schedule.search.due_dates import cross, draw, least_period, timetable
+from fxpipe.schedule.search.due_dates import cross, least_period, timetable
 from fxpipe.schedule.search.local_search import improve
 
 _EFFORT, _EFFORT_PER_OP = 8.0, 2e-3  # the default: seconds of one core at most, and for every op of a problem
@@ -39,6 +39,7 @@ Starts = Callable[[Problem], Sequence[OpIds]]
 class Found:
     """An order that keeps the limits of its problem, with its objective and its largest peak memory."""
 
+    task: _Task
     order: OpIds
     seconds: float
     peak: float
@@ -65,13 +66,13 @@ def find(
     drawn = _DRAWN if work > _ANNEALED * ops else 1.0
     least = min(task.goal.bound for task in tasks)
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        drawn_work, chains = int(drawn * work / len(tasks)), list[list[_Chain]]()
+        drawn_work, drafts = int(drawn * work / len(tasks)), list[list[Found]]()
         for task in tasks:
             task.keep(map(task.judge, starts(task.problem)))
-            chains.append(task.draw(drawn_work, seed, threads))
+            drafts.append(task.draw(drawn_work, seed, threads))
         # Two of every problem and the best others: draws say little about what annealing makes of them.
-        pool = [chain for own in chains for chain in own[:2]]
-        others = sorted((chain for own in chains for chain in own[2:]), key=lambda chain: _key(chain.found))
+        pool = [found for own in drafts for found in own[:2]]
+        others = sorted((found for own in drafts for found in own[2:]), key=_key)
         pool += others[: max(0, _WIDTH - len(pool))]
         _halve(pool, least, int((1 - drawn) * work), seed, threads)
     best = {id(task.problem): task.best for task in tasks}
@@ -97,7 +98,7 @@ class _Task:
         """None if the order breaks the limits."""
         m, by_makespan = self.problem.microbatches, self.goal.by_makespan
         seconds, peak = judge_ops(self.tables, order, m, self.limits, by_makespan)
-        return Found(order, float(f"{seconds:.12g}"), peak) if seconds < inf else None
+        return Found(self, order, float(f"{seconds:.12g}"), peak) if seconds < inf else None
 
     def keep(self, orders: Iterable[Found | None]) -> list[Found]:
         """Keep the best order in ``best``; return all, the best first, and of equally fast ones only the one
@@ -111,7 +112,14 @@ class _Task:
             self.best = kept[0]
         return kept
 
-    def draw(self, work: int, seed: int, threads: ThreadPoolExecutor) -> list[_Chain]:
+    def anneal(self, found: Found, work: int, seed: int) -> Found:
+        problem, m = self.problem, self.problem.microbatches
+        order = improve(problem.arrays, found.order, m, problem.limits, self.goal, work, seed)
+        better = self.judge(order)
+        assert better is not None, "local search keeps the limits"
+        return better
+
+    def draw(self, work: int, seed: int, threads: ThreadPoolExecutor) -> list[Found]:
         """The orders to anneal, the best first: in turn one of those that are published or crossed from good
         draws, and one of plain draws, since these are less alike.
         """
@@ -127,7 +135,7 @@ class _Task:
         for _ in range(0, draws, _BATCH):
             if self.is_done:
                 break
-            points, half = draw(_BATCH, random), _BATCH // 2
+            points, half = random.random((_BATCH, NUMBERS)), _BATCH // 2
             if best:
                 points[half:] = cross(np.array([point for _, point in best]), half, random)
             made = [*joined.from_iterable(threads.map(make, np.split(points, _PARTS)))]
@@ -136,41 +144,26 @@ class _Task:
             near = self.keep([*near, *made[half:]])[:_WIDTH]
             far = self.keep([*far, *made[:half]])[:_WIDTH]
         in_turn = joined.from_iterable(zip_longest(near, far))
-        return [_Chain(self, found) for found in in_turn if found][:_WIDTH]
+        return [found for found in in_turn if found][:_WIDTH]
 
 
-@dataclass(frozen=True, eq=False)
-class _Chain:
-    """An order that is annealed."""
-
-    task: _Task
-    found: Found
-
-    def annealed(self, work: int, seed: int) -> _Chain:
-        problem = self.task.problem
-        arrays, m = problem.arrays, problem.microbatches
-        better = self.task.judge(
-            improve(arrays, self.found.order, m, problem.limits, self.task.goal, work, seed)
-        )
-        assert better is not None, "local search keeps the limits"
-        return _Chain(self.task, better)
-
-
-def _halve(pool: list[_Chain], least: float, work: int, seed: int, threads: ThreadPoolExecutor) -> None:
+def _halve(pool: list[Found], least: float, work: int, seed: int, threads: ThreadPoolExecutor) -> None:
     """Anneal all; the better half continues with twice the work each, until few are left."""
     rounds, number = max(1, (len(pool) // _LAST).bit_length()), 0
     for _ in range(rounds):
-        if not work or min(chain.found.seconds for chain in pool) <= least * (1 + 1e-9):
+        if not work or min(found.seconds for found in pool) <= least * (1 + 1e-9):
             return
         each, seeds = work // (rounds * len(pool)), range(number, number := number + len(pool))
         better = threads.map(
-            lambda chain, own, each=each: chain.annealed(each, ((seed << 16) + own) % 2**32), pool, seeds
+            lambda found, own, each=each: found.task.anneal(found, each, ((seed << 16) + own) % 2**32),
+            pool,
+            seeds,
         )
-        chains = sorted([*pool, *better], key=lambda chain: _key(chain.found))
-        different = {chain.found.seconds: chain for chain in reversed(chains)}
+        both = sorted([*pool, *better], key=_key)
+        different = {found.seconds: found for found in reversed(both)}
         pool = [*different.values()][::-1][: max(1, len(pool) // 2)]
-        for chain in chains:
-            chain.task.keep([chain.found])
+        for found in both:
+            found.task.keep([found])
 
 
 def _key(found: Found) -> tuple[float, float]:
