@@ -324,7 +324,7 @@ def test_draws_are_points_of_the_unit_cube():
 
 @pytest.mark.parametrize(
     ("chunks", "placement", "limit"),
-    [(1, "plain", 1.4), (2, "v", 1.0), (2, "plain", 1.7), (4, "v", 2.5), (2, "v", inf)],
+    [(1, "plain", 2.4), (2, "v", 1.0), (2, "plain", 1.7), (4, "v", 2.5), (2, "v", inf)],
 )
 def test_drawn_orders_are_whole_keep_the_limits_and_do_not_block(chunks, placement, limit):
     m = 7
