@@ -52,7 +52,7 @@ def least_period(problem: Problem) -> float:
     least, by the rank's limit.  Raises ScheduleError if the sections need each other in a cycle.
     """
     held = zip(_held_at_least(problem), problem.limits, strict=True)
-    return max([problem.arrays.period, *(area / limit for area, limit in held)])
+    return max([problem.arrays.period, *(area / limit for area, limit in held if area)])
 
 
 def _held_at_least(problem: Problem) -> list[float]:
