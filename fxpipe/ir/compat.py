@@ -33,6 +33,7 @@ __all__ = [
     "OpOverload",
     "TorchDispatchMode",
     "compiling_flag",
+    "copy_node",
     "current_sequence_number",
     "gradient_hooks",
     "has_accumulation_hooks",
@@ -180,6 +181,24 @@ def plain_kernels() -> Iterator[None]:
 def has_kernel(op: OpOverload, device: str) -> bool:
     """Whether an op has its own kernel for this type of device."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), device.upper())
+
+
+def copy_node(
+    graph: torch.fx.Graph, node: torch.fx.Node, copies: Callable[[torch.fx.Node], Any]
+) -> torch.fx.Node:
+    """``graph.node_copy(node, copies)`` in a third of its time, for arguments without symbolic numbers.
+
+    It neither looks for such numbers nor enters the node into the graph's tables several times.
+    """
+    args, kwargs = (torch.fx.map_arg(x, copies) for x in (node.args, node.kwargs))
+    name = graph._graph_namespace.create_name(node.name, None)
+    copy = torch.fx.Node(graph, name, node.op, node.target, args, kwargs, node.type)  # type: ignore[arg-type]
+    copy.meta.update(node.meta)
+    graph._graph_namespace.associate_name_with_obj(name, copy)
+    graph._insert(copy)
+    graph._find_nodes_lookup_table.insert(copy)
+    graph._len += 1
+    return copy
 
 
 def nodes_after(last: torch.fx.Node | None, graph: torch.fx.Graph) -> list[torch.fx.Node]:
