@@ -53,7 +53,7 @@ class NodeSeconds:
 
     def __call__(self, node: fx.Node) -> float:
         values = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
-        key = (node.target, *map(id, values))
+        key = (id(node.target), *map(id, values))
         if key not in self._known:  # with the values, whose ids are theirs as long as they live
             self._known[key] = node_cost(node, self.device).seconds, values
         return self._known[key][0]
