@@ -40,6 +40,7 @@ __all__ = [
     "has_kernel",
     "is_real",
     "is_tracing",
+    "functional_node",
     "make_fx",
     "mark_as_parameter",
     "modules_without_code",
@@ -48,6 +49,7 @@ __all__ = [
     "plain_kernels",
     "pytree",
     "sequence_number",
+    "track",
     "traced_constants",
     "traced_graph",
     "traced_node",
@@ -154,6 +156,21 @@ def traced_node(tensor: torch.Tensor) -> torch.fx.Node | None:
     assert mode is not None, "no make_fx trace is running"
     slot = get_proxy_slot(tensor, mode.tracer, None)
     return None if slot is None else slot.proxy.node
+
+
+def track(tensor: torch.Tensor, node: torch.fx.Node) -> None:
+    """Let a fake tensor be the value of a node of the running trace."""
+    mode = get_proxy_mode()
+    assert mode is not None, "no make_fx trace is running"
+    proxy = torch.fx.Proxy(node, mode.tracer)
+    proxy_tensor.track_tensor_tree(tensor, proxy, constant=None, tracer=mode.tracer)
+
+
+def functional_node(tensor: torch.Tensor) -> torch.fx.Node:
+    """The node of a tensor inside ``torch.func.functionalize`` in the running trace."""
+    node = traced_node(torch._C._functorch.get_unwrapped(tensor))
+    assert node is not None, "the trace has not seen the tensor"
+    return node
 
 
 def modules_without_code() -> contextlib.AbstractContextManager[None]:
