@@ -88,8 +88,9 @@ def _replace_alone(node: fx.Node, known: dict[str, fx.Graph | None]) -> None:
             if op.target is aten.copy_.default and copies[op.args[0]].op != "placeholder":
                 continue  # back to the argument, which nobody reads any more
             copies[op] = graph.node_copy(op, copies.__getitem__)
-            value = op.meta["val"]
-            own = value.detach() if isinstance(value, torch.Tensor) else value  # nodes are told by their values
+            val = op.meta["val"]
+            # A tensor of its own, by which ``_Retrace`` may find the node.
+            own = val.detach() if isinstance(val, torch.Tensor) else val
             copies[op].meta = {**node.meta, "val": own}
     if isinstance(result, (tuple, list)):
         for item in list(node.users):
@@ -206,7 +207,7 @@ class _Retrace(fx.Interpreter):
     """
 
     def __init__(self, module: fx.GraphModule):
-        super().__init__(module)
+        super().__init__(module, garbage_collect_values=False)
         self._again = _meeting_writes(module.graph)
         self._copies: dict[fx.Node, fx.Node] = {}  # what was copied -> its node in the running trace
         self._seen: fx.Node | None = None

@@ -35,12 +35,12 @@ __all__ = [
     "compiling_flag",
     "copy_node",
     "current_sequence_number",
+    "functional_node",
     "gradient_hooks",
     "has_accumulation_hooks",
     "has_kernel",
     "is_real",
     "is_tracing",
-    "functional_node",
     "make_fx",
     "mark_as_parameter",
     "modules_without_code",
@@ -49,10 +49,10 @@ __all__ = [
     "plain_kernels",
     "pytree",
     "sequence_number",
-    "track",
     "traced_constants",
     "traced_graph",
     "traced_node",
+    "track",
 ]
 
 #: Raised by a fake tensor if the model reads a number that only real data has.
