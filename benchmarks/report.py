@@ -25,7 +25,7 @@ class Report:
 
     def __init__(self, title: str) -> None:
         # A fixed width: the file should not depend on the terminal that it was made in.
-        self._console = Console(record=True, width=150, highlight=False, soft_wrap=True)
+        self._console = Console(record=True, width=180, highlight=False, soft_wrap=True)
         command = f"python {shlex.join([os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]])}"
         self.line(title)
         for name, value in {"command": command, **surroundings()}.items():
