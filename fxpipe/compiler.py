@@ -18,13 +18,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxpipe.capture.resized import ResizedTraces, named_lengths, sample
+from fxpipe.capture.resized import named_lengths, sample
 from fxpipe.capture.trace import Captured, capture
 from fxpipe.choose import choose
 from fxpipe.codegen.collectives import collectives
 from fxpipe.codegen.program import RankPlan, program_source
 from fxpipe.cost.analytic import analytic_seconds, section_costs, work_for_any_size
 from fxpipe.cost.device import Device, describe
+from fxpipe.cost.nodes import NodeSeconds
 from fxpipe.cost.profile import measured_bandwidth
 from fxpipe.errors import PartitionError, ScheduleError, VocabularyError
 from fxpipe.ir.graph import Kind, Section
@@ -32,7 +33,7 @@ from fxpipe.ir.liveness import Liveness, liveness
 from fxpipe.ir.sections import requested_outputs
 from fxpipe.ir.storage import call_nodes, node_bytes, output_dict
 from fxpipe.options import Candidates, Offload, Options, candidates
-from fxpipe.passes.run import Cut, CutOptions, cut_phases, with_offload
+from fxpipe.passes.run import Cut, CutOptions, Step, cut_phases, finished, split
 from fxpipe.passes.run import cut as cut_into_stages
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.make_plan import make_plan, with_tensors_of
@@ -85,7 +86,8 @@ def compile_model(
     check_names(model)
     hardware = describe(device)
     tried = candidates(options)
-    phase.expect(3 + cut_phases(len(tried.levels)) * len(tried.placements) * len(tried.barriers))
+    ways = len(tried.barriers)
+    phase.expect(3 + ways + cut_phases(len(tried.levels)) * len(tried.placements) * ways)
 
     def traced(example: Any) -> Captured:
         scale = 1 / options.microbatches
@@ -102,13 +104,14 @@ def compile_model(
             resized = sample(captured.graph, example, lengths, lambda resized: traced(resized).graph)
 
     # Partitioned, rewritten (passes/run.py) and extracted, once for each candidate.
-    cuts = _cuts(captured.graph, resized, tried, options, hardware, phase)
+    node_seconds = NodeSeconds(hardware)
+    cuts = _cuts(Step(captured.graph, resized), tried, options, node_seconds, phase)
     phase.expect(2)
 
     with phase("schedule"):
         # The candidate and the schedule with the shortest simulated step.
         bandwidth = _bandwidth(options, hardware, device)
-        cut, live, found = choose(options, cuts, tried.placements, model, hardware, device, bandwidth)
+        cut, live, found = choose(options, cuts, tried.placements, model, node_seconds, device, bandwidth)
         schedule, costs = found.schedule, found.setting.costs
         _check_buffer_order(cut.graph, schedule)
         # Its messages, proved to end.
@@ -120,8 +123,8 @@ def compile_model(
             work = work_for_any_size(live, cut.graph, cut.resized, hardware)
 
     with phase("codegen"):
-        # The last pass, now that the schedule says which values are offloaded.
-        cut, pools = _offloaded(cut, live, schedule)
+        # The last passes, now that the schedule says which values are offloaded.
+        cut, pools = _finished(cut, live, schedule)
         plan = make_plan(model, example, captured.constants, options, cut, found.timeline, joint)
         plan = replace(plan, work=work, tried=found.tried)
         if pools:
@@ -147,10 +150,11 @@ def compile_evaluation(
     hardware, plan = describe(device), trained.artifact.plan
     options = replace(options, gradients=False, offload=Offload(share=None), recompute=False)
     own = _model_stages(plan.ordered)
+    node_seconds = NodeSeconds(hardware)
     asked = CutOptions(
         len(own),
         options.ranks,
-        hardware,
+        node_seconds,
         None,
         plan.vocabulary.barriers if plan.vocabulary is not None else None,
         held=[_tensors_of(stage, trained.sections) for stage in own],
@@ -159,9 +163,9 @@ def compile_evaluation(
     with phase("evaluation"), _in_eval_mode(model):
         scale = 1 / options.microbatches
         captured = capture(model, example, loss_fn, scale, device, False, options.fixed, options.outputs)
-    (cut,) = cut_into_stages(captured.graph, None, asked, (None,), phase)
+    (cut,) = cut_into_stages(split(Step(captured.graph, None), asked), asked, (None,), phase)
     live = liveness(cut.graph, cut.sections, cut.messages, plan.placement)
-    costs = section_costs(live, analytic_seconds(cut.graph, hardware), hardware)
+    costs = section_costs(live, analytic_seconds(cut.graph, node_seconds), hardware)
     timelines = [simulate(schedule, costs) for schedule in _forward_schedules(plan.ordered, costs)]
     timeline = min(timelines, key=lambda found: found.seconds)
     schedule = timeline.schedule
@@ -169,6 +173,7 @@ def compile_evaluation(
     joint = _collectives(cut, schedule)
     instructions = lower(schedule, costs.edges, joint)
     prove(instructions, schedule.placement)
+    cut = finished(cut, {})
     made = make_plan(model, example, captured.constants, options, cut, timeline, joint)
     made = with_tensors_of(replace(made, model=f"{made.model}, evaluation"), cut.sections, plan)
     return Artifact(made, _programs(made, cut, instructions, ()), captured.constants)
@@ -215,22 +220,22 @@ def _in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _cuts(
-    captured: fx.Graph,
-    resized: ResizedTraces | None,
-    tried: Candidates,
-    options: Options,
-    hardware: Device,
-    phase: Phases,
+    captured: Step, tried: Candidates, options: Options, node_seconds: NodeSeconds, phase: Phases
 ) -> list[Cut]:
     """A cut for every candidate: number of stages, barriers, level of recomputation."""
     cuts: list[Cut] = []
     ways = tried.barriers
+    measured = options.costs == "measured"
+    steps: dict[int | None, Step] = {}  # for any number of stages
     for stages in tried.placements:
         found: list[list[Cut]] = []  # per way, those of all levels
         for barriers in ways:
-            asked = CutOptions(stages, options.ranks, hardware, options.split_points, barriers)
+            asked = CutOptions(stages, options.ranks, node_seconds, options.split_points, barriers, measured)
             try:
-                found.append(cut_into_stages(captured, resized, asked, tried.levels, phase))
+                if barriers not in steps:
+                    with phase("vocabulary"):
+                        steps[barriers] = split(captured, asked)
+                found.append(cut_into_stages(steps[barriers], asked, tried.levels, phase))
             except PartitionError:
                 if barriers is not None and options.vocab_parallel == AUTO:
                     ways = tuple(way for way in ways if way != barriers)  # nor does it fit more stages
@@ -284,14 +289,12 @@ def _bandwidth(options: Options, hardware: Device, device: torch.device) -> floa
     return measured_bandwidth(options.tier, options.offload_directory, device)
 
 
-def _offloaded(cut: Cut, live: Liveness, schedule: Schedule) -> tuple[Cut, tuple[Pool, ...]]:
+def _finished(cut: Cut, live: Liveness, schedule: Schedule) -> tuple[Cut, tuple[Pool, ...]]:
     """The cut with the offloads of its schedule in the graph, and each rank's pool of offloaded values."""
     moved = {(t.stage, t.user) for t in schedule.transfers}
-    if not moved:
-        return cut, ()
     roots = {(stage, user): live.offloadable[stage][user] for stage, user in sorted(moved)}
     sizes = {key: sum(aligned(node_bytes(root)) for root in found) for key, found in roots.items()}
-    return with_offload(cut, roots), make_pools(schedule, sizes)
+    return finished(cut, roots), make_pools(schedule, sizes) if moved else ()
 
 
 def _programs(plan: Plan, cut: Cut, instructions: Programs, pools: tuple[Pool, ...]) -> tuple[str, ...]:
