@@ -77,6 +77,8 @@ def run_demo(steps: int, schedule: str) -> None:
     documents = standard_library()
     tokens = tokenize(documents, train_tokenizer(documents, VOCABULARY))
     save_file({"tokens": tokens}, BUILD.parent / "demo-tokens.safetensors")
+    rows = next(batches(tokens, batch=100 * MICROBATCHES * ROWS, sequence=SEQUENCE, seed=1))
+    save_file(rows, BUILD.parent / "demo-data.safetensors")  # for fxpipe run
     console.print(f"{len(documents)} files, {len(tokens):,} tokens, vocabulary {VOCABULARY}")
 
     console.rule("compile")
