@@ -5,9 +5,11 @@ of one sequence of 128, for 4 ranks and 16 microbatches; seconds in total and in
 ``fxpipe.compiler.compile_model``.  Every compilation runs in a fresh process, as a user's does; the
 time to import torch, transformers and fxpipe is not counted.  Then what takes the longest: GPT-2 with
 every option that looks at more plans, and a transformer of many small ops; here the processor's seconds
-are shown too, as they depend less on what else the machine does.
+are shown too, as they depend less on what else the machine does, and beside them those of torch's own trace
+of the same step: ``make_fx`` of loss and gradients on fake tensors.
 
     python benchmarks/compile_time.py --output benchmarks/results/compile_time.txt
+    python benchmarks/compile_time.py --hard --beside ../older    # in turns with another checkout
     python benchmarks/compile_time.py --layers 24 --schedules zb-h1 --profile build/compile.prof
 """
 
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import gc
 import json
 import os
 import pstats
@@ -26,13 +29,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from report import Report
+from report import ROOT, Report, revision
 
 LAYERS = (12, 24, 48)
 SCHEDULES = ("1f1b", "zb-h1", "auto")
 RANKS, MICROBATCHES = 4, 16
 #: Seconds that compiling so many layers may take, on 2 cores.
 BARS = {12: 15.0, 48: 60.0}
+PHASES = ("capture", "vocabulary", "partition", "passes", "extract", "schedule", "codegen")
+COLUMNS = ("total", "processor", *PHASES)
 ALL_OPTIONS = {"vocab_parallel": "auto", "recompute": "auto", "offload": True}
 
 
@@ -65,6 +70,7 @@ def main() -> None:
     parser.add_argument("--dropout", type=float, default=0.1, help="GPT-2's own is 0.1")
     parser.add_argument("--rounds", type=int, default=3, help="compilations of each; the median is shown")
     parser.add_argument("--hard", action="store_true", help="only the cases that take long")
+    parser.add_argument("--beside", type=Path, help="a checkout of another revision, for what takes long")
     parser.add_argument("--output", type=Path, help="keep what is printed in this file")
     parser.add_argument("--profile", type=Path, help="compile once and keep where the time goes")
     parser.add_argument("--once", help=argparse.SUPPRESS)
@@ -81,19 +87,28 @@ def measure(options: argparse.Namespace) -> None:
     report = Report("Compile time")
     if not options.hard:
         _depths(report, options)
-    _hard(report, options.rounds)
+    _hard(report, options.rounds, options.beside)
     report.save(options.output)
 
 
-def _hard(report: Report, rounds: int) -> None:
+def _hard(report: Report, rounds: int, beside: Path | None) -> None:
     report.line(f"\nwhat takes long, {RANKS} ranks, {MICROBATCHES} microbatches: median seconds of {rounds}")
+    checkouts = {revision(root): root for root in (ROOT, beside) if root is not None}
     rows = []
     for case in HARD:
-        settings = {"model": case.model, "layers": case.layers, "schedule": case.schedule, **case.options}
-        runs = [_in_fresh_process(**settings) for _ in range(rounds)]
-        medians = {phase: statistics.median(run[phase] for run in runs) for phase in runs[0]}
-        rows.append([case.name, *(f"{seconds:.2f}" for seconds in medians.values()), f"{case.bar:.0f}"])
-    report.table(["case", *medians, "bar"], rows)
+        step = {"model": case.model, "layers": case.layers}
+        settings = {**step, "schedule": case.schedule, **case.options}
+        runs: dict[str, list[dict[str, float]]] = {name: [] for name in checkouts}
+        traces = []
+        for _ in range(rounds):
+            for name, root in checkouts.items():
+                runs[name].append(_in_fresh_process(root, **settings))
+            traces.append(_in_fresh_process(trace_alone=True, **step)["processor"])
+        for name, found in runs.items():
+            medians = [statistics.median(run.get(column, 0.0) for run in found) for column in COLUMNS]
+            cells = [*medians, statistics.median(traces)]
+            rows.append([case.name, name, *(f"{seconds:.2f}" for seconds in cells), f"{case.bar:.0f}"])
+    report.table(["case", "fxpipe", *COLUMNS, "torch's trace", "bar"], rows)
 
 
 def _depths(report: Report, options: argparse.Namespace) -> None:
@@ -120,23 +135,28 @@ def _depths(report: Report, options: argparse.Namespace) -> None:
         report.line(f"{last / first:.1f} times the layers take {growth:.1f} times as long, at most")
 
 
-def _in_fresh_process(**settings: Any) -> dict[str, float]:
-    arguments = json.dumps(settings)
+def _in_fresh_process(root: Path = ROOT, **settings: Any) -> dict[str, float]:
+    """The result of ``compile_once`` of a checkout."""
     done = subprocess.run(
-        [sys.executable, __file__, "--once", arguments], stdout=subprocess.PIPE, text=True, check=True
+        [sys.executable, root / "benchmarks" / "compile_time.py", "--once", json.dumps(settings)],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(root)},
     )
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def compile_once(
     layers: int,
-    schedule: str,
+    schedule: str = "1f1b",
     dropout: float = 0.1,
     model: str = "gpt2",
     offload: bool | float = False,
+    trace_alone: bool = False,
     **settings: Any,
 ) -> dict[str, float]:
-    """Seconds in total, of them the processor's, and in each phase."""
+    """Seconds in total, of them the processor's, and in each phase; or those of torch's trace alone."""
     import torch
 
     from fxpipe.compiler import compile_model
@@ -144,6 +164,8 @@ def compile_once(
     from fxpipe.progress import Phases
 
     made, example = _gpt2(layers, dropout) if model == "gpt2" else _small_ops(layers)
+    if trace_alone:
+        return {"processor": _torch_trace(made, example)}
     options = Options(
         ranks=RANKS,
         microbatches=MICROBATCHES,
@@ -162,6 +184,31 @@ def compile_once(
     compile_model(made, example, None, options, torch.device("cpu"), phase)
     total, processor = time.perf_counter() - before, time.process_time() - processor
     return {"total": total, "processor": processor, **phase.seconds}
+
+
+def _torch_trace(model: Any, example: dict[str, Any]) -> float:
+    """The processor's seconds of a trace of loss and gradients, with Python's garbage collector paused."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    mode = FakeTensorMode()
+
+    def fake(x: Any) -> Any:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).requires_grad_(x.requires_grad)
+
+    def step(state: dict[str, Any], example: dict[str, Any]) -> Any:
+        output = torch.func.functional_call(model, state, kwargs=example)
+        trained = [x for x in state.values() if x.requires_grad]
+        return torch.autograd.grad(getattr(output, "loss", output), trained)
+
+    gc.disable()
+    before = time.process_time()
+    with mode:
+        state = {name: fake(x) for name, x in (*model.named_parameters(), *model.named_buffers())}
+        example = {name: fake(x) for name, x in example.items()}
+        make_fx(step, _allow_non_fake_inputs=True)(state, example)
+    return time.process_time() - before
 
 
 def _gpt2(layers: int, dropout: float) -> tuple[Any, dict[str, Any]]:

@@ -25,7 +25,7 @@ class Report:
 
     def __init__(self, title: str) -> None:
         # A fixed width: the file should not depend on the terminal that it was made in.
-        self._console = Console(record=True, width=150, highlight=False, soft_wrap=True)
+        self._console = Console(record=True, width=180, highlight=False, soft_wrap=True)
         command = f"python {shlex.join([os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]])}"
         self.line(title)
         for name, value in {"command": command, **surroundings()}.items():
@@ -59,7 +59,7 @@ def surroundings() -> dict[str, str]:
         "date": datetime.now().astimezone().isoformat(timespec="minutes"),
         "machine": f"{_processor()}, {cores} cores, {memory:.0f} GiB, Linux {platform.release()}",
         "load": f"{os.getloadavg()[0]:.2f} when it began (1 minute; other work makes the numbers worse)",
-        "versions": f"fxpipe {_revision()}, Python {platform.python_version()}, {', '.join(versions)}",
+        "versions": f"fxpipe {revision(ROOT)}, Python {platform.python_version()}, {', '.join(versions)}",
     }
 
 
@@ -80,9 +80,11 @@ def _processor() -> str:
     )
 
 
-def _revision() -> str:
+def revision(root: Path) -> str:
+    """The commit of a checkout of fxpipe, or the version of the installed one."""
+
     def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True).stdout.strip()
 
     changed = " with changes" if git("status", "--porcelain", "fxpipe") else ""
     return f"{git('rev-parse', '--short', 'HEAD') or importlib.metadata.version('fxpipe')}{changed}"

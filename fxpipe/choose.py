@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fxpipe.cost.analytic import analytic_seconds, section_costs
-from fxpipe.cost.device import Device
+from fxpipe.cost.nodes import NodeSeconds
 from fxpipe.cost.profile import measured_seconds
 from fxpipe.errors import LimitError
 from fxpipe.ir.liveness import Liveness, liveness
@@ -26,7 +26,7 @@ def choose(
     cuts: Sequence[Cut],
     placements: Mapping[int, Mapping[str, tuple[int, ...]]],
     model: nn.Module,
-    hardware: Device,
+    node_seconds: NodeSeconds,
     device: torch.device,
     bandwidth: float,
 ) -> tuple[Cut, Liveness, SearchResult]:
@@ -36,13 +36,14 @@ def choose(
     bandwidth: bytes a second to the offload store, one way.
     Raises ScheduleError where no schedule keeps the memory limit.
     """
+    hardware = node_seconds.device
     settings: dict[Setting, tuple[Cut, Liveness]] = {}
     too_heavy: list[LimitError] = []
     for cut in cuts:
         if options.costs == "measured":
             seconds = measured_seconds(cut.sections, device, hardware.stage_overhead)
         else:
-            seconds = analytic_seconds(cut.graph, hardware)
+            seconds = analytic_seconds(cut.graph, node_seconds)
         for name, rank_of_stage in placements[cut.stages].items():
             if cut.vocabulary is not None:
                 rank_of_stage = cut.vocabulary.placement(rank_of_stage)

@@ -18,20 +18,21 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxpipe.capture.resized import ResizedTraces, named_lengths, sample
+from fxpipe.capture.resized import named_lengths, sample
 from fxpipe.capture.trace import Captured, capture
 from fxpipe.choose import choose
 from fxpipe.codegen.collectives import collectives
 from fxpipe.codegen.program import RankPlan, program_source
 from fxpipe.cost.analytic import work_for_any_size
 from fxpipe.cost.device import Device, describe
+from fxpipe.cost.nodes import NodeSeconds
 from fxpipe.cost.profile import measured_bandwidth
 from fxpipe.errors import PartitionError, ScheduleError, VocabularyError
 from fxpipe.ir.graph import Section
 from fxpipe.ir.liveness import Liveness
 from fxpipe.ir.storage import call_nodes, node_bytes, output_dict
 from fxpipe.options import Candidates, Options, candidates
-from fxpipe.passes.run import Cut, CutOptions, cut_phases, with_offload
+from fxpipe.passes.run import Cut, CutOptions, Step, cut_phases, finished, split
 from fxpipe.passes.run import cut as cut_into_stages
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.make_plan import make_plan
@@ -80,7 +81,8 @@ def compile_model(
     check_names(model)
     hardware = describe(device)
     tried = candidates(options)
-    phase.expect(3 + cut_phases(len(tried.levels)) * len(tried.placements) * len(tried.barriers))
+    ways = len(tried.barriers)
+    phase.expect(3 + ways + cut_phases(len(tried.levels)) * len(tried.placements) * ways)
 
     def traced(example: Any) -> Captured:
         scale = 1 / options.microbatches
@@ -95,13 +97,14 @@ def compile_model(
             resized = sample(captured.graph, example, lengths, lambda resized: traced(resized).graph)
 
     # Partitioned, rewritten (passes/run.py) and extracted, once for each candidate.
-    cuts = _cuts(captured.graph, resized, tried, options, hardware, phase)
+    node_seconds = NodeSeconds(hardware)
+    cuts = _cuts(Step(captured.graph, resized), tried, options, node_seconds, phase)
     phase.expect(2)
 
     with phase("schedule"):
         # The candidate and the schedule with the shortest simulated step.
         bandwidth = _bandwidth(options, hardware, device)
-        cut, live, found = choose(options, cuts, tried.placements, model, hardware, device, bandwidth)
+        cut, live, found = choose(options, cuts, tried.placements, model, node_seconds, device, bandwidth)
         schedule, costs = found.schedule, found.setting.costs
         _check_buffer_order(cut.graph, schedule)
         # Its messages, proved to end.
@@ -113,8 +116,8 @@ def compile_model(
             work = work_for_any_size(live, cut.graph, cut.resized, hardware)
 
     with phase("codegen"):
-        # The last pass, now that the schedule says which values are offloaded.
-        cut, pools = _offloaded(cut, live, schedule)
+        # The last passes, now that the schedule says which values are offloaded.
+        cut, pools = _finished(cut, live, schedule)
         plan = make_plan(model, example, captured.constants, options, cut, found.timeline, joint)
         plan = replace(plan, work=work, tried=found.tried)
         if pools:
@@ -124,22 +127,22 @@ def compile_model(
 
 
 def _cuts(
-    captured: fx.Graph,
-    resized: ResizedTraces | None,
-    tried: Candidates,
-    options: Options,
-    hardware: Device,
-    phase: Phases,
+    captured: Step, tried: Candidates, options: Options, node_seconds: NodeSeconds, phase: Phases
 ) -> list[Cut]:
     """A cut for every candidate: number of stages, barriers, level of recomputation."""
     cuts: list[Cut] = []
     ways = tried.barriers
+    measured = options.costs == "measured"
+    steps: dict[int | None, Step] = {}  # for any number of stages
     for stages in tried.placements:
         found: list[list[Cut]] = []  # per way, those of all levels
         for barriers in ways:
-            asked = CutOptions(stages, options.ranks, hardware, options.split_points, barriers)
+            asked = CutOptions(stages, options.ranks, node_seconds, options.split_points, barriers, measured)
             try:
-                found.append(cut_into_stages(captured, resized, asked, tried.levels, phase))
+                if barriers not in steps:
+                    with phase("vocabulary"):
+                        steps[barriers] = split(captured, asked)
+                found.append(cut_into_stages(steps[barriers], asked, tried.levels, phase))
             except PartitionError:
                 if barriers is not None and options.vocab_parallel == AUTO:
                     ways = tuple(way for way in ways if way != barriers)  # nor does it fit more stages
@@ -193,14 +196,12 @@ def _bandwidth(options: Options, hardware: Device, device: torch.device) -> floa
     return measured_bandwidth(options.tier, options.offload_directory, device)
 
 
-def _offloaded(cut: Cut, live: Liveness, schedule: Schedule) -> tuple[Cut, tuple[Pool, ...]]:
+def _finished(cut: Cut, live: Liveness, schedule: Schedule) -> tuple[Cut, tuple[Pool, ...]]:
     """The cut with the offloads of its schedule in the graph, and each rank's pool of offloaded values."""
     moved = {(t.stage, t.user) for t in schedule.transfers}
-    if not moved:
-        return cut, ()
     roots = {(stage, user): live.offloadable[stage][user] for stage, user in sorted(moved)}
     sizes = {key: sum(aligned(node_bytes(root)) for root in found) for key, found in roots.items()}
-    return with_offload(cut, roots), make_pools(schedule, sizes)
+    return finished(cut, roots), make_pools(schedule, sizes) if moved else ()
 
 
 def _programs(plan: Plan, cut: Cut, instructions: Programs, pools: tuple[Pool, ...]) -> tuple[str, ...]:

@@ -2,9 +2,9 @@
 
 The first trace has the ops that autograd ran, including in-place ops.  An op that writes to a value whose
 memory nothing else shares (the mask of a dropout), or that is the last use of the buffer that it writes to (a
-batch norm), is replaced by its functional form.  If other in-place ops are left, the graph is traced once
-more through ``torch.func.functionalize``, which keeps node metadata.  A write to a buffer becomes an output
-of the step.
+batch norm), is replaced by its functional form.  If other in-place ops are left, the ops on the memory that
+they write to are traced once more through ``torch.func.functionalize``; all others are copied.  A write to a
+buffer becomes an output of the step.
 
 before: native_batch_norm(x, …, mean, var, training)     which moves mean and var and does not say so
         native_batch_norm_backward(…, mean, var, …)      which reads them in evaluation alone
@@ -53,9 +53,9 @@ def functionalize(module: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
         for node in left:
             _replace_alone(node, known)
         return module
-    interpreter = _Carrying(module)
+    retrace = _Retrace(module)
     with torch.no_grad():
-        return compat.make_fx(torch.func.functionalize(interpreter.run))(*inputs)
+        return compat.make_fx(torch.func.functionalize(retrace.run))(*inputs)
 
 
 def _declare_writes(graph: fx.Graph) -> None:
@@ -88,7 +88,10 @@ def _replace_alone(node: fx.Node, known: dict[str, fx.Graph | None]) -> None:
             if op.target is aten.copy_.default and copies[op.args[0]].op != "placeholder":
                 continue  # back to the argument, which nobody reads any more
             copies[op] = graph.node_copy(op, copies.__getitem__)
-            copies[op].meta = {**node.meta, "val": op.meta["val"]}
+            val = op.meta["val"]
+            # A tensor of its own, by which ``_Retrace`` may find the node.
+            own = val.detach() if isinstance(val, torch.Tensor) else val
+            copies[op].meta = {**node.meta, "val": own}
     if isinstance(result, (tuple, list)):
         for item in list(node.users):
             item.replace_all_uses_with(copies[result[item.args[1]]])  # type: ignore[index]
@@ -197,11 +200,16 @@ def writes_to_a_constant(place: Any) -> CaptureError:
     )
 
 
-class _Carrying(fx.Interpreter):
-    """Gives the nodes of the running trace the metadata of the node that is being interpreted."""
+class _Retrace(fx.Interpreter):
+    """Traces the ops that meet in-place ops once more, and copies all others to the running trace.
+
+    The nodes of the trace get the metadata of the node that they come from.
+    """
 
     def __init__(self, module: fx.GraphModule):
-        super().__init__(module)
+        super().__init__(module, garbage_collect_values=False)
+        self._again = _meeting_writes(module.graph)
+        self._copies: dict[fx.Node, fx.Node] = {}  # what was copied -> its node in the running trace
         self._seen: fx.Node | None = None
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -209,6 +217,13 @@ class _Carrying(fx.Interpreter):
         return aten.lift_fresh.default(super().get_attr(target, args, kwargs))
 
     def run_node(self, n: fx.Node) -> Any:
+        graph = compat.traced_graph()
+        if n.op == "call_function" and n not in self._again:
+            self._copies[n] = self._seen = compat.copy_node(graph, n, self._node)
+            return None  # until an op that is traced needs the value
+        for source in n.all_input_nodes:
+            if source in self._copies and self.env[source] is None:
+                self.env[source] = _value(source, self._copies[source])
         try:
             result = super().run_node(n)
         except RuntimeError as error:
@@ -216,10 +231,36 @@ class _Carrying(fx.Interpreter):
                 f"What {n.target} writes cannot be followed ({n.meta.get('origin', 'an unknown line')}): "
                 f"{str(error).strip().splitlines()[0]}"
             ) from error
-        graph = compat.traced_graph()
         for node in compat.nodes_after(self._seen, graph):
             for key in ("origin", "random_position"):
                 if key in n.meta:
                     node.meta[key] = n.meta[key]
             self._seen = node
+        before, after = (list(map(_layout, _listed(x))) for x in (n.meta.get("val"), result))
+        self._again.update(u for u in n.users if u.target is operator.getitem or before != after)
         return result
+
+    def _node(self, n: fx.Node) -> fx.Node:
+        return self._copies.get(n) or compat.functional_node(self.env[n])
+
+
+def _value(n: fx.Node, copy: fx.Node) -> Any:
+    """The value of a copied op, for ops that are traced."""
+    value = n.meta["val"]
+    if not isinstance(value, torch.Tensor):
+        return value
+    compat.track(value, copy)
+    return aten.lift_fresh.default(value)
+
+
+def _meeting_writes(graph: fx.Graph) -> set[fx.Node]:
+    """The ops whose result shares memory with a value that is written to, and the users of such results."""
+    roots: dict[fx.Node, fx.Node] = {}
+    changed: set[fx.Node] = set()
+    for node in graph.nodes:
+        over = [x for x in written_arguments(node.target, node.args, node.kwargs) if isinstance(x, fx.Node)]
+        shares = over or (node.all_input_nodes if is_view(node) else [])
+        roots[node] = roots[shares[0]] if shares else node
+        changed.update(roots[x] for x in over)
+    members = {node for node, root in roots.items() if root in changed}
+    return members.union(*(node.users for node in members))

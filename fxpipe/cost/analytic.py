@@ -9,7 +9,7 @@ from torch import fx
 
 from fxpipe.capture.resized import ResizedTraces
 from fxpipe.cost.device import Device
-from fxpipe.cost.nodes import bytes_moved, dtype_of, is_free, node_cost, node_flops
+from fxpipe.cost.nodes import NodeSeconds, bytes_moved, dtype_of, is_free, node_flops
 from fxpipe.cost.polynomials import Polynomial, Sizes
 from fxpipe.cost.symbolic import PlanWork, Rates, StageWork, Terms, Work
 from fxpipe.ir.graph import Color, Phase
@@ -18,12 +18,13 @@ from fxpipe.ir.storage import call_nodes, node_bytes
 from fxpipe.schedule.costs import Costs, Edge, StageCost
 
 
-def analytic_seconds(graph: fx.Graph, device: Device) -> dict[Color, float]:
+def analytic_seconds(graph: fx.Graph, node_seconds: NodeSeconds) -> dict[Color, float]:
     """The seconds of every section, from its ops' shapes and the device's description."""
+    overhead = node_seconds.device.stage_overhead
     seconds: dict[Color, float] = {}
     for node in call_nodes(graph):
         color = node.meta["color"]
-        seconds[color] = seconds.get(color, device.stage_overhead) + node_cost(node, device).seconds
+        seconds[color] = seconds.get(color, overhead) + node_seconds(node)
     return seconds
 
 

@@ -17,6 +17,10 @@ from fxpipe.ir.storage import is_view, node_bytes, tensors
 aten = torch.ops.aten
 
 
+#: Ops that move fewer bytes once they write over their first argument.
+CHEAPER_IN_PLACE = (aten.index_add.default,)
+
+
 @dataclass(frozen=True, slots=True)
 class NodeCost:
     flops: int
@@ -34,6 +38,25 @@ def node_cost(node: fx.Node, device: Device) -> NodeCost:
         return _FREE
     flops, moved = node_flops(node), bytes_moved(node)
     return NodeCost(flops, moved, device.seconds(flops, moved, dtype_of(node)))
+
+
+class NodeSeconds:
+    """``node_cost(node, device).seconds``, computed once for all copies of a node.
+
+    The graphs of all candidates are copies of one, with the same targets and fake tensors: two nodes with one
+    target, whose value and inputs are the same fake tensors, cost the same.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._known: dict[tuple[Any, ...], tuple[float, list[Any]]] = {}
+
+    def __call__(self, node: fx.Node) -> float:
+        values = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
+        key = (id(node.target), *map(id, values))
+        if key not in self._known:  # with the values, whose ids are theirs as long as they live
+            self._known[key] = node_cost(node, self.device).seconds, values
+        return self._known[key][0]
 
 
 def is_free(node: fx.Node) -> bool:

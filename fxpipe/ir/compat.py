@@ -33,7 +33,9 @@ __all__ = [
     "OpOverload",
     "TorchDispatchMode",
     "compiling_flag",
+    "copy_node",
     "current_sequence_number",
+    "functional_node",
     "gradient_hooks",
     "has_accumulation_hooks",
     "has_kernel",
@@ -50,6 +52,7 @@ __all__ = [
     "traced_constants",
     "traced_graph",
     "traced_node",
+    "track",
 ]
 
 #: Raised by a fake tensor if the model reads a number that only real data has.
@@ -155,6 +158,21 @@ def traced_node(tensor: torch.Tensor) -> torch.fx.Node | None:
     return None if slot is None else slot.proxy.node
 
 
+def track(tensor: torch.Tensor, node: torch.fx.Node) -> None:
+    """Let a fake tensor be the value of a node of the running trace."""
+    mode = get_proxy_mode()
+    assert mode is not None, "no make_fx trace is running"
+    proxy = torch.fx.Proxy(node, mode.tracer)
+    proxy_tensor.track_tensor_tree(tensor, proxy, constant=None, tracer=mode.tracer)
+
+
+def functional_node(tensor: torch.Tensor) -> torch.fx.Node:
+    """The node of a tensor inside ``torch.func.functionalize`` in the running trace."""
+    node = traced_node(torch._C._functorch.get_unwrapped(tensor))
+    assert node is not None, "the trace has not seen the tensor"
+    return node
+
+
 def modules_without_code() -> contextlib.AbstractContextManager[None]:
     """Defer the Python code of traced graphs until it is called."""
     return _use_lazy_graph_module(True)
@@ -180,6 +198,24 @@ def plain_kernels() -> Iterator[None]:
 def has_kernel(op: OpOverload, device: str) -> bool:
     """Whether an op has its own kernel for this type of device."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), device.upper())
+
+
+def copy_node(
+    graph: torch.fx.Graph, node: torch.fx.Node, copies: Callable[[torch.fx.Node], Any]
+) -> torch.fx.Node:
+    """``graph.node_copy(node, copies)`` in a third of its time, for arguments without symbolic numbers.
+
+    It neither looks for such numbers nor enters the node into the graph's tables several times.
+    """
+    args, kwargs = (torch.fx.map_arg(x, copies) for x in (node.args, node.kwargs))
+    name = graph._graph_namespace.create_name(node.name, None)
+    copy = torch.fx.Node(graph, name, node.op, node.target, args, kwargs, node.type)  # type: ignore[arg-type]
+    copy.meta.update(node.meta)
+    graph._graph_namespace.associate_name_with_obj(name, copy)
+    graph._insert(copy)
+    graph._find_nodes_lookup_table.insert(copy)
+    graph._len += 1
+    return copy
 
 
 def nodes_after(last: torch.fx.Node | None, graph: torch.fx.Graph) -> list[torch.fx.Node]:

@@ -15,7 +15,7 @@ from torch import fx
 
 from fxpipe.ir.graph import Color, Kind, Phase, Section
 from fxpipe.ir.sections import Message
-from fxpipe.ir.storage import call_nodes, is_view, node_bytes, root_within, storage_roots
+from fxpipe.ir.storage import call_nodes, is_view, node_bytes, root_within, storage_root
 from fxpipe.runtime.tensors import is_dense
 
 SMALLEST = 4096
@@ -94,7 +94,7 @@ def liveness(
             values = {_owner(value, rank, placement) for value in values}
             values = {owner for owner in values if saves_activation.get(owner, outer + 1) > outer}
         sent.append(values)
-    offloadable = offload_candidates(list(nodes.values()), saved_activations, placement)
+    offloadable = offload_candidates(saved_activations, placement)
     return Liveness(
         ops, tuple(saved_activations), tuple(saved_for_weight), tuple(sent), offloadable, messages
     )
@@ -131,7 +131,7 @@ def _saved(nodes: dict[str, fx.Node], sections: Iterable[Section]) -> tuple[set[
 
 
 def offload_candidates(
-    nodes: Sequence[fx.Node], saved: Sequence[Set[fx.Node]], placement: tuple[int, ...]
+    saved: Sequence[Set[fx.Node]], placement: tuple[int, ...]
 ) -> tuple[dict[Phase, list[fx.Node]], ...]:
     """Which saved activations of each stage can be offloaded between F and B or W, in the graph's order:
     under B those that B reads, under W those that W alone reads.
@@ -139,29 +139,36 @@ def offload_candidates(
     A storage is no candidate if another stage of the same rank reads it as well, if it is small, or if its
     elements do not fill it.
     """
-    users: defaultdict[fx.Node, set[tuple[int, Phase]]] = defaultdict(set)  # storage -> its readers
-    phases: defaultdict[tuple[int, fx.Node], set[Phase]] = defaultdict(set)
-    owners = storage_roots(nodes[0].graph)
-    for node in nodes:
-        stage, phase = node.meta["color"].stage, node.meta["color"].phase
-        for value in node.all_input_nodes:
-            if value.op == "call_function":
-                users[owners[value]].add((stage, phase))
-                phases[stage, root_within(value, stage)].add(phase)
-    position = {node: k for k, node in enumerate(nodes)}
     found = []
     for stage, roots in enumerate(saved):
         own: dict[Phase, list[fx.Node]] = {Phase.B: [], Phase.W: []}
-        for root in sorted(roots, key=position.__getitem__):
-            used = phases[stage, root]
+        for root in sorted(roots):  # in the graph's order
+            used = {color.phase for color in _readers(root, stage) if color.stage == stage}
             shared = any(
-                other != stage and placement[other] == placement[stage] for other, _ in users[owners[root]]
+                color.stage != stage and placement[color.stage] == placement[stage]
+                for color in _readers(storage_root(root))
             )
             made_here = root.meta["color"].stage == stage or Phase.F in used
             if made_here and not shared and _is_worth(root):
                 own[Phase.B if Phase.B in used else Phase.W].append(root)
         found.append(own)
     return tuple(found)
+
+
+def _readers(root: fx.Node, stage: int | None = None) -> set[Color]:
+    """The sections that read a value or a view of it; with ``stage``, of the views that this stage makes."""
+    readers: set[Color] = set()
+    aliases = [root]
+    for alias in aliases:
+        for user in alias.users:
+            if user.op != "call_function":
+                continue
+            color = user.meta["color"]
+            if alias.op == "call_function":
+                readers.add(color)
+            if is_view(user) and user.args[0] is alias and stage in (None, color.stage):
+                aliases.append(user)
+    return readers
 
 
 def _is_worth(root: fx.Node) -> bool:

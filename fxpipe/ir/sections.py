@@ -14,6 +14,7 @@ from functools import partial
 from torch import fx
 
 from fxpipe.errors import VerifyError
+from fxpipe.ir.compat import copy_node
 from fxpipe.ir.graph import Color, Kind, Phase, Section, Value, arrival, offload
 from fxpipe.ir.storage import call_nodes, output_dict
 
@@ -106,7 +107,7 @@ def _graph(color: Color, given: list[fx.Node], nodes: list[fx.Node], returned: l
         copies[node] = new.placeholder(node.name)
         copies[node].meta = dict(node.meta)
     for node in nodes:
-        copies[node] = new.node_copy(node, copies.__getitem__)
+        copies[node] = copy_node(new, node, copies.__getitem__)
     renamed = [n for n in copies if copies[n].name != n.name]
     if renamed:
         raise VerifyError(f"{renamed[0].name} was renamed in section {color}: names must be unique.")

@@ -16,8 +16,7 @@ from typing import TypeVar
 import torch
 from torch import fx
 
-from fxpipe.cost.device import Device
-from fxpipe.cost.nodes import node_cost
+from fxpipe.cost.nodes import NodeSeconds
 from fxpipe.errors import PartitionError
 from fxpipe.ir.graph import Color, Phase, read_buffer
 from fxpipe.ir.storage import call_nodes, is_view, node_bytes, output_dict, storage_root
@@ -31,14 +30,15 @@ _Amount = TypeVar("_Amount", int, float)
 def partition(
     graph: fx.Graph,
     stages: int,
-    device: Device,
+    node_seconds: NodeSeconds,
     split_points: Sequence[str] | None = None,
-    first: int = 0,
+    before: int = 0,
+    behind: int = 0,
 ) -> None:
-    """Give every op without a color its stage, and phase F or B.
+    """Give every op without a color its stage, and phase F or B; negative stages count from the last one.
 
     split_points: module paths; each begins a new stage (None: cuts are chosen by cost).
-    first: the number of the first stage.
+    before, behind: the numbers of stages beside the model's own, whose ops have colors.
     Raises PartitionError for a split point that is no module of the graph and for more stages than
     there are places to cut.
     """
@@ -47,9 +47,9 @@ def partition(
     by_seq: dict[int, int] = {}
     for node in forward:
         by_seq.setdefault(node.meta["origin"].seq, position[node])
-    free = recomputable_nodes(graph, device)
+    free = recomputable_nodes(graph, node_seconds)
     if split_points is None:
-        cuts = _cuts_by_cost(graph, position, by_seq, stages, device, free)
+        cuts = _cuts_by_cost(graph, position, by_seq, stages, node_seconds, free)
     else:
         cuts = _cuts_by_path(forward, stages, split_points)
     starts = {c + 1 for c in cuts}
@@ -66,7 +66,11 @@ def partition(
             f"Stage {min(set(range(stages)) - held)} would be empty: all that it could hold belongs to the "
             "stages beside it. Use fewer ranks or fewer stages per rank, or other split points."
         )
-    _color(graph, stage, {s: stage[forward[i]] for s, i in by_seq.items()}, first)
+    _color(graph, stage, {s: stage[forward[i]] for s, i in by_seq.items()}, before)
+    for node in call_nodes(graph):
+        color = node.meta["color"]
+        if color.stage < 0:
+            node.meta["color"] = Color(before + stages + behind + color.stage, color.phase)
     _check_buffers(graph)
 
 
@@ -93,7 +97,7 @@ def _cuts_by_cost(
     position: dict[fx.Node, int],
     by_seq: dict[int, int],
     stages: int,
-    device: Device,
+    node_seconds: NodeSeconds,
     free: Free,
 ) -> tuple[int, ...]:
     seconds = [0.0] * len(position)
@@ -107,7 +111,7 @@ def _cuts_by_cost(
             if at is None:
                 continue
             home[node] = at
-        seconds[home[node]] += node_cost(node, device).seconds
+        seconds[home[node]] += node_seconds(node)
     bytes = _crossing_bytes(graph, position, home, free.in_stage | free.anywhere)
     try:
         return choose_cuts(seconds, bytes, stages)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fxpipe.cost.device import Device
-from fxpipe.cost.nodes import node_cost, node_flops
+from fxpipe.cost.nodes import NodeSeconds, node_flops
 from fxpipe.ir.graph import Kind
 from fxpipe.ir.storage import call_nodes, node_bytes, output_dict
 from fxpipe.runtime.random import keyed
@@ -27,16 +26,17 @@ class Free:
     in_stage: set[fx.Node]
 
 
-def recomputable_nodes(graph: fx.Graph, device: Device) -> Free:
+def recomputable_nodes(graph: fx.Graph, seconds: NodeSeconds) -> Free:
     """A value is free if its inputs are on every rank (the batch, constants, buffers that do not change) and
     it takes little work.  Within one stage, a value computed from parameters alone without a matrix product
     (a view, a cast) is free as well; a value computed from parameters and the batch never is.
     """
-    cost = {n: node_cost(n, device).seconds for n in call_nodes(graph)}
+    cost = {n: seconds(n) for n in call_nodes(graph)}
     budget = MAX_SHARE * sum(cost.values())
+    transfer = seconds.device.transfer_seconds
     at_hand = frozenset({Kind.BATCH, Kind.CONSTANT, Kind.BUFFER})
     return Free(
-        _found(graph, cost, at_hand, lambda node: max(budget, device.transfer_seconds(node_bytes(node)))),
+        _found(graph, cost, at_hand, lambda node: max(budget, transfer(node_bytes(node)))),
         _found(graph, cost, at_hand | {Kind.PARAMETER}, lambda _: budget),
     )
 

@@ -10,6 +10,8 @@ and its time.  Of equally small cuts the one that repeats the least is taken.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import fx
 
@@ -49,15 +51,16 @@ def _is_cheap(node: fx.Node, stage: int) -> bool:
 
 def _to_repeat(users: list[fx.Node], stage: int) -> set[fx.Node]:
     """The nodes outside W that W recomputes."""
+    size = cache(node_bytes)
 
     def keep(node: fx.Node) -> int | None:
         # A view keeps its whole storage alive, so only owners of storages are saved.
-        return None if is_view(node) and _is_cheap(node, stage) else _SCALE * node_bytes(node)
+        return None if is_view(node) and _is_cheap(node, stage) else _SCALE * size(node)
 
     def repeat(node: fx.Node) -> int | None:
         if not _is_cheap(node, stage):
             return None
-        return 0 if is_view(node) else node_bytes(node) + sum(node_bytes(n) for n in node.all_input_nodes)
+        return 0 if is_view(node) else size(node) + sum(map(size, node.all_input_nodes))
 
     needed = [n for user in users for n in user.all_input_nodes]
     return to_repeat([n for n in needed if not _is_w(n)], keep, repeat)

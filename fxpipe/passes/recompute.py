@@ -12,6 +12,7 @@ fewer bytes are saved then.  B hands recomputed values to W like other values.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Literal
 
 from torch import fx
@@ -63,25 +64,25 @@ def _made_in_b(backward: list[fx.Node], again: set[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _may(node: fx.Node, forward: Color, level: Level) -> bool:
-    if node.meta["color"] != forward or node.target is read_buffer:
-        return False
-    return level == "full" or not node_flops(node)
-
-
 def _made_again(backward: list[fx.Node], stage: int, level: Level) -> set[fx.Node]:
-    forward = Color(stage, Phase.F)
+    forward, size = Color(stage, Phase.F), cache(node_bytes)
+
+    @cache
+    def may(node: fx.Node) -> bool:
+        if node.meta["color"] != forward or node.target is read_buffer:
+            return False
+        return level == "full" or not node_flops(node)
 
     def keep(node: fx.Node) -> int | None:
         is_tuple = isinstance(node.meta["val"], (tuple, list))
         # A tuple cannot be saved, and a view keeps its base alive.
-        free = _may(node, forward, level) and (is_tuple or is_view(node))
-        return None if free else _SCALE * node_bytes(node)
+        free = may(node) and (is_tuple or is_view(node))
+        return None if free else _SCALE * size(node)
 
     def repeat(node: fx.Node) -> int | None:
-        if not _may(node, forward, level):
+        if not may(node):
             return None
-        return 0 if is_view(node) else node_bytes(node) + sum(node_bytes(n) for n in node.all_input_nodes)
+        return 0 if is_view(node) else size(node) + sum(map(size, node.all_input_nodes))
 
     needed = [n for user in backward for n in user.all_input_nodes if n.op == "call_function"]
     return to_repeat([n for n in needed if not _is_backward(n, stage)], keep, repeat)

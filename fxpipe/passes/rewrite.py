@@ -6,6 +6,7 @@ from collections.abc import Set
 
 from torch import fx
 
+from fxpipe.ir.compat import copy_node
 from fxpipe.ir.graph import Color, Phase
 from fxpipe.ir.storage import output_dict
 
@@ -32,7 +33,7 @@ def clone_into(
         return known
     inputs = {n: clone_into(n, color, before, clones, repeated, in_b) for n in node.all_input_nodes}
     with node.graph.inserting_before(before):
-        clone = node.graph.node_copy(node, inputs.__getitem__)
+        clone = copy_node(node.graph, node, inputs.__getitem__)
     clone.meta["color"] = color
     clones[(color, node)] = clone
     return clone

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from fxpipe.capture.resized import ResizedTraces
-from fxpipe.cost.device import Device
+from fxpipe.cost.nodes import CHEAPER_IN_PLACE, NodeSeconds
 from fxpipe.errors import PartitionError
+from fxpipe.ir.compat import copy_node
 from fxpipe.ir.graph import Phase, Section
 from fxpipe.ir.sections import Message, extract, messages
 from fxpipe.ir.verify import verify
@@ -41,15 +42,16 @@ class CutOptions:
     """The decisions on which a cut depends.
 
     ``stages``: the number of the model's own stages.  ``split_points``: see ``partition``.  ``barriers``: per
-    microbatch, of split vocabulary layers; None if they are not split.  ``recompute``: the level of
-    recomputation.
+    microbatch, of split vocabulary layers; None if they are not split.  ``runnable``: the sections will be
+    run for their costs.  ``recompute``: the level of recomputation.
     """
 
     stages: int
     ranks: int
-    device: Device
+    seconds: NodeSeconds
     split_points: Sequence[str] | None
     barriers: int | None
+    runnable: bool = False
     recompute: Level | None = None
 
 
@@ -75,18 +77,25 @@ class Pass:
 def _split_vocabulary(step: Step, options: CutOptions) -> None:
     """Split the vocabulary layers in the graph and in its traces at other sizes."""
     assert options.barriers is not None, "the pass is disabled without barriers"
-    step.vocabulary = split_vocabulary(step.graph, options.ranks, options.stages, options.barriers)
+    step.vocabulary = split_vocabulary(step.graph, options.ranks, options.barriers)
     if step.resized is not None:
         others = [_copied(other) for other in step.resized.graphs]
         for other in others:
-            split_vocabulary(other, options.ranks, options.stages, options.barriers)
+            split_vocabulary(other, options.ranks, options.barriers)
         step.resized = step.resized.after_rewrite(step.graph, others)
 
 
 def _partition(step: Step, options: CutOptions) -> None:
-    first = step.vocabulary.embedding_shards if step.vocabulary else 0
+    beside = step.vocabulary or Vocabulary()
     try:
-        partition(step.graph, options.stages, options.device, options.split_points, first)
+        partition(
+            step.graph,
+            options.stages,
+            options.seconds,
+            options.split_points,
+            before=beside.embedding_shards,
+            behind=beside.output_shards,
+        )
     except PartitionError as error:
         if step.vocabulary is None:
             raise
@@ -107,21 +116,21 @@ def _insert_offload(step: Step, options: CutOptions) -> None:
 
 
 PASSES = (
-    # before partition: the output layer and the input embedding as stages of their own
+    # for every number of stages: the output layer and the input embedding as stages of their own
     Pass("vocabulary", _split_vocabulary, lambda step, options: options.barriers is not None),
     Pass("partition", _partition),
     Pass("count_beside_loss", lambda step, options: count_beside_loss(step.graph)),
     Pass("untie", lambda step, options: untie(step.graph)),
     Pass("split_backward", lambda step, options: split_backward(step.graph)),
-    Pass("sink_cheap_values", lambda step, options: sink_cheap_values(step.graph, options.device)),
+    Pass("sink_cheap_values", lambda step, options: sink_cheap_values(step.graph, options.seconds)),
     # once for each level of recomputation
     Pass("recompute", _recompute, lambda step, options: options.recompute is not None),
     Pass("mincut_saved_for_weight", lambda step, options: mincut_saved_for_weight(step.graph)),
     Pass("make_contiguous", lambda step, options: make_contiguous(step.graph)),
     Pass("fuse_accumulation", lambda step, options: fuse_accumulation(step.graph)),
+    # of the chosen cut alone, as costs do not depend on them (but see ``_is_costed``)
     Pass("accept_any_strides", lambda step, options: accept_any_strides(step.graph)),
     Pass("use_inplace_ops", lambda step, options: use_inplace_ops(step.graph)),
-    # once the schedule is known
     Pass("offload", _insert_offload, lambda step, options: bool(step.offloaded)),
 )
 
@@ -141,6 +150,7 @@ class Cut:
     """The step cut into stages; ``vocabulary``: the stages beside the model's own.
 
     ``messages``: the values that sections send each other, whichever ranks they will run on.
+    ``last_pass``: the last one that has run.
     """
 
     options: CutOptions
@@ -149,6 +159,7 @@ class Cut:
     sections: tuple[Section, ...]
     messages: tuple[Message, ...]
     resized: ResizedTraces | None
+    last_pass: str
 
     @property
     def stages(self) -> int:
@@ -164,47 +175,62 @@ def cut_phases(levels: int) -> int:
     return 2 + 2 * levels
 
 
-def cut(
-    captured: fx.Graph,
-    resized: ResizedTraces | None,
-    options: CutOptions,
-    levels: Sequence[Level | None],
-    phase: Phases,
-) -> list[Cut]:
-    """One cut for each level of recomputation, with the same stages.  The captured graph stays as it is.
+def split(step: Step, options: CutOptions) -> Step:
+    """The captured step with its vocabulary layers split, if ``options`` has barriers; for any number of
+    stages.  The given step stays as it is.
 
-    resized: the traces of the captured graph at other sizes; each cut gets its own.
-    Raises PartitionError as ``partition`` does, VocabularyError as ``split_vocabulary`` does.
+    Raises VocabularyError as ``split_vocabulary`` does.
     """
-    shared = Step(_copied(captured), resized)
+    if options.barriers is None:
+        return step
+    step = replace(step, graph=_copied(step.graph))
+    run_passes(step, options, "vocabulary", "vocabulary")
+    return step
+
+
+def cut(step: Step, options: CutOptions, levels: Sequence[Level | None], phase: Phases) -> list[Cut]:
+    """One cut for each level of recomputation, with the same stages, up to the passes that its costs need.
+
+    step: the result of ``split``, which stays as it is.
+    Raises PartitionError as ``partition`` does.
+    """
     with phase("partition"):
-        run_passes(shared, options, "vocabulary", "count_beside_loss")
+        shared = replace(step, graph=_copied(step.graph))
+        run_passes(shared, options, "partition", "count_beside_loss")
     with phase("passes"):
         run_passes(shared, options, "untie", "sink_cheap_values")
     cuts = []
     for level in levels:
-        own = shared if level == levels[-1] else replace(shared, graph=_copied(shared.graph))
         at_level = replace(options, recompute=level)
         with phase("passes"):
-            run_passes(own, at_level, "recompute", "use_inplace_ops")
+            own = shared if level == levels[-1] else replace(shared, graph=_copied(shared.graph))
+            last = "use_inplace_ops" if options.runnable or _is_costed(own.graph) else "fuse_accumulation"
+            run_passes(own, at_level, "recompute", last)
         with phase("extract"):
             sections = extract(own.graph)
-            cuts.append(Cut(at_level, own.vocabulary, own.graph, sections, messages(sections), own.resized))
+            cuts.append(
+                Cut(at_level, own.vocabulary, own.graph, sections, messages(sections), own.resized, last)
+            )
     return cuts
 
 
-def with_offload(cut: Cut, offloaded: Offloaded) -> Cut:
-    """The cut with these values offloaded; its graph is rewritten in place, its sections extracted again."""
-    if not offloaded:
-        return cut
+def _is_costed(graph: fx.Graph) -> bool:
+    """Whether the cost of an op depends on ``use_inplace_ops``."""
+    return any(graph.find_nodes(op="call_function", target=op) for op in CHEAPER_IN_PLACE)
+
+
+def finished(cut: Cut, offloaded: Offloaded) -> Cut:
+    """The cut after all passes; its graph is rewritten in place, its sections are extracted again."""
     step = Step(cut.graph, cut.resized, cut.vocabulary, offloaded)
-    run_passes(step, cut.options, "offload", "offload")
-    return replace(cut, sections=extract(cut.graph))
+    names = [each.name for each in PASSES]
+    run_passes(step, cut.options, names[names.index(cut.last_pass) + 1], names[-1])
+    return replace(cut, sections=extract(cut.graph), last_pass=names[-1])
 
 
 def _copied(graph: fx.Graph) -> fx.Graph:
     """A copy with the same nodes, names and metadata; fake tensors are shared."""
     copy = fx.Graph()
-    copy.output(copy.graph_copy(graph, {}))
-    copy.output_node().meta = dict(graph.output_node().meta)
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        copies[node] = copy_node(copy, node, copies.__getitem__)
     return copy

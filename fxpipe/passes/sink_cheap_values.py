@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxpipe.cost.device import Device
+from fxpipe.cost.nodes import NodeSeconds
 from fxpipe.ir.graph import Color
 from fxpipe.ir.storage import call_nodes, drop_dead
 from fxpipe.partition.recomputable import recomputable_nodes
 from fxpipe.passes.rewrite import clone_into
 
 
-def sink_cheap_values(graph: fx.Graph, device: Device) -> None:
-    known = recomputable_nodes(graph, device)
+def sink_cheap_values(graph: fx.Graph, seconds: NodeSeconds) -> None:
+    known = recomputable_nodes(graph, seconds)
     clones: dict[tuple[Color, fx.Node], fx.Node] = {}
     for user in call_nodes(graph):
         color = user.meta["color"]

@@ -15,7 +15,7 @@ import numpy as np
 from fxpipe.ir.graph import Phase
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.dependencies import SECTION_KINDS, SECTIONS_PER_STAGE, Needs, durations, needs
-from fxpipe.schedule.kernel import Floats, Ints, Tables, keeps, peak_of, run_ops
+from fxpipe.schedule.kernel import Floats, Ints, Tables, peak_of, run_ops
 from fxpipe.schedule.memory import memory_changes
 from fxpipe.schedule.ops import Op, OpKind, Order
 from fxpipe.schedule.placement import stages_of
@@ -75,9 +75,6 @@ class ScheduleArrays:
     def _some_tables(self) -> Tables:
         own_at = np.cumsum([0, *map(len, self.own)])
         own = np.array([stage for stages in self.own for stage in stages])
-        place = np.empty(self.stages, np.int64)
-        for stages in self.own:
-            place[list(stages)] = range(len(stages))
         need_at, need, need_delay = _rows(self.needs)
         feed_at, feed, feed_delay = _rows(self.feeds)
         return Tables(
@@ -87,7 +84,6 @@ class ScheduleArrays:
             lead=np.array(self.lead, np.float64),
             at_start=np.array(self.at_start, np.float64),
             at_end=np.array(self.at_end, np.float64),
-            place=place,
             hold=np.array(self.hold, np.float64),
             kept=np.array(self.kept, np.float64),
             need_at=need_at,
@@ -253,4 +249,5 @@ def peaks(arrays: ScheduleArrays, op_ids: OpIds, microbatches: int) -> list[floa
 
 def fits(arrays: ScheduleArrays, op_ids: OpIds, microbatches: int, limits: Sequence[float]) -> bool:
     """Whether all ranks are within their limits, up to rounding."""
-    return bool(keeps(arrays.tables(microbatches), op_ids, microbatches, np.asarray(limits, np.float64)))
+    own = peaks(arrays, op_ids, microbatches)
+    return all(peak <= limit * (1 + 1e-9) for peak, limit in zip(own, limits, strict=True))

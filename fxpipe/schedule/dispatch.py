@@ -16,7 +16,8 @@ import numpy as np
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.arrays import OpIds, ScheduleArrays
-from fxpipe.schedule.kernel import Floats, dispatch_ops
+from fxpipe.schedule.dispatch_kernel import dispatch_ops
+from fxpipe.schedule.kernel import Floats
 
 
 def dispatch(
@@ -35,8 +36,8 @@ def dispatch(
     """
     check_one_microbatch_fits(arrays, limits)
     due, bounds, shares = (np.asarray(row, np.float64) for row in (due, limits, lookahead))
-    op_ids: OpIds = dispatch_ops(arrays.tables(microbatches), microbatches, due, bounds, shares)
-    if not len(op_ids):
+    op_ids = np.empty(arrays.sections * microbatches, np.int64)
+    if not dispatch_ops(arrays.tables(microbatches), microbatches, due, bounds, shares, op_ids):
         raise ScheduleError("no op can run: the edges between the sections form a cycle")
     return op_ids
 

@@ -1,4 +1,4 @@
-"""The inner loops of the searches, compiled by numba: running orders, list scheduling, local search.
+"""The inner loops of the searches, compiled by numba: running orders and local search.
 
 Ops and sections are numbers as in :mod:`fxpipe.schedule.arrays`.
 """
@@ -24,7 +24,7 @@ _BLOCK = 0.8  # of the moves are out of a run of ops of one rank on the critical
 
 class Tables(NamedTuple):
     """The loops' arrays.  Per op: its ``section``, since division is slow; per section: ``seconds`` to
-    ``at_end``; per stage: ``place`` (its position on its rank), ``hold`` and ``kept``.
+    ``at_end``; per stage: ``hold`` and ``kept``.
 
     What a section needs is ``need[need_at[section]:need_at[section + 1]]``, with the seconds that it takes to
     arrive beside it in ``need_delay``; what it feeds likewise.  Of rank r are the stages
@@ -37,7 +37,6 @@ class Tables(NamedTuple):
     lead: Floats
     at_start: Floats
     at_end: Floats
-    place: Ints
     hold: Floats
     kept: Floats
     need_at: Ints
@@ -141,143 +140,30 @@ def peak_of(t, ops):
 
 
 @compiled
-def keeps(t, order, m, limits):
-    """Whether all ranks keep their limits, up to rounding."""
-    within = True
-    for rank in range(len(limits)):
-        ops = order[3 * m * t.own_at[rank] : 3 * m * t.own_at[rank + 1]]
-        within = within and peak_of(t, ops) <= limits[rank] * (1 + 1e-9)
-    return within
-
-
-@compiled
 def score(first, free, by_makespan):
     """The value to minimize: the makespan or the longest span of a rank, plus 0.1% of the mean span."""
-    most, total = 0.0, 0.0
+    total = 0.0
     for rank in range(len(free)):
-        span = free[rank] - first[rank]
-        total += span
-        most = max(most, free[rank] if by_makespan else span)
-    return most + SHARE * total / len(free)
+        total += free[rank] - first[rank]
+    return _objective(first, free, by_makespan) + SHARE * total / len(free)
 
 
 @compiled
-def dispatch_ops(t, m, due, limits, lookahead):
-    """See :func:`fxpipe.schedule.dispatch.dispatch`.  Empty if no op can run, as the needs form a cycle."""
-    sections, ranks = len(t.seconds), len(limits)
-    epsilon = 0.0
-    for seconds in t.seconds:
-        epsilon += 1e-9 * seconds
-    missing = np.empty(sections * m, np.int64)
-    for op in range(sections * m):
-        missing[op] = t.need_at[t.section[op] + 1] - t.need_at[t.section[op]]
-    arrival = np.zeros(sections * m)
-    following = np.zeros(sections, np.int64)  # the next microbatch of each
-    live, free = np.zeros(ranks), np.zeros(ranks)
-    held = np.zeros(len(t.hold))  # between F and B, per stage
-    order = np.empty(sections * m, np.int64)
-    filled = np.empty(ranks, np.int64)  # where each rank's next op goes
+def judge_ops(t, order, m, limits, by_makespan):
+    """The makespan, or the longest span of a rank, and the largest peak memory of a rank.
+
+    The time is infinite if a rank exceeds its limit by more than rounding, or if the orders block each other.
+    """
+    ranks, peak, within = len(limits), 0.0, True
     for rank in range(ranks):
-        filled[rank] = 3 * m * t.own_at[rank]
-    wakes = np.zeros(ranks)  # when each rank may next be able to go on
-    ready, coming = np.empty(sections, np.int64), np.empty(sections, np.int64)
-    comes = np.empty(sections)  # when, of what is coming
-    now, waits, left = 0.0, True, sections * m
-    while left:
-        rank = 0
-        for other in range(1, ranks):
-            if wakes[other] < wakes[rank]:
-                rank = other
-        if wakes[rank] == inf:
-            # All ranks wait for what is due earlier and has no memory: let go what is there.
-            if not waits:
-                return order[:0]
-            waits = False
-            for other in range(ranks):
-                wakes[other] = max(now, free[other])
-            continue
-        now, wakes[rank] = wakes[rank], inf
-        count, later, soon = 0, 0, inf
-        for at in range(t.own_at[rank], t.own_at[rank + 1]):
-            for kind in range(3):
-                section = 3 * t.own[at] + kind
-                j = following[section]
-                if j >= m or (kind == 2 and following[section - 1] <= j):
-                    continue
-                op = section * m + j
-                if missing[op]:
-                    coming[later], comes[later] = op, now + t.lead[section]
-                    later += 1
-                elif kind == 0 and not _has_memory(t, rank, at, live[rank], held, limits[rank] * (1 + 1e-9)):
-                    continue
-                elif arrival[op] > now + epsilon:
-                    coming[later], comes[later] = op, arrival[op]
-                    later += 1
-                    soon = min(soon, arrival[op])
-                else:
-                    ready[count] = op
-                    count += 1
-        chosen = -1
-        while count and chosen < 0:
-            least = 0
-            for i in range(1, count):
-                if (due[ready[i]], ready[i]) < (due[ready[least]], ready[least]):
-                    least = i
-            op = ready[least]
-            count -= 1
-            ready[least] = ready[count]
-            until = now + t.seconds[t.section[op]] * lookahead[t.section[op] % 3] - epsilon
-            chosen = op
-            if waits:
-                for i in range(later):
-                    if comes[i] < until and due[coming[i]] < due[op]:
-                        chosen = -1
-                        break
-        if chosen < 0:
-            wakes[rank] = soon
-            continue
-        section = t.section[chosen]
-        stage, kind = section // 3, section % 3
-        following[section] += 1
-        order[filled[rank]] = chosen
-        filled[rank] += 1
-        end = free[rank] = now + t.seconds[section]
-        if kind == 0:
-            live[rank] += t.hold[stage]
-            held[stage] += t.hold[stage]
-        elif kind == 1:
-            live[rank] -= t.hold[stage] - t.kept[stage]
-            held[stage] -= t.hold[stage]
-        else:
-            live[rank] -= t.kept[stage]
-        wakes[rank] = end
-        for k in range(t.feed_at[section], t.feed_at[section + 1]):
-            op = chosen + (t.feed[k] - section) * m
-            missing[op] -= 1
-            arrival[op] = max(arrival[op], end + t.feed_delay[k])
-            other = t.rank[t.feed[k]]
-            if other != rank and not missing[op] and free[other] <= now + epsilon:
-                wakes[other] = min(wakes[other], arrival[op])
-        left -= 1
-        waits = True
-    return order
-
-
-@compiled
-def _has_memory(t, rank, at, live, held, limit):
-    """Whether an F of the rank's stage ``own[at]`` may start: see :mod:`fxpipe.schedule.dispatch`."""
-    hold = t.hold[t.own[at]]
-    if live + hold > limit:
-        return False
-    needed = hold
-    for own in range(t.own_at[rank], at + 1):
-        needed += held[t.own[own]]
-    for own in range(at + 1, t.own_at[rank + 1]):
-        one = t.hold[t.own[own]]
-        if needed + one > limit:
-            return False
-        needed += max(held[t.own[own]], one)
-    return True
+        own = peak_of(t, order[3 * m * t.own_at[rank] : 3 * m * t.own_at[rank + 1]])
+        within = within and own <= limits[rank] * (1 + 1e-9)
+        peak = max(peak, own)
+    end, cause = np.empty(len(order)), np.empty(len(order), np.int64)
+    first, free = np.empty(ranks), np.empty(ranks)
+    if within and run_ops(t, order, m, 0.0, end, cause, first, free):
+        return _objective(first, free, by_makespan), peak
+    return inf, peak
 
 
 @compiled
@@ -480,9 +366,7 @@ def _critical(t, order, m, end, cause, first, free, by_makespan, befores, afters
     """Writes the critical path of a worst rank: its pairs of consecutive ops of one rank, and the ends of its
     runs of ops of one rank.  Returns the number of pairs and of runs.
     """
-    worst, at, equals = 0.0, 0, 0
-    for rank in range(len(free)):
-        worst = max(worst, (free[rank] - (0.0 if by_makespan else first[rank])) * (1 - 1e-9))
+    worst, at, equals = _objective(first, free, by_makespan) * (1 - 1e-9), 0, 0
     for rank in range(len(free)):
         if free[rank] - (0.0 if by_makespan else first[rank]) >= worst:
             equals += 1

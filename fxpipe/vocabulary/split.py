@@ -34,8 +34,9 @@ _UNIT = 64  # rows of a shard are a multiple of it where the table is large: mat
 _EVEN = 0.01  # by how much a shard may be larger than the mean
 
 
-def split_vocabulary(graph: fx.Graph, ranks: int, stages: int, barriers: int) -> Vocabulary:
-    """Rewrite a captured step whose model will be cut into so many stages.
+def split_vocabulary(graph: fx.Graph, ranks: int, barriers: int) -> Vocabulary:
+    """Rewrite a captured step.  The colors of output shards have negative stages, counted from the last one,
+    which ``partition`` replaces.
 
     Raises VocabularyError if there is no vocabulary layer, or one that cannot be split.
     """
@@ -43,8 +44,7 @@ def split_vocabulary(graph: fx.Graph, ranks: int, stages: int, barriers: int) ->
     bounds = shard_bounds(layers.size, ranks)
     embedding_shards = ranks if layers.lookups else 0
     parts = [
-        _Part(Shard(graph, layers, bounds[r], bounds[r + 1], r, embedding_shards + stages + r), barriers)
-        for r in range(ranks)
+        _Part(Shard(graph, layers, bounds[r], bounds[r + 1], r, r - ranks), barriers) for r in range(ranks)
     ]
     for lookup in layers.lookups:
         _add_up(graph, lookup, [p.lookups.part(lookup) for p in parts], lookup.meta["origin"])

@@ -1,7 +1,9 @@
-"""In-place ops are made functional where they stand, as a second trace of the whole graph would make them."""
+"""In-place ops are made functional as a second trace of the whole graph would make them: where they stand, or
+by a second trace of the ops that they meet."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import fx, nn
 
 from fxpipe.capture import functional
 from fxpipe.capture.trace import Captured, capture
+from fxpipe.ir import compat
 from fxpipe.ir.storage import call_nodes
 
 
@@ -150,6 +153,7 @@ def names(found: Captured) -> list[Any]:
 def test_the_same_graph_as_of_a_second_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = captured(ALL[name])
     monkeypatch.setattr(functional, "_functional_form", lambda node, known: None)
+    monkeypatch.setattr(functional, "_meeting_writes", lambda graph: set(graph.nodes))
     expected = captured(ALL[name])
     assert structure(found) == structure(expected)
     if name in ALONE:  # a second trace makes views again, which takes up names
@@ -158,13 +162,39 @@ def test_the_same_graph_as_of_a_second_trace(name: str, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("name", ALL)
 def test_only_what_shares_memory_takes_a_second_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    traced: list[str] = []
+    retraces: list[functional._Retrace] = []
 
-    class Watched(functional._Carrying):
+    class Watched(functional._Retrace):
         def __init__(self, module: Any):
-            traced.append(name)
+            retraces.append(self)
             super().__init__(module)
 
-    monkeypatch.setattr(functional, "_Carrying", Watched)
+    monkeypatch.setattr(functional, "_Retrace", Watched)
     captured(ALL[name])
-    assert traced == ([name] if name in SHARED else [])
+    assert len(retraces) == (name in SHARED)
+    for retrace in retraces:
+        copied = Counter(str(node.target) for node in retrace._copies)
+        assert (copied["aten.addmm.default"], copied["aten.mm.default"]) == (2, 3)  # of both linear layers
+        assert not any(functional.is_mutating(node) for node in retrace._copies)
+
+
+def test_what_reads_another_layout_is_traced_again() -> None:
+    """A value that the functional form gives other strides than the in-place one had."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        changed = x * 2
+        changed[0] = 1
+        return (changed.sum(0) * 3).exp()
+
+    mode, x = compat.FakeMode(allow_non_fake_inputs=True), torch.arange(24.0).reshape(4, 6)
+    inputs = [mode.from_tensor(x)]
+    with mode:
+        module = compat.make_fx(step)(*inputs)
+    (read,) = module.graph.find_nodes(op="call_function", target=torch.ops.aten.sum.dim_IntList)
+    (product,) = read.users
+    with mode:
+        read.meta["val"] = product.meta["val"] = torch.empty_strided((6,), (2,))
+        found = functional.functionalize(module, inputs)
+    (product,) = found.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)[1:]
+    assert product.meta["val"].stride() == (1,)
+    torch.testing.assert_close(found(x), step(x), rtol=0, atol=0)

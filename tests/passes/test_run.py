@@ -8,9 +8,16 @@ from torch import nn
 
 import fxpipe
 from fxpipe import passes
+from fxpipe.capture.trace import capture
+from fxpipe.cost.analytic import analytic_seconds, section_costs
+from fxpipe.cost.device import CPU
+from fxpipe.cost.nodes import NodeSeconds
+from fxpipe.ir.liveness import liveness
 from fxpipe.ir.storage import call_nodes
 from fxpipe.passes import run
-from fxpipe.passes.run import PASSES
+from fxpipe.passes.run import PASSES, CutOptions, Step
+from fxpipe.progress import Phases
+from tests.models import gpt2, words
 
 HELPERS = {"run", "mincut", "rewrite"}
 
@@ -53,3 +60,52 @@ def test_optional_passes_run_where_they_are_asked_for(options, extra, monkeypatc
     )
     optional = {"vocabulary", "recompute", "offload"}
     assert verified == [each.name for each in PASSES if each.name not in optional or each.name in extra]
+
+
+class Scattered(nn.Module):
+    """Sums rows by index: an op that moves fewer bytes in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x, index):
+        h = self.first(x).relu()
+        return self.last(torch.zeros_like(h).index_add(0, index, h)).square().mean()
+
+
+CASES = {
+    "gpt2": (gpt2, lambda: words(2), {"barriers": 1}, "fuse_accumulation"),
+    "index_add": (
+        Scattered,
+        lambda: {"x": torch.randn(256, 64), "index": torch.arange(256)},
+        {"barriers": None},
+        "use_inplace_ops",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_costs_do_not_depend_on_the_passes_that_only_the_chosen_cut_goes_through(name):
+    build, example, options, last = CASES[name]
+    captured = capture(build(), example(), None, 1.0, torch.device("cpu"))
+    seconds = NodeSeconds(CPU)
+    asked = CutOptions(2, 2, seconds, None, **options)
+    step = run.split(Step(captured.graph, None), asked)
+    for cut in run.cut(step, asked, (None, "norms", "full"), Phases("")):
+        ranks = (0, 1) if cut.vocabulary is None else cut.vocabulary.placement((0, 1))
+
+        def costs(cut, ranks=ranks):
+            live = liveness(cut.graph, cut.sections, cut.messages, ranks)
+            return section_costs(live, analytic_seconds(cut.graph, NodeSeconds(CPU)), CPU)
+
+        assert cut.last_pass == last
+        before = costs(cut)
+        targets = [node.target for node in call_nodes(cut.graph)]
+        assert before == section_costs(
+            liveness(cut.graph, cut.sections, cut.messages, ranks), analytic_seconds(cut.graph, seconds), CPU
+        )
+        done = run.finished(cut, {})
+        assert costs(done) == before
+        if last == "fuse_accumulation":
+            assert [node.target for node in call_nodes(done.graph)] != targets

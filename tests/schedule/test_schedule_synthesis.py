@@ -8,21 +8,24 @@ from itertools import pairwise
 from math import inf
 from random import Random
 
+import numpy as np
 import pytest
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedule.arrays import ScheduleArrays, decode, encode, peaks, run, schedule_arrays
-from fxpipe.schedule.costs import Costs, StageCost, chain
+from fxpipe.ir.graph import Color, Phase
+from fxpipe.schedule.arrays import OpIds, ScheduleArrays, decode, encode, peaks, run, schedule_arrays
+from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
 from fxpipe.schedule.dispatch import dispatch
+from fxpipe.schedule.dispatch_kernel import LATE, MEMORY, NUMBERS, draw_ops
 from fxpipe.schedule.families.heuristics import zero_bubble, zero_bubble_v
 from fxpipe.schedule.families.registry import build
 from fxpipe.schedule.goal import Goal
-from fxpipe.schedule.kernel import run_ops
+from fxpipe.schedule.kernel import Floats, judge_ops, run_ops
 from fxpipe.schedule.ops import order_text, parse_order
 from fxpipe.schedule.placement import place
 from fxpipe.schedule.problem import Problem, per_rank
 from fxpipe.schedule.search.auto import Setting, frontier, search
-from fxpipe.schedule.search.due_dates import Timetable, cross, draw, least_period, start_alone
+from fxpipe.schedule.search.due_dates import cross, least_period, start_alone, timetable
 from fxpipe.schedule.search.local_search import improve
 from fxpipe.schedule.search.pool import find
 from fxpipe.schedule.search.starts import starts
@@ -210,9 +213,8 @@ def test_improvement_gives_a_whole_order_that_keeps_the_limits_and_is_never_slow
 ):
     m = 9
     problem = Problem("zb", 4, m, chunks, placement, even_costs(4, chunks, **LARGE), (limit,) * 4)
-    arrays, goal, table = problem.arrays, Goal.for_problem(problem, objective), Timetable(problem)
-    for seed in range(5):
-        order = table.order(draw(Random(seed)))
+    arrays, goal = problem.arrays, Goal.for_problem(problem, objective)
+    for seed, order in enumerate(drawn_orders(problem, np.random.default_rng(0).random((5, NUMBERS)))):
         better = improve(arrays, order, m, problem.limits, goal, 200_000, seed)
         for rank, own in enumerate(arrays.own):
             ops = [
@@ -303,21 +305,80 @@ def test_no_schedule_has_a_shorter_period_than_the_bound():
     assert found.seconds >= 4 * 5 - 1e-9 - 2.5
 
 
+def drawn_orders(problem: Problem, points: Floats) -> OpIds:
+    m = problem.microbatches
+    return draw_ops(problem.arrays.tables(m), timetable(problem, least_period(problem)), m, points)
+
+
 def test_draws_are_points_of_the_unit_cube():
-    random = Random(3)
-    points = [draw(random) for _ in range(20)]
-    points += [cross(*random.choices(points, k=2), random) for _ in range(100)]
-    assert all(0 <= x <= 1 for point in points for x in point)
-    assert len(set(points)) == len(points)
+    random = np.random.default_rng(3)
+    points = random.random((20, NUMBERS))
+    crossed = cross(points, 100, random)
+    every = np.concatenate((points, crossed))
+    assert every.min() >= 0
+    assert every.max() <= 1
+    assert len(np.unique(every, axis=0)) == len(every)
+    taken = (crossed[:, None] == points).any(1)
+    assert 0.7 < taken.mean() < 0.9  # a fifth of the numbers is moved
 
 
-def test_the_seed_and_the_number_of_threads():
-    """The same seed gives the same order; other seeds are other searches."""
+@pytest.mark.parametrize(
+    ("chunks", "placement", "limit"),
+    [(1, "plain", 2.4), (2, "v", 1.0), (2, "plain", 1.7), (4, "v", 2.5), (2, "v", inf)],
+)
+def test_drawn_orders_are_whole_keep_the_limits_and_do_not_block(chunks, placement, limit):
+    m = 7
+    problem = Problem("zb", 4, m, chunks, placement, even_costs(4, chunks, **LARGE), (limit,) * 4)
+    orders = drawn_orders(problem, np.random.default_rng(1).random((50, NUMBERS)))
+    limits = np.array(problem.limits)
+    for order in orders:
+        assert sorted(order) == list(range(problem.ops))
+        assert max(peaks(problem.arrays, order, m)) <= limit * (1 + 1e-9)
+        done = run(problem.arrays, order, m)
+        for by_makespan, seconds in ((True, done.makespan), (False, done.span)):
+            judged = judge_ops(problem.arrays.tables(m), order, m, limits, by_makespan)
+            assert judged == (seconds, max(peaks(problem.arrays, order, m)))
+    assert len(np.unique(orders, axis=0)) > (40 if limit == inf else 1)
+
+
+def test_the_due_dates_of_a_point():
+    """By hand: on one rank, without slowing, waits or a faster head, F, B, W take turns every period."""
+    problem = Problem("zb", 1, 3, 1, "plain", chain([StageCost(1, 1, 1, 1, 1)]), (inf,))
+    plain = np.zeros((1, NUMBERS))
+    (order,) = drawn_orders(problem, plain)
+    assert order.tolist() == [0, 3, 6, 1, 4, 7, 2, 5, 8]
+    late = plain.copy()
+    late[0, MEMORY] = late[0, LATE] = 1.0  # the W of the last two microbatches behind all else
+    (order,) = drawn_orders(problem, late)
+    assert order.tolist() == [0, 3, 6, 1, 4, 2, 5, 7, 8]
+
+
+def test_an_order_that_breaks_a_limit_or_blocks_takes_forever():
+    arrays = schedule_arrays(chain([StageCost(1, 1, 1, 1, 1)] * 2), (0, 1))
+    tables, order = arrays.tables(1), np.arange(6)
+    assert judge_ops(tables, order, 1, np.array([1.0, 1.0]), True) == (5.0, 1.0)
+    assert judge_ops(tables, order, 1, np.array([1.0, 0.9]), True)[0] == inf
+    order[:2] = 1, 0  # rank 0: B before F
+    assert judge_ops(tables, order, 1, np.array([inf, inf]), True)[0] == inf
+
+
+def test_the_seed_and_the_number_of_threads(monkeypatch):
+    """The same seed gives the same order on any number of cores; other seeds are other searches."""
     problem = Problem("zb", 4, 8, 2, "v", v_costs(4, **LARGE), (2.3,) * 4)
     found = {seed: find([problem], starts, "span", 0.1, seed)[0] for seed in range(4)}
-    again = find([problem], starts, "span", 0.1, 2)[0]
-    assert again.order.tolist() == found[2].order.tolist()
     assert len({tuple(one.order.tolist()) for one in found.values()}) > 1
+    for cores in (1, 3, 16):
+        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
+        again = find([problem], starts, "span", 0.1, 2)[0]
+        assert again.order.tolist() == found[2].order.tolist()
+
+
+def test_edges_in_a_cycle_are_an_error():
+    back = Edge(Color(1, Phase.F), Color(0, Phase.F))
+    costs = chain([StageCost(1, 1, 1, 1, 1)] * 2)
+    cyclic = Problem("zb", 2, 2, 1, "plain", replace(costs, edges=(*costs.edges, back)), (inf, inf))
+    with pytest.raises(ScheduleError, match=r"form a cycle: .*F0"):
+        find([cyclic], starts, "span")
 
 
 def test_more_effort_finds_more():

@@ -14,9 +14,8 @@ from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.dispatch import check_one_microbatch_fits, one_microbatch_fits
 from fxpipe.schedule.families.registry import FAMILIES, Family, build
 from fxpipe.schedule.goal import Objective as Objective
-from fxpipe.schedule.offload.planner import AUTO, Share, with_offload
+from fxpipe.schedule.offload.planner import AUTO, Share, keeps, with_offload
 from fxpipe.schedule.ops import Order, Schedule
-from fxpipe.schedule.placement import place
 from fxpipe.schedule.problem import Limit, Problem, per_rank
 from fxpipe.schedule.search.pool import Found, find
 from fxpipe.schedule.search.starts import starts
@@ -163,42 +162,29 @@ def frontier(
     """
     if not settings:
         raise ScheduleError("nothing to search: give at least one setting")
-    under: list[_Under | ScheduleError] = []
+    under: list[tuple[_Entry, tuple[Candidate, ...]] | ScheduleError] = []
     for limit in memory_limits:
         ways = [way for setting in settings for way in _ways(setting, ranks, microbatches, limit)]
         try:
             under.append(_under(ways, objective, effort, seed))
         except ScheduleError as error:
             under.append(error)
-    best = [own.best for own in under if not isinstance(own, ScheduleError)]
+    best = [own[0] for own in under if not isinstance(own, ScheduleError)]
     choices: list[SearchResult | ScheduleError] = []
     for own, limit in zip(under, memory_limits, strict=True):
         if isinstance(own, ScheduleError):
             choices.append(own)
             continue
-        kept = [entry for entry in best if _keeps(entry, limit, ranks)]
-        top = min((own.best, *kept), key=lambda entry: entry.key)
-        choices.append(SearchResult(top.timeline, top.way.setting, own.tried))
+        kept = [one for one in best if keeps(one.timeline, _limits(one.way.setting, limit, ranks))]
+        top = min((own[0], *kept), key=lambda entry: entry.key)
+        choices.append(SearchResult(top.timeline, top.way.setting, own[1]))
     return choices
 
 
-@dataclass(frozen=True)
-class _Under:
-    """The result under one limit."""
-
-    best: _Entry
-    tried: tuple[Candidate, ...]
-
-
-def _keeps(entry: _Entry, limit: Limit, ranks: int) -> bool:
-    limits = _limits(entry.way.setting, limit, ranks)
-    return all(
-        peak <= most * (1 + 1e-9) for peak, most in zip(entry.timeline.peak_memory, limits, strict=True)
-    )
-
-
-def _under(ways: Sequence[_Way], objective: Objective, effort: float | None, seed: int) -> _Under:
-    """The best schedule of the ways.  Raises ScheduleError as ``search`` does."""
+def _under(
+    ways: Sequence[_Way], objective: Objective, effort: float | None, seed: int
+) -> tuple[_Entry, tuple[Candidate, ...]]:
+    """The best schedule of the ways, and all candidates.  Raises ScheduleError as ``search`` does."""
     found: dict[_Way, Found | None] = {}
     for is_beyond in (False, True):
         alike = [way for way in ways if (way.offload is not None) == is_beyond]
@@ -217,35 +203,30 @@ def _under(ways: Sequence[_Way], objective: Objective, effort: float | None, see
                     else _build(family, way.problem)
                 )
             except ScheduleError as error:
-                tried[number, family.name] = _failed(family.name, way, error)
+                tried[number, family.name] = _candidate(family.name, way.setting, str(error))
                 continue
             drafts.append(_Draft(number, family.name, way, order, way.least(order, objective)))
     best: _Entry | None = None
     for draft in sorted(drafts, key=lambda draft: draft.least):
         if best is not None and draft.way.is_extended and draft.least > best.key[0]:
-            candidate = replace(_candidate(draft.family, draft.way.setting), why=_slower(draft, best))
+            why = (
+                f"not completed: it takes {draft.least:g} or more, by estimate; another takes {best.key[0]:g}"
+            )
+            candidate = _candidate(draft.family, draft.way.setting, why)
         else:
             try:
                 entry = _entry(draft, objective)
             except ScheduleError as error:
                 if isinstance(error, LimitError):
                     smallest = min(smallest, error.smallest)
-                candidate = _failed(draft.family, draft.way, error)
+                candidate = _candidate(draft.family, draft.way.setting, str(error))
             else:
                 candidate = _tried(entry)
                 best = entry if best is None else min(best, entry, key=lambda entry: entry.key)
         tried[draft.number, draft.family] = candidate
     if best is None:
         raise ScheduleError(_nothing_fits(ways, smallest))
-    return _Under(best, tuple(tried[key] for key in sorted(tried, key=lambda key: key[0])))
-
-
-def _failed(family: str, way: _Way, error: ScheduleError) -> Candidate:
-    return replace(_candidate(family, way.setting), why=str(error))
-
-
-def _slower(draft: _Draft, best: _Entry) -> str:
-    return f"not completed: it takes {draft.least:g} or more, by estimate; another takes {best.key[0]:g}"
+    return best, tuple(tried[key] for key in sorted(tried, key=lambda key: key[0]))
 
 
 def _ways(setting: Setting, ranks: int, microbatches: int, limit: Limit) -> list[_Way]:
@@ -330,27 +311,25 @@ def _tried(entry: _Entry) -> Candidate:
     )
 
 
-def _candidate(name: str, setting: Setting) -> Candidate:
+def _candidate(name: str, setting: Setting, why: str = "") -> Candidate:
     barriers = 0 if setting.vocabulary is None else setting.vocabulary.barriers
-    return Candidate(
-        name, setting.stages_per_rank, setting.placement, barriers=barriers, recompute=setting.recompute
-    )
+    shape = setting.stages_per_rank, setting.placement
+    return Candidate(name, *shape, barriers=barriers, recompute=setting.recompute, why=why)
 
 
 def _nothing_fits(ways: Sequence[_Way], offloaded: float) -> str:
     """``offloaded``: the smallest limit that can be kept with as much offload as possible."""
-    least, at = inf, ways[0].problem
-    for problem in (way.problem for way in ways):
-        arrays = schedule_arrays(problem.costs, place(problem.shape, problem.ranks, problem.stages_per_rank))
-        needed = max(arrays.smallest_limit(rank) for rank in range(problem.ranks))
-        if needed < least:
-            least, at = needed, problem
+
+    def needed(problem: Problem) -> float:
+        return max(map(problem.arrays.smallest_limit, range(problem.ranks)))
+
+    at = min((way.problem for way in ways), key=needed)
     limit = max(min(way.limits) for way in ways)
-    if offloaded < least:
+    if offloaded < needed(at):
         found = f"{offloaded:g}, with as much offload as the links carry. To need less, recompute activations"
     else:
         shape = f"{at.stages_per_rank} stages per rank in {at.shape} placement"
-        found = f"{least:g}, with {shape}. To need less, offload or recompute activations"
+        found = f"{needed(at):g}, with {shape}. To need less, offload or recompute activations"
     return (
         f"no schedule keeps the memory limit of {limit:g}; the smallest that one can keep is {found}, make "
         "microbatches smaller, or use more stages per rank"
