@@ -42,8 +42,8 @@ def measured_seconds(
                 seconds = [_timed(partial(module, *inputs), device) for _ in range(RUNS + 1)]
         except RuntimeError as error:
             raise ScheduleError(
-                f"costs='measured' runs {section.phase} of stage {section.stage} on synthetic inputs, on which "
-                f"an op fails: {str(error).strip().splitlines()[0]} Compile with costs='analytic'."
+                f"costs='measured' runs {section.phase} of stage {section.stage} on synthetic inputs, and "
+                f"an op fails on them: {str(error).strip().splitlines()[0]} Compile with costs='analytic'."
             ) from error
         taken[section.color] = overhead + statistics.median(seconds[1:])
     return taken
