@@ -73,7 +73,7 @@ def transposed(h: torch.Tensor) -> torch.Tensor:
 def item_of_several(h: torch.Tensor) -> torch.Tensor:
     values = h.sort(-1)[0]
     values.view(-1)[:3].mul_(2)
-    return values
+    return values + h
 
 
 class Buffer(nn.Module):
