@@ -435,6 +435,19 @@ class Complex(Chain):
         return torch.fft.irfft(spectrum * torch.polar(torch.ones_like(spectrum.real), spectrum.abs()), WIDTH)
 
 
+class Conjugated(Chain):
+    """All blocks read a conjugate and the imaginary part of another, which PyTorch computes lazily."""
+
+    def forward(self, x, y):
+        x = self.blocks[0](x)
+        conjugate = torch.complex(x, y).conj()
+        negative = torch.complex(x.mean(), y.mean()).conj().imag
+        for block in self.blocks[1:]:
+            x = block(x)
+            x = x + (conjugate * torch.complex(x, x)).real * conjugate.imag + negative
+        return F.mse_loss(x, y)
+
+
 # -- what autograd really ran ----------------------------------------------------------------------------
 
 
@@ -784,6 +797,7 @@ CASES = {
     "sliced": Case(Sliced, numbers),
     "multi_output": Case(MultiOutput, numbers),
     "complex": Case(Complex, numbers),
+    "conjugated": Case(Conjugated, numbers),
     "straight_through": Case(StraightThrough, numbers),
     "teacher": Case(Teacher, numbers),
     "tensor_hook": Case(TensorHook, numbers),

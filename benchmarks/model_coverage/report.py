@@ -42,6 +42,7 @@ REFUSALS: tuple[tuple[str, str], ...] = (
     ("forward changes the buffer", "a buffer that changes shape"),
     ("uses sparse tensors", "sparse tensors"),
     ("cannot be traced", "cannot be traced"),
+    ("vocab_parallel cannot split", "a vocabulary layer that cannot be split"),
 )
 
 Row = dict[str, Any]

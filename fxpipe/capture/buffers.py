@@ -103,5 +103,6 @@ def check_branches(graph: fx.Graph) -> None:
                 raise CaptureError(
                     f"The model's code reads a number from the buffer {name!r}, which the step changes "
                     f"({node.meta['origin']}). It is another one at the next step: compute with the buffer "
-                    "as a tensor."
+                    "as a tensor (an index needs a dimension for that: x[i.reshape(1)]), or, if the first "
+                    "batch alone sets it, run the model on one batch before you compile it."
                 )

@@ -2,7 +2,7 @@
 
 before: flat placeholders and outputs, constants as attributes, random ops on torch's hidden generator
 after:  placeholders with an ``Input``, a named output dict, constants as placeholders, random ops that
-        take an explicit key, nodes named after their module, nothing dead
+        take an explicit key, no lazy conjugates, nodes named after their module, nothing dead
 """
 
 from __future__ import annotations
@@ -26,6 +26,12 @@ from fxpipe.runtime.random import keyed
 aten = torch.ops.aten
 
 _SAME_VALUE = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default}
+#: Views that only mark a tensor as conjugated or negated. Views of such a tensor rely on the mark, which a
+#: message, an offload or another copy of it removes.
+_MARKED: dict[Any, Any] = {
+    aten._conj.default: aten.conj_physical.default,
+    aten._neg_view.default: aten.neg.default,
+}
 _NO_VALUE = {aten._assert_tensor_metadata.default, aten._assert_async.msg, aten._assert_async.default}
 
 
@@ -126,9 +132,9 @@ def _copied(
 ) -> fx.Node:
     args = fx.map_arg(node.args, new.__getitem__)
     kwargs = fx.map_arg(node.kwargs, new.__getitem__)
-    target = node.target
+    target = _MARKED.get(node.target, node.target)
     if draws_numbers(node):
-        args = (key, node.meta["random_position"], target, *args)  # type: ignore[arg-type]
+        args = (key, node.meta["random_position"], target, *args)
         target = keyed
     origin = node.meta.get("origin", Origin())
     copy = graph.create_node("call_function", target, args, kwargs, name=_name(node, origin, short))

@@ -218,7 +218,8 @@ class _Retrace(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         graph = compat.traced_graph()
-        if n.op == "call_function" and n not in self._again:
+        item_of_copy = n.target is operator.getitem and n.args[0] in self._copies
+        if n.op == "call_function" and (item_of_copy or n not in self._again):
             self._copies[n] = self._seen = compat.copy_node(graph, n, self._node)
             return None  # until an op that is traced needs the value
         for source in n.all_input_nodes:

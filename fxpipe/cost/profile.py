@@ -13,8 +13,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fxpipe.errors import ScheduleError
 from fxpipe.ir.graph import Color, Input, Kind, Phase, Section
+from fxpipe.runtime.checks import expect
 from fxpipe.runtime.offloader import Tier, open_store
+from fxpipe.runtime.tensors import storage_bytes
 from fxpipe.schedule.costs import Costs
 
 RUNS = 3
@@ -25,15 +28,34 @@ _FIELDS = {Phase.F: "forward", Phase.B: "backward", Phase.W: "weight"}
 def measured_seconds(
     sections: tuple[Section, ...], device: torch.device, overhead: float
 ) -> dict[Color, float]:
-    """The median seconds of a few runs of each section, plus its overhead in a program."""
+    """The median seconds of a few runs of each section, plus its overhead in a program.
+
+    Raises ScheduleError for an op that fails on synthetic inputs.
+    """
     taken = {}
     for section in sections:
-        module = fx.GraphModule(nn.Module(), section.graph)
-        inputs = [_made_up(n, device) for n in section.graph.find_nodes(op="placeholder")]
-        with torch.no_grad():
-            seconds = [_timed(partial(module, *inputs), device) for _ in range(RUNS + 1)]
+        graph = _without_checks(section.graph)
+        module = fx.GraphModule(nn.Module(), graph)
+        inputs = [_made_up(n, device) for n in graph.find_nodes(op="placeholder")]
+        try:
+            with torch.no_grad():
+                seconds = [_timed(partial(module, *inputs), device) for _ in range(RUNS + 1)]
+        except RuntimeError as error:
+            raise ScheduleError(
+                f"costs='measured' runs {section.phase} of stage {section.stage} on synthetic inputs, and "
+                f"an op fails on them: {str(error).strip().splitlines()[0]} Compile with costs='analytic'."
+            ) from error
         taken[section.color] = overhead + statistics.median(seconds[1:])
     return taken
+
+
+def _without_checks(graph: fx.Graph) -> fx.Graph:
+    """A copy without the checks of the data, which synthetic inputs would not pass."""
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    for check in copy.find_nodes(op="call_function", target=expect):
+        copy.erase_node(check)
+    return copy
 
 
 def measured_bandwidth(tier: Tier, directory: Path | None, device: torch.device) -> float:
@@ -62,8 +84,9 @@ def _made_up(node: fx.Node, device: torch.device) -> Any:
     if isinstance(given, Input) and given.kind is Kind.KEY:
         return 0
     val = node.meta["val"]
-    tensor = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=device)
-    return tensor.normal_(std=0.02) if val.is_floating_point() else tensor.zero_()
+    flat = torch.empty(storage_bytes(val) // val.element_size(), dtype=val.dtype, device=device)
+    flat = flat.normal_(std=0.02) if val.is_floating_point() else flat.zero_()
+    return flat.as_strided(val.shape, val.stride())
 
 
 def _timed(run: Callable[[], Any], device: torch.device) -> float:

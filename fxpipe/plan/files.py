@@ -154,7 +154,16 @@ def read_evaluation(directory: Path, trained: Plan, ranks: Iterable[int]) -> Art
 
 
 def apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors as safetensors requires them: on the CPU, contiguous, without shared memory."""
+    """The tensors as safetensors requires them: on the CPU, contiguous, without shared memory.
+
+    Raises ArtifactError for a dtype that it does not have.
+    """
+    for name, tensor in tensors.items():
+        if tensor.is_complex() and tensor.dtype != torch.complex64:
+            raise ArtifactError(
+                f"{name!r} is of {tensor.dtype}, which a safetensors file cannot hold. Use complex64, or two "
+                "tensors for the real and the imaginary part."
+            )
     return {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
 
 

@@ -19,12 +19,18 @@ _library.define("expect(Tensor value, Scalar[] expected, str where) -> ()")
 def expect(value: torch.Tensor, expected: list[bool | int], where: str) -> None:
     """Raise RunError, naming the source line that read the value, unless its elements are as expected."""
     found = value.reshape(-1).tolist()
-    if found != list(expected):
+    if found != list(expected) and not _equal(found, expected):
         raise RunError(
             f"The model's code reads a value of the data at {where}. The program was compiled for "
             f"{_shown(expected)}, and this microbatch gives {_shown(found)}: other code would run. Compile "
             "with an example of the same kind as the batches, or take the branch out of the model."
         )
+
+
+def _equal(found: list[Any], expected: list[Any]) -> bool:
+    """Whether the numbers are the same; unlike in Python's comparison, NaN is the same as NaN."""
+    same = (a == b or (a != a and b != b) for a, b in zip(found, expected, strict=True))
+    return len(found) == len(expected) and all(same)
 
 
 def _shown(values: list[Any]) -> str:

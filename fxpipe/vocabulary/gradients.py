@@ -97,10 +97,12 @@ class Gradients:
             shape[self.axes[node]] = 1
             build = self.shard.at(Phase.B, node.meta["origin"])
             return LossGrad(uniform_grad=build.call(aten.expand.default, value, shape))
+        if node.target not in RESHAPES | LINEAR | {aten.add.Tensor}:
+            raise whole(node)
         inputs = [self._collapsed(n) for n in node.all_input_nodes if n in self.axes]
         if node.target is aten.add.Tensor and not node.kwargs and len(inputs) == 2:
             return self._sum(node, *inputs)
-        if len(inputs) != 1 or node.target not in RESHAPES | LINEAR:
+        if len(inputs) != 1 or node.target is aten.add.Tensor:
             raise whole(node)
         (inner,), per_token = inputs, self.shard.per_token
         return LossGrad(

@@ -225,6 +225,25 @@ def test_a_buffer_that_gets_other_values():
         pipe.run_local(batch(4))
 
 
+def test_a_number_that_is_none():
+    class Bounded(Reads):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("bounds", torch.tensor([float("nan"), float("inf")]))
+
+        def read(self, x, mask):
+            low, high = self.bounds.tolist()
+            return x.clamp(0.1 if low != low else low, high)
+
+    torch.manual_seed(0)
+    model, data = Bounded(), batch(4)
+    pipe = fxpipe.compile(model, batch(2), ranks=2, microbatches=2, schedule="1f1b")
+    torch.testing.assert_close(pipe.run_local(data).loss, model(**data).detach())
+    model.bounds[0] = 1.0
+    with pytest.raises(fxpipe.RunError, match=r"compiled for nan.* gives 1\.0"):
+        pipe.run_local(data)
+
+
 def test_constants_are_not_checked():
     pipe = fxpipe.compile(Constants(), batch(2), ranks=2, microbatches=2, schedule="1f1b")
     assert "expect" not in "".join(pipe.artifact.programs)

@@ -70,6 +70,12 @@ def transposed(h: torch.Tensor) -> torch.Tensor:
     return h * scale.t()
 
 
+def item_of_several(h: torch.Tensor) -> torch.Tensor:
+    values = h.sort(-1)[0]
+    values.view(-1)[:3].mul_(2)
+    return values + h
+
+
 class Buffer(nn.Module):
     def __init__(self, change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]):
         super().__init__()
@@ -114,6 +120,7 @@ ALONE = {
 SHARED = {
     "rows": in_rows,
     "read through a view": read_through_a_view,
+    "item of several": item_of_several,
     "batch norm twice": nn.Sequential(*[nn.BatchNorm1d(6)] * 2),
     "averaged": Buffer(averaged),
     "buffer seen before": Buffer(seen_before),

@@ -643,3 +643,26 @@ def test_records_that_are_none(saved, text, message):
     with pytest.raises(ArtifactError, match=re.escape(message)):
         recorded_costs(read_plan(directory), read_spans(directory, 2) or ())
     assert main(["simulate", "--costs", str(directory)]) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_tensors(dtype: torch.dtype, tmp_path: Path) -> None:
+    class Spectrum(Chain):
+        def __init__(self):
+            super().__init__(depth=2)
+            self.filter = torch.nn.Parameter(torch.randn(5, dtype=dtype))
+
+        def between(self, x, i):
+            return torch.fft.irfft(torch.fft.rfft(x) * self.filter, x.shape[-1]).to(x.dtype)
+
+    case = Case(Spectrum, numbers)
+    pipe, batch = compiled(case, case.build(), 2, Shape(2)), case.data(2)
+    if dtype == torch.complex128:
+        with pytest.raises(ArtifactError, match=r"'filter' is of torch\.complex128.* complex64"):
+            pipe.save(tmp_path / "pipe")
+        return
+    expected = pipe.run_local(batch)
+    pipe.save(tmp_path / "pipe")
+    found = fxpipe.load(tmp_path / "pipe").run_local(batch)
+    assert torch.equal(found.loss, expected.loss)
+    assert torch.equal(found.grads["filter"], expected.grads["filter"])
