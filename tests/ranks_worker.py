@@ -135,7 +135,7 @@ def full_disk(rank: Rank) -> None:
     def fails(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    if rank.number == 1:
+    if rank.number == 0:  # which writes the files of all
         fxpipe.plan.files.write_tensors = fails
     rank.error("full disk", pipe.save, rank.directory / "full")
     fxpipe.plan.files.write_tensors = write

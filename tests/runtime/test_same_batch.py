@@ -15,7 +15,7 @@ from fxpipe.runtime.batch import BatchSpec
 from fxpipe.runtime.digest import MOST, digest
 from fxpipe.runtime.failure import Failures
 from fxpipe.runtime.process import as_timeout
-from fxpipe.training.same_batch import WORDS, difference, words
+from fxpipe.training.same_batch import WORDS, any_stops, difference, words
 
 SOON = timedelta(seconds=20)
 
@@ -90,7 +90,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def table(*batches: dict[str, object], plans=(1, 1, 1), steps=(0, 0, 0), leaves=LEAVES) -> str | None:
-    rows = [words(p, s, leaves, b) for p, s, b in zip(plans, steps, batches, strict=True)]
+    rows = [words(p, s, False, leaves, b) for p, s, b in zip(plans, steps, batches, strict=True)]
     assert {row.shape for row in rows} == {(WORDS,)}
     return difference(torch.stack(rows), leaves)
 
@@ -129,7 +129,7 @@ def test_more_leaves_than_words():
     assert table(full, full, full, leaves=leaves) is None
     message = table(full, full, changed, leaves=leaves)
     assert message is not None
-    assert "'leaf37' or 'leaf99'" in message
+    assert "'leaf38' or 'leaf99'" in message
     assert table({"leaf37": full["leaf37"]}, full, full, leaves=leaves) is None
 
 
@@ -218,3 +218,10 @@ def test_time_limits():
     for wrong in (0, -1.0, timedelta()):
         with pytest.raises(RunError, match="is not above 0"):
             as_timeout(wrong)
+
+
+def test_one_rank_that_was_asked_to_stop_stops_all():
+    rows = [words(7, 3, rank == 1, ["x"], {"x": torch.ones(2)}) for rank in range(3)]
+    assert any_stops(torch.stack(rows))
+    assert difference(torch.stack(rows), ["x"]) is None
+    assert not any_stops(torch.stack([rows[0], rows[2]]))
