@@ -26,7 +26,7 @@ from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.training.model_state import ModelState
-from fxpipe.training.optimizer import PipelineOptimizer, check_separable, grouped
+from fxpipe.training.optimizer import PipelineOptimizer, check_separable, grouped, made
 from fxpipe.training.pretrained import Pretrained, export
 from fxpipe.training.runner import LocalResult, Runner
 from fxpipe.training.save import agree, problem_of, save
@@ -271,7 +271,7 @@ class Pipeline:
             check_separable(cls, options, self.device, tables=any(map(rows_of, trained)))
         names = sorted({rows.table if (rows := rows_of(name)) else name for name in trained})
         optimizer = PipelineOptimizer(
-            cls(grouped(held, groups, names), **options),
+            made(cls, grouped(held, groups, names), options),
             {parameter: name for name, parameter in held.items()},
             [parameter for name, parameter in held.items() if trained[name] == rt.rank],
             self.process,

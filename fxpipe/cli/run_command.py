@@ -48,6 +48,13 @@ def add_to(commands: Any, line: str) -> None:
     add("--every", type=positive_int, metavar="N", help="steps from one checkpoint to the next")
     add("--keep", type=positive_int, default=3, metavar="N", help="number of checkpoints to keep (3)")
     add("--log-every", type=positive_int, default=1, metavar="N", help="steps from one line to the next (1)")
+    add("--evaluate", metavar="FILE", help="data for evaluation, of a pipeline compiled with evaluation=True")
+    add(
+        "--evaluate-every",
+        type=positive_int,
+        metavar="N",
+        help="steps from one evaluation to the next (default: once, at the end)",
+    )
     add("--tensorboard", type=Path, metavar="DIR", help="write the figures of the log for TensorBoard")
     add("--save", type=Path, metavar="DIR", help="save the trained pipeline to this directory")
     add(
@@ -87,6 +94,7 @@ def _run(options: argparse.Namespace) -> None:
         every=options.every,
         keep=options.keep,
         log_every=options.log_every,
+        evaluate_every=options.evaluate_every,
         record=options.directory if options.record else None,
         save=options.save,
         tensorboard=options.tensorboard,
@@ -94,7 +102,11 @@ def _run(options: argparse.Namespace) -> None:
     step = pipe.plan.step
     with reported(pipe.process):
         leaves = None if pipe.process is None else pipe.leaves(pipe.process.rank)
-        train(pipe, data_from(options.data, step.batch, step.microbatches, leaves), settings)
+        data = data_from(options.data, step.batch, step.microbatches, leaves)
+        evaluated = None
+        if options.evaluate is not None:
+            evaluated = data_from(options.evaluate, step.batch, step.microbatches)
+        train(pipe, data, settings, evaluated)
 
 
 def _log_to_stdout() -> None:

@@ -41,7 +41,8 @@ class Settings:
     ``clip``: the largest norm of the gradients.  ``warmup``: steps in which the learning rate grows.
     ``decay``: its course after that, to zero at the last step; one of ``DECAYS``.
     ``checkpoints``: a directory; the run goes on from the newest one in it.  ``every``, ``keep``: see
-    Checkpointer.  ``log_every``: steps from one line of the log to the next.
+    Checkpointer.  ``log_every``: steps from one line of the log to the next.  ``evaluate_every``: steps from
+    one evaluation to the next; None for one at the end.
     ``record``: the directory for the times of the last step; see :mod:`fxpipe.training.recorded`.
     ``save``: the directory for the trained pipeline.  ``tensorboard``: for the figures of the log.
     """
@@ -55,16 +56,26 @@ class Settings:
     every: int | None = None
     keep: int = 3
     log_every: int = 1
+    evaluate_every: int | None = None
     record: Path | None = None
     save: Path | None = None
     tensorboard: Path | None = None
 
 
-def train(pipe: Pipeline, data: Data, settings: Settings) -> None:
-    """Train with AdamW; rank 0 logs.  All ranks must call it with the same arguments."""
+def train(pipe: Pipeline, data: Data, settings: Settings, evaluated: Data | None = None) -> None:
+    """Train with AdamW; rank 0 logs.  All ranks must call it with the same arguments.
+
+    evaluated: the data of evaluations, each of which takes every whole batch once.
+    """
     steps = settings.steps or data.once
     if steps is None:
         raise RunError("The length of the data is not known: give --steps.")
+    if evaluated is not None and not evaluated.once:
+        raise RunError("Evaluation takes every batch of its data once: give a safetensors file.")
+    if evaluated is not None and pipe.evaluation is None:
+        raise RunError(
+            "The pipeline has no programs for evaluation: compile and save it with evaluation=True."
+        )
     rank = pipe.runtime.rank
     optimizer = pipe.optimizer(torch.optim.AdamW, lr=settings.lr, clip_grad_norm=settings.clip)
     rate = LambdaLR(optimizer, lambda step: _factor(settings, step, steps))
@@ -107,6 +118,12 @@ def train(pipe: Pipeline, data: Data, settings: Settings) -> None:
                     if board is not None:
                         board.add(figures, step)
             progress.update(bar, completed=step + 1)
+            if evaluated is not None and _is_due(step, steps, settings.evaluate_every):
+                figure = evaluate(pipe, evaluated)
+                if rank == 0:
+                    logger.info("step %d  evaluation %.6f", step, figure)
+                    if board is not None:
+                        board.add({"evaluation": figure}, step)
             if checkpoints is not None:
                 checkpoints.step()
     if settings.record is not None:
@@ -115,6 +132,16 @@ def train(pipe: Pipeline, data: Data, settings: Settings) -> None:
         pipe.save(settings.save)
         if rank == 0:
             logger.info("saved: %s", settings.save)
+
+
+def evaluate(pipe: Pipeline, data: Data) -> float:
+    """The mean loss of all whole batches."""
+    assert data.once is not None
+    return sum(float(pipe.evaluate(data.batch(k))) for k in range(data.once)) / data.once
+
+
+def _is_due(step: int, steps: int, every: int | None) -> bool:
+    return step == steps - 1 or (every is not None and (step + 1) % every == 0)
 
 
 def _factor(settings: Settings, step: int, steps: int) -> float:

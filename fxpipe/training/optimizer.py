@@ -119,6 +119,17 @@ class PipelineOptimizer(Optimizer):
         self.optimizer.param_groups.append(param_group)
 
 
+def made(cls: Callable[..., Optimizer], parameters: Any, options: Mapping[str, Any]) -> Optimizer:
+    """``cls(parameters, **options)``.  Raises RunError where that is no optimizer."""
+    optimizer = cls(parameters, **options) if callable(cls) else None
+    if not isinstance(optimizer, Optimizer):
+        raise RunError(
+            f"pipe.optimizer takes a class of torch optimizers, such as torch.optim.AdamW; {cls!r:.60} makes "
+            f"a {type(optimizer).__name__}."
+        )
+    return optimizer
+
+
 def grouped(
     held: Mapping[str, torch.nn.Parameter], groups: Sequence[Mapping[str, Any]], model_names: Sequence[str]
 ) -> list[dict[str, Any]]:
@@ -165,17 +176,11 @@ def check_separable(
     grads = [torch.randn(8, 8, generator=generator) for _ in range(3)]
     options = {**options, "lr": 0.1} if "lr" in options else options  # 0 would hide every difference
 
-    def made(parameters: Sequence[torch.nn.Parameter]) -> Optimizer:
-        optimizer = cls(parameters, **options)
-        if not isinstance(optimizer, Optimizer):
-            raise RunError(f"{name} makes a {type(optimizer).__name__}, which is no torch optimizer.")
-        return optimizer
-
     def updated(*parts: list[slice]) -> torch.Tensor:
         """The table after its slices were updated; each list of slices by an optimizer of its own."""
         held = [[torch.nn.Parameter(start[s].to(device, copy=True)) for s in part] for part in parts]
         for parameters, part in zip(held, parts, strict=True):
-            optimizer = made(parameters)
+            optimizer = made(cls, parameters, options)
             for grad in grads:
                 for parameter, s in zip(parameters, part, strict=True):
                     parameter.grad = grad[s].to(device)

@@ -197,6 +197,30 @@ def test_figures_of_the_log(alone, capsys):
         assert re.search(r"norm \d.*  tokens/s [\d,]+  bubble \d+%  predicted 0%$", line), line
 
 
+def test_evaluation_on_the_way(data, tmp_path, capsys):
+    """The loss of other data in eval mode, as eager has it; a pipeline without its programs is refused."""
+    model, other = CASE.build(), tmp_path / "other.safetensors"
+    batch = CASE.batch(2 * ROWS)
+    save_file(batch, other)
+    directory = tmp_path / "saved"
+    fxpipe.compile(
+        model, CASE.example(), ranks=1, microbatches=MICROBATCHES, schedule="1f1b", evaluation=True
+    ).save(directory)
+    shared = ["run", str(directory), "--data", str(data), "--steps", "3", "--lr", "0.01"]
+    assert main([*shared, "--evaluate", str(other), "--evaluate-every", "2"]) == 0
+    found = re.findall(r"^step (\d)  evaluation (\S+)$", capsys.readouterr().out, re.MULTILINE)
+    assert [step for step, _ in found] == ["1", "2"]
+    trained = eager_course(3, 0.01, 1e9)[1].eval()
+    parts = cut(batch, 2 * MICROBATCHES)
+    expected = torch.stack([trained(**part).detach() for part in parts]).mean()
+    assert float(found[1][1]) == pytest.approx(float(expected), abs=1e-4)
+    compiled(CASE, model, MICROBATCHES, Shape(1)).save(tmp_path / "training alone")
+    message = refusal(
+        capsys, "run", tmp_path / "training alone", "--data", data, "--steps", 1, "--evaluate", other
+    )
+    assert "evaluation=True" in message
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

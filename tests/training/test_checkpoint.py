@@ -50,6 +50,8 @@ def trained(tmp_path_factory) -> Path:
         # It keeps the rows that it trains, and not the table.
         assert "embed.weight" not in report["parameters"]
         assert f"embed.weight[{rank * 16}:{rank * 16 + 16}]" in report["parameters"]
+        assert "does not see what rank 0 writes" in report["blind"], "the directory is not on a common disk"
+        assert report["saved"] == ([] if rank else ["saved on disk 0"]), "rank 0 writes for all"
     return directory
 
 

@@ -163,8 +163,13 @@ def test_optimizers_that_need_other_ranks_values():
         check_separable(torch.optim.Adafactor, {"lr": 0.0}, CPU, tables=True)
     with pytest.raises(RunError, match="LBFGS updates a parameter by the values of others"):
         check_separable(torch.optim.LBFGS, {}, CPU, tables=False)
-    with pytest.raises(RunError, match="makes a list"):
-        check_separable(lambda parameters: list(parameters), {}, CPU, tables=False)
+
+
+@pytest.mark.parametrize("given", [lambda parameters: list(parameters), None, "AdamW"])
+def test_what_is_no_optimizer(given):
+    pipe = pipeline(Squares())
+    with pytest.raises(RunError, match="a class of torch optimizers"):
+        pipe.optimizer(given)
 
 
 class OtherRanks:
