@@ -6,7 +6,6 @@ Every rank writes the losses that it found into the directory, as ``NAME.RANK.sa
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
-from zoo import CASES, EFFORT, WIDTH, Block, Case, cut, in_double_precision, numbers
+from zoo import CASES, EFFORT, WIDTH, Block, Case, cut, numbers
 
 import fxpipe
 
@@ -110,8 +109,3 @@ def main(directory: Path) -> None:
         loaded = fxpipe.load(directory / name).evaluate(batch)
         found = {"training": torch.stack(losses), "evaluation": torch.stack(evaluations), "loaded": loaded}
         save_file(found, directory / f"{name}.{rank}.safetensors")
-
-
-if __name__ == "__main__":
-    with in_double_precision():
-        main(Path(sys.argv[1]))

@@ -6,7 +6,6 @@ Every rank writes the tensors that it found into the directory, as ``NAME.RANK.s
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +91,3 @@ def main(directory: Path) -> None:
     for _ in range(3):
         found = pipe.evaluate({"x": batch["x"]}, outputs=names, outputs_on="all")
     write("inference", found)
-
-
-if __name__ == "__main__":
-    torch.set_default_dtype(torch.float64)
-    main(Path(sys.argv[1]))

@@ -56,7 +56,7 @@ SAME_BITS: dict[int, dict[str, tuple[Case, Shape]]] = {
         "sum_and_count": (CASES["sum_and_count"], Shape(4, "gpipe")),
         **{
             name: (CASES["unet"], Shape(4, name))
-            for name in ("interleaved", "gis", "staggered", "zb-2p", "zb-v", "v-min", "1f1b-v", "dualpipe-v")
+            for name in ("interleaved", "staggered", "zb-2p", "v-min", "dualpipe-v")
         },
     },
 }
@@ -287,10 +287,6 @@ def disk_fails(rank: Rank) -> None:
     rank.error("disk", pipe.step, case.data(MICROBATCHES))
 
 
-def killed(rank: Rank) -> None:
-    step_with_fault(rank, lambda: os.kill(os.getpid(), signal.SIGKILL), "B2.1")()
-
-
 CHECKS = {
     check.__name__: check
     for check in (
@@ -301,7 +297,6 @@ CHECKS = {
         raises,
         raises_and_stays,
         disk_fails,
-        killed,
     )
 }
 

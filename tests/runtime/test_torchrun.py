@@ -364,10 +364,3 @@ def test_a_disk_that_fails_on_one_rank(tmp_path):
     for rank, message in enumerate(text(tmp_path, "disk", 2)):
         assert message.startswith("RunError: Activations" if rank == 1 else "RunError: Rank 1 failed in ")
         assert "bytes early" in message
-
-
-def test_a_rank_that_is_killed(tmp_path):
-    run = start("killed", 3, tmp_path)
-    assert run.code != 0
-    assert "SIGKILL" in run.own or "-9" in run.own, run
-    assert seconds_to_end(tmp_path, run) < 30

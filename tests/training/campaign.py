@@ -2,8 +2,8 @@
 
     python tests/training/campaign.py --ranks 4 --faults 50 --first 1000
 
-The result must be that of an undisturbed run, bit for bit.  The processes are forked, with torch loaded, so
-that an attempt takes a second.
+The result must be that of an undisturbed run, bit for bit.  The processes begin with torch loaded, so that an
+attempt takes a second.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from launch import forked
 from run_worker import MICROBATCHES, Options, Reader, batch_of, pipeline
 from safetensors.torch import load_file, save_file
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import fxpipe
 from fxpipe.training import checkpoint_files, tensor_store
@@ -76,7 +76,6 @@ def strike(fault: Fault, directory: Path, attempt: int) -> None:
 
 def attempt_to_train(directory: Path, first: int, faults: int, steps: int) -> None:
     """What each process runs."""
-    torch.set_num_threads(1)
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     fault = fault_of(first + attempt, ranks) if attempt < faults else None
@@ -131,20 +130,6 @@ def attempt_to_train(directory: Path, first: int, faults: int, steps: int) -> No
     dist.barrier()
 
 
-def launch(directory: Path, ranks: int, first: int, faults: int, steps: int) -> None:
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=f"campaign{os.getpid()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=faults,
-        start_method="fork",
-    )
-    elastic_launch(config, attempt_to_train)(directory, first, faults, steps)
-
-
 def campaign(directory: Path, ranks: int, first: int, faults: int, vocab_parallel: bool) -> dict:
     """Run it with the faults of these numbers; return what is left.
 
@@ -158,7 +143,7 @@ def campaign(directory: Path, ranks: int, first: int, faults: int, vocab_paralle
     for path, number in ((whole, 0), (directory, faults)):
         path.mkdir(exist_ok=True)
         pipeline(Reader(), replace(options), ranks).save(path / "saved")
-        launch(path, ranks, first, number, steps)
+        forked(ranks, attempt_to_train, path, first, number, steps, dtype=torch.float32, restarts=number)
     expected, found = (load_file(path / "full.safetensors") for path in (whole, directory))
     met = [json.loads(file.read_text()) for file in sorted(directory.glob("fault.*.json"))]
     waits = []
@@ -187,9 +172,9 @@ def main() -> None:
         result = campaign(
             Path(directory), options.ranks, options.first, options.faults, options.vocab_parallel
         )
+    print(json.dumps(result))
     for what in ("place", "kind"):
-        print(dict(Counter(fault[what] for fault in result["met"])))
-    print({key: value for key, value in result.items() if key != "met"})
+        print(dict(Counter(fault[what] for fault in result["met"])), file=sys.stderr)
     sys.exit(not result["same"])
 
 

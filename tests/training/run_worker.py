@@ -1,12 +1,10 @@
-"""A training run for the tests of checkpoints; started by torchrun with a directory and its options as
-JSON."""
+"""A training run for the tests of checkpoints."""
 
 import gc
 import json
 import os
-import sys
 import weakref
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -58,9 +56,6 @@ class Options:
     stages_per_rank: int = 1
     vocab_parallel: bool = False
     at_once: bool = False
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
 
 
 def pipeline(model: nn.Module, options: Options, ranks: int) -> fxpipe.Pipeline:
@@ -131,7 +126,3 @@ def main(directory: Path, options: Options) -> None:
     state = pipe.full_state_dict()
     if rank == 0:
         save_file({name: t.clone() for name, t in state.items()}, directory / "full.safetensors")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Options(**json.loads(sys.argv[2])))

@@ -8,26 +8,23 @@ from pathlib import Path
 import pytest
 import run_worker as worker
 import torch
-from launch import torchrun
+from launch import forked
 from run_worker import Options, Reader, batch_of, pipeline
 from safetensors.torch import load_file
 
 import fxpipe
 from fxpipe.errors import ArtifactError, RunError
 from fxpipe.training import checkpoint_files as files
+from fxpipe.training.training_state import Record, restore
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = Path(worker.__file__)
 FOUR_RANKS = Options(steps=4, vocab_parallel=True)
 
 
 def run(ranks: int, directory: Path, options: Options) -> list[dict]:
     """Train under torchrun; return the ranks' reports."""
-    done = torchrun(
-        ranks, SCRIPT, directory, options.to_json(), logs=directory / f"logs {ranks} {options.steps}"
-    )
-    assert done.code == 0, done
+    forked(ranks, worker.main, directory, options, dtype=torch.float32)
     return [json.loads((directory / f"report.{rank}.json").read_text()) for rank in range(ranks)]
 
 
@@ -76,14 +73,30 @@ def test_resumed_with_the_same_plan_it_is_the_same_run(trained, tmp_path):
     assert same(full(directory), full(trained))
 
 
+def test_opened_on_three_ranks_it_holds_the_same_bits(trained, tmp_path):
+    """With the table in other rows."""
+    directory = copied(trained, tmp_path)
+    assert all(report["resumed"] for report in run(3, directory, FOUR_RANKS))
+    assert same(full(directory), expected_at_four(trained))
+
+
 @pytest.mark.parametrize(
     ("ranks", "options"),
-    [(2, Options(steps=4, schedule="1f1b", stages_per_rank=2)), (3, Options(steps=4, vocab_parallel=True))],
+    [
+        (2, Options(steps=4, schedule="1f1b", stages_per_rank=2)),
+        (3, Options(steps=4, schedule="zb-v", stages_per_rank=2)),
+        (2, FOUR_RANKS),
+    ],
 )
-def test_opened_on_other_ranks_it_holds_the_same_bits(trained, tmp_path, ranks, options):
-    directory = copied(trained, tmp_path)
-    assert all(report["resumed"] for report in run(ranks, directory, options))
-    assert same(full(directory), expected_at_four(trained))
+def test_restored_for_each_rank_of_another_plan_it_holds_the_same_bits(trained, ranks, options):
+    """With other stages, another placement, with and without a split vocabulary."""
+    model = Reader()
+    pipe = pipeline(model, options, ranks)
+    path = files.path_of(trained / "checkpoints", 4)
+    record = Record.from_json(files.read_state(path), path)
+    for rank in range(ranks):
+        restore(pipe.model_state, None, {}, path, record, rank)
+    assert same(model.state_dict(), expected_at_four(trained))
 
 
 def expected_at_four(trained: Path) -> dict[str, torch.Tensor]:

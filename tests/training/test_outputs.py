@@ -9,7 +9,7 @@ import outputs_worker as worker
 import pytest
 import torch
 import torch.nn.functional as F
-from launch import torchrun
+from launch import forked
 from marks import slow_except
 from outputs_worker import MICROBATCHES, OUTPUTS, Answers, wanted
 from safetensors.torch import load_file
@@ -457,11 +457,10 @@ def test_a_loss_fn_of_four_values():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_outputs_under_torchrun(ranks, tmp_path):
+def test_outputs_under_torchrun(tmp_path):
     """On the ranks that compute them, on one rank, on all; the same bits as in one process."""
-    run = torchrun(ranks, worker.__file__, tmp_path, logs=tmp_path / "logs")
-    assert run.code == 0, run
+    ranks = 4
+    forked(ranks, worker.main, tmp_path, dtype=torch.float64)
     batch, names = worker.batch_of(2 * MICROBATCHES), [*OUTPUTS]
     pipe = worker.compiled(worker.build(), ranks, outputs=names)
     result = pipe.run_local(batch, outputs=names)
