@@ -109,15 +109,13 @@ class LoaderData:
         return self._take()
 
     def _take(self) -> Any:
-        for again in range(2):
+        for _ in range(2):  # what is left of this time through the data, or the next time
             if self._batches is None:
                 self._batches = iter(self._loader)
             batch = next(self._batches, None)
             if batch is not None:
                 return batch
             self._batches = None
-            if again:
-                break
         raise BatchError(f"{self._where} gives no batches.")
 
 

@@ -9,10 +9,8 @@ from typing import Any
 import torch
 
 from fxpipe.errors import ArtifactError
-from fxpipe.strict import Misfit
 from fxpipe.training import checkpoint_files as files
 from fxpipe.training import tensor_store
-from fxpipe.training.plain import from_json
 from fxpipe.training.training_state import MODEL, OPTIMIZER, Record
 
 
@@ -46,11 +44,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     record = Record.from_json(files.read_state(path), path)
     tensors = {n: torch.empty(shape, dtype=dtype) for n, (shape, dtype) in tensor_store.stored(path).items()}
     tensor_store.read(tensors, path)
-    try:
-        groups, fields = from_json(record.groups, tensors), from_json(record.fields, tensors)
-        state = from_json(record.user, tensors)
-    except Misfit as error:
-        raise ArtifactError(f"{path}: state.json {error}.") from error
+    groups, fields, state = record.decoded(tensors, path)
     optimizer: dict[str, dict[str, Any]] = {name: dict(own) for name, own in fields.items()}
     for key, tensor in tensors.items():
         if key.startswith(OPTIMIZER):

@@ -55,6 +55,14 @@ class Record:
     fields: Any
     user: Any
 
+    def decoded(self, tensors: Mapping[str, torch.Tensor], path: Path) -> tuple[Any, Any, Any]:
+        """``groups``, ``fields`` and ``user`` as they were.  Raises ArtifactError, naming ``path``."""
+        try:
+            groups, fields, user = (from_json(x, tensors) for x in (self.groups, self.fields, self.user))
+        except Misfit as error:
+            raise ArtifactError(f"{path}: state.json {error}.") from error
+        return groups, fields, user
+
     @staticmethod
     def from_json(text: str, path: Path) -> Record:
         """Raises ArtifactError for a text that is no record of this format."""
@@ -150,11 +158,7 @@ def restore(
         if name.startswith((GROUPS, USER))
     }
     tensor_store.read(extra, path)
-    try:
-        groups, fields = from_json(record.groups, extra), from_json(record.fields, extra)
-        given = from_json(record.user, extra)
-    except Misfit as error:
-        raise ArtifactError(f"{path}: state.json {error}.") from error
+    groups, fields, given = record.decoded(extra, path)
     _check_model(state.plan, stored, path)
     for name in user:
         if name not in given:
