@@ -185,13 +185,6 @@ class Process:
         if value is not tensor:
             tensor.copy_(value)
 
-    def all_reduce_sum(self, value: float) -> float:
-        """The sum of one number over all ranks."""
-        total = _on_wire(torch.tensor(value, dtype=torch.float64))
-        with self.watch.collective():
-            dist.all_reduce(total)
-        return float(total)
-
     def all_reduce_(self, value: torch.Tensor, *, largest: bool = False) -> None:
         """Replace a tensor by the sum over all ranks, or by the largest."""
         total = _on_wire(value)
@@ -199,9 +192,6 @@ class Process:
             dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
         if total is not value:
             value.copy_(total)
-
-    def barrier(self) -> None:
-        self.all_reduce_sum(0.0)
 
 
 #: This process since it joined its process group.
