@@ -18,9 +18,10 @@ from fxpipe.errors import CaptureError, FxpipeError, PartitionError, RunError
 from fxpipe.pipeline import Pipeline
 from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact, Plan
+from fxpipe.runtime.accelerator import check_supported, default_device
 from fxpipe.runtime.failure import in_short
 from fxpipe.runtime.offloader import check_tier
-from fxpipe.runtime.process import Process, agreed, as_timeout, default_device, under_torchrun
+from fxpipe.runtime.process import Process, agreed, as_timeout, under_torchrun
 from fxpipe.runtime.tensors import in_strides
 from fxpipe.schedule.ops import Schedule
 from fxpipe.training.same_batch import plan_number
@@ -130,9 +131,11 @@ def compile(
     if not isinstance(model, nn.Module):
         raise CaptureError(f"The model is a {type(model).__name__}; fxpipe compiles an nn.Module.")
     device = _device_of(model)
+    check_supported(device)
     process = Process.join(device, as_timeout(timeout)) if under_torchrun() else None
     if process is not None:
         process.check_ranks(ranks)
+        process.backend(device)
     if isinstance(split_points, str):
         raise PartitionError(f"split_points is a list of module paths: give [{split_points!r}].")
     if isinstance(outputs, str) or not all(isinstance(name, str) for name in outputs):
@@ -220,6 +223,8 @@ def load(
     directory = Path(path).absolute()
     device = default_device()
     process = Process.join(device, as_timeout(timeout)) if under_torchrun() else None
+    if process is not None:
+        process.backend(device)
     with agreed(process, f"load {directory}"):
         plan, programs = files.read(directory)
         if process is not None:

@@ -31,7 +31,7 @@ CONTAINERS = {
 #: Names that a program uses itself: imports, definitions, arguments, and variables without their ``_m0``.
 _OWN = re.compile(
     r"rt|step|torch|keyed|expect|float|complex|MESSAGES|params|buffers|constants|batch|batches|grads|key"
-    r"|loss|count|(saved|saved_for_weight|offloaded|offloaded_for_weight|gradients)\d*|collective\d+_\d+"
+    r"|loss|count|from_[A-Z]\d+_to_[A-Z]\d+|(saved|saved_for_weight|offloaded|offloaded_for_weight|gradients)\d*|collective\d+_\d+"
     r"|stage\d+_(forward|backward|weight)"
 )
 _TAKEN = re.compile(rf"({_OWN.pattern}|.*_s\d+|)_*")
@@ -121,8 +121,8 @@ def literal(value: Any, names: Names) -> str:
             return f'complex("{value}")'
         case str():
             return text_literal(value)
-        case torch.device():
-            return f'torch.device("{value.type}")' if value.index is None else f'torch.device("{value}")'
+        case torch.device():  # of the rank, so without the index of the process that traced the model
+            return f'torch.device("{value.type}")'
         case (
             None
             | bool()

@@ -176,20 +176,34 @@ def _instruction(plan: RankPlan, calls: dict[Color, Signature], instruction: Ins
         return _wait_collective(plan, instruction)
     if isinstance(instruction, (StartTransfer, WaitTransfer)):
         return [_transfer(plan, instruction)]
-    m, edge = instruction.microbatch, instruction.edge
-    lines = []
-    source, target = plan.placement[edge.source.stage], plan.placement[edge.target.stage]
-    for name in _names(plan, instruction):
-        arriving, layout = _arriving(plan, name, edge.target.stage, m), _layout(name)
-        match instruction:
-            case PostRecv():
-                lines.append(_Line(f"{arriving} = rt.receive({layout}, source={source})"))
-            case Wait():
-                lines.append(_Line(f"{arriving} = rt.wait({arriving})"))
-            case Send():
-                sent = _of(name, m)
-                lines.append(_Line(f"rt.send({sent}, {layout}, to={target})", (sent,)))
-    return lines
+    return [_message(plan, instruction)]
+
+
+def _message(plan: RankPlan, instruction: PostRecv | Wait | Send) -> _Line:
+    """The line that posts a message, waits for it or sends it: of one value, or of a list."""
+    m, edge, names = instruction.microbatch, instruction.edge, _names(plan, instruction)
+    arriving = [_arriving(plan, name, edge.target.stage, m) for name in names]
+    pending = arriving[0] if len(names) == 1 else f"from_{_text(edge.source)}_to_{_text(edge.target)}_m{m}"
+    layouts = _listed([_layout(name) for name in names])
+    match instruction:
+        case PostRecv():
+            return _Line(f"{pending} = rt.receive({layouts}, source={plan.placement[edge.source.stage]})")
+        case Wait() if len(names) == 1:
+            return _Line(f"{pending} = rt.wait({pending})")
+        case Wait():
+            return _Line(f"{', '.join(arriving)} = rt.wait_all({pending})", (pending,))
+        case Send():
+            sent = [_of(name, m) for name in names]
+            target = plan.placement[edge.target.stage]
+            return _Line(f"rt.send({_listed(sent)}, {layouts}, to={target})", tuple(sent))
+
+
+def _listed(expressions: list[str]) -> str:
+    return expressions[0] if len(expressions) == 1 else f"[{', '.join(expressions)}]"
+
+
+def _text(color: Color) -> str:
+    return f"{color.phase}{color.stage}"
 
 
 def _transfer(plan: RankPlan, instruction: StartTransfer | WaitTransfer) -> _Line:

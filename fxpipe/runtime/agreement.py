@@ -25,14 +25,14 @@ _VERBS = frozenset((*_PEER, *_COLLECTIVES))
 
 @dataclass(frozen=True)
 class Call:
-    """A call of the method ``verb`` of ``rt``.
+    """A call of the method ``verb`` of ``rt``, with the names of the layouts of one message.
 
     ``peer``: the other rank, or the root of a collective; -1 for an all-gather.  ``group``: the number of a
     collective's communicator, else -1.
     """
 
     verb: str
-    message: str
+    names: tuple[str, ...]
     peer: int
     group: int
 
@@ -60,7 +60,7 @@ def traffic(tree: ast.Module, namespace: Mapping[str, Any]) -> Traffic:
     layouts = {str(name): _layout(name, given) for name, given in messages.items()}
     step = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "step"][-1]
     values = [n.value for n in step.body if isinstance(n, ast.Expr | ast.Assign)]
-    found = [call for value in values if (call := _call(value)) and call.message in layouts]
+    found = [call for value in values if (call := _call(value)) and layouts.keys() >= set(call.names)]
     nodes = list(ast.walk(step))
     names = [node for node in nodes if isinstance(node, ast.Name) and node.id == "rt"]
     asked = [name for node in nodes if (name := _attribute_of_rt(node))]
@@ -118,13 +118,13 @@ def _check_layouts(ranks: Sequence[Traffic]) -> None:
 
 def _joined(call: Call, own: Traffic) -> str:
     """A collective as text, without its name for gathers, whose names differ between the ranks."""
-    named = f" {call.message!r}" if call.verb == "broadcast" else ""
+    named = f" {call.names[0]!r}" if call.verb == "broadcast" else ""
     peer = f" of rank {call.peer}" if call.peer >= 0 else ""
-    return f"a {call.verb.replace('_', '-')}{peer}{named}, {own.layouts[call.message]}"
+    return f"a {call.verb.replace('_', '-')}{peer}{named}, {own.layouts[call.names[0]]}"
 
 
 def _described(call: Call, own: Traffic) -> str:
-    return f"{call.message!r}, {own.layouts[call.message]},"
+    return " and ".join(f"{name!r}, {own.layouts[name]}," for name in call.names)
 
 
 def _layout(name: Any, given: Any) -> str:
@@ -150,11 +150,12 @@ def _call(node: ast.AST) -> Call | None:
     verb = _attribute_of_rt(node.func) if isinstance(node, ast.Call) else ""
     if not (isinstance(node, ast.Call) and verb in _VERBS):
         return None
-    message = None
+    names: list[str] = []
     for argument in node.args:
-        match argument:
-            case ast.Subscript(value=ast.Name(id="MESSAGES"), slice=ast.Constant(value=str(name))):
-                message = name
+        for item in argument.elts if isinstance(argument, ast.List) else [argument]:
+            match item:
+                case ast.Subscript(value=ast.Name(id="MESSAGES"), slice=ast.Constant(value=str(name))):
+                    names.append(name)
     numbers = {
         k.arg: k.value.value
         for k in node.keywords
@@ -162,6 +163,6 @@ def _call(node: ast.AST) -> Call | None:
     }
     wanted = {_PEER[verb]} if verb in _PEER else set()
     wanted |= {"group"} if verb in _COLLECTIVES else set()
-    if message is None or numbers.keys() != wanted:
+    if not names or numbers.keys() != wanted:
         return None
-    return Call(verb, message, numbers.get(_PEER.get(verb, ""), -1), numbers.get("group", -1))
+    return Call(verb, tuple(names), numbers.get(_PEER.get(verb, ""), -1), numbers.get("group", -1))

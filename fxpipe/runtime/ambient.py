@@ -1,4 +1,4 @@
-"""Sets torch's global state that ops depend on as in the trace: autocast, default dtype, grad mode.
+"""Sets torch's global state that ops depend on as in the trace: autocast, default dtype, grad mode, device.
 
 A program has each cast as an op and its own backward, so the caller's settings must not change its ops.
 """
@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 import torch
 
+from fxpipe.runtime.accelerator import current
+
 
 @contextlib.contextmanager
 def as_traced(default_dtype: str, device: torch.device) -> Iterator[None]:
@@ -17,7 +19,8 @@ def as_traced(default_dtype: str, device: torch.device) -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, default_dtype.removeprefix("torch.")))
     try:
-        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        uncast = torch.autocast(device.type, enabled=False)
+        with torch.inference_mode(False), torch.no_grad(), uncast, current(device):
             yield
     finally:
         torch.set_default_dtype(before)

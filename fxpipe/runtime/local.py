@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from fxpipe.errors import DeadlockError, FxpipeError, RunError
+from fxpipe.runtime.accelerator import select
 from fxpipe.runtime.comm import Layout, Pending, in_memory_order
 from fxpipe.runtime.torch_private import no_modes
 
@@ -38,7 +39,7 @@ class LocalWorld:
     def __init__(self, ranks: int):
         self.ranks = ranks
         self.turn = threading.Condition()  # held by the rank that runs
-        self.messages: dict[tuple[int, int, int], _Contents] = {}  # (from, to, number) -> contents
+        self.messages: dict[tuple[int, int, int], list[_Contents]] = {}  # (from, to, number) -> its tensors
         # (group, number) -> the tensors by rank, and the number of ranks that have not taken them yet
         self.joint: dict[tuple[int, int], dict[int, _Contents]] = {}
         self.takers: dict[tuple[int, int], int] = {}
@@ -66,6 +67,12 @@ class LocalWorld:
             self.turn.notify_all()
 
 
+def _expected(layout: Layout) -> torch.Tensor:
+    shape, stride, dtype = layout
+    with no_modes():
+        return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+
+
 def _text(layout: Layout) -> str:
     return " ".join(map(str, layout))
 
@@ -83,21 +90,25 @@ class LocalComm:
         self._sent: Counter[int] = Counter()
         self._joined: Counter[int] = Counter()
 
-    def receive(self, layout: Layout, source: int) -> Pending:
-        shape, stride, dtype = layout
+    def receive(self, layouts: Sequence[Layout], source: int) -> Pending:
         # The n-th posted receive gets the n-th message, in whatever order the program waits for them.
         number = self._received[source]
         self._received[source] += 1
-        with no_modes():
-            expected = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        return Pending([expected], source, number)
+        return Pending([_expected(layout) for layout in layouts], source, number)
 
-    def wait(self, pending: Pending) -> torch.Tensor:
+    def wait(self, pending: Pending) -> list[torch.Tensor]:
         if isinstance(pending.work, tuple):
-            return self.wait_all(pending)[0]
+            return self._wait_for_collective(pending)
         messages, key = self._world.messages, (pending.source, self._rank, pending.work)
         self._world.wait_until(lambda: key in messages, self._rank, f"rank {pending.source}")
-        return self._received_as(messages.pop(key), pending.buffers[0], pending.source)
+        sent = messages.pop(key)
+        if len(sent) != len(pending.buffers):
+            raise RunError(
+                f"Rank {pending.source} sent a message of {len(sent)} tensors, and rank {self._rank} expects "
+                f"{len(pending.buffers)}. Edit both programs alike."
+            )
+        pairs = zip(sent, pending.buffers, strict=True)
+        return [self._received_as(contents, expected, pending.source) for contents, expected in pairs]
 
     def _received_as(self, sent: _Contents, expected: torch.Tensor, source: int) -> torch.Tensor:
         layout = (tuple(expected.shape), expected.stride(), expected.dtype)
@@ -108,8 +119,8 @@ class LocalComm:
             )
         return sent.flat.as_strided(expected.shape, expected.stride())
 
-    def send(self, tensor: torch.Tensor, to: int) -> None:
-        self._world.messages[self._rank, to, self._sent[to]] = _Contents.of(tensor)
+    def send(self, tensors: Sequence[torch.Tensor], to: int) -> None:
+        self._world.messages[self._rank, to, self._sent[to]] = [_Contents.of(tensor) for tensor in tensors]
         self._sent[to] += 1
         self._world.woken()
 
@@ -142,12 +153,9 @@ class LocalComm:
         self, layout: Layout, source: int, key: tuple[int, int], ranks: list[int], takers: int
     ) -> Pending:
         self._world.takers.setdefault(key, takers)
-        shape, stride, dtype = layout
-        with no_modes():
-            expected = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        return Pending([expected] * len(ranks), source, (key, ranks))
+        return Pending([_expected(layout)] * len(ranks), source, (key, ranks))
 
-    def wait_all(self, pending: Pending) -> list[torch.Tensor]:
+    def _wait_for_collective(self, pending: Pending) -> list[torch.Tensor]:
         key, ranks = pending.work
         joint, what = self._world.joint, "all ranks" if pending.source < 0 else f"rank {pending.source}"
         self._world.wait_until(lambda: all(r in joint.get(key, {}) for r in ranks), self._rank, what)
@@ -170,12 +178,16 @@ class LocalComm:
 
 
 def run_all(
-    world: LocalWorld, rank_mains: list[Callable[[], Any]], where: Callable[[int], str], threads: int
+    world: LocalWorld,
+    rank_mains: list[Callable[[], Any]],
+    where: Callable[[int], str],
+    threads: int,
+    device: torch.device,
 ) -> list[Any]:
     """Run one function per rank; return their results.
 
     where: rank -> the op that it is running, for the message of the RunError if the rank fails.
-    threads: number of intra-op threads of each rank.
+    threads: number of intra-op threads of each rank.  device: on which all of them compute.
     """
     results: list[Any] = [None] * world.ranks
 
@@ -183,6 +195,7 @@ def run_all(
         with world.turn:
             try:
                 torch.set_num_threads(threads)
+                select(device)
                 with torch.no_grad():
                     results[rank] = rank_mains[rank]()
             except _Stopped:

@@ -26,7 +26,9 @@ def place_of_error(error: BaseException) -> str:
 def place_of_main_thread() -> str:
     """The innermost line of the user's code that the main thread runs."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    lines = [(f.f_code.co_filename, line) for f, line in traceback.walk_stack(frame)] if frame else []
+    # A frame that runs meanwhile may be between two lines, and then has none.
+    stack = [] if frame is None else traceback.walk_stack(frame)
+    lines = [(f.f_code.co_filename, line or f.f_code.co_firstlineno) for f, line in stack]
     return _innermost(reversed(lines))
 
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import time
 import uuid
+import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from fxpipe.errors import RunError
+from fxpipe.runtime.accelerator import BACKENDS, is_accelerator, select
 from fxpipe.runtime.attempt import agree_on_attempt
+from fxpipe.runtime.backend import Place, backend_of, choose
 from fxpipe.runtime.comm import NoAnswer, answered
 from fxpipe.runtime.failure import Failures, in_short
 from fxpipe.runtime.torch_private import PrefixStore, default_store, rendezvous
@@ -30,24 +34,22 @@ def under_torchrun() -> bool:
     return dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def default_device() -> torch.device:
-    """This process's GPU if there is one (shared where processes outnumber GPUs), else the CPU."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
-    return torch.device("cuda", index)
-
-
 @dataclass(frozen=True, eq=False)
 class Process:
-    """``timeout``: the longest time that this rank waits for another one."""
+    """``timeout``: the longest time that this rank waits for another one.
+
+    ``control``: the group of all ranks over gloo, for whatever is not a message of a step.  ``given``: the
+    default group if it was there before; else this process made it.
+    """
 
     rank: int
     ranks: int
     timeout: timedelta
-    group: dist.ProcessGroup | None
+    control: dist.ProcessGroup
+    given: dist.ProcessGroup | None
     watch: Watch
     _turns: Iterator[int] = field(default_factory=itertools.count)
+    _backends: dict[torch.device, str] = field(default_factory=dict)
 
     @staticmethod
     def join(device: torch.device, timeout: timedelta | None = None) -> Process:
@@ -56,24 +58,46 @@ class Process:
         timeout: of a process group that is created; TIMEOUT by default.  One that exists keeps its own.
         """
         global _joined
-        if _joined is not None and dist.is_initialized() and dist.group.WORLD is _joined.group:
-            return _joined
+        if _joined is not None and dist.is_initialized() and dist.group.WORLD is _joined[0]:
+            return _joined[1]
         limit = timeout or TIMEOUT
-        if dist.is_initialized():
+        select(device)
+        given = dist.group.WORLD if dist.is_initialized() else None
+        if given is not None:
             rank, ranks, store = dist.get_rank(), dist.get_world_size(), default_store()
-            attempt = _broadcast_bytes(uuid.uuid4().hex.encode() if rank == 0 else None).decode()
+            on_gloo = backend_of(given, "cpu") == "gloo"
+            control = given if on_gloo else dist.new_group(backend="gloo", timeout=limit)
+            attempt = _broadcast_bytes(uuid.uuid4().hex.encode() if rank == 0 else None, control).decode()
         else:
             with answered():
                 store, rank, ranks = next(rendezvous("env://", timeout=limit))
                 attempt = agree_on_attempt(PrefixStore("fxpipe", store), rank, ranks, limit)
                 own = PrefixStore(attempt, store)
-                dist.init_process_group(
-                    _backend_for(device), store=own, rank=rank, world_size=ranks, timeout=limit
-                )
+                backends = "gloo"
+                if is_accelerator(device):
+                    backends = f"cpu:gloo,{device.type}:{BACKENDS[device.type]}"
+                dist.init_process_group(backends, store=own, rank=rank, world_size=ranks, timeout=limit)
+            assert dist.group.WORLD is not None
+            control = dist.group.WORLD
         # A store of its own, as one that waits for a key answers no other thread.
         failures = Failures(PrefixStore(f"fxpipe/{attempt}", store.clone()), rank, ranks)
-        _joined = Process(rank, ranks, limit, dist.group.WORLD, Watch(failures))
-        return _joined
+        process = Process(rank, ranks, limit, control, given, Watch(failures))
+        _joined = dist.group.WORLD, process
+        return process
+
+    def backend(self, device: torch.device) -> str:
+        """The backend of torch.distributed that carries the messages of steps on this device.
+
+        All ranks must call it.  Raises RunError as :func:`fxpipe.runtime.backend.choose` does.
+        """
+        if device not in self._backends:
+            places = [Place(**json.loads(given)) for given in self.gather(_as_json(Place.of(device)))]
+            choice = choose(places, None if self.given is None else backend_of(self.given, device.type))
+            if self.rank == 0:
+                for text in choice.warnings:
+                    warnings.warn(text, stacklevel=3)
+            self._backends[device] = choice.backend
+        return self._backends[device]
 
     def check_ranks(self, ranks: int) -> None:
         """Raise RunError if the pipeline has another number of ranks."""
@@ -132,92 +156,82 @@ class Process:
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         """Broadcast bytes from rank 0; the other ranks pass None."""
         with self.watch.collective():
-            return _broadcast_bytes(data)
+            return _broadcast_bytes(data, self.control)
 
     def gather(self, data: bytes) -> list[bytes]:
         """Gather the bytes of every rank on every rank."""
         with self.watch.collective():
-            size = _on_wire(torch.tensor([len(data)]))
+            size = torch.tensor([len(data)])
             sizes = [torch.empty_like(size) for _ in range(self.ranks)]
-            dist.all_gather(sizes, size)
+            dist.all_gather(sizes, size, self.control)
             own = torch.zeros(max(map(int, sizes)), dtype=torch.uint8)
             if not len(own):
                 return [b""] * self.ranks
             own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else own[:0]
-            own = _on_wire(own)
             padded = [torch.empty_like(own) for _ in range(self.ranks)]
-            dist.all_gather(padded, own)
-        return [p[: int(n)].cpu().numpy().tobytes() for p, n in zip(padded, sizes, strict=True)]
+            dist.all_gather(padded, own, self.control)
+        return [p[: int(n)].numpy().tobytes() for p, n in zip(padded, sizes, strict=True)]
 
     def begin_gather(self, words: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Start to gather a vector of every rank on every rank; return the function that waits for them.
 
-        words: int64, of the same length on all ranks.
+        words: int64, on the CPU, of the same length on all ranks.
         """
-        own = _on_wire(words)
-        found = [torch.empty_like(own) for _ in range(self.ranks)]
-        work = dist.all_gather(found, own, async_op=True)
+        found = [torch.empty_like(words) for _ in range(self.ranks)]
+        work = dist.all_gather(found, words, self.control, async_op=True)
 
         def gathered() -> torch.Tensor:
             with self.watch.collective():
                 work.wait()
-            return torch.stack(found).cpu()
+            return torch.stack(found)
 
         return gathered
 
     def broadcast_(self, tensor: torch.Tensor, source: int) -> None:
         """Overwrite a tensor with its values on rank ``source``."""
-        value = _on_wire(tensor.contiguous())
+        value = tensor.contiguous().cpu()
         with self.watch.collective():
-            dist.broadcast(value, source)
+            dist.broadcast(value, source, self.control)
         if value is not tensor:
             tensor.copy_(value)
 
     def send_to(self, tensor: torch.Tensor, source: int, target: int) -> None:
         """Overwrite a tensor on rank ``target`` with its values on rank ``source``; both call it."""
-        value = _on_wire(tensor.contiguous())
-        flat = value.reshape(-1).view(torch.uint8)  # the backends do not take all dtypes
+        value = tensor.contiguous().cpu()
+        flat = value.reshape(-1).view(torch.uint8)  # gloo does not take all dtypes
         with self.watch.collective():
             if self.rank == source:
-                dist.send(flat, target)
+                dist.send(flat, target, self.control)
                 return
-            dist.recv(flat, source)
+            dist.recv(flat, source, self.control)
         if value is not tensor:
             tensor.copy_(value)
 
     def all_reduce_(self, value: torch.Tensor, *, largest: bool = False) -> None:
         """Replace a tensor by the sum over all ranks, or by the largest."""
-        total = _on_wire(value)
+        total = value.cpu()
         with self.watch.collective():
-            dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+            dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, self.control)
         if total is not value:
             value.copy_(total)
 
 
-#: This process since it joined its process group.
-_joined: Process | None = None
+#: The default process group, and this process as a member of it.
+_joined: tuple[dist.ProcessGroup | None, Process] | None = None
 
 
-def _broadcast_bytes(data: bytes | None) -> bytes:
-    size = _on_wire(torch.tensor([len(data or b"")]))
-    dist.broadcast(size, 0)
+def _as_json(place: Place) -> bytes:
+    return json.dumps(asdict(place)).encode()
+
+
+def _broadcast_bytes(data: bytes | None, control: dist.ProcessGroup) -> bytes:
+    size = torch.tensor([len(data or b"")])
+    dist.broadcast(size, 0, control)
     payload = torch.empty(int(size), dtype=torch.uint8)
     if data:
         payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    payload = _on_wire(payload)
-    dist.broadcast(payload, 0)
-    return payload.cpu().numpy().tobytes()
-
-
-def _on_wire(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor on the device that the process group sends from."""
-    return tensor.cuda() if dist.get_backend() == "nccl" else tensor.cpu()
-
-
-def _backend_for(device: torch.device) -> str:
-    """nccl if every process of this machine has its own GPU, else gloo."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return "nccl" if device.type == "cuda" and torch.cuda.device_count() >= local else "gloo"
+    dist.broadcast(payload, 0, control)
+    return payload.numpy().tobytes()
 
 
 @contextlib.contextmanager

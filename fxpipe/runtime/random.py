@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from fxpipe.runtime.accelerator import generator, is_accelerator
+
 _MASK = (1 << 64) - 1
 
 
@@ -23,11 +25,26 @@ def fold(key: int, number: int) -> int:
 
 
 def keyed(key: int, position: int, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a random op as if torch's generators had been seeded with ``key`` and ``position``.
+    """Run a random op as if its device's generator had been seeded with ``key`` and ``position``.
 
-    The generators' states are restored.
+    The generator's state is restored.
     """
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(fold(key, position) & 0x7FFFFFFFFFFFFFFF)
+    drawn_from = generator(_device(args, kwargs))
+    before = drawn_from.get_state()
+    drawn_from.manual_seed(fold(key, position) & 0x7FFFFFFFFFFFFFFF)
+    try:
         return op(*args, **kwargs)
+    finally:
+        drawn_from.set_state(before)
+
+
+def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    """The device whose generator an op draws from: that of its tensors, or the one it makes tensors on."""
+    found = None
+    for value in (*args, *kwargs.values()):
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(tensor, torch.Tensor):
+                found = tensor.device
+                if is_accelerator(found):  # beside it there may be numbers in tensors of the CPU
+                    return found
+    return found or torch.device(kwargs.get("device") or "cpu")

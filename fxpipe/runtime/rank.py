@@ -92,24 +92,20 @@ class Runtime:
         """The random-number key of one microbatch of this step."""
         return fold(fold(fold(0, self.spec.seed), self.step_number), microbatch)
 
-    def receive(self, layout: Layout, source: int) -> Pending:
-        """Allocate a buffer and start to receive into it; does not block."""
-        return self.comm.receive(layout, source)
+    def receive(self, layouts: Layout | list[Layout], source: int) -> Pending:
+        """Allocate the buffers of a message, one or a list, and start to receive it; does not block."""
+        return self.comm.receive(layouts if isinstance(layouts, list) else [layouts], source)
 
     def wait(self, pending: Pending) -> torch.Tensor:
-        """Block until the tensor has arrived; return it."""
-        before, self.waiting = time.perf_counter(), _source(pending)
-        tensor = self.comm.wait(pending)
-        self.waiting = None
-        self.record.waited(before)
-        if self.record.at_arrival is not None:
-            self.record.at_arrival(tensor)
+        """Block until a message of one tensor has arrived; return it."""
+        (tensor,) = self.wait_all(pending)
         return tensor
 
     def wait_all(self, pending: Pending) -> list[torch.Tensor]:
-        """Block until the values gathered from all ranks have arrived; return them in rank order."""
+        """Block until the tensors of a message have arrived, or the values gathered from all ranks; return
+        them, in rank order."""
         before, self.waiting = time.perf_counter(), _source(pending)
-        tensors = self.comm.wait_all(pending)
+        tensors = self.comm.wait(pending)
         self.waiting = None
         self.record.waited(before)
         if self.record.at_arrival is not None:
@@ -132,9 +128,13 @@ class Runtime:
         """Start to gather every rank's tensor on all ranks, which get them by ``wait_all``."""
         return self.comm.all_gather(in_layout(tensor, layout), layout, group)
 
-    def send(self, tensor: torch.Tensor, layout: Layout, to: int) -> None:
-        """Start to send a tensor, which stays alive until it is sent; does not block."""
-        self.comm.send(in_layout(tensor, layout), to)
+    def send(
+        self, values: torch.Tensor | list[torch.Tensor], layouts: Layout | list[Layout], to: int
+    ) -> None:
+        """Start to send a tensor, or several as one message; they stay alive until then.  Does not block."""
+        if isinstance(values, torch.Tensor) or not isinstance(layouts, list):
+            values, layouts = [values], [layouts]  # type: ignore[list-item]
+        self.comm.send([in_layout(t, layout) for t, layout in zip(values, layouts, strict=True)], to)
 
     def offload(self, values: list[Any], at: int) -> None:
         """Start to copy tensors to the rank's pool, from byte ``at`` on; handles take their places."""
@@ -191,6 +191,7 @@ class Runtime:
     def divide_gradients_by_count(self) -> None:
         """Turn gradients of a sum into those of the mean, for losses given as (sum, count)."""
         _, count = self._total()
+        self._flush()  # gradients of tied parameters may still be on their way to other ranks
         for grad in self.grads.values():
             grad.div_(count)
 
@@ -198,9 +199,7 @@ class Runtime:
         """End the step: wait until all messages are sent; return the loss of the batch, on every rank, if
         there is one."""
         total, count = self._total()
-        self.waiting = "other ranks to take its messages"
-        self.comm.flush()
-        self.waiting = None
+        self._flush()
         self.record.end()
         self.step_number += 1
         if not self.spec.has_loss:
@@ -217,6 +216,11 @@ class Runtime:
             )
         return self.offloader
 
+    def _flush(self) -> None:
+        self.waiting = "other ranks to take its messages"
+        self.comm.flush()
+        self.waiting = None
+
     def _total(self) -> tuple[float, float]:
         """The sum of the losses and its divisor, on every rank."""
         if self._shared is None:
@@ -224,8 +228,8 @@ class Runtime:
             if self.rank == self.spec.loss_rank:
                 losses = self._losses if self.spec.has_loss else [torch.zeros(())]
                 total = torch.stack([x.double() for x in losses]).sum()
-                count = torch.stack(self._counts).sum() if self._counts else torch.tensor(len(self._losses))
-                mine = torch.stack([total.cpu(), count.double().cpu()])
+                count = torch.stack(self._counts).sum() if self._counts else total.new_tensor(len(losses))
+                mine = torch.stack([total, count.double()]).cpu()  # waits for the device, once a step
             before, self.waiting = time.perf_counter(), f"the loss of rank {self.spec.loss_rank}"
             self._shared = self.comm.broadcast_numbers(mine, self.spec.loss_rank).tolist()
             self.waiting = None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
@@ -17,6 +19,7 @@ __all__ = [
     "StorageWeakRef",
     "Store",
     "TorchDispatchMode",
+    "as_one",
     "default_store",
     "no_modes",
     "pytree",
@@ -27,3 +30,12 @@ __all__ = [
 def default_store() -> Any:
     """The key-value store that torchrun's processes share."""
     return dist.distributed_c10d._get_default_store()
+
+
+def as_one(
+    group: dist.ProcessGroup, device: torch.device, start: Callable[[], list[dist.Work]]
+) -> list[dist.Work]:
+    """The operations that ``start`` begins on a group, as one with one handle."""
+    group._start_coalescing(device)
+    start()
+    return [group._end_coalescing(device)]

@@ -18,7 +18,8 @@ from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.runtime.agreement import Traffic, check_agreement
 from fxpipe.runtime.ambient import as_traced
 from fxpipe.runtime.batch import batch_leaves
-from fxpipe.runtime.comm import Comm, DistributedComm, NoAnswer
+from fxpipe.runtime.comm import Comm, NoAnswer
+from fxpipe.runtime.connect import connect
 from fxpipe.runtime.heap import give_back_large_tensors
 from fxpipe.runtime.load_program import Program, load_program
 from fxpipe.runtime.local import LocalComm, LocalWorld, run_all
@@ -107,7 +108,9 @@ class Runner:
         meters = [SavedBytes(self._given(rt, batch)) for rt in runtimes] if measure_memory else []
         for runtime, meter in zip(runtimes, meters, strict=False):
             mains[runtime.rank] = partial(_metered, mains[runtime.rank], runtime, meter)
-        losses = run_all(world, mains, lambda rank: runtimes[rank].current_op or "its start", threads)
+        losses = run_all(
+            world, mains, lambda rank: runtimes[rank].current_op or "its start", threads, self.device
+        )
         found = whole({name: grad for rt in reversed(runtimes) for name, grad in rt.grads.items()})
         for runtime in runtimes:
             self.state.store_buffers(runtime)
@@ -165,9 +168,7 @@ class Runner:
         if plan.tier == "disk":
             give_back_large_tensors()
         if self.process is not None:
-            comm: Comm = DistributedComm(
-                self.device, self.process.rank, plan.ranks, plan.channels, plan.collectives
-            )
+            comm = connect(self.process, self.device, plan.channels, plan.collectives)
             return self._runtime_of(self.process.rank, comm, {})
         if plan.ranks > 1:
             raise RunError(

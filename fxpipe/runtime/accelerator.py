@@ -1,0 +1,112 @@
+"""The door to accelerators: all that differs between a GPU and the CPU, on ``torch.accelerator``.
+
+``cuda`` (NVIDIA's GPUs, and AMD's under ROCm) is what runs today; another kind that torch knows needs a line
+in ``BACKENDS``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fxpipe.errors import RunError
+
+#: Kinds of accelerators, with the backend of torch.distributed that sends from their memory.
+BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
+
+#: Streams of a priority that torch has; further ones are the first again.
+STREAMS = 32
+#: The processors of a GPU that a communicator takes at most, as those of a waiting receive spin; enough for
+#: most of a link's bandwidth between GPUs of a machine.
+MOST_CTAS = 4
+
+
+def default_device() -> torch.device:
+    """This process's accelerator if there is one (shared where processes outnumber them), else the CPU."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None or kind.type not in BACKENDS:
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count()
+    return torch.device(kind.type, index)
+
+
+def is_accelerator(device: torch.device) -> bool:
+    return device.type in BACKENDS
+
+
+def check_supported(device: torch.device) -> None:
+    """Raise RunError for a kind of device on which programs do not run."""
+    if device.type not in ("cpu", *BACKENDS):
+        raise RunError(
+            f"The model lies on {device}, and programs run on {', '.join(('cpu', *BACKENDS))}. "
+            "Move it to one of them."
+        )
+
+
+def select(device: torch.device) -> None:
+    """Make it the current device of this process, which ``torch.device("cuda")`` in a program means."""
+    if is_accelerator(device):
+        torch.accelerator.set_device_index(device)
+
+
+def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """``select`` for a block."""
+    if not is_accelerator(device):
+        return contextlib.nullcontext()
+    return torch.accelerator.device_index(device.index)
+
+
+def identity(device: torch.device) -> tuple[str, str]:
+    """The name of a device, and what tells it from all others of its machine ("" for the CPU)."""
+    if not is_accelerator(device):
+        return device.type, ""
+    found = torch.get_device_module(device).get_device_properties(device)
+    return found.name, str(getattr(found, "uuid", device.index))
+
+
+def synchronize(device: torch.device) -> None:
+    """Block until all that was started on a device is over."""
+    if is_accelerator(device):
+        torch.accelerator.synchronize(device)
+
+
+def event(device: torch.device, *, timing: bool = False) -> torch.Event:
+    """A new event of an accelerator; ``timing``: also for ``elapsed_time``."""
+    return torch.Event(device, enable_timing=timing)
+
+
+def stream(device: torch.device) -> torch.Stream:
+    """A new stream of an accelerator."""
+    return torch.Stream(device)
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """The stream on which the ops of this thread run."""
+    return torch.accelerator.current_stream(device)
+
+
+def generator(device: torch.device) -> torch.Generator:
+    """The default generator of a device, from which its random ops draw."""
+    if not is_accelerator(device):
+        return torch.default_generator
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    found: torch.Generator = torch.get_device_module(device).default_generators[index]
+    return found
+
+
+def communicator_options(device: torch.device) -> dict[str, Any]:
+    """Further arguments of ``torch.distributed.new_group`` for a backend of a device's kind.
+
+    The communicator is made at once, with a priority that lets its kernels in between those of large ops.
+    """
+    if not is_accelerator(device):
+        return {}
+    if device.type != "cuda":
+        return {"device_id": device}
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # torch writes into it: one each
+    options.config.min_ctas, options.config.max_ctas = 1, MOST_CTAS
+    return {"device_id": device, "pg_options": options}

@@ -1,0 +1,114 @@
+"""Messages over torch.distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from fxpipe.runtime.accelerator import is_accelerator
+from fxpipe.runtime.comm import Layout, Pending, answered, on_wire
+from fxpipe.runtime.sent import Sent
+from fxpipe.runtime.torch_private import as_one
+
+
+@dataclass(frozen=True, eq=False)
+class DistributedComm:
+    """``device``: of the program; ``wire``: the one from whose memory the process groups send.
+
+    ``channels``: (from, to) -> the process group of its messages.  ``joint``: those of the collectives.
+    ``control``: over gloo.
+    """
+
+    device: torch.device
+    wire: torch.device
+    rank: int
+    ranks: int
+    channels: Mapping[tuple[int, int], dist.ProcessGroup]
+    joint: Sequence[dist.ProcessGroup]
+    control: dist.ProcessGroup
+    sent: Sent
+
+    def receive(self, layouts: Sequence[Layout], source: int) -> Pending:
+        buffers = [self._buffer(layout) for layout in layouts]
+        group = self.channels[source, self.rank]
+        peer = dist.get_group_rank(group, source)
+        # The group's method directly: torch.distributed.irecv repeats checks that always pass here.
+        works = self._each(group, lambda buffer: group.recv([on_wire(buffer)], peer, 0), buffers)
+        return Pending(buffers, source, works)
+
+    def wait(self, pending: Pending) -> list[torch.Tensor]:
+        with answered():
+            for work in pending.work:
+                work.wait()
+        if self.wire == self.device:
+            return pending.buffers
+        return [buffer.to(self.device) for buffer in pending.buffers]
+
+    def send(self, tensors: Sequence[torch.Tensor], to: int) -> None:
+        group = self.channels[self.rank, to]
+        peer = dist.get_group_rank(group, to)
+        flat = [self._flat(tensor) for tensor in tensors]
+        for work in self._each(group, lambda t: group.send([t], peer, 0), flat):
+            self.sent.add(work, flat)
+
+    def broadcast(
+        self, tensor: torch.Tensor | None, layout: Layout, source: int, group: int
+    ) -> Pending | None:
+        buffer = self._buffer(layout) if tensor is None else tensor
+        flat = on_wire(buffer) if tensor is None else self._flat(tensor)
+        work = dist.broadcast(flat, source, self.joint[group], async_op=True)
+        if tensor is None:
+            return Pending([buffer], source, [work])
+        self.sent.add(work, [flat])
+        return None
+
+    def gather(self, tensor: torch.Tensor, layout: Layout, to: int, group: int) -> Pending | None:
+        flat = self._flat(tensor)
+        buffers = [self._buffer(layout) for _ in range(self.ranks)] if self.rank == to else []
+        into = [on_wire(buffer) for buffer in buffers] or None
+        work = dist.gather(flat, into, to, self.joint[group], async_op=True)
+        if buffers:
+            return Pending(buffers, -1, [work])
+        self.sent.add(work, [flat])
+        return None
+
+    def all_gather(self, tensor: torch.Tensor, layout: Layout, group: int) -> Pending:
+        buffers = [self._buffer(layout) for _ in range(self.ranks)]
+        into = [on_wire(buffer) for buffer in buffers]
+        work = dist.all_gather(into, self._flat(tensor), self.joint[group], async_op=True)
+        return Pending(buffers, -1, [work])
+
+    def broadcast_numbers(self, tensor: torch.Tensor | None, source: int) -> torch.Tensor:
+        value = torch.empty(2, dtype=torch.float64) if tensor is None else tensor
+        with answered():
+            dist.broadcast(value, source, self.control)
+        return value
+
+    def flush(self) -> None:
+        self.sent.join()
+
+    def _buffer(self, layout: Layout) -> torch.Tensor:
+        shape, stride, dtype = layout
+        return torch.empty_strided(shape, stride, dtype=dtype, device=self.wire)
+
+    def _flat(self, tensor: torch.Tensor) -> torch.Tensor:
+        flat = on_wire(tensor)
+        return flat if self.wire == self.device else flat.cpu()
+
+    def _each(
+        self,
+        group: dist.ProcessGroup,
+        start: Callable[[torch.Tensor], dist.Work],
+        tensors: Sequence[torch.Tensor],
+    ) -> list[dist.Work]:
+        """Start an operation for each tensor of a message; on accelerators as one of the backend.
+
+        Else the second would wait on its stream for the first, and with it all streams whose work comes
+        behind it in the same queue of the device.
+        """
+        if len(tensors) == 1 or not is_accelerator(self.wire):
+            return [start(tensor) for tensor in tensors]
+        return as_one(group, self.wire, lambda: [start(tensor) for tensor in tensors])

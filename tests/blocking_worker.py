@@ -1,0 +1,111 @@
+"""Steps of ranks over the backend that blocks as those of GPUs do, each with gradients as in eager."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import blocking_backend
+import torch
+import torch.distributed as dist
+from torch import nn
+from zoo import LIMIT, WIDTH, WORDS, Block, Case, Shape, TiedHead, built_and_compiled, eager, tokens, too_far
+
+from fxpipe.runtime import connect, sent
+from fxpipe.runtime.process import Process
+from fxpipe.training import runner
+from fxpipe.vocabulary.rows import rows_of
+
+#: Every family, by name with stages per rank and placement.
+FAMILIES = {
+    "gpipe": [(1, None)],
+    "1f1b": [(1, None), (2, "v")],
+    "interleaved": [(2, None)],
+    "staggered": [(2, None)],
+    "zb-h1": [(1, None), (2, "plain"), (2, "v")],
+    "zb-h2": [(1, None)],
+    "zb-2p": [(1, None)],
+    "zb-v": [(2, "v")],
+    "v-half": [(2, "v")],
+    "v-min": [(2, "v")],
+    "dualpipe-v": [(2, "v")],
+}
+#: Seconds after which a rank that waits for another one gives up.
+LIMIT_OF_A_HANG = 6.0
+
+
+class Deep(TiedHead):
+    """Tied over the first rank and the last, with blocks for sixteen stages."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.Sequential(*[Block() for _ in range(16)])
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+DEEP = Case(Deep, tokens)
+
+
+def shapes(ranks: int) -> list[Shape]:
+    """Every family and placement, and the vocabulary split over the ranks."""
+    found = [
+        Shape(ranks, name, stages, placement)
+        for name, settings in FAMILIES.items()
+        for stages, placement in settings
+    ]
+    return [
+        *found,
+        Shape(ranks, "1f1b", vocab_parallel="1-barrier"),
+        Shape(ranks, "zb-h1", vocab_parallel="2-barrier"),
+        Shape(ranks, "gpipe", vocab_parallel="1-barrier"),
+        Shape(ranks, "1f1b", 2, "v", vocab_parallel="1-barrier"),
+    ]
+
+
+def run(shapes: list[Shape], microbatches: list[int], fault: str = "", limit: float = 60.0) -> None:
+    """Run one step of each shape with each number of microbatches.
+
+    fault: what is undone: ``lazy``, communicators are connected before the step; ``waits``, a send keeps no
+    op behind it waiting; ``order``, ranks connect in one order.  limit: of a wait, in seconds.
+    """
+    blocking_backend.register()
+    dist.init_process_group(f"cpu:{blocking_backend.NAME}")
+    Process.join(torch.device("cpu"), timedelta(seconds=limit))
+    _undo(fault)
+    for m in microbatches:
+        for shape in shapes:
+            _step(shape, m)
+    dist.barrier(dist.new_group(backend="gloo"))
+
+
+def _step(shape: Shape, microbatches: int) -> None:
+    model, pipe = built_and_compiled(DEEP, microbatches, shape)
+    assert pipe.process is not None
+    assert pipe.process.backend(pipe.device) == blocking_backend.NAME
+    batch = DEEP.data(microbatches)
+    expected = eager(model, batch, microbatches)
+    loss = pipe.step(batch)
+    assert abs(loss - expected.loss) <= LIMIT * expected.loss, shape
+    found, wanted = {}, {}
+    for name in pipe.plan.tensors[pipe.process.rank].gradients:
+        rows = rows_of(name)
+        found[name] = pipe.parameter(name).grad
+        whole = expected.grads[name if rows is None else rows.table]
+        wanted[name] = whole if rows is None else whole[rows.begin : rows.end]
+    assert too_far(found, wanted) == {}, shape
+
+
+def _undo(fault: str) -> None:
+    if fault == "lazy":
+        connect._first_message = connect._first_broadcast = lambda *_: None
+    elif fault == "waits":
+        sent.SentOnStreams.add = lambda self, work, tensors: work.wait()
+    elif fault == "order":
+        begun = connect.connect
+
+        def reversed_on_odd_ranks(process, device, channels, collectives):
+            order = channels[::-1] if process.rank % 2 else channels
+            return begun(process, device, order, collectives)
+
+        runner.connect = reversed_on_odd_ranks

@@ -1,0 +1,88 @@
+"""The backend that carries messages, by where the ranks compute."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import fxpipe
+from fxpipe.codegen.expressions import Names, literal
+from fxpipe.runtime.accelerator import check_supported
+from fxpipe.runtime.backend import Choice, Place, choose
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def gpus(*identities: str, host: str = "a", visible: int = 8, processes: int | None = None) -> list[Place]:
+    number = len(identities) if processes is None else processes
+    return [Place(host, "cuda", H100, identity, visible, number) for identity in identities]
+
+
+def test_a_gpu_for_each_rank_takes_nccl():
+    assert choose(gpus("x", "y")) == Choice("nccl")
+
+
+def test_processes_that_see_one_gpu_each_take_nccl():
+    assert choose(gpus("x", "y", visible=1)) == Choice("nccl")
+
+
+def test_gpus_of_two_machines_may_have_the_same_identity():
+    assert choose([*gpus("0", processes=1), *gpus("0", host="b", processes=1)]) == Choice("nccl")
+
+
+def test_more_ranks_than_gpus_take_gloo_and_say_so():
+    backend, warnings = (
+        choose(gpus("x", "y", "x", visible=2)).backend,
+        choose(gpus("x", "x", visible=1)).warnings,
+    )
+    assert backend == "gloo"
+    assert len(warnings) == 1
+    assert f"Ranks 0 and 1 share one {H100} of a" in warnings[0]
+    assert "slow" in warnings[0]
+
+
+def test_two_ranks_on_one_of_several_gpus_are_a_mistake():
+    with pytest.raises(fxpipe.RunError, match=r"Ranks 1 and 2 share .*LOCAL_RANK"):
+        choose(gpus("x", "y", "y"))
+
+
+def test_the_users_nccl_is_refused_where_ranks_share_a_gpu():
+    with pytest.raises(fxpipe.RunError, match=r"Ranks 0 and 1 share .* nccl needs one for each rank"):
+        choose(gpus("x", "x", visible=1), "nccl")
+    places = [replace(place, sharing=True) for place in gpus("x", "x", visible=1)]
+    assert choose(places, "nccl") == Choice("nccl")
+
+
+def test_the_users_gloo_between_gpus_is_taken_with_a_warning():
+    choice = choose(gpus("x", "y"), "gloo")
+    assert choice.backend == "gloo"
+    assert "by gloo, which is slow: make it with nccl" in choice.warnings[0]
+
+
+def test_different_gpus_are_said():
+    places = gpus("x", "y")
+    choice = choose([places[0], replace(places[1], name="NVIDIA A100-SXM4-80GB")])
+    assert choice.backend == "nccl"
+    assert "rank 0 NVIDIA H100 80GB HBM3, rank 1 NVIDIA A100-SXM4-80GB" in choice.warnings[0]
+
+
+def test_ranks_on_different_kinds_of_devices_are_refused():
+    with pytest.raises(fxpipe.RunError, match="Rank 0 computes on cuda and rank 1 on cpu"):
+        choose([*gpus("x"), Place("a", "cpu", "cpu", "", 0, 2)])
+
+
+def test_the_cpu_takes_gloo_or_what_the_user_gives():
+    places = [Place("a", "cpu", "cpu", "", 0, 2)] * 2
+    assert choose(places) == Choice("gloo")
+    assert choose(places, "mpi") == Choice("mpi")
+
+
+def test_programs_name_no_gpu_by_its_index():
+    assert literal(torch.device("cuda:3"), Names([])) == 'torch.device("cuda")'
+
+
+def test_other_kinds_of_devices_are_refused():
+    with pytest.raises(fxpipe.RunError, match="lies on mps, and programs run on cpu, cuda, xpu"):
+        check_supported(torch.device("mps"))
+    check_supported(next(nn.Linear(1, 1).parameters()).device)

@@ -1,0 +1,33 @@
+"""Steps over a backend that blocks where those of GPUs block: what would hang there must not hang here."""
+
+import blocking_worker as worker
+import pytest
+import torch
+from blocking_worker import LIMIT_OF_A_HANG, shapes
+from launch import forked
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from zoo import Shape
+
+pytestmark = pytest.mark.slow
+
+#: More microbatches than ranks, as many, and fewer.
+MICROBATCHES = {2: [1, 3], 4: [2]}
+#: What is undone, and where it hangs.
+FAULTS = {
+    "the first message of a channel is in the step": ("lazy", Shape(2, "gpipe"), 2),
+    "the first message of a collective is in the step": ("lazy", Shape(2, "1f1b", vocab_parallel=True), 4),
+    "ops wait for sends before them": ("waits", Shape(2, "zb-h1", 2, "v"), 4),
+    "ranks connect in different orders": ("order", Shape(3, "1f1b"), 2),
+}
+
+
+@pytest.mark.parametrize("ranks", MICROBATCHES)
+def test_all_families_end_with_the_gradients_of_eager(ranks):
+    forked(ranks, worker.run, shapes(ranks), MICROBATCHES[ranks], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_is_undone_hangs(name):
+    fault, shape, microbatches = FAULTS[name]
+    with pytest.raises(ChildFailedError, match=r"[Tt]imed? ?out"):
+        forked(shape.ranks, worker.run, [shape], [microbatches], fault, LIMIT_OF_A_HANG, dtype=torch.float64)
