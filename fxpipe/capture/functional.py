@@ -208,7 +208,8 @@ class _Retrace(fx.Interpreter):
 
     def __init__(self, module: fx.GraphModule):
         super().__init__(module, garbage_collect_values=False)
-        self._again = _meeting_writes(module.graph)
+        self._written = _sharing_writes(module.graph)
+        self._again = self._written.union(*(node.users for node in self._written))
         self._copies: dict[fx.Node, fx.Node] = {}  # what was copied -> its node in the running trace
         self._seen: fx.Node | None = None
 
@@ -238,6 +239,12 @@ class _Retrace(fx.Interpreter):
                     node.meta[key] = n.meta[key]
             self._seen = node
         before, after = (list(map(_layout, _listed(x))) for x in (n.meta.get("val"), result))
+        if before != after and n not in self._written and _same_but_for_strides(n.meta.get("val"), result):
+            # A functional form may predict another layout than the op that ran. What autograd has left out
+            # where layouts agree, a copy before the gradient of a group norm, holds for that of the trace.
+            self._copies[n] = compat.functional_node(result)
+            self._copies[n].meta["val"] = n.meta["val"]
+            return None
         self._again.update(u for u in n.users if u.target is operator.getitem or before != after)
         return result
 
@@ -254,8 +261,16 @@ def _value(n: fx.Node, copy: fx.Node) -> Any:
     return aten.lift_fresh.default(value)
 
 
-def _meeting_writes(graph: fx.Graph) -> set[fx.Node]:
-    """The ops whose result shares memory with a value that is written to, and the users of such results."""
+def _same_but_for_strides(a: Any, b: Any) -> bool:
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+        return False
+    return (a.shape, a.dtype, a.device, a.is_conj(), a.is_neg()) == (
+        b.shape, b.dtype, b.device, b.is_conj(), b.is_neg()
+    )  # fmt: skip
+
+
+def _sharing_writes(graph: fx.Graph) -> set[fx.Node]:
+    """The ops whose result shares memory with a value that is written to."""
     roots: dict[fx.Node, fx.Node] = {}
     changed: set[fx.Node] = set()
     for node in graph.nodes:
@@ -263,5 +278,4 @@ def _meeting_writes(graph: fx.Graph) -> set[fx.Node]:
         shares = over or (node.all_input_nodes if is_view(node) else [])
         roots[node] = roots[shares[0]] if shares else node
         changed.update(roots[x] for x in over)
-    members = {node for node, root in roots.items() if root in changed}
-    return members.union(*(node.users for node in members))
+    return {node for node, root in roots.items() if root in changed}

@@ -26,6 +26,24 @@ class GroupNormAtTheEnd(nn.Module):
         return F.huber_loss(x, x.detach().flip(1))
 
 
+class GroupNormBesideBatchNorm(nn.Module):
+    """The batch norm is traced once more, as an op after it writes to a view, and its functional form predicts
+    another layout: that of the gradient that comes to the group norm, but not of the input, which is copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(3, 3, 1, bias=False) for _ in range(2))
+        self.group_norm, self.batch_norm = nn.GroupNorm(1, 3), nn.BatchNorm2d(3)
+        self.scale = nn.Parameter(torch.randn(3, 1, 1))
+
+    def forward(self, x):
+        beside = self.batch_norm(self.first(x))
+        x = F.interpolate(F.avg_pool2d(x, 2), scale_factor=2.0) + self.scale
+        x = self.second(F.gelu(self.group_norm(x)) * beside) * self.scale
+        x[:, 0].mul_(2)
+        return F.huber_loss(x, x.detach().flip(1))
+
+
 @torch.library.custom_op("fxpipe_tests::in_memory_order", mutates_args=())
 def in_memory_order(x: torch.Tensor) -> torch.Tensor:
     return x.as_strided((x.numel(),), (1,)).cumsum(0)
@@ -61,7 +79,7 @@ class CustomOp(nn.Module):
         return F.huber_loss(x, x.detach().flip(1))
 
 
-@pytest.mark.parametrize("model", [GroupNormAtTheEnd, CustomOp])
+@pytest.mark.parametrize("model", [GroupNormAtTheEnd, GroupNormBesideBatchNorm, CustomOp])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_equals_eager(model, ranks):
     assert_equals_eager(model, images, ranks=ranks, schedule="zb-h1")
