@@ -4,6 +4,7 @@ All names except the errors are loaded on first use (PEP 562), so that a generat
 ``fxpipe.runtime``, does not load the compiler.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,10 @@ from fxpipe.errors import (
     VocabularyError,
 )
 from fxpipe.version import __version__
+
+# The streams of a GPU that share one of its queues wait for each other, those of messages for ever.  The
+# driver reads it when the GPU is used first.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 if TYPE_CHECKING:
     from fxpipe.api import compile, load

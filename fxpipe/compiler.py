@@ -37,13 +37,13 @@ from fxpipe.passes.run import Cut, CutOptions, Step, cut_phases, finished, split
 from fxpipe.passes.run import cut as cut_into_stages
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.make_plan import make_plan, with_tensors_of
-from fxpipe.plan.tensor_ownership import check_names, tied_parameters
+from fxpipe.plan.tensor_ownership import check_names, tied_gradients
 from fxpipe.progress import Phases
 from fxpipe.runtime.offloader import aligned
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.families.registry import build
 from fxpipe.schedule.lowering.deadlock import prove
-from fxpipe.schedule.lowering.lower import Collective, Programs, lower
+from fxpipe.schedule.lowering.lower import Collective, Programs, lower, with_gradients
 from fxpipe.schedule.offload.memory_pool import Pool
 from fxpipe.schedule.offload.memory_pool import pools as make_pools
 from fxpipe.schedule.ops import PHASES, Schedule
@@ -114,10 +114,8 @@ def compile_model(
         cut, live, found = choose(options, cuts, tried.placements, model, node_seconds, device, bandwidth)
         schedule, costs = found.schedule, found.setting.costs
         _check_buffer_order(cut.graph, schedule)
-        # Its messages, proved to end.
         joint = _collectives(cut, schedule)
         instructions = lower(schedule, costs.edges, joint)
-        prove(instructions, schedule.placement)
         work = None
         if cut.resized is not None:
             work = work_for_any_size(live, cut.graph, cut.resized, hardware)
@@ -129,6 +127,9 @@ def compile_model(
         plan = replace(plan, work=work, tried=found.tried)
         if pools:
             plan = replace(plan, tier=options.tier, pools=tuple(pool.bytes for pool in pools))
+        # The instructions of all ranks, proved to end.
+        instructions = with_gradients(instructions, tied_gradients(plan.tensors), plan.step.has_count)
+        prove(instructions, schedule.placement)
         programs = _programs(plan, cut, instructions, pools)
     return Compiled(Artifact(plan, programs, captured.constants), cut.graph, cut.sections)
 
@@ -317,8 +318,6 @@ def _programs(plan: Plan, cut: Cut, instructions: Programs, pools: tuple[Pool, .
                     messages=cut.messages,
                     placement=plan.placement,
                     instructions=instructions[rank],
-                    tied=tied_parameters(plan.tensors),
-                    has_count=plan.step.has_count,
                     outputs=requested_outputs(cut.graph),
                     tensors=fakes,
                     places=pools[rank].places if pools else {},

@@ -17,8 +17,10 @@ from fxpipe.ir.graph import Color, Kind, Phase, Section, Value
 from fxpipe.ir.sections import Message
 from fxpipe.names import docstring, text_literal
 from fxpipe.schedule.lowering.lower import (
+    AtEnd,
     CollectiveKind,
     Compute,
+    DivideGradients,
     Instruction,
     PostRecv,
     Send,
@@ -28,15 +30,8 @@ from fxpipe.schedule.lowering.lower import (
     WaitCollective,
     WaitTransfer,
 )
+from fxpipe.schedule.lowering.lower import Message as EdgeMessage
 from fxpipe.schedule.ops import PHASES, Activation, Direction
-
-
-@dataclass(frozen=True)
-class Tied:
-    """A parameter that several ranks hold: their gradients are summed once a step."""
-
-    name: str
-    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,8 +44,6 @@ class RankPlan:
     messages: tuple[Message, ...]
     placement: tuple[int, ...]
     instructions: tuple[Instruction, ...]
-    tied: tuple[Tied, ...]
-    has_count: bool
     outputs: Mapping[str, Value]  # requested by the user, by name
     tensors: dict[str, torch.Tensor]  # fake tensors of the values that cross between stages
     places: Mapping[Activation, int]  # the offsets of offloaded values in the rank's pool
@@ -108,16 +101,16 @@ def _head(plan: RankPlan, names: Names) -> str:
 def _sent(plan: RankPlan, instruction: Instruction) -> tuple[str, ...]:
     """The values whose layouts an instruction needs."""
     match instruction:
-        case PostRecv() | Send():
-            return _names(plan, instruction)
+        case PostRecv(messages) | Send(messages):
+            return tuple(name for message in messages for name in _names(plan, message))
         case StartCollective():
             given = values(instruction.collective, plan.messages)
             return given[0] if len(given) == 1 else given[plan.rank]
     return ()
 
 
-def _names(plan: RankPlan, instruction: PostRecv | Wait | Send) -> tuple[str, ...]:
-    edge = instruction.edge
+def _names(plan: RankPlan, message: EdgeMessage) -> tuple[str, ...]:
+    edge = message.edge
     return next(m.names for m in plan.messages if (m.source, m.target) == (edge.source, edge.target))
 
 
@@ -145,6 +138,7 @@ def _step_source(plan: RankPlan, calls: dict[Color, Signature]) -> str:
     if "batch" in used:
         head.append("    batches = rt.microbatches(batch)")
     lines = [line for i in plan.instructions for line in _instruction(plan, calls, i)]
+    lines += [_Line(""), *(_Line(_at_end(i)) for i in plan.instructions if isinstance(i, AtEnd))]
     last = {name: k for k, line in enumerate(lines) for name in line.reads}
     body = []
     for k, line in enumerate(lines):
@@ -152,14 +146,7 @@ def _step_source(plan: RankPlan, calls: dict[Color, Signature]) -> str:
         dead = [n for n in dict.fromkeys(line.reads) if last[n] == k]
         if dead:
             body.append(f"    del {', '.join(dead)}")
-    tail = [""]
-    for tied in plan.tied:
-        if plan.rank in tied.ranks:
-            tail.append(f"    rt.all_reduce_gradient({text_literal(tied.name)}, ranks={tied.ranks})")
-    if plan.has_count:
-        tail.append("    rt.divide_gradients_by_count()")
-    tail.append("    return rt.finish()")
-    return "\n".join(wrapped(line) for line in [*head, *body, *tail])
+    return "\n".join(wrapped(line) for line in [*head, *body, "    return rt.finish()"])
 
 
 def _instruction(plan: RankPlan, calls: dict[Color, Signature], instruction: Instruction) -> list[_Line]:
@@ -174,28 +161,38 @@ def _instruction(plan: RankPlan, calls: dict[Color, Signature], instruction: Ins
         return _start_collective(plan, instruction)
     if isinstance(instruction, WaitCollective):
         return _wait_collective(plan, instruction)
-    if isinstance(instruction, (StartTransfer, WaitTransfer)):
+    if isinstance(instruction, StartTransfer | WaitTransfer):
         return [_transfer(plan, instruction)]
+    if isinstance(instruction, AtEnd):
+        return []
     return [_message(plan, instruction)]
 
 
+def _at_end(instruction: AtEnd) -> str:
+    if isinstance(instruction, DivideGradients):
+        return "rt.divide_gradients_by_count()"
+    return f"rt.all_reduce_gradient({text_literal(instruction.name)}, ranks={instruction.ranks})"
+
+
 def _message(plan: RankPlan, instruction: PostRecv | Wait | Send) -> _Line:
-    """The line that posts a message, waits for it or sends it: of one value, or of a list."""
-    m, edge, names = instruction.microbatch, instruction.edge, _names(plan, instruction)
-    arriving = [_arriving(plan, name, edge.target.stage, m) for name in names]
-    pending = arriving[0] if len(names) == 1 else f"from_{_text(edge.source)}_to_{_text(edge.target)}_m{m}"
-    layouts = _listed([_layout(name) for name in names])
+    """The line that posts messages, waits for them or sends them: of one value, or of several."""
+    named = [(name, message) for message in instruction.messages for name in _names(plan, message)]
+    arriving = [_arriving(plan, name, m.edge.target.stage, m.microbatch) for name, m in named]
+    layouts = _listed([_layout(name) for name, _ in named])
+    first, edge = instruction.messages[0], instruction.messages[0].edge
+    pending = f"from_{_text(edge.source)}_to_{_text(edge.target)}_m{first.microbatch}"
+    pending = arriving[0] if len(named) == 1 else pending
     match instruction:
         case PostRecv():
             return _Line(f"{pending} = rt.receive({layouts}, source={plan.placement[edge.source.stage]})")
-        case Wait() if len(names) == 1:
+        case Wait() if len(named) == 1:
             return _Line(f"{pending} = rt.wait({pending})")
         case Wait():
             return _Line(f"{', '.join(arriving)} = rt.wait_all({pending})", (pending,))
         case Send():
-            sent = [_of(name, m) for name in names]
+            sent = [_of(name, m.microbatch) for name, m in named]
             target = plan.placement[edge.target.stage]
-            return _Line(f"rt.send({_listed(sent)}, {layouts}, to={target})", tuple(sent))
+            return _Line(f"rt.send({_listed(sent)}, {layouts}, to={target})", tuple(dict.fromkeys(sent)))
 
 
 def _listed(expressions: list[str]) -> str:

@@ -21,10 +21,11 @@ from fxpipe.plan.tensor_ownership import (
     outputs_of,
     state_names,
     tensor_ownership,
-    tied_parameters,
+    tied_gradients,
 )
 from fxpipe.runtime.batch import BatchSpec
 from fxpipe.runtime.rank import StepSpec
+from fxpipe.schedule.lowering.channels import in_rounds
 from fxpipe.schedule.lowering.lower import Collective
 from fxpipe.schedule.ops import order_text
 from fxpipe.schedule.simulation.timeline import Timeline
@@ -55,7 +56,7 @@ def make_plan(
         for m in cut.messages
         if (m.source, m.target) not in joint
     }
-    for tied in tied_parameters(tensors):
+    for tied in tied_gradients(tensors):
         channels |= {(a, b) for r in tied.ranks[1:] for a, b in ((r, tied.ranks[0]), (tied.ranks[0], r))}
     return Plan(
         format=FORMAT,
@@ -79,7 +80,7 @@ def make_plan(
         ),
         stages=_stage_plans(cut.graph, cut.sections, placement),
         costs=timeline.costs,
-        channels=tuple(sorted((a, b) for a, b in channels if a != b)),
+        channels=in_rounds((a, b) for a, b in channels if a != b),
         vocabulary=cut.vocabulary,
         collectives=len(collectives),
         tensors=tensors,

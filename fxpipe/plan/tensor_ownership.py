@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx, nn
 
-from fxpipe.codegen.program import Tied
 from fxpipe.errors import CaptureError, LimitError
 from fxpipe.ir.graph import Kind, Section
 from fxpipe.ir.storage import output_dict
 from fxpipe.plan.artifact import RankTensors, TensorLayout
 from fxpipe.runtime.outputs import OutputSpec
+from fxpipe.schedule.lowering.lower import AllReduceGradient
 from fxpipe.vocabulary.rows import rows_of
 
 
@@ -80,12 +80,13 @@ def leaves_used(
     return tuple(tuple(sorted(names)) for names in used)
 
 
-def tied_parameters(tensors: tuple[RankTensors, ...]) -> tuple[Tied, ...]:
+def tied_gradients(tensors: tuple[RankTensors, ...]) -> tuple[AllReduceGradient, ...]:
+    """The sums of the gradients that several ranks make."""
     holders: dict[str, list[int]] = {}
     for rank, held in enumerate(tensors):
         for name in held.gradients:
             holders.setdefault(name, []).append(rank)
-    return tuple(Tied(name, tuple(ranks)) for name, ranks in holders.items() if len(ranks) > 1)
+    return tuple(AllReduceGradient(name, tuple(ranks)) for name, ranks in holders.items() if len(ranks) > 1)
 
 
 def weight_bytes(model: nn.Module, held: tuple[RankTensors, ...]) -> tuple[int, ...]:

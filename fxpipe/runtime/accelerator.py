@@ -98,6 +98,12 @@ def generator(device: torch.device) -> torch.Generator:
     return found
 
 
+def queues(device: torch.device) -> int | None:
+    """The number of hardware queues that the environment gives a device; None if it does not say."""
+    given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    return int(given) if device.type == "cuda" and given.isdigit() else None
+
+
 def communicator_options(device: torch.device) -> dict[str, Any]:
     """Further arguments of ``torch.distributed.new_group`` for a backend of a device's kind.
 

@@ -10,50 +10,70 @@ groups are made here, each with one message of a byte, by all ranks in one order
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fxpipe.errors import RunError
-from fxpipe.runtime.accelerator import STREAMS, communicator_options, synchronize
+from fxpipe.runtime.accelerator import STREAMS, communicator_options, queues, synchronize
 from fxpipe.runtime.comm import answered
 from fxpipe.runtime.distributed import DistributedComm
-from fxpipe.runtime.process import Process
+from fxpipe.runtime.process import Connection, Process
 from fxpipe.runtime.sent import SentByThread, SentOnStreams
+
+#: Streams of a rank beside those of its communicators: of ops, offloads and reloads.
+OWN_STREAMS = 3
 
 
 def connect(
     process: Process, device: torch.device, channels: Sequence[tuple[int, int]], collectives: int
 ) -> DistributedComm:
-    """Connect the ranks of a plan.  All ranks must call it.
+    """Connect the ranks of a plan, as far as another plan has not.  All ranks must call it.
 
     channels: the ordered pairs of ranks that communicate, in the same order on all ranks; the sooner disjoint
     pairs follow each other, the more of them connect at once.  collectives: their number.
-    Raises RunError where a rank needs more streams than its device has.
+    Raises RunError where a rank needs more streams than torch has, or more queues than its device gives it.
     """
-    backend, limit, rank = process.backend(device), process.timeout, process.rank
+    backend, numbers = process.backend(device), range(collectives)
+    known = process.groups
+    new = [what for what in (*channels, *numbers) if (device, what) not in known]
     if backend == "gloo":
-        groups = dict.fromkeys(channels, process.control)
-        joint = [dist.new_group(backend=backend, timeout=limit) for _ in range(collectives)]
-        wire, sent = torch.device("cpu"), SentByThread()
-        return DistributedComm(device, wire, rank, process.ranks, groups, joint, process.control, sent)
-    _check_streams(channels, collectives, process.ranks)
-    groups, joint = {}, []
-    one = torch.zeros(1, dtype=torch.uint8, device=device)
-    with process.watch.collective(), answered():
-        for pair in channels:
-            group = dist.new_group(list(pair), limit, backend, **communicator_options(device))
-            if rank in pair:
-                groups[pair] = group
-                _first_message(group, one, rank, *pair)
-        for _ in range(collectives):
-            joint.append(dist.new_group(None, limit, backend, **communicator_options(device)))
-            _first_broadcast(joint[-1], one)
-        synchronize(device)
-        dist.barrier(process.control)
+        for what in new:
+            alone = isinstance(what, int)
+            known[device, what] = _group(process, backend) if alone else process.control
+    elif new:
+        all_of_device = [what for place, what in known if place == device] + new
+        _check_streams(all_of_device, process.ranks, queues(device))
+        one = torch.zeros(1, dtype=torch.uint8, device=device)
+        with process.watch.collective(), answered():
+            for what in new:
+                ranks = None if isinstance(what, int) else list(what)
+                group = _group(process, backend, ranks, **communicator_options(device))
+                known[device, what] = group
+                if isinstance(what, int):
+                    _first_broadcast(group, one)
+                elif process.rank in what:
+                    _first_message(group, one, process.rank, *what)
+            synchronize(device)
+            dist.barrier(process.control)
     return DistributedComm(
-        device, device, rank, process.ranks, groups, joint, process.control, SentOnStreams()
+        device=device,
+        wire=torch.device("cpu") if backend == "gloo" else device,
+        rank=process.rank,
+        ranks=process.ranks,
+        channels={pair: known[device, pair] for pair in channels},
+        joint=[known[device, number] for number in numbers],
+        control=process.control,
+        sent=SentByThread() if backend == "gloo" else SentOnStreams(),
     )
+
+
+def _group(
+    process: Process, backend: str, ranks: list[int] | None = None, **options: Any
+) -> dist.ProcessGroup:
+    group: dist.ProcessGroup = dist.new_group(ranks, process.timeout, backend, **options)
+    return group
 
 
 def _first_message(group: dist.ProcessGroup, one: torch.Tensor, rank: int, source: int, target: int) -> None:
@@ -67,11 +87,19 @@ def _first_broadcast(group: dist.ProcessGroup, one: torch.Tensor) -> None:
     dist.broadcast(one, 0, group)
 
 
-def _check_streams(channels: Sequence[tuple[int, int]], collectives: int, ranks: int) -> None:
+def _check_streams(connections: Sequence[Connection], ranks: int, queues: int | None) -> None:
+    """Raise RunError where streams of a rank would have to share a stream, or a queue of its device."""
     for rank in range(ranks):
-        number = sum(rank in pair for pair in channels) + collectives
+        number = sum(isinstance(what, int) or rank in what for what in connections)
         if number > STREAMS:
             raise RunError(
                 f"Rank {rank} has {number} communicators, and torch has {STREAMS} streams for them: two "
                 "would share one, and wait for each other. Use fewer stages a rank, or tie fewer parameters."
+            )
+        needed = number + OWN_STREAMS
+        if queues is not None and queues < needed:
+            raise RunError(
+                f"CUDA_DEVICE_MAX_CONNECTIONS={queues} makes the {needed} streams of rank {rank} share "
+                "queues of its GPU, in which ops and messages can wait for each other for ever. Unset it: "
+                f"fxpipe sets it to {STREAMS}."
             )

@@ -25,6 +25,9 @@ from fxpipe.runtime.failure import Failures, in_short
 from fxpipe.runtime.torch_private import PrefixStore, default_store, rendezvous
 from fxpipe.runtime.watch import Watch
 
+Connection = tuple[int, int] | int
+"""A channel, or the number of a collective."""
+
 #: Maximum time that a rank waits for another one, by default.
 TIMEOUT = timedelta(minutes=10)
 
@@ -39,7 +42,8 @@ class Process:
     """``timeout``: the longest time that this rank waits for another one.
 
     ``control``: the group of all ranks over gloo, for whatever is not a message of a step.  ``given``: the
-    default group if it was there before; else this process made it.
+    default group if it was there before; else this process made it.  ``groups``: of the messages between
+    two ranks, and of collectives by number.
     """
 
     rank: int
@@ -49,6 +53,7 @@ class Process:
     given: dist.ProcessGroup | None
     watch: Watch
     _turns: Iterator[int] = field(default_factory=itertools.count)
+    groups: dict[tuple[torch.device, Connection], dist.ProcessGroup] = field(default_factory=dict)
     _backends: dict[torch.device, str] = field(default_factory=dict)
 
     @staticmethod

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,6 +74,7 @@ class Runtime:
 
     def start(self) -> None:
         """Begin a step, also after one that failed."""
+        self.record.end()
         self.current_op, self.waiting = "", None
         self._losses, self._counts, self._shared = [], [], None
 
@@ -104,10 +104,10 @@ class Runtime:
     def wait_all(self, pending: Pending) -> list[torch.Tensor]:
         """Block until the tensors of a message have arrived, or the values gathered from all ranks; return
         them, in rank order."""
-        before, self.waiting = time.perf_counter(), _source(pending)
+        self.record.pause()
+        self.waiting = _source(pending)
         tensors = self.comm.wait(pending)
         self.waiting = None
-        self.record.waited(before)
         if self.record.at_arrival is not None:
             for tensor in tensors:
                 self.record.at_arrival(tensor)
@@ -142,10 +142,10 @@ class Runtime:
 
     def wait_offload(self, values: list[Any]) -> None:
         """Wait until the values are offloaded, and free their memory."""
-        before, self.waiting = time.perf_counter(), "its offloaded activations"
+        self.record.pause()
+        self.waiting = "its offloaded activations"
         self._offloading.wait_offload(values)
         self.waiting = None
-        self.record.waited(before)
 
     def reload(self, values: list[Any]) -> None:
         """Start to copy offloaded values back."""
@@ -153,10 +153,10 @@ class Runtime:
 
     def wait_reload(self, values: list[Any]) -> None:
         """Wait until the values are reloaded; the tensors take the places of their handles."""
-        before, self.waiting = time.perf_counter(), "its offloaded activations"
+        self.record.pause()
+        self.waiting = "its offloaded activations"
         self._offloading.wait_reload(values)
         self.waiting = None
-        self.record.waited(before)
 
     def add_loss(self, loss: torch.Tensor, count: torch.Tensor | None = None) -> None:
         """Add the loss of one microbatch; with ``count`` if it is a sum over that many."""
@@ -230,10 +230,10 @@ class Runtime:
                 total = torch.stack([x.double() for x in losses]).sum()
                 count = torch.stack(self._counts).sum() if self._counts else total.new_tensor(len(losses))
                 mine = torch.stack([total, count.double()]).cpu()  # waits for the device, once a step
-            before, self.waiting = time.perf_counter(), f"the loss of rank {self.spec.loss_rank}"
+            self.record.pause()
+            self.waiting = f"the loss of rank {self.spec.loss_rank}"
             self._shared = self.comm.broadcast_numbers(mine, self.spec.loss_rank).tolist()
             self.waiting = None
-            self.record.waited(before)
         return self._shared[0], self._shared[1]
 
 

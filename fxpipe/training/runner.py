@@ -15,6 +15,7 @@ import torch
 from fxpipe.errors import FxpipeError, RunError
 from fxpipe.names import printable
 from fxpipe.plan.artifact import Artifact, Plan
+from fxpipe.runtime.accelerator import is_accelerator
 from fxpipe.runtime.agreement import Traffic, check_agreement
 from fxpipe.runtime.ambient import as_traced
 from fxpipe.runtime.batch import batch_leaves
@@ -28,6 +29,7 @@ from fxpipe.runtime.offloader import TIMEOUT, Offloader, check_tier, open_store
 from fxpipe.runtime.outputs import Collected, On, StepResult, move, requested
 from fxpipe.runtime.process import Process
 from fxpipe.runtime.rank import Runtime
+from fxpipe.runtime.record import DeviceClock, HostClock, Record
 from fxpipe.strict import structure, unstructure
 from fxpipe.training.model_state import ModelState
 from fxpipe.training.same_batch import any_stops, difference, plan_number, words
@@ -192,6 +194,7 @@ class Runner:
             step_number=self.first_step,
             offloader=self._offloader(rank),
             device=self.device,
+            record=Record(DeviceClock(self.device) if is_accelerator(self.device) else HostClock()),
         )
 
     def _offloader(self, rank: int) -> Offloader | None:

@@ -27,8 +27,8 @@ class GroupNormAtTheEnd(nn.Module):
 
 
 class GroupNormBesideBatchNorm(nn.Module):
-    """The batch norm is traced once more, as an op after it writes to a view, and its functional form predicts
-    another layout: that of the gradient that comes to the group norm, but not of the input, which is copied."""
+    """The batch norm is traced once more, as an op after it writes to a view, and its functional form
+    predicts another layout: for the gradient that comes to the group norm, and not for its input."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -8,8 +8,9 @@ from torch import nn
 
 import fxpipe
 from fxpipe.codegen.expressions import Names, literal
-from fxpipe.runtime.accelerator import check_supported
+from fxpipe.runtime.accelerator import check_supported, queues
 from fxpipe.runtime.backend import Choice, Place, choose
+from fxpipe.runtime.connect import _check_streams
 
 H100 = "NVIDIA H100 80GB HBM3"
 
@@ -76,6 +77,21 @@ def test_the_cpu_takes_gloo_or_what_the_user_gives():
     places = [Place("a", "cpu", "cpu", "", 0, 2)] * 2
     assert choose(places) == Choice("gloo")
     assert choose(places, "mpi") == Choice("mpi")
+
+
+def test_a_rank_with_more_communicators_than_streams_is_refused():
+    channels = [(0, other) for other in range(1, 34)]
+    with pytest.raises(fxpipe.RunError, match="Rank 0 has 33 communicators, and torch has 32 streams"):
+        _check_streams(channels, 34, None)
+    _check_streams(channels[:32], 34, 35)
+
+
+def test_streams_that_share_a_queue_are_refused(monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    given = queues(torch.device("cuda", 0))
+    with pytest.raises(fxpipe.RunError, match="CUDA_DEVICE_MAX_CONNECTIONS=1 makes the 6 streams of rank 0"):
+        _check_streams([(0, 1), (1, 0), 0], 2, given)
+    assert queues(torch.device("cpu")) is None
 
 
 def test_programs_name_no_gpu_by_its_index():

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxpipe.codegen.collectives import collectives
+from fxpipe.ir import sections
 from fxpipe.ir.graph import Color, Phase
-from fxpipe.ir.sections import Message
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
 from fxpipe.schedule.families.registry import FAMILIES, build
 from fxpipe.schedule.lowering.deadlock import prove
-from fxpipe.schedule.lowering.lower import Compute, PostRecv, Send, Wait, lower
+from fxpipe.schedule.lowering.lower import Compute, Message, PostRecv, Send, Wait, lower
 from fxpipe.schedule.ops import PHASES, Schedule
 from fxpipe.schedule.simulation.critical import critical_path
 from fxpipe.schedule.simulation.simulator import simulate
@@ -144,22 +144,22 @@ def check_programs(schedule: Schedule, costs: Costs) -> None:
         posted, arrived, sent, done = set(), set(), set(), set()
         for instruction in program:
             match instruction:
-                case PostRecv(edge, microbatch):
-                    assert (edge, microbatch) not in posted
-                    posted.add((edge, microbatch))
-                case Wait(edge, microbatch):
-                    assert (edge, microbatch) in posted - arrived
-                    arrived.add((edge, microbatch))
-                case Send(edge, microbatch):
-                    assert (edge.source, microbatch) in done
-                    assert (edge, microbatch) not in sent
-                    sent.add((edge, microbatch))
+                case PostRecv(messages):
+                    assert posted.isdisjoint(messages)
+                    posted.update(messages)
+                case Wait(messages):
+                    assert posted - arrived >= set(messages)
+                    arrived.update(messages)
+                case Send(messages):
+                    assert done >= {(m.edge.source, m.microbatch) for m in messages}
+                    assert sent.isdisjoint(messages)
+                    sent.update(messages)
                 case Compute(op):
                     own = {Color(op.stage, phase) for phase in PHASES[op.kind]}
-                    assert all((e, op.microbatch) in arrived for e in crossing if e.target in own)
+                    assert all(Message(e, op.microbatch) in arrived for e in crossing if e.target in own)
                     done |= {(color, op.microbatch) for color in own}
         assert posted == arrived
-        assert sent == {(e, j) for e in crossing for color, j in done if e.source == color}
+        assert sent == {Message(e, j) for e in crossing for color, j in done if e.source == color}
 
 
 @settings(max_examples=60, deadline=None)
@@ -168,13 +168,13 @@ def test_receive_buffers_live_for_two_ops_at_most_in_a_plain_chain(ranks, microb
     costs = chain([StageCost(1, 1, 1)] * ranks)
     schedule = build(name, ranks=ranks, microbatches=microbatches, costs=costs)
     for program in lower(schedule, costs.edges):
-        age: dict[tuple[Edge, int], int] = {}
+        age: dict[Message, int] = {}
         for instruction in program:
             match instruction:
-                case PostRecv(edge, microbatch):
-                    age[edge, microbatch] = 0
-                case Wait(edge, microbatch):
-                    assert age.pop((edge, microbatch)) <= 1
+                case PostRecv(messages):
+                    age |= dict.fromkeys(messages, 0)
+                case Wait(messages):
+                    assert max(age.pop(message) for message in messages) <= 1
                 case Compute():
                     age = {message: ops + 1 for message, ops in age.items()}
 
@@ -231,7 +231,7 @@ def test_vocabulary_stages_are_woven_into_every_family(problem):
     assert timeline.seconds >= timeline.lower_bound - 1e-9 * (1 + timeline.seconds)
     if limit is not None and FAMILIES[schedule.name].is_searched:
         assert max(timeline.peak_memory) <= limit * (1 + 1e-9)
-    messages = tuple(Message(e.source, e.target, (f"{e.source}",)) for e in costs.edges)
+    messages = tuple(sections.Message(e.source, e.target, (f"{e.source}",)) for e in costs.edges)
     special = frozenset(stage for stage in range(schedule.stages) if schedule.is_vocabulary(stage))
     joint = collectives(messages, schedule.placement, special)
     prove(lower(schedule, costs.edges, joint), schedule.placement)

@@ -12,7 +12,7 @@ A *transfer* offloads an activation that F saved, or reloads it.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
@@ -80,34 +80,46 @@ class Compute:
 
 
 @dataclass(frozen=True, slots=True)
-class _Message:
+class Message:
+    """What an edge carries for a microbatch."""
+
     edge: Edge
     microbatch: int
-    verb: ClassVar[str]
 
     def __str__(self) -> str:
         source, target = self.edge.source, self.edge.target
         values = f"{source.phase}{source.stage} -> {target.phase}{target.stage}"
-        return f"{self.verb} {values}, microbatch {self.microbatch}"
+        return f"{values}, microbatch {self.microbatch}"
 
 
 @dataclass(frozen=True, slots=True)
-class PostRecv(_Message):
-    """Allocate the buffer of a message and start to receive it; does not block."""
+class _OnChannel:
+    """``messages``: of one channel, in its order."""
+
+    messages: tuple[Message, ...]
+    verb: ClassVar[str]
+
+    def __str__(self) -> str:
+        return f"{self.verb} {' and '.join(map(str, self.messages))}"
+
+
+@dataclass(frozen=True, slots=True)
+class PostRecv(_OnChannel):
+    """Allocate the buffers of messages and start to receive them, as one operation; does not block."""
 
     verb = "post"
 
 
 @dataclass(frozen=True, slots=True)
-class Wait(_Message):
-    """Block until the message has arrived."""
+class Wait(_OnChannel):
+    """Block until the messages of a post have arrived."""
 
     verb = "wait"
 
 
 @dataclass(frozen=True, slots=True)
-class Send(_Message):
-    """Start to send a message; does not block."""
+class Send(_OnChannel):
+    """Start to send messages, as one operation; does not block."""
 
     verb = "send"
 
@@ -132,10 +144,32 @@ class WaitTransfer:
         return f"end {self.transfer}"
 
 
+@dataclass(frozen=True, slots=True)
+class AllReduceGradient:
+    """Sum the gradient of a parameter that several ranks hold; the first of ``ranks`` receives the others'
+    and sends them the sum."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"all-reduce the gradient of {self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class DivideGradients:
+    """Wait until all messages are sent; then divide the gradients by the count of the batch."""
+
+    def __str__(self) -> str:
+        return "divide the gradients"
+
+
 Local = Compute | StartTransfer | WaitTransfer
 """Instructions that involve no other rank."""
+AtEnd = AllReduceGradient | DivideGradients
+"""What is done with the gradients of the whole batch, behind all other instructions."""
 
-Instruction = Local | PostRecv | Wait | Send | StartCollective | WaitCollective
+Instruction = Local | PostRecv | Wait | Send | StartCollective | WaitCollective | AtEnd
 Programs = tuple[tuple[Instruction, ...], ...]
 """The instructions of each rank, in order."""
 
@@ -147,7 +181,9 @@ def lower(schedule: Schedule, edges: tuple[Edge, ...], collectives: tuple[Collec
     after it, its results are sent, and transfers are started or waited for as the schedule says.
 
     If a channel's messages are needed in another order than they are sent in, messages sent before a needed
-    one are posted together with it.  Edges within a rank need no instructions, and edges of ``collectives``
+    one are posted and waited for together with it.  What is posted on a channel at a time, and what an op
+    sends on one, is a single operation: a second one would wait on its device for the first, and hold up
+    whatever shares its queue.  Edges within a rank need no instructions, and edges of ``collectives``
     no messages.  A rank joins a collective as soon as its own contribution is computed.  A rank that only
     receives a broadcast joins one broadcast ahead, and before any op that runs in a later round
     (:mod:`.levels`) than the broadcast's source: so a rank that waits for a broadcast never waits for an op
@@ -157,6 +193,15 @@ def lower(schedule: Schedule, edges: tuple[Edge, ...], collectives: tuple[Collec
     """
     check(schedule)
     return _Lowering(schedule, edges, collectives).programs()
+
+
+def with_gradients(programs: Programs, tied: Sequence[AllReduceGradient], divides: bool) -> Programs:
+    """The programs with what they do at the end.  ``divides``: whether the loss is a (sum, count)."""
+    end = (DivideGradients(),) if divides else ()
+    return tuple(
+        (*program, *(sums for sums in tied if rank in sums.ranks), *end)
+        for rank, program in enumerate(programs)
+    )
 
 
 class _Lowering:
@@ -182,22 +227,26 @@ class _Lowering:
             if schedule.placement[edge.source.stage] != schedule.placement[edge.target.stage]:
                 self.outgoing[edge.source].append(edge)
                 self.incoming[arrival(edge.target)].append(edge)
-        self.sent: defaultdict[tuple[int, int], list[PostRecv]] = defaultdict(list)  # channel -> in order
-        self.turn: dict[tuple[Edge, int], int] = {}  # message -> its position in its channel
+        self.sent: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)  # channel -> in order
+        self.turn: dict[Message, int] = {}  # its position in its channel
         for ops in schedule.order:
             for op in ops:
                 self._register(op)
         self.levels = levels(schedule, edges) if collectives else {}
 
     def _register(self, op: Op) -> None:
-        for edge in self._edges(op, self.outgoing):
-            channel = self.sent[self._channel(edge)]
-            self.turn[edge, op.microbatch] = len(channel)
-            channel.append(PostRecv(edge, op.microbatch))
+        for channel, messages in self._messages(op, self.outgoing).items():
+            for message in messages:
+                self.turn[message] = len(self.sent[channel])
+                self.sent[channel].append(message)
 
-    def _edges(self, op: Op, table: dict[Color, list[Edge]]) -> Iterator[Edge]:
+    def _messages(self, op: Op, table: dict[Color, list[Edge]]) -> dict[tuple[int, int], list[Message]]:
+        """The messages to or from an op, by channel."""
+        found: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)
         for phase in PHASES[op.kind]:
-            yield from table.get(Color(op.stage, phase), ())
+            for edge in table.get(Color(op.stage, phase), ()):
+                found[self._channel(edge)].append(Message(edge, op.microbatch))
+        return found
 
     def _channel(self, edge: Edge) -> tuple[int, int]:
         placement = self.schedule.placement
@@ -208,33 +257,42 @@ class _Lowering:
 
     def _program(self, rank: int) -> Iterator[Instruction]:
         ops = self.schedule.order[rank]
-        posted: defaultdict[tuple[int, int], int] = defaultdict(int)
+        posts: dict[Message, PostRecv] = {}
+        posted: defaultdict[tuple[int, int], int] = defaultdict(int)  # per channel
+        waited: set[PostRecv] = set()
         collectives = _Collectives(self.schedule, self.collectives, self.levels, rank)
         transfers = _Transfers(self.schedule, rank)
         yield from collectives.at_start()
         for position, op in enumerate(ops):
             if position == 0:
-                yield from self._posts(op, posted)
+                yield from self._posts(op, posts, posted)
             if position + 1 < len(ops):
-                yield from self._posts(ops[position + 1], posted)
+                yield from self._posts(ops[position + 1], posts, posted)
             yield from transfers.behind(position - 1)
             yield from collectives.in_time(op)
-            for edge in self._edges(op, self.incoming):
-                yield Wait(edge, op.microbatch)
+            needed = (m for messages in self._messages(op, self.incoming).values() for m in messages)
+            for post in dict.fromkeys(posts[message] for message in needed):
+                if post not in waited:
+                    waited.add(post)
+                    yield Wait(post.messages)
             yield from collectives.before(op)
             yield from transfers.back(position)
             yield Compute(op)
             yield from collectives.after(op)
-            for edge in self._edges(op, self.outgoing):
-                yield Send(edge, op.microbatch)
+            for messages in self._messages(op, self.outgoing).values():
+                yield Send(tuple(messages))
 
-    def _posts(self, op: Op, posted: dict[tuple[int, int], int]) -> Iterator[PostRecv]:
+    def _posts(
+        self, op: Op, posts: dict[Message, PostRecv], posted: dict[tuple[int, int], int]
+    ) -> Iterator[PostRecv]:
         """The receives that the op needs and that are not posted yet, and those before them."""
-        for edge in self._edges(op, self.incoming):
-            channel = self._channel(edge)
-            due = self.turn[edge, op.microbatch] + 1
-            yield from self.sent[channel][posted[channel] : due]
-            posted[channel] = max(posted[channel], due)
+        for channel, messages in self._messages(op, self.incoming).items():
+            due = 1 + max(self.turn[message] for message in messages)
+            if posted[channel] < due:
+                post = PostRecv(tuple(self.sent[channel][posted[channel] : due]))
+                posts.update(dict.fromkeys(post.messages, post))
+                posted[channel] = due
+                yield post
 
 
 class _Transfers:

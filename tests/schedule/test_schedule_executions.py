@@ -1,0 +1,193 @@
+"""Executions of lowered programs on hosts and devices: they end, and no two accesses race."""
+
+from dataclasses import replace
+from itertools import pairwise, product
+
+import pytest
+from test_schedule_lowering import HEADS, hand, head_edges
+
+from fxpipe.errors import ScheduleError
+from fxpipe.ir.graph import Phase
+from fxpipe.schedule.costs import StageCost, chain
+from fxpipe.schedule.families.registry import FAMILIES, build
+from fxpipe.schedule.lowering.channels import in_rounds
+from fxpipe.schedule.lowering.deadlock import connections_of, prove, stuck_at
+from fxpipe.schedule.lowering.execution import DEVICES, execution
+from fxpipe.schedule.lowering.lower import AllReduceGradient, lower, with_gradients
+from fxpipe.schedule.lowering.races import races
+from fxpipe.schedule.offload.memory_pool import pools
+from fxpipe.schedule.ops import Direction, Schedule, Transfer
+
+#: With nothing but what streams and events promise.
+FREE = replace(DEVICES, run_ahead=None)
+RANKS, MICROBATCHES = (2, 3, 4, 8), (1, 2, 3, 4, 8, 16)
+SETTINGS = [(None, None), (2, "plain"), (2, "v"), (4, "plain"), (4, "v")]
+#: The tests' times grow with both; the fast ones still meet m < p, m = p and m > p.
+FAST = [(2, 1), (2, 4), (3, 2), (4, 3), (4, 8)]
+
+
+def programs_of(name, ranks, microbatches, stages=None, placement=None):
+    """The lowered programs of a family with its placement; None where it has none of these."""
+    for number in {stages} if stages else (1, 2):
+        costs = chain([StageCost(1, 1, 1, 1, 0.5)] * (ranks * number), 0.1, 1)
+        try:
+            schedule = build(
+                name,
+                ranks=ranks,
+                microbatches=microbatches,
+                costs=costs,
+                stages_per_rank=stages,
+                placement=placement,
+                effort=0.01,
+            )
+        except ScheduleError:
+            continue
+        return lower(schedule, costs.edges), schedule.placement
+    return None
+
+
+def sizes():
+    for ranks, m in product(RANKS, MICROBATCHES):
+        yield pytest.param(ranks, m, marks=() if (ranks, m) in FAST else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), list(sizes()))
+def test_every_family_and_placement_ends_without_races(ranks, microbatches):
+    met = set()
+    for name in FAMILIES:
+        for stages, placement in SETTINGS:
+            found = programs_of(name, ranks, microbatches, stages, placement)
+            if found is None:
+                continue
+            met.add(name)
+            programs, placed = found
+            tied = AllReduceGradient("weight", (0, ranks - 1))
+            programs = with_gradients(programs, [tied], True)
+            prove(programs, placed)
+            assert races(execution(programs, placed, FREE)) == []
+    assert met >= {"gpipe", "1f1b", "zb-h1", "zb-v"}
+
+
+def test_collectives_end_without_races():
+    schedule = hand(HEADS, (0, 1, 0, 1), 2)
+    edges, collectives = head_edges()
+    programs = lower(schedule, edges, collectives)
+    prove(programs, schedule.placement)
+    assert races(execution(programs, schedule.placement, FREE)) == []
+
+
+# -- faults of backends, each put back ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("microbatches", MICROBATCHES)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_channels_that_connect_at_their_first_use_block_gpipe(ranks, microbatches):
+    programs, placement = programs_of("gpipe", ranks, microbatches)
+    assert stuck_at(programs, placement, DEVICES, [[]] * ranks) is not None
+    assert stuck_at(programs, placement, DEVICES, connections_of(programs, placement)) is None
+
+
+def test_collectives_that_connect_at_their_first_use_block():
+    schedule = hand(HEADS, (0, 1, 0, 1), 2)
+    programs = lower(schedule, *head_edges())
+    connections = connections_of(programs, schedule.placement)
+    channels = [[what for what in own if isinstance(what, tuple)] for own in connections]
+    assert stuck_at(programs, schedule.placement, DEVICES, channels) is not None
+    assert stuck_at(programs, schedule.placement, DEVICES, connections) is None
+
+
+def test_ranks_that_connect_in_different_orders_block():
+    programs, placement = programs_of("1f1b", 3, 2)
+    connections = [list(own) for own in connections_of(programs, placement)]
+    connections[1].reverse()
+    assert stuck_at(programs, placement, DEVICES, connections) is not None
+
+
+def test_ops_that_wait_for_the_sends_before_them_block():
+    """What a thread that waits for sends does on a GPU, whose compute stream is that of all threads."""
+    programs, placement = programs_of("zb-v", 4, 8)
+    assert stuck_at(programs, placement, replace(DEVICES, sends_wait=True)) is not None
+    assert stuck_at(programs, placement, DEVICES) is None
+
+
+def test_two_kernels_a_message_block_in_one_queue():
+    programs, placement = programs_of("1f1b", 4, 8)
+    one_queue = replace(DEVICES, one_queue=True)
+    assert stuck_at(programs, placement, one_queue) is None
+    assert stuck_at(programs, placement, replace(one_queue, kernels=2)) is not None
+
+
+def test_gradients_that_are_divided_while_they_are_sent_race():
+    """Three ranks hold the parameter: the first sends its sum to two others."""
+    programs, placement = programs_of("1f1b", 3, 2)
+    programs = with_gradients(programs, [AllReduceGradient("weight", (0, 1, 2))], True)
+    assert races(execution(programs, placement, FREE)) == []
+    found = races(execution(programs, placement, replace(FREE, divides_at_once=True)))
+    assert {(a.rank, a.storage) for a, _ in found} == {(0, ("gradient", "weight"))}
+    assert {str(b.what) for _, b in found} == {"divide the gradients"}
+
+
+# -- transfers ----------------------------------------------------------------------------------------------
+
+
+def offloading() -> Schedule:
+    """Two microbatches one after the other, whose activations may take the same place of the pool."""
+    out, back = Direction.OUT, Direction.IN
+    transfers = (
+        Transfer(out, 0, 0, Phase.B, 1, 2),
+        Transfer(back, 0, 0, Phase.B, 3, 4),
+        Transfer(out, 0, 1, Phase.B, 6, 7),
+        Transfer(back, 0, 1, Phase.B, 8, 9),
+    )
+    order = (
+        "F0.0 F1.0 F1.1 BW1.0 BW0.0 F0.1 F2.0 F2.1 BW2.0 BW0.1 BW1.1 BW2.1 F0.2 F1.2 F2.2 BW2.2 BW1.2 BW0.2"
+    )
+    return replace(hand(order, (0, 0, 0), 3), transfers=transfers)
+
+
+def places(schedule: Schedule, offsets) -> list[dict]:
+    """Per rank and activation the parts of the pool between all beginnings and ends."""
+    cuts = sorted({edge for at, size in offsets.values() for edge in (at, at + size)})
+    parts = list(pairwise(cuts))
+    return [
+        {name: [p for p in parts if at <= p[0] < at + size] for name, (at, size) in offsets.items()}
+    ] * schedule.ranks
+
+
+def test_places_of_the_pool_are_used_again_without_races():
+    schedule = offloading()
+    programs = lower(schedule, chain([StageCost(1, 1, 1)] * 3).edges)
+    (pool,) = pools(schedule, {(0, schedule.transfers[0].user): 512})
+    offsets = {activation: (at, 512) for activation, at in pool.places.items()}
+    assert len({at for at, _ in offsets.values()}) == 1, "the second is offloaded after the first is back"
+    graph = execution(programs, schedule.placement, FREE, places=places(schedule, offsets))
+    assert races(graph) == []
+
+
+def test_one_place_for_two_activations_at_a_time_is_a_race():
+    schedule = offloading()
+    early = replace(schedule.transfers[2], begin=schedule.transfers[1].begin, end=9)
+    moved = replace(schedule, transfers=(*schedule.transfers[:2], early, schedule.transfers[3]))
+    programs = lower(schedule, chain([StageCost(1, 1, 1)] * 3).edges)
+    offsets = {t.activation: (0, 512) for t in moved.transfers}
+    first, *rest = programs[0]
+    begins = [i for i in rest if str(i).startswith("begin")]
+    # The second goes out right behind the first, and takes its place before it is back.
+    order = [i for i in rest if i is not begins[2]]
+    at = order.index(begins[1])
+    swapped = ((first, *order[:at], begins[2], *order[at:]),)
+    found = races(execution(swapped, schedule.placement, FREE, places=places(schedule, offsets)))
+    assert {a.storage for a, _ in found} == {("pool", (0, 512))}
+
+
+def test_channels_connect_in_rounds():
+    """Each channel in the first round in which neither of its ranks has another one."""
+    both_ways = [(a, b) for a in range(8) for b in (a - 1, a + 1) if 0 <= b < 8]
+    order = in_rounds(both_ways)
+    assert sorted(order) == sorted(both_ways)
+    rounds, busy = 1, set()
+    for channel in order:
+        if busy.intersection(channel):
+            rounds, busy = rounds + 1, set()
+        busy.update(channel)
+    assert rounds <= 5
