@@ -132,7 +132,8 @@ def compile_model(
         # The last passes, now that the schedule says which values are offloaded.
         cut, pools = _finished(cut, live, schedule)
         plan = make_plan(model, example, captured.constants, options, cut, found.timeline, joint)
-        plan = replace(plan, work=work, tried=found.tried, device=hardware.name)
+        measured = ", sections measured" if options.costs == "measured" else ""
+        plan = replace(plan, work=work, tried=found.tried, device=hardware.name + measured)
         if pools:
             plan = replace(plan, tier=options.tier, pools=tuple(pool.bytes for pool in pools))
         programs = _programs(plan, cut, instructions, pools)
@@ -182,7 +183,8 @@ def compile_evaluation(
     prove(instructions, schedule.placement)
     cut = finished(cut, {})
     made = make_plan(model, example, captured.constants, options, cut, timeline, joint)
-    made = with_tensors_of(replace(made, model=f"{made.model}, evaluation"), cut.sections, plan)
+    made = replace(made, model=f"{made.model}, evaluation", device=hardware.name)
+    made = with_tensors_of(made, cut.sections, plan)
     return Artifact(made, _programs(made, cut, instructions, ()), captured.constants)
 
 

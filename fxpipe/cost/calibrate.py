@@ -51,7 +51,7 @@ def product_rate(device: torch.device, arithmetic: str) -> float:
     with _tf32(arithmetic == "tf32"):
         while seconds < LONG_ENOUGH and rows < LARGEST:
             rows *= 2
-            a, b = torch.randn(2, rows, rows, device=device).to(_DTYPES[arithmetic])
+            a, b = torch.randn(2, rows, rows, dtype=_DTYPES[arithmetic], device=device)
             seconds = median_seconds(partial(torch.mm, a, b), device, runs=RUNS, seconds=SECONDS)
     return 2 * rows**3 / seconds
 

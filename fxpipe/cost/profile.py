@@ -59,24 +59,24 @@ def measured_seconds(
 
 
 def _section_seconds(section: Section, device: torch.device, known: Known) -> float:
-    """The inputs of one section are gone when this returns, before those of the next are made."""
+    # The inputs of a section are freed when this returns, before those of the next one are made.
     graph = _without_checks(section.graph)
     module = fx.GraphModule(nn.Module(), graph)
     written = _written(graph)
-    inputs, again = list[Any](), list[torch.Tensor]()
+    inputs, overwritten = list[Any](), list[torch.Tensor]()
     for node in graph.find_nodes(op="placeholder"):
         given = node.meta.get("input")
-        value: Any = 0  # of a random-number key
-        if not (isinstance(given, Input) and given.kind is Kind.KEY):
-            value = _known_input(node, device, known, node in written)
-            if value is None:
-                flat, value = _made_up(node, device)
-                again += [flat] * (node in written)
+        kind = given.kind if isinstance(given, Input) else None
+        value: Any = 0 if kind is Kind.KEY else _known_input(node, device, known)
+        if value is None:
+            flat, value = _made_up(node, device)
+            if node in written and kind is not Kind.GRADIENT:  # gradients are only added to
+                overwritten.append(flat)
         inputs.append(value)
 
     def fill_again() -> None:
-        """An op that overwrites its input would work on ever smaller or larger numbers."""
-        for flat in again:
+        """Without this, an op that overwrites its input would work on ever smaller or larger numbers."""
+        for flat in overwritten:
             _fill(flat)
 
     try:
@@ -90,7 +90,7 @@ def _section_seconds(section: Section, device: torch.device, known: Known) -> fl
 
 
 def _written(graph: fx.Graph) -> Set[fx.Node]:
-    """The inputs whose storage an op of the section overwrites."""
+    """The owners of the storages that ops of the section overwrite, inputs among them."""
     found = (x for n in graph.nodes for x in written_arguments(n.target, n.args, n.kwargs))
     return {storage_root(x) for x in found if isinstance(x, fx.Node)}
 
@@ -124,15 +124,14 @@ def with_seconds(costs: Costs, seconds: Mapping[Color, float]) -> Costs:
     return replace(costs, stages=tuple(stages))
 
 
-def _known_input(node: fx.Node, device: torch.device, known: Known, written: bool) -> torch.Tensor | None:
-    """The tensor of the model or the example that an input stands for; a copy if it is ``written``."""
+def _known_input(node: fx.Node, device: torch.device, known: Known) -> torch.Tensor | None:
+    """The tensor of the model or the example that an input stands for.  Sections do not change those."""
     given = node.meta.get("input")
     tensor = known.get((given.kind, given.name)) if isinstance(given, Input) else None
     like = node.meta["val"]
     if tensor is None or (tensor.shape, tensor.dtype) != (like.shape, like.dtype):
         return None
-    tensor = in_strides(tensor.to(device), like.stride())
-    return tensor.clone() if written else tensor
+    return in_strides(tensor.to(device), like.stride())
 
 
 def _made_up(node: fx.Node, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
