@@ -133,9 +133,10 @@ def check(options: Options) -> None:
     effort = options.effort
     if effort is not None and not (isinstance(effort, int | float) and 0 < effort < inf):
         raise ScheduleError(f"effort is {effort!r} and must be a number of seconds above 0.")
-    if options.costs not in ("analytic", "measured") and not is_device_name(options.costs):
+    costs = options.costs
+    if not isinstance(costs, str) or not (costs in ("analytic", "measured") or is_device_name(costs)):
         raise ScheduleError(
-            f"costs is {options.costs!r} and must be 'analytic', 'measured' or the name of a device: "
+            f"costs is {costs!r} and must be 'analytic', 'measured' or the name of a device: "
             f"{', '.join(device_names())}."
         )
     if options.vocab_parallel not in (False, AUTO, *BARRIERS):

@@ -165,6 +165,7 @@ def test_a_plan_for_another_device_has_its_times():
     ("options", "message"),
     [
         ({"costs": "H1000"}, "costs is 'H1000' and must be 'analytic', 'measured' or .*H100 SXM.*RTX 4090"),
+        ({"costs": None}, "costs is None and must be 'analytic'"),
         ({"ranks_per_machine": 0}, "ranks_per_machine is 0 and must be a whole number, at least 1"),
     ],
 )
@@ -266,6 +267,8 @@ def test_explained(capsys):
     assert "Costs of the device MI300X, 2 ranks on each machine." in capsys.readouterr().out
     explain(compiled().plan, Console(width=200))
     assert "Costs of the device cpu." in capsys.readouterr().out
+    explain(compiled(costs="measured").plan, Console(width=200))
+    assert "Costs of the device cpu, sections measured." in capsys.readouterr().out
 
 
 @pytest.mark.slow
