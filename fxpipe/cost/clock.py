@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from fxpipe.runtime import accelerator
+
 #: Median of so many runs, or of as many as fit into so many seconds, but of three at least.
 RUNS, SECONDS, FEWEST = 10, 1.0, 3
 
@@ -28,7 +30,7 @@ def median_seconds(
     before: is called before each run and not timed.  runs: at most; fewer if they would take more than
     ``seconds`` together.  One more run comes first and is not counted: it compiles kernels and gets memory.
     """
-    times = _times_on_cpu if device.type == "cpu" else _times_on_accelerator
+    times = _times_on_accelerator if accelerator.is_accelerator(device) else _times_on_cpu
     times(run, device, before, 1)
     first = times(run, device, before, 1)[0]
     more = min(runs, max(FEWEST, int(seconds / max(first, 1e-9)))) - 1
@@ -37,10 +39,10 @@ def median_seconds(
 
 def seconds_until_done(run: Callable[[], Any], device: torch.device) -> float:
     """The seconds of the host until all work of ``run`` is over, on all streams."""
-    _synchronize(device)
+    accelerator.synchronize(device)
     begin = time.perf_counter()
     run()
-    _synchronize(device)
+    accelerator.synchronize(device)
     return time.perf_counter() - begin
 
 
@@ -66,17 +68,12 @@ def _times_on_accelerator(
         begin = _mark(device)
         run()
         marks.append((begin, _mark(device)))
-    _synchronize(device)
+    accelerator.synchronize(device)
     return [begin.elapsed_time(end) / 1e3 for begin, end in marks]  # milliseconds
 
 
 def _mark(device: torch.device) -> torch.Event:
     """An event on the device's current stream."""
-    event = torch.Event(device, enable_timing=True)
-    event.record(torch.accelerator.current_stream(device))
+    event = accelerator.event(device, timing=True)
+    event.record(accelerator.current_stream(device))
     return event
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

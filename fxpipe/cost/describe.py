@@ -14,11 +14,9 @@ from fxpipe.cost.device import Device
 from fxpipe.cost.known_devices import CPU, device_named, is_device_name, reported_device
 from fxpipe.cost.nodes import node_flops
 from fxpipe.ir.storage import call_nodes
+from fxpipe.runtime.accelerator import identity, is_accelerator, memory_size
 
 log = logging.getLogger("fxpipe")
-
-#: Kinds of devices other than the CPU that have a description.
-ACCELERATORS = ("cuda", "xpu")
 
 
 def describe(costs: str, device: torch.device, graph: fx.Graph) -> Device:
@@ -29,13 +27,13 @@ def describe(costs: str, device: torch.device, graph: fx.Graph) -> Device:
     """
     if is_device_name(costs):
         return device_named(costs)
-    if device.type not in ACCELERATORS:
+    if not is_accelerator(device):
         return CPU
-    name, memory = reported(device)
+    name, memory = identity(device)[0], memory_size(device)
     return reported_device(name, memory) or _measured(device, name, memory, arithmetic_used(graph))
 
 
-def _measured(device: torch.device, name: str, memory: float, arithmetic: Iterable[str]) -> Device:
+def _measured(device: torch.device, name: str, memory: int, arithmetic: Iterable[str]) -> Device:
     found = calibrated(device, f"{name} (calibrated)", memory, arithmetic)
     rates = ", ".join(f"{kind} {rate / 1e12:.3g} TFLOP/s" for kind, rate in found.flops.items())
     log.warning(
@@ -51,9 +49,3 @@ def _measured(device: torch.device, name: str, memory: float, arithmetic: Iterab
 def arithmetic_used(graph: fx.Graph) -> set[str]:
     """The arithmetic of a graph's matrix products, convolutions and attention."""
     return {arithmetic_of(node) for node in call_nodes(graph) if node_flops(node)}
-
-
-def reported(device: torch.device) -> tuple[str, float]:
-    """The name of an accelerator and the bytes of its memory, as torch reports them."""
-    found = torch.get_device_module(device).get_device_properties(device)
-    return str(found.name), float(found.total_memory)

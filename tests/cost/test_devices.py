@@ -228,10 +228,16 @@ def test_a_product_with_a_wider_result_or_wider_scales():
 # -- devices that no table has -------------------------------------------------------------------------
 
 
+def pretend(monkeypatch: pytest.MonkeyPatch, name: str, memory: float) -> None:
+    """Let the CPU be reported as a GPU."""
+    monkeypatch.setattr(describe, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(describe, "identity", lambda device: (name, "0"))
+    monkeypatch.setattr(describe, "memory_size", lambda device: memory)
+
+
 def test_an_unknown_device_is_calibrated(monkeypatch, caplog):
     """On the CPU, under the name of a GPU."""
-    monkeypatch.setattr(describe, "ACCELERATORS", ("cpu",))
-    monkeypatch.setattr(describe, "reported", lambda device: ("NVIDIA X1", 16e9))
+    pretend(monkeypatch, "NVIDIA X1", 16 * GIB)
     graph = make_fx(lambda x: x.double() @ x.double().mT)(torch.randn(8, 8)).graph
     with caplog.at_level(logging.WARNING, logger="fxpipe"):
         found = describe.describe("analytic", torch.device("cpu"), graph)
@@ -240,13 +246,12 @@ def test_an_unknown_device_is_calibrated(monkeypatch, caplog):
     assert re.search(r"No description of NVIDIA X1: .*float32 [\d.e+-]+ TFLOP/s.*memory", caplog.text)
     assert 1e9 < found.flops["float64"] < found.flops["float32"] < 1e13
     assert 1e8 < found.memory_bandwidth < 1e12
-    assert found.memory_size == 16e9
+    assert found.memory_size == 16 * GIB
     assert found.intra == device_named("L40S").intra
 
 
 def test_a_known_device_is_not_calibrated(monkeypatch):
-    monkeypatch.setattr(describe, "ACCELERATORS", ("cpu",))
-    monkeypatch.setattr(describe, "reported", lambda device: ("NVIDIA H200", 139.8 * GIB))
+    pretend(monkeypatch, "NVIDIA H200", 139.8 * GIB)
     monkeypatch.setattr(describe, "calibrated", None)
     here, graph = torch.device("cpu"), fx.Graph()
     assert describe.describe("measured", here, graph) == device_named("H200")
