@@ -11,7 +11,7 @@ import torch
 
 from fxpipe.cost.clock import median_seconds
 from fxpipe.cost.device import Device
-from fxpipe.cost.known_devices import device_named
+from fxpipe.cost.known_devices import device_named, share_of_largest
 
 #: The known device with the links of an unknown one: a PCIe card.
 CARD = "L40S"
@@ -30,17 +30,18 @@ _DTYPES = {
 
 
 def calibrated(device: torch.device, name: str, memory_size: float, arithmetic: Iterable[str]) -> Device:
-    """The device with measured rates of matrix products and copies.
+    """The device with measured rates of matrix products and copies, less what smaller ones do not reach.
 
     arithmetic: what is computed in; others count as float32, which is always measured.  Links cannot be
     measured from one device: they are those of a card.
     """
     measured = sorted({"float32", *arithmetic} & _DTYPES.keys())
+    compute, memory = share_of_largest("compute"), share_of_largest("memory")
     return replace(
         device_named(CARD),
         name=name,
-        flops={kind: product_rate(device, kind) for kind in measured},
-        memory_bandwidth=copy_rate(device),
+        flops={kind: compute * product_rate(device, kind) for kind in measured},
+        memory_bandwidth=memory * copy_rate(device),
         memory_size=memory_size,
     )
 

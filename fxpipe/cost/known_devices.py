@@ -50,6 +50,7 @@ class DataSheet:
 @dataclass(frozen=True)
 class _Table:
     reached: dict[str, float]
+    largest: dict[str, float]
     link: dict[str, _Link]
     device: tuple[DataSheet, ...]
 
@@ -84,6 +85,11 @@ def reported_device(name: str, memory: float) -> Device | None:
         if sheet.is_reported_as(name, memory):
             return _described(sheet)
     return None
+
+
+def share_of_largest(rate: str) -> float:
+    """The rate that plans count on, relative to that of one large kernel; ``rate``: compute or memory."""
+    return _table().reached[rate] / _table().largest[rate]
 
 
 def _plain(name: str) -> str:

@@ -250,6 +250,16 @@ def test_an_unknown_device_is_calibrated(monkeypatch, caplog):
     assert found.intra == device_named("L40S").intra
 
 
+def test_a_calibrated_device_counts_as_a_known_one(monkeypatch):
+    """An H100 whose largest kernels reach what they do counts as the described one does."""
+    monkeypatch.setattr(calibrate, "product_rate", lambda device, kind: 0.8 * 989.4e12)
+    monkeypatch.setattr(calibrate, "copy_rate", lambda device: 0.9 * 3.35e12)
+    found = calibrate.calibrated(torch.device("cpu"), "X", 80e9, ["bfloat16"])
+    described = device_named("H100")
+    assert found.rate("bfloat16") == pytest.approx(described.rate("bfloat16"))
+    assert found.memory_bandwidth == pytest.approx(described.memory_bandwidth)
+
+
 def test_a_known_device_is_not_calibrated(monkeypatch):
     pretend(monkeypatch, "NVIDIA H200", 139.8 * GIB)
     monkeypatch.setattr(describe, "calibrated", None)
