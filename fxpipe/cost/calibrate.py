@@ -49,10 +49,11 @@ def calibrated(device: torch.device, name: str, memory_size: float, arithmetic: 
 def product_rate(device: torch.device, arithmetic: str) -> float:
     """FLOPs a second of a large matrix product."""
     rows, seconds = SMALLEST // 2, 0.0
+    own = torch.Generator(device)  # the user's random numbers stay as they are
     with _tf32(arithmetic == "tf32"):
         while seconds < LONG_ENOUGH and rows < LARGEST:
             rows *= 2
-            a, b = torch.randn(2, rows, rows, dtype=_DTYPES[arithmetic], device=device)
+            a, b = torch.randn(2, rows, rows, generator=own, dtype=_DTYPES[arithmetic], device=device)
             seconds = median_seconds(partial(torch.mm, a, b), device, runs=RUNS, seconds=SECONDS)
     return 2 * rows**3 / seconds
 

@@ -69,14 +69,19 @@ def device_named(name: str) -> Device:
 
     Raises ScheduleError, listing the known ones, for another name.
     """
-    for sheet in _table().device:
-        if _plain(name) in map(_plain, (sheet.name, *sheet.also)):
-            return _described(sheet)
-    raise ScheduleError(f"No device is called {name!r}. Known: {', '.join(device_names())}.")
+    sheet = _sheet_named(name)
+    if sheet is None:
+        raise ScheduleError(f"No device is called {name!r}. Known: {', '.join(device_names())}.")
+    return _described(sheet)
 
 
 def is_device_name(name: str) -> bool:
-    return any(_plain(name) in map(_plain, (sheet.name, *sheet.also)) for sheet in _table().device)
+    return _sheet_named(name) is not None
+
+
+def _sheet_named(name: str) -> DataSheet | None:
+    names = ((_plain(n), sheet) for sheet in _table().device for n in (sheet.name, *sheet.also))
+    return next((sheet for known, sheet in names if known == _plain(name)), None)
 
 
 def reported_device(name: str, memory: float) -> Device | None:

@@ -64,12 +64,13 @@ def _section_seconds(section: Section, device: torch.device, known: Known) -> fl
     module = fx.GraphModule(nn.Module(), graph)
     written = _written(graph)
     inputs, overwritten = list[Any](), list[torch.Tensor]()
+    own = torch.Generator(device)  # the user's random numbers stay as they are
     for node in graph.find_nodes(op="placeholder"):
         given = node.meta.get("input")
         kind = given.kind if isinstance(given, Input) else None
         value: Any = 0 if kind is Kind.KEY else _known_input(node, device, known)
         if value is None:
-            flat, value = _made_up(node, device)
+            flat, value = _made_up(node, own)
             if node in written and kind is not Kind.GRADIENT:  # gradients are only added to
                 overwritten.append(flat)
         inputs.append(value)
@@ -77,7 +78,7 @@ def _section_seconds(section: Section, device: torch.device, known: Known) -> fl
     def fill_again() -> None:
         """Without this, an op that overwrites its input would work on ever smaller or larger numbers."""
         for flat in overwritten:
-            _fill(flat)
+            _fill(flat, own)
 
     try:
         with torch.no_grad():
@@ -134,17 +135,17 @@ def _known_input(node: fx.Node, device: torch.device, known: Known) -> torch.Ten
     return in_strides(tensor.to(device), like.stride())
 
 
-def _made_up(node: fx.Node, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _made_up(node: fx.Node, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """The memory of an input with the values of ``_fill``, and the input, in its shape and strides."""
     val = node.meta["val"]
-    flat = torch.empty(storage_bytes(val) // val.element_size(), dtype=val.dtype, device=device)
-    _fill(flat)
+    flat = torch.empty(storage_bytes(val) // val.element_size(), dtype=val.dtype, device=generator.device)
+    _fill(flat, generator)
     return flat, flat.as_strided(val.shape, val.stride())
 
 
-def _fill(tensor: torch.Tensor) -> None:
+def _fill(tensor: torch.Tensor, generator: torch.Generator) -> None:
     """Small numbers; for integers zeros, which are valid indices."""
     if tensor.is_floating_point():
-        tensor.normal_(std=0.02)
+        tensor.normal_(std=0.02, generator=generator)
     else:
         tensor.zero_()

@@ -272,6 +272,12 @@ def test_the_cpu_is_described_as_one_core():
     assert describe.describe("analytic", torch.device("cpu"), fx.Graph()) is CPU
 
 
+def test_calibration_leaves_the_random_numbers_as_they_are():
+    before = torch.get_rng_state()
+    calibrate.product_rate(torch.device("cpu"), "float32")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.usefixtures("_settings")
 def test_calibration_of_tf32_sets_it_and_restores_the_setting(monkeypatch):
     seen = []

@@ -128,6 +128,13 @@ def test_the_model_stays_as_it_is():
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_the_random_numbers_stay_as_they_are():
+    model, example = Powers(), {"x": torch.randn(8, 64)}
+    before = torch.get_rng_state()
+    measured(model, example)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 class Powers(nn.Module):
     """Its backward overwrites what the forward saved, again and again."""
 
