@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -52,6 +53,7 @@ def compile(
     split_points: Sequence[str] | None = None,
     effort: float | None = None,
     costs: str = "analytic",
+    ranks_per_machine: int | None = None,
     dimensions: Mapping[str, int] | None = None,
     # memory
     memory_limit: float | str | None = None,
@@ -92,8 +94,11 @@ def compile(
     split_points: module paths that begin the second and later stages, instead of cuts by cost.
     effort: of the search for a schedule, about the seconds of one core; it uses all cores.  By default two
         milliseconds for every op (stage, phase, microbatch) of all placements, and 8 seconds at most.
-    costs: the times that the schedule is made for: ``analytic`` (FLOPs and bytes on a described device) or
-        ``measured`` (each section timed on the device at hand).
+    costs: the times that the schedule is made for: ``analytic`` (FLOPs and bytes on a description of the
+        device at hand), ``measured`` (each section timed on it), or the name of a device on which the
+        pipeline is to run later, ``"H100"``, which need not be here (docs/costs.md lists them).
+    ranks_per_machine: so many ranks share a machine, and messages to others take the time of the network;
+        by default torchrun's ``--nproc-per-node``, and without torchrun one machine has all ranks.
     dimensions: names for lengths of the example, ``{"sequence": 256}``, so that ``pipe.simulate`` can predict
         costs for other lengths: every dimension that is 256 long gets that name, but the leading one is
         ``microbatch``.  The model is traced twice more, at other lengths; raises SizeError if its ops differ.
@@ -164,6 +169,7 @@ def compile(
         outputs=tuple(dict.fromkeys(outputs)),
         evaluation=evaluation,
         effort=effort,
+        ranks_per_machine=_torchrun_ranks_per_machine() if ranks_per_machine is None else ranks_per_machine,
     )
     check(options)
     if options.offload.share is not None:
@@ -290,6 +296,12 @@ def _held_of(
     parameters = {n: p for n, p in model.named_parameters() if n in names and n not in changed}
     buffers = {n: p for n, p in model.named_parameters() if n in names and n in changed}
     return parameters, {n: b for n, b in model.named_buffers() if n in names} | buffers
+
+
+def _torchrun_ranks_per_machine() -> int | None:
+    """The number of ranks that torchrun started on this machine; None under another launcher or none."""
+    number = os.environ.get("LOCAL_WORLD_SIZE")
+    return int(number) if number is not None and under_torchrun() else None
 
 
 def _explain_on_terminal(plan: Plan) -> None:

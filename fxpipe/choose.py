@@ -10,7 +10,7 @@ from torch import nn
 
 from fxpipe.cost.analytic import analytic_seconds, section_costs
 from fxpipe.cost.nodes import NodeSeconds
-from fxpipe.cost.profile import measured_seconds
+from fxpipe.cost.profile import Known, measured_seconds
 from fxpipe.errors import LimitError
 from fxpipe.ir.liveness import Liveness, liveness
 from fxpipe.options import Options
@@ -33,11 +33,13 @@ def choose(
     model: nn.Module,
     node_seconds: NodeSeconds,
     device: torch.device,
+    known: Known,
     bandwidth: float,
 ) -> tuple[Cut, Liveness, SearchResult]:
     """The cut with the shortest simulated step, its liveness on its ranks, and its schedule.
 
     placements: of so many stages, the candidates: the rank of each stage.
+    device, known: where sections are timed, and with which tensors, if the costs are measured.
     bandwidth: bytes a second to the offload store, one way.
     Raises ScheduleError where no schedule keeps the memory limit.
     """
@@ -46,7 +48,7 @@ def choose(
     too_heavy: list[LimitError] = []
     for cut in cuts:
         if options.costs == "measured":
-            seconds = measured_seconds(cut.sections, device, hardware.stage_overhead)
+            seconds = measured_seconds(cut.sections, device, hardware.stage_overhead, known)
         else:
             seconds = analytic_seconds(cut.graph, node_seconds)
         for name, rank_of_stage in placements[cut.stages].items():
@@ -64,7 +66,7 @@ def choose(
                     too_heavy.append(error)
                     continue
             live = liveness(cut.graph, cut.sections, cut.messages, rank_of_stage)
-            costs = section_costs(live, seconds, hardware)
+            costs = section_costs(live, seconds, hardware, options.ranks_per_machine)
             if options.offload.share is not None:
                 costs = replace(costs, link=Link(1 / bandwidth, options.offload.ranks_per_link))
             setting = Setting(

@@ -24,9 +24,10 @@ from fxpipe.choose import choose
 from fxpipe.codegen.collectives import collectives
 from fxpipe.codegen.program import RankPlan, program_source
 from fxpipe.cost.analytic import analytic_seconds, section_costs, work_for_any_size
-from fxpipe.cost.device import Device, describe
+from fxpipe.cost.describe import describe
+from fxpipe.cost.device import Device
 from fxpipe.cost.nodes import NodeSeconds
-from fxpipe.cost.profile import measured_bandwidth
+from fxpipe.cost.profile import known_tensors, measured_bandwidth
 from fxpipe.errors import PartitionError, ScheduleError, VocabularyError
 from fxpipe.ir.graph import Kind, Section
 from fxpipe.ir.liveness import Liveness, liveness
@@ -54,9 +55,11 @@ from fxpipe.schedule.simulation.simulator import simulate
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """The artifact, with the colored graph and the sections that it was made from."""
+    """The artifact, with the colored graph and the sections that it was made from, and the device that its
+    costs are of."""
 
     artifact: Artifact
+    hardware: Device
     graph: fx.Graph
     sections: tuple[Section, ...]
 
@@ -84,7 +87,6 @@ def compile_model(
     phase: Phases,
 ) -> Compiled:
     check_names(model)
-    hardware = describe(device)
     tried = candidates(options)
     ways = len(tried.barriers)
     phase.expect(3 + ways + cut_phases(len(tried.levels)) * len(tried.placements) * ways)
@@ -103,6 +105,7 @@ def compile_model(
         if lengths is not None:
             resized = sample(captured.graph, example, lengths, lambda resized: traced(resized).graph)
 
+    hardware = describe(options.costs, device, captured.graph)
     # Partitioned, rewritten (passes/run.py) and extracted, once for each candidate.
     node_seconds = NodeSeconds(hardware)
     cuts = _cuts(Step(captured.graph, resized), tried, options, node_seconds, phase)
@@ -111,7 +114,10 @@ def compile_model(
     with phase("schedule"):
         # The candidate and the schedule with the shortest simulated step.
         bandwidth = _bandwidth(options, hardware, device)
-        cut, live, found = choose(options, cuts, tried.placements, model, node_seconds, device, bandwidth)
+        known = known_tensors(model, example, captured.constants)
+        cut, live, found = choose(
+            options, cuts, tried.placements, model, node_seconds, device, known, bandwidth
+        )
         schedule, costs = found.schedule, found.setting.costs
         _check_buffer_order(cut.graph, schedule)
         joint = _collectives(cut, schedule)
@@ -124,14 +130,15 @@ def compile_model(
         # The last passes, now that the schedule says which values are offloaded.
         cut, pools = _finished(cut, live, schedule)
         plan = make_plan(model, example, captured.constants, options, cut, found.timeline, joint)
-        plan = replace(plan, work=work, tried=found.tried)
+        measured = ", sections measured" if options.costs == "measured" else ""
+        plan = replace(plan, work=work, tried=found.tried, device=hardware.name + measured)
         if pools:
             plan = replace(plan, tier=options.tier, pools=tuple(pool.bytes for pool in pools))
         # The instructions of all ranks, proved to end.
         instructions = with_gradients(instructions, tied_gradients(plan.tensors), plan.step.has_count)
         prove(instructions, schedule.placement)
         programs = _programs(plan, cut, instructions, pools)
-    return Compiled(Artifact(plan, programs, captured.constants), cut.graph, cut.sections)
+    return Compiled(Artifact(plan, programs, captured.constants), hardware, cut.graph, cut.sections)
 
 
 @_collector_paused()
@@ -148,7 +155,7 @@ def compile_evaluation(
 
     Raises PartitionError where the forward cannot be cut as the training step was.
     """
-    hardware, plan = describe(device), trained.artifact.plan
+    hardware, plan = trained.hardware, trained.artifact.plan
     options = replace(options, gradients=False, offload=Offload(share=None), recompute=False)
     own = _model_stages(plan.ordered)
     node_seconds = NodeSeconds(hardware)
@@ -166,7 +173,8 @@ def compile_evaluation(
         captured = capture(model, example, loss_fn, scale, device, False, options.fixed, options.outputs)
     (cut,) = cut_into_stages(split(Step(captured.graph, None), asked), asked, (None,), phase)
     live = liveness(cut.graph, cut.sections, cut.messages, plan.placement)
-    costs = section_costs(live, analytic_seconds(cut.graph, node_seconds), hardware)
+    seconds = analytic_seconds(cut.graph, node_seconds)
+    costs = section_costs(live, seconds, hardware, options.ranks_per_machine)
     timelines = [simulate(schedule, costs) for schedule in _forward_schedules(plan.ordered, costs)]
     timeline = min(timelines, key=lambda found: found.seconds)
     schedule = timeline.schedule
@@ -176,7 +184,8 @@ def compile_evaluation(
     prove(instructions, schedule.placement)
     cut = finished(cut, {})
     made = make_plan(model, example, captured.constants, options, cut, timeline, joint)
-    made = with_tensors_of(replace(made, model=f"{made.model}, evaluation"), cut.sections, plan)
+    made = replace(made, model=f"{made.model}, evaluation", device=hardware.name)
+    made = with_tensors_of(made, cut.sections, plan)
     return Artifact(made, _programs(made, cut, instructions, ()), captured.constants)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fxpipe.cost.known_devices import device_names, is_device_name
 from fxpipe.errors import ScheduleError
 from fxpipe.passes.recompute import LEVELS, Level
 from fxpipe.runtime.offloader import TIERS, Tier, default_tier
@@ -41,7 +42,8 @@ class Offload:
         with the device.
     directory: of the disk tier, on a fast disk (by default the system's directory for temporary files).  Its
         files have no names and are gone with the process.
-    bandwidth: bytes a second, one way, for the plan; by default measured if ``costs`` are, else the device's.
+    bandwidth: bytes a second, one way, for the plan; by default measured if ``costs`` are, else that of the
+        device's description.
     ranks_per_link: the number of neighboring ranks that share the link (two GPUs on one switch: 2).
     """
 
@@ -107,6 +109,7 @@ class Options:
     outputs: tuple[str, ...] = ()
     evaluation: bool = False
     effort: float | None = None
+    ranks_per_machine: int | None = None
 
     @property
     def tier(self) -> Tier:
@@ -122,16 +125,20 @@ class Options:
 
 def check(options: Options) -> None:
     """Raise ScheduleError for options that are wrong for any model."""
-    for name in ("ranks", "microbatches", "stages_per_rank", "ranks_per_link"):
+    for name in ("ranks", "microbatches", "stages_per_rank", "ranks_per_machine", "ranks_per_link"):
         value = getattr(options.offload if name == "ranks_per_link" else options, name)
-        chosen = name == "stages_per_rank" and value is None
+        chosen = name in ("stages_per_rank", "ranks_per_machine") and value is None
         if not chosen and (not isinstance(value, int) or value < 1):
             raise ScheduleError(f"{name} is {value!r} and must be a whole number, at least 1.")
     effort = options.effort
     if effort is not None and not (isinstance(effort, int | float) and 0 < effort < inf):
         raise ScheduleError(f"effort is {effort!r} and must be a number of seconds above 0.")
-    if options.costs not in ("analytic", "measured"):
-        raise ScheduleError(f"costs is {options.costs!r} and must be 'analytic' or 'measured'.")
+    costs = options.costs
+    if not isinstance(costs, str) or not (costs in ("analytic", "measured") or is_device_name(costs)):
+        raise ScheduleError(
+            f"costs is {costs!r} and must be 'analytic', 'measured' or the name of a device: "
+            f"{', '.join(device_names())}."
+        )
     if options.vocab_parallel not in (False, AUTO, *BARRIERS):
         raise ScheduleError(
             f"vocab_parallel is {options.vocab_parallel!r} and must be True, False, 'auto', '1-barrier' or "

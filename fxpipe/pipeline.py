@@ -14,10 +14,11 @@ import torch
 from torch import fx
 
 from fxpipe.cost.symbolic import Expressions, PlanWork
-from fxpipe.errors import RunError, SizeError
+from fxpipe.errors import RunError
 from fxpipe.ir.graph import Section
 from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact, Plan
+from fxpipe.plan.plan_costs import costs_of, known_work
 from fxpipe.runtime.outputs import On, StepResult
 from fxpipe.runtime.process import Process, agreed
 from fxpipe.runtime.rank import Runtime
@@ -53,7 +54,7 @@ class Stage:
 
         Raises SizeError where the pipeline was compiled without ``dimensions``.
         """
-        return _named(self.work).expressions(self.index)
+        return known_work(self.work).expressions(self.index)
 
 
 @dataclass(eq=False)
@@ -135,15 +136,16 @@ class Pipeline:
     def schedule(self) -> Schedule:
         return self.plan.ordered
 
-    def simulate(self, sizes: Mapping[str, int] | None = None) -> Timeline:
+    def simulate(self, sizes: Mapping[str, int] | None = None, *, device: str | None = None) -> Timeline:
         """Simulate the step: times, bubbles and the bytes that each rank holds between ops.
 
         sizes: other lengths than the example's, ``{"microbatch": 2, "sequence": 4096}``; the names
             must be in ``dimensions`` of ``compile``.  Stages and schedule do not change.
-        Raises SizeError for an unknown name and for a length below one.
+        device: the name of a device, ``"B200"``: the analytic times on it.  Needs ``dimensions`` too ({} is
+            enough).
+        Raises SizeError for an unknown name and for a length below one, ScheduleError for an unknown device.
         """
-        costs = self.plan.costs
-        return simulate(self.schedule, costs if sizes is None else _named(self.plan.work).costs(costs, sizes))
+        return simulate(self.schedule, costs_of(self.plan, sizes, device))
 
     def leaves(self, rank: int | None = None) -> tuple[str, ...]:
         """The names of the leaves of a batch that a rank needs (by default this process's); its batches may
@@ -399,12 +401,3 @@ class Pipeline:
 def _loss(result: StepResult) -> torch.Tensor:
     assert result.loss is not None, "a step without a loss is asked for outputs"
     return result.loss
-
-
-def _named(work: PlanWork | None) -> PlanWork:
-    if work is None:
-        raise SizeError(
-            "Costs are known for the example's sizes alone. Name its dimensions when you compile, for "
-            'example with dimensions={"sequence": 256}.'
-        )
-    return work

@@ -20,7 +20,7 @@ from zoo import (
 
 import fxpipe
 from fxpipe.cli import main
-from fxpipe.cost.device import describe
+from fxpipe.cost.known_devices import CPU
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.ops import Schedule, parse_order
@@ -144,7 +144,7 @@ def test_auto_with_what_is_given():
 
 def test_more_stages_do_not_win_by_nothing():
     """With ops of no time left, each further stage costs its overhead."""
-    overhead = describe(torch.device("cpu")).stage_overhead
+    overhead = CPU.stage_overhead
     busy = {
         stages: sum(
             cost.total for cost in compiled(schedule="1f1b", stages_per_rank=stages).plan.costs.stages

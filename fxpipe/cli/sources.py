@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fxpipe.cli.arguments import non_negative, positive, positive_int, share
+from fxpipe.cost.known_devices import device_named
 from fxpipe.errors import FxpipeError
 from fxpipe.plan.files import read_plan
+from fxpipe.plan.plan_costs import costs_of
 from fxpipe.schedule.costs import Costs, StageCost, chain
 from fxpipe.schedule.costs_file import read_costs
 from fxpipe.schedule.ops import Schedule
@@ -52,6 +54,13 @@ def add_cost_arguments(parser: Any) -> None:
     add("--backward-input", type=positive, metavar="TB")
     add("--backward-weight", type=positive, metavar="TW")
     add("--comm", type=non_negative, metavar="TC", help="one transfer between two ranks (0)")
+    add("--inter-comm", type=non_negative, metavar="TC", help="one transfer between two machines (as --comm)")
+    add(
+        "--ranks-per-machine",
+        type=positive_int,
+        metavar="N",
+        help="the first N ranks share a machine, and so on (one machine has all)",
+    )
     add(
         "--weight-memory",
         type=share,
@@ -64,6 +73,11 @@ def add_cost_arguments(parser: Any) -> None:
         metavar="PATH",
         help="instead of times: a JSON file, or the directory of a saved pipeline "
         "(with the times of a recorded run, if one was left there)",
+    )
+    add(
+        "--device",
+        metavar="NAME",
+        help='with --costs of a pipeline that knows its dimensions: the times on this device, such as "H100"',
     )
     add(
         "--vocab-time",
@@ -84,6 +98,10 @@ def source_of(options: argparse.Namespace) -> CostSource:
     """Raises FxpipeError where arguments are missing or do not go together."""
     if options.vocab_barriers is not None and options.vocab_time is None:
         raise FxpipeError("--vocab-barriers needs --vocab-time")
+    if options.inter_comm is not None and options.ranks_per_machine is None:
+        raise FxpipeError("--inter-comm needs --ranks-per-machine")
+    if options.device is not None and (options.costs is None or not options.costs.is_dir()):
+        raise FxpipeError("--device needs --costs with the directory of a saved pipeline")
     if options.costs is None:
         _require(options, "ranks", "microbatches", *TIMES)
         return _from_times(options)
@@ -102,16 +120,20 @@ def _from_times(options: argparse.Namespace) -> CostSource:
             saved_activations=1 / chunks,
             saved_for_weight=(1.0 if options.weight_memory is None else options.weight_memory) / chunks,
         )
-        model_stages = chain([stage] * (options.ranks * chunks), seconds=options.comm or 0.0)
+        model_stages = chain(
+            [stage] * (options.ranks * chunks), comm, 0.0, options.inter_comm, options.ranks_per_machine
+        )
         if options.vocab_time is None:
             return model_stages
         return with_output_shards(
-            model_stages, options.ranks, options.vocab_time, barriers, options.comm or 0.0
+            model_stages, options.ranks, options.vocab_time, barriers, comm, inter_transfer=options.inter_comm
         )
 
-    barriers = options.vocab_barriers or 1
-    times = (options.forward, options.backward_input, options.backward_weight, options.comm or 0.0)
+    barriers, comm = options.vocab_barriers or 1, options.comm or 0.0
+    times = (options.forward, options.backward_input, options.backward_weight, comm)
     note = "F {:g}, B {:g}, W {:g}, transfer {:g}".format(*times)
+    if options.inter_comm is not None:
+        note += f", {options.inter_comm:g} between machines of {options.ranks_per_machine} ranks"
     vocabulary = None
     if options.vocab_time is not None:
         note += f", vocabulary {options.vocab_time:g}"
@@ -121,7 +143,7 @@ def _from_times(options: argparse.Namespace) -> CostSource:
 
 def _from_file(options: argparse.Namespace) -> CostSource:
     _require(options, "ranks", "microbatches")
-    costs = read_costs(options.costs, options.comm or 0.0)
+    costs = _on_machines(options, read_costs(options.costs, options.comm or 0.0, options.inter_comm))
     note = f"costs of {options.costs}"
     return _of_stages(options, note, options.ranks, options.microbatches, costs, PLAIN, None, None)
 
@@ -132,12 +154,21 @@ def _from_directory(options: argparse.Namespace) -> CostSource:
     own = None
     if (ranks, microbatches) == (plan.ranks, plan.step.microbatches):
         own = plan.ordered
-    spans = read_spans(options.costs, plan.ranks)
-    costs = plan.costs if spans is None else recorded_costs(plan, spans)
+    spans = None if options.device is not None else read_spans(options.costs, plan.ranks)
+    costs = costs_of(plan, device=options.device) if spans is None else recorded_costs(plan, spans)
+    costs = _on_machines(options, costs)
     note = f"{plan.model} in {options.costs}, {'planned' if spans is None else 'recorded'} times"
+    if options.device is not None:
+        note += f" on {device_named(options.device).name}"
     if plan.vocabulary is not None and ranks != plan.ranks:
         raise FxpipeError(f"{options.costs} has vocabulary stages on {plan.ranks} ranks: not for {ranks}")
     return _of_stages(options, note, ranks, microbatches, costs, PHYSICAL, own, plan.vocabulary)
+
+
+def _on_machines(options: argparse.Namespace, costs: Costs) -> Costs:
+    """The costs with the asked number of ranks on a machine, if one is given."""
+    size = options.ranks_per_machine
+    return costs if size is None else replace(costs, ranks_per_machine=size)
 
 
 def _of_stages(

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping
 from torch import fx
 
 from fxpipe.capture.resized import ResizedTraces
+from fxpipe.cost.arithmetic import arithmetic_of
 from fxpipe.cost.device import Device
-from fxpipe.cost.nodes import NodeSeconds, bytes_moved, dtype_of, is_free, node_flops
+from fxpipe.cost.nodes import NodeSeconds, bytes_moved, is_free, node_flops
 from fxpipe.cost.polynomials import Polynomial, Sizes
 from fxpipe.cost.symbolic import PlanWork, Rates, StageWork, Terms, Work
 from fxpipe.ir.graph import Color, Phase
@@ -28,7 +29,9 @@ def analytic_seconds(graph: fx.Graph, node_seconds: NodeSeconds) -> dict[Color, 
     return seconds
 
 
-def section_costs(live: Liveness, seconds: Mapping[Color, float], device: Device) -> Costs:
+def section_costs(
+    live: Liveness, seconds: Mapping[Color, float], device: Device, ranks_per_machine: int | None = None
+) -> Costs:
     """Seconds and bytes of every stage and message, given the seconds of every section."""
 
     def size(roots: Iterable[fx.Node]) -> int:
@@ -41,8 +44,9 @@ def section_costs(live: Liveness, seconds: Mapping[Color, float], device: Device
     edges = []
     for message, values in zip(live.messages, live.sent, strict=True):
         moved = size(values)
-        edges.append(Edge(message.source, message.target, moved, device.transfer_seconds(moved)))
-    return Costs(tuple(stages), tuple(edges))
+        links = device.intra.seconds(moved), device.inter.seconds(moved)
+        edges.append(Edge(message.source, message.target, moved, *links))
+    return Costs(tuple(stages), tuple(edges), ranks_per_machine=ranks_per_machine)
 
 
 def work_for_any_size(live: Liveness, graph: fx.Graph, resized: ResizedTraces, device: Device) -> PlanWork:
@@ -53,12 +57,15 @@ def work_for_any_size(live: Liveness, graph: fx.Graph, resized: ResizedTraces, d
     sizes = Sizes(graph, resized)
 
     def work(stage: int, phase: Phase) -> tuple[Work, ...]:
-        alike: Counter[tuple[Polynomial, Polynomial, float]] = Counter()
+        alike: Counter[tuple[Polynomial, Polynomial, str]] = Counter()
         for node in live.ops[Color(stage, phase)]:
             if not is_free(node):
                 flops, moved = node_flops(node, sizes.shapes), bytes_moved(node, sizes.bytes)
-                alike[flops, moved, device.rate(dtype_of(node))] += 1
-        return tuple(Work(n, sizes.terms(f), sizes.terms(b), rate) for (f, b, rate), n in alike.items())
+                alike[flops, moved, arithmetic_of(node)] += 1
+        return tuple(
+            Work(n, sizes.terms(f), sizes.terms(b), device.rate(kind), kind)
+            for (f, b, kind), n in alike.items()
+        )
 
     def size(roots: Iterable[fx.Node]) -> Terms:
         return sizes.terms(sum(sizes.bytes(r) for r in roots))
@@ -73,5 +80,5 @@ def work_for_any_size(live: Liveness, graph: fx.Graph, resized: ResizedTraces, d
         lengths=dict(zip(resized.names, resized.points[0], strict=True)),
         stages=tuple(stages),
         edges=tuple(size(values) for values in live.sent),
-        rates=Rates(device.memory, device.link, device.launch, device.latency, device.stage_overhead),
+        rates=Rates.of_device(device),
     )

@@ -11,8 +11,9 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from fxpipe.cost.arithmetic import arithmetic_of
 from fxpipe.cost.device import Device
-from fxpipe.ir.storage import is_view, node_bytes, tensors
+from fxpipe.ir.storage import is_view, node_bytes
 
 aten = torch.ops.aten
 
@@ -37,7 +38,7 @@ def node_cost(node: fx.Node, device: Device) -> NodeCost:
     if is_free(node):
         return _FREE
     flops, moved = node_flops(node), bytes_moved(node)
-    return NodeCost(flops, moved, device.seconds(flops, moved, dtype_of(node)))
+    return NodeCost(flops, moved, device.seconds(flops, moved, arithmetic_of(node)))
 
 
 class NodeSeconds:
@@ -61,12 +62,6 @@ class NodeSeconds:
 
 def is_free(node: fx.Node) -> bool:
     return node.op != "call_function" or node.target is operator.getitem or is_view(node)
-
-
-def dtype_of(node: fx.Node) -> torch.dtype:
-    """The dtype that the op computes in."""
-    results = tensors(node)
-    return results[0].dtype if results else torch.float32
 
 
 def bytes_moved(node: fx.Node, size: Callable[[fx.Node], Any] = node_bytes) -> Any:

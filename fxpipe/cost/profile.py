@@ -1,10 +1,12 @@
-"""Measured times of sections on this device: each section is run on synthetic inputs and timed."""
+"""Measured times of sections on this device: each section is run and timed.
+
+A section reads the tensors of the model and of the example, whose indices decide how long lookups and sums of
+rows take, and synthetic values where other sections would have computed them.
+"""
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,40 +15,85 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fxpipe.cost.clock import median_seconds, seconds_until_done
 from fxpipe.errors import ScheduleError
 from fxpipe.ir.graph import Color, Input, Kind, Phase, Section
+from fxpipe.ir.storage import storage_root, written_arguments
+from fxpipe.runtime.batch import batch_leaves
 from fxpipe.runtime.checks import expect
 from fxpipe.runtime.offloader import Tier, open_store
-from fxpipe.runtime.tensors import storage_bytes
+from fxpipe.runtime.tensors import in_strides, storage_bytes
 from fxpipe.schedule.costs import Costs
 
-RUNS = 3
+Known = Mapping[tuple[Kind, str], torch.Tensor]
+"""The tensors of the model and of the example, by the kind and name of the input."""
+
 SAMPLE = 1 << 27  # bytes
 _FIELDS = {Phase.F: "forward", Phase.B: "backward", Phase.W: "weight"}
 
 
+def known_tensors(model: nn.Module, example: Any, constants: Mapping[str, torch.Tensor]) -> Known:
+    """The tensors that sections can be run on; those on the meta device have no values."""
+    found: dict[Kind, dict[str, torch.Tensor]] = {
+        Kind.PARAMETER: dict(model.named_parameters()),
+        Kind.BUFFER: dict(model.named_buffers()),
+        Kind.CONSTANT: dict(constants),
+        Kind.BATCH: {name: x for name, x in batch_leaves(example) if isinstance(x, torch.Tensor)},
+    }
+    return {
+        (kind, name): tensor.detach()
+        for kind, tensors in found.items()
+        for name, tensor in tensors.items()
+        if not tensor.is_meta
+    }
+
+
 def measured_seconds(
-    sections: tuple[Section, ...], device: torch.device, overhead: float
+    sections: tuple[Section, ...], device: torch.device, overhead: float, known: Known
 ) -> dict[Color, float]:
-    """The median seconds of a few runs of each section, plus its overhead in a program.
+    """The median seconds of some runs of each section, plus its overhead in a program.
 
     Raises ScheduleError for an op that fails on synthetic inputs.
     """
-    taken = {}
-    for section in sections:
-        graph = _without_checks(section.graph)
-        module = fx.GraphModule(nn.Module(), graph)
-        inputs = [_made_up(n, device) for n in graph.find_nodes(op="placeholder")]
-        try:
-            with torch.no_grad():
-                seconds = [_timed(partial(module, *inputs), device) for _ in range(RUNS + 1)]
-        except RuntimeError as error:
-            raise ScheduleError(
-                f"costs='measured' runs {section.phase} of stage {section.stage} on synthetic inputs, and "
-                f"an op fails on them: {str(error).strip().splitlines()[0]} Compile with costs='analytic'."
-            ) from error
-        taken[section.color] = overhead + statistics.median(seconds[1:])
-    return taken
+    return {section.color: overhead + _section_seconds(section, device, known) for section in sections}
+
+
+def _section_seconds(section: Section, device: torch.device, known: Known) -> float:
+    # The inputs of a section are freed when this returns, before those of the next one are made.
+    graph = _without_checks(section.graph)
+    module = fx.GraphModule(nn.Module(), graph)
+    written = _written(graph)
+    inputs, overwritten = list[Any](), list[torch.Tensor]()
+    own = torch.Generator(device)  # the user's random numbers stay as they are
+    for node in graph.find_nodes(op="placeholder"):
+        given = node.meta.get("input")
+        kind = given.kind if isinstance(given, Input) else None
+        value: Any = 0 if kind is Kind.KEY else _known_input(node, device, known)
+        if value is None:
+            flat, value = _made_up(node, own)
+            if node in written and kind is not Kind.GRADIENT:  # gradients are only added to
+                overwritten.append(flat)
+        inputs.append(value)
+
+    def fill_again() -> None:
+        """Without this, an op that overwrites its input would work on ever smaller or larger numbers."""
+        for flat in overwritten:
+            _fill(flat, own)
+
+    try:
+        with torch.no_grad():
+            return median_seconds(partial(module, *inputs), device, before=fill_again)
+    except RuntimeError as error:
+        raise ScheduleError(
+            f"costs='measured' runs {section.phase} of stage {section.stage} on synthetic inputs, and "
+            f"an op fails on them: {str(error).strip().splitlines()[0]} Compile with costs='analytic'."
+        ) from error
+
+
+def _written(graph: fx.Graph) -> Set[fx.Node]:
+    """The owners of the storages that ops of the section overwrite, inputs among them."""
+    found = (x for n in graph.nodes for x in written_arguments(n.target, n.args, n.kwargs))
+    return {storage_root(x) for x in found if isinstance(x, fx.Node)}
 
 
 def _without_checks(graph: fx.Graph) -> fx.Graph:
@@ -64,8 +111,8 @@ def measured_bandwidth(tier: Tier, directory: Path | None, device: torch.device)
     sample = torch.zeros(SAMPLE, dtype=torch.uint8, device=device)
     written = store.write(sample, 0)
     store.wait(written)  # the first time, memory and files are made
-    out = _timed(lambda: store.wait(store.write(sample, 0)), device)
-    back = _timed(lambda: store.wait(store.read(sample, 0, written)), device)
+    out = seconds_until_done(lambda: store.wait(store.write(sample, 0)), device)
+    back = seconds_until_done(lambda: store.wait(store.read(sample, 0, written)), device)
     return SAMPLE / max(out, back)
 
 
@@ -78,22 +125,27 @@ def with_seconds(costs: Costs, seconds: Mapping[Color, float]) -> Costs:
     return replace(costs, stages=tuple(stages))
 
 
-def _made_up(node: fx.Node, device: torch.device) -> Any:
-    """An input of the right shape: zeros for integers, which are valid indices, else small numbers."""
+def _known_input(node: fx.Node, device: torch.device, known: Known) -> torch.Tensor | None:
+    """The tensor of the model or the example that an input stands for.  Sections do not change those."""
     given = node.meta.get("input")
-    if isinstance(given, Input) and given.kind is Kind.KEY:
-        return 0
+    tensor = known.get((given.kind, given.name)) if isinstance(given, Input) else None
+    like = node.meta["val"]
+    if tensor is None or (tensor.shape, tensor.dtype) != (like.shape, like.dtype):
+        return None
+    return in_strides(tensor.to(device), like.stride())
+
+
+def _made_up(node: fx.Node, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """The memory of an input with the values of ``_fill``, and the input, in its shape and strides."""
     val = node.meta["val"]
-    flat = torch.empty(storage_bytes(val) // val.element_size(), dtype=val.dtype, device=device)
-    flat = flat.normal_(std=0.02) if val.is_floating_point() else flat.zero_()
-    return flat.as_strided(val.shape, val.stride())
+    flat = torch.empty(storage_bytes(val) // val.element_size(), dtype=val.dtype, device=generator.device)
+    _fill(flat, generator)
+    return flat, flat.as_strided(val.shape, val.stride())
 
 
-def _timed(run: Callable[[], Any], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    before = time.perf_counter()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - before
+def _fill(tensor: torch.Tensor, generator: torch.Generator) -> None:
+    """Small numbers; for integers zeros, which are valid indices."""
+    if tensor.is_floating_point():
+        tensor.normal_(std=0.02, generator=generator)
+    else:
+        tensor.zero_()

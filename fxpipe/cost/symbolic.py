@@ -11,8 +11,12 @@ from fractions import Fraction
 from math import prod
 from typing import Any
 
+from fxpipe.cost.device import Device, Interconnect
 from fxpipe.errors import SizeError
-from fxpipe.schedule.costs import Costs, RenamedFields
+from fxpipe.schedule.costs import Costs, Edge, RenamedFields
+
+PHASE_FIELDS = ("forward", "backward", "weight")
+_MEMORY_FIELDS = ("saved_activations", "saved_for_weight", "offloadable", "offloadable_for_weight")
 
 #: A polynomial for a file, term by term: numerator, denominator, the exponent of each named length.
 Terms = tuple[tuple[int, ...], ...]
@@ -24,26 +28,58 @@ def _at(terms: Terms, lengths: Sequence[Any]) -> Any:
     return sum(values, start=0 * lengths[0])
 
 
+def _held(work: StageWork, lengths: Sequence[Any]) -> dict[str, float]:
+    return {name: float(_at(getattr(work, name), lengths)) for name in _MEMORY_FIELDS}
+
+
 @dataclass(frozen=True)
 class Rates:
     """The rates of a device: bytes per second to memory and to another rank; minimum seconds of an op and a
-    message; seconds of a section beside its ops."""
+    message; seconds of a section beside its ops.
+
+    ``inter_link``, ``inter_latency``: of a message to a rank of another machine; None in plans of versions
+    that did not tell machines apart.
+    """
 
     memory: float
     link: float
     launch: float
     latency: float
     stage_overhead: float = 0.0
+    inter_link: float | None = None
+    inter_latency: float | None = None
+
+    @staticmethod
+    def of_device(device: Device) -> Rates:
+        return Rates(
+            memory=device.memory_bandwidth,
+            link=device.intra.bandwidth,
+            launch=device.launch,
+            latency=device.intra.latency,
+            stage_overhead=device.stage_overhead,
+            inter_link=device.inter.bandwidth,
+            inter_latency=device.inter.latency,
+        )
+
+    def with_message(self, edge: Edge, moved: float) -> Edge:
+        """The edge with a message of so many bytes."""
+        inter = None
+        if self.inter_link is not None and self.inter_latency is not None:
+            inter = Interconnect(self.inter_link, self.inter_latency).seconds(moved)
+        seconds = Interconnect(self.link, self.latency).seconds(moved)
+        return replace(edge, bytes=moved, seconds=seconds, inter_seconds=inter)
 
 
 @dataclass(frozen=True)
 class Work:
-    """``count`` equal ops, each with its FLOPs and bytes; ``rate``: FLOPs per second for their dtype."""
+    """``count`` equal ops, each with its FLOPs and bytes; ``rate``: FLOPs per second for their arithmetic
+    (empty in plans of versions that did not write it)."""
 
     count: int
     flops: Terms
     bytes: Terms
     rate: float
+    arithmetic: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,6 +123,40 @@ class PlanWork:
         symbols = [sympy.Symbol(name) for name in self.lengths]
         return self._stage(self.stages[stage], symbols, sympy.Max)
 
+    def on(self, device: Device) -> PlanWork:
+        """The same work with the rates of another device.
+
+        Raises SizeError for the work of an earlier version, which does not say what it computes in.
+        """
+
+        def there(ops: tuple[Work, ...]) -> tuple[Work, ...]:
+            return tuple(replace(op, rate=device.rate(op.arithmetic)) for op in ops)
+
+        phases = [(stage.forward, stage.backward, stage.weight) for stage in self.stages]
+        if not all(op.arithmetic for stage in phases for ops in stage for op in ops):
+            raise SizeError(
+                "Costs on another device are unknown, as the plan was made by an earlier version of fxpipe. "
+                "Compile and save the pipeline again."
+            )
+        stages = [
+            replace(stage, forward=there(f), backward=there(b), weight=there(w))
+            for stage, (f, b, w) in zip(self.stages, phases, strict=True)
+        ]
+        return replace(self, stages=tuple(stages), rates=Rates.of_device(device))
+
+    def analytic(self, costs: Costs, sizes: Mapping[str, int]) -> Costs:
+        """The analytic costs at these lengths; ``costs`` are those at the example's, of any device.
+
+        Raises SizeError as ``costs`` does.
+        """
+        lengths = [Fraction(n) for n in self._checked(sizes).values()]
+        stages = []
+        for cost, work in zip(costs.stages, self.stages, strict=True):
+            found = self._stage(work, lengths, max)
+            times = {phase: float(getattr(found, phase)) for phase in PHASE_FIELDS}
+            stages.append(replace(cost, **times, **_held(work, lengths)))
+        return replace(costs, stages=tuple(stages), edges=self._edges(costs, lengths))
+
     def costs(self, costs: Costs, sizes: Mapping[str, int]) -> Costs:
         """The costs at other lengths, from ``costs`` at the example's: bytes are exact, and times, analytic
         or measured, are scaled by the ratio of the analytic ones.
@@ -94,21 +164,20 @@ class PlanWork:
         Raises SizeError for an unknown name and for a length below one.
         """
         old, new = ([Fraction(n) for n in x.values()] for x in (self.lengths, self._checked(sizes)))
-        stages, edges = [], []
+        stages = []
         for cost, work in zip(costs.stages, self.stages, strict=True):
             before, after = (self._stage(work, lengths, max) for lengths in (old, new))
             times = {
                 phase: getattr(cost, phase) * (getattr(after, phase) / getattr(before, phase))
-                for phase in ("forward", "backward", "weight")
+                for phase in PHASE_FIELDS
                 if getattr(before, phase)
             }
-            names = ("saved_activations", "saved_for_weight", "offloadable", "offloadable_for_weight")
-            held = {name: float(_at(getattr(work, name), new)) for name in names}
-            stages.append(replace(cost, **times, **held))
-        for edge, terms in zip(costs.edges, self.edges, strict=True):
-            moved = float(_at(terms, new))
-            edges.append(replace(edge, bytes=moved, seconds=self.rates.latency + moved / self.rates.link))
-        return Costs(tuple(stages), tuple(edges), costs.link)
+            stages.append(replace(cost, **times, **_held(work, new)))
+        return replace(costs, stages=tuple(stages), edges=self._edges(costs, new))
+
+    def _edges(self, costs: Costs, lengths: Sequence[Fraction]) -> tuple[Edge, ...]:
+        pairs = zip(costs.edges, self.edges, strict=True)
+        return tuple(self.rates.with_message(edge, float(_at(terms, lengths))) for edge, terms in pairs)
 
     def _stage(self, work: StageWork, lengths: Sequence[Any], largest: Callable[..., Any]) -> Expressions:
         none = 0 * lengths[0]

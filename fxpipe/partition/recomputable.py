@@ -33,7 +33,7 @@ def recomputable_nodes(graph: fx.Graph, seconds: NodeSeconds) -> Free:
     """
     cost = {n: seconds(n) for n in call_nodes(graph)}
     budget = MAX_SHARE * sum(cost.values())
-    transfer = seconds.device.transfer_seconds
+    transfer = seconds.device.intra.seconds
     at_hand = frozenset({Kind.BATCH, Kind.CONSTANT, Kind.BUFFER})
     return Free(
         _found(graph, cost, at_hand, lambda node: max(budget, transfer(node_bytes(node)))),

@@ -80,7 +80,8 @@ class Plan:
     ``state``: the names of a state dict in the model's order, each with the name of its tensor (two for a
     tensor with two names, none for a buffer that is not persistent).  ``work``: the costs for other sizes,
     where dimensions were named.  ``tried``: the candidates of ``auto``.  ``transfers``: offloads and reloads,
-    ``tier``: the offload store, ``pools``: the bytes of each rank in it.
+    ``tier``: the offload store, ``pools``: the bytes of each rank in it.  ``device``: the device whose
+    description the costs are from, as text; empty in plans of earlier versions.
     """
 
     format: int
@@ -105,6 +106,7 @@ class Plan:
     tier: Tier | None = None
     pools: tuple[int, ...] = ()
     state: tuple[tuple[str, str], ...] = ()
+    device: str = ""
 
     @property
     def ranks(self) -> int:

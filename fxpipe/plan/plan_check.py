@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -218,9 +219,9 @@ def _work(plan: Plan) -> None:
     _between("the number of work.lengths", len(work.lengths), 1, MOST_POWER)
     for name, length in work.lengths.items():
         _between(f"work.lengths[{name!r}]", length, 1, MOST_LENGTH)
-    for name in ("memory", "link", "launch", "latency", "stage_overhead"):
-        rate, least = getattr(work.rates, name), 1.0 if name in ("memory", "link") else 0.0
-        _fits(f"work.rates.{name}", rate, rate >= least, f"{least:g} or more")
+    for name, rate in asdict(work.rates).items():
+        least = 1.0 if name in ("memory", "link", "inter_link") else 0.0
+        _fits(f"work.rates.{name}", rate, rate is None or rate >= least, f"{least:g} or more")
     _as_many("work.stages", work.stages, len(plan.placement), "stage of placement")
     _as_many("work.edges", work.edges, len(plan.costs.edges), "entry of costs.edges")
     lengths = len(work.lengths)

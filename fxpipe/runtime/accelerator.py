@@ -68,6 +68,11 @@ def identity(device: torch.device) -> tuple[str, str]:
     return found.name, str(getattr(found, "uuid", device.index))
 
 
+def memory_size(device: torch.device) -> int:
+    """The bytes of an accelerator's memory."""
+    return int(torch.get_device_module(device).get_device_properties(device).total_memory)
+
+
 def synchronize(device: torch.device) -> None:
     """Block until all that was started on a device is over."""
     if is_accelerator(device):

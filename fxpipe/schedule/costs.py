@@ -60,14 +60,16 @@ class StageCost(RenamedFields):
 class Edge:
     """The values that section ``source`` computes and section ``target`` needs, for one microbatch.
 
-    Between different ranks they are a message of ``bytes`` that takes ``seconds``; within a rank they take no
-    time, and ``bytes`` are live from the end of ``source`` to the start of ``target``.
+    Between different ranks they are a message of ``bytes`` that takes ``seconds``, or ``inter_seconds``
+    between different machines (None: ``seconds`` there too); within a rank they take no time, and ``bytes``
+    are live from the end of ``source`` to the start of ``target``.
     """
 
     source: Color
     target: Color
     bytes: float = 0.0
     seconds: float = 0.0
+    inter_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +85,38 @@ class Link:
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of a step.  ``link``: None if nothing can be offloaded."""
+    """The costs of a step.  ``link``: None if nothing can be offloaded.
+
+    ``ranks_per_machine``: the first so many ranks share a machine, the next so many another one; None if all
+    ranks share one.
+    """
 
     stages: tuple[StageCost, ...]
     edges: tuple[Edge, ...]
     link: Link | None = None
+    ranks_per_machine: int | None = None
+
+    def message_seconds(self, edge: Edge, placement: tuple[int, ...]) -> float:
+        """The time of an edge's message if stage s runs on rank ``placement[s]``; 0 within a rank."""
+        source, target = placement[edge.source.stage], placement[edge.target.stage]
+        if source == target:
+            return 0.0
+        size = self.ranks_per_machine
+        if edge.inter_seconds is None or size is None or source // size == target // size:
+            return edge.seconds
+        return edge.inter_seconds
 
 
-def chain(stages: Sequence[StageCost], seconds: float = 0.0, bytes: float = 0.0) -> Costs:
+def chain(
+    stages: Sequence[StageCost],
+    seconds: float = 0.0,
+    bytes: float = 0.0,
+    inter_seconds: float | None = None,
+    ranks_per_machine: int | None = None,
+) -> Costs:
     """The costs of a plain chain of stages: F runs down it, B runs back up."""
     edges = []
     for s in range(len(stages) - 1):
-        edges.append(Edge(Color(s, Phase.F), Color(s + 1, Phase.F), bytes, seconds))
-        edges.append(Edge(Color(s + 1, Phase.B), Color(s, Phase.B), bytes, seconds))
-    return Costs(tuple(stages), tuple(edges))
+        for source, target, phase in ((s, s + 1, Phase.F), (s + 1, s, Phase.B)):
+            edges.append(Edge(Color(source, phase), Color(target, phase), bytes, seconds, inter_seconds))
+    return Costs(tuple(stages), tuple(edges), ranks_per_machine=ranks_per_machine)

@@ -3,17 +3,19 @@
     {"stages": [{"forward": 1.0, "backward": 1.1, "weight": 0.9,
                  "saved_activations": 64, "saved_for_weight": 32}, …],
      "edges": [{"source": {"stage": 0, "phase": "F"}, "target": {"stage": 1, "phase": "F"},
-                "bytes": 16, "seconds": 0.1}, …]}
+                "bytes": 16, "seconds": 0.1, "inter_seconds": 0.4}, …],
+     "ranks_per_machine": 8}
 
-Times in any one unit, memory in any one unit; the fields are those of ``StageCost`` and ``Edge``.  Only the
-times of stages are required: memory, ``bytes`` and ``seconds`` are 0 by default; without ``edges`` the stages
-are a chain.  The older names ``saved``, ``kept``, ``away`` and ``away_for_weight`` are read too.
+Times in any one unit, memory in any one unit; the fields are those of ``StageCost``, ``Edge`` and ``Costs``.
+Only the times of stages are required: memory, ``bytes`` and ``seconds`` are 0 by default; without ``edges``
+the stages are a chain; without ``ranks_per_machine`` there is one machine.  The older names ``saved``,
+``kept``, ``away`` and ``away_for_weight`` are read too.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from fxpipe.errors import ScheduleError
@@ -29,19 +31,20 @@ class _File:
     stages: tuple[StageCost, ...]
     edges: tuple[Edge, ...] | None = None
     link: Link | None = None
+    ranks_per_machine: int | None = None
 
 
-def read_costs(path: Path, seconds: float = 0.0) -> Costs:
+def read_costs(path: Path, seconds: float = 0.0, inter_seconds: float | None = None) -> Costs:
     """Read the costs from a file.
 
-    seconds: the time of each message, if the file has no edges.
+    seconds, inter_seconds: the time of each message within a machine and between two, if the file has no
+        edges.
     Raises ScheduleError, naming the file and the field, if the file holds no valid costs.
     """
     try:
         file = structure(parse_json(read_text(path, MOST_BYTES)), _File)
-        costs = replace(chain(file.stages, seconds), link=file.link)
-        if file.edges is not None:
-            costs = Costs(file.stages, file.edges, file.link)
+        edges = chain(file.stages, seconds, 0.0, inter_seconds).edges if file.edges is None else file.edges
+        costs = Costs(file.stages, edges, file.link, file.ranks_per_machine)
         check_costs(costs)
     except Misfit as error:
         raise ScheduleError(
@@ -73,6 +76,9 @@ def check_costs(costs: Costs, path: str = "") -> None:
         _check_numbers(costs.link, f"{path}link")
         if costs.link.ranks < 1:
             raise misfit(f"{path}link.ranks", costs.link.ranks, "1 or more")
+    size = costs.ranks_per_machine
+    if size is not None and size < 1:
+        raise misfit(f"{path}ranks_per_machine", size, "1 or more")
     try:
         lower_bound(costs, tuple(range(len(costs.stages))), 1)
     except ScheduleError as error:

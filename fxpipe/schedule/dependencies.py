@@ -63,8 +63,8 @@ def _seconds(kind: OpKind, cost: StageCost) -> float:
 def needs(costs: Costs, placement: tuple[int, ...]) -> dict[OpKind, tuple[Needs, ...]]:
     """Per kind and stage, the dependencies of an op: the edges, and F before B before W of its own stage.
 
-    An edge takes time only between two ranks; an edge into W arrives with B.  Raises ScheduleError if costs
-    and placement have different numbers of stages, or an edge names an unknown stage.
+    An edge takes time between two ranks (``Costs.message_seconds``); an edge into W arrives with B.  Raises
+    ScheduleError if costs and placement have different numbers of stages, or an edge names an unknown stage.
     """
     stages = len(placement)
     if len(costs.stages) != stages:
@@ -77,8 +77,7 @@ def needs(costs: Costs, placement: tuple[int, ...]) -> dict[OpKind, tuple[Needs,
         for end in (edge.source, edge.target):
             if not 0 <= end.stage < stages:
                 raise ScheduleError(f"an edge names stage {end.stage}, but there are {stages} stages")
-        local = placement[edge.source.stage] == placement[edge.target.stage]
-        source, delay = index(edge.source), 0.0 if local else edge.seconds
+        source, delay = index(edge.source), costs.message_seconds(edge, placement)
         into = incoming[index(arrival(edge.target))]
         into[source] = max(delay, into.get(source, 0.0))
     return {

@@ -48,7 +48,7 @@ def _some(costs: Costs, first: int, last: int) -> Costs:
         for edge in costs.edges
         if first <= edge.source.stage < last and first <= edge.target.stage < last
     )
-    return Costs(costs.stages[first:last], edges)
+    return replace(costs, stages=costs.stages[first:last], edges=edges, link=None)
 
 
 def budget_for_model_stages(
@@ -183,17 +183,30 @@ class _Dates:
 
 
 def with_output_shards(
-    costs: Costs, ranks: int, seconds: float, barriers: int, transfer: float, saved: float = 0.0
+    costs: Costs,
+    ranks: int,
+    seconds: float,
+    barriers: int,
+    transfer: float,
+    saved: float = 0.0,
+    inter_transfer: float | None = None,
 ) -> Costs:
     """The costs of a model with a sharded output layer: every rank spends ``seconds`` per microbatch on it, a
-    third each on the logits and the two gradients, and holds ``saved`` from pass S to pass T."""
+    third each on the logits and the two gradients, and holds ``saved`` from pass S to pass T.
+
+    transfer, inter_transfer: the seconds of a message within a machine and between two (by default the same).
+    """
+
+    def edge(source: Color, target: Color) -> Edge:
+        return Edge(source, target, seconds=transfer, inter_seconds=inter_transfer)
+
     third, last = seconds / 3, len(costs.stages) - 1
     before = 2 * third if barriers == 1 else third
     head = StageCost(before, max(0.0, seconds - third - before), third, saved, saved)
     shards, edges = range(last + 1, last + 1 + ranks), list(costs.edges)
     for own in shards:
-        edges.append(Edge(Color(last, Phase.F), Color(own, Phase.F), seconds=transfer))
+        edges.append(edge(Color(last, Phase.F), Color(own, Phase.F)))
         others = [Color(other, Phase.B) for other in shards if other != own]
-        edges += [Edge(Color(own, Phase.F), other, seconds=transfer) for other in others]
-        edges.append(Edge(Color(own, Phase.B), Color(last, Phase.B), seconds=transfer))
-    return Costs((*costs.stages, *(head,) * ranks), tuple(edges))
+        edges += [edge(Color(own, Phase.F), other) for other in others]
+        edges.append(edge(Color(own, Phase.B), Color(last, Phase.B)))
+    return replace(costs, stages=(*costs.stages, *(head,) * ranks), edges=tuple(edges))

@@ -18,6 +18,8 @@ from fxpipe.viz.units import bytes_text, seconds_text
 def explain(plan: Plan, console: Console) -> None:
     """Print the choice and the other candidates, the fastest first, and why the rest were excluded."""
     console.print(terminal(_reason(plan)), soft_wrap=True)
+    if plan.device:
+        console.print(terminal(f"Costs of the device {plan.device}{_machines(plan)}."), soft_wrap=True)
     if plan.tried:
         console.print(_table(plan.tried))
     for candidate in plan.tried:
@@ -34,6 +36,11 @@ def _reason(plan: Plan) -> str:
     ahead = f"; the next other takes {others[0] / plan.prediction.seconds - 1:.1%} longer" if others else ""
     chosen = f"{what}, as its simulated step of {step} is the shortest within the memory limit{ahead}"
     return f"{chosen}{_moved(plan)}."
+
+
+def _machines(plan: Plan) -> str:
+    size = plan.costs.ranks_per_machine
+    return "" if size is None or size >= plan.ranks else f", {size} ranks on each machine"
 
 
 def _moved(plan: Plan) -> str:

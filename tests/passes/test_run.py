@@ -10,7 +10,7 @@ import fxpipe
 from fxpipe import passes
 from fxpipe.capture.trace import capture
 from fxpipe.cost.analytic import analytic_seconds, section_costs
-from fxpipe.cost.device import CPU
+from fxpipe.cost.known_devices import CPU
 from fxpipe.cost.nodes import NodeSeconds
 from fxpipe.ir.liveness import liveness
 from fxpipe.ir.storage import call_nodes

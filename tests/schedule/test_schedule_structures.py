@@ -1,5 +1,6 @@
 """Schedules for stages of any structure: branches, ops that have nothing to do, values that W alone needs."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -27,8 +28,8 @@ ALL = tuple((name, v) for name, family in FAMILIES.items() for v in (1, 2) if fa
 
 @st.composite
 def structures(draw, stages: int) -> Costs:
-    """Any edges that the graph may have between stages, any op may be empty, and W may be all that holds
-    memory."""
+    """Any edges that the graph may have between stages, any op may be empty, W may be all that holds memory,
+    and messages between machines take longer or not."""
     costs = []
     for _ in range(stages):
         forward, backward, weight = draw(TIMES), draw(TIMES), draw(TIMES)
@@ -36,8 +37,9 @@ def structures(draw, stages: int) -> Costs:
     ends = [Color(stage, phase) for stage in range(stages) for phase in Phase]
     allowed = [(a, b) for a, b in product(ends, ends) if a.stage != b.stage and may_feed(a, b)]
     chosen = draw(st.lists(st.sampled_from(allowed), max_size=3 * stages, unique=True)) if allowed else []
-    edges = [Edge(a, b, draw(st.sampled_from([0.0, 0.25])), draw(TIMES)) for a, b in chosen]
-    return Costs(tuple(costs), tuple(edges))
+    inter = st.none() | TIMES
+    edges = [Edge(a, b, draw(st.sampled_from([0.0, 0.25])), draw(TIMES), draw(inter)) for a, b in chosen]
+    return Costs(tuple(costs), tuple(edges), ranks_per_machine=draw(st.sampled_from([None, 1, 2])))
 
 
 @st.composite
@@ -76,6 +78,24 @@ def test_every_family_runs_and_is_lowered(problem):
     assert all(not steps or abs(steps[-1][1]) < 1e-9 for steps in timeline.memory)
     prove(lower(schedule, costs.edges), schedule.placement)
     assert len(levels(schedule, costs.edges)) == sum(map(len, schedule.order))
+
+
+@settings(max_examples=50, deadline=None)
+@given(problems(ALL))
+def test_links_of_machines_are_times_of_edges(problem):
+    """Schedules, bounds and simulations are those of edges that each take the time of their own link."""
+    *rest, costs = problem
+    schedule = made(*problem)
+    edges = [
+        replace(edge, seconds=costs.message_seconds(edge, schedule.placement), inter_seconds=None)
+        for edge in costs.edges
+    ]
+    flat = replace(costs, edges=tuple(edges), ranks_per_machine=None)
+    assert made(*rest, flat) == schedule
+    one, other = simulate(schedule, costs), simulate(schedule, flat)
+    assert one.spans == other.spans
+    assert one.lower_bound == other.lower_bound
+    assert one.exposed_communication == other.exposed_communication
 
 
 @settings(max_examples=100, deadline=None)

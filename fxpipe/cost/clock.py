@@ -1,0 +1,79 @@
+"""The seconds that a function takes on a device, by the clock of the device.
+
+An accelerator runs behind its host: events on its stream mark when the work itself begins and ends.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fxpipe.runtime import accelerator
+
+#: Median of so many runs, or of as many as fit into so many seconds, but of three at least.
+RUNS, SECONDS, FEWEST = 10, 1.0, 3
+
+
+def median_seconds(
+    run: Callable[[], Any],
+    device: torch.device,
+    before: Callable[[], Any] = lambda: None,
+    runs: int = RUNS,
+    seconds: float = SECONDS,
+) -> float:
+    """The median seconds of ``run``.
+
+    before: is called before each run and not timed.  runs: at most; fewer if they would take more than
+    ``seconds`` together.  One more run comes first and is not counted: it compiles kernels and gets memory.
+    """
+    times = _times_on_accelerator if accelerator.is_accelerator(device) else _times_on_cpu
+    times(run, device, before, 1)
+    first = times(run, device, before, 1)[0]
+    more = min(runs, max(FEWEST, int(seconds / max(first, 1e-9)))) - 1
+    return statistics.median([first, *times(run, device, before, more)])
+
+
+def seconds_until_done(run: Callable[[], Any], device: torch.device) -> float:
+    """The seconds of the host until all work of ``run`` is over, on all streams."""
+    accelerator.synchronize(device)
+    begin = time.perf_counter()
+    run()
+    accelerator.synchronize(device)
+    return time.perf_counter() - begin
+
+
+def _times_on_cpu(
+    run: Callable[[], Any], device: torch.device, before: Callable[[], Any], count: int
+) -> list[float]:
+    times = []
+    for _ in range(count):
+        before()
+        begin = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begin)
+    return times
+
+
+def _times_on_accelerator(
+    run: Callable[[], Any], device: torch.device, before: Callable[[], Any], count: int
+) -> list[float]:
+    """The host does not wait between the runs, as it does not between the ops of a step."""
+    marks = []
+    for _ in range(count):
+        before()
+        begin = _mark(device)
+        run()
+        marks.append((begin, _mark(device)))
+    accelerator.synchronize(device)
+    return [begin.elapsed_time(end) / 1e3 for begin, end in marks]  # milliseconds
+
+
+def _mark(device: torch.device) -> torch.Event:
+    """An event on the device's current stream."""
+    event = accelerator.event(device, timing=True)
+    event.record(accelerator.current_stream(device))
+    return event

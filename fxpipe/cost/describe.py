@@ -1,0 +1,51 @@
+"""The description that a compilation takes its costs from: of a named device, or of the device at hand."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from fxpipe.cost.arithmetic import arithmetic_of
+from fxpipe.cost.calibrate import calibrated
+from fxpipe.cost.device import Device
+from fxpipe.cost.known_devices import CPU, device_named, is_device_name, reported_device
+from fxpipe.cost.nodes import node_flops
+from fxpipe.ir.storage import call_nodes
+from fxpipe.runtime.accelerator import identity, is_accelerator, memory_size
+
+log = logging.getLogger("fxpipe")
+
+
+def describe(costs: str, device: torch.device, graph: fx.Graph) -> Device:
+    """The device that the costs of a graph are computed for.
+
+    costs: the name of a device; else the device at hand is described: the CPU as one core, an accelerator by
+    the name that it reports.  One that no table has is calibrated, in the arithmetic of the graph.
+    """
+    if is_device_name(costs):
+        return device_named(costs)
+    if not is_accelerator(device):
+        return CPU
+    name, memory = identity(device)[0], memory_size(device)
+    return reported_device(name, memory) or _measured(device, name, memory, arithmetic_used(graph))
+
+
+def _measured(device: torch.device, name: str, memory: int, arithmetic: Iterable[str]) -> Device:
+    found = calibrated(device, f"{name} (calibrated)", memory, arithmetic)
+    rates = ", ".join(f"{kind} {rate / 1e12:.3g} TFLOP/s" for kind, rate in found.flops.items())
+    log.warning(
+        "No description of %s: its rates were measured (%s, memory %.3g GB/s); its links count as PCIe. "
+        "costs= takes the name of a device that is known.",
+        name,
+        rates,
+        found.memory_bandwidth / 1e9,
+    )
+    return found
+
+
+def arithmetic_used(graph: fx.Graph) -> set[str]:
+    """The arithmetic of a graph's matrix products, convolutions and attention."""
+    return {arithmetic_of(node) for node in call_nodes(graph) if node_flops(node)}
