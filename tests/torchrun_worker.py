@@ -1,4 +1,4 @@
-"""What torchrun starts in tests: ``torchrun_worker.py CHECK DIRECTORY``.
+"""What ranks run in tests: ``torchrun_worker.py CHECK DIRECTORY``, or ``main`` in ranks that are forked.
 
 Every rank writes what it found into the directory: tensors as ``NAME.RANK.safetensors``, text as
 ``NAME.RANK.json``.  An error that a test expects is caught and written, so that the rank ends by itself and
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -219,6 +220,16 @@ def on_two_ranks(rank: Rank) -> None:
 # -- what is refused --------------------------------------------------------------------------------------
 
 
+def ends_with(rank: Rank, name: str, pipe: fxpipe.Pipeline, batch: dict[str, torch.Tensor]) -> NoReturn:
+    """A step that fails, and the end of the process, which the ranks that wait for it notice.
+
+    They do not listen to torch's agent, which ends all ranks as soon as one has failed.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    rank.error(name, pipe.step, batch)
+    sys.exit(1)
+
+
 def refused(rank: Rank) -> None:
     """One after the other, in the same processes."""
     case = Case(Chain, numbers)
@@ -235,7 +246,7 @@ def refused(rank: Rank) -> None:
     pipe.save(rank.directory / "new")
     if rank.number == 1:
         batch = {name: F.pad(x, (0, 1)) for name, x in batch.items()}
-    rank.error("one bad batch", pipe.step, batch)
+    ends_with(rank, "one bad batch", pipe, batch)
 
 
 # -- what fails in the middle -----------------------------------------------------------------------------
@@ -284,22 +295,13 @@ def disk_fails(rank: Rank) -> None:
     pipe.step(case.data(MICROBATCHES))
     if rank.number == 1:
         os.preadv = lambda *args: 0
-    rank.error("disk", pipe.step, case.data(MICROBATCHES))
+    ends_with(rank, "disk", pipe, case.data(MICROBATCHES))
 
 
-CHECKS = {
-    check.__name__: check
-    for check in (
-        same_bits,
-        on_two_ranks,
-        misfit,
-        refused,
-        raises,
-        raises_and_stays,
-        disk_fails,
-    )
-}
+def main(check: Callable[[Rank], None], directory: Path) -> None:
+    fxpipe.ir.liveness.SMALLEST = 1  # the models are small
+    check(Rank(directory))
+
 
 if __name__ == "__main__":
-    fxpipe.ir.liveness.SMALLEST = 1  # the models are small
-    CHECKS[sys.argv[1]](Rank(Path(sys.argv[2])))
+    main(globals()[sys.argv[1]], Path(sys.argv[2]))

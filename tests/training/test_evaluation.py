@@ -293,7 +293,8 @@ def test_a_forward_that_does_not_fit_the_ranks(model, said):
 def test_evaluation_under_torchrun(tmp_path):
     """After each training step, on the ranks' own weights, and of the saved pipeline."""
     ranks = 2
-    forked(ranks, worker.main, tmp_path, dtype=torch.float64)
+    run = forked(ranks, worker.main, tmp_path, dtype=torch.float64, logs=tmp_path / "logs")
+    assert run.code == 0, run
     for name, case in worker.TRAINED.items():
         expected = trained_alone(case)
         for rank in range(ranks):

@@ -460,7 +460,8 @@ def test_a_loss_fn_of_four_values():
 def test_outputs_under_torchrun(tmp_path):
     """On the ranks that compute them, on one rank, on all; the same bits as in one process."""
     ranks = 4
-    forked(ranks, worker.main, tmp_path, dtype=torch.float64)
+    run = forked(ranks, worker.main, tmp_path, dtype=torch.float64, logs=tmp_path / "logs")
+    assert run.code == 0, run
     batch, names = worker.batch_of(2 * MICROBATCHES), [*OUTPUTS]
     pipe = worker.compiled(worker.build(), ranks, outputs=names)
     result = pipe.run_local(batch, outputs=names)
