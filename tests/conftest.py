@@ -1,6 +1,7 @@
 """Options of the test run."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +34,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Workers take whole files in this order: first those that wait, then those with the most slow tests."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: (item.get_closest_marker("waits") is None, -slow[item.path]))
     if config.getoption("--fast"):
         items[:] = [item for item in items if item.get_closest_marker("slow") is None]
 

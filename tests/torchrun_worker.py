@@ -31,34 +31,33 @@ import fxpipe.runtime.watch
 
 MICROBATCHES = 4
 DROPOUT = Case(Dropout, numbers)
-#: By number of ranks: name -> how it is run.
+#: By number of ranks: name -> how it is run; a case is captured once for its neighbors.
 SAME_BITS: dict[int, dict[str, tuple[Case, Shape]]] = {
     2: {
         "sum_and_count": (CASES["sum_and_count"], Shape(2, "gpipe")),
         "batch_norm": (CASES["batch_norm"], Shape(2, "1f1b")),
         "dropout": (DROPOUT, Shape(2, "zb-h1", seed=3)),
+        "offload": (DROPOUT, Shape(2, "gpipe", offload=True)),
         "skips, V": (CASES["unet"], Shape(2, "zb-h1", 2, "v")),
         "tied": (CASES["tied_head"], Shape(2, "1f1b", 2)),
         "vocabulary": (CASES["tied_head"], Shape(2, "1f1b", vocab_parallel="1-barrier")),
-        "offload": (DROPOUT, Shape(2, "gpipe", offload=True)),
     },
     4: {
         "vocabulary, V": (CASES["tied_head"], Shape(4, "zb-v", vocab_parallel="1-barrier")),
         "vocabulary, two barriers": (CASES["tied_head"], Shape(4, "zb-h1", vocab_parallel="2-barrier")),
-        "tied thrice": (CASES["tied_thrice"], Shape(4, "1f1b")),
+        "offload, vocabulary": (CASES["tied_head"], Shape(4, "gis", vocab_parallel=True, offload=0.5)),
         "tied, V": (CASES["tied_head"], Shape(4, "zb-h1", 2, "v")),
-        "skips": (CASES["unet"], Shape(4, "zb-h1")),
+        "tied thrice": (CASES["tied_thrice"], Shape(4, "1f1b")),
+        **{
+            name: (CASES["unet"], Shape(4, name))  # with skips
+            for name in ("zb-h1", "interleaved", "staggered", "zb-2p", "v-min", "dualpipe-v")
+        },
         "encoder output": (CASES["encoder_decoder"], Shape(4, "1f1b")),
         "batch_norm": (CASES["batch_norm"], Shape(4, "zb-h1")),
         "dropout, V": (DROPOUT, Shape(4, "zb-h1", 2, "v")),
         "integers": (CASES["integer_crossing"], Shape(4, "gpipe")),
         "offload, V": (CASES["transformer_layer"], Shape(4, "zb-v", offload=True)),
-        "offload, vocabulary": (CASES["tied_head"], Shape(4, "gis", vocab_parallel=True, offload=0.5)),
         "sum_and_count": (CASES["sum_and_count"], Shape(4, "gpipe")),
-        **{
-            name: (CASES["unet"], Shape(4, name))
-            for name in ("interleaved", "staggered", "zb-2p", "v-min", "dualpipe-v")
-        },
     },
 }
 #: Gradients of several steps add up, until they are zeroed.
