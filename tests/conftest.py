@@ -1,5 +1,6 @@
 """Options of the test run."""
 
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from hypothesis import HealthCheck, settings
 from zoo import in_double_precision
 
 # Processes of tests run side by side; threads that wait for each other are slow where others take their core.
+# The fork server of launch.py must have none beside its own, and BLAS starts some.
+os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
 
 # No example fails for being slow: the first one compiles inner loops, and machines of CI are busy.
