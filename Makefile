@@ -38,8 +38,8 @@ test: env
 test-fast: env
 	$(PYTEST) --fast $(ARGS)
 
-# The inner loops of the schedule search, which numba compiles and caches: by one process, before several of
-# them need the same ones. With a memory limit, on which no family alone is best, the search runs all of them.
+# The inner loops of the schedule search, which numba compiles and caches: in one process, before several
+# processes need the same ones. With a memory limit and uneven times the search runs nearly all of them.
 kernels: env
 	$(BIN)/python -m fxpipe simulate --schedule auto --ranks 3 --microbatches 7 --memory-limit 2.5 \
 	    --forward 1 --backward-input 1.5 --backward-weight 0.7 --effort 1 >/dev/null
