@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP_INSTALL := pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo test test-fast lint coverage env clean distclean
+.PHONY: help demo test test-fast kernels lint coverage env clean distclean
 
 help:
 	@echo "make demo       compile a small GPT-2 into 4 rank programs and train it here; see build/demo/"
@@ -28,12 +28,21 @@ help:
 demo: env
 	$(BIN)/python examples/demo.py $(ARGS)
 
-# A worker runs whole files: what a file compiles for several of its tests, it compiles once.
+# A worker runs whole files, in the order of tests/conftest.py: what a file compiles for several of its tests,
+# it compiles once.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 test: env
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-fast: env
-	$(BIN)/python -m pytest -n 2 --dist loadfile --fast $(ARGS)
+	$(PYTEST) --fast $(ARGS)
+
+# The inner loops of the schedule search, which numba compiles and caches: in one process, before several
+# processes need the same ones. With a memory limit and uneven times the search runs nearly all of them.
+kernels: env
+	$(BIN)/python -m fxpipe simulate --schedule auto --ranks 3 --microbatches 7 --memory-limit 2.5 \
+	    --forward 1 --backward-input 1.5 --backward-weight 0.7 --effort 1 >/dev/null
 
 lint: env
 	$(BIN)/ruff check .

@@ -54,14 +54,18 @@ def shown(value: Any) -> str:
 def open_regular(path: Path) -> BinaryIO:
     """Open a file for reading.  Raises Misfit if it is not a regular file (after symbolic links)."""
     try:
-        # Non-blocking, as opening a pipe would otherwise wait for a writer.
-        file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")  # noqa: SIM115 - the caller closes it
+        file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 - the caller closes it
     except (OSError, ValueError) as error:
         raise Misfit(f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise Misfit("is not a regular file")
     return file
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Opening a pipe would otherwise wait for a writer."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def read_text(path: Path, most: int) -> str:

@@ -2,51 +2,35 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-
-def forked(
-    ranks: int, function: Callable[..., None], *arguments: object, dtype: torch.dtype, restarts: int = 0
-) -> None:
-    """Run a function on ranks that torch's elastic agent starts, as torchrun does.
-
-    Each is forked from a server that has imported torch and fxpipe, which saves seconds.  The server has one
-    thread: a fork of this process, whose other threads hold locks, can hang.
-    function: of a module, not nested.  dtype: torch's default dtype in the ranks.
-    """
-    multiprocessing.set_forkserver_preload(["fxpipe.compiler", "fxpipe.training.checkpoint"])
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=f"tests{os.getpid()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=restarts,
-        start_method="forkserver",
-    )
-    elastic_launch(config, _in_rank)(dtype, function, *arguments)
-
-
-def _in_rank(dtype: torch.dtype, function: Callable[..., None], *arguments: object) -> None:
-    torch.set_num_threads(1)
-    torch.set_default_dtype(dtype)
-    function(*arguments)
+#: What a rank imports to compile, train and end.
+PRELOADED = [
+    "fxpipe.compiler",
+    "fxpipe.training.checkpoint",
+    "torch._dynamo",
+    "torch.distributed.elastic.multiprocessing.api",
+]
 
 
 @dataclass(frozen=True)
 class Run:
-    """``code``: torchrun's exit code.  ``stdout`` and ``stderr`` of each rank; ``own``: what torchrun said.
+    """``code``: the exit code.  ``stdout`` and ``stderr`` of each rank; ``own``: what torchrun said.
 
     ``ended``: when it was over, in seconds since the epoch.
     """
@@ -60,6 +44,73 @@ class Run:
     def __str__(self) -> str:
         ranks = [f"-- rank {r} --\n{out}{err}" for r, (out, err) in enumerate(zip(self.stdout, self.stderr))]  # noqa: B905
         return "\n".join([f"exit code {self.code}", self.own[-2000:], *(text[-3000:] for text in ranks)])
+
+
+def forked(
+    ranks: int,
+    function: Callable[..., int | None],
+    *arguments: object,
+    dtype: torch.dtype,
+    logs: Path,
+    limit: float = 240.0,
+    restarts: int = 0,
+) -> Run:
+    """Run a function on ranks that torch's elastic agent starts, as torchrun does; as ``torchrun`` below.
+
+    Each is forked from a server that has imported torch and fxpipe, which saves seconds.  The server has one
+    thread: a fork of this process, whose other threads hold locks, can hang.
+    function: of a module, not nested; like a command, it may return an exit code.  dtype: torch's default
+    dtype in the ranks.
+    """
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=f"tests{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=restarts,
+        start_method="forkserver",
+        logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=Std.ALL),
+    )
+    code, own = 0, ""
+    with _at_most(limit):
+        try:
+            elastic_launch(config, _in_rank)(dtype, function, *arguments)
+        except ChildFailedError as error:
+            code, own = 1, str(error)
+    return _run_of(code, own, logs, ranks)
+
+
+def _in_rank(dtype: torch.dtype, function: Callable[..., int | None], *arguments: object) -> None:
+    """The function, and what an interpreter does at its end and multiprocessing does not."""
+    torch.set_num_threads(1)
+    torch.set_default_dtype(dtype)
+    try:
+        if code := function(*arguments):
+            sys.exit(code)
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        raise
+    finally:
+        atexit._run_exitfuncs()
+
+
+@contextlib.contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError within the block when it takes longer; torch's agent then ends its ranks."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError(f"not over after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def torchrun(ranks: int, *arguments: object, logs: Path, limit: float = 240.0, restarts: int = 0) -> Run:
@@ -82,10 +133,14 @@ def torchrun(ranks: int, *arguments: object, logs: Path, limit: float = 240.0, r
         late = True
         process.terminate()  # torchrun ends its ranks before it goes
         own, _ = process.communicate()
-    ended = time.time()
-    run = Run(process.returncode, printed(logs, "stdout", ranks), printed(logs, "stderr", ranks), own, ended)
+    run = _run_of(process.returncode, own, logs, ranks)
     assert not late, f"not over after {limit} s\n{run}"
     return run
+
+
+def _run_of(code: int, own: str, logs: Path, ranks: int) -> Run:
+    """One that is over now."""
+    return Run(code, printed(logs, "stdout", ranks), printed(logs, "stderr", ranks), own, time.time())
 
 
 def printed(logs: Path, stream: str, ranks: int, attempt: int = 0) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What torchrun starts in tests of ranks that agree, fail and start again."""
+"""What ranks run in tests of ranks that agree, fail and start again."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import errno
 import os
 import shutil
 import signal
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -166,7 +166,7 @@ def other_batch(rank: Rank) -> None:
 
 
 def agree(rank: Rank) -> None:
-    """One after the other in the same processes, whose process group the script made."""
+    """One after the other in the same processes, whose process group they made."""
     dist.init_process_group("gloo")
     own_values(rank)
     lists(rank)
@@ -222,7 +222,5 @@ def attempts(rank: Rank) -> None:
         raise
 
 
-CHECKS = {check.__name__: check for check in (agree, attempts)}
-
-if __name__ == "__main__":
-    CHECKS[sys.argv[1]](Rank(Path(sys.argv[2])))
+def main(check: Callable[[Rank], None], directory: Path) -> None:
+    check(Rank(directory))

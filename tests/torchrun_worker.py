@@ -1,4 +1,4 @@
-"""What torchrun starts in tests: ``torchrun_worker.py CHECK DIRECTORY``.
+"""What ranks run in tests: ``torchrun_worker.py CHECK DIRECTORY``, or ``main`` in ranks that are forked.
 
 Every rank writes what it found into the directory: tensors as ``NAME.RANK.safetensors``, text as
 ``NAME.RANK.json``.  An error that a test expects is caught and written, so that the rank ends by itself and
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -30,34 +31,33 @@ import fxpipe.runtime.watch
 
 MICROBATCHES = 4
 DROPOUT = Case(Dropout, numbers)
-#: By number of ranks: name -> how it is run.
+#: By number of ranks: name -> how it is run; a case is captured once for its neighbors.
 SAME_BITS: dict[int, dict[str, tuple[Case, Shape]]] = {
     2: {
         "sum_and_count": (CASES["sum_and_count"], Shape(2, "gpipe")),
         "batch_norm": (CASES["batch_norm"], Shape(2, "1f1b")),
         "dropout": (DROPOUT, Shape(2, "zb-h1", seed=3)),
+        "offload": (DROPOUT, Shape(2, "gpipe", offload=True)),
         "skips, V": (CASES["unet"], Shape(2, "zb-h1", 2, "v")),
         "tied": (CASES["tied_head"], Shape(2, "1f1b", 2)),
         "vocabulary": (CASES["tied_head"], Shape(2, "1f1b", vocab_parallel="1-barrier")),
-        "offload": (DROPOUT, Shape(2, "gpipe", offload=True)),
     },
     4: {
         "vocabulary, V": (CASES["tied_head"], Shape(4, "zb-v", vocab_parallel="1-barrier")),
         "vocabulary, two barriers": (CASES["tied_head"], Shape(4, "zb-h1", vocab_parallel="2-barrier")),
-        "tied thrice": (CASES["tied_thrice"], Shape(4, "1f1b")),
+        "offload, vocabulary": (CASES["tied_head"], Shape(4, "gis", vocab_parallel=True, offload=0.5)),
         "tied, V": (CASES["tied_head"], Shape(4, "zb-h1", 2, "v")),
-        "skips": (CASES["unet"], Shape(4, "zb-h1")),
+        "tied thrice": (CASES["tied_thrice"], Shape(4, "1f1b")),
+        **{
+            name: (CASES["unet"], Shape(4, name))  # with skips
+            for name in ("zb-h1", "interleaved", "staggered", "zb-2p", "v-min", "dualpipe-v")
+        },
         "encoder output": (CASES["encoder_decoder"], Shape(4, "1f1b")),
         "batch_norm": (CASES["batch_norm"], Shape(4, "zb-h1")),
         "dropout, V": (DROPOUT, Shape(4, "zb-h1", 2, "v")),
         "integers": (CASES["integer_crossing"], Shape(4, "gpipe")),
         "offload, V": (CASES["transformer_layer"], Shape(4, "zb-v", offload=True)),
-        "offload, vocabulary": (CASES["tied_head"], Shape(4, "gis", vocab_parallel=True, offload=0.5)),
         "sum_and_count": (CASES["sum_and_count"], Shape(4, "gpipe")),
-        **{
-            name: (CASES["unet"], Shape(4, name))
-            for name in ("interleaved", "staggered", "zb-2p", "v-min", "dualpipe-v")
-        },
     },
 }
 #: Gradients of several steps add up, until they are zeroed.
@@ -219,6 +219,16 @@ def on_two_ranks(rank: Rank) -> None:
 # -- what is refused --------------------------------------------------------------------------------------
 
 
+def ends_with(rank: Rank, name: str, pipe: fxpipe.Pipeline, batch: dict[str, torch.Tensor]) -> NoReturn:
+    """A step that fails, and the end of the process, which the ranks that wait for it notice.
+
+    They do not listen to torch's agent, which ends all ranks as soon as one has failed.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    rank.error(name, pipe.step, batch)
+    sys.exit(1)
+
+
 def refused(rank: Rank) -> None:
     """One after the other, in the same processes."""
     case = Case(Chain, numbers)
@@ -235,7 +245,7 @@ def refused(rank: Rank) -> None:
     pipe.save(rank.directory / "new")
     if rank.number == 1:
         batch = {name: F.pad(x, (0, 1)) for name, x in batch.items()}
-    rank.error("one bad batch", pipe.step, batch)
+    ends_with(rank, "one bad batch", pipe, batch)
 
 
 # -- what fails in the middle -----------------------------------------------------------------------------
@@ -284,22 +294,13 @@ def disk_fails(rank: Rank) -> None:
     pipe.step(case.data(MICROBATCHES))
     if rank.number == 1:
         os.preadv = lambda *args: 0
-    rank.error("disk", pipe.step, case.data(MICROBATCHES))
+    ends_with(rank, "disk", pipe, case.data(MICROBATCHES))
 
 
-CHECKS = {
-    check.__name__: check
-    for check in (
-        same_bits,
-        on_two_ranks,
-        misfit,
-        refused,
-        raises,
-        raises_and_stays,
-        disk_fails,
-    )
-}
+def main(check: Callable[[Rank], None], directory: Path) -> None:
+    fxpipe.ir.liveness.SMALLEST = 1  # the models are small
+    check(Rank(directory))
+
 
 if __name__ == "__main__":
-    fxpipe.ir.liveness.SMALLEST = 1  # the models are small
-    CHECKS[sys.argv[1]](Rank(Path(sys.argv[2])))
+    main(globals()[sys.argv[1]], Path(sys.argv[2]))

@@ -166,27 +166,29 @@ def in_double_precision() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-_captured: dict[Any, list[Any]] = {}
+_captured: dict[Any, dict[bool, list[Any]]] = {}
 
 
 @contextlib.contextmanager
 def captured_once(*key: Hashable) -> Iterator[None]:
-    """Within, ``compile`` takes the graph that it captured within the same key before.
+    """Within, ``compile`` takes the graphs that it captured within the same key before.
 
-    Tracing is most of the time of small models, and what is traced depends on the model, its loss, the
-    example and the number of microbatches alone: these must be the same for a key. The last keys are kept.
+    Tracing is most of the time of small models, and what is traced depends on the model and its mode, its
+    loss, the example, the number of microbatches and whether there are gradients: all but the last must be
+    the same for a key.  The last keys are kept.
     """
     whole, capture = (*key, torch.get_default_dtype()), compiler.capture
-    known = _captured.setdefault(whole, [])
+    known = _captured.setdefault(whole, {True: [], False: []})
     if len(_captured) > 4:
         del _captured[next(iter(_captured))]
-    calls = itertools.count()  # with named dimensions there are several in one compilation
+    calls = {True: itertools.count(), False: itertools.count()}  # with named dimensions there are several
 
     def captured(*arguments: Any) -> Any:
-        call = next(calls)
-        if call == len(known):
-            known.append(capture(*arguments))
-        return known[call]
+        gradients = arguments[5]
+        call, graphs = next(calls[gradients]), known[gradients]
+        if call == len(graphs):
+            graphs.append(capture(*arguments))
+        return graphs[call]
 
     with mock.patch.object(compiler, "capture", captured):
         yield
@@ -195,7 +197,7 @@ def captured_once(*key: Hashable) -> Iterator[None]:
 def built_and_compiled(case: Case, microbatches: int, shape: Shape) -> tuple[nn.Module, fxpipe.Pipeline]:
     """A new model of the case, as ``build`` makes it, and its pipeline, captured once for all shapes."""
     model = case.build()
-    with captured_once(case, microbatches, shape.gradients):
+    with captured_once(case, microbatches):
         return model, compiled(case, model, microbatches, shape)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch import torchrun
+from launch import forked, torchrun
 from safetensors.torch import load_file, save_file
 from zoo import CASES, Shape, compiled, cut
 
@@ -342,7 +342,8 @@ def one_line_each(run) -> list[str]:
 def test_data_of_another_shape_under_torchrun(saved, tmp_path):
     """Also where all ranks refuse at once, no rank prints a traceback."""
     file = written(tmp_path, {name: x[:, :-1].contiguous() for name, x in rows(ROWS).items()})
-    run = torchrun(2, "-m", "fxpipe", "run", saved, "--data", file, logs=tmp_path / "logs")
+    command = ["run", str(saved), "--data", str(file)]
+    run = forked(2, main, command, dtype=torch.float32, logs=tmp_path / "logs")
     for line in one_line_each(run):
         assert "has shape (8, 4)" in line  # of the leaf that the rank that is the first to fail reads
     assert "has shape (8, 4)" in run.own, "torchrun's summary"

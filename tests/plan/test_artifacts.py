@@ -370,6 +370,16 @@ def test_something_else_than_a_file(saved, name, instead):
         load_and_run(directory)
 
 
+def test_a_directory_instead_of_the_plan_does_not_stay_open(saved):
+    file = saved("offload") / "plan.json"
+    file.unlink()
+    file.mkdir()
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(ArtifactError, match="Is a directory"):
+        fxpipe.load(file.parent)
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
 def test_names_are_printed_as_they_are(saved, capsys):
     """What looks like markup to the library that prints, or like an emoji, is a name."""
     directory = saved("sized")

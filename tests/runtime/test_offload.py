@@ -50,7 +50,7 @@ def compiled(name: str, schedule: str = "1f1b", **options) -> fxpipe.Pipeline:
     if not isinstance(options["offload"], Offload):
         options["offload"] = Offload(options["offload"], bandwidth=FAST)
     model, example = MODELS[name].build(), MODELS[name].example()
-    with captured_once(name, MICROBATCHES, options.get("gradients", True), "dimensions" in options):
+    with captured_once(name, MICROBATCHES, "dimensions" in options):
         return fxpipe.compile(
             model, example, microbatches=MICROBATCHES, schedule=schedule, effort=EFFORT, **options
         )

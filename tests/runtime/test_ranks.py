@@ -2,13 +2,13 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 import ranks_worker as worker
 import torch
-from launch import Run, printed, torchrun
+from launch import Run, forked, printed
 from ranks_worker import MICROBATCHES, RANKS
 from safetensors.torch import load_file
 from zoo import Shape, compiled
@@ -20,6 +20,11 @@ pytestmark = pytest.mark.slow
 
 SCRIPT = Path(worker.__file__)
 ATTEMPTS = 3
+
+
+def start(check: Callable[[worker.Rank], None], directory: Path, restarts: int = 0) -> Run:
+    logs = directory / "logs"
+    return forked(RANKS, worker.main, check, directory, dtype=torch.float32, logs=logs, restarts=restarts)
 
 
 def tensors(directory: Path, name: str) -> list[dict[str, torch.Tensor]]:
@@ -79,7 +84,7 @@ def check_training(directory: Path, own: list[dict[str, torch.Tensor]], name: st
 @pytest.fixture(scope="module")
 def agree(tmp_path_factory) -> tuple[Path, Run]:
     directory = tmp_path_factory.mktemp("agree")
-    run = torchrun(RANKS, SCRIPT, "agree", directory, logs=directory / "logs")
+    run = start(worker.agree, directory)
     assert run.code == 0, run
     return directory, run
 
@@ -162,7 +167,7 @@ def test_another_batch_on_one_rank(agree):
 @pytest.fixture(scope="module")
 def attempts(tmp_path_factory) -> tuple[Path, Run]:
     directory = tmp_path_factory.mktemp("attempts")
-    run = torchrun(RANKS, SCRIPT, "attempts", directory, logs=directory / "logs", restarts=ATTEMPTS - 1)
+    run = start(worker.attempts, directory, restarts=ATTEMPTS - 1)
     assert run.code == 0, run
     return directory, run
 

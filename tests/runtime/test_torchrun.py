@@ -4,12 +4,13 @@ import contextlib
 import copy
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torchrun_worker as worker
-from launch import Run, torchrun
+from launch import Run, forked, torchrun
 from safetensors.torch import load_file
 from torchrun_worker import MICROBATCHES
 from zoo import Case, built_and_compiled, compiled, cut, eager, numbers, relative_error, too_far
@@ -23,8 +24,13 @@ pytestmark = pytest.mark.slow
 SCRIPT = Path(worker.__file__)
 
 
-def start(check: str, ranks: int, directory: Path) -> Run:
-    return torchrun(ranks, SCRIPT, check, directory, logs=directory / f"logs {check}")
+def under_torchrun(check: Callable[[worker.Rank], None], ranks: int, directory: Path) -> Run:
+    """As a script, whose interpreters end."""
+    return torchrun(ranks, SCRIPT, check.__name__, directory, logs=directory / "logs")
+
+
+def start(check: Callable[[worker.Rank], None], ranks: int, directory: Path) -> Run:
+    return forked(ranks, worker.main, check, directory, dtype=torch.float32, logs=directory / "logs")
 
 
 def tensors(directory: Path, name: str, ranks: int) -> list[dict[str, torch.Tensor]]:
@@ -81,7 +87,7 @@ def check_bits(ranks: int, directory: Path) -> None:
 def two_ranks(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("two_ranks")
     save_misfit(directory, "another shape")
-    run = start("on_two_ranks", 2, directory)
+    run = under_torchrun(worker.on_two_ranks, 2, directory)
     assert run.code == 0, run
     return directory
 
@@ -91,7 +97,7 @@ def test_the_same_bits_as_in_one_process_on_two_ranks(two_ranks):
 
 
 def test_the_same_bits_as_in_one_process_on_four_ranks(tmp_path):
-    run = start("same_bits", 4, tmp_path)
+    run = start(worker.same_bits, 4, tmp_path)
     assert run.code == 0, run
     check_bits(4, tmp_path)
 
@@ -241,7 +247,7 @@ def test_a_message_in_another_shape(two_ranks):
 def test_a_message_less(tmp_path):
     """It would hang."""
     save_misfit(tmp_path, "one message less")
-    run = start("misfit", 2, tmp_path)
+    run = start(worker.misfit, 2, tmp_path)
     assert run.code == 0, run
     check_misfit(tmp_path, "one message less")
 
@@ -267,8 +273,8 @@ def refused(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("refused")
     (directory / "full").mkdir()
     (directory / "full" / "file").write_text("mine")
-    run = start("refused", 2, directory)
-    assert run.code == 0, run
+    run = start(worker.refused, 2, directory)
+    assert run.code == 1, run
     return directory
 
 
@@ -339,7 +345,7 @@ def seconds_to_end(directory: Path, run: Run) -> float:
 
 def test_a_rank_that_raises_in_the_middle_of_a_step(tmp_path):
     """Every rank gets the message, and none needs torchrun to end it."""
-    run = start("raises", 4, tmp_path)
+    run = under_torchrun(worker.raises, 4, tmp_path)
     assert run.code != 0
     assert f"RunError: {BOOM}\n" in run.stderr[2]
     for rank in (0, 1, 3):
@@ -351,7 +357,7 @@ def test_a_rank_that_raises_in_the_middle_of_a_step(tmp_path):
 
 
 def test_ranks_end_even_if_the_failing_one_lives_on(tmp_path):
-    run = start("raises_and_stays", 3, tmp_path)
+    run = start(worker.raises_and_stays, 3, tmp_path)
     assert run.code != 0
     message = "Rank 2 failed in F2.2 of step 1: ValueError: boom"
     assert any(message in run.stderr[rank] for rank in (0, 1)), run
@@ -359,8 +365,8 @@ def test_ranks_end_even_if_the_failing_one_lives_on(tmp_path):
 
 
 def test_a_disk_that_fails_on_one_rank(tmp_path):
-    run = start("disk_fails", 2, tmp_path)
-    assert run.code == 0, run
+    run = start(worker.disk_fails, 2, tmp_path)
+    assert run.code == 1, run
     for rank, message in enumerate(text(tmp_path, "disk", 2)):
         assert message.startswith("RunError: Activations" if rank == 1 else "RunError: Rank 1 failed in ")
         assert "bytes early" in message

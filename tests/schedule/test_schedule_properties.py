@@ -222,7 +222,7 @@ def with_lookups(costs: Costs, ranks: int, seconds: float, user: int, maker: int
     return Costs((*(StageCost(0.05, 0, 0.05),) * ranks, *costs.stages), tuple(edges))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(problems_with_vocabulary())
 def test_vocabulary_stages_are_woven_into_every_family(problem):
     """Whole, not below the bound, within memory, and proved to end with its exchanges."""

@@ -143,7 +143,16 @@ def campaign(directory: Path, ranks: int, first: int, faults: int, vocab_paralle
     for path, number in ((whole, 0), (directory, faults)):
         path.mkdir(exist_ok=True)
         pipeline(Reader(), replace(options), ranks).save(path / "saved")
-        forked(ranks, attempt_to_train, path, first, number, steps, dtype=torch.float32, restarts=number)
+        run = forked(
+            ranks,
+            attempt_to_train,
+            *(path, first, number, steps),
+            dtype=torch.float32,
+            logs=path / "logs",
+            limit=60.0 + 30.0 * number,
+            restarts=number,
+        )
+        assert run.code == 0, run
     expected, found = (load_file(path / "full.safetensors") for path in (whole, directory))
     met = [json.loads(file.read_text()) for file in sorted(directory.glob("fault.*.json"))]
     waits = []

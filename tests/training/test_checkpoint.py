@@ -24,7 +24,9 @@ FOUR_RANKS = Options(steps=4, vocab_parallel=True)
 
 def run(ranks: int, directory: Path, options: Options) -> list[dict]:
     """Train under torchrun; return the ranks' reports."""
-    forked(ranks, worker.main, directory, options, dtype=torch.float32)
+    logs = directory / "logs"
+    found = forked(ranks, worker.main, directory, options, dtype=torch.float32, logs=logs)
+    assert found.code == 0, found
     return [json.loads((directory / f"report.{rank}.json").read_text()) for rank in range(ranks)]
 
 

@@ -13,6 +13,7 @@ from evaluation_worker import MICROBATCHES, Noisy, evaluated, trained_alone
 from launch import forked
 from marks import slow_except
 from safetensors.torch import load_file
+from shapes import SHAPES
 from torch import nn
 from zoo import (
     CASES,
@@ -21,7 +22,9 @@ from zoo import (
     Case,
     Chain,
     Shape,
+    captured_once,
     compiled,
+    eager,
     in_double_precision,
     numbers,
     relative_error,
@@ -35,16 +38,6 @@ pytestmark = pytest.mark.usefixtures("double")
 
 LIMIT = 1e-12
 CASE = Case(Noisy, numbers, rows=3)
-SHAPES = {
-    "two ranks": {"ranks": 2},
-    "three ranks": {"ranks": 3, "schedule": "gpipe"},
-    "four ranks": {"ranks": 4, "schedule": "zb-h1"},
-    "V": {"ranks": 2, "schedule": "zb-v"},
-    "interleaved": {"ranks": 2, "schedule": "interleaved", "stages_per_rank": 2},
-    "recompute": {"ranks": 2, "recompute": "full"},
-    "offload": {"ranks": 2, "schedule": "gpipe", "offload": True},
-    "split points": {"ranks": 2, "split_points": ["blocks.1"]},
-}
 
 
 def with_evaluation(case: Case, model: nn.Module, **options) -> fxpipe.Pipeline:
@@ -59,9 +52,11 @@ def test_evaluation_between_training_steps(shape, monkeypatch):
     model, twin, batch = CASE.build(), CASE.build(), CASE.data(MICROBATCHES)
     modes = [module.training for module in model.modules()]
     assert any(modes)
-    pipe = with_evaluation(CASE, model, outputs=["logits"], **SHAPES[shape])
+    with captured_once(CASE, "outputs"):
+        pipe = with_evaluation(CASE, model, outputs=["logits"], **SHAPES[shape])
     assert [module.training for module in model.modules()] == modes
-    alone = with_evaluation(CASE, twin, evaluation=False, **SHAPES[shape])
+    with captured_once(CASE, "alone"):
+        alone = with_evaluation(CASE, twin, evaluation=False, **SHAPES[shape])
     for step in range(2):
         result, other = pipe.run_local(batch, step=step), alone.run_local(batch, step=step)
         assert torch.equal(result.loss, other.loss)
@@ -82,14 +77,16 @@ HARD = [name for name in CASES if name not in ("tensor_hook", "gradient_penalty"
 
 @pytest.mark.parametrize("name", slow_except(HARD, "tied_head"))
 def test_the_zoo(name):
-    """By turns in a V and on four ranks."""
+    """By turns in a V and on four ranks; and the same forward compiled for itself, cut by its own costs."""
     case, shape = CASES[name], (Shape(2, "zb-v"), Shape(4, "1f1b"))[list(HARD).index(name) % 2]
     model, batch = case.build(), case.data(MICROBATCHES)
-    pipe = with_evaluation(case, model, ranks=shape.ranks, schedule=shape.schedule)
     twin = copy.deepcopy(model).eval()
-    # Compiled for itself, it is cut by its own costs.
-    expected = compiled(case, twin, MICROBATCHES, Shape(1, gradients=False)).run_local(batch).loss
-    assert relative_error(pipe.evaluation.run_local(batch).loss, expected) <= LIMIT
+    expected = eager(twin, batch, MICROBATCHES, case.loss_fn).loss
+    with captured_once(name, "evaluation"):
+        pipe = with_evaluation(case, model, ranks=shape.ranks, schedule=shape.schedule)
+        alone = compiled(case, twin, MICROBATCHES, Shape(1, gradients=False))
+    for found in (pipe.evaluation, alone):
+        assert relative_error(found.run_local(batch).loss, expected) <= LIMIT
     for held, own in zip(pipe.plan.tensors, pipe.evaluation.plan.tensors, strict=True):
         assert {*own.parameters} <= {*held.parameters}
         assert {*own.buffers} <= {*held.buffers}
@@ -293,7 +290,8 @@ def test_a_forward_that_does_not_fit_the_ranks(model, said):
 def test_evaluation_under_torchrun(tmp_path):
     """After each training step, on the ranks' own weights, and of the saved pipeline."""
     ranks = 2
-    forked(ranks, worker.main, tmp_path, dtype=torch.float64)
+    run = forked(ranks, worker.main, tmp_path, dtype=torch.float64, logs=tmp_path / "logs")
+    assert run.code == 0, run
     for name, case in worker.TRAINED.items():
         expected = trained_alone(case)
         for rank in range(ranks):

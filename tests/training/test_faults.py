@@ -10,7 +10,7 @@ import campaign
 import pytest
 from campaign import KINDS, PLACES, fault_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
 FAULTS = 7
 RANKS = {2: 0, 3: FAULTS, 4: 2 * FAULTS}  # number of ranks -> of the first fault

@@ -13,8 +13,22 @@ from launch import forked
 from marks import slow_except
 from outputs_worker import MICROBATCHES, OUTPUTS, Answers, wanted
 from safetensors.torch import load_file
+from shapes import SHAPES
 from torch import nn
-from zoo import EFFORT, LENGTH, WIDTH, WORDS, Chain, cut, eager, numbers, relative_error, tokens, too_far
+from zoo import (
+    EFFORT,
+    LENGTH,
+    WIDTH,
+    WORDS,
+    Chain,
+    captured_once,
+    cut,
+    eager,
+    numbers,
+    relative_error,
+    tokens,
+    too_far,
+)
 
 import fxpipe
 from fxpipe.errors import CaptureError, LimitError, RunError, VocabularyError
@@ -119,18 +133,6 @@ def test_outputs_without_one_loss(form, said):
 
 # -- outputs of a training step -----------------------------------------------------------------------------
 
-SHAPES = {
-    "one rank": {"ranks": 1},
-    "two ranks": {"ranks": 2, "schedule": "zb-h1"},
-    "three ranks": {"ranks": 3, "schedule": "gpipe"},
-    "four ranks": {"ranks": 4, "schedule": "1f1b"},
-    "V": {"ranks": 2, "schedule": "zb-v"},
-    "V of three": {"ranks": 3, "schedule": "1f1b-v"},
-    "interleaved": {"ranks": 2, "schedule": "interleaved", "stages_per_rank": 2},
-    "recompute": {"ranks": 2, "recompute": "full"},
-    "offload": {"ranks": 2, "schedule": "gpipe", "offload": True},
-}
-
 
 @pytest.fixture
 def small_values_are_offloaded_too(monkeypatch):
@@ -143,7 +145,8 @@ def test_outputs_of_a_training_step(shape):
     """From the first stage, from the middle and from the last; the numbers of the step stay the same."""
     torch.manual_seed(0)
     model, batch, names = Answers(), data(), [*OUTPUTS]
-    pipe = compiled(model, outputs=names, **SHAPES[shape])
+    with captured_once("outputs of a step"):
+        pipe = compiled(model, outputs=names, **SHAPES[shape])
     assert pipe.outputs == tuple(names)
     expected = eager(model, batch, MICROBATCHES, lambda output, _: output["loss"])
     result = pipe.run_local(batch, outputs=names)
@@ -288,9 +291,9 @@ FORWARD = [name for name in SHAPES if name not in ("recompute", "offload")]
 def test_inference_without_labels_or_loss(shape):
     torch.manual_seed(0)
     model, batch = Network(6), {"x": data()["x"]}
-    pipe = compiled(
-        model, example={"x": torch.randn(2, WIDTH)}, gradients=False, outputs=["logits"], **SHAPES[shape]
-    )
+    with captured_once("inference"):
+        example = {"x": torch.randn(2, WIDTH)}
+        pipe = compiled(model, example=example, gradients=False, outputs=["logits"], **SHAPES[shape])
     result = pipe.run_local(batch, outputs=["logits"])
     assert result.loss is None
     assert result.grads == {}
@@ -460,7 +463,8 @@ def test_a_loss_fn_of_four_values():
 def test_outputs_under_torchrun(tmp_path):
     """On the ranks that compute them, on one rank, on all; the same bits as in one process."""
     ranks = 4
-    forked(ranks, worker.main, tmp_path, dtype=torch.float64)
+    run = forked(ranks, worker.main, tmp_path, dtype=torch.float64, logs=tmp_path / "logs")
+    assert run.code == 0, run
     batch, names = worker.batch_of(2 * MICROBATCHES), [*OUTPUTS]
     pipe = worker.compiled(worker.build(), ranks, outputs=names)
     result = pipe.run_local(batch, outputs=names)
