@@ -82,7 +82,7 @@ def check_agreement(ranks: Sequence[Traffic]) -> None:
                 groups[call.group][rank].append(_joined(call, ranks[rank]))
             elif call.peer in known:
                 way = (rank, call.peer) if call.verb == "send" else (call.peer, rank)
-                channels[way][call.verb == "receive"].append(_described(call, ranks[rank]))
+                channels[way][call.verb == "receive"].extend(_described(call, ranks[rank]))
     for (source, target), (sent, expected) in channels.items():
         _check_order(
             f"Message {{}} of a step from rank {source} to rank {target}", source, sent, target, expected
@@ -123,8 +123,9 @@ def _joined(call: Call, own: Traffic) -> str:
     return f"a {call.verb.replace('_', '-')}{peer}{named}, {own.layouts[call.names[0]]}"
 
 
-def _described(call: Call, own: Traffic) -> str:
-    return " and ".join(f"{name!r}, {own.layouts[name]}," for name in call.names)
+def _described(call: Call, own: Traffic) -> list[str]:
+    """The values of a message; the other rank may send or receive them in other groups."""
+    return [f"{name!r}, {own.layouts[name]}," for name in call.names]
 
 
 def _layout(name: Any, given: Any) -> str:

@@ -39,7 +39,7 @@ class LocalWorld:
     def __init__(self, ranks: int):
         self.ranks = ranks
         self.turn = threading.Condition()  # held by the rank that runs
-        self.messages: dict[tuple[int, int, int], list[_Contents]] = {}  # (from, to, number) -> its tensors
+        self.messages: dict[tuple[int, int, int], _Contents] = {}  # (from, to, number) -> a tensor
         # (group, number) -> the tensors by rank, and the number of ranks that have not taken them yet
         self.joint: dict[tuple[int, int], dict[int, _Contents]] = {}
         self.takers: dict[tuple[int, int], int] = {}
@@ -91,24 +91,20 @@ class LocalComm:
         self._joined: Counter[int] = Counter()
 
     def receive(self, layouts: Sequence[Layout], source: int) -> Pending:
-        # The n-th posted receive gets the n-th message, in whatever order the program waits for them.
-        number = self._received[source]
-        self._received[source] += 1
-        return Pending([_expected(layout) for layout in layouts], source, number)
+        # The n-th tensor of all posted receives is the n-th that is sent, however the program waits.
+        first = self._received[source]
+        self._received[source] += len(layouts)
+        numbers = range(first, self._received[source])
+        return Pending([_expected(layout) for layout in layouts], source, numbers)
 
     def wait(self, pending: Pending) -> list[torch.Tensor]:
         if isinstance(pending.work, tuple):
             return self._wait_for_collective(pending)
-        messages, key = self._world.messages, (pending.source, self._rank, pending.work)
-        self._world.wait_until(lambda: key in messages, self._rank, f"rank {pending.source}")
-        sent = messages.pop(key)
-        if len(sent) != len(pending.buffers):
-            raise RunError(
-                f"Rank {pending.source} sent a message of {len(sent)} tensors, and rank {self._rank} expects "
-                f"{len(pending.buffers)}. Edit both programs alike."
-            )
-        pairs = zip(sent, pending.buffers, strict=True)
-        return [self._received_as(contents, expected, pending.source) for contents, expected in pairs]
+        messages, source = self._world.messages, pending.source
+        keys = [(source, self._rank, number) for number in pending.work]
+        self._world.wait_until(lambda: all(key in messages for key in keys), self._rank, f"rank {source}")
+        pairs = zip(keys, pending.buffers, strict=True)
+        return [self._received_as(messages.pop(key), expected, source) for key, expected in pairs]
 
     def _received_as(self, sent: _Contents, expected: torch.Tensor, source: int) -> torch.Tensor:
         layout = (tuple(expected.shape), expected.stride(), expected.dtype)
@@ -120,8 +116,9 @@ class LocalComm:
         return sent.flat.as_strided(expected.shape, expected.stride())
 
     def send(self, tensors: Sequence[torch.Tensor], to: int) -> None:
-        self._world.messages[self._rank, to, self._sent[to]] = [_Contents.of(tensor) for tensor in tensors]
-        self._sent[to] += 1
+        for tensor in tensors:
+            self._world.messages[self._rank, to, self._sent[to]] = _Contents.of(tensor)
+            self._sent[to] += 1
         self._world.woken()
 
     def broadcast(
