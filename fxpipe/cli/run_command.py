@@ -12,7 +12,7 @@ from fxpipe.api import load
 from fxpipe.cli.arguments import positive, positive_int
 from fxpipe.errors import ArtifactError
 from fxpipe.names import printable
-from fxpipe.plan.files import taken
+from fxpipe.plan.files import check_free
 from fxpipe.runtime.process import reported
 from fxpipe.training.data import data_from
 from fxpipe.training.loop import DECAYS, Settings, train
@@ -77,9 +77,8 @@ def add_to(commands: Any, line: str) -> None:
 
 
 def _run(options: argparse.Namespace) -> None:
-    problem = taken(options.save.absolute()) if options.save is not None else ""
-    if problem:
-        raise ArtifactError(problem)
+    if options.save is not None:
+        check_free(options.save.absolute())
     if options.every is not None and options.checkpoints is None:
         raise ArtifactError("--every needs --checkpoints, the directory for them.")
     pipe = load(options.directory, offload_directory=options.offload_directory, timeout=options.timeout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -43,6 +44,24 @@ class RankTensors:
     buffers: tuple[str, ...]
     constants: tuple[str, ...]
     gradients: tuple[str, ...]
+
+    @property
+    def state(self) -> tuple[str, ...]:
+        """The parameters and buffers."""
+        return self.parameters + self.buffers
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.state + self.constants
+
+
+def holders(names: Iterable[Iterable[str]]) -> dict[str, list[int]]:
+    """The ranks that hold each name, in order; ``names``: those of each rank."""
+    found: dict[str, list[int]] = {}
+    for rank, held in enumerate(names):
+        for name in held:
+            found.setdefault(name, []).append(rank)
+    return found
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,14 @@ import itertools
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from fxpipe.errors import RunError
+from fxpipe.errors import ArtifactError, RunError
 from fxpipe.runtime.attempt import agree_on_attempt
 from fxpipe.runtime.comm import NoAnswer, answered
 from fxpipe.runtime.failure import Failures, in_short
@@ -87,18 +87,11 @@ class Process:
     def agreed(self, what: str) -> Iterator[None]:
         """Run a block without communication on all ranks; if it fails on one, all of them raise.
 
-        That rank raises its own error and the others a RunError, so that the run can go on.
-        what: the block as text, for "Rank 1 could not …".
+        That rank raises its own error and the others one with its message, an ArtifactError if it is one and
+        else a RunError, so that the run can go on.  what: the block as text, for "Rank 1 could not …".
         """
-        try:
+        with agreed_by(self.gather, what):
             yield
-        except Exception as error:
-            with contextlib.suppress(RunError):  # the ranks that are left raise it
-                self.gather(in_short(error).encode(errors="backslashreplace") or b"?")
-            raise
-        for rank, message in enumerate(self.gather(b"")):
-            if message:
-                raise RunError(f"Rank {rank} could not {what}: {message.decode()}")
 
     def check_same(self, value: bytes, what: str) -> None:
         """Raise RunError on all ranks if a value differs between them; ``what``: its name."""
@@ -218,6 +211,30 @@ def _backend_for(device: torch.device) -> str:
     """nccl if every process of this machine has its own GPU, else gloo."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return "nccl" if device.type == "cuda" and torch.cuda.device_count() >= local else "gloo"
+
+
+def own_ranks(process: Process | None, ranks: int) -> Sequence[int]:
+    """The ranks that this process runs: one, or all of them if there is no other process."""
+    return range(ranks) if process is None else [process.rank]
+
+
+@contextlib.contextmanager
+def agreed_by(gather: Callable[[bytes], list[bytes]], what: str) -> Iterator[None]:
+    """``Process.agreed``, by a function that gathers bytes of every rank on every rank."""
+    try:
+        yield
+    except Exception as error:
+        name = (ArtifactError if isinstance(error, ArtifactError) else RunError).__name__
+        with contextlib.suppress(RunError):  # the ranks that are left raise it
+            gather(f"{name} {in_short(error)}".encode(errors="backslashreplace"))
+        raise
+    for rank, message in enumerate(gather(b"")):
+        if message:
+            name, _, text = message.decode().partition(" ")
+            raise _AGREED[name](f"Rank {rank} could not {what}: {text}")
+
+
+_AGREED = {kind.__name__: kind for kind in (ArtifactError, RunError)}
 
 
 @contextlib.contextmanager

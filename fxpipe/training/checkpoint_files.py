@@ -20,6 +20,7 @@ from fxpipe.plan.files import checksum
 from fxpipe.strict import MEBIBYTE, Misfit, read_text, shown
 
 SUMS, STATE = "SHA256SUMS", "state.json"
+REPLACED = ".replaced"  # the end of the hidden name of a checkpoint while a new one takes its place
 
 
 def path_of(directory: Path, step: int) -> Path:
@@ -35,6 +36,11 @@ def checkpoints(directory: Path) -> dict[int, Path]:
     names = (re.fullmatch(r"step-([0-9]{8,15})", path.name) for path in directory.iterdir())
     steps = sorted(int(match[1]) for match in names if match)
     return {step: path_of(directory, step) for step in steps}
+
+
+def newest(directory: Path) -> Path | None:
+    """The newest complete checkpoint, if there is one."""
+    return next(reversed(checkpoints(directory).values()), None)
 
 
 def begin(directory: Path, step: int) -> Path:
@@ -53,10 +59,20 @@ def complete(directory: Path, step: int, state: str, sums: Mapping[str, str]) ->
     _write(draft / SUMS, "".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
     _synchronize(draft)
     if path.exists():  # of a run that went on from an earlier checkpoint
-        _remove(path)
+        path.rename(path.with_name(f".{path.name}{REPLACED}"))
     draft.rename(path)
     _synchronize(directory)
     return path
+
+
+def put_back(directory: Path) -> None:
+    """Give a checkpoint its name again that was about to be replaced when the run was killed."""
+    for hidden in directory.glob(f".step-*{REPLACED}"):
+        path = directory / hidden.name.removeprefix(".").removesuffix(REPLACED)
+        if path.exists():
+            shutil.rmtree(hidden, ignore_errors=True)
+        else:
+            hidden.rename(path)
 
 
 def keep_newest(directory: Path, number: int) -> None:

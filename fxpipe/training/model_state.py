@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from fxpipe.errors import RunError
-from fxpipe.plan.artifact import Plan, RankTensors
+from fxpipe.plan.artifact import Plan, holders
 from fxpipe.plan.plan_check import dtype_of
-from fxpipe.runtime.process import Process
+from fxpipe.runtime.process import Process, own_ranks
 from fxpipe.runtime.rank import Runtime
 from fxpipe.vocabulary.rows import rows_of
 
@@ -96,8 +96,8 @@ class ModelState:
     def held_by(self, rank: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """The parameters and buffers that a rank holds."""
         held = self.plan.tensors[rank]
-        params = {n: self.parameter(n).detach() for n in held.parameters}
-        return params, {n: self.buffers[n] for n in held.buffers}
+        params = {name: self.parameter(name).detach() for name in held.parameters}
+        return params, {name: self.buffers[name] for name in held.buffers}
 
     def accumulators(self, rt: Runtime) -> dict[str, torch.Tensor]:
         """Make the parameters' ``.grad`` the accumulators of the program.
@@ -105,11 +105,11 @@ class ModelState:
         A gradient that the step changes as a whole (by a sum over ranks, or division by the count) must not
         include an earlier step's: it gets a new accumulator, and the ``.grad`` to add it to is returned.
         """
-        held = [set(t.gradients) for t in self.plan.tensors]
+        trained = holders(held.gradients for held in self.plan.tensors)
         earlier = {}
         for name in self.plan.tensors[rt.rank].gradients:
             parameter = self.parameter(name)
-            worked_on = self.plan.step.has_count or sum(name in names for names in held) > 1
+            worked_on = self.plan.step.has_count or len(trained[name]) > 1
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             elif worked_on:
@@ -129,11 +129,7 @@ class ModelState:
 
     def check_values(self, rank: int) -> None:
         """Raise RunError if a tensor of the rank is on the meta device."""
-        held = self.plan.tensors[rank]
-        tensors: dict[str, torch.Tensor] = {n: self.parameter(n) for n in held.parameters} | {
-            n: self.buffers[n] for n in held.buffers
-        }
-        missing = [name for name, tensor in tensors.items() if tensor.is_meta]
+        missing = [name for name in self.plan.tensors[rank].state if self.held(name).is_meta]
         if missing:
             raise RunError(
                 f"The model is on the meta device: {missing[0]} has no values. "
@@ -150,10 +146,9 @@ class ModelState:
         Under torchrun all ranks must call it, and get values as they are sent, one by one.
         """
         self.follow_model()
-        for rank in range(self.plan.ranks) if self.process is None else [self.process.rank]:
+        for rank in own_ranks(self.process, self.plan.ranks):
             self.check_values(rank)
-        first = {n: r for r, held in reversed([*enumerate(self.plan.tensors)]) for n in _names_of(held)}
-        for name, rank in first.items():
+        for name, (rank, *_) in holders(held.state for held in self.plan.tensors).items():
             here = self.process is None or self.process.rank == rank
             tensor = self.held(name) if here else self.empty(name, self.device)
             if self.process is not None:
@@ -172,7 +167,3 @@ class ModelState:
         """A tensor of the layout of a parameter or buffer, or of rows, without values."""
         layout = self.plan.layouts[name]
         return torch.empty_strided(layout.shape, layout.stride, dtype=dtype_of(layout.dtype), device=device)
-
-
-def _names_of(held: RankTensors) -> tuple[str, ...]:
-    return (*held.parameters, *held.buffers)

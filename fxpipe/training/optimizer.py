@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from fxpipe.errors import RunError
-from fxpipe.vocabulary.rows import rows_of
+from fxpipe.vocabulary.rows import whole_name
 
 
 class Ranks(Protocol):
@@ -131,7 +131,7 @@ def made(cls: Callable[..., Optimizer], parameters: Any, options: Mapping[str, A
 
 
 def grouped(
-    held: Mapping[str, torch.nn.Parameter], groups: Sequence[Mapping[str, Any]], model_names: Sequence[str]
+    held: Mapping[str, torch.nn.Parameter], groups: Sequence[Mapping[str, Any]], model_names: Collection[str]
 ) -> list[dict[str, Any]]:
     """Param groups of a rank's parameters; every rank has the same groups, some of them empty.
 
@@ -154,8 +154,7 @@ def grouped(
         patterns.append(several)
     made: list[dict[str, Any]] = [{**group, "params": []} for group in groups] + [{"params": []}]
     for name, parameter in held.items():
-        rows = rows_of(name)
-        known = rows.table if rows else name
+        known = whole_name(name)
         fits = (k for k, several in enumerate(patterns) if any(fnmatchcase(known, p) for p in several))
         made[next(fits, -1)]["params"].append(parameter)
     return made

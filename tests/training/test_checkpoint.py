@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import fxpipe
 from fxpipe.errors import ArtifactError, RunError
 from fxpipe.training import checkpoint_files as files
-from fxpipe.training.training_state import Record, restore
+from fxpipe.training.training_state import Record, contents_for, restore
 
 pytestmark = pytest.mark.slow
 
@@ -94,8 +94,9 @@ def test_restored_for_each_rank_of_another_plan_it_holds_the_same_bits(trained, 
     pipe = pipeline(model, options, ranks)
     path = files.path_of(trained / "checkpoints", 4)
     record = Record.from_json(files.read_state(path), path)
+    contents = contents_for(pipe.plan, None, {}, path, record)
     for rank in range(ranks):
-        restore(pipe.model_state, None, {}, path, record, rank)
+        restore(pipe.model_state, None, {}, contents, rank)
     assert same(model.state_dict(), expected_at_four(trained))
 
 
