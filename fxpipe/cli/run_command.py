@@ -44,8 +44,13 @@ def add_to(commands: Any, line: str) -> None:
         metavar="X",
         help="clip the gradient norm of the whole model (default: no clipping)",
     )
-    add("--checkpoints", type=Path, metavar="DIR", help="directory of checkpoints; the run resumes from it")
-    add("--every", type=positive_int, metavar="N", help="steps from one checkpoint to the next")
+    add(
+        "--checkpoints",
+        type=Path,
+        metavar="DIR",
+        help="directory of checkpoints: the run resumes from the newest, and writes one at its end",
+    )
+    add("--every", type=positive_int, metavar="N", help="also write one after every N steps")
     add("--keep", type=positive_int, default=3, metavar="N", help="number of checkpoints to keep (3)")
     add("--log-every", type=positive_int, default=1, metavar="N", help="steps from one line to the next (1)")
     add("--evaluate", metavar="FILE", help="data for evaluation, of a pipeline compiled with evaluation=True")

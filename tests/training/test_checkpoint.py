@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 import fxpipe
 from fxpipe.errors import ArtifactError, RunError
 from fxpipe.training import checkpoint_files as files
-from fxpipe.training.training_state import Record, contents_for, restore
+from fxpipe.training.optimizer import PipelineOptimizer
+from fxpipe.training.training_state import Record, contents_for, restore, tensors_of
 
 pytestmark = pytest.mark.slow
 
@@ -276,6 +277,90 @@ def test_state_that_a_checkpoint_does_not_hold(tmp_path):
     with pytest.raises(RunError, match=r"state\['loader'\]\['stream'\] is a object"):
         checkpoints.save()
     checkpoints.close()
+    assert list(files.checkpoints(tmp_path)) == []
+
+
+def test_a_kill_while_a_checkpoint_takes_the_place_of_another(tmp_path, monkeypatch):
+    """Of the same step, where one alone is kept."""
+    pipe = pipeline(Reader(), Options(steps=5, schedule="1f1b"), 1)
+    pipe.step(batch_of(0))
+    checkpoints = fxpipe.Checkpointer(pipe, tmp_path, keep=1)
+    first = checkpoints.save()
+    expected = fxpipe.read_checkpoint(first).model
+    rename = Path.rename
+
+    def killed(path: Path, target: Path) -> Path:
+        if path.name.endswith(".draft"):
+            raise RuntimeError("as if it were killed")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(RunError, match="as if it were killed"):
+        checkpoints.save()
+    checkpoints.close()
+    monkeypatch.undo()
+    assert list(files.checkpoints(tmp_path)) == []
+    with fxpipe.Checkpointer(pipe, tmp_path, keep=1) as checkpoints:
+        assert checkpoints.resume()
+        assert same(fxpipe.read_checkpoint(tmp_path).model, expected)
+        checkpoints.save()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+class ByRow(torch.optim.Optimizer):
+    """Adagrad with one number for each row."""
+
+    def __init__(self, params, lr=0.1, key="sum"):
+        super().__init__(params, {"lr": lr})
+        self.key = key
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state.setdefault(self.key, torch.zeros(len(p)))
+                state[self.key] += p.grad.flatten(1).square().sum(1) if p.dim() > 1 else p.grad.square()
+                rate = group["lr"] / state[self.key].sqrt().clamp(1e-3)
+                p.data -= rate.reshape(-1, *[1] * (p.dim() - 1)) * p.grad
+
+
+def test_an_optimizer_with_state_for_each_row(tmp_path):
+    """Rows of a split table have rows of its state."""
+    whole = pipeline(Reader(), Options(steps=5, schedule="1f1b"), 1)
+    optimizer = whole.optimizer(ByRow)
+    whole.step(batch_of(0))
+    optimizer.step()
+    with fxpipe.Checkpointer(whole, tmp_path, optimizer=optimizer) as checkpoints:
+        path = checkpoints.save()
+    expected = fxpipe.read_checkpoint(path).optimizer["embed.weight"]["sum"]
+    assert expected.shape == (worker.SIZE,)
+    record = Record.from_json(files.read_state(path), path)
+    pipe = pipeline(Reader(), FOUR_RANKS, 4)
+    for rank in range(4):
+        held = {name: pipe.parameter(name) for name in pipe.plan.tensors[rank].gradients}
+        own = PipelineOptimizer(ByRow(held.values()), {p: name for name, p in held.items()}, [], None)
+        contents = contents_for(pipe.plan, own, {}, path, record)
+        restore(pipe.model_state, own, {}, contents, rank)
+        rows = f"embed.weight[{rank * 16}:{rank * 16 + 16}]"
+        assert torch.equal(own.state[held[rows]]["sum"], expected[rank * 16 : rank * 16 + 16])
+        part = tensors_of(pipe.model_state, own, rank)["optimizer.embed.weight.sum"]
+        assert (part.begin, part.rows) == (rank * 16, worker.SIZE)
+        assert torch.equal(part.tensor, own.state[held[rows]]["sum"])
+
+
+def test_state_of_an_optimizer_that_a_checkpoint_does_not_hold(tmp_path):
+    pipe = pipeline(Reader(), Options(steps=5, schedule="1f1b"), 1)
+    pipe.step(batch_of(0))
+    optimizer = pipe.optimizer(ByRow, key="sum.fast")
+    optimizer.step()
+    with fxpipe.Checkpointer(pipe, tmp_path, optimizer=optimizer) as checkpoints:
+        with pytest.raises(RunError, match=r"embed\.weight has the key 'sum\.fast'"):
+            checkpoints.save()
+        first = optimizer.param_groups[0]["params"][0]
+        optimizer.state.clear()
+        optimizer.state[first]["factors"] = [torch.ones(2)]
+        with pytest.raises(RunError, match=r"\['embed\.weight'\]\['factors'\]\[0\] is a Tensor"):
+            checkpoints.save()
     assert list(files.checkpoints(tmp_path)) == []
 
 
