@@ -14,7 +14,7 @@ from fxpipe.plan.artifact import Plan, holders
 from fxpipe.plan.plan_check import dtype_of
 from fxpipe.runtime.process import Process, own_ranks
 from fxpipe.runtime.rank import Runtime
-from fxpipe.vocabulary.rows import rows_of
+from fxpipe.vocabulary.rows import rows_of, whole_name
 
 
 @dataclass(eq=False)
@@ -63,7 +63,8 @@ class ModelState:
         now |= model.named_buffers()
         held: tuple[dict[str, Any], ...] = (self.parameters, self.buffers)
         for mine in held:
-            for name, old in mine.items():
+            for own_name, old in list(mine.items()):
+                name = whole_name(own_name)
                 new = now.get(name)
                 if new is not None and new.is_meta:
                     continue  # load_state_dict gave the pipeline its own tensors
@@ -76,6 +77,8 @@ class ModelState:
                         f"The model's {name}, {layout.dtype} of shape {layout.shape}, {found}. Compile the "
                         "model again."
                     )
+                if own_name != name:  # rows, loaded when the model was on the meta device
+                    del mine[own_name]
                 if new is not old:
                     mine[name] = new
 
