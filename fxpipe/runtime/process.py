@@ -257,7 +257,9 @@ def reported(process: Process | None) -> Iterator[None]:
 
 def as_timeout(given: float | timedelta | None) -> timedelta | None:
     """A time limit, given in seconds or as a timedelta.  Raises RunError unless it is above 0."""
-    limit = timedelta(seconds=given) if isinstance(given, int | float) else given
-    if limit is not None and not limit > timedelta():
-        raise RunError(f"timeout={given!r} is not above 0. Give seconds, or a datetime.timedelta.")
-    return limit
+    limit = given
+    if isinstance(given, int | float) and 0 < given <= timedelta.max.total_seconds():
+        limit = timedelta(seconds=given)
+    if limit is None or (isinstance(limit, timedelta) and limit > timedelta()):
+        return limit
+    raise RunError(f"timeout={given!r} is no time above 0. Give seconds, or a datetime.timedelta.")

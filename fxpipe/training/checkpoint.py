@@ -184,6 +184,13 @@ class Checkpointer:
 
     def _write(self, step: int, record: Record, tensors: dict[str, torch.Tensor | Part]) -> Path:
         """Runs in the background thread on every rank."""
+        try:
+            return self._written(step, record, tensors)
+        finally:
+            if self._rank == 0:
+                files.discard(self.directory, step)
+
+    def _written(self, step: int, record: Record, tensors: dict[str, torch.Tensor | Part]) -> Path:
         with self._agreed("begin"):
             if self._rank == 0:
                 files.begin(self.directory, step)

@@ -44,11 +44,20 @@ def newest(directory: Path) -> Path | None:
 
 
 def begin(directory: Path, step: int) -> Path:
-    """Make the directory of a new checkpoint, under its hidden name."""
+    """Make the directory of a new checkpoint, under its hidden name.
+
+    Removes all that earlier runs left unfinished, as the disk may be full of it.
+    """
+    for path in directory.glob(".step-*"):
+        shutil.rmtree(path, ignore_errors=True)
     draft = draft_of(directory, step)
-    shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir()
     return draft
+
+
+def discard(directory: Path, step: int) -> None:
+    """Remove what was written of a checkpoint that will not be completed."""
+    shutil.rmtree(draft_of(directory, step), ignore_errors=True)
 
 
 def complete(directory: Path, step: int, state: str, sums: Mapping[str, str]) -> Path:
@@ -58,10 +67,12 @@ def complete(directory: Path, step: int, state: str, sums: Mapping[str, str]) ->
     sums = {**sums, STATE: checksum(draft / STATE)}
     _write(draft / SUMS, "".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
     _synchronize(draft)
+    hidden = path.with_name(f".{path.name}{REPLACED}")
     if path.exists():  # of a run that went on from an earlier checkpoint
-        path.rename(path.with_name(f".{path.name}{REPLACED}"))
+        path.rename(hidden)
     draft.rename(path)
     _synchronize(directory)
+    shutil.rmtree(hidden, ignore_errors=True)
     return path
 
 
@@ -69,18 +80,14 @@ def put_back(directory: Path) -> None:
     """Give a checkpoint its name again that was about to be replaced when the run was killed."""
     for hidden in directory.glob(f".step-*{REPLACED}"):
         path = directory / hidden.name.removeprefix(".").removesuffix(REPLACED)
-        if path.exists():
-            shutil.rmtree(hidden, ignore_errors=True)
-        else:
+        if not path.exists():
             hidden.rename(path)
 
 
 def keep_newest(directory: Path, number: int) -> None:
-    """Remove all but the newest checkpoints, and what earlier runs left unfinished."""
+    """Remove all but the newest checkpoints."""
     for path in list(checkpoints(directory).values())[:-number]:
         _remove(path)
-    for path in directory.glob(".step-*"):
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def read_state(path: Path) -> str:
@@ -98,7 +105,12 @@ def read_sums(path: Path) -> dict[str, str]:
         lines = read_text(path / SUMS, MEBIBYTE).splitlines()
     except Misfit as error:
         raise ArtifactError(f"{path / SUMS} {error}. {_instead(path)}") from error
-    sums = {name: found for found, _, name in (line.partition("  ") for line in lines)}
+    sums = {}
+    for number, line in enumerate(lines, 1):
+        match = re.fullmatch(r"([0-9a-f]{64})  (.+)", line)
+        if match is None:
+            raise ArtifactError(f"{path / SUMS}: line {number} is no checksum of a file. {_instead(path)}")
+        sums[match[2]] = match[1]
     held = {file.name for file in path.iterdir()} - {SUMS}
     for name in sorted(held ^ {STATE, *sums}):
         wrong = "is missing" if name not in held else f"is not in {SUMS}"

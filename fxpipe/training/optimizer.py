@@ -121,11 +121,12 @@ class PipelineOptimizer(Optimizer):
 
 def made(cls: Callable[..., Optimizer], parameters: Any, options: Mapping[str, Any]) -> Optimizer:
     """``cls(parameters, **options)``.  Raises RunError where that is no optimizer."""
-    optimizer = cls(parameters, **options) if callable(cls) else None
+    makes_none = not callable(cls) or (isinstance(cls, type) and not issubclass(cls, Optimizer))
+    optimizer = None if makes_none else cls(parameters, **options)
     if not isinstance(optimizer, Optimizer):
         raise RunError(
             f"pipe.optimizer takes a class of torch optimizers, such as torch.optim.AdamW; {cls!r:.60} makes "
-            f"a {type(optimizer).__name__}."
+            "none."
         )
     return optimizer
 

@@ -42,6 +42,7 @@ class Stateful(Protocol):
 class Record:
     """What a checkpoint holds beside tensors; state.json is this and nothing else.
 
+    ``optimizer``: the name of its class; None if there is none.
     ``groups``: the options of the optimizer's groups.  ``fields``: parameter -> its state that is no tensor.
     ``user``: the user's state by name.  These three are as :mod:`fxpipe.training.plain` gives them.
     """
@@ -51,6 +52,7 @@ class Record:
     model: str
     step_number: int
     seed: int
+    optimizer: str | None
     groups: Any
     fields: Any
     user: Any
@@ -98,6 +100,10 @@ def tensors_of(
     return found
 
 
+def _class_of(optimizer: PipelineOptimizer | None) -> str | None:
+    return None if optimizer is None else type(optimizer.optimizer).__name__
+
+
 def _part(plan: Plan, name: str, tensor: torch.Tensor) -> torch.Tensor | Part:
     """A parameter, or a tensor of the optimizer's state of it, as a part of the whole one if it has a row for
     each row held here."""
@@ -141,6 +147,7 @@ def record_of(
         model=state.plan.model,
         step_number=step_number,
         seed=state.plan.step.seed,
+        optimizer=_class_of(optimizer),
         groups=to_json(options, tensors, GROUPS, "the optimizer's groups"),
         fields=to_json(_plain_fields(optimizer), None, "", "the optimizer's state"),
         user=to_json({name: own.state_dict() for name, own in user.items()}, tensors, USER, "state"),
@@ -179,6 +186,11 @@ def contents_for(
             raise ArtifactError(
                 f"{path} holds no state {name!r}; it holds {', '.join(sorted(given)) or 'none'}."
             )
+    if optimizer is not None and record.optimizer != _class_of(optimizer):
+        raise ArtifactError(
+            f"{path} has the state of {record.optimizer or 'no optimizer'}, and this run has "
+            f"{_class_of(optimizer)}. Make the same optimizer, or resume without one."
+        )
     if optimizer is not None and len(groups) != len(optimizer.param_groups):
         raise ArtifactError(
             f"{path} has the state of an optimizer with {len(groups)} groups, and this one has "

@@ -23,9 +23,9 @@ pytestmark = pytest.mark.slow
 FOUR_RANKS = Options(steps=4, vocab_parallel=True)
 
 
-def run(ranks: int, directory: Path, options: Options) -> list[dict]:
+def run(ranks: int, directory: Path, *options: Options, main=worker.main) -> list[dict]:
     """Train under torchrun; return the ranks' reports."""
-    forked(ranks, worker.main, directory, options, dtype=torch.float32)
+    forked(ranks, main, directory, *options, dtype=torch.float32)
     return [json.loads((directory / f"report.{rank}.json").read_text()) for rank in range(ranks)]
 
 
@@ -193,6 +193,12 @@ def add_a_file(path: Path) -> str:
     return "'more' is not in SHA256SUMS"
 
 
+def change_the_sums(path: Path) -> str:
+    file = path / "SHA256SUMS"
+    file.write_text(file.read_text() + "garbage\n")
+    return f"line {len(file.read_text().splitlines())} is no checksum"
+
+
 def remove_the_sums(path: Path) -> str:
     (path / "SHA256SUMS").unlink()
     return "SHA256SUMS cannot be read"
@@ -200,7 +206,7 @@ def remove_the_sums(path: Path) -> str:
 
 @pytest.mark.parametrize(
     "damage",
-    [flip_a_bit, cut_a_file, change_the_state, remove_a_file, add_a_file, remove_the_sums],
+    [flip_a_bit, cut_a_file, change_the_state, remove_a_file, add_a_file, change_the_sums, remove_the_sums],
     ids=lambda f: f.__name__,
 )
 def test_damage_is_named_and_nothing_changes(trained, tmp_path, damage):
@@ -245,6 +251,11 @@ def test_what_was_not_kept(trained, tmp_path):
     optimizer = pipe.optimizer(torch.optim.AdamW)
     checkpoints = fxpipe.Checkpointer(pipe, directory / "checkpoints", optimizer=optimizer)
     with pytest.raises(ArtifactError, match="2 groups, and this one has 1"):
+        checkpoints.resume()
+    checkpoints.close()
+    other = pipe.optimizer(torch.optim.SGD)
+    checkpoints = fxpipe.Checkpointer(pipe, directory / "checkpoints", optimizer=other)
+    with pytest.raises(ArtifactError, match="has the state of AdamW, and this run has SGD"):
         checkpoints.resume()
     checkpoints.close()
     loader = torch.optim.lr_scheduler.ConstantLR(optimizer)
@@ -364,6 +375,18 @@ def test_state_of_an_optimizer_that_a_checkpoint_does_not_hold(tmp_path):
     assert list(files.checkpoints(tmp_path)) == []
 
 
+def test_a_disk_that_is_full_on_one_rank(tmp_path):
+    """All ranks raise after the same step, the earlier checkpoints are whole, and the run can go on."""
+    for report in run(2, tmp_path, main=worker.on_a_full_disk):
+        assert "could not be written: rank 1: [Errno 27] File too large" in report["message"]
+        assert report["steps"] == 4
+    left = tmp_path / "checkpoints"
+    assert sorted(path.name for path in left.iterdir()) == ["step-00000001", "step-00000002"]
+    for step in (1, 2):
+        found = fxpipe.read_checkpoint(files.path_of(left, step))
+        assert int(found.model["seen"]) == step * worker.MICROBATCHES
+
+
 def test_a_disk_that_is_full(tmp_path, monkeypatch):
     """The earlier checkpoint stays whole."""
     pipe = pipeline(Reader(), Options(steps=5, schedule="1f1b"), 1)
@@ -379,4 +402,4 @@ def test_a_disk_that_is_full(tmp_path, monkeypatch):
         checkpoints.save()
     checkpoints.close()
     assert fxpipe.read_checkpoint(tmp_path).step_number == 0
-    assert list(files.checkpoints(tmp_path).values()) == [first]
+    assert list(tmp_path.iterdir()) == [first]
