@@ -11,7 +11,7 @@ import torch
 
 from fxpipe.cost.symbolic import PlanWork
 from fxpipe.errors import ArtifactError
-from fxpipe.plan.plan_check import check_plan
+from fxpipe.plan.plan_check import check_plan, dtype_of
 from fxpipe.runtime.offloader import Tier
 from fxpipe.runtime.rank import StepSpec
 from fxpipe.runtime.tensors import is_dense
@@ -77,6 +77,10 @@ class TensorLayout:
         """As it is, or contiguous where it does not fill its memory (a file cannot hold that)."""
         dense = tensor if is_dense(tensor) else torch.empty(tensor.shape, device="meta")
         return TensorLayout(tuple(tensor.shape), dense.stride(), str(tensor.dtype))
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """A tensor of this layout without values."""
+        return torch.empty_strided(self.shape, self.stride, dtype=dtype_of(self.dtype), device=device)
 
 
 @dataclass(frozen=True)

@@ -114,16 +114,6 @@ def evaluation_directory(directory: Path) -> Path:
     return directory / "evaluation"
 
 
-def write_evaluation(artifact: Artifact, directory: Path) -> None:
-    """Write the programs of ``pipe.evaluate`` into the directory of the pipeline, whose tensors they use."""
-    directory = evaluation_directory(directory)
-    directory.mkdir()
-    for rank, program in enumerate(artifact.programs):
-        constants = {name: artifact.constants[name] for name in artifact.plan.tensors[rank].constants}
-        write_tensors(constants, program, directory, rank, 0)
-    write_programs(artifact, directory)
-
-
 def read_evaluation(directory: Path, trained: Plan, ranks: Iterable[int]) -> Artifact | None:
     """Read the programs of ``pipe.evaluate`` and their constants on these ranks; None if there are none.
 

@@ -11,7 +11,6 @@ from torch import nn
 
 from fxpipe.errors import RunError
 from fxpipe.plan.artifact import Plan, holders
-from fxpipe.plan.plan_check import dtype_of
 from fxpipe.runtime.process import Process, own_ranks
 from fxpipe.runtime.rank import Runtime
 from fxpipe.vocabulary.rows import rows_of, whole_name
@@ -153,7 +152,7 @@ class ModelState:
             self.check_values(rank)
         for name, (rank, *_) in holders(held.state for held in self.plan.tensors).items():
             here = self.process is None or self.process.rank == rank
-            tensor = self.held(name) if here else self.empty(name, self.device)
+            tensor = self.held(name) if here else self.plan.layouts[name].empty(self.device)
             if self.process is not None:
                 self.process.broadcast_(tensor, rank)
             yield name, tensor
@@ -165,8 +164,3 @@ class ModelState:
     def forget_rows(self) -> None:
         """Rows are parts of other tensors now."""
         self._rows.clear()
-
-    def empty(self, name: str, device: torch.device) -> torch.Tensor:
-        """A tensor of the layout of a parameter or buffer, or of rows, without values."""
-        layout = self.plan.layouts[name]
-        return torch.empty_strided(layout.shape, layout.stride, dtype=dtype_of(layout.dtype), device=device)

@@ -42,7 +42,7 @@ def full_state_dict(state: ModelState, rank: int | None) -> dict[str, torch.Tens
             values[name] = value.to("cpu", copy=True)
             continue
         if rows.table not in values:
-            values[rows.table] = state.empty(rows.table, torch.device("cpu"))
+            values[rows.table] = state.plan.layouts[rows.table].empty(torch.device("cpu"))
         values[rows.table][rows.begin : rows.end] = value
     return {key: values[name] for key, name in _names(state.plan)} if wanted else {}
 
