@@ -12,9 +12,10 @@ from fxpipe.api import load
 from fxpipe.cli.arguments import positive, positive_int
 from fxpipe.errors import ArtifactError
 from fxpipe.names import printable
+from fxpipe.pipeline import Pipeline
 from fxpipe.plan.files import check_free
 from fxpipe.runtime.process import reported
-from fxpipe.training.data import data_from
+from fxpipe.training.data import Data, data_from
 from fxpipe.training.loop import DECAYS, Settings, train
 
 
@@ -103,14 +104,16 @@ def _run(options: argparse.Namespace) -> None:
         save=options.save,
         tensorboard=options.tensorboard,
     )
-    step = pipe.plan.step
     with reported(pipe.process):
-        leaves = None if pipe.process is None else pipe.leaves(pipe.process.rank)
-        data = data_from(options.data, step.batch, step.microbatches, leaves)
-        evaluated = None
-        if options.evaluate is not None:
-            evaluated = data_from(options.evaluate, step.batch, step.microbatches)
+        data = _data(options.data, pipe)
+        evaluated = None if options.evaluate is None else _data(options.evaluate, pipe.evaluation or pipe)
         train(pipe, data, settings, evaluated)
+
+
+def _data(given: str, pipe: Pipeline) -> Data:
+    """The data that this process needs for a pipeline."""
+    step = pipe.plan.step
+    return data_from(given, step.batch, step.microbatches, None if pipe.process is None else pipe.leaves())
 
 
 def _log_to_stdout() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
@@ -68,10 +69,12 @@ def train(pipe: Pipeline, data: Data, settings: Settings, evaluated: Data | None
 
     evaluated: the data of evaluations, each of which takes every whole batch once.
     """
-    steps = settings.steps or data.once
+    batches = _batches(pipe, data)  # by all ranks, with --steps too: files must not differ
+    steps = settings.steps or batches
     if steps is None:
         raise RunError("The length of the data is not known: give --steps.")
-    if evaluated is not None and not evaluated.once:
+    evaluations = None if evaluated is None else _batches(pipe, evaluated)
+    if evaluated is not None and evaluations is None:
         raise RunError("Evaluation takes every batch of its data once: give a safetensors file.")
     if evaluated is not None and pipe.evaluation is None:
         raise RunError(
@@ -111,9 +114,9 @@ def train(pipe: Pipeline, data: Data, settings: Settings, evaluated: Data | None
                     log.add(figures, step)
             if log is not None:
                 log.advance(step + 1)
-            if evaluated is not None and _is_due(step, steps, settings.evaluate_every):
+            if evaluated is not None and evaluations and _is_due(step, steps, settings.evaluate_every):
                 with clock.stopped():
-                    figure = evaluate(pipe, evaluated)
+                    figure = evaluate(pipe, evaluated, evaluations)
                 if log is not None:
                     log.add({"evaluation": figure}, step)
             if checkpoints is not None:
@@ -129,10 +132,25 @@ def train(pipe: Pipeline, data: Data, settings: Settings, evaluated: Data | None
             logger.info("saved: %s", settings.save)
 
 
-def evaluate(pipe: Pipeline, data: Data) -> float:
-    """The mean loss of all whole batches."""
-    assert data.once is not None
-    return sum(float(pipe.evaluate(data.batch(k))) for k in range(data.once)) / data.once
+def evaluate(pipe: Pipeline, data: Data, batches: int) -> float:
+    """The mean loss of the first batches."""
+    return sum(float(pipe.evaluate(data.batch(k))) for k in range(batches)) / batches
+
+
+def _batches(pipe: Pipeline, data: Data) -> int | None:
+    """The number of whole batches; None if no rank knows it.  Raises RunError where it differs by rank."""
+    if pipe.process is None:
+        return data.once
+    texts = pipe.process.gather(json.dumps(data.once).encode())
+    known = {rank: json.loads(text) for rank, text in enumerate(texts) if text != b"null"}
+    first = next(iter(known.values()), None)
+    for rank, number in known.items():
+        if number != first:
+            raise RunError(
+                f"Rank {rank} has {number} batches of data, and rank {min(known)} has {first}. Give all ranks "
+                "the same rows."
+            )
+    return first
 
 
 def _is_due(step: int, steps: int, every: int | None) -> bool:

@@ -15,6 +15,7 @@ from zoo import CASES, Shape, compiled, cut
 
 import fxpipe
 from fxpipe.cli import main
+from fxpipe.errors import RunError
 from fxpipe.training import checkpoint_files, loop
 from fxpipe.training.data import data_from
 from fxpipe.training.loop import Settings, train
@@ -100,6 +101,38 @@ def test_once_through_the_data_without_options(saved, data, tmp_path):
     run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (run.returncode, run.stderr) == (0, "")
     assert losses(run.stdout) == pytest.approx(eager_course(2, 3e-4, 1e9)[0], abs=1e-4)
+
+
+def test_ranks_that_need_no_data_make_as_many_steps(data, tmp_path):
+    """The rank in the middle reads no leaf.  Two batches,."""
+    directory, ranks = tmp_path / "three", 3
+    compiled(CASE, CASE.build(), MICROBATCHES, Shape(ranks, "1f1b")).save(directory)
+    pipe = fxpipe.load(directory)
+    assert pipe.leaves(1) == ()
+    spec = pipe.plan.step.batch
+    assert [data_from(str(data), spec, MICROBATCHES, pipe.leaves(rank)).once for rank in range(3)] == [
+        2,
+        2,
+        2,
+    ]
+    empty = written(tmp_path, {"unused": torch.zeros(1)})
+    nothing = data_from(str(empty), spec, MICROBATCHES, ())
+    assert (nothing.once, nothing.batch(7)) == (None, {})
+    run = torchrun(ranks, "-m", "fxpipe", "run", directory, "--data", data, "--lr", 0.02, logs=tmp_path / "l")
+    assert run.code == 0, run
+    assert losses(run.stdout[0]) == pytest.approx(eager_course(2, 0.02, 1e9)[0], abs=1e-4)
+
+
+def test_ranks_with_other_numbers_of_batches():
+    found = [b"3", b"null", b"2"]
+    process = types.SimpleNamespace(gather=lambda own: found)
+    data, pipe = types.SimpleNamespace(once=3), types.SimpleNamespace(process=process)
+    with pytest.raises(RunError, match="Rank 2 has 2 batches of data, and rank 0 has 3"):
+        loop._batches(pipe, data)
+    found[:] = [b"null", b"3"]
+    assert loop._batches(pipe, data) == 3
+    found[:] = [b"null", b"null"]
+    assert loop._batches(pipe, data) is None
 
 
 LOADER = """
