@@ -147,8 +147,8 @@ def _batches(pipe: Pipeline, data: Data) -> int | None:
     for rank, number in known.items():
         if number != first:
             raise RunError(
-                f"Rank {rank} has {number} batches of data, and rank {min(known)} has {first}. Give all ranks "
-                "the same rows."
+                f"Rank {rank} has {number} batches of data, and rank {min(known)} has {first}. Give all "
+                "ranks the same rows."
             )
     return first
 
