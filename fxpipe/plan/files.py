@@ -65,6 +65,8 @@ def new_directory(path: Path, process: Process | None) -> Iterator[Path]:
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Raise ArtifactError, naming ``path``, for errors of the system in a block that writes to it."""
+    if "\0" in str(path):
+        raise ArtifactError(f"{str(path)!r} is no path: it holds a null byte.")
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -73,8 +75,6 @@ def writing(path: Path) -> Iterator[None]:
 
 def check_free(path: Path) -> None:
     """Raise ArtifactError if there is something at ``path`` that a new directory would replace."""
-    if "\0" in str(path):
-        raise ArtifactError(f"{str(path)!r} is no path: it holds a null byte.")
     if path.exists() and not path.is_dir():
         raise ArtifactError(f"{path} is a file. Name a new directory.")
     if path.exists() and any(path.iterdir()):

@@ -272,6 +272,9 @@ def test_a_directory_that_cannot_be_written(tmp_path):
         fxpipe.Checkpointer(pipe, tmp_path / "file" / "checkpoints")
     with pytest.raises(RunError, match="at least 1"):
         fxpipe.Checkpointer(pipe, tmp_path, every=0)
+    for write in (pipe.save, pipe.export, lambda path: fxpipe.Checkpointer(pipe, path)):
+        with pytest.raises(ArtifactError, match=r"'.*a\\x00b' is no path"):
+            write(tmp_path / "a\0b")
 
 
 class Bad:
