@@ -22,11 +22,11 @@ from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.runtime.accelerator import check_supported, default_device
 from fxpipe.runtime.failure import in_short
 from fxpipe.runtime.offloader import check_tier
-from fxpipe.runtime.process import Process, agreed, as_timeout, under_torchrun
+from fxpipe.runtime.process import Process, agreed, as_timeout, own_ranks, under_torchrun
 from fxpipe.runtime.tensors import in_strides
 from fxpipe.schedule.ops import Schedule
 from fxpipe.training.same_batch import plan_number
-from fxpipe.vocabulary.rows import rows_of, whole
+from fxpipe.vocabulary.rows import whole, whole_name
 
 if TYPE_CHECKING:
     from fxpipe.compiler import Compiled
@@ -237,7 +237,7 @@ def load(
             process.check_ranks(plan.ranks)
         parameters, buffers, constants = _read_tensors(directory, plan, process, device)
         step_number = files.read_step_number(directory, 0 if process is None else process.rank)
-        forward = files.read_evaluation(directory, plan, _own_ranks(plan, process))
+        forward = files.read_evaluation(directory, plan, own_ranks(process, plan.ranks))
     if process is not None:
         process.check_same(str(plan_number(plan)).encode(), f"{directory / 'plan.json'}")
     pipe = Pipeline(
@@ -255,11 +255,6 @@ def load(
     return pipe
 
 
-def _own_ranks(plan: Plan, process: Process | None) -> Sequence[int]:
-    """The ranks that this process runs."""
-    return range(plan.ranks) if process is None else [process.rank]
-
-
 def _read_tensors(
     directory: Path, plan: Plan, process: Process | None, device: torch.device
 ) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -267,7 +262,7 @@ def _read_tensors(
     parameters: dict[str, nn.Parameter] = {}
     buffers: dict[str, torch.Tensor] = {}
     constants: dict[str, torch.Tensor] = {}
-    for rank in _own_ranks(plan, process):
+    for rank in own_ranks(process, plan.ranks):
         held = plan.tensors[rank]
         tensors = files.read_tensors(directory, plan, rank)
         for name in held.parameters:
@@ -289,8 +284,8 @@ def _held_of(
 ) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor]]:
     """The parameters and buffers of the model that a rank needs; of all ranks, with None."""
     needed = plan.tensors if rank is None else (plan.tensors[rank],)
-    names = {n for held in needed for n in (*held.parameters, *held.buffers)}
-    names |= {rows.table for name in names if (rows := rows_of(name))}
+    names = {name for held in needed for name in held.state}
+    names |= set(map(whole_name, names))
     # Frozen parameters that the step changes are buffers of the pipeline.
     changed = {name for held in plan.tensors for name in held.buffers}
     parameters = {n: p for n, p in model.named_parameters() if n in names and n not in changed}

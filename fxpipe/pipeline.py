@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,7 @@ from fxpipe.cost.symbolic import Expressions, PlanWork
 from fxpipe.errors import RunError
 from fxpipe.ir.graph import Section
 from fxpipe.plan import files
-from fxpipe.plan.artifact import Artifact, Plan
+from fxpipe.plan.artifact import Artifact, Plan, holders
 from fxpipe.plan.plan_costs import costs_of, known_work
 from fxpipe.runtime.outputs import On, StepResult
 from fxpipe.runtime.process import Process, agreed
@@ -30,10 +30,10 @@ from fxpipe.training.model_state import ModelState
 from fxpipe.training.optimizer import PipelineOptimizer, check_separable, grouped, made
 from fxpipe.training.pretrained import Pretrained, export
 from fxpipe.training.runner import LocalResult, Runner
-from fxpipe.training.save import agree, problem_of, save
+from fxpipe.training.save import save
 from fxpipe.training.shared_values import share_values
 from fxpipe.training.state_dict import copy_to_model, full_state_dict, load_state_dict, state_dict
-from fxpipe.vocabulary.rows import rows_of
+from fxpipe.vocabulary.rows import rows_of, whole_name
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,16 +266,15 @@ class Pipeline:
         Raises RunError for optimizers that update a parameter by values which other ranks hold.
         """
         self.model_state.follow_model()
-        rt = self.runtime
-        held = {name: self.parameter(name) for name in self.plan.tensors[rt.rank].gradients}
-        trained = {name: r for r, t in reversed(list(enumerate(self.plan.tensors))) for name in t.gradients}
+        rank = self.runtime.rank
+        held = {name: self.parameter(name) for name in self.plan.tensors[rank].gradients}
+        trained = holders(tensors.gradients for tensors in self.plan.tensors)
         if self.plan.ranks > 1:
             check_separable(cls, options, self.device, tables=any(map(rows_of, trained)))
-        names = sorted({rows.table if (rows := rows_of(name)) else name for name in trained})
         optimizer = PipelineOptimizer(
-            made(cls, grouped(held, groups, names), options),
+            made(cls, grouped(held, groups, {*map(whole_name, trained)}), options),
             {parameter: name for name, parameter in held.items()},
-            [parameter for name, parameter in held.items() if trained[name] == rt.rank],
+            [parameter for name, parameter in held.items() if trained[name][0] == rank],
             self.process,
             clip_grad_norm,
             norm_type,
@@ -333,12 +332,10 @@ class Pipeline:
         strict: raise ArtifactError for names that are missing or that the model does not have.
         Raises ArtifactError for another shape, and for two values of one tensor.
         """
-        if isinstance(state, (str, Path)):
-            with agreed(self.process, "load the state dict"), closing(Pretrained(Path(state))) as pretrained:
-                load_state_dict(self.model_state, pretrained, strict)
-        else:
-            with agreed(self.process, "load the state dict"):
-                load_state_dict(self.model_state, state, strict)
+        with agreed(self.process, "load the state dict"), ExitStack() as stack:
+            if isinstance(state, (str, Path)):
+                state = stack.enter_context(closing(Pretrained(Path(state))))
+            load_state_dict(self.model_state, state, strict)
         self.share_values()
 
     def export(
@@ -350,11 +347,12 @@ class Pipeline:
             ``from_pretrained`` opens the new one.  largest_file: weights beyond it are split over several.
         Raises ArtifactError, on all ranks, where the directory is not empty or cannot be written.
         """
-        state = self.full_state_dict()
-        leads = self.process is None or self.process.rank == 0
         source, target = None if like is None else Path(like), Path(directory)
-        problem = problem_of(lambda: export(state, target, source, largest_file)) if leads else ""
-        agree(problem, self.process)
+        with files.new_directory(target, self.process) as draft:
+            state = self.full_state_dict()
+            with agreed(self.process, "export"), files.writing(target):
+                if state:  # on rank 0
+                    export(state, draft, source, largest_file)
 
     def share_values(self) -> None:
         """Give each tensor that several ranks hold the values of the first of them.

@@ -34,6 +34,15 @@ class Normed(nn.Module):
         return {"logits": x, "loss": F.mse_loss(x, y)}
 
 
+class Constants(Normed):
+    """Constants that the model makes itself."""
+
+    def forward(self, x, y):
+        for k, block in enumerate(self.blocks):
+            x = block(x) * torch.tensor([1.0 + k / 8] * WIDTH)
+        return F.mse_loss(x, y)
+
+
 class Noisy(Normed):
     """Dropout as well."""
 
@@ -42,9 +51,14 @@ class Noisy(Normed):
 
 
 #: Cases without random numbers, whose training can be repeated by eager PyTorch; how each is compiled.
-TRAINED = {"norms": Case(Normed, numbers, rows=3), "vocabulary": CASES["tied_head"]}
+TRAINED = {
+    "norms": Case(Normed, numbers, rows=3),
+    "constants": Case(Constants, numbers, rows=3),
+    "vocabulary": CASES["tied_head"],
+}
 OPTIONS: dict[str, dict[str, Any]] = {
     "norms": {"schedule": "zb-v", "stages_per_rank": 2},
+    "constants": {"schedule": "1f1b"},
     "vocabulary": {"schedule": "1f1b", "vocab_parallel": True},
 }
 RANKS_OF_NORMS = {4: {"schedule": "zb-h1"}}  # 12 stages would be too many
@@ -106,6 +120,8 @@ def main(directory: Path) -> None:
             optimizer.zero_grad()
             evaluations.append(pipe.evaluate(batch))
         pipe.save(directory / name)
-        loaded = fxpipe.load(directory / name).evaluate(batch)
+        loaded = fxpipe.load(directory / name)
+        loaded.save(directory / f"{name} again")
+        loaded = loaded.evaluate(batch)
         found = {"training": torch.stack(losses), "evaluation": torch.stack(evaluations), "loaded": loaded}
         save_file(found, directory / f"{name}.{rank}.safetensors")

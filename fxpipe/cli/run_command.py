@@ -12,9 +12,10 @@ from fxpipe.api import load
 from fxpipe.cli.arguments import positive, positive_int
 from fxpipe.errors import ArtifactError
 from fxpipe.names import printable
-from fxpipe.plan.files import taken
+from fxpipe.pipeline import Pipeline
+from fxpipe.plan.files import check_free
 from fxpipe.runtime.process import reported
-from fxpipe.training.data import data_from
+from fxpipe.training.data import Data, data_from
 from fxpipe.training.loop import DECAYS, Settings, train
 
 
@@ -44,8 +45,13 @@ def add_to(commands: Any, line: str) -> None:
         metavar="X",
         help="clip the gradient norm of the whole model (default: no clipping)",
     )
-    add("--checkpoints", type=Path, metavar="DIR", help="directory of checkpoints; the run resumes from it")
-    add("--every", type=positive_int, metavar="N", help="steps from one checkpoint to the next")
+    add(
+        "--checkpoints",
+        type=Path,
+        metavar="DIR",
+        help="directory of checkpoints: the run resumes from the newest, and writes one at its end",
+    )
+    add("--every", type=positive_int, metavar="N", help="also write one after every N steps")
     add("--keep", type=positive_int, default=3, metavar="N", help="number of checkpoints to keep (3)")
     add("--log-every", type=positive_int, default=1, metavar="N", help="steps from one line to the next (1)")
     add("--evaluate", metavar="FILE", help="data for evaluation, of a pipeline compiled with evaluation=True")
@@ -77,9 +83,8 @@ def add_to(commands: Any, line: str) -> None:
 
 
 def _run(options: argparse.Namespace) -> None:
-    problem = taken(options.save.absolute()) if options.save is not None else ""
-    if problem:
-        raise ArtifactError(problem)
+    if options.save is not None:
+        check_free(options.save.absolute())
     if options.every is not None and options.checkpoints is None:
         raise ArtifactError("--every needs --checkpoints, the directory for them.")
     pipe = load(options.directory, offload_directory=options.offload_directory, timeout=options.timeout)
@@ -99,14 +104,16 @@ def _run(options: argparse.Namespace) -> None:
         save=options.save,
         tensorboard=options.tensorboard,
     )
-    step = pipe.plan.step
     with reported(pipe.process):
-        leaves = None if pipe.process is None else pipe.leaves(pipe.process.rank)
-        data = data_from(options.data, step.batch, step.microbatches, leaves)
-        evaluated = None
-        if options.evaluate is not None:
-            evaluated = data_from(options.evaluate, step.batch, step.microbatches)
+        data = _data(options.data, pipe)
+        evaluated = None if options.evaluate is None else _data(options.evaluate, pipe.evaluation or pipe)
         train(pipe, data, settings, evaluated)
+
+
+def _data(given: str, pipe: Pipeline) -> Data:
+    """The data that this process needs for a pipeline."""
+    step = pipe.plan.step
+    return data_from(given, step.batch, step.microbatches, None if pipe.process is None else pipe.leaves())
 
 
 def _log_to_stdout() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,7 +11,7 @@ import torch
 
 from fxpipe.cost.symbolic import PlanWork
 from fxpipe.errors import ArtifactError
-from fxpipe.plan.plan_check import check_plan
+from fxpipe.plan.plan_check import check_plan, dtype_of
 from fxpipe.runtime.offloader import Tier
 from fxpipe.runtime.rank import StepSpec
 from fxpipe.runtime.tensors import is_dense
@@ -44,6 +45,24 @@ class RankTensors:
     constants: tuple[str, ...]
     gradients: tuple[str, ...]
 
+    @property
+    def state(self) -> tuple[str, ...]:
+        """The parameters and buffers."""
+        return self.parameters + self.buffers
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.state + self.constants
+
+
+def holders(names: Iterable[Iterable[str]]) -> dict[str, list[int]]:
+    """The ranks that hold each name, in order; ``names``: those of each rank."""
+    found: dict[str, list[int]] = {}
+    for rank, held in enumerate(names):
+        for name in held:
+            found.setdefault(name, []).append(rank)
+    return found
+
 
 @dataclass(frozen=True)
 class TensorLayout:
@@ -58,6 +77,10 @@ class TensorLayout:
         """As it is, or contiguous where it does not fill its memory (a file cannot hold that)."""
         dense = tensor if is_dense(tensor) else torch.empty(tensor.shape, device="meta")
         return TensorLayout(tuple(tensor.shape), dense.stride(), str(tensor.dtype))
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """A tensor of this layout without values."""
+        return torch.empty_strided(self.shape, self.stride, dtype=dtype_of(self.dtype), device=device)
 
 
 @dataclass(frozen=True)

@@ -39,22 +39,20 @@ AGAIN = "Save the pipeline again."
 def new_directory(path: Path, process: Process | None) -> Iterator[Path]:
     """A temporary directory, which is renamed to ``path`` at the end, or removed after an error.
 
-    Under torchrun all ranks write to the same one.
+    Under torchrun all ranks call this, and end the block alike (``process.agreed``); rank 0 alone makes the
+    directory and writes to it.
     """
     path = path.absolute()
     draft = path.with_name(f".{path.name}.draft")
     leads = process is None or process.rank == 0
-    problem = _begin(path, draft) if leads else ""
-    if process is not None:
-        problem = process.broadcast_bytes(
-            problem.encode(errors="backslashreplace") if leads else None
-        ).decode()
-    if problem:
-        raise ArtifactError(problem)
+    with agreed(process, "save"), writing(path):
+        if leads:
+            check_free(path)
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(parents=True)
     try:
-        with agreed(process, f"write to {draft}"):
-            yield draft
-        with agreed(process, f"rename {draft} to {path}"):
+        yield draft
+        with agreed(process, "save"), writing(path):
             if leads:
                 if path.exists():
                     path.rmdir()
@@ -64,26 +62,23 @@ def new_directory(path: Path, process: Process | None) -> Iterator[Path]:
             shutil.rmtree(draft, ignore_errors=True)
 
 
-def _begin(path: Path, draft: Path) -> str:
-    """Make the temporary directory; return the reason if that is impossible."""
-    problem = taken(path)
-    if problem:
-        return problem
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise ArtifactError, naming ``path``, for errors of the system in a block that writes to it."""
+    if "\0" in str(path):
+        raise ArtifactError(f"{str(path)!r} is no path: it holds a null byte.")
     try:
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
-    except (OSError, ValueError) as error:  # ValueError: a path with a null byte
-        return f"{path} cannot be written: {error}"
-    return ""
+        yield
+    except (OSError, SafetensorError) as error:
+        raise ArtifactError(f"{path} cannot be written: {error}") from error
 
 
-def taken(path: Path) -> str:
-    """The reason why no pipeline can be saved at ``path``; empty if one can."""
+def check_free(path: Path) -> None:
+    """Raise ArtifactError if there is something at ``path`` that a new directory would replace."""
     if path.exists() and not path.is_dir():
-        return f"{path} is a file. Name a new directory to save the pipeline in."
+        raise ArtifactError(f"{path} is a file. Name a new directory.")
     if path.exists() and any(path.iterdir()):
-        return f"{path} is not empty. Name a new directory, or remove it first."
-    return ""
+        raise ArtifactError(f"{path} is not empty. Name a new directory, or remove it first.")
 
 
 def write_programs(artifact: Artifact, directory: Path) -> None:
@@ -119,16 +114,6 @@ def evaluation_directory(directory: Path) -> Path:
     return directory / "evaluation"
 
 
-def write_evaluation(artifact: Artifact, directory: Path) -> None:
-    """Write the programs of ``pipe.evaluate`` into the directory of the pipeline, whose tensors they use."""
-    directory = evaluation_directory(directory)
-    directory.mkdir()
-    for rank, program in enumerate(artifact.programs):
-        constants = {name: artifact.constants[name] for name in artifact.plan.tensors[rank].constants}
-        write_tensors(constants, program, directory, rank, 0)
-    write_programs(artifact, directory)
-
-
 def read_evaluation(directory: Path, trained: Plan, ranks: Iterable[int]) -> Artifact | None:
     """Read the programs of ``pipe.evaluate`` and their constants on these ranks; None if there are none.
 
@@ -144,7 +129,7 @@ def read_evaluation(directory: Path, trained: Plan, ranks: Iterable[int]) -> Art
         missing = {*held.parameters} - {*theirs.parameters} | {*held.buffers} - {*theirs.buffers}
         for name in sorted(missing):
             raise ArtifactError(f"{directory} needs {shown(name)}, which rank {rank} does not hold. {AGAIN}")
-        for name in (*held.parameters, *held.buffers):
+        for name in held.state:
             if plan.layouts[name] != trained.layouts[name]:
                 raise ArtifactError(f"{directory} needs {shown(name)} in another layout. {AGAIN}")
     constants: dict[str, torch.Tensor] = {}
@@ -211,7 +196,7 @@ def read_tensors(
     """
     path, held = directory / f"rank{rank}.safetensors", plan.tensors[rank]
     if names is None:
-        names = (*held.parameters, *held.buffers, *held.constants)
+        names = held.names
     with open_tensors(path) as file:
         found = set(file.keys())
         for name in sorted(found.symmetric_difference(names)):

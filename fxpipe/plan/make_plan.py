@@ -30,7 +30,7 @@ from fxpipe.schedule.lowering.lower import Collective
 from fxpipe.schedule.ops import order_text
 from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.version import __version__
-from fxpipe.vocabulary.rows import rows_of
+from fxpipe.vocabulary.rows import whole_name
 
 
 def make_plan(
@@ -114,8 +114,8 @@ def with_tensors_of(plan: Plan, sections: Sequence[Section], trained: Plan) -> P
                 "training. Compile it by itself, with gradients=False."
             )
         tensors.append(replace(held, parameters=parameters, buffers=buffers))
-    names = {n for held in tensors for n in (*held.parameters, *held.buffers, *held.constants)}
-    names |= {rows.table for name in names if (rows := rows_of(name))}
+    names = {name for held in tensors for name in held.names}
+    names |= set(map(whole_name, names))
     layouts = {name: layout for name, layout in plan.layouts.items() if name in names}
     return replace(plan, tensors=tuple(tensors), layouts=layouts, state=())
 

@@ -132,8 +132,7 @@ def _tensors(plan: Plan) -> None:
     known, tables = set(plan.layouts), dict[str, set[Rows]]()
     for rank, held in enumerate(plan.tensors):
         path = f"tensors[{rank}]"
-        names = (*held.parameters, *held.buffers, *held.constants)
-        _distinct(path, names)
+        _distinct(path, held.names)
         _distinct(f"{path}.gradients", held.gradients)
         own = set(held.parameters)
         for kind in ("parameters", "buffers", "constants"):
@@ -151,7 +150,7 @@ def _tensors(plan: Plan) -> None:
     _distinct("state", [key for key, _ in plan.state])
     for k, (_, name) in enumerate(plan.state):
         _fits(f"state[{k}][1]", name, name in known and not rows_of(name), "a name in layouts")
-    spare = known - {n for h in plan.tensors for n in (*h.parameters, *h.buffers, *h.constants)} - set(tables)
+    spare = known - {n for h in plan.tensors for n in h.names} - set(tables)
     if spare:
         raise Misfit(f"has {shown(min(spare))}, which no rank holds", "layouts")
 

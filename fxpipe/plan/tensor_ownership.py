@@ -10,10 +10,10 @@ from torch import fx, nn
 from fxpipe.errors import CaptureError, LimitError
 from fxpipe.ir.graph import Kind, Section
 from fxpipe.ir.storage import output_dict
-from fxpipe.plan.artifact import RankTensors, TensorLayout
+from fxpipe.plan.artifact import RankTensors, TensorLayout, holders
 from fxpipe.runtime.outputs import OutputSpec
 from fxpipe.schedule.lowering.lower import AllReduceGradient
-from fxpipe.vocabulary.rows import rows_of
+from fxpipe.vocabulary.rows import rows_of, whole_name
 
 
 def check_names(model: nn.Module) -> None:
@@ -39,7 +39,7 @@ def tensor_ownership(
         for value in (*section.inputs, *section.outputs):
             used[placement[section.stage]][value.kind].add(value.name)
     taken = set().union(*(u[Kind.PARAMETER] | u[Kind.GRADIENT] for u in used))
-    taken |= {rows.table for name in taken if (rows := rows_of(name))}
+    taken |= set(map(whole_name, taken))
     buffers = set().union(*(u[Kind.BUFFER] for u in used))  # with frozen parameters that the step changes
     spare_parameters = {n for n, _ in model.named_parameters()} - taken - buffers
     spare_buffers = {n for n, _ in model.named_buffers()} - buffers
@@ -82,11 +82,8 @@ def leaves_used(
 
 def tied_gradients(tensors: tuple[RankTensors, ...]) -> tuple[AllReduceGradient, ...]:
     """The sums of the gradients that several ranks make."""
-    holders: dict[str, list[int]] = {}
-    for rank, held in enumerate(tensors):
-        for name in held.gradients:
-            holders.setdefault(name, []).append(rank)
-    return tuple(AllReduceGradient(name, tuple(ranks)) for name, ranks in holders.items() if len(ranks) > 1)
+    trained = holders(held.gradients for held in tensors)
+    return tuple(AllReduceGradient(name, tuple(ranks)) for name, ranks in trained.items() if len(ranks) > 1)
 
 
 def weight_bytes(model: nn.Module, held: tuple[RankTensors, ...]) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -53,14 +54,18 @@ class Failures:
         beat, _, doing = (self.store.get(key).decode() if self.store.check([key]) else "").partition(" ")
         return beat, doing or "has not begun"
 
-    def survey(self) -> list[tuple[bool, str]]:
+    def survey(self, show: Callable[[], None] | None = None) -> list[tuple[bool, str]]:
         """Per rank: whether it gives signs of life, and what it was last seen to do.
 
-        Takes SILENCE seconds, less if a message of a failed rank is there before.
+        Takes SILENCE seconds, less if a message of a failed rank is there before.  show: gives a sign of life
+        of this rank, where the thread that calls this would otherwise do so.
         """
         before = [self.seen(rank)[0] for rank in range(self.ranks)]
-        end = time.monotonic() + SILENCE
-        while time.monotonic() < end and self.find() is None:
+        begun = shown = time.monotonic()
+        while (now := time.monotonic()) < begun + SILENCE and self.find() is None:
+            if show is not None and now > shown + BEAT:
+                show()
+                shown = now
             time.sleep(0.05)
         after = [self.seen(rank) for rank in range(self.ranks)]
         return [(beat != old, doing) for old, (beat, doing) in zip(before, after, strict=True)]

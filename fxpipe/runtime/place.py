@@ -10,10 +10,9 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
+_HERE, _FXPIPE = (str(folder) for folder in Path(__file__).parents[:2])
 #: Where the code of others lies: Python's, that of installed packages, and fxpipe itself.
-_OTHERS = tuple(
-    {*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parents[1])}
-)
+_OTHERS = tuple({*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), _FXPIPE})
 
 
 def place_of_error(error: BaseException) -> str:
@@ -35,8 +34,12 @@ def place_of_main_thread() -> str:
 def _innermost(lines: Iterable[tuple[str, int]]) -> str:
     found = [(file, line) for file, line in lines if not file.startswith("<frozen")]
     own = [(file, line) for file, line in found if not file.startswith(_OTHERS)]
+    # ``fxpipe run`` has no code of the user: then what called the runtime.
+    callers = [
+        (file, line) for file, line in found if file.startswith(_FXPIPE) and not file.startswith(_HERE)
+    ]
     if not found:
         return "an unknown place"
-    file, line = (own or found)[-1]
+    file, line = (own or callers or found)[-1]
     text = linecache.getline(file, line).strip()
     return f"{Path(file).name}:{line}" + (f" ({text:.60})" if text else "")

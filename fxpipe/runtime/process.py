@@ -9,14 +9,14 @@ import os
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from fxpipe.errors import RunError
+from fxpipe.errors import ArtifactError, RunError
 from fxpipe.runtime.accelerator import BACKENDS, is_accelerator, select
 from fxpipe.runtime.attempt import agree_on_attempt
 from fxpipe.runtime.backend import Place, backend_of, choose
@@ -116,18 +116,11 @@ class Process:
     def agreed(self, what: str) -> Iterator[None]:
         """Run a block without communication on all ranks; if it fails on one, all of them raise.
 
-        That rank raises its own error and the others a RunError, so that the run can go on.
-        what: the block as text, for "Rank 1 could not …".
+        That rank raises its own error and the others one with its message, an ArtifactError if it is one and
+        else a RunError, so that the run can go on.  what: the block as text, for "Rank 1 could not …".
         """
-        try:
+        with agreed_by(self.gather, what):
             yield
-        except Exception as error:
-            with contextlib.suppress(RunError):  # the ranks that are left raise it
-                self.gather(in_short(error).encode(errors="backslashreplace") or b"?")
-            raise
-        for rank, message in enumerate(self.gather(b"")):
-            if message:
-                raise RunError(f"Rank {rank} could not {what}: {message.decode()}")
 
     def check_same(self, value: bytes, what: str) -> None:
         """Raise RunError on all ranks if a value differs between them; ``what``: its name."""
@@ -239,6 +232,30 @@ def _broadcast_bytes(data: bytes | None, control: dist.ProcessGroup) -> bytes:
     return payload.numpy().tobytes()
 
 
+def own_ranks(process: Process | None, ranks: int) -> Sequence[int]:
+    """The ranks that this process runs: one, or all of them if there is no other process."""
+    return range(ranks) if process is None else [process.rank]
+
+
+@contextlib.contextmanager
+def agreed_by(gather: Callable[[bytes], list[bytes]], what: str) -> Iterator[None]:
+    """``Process.agreed``, by a function that gathers bytes of every rank on every rank."""
+    try:
+        yield
+    except Exception as error:
+        name = (ArtifactError if isinstance(error, ArtifactError) else RunError).__name__
+        with contextlib.suppress(RunError):  # the ranks that are left raise it
+            gather(f"{name} {in_short(error)}".encode(errors="backslashreplace"))
+        raise
+    for rank, message in enumerate(gather(b"")):
+        if message:
+            name, _, text = message.decode().partition(" ")
+            raise _AGREED[name](f"Rank {rank} could not {what}: {text}")
+
+
+_AGREED = {kind.__name__: kind for kind in (ArtifactError, RunError)}
+
+
 @contextlib.contextmanager
 def agreed(process: Process | None, what: str) -> Iterator[None]:
     """``process.agreed``, where there is a process."""
@@ -259,7 +276,9 @@ def reported(process: Process | None) -> Iterator[None]:
 
 def as_timeout(given: float | timedelta | None) -> timedelta | None:
     """A time limit, given in seconds or as a timedelta.  Raises RunError unless it is above 0."""
-    limit = timedelta(seconds=given) if isinstance(given, int | float) else given
-    if limit is not None and not limit > timedelta():
-        raise RunError(f"timeout={given!r} is not above 0. Give seconds, or a datetime.timedelta.")
-    return limit
+    limit = given
+    if isinstance(given, int | float) and 0 < given <= timedelta.max.total_seconds():
+        limit = timedelta(seconds=given)
+    if limit is None or (isinstance(limit, timedelta) and limit > timedelta()):
+        return limit
+    raise RunError(f"timeout={given!r} is no time above 0. Give seconds, or a datetime.timedelta.")

@@ -161,7 +161,7 @@ class Watch:
             return
         if now - self._since >= self._said:
             self._said *= 2
-            gone, rest = _others(self.failures.survey(), self.failures.rank)
+            gone, rest = _others(self.failures.survey(self._show), self.failures.rank)
             text = "%srank %d %s, for %.0f s now.%s"
             log.warning(text, gone, self.failures.rank, doing, now - self._since, rest)
 

@@ -9,8 +9,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,16 +19,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from fxpipe.errors import ArtifactError, RunError
-from fxpipe.plan.files import checksum
-from fxpipe.runtime.process import agreed
+from fxpipe.errors import ArtifactError, FxpipeError, RunError
+from fxpipe.plan.files import checksum, writing
+from fxpipe.runtime.process import agreed, agreed_by
 from fxpipe.strict import unstructure
 from fxpipe.training import checkpoint_files as files
 from fxpipe.training import tensor_store
 from fxpipe.training.optimizer import PipelineOptimizer
 from fxpipe.training.plain import from_json, to_json
 from fxpipe.training.tensor_store import Part
-from fxpipe.training.training_state import Record, Stateful, record_of, restore, tensors_of
+from fxpipe.training.training_state import Record, Stateful, contents_for, record_of, restore, tensors_of
 
 if TYPE_CHECKING:
     from fxpipe.pipeline import Pipeline
@@ -61,9 +62,9 @@ class Checkpointer:
         keep: int = 3,
         asynchronous: bool = True,
     ):
-        """directory: on a disk that all ranks see.  state: objects with ``state_dict`` and
-        ``load_state_dict``, by name (schedulers, loaders): that of rank 0
-            is kept, and all ranks get it.
+        """directory: on a disk that all ranks see.
+        state: objects with ``state_dict`` and ``load_state_dict``, by name (schedulers, loaders).  Rank 0's
+            state of them is kept, and all ranks get it, as all ranks take the same batches.
         every: steps from one checkpoint to the next; None for those of ``save`` alone, and of a SIGTERM.
         keep: the number of checkpoints that are kept.
         asynchronous: copy the tensors and write them in the background, while training goes on.
@@ -94,15 +95,17 @@ class Checkpointer:
         Raises ArtifactError, before anything has changed, for one that is damaged, naming the file, and for
         one of another model, naming the first tensor that differs.
         """
-        newest = list(files.checkpoints(self.directory).values())[-1:] if self._rank == 0 else []
-        name = self._from_first("".join(path.name for path in newest))
+        found = files.newest(self.directory) if self._rank == 0 else None
+        name = self._from_first("" if found is None else found.name)
         if not name:
             return False
-        path = self.directory / name
+        path, state = self.directory / name, self.pipe.model_state
         with agreed(self._process, f"resume from {path}"):
             record = self._verified(path)
         with agreed(self._process, f"resume from {path}"):
-            restore(self.pipe.model_state, self.optimizer, self.user, path, record, self._rank)
+            contents = contents_for(state.plan, self.optimizer, self.user, path, record)
+        with agreed(self._process, f"resume from {path}"):
+            restore(state, self.optimizer, self.user, contents, self._rank)
         self.pipe.step_number = record.step_number
         return True
 
@@ -137,19 +140,15 @@ class Checkpointer:
             return None
         try:
             return writing.result()
-        except (OSError, RuntimeError, CheckpointException, ArtifactError) as error:
-            cause = error.failures if isinstance(error, CheckpointException) else {}
-            text = "; ".join(f"rank {r}: {e[0]}" for r, e in sorted(cause.items())) or str(error)
+        except (OSError, RuntimeError, FxpipeError, CheckpointException) as error:
             raise RunError(
-                f"The checkpoint in {self.directory} could not be written: {text}. "
+                f"The checkpoint in {self.directory} could not be written: {_reason(error)}. "
                 "The earlier ones are whole."
             ) from error
 
     def close(self) -> None:
         """Wait for the last checkpoint, and handle SIGTERM as before."""
-        if self._handler is not None:
-            signal.signal(signal.SIGTERM, self._handler)
-            self._handler = None
+        self._restore_handler()
         try:
             self.wait()
         finally:
@@ -162,42 +161,60 @@ class Checkpointer:
         if kind is None or self._process is None:
             self.close()
         else:  # another rank may have ended, and the one being written may never be complete
+            self._restore_handler()
             self._background.shutdown(wait=False, cancel_futures=True)
+
+    def _restore_handler(self) -> None:
+        if self._handler is not None:
+            signal.signal(signal.SIGTERM, self._handler)
+            self._handler = None
 
     def _start(self) -> None:
         self.wait()
         step, state = self.pipe.step_number, self.pipe.model_state
-        state.follow_model()
         tensors: dict[str, torch.Tensor | Part] = {}
-        own = self.user if self._rank == 0 else {}
-        record = record_of(state, self.optimizer, step, own, tensors)
-        tensors |= tensors_of(state, self.optimizer, self._rank)
-        if self.asynchronous:
-            tensors = {name: _staged(tensor) for name, tensor in tensors.items()}
+        with agreed(self._process, f"begin the checkpoint of step {step}"):
+            state.follow_model()
+            own = self.user if self._rank == 0 else {}
+            record = record_of(state, self.optimizer, step, own, tensors)
+            tensors |= tensors_of(state, self.optimizer, self._rank)
+            if self.asynchronous:
+                tensors = {name: _staged(tensor) for name, tensor in tensors.items()}
         self._writing = self._background.submit(self._write, step, record, tensors)
 
     def _write(self, step: int, record: Record, tensors: dict[str, torch.Tensor | Part]) -> Path:
         """Runs in the background thread on every rank."""
-        if self._rank == 0:
-            problem = _problem(lambda: files.begin(self.directory, step))
-        self._raise_first(self._all(problem if self._rank == 0 else ""))
+        try:
+            return self._written(step, record, tensors)
+        finally:
+            if self._rank == 0:
+                files.discard(self.directory, step)
+
+    def _written(self, step: int, record: Record, tensors: dict[str, torch.Tensor | Part]) -> Path:
+        with self._agreed("begin"):
+            if self._rank == 0:
+                files.begin(self.directory, step)
         draft = files.draft_of(self.directory, step)
         tensor_store.write(tensors, draft, self._group)
+        with self._agreed("compute checksums"):
+            own = json.dumps([self._sums(draft), record.fields])
         sums: dict[str, str] = {}
         fields: dict[str, Any] = {}
-        for found, held in self._all((self._sums(draft), record.fields)):
+        for text in self._gather(own.encode()):
+            found, held = json.loads(text)
             sums |= found
             fields |= from_json(held, {})
-        path = files.path_of(self.directory, step)
-        problem = ""
-        if self._rank == 0:
-            whole = dataclasses.replace(record, fields=to_json(fields, {}, "", "the optimizer's state"))
-            text = json.dumps(unstructure(whole), indent=1)
-            problem = _problem(lambda: files.complete(self.directory, step, text, sums))
-        self._raise_first(self._all(problem))
-        if self._rank == 0:
-            files.keep_newest(self.directory, self.keep)
-        return path
+        with self._agreed("complete"):
+            if self._rank == 0:
+                whole = dataclasses.replace(record, fields=to_json(fields, None, "", "the optimizer's state"))
+                state = json.dumps(unstructure(whole), indent=1)
+                files.complete(self.directory, step, state, sums)
+                files.keep_newest(self.directory, self.keep)
+        return files.path_of(self.directory, step)
+
+    def _agreed(self, what: str) -> AbstractContextManager[None]:
+        """``Process.agreed``, in the background thread."""
+        return agreed_by(self._gather, f"{what} the checkpoint")
 
     def _sums(self, path: Path) -> dict[str, str]:
         """Checksums of the files that this rank looks at; the ranks share them."""
@@ -215,9 +232,11 @@ class Checkpointer:
     def _check_directory(self) -> None:
         """All ranks must see what rank 0 writes."""
         probe = self.directory / f".probe-{self._from_first(secrets.token_hex(8))}"
-        with agreed(self._process, f"write to {self.directory}"):
-            if self._rank == 0 and (problem := _problem(lambda: _make_probe(probe))):
-                raise ArtifactError(problem)
+        with agreed(self._process, f"write to {self.directory}"), writing(self.directory):
+            if self._rank == 0:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                files.put_back(self.directory)
+                probe.write_text("")
         try:
             with agreed(self._process, "see the directory of checkpoints"):
                 end = time.monotonic() + PATIENCE
@@ -239,33 +258,20 @@ class Checkpointer:
             return text
         return self._process.broadcast_bytes(text.encode() if self._rank == 0 else None).decode()
 
-    def _all(self, value: Any) -> list[Any]:
-        """The values of all ranks, in the background thread."""
+    def _gather(self, data: bytes) -> list[bytes]:
+        """The bytes of every rank, in the background thread."""
         if self._process is None:
-            return [value]
-        values: list[Any] = [None] * self._process.ranks
-        dist.all_gather_object(values, value, self._group)
-        return values
-
-    @staticmethod
-    def _raise_first(problems: list[str]) -> None:
-        for problem in problems:
-            if problem:
-                raise ArtifactError(problem)
+            return [data]
+        found: list[Any] = [None] * self._process.ranks
+        dist.all_gather_object(found, data, self._group)
+        return found
 
 
-def _make_probe(probe: Path) -> None:
-    probe.parent.mkdir(parents=True, exist_ok=True)
-    probe.write_text("")
-
-
-def _problem(function: Callable[[], Any]) -> str:
-    """What a function fails with, for the other ranks; empty if it does not."""
-    try:
-        function()
-    except (OSError, ValueError) as error:
-        return str(error)
-    return ""
+def _reason(error: BaseException) -> str:
+    """Why a checkpoint could not be written; torch's own exception has those of all ranks."""
+    if isinstance(error, CheckpointException):
+        return "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in sorted(error.failures.items()))
+    return str(error)
 
 
 def _staged(tensor: torch.Tensor | Part) -> torch.Tensor | Part:

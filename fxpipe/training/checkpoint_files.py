@@ -20,6 +20,7 @@ from fxpipe.plan.files import checksum
 from fxpipe.strict import MEBIBYTE, Misfit, read_text, shown
 
 SUMS, STATE = "SHA256SUMS", "state.json"
+REPLACED = ".replaced"  # the end of the hidden name of a checkpoint while a new one takes its place
 
 
 def path_of(directory: Path, step: int) -> Path:
@@ -37,12 +38,26 @@ def checkpoints(directory: Path) -> dict[int, Path]:
     return {step: path_of(directory, step) for step in steps}
 
 
+def newest(directory: Path) -> Path | None:
+    """The newest complete checkpoint, if there is one."""
+    return next(reversed(checkpoints(directory).values()), None)
+
+
 def begin(directory: Path, step: int) -> Path:
-    """Make the directory of a new checkpoint, under its hidden name."""
+    """Make the directory of a new checkpoint, under its hidden name.
+
+    Removes all that earlier runs left unfinished, as the disk may be full of it.
+    """
+    for path in directory.glob(".step-*"):
+        shutil.rmtree(path, ignore_errors=True)
     draft = draft_of(directory, step)
-    shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir()
     return draft
+
+
+def discard(directory: Path, step: int) -> None:
+    """Remove what was written of a checkpoint that will not be completed."""
+    shutil.rmtree(draft_of(directory, step), ignore_errors=True)
 
 
 def complete(directory: Path, step: int, state: str, sums: Mapping[str, str]) -> Path:
@@ -52,19 +67,27 @@ def complete(directory: Path, step: int, state: str, sums: Mapping[str, str]) ->
     sums = {**sums, STATE: checksum(draft / STATE)}
     _write(draft / SUMS, "".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
     _synchronize(draft)
+    hidden = path.with_name(f".{path.name}{REPLACED}")
     if path.exists():  # of a run that went on from an earlier checkpoint
-        _remove(path)
+        path.rename(hidden)
     draft.rename(path)
     _synchronize(directory)
+    shutil.rmtree(hidden, ignore_errors=True)
     return path
 
 
+def put_back(directory: Path) -> None:
+    """Give a checkpoint its name again that was about to be replaced when the run was killed."""
+    for hidden in directory.glob(f".step-*{REPLACED}"):
+        path = directory / hidden.name.removeprefix(".").removesuffix(REPLACED)
+        if not path.exists():
+            hidden.rename(path)
+
+
 def keep_newest(directory: Path, number: int) -> None:
-    """Remove all but the newest checkpoints, and what earlier runs left unfinished."""
+    """Remove all but the newest checkpoints."""
     for path in list(checkpoints(directory).values())[:-number]:
         _remove(path)
-    for path in directory.glob(".step-*"):
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def read_state(path: Path) -> str:
@@ -82,7 +105,12 @@ def read_sums(path: Path) -> dict[str, str]:
         lines = read_text(path / SUMS, MEBIBYTE).splitlines()
     except Misfit as error:
         raise ArtifactError(f"{path / SUMS} {error}. {_instead(path)}") from error
-    sums = {name: found for found, _, name in (line.partition("  ") for line in lines)}
+    sums = {}
+    for number, line in enumerate(lines, 1):
+        match = re.fullmatch(r"([0-9a-f]{64})  (.+)", line)
+        if match is None:
+            raise ArtifactError(f"{path / SUMS}: line {number} is no checksum of a file. {_instead(path)}")
+        sums[match[2]] = match[1]
     held = {file.name for file in path.iterdir()} - {SUMS}
     for name in sorted(held ^ {STATE, *sums}):
         wrong = "is missing" if name not in held else f"is not in {SUMS}"

@@ -19,7 +19,8 @@ from fxpipe.training.training_state import Stateful
 
 
 class Data(Protocol):
-    """``once``: the number of whole batches, if it is known.  ``state``: what a checkpoint keeps of it."""
+    """``once``: the number of whole batches, None if it is not known.  ``state``: what a checkpoint keeps of
+    it."""
 
     once: int | None
     state: dict[str, Stateful]
@@ -52,14 +53,17 @@ class FileData:
             file: Any = safe_open(path, "pt")
             held = set(file.keys())
         except (Misfit, OSError, SafetensorError) as error:
-            raise BatchError(f"{path} cannot be read as a safetensors file: {error}") from error
+            wrong = error if isinstance(error, Misfit) else f"cannot be read as a safetensors file: {error}"
+            raise BatchError(f"{path} {wrong}") from error
         for leaf in tensors:
             if leaf.name not in held:
                 raise BatchError(f"{path} has no tensor {leaf.name!r}; it holds {', '.join(sorted(held))}.")
         self._slices = {leaf.name: file.get_slice(leaf.name) for leaf in tensors if leaf.shape}
         self._whole = {leaf.name: file.get_tensor(leaf.name) for leaf in tensors if not leaf.shape}
-        total = min((s.get_shape()[0] for s in self._slices.values() if s.get_shape()), default=self._rows)
-        self.once: int | None = total // self._rows
+        # Of all leaves in the file: a rank that needs none must make as many steps as the others.
+        shapes = [file.get_slice(leaf.name).get_shape() for leaf in spec.leaves if leaf.name in held]
+        total = min((shape[0] for shape in shapes if shape), default=self._rows)
+        self.once: int | None = total // self._rows if shapes else None
         if self.once == 0:
             raise BatchError(
                 f"{path} has {total} rows, but one batch of this pipeline takes {self._rows}: give more "
@@ -67,8 +71,7 @@ class FileData:
             )
 
     def batch(self, step: int) -> dict[str, Any]:
-        assert self.once is not None
-        start = step % self.once * self._rows
+        start = step % (self.once or 1) * self._rows
         rows = {name: s[start : start + self._rows] for name, s in self._slices.items() if s.get_shape()}
         return {**rows, **self._whole, **self._fixed}
 

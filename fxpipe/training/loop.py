@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -40,9 +41,10 @@ class Settings:
 
     ``clip``: the largest norm of the gradients.  ``warmup``: steps in which the learning rate grows.
     ``decay``: its course after that, to zero at the last step; one of ``DECAYS``.
-    ``checkpoints``: a directory; the run goes on from the newest one in it.  ``every``, ``keep``: see
-    Checkpointer.  ``log_every``: steps from one line of the log to the next.  ``evaluate_every``: steps from
-    one evaluation to the next; None for one at the end.
+    ``checkpoints``: a directory; the run goes on from the newest one in it, and writes one at its end.
+    ``every``, ``keep``: see Checkpointer.
+    ``log_every``: steps from one line of the log to the next.
+    ``evaluate_every``: steps from one evaluation to the next; None for one at the end.
     ``record``: the directory for the times of the last step; see :mod:`fxpipe.training.recorded`.
     ``save``: the directory for the trained pipeline.  ``tensorboard``: for the figures of the log.
     """
@@ -67,16 +69,18 @@ def train(pipe: Pipeline, data: Data, settings: Settings, evaluated: Data | None
 
     evaluated: the data of evaluations, each of which takes every whole batch once.
     """
-    steps = settings.steps or data.once
+    batches = _batches(pipe, data)  # by all ranks, with --steps too: files must not differ
+    steps = settings.steps or batches
     if steps is None:
         raise RunError("The length of the data is not known: give --steps.")
-    if evaluated is not None and not evaluated.once:
+    evaluations = None if evaluated is None else _batches(pipe, evaluated)
+    if evaluated is not None and evaluations is None:
         raise RunError("Evaluation takes every batch of its data once: give a safetensors file.")
     if evaluated is not None and pipe.evaluation is None:
         raise RunError(
             "The pipeline has no programs for evaluation: compile and save it with evaluation=True."
         )
-    rank = pipe.runtime.rank
+    leads = pipe.runtime.rank == 0
     optimizer = pipe.optimizer(torch.optim.AdamW, lr=settings.lr, clip_grad_norm=settings.clip)
     rate = LambdaLR(optimizer, lambda step: _factor(settings, step, steps))
     with ExitStack() as stack:
@@ -88,16 +92,10 @@ def train(pipe: Pipeline, data: Data, settings: Settings, evaluated: Data | None
                 keep=settings.keep,
             )  # fmt: skip
             stack.enter_context(checkpoints)
-            if checkpoints.resume() and rank == 0:
+            if checkpoints.resume() and leads:
                 logger.info("resumed after step %d", pipe.step_number - 1)
-        board = None
-        if settings.tensorboard is not None and rank == 0:
-            board = stack.enter_context(_TensorBoard(settings.tensorboard))
-        console = Console(quiet=rank != 0, stderr=True)
-        hidden = rank != 0 or not console.is_terminal
-        progress = stack.enter_context(Progress(console=console, disable=hidden))
-        bar = progress.add_task("train", total=steps, completed=pipe.step_number)
-        before, logged = time.perf_counter(), pipe.step_number
+        log = stack.enter_context(_Log(settings, steps, pipe.step_number)) if leads else None
+        begun, clock = pipe.step_number, _Clock(pipe.step_number)
         while pipe.step_number < steps:
             step = pipe.step_number
             loss = pipe.step(data.batch(step))
@@ -108,36 +106,51 @@ def train(pipe: Pipeline, data: Data, settings: Settings, evaluated: Data | None
             rate.step()
             optimizer.zero_grad()
             if logs:
-                seconds = (time.perf_counter() - before) / (step + 1 - logged)
-                before, logged = time.perf_counter(), step + 1
                 found = optimizer.last_norm if norm is None else norm
                 assert found is not None
-                figures = {"loss": float(loss), "lr": lr, "norm": float(found), **_speed(pipe, seconds)}
-                if rank == 0:
-                    logger.info("step %d  %s", step, _line(figures))
-                    if board is not None:
-                        board.add(figures, step)
-            progress.update(bar, completed=step + 1)
-            if evaluated is not None and _is_due(step, steps, settings.evaluate_every):
-                figure = evaluate(pipe, evaluated)
-                if rank == 0:
-                    logger.info("step %d  evaluation %.6f", step, figure)
-                    if board is not None:
-                        board.add({"evaluation": figure}, step)
+                speed = _speed(pipe, clock.seconds_per_step(step + 1))
+                figures = {"loss": float(loss), "lr": lr, "norm": float(found), **speed}
+                if log is not None:
+                    log.add(figures, step)
+            if log is not None:
+                log.advance(step + 1)
+            if evaluated is not None and evaluations and _is_due(step, steps, settings.evaluate_every):
+                with clock.stopped():
+                    figure = evaluate(pipe, evaluated, evaluations)
+                if log is not None:
+                    log.add({"evaluation": figure}, step)
             if checkpoints is not None:
                 checkpoints.step()
+        at_end = begun < steps and (settings.every is None or steps % settings.every != 0)
+        if checkpoints is not None and at_end:
+            checkpoints.save()
     if settings.record is not None:
-        write_spans(settings.record, rank, pipe.runtime.record.spans)
+        write_spans(settings.record, pipe.runtime.rank, pipe.runtime.record.spans)
     if settings.save is not None:
         pipe.save(settings.save)
-        if rank == 0:
+        if leads:
             logger.info("saved: %s", settings.save)
 
 
-def evaluate(pipe: Pipeline, data: Data) -> float:
-    """The mean loss of all whole batches."""
-    assert data.once is not None
-    return sum(float(pipe.evaluate(data.batch(k))) for k in range(data.once)) / data.once
+def evaluate(pipe: Pipeline, data: Data, batches: int) -> float:
+    """The mean loss of the first batches."""
+    return sum(float(pipe.evaluate(data.batch(k))) for k in range(batches)) / batches
+
+
+def _batches(pipe: Pipeline, data: Data) -> int | None:
+    """The number of whole batches; None if no rank knows it.  Raises RunError where it differs by rank."""
+    if pipe.process is None:
+        return data.once
+    texts = pipe.process.gather(json.dumps(data.once).encode())
+    known = {rank: json.loads(text) for rank, text in enumerate(texts) if text != b"null"}
+    first = next(iter(known.values()), None)
+    for rank, number in known.items():
+        if number != first:
+            raise RunError(
+                f"Rank {rank} has {number} batches of data, and rank {min(known)} has {first}. Give all "
+                "ranks the same rows."
+            )
+    return first
 
 
 def _is_due(step: int, steps: int, every: int | None) -> bool:
@@ -170,27 +183,69 @@ def _speed(pipe: Pipeline, seconds: float) -> dict[str, float]:
     }
 
 
-_FORMATS = {"loss": ".6f", "lr": ".2e", "norm": ".3g", "bubble": ".0%", "predicted": ".0%"}
+class _Clock:
+    """Measures the seconds of a step, without those for which it was stopped."""
+
+    def __init__(self, steps: int):
+        """steps: the number of steps that were run before."""
+        self._since, self._steps = time.perf_counter(), steps
+
+    def seconds_per_step(self, steps: int) -> float:
+        """The mean since the last call, after ``steps`` steps in all."""
+        now = time.perf_counter()
+        seconds = (now - self._since) / (steps - self._steps)
+        self._since, self._steps = now, steps
+        return seconds
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        begun = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - begun
 
 
-def _line(figures: dict[str, float]) -> str:
-    return "  ".join(f"{name} {value:{_FORMATS.get(name, ',.0f')}}" for name, value in figures.items())
+_FORMATS = {
+    "loss": ".6f",
+    "evaluation": ".6f",
+    "lr": ".2e",
+    "norm": ".3g",
+    "bubble": ".0%",
+    "predicted": ".0%",
+}
 
 
-class _TensorBoard:
-    def __init__(self, directory: Path):
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise RunError("--tensorboard needs TensorBoard: pip install tensorboard.") from error
-        self._writer = SummaryWriter(str(directory))
+class _Log:
+    """Shows figures in the log and, if asked to, in TensorBoard; a progress bar on terminals."""
 
-    def __enter__(self) -> _TensorBoard:
+    def __init__(self, settings: Settings, steps: int, done: int):
+        console = Console(stderr=True)
+        self._progress = Progress(console=console, disable=not console.is_terminal)
+        self._bar = self._progress.add_task("train", total=steps, completed=done)
+        self._board = None if settings.tensorboard is None else _board(settings.tensorboard)
+
+    def __enter__(self) -> _Log:
+        self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._writer.close()
+        self._progress.stop()
+        if self._board is not None:
+            self._board.close()
 
     def add(self, figures: dict[str, float], step: int) -> None:
-        for name, value in figures.items():
-            self._writer.add_scalar(name, value, step)
+        texts = (f"{name} {value:{_FORMATS.get(name, ',.0f')}}" for name, value in figures.items())
+        logger.info("step %d  %s", step, "  ".join(texts))
+        if self._board is not None:
+            for name, value in figures.items():
+                self._board.add_scalar(name, value, step)
+
+    def advance(self, done: int) -> None:
+        self._progress.update(self._bar, completed=done)
+
+
+def _board(directory: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise RunError("--tensorboard needs TensorBoard: pip install tensorboard.") from error
+    return SummaryWriter(str(directory))

@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 from fxpipe.errors import RunError
-from fxpipe.plan.artifact import Plan, RankTensors
-from fxpipe.plan.plan_check import dtype_of
-from fxpipe.runtime.process import Process
+from fxpipe.plan.artifact import Plan, holders
+from fxpipe.runtime.process import Process, own_ranks
 from fxpipe.runtime.rank import Runtime
-from fxpipe.vocabulary.rows import rows_of
+from fxpipe.vocabulary.rows import rows_of, whole_name
 
 
 @dataclass(eq=False)
@@ -63,7 +62,8 @@ class ModelState:
         now |= model.named_buffers()
         held: tuple[dict[str, Any], ...] = (self.parameters, self.buffers)
         for mine in held:
-            for name, old in mine.items():
+            for own_name, old in list(mine.items()):
+                name = whole_name(own_name)
                 new = now.get(name)
                 if new is not None and new.is_meta:
                     continue  # load_state_dict gave the pipeline its own tensors
@@ -76,6 +76,8 @@ class ModelState:
                         f"The model's {name}, {layout.dtype} of shape {layout.shape}, {found}. Compile the "
                         "model again."
                     )
+                if own_name != name:  # rows, loaded when the model was on the meta device
+                    del mine[own_name]
                 if new is not old:
                     mine[name] = new
 
@@ -96,8 +98,8 @@ class ModelState:
     def held_by(self, rank: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """The parameters and buffers that a rank holds."""
         held = self.plan.tensors[rank]
-        params = {n: self.parameter(n).detach() for n in held.parameters}
-        return params, {n: self.buffers[n] for n in held.buffers}
+        params = {name: self.parameter(name).detach() for name in held.parameters}
+        return params, {name: self.buffers[name] for name in held.buffers}
 
     def accumulators(self, rt: Runtime) -> dict[str, torch.Tensor]:
         """Make the parameters' ``.grad`` the accumulators of the program.
@@ -105,11 +107,11 @@ class ModelState:
         A gradient that the step changes as a whole (by a sum over ranks, or division by the count) must not
         include an earlier step's: it gets a new accumulator, and the ``.grad`` to add it to is returned.
         """
-        held = [set(t.gradients) for t in self.plan.tensors]
+        trained = holders(held.gradients for held in self.plan.tensors)
         earlier = {}
         for name in self.plan.tensors[rt.rank].gradients:
             parameter = self.parameter(name)
-            worked_on = self.plan.step.has_count or sum(name in names for names in held) > 1
+            worked_on = self.plan.step.has_count or len(trained[name]) > 1
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             elif worked_on:
@@ -129,11 +131,7 @@ class ModelState:
 
     def check_values(self, rank: int) -> None:
         """Raise RunError if a tensor of the rank is on the meta device."""
-        held = self.plan.tensors[rank]
-        tensors: dict[str, torch.Tensor] = {n: self.parameter(n) for n in held.parameters} | {
-            n: self.buffers[n] for n in held.buffers
-        }
-        missing = [name for name, tensor in tensors.items() if tensor.is_meta]
+        missing = [name for name in self.plan.tensors[rank].state if self.held(name).is_meta]
         if missing:
             raise RunError(
                 f"The model is on the meta device: {missing[0]} has no values. "
@@ -150,12 +148,11 @@ class ModelState:
         Under torchrun all ranks must call it, and get values as they are sent, one by one.
         """
         self.follow_model()
-        for rank in range(self.plan.ranks) if self.process is None else [self.process.rank]:
+        for rank in own_ranks(self.process, self.plan.ranks):
             self.check_values(rank)
-        first = {n: r for r, held in reversed([*enumerate(self.plan.tensors)]) for n in _names_of(held)}
-        for name, rank in first.items():
+        for name, (rank, *_) in holders(held.state for held in self.plan.tensors).items():
             here = self.process is None or self.process.rank == rank
-            tensor = self.held(name) if here else self.empty(name, self.device)
+            tensor = self.held(name) if here else self.plan.layouts[name].empty(self.device)
             if self.process is not None:
                 self.process.broadcast_(tensor, rank)
             yield name, tensor
@@ -167,12 +164,3 @@ class ModelState:
     def forget_rows(self) -> None:
         """Rows are parts of other tensors now."""
         self._rows.clear()
-
-    def empty(self, name: str, device: torch.device) -> torch.Tensor:
-        """A tensor of the layout of a parameter or buffer, or of rows, without values."""
-        layout = self.plan.layouts[name]
-        return torch.empty_strided(layout.shape, layout.stride, dtype=dtype_of(layout.dtype), device=device)
-
-
-def _names_of(held: RankTensors) -> tuple[str, ...]:
-    return (*held.parameters, *held.buffers)

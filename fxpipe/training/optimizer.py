@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from fxpipe.errors import RunError
-from fxpipe.vocabulary.rows import rows_of
+from fxpipe.vocabulary.rows import whole_name
 
 
 class Ranks(Protocol):
@@ -121,17 +121,18 @@ class PipelineOptimizer(Optimizer):
 
 def made(cls: Callable[..., Optimizer], parameters: Any, options: Mapping[str, Any]) -> Optimizer:
     """``cls(parameters, **options)``.  Raises RunError where that is no optimizer."""
-    optimizer = cls(parameters, **options) if callable(cls) else None
+    makes_none = not callable(cls) or (isinstance(cls, type) and not issubclass(cls, Optimizer))
+    optimizer = None if makes_none else cls(parameters, **options)
     if not isinstance(optimizer, Optimizer):
         raise RunError(
             f"pipe.optimizer takes a class of torch optimizers, such as torch.optim.AdamW; {cls!r:.60} makes "
-            f"a {type(optimizer).__name__}."
+            "none."
         )
     return optimizer
 
 
 def grouped(
-    held: Mapping[str, torch.nn.Parameter], groups: Sequence[Mapping[str, Any]], model_names: Sequence[str]
+    held: Mapping[str, torch.nn.Parameter], groups: Sequence[Mapping[str, Any]], model_names: Collection[str]
 ) -> list[dict[str, Any]]:
     """Param groups of a rank's parameters; every rank has the same groups, some of them empty.
 
@@ -154,8 +155,7 @@ def grouped(
         patterns.append(several)
     made: list[dict[str, Any]] = [{**group, "params": []} for group in groups] + [{"params": []}]
     for name, parameter in held.items():
-        rows = rows_of(name)
-        known = rows.table if rows else name
+        known = whole_name(name)
         fits = (k for k, several in enumerate(patterns) if any(fnmatchcase(known, p) for p in several))
         made[next(fits, -1)]["params"].append(parameter)
     return made

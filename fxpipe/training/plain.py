@@ -13,11 +13,12 @@ from fxpipe.errors import RunError
 from fxpipe.strict import Misfit, shown
 
 
-def to_json(value: Any, tensors: dict[str, torch.Tensor], prefix: str, what: str) -> Any:
+def to_json(value: Any, tensors: dict[str, torch.Tensor] | None, prefix: str, what: str) -> Any:
     """A value as JSON has it: None, numbers, texts, bytes, tensors, and lists, tuples, dicts, Counters of
     them.
 
-    tensors: gets those in the value, under names that begin with ``prefix``.  what: for messages.
+    tensors: gets those in the value, under names that begin with ``prefix``; None if there may be none.
+    what: for messages.
     Raises RunError, naming the entry, for anything else.
     """
 
@@ -31,7 +32,7 @@ def to_json(value: Any, tensors: dict[str, torch.Tensor], prefix: str, what: str
                 return float(value) if isfinite(value) else {"float": str(float(value))}
             case bytes():
                 return {"bytes": value.hex()}
-            case torch.Tensor():
+            case torch.Tensor() if tensors is not None:
                 name = f"{prefix}{len(tensors)}"
                 tensors[name] = value.detach()
                 return {"tensor": name}
@@ -46,9 +47,10 @@ def to_json(value: Any, tensors: dict[str, torch.Tensor], prefix: str, what: str
                 if all(type(key) is str for key in value):
                     return {"dict": dict(entries)}
                 return {"items": entries}
+        kinds = "numbers, texts, bytes" + (", tensors" if tensors is not None else "")
         raise RunError(
-            f"{path} is a {type(value).__name__}, which a checkpoint does not hold. Keep numbers, texts, "
-            "bytes, tensors, and lists, tuples and dicts of them."
+            f"{path} is a {type(value).__name__}, which a checkpoint does not hold there. Keep {kinds}, and "
+            "lists, tuples and dicts of them."
         )
 
     return encode(value, what)

@@ -70,16 +70,13 @@ def _indexed(path: Path) -> dict[str, Path]:
 
 
 def export(state: Mapping[str, torch.Tensor], directory: Path, like: Path | None, largest: str) -> None:
-    """See ``Pipeline.export``."""
+    """Write to an empty directory; see ``Pipeline.export``."""
     try:
         from huggingface_hub import save_torch_state_dict
     except ImportError as error:
         raise ArtifactError("Exporting needs huggingface_hub: pip install huggingface_hub.") from error
-    if directory.exists() and any(directory.iterdir()):
-        raise ArtifactError(f"{directory} is not empty. Name a new directory, or remove it first.")
     if like is not None and not (like / "config.json").exists():
         raise ArtifactError(f"{like} holds no config.json.")
-    directory.mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(dict(state), directory, max_shard_size=largest, metadata={"format": "pt"})
     for file in sorted(like.iterdir()) if like is not None else ():
         if file.is_file() and not _holds_weights(file):

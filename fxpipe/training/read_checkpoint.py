@@ -36,10 +36,10 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     """
     path = Path(path)
     if not (path / files.SUMS).exists():
-        found = list(files.checkpoints(path).values()) if path.is_dir() else []
-        if not found:
+        found = files.newest(path) if path.is_dir() else None
+        if found is None:
             raise ArtifactError(f"{path} holds no checkpoint.")
-        path = found[-1]
+        path = found
     files.verify(path, files.read_sums(path))
     record = Record.from_json(files.read_state(path), path)
     tensors = {n: torch.empty(shape, dtype=dtype) for n, (shape, dtype) in tensor_store.stored(path).items()}

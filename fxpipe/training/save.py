@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 
-from fxpipe.errors import ArtifactError, FxpipeError
 from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact
-from fxpipe.runtime.process import Process, agreed
+from fxpipe.runtime.process import agreed, own_ranks
 from fxpipe.training.model_state import ModelState
 
 
@@ -26,64 +24,59 @@ def save(
     """See ``Pipeline.save``.
 
     evaluation: the programs of ``pipe.evaluate``, if there are any.  draw: writes the pictures; None without
-        a graph.
+    a graph.
     """
     process = state.process
     leads = process is None or process.rank == 0
     with agreed(process, "save"):
         state.follow_model()
-        for rank in range(artifact.plan.ranks) if process is None else [process.rank]:
+        for rank in own_ranks(process, artifact.plan.ranks):
             state.check_values(rank)
     with files.new_directory(path, process) as draft:
-
-        def write_programs() -> None:
-            files.write_programs(artifact, draft)
-            if evaluation is not None:
-                files.write_evaluation(evaluation, draft)
-            if draw is not None:
+        _write(artifact, state, draft, path, step_number)
+        if evaluation is not None:
+            _write(evaluation, state, files.evaluation_directory(draft), path, None)
+        with agreed(process, "save"), files.writing(path):
+            if leads and draw is not None:
                 draw(draft)
 
-        for rank, program in enumerate(artifact.programs):
-            tensors = _tensors_of(artifact, state, rank)
 
-            def write_tensors(rank: int = rank, program: str = program, tensors: _Tensors = tensors) -> None:
-                files.write_tensors(tensors, program, draft, rank, step_number)
+def _write(
+    artifact: Artifact, state: ModelState, directory: Path, path: Path, step_number: int | None
+) -> None:
+    """Write an artifact and its tensors; for evaluation, without a step number, its constants alone.
 
-            agree(problem_of(write_tensors) if leads else "", process)
-        agree(problem_of(write_programs) if leads else "", process)
-
-
-_Tensors = dict[str, torch.Tensor]
-
-
-def _tensors_of(artifact: Artifact, state: ModelState, rank: int) -> _Tensors:
-    """On rank 0, all tensors of a rank, which sends those that it trains."""
-    held, process = artifact.plan.tensors[rank], state.process
-    constants = {name: artifact.constants[name] for name in held.constants}
-    if process is None or process.rank == rank == 0:
-        return constants | {name: state.held(name) for name in (*held.parameters, *held.buffers)}
-    sent = {}
-    for name in (*held.parameters, *held.buffers):
-        if process.rank in (rank, 0):
-            own = state.held(name) if process.rank == rank else state.empty(name, state.device)
-            process.send_to(own, rank, 0)
-            sent[name] = own.cpu()
-    return constants | sent
+    path: the name of the whole, for messages.
+    """
+    process = state.process
+    leads = process is None or process.rank == 0
+    for rank, (program, held) in enumerate(zip(artifact.programs, artifact.plan.tensors, strict=True)):
+        names = held.constants if step_number is None else held.names
+        tensors = _on_first(artifact, state, rank, names)
+        with agreed(process, "save"), files.writing(path):
+            if leads:
+                directory.mkdir(exist_ok=True)
+                files.write_tensors(tensors, program, directory, rank, step_number or 0)
+    with agreed(process, "save"), files.writing(path):
+        if leads:
+            files.write_programs(artifact, directory)
 
 
-def problem_of(write: Callable[[], None]) -> str:
-    """What writing fails with, for the other ranks; empty if it does not."""
-    try:
-        write()
-    except (OSError, SafetensorError, FxpipeError) as error:
-        return str(error)
-    return ""
-
-
-def agree(problem: str, process: Process | None) -> None:
-    """Raise rank 0's problem on every rank."""
-    if process is not None:
-        given = problem.encode(errors="backslashreplace") if process.rank == 0 else None
-        problem = process.broadcast_bytes(given).decode()
-    if problem:
-        raise ArtifactError(problem)
+def _on_first(
+    artifact: Artifact, state: ModelState, rank: int, names: Iterable[str]
+) -> dict[str, torch.Tensor]:
+    """On rank 0, tensors of a rank, which sends them; the pipeline may have been loaded, and each rank then
+    holds its own constants alone."""
+    process, constants = state.process, artifact.plan.tensors[rank].constants
+    if process is not None and process.rank not in (0, rank):
+        return {}
+    found = {}
+    for name in names:
+        if process is None or process.rank == rank:
+            tensor = artifact.constants[name] if name in constants else state.held(name)
+        else:
+            tensor = artifact.plan.layouts[name].empty(state.device)
+        if process is not None and rank != 0:
+            process.send_to(tensor, rank, 0)
+        found[name] = tensor
+    return found

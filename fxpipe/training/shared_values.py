@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from fxpipe.plan.artifact import RankTensors
+from fxpipe.plan.artifact import RankTensors, holders
 from fxpipe.runtime.process import Process
 
 
@@ -23,17 +23,9 @@ def share_values(process: Process, tensors: Sequence[RankTensors], own: Mapping[
     """
     empty = process.gather(json.dumps([name for name, t in own.items() if t.is_meta]).encode())
     without = {name for names in empty for name in json.loads(names)}
-    for name, ranks in holders(tensors).items():
-        if process.rank in ranks and name not in without:
-            for rank in ranks[1:]:
-                if process.rank in (ranks[0], rank):
-                    process.send_to(own[name].detach(), ranks[0], rank)
-
-
-def holders(tensors: Sequence[RankTensors]) -> dict[str, list[int]]:
-    """The ranks of each tensor that several ranks hold, in the same order on all ranks."""
-    found: dict[str, list[int]] = {}
-    for rank, held in enumerate(tensors):
-        for name in (*held.parameters, *held.buffers, *held.constants):
-            found.setdefault(name, []).append(rank)
-    return {name: ranks for name, ranks in found.items() if len(ranks) > 1}
+    for name, (first, *others) in holders(held.names for held in tensors).items():
+        if name in without:
+            continue
+        for rank in others:
+            if process.rank in (first, rank):
+                process.send_to(own[name].detach(), first, rank)

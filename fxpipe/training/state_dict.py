@@ -12,7 +12,7 @@ from fxpipe.errors import ArtifactError, RunError
 from fxpipe.plan.artifact import Plan
 from fxpipe.training.fresh_buffers import fresh_buffers
 from fxpipe.training.model_state import ModelState
-from fxpipe.vocabulary.rows import rows_of
+from fxpipe.vocabulary.rows import rows_of, whole_name
 
 
 def state_dict(state: ModelState) -> dict[str, torch.Tensor]:
@@ -42,7 +42,7 @@ def full_state_dict(state: ModelState, rank: int | None) -> dict[str, torch.Tens
             values[name] = value.to("cpu", copy=True)
             continue
         if rows.table not in values:
-            values[rows.table] = state.empty(rows.table, torch.device("cpu"))
+            values[rows.table] = state.plan.layouts[rows.table].empty(torch.device("cpu"))
         values[rows.table][rows.begin : rows.end] = value
     return {key: values[name] for key, name in _names(state.plan)} if wanted else {}
 
@@ -71,13 +71,13 @@ def copy_to_model(state: ModelState, model: nn.Module | None) -> None:
 def load_state_dict(state: ModelState, given: Mapping[str, torch.Tensor], strict: bool) -> None:
     """See ``Pipeline.load_state_dict``."""
     state.follow_model()
-    held = {rows.table if (rows := rows_of(n)) else n for n in (*state.parameters, *state.buffers)}
+    held = set(map(whole_name, (*state.parameters, *state.buffers)))
     values = _values(state.plan, given, strict, held)
     values |= _not_persistent(state, held - values.keys())
     for name in [*state.parameters, *state.buffers]:
-        rows = rows_of(name) if name not in values else None
-        value = values.get(rows.table if rows else name)
+        value = values.get(whole_name(name))
         if value is not None:
+            rows = rows_of(name)
             _load(state, name, value[rows.begin : rows.end] if rows else value)
     state.forget_rows()
 
@@ -153,8 +153,7 @@ def _names(plan: Plan) -> tuple[tuple[str, str], ...]:
 
 def _all_names(plan: Plan) -> set[str]:
     """The names of the model's parameters and buffers."""
-    held = {name for tensors in plan.tensors for name in (*tensors.parameters, *tensors.buffers)}
-    return {rows.table if (rows := rows_of(name)) else name for name in held}
+    return {whole_name(name) for held in plan.tensors for name in held.state}
 
 
 def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:

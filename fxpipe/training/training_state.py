@@ -7,14 +7,14 @@ By the model's names, so that another number of ranks or another schedule can ta
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from fxpipe.errors import ArtifactError
+from fxpipe.errors import ArtifactError, RunError
 from fxpipe.plan.artifact import Plan
 from fxpipe.strict import Misfit, parse_json, structure
 from fxpipe.training import tensor_store
@@ -23,7 +23,7 @@ from fxpipe.training.optimizer import PipelineOptimizer
 from fxpipe.training.plain import from_json, to_json
 from fxpipe.training.tensor_store import Part
 from fxpipe.version import __version__
-from fxpipe.vocabulary.rows import rows_of
+from fxpipe.vocabulary.rows import rows_of, whole_name
 
 FORMAT = 1
 MODEL, OPTIMIZER, GROUPS, USER = "model.", "optimizer.", "groups.", "user."  # names of tensors begin so
@@ -42,6 +42,7 @@ class Stateful(Protocol):
 class Record:
     """What a checkpoint holds beside tensors; state.json is this and nothing else.
 
+    ``optimizer``: the name of its class; None if there is none.
     ``groups``: the options of the optimizer's groups.  ``fields``: parameter -> its state that is no tensor.
     ``user``: the user's state by name.  These three are as :mod:`fxpipe.training.plain` gives them.
     """
@@ -51,6 +52,7 @@ class Record:
     model: str
     step_number: int
     seed: int
+    optimizer: str | None
     groups: Any
     fields: Any
     user: Any
@@ -82,37 +84,49 @@ def tensors_of(
     state: ModelState, optimizer: PipelineOptimizer | None, rank: int
 ) -> dict[str, torch.Tensor | Part]:
     """The tensors that a rank holds, by their names in a checkpoint."""
-    held = state.plan.tensors[rank]
-    found = {}
-    for name in (*held.parameters, *held.buffers):
-        rows = rows_of(name)
-        found[MODEL + (rows.table if rows else name)] = _part(state.plan, name, state.held(name))
-    if optimizer is not None:
-        for parameter, fields in optimizer.state.items():
-            name = optimizer.names[parameter]
-            rows = rows_of(name)
-            for key, value in fields.items():
-                if isinstance(value, torch.Tensor):
-                    own = _part(state.plan, name, value) if value.shape == parameter.shape else value
-                    found[f"{OPTIMIZER}{rows.table if rows else name}.{key}"] = own
+    plan = state.plan
+    found = {
+        MODEL + whole_name(name): _part(plan, name, state.held(name)) for name in plan.tensors[rank].state
+    }
+    for name, fields in _state_of(optimizer):
+        for key, value in fields.items():
+            if not isinstance(key, str) or "." in key:
+                raise RunError(
+                    f"The optimizer's state of {name} has the key {key!r}, by which a checkpoint cannot name "
+                    "a tensor. Checkpoints need keys that are texts without a dot."
+                )
+            if isinstance(value, torch.Tensor):
+                found[f"{OPTIMIZER}{whole_name(name)}.{key}"] = _part(plan, name, value)
     return found
 
 
+def _class_of(optimizer: PipelineOptimizer | None) -> str | None:
+    return None if optimizer is None else type(optimizer.optimizer).__name__
+
+
 def _part(plan: Plan, name: str, tensor: torch.Tensor) -> torch.Tensor | Part:
+    """A parameter, or a tensor of the optimizer's state of it, as a part of the whole one if it has a row for
+    each row held here."""
     rows = rows_of(name)
-    return tensor if rows is None else Part(tensor, rows.begin, plan.layouts[rows.table].shape[0])
+    if rows is None or tensor.shape[:1] != (rows.end - rows.begin,):
+        return tensor
+    return Part(tensor, rows.begin, plan.layouts[rows.table].shape[0])
 
 
-def plain_fields(optimizer: PipelineOptimizer | None) -> dict[str, dict[str, Any]]:
+def _state_of(optimizer: PipelineOptimizer | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The names of this rank's parameters, or of their rows, with the optimizer's state of each."""
+    if optimizer is not None:
+        for parameter, fields in optimizer.state.items():
+            yield optimizer.names[parameter], fields
+
+
+def _plain_fields(optimizer: PipelineOptimizer | None) -> dict[str, dict[str, Any]]:
     """The state of this rank's parameters that is no tensor: numbers, mostly."""
     found = {}
-    if optimizer is None:
-        return {}
-    for parameter, fields in optimizer.state.items():
-        rows = rows_of(optimizer.names[parameter])
+    for name, fields in _state_of(optimizer):
         plain = {key: value for key, value in fields.items() if not isinstance(value, torch.Tensor)}
         if plain:
-            found[rows.table if rows else optimizer.names[parameter]] = plain
+            found[whole_name(name)] = plain
     return found
 
 
@@ -133,23 +147,30 @@ def record_of(
         model=state.plan.model,
         step_number=step_number,
         seed=state.plan.step.seed,
+        optimizer=_class_of(optimizer),
         groups=to_json(options, tensors, GROUPS, "the optimizer's groups"),
-        fields=to_json(plain_fields(optimizer), tensors, GROUPS, "the optimizer's state"),
+        fields=to_json(_plain_fields(optimizer), None, "", "the optimizer's state"),
         user=to_json({name: own.state_dict() for name, own in user.items()}, tensors, USER, "state"),
     )
 
 
-def restore(
-    state: ModelState,
-    optimizer: PipelineOptimizer | None,
-    user: Mapping[str, Stateful],
-    path: Path,
-    record: Record,
-    rank: int,
-) -> None:
-    """Fill the tensors that a rank holds, the optimizer, and the user's objects.
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """A checkpoint that fits a pipeline: its record decoded, and the shapes and dtypes of its tensors."""
 
-    Raises ArtifactError, before anything has changed, where the checkpoint is not of this model.
+    path: Path
+    groups: list[dict[str, Any]]
+    fields: dict[str, dict[str, Any]]
+    user: dict[str, Any]
+    stored: Mapping[str, tuple[torch.Size, torch.dtype]]
+
+
+def contents_for(
+    plan: Plan, optimizer: PipelineOptimizer | None, user: Mapping[str, Stateful], path: Path, record: Record
+) -> Contents:
+    """Read a checkpoint, but for the tensors of the model and the optimizer.
+
+    Raises ArtifactError where it is not of this model or lacks the state of the optimizer or the user.
     """
     stored = tensor_store.stored(path)
     extra = {
@@ -159,35 +180,50 @@ def restore(
     }
     tensor_store.read(extra, path)
     groups, fields, given = record.decoded(extra, path)
-    _check_model(state.plan, stored, path)
+    _check_model(plan, stored, path)
     for name in user:
         if name not in given:
             raise ArtifactError(
                 f"{path} holds no state {name!r}; it holds {', '.join(sorted(given)) or 'none'}."
             )
+    if optimizer is not None and record.optimizer != _class_of(optimizer):
+        raise ArtifactError(
+            f"{path} has the state of {record.optimizer or 'no optimizer'}, and this run has "
+            f"{_class_of(optimizer)}. Make the same optimizer, or resume without one."
+        )
     if optimizer is not None and len(groups) != len(optimizer.param_groups):
         raise ArtifactError(
             f"{path} has the state of an optimizer with {len(groups)} groups, and this one has "
             f"{len(optimizer.param_groups)}. Make it with the same groups."
         )
-    if record.seed != state.plan.step.seed:
+    if record.seed != plan.step.seed:
         warnings.warn(
             f"{path} is of a run with seed {record.seed}, and this pipeline was compiled with "
-            f"{state.plan.step.seed}: random ops draw other numbers than that run would have.",
+            f"{plan.step.seed}: random ops draw other numbers than that run would have.",
             stacklevel=4,
         )
+    return Contents(path, groups, fields, given, stored)
+
+
+def restore(
+    state: ModelState,
+    optimizer: PipelineOptimizer | None,
+    user: Mapping[str, Stateful],
+    contents: Contents,
+    rank: int,
+) -> None:
+    """Fill the tensors that a rank holds, the optimizer, and the user's objects."""
     state.follow_model()
-    tensor_store.read(tensors_of(state, None, rank), path)
+    tensor_store.read(tensors_of(state, None, rank), contents.path)
     state.changed()
     if optimizer is not None:
-        _restore_optimizer(state.plan, optimizer, stored, path, groups, fields)
+        _restore_optimizer(state.plan, optimizer, contents)
     for name, own in user.items():
-        own.load_state_dict(given[name])
+        own.load_state_dict(contents.user[name])
 
 
 def _check_model(plan: Plan, stored: Mapping[str, tuple[torch.Size, torch.dtype]], path: Path) -> None:
-    held = {name for own in plan.tensors for name in (*own.parameters, *own.buffers)}
-    names = {rows.table if (rows := rows_of(name)) else name for name in held}
+    names = {whole_name(name) for held in plan.tensors for name in held.state}
     found = {name.removeprefix(MODEL) for name in stored if name.startswith(MODEL)}
     for name in sorted(names | found):
         shape = plan.layouts[name].shape if name in names else None
@@ -200,16 +236,9 @@ def _check_model(plan: Plan, stored: Mapping[str, tuple[torch.Size, torch.dtype]
             )
 
 
-def _restore_optimizer(
-    plan: Plan,
-    optimizer: PipelineOptimizer,
-    stored: Mapping[str, tuple[torch.Size, torch.dtype]],
-    path: Path,
-    groups: list[dict[str, Any]],
-    fields: Mapping[str, dict[str, Any]],
-) -> None:
+def _restore_optimizer(plan: Plan, optimizer: PipelineOptimizer, contents: Contents) -> None:
     by_parameter: dict[str, list[str]] = {}
-    for key in stored:
+    for key in contents.stored:
         if key.startswith(OPTIMIZER):
             name, _, field = key.removeprefix(OPTIMIZER).rpartition(".")
             by_parameter.setdefault(name, []).append(field)
@@ -217,25 +246,26 @@ def _restore_optimizer(
     tensors: dict[str, torch.Tensor | Part] = {}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for k, parameter in enumerate(parameters):
-        rows = rows_of(optimizer.names[parameter])
-        name = rows.table if rows else optimizer.names[parameter]
-        own = dict(fields.get(name, {}))
+        held = optimizer.names[parameter]
+        name, rows = whole_name(held), rows_of(held)
+        own = dict(contents.fields.get(name, {}))
         for field in by_parameter.get(name, ()):
             key = f"{OPTIMIZER}{name}.{field}"
-            shape, dtype = stored[key]
-            as_whole = tuple(shape) == plan.layouts[name].shape
-            own[field] = torch.empty(parameter.shape if as_whole else shape, dtype=dtype)
-            tensors[key] = _part(plan, optimizer.names[parameter], own[field]) if as_whole else own[field]
+            shape, dtype = contents.stored[key]
+            if rows and shape[:1] == plan.layouts[name].shape[:1]:
+                shape = torch.Size([rows.end - rows.begin, *shape[1:]])
+            own[field] = torch.empty(shape, dtype=dtype)
+            tensors[key] = _part(plan, held, own[field])
         if own:
             state[k] = own
-    tensor_store.read(tensors, path)
+    tensor_store.read(tensors, contents.path)
     numbers = iter(range(len(parameters)))
     optimizer.load_state_dict(
         {
             "state": state,
             "param_groups": [
                 {**options, "params": [next(numbers) for _ in group["params"]]}
-                for options, group in zip(groups, optimizer.param_groups, strict=True)
+                for options, group in zip(contents.groups, optimizer.param_groups, strict=True)
             ],
         }
     )

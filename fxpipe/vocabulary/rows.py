@@ -27,6 +27,12 @@ def rows_of(name: str) -> Rows | None:
     return Rows(match[1], int(match[2]), int(match[3])) if match else None
 
 
+def whole_name(name: str) -> str:
+    """The name of the parameter that rows belong to; any other name as it is."""
+    rows = rows_of(name)
+    return rows.table if rows else name
+
+
 def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Concatenate the rows of each table; other tensors stay."""
     joined: dict[str, torch.Tensor] = {}

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from zoo import CASES, Shape, compiled, cut
 
 import fxpipe
 from fxpipe.cli import main
+from fxpipe.errors import RunError
+from fxpipe.training import checkpoint_files, loop
 from fxpipe.training.data import data_from
 from fxpipe.training.loop import Settings, train
 
@@ -98,6 +101,38 @@ def test_once_through_the_data_without_options(saved, data, tmp_path):
     run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (run.returncode, run.stderr) == (0, "")
     assert losses(run.stdout) == pytest.approx(eager_course(2, 3e-4, 1e9)[0], abs=1e-4)
+
+
+def test_ranks_that_need_no_data_make_as_many_steps(data, tmp_path):
+    """The rank in the middle reads no leaf.  Two batches,."""
+    directory, ranks = tmp_path / "three", 3
+    compiled(CASE, CASE.build(), MICROBATCHES, Shape(ranks, "1f1b")).save(directory)
+    pipe = fxpipe.load(directory)
+    assert pipe.leaves(1) == ()
+    spec = pipe.plan.step.batch
+    assert [data_from(str(data), spec, MICROBATCHES, pipe.leaves(rank)).once for rank in range(3)] == [
+        2,
+        2,
+        2,
+    ]
+    empty = written(tmp_path, {"unused": torch.zeros(1)})
+    nothing = data_from(str(empty), spec, MICROBATCHES, ())
+    assert (nothing.once, nothing.batch(7)) == (None, {})
+    run = torchrun(ranks, "-m", "fxpipe", "run", directory, "--data", data, "--lr", 0.02, logs=tmp_path / "l")
+    assert run.code == 0, run
+    assert losses(run.stdout[0]) == pytest.approx(eager_course(2, 0.02, 1e9)[0], abs=1e-4)
+
+
+def test_ranks_with_other_numbers_of_batches():
+    found = [b"3", b"null", b"2"]
+    process = types.SimpleNamespace(gather=lambda own: found)
+    data, pipe = types.SimpleNamespace(once=3), types.SimpleNamespace(process=process)
+    with pytest.raises(RunError, match="Rank 2 has 2 batches of data, and rank 0 has 3"):
+        loop._batches(pipe, data)
+    found[:] = [b"null", b"3"]
+    assert loop._batches(pipe, data) == 3
+    found[:] = [b"null", b"null"]
+    assert loop._batches(pipe, data) is None
 
 
 LOADER = """
@@ -195,6 +230,84 @@ def test_figures_of_the_log(alone, capsys):
     assert [line.split()[1] for line in lines] == ["0", "2", "4"]
     for line in lines:
         assert re.search(r"norm \d.*  tokens/s [\d,]+  bubble \d+%  predicted 0%$", line), line
+
+
+def test_speed_is_that_of_training(alone, data, tmp_path, capsys, monkeypatch):
+    """Two seconds a step, and a hundred for an evaluation, which do not count."""
+    now = [0.0]
+    step, evaluated = fxpipe.Pipeline.step, tmp_path / "evaluated"
+    fxpipe.compile(
+        CASE.build(), CASE.example(), ranks=1, microbatches=MICROBATCHES, schedule="1f1b", evaluation=True
+    ).save(evaluated)
+
+    def timed(pipe, *arguments, **options):
+        now[0] += 2.0 if pipe.evaluation is not None else 100.0
+        return step(pipe, *arguments, **options)
+
+    monkeypatch.setattr(fxpipe.Pipeline, "step", timed)
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(loop, "_speed", lambda pipe, seconds: {"seconds": seconds})
+    shared = ["run", str(evaluated), "--data", str(data), "--steps", "6"]
+    assert main([*shared, "--evaluate", str(data), "--evaluate-every", "2", "--log-every", "3"]) == 0
+    found = re.findall(r"^step (\d)  .*  seconds (\S+)$", capsys.readouterr().out, re.MULTILINE)
+    assert found == [("0", "2"), ("3", "2"), ("5", "2")]
+
+
+class Board:
+    """As torch.utils.tensorboard.SummaryWriter."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory, self.figures, self.open = directory, [], True
+        boards.append(self)
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.figures.append((name, value, step))
+
+    def close(self) -> None:
+        self.open = False
+
+
+boards: list[Board] = []
+
+
+def test_tensorboard(alone, capsys, monkeypatch):
+    """Gets the figures of the log."""
+    module = types.ModuleType("torch.utils.tensorboard")
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    shared = ["run", alone, "--data", "data.safetensors", "--steps", 2, "--tensorboard", "board"]
+    assert "pip install tensorboard" in refusal(capsys, *shared)
+    module.SummaryWriter = Board
+    assert main([str(a) for a in shared]) == 0
+    (board,) = boards
+    assert (board.directory, board.open) == ("board", False)
+    assert [(name, step) for name, _, step in board.figures] == [
+        (name, step)
+        for step in range(2)
+        for name in ("loss", "lr", "norm", "tokens/s", "bubble", "predicted")
+    ]
+    printed = losses(capsys.readouterr().out)
+    assert [value for name, value, _ in board.figures if name == "loss"] == pytest.approx(printed, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"), [([], [5]), (["--every", "2"], [2, 4, 5]), (["--every", "5"], [5])]
+)
+def test_checkpoints_of_a_run(alone, capsys, monkeypatch, options, steps):
+    """One at the end at least, once; the run goes on from it."""
+    written = []
+    complete = checkpoint_files.complete
+    monkeypatch.setattr(
+        checkpoint_files, "complete", lambda *given: (written.append(given[1]), complete(*given))[1]
+    )
+    shared = ["run", str(alone), "--data", "data.safetensors", "--checkpoints", "kept", *options]
+    assert main([*shared, "--steps", "5"]) == 0
+    assert written == steps
+    assert sorted(p.name for p in Path("kept").iterdir()) == [f"step-{step:08d}" for step in steps]
+    assert main([*shared, "--steps", "5"]) == 0
+    assert written == steps, "a run that was over"
+    capsys.readouterr()
+    assert main([*shared, "--steps", "6"]) == 0
+    assert re.findall(r"^step (\d+)", capsys.readouterr().out, re.MULTILINE) == ["5"]
 
 
 def test_evaluation_on_the_way(data, tmp_path, capsys):

@@ -129,7 +129,7 @@ def test_a_file_that_is_damaged_on_one_rank(agree):
     assert second.startswith("ArtifactError: ")
     assert "rank1.safetensors" in second
     for message in (first, third):
-        assert re.match(r"RunError: Rank 1 could not load .*: .*rank1\.safetensors is damaged", message)
+        assert re.match(r"ArtifactError: Rank 1 could not load .*: .*rank1\.safetensors is damaged", message)
 
 
 def test_another_pipeline_on_one_rank(agree):
@@ -138,8 +138,10 @@ def test_another_pipeline_on_one_rank(agree):
 
 def test_a_disk_that_fills(agree):
     directory, _ = agree
-    for message in text(directory, "full disk"):
-        assert message == "ArtifactError: [Errno 28] No space left on device"
+    first, *others = text(directory, "full disk")
+    problem = f"{directory / 'full'} cannot be written: [Errno 28] No space left on device"
+    assert first == f"ArtifactError: {problem}"
+    assert others == [f"ArtifactError: Rank 0 could not save: {problem}"] * (RANKS - 1)
     assert not (directory / "full").exists()
     assert not list(directory.glob(".*"))
     assert fxpipe.load(directory / "not full").plan.ranks == RANKS

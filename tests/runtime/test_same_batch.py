@@ -2,6 +2,7 @@
 
 import threading
 from datetime import timedelta
+from itertools import count
 
 import pytest
 import torch
@@ -212,11 +213,30 @@ def test_silent_ranks():
     beats.join()
 
 
+def test_ranks_that_look_at_each_other_are_not_silent():
+    """Both complain of the same wait at the same time."""
+    store, found = dist.HashStore(), {}
+    ranks = [Failures(store, rank, 2) for rank in range(2)]
+
+    def survey(rank: int) -> None:
+        beats = count(2)
+        found[rank] = ranks[rank].survey(lambda: ranks[rank].show(next(beats), "waits"))
+
+    for failures in ranks:
+        failures.show(1, "waits")
+    threads = [threading.Thread(target=survey, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {rank: [(True, "waits"), (True, "waits")] for rank in range(2)}
+
+
 def test_time_limits():
     assert as_timeout(None) is None
     assert as_timeout(1.5) == timedelta(seconds=1.5) == as_timeout(timedelta(seconds=1.5))
-    for wrong in (0, -1.0, timedelta()):
-        with pytest.raises(RunError, match="is not above 0"):
+    for wrong in (0, -1.0, timedelta(), float("nan"), float("inf"), "10 minutes"):
+        with pytest.raises(RunError, match="is no time above 0"):
             as_timeout(wrong)
 
 

@@ -308,16 +308,17 @@ def test_the_same_processes_can_still_compile_and_run(refused):
 
 
 def test_directory_that_is_not_empty(refused):
-    message = one_message(text(refused, "not empty", 2))
-    assert message.startswith("ArtifactError: ")
-    assert "is not empty" in message
+    first, second = text(refused, "not empty", 2)
+    problem = f"{refused / 'full'} is not empty. Name a new directory, or remove it first."
+    assert first == f"ArtifactError: {problem}"
+    assert second == f"ArtifactError: Rank 0 could not save: {problem}"
     assert [file.name for file in (refused / "full").iterdir()] == ["file"]
     assert (refused / "full" / "file").read_text() == "mine"
     assert not list(refused.glob(".*"))
 
 
 def test_directory_that_is_a_file_or_no_pipeline(refused):
-    assert "is a file" in one_message(text(refused, "a file", 2))
+    assert all("is a file. Name a new directory" in message for message in text(refused, "a file", 2))
     assert "no plan.json" in one_message(text(refused, "loaded", 2))
 
 

@@ -82,6 +82,8 @@ def attempt_to_train(directory: Path, first: int, faults: int, steps: int) -> No
     saves = fault is not None and fault.place == "save"
     if fault is not None and fault.rank != rank:
         fault = None
+    if rank == 0:
+        (directory / f"begun.{attempt}.json").write_text(json.dumps({"at": time.time()}))
     pipe = fxpipe.load(directory / "saved")
     optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.05, clip_grad_norm=0.5)
 
@@ -102,8 +104,6 @@ def attempt_to_train(directory: Path, first: int, faults: int, steps: int) -> No
     ) as checkpoints:
         checkpoints.resume()
         begun = pipe.step_number
-        if rank == 0:
-            (directory / f"begun.{attempt}.json").write_text(json.dumps({"at": time.time(), "step": begun}))
         comm = pipe.runtime.comm
         comm.send = wrap(comm.send, "send")
         tensor_store.write = wrap(tensor_store.write, "checkpoint")

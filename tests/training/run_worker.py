@@ -3,6 +3,8 @@
 import gc
 import json
 import os
+import resource
+import signal
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +100,28 @@ def train(pipe: fxpipe.Pipeline, options: Options, directory: Path) -> bool:
             rate.step()
             checkpoints.step()
     return resumed
+
+
+def on_a_full_disk(directory: Path) -> None:
+    """The third checkpoint, in the background, does not fit the disk of rank 1."""
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    pipe = pipeline(Reader(), Options(steps=9), ranks)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    message = "no error"
+    try:
+        with fxpipe.Checkpointer(pipe, directory / "checkpoints", every=1) as checkpoints:
+            while pipe.step_number < 9:
+                pipe.step(batch_of(pipe.step_number))
+                checkpoints.step()
+                checkpoints.wait()
+                if pipe.step_number == 2 and rank == 1:
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    except fxpipe.FxpipeError as error:
+        message = str(error)
+    pipe.step(batch_of(pipe.step_number))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    report = {"message": message, "steps": pipe.step_number}
+    (directory / f"report.{rank}.json").write_text(json.dumps(report))
 
 
 def main(directory: Path, options: Options) -> None:

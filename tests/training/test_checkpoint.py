@@ -15,17 +15,18 @@ from safetensors.torch import load_file
 import fxpipe
 from fxpipe.errors import ArtifactError, RunError
 from fxpipe.training import checkpoint_files as files
-from fxpipe.training.training_state import Record, restore
+from fxpipe.training.optimizer import PipelineOptimizer
+from fxpipe.training.training_state import Record, contents_for, restore, tensors_of
 
 pytestmark = pytest.mark.slow
 
 FOUR_RANKS = Options(steps=4, vocab_parallel=True)
 
 
-def run(ranks: int, directory: Path, options: Options) -> list[dict]:
+def run(ranks: int, directory: Path, *options: Options, main=worker.main) -> list[dict]:
     """Train under torchrun; return the ranks' reports."""
     logs = directory / "logs"
-    found = forked(ranks, worker.main, directory, options, dtype=torch.float32, logs=logs)
+    found = forked(ranks, main, directory, *options, dtype=torch.float32, logs=logs)
     assert found.code == 0, found
     return [json.loads((directory / f"report.{rank}.json").read_text()) for rank in range(ranks)]
 
@@ -96,8 +97,9 @@ def test_restored_for_each_rank_of_another_plan_it_holds_the_same_bits(trained, 
     pipe = pipeline(model, options, ranks)
     path = files.path_of(trained / "checkpoints", 4)
     record = Record.from_json(files.read_state(path), path)
+    contents = contents_for(pipe.plan, None, {}, path, record)
     for rank in range(ranks):
-        restore(pipe.model_state, None, {}, path, record, rank)
+        restore(pipe.model_state, None, {}, contents, rank)
     assert same(model.state_dict(), expected_at_four(trained))
 
 
@@ -193,6 +195,12 @@ def add_a_file(path: Path) -> str:
     return "'more' is not in SHA256SUMS"
 
 
+def change_the_sums(path: Path) -> str:
+    file = path / "SHA256SUMS"
+    file.write_text(file.read_text() + "garbage\n")
+    return f"line {len(file.read_text().splitlines())} is no checksum"
+
+
 def remove_the_sums(path: Path) -> str:
     (path / "SHA256SUMS").unlink()
     return "SHA256SUMS cannot be read"
@@ -200,7 +208,7 @@ def remove_the_sums(path: Path) -> str:
 
 @pytest.mark.parametrize(
     "damage",
-    [flip_a_bit, cut_a_file, change_the_state, remove_a_file, add_a_file, remove_the_sums],
+    [flip_a_bit, cut_a_file, change_the_state, remove_a_file, add_a_file, change_the_sums, remove_the_sums],
     ids=lambda f: f.__name__,
 )
 def test_damage_is_named_and_nothing_changes(trained, tmp_path, damage):
@@ -247,6 +255,11 @@ def test_what_was_not_kept(trained, tmp_path):
     with pytest.raises(ArtifactError, match="2 groups, and this one has 1"):
         checkpoints.resume()
     checkpoints.close()
+    other = pipe.optimizer(torch.optim.SGD)
+    checkpoints = fxpipe.Checkpointer(pipe, directory / "checkpoints", optimizer=other)
+    with pytest.raises(ArtifactError, match="has the state of AdamW, and this run has SGD"):
+        checkpoints.resume()
+    checkpoints.close()
     loader = torch.optim.lr_scheduler.ConstantLR(optimizer)
     checkpoints = fxpipe.Checkpointer(pipe, directory / "checkpoints", state={"loader": loader})
     with pytest.raises(ArtifactError, match="no state 'loader'; it holds rate"):
@@ -261,6 +274,9 @@ def test_a_directory_that_cannot_be_written(tmp_path):
         fxpipe.Checkpointer(pipe, tmp_path / "file" / "checkpoints")
     with pytest.raises(RunError, match="at least 1"):
         fxpipe.Checkpointer(pipe, tmp_path, every=0)
+    for write in (pipe.save, pipe.export, lambda path: fxpipe.Checkpointer(pipe, path)):
+        with pytest.raises(ArtifactError, match=r"'.*a\\x00b' is no path"):
+            write(tmp_path / "a\0b")
 
 
 class Bad:
@@ -280,6 +296,102 @@ def test_state_that_a_checkpoint_does_not_hold(tmp_path):
     assert list(files.checkpoints(tmp_path)) == []
 
 
+def test_a_kill_while_a_checkpoint_takes_the_place_of_another(tmp_path, monkeypatch):
+    """Of the same step, where one alone is kept."""
+    pipe = pipeline(Reader(), Options(steps=5, schedule="1f1b"), 1)
+    pipe.step(batch_of(0))
+    checkpoints = fxpipe.Checkpointer(pipe, tmp_path, keep=1)
+    first = checkpoints.save()
+    expected = fxpipe.read_checkpoint(first).model
+    rename = Path.rename
+
+    def killed(path: Path, target: Path) -> Path:
+        if path.name.endswith(".draft"):
+            raise RuntimeError("as if it were killed")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(RunError, match="as if it were killed"):
+        checkpoints.save()
+    checkpoints.close()
+    monkeypatch.undo()
+    assert list(files.checkpoints(tmp_path)) == []
+    with fxpipe.Checkpointer(pipe, tmp_path, keep=1) as checkpoints:
+        assert checkpoints.resume()
+        assert same(fxpipe.read_checkpoint(tmp_path).model, expected)
+        checkpoints.save()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+class ByRow(torch.optim.Optimizer):
+    """Adagrad with one number for each row."""
+
+    def __init__(self, params, lr=0.1, key="sum"):
+        super().__init__(params, {"lr": lr})
+        self.key = key
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state.setdefault(self.key, torch.zeros(len(p)))
+                state[self.key] += p.grad.flatten(1).square().sum(1) if p.dim() > 1 else p.grad.square()
+                rate = group["lr"] / state[self.key].sqrt().clamp(1e-3)
+                p.data -= rate.reshape(-1, *[1] * (p.dim() - 1)) * p.grad
+
+
+def test_an_optimizer_with_state_for_each_row(tmp_path):
+    """Rows of a split table have rows of its state."""
+    whole = pipeline(Reader(), Options(steps=5, schedule="1f1b"), 1)
+    optimizer = whole.optimizer(ByRow)
+    whole.step(batch_of(0))
+    optimizer.step()
+    with fxpipe.Checkpointer(whole, tmp_path, optimizer=optimizer) as checkpoints:
+        path = checkpoints.save()
+    expected = fxpipe.read_checkpoint(path).optimizer["embed.weight"]["sum"]
+    assert expected.shape == (worker.SIZE,)
+    record = Record.from_json(files.read_state(path), path)
+    pipe = pipeline(Reader(), FOUR_RANKS, 4)
+    for rank in range(4):
+        held = {name: pipe.parameter(name) for name in pipe.plan.tensors[rank].gradients}
+        own = PipelineOptimizer(ByRow(held.values()), {p: name for name, p in held.items()}, [], None)
+        contents = contents_for(pipe.plan, own, {}, path, record)
+        restore(pipe.model_state, own, {}, contents, rank)
+        rows = f"embed.weight[{rank * 16}:{rank * 16 + 16}]"
+        assert torch.equal(own.state[held[rows]]["sum"], expected[rank * 16 : rank * 16 + 16])
+        part = tensors_of(pipe.model_state, own, rank)["optimizer.embed.weight.sum"]
+        assert (part.begin, part.rows) == (rank * 16, worker.SIZE)
+        assert torch.equal(part.tensor, own.state[held[rows]]["sum"])
+
+
+def test_state_of_an_optimizer_that_a_checkpoint_does_not_hold(tmp_path):
+    pipe = pipeline(Reader(), Options(steps=5, schedule="1f1b"), 1)
+    pipe.step(batch_of(0))
+    optimizer = pipe.optimizer(ByRow, key="sum.fast")
+    optimizer.step()
+    with fxpipe.Checkpointer(pipe, tmp_path, optimizer=optimizer) as checkpoints:
+        with pytest.raises(RunError, match=r"embed\.weight has the key 'sum\.fast'"):
+            checkpoints.save()
+        first = optimizer.param_groups[0]["params"][0]
+        optimizer.state.clear()
+        optimizer.state[first]["factors"] = [torch.ones(2)]
+        with pytest.raises(RunError, match=r"\['embed\.weight'\]\['factors'\]\[0\] is a Tensor"):
+            checkpoints.save()
+    assert list(files.checkpoints(tmp_path)) == []
+
+
+def test_a_disk_that_is_full_on_one_rank(tmp_path):
+    """All ranks raise after the same step, the earlier checkpoints are whole, and the run can go on."""
+    for report in run(2, tmp_path, main=worker.on_a_full_disk):
+        assert "could not be written: rank 1: [Errno 27] File too large" in report["message"]
+        assert report["steps"] == 4
+    left = tmp_path / "checkpoints"
+    assert sorted(path.name for path in left.iterdir()) == ["step-00000001", "step-00000002"]
+    for step in (1, 2):
+        found = fxpipe.read_checkpoint(files.path_of(left, step))
+        assert int(found.model["seen"]) == step * worker.MICROBATCHES
+
+
 def test_a_disk_that_is_full(tmp_path, monkeypatch):
     """The earlier checkpoint stays whole."""
     pipe = pipeline(Reader(), Options(steps=5, schedule="1f1b"), 1)
@@ -295,4 +407,4 @@ def test_a_disk_that_is_full(tmp_path, monkeypatch):
         checkpoints.save()
     checkpoints.close()
     assert fxpipe.read_checkpoint(tmp_path).step_number == 0
-    assert list(files.checkpoints(tmp_path).values()) == [first]
+    assert list(tmp_path.iterdir()) == [first]

@@ -298,3 +298,10 @@ def test_evaluation_under_torchrun(tmp_path):
             found = load_file(tmp_path / f"{name}.{rank}.safetensors")
             assert found.keys() == {"training", "evaluation", "loaded"}
             assert too_far(found, expected | {"loaded": expected["evaluation"][-1]}) == {}, (name, rank)
+        saved, again = tmp_path / name, tmp_path / f"{name} again"
+        for file in (f"{part}rank{rank}.sha256" for part in ("", "evaluation/") for rank in range(ranks)):
+            assert (saved / file).read_text() == (again / file).read_text()
+    for part in ("", "evaluation"):
+        held = load_file(tmp_path / "constants again" / part / "rank1.safetensors")
+        values = [float(t[0]) for name, t in sorted(held.items()) if "constant" in name]
+        assert values[-3:] == [1.375, 1.5, 1.625]

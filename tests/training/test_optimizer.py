@@ -165,7 +165,7 @@ def test_optimizers_that_need_other_ranks_values():
         check_separable(torch.optim.LBFGS, {}, CPU, tables=False)
 
 
-@pytest.mark.parametrize("given", [lambda parameters: list(parameters), None, "AdamW"])
+@pytest.mark.parametrize("given", [lambda parameters: list(parameters), None, "AdamW", nn.Linear])
 def test_what_is_no_optimizer(given):
     pipe = pipeline(Squares())
     with pytest.raises(RunError, match="a class of torch optimizers"):

@@ -1,6 +1,7 @@
 """State dicts: names, values, and what is refused."""
 
 import copy
+import types
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fxpipe
 from fxpipe.errors import ArtifactError, RunError
+from fxpipe.training.model_state import ModelState
+from fxpipe.training.state_dict import load_state_dict
 
 
 class Tied(nn.Module):
@@ -119,6 +122,33 @@ def test_a_model_on_the_meta_device_whose_buffer_nothing_makes():
         pipe.load_state_dict(Tied().state_dict())
     pipe.load_state_dict({**Tied().state_dict(), "scale": Tied().scale})
     assert torch.equal(pipe.run_local(TOKENS).loss, pipeline(Tied()).run_local(TOKENS).loss)
+
+
+class Labelled(Tied):
+    def forward(self, x, y):
+        hidden = torch.tanh(self.middle(self.embed(x) * self.scale))
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), y.flatten())
+
+
+def test_rows_of_a_table_on_the_meta_device():
+    """A rank loads its rows while the model lives, and uses the model's own table when that has values."""
+    with torch.device("meta"):
+        model = Labelled()
+    given = {"x": TOKENS["x"][:1], "y": TOKENS["x"][:1]}
+    pipe = fxpipe.compile(model, given, ranks=2, microbatches=2, schedule="1f1b", vocab_parallel=True)
+    process = types.SimpleNamespace(rank=1, ranks=2)
+    parameters, buffers = dict(pipe.parameters), dict(pipe.buffers)
+    state = ModelState(pipe.plan, parameters, buffers, torch.device("cpu"), process, lambda: model)
+    real = Labelled()
+    load_state_dict(state, real.state_dict(), strict=True)
+    assert "embed.weight" not in state.parameters
+    state.follow_model()
+    assert torch.equal(state.parameter("embed.weight[4:8]"), real.embed.weight[4:8])
+    model.to_empty(device="cpu")
+    model.load_state_dict({name: t + 1 for name, t in real.state_dict().items()})
+    state.follow_model()
+    assert torch.equal(state.parameter("embed.weight[4:8]"), real.embed.weight[4:8] + 1)
+    assert state.parameters["embed.weight"] is model.embed.weight
 
 
 def test_a_llama_on_the_meta_device():
