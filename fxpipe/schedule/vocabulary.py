@@ -98,7 +98,7 @@ def weave(
         if shards:
             start = encode(_with_embedding_shards(arrays, listed, start, m, shards), m)
         bounds = [cap + own for cap, own in zip(caps, embedded, strict=True)]
-        woven = improve(arrays, start, m, bounds, goal, _WORK // len(levels))
+        woven = improve(arrays, start, m, bounds, goal, _WORK)
         done = run(arrays, woven, m)
         assert done is not None, "local search returns an order that can progress"
         found.append((goal.time(done), max(peaks(arrays, woven, m)), woven))
