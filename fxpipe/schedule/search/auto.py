@@ -31,6 +31,10 @@ BEYOND = tuple(f for f in FAMILIES.values() if f.name == SEARCHED or not f.is_se
 WITHIN = tuple(f for f in BEYOND if not f.for_offload)
 
 
+Limits = tuple[float, ...]
+"""A memory limit for each rank, infinite for no limit."""
+
+
 @dataclass(frozen=True, eq=False)
 class Setting:
     """Stages on ranks, their costs there, and the memory for activations (``limits``).
@@ -68,7 +72,7 @@ class _Way:
 
     setting: Setting
     problem: Problem
-    limits: tuple[float, ...]
+    limits: Limits
     offload: Share
     families: tuple[Family, ...]
 
@@ -218,24 +222,33 @@ def _under(ways: Sequence[_Way], objective: Objective, effort: float | None, see
     return replace(best, tried=tuple(tried.values()))
 
 
-def _ways(setting: Setting, ranks: int, microbatches: int, limit: Limit) -> list[_Way]:
-    """The ways to keep the limits: without offload, or beyond them with as much offload as needed."""
-    limits, free = _limits(setting, limit, ranks), (inf,) * ranks
+def limits_and_shares(limits: Limits, offload: Share) -> list[tuple[Limits, Share]]:
+    """The memory limits to build a schedule for, each with the share to offload then.
 
-    def way(allowed: tuple[float, ...], share: Share, families: tuple[Family, ...]) -> _Way:
+    Within the limits without offload, or without limits and with as much offload as they then need.
+    """
+    free = (inf,) * len(limits)
+    if offload is None or (offload == AUTO and limits == free):
+        return [(limits, None)]
+    return [(limits, None), (free, AUTO)] if offload == AUTO else [(free, offload)]
+
+
+def _ways(setting: Setting, ranks: int, microbatches: int, limit: Limit) -> list[_Way]:
+    """The ways to keep the limits; beyond them also the search under twice the limits."""
+    limits = _limits(setting, limit, ranks)
+
+    def way(allowed: Limits, share: Share, families: tuple[Family, ...]) -> _Way:
         problem = _problem(setting, ranks, microbatches, allowed)
         return _Way(setting, problem, limits, share, families)
 
-    if setting.offload is None or (setting.offload == AUTO and limits == free):
-        return [way(limits, None, WITHIN)]
-    beyond = way(free, setting.offload, BEYOND)
-    if setting.offload != AUTO:
-        return [beyond]
-    twice = way(tuple(2 * x for x in limits), AUTO, (FAMILIES[SEARCHED],))
-    return [way(limits, None, WITHIN), beyond, twice]
+    kinds = limits_and_shares(limits, setting.offload)
+    ways = [way(allowed, share, WITHIN if share is None else BEYOND) for allowed, share in kinds]
+    if len(kinds) > 1:
+        ways.append(way(tuple(2 * x for x in limits), AUTO, (FAMILIES[SEARCHED],)))
+    return ways
 
 
-def _problem(setting: Setting, ranks: int, microbatches: int, limits: tuple[float, ...]) -> Problem:
+def _problem(setting: Setting, ranks: int, microbatches: int, limits: Limits) -> Problem:
     """The problem of the model's own stages: without vocabulary stages, and with the memory they leave."""
     costs = setting.costs
     if setting.vocabulary is not None:
@@ -245,7 +258,7 @@ def _problem(setting: Setting, ranks: int, microbatches: int, limits: tuple[floa
     return Problem(SEARCHED, ranks, microbatches, v, shape, costs, limits)
 
 
-def _limits(setting: Setting, limit: Limit, ranks: int) -> tuple[float, ...]:
+def _limits(setting: Setting, limit: Limit, ranks: int) -> Limits:
     return tuple(map(min, per_rank(limit, ranks), per_rank(setting.limits, ranks)))
 
 
