@@ -19,6 +19,7 @@ Floats = NDArray[np.float64]
 
 SHARE = 1e-3  # of the ranks' mean span in a value, to tell equals apart
 _REACH = 8  # ops that a move may pass, about
+_BLOCK = 0.8  # of the moves are out of a run of ops of one rank on the critical path
 
 
 class Tables(NamedTuple):
@@ -187,23 +188,33 @@ def anneal(t, order, m, limits, by_makespan, good_enough, work, seed, hot, cold)
     new_end, new_cause, new_first, new_free = end.copy(), cause.copy(), first.copy(), free.copy()
     moved_end, moved_tail = np.empty(ops), np.empty(ops)
     run_back(t, order, m, inf, end, first, by_makespan, tail)
+    befores, afters = np.empty(ops, np.int64), np.empty(ops, np.int64)
     heads, lasts = np.empty(ops, np.int64), np.empty(ops, np.int64)
-    blocks = _critical(t, order, m, end, cause, first, free, by_makespan, heads, lasts)
+    arcs, blocks = _critical(t, order, m, end, cause, first, free, by_makespan, befores, afters, heads, lasts)
     cool, spent, temperature, next_cooling = np.log(cold / hot), 0, hot, 0
-    while blocks and spent < work and best > good_enough:
+    while arcs and spent < work and best > good_enough:
         if spent >= next_cooling:
             temperature = hot * np.exp(cool * spent / work)
             next_cooling = spent + work // 1000
-        # An op of the head or the tail of a run of ops of one rank jumps out of it.
-        k = random.randrange(blocks)
-        head, last = pos[heads[k]], pos[lasts[k]]
-        by = random.randrange(_REACH)
-        if random.random() < 0.5:
-            source = max(head, last - 1 - by)
-            target = last + random.randrange(_REACH - by)
+        if random.random() < _BLOCK:
+            # An op of the head or the tail of a run of ops of one rank jumps out of it.
+            k = random.randrange(blocks)
+            head, last = pos[heads[k]], pos[lasts[k]]
+            by = random.randrange(_REACH)
+            if random.random() < 0.5:
+                source = max(head, last - 1 - by)
+                target = last + random.randrange(_REACH - by)
+            else:
+                source = min(last, head + 1 + by)
+                target = head - random.randrange(_REACH - by)
         else:
-            source = min(last, head + 1 + by)
-            target = head - random.randrange(_REACH - by)
+            k = random.randrange(arcs)
+            if random.random() < 0.5:
+                source = pos[befores[k]]
+                target = source + 1 + random.randrange(_REACH)
+            else:
+                source = pos[afters[k]]
+                target = source - 1 - random.randrange(_REACH)
         op = order[source]
         rank = t.rank[t.section[op]]
         begin, stop = 3 * m * t.own_at[rank], 3 * m * t.own_at[rank + 1]
@@ -238,7 +249,9 @@ def anneal(t, order, m, limits, by_makespan, good_enough, work, seed, hot, cold)
         end, new_end, cause, new_cause = new_end, end, new_cause, cause
         first, new_first, free, new_free = new_first, first, new_free, free
         run_back(t, order, m, max(until, end[order[high]]), end, first, by_makespan, tail)
-        blocks = _critical(t, order, m, end, cause, first, free, by_makespan, heads, lasts)
+        arcs, blocks = _critical(
+            t, order, m, end, cause, first, free, by_makespan, befores, afters, heads, lasts
+        )
         if value < best * (1 - 1e-12):
             best = value
             copy(order, best_order)
@@ -349,9 +362,9 @@ def _path_through(t, order, m, pos, rest, begin, stop, low, high, end, tail, mov
 
 
 @compiled
-def _critical(t, order, m, end, cause, first, free, by_makespan, heads, lasts):
-    """Writes the first and the last op of each run of ops of one rank, two or more, on the critical path of a
-    worst rank.  Returns the number of runs.
+def _critical(t, order, m, end, cause, first, free, by_makespan, befores, afters, heads, lasts):
+    """Writes the critical path of a worst rank: its pairs of consecutive ops of one rank, and the ends of its
+    runs of ops of one rank.  Returns the number of pairs and of runs.
     """
     worst, at, equals = _objective(first, free, by_makespan) * (1 - 1e-9), 0, 0
     for rank in range(len(free)):
@@ -359,17 +372,23 @@ def _critical(t, order, m, end, cause, first, free, by_makespan, heads, lasts):
             equals += 1
             if random.random() * equals < 1:
                 at = rank
-    op, blocks = order[3 * m * t.own_at[at + 1] - 1], 0
+    op, arcs, blocks = order[3 * m * t.own_at[at + 1] - 1], 0, 0
     last = op
-    while op >= 0:
+    while cause[op] >= 0:
         before = cause[op]
-        if before < 0 or t.rank[t.section[before]] != t.rank[t.section[op]]:
+        if t.rank[t.section[before]] == t.rank[t.section[op]]:
+            befores[arcs], afters[arcs] = before, op
+            arcs += 1
+        else:
             if last != op:
                 heads[blocks], lasts[blocks] = op, last
                 blocks += 1
             last = before
         op = before
-    return blocks
+    if last != op:
+        heads[blocks], lasts[blocks] = op, last
+        blocks += 1
+    return arcs, blocks
 
 
 @compiled
