@@ -18,7 +18,7 @@ class Timetable(NamedTuple):
     """What the due dates of a problem are made of: see :mod:`fxpipe.schedule.search.due_dates`.
 
     Per section: when it starts if there is one microbatch alone, and on which step of its way, of ``steps``.
-    Per rank: its limit, and the memory of one microbatch (``least``).
+    Per rank: its limit.
     """
 
     alone: Floats
@@ -27,30 +27,23 @@ class Timetable(NamedTuple):
     unit: float  # a mean op's seconds
     period: float  # the least
     limits: Floats
-    least: Floats
 
 
 WAITS = 4  # the first numbers of a point: a wait in each quarter of the way
-SLOW, WEIGHT, HEAD, TAIL, HEAD_PACE, TAIL_PACE, LATE, SPARE, MEMORY, B, W = range(WAITS, 15)
+SLOW, WEIGHT, HEAD, TAIL, HEAD_PACE, TAIL_PACE, LATE, B, W = range(WAITS, 13)
 NUMBERS = W + 1
 
 
 @compiled
 def draw_ops(t, table, m, points):
     """An order per point, by list scheduling with its due dates."""
-    ranks = len(table.limits)
     due, orders = np.empty(len(t.section)), np.empty((len(points), len(t.section)), np.int64)
-    limits, lookahead = np.empty(ranks), np.array((1.001, 0.0, 0.0))
+    lookahead = np.array((1.001, 0.0, 0.0))
     for k in range(len(points)):
         x = points[k]
         _write_due_dates(table, m, x, due)
-        # Some memory may stay free, and no rank needs more than some microbatches a rank.
-        for rank in range(ranks):
-            least = table.least[rank]
-            most = min(table.limits[rank] - _half(x[SPARE]) * least, (1 + x[MEMORY]) * ranks * least)
-            limits[rank] = max(most, least)
         lookahead[1], lookahead[2] = 0.7 * x[B], 0.7 * x[W]
-        dispatch_ops(t, m, due, limits, lookahead, orders[k])
+        dispatch_ops(t, m, due, table.limits, lookahead, orders[k])
     return orders
 
 

@@ -4,7 +4,8 @@ Beside its stages of the model every rank has an output shard, its part of the o
 (before the barrier), B the ops after the barrier, W pass T.  If the input embedding is sharded too, every
 rank also has an embedding shard.  The model's schedule gives due dates; list scheduling under the memory
 limits places the ops of the output shards and delays the backward to after the barrier.  Embedding shards are
-short: they are inserted afterwards, one period before their results are needed.
+short: they are inserted one period before their results are needed.  Local search then improves the order of
+all ops.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, product
+from itertools import product
 from math import inf
+
+import numpy as np
 
 from fxpipe.ir.graph import Color, Phase
 from fxpipe.schedule.arrays import OpIds, ScheduleArrays, decode, encode, fits, peaks, run, schedule_arrays
 from fxpipe.schedule.costs import Costs, Edge, StageCost
-from fxpipe.schedule.dependencies import index
 from fxpipe.schedule.dispatch import dispatch
 from fxpipe.schedule.goal import Goal, Objective
 from fxpipe.schedule.ops import Op, OpKind, Order
@@ -30,6 +32,8 @@ from fxpipe.vocabulary.stages import Vocabulary
 _LOOKAHEADS = ((0.0, 0.0, 0.0), (0.3, 0.3, 0.3), (1.0, 1.0, 0.5), (1.001, 0.3, 0.7))
 _DELAYS = (0.0, 1.0, 3.0)  # delays of T, in periods
 _WORK = 2_000_000  # ops that local search may look at
+_EMBEDDED = 2  # microbatches that an embedding shard may hold
+_EQUAL = 0.005  # of two orders whose times differ by less, the one with the lower peak memory is better
 
 
 def model_stage_costs(costs: Costs, vocabulary: Vocabulary) -> Costs:
@@ -74,62 +78,82 @@ def weave(
     """The order of the model's stages with the ops of the vocabulary stages inserted.
 
     ``costs``: of all stages.  A rank holds at most ``vocabulary.barriers`` microbatches more of the model's
-    stages than it does in ``order``, also if it has no limit.
+    stages than it does in ``order``, also if it has no limit; fewer if they make the step no shorter.
     """
-    m = model.microbatches
-    without = _some(costs, vocabulary.embedding_shards, len(costs.stages))
-    arrays = schedule_arrays(without, replace(vocabulary, embedding_shards=0).placement(model.placement))
-    goal = Goal(objective, m * arrays.period)
-    op_ids = encode(order, m)
-    dates = _Dates(model, op_ids, arrays, vocabulary.output_shards)
-    if vocabulary.embedding_shards:
-        held = schedule_arrays(costs, vocabulary.placement(model.placement)).hold
-        limits = [limit - 2 * held[rank] for rank, limit in enumerate(limits)]
-    caps = _caps(model, op_ids, arrays, vocabulary.barriers, limits)
+    m, shards, op_ids = model.microbatches, vocabulary.embedding_shards, encode(order, model.microbatches)
+    arrays = schedule_arrays(costs, vocabulary.placement(model.placement))
+    listed = schedule_arrays(
+        _some(costs, shards, len(costs.stages)),
+        replace(vocabulary, embedding_shards=0).placement(model.placement),
+    )
+    goal, dates = Goal(objective, m * arrays.period), _Dates(model, op_ids, listed, vocabulary.output_shards)
+    embedded = [_EMBEDDED * hold for hold in arrays.hold[:shards]] or [0.0] * model.ranks
+    left = [limit - own for limit, own in zip(limits, embedded, strict=True)]
+    levels = [
+        _caps(model, op_ids, listed, vocabulary.barriers, n, left) for n in range(1 + vocabulary.barriers)
+    ]
+    found: list[tuple[float, float, OpIds]] = []
+    for caps in dict.fromkeys(levels):
+        start = _listed(listed, m, dates, caps, goal)
+        if shards:
+            start = encode(_with_embedding_shards(arrays, listed, start, m, shards), m)
+        bounds = [cap + own for cap, own in zip(caps, embedded, strict=True)]
+        woven = improve(arrays, start, m, bounds, goal, _WORK)
+        done = run(arrays, woven, m)
+        assert done is not None, "local search returns an order that can progress"
+        found.append((goal.time(done), max(peaks(arrays, woven, m)), woven))
+    equal = (1 + _EQUAL) * min(time for time, _, _ in found)
+    _, _, woven = min((one for one in found if one[0] <= equal), key=lambda one: one[1])
+    return _fused(decode(arrays, woven, m), shards)
+
+
+def _listed(
+    arrays: ScheduleArrays, microbatches: int, dates: _Dates, caps: Sequence[float], goal: Goal
+) -> OpIds:
+    """The best order of list scheduling, without the embedding shards."""
     best: tuple[float, OpIds] | None = None
     for delay, lookahead in product(_DELAYS, _LOOKAHEADS):
-        found = dispatch(arrays, m, dates.due(delay), caps, lookahead)
-        done = run(arrays, found, m)
+        op_ids = dispatch(arrays, microbatches, dates.due(delay), caps, lookahead)
+        done = run(arrays, op_ids, microbatches)
         assert done is not None, "an order that was built by running it cannot block"
-        value = goal.value(done) if fits(arrays, found, m, caps) else inf
+        value = goal.value(done) if fits(arrays, op_ids, microbatches, caps) else inf
         if best is None or value < best[0]:
-            best = value, found
-    assert best is not None, "there is at least one way to weave"
-    woven = improve(arrays, best[1], m, caps, goal, _WORK)
-    if not vocabulary.embedding_shards:
-        return decode(arrays, woven, m)
-    return _with_embedding_shards(costs.edges, arrays, woven, m, vocabulary.embedding_shards)
+            best = value, op_ids
+    assert best is not None, "there is at least one way to list the ops"
+    return best[1]
 
 
 def _with_embedding_shards(
-    edges: Sequence[Edge], arrays: ScheduleArrays, op_ids: OpIds, microbatches: int, embedding_shards: int
+    arrays: ScheduleArrays, listed: ScheduleArrays, op_ids: OpIds, microbatches: int, embedding_shards: int
 ) -> Order:
     """Insert each embedding shard one period before its result is needed, and its backward after its
-    gradient arrives.
+    gradient arrives.  ``listed``: the arrays of ``op_ids``, which are without the embedding shards.
 
-    When an inserted op starts, the ops that it depends on have started and those that depend on it have not,
-    so the ranks' orders cannot block each other.
+    When an inserted op starts, the ops that it depends on have ended and those that depend on it have not
+    started, so the ranks' orders cannot block each other.
     """
-    m = microbatches
-    done = run(arrays, op_ids, m)
+    m, before = microbatches, 3 * embedding_shards
+    done = run(listed, op_ids, m)
     assert done is not None, "the order to put the embedding in can progress"
-    users = {index(e.target) - 3 * embedding_shards for e in edges if e.source.stage < embedding_shards}
-    makers = {index(e.source) - 3 * embedding_shards for e in edges if e.target.stage < embedding_shards}
-    first = [min((done.end[s * m + j] - arrays.seconds[s] for s in users), default=0.0) for j in range(m)]
-    last = [max((done.end[s * m + j] for s in makers), default=inf) for j in range(m)]
-    ahead = [time - arrays.period for time in [*accumulate(reversed(first), min)][::-1]]
-    behind = [*accumulate(last, max)]
+    end = done.end.reshape(-1, m)
+    start = end - np.array(listed.seconds)[:, None]
     orders = []
-    for rank, ops in enumerate(decode(arrays, op_ids, m)):
-        its = arrays.ops_of(rank, op_ids, m)
-        starts = accumulate((done.end[value] - arrays.seconds[value // m] for value in its), max)
-        wanted, given = deque(ahead), deque(behind)
+    for rank, ops in enumerate(decode(listed, op_ids, m)):
+        f, b, w = range(3 * rank, 3 * rank + 3)
+        users = [section - before for section, _ in arrays.feeds[f] if section >= before]
+        makers = [
+            section - before for section, _ in (*arrays.needs[b], *arrays.needs[w]) if section >= before
+        ]
+        needed = start[users].min(axis=0, initial=inf) - listed.period
+        wanted = deque(np.minimum.accumulate(needed[::-1])[::-1])
+        given = deque(np.maximum.accumulate(end[makers].max(axis=0, initial=0.0)))
+        starts = np.maximum.accumulate(start.ravel()[listed.ops_of(rank, op_ids, m)])
         order: list[Op] = []
-        for op, start in zip(ops, starts, strict=True):
-            while wanted and wanted[0] <= start:
+        for op, now in zip(ops, starts, strict=True):
+            while wanted and wanted[0] <= now:
                 wanted.popleft()
                 order.append(Op(OpKind.F, rank, m - 1 - len(wanted)))
-            while given and given[0] < start:
+            while given and given[0] < now:
                 given.popleft()
                 order.append(Op(OpKind.BW, rank, m - 1 - len(given)))
             order.append(replace(op, stage=op.stage + embedding_shards))
@@ -139,17 +163,35 @@ def _with_embedding_shards(
     return tuple(orders)
 
 
+def _fused(order: Order, embedding_shards: int) -> Order:
+    """The order in which an embedding shard's B and W are one op where W follows at once: its B is empty."""
+    orders = []
+    for ops in order:
+        fused: list[Op] = []
+        for op in ops:
+            if op.stage < embedding_shards and fused and fused[-1] == replace(op, kind=OpKind.B):
+                fused[-1] = replace(op, kind=OpKind.BW)
+            else:
+                fused.append(op)
+        orders.append(tuple(fused))
+    return tuple(orders)
+
+
 def _caps(
-    model: Problem, op_ids: OpIds, arrays: ScheduleArrays, barriers: int, limits: Sequence[float]
-) -> list[float]:
-    """The memory limit of each rank for list scheduling."""
+    model: Problem,
+    op_ids: OpIds,
+    arrays: ScheduleArrays,
+    barriers: int,
+    more: int,
+    limits: Sequence[float],
+) -> tuple[float, ...]:
+    """Per rank the memory limit of list scheduling: so many microbatches ``more`` than in ``op_ids``."""
     caps = []
-    most = peaks(model.arrays, op_ids, model.microbatches)
-    for rank, limit in enumerate(limits):
+    for rank, most in enumerate(peaks(model.arrays, op_ids, model.microbatches)):
         own = model.arrays.smallest_limit(rank)
         beside = (1 + barriers) * (arrays.smallest_limit(rank) - own)
-        caps.append(min(limit, most[rank] + barriers * own + beside))
-    return caps
+        caps.append(min(limits[rank], max(most, own) + more * own + beside))
+    return tuple(caps)
 
 
 class _Dates:

@@ -3,7 +3,7 @@
 import pytest
 from marks import slow_except
 
-from fxpipe.errors import DeadlockError, ScheduleError
+from fxpipe.errors import ScheduleError
 from fxpipe.schedule.arrays import decode, encode, schedule_arrays
 from fxpipe.schedule.costs import Costs, StageCost, chain
 from fxpipe.schedule.families.registry import FAMILIES, build
@@ -250,12 +250,11 @@ def test_lag():
     """)
 
 
-def filled(fb_order: Order, costs: Costs, limits: tuple[int, int], gap: Gap) -> list[str]:
+def filled(fb_order: Order, costs: Costs, chunks: int, gap: Gap) -> list[str]:
     """Per rank, for two microbatches in two stages."""
     arrays = schedule_arrays(costs, (0, 1))
-    return order_text(
-        decode(arrays, fill_bubbles(encode(fb_order, 2), (4, 4), 2, arrays, limits, gap), 2)
-    ).splitlines()
+    op_ids = fill_bubbles(encode(fb_order, 2), (4, 4), 2, arrays, chunks, gap)
+    return order_text(decode(arrays, op_ids, 2)).splitlines()
 
 
 @pytest.mark.parametrize(
@@ -268,17 +267,14 @@ def filled(fb_order: Order, costs: Costs, limits: tuple[int, int], gap: Gap) -> 
 )
 def test_fill_by_gap(gap, first):
     costs = chain([StageCost(1.0, 1.5, 1.0, 1, 1), StageCost(1.0, 1.0, 1.0, 1, 1)])
-    assert filled(FB_ORDER, costs, (2, 2), gap)[0] == first
+    assert filled(FB_ORDER, costs, 2, gap)[0] == first
 
 
-def test_fill_runs_w_where_memory_is_full():
-    costs = chain([StageCost(1, 1, 1, 1, 1)] * 2)
-    assert filled(FB_ORDER, costs, (2, 1), Gap.WHOLE)[1] == "F1.0 B1.0 W1.0 F1.1 B1.1 W1.1"
-    with pytest.raises(ScheduleError, match=r"rank 0 cannot run F0\.1 within its memory limit of 1, and"):
-        filled(FB_ORDER, costs, (1, 1), Gap.WHOLE)
-
-
-def test_fill_of_a_spine_that_cannot_progress():
-    fb_order = parse_order("F0.0 B0.0 F0.1 B0.1\nF1.0 F1.1 B1.0 B1.1")
-    with pytest.raises(DeadlockError, match=r"cannot progress: rank 0 at B0\.0, rank 1 at F1\.1"):
-        filled(fb_order, even(2), (2, 2), Gap.ANY)
+@pytest.mark.parametrize(
+    ("chunks", "first"), [(1, "F0.0 B0.0 W0.0 F0.1 B0.1 W0.1"), (2, "F0.0 B0.0 F0.1 W0.0 B0.1 W0.1")]
+)
+def test_fill_runs_w_before_the_next_f_where_a_rank_holds_enough(chunks, first):
+    """Rank 0 has a bubble for W0.0 only after F0.1."""
+    fb_order = parse_order("F0.0 B0.0 F0.1 B0.1\nF1.0 B1.0 F1.1 B1.1")
+    costs = chain([StageCost(1, 1, 1)] * 2)
+    assert filled(fb_order, costs, chunks, Gap.WHOLE)[0] == first

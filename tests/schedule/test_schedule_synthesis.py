@@ -16,7 +16,7 @@ from fxpipe.ir.graph import Color, Phase
 from fxpipe.schedule.arrays import OpIds, ScheduleArrays, decode, encode, peaks, run, schedule_arrays
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
 from fxpipe.schedule.dispatch import dispatch
-from fxpipe.schedule.dispatch_kernel import LATE, MEMORY, NUMBERS, draw_ops
+from fxpipe.schedule.dispatch_kernel import LATE, NUMBERS, draw_ops
 from fxpipe.schedule.families.heuristics import zero_bubble, zero_bubble_v
 from fxpipe.schedule.families.registry import build
 from fxpipe.schedule.goal import Goal
@@ -348,7 +348,7 @@ def test_the_due_dates_of_a_point():
     (order,) = drawn_orders(problem, plain)
     assert order.tolist() == [0, 3, 6, 1, 4, 7, 2, 5, 8]
     late = plain.copy()
-    late[0, MEMORY] = late[0, LATE] = 1.0  # the W of the last two microbatches behind all else
+    late[0, LATE] = 1.0  # the W of the last two microbatches behind all else
     (order,) = drawn_orders(problem, late)
     assert order.tolist() == [0, 3, 6, 1, 4, 2, 5, 7, 8]
 

@@ -11,13 +11,11 @@ from fxpipe.ir.compiled import compiled
 
 
 @compiled
-def fill_ops(t, m, fb_order, fb_order_at, hold, kept, limits, gap):
+def fill_ops(t, m, fb_order, fb_order_at, chunks, gap):
     """See ``families.weights.fill_bubbles``.  Rank r's part of the fb_order begins at ``fb_order_at[r]``;
-    ``gap`` is 0 for any, 1 for whole, 2 for balanced.
-
-    The order; per rank its progress in it; and the rank that has no memory for its next F, or -1.
+    ``gap`` is 0 for any, 1 for whole, 2 for balanced.  The order, and whether it has all ops.
     """
-    ranks, epsilon = len(limits), 0.0
+    ranks, epsilon, left = len(fb_order_at) - 1, 0.0, len(t.section)
     for seconds in t.seconds:
         epsilon += 1e-9 * seconds
     end = np.empty(len(t.seconds) * m)
@@ -26,7 +24,7 @@ def fill_ops(t, m, fb_order, fb_order_at, hold, kept, limits, gap):
     order, pending = np.empty(len(end), np.int64), np.empty(len(end), np.int64)
     filled, queued, ran = np.empty(ranks, np.int64), np.empty(ranks, np.int64), np.zeros(ranks, np.int64)
     following = fb_order_at[:ranks].copy()
-    live, free, idle = np.zeros(ranks), np.zeros(ranks), np.zeros(ranks)
+    live, free, idle = np.zeros(ranks, np.int64), np.zeros(ranks), np.zeros(ranks)
     for rank in range(ranks):
         filled[rank] = queued[rank] = 3 * m * t.own_at[rank]
     events = [(0.0, rank) for rank in range(ranks)]
@@ -38,10 +36,7 @@ def fill_ops(t, m, fb_order, fb_order_at, hold, kept, limits, gap):
         waiting = begin + ran[rank] < queued[rank]
         if following[rank] < fb_order_at[rank + 1]:
             op = fb_order[following[rank]]
-            section = t.section[op]
-            full = section % 3 == 0 and live[rank] + hold[section // 3] > limits[rank] * (1 + 1e-9)
-            if full and not waiting:
-                return order, following, rank
+            full = t.section[op] % 3 == 0 and live[rank] == chunks
             ready = _arrival(t, end, op, m)
             if ready <= now + epsilon and not full:
                 following[rank] += 1
@@ -62,27 +57,27 @@ def fill_ops(t, m, fb_order, fb_order_at, hold, kept, limits, gap):
         if chosen < 0:
             continue
         section = t.section[chosen]
-        stage, kind = section // 3, section % 3
+        kind = section % 3
         start = max(now, free[rank], _arrival(t, end, chosen, m))
         if filled[rank] > begin:
             idle[rank] += start - free[rank]
         end[chosen] = free[rank] = start + t.seconds[section]
         order[filled[rank]] = chosen
         filled[rank] += 1
+        left -= 1
         if kind == 0:
-            live[rank] += hold[stage]
+            live[rank] += 1
         elif kind == 1:
-            live[rank] -= hold[stage] - kept[stage]
             pending[queued[rank]] = chosen + m
             queued[rank] += 1
         else:
-            live[rank] -= kept[stage]
+            live[rank] -= 1
         heapq.heappush(events, (free[rank], rank))
         for k in range(t.feed_at[section], t.feed_at[section + 1]):
             other = t.rank[t.feed[k]]
             if other != rank:
                 heapq.heappush(events, (free[rank] + t.feed_delay[k], other))
-    return order, following, -1
+    return order, left == 0
 
 
 @compiled

@@ -236,16 +236,25 @@ def build(
         )
     limits = per_rank(memory_limit, ranks)
     problem = Problem(name, ranks, microbatches, chunks, shape, costs, limits, group, effort, seed)
-    _check_least(problem)
-    orders = [family.function(problem)]
-    if not problem.is_even and not family.is_searched:
-        orders += _for_mean(family, problem)
-    order = problem.fastest(dict.fromkeys(orders)) if len(orders) > 1 else orders[0]
-    _check_memory(problem, order)
+    order = order_of(family, problem)
     if vocabulary is not None:
         order = weave(problem, order, whole, vocabulary, given)
         rank_of_stage = vocabulary.placement(rank_of_stage)
     return Schedule(name, rank_of_stage, microbatches, order, vocabulary)
+
+
+def order_of(family: Family, problem: Problem) -> Order:
+    """The family's order; with uneven costs, if it is faster, that for the mean costs of all stages.
+
+    Raises ScheduleError for a limit that the family cannot keep.
+    """
+    _check_least(family, problem)
+    orders = [family.function(problem)]
+    if not problem.is_even and not family.is_searched:
+        orders += _for_mean(family, problem)
+    order = problem.fastest(dict.fromkeys(orders)) if len(orders) > 1 else orders[0]
+    _check_memory(family, problem, order)
+    return order
 
 
 def _for_mean(family: Family, problem: Problem) -> tuple[Order, ...]:
@@ -264,24 +273,24 @@ def _check_family(family: Family, chunks: int, shape: str) -> None:
         raise ScheduleError(f"schedule {family.name} has {family.placement} placement, not {shape}")
 
 
-def _check_least(problem: Problem) -> None:
+def _check_least(family: Family, problem: Problem) -> None:
     """Raise ScheduleError if one microbatch alone exceeds a rank's limit: then no family can keep it."""
     needed = [problem.arrays.smallest_limit(rank) for rank in range(problem.ranks)]
     for rank, (least, limit) in enumerate(zip(needed, problem.limits, strict=True)):
         if least > limit * (1 + 1e-9):
             raise ScheduleError(
-                f"schedule {problem.name}: one microbatch needs {least:g} of memory on rank {rank}, and the "
+                f"schedule {family.name}: one microbatch needs {least:g} of memory on rank {rank}, and the "
                 f"limit is {limit:g}; the smallest limit that any schedule can keep is {max(needed):g}"
             )
 
 
-def _check_memory(problem: Problem, order: Order) -> None:
+def _check_memory(family: Family, problem: Problem, order: Order) -> None:
     if not problem.is_limited:
         return
     peak = peaks(problem.arrays, encode(order, problem.microbatches), problem.microbatches)
     for rank, (most, limit) in enumerate(zip(peak, problem.limits, strict=True)):
         if limit < inf and most > limit * (1 + 1e-9):
             raise ScheduleError(
-                f"schedule {problem.name} needs {most:g} of memory on rank {rank}, and the limit is "
+                f"schedule {family.name} needs {most:g} of memory on rank {rank}, and the limit is "
                 f"{limit:g}; the smallest limit that it can keep is {max(peak):g}"
             )

@@ -12,9 +12,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from fxpipe.errors import DeadlockError, ScheduleError
 from fxpipe.schedule.arrays import OpIds, ScheduleArrays
-from fxpipe.schedule.dependencies import op_of_value
 from fxpipe.schedule.families.fill_kernel import fill_ops
 from fxpipe.schedule.ops import Op, OpKind, Order
 
@@ -45,37 +43,15 @@ def _delay_weights(ops: Sequence[Op], behind: int) -> tuple[Op, ...]:
 
 
 def fill_bubbles(
-    fb_order: OpIds,
-    lengths: Sequence[int],
-    microbatches: int,
-    arrays: ScheduleArrays,
-    limits: Sequence[float],
-    gap: Gap,
-    counted: bool = False,
+    fb_order: OpIds, lengths: Sequence[int], microbatches: int, arrays: ScheduleArrays, chunks: int, gap: Gap
 ) -> OpIds:
     """Insert W ops into the bubbles of an fb_order, given as op ids (the heuristic of 2401.10241).
 
-    ``lengths``: the number of ops of each rank in the fb_order.  ``limits`` are per rank, in the unit of the
-    costs, or, if ``counted``, in chunks between F and W: a W runs at once if the next F would exceed them.
-    Raises ScheduleError if no W is left that could free memory, DeadlockError if the fb_order itself cannot
-    progress.
+    ``lengths``: the number of ops of each rank in the fb_order.  A rank holds at most ``chunks`` between F
+    and W: then a W runs before the next F.
     """
-    m, table, bounds = microbatches, arrays.tables(microbatches), np.array(limits, np.float64)
-    hold, kept = (np.ones(arrays.stages),) * 2 if counted else (table.hold, table.kept)
-    starts = np.cumsum([0, *lengths])
+    table, starts = arrays.tables(microbatches), np.cumsum([0, *lengths])
     order: OpIds
-    order, reached, full = fill_ops(table, m, fb_order, starts, hold, kept, bounds, list(Gap).index(gap))
-    left = {
-        rank: op_of_value(int(fb_order[at]), m)
-        for rank, (at, stop) in enumerate(zip(reached, starts[1:], strict=True))
-        if at < stop
-    }
-    if full >= 0:
-        raise ScheduleError(
-            f"rank {full} cannot run {left[full]} within its memory limit of {limits[full]:g}, and no W is "
-            "left to run; raise the limit"
-        )
-    if left:
-        waits = ", ".join(f"rank {rank} at {op}" for rank, op in left.items())
-        raise DeadlockError(f"the order of F and B cannot progress: {waits}")
+    order, whole = fill_ops(table, microbatches, fb_order, starts, chunks, list(Gap).index(gap))
+    assert whole, "an order of F and B within the chunks can progress"
     return order

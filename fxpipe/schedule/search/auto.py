@@ -12,7 +12,7 @@ from fxpipe.schedule.arrays import decode, encode, run, schedule_arrays
 from fxpipe.schedule.candidate import Candidate
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.dispatch import check_one_microbatch_fits, one_microbatch_fits
-from fxpipe.schedule.families.registry import FAMILIES, Family, build
+from fxpipe.schedule.families.registry import FAMILIES, Family, order_of
 from fxpipe.schedule.goal import Objective as Objective
 from fxpipe.schedule.offload.planner import AUTO, Share, keeps, with_offload
 from fxpipe.schedule.ops import Order, Schedule
@@ -29,6 +29,10 @@ SEARCHED = "zb"
 
 BEYOND = tuple(f for f in FAMILIES.values() if f.name == SEARCHED or not f.is_searched)
 WITHIN = tuple(f for f in BEYOND if not f.for_offload)
+
+
+Limits = tuple[float, ...]
+"""A memory limit for each rank, infinite for no limit."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +72,7 @@ class _Way:
 
     setting: Setting
     problem: Problem
-    limits: tuple[float, ...]
+    limits: Limits
     offload: Share
     families: tuple[Family, ...]
 
@@ -94,24 +98,6 @@ class _Way:
         if done is None:  # the arrays need the stages of a rank in the model's order, which the costs do not
             return self.work
         return max(self.work, done.makespan if objective == "makespan" else done.span)
-
-
-@dataclass(frozen=True, eq=False)
-class _Draft:
-    """An order of the model's own stages; ``number``: of its way."""
-
-    number: int
-    family: str
-    way: _Way
-    order: Order
-    least: float
-
-
-@dataclass(frozen=True)
-class _Entry:
-    key: tuple[float, float, float, float]
-    way: _Way
-    timeline: Timeline
 
 
 def search(
@@ -162,28 +148,26 @@ def frontier(
     """
     if not settings:
         raise ScheduleError("nothing to search: give at least one setting")
-    under: list[tuple[_Entry, tuple[Candidate, ...]] | ScheduleError] = []
+    under: list[SearchResult | ScheduleError] = []
     for limit in memory_limits:
         ways = [way for setting in settings for way in _ways(setting, ranks, microbatches, limit)]
         try:
             under.append(_under(ways, objective, effort, seed))
         except ScheduleError as error:
             under.append(error)
-    best = [own[0] for own in under if not isinstance(own, ScheduleError)]
+    best = [own for own in under if not isinstance(own, ScheduleError)]
     choices: list[SearchResult | ScheduleError] = []
     for own, limit in zip(under, memory_limits, strict=True):
         if isinstance(own, ScheduleError):
             choices.append(own)
             continue
-        kept = [one for one in best if keeps(one.timeline, _limits(one.way.setting, limit, ranks))]
-        top = min((own[0], *kept), key=lambda entry: entry.key)
-        choices.append(SearchResult(top.timeline, top.way.setting, own[1]))
+        kept = [one for one in best if keeps(one.timeline, _limits(one.setting, limit, ranks))]
+        top = min((own, *kept), key=lambda one: _key(one.timeline, objective))
+        choices.append(replace(top, tried=own.tried))
     return choices
 
 
-def _under(
-    ways: Sequence[_Way], objective: Objective, effort: float | None, seed: int
-) -> tuple[_Entry, tuple[Candidate, ...]]:
+def _under(ways: Sequence[_Way], objective: Objective, effort: float | None, seed: int) -> SearchResult:
     """The best schedule of the ways, and all candidates.  Raises ScheduleError as ``search`` does."""
     found: dict[_Way, Found | None] = {}
     for is_beyond in (False, True):
@@ -191,62 +175,80 @@ def _under(
         problems = [way.problem for way in alike]
         if any(one_microbatch_fits(problem.arrays, problem.limits) for problem in problems):
             found |= zip(alike, find(problems, starts, objective, effort, seed), strict=True)
-    drafts, tried, smallest = list[_Draft](), dict[tuple[int, str], Candidate](), inf
-    for number, way in enumerate(ways):
+    # Orders of the model's own stages, each with an estimate of its seconds when it is extended.
+    drafts: list[tuple[float, _Way, str, Order]] = []
+    tried: dict[tuple[_Way, str], Candidate] = {}
+    for way in ways:
         for family in way.families:
             if not family.has(way.setting.stages_per_rank, way.setting.placement):
                 continue
+            tried[way, family.name] = candidate = _candidate(family.name, way.setting)
             try:
                 order = (
                     _decoded(way.problem, found.get(way))
                     if family.is_searched
-                    else _build(family, way.problem)
+                    else order_of(family, way.problem)
                 )
             except ScheduleError as error:
-                tried[number, family.name] = _candidate(family.name, way.setting, str(error))
-                continue
-            drafts.append(_Draft(number, family.name, way, order, way.least(order, objective)))
-    best: _Entry | None = None
-    for draft in sorted(drafts, key=lambda draft: draft.least):
-        if best is not None and draft.way.is_extended and draft.least > best.key[0]:
-            why = (
-                f"not completed: it takes {draft.least:g} or more, by estimate; another takes {best.key[0]:g}"
-            )
-            candidate = _candidate(draft.family, draft.way.setting, why)
-        else:
-            try:
-                entry = _entry(draft, objective)
-            except ScheduleError as error:
-                if isinstance(error, LimitError):
-                    smallest = min(smallest, error.smallest)
-                candidate = _candidate(draft.family, draft.way.setting, str(error))
+                tried[way, family.name] = replace(candidate, why=str(error))
             else:
-                candidate = _tried(entry)
-                best = entry if best is None else min(best, entry, key=lambda entry: entry.key)
-        tried[draft.number, draft.family] = candidate
+                drafts.append((way.least(order, objective), way, family.name, order))
+    best: SearchResult | None = None
+    smallest = inf
+    for least, way, name, order in sorted(drafts, key=lambda draft: draft[0]):
+        time = inf if best is None else _key(best.timeline, objective)[0]
+        if way.is_extended and least > time:
+            why = f"not completed: it takes {least:g} or more, by estimate; another takes {time:g}"
+            tried[way, name] = replace(tried[way, name], why=why)
+            continue
+        try:
+            timeline = _completed(name, way, order, objective)
+        except ScheduleError as error:
+            if isinstance(error, LimitError):
+                smallest = min(smallest, error.smallest)
+            tried[way, name] = replace(tried[way, name], why=str(error))
+            continue
+        tried[way, name] = replace(
+            tried[way, name],
+            seconds=timeline.seconds,
+            span_bubble=timeline.span_bubble,
+            peak_memory=max(timeline.peak_memory),
+            offloaded=timeline.moved,
+        )
+        if best is None or _key(timeline, objective) < _key(best.timeline, objective):
+            best = SearchResult(timeline, way.setting)
     if best is None:
         raise ScheduleError(_nothing_fits(ways, smallest))
-    return best, tuple(tried[key] for key in sorted(tried, key=lambda key: key[0]))
+    return replace(best, tried=tuple(tried.values()))
+
+
+def limits_and_shares(limits: Limits, offload: Share) -> list[tuple[Limits, Share]]:
+    """The memory limits to build a schedule for, each with the share to offload then.
+
+    Within the limits without offload, or without limits and with as much offload as they then need.
+    """
+    free = (inf,) * len(limits)
+    if offload is None or (offload == AUTO and limits == free):
+        return [(limits, None)]
+    return [(limits, None), (free, AUTO)] if offload == AUTO else [(free, offload)]
 
 
 def _ways(setting: Setting, ranks: int, microbatches: int, limit: Limit) -> list[_Way]:
-    """The ways to keep the limits: without offload, or beyond them with as much offload as needed."""
-    limits, free = _limits(setting, limit, ranks), (inf,) * ranks
+    """The ways to keep the limits; beyond them also the search under twice the limits."""
+    limits = _limits(setting, limit, ranks)
 
-    def way(allowed: tuple[float, ...], share: Share, families: tuple[Family, ...]) -> _Way:
+    def way(allowed: Limits, share: Share, families: tuple[Family, ...]) -> _Way:
         problem = _problem(setting, ranks, microbatches, allowed)
         return _Way(setting, problem, limits, share, families)
 
-    if setting.offload is None or (setting.offload == AUTO and limits == free):
-        return [way(limits, None, WITHIN)]
-    beyond = way(free, setting.offload, BEYOND)
-    if setting.offload != AUTO:
-        return [beyond]
-    twice = way(tuple(2 * x for x in limits), AUTO, (FAMILIES[SEARCHED],))
-    return [way(limits, None, WITHIN), beyond, twice]
+    kinds = limits_and_shares(limits, setting.offload)
+    ways = [way(allowed, share, WITHIN if share is None else BEYOND) for allowed, share in kinds]
+    if len(kinds) > 1:
+        ways.append(way(tuple(2 * x for x in limits), AUTO, (FAMILIES[SEARCHED],)))
+    return ways
 
 
-def _problem(setting: Setting, ranks: int, microbatches: int, limits: tuple[float, ...]) -> Problem:
+def _problem(setting: Setting, ranks: int, microbatches: int, limits: Limits) -> Problem:
     """The problem of the model's own stages: without vocabulary stages, and with the memory they leave."""
     costs = setting.costs
     if setting.vocabulary is not None:
@@ -256,7 +258,7 @@ def _problem(setting: Setting, ranks: int, microbatches: int, limits: tuple[floa
     return Problem(SEARCHED, ranks, microbatches, v, shape, costs, limits)
 
 
-def _limits(setting: Setting, limit: Limit, ranks: int) -> tuple[float, ...]:
+def _limits(setting: Setting, limit: Limit, ranks: int) -> Limits:
     return tuple(map(min, per_rank(limit, ranks), per_rank(setting.limits, ranks)))
 
 
@@ -268,53 +270,30 @@ def _decoded(problem: Problem, found: Found | None) -> Order:
     return decode(problem.arrays, found.order, problem.microbatches)
 
 
-def _build(family: Family, problem: Problem) -> Order:
-    return build(
-        family.name,
-        ranks=problem.ranks,
-        microbatches=problem.microbatches,
-        costs=problem.costs,
-        stages_per_rank=problem.stages_per_rank,
-        placement=problem.shape,
-        memory_limit=problem.limits,
-    ).order
-
-
-def _entry(draft: _Draft, objective: Objective) -> _Entry:
-    """The draft with its vocabulary stages and transfers, simulated."""
-    name, way, order = draft.family, draft.way, draft.order
+def _completed(name: str, way: _Way, order: Order, objective: Objective) -> Timeline:
+    """The order with its vocabulary stages and transfers, simulated."""
     setting, problem = way.setting, way.problem
-    placement, whole, vocabulary = problem.placement, order, setting.vocabulary
+    placement, vocabulary = problem.placement, setting.vocabulary
     if vocabulary is not None:
         limits = way.limits if way.offload is None else (inf,) * problem.ranks
-        whole = weave(problem, order, setting.costs, vocabulary, limits, objective)
+        order = weave(problem, order, setting.costs, vocabulary, limits, objective)
         placement = vocabulary.placement(placement)
-    timeline = simulate(Schedule(name, placement, problem.microbatches, whole, vocabulary), setting.costs)
-    if way.offload is not None:
-        timeline = with_offload(timeline, way.offload, way.limits)
-    seconds, span, peak = (
-        float(f"{x:.9g}") for x in (timeline.seconds, timeline.span, max(timeline.peak_memory))
-    )
+    timeline = simulate(Schedule(name, placement, problem.microbatches, order, vocabulary), setting.costs)
+    return timeline if way.offload is None else with_offload(timeline, way.offload, way.limits)
+
+
+def _key(timeline: Timeline, objective: Objective) -> tuple[float, ...]:
+    """The objective, and what decides between equally fast schedules."""
+    numbers = (timeline.seconds, timeline.span, max(timeline.peak_memory))
+    seconds, span, peak = (float(f"{x:.9g}") for x in numbers)
     moved = timeline.moved
-    key = (seconds, moved, peak, span) if objective == "makespan" else (span, seconds, moved, peak)
-    return _Entry(key, way, timeline)
+    return (seconds, moved, peak, span) if objective == "makespan" else (span, seconds, moved, peak)
 
 
-def _tried(entry: _Entry) -> Candidate:
-    timeline = entry.timeline
-    return replace(
-        _candidate(timeline.schedule.name, entry.way.setting),
-        seconds=timeline.seconds,
-        span_bubble=timeline.span_bubble,
-        peak_memory=max(timeline.peak_memory),
-        offloaded=timeline.moved,
-    )
-
-
-def _candidate(name: str, setting: Setting, why: str = "") -> Candidate:
+def _candidate(name: str, setting: Setting) -> Candidate:
     barriers = 0 if setting.vocabulary is None else setting.vocabulary.barriers
     shape = setting.stages_per_rank, setting.placement
-    return Candidate(name, *shape, barriers=barriers, recompute=setting.recompute, why=why)
+    return Candidate(name, *shape, barriers=barriers, recompute=setting.recompute)
 
 
 def _nothing_fits(ways: Sequence[_Way], offloaded: float) -> str:

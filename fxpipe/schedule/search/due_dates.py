@@ -41,7 +41,6 @@ def timetable(problem: Problem, period: float) -> Timetable:
         float(np.mean(arrays.seconds)),
         period,
         np.array(problem.limits, np.float64),
-        np.array([arrays.smallest_limit(rank) for rank in range(arrays.ranks)], np.float64),
     )
 
 

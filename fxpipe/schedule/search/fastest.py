@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.families.registry import FAMILIES, build
 from fxpipe.schedule.goal import Objective
-from fxpipe.schedule.offload.planner import AUTO as AS_NEEDED
-from fxpipe.schedule.offload.planner import Share, with_offload
+from fxpipe.schedule.offload.planner import with_offload
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.placement import PLACEMENTS
-from fxpipe.schedule.problem import Limit, per_rank
-from fxpipe.schedule.search.auto import SearchResult, Setting, search
+from fxpipe.schedule.problem import per_rank
+from fxpipe.schedule.search.auto import SearchResult, Setting, limits_and_shares, search
 from fxpipe.schedule.simulation.simulator import simulate
 
 AUTO = "auto"
@@ -60,7 +59,10 @@ def fastest(
     found: list[SearchResult] = []
     errors: list[ScheduleError] = []
     for setting in settings:
-        for limits, share in _limits_and_shares(schedule, setting):
+        limits = per_rank(setting.limits, ranks)
+        given = isinstance(schedule, Schedule)
+        kinds = [(limits, setting.offload)] if given else limits_and_shares(limits, setting.offload)
+        for allowed, share in kinds:
             try:
                 if isinstance(schedule, Schedule):
                     made = schedule
@@ -72,13 +74,13 @@ def fastest(
                         costs=setting.costs,
                         stages_per_rank=setting.stages_per_rank,
                         placement=setting.placement,
-                        memory_limit=limits,
+                        memory_limit=allowed,
                         effort=effort,
                         vocabulary=setting.vocabulary,
                     )
                 timeline = simulate(made, setting.costs)
                 if share is not None:
-                    timeline = with_offload(timeline, share, per_rank(setting.limits, ranks))
+                    timeline = with_offload(timeline, share, limits)
             except ScheduleError as error:
                 errors.append(error)
             else:
@@ -86,17 +88,3 @@ def fastest(
     if not found:
         raise errors[-1]
     return min(found, key=lambda result: result.timeline.seconds)
-
-
-def _limits_and_shares(schedule: str | Schedule, setting: Setting) -> list[tuple[Limit, Share]]:
-    """The memory limits to build a schedule for, each with the share to offload then.
-
-    Within the setting's limits without offload, or without limits and with as much offload as they then need.
-    """
-    without: list[tuple[Limit, Share]] = [(setting.limits, None)]
-    beyond: list[tuple[Limit, Share]] = [(None, setting.offload)]
-    if setting.offload is None:
-        return without
-    if setting.offload != AS_NEEDED or isinstance(schedule, Schedule):
-        return beyond
-    return without + beyond

@@ -106,5 +106,4 @@ def _repeated(problem: Problem, block: list[tuple[int, int, int, int]]) -> Float
 def filled(order: Order, chunks: int, problem: Problem) -> list[OpIds]:
     """W in the gaps by each rule, with so many chunks between F and W on a rank at most."""
     op_ids, lengths, m = encode(order, problem.microbatches), [*map(len, order)], problem.microbatches
-    most = (chunks,) * problem.ranks
-    return [fill_bubbles(op_ids, lengths, m, problem.arrays, most, gap, counted=True) for gap in Gap]
+    return [fill_bubbles(op_ids, lengths, m, problem.arrays, chunks, gap) for gap in Gap]
