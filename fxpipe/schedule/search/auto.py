@@ -2,51 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from math import inf
 
 from fxpipe.errors import LimitError, ScheduleError
-from fxpipe.schedule.arrays import decode, encode, run, schedule_arrays
+from fxpipe.schedule.arrays import decode
 from fxpipe.schedule.candidate import Candidate
-from fxpipe.schedule.costs import Costs
-from fxpipe.schedule.dispatch import check_one_microbatch_fits, one_microbatch_fits
-from fxpipe.schedule.families.registry import FAMILIES, Family, build
+from fxpipe.schedule.dispatch import check_one_microbatch_fits
+from fxpipe.schedule.families.registry import Family, build
 from fxpipe.schedule.goal import Objective as Objective
-from fxpipe.schedule.offload.planner import AUTO, Share, keeps, with_offload
+from fxpipe.schedule.offload.planner import keeps, with_offload
 from fxpipe.schedule.ops import Order, Schedule
-from fxpipe.schedule.problem import Limit, Problem, per_rank
-from fxpipe.schedule.search.pool import Found, find
+from fxpipe.schedule.problem import Limit, Problem
+from fxpipe.schedule.search.pool import find
 from fxpipe.schedule.search.starts import starts
+from fxpipe.schedule.search.ways import SEARCHED, Way, limits_of, ways_of
+from fxpipe.schedule.search.ways import Setting as Setting
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
-from fxpipe.schedule.vocabulary import budget_for_model_stages, model_stage_costs, weave
-from fxpipe.vocabulary.stages import Vocabulary
-
-SEARCHED = "zb"
-"""The family that is searched in place of all searched families: the others are cases of it."""
-
-BEYOND = tuple(f for f in FAMILIES.values() if f.name == SEARCHED or not f.is_searched)
-WITHIN = tuple(f for f in BEYOND if not f.for_offload)
-
-
-@dataclass(frozen=True, eq=False)
-class Setting:
-    """Stages on ranks, their costs there, and the memory for activations (``limits``).
-
-    ``stages_per_rank`` are the model's own; with ``vocabulary`` the costs are of its stages as well.
-    ``offload``: the share to offload over the costs' link.  ``recompute``: the level of recomputation in the
-    costs.
-    """
-
-    stages_per_rank: int
-    placement: str
-    costs: Costs
-    limits: Limit = None
-    vocabulary: Vocabulary | None = None
-    offload: Share = None
-    recompute: str = ""
+from fxpipe.schedule.vocabulary import weave
 
 
 @dataclass(frozen=True)
@@ -63,46 +38,11 @@ class SearchResult:
 
 
 @dataclass(frozen=True, eq=False)
-class _Way:
-    """A setting with the problem of its model's own stages, and the share to offload afterwards."""
-
-    setting: Setting
-    problem: Problem
-    limits: tuple[float, ...]
-    offload: Share
-    families: tuple[Family, ...]
-
-    @property
-    def is_extended(self) -> bool:
-        """Are vocabulary stages or transfers added to an order of the model's stages?"""
-        return self.setting.vocabulary is not None or self.offload is not None
-
-    @cached_property
-    def work(self) -> float:
-        """Seconds of the busiest rank, vocabulary stages included."""
-        placement, vocabulary = self.problem.placement, self.setting.vocabulary
-        placement = placement if vocabulary is None else vocabulary.placement(placement)
-        return self.problem.microbatches * schedule_arrays(self.setting.costs, placement).period
-
-    def least(self, order: Order, objective: Objective) -> float:
-        """An estimate from below of the order's seconds when it is extended.
-
-        No bound: where vocabulary stages are added, list scheduling may change the order.
-        """
-        m = self.problem.microbatches
-        done = run(self.problem.arrays, encode(order, m), m)
-        if done is None:  # the arrays need the stages of a rank in the model's order, which the costs do not
-            return self.work
-        return max(self.work, done.makespan if objective == "makespan" else done.span)
-
-
-@dataclass(frozen=True, eq=False)
 class _Draft:
-    """An order of the model's own stages; ``number``: of its way."""
+    """An order of the model's own stages."""
 
-    number: int
     family: str
-    way: _Way
+    way: Way
     order: Order
     least: float
 
@@ -110,8 +50,44 @@ class _Draft:
 @dataclass(frozen=True)
 class _Entry:
     key: tuple[float, float, float, float]
-    way: _Way
+    way: Way
     timeline: Timeline
+
+
+class _Results:
+    """The candidates so far, and the best of them.
+
+    ``smallest``: the smallest limit that a schedule kept with as much offload as possible.
+    """
+
+    def __init__(self, objective: Objective) -> None:
+        self.objective: Objective = objective
+        self.best: _Entry | None = None
+        self.smallest = inf
+        self.tried: dict[tuple[Way, str], Candidate] = {}
+
+    def is_beaten(self, least: float) -> bool:
+        """Whether the best schedule is faster than one that takes ``least`` seconds or more."""
+        return self.best is not None and least > self.best.key[0] * (1 + 1e-9)
+
+    def leave_out(self, way: Way, family: str, why: str) -> None:
+        self.tried[way, family] = _candidate(family, way.setting, why)
+
+    def complete(self, draft: _Draft) -> None:
+        """Simulate the draft with its vocabulary stages and transfers."""
+        try:
+            entry = _entry(draft, self.objective)
+        except ScheduleError as error:
+            if isinstance(error, LimitError):
+                self.smallest = min(self.smallest, error.smallest)
+            self.leave_out(draft.way, draft.family, str(error))
+            return
+        self.tried[draft.way, draft.family] = _tried(entry)
+        self.best = entry if self.best is None else min(self.best, entry, key=lambda entry: entry.key)
+
+    def compared(self, least: float) -> str:
+        assert self.best is not None, "there is something to compare with"
+        return f"it takes {least:g} or more, and another takes {self.best.key[0]:g}"
 
 
 def search(
@@ -164,7 +140,7 @@ def frontier(
         raise ScheduleError("nothing to search: give at least one setting")
     under: list[tuple[_Entry, tuple[Candidate, ...]] | ScheduleError] = []
     for limit in memory_limits:
-        ways = [way for setting in settings for way in _ways(setting, ranks, microbatches, limit)]
+        ways = [way for setting in settings for way in ways_of(setting, ranks, microbatches, limit)]
         try:
             under.append(_under(ways, objective, effort, seed))
         except ScheduleError as error:
@@ -175,109 +151,90 @@ def frontier(
         if isinstance(own, ScheduleError):
             choices.append(own)
             continue
-        kept = [one for one in best if keeps(one.timeline, _limits(one.way.setting, limit, ranks))]
+        kept = [one for one in best if keeps(one.timeline, limits_of(one.way.setting, limit, ranks))]
         top = min((own[0], *kept), key=lambda entry: entry.key)
         choices.append(SearchResult(top.timeline, top.way.setting, own[1]))
     return choices
 
 
 def _under(
-    ways: Sequence[_Way], objective: Objective, effort: float | None, seed: int
+    ways: Sequence[Way], objective: Objective, effort: float | None, seed: int
 ) -> tuple[_Entry, tuple[Candidate, ...]]:
-    """The best schedule of the ways, and all candidates.  Raises ScheduleError as ``search`` does."""
-    found: dict[_Way, Found | None] = {}
-    for is_beyond in (False, True):
-        alike = [way for way in ways if (way.offload is not None) == is_beyond]
-        problems = [way.problem for way in alike]
-        if any(one_microbatch_fits(problem.arrays, problem.limits) for problem in problems):
-            found |= zip(alike, find(problems, starts, objective, effort, seed), strict=True)
-    drafts, tried, smallest = list[_Draft](), dict[tuple[int, str], Candidate](), inf
-    for number, way in enumerate(ways):
-        for family in way.families:
-            if not family.has(way.setting.stages_per_rank, way.setting.placement):
-                continue
-            try:
-                order = (
-                    _decoded(way.problem, found.get(way))
-                    if family.is_searched
-                    else _build(family, way.problem)
-                )
-            except ScheduleError as error:
-                tried[number, family.name] = _candidate(family.name, way.setting, str(error))
-                continue
-            drafts.append(_Draft(number, family.name, way, order, way.least(order, objective)))
-    best: _Entry | None = None
+    """The best schedule of the ways, and all candidates.  Raises ScheduleError as ``search`` does.
+
+    A way is left out if its bound is above the best schedule so far; at first that is the best of those that
+    are built by rule, in the way with the least bound.
+    """
+    results, drafts = _Results(objective), list[_Draft]()
+    bounds = {way: way.bound(objective) for way in ways}
+    for way in sorted(ways, key=bounds.__getitem__):
+        families = [family for family in way.families if not family.is_searched]
+        if way.is_extended and results.is_beaten(bounds[way]):
+            for family in families:
+                results.leave_out(way, family.name, f"not built: {results.compared(bounds[way])}")
+            continue
+        built = [draft for family in families if (draft := _built(way, family, results))]
+        built.sort(key=lambda draft: draft.least)
+        for draft in built[:1]:
+            results.complete(draft)
+        drafts += built[1:]
+    drafts += _searched(ways, bounds, results, effort, seed)
     for draft in sorted(drafts, key=lambda draft: draft.least):
-        if best is not None and draft.way.is_extended and draft.least > best.key[0]:
-            why = (
-                f"not completed: it takes {draft.least:g} or more, by estimate; another takes {best.key[0]:g}"
-            )
-            candidate = _candidate(draft.family, draft.way.setting, why)
+        if draft.way.is_extended and results.is_beaten(draft.least):
+            why = f"not completed: by estimate {results.compared(draft.least)}"
+            results.leave_out(draft.way, draft.family, why)
         else:
-            try:
-                entry = _entry(draft, objective)
-            except ScheduleError as error:
-                if isinstance(error, LimitError):
-                    smallest = min(smallest, error.smallest)
-                candidate = _candidate(draft.family, draft.way.setting, str(error))
-            else:
-                candidate = _tried(entry)
-                best = entry if best is None else min(best, entry, key=lambda entry: entry.key)
-        tried[draft.number, draft.family] = candidate
-    if best is None:
-        raise ScheduleError(_nothing_fits(ways, smallest))
-    return best, tuple(tried[key] for key in sorted(tried, key=lambda key: key[0]))
+            results.complete(draft)
+    if results.best is None:
+        raise ScheduleError(_nothing_fits(ways, results.smallest))
+    names = [(way, family.name) for way in ways for family in way.families]
+    return results.best, tuple(results.tried[name] for name in names)
 
 
-def _ways(setting: Setting, ranks: int, microbatches: int, limit: Limit) -> list[_Way]:
-    """The ways to keep the limits: without offload, or beyond them with as much offload as needed."""
-    limits, free = _limits(setting, limit, ranks), (inf,) * ranks
-
-    def way(allowed: tuple[float, ...], share: Share, families: tuple[Family, ...]) -> _Way:
-        problem = _problem(setting, ranks, microbatches, allowed)
-        return _Way(setting, problem, limits, share, families)
-
-    if setting.offload is None or (setting.offload == AUTO and limits == free):
-        return [way(limits, None, WITHIN)]
-    beyond = way(free, setting.offload, BEYOND)
-    if setting.offload != AUTO:
-        return [beyond]
-    twice = way(tuple(2 * x for x in limits), AUTO, (FAMILIES[SEARCHED],))
-    return [way(limits, None, WITHIN), beyond, twice]
-
-
-def _problem(setting: Setting, ranks: int, microbatches: int, limits: tuple[float, ...]) -> Problem:
-    """The problem of the model's own stages: without vocabulary stages, and with the memory they leave."""
-    costs = setting.costs
-    if setting.vocabulary is not None:
-        limits = budget_for_model_stages(costs, setting.vocabulary, limits)
-        costs = model_stage_costs(costs, setting.vocabulary)
-    v, shape = setting.stages_per_rank, setting.placement
-    return Problem(SEARCHED, ranks, microbatches, v, shape, costs, limits)
+def _built(way: Way, family: Family, results: _Results) -> _Draft | None:
+    """An order of the family; None, with the reason in the results, where it cannot be built."""
+    problem = way.problem
+    try:
+        order = build(
+            family.name,
+            ranks=problem.ranks,
+            microbatches=problem.microbatches,
+            costs=problem.costs,
+            stages_per_rank=problem.stages_per_rank,
+            placement=problem.shape,
+            memory_limit=problem.limits,
+        ).order
+    except ScheduleError as error:
+        results.leave_out(way, family.name, str(error))
+        return None
+    return _Draft(family.name, way, order, way.least(order, results.objective))
 
 
-def _limits(setting: Setting, limit: Limit, ranks: int) -> tuple[float, ...]:
-    return tuple(map(min, per_rank(limit, ranks), per_rank(setting.limits, ranks)))
-
-
-def _decoded(problem: Problem, found: Found | None) -> Order:
-    """The order that the search found.  Raises ScheduleError if one microbatch does not fit."""
-    if found is None:
-        check_one_microbatch_fits(problem.arrays, problem.limits)
-    assert found is not None, "the search has an order where a microbatch fits"
-    return decode(problem.arrays, found.order, problem.microbatches)
-
-
-def _build(family: Family, problem: Problem) -> Order:
-    return build(
-        family.name,
-        ranks=problem.ranks,
-        microbatches=problem.microbatches,
-        costs=problem.costs,
-        stages_per_rank=problem.stages_per_rank,
-        placement=problem.shape,
-        memory_limit=problem.limits,
-    ).order
+def _searched(
+    ways: Sequence[Way], bounds: Mapping[Way, float], results: _Results, effort: float | None, seed: int
+) -> list[_Draft]:
+    """The orders that the search finds, in the ways that are not beaten."""
+    able = []
+    for way in ways:
+        try:
+            check_one_microbatch_fits(way.problem.arrays, way.problem.limits)
+        except ScheduleError as error:
+            results.leave_out(way, SEARCHED, str(error))
+            continue
+        if results.is_beaten(bounds[way]):
+            results.leave_out(way, SEARCHED, f"not searched: {results.compared(bounds[way])}")
+        else:
+            able.append(way)
+    drafts = []
+    for is_beyond in (False, True):
+        alike = [way for way in able if (way.offload is not None) == is_beyond]
+        problems = [way.problem for way in alike]
+        found = find(problems, starts, results.objective, effort, seed) if alike else []
+        for way, one in zip(alike, found, strict=True):
+            assert one is not None, "the search has an order where a microbatch fits"
+            order = decode(way.problem.arrays, one.order, way.problem.microbatches)
+            drafts.append(_Draft(SEARCHED, way, order, way.least(order, results.objective)))
+    return drafts
 
 
 def _entry(draft: _Draft, objective: Objective) -> _Entry:
@@ -317,7 +274,7 @@ def _candidate(name: str, setting: Setting, why: str = "") -> Candidate:
     return Candidate(name, *shape, barriers=barriers, recompute=setting.recompute, why=why)
 
 
-def _nothing_fits(ways: Sequence[_Way], offloaded: float) -> str:
+def _nothing_fits(ways: Sequence[Way], offloaded: float) -> str:
     """``offloaded``: the smallest limit that can be kept with as much offload as possible."""
 
     def needed(problem: Problem) -> float:
