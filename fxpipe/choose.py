@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import inf
 
 import torch
 from torch import nn
@@ -13,14 +14,18 @@ from fxpipe.cost.nodes import NodeSeconds
 from fxpipe.cost.profile import measured_seconds
 from fxpipe.errors import LimitError
 from fxpipe.ir.liveness import Liveness, liveness
-from fxpipe.options import Options
-from fxpipe.passes.run import Cut
+from fxpipe.options import Candidates, Options
+from fxpipe.passes.recompute import Level
+from fxpipe.passes.run import Cut, Stages
+from fxpipe.passes.run import cut as cut_at_level
 from fxpipe.plan.tensor_ownership import (
     activation_budget,
     output_bytes,
     tensor_ownership,
     weight_bytes,
 )
+from fxpipe.progress import Phases
+from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.costs import Link
 from fxpipe.schedule.search.auto import SearchResult, Setting
 from fxpipe.schedule.search.fastest import fastest
@@ -28,28 +33,31 @@ from fxpipe.schedule.search.fastest import fastest
 
 def choose(
     options: Options,
-    cuts: Sequence[Cut],
-    placements: Mapping[int, Mapping[str, tuple[int, ...]]],
+    stages: Sequence[Stages],
+    tried: Candidates,
     model: nn.Module,
     node_seconds: NodeSeconds,
     device: torch.device,
     bandwidth: float,
+    phase: Phases,
 ) -> tuple[Cut, Liveness, SearchResult]:
     """The cut with the shortest simulated step, its liveness on its ranks, and its schedule.
 
-    placements: of so many stages, the candidates: the rank of each stage.
     bandwidth: bytes a second to the offload store, one way.
     Raises ScheduleError where no schedule keeps the memory limit.
     """
-    hardware = node_seconds.device
+    hardware, (first, *levels) = node_seconds.device, tried.levels
     settings: dict[Setting, tuple[Cut, Liveness]] = {}
+    bounds: dict[Stages, float] = {}  # seconds, at the first level
     too_heavy: list[LimitError] = []
-    for cut in cuts:
+
+    def at_level(of: Stages, level: Level | None) -> Iterator[Setting]:
+        cut = cut_at_level(of, level, phase)
         if options.costs == "measured":
             seconds = measured_seconds(cut.sections, device, hardware.stage_overhead)
         else:
             seconds = analytic_seconds(cut.graph, node_seconds)
-        for name, rank_of_stage in placements[cut.stages].items():
+        for name, rank_of_stage in tried.placements[of.options.stages].items():
             if cut.vocabulary is not None:
                 rank_of_stage = cut.vocabulary.placement(rank_of_stage)
             limits = None
@@ -76,14 +84,27 @@ def choose(
                 offload=options.offload.share,
                 recompute=cut.recompute or "",
             )
+            if level == first:
+                bound = lower_bound(costs, rank_of_stage, options.microbatches)
+                bounds[of] = min(bound, bounds.get(of, inf))
             settings[setting] = cut, live
-    if not settings:
+            yield setting
+
+    def recomputing(beat: float) -> list[Setting]:
+        """The other levels, of stages that can be as fast: recomputation adds to the work of each."""
+        able = [of for of, bound in bounds.items() if bound <= beat]
+        phase.expect(2 + 2 * len(able) * len(levels))
+        return [setting for of in able for level in levels for setting in at_level(of, level)]
+
+    without = [setting for of in stages for setting in at_level(of, first)]
+    if not without:
         raise min(too_heavy, key=lambda error: error.smallest)
     found = fastest(
         options.schedule,
-        [*settings],
+        without,
         ranks=options.ranks,
         microbatches=options.microbatches,
         effort=options.effort,
+        more=recomputing if levels else None,
     )
     return *settings[found.setting], found

@@ -240,5 +240,5 @@ def candidates(options: Options) -> Candidates:
         every = (None, *LEVELS)
         levels = tuple(level for level in every if options.recompute in (AUTO, level))
     if options.memory_limit is None and options.recompute == AUTO:
-        levels = (None,)  # recomputation takes time and gives memory, of which there is enough
+        levels = (None,)  # nothing to gain: recomputation takes time for less memory
     return Candidates(placements, barriers, levels)

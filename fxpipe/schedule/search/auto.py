@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 
 from fxpipe.errors import LimitError, ScheduleError
@@ -22,6 +23,9 @@ from fxpipe.schedule.search.ways import Setting as Setting
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.schedule.vocabulary import weave
+
+More = Callable[[float], Sequence[Setting]]
+"""Further settings, given the objective of the best schedule before the search (inf if there is none)."""
 
 
 @dataclass(frozen=True)
@@ -74,15 +78,27 @@ class _Results:
         self.tried[way, family] = _candidate(family, way.setting, why)
 
     def complete(self, draft: _Draft) -> None:
-        """Simulate the draft with its vocabulary stages and transfers."""
+        """Simulate the draft with its vocabulary stages, and with transfers if it is not beaten by then."""
+        way = draft.way
         try:
-            entry = _entry(draft, self.objective)
+            timeline = _simulated(draft, self.objective)
+            if way.offload is not None:
+                if self.is_beaten(least := _key(timeline, self.objective)[0]):
+                    self.leave_out(way, draft.family, f"not offloaded: {self.compared(least)}")
+                    return
+                timeline = with_offload(timeline, way.offload, way.limits)
+            elif not keeps(timeline, way.limits):
+                raise ScheduleError(
+                    f"with vocabulary stages it takes {max(timeline.peak_memory):g}, above the memory limit "
+                    f"of {min(way.limits):g}"
+                )
         except ScheduleError as error:
             if isinstance(error, LimitError):
                 self.smallest = min(self.smallest, error.smallest)
-            self.leave_out(draft.way, draft.family, str(error))
+            self.leave_out(way, draft.family, str(error))
             return
-        self.tried[draft.way, draft.family] = _tried(entry)
+        entry = _Entry(_key(timeline, self.objective), way, timeline)
+        self.tried[way, draft.family] = _tried(entry)
         self.best = entry if self.best is None else min(self.best, entry, key=lambda entry: entry.key)
 
     def compared(self, least: float) -> str:
@@ -99,13 +115,16 @@ def search(
     objective: Objective = "makespan",
     effort: float | None = None,
     seed: int = 0,
+    more: More | None = None,
 ) -> SearchResult:
     """The schedule with the least makespan, or the shortest span of a rank, within the memory limits.
 
     Among equally fast schedules, one that needs the least memory.  ``memory_limit``, in the unit of the
     costs' memory, holds for all settings in addition to their own limits.  Every family is built in every
     setting, and one search covers all settings (``effort``: see :func:`.pool.find`).  ``seed``: of its random
-    numbers.  Raises ScheduleError if no schedule fits, with the smallest limit that a schedule can keep.
+    numbers.  ``more``: asked for the settings that are worth making only if they can beat the best schedule
+    that is built without a search.  Raises ScheduleError if no schedule fits, with the smallest limit that a
+    schedule can keep.
     """
     (found,) = frontier(
         settings,
@@ -115,6 +134,7 @@ def search(
         objective=objective,
         effort=effort,
         seed=seed,
+        more=more,
     )
     if isinstance(found, ScheduleError):
         raise found
@@ -130,6 +150,7 @@ def frontier(
     objective: Objective = "makespan",
     effort: float | None = None,
     seed: int = 0,
+    more: More | None = None,
 ) -> list[SearchResult | ScheduleError]:
     """The result of ``search`` under each limit, or the error that it raises.
 
@@ -140,9 +161,9 @@ def frontier(
         raise ScheduleError("nothing to search: give at least one setting")
     under: list[tuple[_Entry, tuple[Candidate, ...]] | ScheduleError] = []
     for limit in memory_limits:
-        ways = [way for setting in settings for way in ways_of(setting, ranks, microbatches, limit)]
+        ways = partial(ways_of, ranks=ranks, microbatches=microbatches, limit=limit)
         try:
-            under.append(_under(ways, objective, effort, seed))
+            under.append(_under(ways, settings, more, objective, effort, seed))
         except ScheduleError as error:
             under.append(error)
     best = [own[0] for own in under if not isinstance(own, ScheduleError)]
@@ -158,27 +179,30 @@ def frontier(
 
 
 def _under(
-    ways: Sequence[Way], objective: Objective, effort: float | None, seed: int
+    ways_in: Callable[[Setting], list[Way]],
+    settings: Sequence[Setting],
+    more: More | None,
+    objective: Objective,
+    effort: float | None,
+    seed: int,
 ) -> tuple[_Entry, tuple[Candidate, ...]]:
-    """The best schedule of the ways, and all candidates.  Raises ScheduleError as ``search`` does.
+    """The best schedule of all ways in the settings, and all candidates.  Raises ScheduleError as ``search``
+    does.
 
     A way is left out if its bound is above the best schedule so far; at first that is the best of those that
     are built by rule, in the way with the least bound.
     """
-    results, drafts = _Results(objective), list[_Draft]()
-    bounds = {way: way.bound(objective) for way in ways}
-    for way in sorted(ways, key=bounds.__getitem__):
-        families = [family for family in way.families if not family.is_searched]
-        if way.is_extended and results.is_beaten(bounds[way]):
-            for family in families:
-                results.leave_out(way, family.name, f"not built: {results.compared(bounds[way])}")
-            continue
-        built = [draft for family in families if (draft := _built(way, family, results))]
-        built.sort(key=lambda draft: draft.least)
-        for draft in built[:1]:
-            results.complete(draft)
-        drafts += built[1:]
-    drafts += _searched(ways, bounds, results, effort, seed)
+    results, drafts, bounds = _Results(objective), list[_Draft](), dict[Way, float]()
+
+    def build_all(settings: Sequence[Setting]) -> None:
+        ways = {way: way.bound(objective) for setting in settings for way in ways_in(setting)}
+        drafts.extend(_built(ways, results))
+        bounds.update(ways)
+
+    build_all(settings)
+    if more is not None:
+        build_all(more(inf if results.best is None else results.best.key[0]))
+    drafts += _searched(bounds, results, effort, seed)
     for draft in sorted(drafts, key=lambda draft: draft.least):
         if draft.way.is_extended and results.is_beaten(draft.least):
             why = f"not completed: by estimate {results.compared(draft.least)}"
@@ -186,12 +210,33 @@ def _under(
         else:
             results.complete(draft)
     if results.best is None:
-        raise ScheduleError(_nothing_fits(ways, results.smallest))
-    names = [(way, family.name) for way in ways for family in way.families]
+        raise ScheduleError(_nothing_fits([*bounds], results.smallest))
+    names = [(way, family.name) for way in bounds for family in way.families]
     return results.best, tuple(results.tried[name] for name in names)
 
 
-def _built(way: Way, family: Family, results: _Results) -> _Draft | None:
+def _built(bounds: Mapping[Way, float], results: _Results) -> list[_Draft]:
+    """The orders that are built by rule, in the ways that are not beaten; the shortest order of each way is
+    completed at once, in the way with the least bound first.
+
+    bounds: of each way.
+    """
+    drafts = []
+    for way in sorted(bounds, key=bounds.__getitem__):
+        families = [family for family in way.families if not family.is_searched]
+        if way.is_extended and results.is_beaten(bounds[way]):
+            for family in families:
+                results.leave_out(way, family.name, f"not built: {results.compared(bounds[way])}")
+            continue
+        own = [draft for family in families if (draft := _draft(way, family, results))]
+        own.sort(key=lambda draft: draft.least)
+        for draft in own[:1]:
+            results.complete(draft)
+        drafts += own[1:]
+    return drafts
+
+
+def _draft(way: Way, family: Family, results: _Results) -> _Draft | None:
     """An order of the family; None, with the reason in the results, where it cannot be built."""
     problem = way.problem
     try:
@@ -211,11 +256,11 @@ def _built(way: Way, family: Family, results: _Results) -> _Draft | None:
 
 
 def _searched(
-    ways: Sequence[Way], bounds: Mapping[Way, float], results: _Results, effort: float | None, seed: int
+    bounds: Mapping[Way, float], results: _Results, effort: float | None, seed: int
 ) -> list[_Draft]:
-    """The orders that the search finds, in the ways that are not beaten."""
+    """The orders that the search finds, in the ways that are not beaten; ``bounds``: of each way."""
     able = []
-    for way in ways:
+    for way in bounds:
         try:
             check_one_microbatch_fits(way.problem.arrays, way.problem.limits)
         except ScheduleError as error:
@@ -237,24 +282,24 @@ def _searched(
     return drafts
 
 
-def _entry(draft: _Draft, objective: Objective) -> _Entry:
-    """The draft with its vocabulary stages and transfers, simulated."""
-    name, way, order = draft.family, draft.way, draft.order
-    setting, problem = way.setting, way.problem
-    placement, whole, vocabulary = problem.placement, order, setting.vocabulary
+def _simulated(draft: _Draft, objective: Objective) -> Timeline:
+    """The draft with its vocabulary stages."""
+    way, order = draft.way, draft.order
+    setting, problem, vocabulary = way.setting, way.problem, way.setting.vocabulary
     if vocabulary is not None:
         limits = way.limits if way.offload is None else (inf,) * problem.ranks
-        whole = weave(problem, order, setting.costs, vocabulary, limits, objective)
-        placement = vocabulary.placement(placement)
-    timeline = simulate(Schedule(name, placement, problem.microbatches, whole, vocabulary), setting.costs)
-    if way.offload is not None:
-        timeline = with_offload(timeline, way.offload, way.limits)
+        order = weave(problem, order, setting.costs, vocabulary, limits, objective)
+    schedule = Schedule(draft.family, way.placement, problem.microbatches, order, vocabulary)
+    return simulate(schedule, setting.costs)
+
+
+def _key(timeline: Timeline, objective: Objective) -> tuple[float, float, float, float]:
+    """What is compared: the objective first."""
     seconds, span, peak = (
         float(f"{x:.9g}") for x in (timeline.seconds, timeline.span, max(timeline.peak_memory))
     )
     moved = timeline.moved
-    key = (seconds, moved, peak, span) if objective == "makespan" else (span, seconds, moved, peak)
-    return _Entry(key, way, timeline)
+    return (seconds, moved, peak, span) if objective == "makespan" else (span, seconds, moved, peak)
 
 
 def _tried(entry: _Entry) -> Candidate:

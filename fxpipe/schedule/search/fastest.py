@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.families.registry import FAMILIES, build
@@ -12,7 +13,7 @@ from fxpipe.schedule.offload.planner import Share, with_offload
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.placement import PLACEMENTS
 from fxpipe.schedule.problem import Limit, per_rank
-from fxpipe.schedule.search.auto import SearchResult, Setting, search
+from fxpipe.schedule.search.auto import More, SearchResult, Setting, search
 from fxpipe.schedule.simulation.simulator import simulate
 
 AUTO = "auto"
@@ -49,40 +50,49 @@ def fastest(
     microbatches: int,
     objective: Objective = "makespan",
     effort: float | None = None,
+    more: More | None = None,
 ) -> SearchResult:
     """The setting in which the schedule is the fastest; with ``AUTO`` the fastest schedule of all settings.
 
-    A given schedule has one setting.  Raises ScheduleError where nothing fits: for a family by name, with the
-    reason of the last setting.
+    ``more``: see ``search``.  A given schedule has one setting.  Raises ScheduleError where nothing fits: for
+    a family by name, with the reason of the last setting.
     """
     if schedule == AUTO:
-        return search(settings, ranks=ranks, microbatches=microbatches, objective=objective, effort=effort)
+        return search(
+            settings, ranks=ranks, microbatches=microbatches, objective=objective, effort=effort, more=more
+        )
     found: list[SearchResult] = []
     errors: list[ScheduleError] = []
-    for setting in settings:
-        for limits, share in _limits_and_shares(schedule, setting):
-            try:
-                if isinstance(schedule, Schedule):
-                    made = schedule
+
+    def attempt(settings: Sequence[Setting]) -> None:
+        for setting in settings:
+            for limits, share in _limits_and_shares(schedule, setting):
+                try:
+                    if isinstance(schedule, Schedule):
+                        made = schedule
+                    else:
+                        made = build(
+                            schedule,
+                            ranks=ranks,
+                            microbatches=microbatches,
+                            costs=setting.costs,
+                            stages_per_rank=setting.stages_per_rank,
+                            placement=setting.placement,
+                            memory_limit=limits,
+                            effort=effort,
+                            vocabulary=setting.vocabulary,
+                        )
+                    timeline = simulate(made, setting.costs)
+                    if share is not None:
+                        timeline = with_offload(timeline, share, per_rank(setting.limits, ranks))
+                except ScheduleError as error:
+                    errors.append(error)
                 else:
-                    made = build(
-                        schedule,
-                        ranks=ranks,
-                        microbatches=microbatches,
-                        costs=setting.costs,
-                        stages_per_rank=setting.stages_per_rank,
-                        placement=setting.placement,
-                        memory_limit=limits,
-                        effort=effort,
-                        vocabulary=setting.vocabulary,
-                    )
-                timeline = simulate(made, setting.costs)
-                if share is not None:
-                    timeline = with_offload(timeline, share, per_rank(setting.limits, ranks))
-            except ScheduleError as error:
-                errors.append(error)
-            else:
-                found.append(SearchResult(timeline, setting))
+                    found.append(SearchResult(timeline, setting))
+
+    attempt(settings)
+    if more is not None:
+        attempt(more(min((result.timeline.seconds for result in found), default=inf)))
     if not found:
         raise errors[-1]
     return min(found, key=lambda result: result.timeline.seconds)
