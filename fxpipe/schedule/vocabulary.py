@@ -15,6 +15,7 @@ from dataclasses import replace
 from itertools import accumulate, product
 from math import inf
 
+from fxpipe.errors import ScheduleError
 from fxpipe.ir.graph import Color, Phase
 from fxpipe.schedule.arrays import OpIds, ScheduleArrays, decode, encode, fits, peaks, run, schedule_arrays
 from fxpipe.schedule.costs import Costs, Edge, StageCost
@@ -30,6 +31,7 @@ from fxpipe.vocabulary.stages import Vocabulary
 _LOOKAHEADS = ((0.0, 0.0, 0.0), (0.3, 0.3, 0.3), (1.0, 1.0, 0.5), (1.001, 0.3, 0.7))
 _DELAYS = (0.0, 1.0, 3.0)  # delays of T, in periods
 _WORK = 2_000_000  # ops that local search may look at
+_TRIES = 4  # with less memory for the stages beside embedding shards each time
 
 
 def model_stage_costs(costs: Costs, vocabulary: Vocabulary) -> Costs:
@@ -75,7 +77,36 @@ def weave(
 
     ``costs``: of all stages.  A rank holds at most ``vocabulary.barriers`` microbatches more of the model's
     stages than it does in ``order``, also if it has no limit.
+
+    Raises ScheduleError if a limit is not kept.
     """
+    m = model.microbatches
+    whole = schedule_arrays(costs, vocabulary.placement(model.placement))
+    # How long embedding shards hold their values follows from the order of the other stages: that order gets
+    # as much less memory as they have taken beyond the limits.
+    left = limits
+    for _ in range(_TRIES):
+        found = _woven(model, order, costs, vocabulary, left, objective)
+        most = peaks(whole, encode(found, m), m)
+        over = [max(0.0, peak - limit * (1 + 1e-9)) for peak, limit in zip(most, limits, strict=True)]
+        if not any(over):
+            return found
+        left = [limit - excess * (1 + 1e-6) for limit, excess in zip(left, over, strict=True)]
+    rank = max(range(len(over)), key=over.__getitem__)
+    raise ScheduleError(
+        f"schedule {model.name} with vocabulary stages needs {most[rank]:g} of memory on rank {rank}, and "
+        f"the limit is {limits[rank]:g}"
+    )
+
+
+def _woven(
+    model: Problem,
+    order: Order,
+    costs: Costs,
+    vocabulary: Vocabulary,
+    limits: Sequence[float],
+    objective: Objective,
+) -> Order:
     m = model.microbatches
     without = _some(costs, vocabulary.embedding_shards, len(costs.stages))
     arrays = schedule_arrays(without, replace(vocabulary, embedding_shards=0).placement(model.placement))

@@ -87,11 +87,6 @@ class _Results:
                     self.leave_out(way, draft.family, f"not offloaded: {self.compared(least)}")
                     return
                 timeline = with_offload(timeline, way.offload, way.limits)
-            elif not keeps(timeline, way.limits):
-                raise ScheduleError(
-                    f"with vocabulary stages it takes {max(timeline.peak_memory):g}, above the memory limit "
-                    f"of {min(way.limits):g}"
-                )
         except ScheduleError as error:
             if isinstance(error, LimitError):
                 self.smallest = min(self.smallest, error.smallest)
