@@ -12,7 +12,7 @@ from torch import nn
 from fxpipe.cost.analytic import analytic_seconds, section_costs
 from fxpipe.cost.nodes import NodeSeconds
 from fxpipe.cost.profile import measured_seconds
-from fxpipe.errors import LimitError
+from fxpipe.errors import LimitError, ScheduleError
 from fxpipe.ir.liveness import Liveness, liveness
 from fxpipe.options import Candidates, Options
 from fxpipe.passes.recompute import Level
@@ -20,7 +20,7 @@ from fxpipe.passes.run import Cut, Stages
 from fxpipe.passes.run import cut as cut_at_level
 from fxpipe.plan.tensor_ownership import (
     activation_budget,
-    output_bytes,
+    result_bytes,
     tensor_ownership,
     weight_bytes,
 )
@@ -50,6 +50,7 @@ def choose(
     settings: dict[Setting, tuple[Cut, Liveness]] = {}
     bounds: dict[Stages, float] = {}  # seconds, at the first level
     too_heavy: list[LimitError] = []
+    held_always: list[int] = []  # bytes, of any rank in any setting
 
     def at_level(of: Stages, level: Level | None) -> Iterator[Setting]:
         cut = cut_at_level(of, level, phase)
@@ -65,9 +66,10 @@ def choose(
                 try:
                     held = tensor_ownership(model, cut.sections, rank_of_stage, options.ranks)
                     weights = weight_bytes(model, held)
-                    outputs = output_bytes(cut.graph, rank_of_stage, options.ranks, options.microbatches)
-                    both = [a + b for a, b in zip(weights, outputs, strict=True)]
+                    results = result_bytes(cut.graph, rank_of_stage, options.ranks, options.microbatches)
+                    both = [a + b for a, b in zip(weights, results, strict=True)]
                     limits = activation_budget(options.memory_limit, both)
+                    held_always.extend(both)
                 except LimitError as error:
                     too_heavy.append(error)
                     continue
@@ -99,12 +101,30 @@ def choose(
     without = [setting for of in stages for setting in at_level(of, first)]
     if not without:
         raise min(too_heavy, key=lambda error: error.smallest)
-    found = fastest(
-        options.schedule,
-        without,
-        ranks=options.ranks,
-        microbatches=options.microbatches,
-        effort=options.effort,
-        more=recomputing if levels else None,
-    )
+    try:
+        found = fastest(
+            options.schedule,
+            without,
+            ranks=options.ranks,
+            microbatches=options.microbatches,
+            effort=options.effort,
+            more=recomputing if levels else None,
+        )
+    except ScheduleError as error:
+        if options.memory_limit is None:
+            raise
+        raise _with_weights(error, options.memory_limit, held_always) from error
     return *settings[found.setting], found
+
+
+def _with_weights(error: ScheduleError, limit: float, weights: Sequence[int]) -> ScheduleError:
+    """The error of a search, whose limits are of activations, with what a rank holds beside them."""
+    most = max(weights)
+    text = (
+        f"{str(error).removesuffix('.')}. These bytes are of activations: of memory_limit={limit:.0f}, "
+        f"parameters, gradients, buffers and outputs take {min(weights)} to {most} on each rank."
+    )
+    if not isinstance(error, LimitError):
+        return ScheduleError(text)
+    enough = error.smallest + most
+    return LimitError(f"{text} memory_limit={enough:.0f} is enough.", enough)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-from fxpipe.errors import ScheduleError
+from fxpipe.errors import LimitError, ScheduleError
 from fxpipe.schedule.families.registry import FAMILIES, build
 from fxpipe.schedule.goal import Objective
 from fxpipe.schedule.offload.planner import AUTO as AS_NEEDED
@@ -55,7 +55,7 @@ def fastest(
     """The setting in which the schedule is the fastest; with ``AUTO`` the fastest schedule of all settings.
 
     ``more``: see ``search``.  A given schedule has one setting.  Raises ScheduleError where nothing fits: for
-    a family by name, with the reason of the last setting.
+    a family by name, with the smallest limit that a setting can keep, or the reason of the last one.
     """
     if schedule == AUTO:
         return search(
@@ -94,7 +94,8 @@ def fastest(
     if more is not None:
         attempt(more(min((result.timeline.seconds for result in found), default=inf)))
     if not found:
-        raise errors[-1]
+        over = [error for error in errors if isinstance(error, LimitError)]
+        raise min(over, key=lambda error: error.smallest) if over else errors[-1]
     return min(found, key=lambda result: result.timeline.seconds)
 
 
