@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import inf
 
 import torch
 from torch import nn
@@ -11,16 +12,20 @@ from torch import nn
 from fxpipe.cost.analytic import analytic_seconds, section_costs
 from fxpipe.cost.nodes import NodeSeconds
 from fxpipe.cost.profile import Known, measured_seconds
-from fxpipe.errors import LimitError
+from fxpipe.errors import LimitError, ScheduleError
 from fxpipe.ir.liveness import Liveness, liveness
-from fxpipe.options import Options
-from fxpipe.passes.run import Cut
+from fxpipe.options import Candidates, Options
+from fxpipe.passes.recompute import Level
+from fxpipe.passes.run import Cut, Stages
+from fxpipe.passes.run import cut as cut_at_level
 from fxpipe.plan.tensor_ownership import (
     activation_budget,
-    output_bytes,
+    result_bytes,
     tensor_ownership,
     weight_bytes,
 )
+from fxpipe.progress import Phases
+from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.costs import Link
 from fxpipe.schedule.search.auto import SearchResult, Setting
 from fxpipe.schedule.search.fastest import fastest
@@ -28,30 +33,34 @@ from fxpipe.schedule.search.fastest import fastest
 
 def choose(
     options: Options,
-    cuts: Sequence[Cut],
-    placements: Mapping[int, Mapping[str, tuple[int, ...]]],
+    stages: Sequence[Stages],
+    tried: Candidates,
     model: nn.Module,
     node_seconds: NodeSeconds,
     device: torch.device,
     known: Known,
     bandwidth: float,
+    phase: Phases,
 ) -> tuple[Cut, Liveness, SearchResult]:
     """The cut with the shortest simulated step, its liveness on its ranks, and its schedule.
 
-    placements: of so many stages, the candidates: the rank of each stage.
     device, known: where sections are timed, and with which tensors, if the costs are measured.
     bandwidth: bytes a second to the offload store, one way.
     Raises ScheduleError where no schedule keeps the memory limit.
     """
-    hardware = node_seconds.device
+    hardware, (first, *levels) = node_seconds.device, tried.levels
     settings: dict[Setting, tuple[Cut, Liveness]] = {}
+    bounds: dict[Stages, float] = {}  # seconds, at the first level
     too_heavy: list[LimitError] = []
-    for cut in cuts:
+    held_always: list[int] = []  # bytes, of any rank in any setting
+
+    def at_level(of: Stages, level: Level | None) -> Iterator[Setting]:
+        cut = cut_at_level(of, level, phase)
         if options.costs == "measured":
             seconds = measured_seconds(cut.sections, device, hardware.stage_overhead, known)
         else:
             seconds = analytic_seconds(cut.graph, node_seconds)
-        for name, rank_of_stage in placements[cut.stages].items():
+        for name, rank_of_stage in tried.placements[of.options.stages].items():
             if cut.vocabulary is not None:
                 rank_of_stage = cut.vocabulary.placement(rank_of_stage)
             limits = None
@@ -59,9 +68,10 @@ def choose(
                 try:
                     held = tensor_ownership(model, cut.sections, rank_of_stage, options.ranks)
                     weights = weight_bytes(model, held)
-                    outputs = output_bytes(cut.graph, rank_of_stage, options.ranks, options.microbatches)
-                    both = [a + b for a, b in zip(weights, outputs, strict=True)]
+                    results = result_bytes(cut.graph, rank_of_stage, options.ranks, options.microbatches)
+                    both = [a + b for a, b in zip(weights, results, strict=True)]
                     limits = activation_budget(options.memory_limit, both)
+                    held_always.extend(both)
                 except LimitError as error:
                     too_heavy.append(error)
                     continue
@@ -78,14 +88,45 @@ def choose(
                 offload=options.offload.share,
                 recompute=cut.recompute or "",
             )
+            if level == first:
+                bound = lower_bound(costs, rank_of_stage, options.microbatches)
+                bounds[of] = min(bound, bounds.get(of, inf))
             settings[setting] = cut, live
-    if not settings:
+            yield setting
+
+    def recomputing(beat: float) -> list[Setting]:
+        """The other levels, of stages that can be as fast: recomputation adds to the work of each."""
+        able = [of for of, bound in bounds.items() if bound <= beat]
+        phase.expect(2 + 2 * len(able) * len(levels))
+        return [setting for of in able for level in levels for setting in at_level(of, level)]
+
+    without = [setting for of in stages for setting in at_level(of, first)]
+    if not without:
         raise min(too_heavy, key=lambda error: error.smallest)
-    found = fastest(
-        options.schedule,
-        [*settings],
-        ranks=options.ranks,
-        microbatches=options.microbatches,
-        effort=options.effort,
-    )
+    try:
+        found = fastest(
+            options.schedule,
+            without,
+            ranks=options.ranks,
+            microbatches=options.microbatches,
+            effort=options.effort,
+            more=recomputing if levels else None,
+        )
+    except ScheduleError as error:
+        if options.memory_limit is None:
+            raise
+        raise _with_weights(error, options.memory_limit, held_always) from error
     return *settings[found.setting], found
+
+
+def _with_weights(error: ScheduleError, limit: float, weights: Sequence[int]) -> ScheduleError:
+    """The error of a search, whose limits are of activations, with what a rank holds beside them."""
+    most = max(weights)
+    text = (
+        f"{str(error).removesuffix('.')}. These bytes are of activations: of memory_limit={limit:.0f}, "
+        f"parameters, gradients, buffers and outputs take {min(weights)} to {most} on each rank."
+    )
+    if not isinstance(error, LimitError):
+        return ScheduleError(text)
+    enough = error.smallest + most
+    return LimitError(f"{text} memory_limit={enough:.0f} is enough.", enough)

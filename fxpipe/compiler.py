@@ -2,7 +2,8 @@
 
 capture ► (vocabulary ► partition ► passes ► extract) ► choose ► lower ► prove ► offload ► codegen
 
-The phases in brackets are run for every candidate: number of stages, barriers, level of recomputation.
+The phases in brackets are run for every candidate: number of stages, barriers, level of recomputation (a
+level only where it may give the fastest step).
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from fxpipe.ir.liveness import Liveness, liveness
 from fxpipe.ir.sections import requested_outputs
 from fxpipe.ir.storage import call_nodes, node_bytes, output_dict
 from fxpipe.options import Candidates, Offload, Options, candidates
-from fxpipe.passes.run import Cut, CutOptions, Step, cut_phases, finished, split
-from fxpipe.passes.run import cut as cut_into_stages
+from fxpipe.passes.run import Cut, CutOptions, Stages, Step, finished, split, stages_of
+from fxpipe.passes.run import cut as cut_at_level
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.make_plan import make_plan, with_tensors_of
 from fxpipe.plan.tensor_ownership import check_names, tied_gradients
@@ -89,7 +90,7 @@ def compile_model(
     check_names(model)
     tried = candidates(options)
     ways = len(tried.barriers)
-    phase.expect(3 + ways + cut_phases(len(tried.levels)) * len(tried.placements) * ways)
+    phase.expect(3 + ways + 4 * len(tried.placements) * ways)
 
     def traced(example: Any) -> Captured:
         scale = 1 / options.microbatches
@@ -106,17 +107,18 @@ def compile_model(
             resized = sample(captured.graph, example, lengths, lambda resized: traced(resized).graph)
 
     hardware = describe(options.costs, device, captured.graph)
-    # Partitioned, rewritten (passes/run.py) and extracted, once for each candidate.
+    # Cut into stages, once for each number of them and of barriers (passes/run.py has all rewrites).
     node_seconds = NodeSeconds(hardware)
-    cuts = _cuts(Step(captured.graph, resized), tried, options, node_seconds, phase)
-    phase.expect(2)
+    stages = _stages(Step(captured.graph, resized), tried, options, node_seconds, phase)
+    phase.expect(2 + 2 * len(stages))
 
     with phase("schedule"):
-        # The candidate and the schedule with the shortest simulated step.
+        # Rewritten and extracted with each level of recomputation that may be the fastest; the candidate and
+        # the schedule with the shortest simulated step.
         bandwidth = _bandwidth(options, hardware, device)
         known = known_tensors(model, example, captured.constants)
         cut, live, found = choose(
-            options, cuts, tried.placements, model, node_seconds, device, known, bandwidth
+            options, stages, tried, model, node_seconds, device, known, bandwidth, phase
         )
         schedule, costs = found.schedule, found.setting.costs
         _check_buffer_order(cut.graph, schedule)
@@ -167,11 +169,11 @@ def compile_evaluation(
         plan.vocabulary.barriers if plan.vocabulary is not None else None,
         held=[_tensors_of(stage, trained.sections) for stage in own],
     )
-    phase.expect(1 + cut_phases(1))
+    phase.expect(5)
     with phase("evaluation"), _in_eval_mode(model):
         scale = 1 / options.microbatches
         captured = capture(model, example, loss_fn, scale, device, False, options.fixed, options.outputs)
-    (cut,) = cut_into_stages(split(Step(captured.graph, None), asked), asked, (None,), phase)
+    cut = cut_at_level(stages_of(split(Step(captured.graph, None), asked), asked, phase), None, phase)
     live = liveness(cut.graph, cut.sections, cut.messages, plan.placement)
     seconds = analytic_seconds(cut.graph, node_seconds)
     costs = section_costs(live, seconds, hardware, options.ranks_per_machine)
@@ -229,23 +231,23 @@ def _in_eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _cuts(
+def _stages(
     captured: Step, tried: Candidates, options: Options, node_seconds: NodeSeconds, phase: Phases
-) -> list[Cut]:
-    """A cut for every candidate: number of stages, barriers, level of recomputation."""
-    cuts: list[Cut] = []
+) -> list[Stages]:
+    """The step cut into stages, for each number of them and of barriers."""
+    cuts: list[Stages] = []
     ways = tried.barriers
     measured = options.costs == "measured"
     steps: dict[int | None, Step] = {}  # for any number of stages
     for stages in tried.placements:
-        found: list[list[Cut]] = []  # per way, those of all levels
+        found: list[Stages] = []
         for barriers in ways:
             asked = CutOptions(stages, options.ranks, node_seconds, options.split_points, barriers, measured)
             try:
                 if barriers not in steps:
                     with phase("vocabulary"):
                         steps[barriers] = split(captured, asked)
-                found.append(cut_into_stages(steps[barriers], asked, tried.levels, phase))
+                found.append(stages_of(steps[barriers], asked, phase))
             except PartitionError:
                 if barriers is not None and options.vocab_parallel == AUTO:
                     ways = tuple(way for way in ways if way != barriers)  # nor does it fit more stages
@@ -253,19 +255,15 @@ def _cuts(
                 if not (cuts or found):
                     raise
                 # More stages than there are places to cut: the fastest of the fewer is found.
-                return [*cuts, *_by_level(found)]
+                return [*cuts, *found]
             except VocabularyError as error:
                 if options.vocab_parallel != AUTO:
                     raise
                 ways = tuple(way for way in ways if way != barriers)
                 if ways == (None,):
                     warnings.warn(f"vocab_parallel='auto' goes on without: {error}", stacklevel=2)
-        cuts += _by_level(found)
+        cuts += found
     return cuts
-
-
-def _by_level(found: list[list[Cut]]) -> list[Cut]:
-    return [cut for of_level in zip(*found, strict=True) for cut in of_level]
 
 
 def _check_buffer_order(graph: fx.Graph, schedule: Schedule) -> None:

@@ -246,4 +246,6 @@ def candidates(options: Options) -> Candidates:
     if options.gradients and options.recompute is not False:
         every = (None, *LEVELS)
         levels = tuple(level for level in every if options.recompute in (AUTO, level))
+    if options.memory_limit is None and options.recompute == AUTO:
+        levels = (None,)  # nothing to gain: recomputation takes time for less memory
     return Candidates(placements, barriers, levels)

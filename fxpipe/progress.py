@@ -14,7 +14,8 @@ from fxpipe.names import printable
 
 
 class Phases:
-    """``with phases("capture"): …`` moves a bar through named phases; ``seconds`` keeps their times."""
+    """``with phases("capture"): …`` moves a bar through named phases; ``seconds`` keeps their times, without
+    those of the phases within them."""
 
     def __init__(self, title: str):
         console = Console(stderr=True)
@@ -24,6 +25,7 @@ class Phases:
         )  # fmt: skip
         self._task = self._bar.add_task("", total=None, title=printable(title))
         self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._nested = 0.0  # seconds of the phases within the current one
 
     def expect(self, count: int) -> None:
         """So many phases are still to come."""
@@ -32,7 +34,7 @@ class Phases:
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        before = time.perf_counter()
+        before, outer, self._nested = time.perf_counter(), self._nested, 0.0
         self._bar.update(self._task, description=phase)
         self._bar.start()
         try:
@@ -40,7 +42,9 @@ class Phases:
         except BaseException:
             self._bar.stop()
             raise
-        self.seconds[phase] += time.perf_counter() - before
+        taken = time.perf_counter() - before
+        self.seconds[phase] += taken - self._nested
+        self._nested = outer + taken
         self._bar.advance(self._task)
         if self._bar.finished:
             self._bar.update(self._task, description=f"compiled in {sum(self.seconds.values()):.1f} s")

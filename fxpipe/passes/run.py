@@ -175,11 +175,6 @@ class Cut:
         return self.options.recompute
 
 
-def cut_phases(levels: int) -> int:
-    """How many phases ``cut`` goes through."""
-    return 2 + 2 * levels
-
-
 def split(step: Step, options: CutOptions) -> Step:
     """The captured step with its vocabulary layers split, if ``options`` has barriers; for any number of
     stages.  The given step stays as it is.
@@ -193,30 +188,39 @@ def split(step: Step, options: CutOptions) -> Step:
     return step
 
 
-def cut(step: Step, options: CutOptions, levels: Sequence[Level | None], phase: Phases) -> list[Cut]:
-    """One cut for each level of recomputation, with the same stages, up to the passes that its costs need.
+@dataclass(frozen=True, eq=False)
+class Stages:
+    """The step cut into stages, before recomputation."""
+
+    step: Step
+    options: CutOptions
+
+
+def stages_of(step: Step, options: CutOptions, phase: Phases) -> Stages:
+    """Cut the step into stages; two phases.
 
     step: the result of ``split``, which stays as it is.
     Raises PartitionError as ``partition`` does.
     """
+    own = replace(step, graph=_copied(step.graph))
     with phase("partition"):
-        shared = replace(step, graph=_copied(step.graph))
-        run_passes(shared, options, "partition", "count_beside_loss")
+        run_passes(own, options, "partition", "count_beside_loss")
     with phase("passes"):
-        run_passes(shared, options, "untie", "sink_cheap_values")
-    cuts = []
-    for level in levels:
-        at_level = replace(options, recompute=level)
-        with phase("passes"):
-            own = shared if level == levels[-1] else replace(shared, graph=_copied(shared.graph))
-            last = "use_inplace_ops" if options.runnable or _is_costed(own.graph) else "fuse_accumulation"
-            run_passes(own, at_level, "recompute", last)
-        with phase("extract"):
-            sections = extract(own.graph)
-            cuts.append(
-                Cut(at_level, own.vocabulary, own.graph, sections, messages(sections), own.resized, last)
-            )
-    return cuts
+        run_passes(own, options, "untie", "sink_cheap_values")
+    return Stages(own, options)
+
+
+def cut(stages: Stages, level: Level | None, phase: Phases) -> Cut:
+    """A cut with a level of recomputation, up to the passes that its costs need; two phases."""
+    options = replace(stages.options, recompute=level)
+    with phase("passes"):
+        own = replace(stages.step, graph=_copied(stages.step.graph))
+        last = "use_inplace_ops" if options.runnable or _is_costed(own.graph) else "fuse_accumulation"
+        run_passes(own, options, "recompute", last)
+    with phase("extract"):
+        sections = extract(own.graph)
+        found = messages(sections)
+    return Cut(options, own.vocabulary, own.graph, sections, found, own.resized, last)
 
 
 def _is_costed(graph: fx.Graph) -> bool:

@@ -105,11 +105,13 @@ def outputs_of(graph: fx.Graph, placement: Sequence[int]) -> tuple[OutputSpec, .
     )
 
 
-def output_bytes(graph: fx.Graph, placement: Sequence[int], ranks: int, microbatches: int) -> tuple[int, ...]:
-    """Per rank the bytes of its outputs of a whole batch, which it holds until the step ends."""
-    total = [0] * ranks
-    for node in output_dict(graph)["outputs"].values():
-        total[placement[node.meta["color"].stage]] += microbatches * node.meta["val"].nbytes
+def result_bytes(graph: fx.Graph, placement: Sequence[int], ranks: int, microbatches: int) -> tuple[int, ...]:
+    """Per rank the bytes of what it holds until the step ends: its outputs of a whole batch, and the new
+    values of buffers (a step that fails leaves the old ones)."""
+    total, named = [0] * ranks, output_dict(graph)
+    for kind, times in (("outputs", microbatches), ("buffers", 1)):
+        for node in named[kind].values():
+            total[placement[node.meta["color"].stage]] += times * node.meta["val"].nbytes
     return tuple(total)
 
 

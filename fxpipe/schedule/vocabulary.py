@@ -18,6 +18,7 @@ from math import inf
 
 import numpy as np
 
+from fxpipe.errors import ScheduleError
 from fxpipe.ir.graph import Color, Phase
 from fxpipe.schedule.arrays import OpIds, ScheduleArrays, decode, encode, fits, peaks, run, schedule_arrays
 from fxpipe.schedule.costs import Costs, Edge, StageCost
@@ -34,6 +35,7 @@ _DELAYS = (0.0, 1.0, 3.0)  # delays of T, in periods
 _WORK = 2_000_000  # ops that local search may look at
 _EMBEDDED = 2  # microbatches that an embedding shard may hold
 _EQUAL = 0.005  # of two orders whose times differ by less, the one with the lower peak memory is better
+_TRIES = 6  # with less memory for the stages beside embedding shards each time
 
 
 def model_stage_costs(costs: Costs, vocabulary: Vocabulary) -> Costs:
@@ -79,7 +81,36 @@ def weave(
 
     ``costs``: of all stages.  A rank holds at most ``vocabulary.barriers`` microbatches more of the model's
     stages than it does in ``order``, also if it has no limit; fewer if they make the step no shorter.
+
+    Raises ScheduleError if a limit is not kept.
     """
+    m = model.microbatches
+    whole = schedule_arrays(costs, vocabulary.placement(model.placement))
+    # How long embedding shards hold their values follows from the order of the other stages: that order gets
+    # less memory by what they have taken beyond the limits, and by more each time.
+    left = limits
+    for step in range(1, 1 + _TRIES):
+        found = _woven(model, order, costs, vocabulary, left, objective)
+        most = peaks(whole, encode(found, m), m)
+        over = [max(0.0, peak - limit * (1 + 1e-9)) for peak, limit in zip(most, limits, strict=True)]
+        if not any(over):
+            return found
+        left = [limit - step * excess * (1 + 1e-6) for limit, excess in zip(left, over, strict=True)]
+    rank = max(range(len(over)), key=over.__getitem__)
+    raise ScheduleError(
+        f"schedule {model.name} with vocabulary stages needs {most[rank]:g} of memory on rank {rank}, and "
+        f"the limit is {limits[rank]:g}"
+    )
+
+
+def _woven(
+    model: Problem,
+    order: Order,
+    costs: Costs,
+    vocabulary: Vocabulary,
+    limits: Sequence[float],
+    objective: Objective,
+) -> Order:
     m, shards, op_ids = model.microbatches, vocabulary.embedding_shards, encode(order, model.microbatches)
     arrays = schedule_arrays(costs, vocabulary.placement(model.placement))
     listed = schedule_arrays(

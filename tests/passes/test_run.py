@@ -1,6 +1,7 @@
 """The list of passes: complete, each name once, and only enabled ones run."""
 
 import pkgutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -91,8 +92,9 @@ def test_costs_do_not_depend_on_the_passes_that_only_the_chosen_cut_goes_through
     captured = capture(build(), example(), None, 1.0, torch.device("cpu"))
     seconds = NodeSeconds(CPU)
     asked = CutOptions(2, 2, seconds, None, **options)
-    step = run.split(Step(captured.graph, None), asked)
-    for cut in run.cut(step, asked, (None, "norms", "full"), Phases("")):
+    stages = run.stages_of(run.split(Step(captured.graph, None), asked), asked, Phases(""))
+    for level in (None, "norms", "full"):
+        cut = run.cut(stages, level, Phases(""))
         ranks = (0, 1) if cut.vocabulary is None else cut.vocabulary.placement((0, 1))
 
         def costs(cut, ranks=ranks):
@@ -109,3 +111,34 @@ def test_costs_do_not_depend_on_the_passes_that_only_the_chosen_cut_goes_through
         assert costs(done) == before
         if last == "fuse_accumulation":
             assert [node.target for node in call_nodes(done.graph)] != targets
+
+
+@pytest.mark.parametrize("barriers", [None, 1, 2])
+def test_recomputation_adds_work_to_each_stage(barriers):
+    """``choose`` rewrites a cut for a level of recomputation only where the cut without it could win."""
+    captured = capture(gpt2(), words(2), None, 1.0, torch.device("cpu"))
+    seconds = NodeSeconds(CPU)
+    asked = CutOptions(2, 2, seconds, None, barriers)
+    stages = run.stages_of(run.split(Step(captured.graph, None), asked), asked, Phases(""))
+
+    def work(level):
+        found = {}
+        for color, taken in analytic_seconds(run.cut(stages, level, Phases("")).graph, seconds).items():
+            found[color.stage] = found.get(color.stage, 0.0) + taken
+        return found
+
+    without = work(None)
+    for level in (work("norms"), work("full")):
+        assert all(level[stage] >= taken * (1 - 1e-9) for stage, taken in without.items())
+        assert sum(level.values()) > 1.01 * sum(without.values())
+
+
+def test_phases_within_phases_count_once(monkeypatch):
+    ticks = iter([0.0, 1.0, 3.0, 4.0, 8.0, 10.0])
+    monkeypatch.setattr("fxpipe.progress.time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    phase = Phases("")
+    with phase("outer"):
+        for _ in range(2):
+            with phase("inner"):
+                pass
+    assert phase.seconds == {"inner": 6.0, "outer": 4.0}

@@ -21,7 +21,7 @@ import fxpipe.ir.liveness
 import fxpipe.runtime.offloader
 from fxpipe import Offload
 from fxpipe.cli.command import main
-from fxpipe.errors import RunError, ScheduleError, VerifyError
+from fxpipe.errors import LimitError, RunError, ScheduleError, VerifyError
 from fxpipe.ir.graph import Phase, offload, reload
 from fxpipe.ir.storage import call_nodes, storage_root
 from fxpipe.ir.verify import verify
@@ -145,9 +145,12 @@ def test_auto_moves_as_much_as_the_limit_asks_for():
     found = tight.run_local(MODELS["llama"].data(MICROBATCHES), measure_memory=True)
     assert max(found.peak_saved) <= 0.6 * peak
     with pytest.raises(
-        ScheduleError, match=r"gpipe cannot be offloaded into .*; the smallest that it can keep"
-    ):
+        LimitError, match=r"gpipe cannot be offloaded into .*; the smallest that it can keep .* is enough"
+    ) as error:
         compiled("llama", "gpipe", offload="auto", memory_limit=held + 0.01 * peak)
+    enough = error.value.smallest
+    assert enough > held
+    assert keeps(compiled("llama", "gpipe", offload="auto", memory_limit=enough), enough)
 
 
 def test_the_planner_offloads_where_that_is_faster(tmp_path, capsys):
@@ -359,3 +362,39 @@ def test_views_and_values_with_two_uses(schedule):
     expected, found = plain.run_local(batch), light.run_local(batch)
     assert (len(light.plan.transfers) > 0) == (schedule == "1f1b")
     assert all(torch.equal(found.grads[name], grad) for name, grad in expected.grads.items())
+
+
+class Momentum(nn.Module):
+    """A copy of the weights that follows them, as buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(4))
+        for k, layer in enumerate(self.layers):
+            self.register_buffer(f"slow{k}", layer.weight.detach().clone())
+
+    def forward(self, x):
+        y = x
+        for k, layer in enumerate(self.layers):
+            with torch.no_grad():
+                slow = getattr(self, f"slow{k}")
+                slow.lerp_(layer.weight, 0.1)
+                y = y @ slow.T
+            x = layer(x).tanh()
+        return (x - y).square().mean()
+
+
+def test_a_memory_limit_holds_the_new_values_of_buffers():
+    """Until the step has succeeded a rank holds old and new values."""
+    batch, example = {"x": torch.randn(6, 32)}, {"x": torch.randn(2, 32)}
+    make = {"ranks": 2, "microbatches": 3, "schedule": "1f1b"}
+    roomy = fxpipe.compile(Momentum(), example, **make)
+    new = [sum(roomy.buffers[name].nbytes for name in held.buffers) for held in roomy.plan.tensors]
+    both = [held + more for held, more in zip(weights(roomy), new, strict=True)]
+    found = roomy.run_local(batch, measure_memory=True)
+    for more, saved, peak in zip(new, roomy.simulate().peak_memory, found.peak_saved, strict=True):
+        assert more < peak <= more + saved + 64  # the losses
+    limit = max(both) + 2 * max(roomy.simulate().peak_memory)
+    assert keeps(fxpipe.compile(Momentum(), example, **make, memory_limit=limit), limit)
+    with pytest.raises(LimitError, match=f"buffers and outputs of rank 0 alone take {max(both)}"):
+        fxpipe.compile(Momentum(), example, **make, memory_limit=max(both))

@@ -209,8 +209,11 @@ def problems_with_vocabulary(draw) -> tuple[Schedule, Costs, float | None]:
     return schedule, costs, limit
 
 
-def with_lookups(costs: Costs, ranks: int, seconds: float, user: int, maker: int) -> Costs:
-    """A stage on every rank before all others, which hands 0.1 to one of them and is given by one."""
+def with_lookups(
+    costs: Costs, ranks: int, seconds: float, user: int, maker: int, saved: float = 0.0
+) -> Costs:
+    """A stage on every rank before all others, which hands 0.1 to one of them and is given by one; it holds
+    ``saved`` until then."""
 
     def moved(color: Color) -> Color:
         return Color(color.stage + ranks, color.phase)
@@ -219,7 +222,7 @@ def with_lookups(costs: Costs, ranks: int, seconds: float, user: int, maker: int
     for own in range(ranks):
         edges.append(Edge(Color(own, Phase.F), Color(user, Phase.F), 0.1, seconds))
         edges.append(Edge(Color(maker, Phase.B), Color(own, Phase.W), 0.0, seconds))
-    return Costs((*(StageCost(0.05, 0, 0.05),) * ranks, *costs.stages), tuple(edges))
+    return Costs((*(StageCost(0.05, 0, 0.05, saved, saved),) * ranks, *costs.stages), tuple(edges))
 
 
 @settings(max_examples=80, deadline=None)
@@ -237,3 +240,28 @@ def test_vocabulary_stages_are_woven_into_every_family(problem):
     prove(lower(schedule, costs.edges, joint), schedule.placement)
     if schedule.ranks > 1:
         assert len(joint) == (5 if schedule.vocabulary.embedding_shards else 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "shape"), [("zb", 1, "plain"), ("zb-2p", 1, "plain"), ("zb-v", 2, "v")]
+)
+@pytest.mark.parametrize("barriers", [1, 2])
+@pytest.mark.parametrize("limit", [3.5, 4.0, 4.5, 5.0, 6.0])
+def test_embedding_shards_that_hold_their_values_keep_the_limit(name, chunks, shape, barriers, limit):
+    """They hold what they save of each microbatch for as long as the model's stages take."""
+    ranks, microbatches = 3, 9
+    body = chain([StageCost(1 / chunks, 1 / chunks, 1 / chunks, 1 / chunks, 0.5 / chunks)] * ranks * chunks)
+    costs = with_output_shards(body, ranks, 0.6, barriers, 0.05, saved=0.25)
+    costs = with_lookups(costs, ranks, 0.05, ranks, ranks, saved=0.2)
+    schedule = build(
+        name,
+        ranks=ranks,
+        microbatches=microbatches,
+        costs=costs,
+        stages_per_rank=chunks,
+        placement=shape,
+        memory_limit=limit,
+        effort=0.1,
+        vocabulary=Vocabulary(ranks, ranks, barriers),
+    )
+    assert max(simulate(schedule, costs).peak_memory) <= limit * (1 + 1e-9)

@@ -86,20 +86,22 @@ def offload_within(timeline: Timeline, limits: Sequence[float]) -> Offload:
             "take a faster link, another schedule, more stages per rank, or recompute activations",
             smallest,
         )
-    shares = [FULL] * len(ranks)
-    for link in planner.links:
-        low, high = -1, _STEPS  # in steps: does not keep the limit, keeps it
-        while high - low > 1:
-            middle = (low + high) // 2
-            trial = [middle / _STEPS if rank in link else 0.0 for rank in ranks]
-            peaks = planner.plan(trial).timeline.peak_memory
+    # Per link, in steps: does not keep the limit, keeps it.  No op waits for a transfer, so a rank's memory
+    # does not depend on other links, and all links are tried together.
+    low, high = [-1] * len(planner.links), [_STEPS] * len(planner.links)
+
+    def shares(steps: Sequence[int]) -> list[float]:
+        return [step / _STEPS for link, step in zip(planner.links, steps, strict=True) for _ in link]
+
+    while any(b - a > 1 for a, b in zip(low, high, strict=True)):
+        middle = [(a + b) // 2 if b - a > 1 else b for a, b in zip(low, high, strict=True)]
+        peaks = planner.plan(shares(middle)).timeline.peak_memory
+        for k, link in enumerate(planner.links):
             if all(peaks[rank] <= limits[rank] * (1 + 1e-9) for rank in link):
-                high = middle
+                high[k] = middle[k]
             else:
-                low = middle
-        for rank in link:
-            shares[rank] = high / _STEPS
-    return planner.plan(shares)
+                low[k] = middle[k]
+    return planner.plan(shares(high))
 
 
 def with_offload(timeline: Timeline, share: float | str, limits: Sequence[float]) -> Timeline:

@@ -2,55 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import partial
 from math import inf
 
 from fxpipe.errors import LimitError, ScheduleError
-from fxpipe.schedule.arrays import decode, encode, run, schedule_arrays
+from fxpipe.schedule.arrays import decode
 from fxpipe.schedule.candidate import Candidate
-from fxpipe.schedule.costs import Costs
-from fxpipe.schedule.dispatch import check_one_microbatch_fits, one_microbatch_fits
-from fxpipe.schedule.families.registry import FAMILIES, Family, order_of
+from fxpipe.schedule.dispatch import check_one_microbatch_fits
+from fxpipe.schedule.families.registry import Family, order_of
 from fxpipe.schedule.goal import Objective as Objective
-from fxpipe.schedule.offload.planner import AUTO, Share, keeps, with_offload
+from fxpipe.schedule.offload.planner import keeps, with_offload
 from fxpipe.schedule.ops import Order, Schedule
-from fxpipe.schedule.problem import Limit, Problem, per_rank
-from fxpipe.schedule.search.pool import Found, find
+from fxpipe.schedule.problem import Limit, Problem
+from fxpipe.schedule.search.pool import find
 from fxpipe.schedule.search.starts import starts
+from fxpipe.schedule.search.ways import SEARCHED, Way, limits_of, ways_of
+from fxpipe.schedule.search.ways import Setting as Setting
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
-from fxpipe.schedule.vocabulary import budget_for_model_stages, model_stage_costs, weave
-from fxpipe.vocabulary.stages import Vocabulary
+from fxpipe.schedule.vocabulary import weave
 
-SEARCHED = "zb"
-"""The family that is searched in place of all searched families: the others are cases of it."""
-
-BEYOND = tuple(f for f in FAMILIES.values() if f.name == SEARCHED or not f.is_searched)
-WITHIN = tuple(f for f in BEYOND if not f.for_offload)
-
-
-Limits = tuple[float, ...]
-"""A memory limit for each rank, infinite for no limit."""
-
-
-@dataclass(frozen=True, eq=False)
-class Setting:
-    """Stages on ranks, their costs there, and the memory for activations (``limits``).
-
-    ``stages_per_rank`` are the model's own; with ``vocabulary`` the costs are of its stages as well.
-    ``offload``: the share to offload over the costs' link.  ``recompute``: the level of recomputation in the
-    costs.
-    """
-
-    stages_per_rank: int
-    placement: str
-    costs: Costs
-    limits: Limit = None
-    vocabulary: Vocabulary | None = None
-    offload: Share = None
-    recompute: str = ""
+More = Callable[[float], Sequence[Setting]]
+"""Further settings, given the objective of the best schedule before the search (inf if there is none)."""
 
 
 @dataclass(frozen=True)
@@ -67,37 +42,63 @@ class SearchResult:
 
 
 @dataclass(frozen=True, eq=False)
-class _Way:
-    """A setting with the problem of its model's own stages, and the share to offload afterwards."""
+class _Draft:
+    """An order of the model's own stages."""
 
-    setting: Setting
-    problem: Problem
-    limits: Limits
-    offload: Share
-    families: tuple[Family, ...]
+    family: str
+    way: Way
+    order: Order
+    least: float
 
-    @property
-    def is_extended(self) -> bool:
-        """Are vocabulary stages or transfers added to an order of the model's stages?"""
-        return self.setting.vocabulary is not None or self.offload is not None
 
-    @cached_property
-    def work(self) -> float:
-        """Seconds of the busiest rank, vocabulary stages included."""
-        placement, vocabulary = self.problem.placement, self.setting.vocabulary
-        placement = placement if vocabulary is None else vocabulary.placement(placement)
-        return self.problem.microbatches * schedule_arrays(self.setting.costs, placement).period
+@dataclass(frozen=True)
+class _Entry:
+    key: tuple[float, float, float, float]
+    way: Way
+    timeline: Timeline
 
-    def least(self, order: Order, objective: Objective) -> float:
-        """An estimate from below of the order's seconds when it is extended.
 
-        No bound: where vocabulary stages are added, list scheduling may change the order.
-        """
-        m = self.problem.microbatches
-        done = run(self.problem.arrays, encode(order, m), m)
-        if done is None:  # the arrays need the stages of a rank in the model's order, which the costs do not
-            return self.work
-        return max(self.work, done.makespan if objective == "makespan" else done.span)
+class _Results:
+    """The candidates so far, and the best of them.
+
+    ``smallest``: the smallest limit that a schedule kept with as much offload as possible.
+    """
+
+    def __init__(self, objective: Objective) -> None:
+        self.objective: Objective = objective
+        self.best: _Entry | None = None
+        self.smallest = inf
+        self.tried: dict[tuple[Way, str], Candidate] = {}
+
+    def is_beaten(self, least: float) -> bool:
+        """Whether the best schedule is faster than one that takes ``least`` seconds or more."""
+        return self.best is not None and least > self.best.key[0] * (1 + 1e-9)
+
+    def leave_out(self, way: Way, family: str, why: str) -> None:
+        self.tried[way, family] = _candidate(family, way.setting, why)
+
+    def complete(self, draft: _Draft) -> None:
+        """Simulate the draft with its vocabulary stages, and with transfers if it is not beaten by then."""
+        way = draft.way
+        try:
+            timeline = _simulated(draft, self.objective)
+            if way.offload is not None:
+                if self.is_beaten(least := _key(timeline, self.objective)[0]):
+                    self.leave_out(way, draft.family, f"not offloaded: {self.compared(least)}")
+                    return
+                timeline = with_offload(timeline, way.offload, way.limits)
+        except ScheduleError as error:
+            if isinstance(error, LimitError):
+                self.smallest = min(self.smallest, error.smallest)
+            self.leave_out(way, draft.family, str(error))
+            return
+        entry = _Entry(_key(timeline, self.objective), way, timeline)
+        self.tried[way, draft.family] = _tried(entry)
+        self.best = entry if self.best is None else min(self.best, entry, key=lambda entry: entry.key)
+
+    def compared(self, least: float) -> str:
+        assert self.best is not None, "there is something to compare with"
+        return f"it takes {least:g} or more, and another takes {self.best.key[0]:g}"
 
 
 def search(
@@ -109,13 +110,16 @@ def search(
     objective: Objective = "makespan",
     effort: float | None = None,
     seed: int = 0,
+    more: More | None = None,
 ) -> SearchResult:
     """The schedule with the least makespan, or the shortest span of a rank, within the memory limits.
 
     Among equally fast schedules, one that needs the least memory.  ``memory_limit``, in the unit of the
     costs' memory, holds for all settings in addition to their own limits.  Every family is built in every
     setting, and one search covers all settings (``effort``: see :func:`.pool.find`).  ``seed``: of its random
-    numbers.  Raises ScheduleError if no schedule fits, with the smallest limit that a schedule can keep.
+    numbers.  ``more``: asked for the settings that are worth making only if they can beat the best schedule
+    that is built without a search.  Raises ScheduleError if no schedule fits, with the smallest limit that a
+    schedule can keep.
     """
     (found,) = frontier(
         settings,
@@ -125,6 +129,7 @@ def search(
         objective=objective,
         effort=effort,
         seed=seed,
+        more=more,
     )
     if isinstance(found, ScheduleError):
         raise found
@@ -140,6 +145,7 @@ def frontier(
     objective: Objective = "makespan",
     effort: float | None = None,
     seed: int = 0,
+    more: More | None = None,
 ) -> list[SearchResult | ScheduleError]:
     """The result of ``search`` under each limit, or the error that it raises.
 
@@ -148,155 +154,158 @@ def frontier(
     """
     if not settings:
         raise ScheduleError("nothing to search: give at least one setting")
-    under: list[SearchResult | ScheduleError] = []
+    under: list[tuple[_Entry, tuple[Candidate, ...]] | ScheduleError] = []
     for limit in memory_limits:
-        ways = [way for setting in settings for way in _ways(setting, ranks, microbatches, limit)]
+        ways = partial(ways_of, ranks=ranks, microbatches=microbatches, limit=limit)
         try:
-            under.append(_under(ways, objective, effort, seed))
+            under.append(_under(ways, settings, more, objective, effort, seed))
         except ScheduleError as error:
             under.append(error)
-    best = [own for own in under if not isinstance(own, ScheduleError)]
+    best = [own[0] for own in under if not isinstance(own, ScheduleError)]
     choices: list[SearchResult | ScheduleError] = []
     for own, limit in zip(under, memory_limits, strict=True):
         if isinstance(own, ScheduleError):
             choices.append(own)
             continue
-        kept = [one for one in best if keeps(one.timeline, _limits(one.setting, limit, ranks))]
-        top = min((own, *kept), key=lambda one: _key(one.timeline, objective))
-        choices.append(replace(top, tried=own.tried))
+        kept = [one for one in best if keeps(one.timeline, limits_of(one.way.setting, limit, ranks))]
+        top = min((own[0], *kept), key=lambda entry: entry.key)
+        choices.append(SearchResult(top.timeline, top.way.setting, own[1]))
     return choices
 
 
-def _under(ways: Sequence[_Way], objective: Objective, effort: float | None, seed: int) -> SearchResult:
-    """The best schedule of the ways, and all candidates.  Raises ScheduleError as ``search`` does."""
-    found: dict[_Way, Found | None] = {}
-    for is_beyond in (False, True):
-        alike = [way for way in ways if (way.offload is not None) == is_beyond]
-        problems = [way.problem for way in alike]
-        if any(one_microbatch_fits(problem.arrays, problem.limits) for problem in problems):
-            found |= zip(alike, find(problems, starts, objective, effort, seed), strict=True)
-    # Orders of the model's own stages, each with an estimate of its seconds when it is extended.
-    drafts: list[tuple[float, _Way, str, Order]] = []
-    tried: dict[tuple[_Way, str], Candidate] = {}
-    for way in ways:
-        for family in way.families:
-            if not family.has(way.setting.stages_per_rank, way.setting.placement):
-                continue
-            tried[way, family.name] = candidate = _candidate(family.name, way.setting)
-            try:
-                order = (
-                    _decoded(way.problem, found.get(way))
-                    if family.is_searched
-                    else order_of(family, way.problem)
-                )
-            except ScheduleError as error:
-                tried[way, family.name] = replace(candidate, why=str(error))
-            else:
-                drafts.append((way.least(order, objective), way, family.name, order))
-    best: SearchResult | None = None
-    smallest = inf
-    for least, way, name, order in sorted(drafts, key=lambda draft: draft[0]):
-        time = inf if best is None else _key(best.timeline, objective)[0]
-        if way.is_extended and least > time:
-            why = f"not completed: it takes {least:g} or more, by estimate; another takes {time:g}"
-            tried[way, name] = replace(tried[way, name], why=why)
-            continue
-        try:
-            timeline = _completed(name, way, order, objective)
-        except ScheduleError as error:
-            if isinstance(error, LimitError):
-                smallest = min(smallest, error.smallest)
-            tried[way, name] = replace(tried[way, name], why=str(error))
-            continue
-        tried[way, name] = replace(
-            tried[way, name],
-            seconds=timeline.seconds,
-            span_bubble=timeline.span_bubble,
-            peak_memory=max(timeline.peak_memory),
-            offloaded=timeline.moved,
-        )
-        if best is None or _key(timeline, objective) < _key(best.timeline, objective):
-            best = SearchResult(timeline, way.setting)
-    if best is None:
-        raise ScheduleError(_nothing_fits(ways, smallest))
-    return replace(best, tried=tuple(tried.values()))
+def _under(
+    ways_in: Callable[[Setting], list[Way]],
+    settings: Sequence[Setting],
+    more: More | None,
+    objective: Objective,
+    effort: float | None,
+    seed: int,
+) -> tuple[_Entry, tuple[Candidate, ...]]:
+    """The best schedule of all ways in the settings, and all candidates.  Raises ScheduleError as ``search``
+    does.
 
-
-def limits_and_shares(limits: Limits, offload: Share) -> list[tuple[Limits, Share]]:
-    """The memory limits to build a schedule for, each with the share to offload then.
-
-    Within the limits without offload, or without limits and with as much offload as they then need.
+    A way is left out if its bound is above the best schedule so far; at first that is the best of those that
+    are built by rule, in the way with the least bound.
     """
-    free = (inf,) * len(limits)
-    if offload is None or (offload == AUTO and limits == free):
-        return [(limits, None)]
-    return [(limits, None), (free, AUTO)] if offload == AUTO else [(free, offload)]
+    results, drafts, bounds = _Results(objective), list[_Draft](), dict[Way, float]()
+
+    def build_all(settings: Sequence[Setting]) -> None:
+        ways = {way: way.bound(objective) for setting in settings for way in ways_in(setting)}
+        drafts.extend(_built(ways, results))
+        bounds.update(ways)
+
+    build_all(settings)
+    if more is not None:
+        build_all(more(inf if results.best is None else results.best.key[0]))
+    drafts += _searched(bounds, results, effort, seed)
+    for draft in sorted(drafts, key=lambda draft: draft.least):
+        if draft.way.is_extended and results.is_beaten(draft.least):
+            why = f"not completed: by estimate {results.compared(draft.least)}"
+            results.leave_out(draft.way, draft.family, why)
+        else:
+            results.complete(draft)
+    if results.best is None:
+        raise ScheduleError(_nothing_fits([*bounds], results.smallest))
+    names = [(way, family.name) for way in bounds for family in way.families]
+    return results.best, tuple(results.tried[name] for name in names)
 
 
-def _ways(setting: Setting, ranks: int, microbatches: int, limit: Limit) -> list[_Way]:
-    """The ways to keep the limits; beyond them also the search under twice the limits."""
-    limits = _limits(setting, limit, ranks)
+def _built(bounds: Mapping[Way, float], results: _Results) -> list[_Draft]:
+    """The orders that are built by rule, in the ways that are not beaten; the shortest order of each way is
+    completed at once, in the way with the least bound first.
 
-    def way(allowed: Limits, share: Share, families: tuple[Family, ...]) -> _Way:
-        problem = _problem(setting, ranks, microbatches, allowed)
-        return _Way(setting, problem, limits, share, families)
-
-    kinds = limits_and_shares(limits, setting.offload)
-    ways = [way(allowed, share, WITHIN if share is None else BEYOND) for allowed, share in kinds]
-    if len(kinds) > 1:
-        ways.append(way(tuple(2 * x for x in limits), AUTO, (FAMILIES[SEARCHED],)))
-    return ways
-
-
-def _problem(setting: Setting, ranks: int, microbatches: int, limits: Limits) -> Problem:
-    """The problem of the model's own stages: without vocabulary stages, and with the memory they leave."""
-    costs = setting.costs
-    if setting.vocabulary is not None:
-        limits = budget_for_model_stages(costs, setting.vocabulary, limits)
-        costs = model_stage_costs(costs, setting.vocabulary)
-    v, shape = setting.stages_per_rank, setting.placement
-    return Problem(SEARCHED, ranks, microbatches, v, shape, costs, limits)
+    bounds: of each way.
+    """
+    drafts = []
+    for way in sorted(bounds, key=bounds.__getitem__):
+        families = [family for family in way.families if not family.is_searched]
+        if way.is_extended and results.is_beaten(bounds[way]):
+            for family in families:
+                results.leave_out(way, family.name, f"not built: {results.compared(bounds[way])}")
+            continue
+        own = [draft for family in families if (draft := _draft(way, family, results))]
+        own.sort(key=lambda draft: draft.least)
+        for draft in own[:1]:
+            results.complete(draft)
+        drafts += own[1:]
+    return drafts
 
 
-def _limits(setting: Setting, limit: Limit, ranks: int) -> Limits:
-    return tuple(map(min, per_rank(limit, ranks), per_rank(setting.limits, ranks)))
+def _draft(way: Way, family: Family, results: _Results) -> _Draft | None:
+    """An order of the family; None, with the reason in the results, where it cannot be built."""
+    try:
+        order = order_of(family, way.problem)
+    except ScheduleError as error:
+        results.leave_out(way, family.name, str(error))
+        return None
+    return _Draft(family.name, way, order, way.least(order, results.objective))
 
 
-def _decoded(problem: Problem, found: Found | None) -> Order:
-    """The order that the search found.  Raises ScheduleError if one microbatch does not fit."""
-    if found is None:
-        check_one_microbatch_fits(problem.arrays, problem.limits)
-    assert found is not None, "the search has an order where a microbatch fits"
-    return decode(problem.arrays, found.order, problem.microbatches)
+def _searched(
+    bounds: Mapping[Way, float], results: _Results, effort: float | None, seed: int
+) -> list[_Draft]:
+    """The orders that the search finds, in the ways that are not beaten; ``bounds``: of each way."""
+    able = []
+    for way in bounds:
+        try:
+            check_one_microbatch_fits(way.problem.arrays, way.problem.limits)
+        except ScheduleError as error:
+            results.leave_out(way, SEARCHED, str(error))
+            continue
+        if results.is_beaten(bounds[way]):
+            results.leave_out(way, SEARCHED, f"not searched: {results.compared(bounds[way])}")
+        else:
+            able.append(way)
+    drafts = []
+    for is_beyond in (False, True):
+        alike = [way for way in able if (way.offload is not None) == is_beyond]
+        problems = [way.problem for way in alike]
+        found = find(problems, starts, results.objective, effort, seed) if alike else []
+        for way, one in zip(alike, found, strict=True):
+            assert one is not None, "the search has an order where a microbatch fits"
+            order = decode(way.problem.arrays, one.order, way.problem.microbatches)
+            drafts.append(_Draft(SEARCHED, way, order, way.least(order, results.objective)))
+    return drafts
 
 
-def _completed(name: str, way: _Way, order: Order, objective: Objective) -> Timeline:
-    """The order with its vocabulary stages and transfers, simulated."""
-    setting, problem = way.setting, way.problem
-    placement, vocabulary = problem.placement, setting.vocabulary
+def _simulated(draft: _Draft, objective: Objective) -> Timeline:
+    """The draft with its vocabulary stages."""
+    way, order = draft.way, draft.order
+    setting, problem, vocabulary = way.setting, way.problem, way.setting.vocabulary
     if vocabulary is not None:
         limits = way.limits if way.offload is None else (inf,) * problem.ranks
         order = weave(problem, order, setting.costs, vocabulary, limits, objective)
-        placement = vocabulary.placement(placement)
-    timeline = simulate(Schedule(name, placement, problem.microbatches, order, vocabulary), setting.costs)
-    return timeline if way.offload is None else with_offload(timeline, way.offload, way.limits)
+    schedule = Schedule(draft.family, way.placement, problem.microbatches, order, vocabulary)
+    return simulate(schedule, setting.costs)
 
 
-def _key(timeline: Timeline, objective: Objective) -> tuple[float, ...]:
-    """The objective, and what decides between equally fast schedules."""
-    numbers = (timeline.seconds, timeline.span, max(timeline.peak_memory))
-    seconds, span, peak = (float(f"{x:.9g}") for x in numbers)
+def _key(timeline: Timeline, objective: Objective) -> tuple[float, float, float, float]:
+    """What is compared: the objective first."""
+    seconds, span, peak = (
+        float(f"{x:.9g}") for x in (timeline.seconds, timeline.span, max(timeline.peak_memory))
+    )
     moved = timeline.moved
     return (seconds, moved, peak, span) if objective == "makespan" else (span, seconds, moved, peak)
 
 
-def _candidate(name: str, setting: Setting) -> Candidate:
+def _tried(entry: _Entry) -> Candidate:
+    timeline = entry.timeline
+    return replace(
+        _candidate(timeline.schedule.name, entry.way.setting),
+        seconds=timeline.seconds,
+        span_bubble=timeline.span_bubble,
+        peak_memory=max(timeline.peak_memory),
+        offloaded=timeline.moved,
+    )
+
+
+def _candidate(name: str, setting: Setting, why: str = "") -> Candidate:
     barriers = 0 if setting.vocabulary is None else setting.vocabulary.barriers
     shape = setting.stages_per_rank, setting.placement
-    return Candidate(name, *shape, barriers=barriers, recompute=setting.recompute)
+    return Candidate(name, *shape, barriers=barriers, recompute=setting.recompute, why=why)
 
 
-def _nothing_fits(ways: Sequence[_Way], offloaded: float) -> str:
+def _nothing_fits(ways: Sequence[Way], offloaded: float) -> str:
     """``offloaded``: the smallest limit that can be kept with as much offload as possible."""
 
     def needed(problem: Problem) -> float:

@@ -108,28 +108,26 @@ class Timeline:
             kind: [(sum(at_start[s] for s in own), sum(at_end[s] for s in own)) for own in per_stage]
             for kind, per_stage in sections(self.schedule.stages).items()
         }
-        own = [_memory(spans, changes) for spans in self.spans]
-        for rank, carried in enumerate(self.transfers):
-            if carried:
-                own[rank] = _without(own[rank], self._freed(rank, carried))
-        return tuple(own)
+        return tuple(_memory(spans, changes, self._between(rank)) for rank, spans in enumerate(self.spans))
 
-    def _freed(self, rank: int, carried: tuple[TransferSpan, ...]) -> list[tuple[float, float]]:
-        """(time, change) of live memory by offloads and reloads."""
-        free = [
+    def _between(self, rank: int) -> list[list[tuple[float, float]]]:
+        """After each op (time, change) of live memory by the offloads that are waited for there, and then by
+        the reloads that start there."""
+        waited = [
             span.end for span in self.spans[rank]
-        ]  # after each op: the end of all offloads waited for there
-        for transfer, _, end in carried:
-            if transfer.direction is Direction.OUT:
-                free[transfer.end - 1] = max(free[transfer.end - 1], end)
-        changes = []
-        for transfer, _, _ in carried:
+        ]  # when all offloads waited for after an op have ended
+        freed, reloaded = ([list[float]() for _ in waited] for _ in range(2))
+        for transfer, _, end in self.transfers[rank] if self.transfers else ():
             size = offload_bytes(self.costs.stages[transfer.stage], transfer.user)
             if transfer.direction is Direction.OUT:
-                changes.append((free[transfer.end - 1], -size))
+                waited[transfer.end - 1] = max(waited[transfer.end - 1], end)
+                freed[transfer.end - 1].append(-size)
             else:
-                changes.append((free[transfer.begin - 1], size))
-        return changes
+                reloaded[transfer.begin - 1].append(size)
+        return [
+            [(time, change) for change in (*less, *more)]
+            for time, less, more in zip(waited, freed, reloaded, strict=True)
+        ]
 
     @cached_property
     def moved(self) -> float:
@@ -168,28 +166,15 @@ def _bubble(whole: float, work: float) -> float:
     return max(0.0, (whole - work) / whole) if whole > 0 else 0.0
 
 
-def _memory(spans: tuple[Span, ...], changes: _Changes) -> tuple[tuple[float, float], ...]:
+def _memory(
+    spans: tuple[Span, ...], changes: _Changes, between: list[list[tuple[float, float]]]
+) -> tuple[tuple[float, float], ...]:
+    """``between``: further changes after each op, before the next one starts."""
     live, steps = 0.0, []
-    for op, start, end in spans:
+    for (op, start, end), further in zip(spans, between, strict=True):
         at_start, at_end = changes[op.kind][op.stage]
-        for time, change in ((start, at_start), (end, at_end)):
+        for time, change in ((start, at_start), (end, at_end), *further):
             if change:
                 live += change
                 steps.append((time, live))
     return tuple(steps)
-
-
-def _without(
-    steps: tuple[tuple[float, float], ...], freed: list[tuple[float, float]]
-) -> tuple[tuple[float, float], ...]:
-    """The steps with further changes; at equal times, memory is freed before it is allocated."""
-    before = 0.0
-    changes = freed
-    for time, live in steps:
-        changes.append((time, live - before))
-        before = live
-    live, found = 0.0, []
-    for time, change in sorted(changes):
-        live += change
-        found.append((time, live))
-    return tuple(found)
