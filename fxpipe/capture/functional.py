@@ -209,7 +209,7 @@ class _Retrace(fx.Interpreter):
     def __init__(self, module: fx.GraphModule):
         super().__init__(module, garbage_collect_values=False)
         self._written = _sharing_writes(module.graph)
-        self._again = self._written.union(*(node.users for node in self._written))
+        self._again = _meeting_writes(module.graph)
         self._copies: dict[fx.Node, fx.Node] = {}  # what was copied -> its node in the running trace
         self._seen: fx.Node | None = None
 
@@ -267,6 +267,12 @@ def _same_but_for_strides(a: Any, b: Any) -> bool:
     return (a.shape, a.dtype, a.device, a.is_conj(), a.is_neg()) == (
         b.shape, b.dtype, b.device, b.is_conj(), b.is_neg()
     )  # fmt: skip
+
+
+def _meeting_writes(graph: fx.Graph) -> set[fx.Node]:
+    """The ops whose result shares memory with a value that is written to, and the users of such results."""
+    members = _sharing_writes(graph)
+    return members.union(*(node.users for node in members))
 
 
 def _sharing_writes(graph: fx.Graph) -> set[fx.Node]:

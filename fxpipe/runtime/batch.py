@@ -83,7 +83,7 @@ class BatchSpec:
                 continue
             _check(leaf, value, microbatches)
             if device is not None and leaf.name in needed:
-                value = value.to(device)
+                value = value.to(device, non_blocking=value.is_pinned())
             pieces = [value] * microbatches if not leaf.shape else value.split(leaf.shape[0])
             for microbatch, piece in zip(cut, pieces, strict=True):
                 # A program may take views that only the example's strides allow.

@@ -14,7 +14,7 @@ from fxpipe.runtime.sent import Sent
 from fxpipe.runtime.torch_private import as_one
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class DistributedComm:
     """``device``: of the program; ``wire``: the one from whose memory the process groups send.
 

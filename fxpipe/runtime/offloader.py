@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import tempfile
 import warnings
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,6 +18,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from fxpipe.errors import RunError
+from fxpipe.runtime.accelerator import current_stream, is_accelerator, stream
 
 Tier = Literal["host", "disk"]
 TIERS: tuple[Tier, ...] = ("host", "disk")
@@ -33,7 +33,7 @@ def aligned(size: int) -> int:
 
 
 def default_tier(device: torch.device) -> Tier:
-    return "host" if device.type == "cuda" else "disk"
+    return "host" if is_accelerator(device) else "disk"
 
 
 def check_tier(tier: Tier, device: torch.device, directory: Path | None) -> None:
@@ -41,7 +41,7 @@ def check_tier(tier: Tier, device: torch.device, directory: Path | None) -> None
 
     directory: of the disk tier; by default the system's directory for temporary files.
     """
-    if (tier == "host") != (device.type == "cuda"):
+    if (tier == "host") != is_accelerator(device):
         raise RunError(
             f"Activations on {device.type} cannot be offloaded to the tier {tier!r}: use 'host' with a GPU, "
             "'disk' with the CPU."
@@ -115,15 +115,8 @@ class _Item:
 class Offloader:
     """Moves one rank's tensors to its pool and back, in place in lists of tensors or their handles."""
 
-    def __init__(self, store: Callable[[], Store], device: torch.device) -> None:
-        self._open, self._device = store, device
-        self._store: Store | None = None
-
-    @property
-    def store(self) -> Store:
-        if self._store is None:
-            self._store = self._open()
-        return self._store
+    def __init__(self, store: Store, device: torch.device) -> None:
+        self.store, self._device = store, device
 
     def offload(self, values: list[Any], at: int) -> None:
         for k, tensor in enumerate(values):
@@ -222,27 +215,27 @@ class Host:
     def __init__(self, size: int, device: torch.device) -> None:
         self._pool = torch.empty(max(size, 1), dtype=torch.uint8, pin_memory=True)
         self._device = device
-        self._out, self._in = (torch.cuda.Stream(device) for _ in range(2))
+        self._out, self._in = (stream(device) for _ in range(2))
 
-    def write(self, tensor: torch.Tensor, at: int) -> torch.cuda.Event:
+    def write(self, tensor: torch.Tensor, at: int) -> torch.Event:
         return self._copy(self._out, self._place(tensor, at), tensor)
 
-    def read(self, tensor: torch.Tensor, at: int, written: torch.cuda.Event) -> torch.cuda.Event:
+    def read(self, tensor: torch.Tensor, at: int, written: torch.Event) -> torch.Event:
         self._in.wait_event(written)
         return self._copy(self._in, tensor, self._place(tensor, at))
 
-    def wait(self, ticket: torch.cuda.Event) -> None:
-        torch.cuda.current_stream(self._device).wait_event(ticket)
+    def wait(self, ticket: torch.Event) -> None:
+        current_stream(self._device).wait_event(ticket)
 
     def _place(self, tensor: torch.Tensor, at: int) -> torch.Tensor:
         return self._pool[at : at + tensor.numel()]
 
-    def _copy(self, side: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event:
+    def _copy(self, side: torch.Stream, target: torch.Tensor, source: torch.Tensor) -> torch.Event:
         # The stream that computed the source, or last used the target's memory.  It must be queried before
         # the side stream is entered, which would then be the current one.
-        ready = torch.cuda.current_stream(self._device).record_event()
-        with torch.cuda.stream(side):
+        ready = current_stream(self._device).record_event()
+        with side:
             side.wait_event(ready)
             target.copy_(source, non_blocking=True)
-            done: torch.cuda.Event = side.record_event()
+            done: torch.Event = side.record_event()
             return done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import json
@@ -88,7 +89,15 @@ class Process:
         failures = Failures(PrefixStore(f"fxpipe/{attempt}", store.clone()), rank, ranks)
         process = Process(rank, ranks, limit, control, given, Watch(failures))
         _joined = dist.group.WORLD, process
+        if given is None:
+            atexit.register(process._leave)
         return process
+
+    def _leave(self) -> None:
+        """Let the communicators of accelerators go, where the run did not fail: others may hang in them."""
+        own = dist.is_initialized() and dist.group.WORLD is self.control
+        if own and not self.watch.has_failed and set(self._backends.values()) - {"gloo"}:
+            dist.destroy_process_group()
 
     def backend(self, device: torch.device) -> str:
         """The backend of torch.distributed that carries the messages of steps on this device.

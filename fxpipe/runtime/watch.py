@@ -47,6 +47,7 @@ class Watch:
 
     def __init__(self, failures: Failures) -> None:
         self.failures = failures
+        self.has_failed = False
         self._runtime: Runtime | None = None
         self._following: dict[str, str] = {}  # op -> the op after it in the program
         self._in_step = self._in_collective = False
@@ -113,6 +114,7 @@ class Watch:
 
     def report(self, error: BaseException) -> None:
         """Tell the other ranks, and torchrun's summary, of an error that ends this process."""
+        self.has_failed = True
         self.failures.leave(
             f"Rank {self.failures.rank} failed at {place_of_error(error)}, {self.progress()}: "
             f"{type(error).__name__}: {error}"

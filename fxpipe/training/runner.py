@@ -98,7 +98,9 @@ class Runner:
         self.state.follow_model()
         world = LocalWorld(self.plan.ranks)
         runtimes = tuple(
-            self._runtime_of(rank, LocalComm(world, rank), self.state.zero_gradients(rank))
+            self._runtime_of(
+                rank, LocalComm(world, rank), self.state.zero_gradients(rank), self._offloader(rank)
+            )
             for rank in range(self.plan.ranks)
         )
         for runtime in runtimes:
@@ -170,16 +172,20 @@ class Runner:
         if plan.tier == "disk":
             give_back_large_tensors()
         if self.process is not None:
+            # First what takes long, so that no rank waits for another inside of a step.
+            offloader = self._offloader(self.process.rank)
             comm = connect(self.process, self.device, plan.channels, plan.collectives)
-            return self._runtime_of(self.process.rank, comm, {})
+            return self._runtime_of(self.process.rank, comm, {}, offloader)
         if plan.ranks > 1:
             raise RunError(
                 f"This pipeline has {plan.ranks} ranks and this is one process. Start the script with "
                 f"torchrun --nproc-per-node {plan.ranks}, or run all ranks here with pipe.run_local(batch)."
             )
-        return self._runtime_of(0, LocalComm(LocalWorld(1), 0), {})
+        return self._runtime_of(0, LocalComm(LocalWorld(1), 0), {}, self._offloader(0))
 
-    def _runtime_of(self, rank: int, comm: Comm, grads: dict[str, torch.Tensor]) -> Runtime:
+    def _runtime_of(
+        self, rank: int, comm: Comm, grads: dict[str, torch.Tensor], offloader: Offloader | None
+    ) -> Runtime:
         held = self.plan.tensors[rank]
         self.state.check_values(rank)
         params, buffers = self.state.held_by(rank)
@@ -192,18 +198,18 @@ class Runner:
             buffers=buffers,
             constants={n: self.artifact.constants[n].to(self.device) for n in held.constants},
             step_number=self.first_step,
-            offloader=self._offloader(rank),
+            offloader=offloader,
             device=self.device,
             record=Record(DeviceClock(self.device) if is_accelerator(self.device) else HostClock()),
         )
 
     def _offloader(self, rank: int) -> Offloader | None:
         tier = self.plan.tier
-        if tier is None:
+        if tier is None or not self.plan.pools[rank]:
             return None
         check_tier(tier, self.device, self.offload_directory)
         timeout = TIMEOUT if self.process is None else self.process.timeout
-        store = partial(open_store, tier, self.plan.pools[rank], self.offload_directory, self.device, timeout)
+        store = open_store(tier, self.plan.pools[rank], self.offload_directory, self.device, timeout)
         return Offloader(store, self.device)
 
     @staticmethod

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from zoo import Shape, eager, relative_error, too_far
 
 import fxpipe
+from fxpipe.runtime import offloader as offloader_module
 from fxpipe.runtime.offloader import Host, Offloader, aligned
 
 pytestmark = [
@@ -264,19 +265,20 @@ PLACES, MOVES = 6, 200
 @pytest.mark.parametrize("seed", range(4))
 def test_copies_beside_the_device_keep_their_order(monkeypatch, seed):
     """However late each of the streams is."""
-    made = [torch.cuda.current_stream()]
-    real = torch.cuda.Stream
+    made = [torch.accelerator.current_stream()]
     with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "Stream", lambda *a, **k: made.append(real(*a, **k)) or made[-1])
+        patch.setattr(
+            offloader_module, "stream", lambda device: made.append(torch.Stream(device)) or made[-1]
+        )
         host = Host(PLACES << 21, torch.device("cuda"))
     assert len(made) == 3
     rng = random.Random(seed)
 
     def late() -> None:
-        with torch.cuda.stream(rng.choice(made)):
+        with rng.choice(made):
             torch.cuda._sleep(rng.choice((0, 10_000, 1_000_000)))
 
-    offloader = Offloader(lambda: host, torch.device("cuda"))
+    offloader = Offloader(host, torch.device("cuda"))
     assert move_at_random(offloader, "cuda", rng, MOVES, late)
 
 

@@ -6,7 +6,7 @@ from fxpipe.runtime.offloader import TIMEOUT, Disk, Offloader
 
 
 def test_what_comes_back_from_disk_is_what_went(tmp_path):
-    offloader = Offloader(lambda: Disk(tmp_path, 1 << 16, TIMEOUT), torch.device("cpu"))
+    offloader = Offloader(Disk(tmp_path, 1 << 16, TIMEOUT), torch.device("cpu"))
     given = [
         torch.randn(3, 5),
         torch.randn(4, 6, dtype=torch.bfloat16).t(),

@@ -15,6 +15,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import groupby
 from math import inf
 from typing import ClassVar
 
@@ -181,9 +182,9 @@ def lower(schedule: Schedule, edges: tuple[Edge, ...], collectives: tuple[Collec
     after it, its results are sent, and transfers are started or waited for as the schedule says.
 
     If a channel's messages are needed in another order than they are sent in, messages sent before a needed
-    one are posted and waited for together with it.  What is posted on a channel at a time, and what an op
-    sends on one, is a single operation: a second one would wait on its device for the first, and hold up
-    whatever shares its queue.  Edges within a rank need no instructions, and edges of ``collectives``
+    one are posted together with it.  What an op needs of a channel, and what it sends on one, is a single
+    operation: a second one would wait on its device for the first, and hold up whatever shares its queue.
+    Edges within a rank need no instructions, and edges of ``collectives``
     no messages.  A rank joins a collective as soon as its own contribution is computed.  A rank that only
     receives a broadcast joins one broadcast ahead, and before any op that runs in a later round
     (:mod:`.levels`) than the broadcast's source: so a rank that waits for a broadcast never waits for an op
@@ -288,11 +289,16 @@ class _Lowering:
         """The receives that the op needs and that are not posted yet, and those before them."""
         for channel, messages in self._messages(op, self.incoming).items():
             due = 1 + max(self.turn[message] for message in messages)
-            if posted[channel] < due:
-                post = PostRecv(tuple(self.sent[channel][posted[channel] : due]))
+            for _, together in groupby(self.sent[channel][posted[channel] : due], _arrives_with):
+                post = PostRecv(tuple(together))
                 posts.update(dict.fromkeys(post.messages, post))
-                posted[channel] = due
                 yield post
+            posted[channel] = max(posted[channel], due)
+
+
+def _arrives_with(message: Message) -> tuple[Color, int]:
+    """The section and the microbatch with which a message arrives: one op needs all that arrive with it."""
+    return arrival(message.edge.target), message.microbatch
 
 
 class _Transfers:
