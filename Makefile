@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP_INSTALL := pip install --quiet --disable-pip-version-check
 
-.PHONY: help demo test test-fast kernels lint coverage env clean distclean
+.PHONY: help demo test test-fast kernels lint gpu-check coverage env clean distclean
 
 help:
 	@echo "make demo       compile a small GPT-2 into 4 rank programs and train it here; see build/demo/"
@@ -20,6 +20,7 @@ help:
 	@echo "                                          make test TORCH=2.11.0 all of them under another torch)"
 	@echo "make test-fast  run those that are not slow (less than a minute)"
 	@echo "make lint       check style, types and walls  (ruff, mypy, import-linter)"
+	@echo "make gpu-check  try fxpipe on the GPUs of this machine (ten minutes); docs/gpus.md"
 	@echo "make coverage   compile some hundreds of models that others wrote, compare with eager (hours); docs/coverage.md"
 	@echo "                (make coverage ARGS='--only llama --options auto' tries some of them)"
 	@echo "make env        only make .venv and install into it"
@@ -49,6 +50,10 @@ lint: env
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
+
+# On a machine with GPUs: does it work, and well?
+gpu-check: env
+	$(BIN)/python benchmarks/gpu_check.py --output benchmarks/results/gpu_check.txt $(ARGS)
 
 # An environment of its own, with the libraries whose models are tried.
 COVERAGE := .venv-coverage

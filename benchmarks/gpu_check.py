@@ -1,0 +1,202 @@
+"""Does fxpipe work, and well, on the GPUs of this machine?  Ten minutes; a table and a file.
+
+    make gpu-check
+
+- gradients: a small decoder in every kind of schedule, with a split vocabulary, offload, recomputation; all
+  ranks in one process, then as processes over nccl (as many as there are GPUs, up to four) and over gloo.
+  With one GPU the ranks share it, and nccl is told that they lie on different machines.
+  Bar: the largest difference from eager is 1e-5 of the largest element (float32 without TF32).
+- a random op: the time that seeding its device's generator adds.  Bar: 15 µs.
+- memory: torch's peak of a step beside the simulated one.  Bar: 5%.
+- speed: the step of a Llama of four stages in one process beside eager with the same microbatches.
+  Bar: 0.97 of eager's speed.
+
+``--cpu`` runs the same, tiny, on the CPU, to try the script; it has no bars for speed and memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_check_worker import batch, eager_gradients, error, in_full_precision, model
+from launch import run
+from report import Report
+from rich.progress import track
+
+import fxpipe
+from fxpipe.runtime.accelerator import default_device, is_accelerator, synchronize
+from fxpipe.runtime.random import keyed
+
+GRADIENT_BAR, KEYED_BAR, MEMORY_BAR, SPEED_BAR = 1e-5, 15e-6, 0.05, 0.97
+MIB = 2**20
+SETTINGS: dict[str, dict[str, Any]] = {
+    "gpipe": {"schedule": "gpipe"},
+    "1f1b": {"schedule": "1f1b"},
+    "interleaved": {"schedule": "interleaved", "stages_per_rank": 2},
+    "zb-h1": {"schedule": "zb-h1"},
+    "zb-h2": {"schedule": "zb-h2"},
+    "zb-v": {"schedule": "zb-v"},
+    "dualpipe-v": {"schedule": "dualpipe-v"},
+    "1f1b, vocabulary": {"schedule": "1f1b", "vocab_parallel": "1-barrier"},
+    "zb-v, vocabulary": {"schedule": "zb-v", "vocab_parallel": "2-barrier"},
+    "1f1b, recompute": {"schedule": "1f1b", "recompute": "full"},
+    "gpipe, offload": {"schedule": "gpipe", "offload": 0.5},
+}
+#: Lengths of the Llama: of 1B parameters, and of one to try the script.
+LLAMA = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 32000}
+TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": 64}
+
+
+@dataclass(frozen=True)
+class Row:
+    """``met``: whether the bar is; None where there is none."""
+
+    what: str
+    found: str
+    met: bool | None
+
+
+def in_one_process(device: torch.device, ranks: int) -> Iterator[Row]:
+    """Gradients of all settings with ``run_local``."""
+    for name, options in track(SETTINGS.items(), "in one process"):
+        own = model(device)
+        whole = batch(8, device)
+        expected = eager_gradients(own, whole, 4)
+        pipe = fxpipe.compile(own, batch(2, device), ranks=ranks, microbatches=4, effort=0.1, **options)
+        grads = pipe.run_local(whole).grads
+        largest = max(error(grads[parameter], grad) for parameter, grad in expected.items())
+        yield Row(f"run_local, {ranks} ranks, {name}", f"{largest:.1e}", largest <= GRADIENT_BAR)
+
+
+def as_processes(device: torch.device, ranks: int, apart: bool, microbatches: int) -> Iterator[Row]:
+    """Gradients of all settings under torchrun."""
+    for name, options in track(SETTINGS.items(), f"{ranks} processes, {microbatches} microbatches"):
+        case = {
+            "options": {**options, "ranks": ranks, "microbatches": microbatches},
+            "nccl": "apart" if apart else "",
+        }
+        what = f"torchrun, {ranks} ranks, m = {microbatches}, {name}"
+        try:
+            found = run("gpu_check_worker.py", ranks, case)
+        except (RuntimeError, subprocess.TimeoutExpired) as failure:
+            yield Row(what, str(failure).strip().splitlines()[-1][:80], False)
+            continue
+        met = found["error"] <= GRADIENT_BAR
+        yield Row(f"{what}, {found['backend']}", f"{found['error']:.1e}", met)
+
+
+def random_op(device: torch.device) -> Row:
+    x, op = torch.zeros(64, device=device), torch.ops.aten.bernoulli.p
+    bare, seeded = (
+        seconds_of(call, device, 2000) for call in (lambda: op(x, 0.5), lambda: keyed(1, 2, op, x, 0.5))
+    )
+    more = seeded - bare
+    met = more <= KEYED_BAR if is_accelerator(device) else None
+    return Row("a random op takes longer by", f"{more * 1e6:.0f} µs", met)
+
+
+def seconds_of(call: Callable[[], object], device: torch.device, times: int) -> float:
+    """The time of one call, with what it starts on the device."""
+    for _ in range(3):
+        call()
+    synchronize(device)
+    begun = time.perf_counter()
+    for _ in range(times):
+        call()
+    synchronize(device)
+    return (time.perf_counter() - begun) / times
+
+
+def llama(device: torch.device, tiny: bool) -> tuple[torch.nn.Module, dict[str, torch.Tensor], int]:
+    """The model in bfloat16, a microbatch, and their number."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    lengths, length = (TINY, 16) if tiny else (LLAMA, 2048)
+    config = LlamaConfig(**lengths, num_attention_heads=8, num_key_value_heads=8, use_cache=False)
+    torch.manual_seed(0)
+    own = LlamaForCausalLM(config).to(device, torch.float32 if tiny else torch.bfloat16)
+    ids = torch.randint(config.vocab_size, (1, length), device=device)
+    return own, {"input_ids": ids, "labels": ids}, 8
+
+
+def speed_and_memory(device: torch.device, tiny: bool) -> Iterator[Row]:
+    own, example, microbatches = llama(device, tiny)
+    whole = {name: t.repeat(microbatches, 1) for name, t in example.items()}
+
+    def eager() -> None:
+        for k in range(microbatches):
+            (own(**{name: t[k : k + 1] for name, t in whole.items()}).loss / microbatches).backward()
+        own.zero_grad(set_to_none=True)
+
+    four = fxpipe.compile(own, example, ranks=4, microbatches=microbatches, schedule="1f1b")
+    one = fxpipe.compile(own, example, ranks=1, microbatches=microbatches, schedule="gpipe")
+    pairs = []
+    for _ in track(range(2 if tiny else 10), "a Llama in four stages, and eager"):
+        pairs.append((seconds_of(eager, device, 1), seconds_of(lambda: four.run_local(whole), device, 1)))
+    ratio = statistics.median(before / after for before, after in pairs)
+    yield Row(
+        "Llama, four stages in one process: speed as a share of eager's",
+        f"{ratio:.3f}",
+        None if tiny else ratio >= SPEED_BAR,
+    )
+    if is_accelerator(device):
+        one.step(whole)
+        synchronize(device)
+        torch.accelerator.reset_peak_memory_stats(device)
+        before = torch.accelerator.memory_allocated(device)
+        one.step(whole)
+        measured = torch.accelerator.max_memory_allocated(device) - before
+        simulated = one.simulate().peak_memory[0]
+        yield Row(
+            "Llama, all microbatches on one rank: peak, and simulated, MiB",
+            f"{measured / MIB:.0f}, {simulated / MIB:.0f}",
+            abs(measured - simulated) <= MEMORY_BAR * simulated,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--cpu", action="store_true", help="tiny, on the CPU, to try the script")
+    parser.add_argument("--output", type=Path, help="also write the report to this file")
+    asked = parser.parse_args()
+    device = torch.device("cpu") if asked.cpu else default_device()
+    if not (asked.cpu or is_accelerator(device)):
+        sys.exit("torch sees no GPU here: torch.accelerator.is_available() is False. --cpu tries the script.")
+    if asked.cpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    in_full_precision()
+    report = Report("fxpipe on the GPUs of this machine")
+    count = torch.accelerator.device_count() if is_accelerator(device) else 0
+    report.line(f"  devices   {count} x {torch.cuda.get_device_name(device) if count else 'CPU'}")
+    if count:
+        report.line(f"  nccl      {json.dumps(torch.cuda.nccl.version())}")
+    rows = [*in_one_process(device, 4)]
+    ranks = max(2, min(count, 4))
+    for m in (1, 4):
+        rows += as_processes(device, ranks, apart=count == 1, microbatches=m)
+    if count == 1:
+        rows += as_processes(device, ranks, apart=False, microbatches=4)  # over gloo
+    rows.append(random_op(device))
+    rows += speed_and_memory(device, asked.cpu)
+    verdict = {True: "ok", False: "NOT MET", None: ""}
+    report.line()
+    report.table(["what", "found", "bar"], [[row.what, row.found, verdict[row.met]] for row in rows])
+    failed = sum(row.met is False for row in rows)
+    report.line(f"\n{failed} of {len(rows)} are not met." if failed else f"\nAll {len(rows)} are met.")
+    report.save(asked.output)
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""A rank of gpu_check.py: one step over the given backend, its gradients beside those of eager.
+
+``nccl`` is "apart" where ranks share a GPU and nccl is told that they are on different machines: it works
+as between machines then, over loopback, which tests paths and not speed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import fxpipe
+from fxpipe.runtime.accelerator import default_device
+from fxpipe.runtime.process import Process
+from fxpipe.vocabulary.rows import rows_of
+
+WIDTH, HEADS, WORDS, LENGTH, LAYERS = 64, 4, 96, 32, 8
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.behind = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention, self.output = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.inner, self.outer = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = (*x.shape[:2], HEADS, WIDTH // HEADS)
+        q, k, v = (t.reshape(heads).transpose(1, 2) for t in self.attention(self.before(x)).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        x = x + self.output(mixed.reshape(x.shape))
+        return x + self.outer(F.gelu(self.inner(self.behind(x))))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.Sequential(*[Block() for _ in range(LAYERS)])
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.blocks(self.embedding(ids)))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def in_full_precision() -> None:
+    """No TF32, whose products have ten bits."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+
+
+def model(device: torch.device) -> Model:
+    torch.manual_seed(0)
+    return Model().to(device)
+
+
+def batch(rows: int, device: torch.device) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    ids = torch.randint(WORDS, (rows, LENGTH))
+    return {"ids": ids.to(device), "labels": ids.roll(-1, 1).to(device)}
+
+
+def eager_gradients(own: Model, whole: dict[str, torch.Tensor], microbatches: int) -> dict[str, torch.Tensor]:
+    """Of the mean over microbatches; the model's are zeroed after it."""
+    for ids, labels in zip(*(t.chunk(microbatches) for t in whole.values()), strict=True):
+        (own(ids, labels) / microbatches).backward()
+    grads = {name: p.grad.clone() for name, p in own.named_parameters()}
+    own.zero_grad(set_to_none=True)
+    return grads
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference, as a share of the largest element."""
+    return ((found - expected).abs().max() / expected.abs().max()).item()
+
+
+def main() -> None:
+    case, result = json.loads(sys.argv[1]), Path(sys.argv[2])
+    options, device = case["options"], default_device()
+    in_full_precision()
+    if case["nccl"] == "apart":
+        os.environ["NCCL_HOSTID"] = f"rank{os.environ['RANK']}"
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+    own = model(device)
+    microbatches = options["microbatches"]
+    whole = batch(2 * microbatches, device)
+    expected = eager_gradients(own, whole, microbatches)
+    pipe = fxpipe.compile(own, batch(2, device), effort=0.1, **options)
+    pipe.step(whole)
+    largest = 0.0
+    for name in pipe.plan.tensors[pipe.process.rank].gradients:
+        rows = rows_of(name)
+        wanted = expected[name] if rows is None else expected[rows.table][rows.begin : rows.end]
+        largest = max(largest, error(pipe.parameter(name).grad, wanted))
+    total = torch.tensor([largest], dtype=torch.float64)
+    process = Process.join(device)
+    process.all_reduce_(total, largest=True)
+    if process.rank == 0:
+        result.write_text(json.dumps({"error": total.item(), "backend": process.backend(device)}))
+
+
+if __name__ == "__main__":
+    main()
