@@ -1,12 +1,23 @@
-"""Steps of ranks over the backend that blocks as those of GPUs do, each with gradients as in eager."""
+"""Steps of ranks over the backend that blocks as those of GPUs do, each with gradients as in eager.
+
+    python tests/blocking_worker.py --ranks 2 3 4 8 --microbatches 1 2 3 4 8 16
+
+runs them all, which takes too long for the tests.
+"""
 
 from __future__ import annotations
 
+import argparse
+import sys
+import tempfile
+import time
 from datetime import timedelta
+from pathlib import Path
 
 import blocking_backend
 import torch
 import torch.distributed as dist
+from launch import forked
 from torch import nn
 from zoo import LIMIT, WIDTH, WORDS, Block, Case, Shape, TiedHead, built_and_compiled, eager, tokens, too_far
 
@@ -109,3 +120,26 @@ def _undo(fault: str) -> None:
             return begun(process, device, order, collectives)
 
         runner.connect = reversed_on_odd_ranks
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[1])
+    asked = parser.parse_args()
+    failed = False
+    for ranks in asked.ranks:
+        begun = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            given = shapes(ranks), asked.microbatches
+            logs = Path(folder) / "logs"
+            done = forked(ranks, run, *given, dtype=torch.float64, logs=logs, limit=3600.0)
+        took = time.monotonic() - begun
+        settings = f"{len(given[0])} settings, microbatches {' '.join(map(str, asked.microbatches))}"
+        print(f"{ranks} ranks, {settings}: {'ok' if done.code == 0 else done}, {took:.0f} s", flush=True)
+        failed |= done.code != 0
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
