@@ -44,11 +44,12 @@ class Model(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(WORDS, WIDTH)
         self.blocks = nn.Sequential(*[Block() for _ in range(LAYERS)])
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        nn.init.normal_(self.embedding.weight, std=0.1)
         self.head.weight = self.embedding.weight
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        logits = self.head(self.blocks(self.embedding(ids)))
+        logits = self.head(self.norm(self.blocks(self.embedding(ids))))
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
