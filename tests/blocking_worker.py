@@ -42,7 +42,7 @@ FAMILIES = {
     "dualpipe-v": [(2, "v")],
 }
 #: Seconds after which a rank that waits for another one gives up.
-LIMIT_OF_A_HANG = 6.0
+LIMIT_OF_A_HANG = 4.0
 
 
 class Deep(TiedHead):

@@ -7,8 +7,8 @@ from campaign import KINDS, PLACES, campaign, fault_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
-FAULTS = 7
-RANKS = {2: 0, 3: FAULTS, 4: 2 * FAULTS}  # number of ranks -> of the first fault
+FAULTS = 10
+RANKS = {2: 0, 3: FAULTS}  # number of ranks -> of the first fault
 
 
 def test_every_place_and_kind_is_met():
