@@ -13,7 +13,7 @@ import torchrun_worker as worker
 from launch import Run, forked, torchrun
 from safetensors.torch import load_file
 from torchrun_worker import MICROBATCHES
-from zoo import Case, built_and_compiled, compiled, cut, eager, numbers, relative_error, too_far
+from zoo import Case, compiled, cut, eager, numbers, relative_error, too_far
 
 import fxpipe
 from fxpipe.errors import RunError
@@ -75,8 +75,8 @@ def one_message(texts: list[str]) -> str:
 
 def check_bits(ranks: int, directory: Path) -> None:
     """Loss on every rank, gradients and buffers of two steps; a weight held by several ranks on each."""
-    for name, (case, shape) in worker.SAME_BITS[ranks].items():
-        _, pipe = built_and_compiled(case, MICROBATCHES, shape)
+    for name, (case, _) in worker.SAME_BITS[ranks].items():
+        pipe = fxpipe.load(directory / f"{name} saved")
         for step in (0, 1):
             result = pipe.run_local(case.data(MICROBATCHES), step=step)
             found = tensors(directory, f"{name} {step}", ranks)

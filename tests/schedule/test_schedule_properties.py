@@ -62,7 +62,7 @@ def problems(draw, names=tuple(FAMILIES), limited=False) -> tuple[Schedule, Cost
     return schedule, costs, limit
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(problems())
 def test_any_schedule(problem):
     schedule, costs, _ = problem
