@@ -62,7 +62,7 @@ def problems(draw, names=tuple(FAMILIES), limited=False) -> tuple[Schedule, Cost
     return schedule, costs, limit
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(problems())
 def test_any_schedule(problem):
     schedule, costs, _ = problem
@@ -225,7 +225,7 @@ def with_lookups(
     return Costs((*(StageCost(0.05, 0, 0.05, saved, saved),) * ranks, *costs.stages), tuple(edges))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(problems_with_vocabulary())
 def test_vocabulary_stages_are_woven_into_every_family(problem):
     """Whole, not below the bound, within memory, and proved to end with its exchanges."""
