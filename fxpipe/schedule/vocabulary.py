@@ -24,6 +24,7 @@ from fxpipe.schedule.arrays import OpIds, ScheduleArrays, decode, encode, fits, 
 from fxpipe.schedule.costs import Costs, Edge, StageCost
 from fxpipe.schedule.dispatch import dispatch
 from fxpipe.schedule.goal import Goal, Objective
+from fxpipe.schedule.kernel import Floats
 from fxpipe.schedule.ops import Op, OpKind, Order
 from fxpipe.schedule.problem import Problem
 from fxpipe.schedule.search.due_dates import start_alone
@@ -143,16 +144,10 @@ def _starts(
     objective: Objective,
 ) -> list[Task]:
     m, shards, op_ids = model.microbatches, vocabulary.embedding_shards, encode(order, model.microbatches)
-    arrays = schedule_arrays(costs, vocabulary.placement(model.placement))
-    listed = schedule_arrays(
-        _some(costs, shards, len(costs.stages)),
-        replace(vocabulary, embedding_shards=0).placement(model.placement),
-    )
     placement = vocabulary.placement(model.placement)
-    goal, dates = (
-        Goal.of(objective, costs, placement, m, arrays),
-        _Dates(model, op_ids, listed, vocabulary.output_shards),
-    )
+    arrays = schedule_arrays(costs, placement)
+    listed = schedule_arrays(_some(costs, shards, len(costs.stages)), placement[shards:])
+    goal, dates = Goal.of(objective, costs, placement, m, arrays), _Dates(model, op_ids, listed)
     embedded = [_EMBEDDED * hold for hold in arrays.hold[:shards]] or [0.0] * model.ranks
     left = [limit - own for limit, own in zip(limits, embedded, strict=True)]
     levels = [
@@ -260,31 +255,25 @@ def _caps(
 class _Dates:
     """Due dates of all ops, from the start times in the model's own schedule."""
 
-    def __init__(self, model: Problem, op_ids: OpIds, arrays: ScheduleArrays, output_shards: int) -> None:
-        self.microbatches, self.arrays, self.model = model.microbatches, arrays, model.arrays
-        done = run(self.model, op_ids, model.microbatches)
+    def __init__(self, model: Problem, op_ids: OpIds, arrays: ScheduleArrays) -> None:
+        done = run(model.arrays, op_ids, model.microbatches)
         assert done is not None, "the order to weave into can progress"
-        self.end = done.end
-        self.scale = arrays.period / self.model.period if self.model.period else 1.0
-        self.alone = start_alone(arrays)
-
-    def due(self, delay: float) -> list[float]:
-        """Due dates with T delayed by so many periods."""
-        arrays, alone = self.arrays, self.alone
-        bottom = 3 * (self.model.stages - 1)  # the last F of the model
+        start = done.end.reshape(-1, model.microbatches) - np.array(model.arrays.seconds)[:, None]
+        scale = arrays.period / model.arrays.period if model.arrays.period else 1.0
+        self.period, bottom = arrays.period, 3 * (model.arrays.stages - 1)  # the last F of the model
+        alone, own = start_alone(arrays), model.arrays.sections
         behind = alone[bottom + 1] - alone[bottom] - arrays.seconds[bottom]  # the barrier
-        dates: list[float] = []
-        for section in range(self.model.sections):
-            dates += self._moved(section, behind if section % 3 else 0.0)
-        for section in range(self.model.sections, arrays.sections):
-            late = delay * arrays.period if section % 3 == 2 else 0.0
-            dates += self._moved(bottom, alone[section] - alone[bottom] + late)
-        return dates
+        is_forward = np.arange(own) % 3 == 0
+        body = scale * start + np.where(is_forward, 0.0, behind)[:, None]
+        shards = scale * start[bottom] + (alone[own:] - alone[bottom])[:, None]
+        self.dates, self.first_shard = np.concatenate([body, shards]), own
 
-    def _moved(self, section: int, by: float) -> list[float]:
-        """The starts of one of the model's sections, scaled to the longer period, plus ``by``."""
-        m, seconds = self.microbatches, self.model.seconds[section]
-        return [self.scale * (self.end[section * m + j] - seconds) + by for j in range(m)]
+    def due(self, delay: float) -> Floats:
+        """Due dates with T delayed by so many periods."""
+        dates = self.dates.copy()
+        dates[self.first_shard + 2 :: 3] += delay * self.period
+        flat: Floats = dates.ravel()
+        return flat
 
 
 def with_output_shards(
