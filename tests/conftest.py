@@ -8,14 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
-from zoo import in_double_precision
 
 # Processes of tests run side by side; threads that wait for each other are slow where others take their core.
-# The fork server of launch.py must have none beside its own, and BLAS starts some.
+# The fork server of launch.py must have none beside its own, and BLAS starts some. Torch is not imported
+# here: it reads this when the first test does so, and pytest-xdist's own process never needs it.
 os.environ["OMP_NUM_THREADS"] = "1"
-torch.set_num_threads(1)
 
 # No example fails for being slow: the first one compiles inner loops, and machines of CI are busy.
 settings.register_profile("fxpipe", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -55,5 +53,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture
 def double() -> Iterator[None]:
     """The test runs in double precision: ``pytestmark = pytest.mark.usefixtures("double")``."""
+    from zoo import in_double_precision
+
     with in_double_precision():
         yield

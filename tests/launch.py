@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import multiprocessing
 import os
 import signal
@@ -62,7 +63,7 @@ def forked(
     function: of a module, not nested; like a command, it may return an exit code.  dtype: torch's default
     dtype in the ranks.
     """
-    multiprocessing.set_forkserver_preload(PRELOADED)
+    _serve()
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -80,7 +81,36 @@ def forked(
             elastic_launch(config, _in_rank)(dtype, function, *arguments)
         except ChildFailedError as error:
             code, own = 1, str(error)
+        except EOFError as error:
+            raise RuntimeError(f"{ENDED} when it was asked for a rank; stderr says why") from error
     return _run_of(code, own, logs, ranks)
+
+
+ENDED = "the fork server of the tests ended"
+
+
+@functools.cache
+def _serve() -> None:
+    """Start the server and wait until it has forked: one that ends as it imports is started again, once.
+
+    All that it tells who asks it for a process is EOFError, or that nobody listens.  Torch's agent might have
+    started some of its ranks by then.
+    """
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    try:
+        _fork_once()
+    except (EOFError, ConnectionError):
+        time.sleep(1.0)  # it may not be over
+        try:
+            _fork_once()
+        except (EOFError, ConnectionError) as error:
+            raise RuntimeError(f"{ENDED} twice before it forked; stderr says why") from error
+
+
+def _fork_once() -> None:
+    process = multiprocessing.get_context("forkserver").Process(target=int)
+    process.start()
+    process.join()
 
 
 def _in_rank(dtype: torch.dtype, function: Callable[..., int | None], *arguments: object) -> None:

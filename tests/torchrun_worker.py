@@ -117,10 +117,11 @@ def after_step(pipe: fxpipe.Pipeline, loss: torch.Tensor) -> dict[str, torch.Ten
 
 
 def same_bits(rank: Rank) -> None:
-    """Two steps of each case with the same weights."""
+    """Each case, saved for the test to run in one process, and two steps with the same weights."""
     for name, (case, shape) in SAME_BITS[int(os.environ["WORLD_SIZE"])].items():
         _, pipe = built_and_compiled(case, MICROBATCHES, shape)
         assert bool(pipe.plan.transfers) == bool(shape.offload)
+        pipe.save(rank.directory / f"{name} saved")
         for step in (0, 1):
             for held in pipe.plan.tensors[rank.number].parameters:
                 pipe.parameter(held).grad = None

@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -93,18 +92,16 @@ def test_trains_and_saves(saved, data, tmp_path):
     )
 
 
-def test_once_through_the_data_without_options(saved, data, tmp_path):
+def test_once_through_the_data_without_options(alone, capsys):
     """A pipeline of one rank needs no torchrun."""
-    alone = tmp_path / "alone"
-    compiled(CASE, CASE.build(), MICROBATCHES, Shape(1)).save(alone)
-    command = [sys.executable, "-m", "fxpipe", "run", str(alone), "--data", str(data)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (run.returncode, run.stderr) == (0, "")
-    assert losses(run.stdout) == pytest.approx(eager_course(2, 3e-4, 1e9)[0], abs=1e-4)
+    assert main(["run", str(alone), "--data", "data.safetensors"]) == 0
+    printed, error = capsys.readouterr()
+    assert error == ""
+    assert losses(printed) == pytest.approx(eager_course(2, 3e-4, 1e9)[0], abs=1e-4)
 
 
 def test_ranks_that_need_no_data_make_as_many_steps(data, tmp_path):
-    """The rank in the middle reads no leaf.  Two batches,."""
+    """The rank in the middle reads no leaf."""
     directory, ranks = tmp_path / "three", 3
     compiled(CASE, CASE.build(), MICROBATCHES, Shape(ranks, "1f1b")).save(directory)
     pipe = fxpipe.load(directory)
@@ -118,7 +115,8 @@ def test_ranks_that_need_no_data_make_as_many_steps(data, tmp_path):
     empty = written(tmp_path, {"unused": torch.zeros(1)})
     nothing = data_from(str(empty), spec, MICROBATCHES, ())
     assert (nothing.once, nothing.batch(7)) == (None, {})
-    run = torchrun(ranks, "-m", "fxpipe", "run", directory, "--data", data, "--lr", 0.02, logs=tmp_path / "l")
+    command = ["run", str(directory), "--data", str(data), "--lr", "0.02"]
+    run = forked(ranks, main, command, dtype=torch.float32, logs=tmp_path / "logs")
     assert run.code == 0, run
     assert losses(run.stdout[0]) == pytest.approx(eager_course(2, 0.02, 1e9)[0], abs=1e-4)
 

@@ -9,7 +9,7 @@ from blocking_worker import LIMIT_OF_A_HANG, shapes
 from launch import forked
 from zoo import Shape
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
 #: More microbatches than ranks, as many, and fewer.
 MICROBATCHES = {2: [3], 4: [2]}

@@ -16,7 +16,7 @@ from zoo import Shape, compiled
 import fxpipe
 from fxpipe.vocabulary.rows import rows_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
 SCRIPT = Path(worker.__file__)
 ATTEMPTS = 3

@@ -22,8 +22,10 @@ from fxpipe.schedule.ops import Direction, Schedule, Transfer
 FREE = replace(DEVICES, run_ahead=None)
 RANKS, MICROBATCHES = (2, 3, 4, 8), (1, 2, 3, 4, 8, 16)
 SETTINGS = [(None, None), (2, "plain"), (2, "v"), (4, "plain"), (4, "v")]
-#: The tests' times grow with both; the fast ones still meet m < p, m = p and m > p.
-FAST = [(2, 1), (2, 4), (3, 2), (4, 3), (4, 8)]
+#: The times grow with both. The fast ones meet m < p and m > p, the slow ones m = p, a long steady state
+#: and eight ranks; ``pytest -m exhaustive`` runs all others.
+FAST = [(2, 1), (2, 4), (3, 2), (4, 8)]
+SLOW = [(4, 4), (2, 16), (8, 3)]
 
 
 def programs_of(name, ranks, microbatches, stages=None, placement=None):
@@ -47,8 +49,9 @@ def programs_of(name, ranks, microbatches, stages=None, placement=None):
 
 
 def sizes():
-    for ranks, m in product(RANKS, MICROBATCHES):
-        yield pytest.param(ranks, m, marks=() if (ranks, m) in FAST else pytest.mark.slow)
+    for size in product(RANKS, MICROBATCHES):
+        mark = pytest.mark.slow if size in SLOW else pytest.mark.exhaustive
+        yield pytest.param(*size, marks=() if size in FAST else mark)
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), list(sizes()))

@@ -185,7 +185,7 @@ def problems_with_vocabulary(draw) -> tuple[Schedule, Costs, float | None]:
     family = FAMILIES[draw(st.sampled_from(tuple(FAMILIES)))]
     kinds = [(v, shape) for v in (1, 2) for shape in ("plain", "v") if family.has(v, shape)]
     chunks, shape = draw(st.sampled_from(kinds))
-    ranks, microbatches = draw(st.integers(1, 5)), draw(st.integers(1, 10))
+    ranks, microbatches = draw(st.integers(1, 4)), draw(st.integers(1, 8))
     body = chain([StageCost(draw(TIMES), draw(TIMES), draw(TIMES), 1.0, 0.5)] * ranks * chunks, draw(TIMES))
     barriers, lookups = draw(st.integers(1, 2)), draw(st.booleans())
     costs = with_output_shards(body, ranks, draw(TIMES), barriers, draw(TIMES), saved=0.25)
@@ -246,7 +246,7 @@ def test_vocabulary_stages_are_woven_into_every_family(problem):
     ("name", "chunks", "shape"), [("zb", 1, "plain"), ("zb-2p", 1, "plain"), ("zb-v", 2, "v")]
 )
 @pytest.mark.parametrize("barriers", [1, 2])
-@pytest.mark.parametrize("limit", [3.5, 4.0, 4.5, 5.0, 6.0])
+@pytest.mark.parametrize("limit", [3.5, 4.5, 6.0])
 def test_embedding_shards_that_hold_their_values_keep_the_limit(name, chunks, shape, barriers, limit):
     """They hold what they save of each microbatch for as long as the model's stages take."""
     ranks, microbatches = 3, 9

@@ -137,7 +137,7 @@ def campaign(directory: Path, ranks: int, first: int, faults: int, vocab_paralle
     attempt, which begins when all ranks have ended; ``steps``: more than were asked for; ``left``: unfinished
     files.
     """
-    steps = (faults + 2) * (EVERY + 2)
+    steps = faults * (EVERY + 1) + EVERY + 2  # an attempt gets no further than its fault
     options = Options(steps=steps, every=EVERY, vocab_parallel=vocab_parallel)
     whole = directory / "whole"
     for path, number in ((whole, 0), (directory, faults)):

@@ -21,10 +21,7 @@ from zoo import (
     WIDTH,
     Case,
     Chain,
-    Shape,
     captured_once,
-    compiled,
-    eager,
     in_double_precision,
     numbers,
     relative_error,
@@ -70,27 +67,6 @@ def test_evaluation_between_training_steps(shape, monkeypatch):
         assert too_far(found.outputs, {"logits": expected["logits"]}) == {}
         assert found.grads == {}
         assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
-
-
-HARD = [name for name in CASES if name not in ("tensor_hook", "gradient_penalty")]  # they need gradients
-
-
-@pytest.mark.parametrize("name", slow_except(HARD, "tied_head"))
-def test_the_zoo(name):
-    """By turns in a V and on four ranks; and the same forward compiled for itself, cut by its own costs."""
-    case, shape = CASES[name], (Shape(2, "zb-v"), Shape(4, "1f1b"))[list(HARD).index(name) % 2]
-    model, batch = case.build(), case.data(MICROBATCHES)
-    twin = copy.deepcopy(model).eval()
-    expected = eager(twin, batch, MICROBATCHES, case.loss_fn).loss
-    with captured_once(name, "evaluation"):
-        pipe = with_evaluation(case, model, ranks=shape.ranks, schedule=shape.schedule)
-        alone = compiled(case, twin, MICROBATCHES, Shape(1, gradients=False))
-    for found in (pipe.evaluation, alone):
-        assert relative_error(found.run_local(batch).loss, expected) <= LIMIT
-    for held, own in zip(pipe.plan.tensors, pipe.evaluation.plan.tensors, strict=True):
-        assert {*own.parameters} <= {*held.parameters}
-        assert {*own.buffers} <= {*held.buffers}
-        assert own.gradients == ()
 
 
 @pytest.mark.parametrize("vocab_parallel", ["1-barrier", "2-barrier"])

@@ -1,12 +1,24 @@
 """Loss, gradients and buffers of the zoo's models against one process, in double precision."""
 
+import copy
 import itertools
+from dataclasses import replace
 
 import pytest
-from zoo import CASES, Shape, check_against_eager
+from zoo import (
+    CASES,
+    LIMIT,
+    Shape,
+    built_and_compiled,
+    captured_once,
+    check_against_eager,
+    compiled,
+    eager,
+    relative_error,
+)
 
+MICROBATCHES = 4
 SHAPES = {
-    "2-gpipe": Shape(2, "gpipe"),
     "2-1f1b-v": Shape(2, "1f1b", 2, "v"),
     "4-zb-h1": Shape(4, "zb-h1"),
     "4-zb-h1-v": Shape(4, "zb-h1", 2, "v"),
@@ -16,10 +28,31 @@ SHAPES = {
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("double")]
 
 
+@pytest.fixture(scope="module", params=CASES)
+def name(request) -> str:
+    """All tests of one name, then those of the next: each is captured once."""
+    return request.param
+
+
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", CASES)
 def test_equals_one_process(name, shape):
-    check_against_eager(CASES[name], 4, SHAPES[shape])
+    check_against_eager(CASES[name], MICROBATCHES, SHAPES[shape])
+
+
+def test_evaluation(name):
+    """By turns in a V and on four ranks; and the same forward compiled for itself, cut by its own costs."""
+    case, shape = CASES[name], (Shape(2, "zb-v"), Shape(4, "1f1b"))[list(CASES).index(name) % 2]
+    model, pipe = built_and_compiled(case, MICROBATCHES, replace(shape, evaluation=True))
+    batch, twin = case.data(MICROBATCHES), copy.deepcopy(model).eval()
+    expected = eager(twin, batch, MICROBATCHES, case.loss_fn).loss
+    with captured_once(case, MICROBATCHES):
+        alone = compiled(case, twin, MICROBATCHES, Shape(1, gradients=False))
+    for found in (pipe.evaluation, alone):
+        assert relative_error(found.run_local(batch).loss, expected) <= LIMIT
+    for held, own in zip(pipe.plan.tensors, pipe.evaluation.plan.tensors, strict=True):
+        assert {*own.parameters} <= {*held.parameters}
+        assert {*own.buffers} <= {*held.buffers}
+        assert own.gradients == ()
 
 
 GRID = list(itertools.product((2, 4), ("gpipe", "1f1b", "zb-h1"), ((1, "plain"), (2, "plain"), (2, "v"))))

@@ -13,7 +13,7 @@ SINGLE, DOUBLE = torch.float32, torch.float64
 
 # In this order a model is traced once for each precision. In double precision each model meets two ranks and
 # four, a backward in one piece and one that is split; some meet two stages a rank, in both placements.
-ALWAYS = (Shape(2, "gpipe"), Shape(4, "1f1b"), Shape(4, "zb-h1"))
+ALWAYS = (Shape(2, "gpipe"), Shape(4, "zb-h1"))
 CHUNKED = {
     "gpt2": (Shape(2, "1f1b", 2, "plain"),),
     "llama": (Shape(2, "zb-h1", 2, "v"),),
