@@ -7,14 +7,20 @@ nowhere, so what hangs only on GPUs hangs with this backend.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType
 
 NAME = "blocking"
+
+#: The message of each group, counted from its first, that is lost, as all behind it: its send and its receive
+#: are never over.  The receiver's communicator then reports the error.
+LOST: int | None = None
 
 
 class _Work(dist.Work):
@@ -42,12 +48,25 @@ class _Work(dist.Work):
         return future
 
 
+class _Never(dist.Work):
+    """A message that is lost: a host that waits for it waits as for a device that does."""
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        threading.Event().wait()
+        return False
+
+    def is_completed(self) -> bool:
+        return False
+
+
 class Blocking(dist.ProcessGroup):
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("blocking", store), rank, size, timeout)
         self._store, self._own, self._size, self._timeout = store, rank, size, timeout
         self._used = False
+        self._messages = 0
+        self._error = ErrorType.SUCCESS
         self._alive: list[Any] = []  # gloo gives up what nobody holds
 
     def getBackendName(self) -> str:
@@ -60,14 +79,30 @@ class Blocking(dist.ProcessGroup):
             self._store.set(f"here/{self._own}", "")
             self._store.wait([f"here/{rank}" for rank in range(self._size)], self._timeout)
 
-    def send(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> _Work:
+    def _get_backend(self, device: torch.device) -> Blocking:
+        return self
+
+    def get_error(self) -> ErrorType:
+        return self._error
+
+    def _is_lost(self) -> bool:
+        """Whether the next message is."""
+        self._messages += 1
+        return LOST is not None and self._messages > LOST
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> dist.Work:
         self._first_use()
+        if self._is_lost():
+            return _Never()
         posted = [torch.empty(1, dtype=torch.uint8)]
         self._alive.append(posted)
         return _Work([self._gloo.send(tensors, peer, 1), self._gloo.recv(posted, peer, 2)])
 
-    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> _Work:
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> dist.Work:
         self._first_use()
+        if self._is_lost():
+            self._error = ErrorType.COMM_ERROR
+            return _Never()
         posted = [torch.zeros(1, dtype=torch.uint8)]
         self._alive += [posted, self._gloo.send(posted, peer, 2)]
         return _Work([self._gloo.recv(tensors, peer, 1)])

@@ -78,7 +78,8 @@ def run(shapes: list[Shape], microbatches: list[int], fault: str = "", limit: fl
     """Run one step of each shape with each number of microbatches.
 
     fault: what is undone: ``lazy``, communicators are connected before the step; ``waits``, a send keeps no
-    op behind it waiting; ``order``, ranks connect in one order.  limit: of a wait, in seconds.
+    op behind it waiting; ``order``, ranks connect in one order; ``lost``, messages arrive.
+    limit: of a wait, in seconds.
     """
     blocking_backend.register()
     dist.init_process_group(f"cpu:{blocking_backend.NAME}")
@@ -120,6 +121,8 @@ def _undo(fault: str) -> None:
             return begun(process, device, order, collectives)
 
         runner.connect = reversed_on_odd_ranks
+    elif fault == "lost":
+        blocking_backend.LOST = 3
 
 
 def main() -> None:

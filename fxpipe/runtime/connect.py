@@ -9,7 +9,9 @@ groups are made here, each with one message of a byte, by all ranks in one order
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +19,11 @@ import torch.distributed as dist
 
 from fxpipe.errors import RunError
 from fxpipe.runtime.accelerator import STREAMS, communicator_options, queues, synchronize
-from fxpipe.runtime.comm import answered
+from fxpipe.runtime.comm import NoAnswer, answered
 from fxpipe.runtime.distributed import DistributedComm
 from fxpipe.runtime.process import Connection, Process
 from fxpipe.runtime.sent import SentByThread, SentOnStreams
+from fxpipe.runtime.torch_private import communicator_error
 
 #: Streams of a rank beside those of its communicators: of ops, offloads and reloads.
 OWN_STREAMS = 3
@@ -51,6 +54,8 @@ def connect(
                 ranks = None if isinstance(what, int) else list(what)
                 group = _group(process, backend, ranks, **communicator_options(device))
                 known[device, what] = group
+                if ranks is None or process.rank in ranks:
+                    _follow(process, group, device, _described(what, backend))
                 if isinstance(what, int):
                     _first_broadcast(group, one)
                 elif process.rank in what:
@@ -69,11 +74,42 @@ def connect(
     )
 
 
+def _described(what: Connection, backend: str) -> str:
+    if isinstance(what, int):
+        return f"collective {what} of all ranks, by {backend},"
+    return f"a message from rank {what[0]} to rank {what[1]}, by {backend},"
+
+
 def _group(
     process: Process, backend: str, ranks: list[int] | None = None, **options: Any
 ) -> dist.ProcessGroup:
     group: dist.ProcessGroup = dist.new_group(ranks, process.timeout, backend, **options)
     return group
+
+
+def _follow(process: Process, group: dist.ProcessGroup, device: torch.device, what: str) -> None:
+    """Let the watch of this rank end the run where the communicator of a group reports an error.
+
+    No wait of the host does: it waits for the device, where a message that has failed is never over.  torch's
+    own watchdog ends the process a minute later, on the ranks that saw the error.
+    """
+    error = communicator_error(group, device)
+    if error is not None:
+        process.watch.connections.append(partial(_failure, error, what, process.timeout))
+
+
+def _failure(error: Callable[[], str], what: str, limit: timedelta) -> NoAnswer | None:
+    """What a communicator reports, with what to do."""
+    match error():
+        case "":
+            return None
+        case "TIMEOUT":
+            return NoAnswer(f"{what} has not ended after {limit}; timeout= of fxpipe.compile allows more")
+        case kind:
+            return NoAnswer(
+                f"{what} failed with {kind}, whose cause is printed above (NCCL_DEBUG=WARN prints more); go "
+                "on from the last checkpoint"
+            )
 
 
 def _first_message(group: dist.ProcessGroup, one: torch.Tensor, rank: int, source: int, target: int) -> None:

@@ -59,7 +59,8 @@ class DistributedComm:
     ) -> Pending | None:
         buffer = self._buffer(layout) if tensor is None else tensor
         flat = on_wire(buffer) if tensor is None else self._flat(tensor)
-        work = dist.broadcast(flat, source, self.joint[group], async_op=True)
+        with answered():
+            work = dist.broadcast(flat, source, self.joint[group], async_op=True)
         if tensor is None:
             return Pending([buffer], source, [work])
         self.sent.add(work, [flat])
@@ -69,7 +70,8 @@ class DistributedComm:
         flat = self._flat(tensor)
         buffers = [self._buffer(layout) for _ in range(self.ranks)] if self.rank == to else []
         into = [on_wire(buffer) for buffer in buffers] or None
-        work = dist.gather(flat, into, to, self.joint[group], async_op=True)
+        with answered():
+            work = dist.gather(flat, into, to, self.joint[group], async_op=True)
         if buffers:
             return Pending(buffers, -1, [work])
         self.sent.add(work, [flat])
@@ -78,7 +80,9 @@ class DistributedComm:
     def all_gather(self, tensor: torch.Tensor, layout: Layout, group: int) -> Pending:
         buffers = [self._buffer(layout) for _ in range(self.ranks)]
         into = [on_wire(buffer) for buffer in buffers]
-        work = dist.all_gather(into, self._flat(tensor), self.joint[group], async_op=True)
+        flat = self._flat(tensor)
+        with answered():
+            work = dist.all_gather(into, flat, self.joint[group], async_op=True)
         return Pending(buffers, -1, [work])
 
     def broadcast_numbers(self, tensor: torch.Tensor | None, source: int) -> torch.Tensor:
@@ -109,6 +113,7 @@ class DistributedComm:
         Else the second would wait on its stream for the first, and with it all streams whose work comes
         behind it in the same queue of the device.
         """
-        if len(tensors) == 1 or not is_accelerator(self.wire):
-            return [start(tensor) for tensor in tensors]
-        return as_one(group, self.wire, lambda: [start(tensor) for tensor in tensors])
+        with answered():
+            if len(tensors) == 1 or not is_accelerator(self.wire):
+                return [start(tensor) for tensor in tensors]
+            return as_one(group, self.wire, lambda: [start(tensor) for tensor in tensors])

@@ -20,6 +20,7 @@ __all__ = [
     "Store",
     "TorchDispatchMode",
     "as_one",
+    "communicator_error",
     "default_store",
     "no_modes",
     "pytree",
@@ -39,3 +40,12 @@ def as_one(
     group._start_coalescing(device)
     start()
     return [group._end_coalescing(device)]
+
+
+def communicator_error(group: dist.ProcessGroup, device: torch.device) -> Callable[[], str] | None:
+    """A function that gives the error of a group's communicator: "", "TIMEOUT", "COMM_ERROR", "REMOTE_ERROR".
+
+    None where the backend has no such function, as gloo, whose errors come out of waits.
+    """
+    get = getattr(group._get_backend(device), "get_error", None)
+    return None if get is None else lambda: "" if get().name == "SUCCESS" else get().name

@@ -1,6 +1,7 @@
 """The backend that carries messages, by where the ranks compute."""
 
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ import fxpipe
 from fxpipe.codegen.expressions import Names, literal
 from fxpipe.runtime.accelerator import check_supported, queues
 from fxpipe.runtime.backend import Choice, Place, choose
-from fxpipe.runtime.connect import _check_streams
+from fxpipe.runtime.comm import answered
+from fxpipe.runtime.connect import _check_streams, _failure
 
 H100 = "NVIDIA H100 80GB HBM3"
 
@@ -102,3 +104,15 @@ def test_other_kinds_of_devices_are_refused():
     with pytest.raises(fxpipe.RunError, match="lies on mps, and programs run on cpu, cuda, xpu"):
         check_supported(torch.device("mps"))
     check_supported(next(nn.Linear(1, 1).parameters()).device)
+
+
+def test_a_late_message_is_named_with_the_limit():
+    what = "a message from rank 0 to rank 1, by nccl,"
+    assert _failure(lambda: "", what, timedelta(minutes=10)) is None
+    found = _failure(lambda: "TIMEOUT", what, timedelta(minutes=10))
+    assert str(found) == f"{what} has not ended after 0:10:00; timeout= of fxpipe.compile allows more"
+
+
+def test_an_error_of_the_own_device_is_not_another_ranks():
+    with pytest.raises(torch.AcceleratorError, match="device-side assert"), answered():
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
