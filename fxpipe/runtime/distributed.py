@@ -36,8 +36,8 @@ class DistributedComm:
         group = self.channels[source, self.rank]
         peer = dist.get_group_rank(group, source)
         # The group's method directly: torch.distributed.irecv repeats checks that always pass here.
-        works = self._each(group, lambda buffer: group.recv([on_wire(buffer)], peer, 0), buffers)
-        return Pending(buffers, source, works)
+        started = self._each(group, lambda buffer: group.recv([on_wire(buffer)], peer, 0), buffers)
+        return Pending(buffers, source, [work for work, _ in started])
 
     def wait(self, pending: Pending) -> list[torch.Tensor]:
         with answered():
@@ -51,8 +51,8 @@ class DistributedComm:
         group = self.channels[self.rank, to]
         peer = dist.get_group_rank(group, to)
         flat = [self._flat(tensor) for tensor in tensors]
-        for work in self._each(group, lambda t: group.send([t], peer, 0), flat):
-            self.sent.add(work, flat)
+        for work, sent in self._each(group, lambda t: group.send([t], peer, 0), flat):
+            self.sent.add(work, sent)
 
     def broadcast(
         self, tensor: torch.Tensor | None, layout: Layout, source: int, group: int
@@ -107,13 +107,14 @@ class DistributedComm:
         group: dist.ProcessGroup,
         start: Callable[[torch.Tensor], dist.Work],
         tensors: Sequence[torch.Tensor],
-    ) -> list[dist.Work]:
-        """Start an operation for each tensor of a message; on accelerators as one of the backend.
+    ) -> list[tuple[dist.Work, Sequence[torch.Tensor]]]:
+        """Start an operation for each tensor of a message; on accelerators as one of the backend.  Returns the
+        operations, with their tensors.
 
         Else the second would wait on its stream for the first, and with it all streams whose work comes
         behind it in the same queue of the device.
         """
         with answered():
             if len(tensors) == 1 or not is_accelerator(self.wire):
-                return [start(tensor) for tensor in tensors]
-            return as_one(group, self.wire, lambda: [start(tensor) for tensor in tensors])
+                return [(start(tensor), [tensor]) for tensor in tensors]
+            return [(as_one(group, self.wire, lambda: [start(tensor) for tensor in tensors]), tensors)]

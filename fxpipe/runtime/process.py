@@ -61,13 +61,13 @@ class Process:
     def join(device: torch.device, timeout: timedelta | None = None) -> Process:
         """Join the process group; create it if there is none.  All ranks must call this.
 
-        timeout: of a process group that is created; TIMEOUT by default.  One that exists keeps its own.
+        device: of this rank's pipeline; it becomes the current one.  timeout: of a process group that is created; TIMEOUT by default.  One that exists keeps its own.
         """
         global _joined
+        select(device)
         if _joined is not None and dist.is_initialized() and dist.group.WORLD is _joined[0]:
             return _joined[1]
         limit = timeout or TIMEOUT
-        select(device)
         given = dist.group.WORLD if dist.is_initialized() else None
         if given is not None:
             rank, ranks, store = dist.get_rank(), dist.get_world_size(), default_store()

@@ -33,13 +33,11 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def as_one(
-    group: dist.ProcessGroup, device: torch.device, start: Callable[[], list[dist.Work]]
-) -> list[dist.Work]:
-    """The operations that ``start`` begins on a group, as one with one handle."""
+def as_one(group: dist.ProcessGroup, device: torch.device, start: Callable[[], object]) -> dist.Work:
+    """The operations that ``start`` begins on a group, as one."""
     group._start_coalescing(device)
     start()
-    return [group._end_coalescing(device)]
+    return group._end_coalescing(device)
 
 
 def communicator_error(group: dist.ProcessGroup, device: torch.device) -> Callable[[], str] | None:

@@ -8,11 +8,14 @@ import torch
 from torch import nn
 
 import fxpipe
+import fxpipe.runtime.process as joined
 from fxpipe.codegen.expressions import Names, literal
 from fxpipe.runtime.accelerator import check_supported, queues
 from fxpipe.runtime.backend import Choice, Place, choose
 from fxpipe.runtime.comm import answered
 from fxpipe.runtime.connect import _check_streams, _failure
+from fxpipe.runtime.distributed import DistributedComm
+from fxpipe.runtime.process import Process
 
 H100 = "NVIDIA H100 80GB HBM3"
 
@@ -116,3 +119,32 @@ def test_a_late_message_is_named_with_the_limit():
 def test_an_error_of_the_own_device_is_not_another_ranks():
     with pytest.raises(torch.AcceleratorError, match="device-side assert"), answered():
         raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+
+def test_the_device_of_a_second_pipeline_is_selected(monkeypatch):
+    selected = []
+    monkeypatch.setattr(joined, "select", selected.append)
+    monkeypatch.setattr(joined, "_joined", (None, "as before"))
+    monkeypatch.setattr(joined.dist, "is_initialized", lambda: True)
+    assert Process.join(torch.device("cuda", 1)) == "as before"
+    assert selected == [torch.device("cuda", 1)]
+
+
+def test_each_tensor_of_a_message_is_kept_once(monkeypatch):
+    class Group:
+        def send(self, tensors, peer, tag):
+            return f"sent to {peer}"
+
+    class Sent:
+        def __init__(self):
+            self.kept = []
+
+        def add(self, work, tensors):
+            self.kept += [(work, tensor) for tensor in tensors]
+
+    monkeypatch.setattr("fxpipe.runtime.distributed.dist.get_group_rank", lambda group, rank: rank)
+    cpu, given = torch.device("cpu"), [torch.zeros(2), torch.ones(3)]
+    sent = Sent()
+    DistributedComm(cpu, cpu, 0, 2, {(0, 1): Group()}, [], None, sent).send(given, 1)
+    assert [work for work, _ in sent.kept] == ["sent to 1"] * 2
+    assert all(kept is tensor for (_, kept), tensor in zip(sent.kept, given, strict=True))
