@@ -108,10 +108,11 @@ class DistributedComm:
         start: Callable[[torch.Tensor], dist.Work],
         tensors: Sequence[torch.Tensor],
     ) -> list[tuple[dist.Work, Sequence[torch.Tensor]]]:
-        """Start an operation for each tensor of a message; on accelerators as one of the backend.  Returns the
-        operations, with their tensors.
+        """Start an operation for each tensor of a message; on accelerators as one of the backend.
 
-        Else the second would wait on its stream for the first, and with it all streams whose work comes
+        Returns the operations, each with its tensors.
+
+        Apart, the second would wait on its stream for the first, and with it all streams whose work comes
         behind it in the same queue of the device.
         """
         with answered():

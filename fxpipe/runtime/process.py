@@ -61,7 +61,8 @@ class Process:
     def join(device: torch.device, timeout: timedelta | None = None) -> Process:
         """Join the process group; create it if there is none.  All ranks must call this.
 
-        device: of this rank's pipeline; it becomes the current one.  timeout: of a process group that is created; TIMEOUT by default.  One that exists keeps its own.
+        device: of this rank's pipeline; it becomes the current one.
+        timeout: of a process group that is created; TIMEOUT by default.  One that exists keeps its own.
         """
         global _joined
         select(device)

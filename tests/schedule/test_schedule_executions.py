@@ -13,7 +13,7 @@ from fxpipe.schedule.families.registry import FAMILIES, build
 from fxpipe.schedule.lowering.channels import in_rounds
 from fxpipe.schedule.lowering.deadlock import connections_of, prove, stuck_at
 from fxpipe.schedule.lowering.execution import DEVICES, execution
-from fxpipe.schedule.lowering.lower import AllReduceGradient, lower, with_gradients
+from fxpipe.schedule.lowering.lower import AllReduceGradient, Wait, WaitCollective, lower, with_gradients
 from fxpipe.schedule.lowering.races import races
 from fxpipe.schedule.offload.memory_pool import pools
 from fxpipe.schedule.ops import Direction, Schedule, Transfer
@@ -49,6 +49,18 @@ def test_collectives_end_without_races():
     programs = lower(schedule, edges, collectives)
     prove(programs, schedule.placement)
     assert races(execution(programs, schedule.placement, FREE)) == []
+
+
+@pytest.mark.parametrize("kind", [Wait, WaitCollective])
+def test_what_is_read_without_a_wait_races(kind):
+    schedule = hand(HEADS, (0, 1, 0, 1), 2)
+    programs = lower(schedule, *head_edges())
+    for rank, program in enumerate(programs):
+        for at, wait in enumerate(program):
+            if isinstance(wait, kind):
+                changed = (*programs[:rank], program[:at] + program[at + 1 :], *programs[rank + 1 :])
+                found = races(execution(changed, schedule.placement, FREE))
+                assert {a.rank for a, _ in found} == {rank}, str(wait)
 
 
 # -- faults of backends, each put back ----------------------------------------------------------------------

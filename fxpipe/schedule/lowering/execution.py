@@ -21,6 +21,7 @@ from fxpipe.schedule.lowering.channels import Channel, channel_of
 from fxpipe.schedule.lowering.lower import (
     AllReduceGradient,
     Collective,
+    CollectiveKind,
     Compute,
     DivideGradients,
     Instruction,
@@ -197,9 +198,10 @@ class _Rank:
             case StartCollective(collective, m):
                 self._use(collective)
                 turn = self.meetings.next((collective, self.number))
-                storage = "collective", collective.number, m
+                receives = _receives(collective, self.placement, self.number)
+                storage = "collective" if receives else "contribution", collective.number, m
                 over = self._kernel(
-                    collective, [(storage, True)], instruction, meets=[(("collective", collective), turn)]
+                    collective, [(storage, receives)], instruction, meets=[(("collective", collective), turn)]
                 )
                 self.received[collective, m] = over
                 self.sent.append(over)
@@ -346,6 +348,15 @@ class _Rank:
             self._message((own, other), True, [gradient], f"send the sum of the gradients of {name}")
 
 
+def _receives(collective: Collective, placement: Sequence[int], rank: int) -> bool:
+    """Whether a rank gets values from a collective; the source of a broadcast has them."""
+    gives, takes = (
+        any(placement[color.stage] == rank for color in colors)
+        for colors in (collective.sources, collective.targets)
+    )
+    return takes and not (gives and collective.kind is CollectiveKind.BROADCAST)
+
+
 def _read_by(program: Sequence[Instruction], placement: Sequence[int], rank: int) -> dict[Op, list[Hashable]]:
     """Per op of a program the storages that it reads: messages, results of collectives, reloaded values."""
     ops = {
@@ -361,7 +372,7 @@ def _read_by(program: Sequence[Instruction], placement: Sequence[int], rank: int
                 for message in messages:
                     user = ops[arrival(message.edge.target), message.microbatch]
                     found[user].append(message)
-            case WaitCollective(collective, m):
+            case StartCollective(collective, m) if _receives(collective, placement, rank):
                 for color in collective.targets:
                     if placement[color.stage] == rank:
                         found[ops[color, m]].append(("collective", collective.number, m))
