@@ -44,8 +44,8 @@ class CutOptions:
 
     ``stages``: the number of the model's own stages.  ``split_points``: see ``partition``.  ``barriers``: per
     microbatch, of split vocabulary layers; None if they are not split.  ``runnable``: the sections will be
-    run for their costs.  ``recompute``: the level of recomputation.  ``held``: see
-    ``partition``.
+    run for their costs.  ``recompute``: the level of recomputation.  ``held``, ``slowness``: see
+    ``partition``.  ``placements``: the names of those that the cut is for.
     """
 
     stages: int
@@ -56,6 +56,8 @@ class CutOptions:
     runnable: bool = False
     recompute: Level | None = None
     held: Sequence[Set[str]] | None = None
+    slowness: tuple[float, ...] = ()
+    placements: tuple[str, ...] = ()
 
 
 @dataclass(eq=False)
@@ -99,6 +101,7 @@ def _partition(step: Step, options: CutOptions) -> None:
             before=beside.embedding_shards,
             behind=beside.output_shards,
             held=options.held,
+            slowness=options.slowness,
         )
     except PartitionError as error:
         if step.vocabulary is None:

@@ -56,6 +56,7 @@ class Process:
     _turns: Iterator[int] = field(default_factory=itertools.count)
     groups: dict[tuple[torch.device, Connection], dist.ProcessGroup] = field(default_factory=dict)
     _backends: dict[torch.device, str] = field(default_factory=dict)
+    _places: dict[torch.device, list[Place]] = field(default_factory=dict)
 
     @staticmethod
     def join(device: torch.device, timeout: timedelta | None = None) -> Process:
@@ -111,8 +112,13 @@ class Process:
             if self.rank == 0:
                 for text in choice.warnings:
                     warnings.warn(text, stacklevel=3)
-            self._backends[device] = choice.backend
+            self._backends[device], self._places[device] = choice.backend, places
         return self._backends[device]
+
+    def has_different_devices(self, device: torch.device) -> bool:
+        """Whether the ranks compute on devices of different models.  All ranks must call it."""
+        self.backend(device)
+        return len({(place.name, place.memory) for place in self._places[device]}) > 1
 
     def check_ranks(self, ranks: int) -> None:
         """Raise RunError if the pipeline has another number of ranks."""
