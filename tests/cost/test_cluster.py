@@ -1,4 +1,4 @@
-"""Ranks with devices of different models: each stage has the costs, and the share of the model, of its own."""
+"""Ranks with different devices: each stage has the costs, and the share of the model, of its rank's own."""
 
 import json
 from itertools import combinations, pairwise
