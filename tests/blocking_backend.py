@@ -1,8 +1,9 @@
 """A backend of torch.distributed on the CPU that blocks where those of GPUs block, over gloo.
 
 The first operation of a group on a rank returns when its peers have come to theirs, as nccl makes a
-communicator there.  A send is complete when the other rank has posted its receive.  gloo itself blocks
-nowhere, so what hangs only on GPUs hangs with this backend.
+communicator there; so does the first collective of each kind, root and size, for which nccl connects anew.  A
+send is complete when the other rank has posted its receive.  gloo itself blocks nowhere, so what hangs only on
+GPUs hangs with this backend.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Blocking(dist.ProcessGroup):
         super().__init__(rank, size)
         self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("blocking", store), rank, size, timeout)
         self._store, self._own, self._size, self._timeout = store, rank, size, timeout
-        self._used = False
+        self._used: set[str] = set()
         self._messages = 0
         self._error = ErrorType.SUCCESS
         self._alive: list[Any] = []  # gloo gives up what nobody holds
@@ -72,12 +73,12 @@ class Blocking(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return NAME
 
-    def _first_use(self) -> None:
+    def _first_use(self, what: str = "messages") -> None:
         """Block until all ranks of the group are here for the first time."""
-        if not self._used:
-            self._used = True
-            self._store.set(f"here/{self._own}", "")
-            self._store.wait([f"here/{rank}" for rank in range(self._size)], self._timeout)
+        if what not in self._used:
+            self._used.add(what)
+            self._store.set(f"{what}/{self._own}", "")
+            self._store.wait([f"{what}/{rank}" for rank in range(self._size)], self._timeout)
 
     def _get_backend(self, device: torch.device) -> Blocking:
         return self
@@ -107,18 +108,19 @@ class Blocking(dist.ProcessGroup):
         self._alive += [posted, self._gloo.send(posted, peer, 2)]
         return _Work([self._gloo.recv(tensors, peer, 1)])
 
-    def _collective(self, start: Callable[..., Any], *arguments: Any) -> _Work:
-        self._first_use()
+    def _collective(self, kind: str, root: int, start: Callable[..., Any], *arguments: Any) -> _Work:
+        sizes = [tensor.nbytes for tensor in arguments[-2]]
+        self._first_use(f"{kind} {root} {sizes}")
         return _Work([start(*arguments)])
 
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> _Work:
-        return self._collective(self._gloo.broadcast, tensors, options)
+        return self._collective("broadcast", options.rootRank, self._gloo.broadcast, tensors, options)
 
     def gather(self, into: list[list[torch.Tensor]], tensors: list[torch.Tensor], options: Any) -> _Work:
-        return self._collective(self._gloo.gather, into, tensors, options)
+        return self._collective("gather", options.rootRank, self._gloo.gather, into, tensors, options)
 
     def allgather(self, into: list[list[torch.Tensor]], tensors: list[torch.Tensor], options: Any) -> _Work:
-        return self._collective(self._gloo.allgather, into, tensors, options)
+        return self._collective("allgather", -1, self._gloo.allgather, into, tensors, options)
 
 
 def register() -> None:

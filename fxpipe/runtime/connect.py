@@ -5,6 +5,9 @@ all.  The backends of accelerators make a communicator at the first use of a gro
 until the other one is there, and connect the two within their first message.  In a step ranks come to the
 first uses of different channels in different orders, so they would wait for each other for ever.  So all
 groups are made here, each with one message of a byte, by all ranks in one order.
+
+What a communicator connects for a collective depends on its kind, its root and its size (nccl gathers by
+sends, and takes another algorithm for large tensors), so the collectives of a step run once as they are.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from fxpipe.errors import RunError
 from fxpipe.runtime.accelerator import STREAMS, communicator_options, queues, synchronize
 from fxpipe.runtime.comm import NoAnswer, answered
 from fxpipe.runtime.distributed import DistributedComm
+from fxpipe.runtime.load_program import Collective
 from fxpipe.runtime.process import Connection, Process
 from fxpipe.runtime.sent import SentByThread, SentOnStreams
 from fxpipe.runtime.torch_private import communicator_error
@@ -30,15 +34,21 @@ OWN_STREAMS = 3
 
 
 def connect(
-    process: Process, device: torch.device, channels: Sequence[tuple[int, int]], collectives: int
+    process: Process,
+    device: torch.device,
+    channels: Sequence[tuple[int, int]],
+    groups: int,
+    collectives: Sequence[Collective] = (),
 ) -> DistributedComm:
     """Connect the ranks of a plan, as far as another plan has not.  All ranks must call it.
 
     channels: the ordered pairs of ranks that communicate, in the same order on all ranks; the sooner disjoint
-    pairs follow each other, the more of them connect at once.  collectives: their number.
+    pairs follow each other, the more of them connect at once.
+    groups: the number of those that collectives have; collectives: those of a step, in the same order on all
+    ranks.
     Raises RunError where a rank needs more streams than torch has, or more queues than its device gives it.
     """
-    backend, numbers = process.backend(device), range(collectives)
+    backend, numbers = process.backend(device), range(groups)
     known = process.groups
     new = [what for what in (*channels, *numbers) if (device, what) not in known]
     if backend == "gloo":
@@ -62,7 +72,7 @@ def connect(
                     _first_message(group, one, process.rank, *what)
             synchronize(device)
             dist.barrier(process.control)
-    return DistributedComm(
+    comm = DistributedComm(
         device=device,
         wire=torch.device("cpu") if backend == "gloo" else device,
         rank=process.rank,
@@ -72,6 +82,29 @@ def connect(
         control=process.control,
         sent=SentByThread() if backend == "gloo" else SentOnStreams(),
     )
+    if backend != "gloo" and collectives:
+        with process.watch.collective():
+            _run_once(comm, collectives)
+            synchronize(device)
+            dist.barrier(process.control)
+    return comm
+
+
+def _run_once(comm: DistributedComm, collectives: Sequence[Collective]) -> None:
+    for collective in collectives:
+        shape, stride, dtype = layout = collective.layout
+        value = torch.empty_strided(shape, stride, dtype=dtype, device=comm.device).zero_()
+        match collective.verb:
+            case "broadcast":
+                given = value if comm.rank == collective.root else None
+                pending = comm.broadcast(given, layout, collective.root, collective.group)
+            case "gather":
+                pending = comm.gather(value, layout, collective.root, collective.group)
+            case _:
+                pending = comm.all_gather(value, layout, collective.group)
+        if pending is not None:
+            comm.wait(pending)
+        comm.flush()
 
 
 def _described(what: Connection, backend: str) -> str:

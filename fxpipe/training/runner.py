@@ -22,7 +22,7 @@ from fxpipe.runtime.batch import batch_leaves
 from fxpipe.runtime.comm import Comm, NoAnswer
 from fxpipe.runtime.connect import connect
 from fxpipe.runtime.heap import give_back_large_tensors
-from fxpipe.runtime.load_program import Program, load_program
+from fxpipe.runtime.load_program import Collective, Program, load_program
 from fxpipe.runtime.local import LocalComm, LocalWorld, run_all
 from fxpipe.runtime.memory import SavedBytes
 from fxpipe.runtime.offloader import TIMEOUT, Offloader, check_tier, open_store
@@ -174,7 +174,8 @@ class Runner:
         if self.process is not None:
             # First what takes long, so that no rank waits for another inside of a step.
             offloader = self._offloader(self.process.rank)
-            comm = connect(self.process, self.device, plan.channels, plan.collectives)
+            collectives = self._own_collectives()
+            comm = connect(self.process, self.device, plan.channels, plan.collectives, collectives)
             return self._runtime_of(self.process.rank, comm, {}, offloader)
         if plan.ranks > 1:
             raise RunError(
@@ -223,11 +224,23 @@ class Runner:
         """The program of this process's rank, after a check that the ranks' programs agree."""
         if self.process is None:
             return self._local_programs[0]
+        return self._checked_program[0]
+
+    @cached_property
+    def _checked_program(self) -> tuple[Program, bool]:
+        """The program of this process's rank, and whether the traffic of all ranks' programs is known."""
+        assert self.process is not None
         with self.process.agreed("read its program"):
             program = self._program(self.process.rank)
         given = self.process.gather(json.dumps(unstructure(program.traffic)).encode())
-        check_agreement([structure(json.loads(data), Traffic) for data in given])
-        return program
+        ranks = [structure(json.loads(data), Traffic) for data in given]
+        check_agreement(ranks)
+        return program, all(traffic.calls is not None for traffic in ranks)
+
+    def _own_collectives(self) -> list[Collective]:
+        """The collectives of a step; none if an edited program does not show them."""
+        program, is_known = self._checked_program
+        return program.collectives() if is_known else []
 
     def _watched(self, rt: Runtime, program: Program) -> contextlib.AbstractContextManager[None]:
         """For the time of a step."""
