@@ -2,8 +2,8 @@
 
 The first operation of a group on a rank returns when its peers have come to theirs, as nccl makes a
 communicator there; so does the first collective of each kind, root and size, for which nccl connects anew.  A
-send is complete when the other rank has posted its receive.  gloo itself blocks nowhere, so what hangs only on
-GPUs hangs with this backend.
+send is complete when the other rank has posted its receive.  gloo itself blocks nowhere, so what hangs only
+on GPUs hangs with this backend.
 """
 
 from __future__ import annotations

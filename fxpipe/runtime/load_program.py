@@ -15,7 +15,7 @@ from fxpipe.runtime.comm import Layout
 
 @dataclass(frozen=True)
 class Collective:
-    """An operation of all ranks in a group.  ``verb``: the method of ``rt``; ``root``: -1 of an all-gather."""
+    """An operation of all ranks.  ``verb``: the method of ``rt``.  ``root``: -1 of an all-gather."""
 
     group: int
     verb: str
