@@ -78,7 +78,7 @@ def choose(
                 except LimitError as error:
                     too_heavy.append(error)
                     continue
-            live = liveness(cut.graph, cut.sections, cut.messages, rank_of_stage)
+            live = liveness(cut.graph, cut.sections, cut.edges, rank_of_stage)
             costs = section_costs(live, seconds, cluster, rank_of_stage, options.ranks_per_machine)
             if options.offload.share is not None:
                 costs = replace(costs, link=Link(1 / bandwidth, options.offload.ranks_per_link))

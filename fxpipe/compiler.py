@@ -174,7 +174,7 @@ def compile_evaluation(
         scale = 1 / options.microbatches
         captured = capture(model, example, loss_fn, scale, device, False, options.fixed, options.outputs)
     cut = cut_at_level(stages_of(split(Step(captured.graph, None), asked), asked, phase), None, phase)
-    live = liveness(cut.graph, cut.sections, cut.messages, plan.placement)
+    live = liveness(cut.graph, cut.sections, cut.edges, plan.placement)
     seconds = seconds_on(cluster, cut.graph)
     costs = section_costs(live, seconds, cluster, plan.placement, options.ranks_per_machine)
     timelines = [simulate(schedule, costs) for schedule in _forward_schedules(plan.ordered, costs)]
@@ -307,7 +307,7 @@ def _collectives(cut: Cut, schedule: Schedule) -> tuple[Collective, ...]:
     if cut.vocabulary is None:
         return ()
     shards = frozenset(stage for stage in range(schedule.stages) if schedule.is_vocabulary(stage))
-    return collectives(cut.messages, schedule.placement, shards)
+    return collectives(cut.edges, schedule.placement, shards)
 
 
 def _bandwidth(options: Options, cluster: Cluster, device: torch.device) -> float:
@@ -329,7 +329,7 @@ def _finished(cut: Cut, live: Liveness, schedule: Schedule) -> tuple[Cut, tuple[
 
 
 def _programs(plan: Plan, cut: Cut, instructions: Programs, pools: tuple[Pool, ...]) -> tuple[str, ...]:
-    crossing = {name for m in cut.messages for name in m.names}
+    crossing = {name for edge in cut.edges for name in edge.names}
     fakes = {n.name: n.meta["val"] for n in call_nodes(cut.graph) if n.name in crossing}
     programs = []
     for rank in range(plan.ranks):
@@ -345,7 +345,7 @@ def _programs(plan: Plan, cut: Cut, instructions: Programs, pools: tuple[Pool, .
                     rank=rank,
                     title=title,
                     sections=cut.sections,
-                    messages=cut.messages,
+                    edges=cut.edges,
                     placement=plan.placement,
                     instructions=instructions[rank],
                     outputs=requested_outputs(cut.graph),

@@ -57,10 +57,10 @@ def section_costs(
         times = [seconds[rank].get(Color(stage, phase), 0.0) for phase in Phase]
         stages.append(StageCost(*times, *map(size, live.held(stage))))
     edges = []
-    for message, values in zip(live.messages, live.sent, strict=True):
+    for edge, values in zip(live.edges, live.sent, strict=True):
         moved = size(values)
-        ends = placement[message.source.stage], placement[message.target.stage]
-        edges.append(Edge(message.source, message.target, moved, *cluster.message_seconds(moved, *ends)))
+        ends = placement[edge.source.stage], placement[edge.target.stage]
+        edges.append(Edge(edge.source, edge.target, moved, *cluster.message_seconds(moved, *ends)))
     return Costs(tuple(stages), tuple(edges), ranks_per_machine=ranks_per_machine)
 
 

@@ -103,13 +103,13 @@ def test_costs_do_not_depend_on_the_passes_that_only_the_chosen_cut_goes_through
         ranks = (0, 1) if cut.vocabulary is None else cut.vocabulary.placement((0, 1))
 
         def costs(cut, ranks=ranks):
-            live = liveness(cut.graph, cut.sections, cut.messages, ranks)
+            live = liveness(cut.graph, cut.sections, cut.edges, ranks)
             return section_costs(live, seconds_on(cluster(), cut.graph), cluster(), ranks)
 
         assert cut.last_pass == last
         before = costs(cut)
         targets = [node.target for node in call_nodes(cut.graph)]
-        live = liveness(cut.graph, cut.sections, cut.messages, ranks)
+        live = liveness(cut.graph, cut.sections, cut.edges, ranks)
         cached = (analytic_seconds(cut.graph, seconds),) * 2
         assert before == section_costs(live, cached, cluster(), ranks)
         done = run.finished(cut, {})

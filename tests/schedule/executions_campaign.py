@@ -22,7 +22,7 @@ from math import inf
 from fxpipe.codegen.collectives import collectives
 from fxpipe.errors import ScheduleError
 from fxpipe.ir.graph import Color, Phase
-from fxpipe.ir.sections import Message
+from fxpipe.ir.sections import SectionEdge
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
 from fxpipe.schedule.families.registry import FAMILIES, build
 from fxpipe.schedule.lowering.deadlock import prove
@@ -144,9 +144,9 @@ def lowered(case: Case) -> tuple[Programs, Schedule, Places] | None:
         timeline = simulate(schedule, with_link(costs, TIMES[1]))
         schedule = offload(timeline, case.share).timeline.schedule
         places = pool_parts(schedule, timeline.costs)
-    messages = tuple(Message(e.source, e.target, (f"{e.source}",)) for e in costs.edges)
+    edges = tuple(SectionEdge(e.source, e.target, (f"{e.source}",)) for e in costs.edges)
     shards = frozenset(stage for stage in range(schedule.stages) if schedule.is_vocabulary(stage))
-    programs = lower(schedule, costs.edges, collectives(messages, schedule.placement, shards))
+    programs = lower(schedule, costs.edges, collectives(edges, schedule.placement, shards))
     tied = [AllReduceGradient("tied", tuple(range(case.ranks)))] if case.ranks > 1 else []
     if case.ranks > 2:
         tied.append(AllReduceGradient("ends", (0, case.ranks - 1)))
