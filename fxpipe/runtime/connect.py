@@ -21,7 +21,13 @@ import torch
 import torch.distributed as dist
 
 from fxpipe.errors import RunError
-from fxpipe.runtime.accelerator import STREAMS, communicator_options, queues, synchronize
+from fxpipe.runtime.accelerator import (
+    STREAMS,
+    communicator_options,
+    communicator_settings,
+    queues,
+    synchronize,
+)
 from fxpipe.runtime.comm import NoAnswer, answered
 from fxpipe.runtime.distributed import DistributedComm
 from fxpipe.runtime.load_program import Collective
@@ -59,7 +65,7 @@ def connect(
         all_of_device = [what for place, what in known if place == device] + new
         _check_streams(all_of_device, process.ranks, queues(device))
         one = torch.zeros(1, dtype=torch.uint8, device=device)
-        with process.watch.collective(), answered():
+        with process.watch.collective(), answered(), communicator_settings():
             for what in new:
                 ranks = None if isinstance(what, int) else list(what)
                 group = _group(process, backend, ranks, **communicator_options(device))
@@ -124,7 +130,7 @@ def _follow(process: Process, group: dist.ProcessGroup, device: torch.device, wh
     """Let the watch of this rank end the run where the communicator of a group reports an error.
 
     No wait of the host does: it waits for the device, where a message that has failed is never over.  torch's
-    own watchdog ends the process a minute later, on the ranks that saw the error.
+    own watchdog would end the process a minute later, on the ranks that saw the error.
     """
     error = communicator_error(group, device)
     if error is not None:

@@ -1,5 +1,6 @@
 """The backend that carries messages, by where the ranks compute."""
 
+import os
 from dataclasses import replace
 from datetime import timedelta
 
@@ -10,7 +11,7 @@ from torch import nn
 import fxpipe
 import fxpipe.runtime.process as joined
 from fxpipe.codegen.expressions import Names, literal
-from fxpipe.runtime.accelerator import check_supported, queues
+from fxpipe.runtime.accelerator import check_supported, communicator_settings, queues
 from fxpipe.runtime.backend import Choice, Place, choose
 from fxpipe.runtime.comm import answered
 from fxpipe.runtime.connect import _check_streams, _failure
@@ -97,6 +98,15 @@ def test_streams_that_share_a_queue_are_refused(monkeypatch):
     with pytest.raises(fxpipe.RunError, match="CUDA_DEVICE_MAX_CONNECTIONS=1 makes the 6 streams of rank 0"):
         _check_streams([(0, 1), (1, 0), 0], 2, given)
     assert queues(torch.device("cpu")) is None
+
+
+def test_the_environment_of_communicators_is_theirs_alone(monkeypatch):
+    warning, errors = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "TORCH_NCCL_RETHROW_CUDA_ERRORS"
+    monkeypatch.delenv(warning, raising=False)
+    monkeypatch.setenv(errors, "1")
+    with communicator_settings():
+        assert (os.environ[warning], os.environ[errors]) == ("0", "1")
+    assert (os.environ.get(warning), os.environ[errors]) == (None, "1")
 
 
 def test_programs_name_no_gpu_by_its_index():
