@@ -99,6 +99,7 @@ class Process:
         """Let the communicators of accelerators go, where the run did not fail: others may hang in them."""
         own = dist.is_initialized() and dist.group.WORLD is self.control
         if own and not self.watch.has_failed and set(self._backends.values()) - {"gloo"}:
+            self.watch.connections.clear()
             dist.destroy_process_group()
 
     def backend(self, device: torch.device) -> str:
