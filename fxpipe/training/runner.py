@@ -21,6 +21,7 @@ from fxpipe.runtime.ambient import as_traced
 from fxpipe.runtime.batch import batch_leaves
 from fxpipe.runtime.comm import Comm, NoAnswer
 from fxpipe.runtime.connect import connect
+from fxpipe.runtime.dry_run import dry_run
 from fxpipe.runtime.heap import give_back_large_tensors
 from fxpipe.runtime.load_program import Collective, Program, load_program
 from fxpipe.runtime.local import LocalComm, LocalWorld, run_all
@@ -55,7 +56,7 @@ class Runner:
     """``directory``: of the programs' files; None if the pipeline was not saved.
 
     ``stop_asked``: whether this rank was asked to end the run.  ``stops``: whether one of the ranks was,
-    before the last step; the same on all ranks.
+    before the last step; the same on all ranks.  ``is_warm``: whether the program has run before.
     """
 
     artifact: Artifact
@@ -67,6 +68,7 @@ class Runner:
     first_step: int = 0
     stop_asked: bool = False
     stops: bool = False
+    is_warm: bool = False
 
     @property
     def plan(self) -> Plan:
@@ -144,6 +146,7 @@ class Runner:
                 self.state.follow_model()
                 self.state.changed()
                 rt.params, rt.buffers = self.state.held_by(rt.rank)
+                self._warm_up(rt, program, batch)
                 earlier = self.state.accumulators(rt)
                 compare = self._begin_comparison(batch, number)
                 loss = program.step(rt, batch)
@@ -157,6 +160,12 @@ class Runner:
             grad.add_(rt.grads[name])
         self.state.store_buffers(rt)
         return StepResult(loss, found)
+
+    def _warm_up(self, rt: Runtime, program: Program, batch: Any) -> None:
+        """Run the program alone before its first step with a backend whose messages wait on the device."""
+        if not self.is_warm and self.process is not None and self.process.backend(self.device) != "gloo":
+            dry_run(rt, program.step, batch, self.state.zero_gradients(rt.rank))
+        self.is_warm = True
 
     def _outputs(self, rt: Runtime, on: On) -> dict[str, torch.Tensor]:
         """The outputs of the last step that this rank is to have."""

@@ -97,6 +97,14 @@ def test_ops_that_wait_for_the_sends_before_them_block():
     assert stuck_at(programs, placement, DEVICES) is None
 
 
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), [("1f1b", 4, 1), ("dualpipe-v", 4, 4)])
+def test_kernels_that_are_loaded_in_the_step_block(name, ranks, microbatches):
+    """The driver waits for the receives that are posted ahead; a dry run loads them before."""
+    programs, placement = programs_of(name, ranks, microbatches)
+    assert stuck_at(programs, placement, replace(DEVICES, loads=True)) is not None
+    assert stuck_at(programs, placement, DEVICES) is None
+
+
 def test_two_kernels_a_message_block_in_one_queue():
     programs, placement = programs_of("1f1b", 4, 8)
     one_queue = replace(DEVICES, one_queue=True)

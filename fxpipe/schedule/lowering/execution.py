@@ -34,7 +34,7 @@ from fxpipe.schedule.lowering.lower import (
     WaitCollective,
     WaitTransfer,
 )
-from fxpipe.schedule.ops import PHASES, Activation, Direction, Op
+from fxpipe.schedule.ops import PHASES, Activation, Direction, Op, OpKind
 
 Connections = Sequence[Sequence[Channel | Collective]]
 """Per rank what it connects before its program, in its order."""
@@ -49,9 +49,10 @@ class Machine:
     which its host started kernels; the first that may not begin holds up those behind it.  ``run_ahead``: the
     host waits until at most that many ops are started and not over.
 
-    For backends that fxpipe does not have.  ``kernels``: of each message; 0: one for all that an instruction
-    sends or receives.  ``sends_wait``: ops wait for the
-    sends before them.  ``divides_at_once``: gradients are divided while they are sent.
+    For backends and runtimes that fxpipe does not have.  ``kernels``: of each message; 0: one for all that an
+    instruction sends or receives.  ``sends_wait``: ops wait for the sends before them.  ``divides_at_once``:
+    gradients are divided while they are sent.  ``loads``: the kernels of a section are loaded when it first
+    runs, for which the driver waits until all that was started on the device is over.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Machine:
     kernels: int = 0
     sends_wait: bool = False
     divides_at_once: bool = False
+    loads: bool = False
 
 
 HOSTS = Machine("CPUs", hosts_wait=True)
@@ -176,6 +178,7 @@ class _Rank:
         self.moved: dict[Activation, int] = {}
         self.summed: list[str] = []
         self.connected: set[Channel | Collective] | None = None  # None: all
+        self.loaded: set[tuple[int, OpKind]] = set()
 
     def connect(self, connections: Sequence[Channel | Collective]) -> None:
         self.connected = set()
@@ -187,6 +190,9 @@ class _Rank:
         self.host = self._host([self.host])
         match instruction:
             case Compute(op):
+                if self.machine.loads and (op.stage, op.kind) not in self.loaded:
+                    self.loaded.add((op.stage, op.kind))
+                    self.host = self._host([self.host, *self.tails.values()])
                 self._op(instruction, [(storage, False) for storage in self.read.get(op, ())])
             case PostRecv(messages):
                 channel = channel_of(messages[0], self.placement)
