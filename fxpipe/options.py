@@ -98,7 +98,7 @@ class Options:
     placement: str | None
     split_points: tuple[str, ...] | None
     memory_limit: float | None
-    costs: str
+    costs: str | tuple[str, ...]
     seed: int
     vocab_parallel: str | bool = False
     gradients: bool = True
@@ -133,12 +133,7 @@ def check(options: Options) -> None:
     effort = options.effort
     if effort is not None and not (isinstance(effort, int | float) and 0 < effort < inf):
         raise ScheduleError(f"effort is {effort!r} and must be a number of seconds above 0.")
-    costs = options.costs
-    if not isinstance(costs, str) or not (costs in ("analytic", "measured") or is_device_name(costs)):
-        raise ScheduleError(
-            f"costs is {costs!r} and must be 'analytic', 'measured' or the name of a device: "
-            f"{', '.join(device_names())}."
-        )
+    _check_costs(options)
     if options.vocab_parallel not in (False, AUTO, *BARRIERS):
         raise ScheduleError(
             f"vocab_parallel is {options.vocab_parallel!r} and must be True, False, 'auto', '1-barrier' or "
@@ -161,6 +156,23 @@ def check(options: Options) -> None:
         _check_given(options, options.schedule)
     elif options.schedule not in (AUTO, *FAMILIES):
         raise ScheduleError(f"Unknown schedule {options.schedule!r}. Known: {AUTO}, {', '.join(FAMILIES)}.")
+
+
+def _check_costs(options: Options) -> None:
+    costs, known = options.costs, ", ".join(device_names())
+    if isinstance(costs, tuple):
+        unknown = [name for name in costs if not (isinstance(name, str) and is_device_name(name))]
+        if unknown:
+            raise ScheduleError(f"costs has {unknown[0]!r} and must have names of devices: {known}.")
+        if len(costs) != options.ranks:
+            raise ScheduleError(
+                f"costs names {len(costs)} devices and there are {options.ranks} ranks: name one for each."
+            )
+    elif not isinstance(costs, str) or not (costs in ("analytic", "measured") or is_device_name(costs)):
+        raise ScheduleError(
+            f"costs is {costs!r} and must be 'analytic', 'measured' or the name of a device, or a list with "
+            f"one for each rank: {known}."
+        )
 
 
 def _check_offload(options: Options) -> None:

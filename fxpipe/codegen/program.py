@@ -14,7 +14,7 @@ from fxpipe.codegen.expressions import Names, variable
 from fxpipe.codegen.functions import LISTS, Signature, function_source, signatures
 from fxpipe.codegen.wrapping import wrapped
 from fxpipe.ir.graph import Color, Kind, Phase, Section, Value
-from fxpipe.ir.sections import Message
+from fxpipe.ir.sections import SectionEdge
 from fxpipe.names import docstring, text_literal
 from fxpipe.schedule.lowering.lower import (
     AtEnd,
@@ -22,6 +22,7 @@ from fxpipe.schedule.lowering.lower import (
     Compute,
     DivideGradients,
     Instruction,
+    Message,
     PostRecv,
     Send,
     StartCollective,
@@ -30,7 +31,6 @@ from fxpipe.schedule.lowering.lower import (
     WaitCollective,
     WaitTransfer,
 )
-from fxpipe.schedule.lowering.lower import Message as EdgeMessage
 from fxpipe.schedule.ops import PHASES, Activation, Direction
 
 
@@ -41,7 +41,7 @@ class RankPlan:
     rank: int
     title: tuple[str, ...]  # the lines that the program begins with
     sections: tuple[Section, ...]  # of the whole pipeline
-    messages: tuple[Message, ...]
+    edges: tuple[SectionEdge, ...]
     placement: tuple[int, ...]
     instructions: tuple[Instruction, ...]
     outputs: Mapping[str, Value]  # requested by the user, by name
@@ -59,12 +59,12 @@ class RankPlan:
             for b in i.collective.targets
         }
         count: Counter[str] = Counter()
-        for message in self.messages:
-            if (message.source, message.target) in joint:
+        for edge in self.edges:
+            if (edge.source, edge.target) in joint:
                 continue
-            source, target = self.placement[message.source.stage], self.placement[message.target.stage]
+            source, target = self.placement[edge.source.stage], self.placement[edge.target.stage]
             if target == self.rank != source:
-                count.update(message.names)
+                count.update(edge.names)
         return frozenset(name for name, times in count.items() if times > 1)
 
 
@@ -104,14 +104,14 @@ def _sent(plan: RankPlan, instruction: Instruction) -> tuple[str, ...]:
         case PostRecv(messages) | Send(messages):
             return tuple(name for message in messages for name in _names(plan, message))
         case StartCollective():
-            given = values(instruction.collective, plan.messages)
+            given = values(instruction.collective, plan.edges)
             return given[0] if len(given) == 1 else given[plan.rank]
     return ()
 
 
-def _names(plan: RankPlan, message: EdgeMessage) -> tuple[str, ...]:
-    edge = message.edge
-    return next(m.names for m in plan.messages if (m.source, m.target) == (edge.source, edge.target))
+def _names(plan: RankPlan, message: Message) -> tuple[str, ...]:
+    ends = message.edge.source, message.edge.target
+    return next(edge.names for edge in plan.edges if (edge.source, edge.target) == ends)
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def _transfer(plan: RankPlan, instruction: StartTransfer | WaitTransfer) -> _Lin
 
 def _start_collective(plan: RankPlan, start: StartCollective) -> list[_Line]:
     collective, m = start.collective, start.microbatch
-    given = values(collective, plan.messages)
+    given = values(collective, plan.edges)
     lines = []
     if collective.kind is CollectiveKind.BROADCAST:
         source = plan.placement[collective.sources[0].stage]
@@ -239,7 +239,7 @@ def _start_collective(plan: RankPlan, start: StartCollective) -> list[_Line]:
 
 def _wait_collective(plan: RankPlan, wait: WaitCollective) -> list[_Line]:
     collective, m = wait.collective, wait.microbatch
-    given = values(collective, plan.messages)
+    given = values(collective, plan.edges)
     if collective.kind is CollectiveKind.BROADCAST:
         return [_Line(f"{_of(name, m)} = rt.wait({_of(name, m)})") for name in given[0]]
     lines = []

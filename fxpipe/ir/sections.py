@@ -22,8 +22,8 @@ ORDER = (Phase.F, Phase.B, Phase.W)
 
 
 @dataclass(frozen=True, eq=False)
-class Message:
-    """The named values that section ``source`` sends to section ``target`` of another stage.
+class SectionEdge:
+    """The named values of section ``source`` that section ``target`` of another stage needs.
 
     Values for W alone arrive with B, so that ``target`` is a B or an F, and may be a B without ops.
     """
@@ -136,11 +136,11 @@ def _result(graph: fx.Graph, node: fx.Node) -> Value:
     return Value(Kind.OUTPUT, node.name)
 
 
-def messages(sections: tuple[Section, ...]) -> tuple[Message, ...]:
-    """The messages between stages: one for each pair of sections that exchange values."""
+def edges_between(sections: tuple[Section, ...]) -> tuple[SectionEdge, ...]:
+    """The edges between stages: one for each pair of sections that exchange values."""
     names: dict[tuple[Color, Color], list[str]] = defaultdict(list)
     for section in sections:
         for value in section.inputs:
             if value.producer is not None and value.producer.stage != section.stage:
                 names[value.producer, arrival(section.color)].append(value.name)
-    return tuple(Message(a, b, tuple(n)) for (a, b), n in names.items())
+    return tuple(SectionEdge(a, b, tuple(n)) for (a, b), n in names.items())

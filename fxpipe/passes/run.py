@@ -15,7 +15,7 @@ from fxpipe.cost.nodes import CHEAPER_IN_PLACE, NodeSeconds
 from fxpipe.errors import PartitionError
 from fxpipe.ir.compat import copy_node
 from fxpipe.ir.graph import Phase, Section
-from fxpipe.ir.sections import Message, extract, messages
+from fxpipe.ir.sections import SectionEdge, edges_between, extract
 from fxpipe.ir.verify import verify
 from fxpipe.partition.coloring import partition
 from fxpipe.passes.accumulate import fuse_accumulation
@@ -44,8 +44,8 @@ class CutOptions:
 
     ``stages``: the number of the model's own stages.  ``split_points``: see ``partition``.  ``barriers``: per
     microbatch, of split vocabulary layers; None if they are not split.  ``runnable``: the sections will be
-    run for their costs.  ``recompute``: the level of recomputation.  ``held``: see
-    ``partition``.
+    run for their costs.  ``recompute``: the level of recomputation.  ``held``, ``slowness``: see
+    ``partition``.  ``placements``: the names of those that the cut is for.
     """
 
     stages: int
@@ -56,6 +56,8 @@ class CutOptions:
     runnable: bool = False
     recompute: Level | None = None
     held: Sequence[Set[str]] | None = None
+    slowness: tuple[float, ...] = ()
+    placements: tuple[str, ...] = ()
 
 
 @dataclass(eq=False)
@@ -99,6 +101,7 @@ def _partition(step: Step, options: CutOptions) -> None:
             before=beside.embedding_shards,
             behind=beside.output_shards,
             held=options.held,
+            slowness=options.slowness,
         )
     except PartitionError as error:
         if step.vocabulary is None:
@@ -154,7 +157,7 @@ def run_passes(step: Step, options: CutOptions, first: str, last: str) -> None:
 class Cut:
     """The step cut into stages; ``vocabulary``: the stages beside the model's own.
 
-    ``messages``: the values that sections send each other, whichever ranks they will run on.
+    ``edges``: the values that sections of different stages need of each other.
     ``last_pass``: the last one that has run.
     """
 
@@ -162,7 +165,7 @@ class Cut:
     vocabulary: Vocabulary | None
     graph: fx.Graph
     sections: tuple[Section, ...]
-    messages: tuple[Message, ...]
+    edges: tuple[SectionEdge, ...]
     resized: ResizedTraces | None
     last_pass: str
 
@@ -219,7 +222,7 @@ def cut(stages: Stages, level: Level | None, phase: Phases) -> Cut:
         run_passes(own, options, "recompute", last)
     with phase("extract"):
         sections = extract(own.graph)
-        found = messages(sections)
+        found = edges_between(sections)
     return Cut(options, own.vocabulary, own.graph, sections, found, own.resized, last)
 
 

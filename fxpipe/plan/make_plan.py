@@ -52,9 +52,9 @@ def make_plan(
     tensors = tensor_ownership(model, cut.sections, placement, options.ranks)
     joint = {(a, b) for collective in collectives for a in collective.sources for b in collective.targets}
     channels = {
-        (placement[m.source.stage], placement[m.target.stage])
-        for m in cut.messages
-        if (m.source, m.target) not in joint
+        (placement[edge.source.stage], placement[edge.target.stage])
+        for edge in cut.edges
+        if (edge.source, edge.target) not in joint
     }
     for tied in tied_gradients(tensors):
         channels |= {(a, b) for r in tied.ranks[1:] for a, b in ((r, tied.ranks[0]), (tied.ranks[0], r))}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxpipe.cost.symbolic import Terms
+from fxpipe.cost.symbolic import Rates, Terms
 from fxpipe.errors import FxpipeError
 from fxpipe.runtime.batch import Leaf
 from fxpipe.schedule.costs_file import check_costs
@@ -218,9 +218,11 @@ def _work(plan: Plan) -> None:
     _between("the number of work.lengths", len(work.lengths), 1, MOST_POWER)
     for name, length in work.lengths.items():
         _between(f"work.lengths[{name!r}]", length, 1, MOST_LENGTH)
-    for name, rate in asdict(work.rates).items():
-        least = 1.0 if name in ("memory", "link", "inter_link") else 0.0
-        _fits(f"work.rates.{name}", rate, rate is None or rate >= least, f"{least:g} or more")
+    _rates("work.rates", work.rates)
+    if work.stage_rates:
+        _as_many("work.stage_rates", work.stage_rates, len(plan.placement), "stage of placement")
+    for k, rates in enumerate(work.stage_rates):
+        _rates(f"work.stage_rates[{k}]", rates)
     _as_many("work.stages", work.stages, len(plan.placement), "stage of placement")
     _as_many("work.edges", work.edges, len(plan.costs.edges), "entry of costs.edges")
     lengths = len(work.lengths)
@@ -240,6 +242,12 @@ def _work(plan: Plan) -> None:
         check_costs(work.costs(plan.costs, {}), "costs.")
     except Misfit as error:
         raise Misfit(f"does not give the costs of the example: {error}", "work") from error
+
+
+def _rates(path: str, rates: Rates) -> None:
+    for name, rate in asdict(rates).items():
+        least = 1.0 if name in ("memory", "link", "inter_link") else 0.0
+        _fits(f"{path}.{name}", rate, rate is None or rate >= least, f"{least:g} or more")
 
 
 def _terms(path: str, terms: Terms, lengths: int) -> None:

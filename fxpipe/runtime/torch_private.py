@@ -20,6 +20,7 @@ __all__ = [
     "Store",
     "TorchDispatchMode",
     "as_one",
+    "communicator_error",
     "default_store",
     "no_modes",
     "pytree",
@@ -32,10 +33,17 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def as_one(
-    group: dist.ProcessGroup, device: torch.device, start: Callable[[], list[dist.Work]]
-) -> list[dist.Work]:
-    """The operations that ``start`` begins on a group, as one with one handle."""
+def as_one(group: dist.ProcessGroup, device: torch.device, start: Callable[[], object]) -> dist.Work:
+    """The operations that ``start`` begins on a group, as one."""
     group._start_coalescing(device)
     start()
-    return [group._end_coalescing(device)]
+    return group._end_coalescing(device)
+
+
+def communicator_error(group: dist.ProcessGroup, device: torch.device) -> Callable[[], str] | None:
+    """A function that gives the error of a group's communicator: "", "TIMEOUT", "COMM_ERROR", "REMOTE_ERROR".
+
+    None where the backend has no such function, as gloo, whose errors come out of waits.
+    """
+    get = getattr(group._get_backend(device), "get_error", None)
+    return None if get is None else lambda: "" if get().name == "SUCCESS" else get().name

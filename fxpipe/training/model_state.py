@@ -54,7 +54,7 @@ class ModelState:
         return {name: slice(rows.begin, rows.end) for name, rows in found}
 
     def follow_model(self) -> None:
-        """Use the tensors that the model holds now.  Raises RunError if a shape or dtype changed."""
+        """Use the tensors that the model holds now.  Raises RunError if a shape, dtype or device changed."""
         model = self.of()
         if model is None:
             return
@@ -75,6 +75,11 @@ class ModelState:
                     raise RunError(
                         f"The model's {name}, {layout.dtype} of shape {layout.shape}, {found}. Compile the "
                         "model again."
+                    )
+                if new.device != self.device:
+                    raise RunError(
+                        f"The model's {name} is on {new.device}, and the pipeline was compiled for "
+                        f"{self.device}. Move the model back, or compile it again."
                     )
                 if own_name != name:  # rows, loaded when the model was on the meta device
                     del mine[own_name]

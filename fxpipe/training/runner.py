@@ -21,8 +21,9 @@ from fxpipe.runtime.ambient import as_traced
 from fxpipe.runtime.batch import batch_leaves
 from fxpipe.runtime.comm import Comm, NoAnswer
 from fxpipe.runtime.connect import connect
+from fxpipe.runtime.dry_run import dry_run
 from fxpipe.runtime.heap import give_back_large_tensors
-from fxpipe.runtime.load_program import Program, load_program
+from fxpipe.runtime.load_program import Collective, Program, load_program
 from fxpipe.runtime.local import LocalComm, LocalWorld, run_all
 from fxpipe.runtime.memory import SavedBytes
 from fxpipe.runtime.offloader import TIMEOUT, Offloader, check_tier, open_store
@@ -55,7 +56,7 @@ class Runner:
     """``directory``: of the programs' files; None if the pipeline was not saved.
 
     ``stop_asked``: whether this rank was asked to end the run.  ``stops``: whether one of the ranks was,
-    before the last step; the same on all ranks.
+    before the last step; the same on all ranks.  ``is_warm``: whether the program has run before.
     """
 
     artifact: Artifact
@@ -67,6 +68,7 @@ class Runner:
     first_step: int = 0
     stop_asked: bool = False
     stops: bool = False
+    is_warm: bool = False
 
     @property
     def plan(self) -> Plan:
@@ -144,6 +146,7 @@ class Runner:
                 self.state.follow_model()
                 self.state.changed()
                 rt.params, rt.buffers = self.state.held_by(rt.rank)
+                self._warm_up(rt, program, batch)
                 earlier = self.state.accumulators(rt)
                 compare = self._begin_comparison(batch, number)
                 loss = program.step(rt, batch)
@@ -157,6 +160,12 @@ class Runner:
             grad.add_(rt.grads[name])
         self.state.store_buffers(rt)
         return StepResult(loss, found)
+
+    def _warm_up(self, rt: Runtime, program: Program, batch: Any) -> None:
+        """Run the program alone before its first step with a backend whose messages wait on the device."""
+        if not self.is_warm and self.process is not None and self.process.backend(self.device) != "gloo":
+            dry_run(rt, program.step, batch, self.state.zero_gradients(rt.rank))
+        self.is_warm = True
 
     def _outputs(self, rt: Runtime, on: On) -> dict[str, torch.Tensor]:
         """The outputs of the last step that this rank is to have."""
@@ -174,7 +183,8 @@ class Runner:
         if self.process is not None:
             # First what takes long, so that no rank waits for another inside of a step.
             offloader = self._offloader(self.process.rank)
-            comm = connect(self.process, self.device, plan.channels, plan.collectives)
+            collectives = self._own_collectives()
+            comm = connect(self.process, self.device, plan.channels, plan.collectives, collectives)
             return self._runtime_of(self.process.rank, comm, {}, offloader)
         if plan.ranks > 1:
             raise RunError(
@@ -223,11 +233,23 @@ class Runner:
         """The program of this process's rank, after a check that the ranks' programs agree."""
         if self.process is None:
             return self._local_programs[0]
+        return self._checked_program[0]
+
+    @cached_property
+    def _checked_program(self) -> tuple[Program, bool]:
+        """The program of this process's rank, and whether the traffic of all ranks' programs is known."""
+        assert self.process is not None
         with self.process.agreed("read its program"):
             program = self._program(self.process.rank)
         given = self.process.gather(json.dumps(unstructure(program.traffic)).encode())
-        check_agreement([structure(json.loads(data), Traffic) for data in given])
-        return program
+        ranks = [structure(json.loads(data), Traffic) for data in given]
+        check_agreement(ranks)
+        return program, all(traffic.calls is not None for traffic in ranks)
+
+    def _own_collectives(self) -> list[Collective]:
+        """The collectives of a step; none if an edited program does not show them."""
+        program, is_known = self._checked_program
+        return program.collectives() if is_known else []
 
     def _watched(self, rt: Runtime, program: Program) -> contextlib.AbstractContextManager[None]:
         """For the time of a step."""
