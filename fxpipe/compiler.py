@@ -158,7 +158,7 @@ def compile_evaluation(
     Raises PartitionError where the forward cannot be cut as the training step was.
     """
     hardware, plan = trained.hardware, trained.artifact.plan
-    options = replace(options, gradients=False, offload=Offload(share=None), recompute=False)
+    options = replace(options, gradients=False, grad_dtype=None, offload=Offload(share=None), recompute=False)
     own = _model_stages(plan.ordered)
     node_seconds = NodeSeconds(hardware)
     asked = CutOptions(
@@ -242,7 +242,15 @@ def _stages(
     for stages in tried.placements:
         found: list[Stages] = []
         for barriers in ways:
-            asked = CutOptions(stages, options.ranks, node_seconds, options.split_points, barriers, measured)
+            asked = CutOptions(
+                stages,
+                options.ranks,
+                node_seconds,
+                options.split_points,
+                barriers,
+                measured,
+                grad_dtype=options.grad_dtype,
+            )
             try:
                 if barriers not in steps:
                     with phase("vocabulary"):
@@ -315,6 +323,7 @@ def _programs(plan: Plan, cut: Cut, instructions: Programs, pools: tuple[Pool, .
             f"Rank {rank} of {plan.ranks}: {plan.model}, stage {stages}.",
             "",
             f"Schedule {plan.schedule}, {plan.step.microbatches} microbatches.",
+            *([f"Gradients are accumulated in {plan.grad_dtype}."] if plan.grad_dtype else []),
         )
         programs.append(
             program_source(

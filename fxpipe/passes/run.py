@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import fx
 
 from fxpipe.capture.resized import ResizedTraces
@@ -45,7 +46,7 @@ class CutOptions:
     ``stages``: the number of the model's own stages.  ``split_points``: see ``partition``.  ``barriers``: per
     microbatch, of split vocabulary layers; None if they are not split.  ``runnable``: the sections will be
     run for their costs.  ``recompute``: the level of recomputation.  ``held``: see
-    ``partition``.
+    ``partition``.  ``grad_dtype``: see ``fxpipe.compile``.
     """
 
     stages: int
@@ -56,6 +57,7 @@ class CutOptions:
     runnable: bool = False
     recompute: Level | None = None
     held: Sequence[Set[str]] | None = None
+    grad_dtype: torch.dtype | None = None
 
 
 @dataclass(eq=False)
@@ -132,7 +134,7 @@ PASSES = (
     Pass("recompute", _recompute, lambda step, options: options.recompute is not None),
     Pass("mincut_saved_for_weight", lambda step, options: mincut_saved_for_weight(step.graph)),
     Pass("make_contiguous", lambda step, options: make_contiguous(step.graph)),
-    Pass("fuse_accumulation", lambda step, options: fuse_accumulation(step.graph)),
+    Pass("fuse_accumulation", lambda step, options: fuse_accumulation(step.graph, options.grad_dtype)),
     # of the chosen cut alone, as costs do not depend on them (but see ``_is_costed``)
     Pass("accept_any_strides", lambda step, options: accept_any_strides(step.graph)),
     Pass("use_inplace_ops", lambda step, options: use_inplace_ops(step.graph)),

@@ -91,6 +91,7 @@ def make_plan(
         recompute=cut.recompute or "",
         transfers=schedule.transfers,
         state=state_names(model),
+        grad_dtype="" if options.grad_dtype is None else str(options.grad_dtype),
     )
 
 

@@ -12,6 +12,7 @@ from fxpipe.ir.graph import Kind, Section
 from fxpipe.ir.storage import output_dict
 from fxpipe.plan.artifact import RankTensors, TensorLayout, holders
 from fxpipe.runtime.outputs import OutputSpec
+from fxpipe.runtime.tensors import gradient_dtype
 from fxpipe.schedule.lowering.lower import AllReduceGradient
 from fxpipe.vocabulary.rows import rows_of, whole_name
 
@@ -86,10 +87,17 @@ def tied_gradients(tensors: tuple[RankTensors, ...]) -> tuple[AllReduceGradient,
     return tuple(AllReduceGradient(name, tuple(ranks)) for name, ranks in trained.items() if len(ranks) > 1)
 
 
-def weight_bytes(model: nn.Module, held: tuple[RankTensors, ...]) -> tuple[int, ...]:
+def weight_bytes(
+    model: nn.Module, held: tuple[RankTensors, ...], grad_dtype: torch.dtype | None
+) -> tuple[int, ...]:
     """Per rank the bytes of its parameters, gradients and buffers."""
     tensors = _tensors(model, held)
-    return tuple(sum(tensors[n].nbytes for n in (*h.parameters, *h.gradients, *h.buffers)) for h in held)
+
+    def of_gradient(name: str) -> int:
+        parameter = tensors[name]
+        return parameter.numel() * gradient_dtype(parameter.dtype, grad_dtype).itemsize
+
+    return tuple(sum(tensors[n].nbytes for n in h.state) + sum(map(of_gradient, h.gradients)) for h in held)
 
 
 def outputs_of(graph: fx.Graph, placement: Sequence[int]) -> tuple[OutputSpec, ...]:
