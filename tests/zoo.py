@@ -128,6 +128,7 @@ class Shape:
     vocab_parallel: bool | str = False
     gradients: bool = True
     offload: bool | float = False
+    grad_dtype: torch.dtype | None = None
 
 
 def compiled(case: Case, model: nn.Module, microbatches: int, shape: Shape) -> fxpipe.Pipeline:
@@ -143,6 +144,7 @@ def compiled(case: Case, model: nn.Module, microbatches: int, shape: Shape) -> f
         seed=shape.seed,
         vocab_parallel=shape.vocab_parallel,
         gradients=shape.gradients,
+        grad_dtype=shape.grad_dtype,
         offload=fxpipe.Offload(shape.offload, bandwidth=1e12),
         effort=EFFORT,
     )

@@ -82,15 +82,18 @@ def _source(part: fx.Node, dtype: torch.dtype) -> tuple[fx.Node, bool]:
         before = node_arg(source, 0)
         if source.target is aten.t.default:
             transposed = not transposed
-        elif source.kwargs.keys() != {"dtype"} or not _holds(dtype, before.meta["val"].dtype):
+        elif not _adds_alike(source.meta["val"], before.meta["val"], dtype):
             break
         source = before
     return source, transposed
 
 
-def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """Whether every number of the other dtype is one of ``dtype``."""
-    return torch.promote_types(dtype, other) == dtype
+def _adds_alike(copy: torch.Tensor, source: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether the source of a copy can be added in its place: its numbers are numbers of ``dtype``, to which
+    additions promote all but floats of eight bits."""
+    if copy.device != source.device or source.dtype.itemsize == 1:
+        return False
+    return torch.promote_types(source.dtype, dtype) == dtype
 
 
 def _is_widened(product: torch.Tensor, total: torch.Tensor) -> bool:
