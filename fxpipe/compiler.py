@@ -21,6 +21,7 @@ from torch import fx, nn
 
 from fxpipe.capture.resized import named_lengths, sample
 from fxpipe.capture.trace import Captured, capture
+from fxpipe.capture.underflow import warn_of_float16
 from fxpipe.choose import choose
 from fxpipe.codegen.collectives import collectives
 from fxpipe.codegen.program import RankPlan, program_source
@@ -102,6 +103,7 @@ def compile_model(
     with phase("capture"):
         lengths = None if options.dimensions is None else named_lengths(example, options.dimensions)
         captured = traced(example)
+        warn_of_float16(captured.graph)
         resized = None
         if lengths is not None:
             resized = sample(captured.graph, example, lengths, lambda resized: traced(resized).graph)

@@ -353,3 +353,43 @@ def test_from_a_model_on_the_meta_device():
     pipe.load_state_dict(real.state_dict())
     expected = pipeline(real, 2, Shape(2, **FLOAT32)).run_local(batch).grads
     assert all(torch.equal(g, expected[name]) for name, g in pipe.run_local(batch).grads.items())
+
+
+# -- float16 ----------------------------------------------------------------------------------------------
+
+
+class Half(nn.Module):
+    def __init__(self, autocast: bool) -> None:
+        super().__init__()
+        self.autocast, self.layer = autocast, nn.Linear(8, 8)
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.float16, enabled=self.autocast):
+            return self.layer(x).float().square().mean()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_backward_in_float16_is_told(autocast):
+    """The remedy of its warning: the loss times a constant, by which the gradients are divided."""
+    torch.manual_seed(0)
+    model = Half(autocast).to(torch.float32 if autocast else torch.float16)
+    x = 1e-4 * torch.randn(4, 8, dtype=model.layer.weight.dtype)
+    nn.init.zeros_(model.layer.bias)
+    given = {"ranks": 1, "microbatches": 2, "schedule": "1f1b", **FLOAT32}
+    scale = 2.0**14
+    with pytest.warns(UserWarning, match=r"float16 \(module '', .*:\d+\).*bfloat16"):
+        plain = fxpipe.compile(model, (x[:2],), **given)
+    with pytest.warns(UserWarning, match="GradScaler"):
+        scaled = fxpipe.compile(model, (x[:2],), loss_fn=lambda loss, batch: loss * scale, **given)
+    exact = copy.deepcopy(model).double()
+    (exact.layer(x.double()).square().mean()).backward()
+    expected = exact.layer.weight.grad
+    assert (plain.run_local((x,)).grads["layer.weight"] - expected).norm() > 0.5 * expected.norm()
+    found = scaled.run_local((x,)).grads["layer.weight"] / scale
+    assert (found - expected).norm() < 2**-9 * expected.norm()
+
+
+def test_a_forward_in_float16_is_not(recwarn):
+    model = Half(False).half()
+    fxpipe.compile(model, (torch.ones(2, 8).half(),), ranks=1, microbatches=2, gradients=False)
+    assert [str(w.message) for w in recwarn if "float16" in str(w.message)] == []
