@@ -31,6 +31,7 @@ from fxpipe.cost.device import Device
 from fxpipe.cost.nodes import NodeSeconds
 from fxpipe.cost.profile import known_tensors, measured_bandwidth
 from fxpipe.errors import PartitionError, ScheduleError, VocabularyError
+from fxpipe.ir.casts import parameter_of
 from fxpipe.ir.graph import Kind, Section
 from fxpipe.ir.liveness import Liveness, liveness
 from fxpipe.ir.sections import requested_outputs
@@ -219,7 +220,8 @@ def _model_stages(schedule: Schedule) -> list[int]:
 def _tensors_of(stage: int, sections: Sequence[Section]) -> frozenset[str]:
     """The parameters and buffers of a stage."""
     values = [v for s in sections if s.stage == stage for v in (*s.inputs, *s.outputs)]
-    return frozenset(v.name for v in values if v.kind in (Kind.PARAMETER, Kind.BUFFER))
+    buffers = {v.name for v in values if v.kind is Kind.BUFFER}
+    return frozenset(buffers | {name for v in values if (name := parameter_of(v))})
 
 
 @contextlib.contextmanager

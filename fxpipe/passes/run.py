@@ -20,6 +20,7 @@ from fxpipe.ir.sections import Message, extract, messages
 from fxpipe.ir.verify import verify
 from fxpipe.partition.coloring import partition
 from fxpipe.passes.accumulate import fuse_accumulation
+from fxpipe.passes.cast_once import cast_once
 from fxpipe.passes.contiguous import make_contiguous
 from fxpipe.passes.copy_given_results import copy_given_results
 from fxpipe.passes.count_beside_loss import count_beside_loss
@@ -129,6 +130,7 @@ PASSES = (
     Pass("count_beside_loss", lambda step, options: count_beside_loss(step.graph)),
     Pass("untie", lambda step, options: untie(step.graph)),
     Pass("split_backward", lambda step, options: split_backward(step.graph)),
+    Pass("cast_once", lambda step, options: cast_once(step.graph)),
     Pass("sink_cheap_values", lambda step, options: sink_cheap_values(step.graph, options.seconds)),
     # once for each level of recomputation
     Pass("recompute", _recompute, lambda step, options: options.recompute is not None),
