@@ -76,24 +76,25 @@ def _accumulated(graph: fx.Graph, into: fx.Node, part: fx.Node, once: bool) -> f
 
 def _source(part: fx.Node, dtype: torch.dtype) -> tuple[fx.Node, bool]:
     """The value that casts and transpositions lead from to ``part``, if it has no other use, and whether it
-    is transposed.  No cast is left out that rounds to the accumulator's ``dtype``."""
-    source, transposed = part, False
+    is transposed.  A cast that rounds is left out where the accumulator's ``dtype`` has more bits than the
+    parameter's: sums are meant to be more exact then."""
+    source, transposed, rounded = part, False, part.meta["val"].dtype == dtype
     while len(source.users) == 1 and source.target in (aten.t.default, aten._to_copy.default):
         before = node_arg(source, 0)
         if source.target is aten.t.default:
             transposed = not transposed
-        elif not _adds_alike(source.meta["val"], before.meta["val"], dtype):
-            break
+        else:
+            old, new = before.meta["val"], source.meta["val"]
+            if old.device != new.device or not _holds(new.dtype if rounded else dtype, old.dtype):
+                break
         source = before
     return source, transposed
 
 
-def _adds_alike(copy: torch.Tensor, source: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether the source of a copy can be added in its place: its numbers are numbers of ``dtype``, to which
-    additions promote all but floats of eight bits."""
-    if copy.device != source.device or source.dtype.itemsize == 1:
-        return False
-    return torch.promote_types(source.dtype, dtype) == dtype
+def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether the numbers of another dtype are numbers of ``dtype``, and additions promote them to it (floats
+    of eight bits are not promoted)."""
+    return other.itemsize > 1 and torch.promote_types(other, dtype) == dtype
 
 
 def _is_widened(product: torch.Tensor, total: torch.Tensor) -> bool:

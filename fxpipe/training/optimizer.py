@@ -160,21 +160,24 @@ class PipelineOptimizer(Optimizer):
         """The wrapped optimizer's state of this rank's parameters, and their masters.  ``Checkpointer`` saves
         that of all ranks, by the model's names."""
         found = self.optimizer.state_dict()
-        states = ((k, self.state_of(updated)) for k, updated in enumerate(self._updated()))
-        return {**found, "state": {k: state for k, state in states if state}}
+        held = {k: updated for k, updated in enumerate(self._updated()) if updated in self.masters}
+        return {**found, "state": {**found["state"], **{k: self.state_of(x) for k, x in held.items()}}}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Masters that the state does not hold get the values of the parameters."""
-        states = {k: dict(state) for k, state in state_dict["state"].items()}
-        masters = {k: state.pop(MASTER) for k, state in states.items() if MASTER in state}
+        states = dict(state_dict["state"])
+        masters = {k: state[MASTER] for k, state in states.items() if MASTER in state}
+        for k in masters:
+            own = {name: value for name, value in states.pop(k).items() if name != MASTER}
+            states |= {k: own} if own else {}
         if masters and not self.masters:
             warnings.warn(
                 "The state holds master weights, and this optimizer has none: training goes on with the "
                 "parameters, which have fewer bits. Make it with master_weights=True to keep them.",
                 stacklevel=2,
             )
-        self.optimizer.load_state_dict({**state_dict, "state": {k: s for k, s in states.items() if s}})
+        self.optimizer.load_state_dict({**state_dict, "state": states})
         for k, updated in enumerate(self._updated()):
             if updated in self.masters:
                 updated.copy_(masters.get(k, self.masters[updated]))

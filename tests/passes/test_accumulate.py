@@ -71,7 +71,7 @@ def test_a_device_with_the_op_adds_products_in_float32(build, options, monkeypat
 
 
 def test_a_cast_that_rounds_is_kept():
-    """To a parameter of bfloat16 a gradient of float32 is added as autograd gives it."""
+    """To a gradient of bfloat16 what autograd gives is added, and to one of float32 all its bits."""
 
     class Wide(Mixed):
         def forward(self, index):
@@ -81,3 +81,18 @@ def test_a_cast_that_rounds_is_kept():
     assert narrow["last.weight"].args[1].target is aten._to_copy.default
     assert wide["last.weight"].target is aten.addmm_.default
     assert [n.meta["val"].dtype for n in wide["last.weight"].all_input_nodes] == [torch.float32] * 3
+
+
+def test_a_gradient_that_is_rounded_on_its_way_stays_rounded():
+    """From float64 to float32 and back, as where a double model computes a part in float32."""
+
+    class Rounded(Mixed):
+        def forward(self, index):
+            scale = self.first.bias.float().double()
+            return (self.table(index) * scale).square().mean()
+
+    model = Rounded().double()
+    part = accumulations(model)["first.bias"].args[1]
+    assert isinstance(part, fx.Node)
+    assert part.target is aten._to_copy.default
+    assert part.meta["val"].dtype == torch.float32

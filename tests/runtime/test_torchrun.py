@@ -185,7 +185,9 @@ def test_master_weights_are_those_of_one_process(two_ranks, name):
         assert {t.dtype for t in found.values()} == {torch.float32}
         assert too_far(found, {key: part(masters, key).detach() for key in found}, 1e-5) == {}
         held |= found
-    assert whole(held).keys() == masters.keys()
+    saved = fxpipe.read_checkpoint(two_ranks / f"{name} steps").optimizer
+    assert whole(held).keys() == masters.keys() == saved.keys()
+    assert all(torch.equal(saved[key]["master_weight"], master) for key, master in whole(held).items())
 
 
 @pytest.mark.usefixtures("double")
