@@ -7,14 +7,32 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from zoo import CASES, LENGTH, WORDS, Case, Shape, TiedHead, captured_once, compiled, cut, tokens
+from torch.nn import functional as F
+from zoo import LENGTH, WIDTH, WORDS, Case, Shape, captured_once, compiled, cut, tokens
 
 import fxpipe
 from fxpipe.errors import ArtifactError, LimitError, ScheduleError
 from fxpipe.plan.artifact import Plan
 
 MANY = 32  # microbatches
-LOW = Case(lambda: Case(TiedHead, tokens).build().bfloat16(), tokens, rows=1)
+
+
+class Tied(nn.Module):
+    """A table that is embedding and head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids, labels):
+        logits = self.head(self.layers(self.embedding(ids)))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+LOW = Case(lambda: Tied().bfloat16(), tokens, rows=1)
 FLOAT32 = {"grad_dtype": torch.float32}
 
 
@@ -62,28 +80,28 @@ def steady(rows: int) -> dict[str, torch.Tensor]:
 
 def test_sums_in_float32_are_as_exact_as_one_microbatch():
     case = Case(lambda: Case(Steady, steady).build().bfloat16(), steady, rows=2)
-    model, batch = case.build(), case.data(128)
-    exact = summed(copy.deepcopy(model).double(), {"x": batch["x"].double()}, 128, torch.float64)
+    model, batch = case.build(), case.data(64)
+    exact = summed(copy.deepcopy(model).double(), {"x": batch["x"].double()}, 64, torch.float64)
     errors = {}
     for dtype in (None, torch.float32):
-        pipe = pipeline(model, 128, Shape(1, grad_dtype=dtype), case)
+        pipe = pipeline(model, 64, Shape(1, grad_dtype=dtype), case)
         errors[dtype] = error(pipe.run_local(batch).grads, exact)
-    assert errors[torch.float32] < 2**-8 < 2**-5 < errors[None]
+    assert errors[torch.float32] < 2**-8 < 2**-6 < errors[None]
 
 
 def test_they_are_the_sums_of_a_loop_that_adds_in_float32():
-    """All bits, but for a tied weight, whose two gradients a loop adds in bfloat16 for each microbatch."""
+    """All bits, but for a table, whose rows are added in float32 within a microbatch as well."""
     model, batch = LOW.build(), LOW.data(MANY)
-    expected = summed(model, batch, MANY, torch.float32)
-    tied = expected.pop("embedding.weight")
-    exact = summed(copy.deepcopy(model).double(), batch, MANY, torch.float64)["embedding.weight"]
+    untied = copy.deepcopy(model)
+    untied.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    expected = summed(untied, batch, MANY, torch.float32)
+    table = expected.pop("embedding.weight") + expected.pop("head.weight")
     for shape in (Shape(2, **FLOAT32), Shape(3, "zb-h1", **FLOAT32)):
         grads = pipeline(model, MANY, shape).run_local(batch).grads
-        own = grads.pop("embedding.weight")
-        assert all(torch.equal(g, expected[name]) for name, g in grads.items())
+        tied = grads.pop("embedding.weight")
         assert grads.keys() == expected.keys()
-        assert own.dtype == torch.float32
-        assert (own - exact).norm() <= (tied - exact).norm()
+        assert all(torch.equal(g, expected[name]) for name, g in grads.items())
+        assert (tied - table).norm() <= 2**-10 * table.norm()
 
 
 def test_they_add_what_a_split_vocabulary_gives():
@@ -94,7 +112,8 @@ def test_they_add_what_a_split_vocabulary_gives():
     narrow = pipeline(model, MANY, split).run_local(batch).grads
     wide = pipeline(model, MANY, replace(split, **FLOAT32)).run_local(batch).grads
     assert {g.dtype for g in wide.values()} == {torch.float32}
-    assert error(wide, exact) <= 1.1 * eager < error(narrow, exact)
+    assert error(wide, exact) <= 1.3 * eager  # shards round in other places than the whole
+    assert error(narrow, exact) > 1.3 * error(wide, exact)
 
 
 class Scores(nn.Module):
@@ -128,7 +147,7 @@ def test_the_mean_over_all_counts_is_taken_in_float32():
 
 
 def test_no_gradient_is_narrower_than_its_parameter():
-    model = CASES["tied_head"].build().double()
+    model = Tied().double()
     pipe = pipeline(model, 2, Shape(2, **FLOAT32), Case(lambda: model, tokens))
     batch = tokens(4)
     assert {g.dtype for g in pipe.run_local(batch).grads.values()} == {torch.float64}
@@ -230,7 +249,7 @@ def test_master_weights_are_trained_as_a_model_of_float32(dtype):
 
 
 def test_parameters_of_float32_are_their_own_masters():
-    case = CASES["tied_head"]
+    case = Case(Tied, tokens)
     pipe = pipeline(case.build(), 2, Shape(1), case)
     optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1, master_weights=True)
     assert optimizer.masters == {}
@@ -348,7 +367,7 @@ def test_it_is_refused_without_gradients():
 def test_from_a_model_on_the_meta_device():
     real, batch = LOW.build(), LOW.data(2)
     with torch.device("meta"):
-        model = TiedHead().bfloat16()
+        model = Tied().bfloat16()
     pipe = compiled(LOW, model, 2, Shape(2, **FLOAT32))
     pipe.load_state_dict(real.state_dict())
     expected = pipeline(real, 2, Shape(2, **FLOAT32)).run_local(batch).grads
