@@ -44,6 +44,7 @@ def compile(
     # the step
     loss_fn: Callable[..., Any] | None = None,
     gradients: bool = True,
+    grad_dtype: torch.dtype | None = None,
     outputs: Sequence[str] = (),
     evaluation: bool = False,
     seed: int = 0,
@@ -78,6 +79,10 @@ def compile(
     gradients: False compiles the forward alone, for evaluation of ``model.eval()``: ``pipe.step`` and
         ``run_local`` then give the loss.  The pipeline works on the model's own weights.  With ``outputs`` it
         needs no loss.
+    grad_dtype: the dtype in which the gradients of parameters with fewer bits are accumulated over the
+        microbatches, summed over ranks and clipped: torch.float32 for a model of bfloat16, which loses bits
+        from about 16 microbatches on.  By default each parameter's own.  ``.grad`` and ``run_local(…).grads``
+        have it; ``pipe.optimizer`` hands them over in the dtype of what it updates.
     outputs: names of values that ``pipe.step(batch, outputs=[…])`` can give beside the loss: tensors in the
         model's output (``"logits"``, ``"0"`` of a tuple, ``"losses.ce"``; ``"output"`` if it is one tensor),
         metrics of ``loss_fn``, and ``"loss"`` and ``"count"``, those of each microbatch.
@@ -165,6 +170,7 @@ def compile(
         seed=seed,
         vocab_parallel=vocab_parallel,
         gradients=gradients,
+        grad_dtype=grad_dtype,
         recompute=recompute,
         offload=as_offload(offload, old_spellings, device),
         dimensions=dimensions,

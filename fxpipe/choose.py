@@ -70,7 +70,7 @@ def choose(
             if options.memory_limit is not None:
                 try:
                     held = tensor_ownership(model, cut.sections, rank_of_stage, options.ranks)
-                    weights = weight_bytes(model, held)
+                    weights = weight_bytes(model, held, options.grad_dtype)
                     results = result_bytes(cut.graph, rank_of_stage, options.ranks, options.microbatches)
                     both = [a + b for a, b in zip(weights, results, strict=True)]
                     limits = activation_budget(options.memory_limit, both)

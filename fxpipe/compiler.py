@@ -22,6 +22,7 @@ from torch import fx, nn
 
 from fxpipe.capture.resized import named_lengths, sample
 from fxpipe.capture.trace import Captured, capture
+from fxpipe.capture.underflow import warn_of_float16
 from fxpipe.choose import choose
 from fxpipe.codegen.collectives import collectives
 from fxpipe.codegen.program import RankPlan, program_source
@@ -32,6 +33,7 @@ from fxpipe.cost.device import Device
 from fxpipe.cost.known_devices import device_named
 from fxpipe.cost.profile import known_tensors, measured_bandwidth
 from fxpipe.errors import PartitionError, ScheduleError, VocabularyError
+from fxpipe.ir.casts import parameter_of
 from fxpipe.ir.graph import Kind, Section
 from fxpipe.ir.liveness import Liveness, liveness
 from fxpipe.ir.sections import requested_outputs
@@ -106,6 +108,7 @@ def compile_model(
     with phase("capture"):
         lengths = None if options.dimensions is None else named_lengths(example, options.dimensions)
         captured = traced(example)
+        warn_of_float16(captured.graph)
         resized = None
         if lengths is not None:
             resized = sample(captured.graph, example, lengths, lambda resized: traced(resized).graph)
@@ -159,7 +162,7 @@ def compile_evaluation(
     Raises PartitionError where the forward cannot be cut as the training step was.
     """
     cluster, plan = trained.cluster, trained.artifact.plan
-    options = replace(options, gradients=False, offload=Offload(share=None), recompute=False)
+    options = replace(options, gradients=False, grad_dtype=None, offload=Offload(share=None), recompute=False)
     own = _model_stages(plan.ordered)
     asked = CutOptions(
         len(own),
@@ -217,7 +220,8 @@ def _model_stages(schedule: Schedule) -> list[int]:
 def _tensors_of(stage: int, sections: Sequence[Section]) -> frozenset[str]:
     """The parameters and buffers of a stage."""
     values = [v for s in sections if s.stage == stage for v in (*s.inputs, *s.outputs)]
-    return frozenset(v.name for v in values if v.kind in (Kind.PARAMETER, Kind.BUFFER))
+    buffers = {v.name for v in values if v.kind is Kind.BUFFER}
+    return frozenset(buffers | {name for v in values if (name := parameter_of(v))})
 
 
 @contextlib.contextmanager
@@ -265,6 +269,7 @@ def _stages(
                 measured,
                 slowness=own,
                 placements=tuple(names),
+                grad_dtype=options.grad_dtype,
             )
             try:
                 if barriers not in steps:
@@ -338,6 +343,7 @@ def _programs(plan: Plan, cut: Cut, instructions: Programs, pools: tuple[Pool, .
             f"Rank {rank} of {plan.ranks}: {plan.model}, stage {stages}.",
             "",
             f"Schedule {plan.schedule}, {plan.step.microbatches} microbatches.",
+            *([f"Gradients are accumulated in {plan.grad_dtype}."] if plan.grad_dtype else []),
         )
         programs.append(
             program_source(

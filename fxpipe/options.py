@@ -16,6 +16,7 @@ from fxpipe.cost.known_devices import device_names, is_device_name
 from fxpipe.errors import ScheduleError
 from fxpipe.passes.recompute import LEVELS, Level
 from fxpipe.runtime.offloader import TIERS, Tier, default_tier
+from fxpipe.runtime.tensors import GRAD_DTYPES
 from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.offload.planner import FULL
 from fxpipe.schedule.ops import Schedule
@@ -102,6 +103,7 @@ class Options:
     seed: int
     vocab_parallel: str | bool = False
     gradients: bool = True
+    grad_dtype: torch.dtype | None = None
     recompute: str | bool = False
     offload: Offload = Offload(share=None)
     dimensions: Mapping[str, int] | None = None
@@ -149,6 +151,13 @@ def check(options: Options) -> None:
         )
     if options.evaluation and not options.gradients:
         raise ScheduleError("Without gradients the step is an evaluation itself: leave out evaluation.")
+    if options.grad_dtype not in (None, *GRAD_DTYPES):
+        raise ScheduleError(
+            f"grad_dtype is {options.grad_dtype!r} and must be None (the parameters' own), torch.float32 or "
+            "torch.float64: sums in fewer bits lose what small gradients add."
+        )
+    if options.grad_dtype is not None and not options.gradients:
+        raise ScheduleError("Without gradients nothing is accumulated: leave out grad_dtype.")
     _check_offload(options)
     if options.placement is not None:
         place(options.placement, options.ranks, 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import fx
 
 from fxpipe.capture.resized import ResizedTraces
@@ -19,6 +20,7 @@ from fxpipe.ir.sections import SectionEdge, edges_between, extract
 from fxpipe.ir.verify import verify
 from fxpipe.partition.coloring import partition
 from fxpipe.passes.accumulate import fuse_accumulation
+from fxpipe.passes.cast_once import cast_once
 from fxpipe.passes.contiguous import make_contiguous
 from fxpipe.passes.copy_given_results import copy_given_results
 from fxpipe.passes.count_beside_loss import count_beside_loss
@@ -45,7 +47,8 @@ class CutOptions:
     ``stages``: the number of the model's own stages.  ``split_points``: see ``partition``.  ``barriers``: per
     microbatch, of split vocabulary layers; None if they are not split.  ``runnable``: the sections will be
     run for their costs.  ``recompute``: the level of recomputation.  ``held``, ``slowness``: see
-    ``partition``.  ``placements``: the names of those that the cut is for.
+    ``partition``.  ``placements``: the names of those that the cut is for.  ``grad_dtype``: see
+    ``fxpipe.compile``.
     """
 
     stages: int
@@ -58,6 +61,7 @@ class CutOptions:
     held: Sequence[Set[str]] | None = None
     slowness: tuple[float, ...] = ()
     placements: tuple[str, ...] = ()
+    grad_dtype: torch.dtype | None = None
 
 
 @dataclass(eq=False)
@@ -130,12 +134,13 @@ PASSES = (
     Pass("count_beside_loss", lambda step, options: count_beside_loss(step.graph)),
     Pass("untie", lambda step, options: untie(step.graph)),
     Pass("split_backward", lambda step, options: split_backward(step.graph)),
+    Pass("cast_once", lambda step, options: cast_once(step.graph)),
     Pass("sink_cheap_values", lambda step, options: sink_cheap_values(step.graph, options.seconds)),
     # once for each level of recomputation
     Pass("recompute", _recompute, lambda step, options: options.recompute is not None),
     Pass("mincut_saved_for_weight", lambda step, options: mincut_saved_for_weight(step.graph)),
     Pass("make_contiguous", lambda step, options: make_contiguous(step.graph)),
-    Pass("fuse_accumulation", lambda step, options: fuse_accumulation(step.graph)),
+    Pass("fuse_accumulation", lambda step, options: fuse_accumulation(step.graph, options.grad_dtype)),
     # of the chosen cut alone, as costs do not depend on them (but see ``_is_costed``)
     Pass("accept_any_strides", lambda step, options: accept_any_strides(step.graph)),
     Pass("use_inplace_ops", lambda step, options: use_inplace_ops(step.graph)),

@@ -17,6 +17,7 @@ import torch
 from fxpipe.cost.symbolic import Rates, Terms
 from fxpipe.errors import FxpipeError
 from fxpipe.runtime.batch import Leaf
+from fxpipe.runtime.tensors import GRAD_DTYPES
 from fxpipe.schedule.costs_file import check_costs
 from fxpipe.schedule.simulation.simulator import check_whole
 from fxpipe.strict import Misfit, misfit, shown
@@ -129,6 +130,8 @@ def _order(plan: Plan) -> None:
 def _tensors(plan: Plan) -> None:
     for name, layout in plan.layouts.items():
         _tensor(f"layouts[{name!r}]", layout.shape, layout.stride, layout.dtype)
+    wide = plan.grad_dtype in ("", *map(str, GRAD_DTYPES))
+    _fits("grad_dtype", plan.grad_dtype, wide, "empty, 'torch.float32' or 'torch.float64'")
     known, tables = set(plan.layouts), dict[str, set[Rows]]()
     for rank, held in enumerate(plan.tensors):
         path = f"tensors[{rank}]"

@@ -94,6 +94,13 @@ class Runtime:
         """The random-number key of one microbatch of this step."""
         return fold(fold(fold(0, self.spec.seed), self.step_number), microbatch)
 
+    def cast_parameters(self, casts: Mapping[str, tuple[str, torch.dtype]]) -> dict[str, torch.Tensor]:
+        """The parameters in other dtypes, for the whole step: name -> (name of the parameter, dtype)."""
+        found = {name: self.params[parameter].to(dtype) for name, (parameter, dtype) in casts.items()}
+        if self.record.at_cast is not None:
+            self.record.at_cast(found.values())
+        return found
+
     def receive(self, layouts: Layout | list[Layout], source: int) -> Pending:
         """Allocate the buffers of a message, one or a list, and start to receive it; does not block."""
         return self.comm.receive(layouts if isinstance(layouts, list) else [layouts], source)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -67,12 +67,14 @@ class Record:
     """The ops of the last step.
 
     A program waits for messages between its ops; that time does not count for any op.  For measurements
-    ``at_op`` is called with the name of each op before it runs, and ``at_arrival`` with each message.
+    ``at_op`` is called with the name of each op before it runs, ``at_arrival`` with each message, and
+    ``at_cast`` with parameters that are cast for the whole step.
     """
 
     clock: Clock = field(default_factory=HostClock)
     at_op: Callable[[str], None] | None = None
     at_arrival: Callable[[torch.Tensor], None] | None = None
+    at_cast: Callable[[Iterable[torch.Tensor]], None] | None = None
     _closed: list[tuple[str, Any, Any]] = field(default_factory=list)  # name, marks of begin and end
     _open: tuple[str, Any] | None = None
     _over: bool = True  # the step

@@ -307,5 +307,6 @@ class Runner:
 
 def _metered(main: Callable[[], Any], rt: Runtime, meter: SavedBytes) -> Any:
     rt.record.at_op, rt.record.at_arrival = meter.between_ops, meter.arrived
+    rt.record.at_cast = meter.ignore
     with meter:
         return main()

@@ -77,6 +77,7 @@ PROGRAMS: dict[str, Callable[[], tuple[str, ...]]] = {
     "random": lambda: programs(golden_models().Noisy, numbers(), ["second"]),
     "counts": counts,
     "outputs": outputs,
+    "mixed": lambda: programs(golden_models().Mixed, numbers(8), ["last"]),
     "v_placement": lambda: programs(
         golden_models().Deep,
         numbers(8),
