@@ -57,7 +57,8 @@ def choose(
     def at_level(of: Stages, level: Level | None) -> Iterator[Setting]:
         cut = cut_at_level(of, level, phase)
         if options.costs == "measured":
-            seconds = measured_seconds(cut.sections, device, hardware.stage_overhead, known)
+            overhead = hardware.stage_overhead
+            seconds = measured_seconds(cut.sections, device, overhead, known, options.backend)
         else:
             seconds = analytic_seconds(cut.graph, node_seconds)
         for name, rank_of_stage in tried.placements[of.options.stages].items():

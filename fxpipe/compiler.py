@@ -32,7 +32,7 @@ from fxpipe.cost.profile import known_tensors, measured_bandwidth
 from fxpipe.errors import PartitionError, ScheduleError, VocabularyError
 from fxpipe.ir.graph import Kind, Section
 from fxpipe.ir.liveness import Liveness, liveness
-from fxpipe.ir.sections import requested_outputs
+from fxpipe.ir.sections import is_compiled, requested_outputs
 from fxpipe.ir.storage import call_nodes, node_bytes, output_dict
 from fxpipe.options import Candidates, Offload, Options, candidates
 from fxpipe.passes.run import Cut, CutOptions, Stages, Step, finished, split, stages_of
@@ -168,6 +168,7 @@ def compile_evaluation(
         None,
         plan.vocabulary.barriers if plan.vocabulary is not None else None,
         held=[_tensors_of(stage, trained.sections) for stage in own],
+        backend=options.backend,
     )
     phase.expect(5)
     with phase("evaluation"), _in_eval_mode(model):
@@ -242,7 +243,15 @@ def _stages(
     for stages in tried.placements:
         found: list[Stages] = []
         for barriers in ways:
-            asked = CutOptions(stages, options.ranks, node_seconds, options.split_points, barriers, measured)
+            asked = CutOptions(
+                stages,
+                options.ranks,
+                node_seconds,
+                options.split_points,
+                barriers,
+                measured,
+                backend=options.backend,
+            )
             try:
                 if barriers not in steps:
                     with phase("vocabulary"):
@@ -308,6 +317,7 @@ def _finished(cut: Cut, live: Liveness, schedule: Schedule) -> tuple[Cut, tuple[
 def _programs(plan: Plan, cut: Cut, instructions: Programs, pools: tuple[Pool, ...]) -> tuple[str, ...]:
     crossing = {name for m in cut.messages for name in m.names}
     fakes = {n.name: n.meta["val"] for n in call_nodes(cut.graph) if n.name in crossing}
+    compiled = frozenset(s.color for s in cut.sections if is_compiled(s, cut.options.backend))
     programs = []
     for rank in range(plan.ranks):
         stages = ", ".join(f"{s.stage} ({s.first} … {s.last})" for s in plan.stages if s.rank == rank)
@@ -328,6 +338,7 @@ def _programs(plan: Plan, cut: Cut, instructions: Programs, pools: tuple[Pool, .
                     outputs=requested_outputs(cut.graph),
                     tensors=fakes,
                     places=pools[rank].places if pools else {},
+                    compiled=compiled,
                 )
             )
         )

@@ -45,7 +45,7 @@ class CutOptions:
     ``stages``: the number of the model's own stages.  ``split_points``: see ``partition``.  ``barriers``: per
     microbatch, of split vocabulary layers; None if they are not split.  ``runnable``: the sections will be
     run for their costs.  ``recompute``: the level of recomputation.  ``held``: see
-    ``partition``.
+    ``partition``.  ``backend``: that runs the sections.
     """
 
     stages: int
@@ -56,6 +56,7 @@ class CutOptions:
     runnable: bool = False
     recompute: Level | None = None
     held: Sequence[Set[str]] | None = None
+    backend: str = "eager"
 
 
 @dataclass(eq=False)
@@ -135,7 +136,7 @@ PASSES = (
     Pass("fuse_accumulation", lambda step, options: fuse_accumulation(step.graph)),
     # of the chosen cut alone, as costs do not depend on them (but see ``_is_costed``)
     Pass("accept_any_strides", lambda step, options: accept_any_strides(step.graph)),
-    Pass("use_inplace_ops", lambda step, options: use_inplace_ops(step.graph)),
+    Pass("use_inplace_ops", lambda step, options: use_inplace_ops(step.graph, options.backend)),
     Pass("offload", _insert_offload, lambda step, options: bool(step.offloaded)),
 )
 

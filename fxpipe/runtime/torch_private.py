@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import fx
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -20,7 +23,10 @@ __all__ = [
     "Store",
     "TorchDispatchMode",
     "as_one",
+    "compile_by_inductor",
     "default_store",
+    "fake_tensors",
+    "is_watched",
     "no_modes",
     "pytree",
     "rendezvous",
@@ -39,3 +45,34 @@ def as_one(
     group._start_coalescing(device)
     start()
     return [group._end_coalescing(device)]
+
+
+def is_watched() -> bool:
+    """Whether a TorchDispatchMode sees the ops of this thread."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def fake_tensors() -> contextlib.AbstractContextManager[Any]:
+    """Inside of it new tensors are fake: they have a layout, and no memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+def compile_by_inductor(
+    traced: fx.GraphModule, inputs: Sequence[torch.Tensor]
+) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
+    """A graph of ATen ops that returns a list, as Inductor compiles it for inputs like these, which may be fake.
+
+    The result takes the inputs in a list, which it empties: each is freed after its last use.
+    """
+    from torch import _inductor
+
+    graph = fx.Graph()
+    given = graph.placeholder("inputs")
+    given.meta["steal_arg"] = True
+    placeholders = traced.graph.find_nodes(op="placeholder")
+    copies = {n: graph.call_function(operator.getitem, (given, i)) for i, n in enumerate(placeholders)}
+    results = graph.graph_copy(traced.graph, copies)
+    graph.output(tuple(results))  # type: ignore[arg-type]
+    return _inductor.compile(fx.GraphModule(traced, graph), [list(inputs)])
