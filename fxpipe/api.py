@@ -114,9 +114,9 @@ def compile(
         fastest of none and these within ``memory_limit``, as simulated.
     offload: move saved activations off the rank until the backward needs them: an :class:`fxpipe.Offload`, or
         its ``share`` alone (True, ``0.5``, ``"auto"``).
-    backend: ``"eager"``, or ``"inductor"``: on its first step each rank compiles its forward and backward sections
-        with Inductor, PyTorch's own compiler, which fuses their ops; weight gradients stay eager
-        (docs/gpus.md).  Random numbers are the same, other results differ by rounding.
+    backend: ``"eager"``, or ``"inductor"``: before its first step each rank compiles the forward and backward
+        of its stages with Inductor, PyTorch's own compiler, which fuses their ops; weight gradients stay
+        eager (docs/inductor.md).  Random numbers are the same, other results differ by rounding.
     timeout: under torchrun, the longest time that a rank waits for another one, in seconds or as a timedelta;
         10 minutes by default.  The time that rank 0 takes to compile does not count.  It is a property of the
         process group: the first call makes that, and a group that exists keeps its own.

@@ -128,6 +128,8 @@ class Shape:
     vocab_parallel: bool | str = False
     gradients: bool = True
     offload: bool | float = False
+    recompute: bool | str = False
+    backend: str = "eager"
 
 
 def compiled(case: Case, model: nn.Module, microbatches: int, shape: Shape) -> fxpipe.Pipeline:
@@ -144,6 +146,8 @@ def compiled(case: Case, model: nn.Module, microbatches: int, shape: Shape) -> f
         vocab_parallel=shape.vocab_parallel,
         gradients=shape.gradients,
         offload=fxpipe.Offload(shape.offload, bandwidth=1e12),
+        recompute=shape.recompute,
+        backend=shape.backend,
         effort=EFFORT,
     )
 

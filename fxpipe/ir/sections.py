@@ -126,14 +126,17 @@ def _kind(node: fx.Node) -> Kind:
     return Kind.OFFLOADED if node.target is offload else Kind.VALUE
 
 
-def is_compiled(section: Section, backend: str) -> bool:
-    """Whether Inductor compiles the section for this backend: F or B, with an op that computes something.
+def compiles(backend: str, phase: Phase) -> bool:
+    """Whether a backend compiles sections of a phase.  W runs op by op: its matrix products add to the
+    gradients in place."""
+    return backend == "inductor" and phase is not Phase.W
 
-    W runs op by op: its matrix products add to the gradients in place.
-    """
-    if backend == "eager" or section.phase is Phase.W:
-        return False
-    return any(n.target not in (read_buffer, expect) and not is_view(n) for n in call_nodes(section.graph))
+
+def is_compiled(section: Section, backend: str) -> bool:
+    """Whether a backend compiles the section: it has an op that computes something."""
+    return compiles(backend, section.phase) and any(
+        n.target not in (read_buffer, expect) and not is_view(n) for n in call_nodes(section.graph)
+    )
 
 
 def requested_outputs(graph: fx.Graph) -> dict[str, Value]:

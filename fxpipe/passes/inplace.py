@@ -8,8 +8,7 @@ Elementwise ops overwrite any such operand; other ops with an in-place form over
 no other argument reads it.  Results are bit-identical; but half of the memory that the op touches is already
 in the caches, and less memory is live.
 
-Inductor reuses memory by itself, and lets equal results of a section share it: with it only W is rewritten,
-and overwrites what W has made.
+Inductor reuses memory by itself: of the sections that it compiles, none is rewritten.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 from torch import fx
 
 from fxpipe.ir.compat import Argument, OpOverload, has_kernel, pytree
-from fxpipe.ir.graph import Phase
+from fxpipe.ir.sections import compiles
 from fxpipe.ir.storage import call_nodes, is_view, last_uses, node_bytes, storage_roots, written
 from fxpipe.runtime.tensors import is_dense
 
@@ -30,16 +29,13 @@ def use_inplace_ops(graph: fx.Graph, backend: str = "eager") -> None:
     roots = storage_roots(graph)
     last = last_uses(graph, roots)
     for node in call_nodes(graph):
-        if is_view(node) or (backend != "eager" and node.meta["color"].phase is not Phase.W):
+        if is_view(node) or compiles(backend, node.meta["color"].phase):
             continue
         used = [roots[n] for n in node.all_input_nodes]
         free = [
             n
             for n, root in zip(node.all_input_nodes, used, strict=True)
-            if last.get(root) is node
-            and used.count(root) == 1
-            and (backend == "eager" or root.meta["color"] == node.meta["color"])
-            and _same_place(n, root, node)
+            if last.get(root) is node and used.count(root) == 1 and _same_place(n, root, node)
         ]
         if free:
             _write_over(node, free)

@@ -19,16 +19,16 @@ from fxpipe.runtime.random import as_tensor
 from fxpipe.runtime.torch_private import compile_by_inductor, fake_tensors, is_watched, no_modes, pytree
 
 Place = tuple[int, Any]
-"""Of an input: the number of the argument, and the key or index in that; None if it is the argument itself."""
+"""Of an input: the number of the argument, and the key or index in it; None if the argument is the input."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Compiled:
     """A function as compiled for inputs of some layouts.
 
-    ``places``: of its inputs, which are those tensors of its arguments that the function uses.  ``run``: from a list
-    of them, which it empties, to the function's results and what its checks read.  ``tree``: of the results.
-    ``checks``: the other arguments of each ``expect``.
+    ``places``: of its inputs, the tensors among its arguments that it uses.  ``run``: takes a list of them,
+    which it empties, and gives the function's results and the values that its checks read.  ``tree``: of the
+    results.  ``checks``: the other arguments of each ``expect``.
     """
 
     places: tuple[Place, ...]
@@ -42,11 +42,11 @@ class _Compiled:
         return [as_tensor(value) if isinstance(value, int) else value for value in found]
 
 
-class inductor:  # noqa: N801 - a decorator
+class inductor:
     """A function of tensors, and of dicts and lists of tensors, as Inductor compiles it.
 
-    The first call compiles, or ``prepare`` before it; so does one with a tensor of another layout.  Lists among the
-    arguments are emptied, and their tensors freed after their last use, as the function itself does it.
+    The first call compiles, or ``prepare`` before it, and so does a call with a tensor of another layout.
+    Lists among the arguments are emptied, and their tensors freed after their last use, as by the function.
 
     Raises RunError if the function cannot be traced or compiled.
     """
@@ -75,17 +75,18 @@ class inductor:  # noqa: N801 - a decorator
         return pytree.tree_unflatten(results[:own], compiled.tree)
 
     def prepare(self, *args: Any) -> _Compiled:
-        """Compile the function for arguments like these, which may be fake."""
+        """Compile the function for arguments like these, which may be fake, and which stay as they are."""
         try:
             with no_modes():
                 compiled = _compile(self.function, args)
         except Exception as error:  # Inductor may raise anything
             name = getattr(self.function, "__name__", "a function")
+            what = next(iter(str(error).strip().splitlines()), "").rstrip(".")
             raise RunError(
-                f"Inductor cannot compile {name}: {type(error).__name__}: {error}\n"
-                "It needs a C++ compiler for programs on the CPU (g++, or the one that the environment variable "
-                "CXX names) and Triton for GPUs. If these are there, take the line @inductor above "
-                f"{name} out of the program, or compile the pipeline with backend='eager'."
+                f"Inductor cannot compile {name} ({type(error).__name__}: {what}). It needs a C++ compiler "
+                "for programs on the CPU (g++, or the one that the environment variable CXX names), and "
+                f"Triton for those on GPUs. If it has them, take the line @inductor above {name} out of the "
+                "program, which then runs it op by op, or compile the pipeline with backend='eager'."
             ) from error
         self._known.append(compiled)
         return compiled

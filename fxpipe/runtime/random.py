@@ -30,8 +30,8 @@ def fold(key: int, number: int) -> int:
 def keyed(key: int | torch.Tensor, position: int, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a random op as if its device's generator had been seeded with ``key`` and ``position``.
 
-    The generator's state is restored.  In a trace the key is a tensor (0-d, int64): the trace sees one op, whose
-    result depends on its arguments alone.
+    The generator's state is restored.  In a trace the key is a tensor (0-d, int64): the trace sees one op,
+    whose result depends on its arguments alone.
     """
     if isinstance(key, torch.Tensor):
         return _as_one_op(op)(key, position, *args, **kwargs)

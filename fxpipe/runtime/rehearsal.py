@@ -1,7 +1,7 @@
 """Compiles the functions of a program before its first step.
 
-Their first calls would compile them in the step, where other ranks wait, for longer than their time limit.  So the
-program runs once on fake tensors, which have layouts and no data, up to the point where every function was called.
+Their first calls would compile them inside the step, where other ranks wait, and for longer than their time
+limit.  So the program runs once on fake tensors, which have a layout and no data, until it has called each.
 """
 
 from __future__ import annotations
@@ -18,10 +18,6 @@ from fxpipe.runtime.comm import Layout
 from fxpipe.runtime.inductor import inductor
 from fxpipe.runtime.rank import StepSpec
 from fxpipe.runtime.torch_private import fake_tensors
-
-
-class _AllCompiled(Exception):
-    pass
 
 
 def compiled_functions(step: Callable[..., Any]) -> dict[str, inductor]:
@@ -41,8 +37,8 @@ def compile_functions(
     """Compile the functions of a program for the layouts that they get in ``step``.
 
     tensors: params, buffers and constants of the rank.  gradients: the names of the parameters that have one.
-    An edited ``step`` that needs data compiles them itself; then a warning says so.  Raises RunError as
-    ``inductor.prepare`` does.
+    Warns of functions that the first step itself will compile, as an edited ``step`` may need data.  Raises
+    RunError as ``inductor.prepare`` does.
     """
     functions = compiled_functions(step)
     if not isinstance(step, FunctionType) or not functions:
@@ -66,16 +62,23 @@ def compile_functions(
             pass
         except FxpipeError:
             raise
-        except Exception as error:  # an edited step may raise anything
+        except Exception as error:  # noqa: BLE001 - an edited step may raise anything
             warnings.warn(
-                f"The first step will compile {', '.join(sorted(ahead))}, and other ranks wait for it: without data "
-                f"the program fails. {type(error).__name__}: {error}",
+                f"The first step will compile {', '.join(sorted(ahead))}, and the other ranks wait for it: "
+                f"the program cannot run without data ({type(error).__name__}: {error}).",
                 stacklevel=2,
             )
 
 
+class _AllCompiled(Exception):
+    """Ends the rehearsal."""
+
+
 class _Rehearsal:
-    """``rt`` for a program on fake tensors: messages arrive at once, and what has no result does nothing."""
+    """``rt`` for a program on fake tensors: messages arrive at once, and methods without a result do nothing.
+
+    ``ahead``: the functions that are not compiled yet.
+    """
 
     def __init__(
         self,
@@ -84,12 +87,12 @@ class _Rehearsal:
         tensors: Mapping[str, Mapping[str, torch.Tensor]],
         gradients: Iterable[str],
         device: torch.device,
-        ahead: Mapping[str, Any],
+        ahead: Mapping[str, inductor],
     ) -> None:
-        self._rank, self._spec, self._device, self._ahead = rank, spec, device, ahead
+        self._spec, self._needed, self._device, self._ahead = spec, spec.leaves_of(rank), device, ahead
         self.params, self.buffers, self.constants = (
-            {name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for name, t in of.items()}
-            for of in (tensors["params"], tensors["buffers"], tensors["constants"])
+            {name: self._empty((t.shape, t.stride(), t.dtype)) for name, t in tensors[kind].items()}
+            for kind in ("params", "buffers", "constants")
         )
         self.grads = {name: torch.zeros_like(self.params[name]) for name in gradients}
 
@@ -98,12 +101,11 @@ class _Rehearsal:
             raise _AllCompiled
 
     def microbatches(self, batch: Any) -> list[dict[str, torch.Tensor]]:
-        needed = self._spec.leaves_of(self._rank)
-        leaves = {
-            leaf.name: self._empty((leaf.shape, leaf.stride, getattr(torch, leaf.dtype.removeprefix("torch."))))
-            for leaf in self._spec.batch.leaves
-            if leaf.shape is not None and leaf.name in needed
-        }
+        leaves = {}
+        for leaf in self._spec.batch.leaves:
+            if leaf.shape is not None and leaf.name in self._needed:
+                dtype = getattr(torch, leaf.dtype.removeprefix("torch."))
+                leaves[leaf.name] = self._empty((leaf.shape, leaf.stride, dtype))
         return [leaves] * self._spec.microbatches
 
     def key(self, microbatch: int) -> torch.Tensor:

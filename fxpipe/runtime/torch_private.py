@@ -62,7 +62,7 @@ def fake_tensors() -> contextlib.AbstractContextManager[Any]:
 def compile_by_inductor(
     traced: fx.GraphModule, inputs: Sequence[torch.Tensor]
 ) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
-    """A graph of ATen ops that returns a list, as Inductor compiles it for inputs like these, which may be fake.
+    """Compile a graph of ATen ops, which returns a list, for inputs like these, which may be fake.
 
     The result takes the inputs in a list, which it empties: each is freed after its last use.
     """
@@ -75,4 +75,5 @@ def compile_by_inductor(
     copies = {n: graph.call_function(operator.getitem, (given, i)) for i, n in enumerate(placeholders)}
     results = graph.graph_copy(traced.graph, copies)
     graph.output(tuple(results))  # type: ignore[arg-type]
-    return _inductor.compile(fx.GraphModule(traced, graph), [list(inputs)])
+    compiled: Callable[..., Any] = _inductor.compile(fx.GraphModule(traced, graph), [list(inputs)])  # type: ignore[list-item]
+    return compiled

@@ -187,18 +187,19 @@ class Runner:
 
     def _compile_functions(self, process: Process) -> None:
         """Compile the functions of this rank's program that Inductor compiles; all ranks call it."""
-        rank, plan, step = process.rank, self.plan, self._own_program.step
-        if not any(process.gather(b"some" if compiled_functions(step) else b"")):
+        program = self._own_program
+        if not any(process.gather(b"some" if compiled_functions(program.step) else b"")):
             return
-        with (
-            process.agreed("compile its program"),
-            process.unhurried(),
-            as_traced(plan.step.default_dtype, self.device),
-        ):
-            self.state.check_values(rank)
-            params, buffers = self.state.held_by(rank)
-            tensors = {"params": params, "buffers": buffers, "constants": self._constants(rank)}
-            compile_functions(step, rank, plan.step, tensors, plan.tensors[rank].gradients, self.device)
+        with process.agreed("compile its program"), process.unhurried():
+            self._compile_functions_of(process.rank, program)
+
+    def _compile_functions_of(self, rank: int, program: Program) -> None:
+        self.state.check_values(rank)
+        params, buffers = self.state.held_by(rank)
+        tensors = {"params": params, "buffers": buffers, "constants": self._constants(rank)}
+        gradients = self.plan.tensors[rank].gradients
+        with as_traced(self.plan.step.default_dtype, self.device):
+            compile_functions(program.step, rank, self.plan.step, tensors, gradients, self.device)
 
     def _constants(self, rank: int) -> dict[str, torch.Tensor]:
         return {n: self.artifact.constants[n].to(self.device) for n in self.plan.tensors[rank].constants}
