@@ -55,8 +55,9 @@ def is_watched() -> bool:
 def fake_tensors() -> contextlib.AbstractContextManager[Any]:
     """Inside of it new tensors are fake: they have a layout, and no memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    return FakeTensorMode()
+    return FakeTensorMode(shape_env=ShapeEnv())  # all shapes are known; but Inductor's cache asks for it
 
 
 def compile_by_inductor(
