@@ -63,7 +63,8 @@ def compile(
     vocab_parallel: bool | str = False,
     recompute: bool | str = False,
     offload: Offload | bool | float | str = False,
-    # the processes
+    # the programs
+    backend: str = "eager",
     timeout: float | timedelta | None = None,
     **old_spellings: Any,
 ) -> Pipeline:
@@ -121,6 +122,9 @@ def compile(
         fastest of none and these within ``memory_limit``, as simulated.
     offload: move saved activations off the rank until the backward needs them: an :class:`fxpipe.Offload`, or
         its ``share`` alone (True, ``0.5``, ``"auto"``).
+    backend: ``"eager"``, or ``"inductor"``: before its first step each rank compiles the forward and backward
+        of its stages with Inductor, PyTorch's own compiler, which fuses their ops; weight gradients stay
+        eager (docs/inductor.md).  Random numbers are the same, other results differ by rounding.
     timeout: under torchrun, the longest time that a rank waits for another one, in seconds or as a timedelta;
         10 minutes by default.  The time that rank 0 takes to compile does not count.  It is a property of the
         process group: the first call makes that, and a group that exists keeps its own.
@@ -179,6 +183,7 @@ def compile(
         evaluation=evaluation,
         effort=effort,
         ranks_per_machine=_torchrun_ranks_per_machine() if ranks_per_machine is None else ranks_per_machine,
+        backend=backend,
     )
     check(options)
     if options.offload.share is not None:

@@ -58,7 +58,7 @@ def choose(
         cut = cut_at_level(of, level, phase)
         if options.costs == "measured":
             overhead = cluster.first.stage_overhead
-            measured = measured_seconds(cut.sections, device, overhead, known)
+            measured = measured_seconds(cut.sections, device, overhead, known, options.backend)
             seconds: SecondsOfRanks = (measured,) * options.ranks
         else:
             seconds = seconds_on(cluster, cut.graph)

@@ -36,7 +36,7 @@ from fxpipe.errors import PartitionError, ScheduleError, VocabularyError
 from fxpipe.ir.casts import parameter_of
 from fxpipe.ir.graph import Kind, Section
 from fxpipe.ir.liveness import Liveness, liveness
-from fxpipe.ir.sections import requested_outputs
+from fxpipe.ir.sections import is_compiled, requested_outputs
 from fxpipe.ir.storage import call_nodes, node_bytes, output_dict
 from fxpipe.options import Candidates, Offload, Options, candidates
 from fxpipe.passes.run import Cut, CutOptions, Stages, Step, finished, split, stages_of
@@ -171,6 +171,7 @@ def compile_evaluation(
         None,
         plan.vocabulary.barriers if plan.vocabulary is not None else None,
         held=[_tensors_of(stage, trained.sections) for stage in own],
+        backend=options.backend,
     )
     phase.expect(5)
     with phase("evaluation"), _in_eval_mode(model):
@@ -270,6 +271,7 @@ def _stages(
                 slowness=own,
                 placements=tuple(names),
                 grad_dtype=options.grad_dtype,
+                backend=options.backend,
             )
             try:
                 if barriers not in steps:
@@ -336,6 +338,7 @@ def _finished(cut: Cut, live: Liveness, schedule: Schedule) -> tuple[Cut, tuple[
 def _programs(plan: Plan, cut: Cut, instructions: Programs, pools: tuple[Pool, ...]) -> tuple[str, ...]:
     crossing = {name for edge in cut.edges for name in edge.names}
     fakes = {n.name: n.meta["val"] for n in call_nodes(cut.graph) if n.name in crossing}
+    compiled = frozenset(s.color for s in cut.sections if is_compiled(s, cut.options.backend))
     programs = []
     for rank in range(plan.ranks):
         stages = ", ".join(f"{s.stage} ({s.first} … {s.last})" for s in plan.stages if s.rank == rank)
@@ -357,6 +360,7 @@ def _programs(plan: Plan, cut: Cut, instructions: Programs, pools: tuple[Pool, .
                     outputs=requested_outputs(cut.graph),
                     tensors=fakes,
                     places=pools[rank].places if pools else {},
+                    compiled=compiled,
                 )
             )
         )

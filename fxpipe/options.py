@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from fxpipe.cost.known_devices import device_names, is_device_name
-from fxpipe.errors import ScheduleError
+from fxpipe.errors import OptionError, ScheduleError
+from fxpipe.ir.sections import BACKENDS
 from fxpipe.passes.recompute import LEVELS, Level
 from fxpipe.runtime.offloader import TIERS, Tier, default_tier
 from fxpipe.runtime.tensors import GRAD_DTYPES
@@ -112,6 +113,7 @@ class Options:
     evaluation: bool = False
     effort: float | None = None
     ranks_per_machine: int | None = None
+    backend: str = "eager"
 
     @property
     def tier(self) -> Tier:
@@ -126,7 +128,9 @@ class Options:
 
 
 def check(options: Options) -> None:
-    """Raise ScheduleError for options that are wrong for any model."""
+    """Raise ScheduleError or OptionError for options that are wrong for any model."""
+    if options.backend not in BACKENDS:
+        raise OptionError(f"backend is {options.backend!r} and must be {' or '.join(map(repr, BACKENDS))}.")
     for name in ("ranks", "microbatches", "stages_per_rank", "ranks_per_machine", "ranks_per_link"):
         value = getattr(options.offload if name == "ranks_per_link" else options, name)
         chosen = name in ("stages_per_rank", "ranks_per_machine") and value is None

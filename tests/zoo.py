@@ -130,6 +130,8 @@ class Shape:
     offload: bool | float = False
     evaluation: bool = False
     grad_dtype: torch.dtype | None = None
+    recompute: bool | str = False
+    backend: str = "eager"
 
 
 def compiled(case: Case, model: nn.Module, microbatches: int, shape: Shape) -> fxpipe.Pipeline:
@@ -148,6 +150,8 @@ def compiled(case: Case, model: nn.Module, microbatches: int, shape: Shape) -> f
         evaluation=shape.evaluation,
         grad_dtype=shape.grad_dtype,
         offload=fxpipe.Offload(shape.offload, bandwidth=1e12),
+        recompute=shape.recompute,
+        backend=shape.backend,
         effort=EFFORT,
     )
 

@@ -15,9 +15,12 @@ from torch import fx
 
 from fxpipe.errors import VerifyError
 from fxpipe.ir.compat import copy_node
-from fxpipe.ir.graph import Color, Kind, Phase, Section, Value, arrival, offload
-from fxpipe.ir.storage import call_nodes, output_dict
+from fxpipe.ir.graph import Color, Kind, Phase, Section, Value, arrival, offload, read_buffer
+from fxpipe.ir.storage import call_nodes, is_view, output_dict
+from fxpipe.runtime.checks import expect
 
+#: How a program runs its sections: op by op, or F and B as Inductor compiles them.
+BACKENDS = ("eager", "inductor")
 ORDER = (Phase.F, Phase.B, Phase.W)
 
 
@@ -121,6 +124,19 @@ def _graph(color: Color, given: list[fx.Node], nodes: list[fx.Node], returned: l
 
 def _kind(node: fx.Node) -> Kind:
     return Kind.OFFLOADED if node.target is offload else Kind.VALUE
+
+
+def compiles(backend: str, phase: Phase) -> bool:
+    """Whether a backend compiles sections of a phase.  W runs op by op: its matrix products add to the
+    gradients in place."""
+    return backend == "inductor" and phase is not Phase.W
+
+
+def is_compiled(section: Section, backend: str) -> bool:
+    """Whether a backend compiles the section: it has an op that computes something."""
+    return compiles(backend, section.phase) and any(
+        n.target not in (read_buffer, expect) and not is_view(n) for n in call_nodes(section.graph)
+    )
 
 
 def requested_outputs(graph: fx.Graph) -> dict[str, Value]:

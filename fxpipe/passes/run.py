@@ -48,7 +48,7 @@ class CutOptions:
     microbatch, of split vocabulary layers; None if they are not split.  ``runnable``: the sections will be
     run for their costs.  ``recompute``: the level of recomputation.  ``held``, ``slowness``: see
     ``partition``.  ``placements``: the names of those that the cut is for.  ``grad_dtype``: see
-    ``fxpipe.compile``.
+    ``fxpipe.compile``.  ``backend``: that runs the sections.
     """
 
     stages: int
@@ -62,6 +62,7 @@ class CutOptions:
     slowness: tuple[float, ...] = ()
     placements: tuple[str, ...] = ()
     grad_dtype: torch.dtype | None = None
+    backend: str = "eager"
 
 
 @dataclass(eq=False)
@@ -143,7 +144,7 @@ PASSES = (
     Pass("fuse_accumulation", lambda step, options: fuse_accumulation(step.graph, options.grad_dtype)),
     # of the chosen cut alone, as costs do not depend on them (but see ``_is_costed``)
     Pass("accept_any_strides", lambda step, options: accept_any_strides(step.graph)),
-    Pass("use_inplace_ops", lambda step, options: use_inplace_ops(step.graph)),
+    Pass("use_inplace_ops", lambda step, options: use_inplace_ops(step.graph, options.backend)),
     Pass("offload", _insert_offload, lambda step, options: bool(step.offloaded)),
 )
 

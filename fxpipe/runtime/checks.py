@@ -34,6 +34,10 @@ def unchecked() -> Iterator[None]:
 
 def expect(value: torch.Tensor, expected: list[bool | int], where: str) -> None:
     """Raise RunError, naming the source line that read the value, unless its elements are as expected."""
+    expect_op(value, expected, where)
+
+
+def _check(value: torch.Tensor, expected: list[bool | int], where: str) -> None:
     if _off:
         return
     found = value.reshape(-1).tolist()
@@ -57,8 +61,8 @@ def _shown(values: list[Any]) -> str:
     return f"[{', '.join(map(str, values[:8]))}{', …' if len(values) > 8 else ''}]"
 
 
-_library.impl("expect", expect, "CompositeExplicitAutograd")
+_library.impl("expect", _check, "CompositeExplicitAutograd")
 _library.impl("expect", lambda value, expected, where: None, "Meta")
-#: The op of the same name, for graphs that are being traced.
+#: The op of the same name, which traces see.
 expect_op = torch.ops.fxpipe.expect.default
 torch.fx.node.has_side_effect(expect_op)

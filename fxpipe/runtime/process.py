@@ -155,17 +155,35 @@ class Process:
 
         Raises RunError if it fails, or gives none for the time limit.
         """
-        failures, key = self.watch.failures, f"ready/{next(self._turns)}"
+        self._wait_for(f"ready/{next(self._turns)}", 0)
+
+    @contextlib.contextmanager
+    def unhurried(self) -> Iterator[None]:
+        """Run a block that takes longer on some ranks than on others: all of them leave it together.
+
+        Raises as ``wait_for_first`` does, of any rank.
+        """
+        turn = next(self._turns)
+        try:
+            yield
+        finally:
+            self.watch.failures.store.set(f"ready/{turn}/{self.rank}", "")
+            for rank in range(self.ranks):
+                self._wait_for(f"ready/{turn}/{rank}", rank)
+
+    def _wait_for(self, key: str, rank: int) -> None:
+        """Wait for a key that another rank sets, as long as that gives signs of life."""
+        failures = self.watch.failures
         beat, last = "", time.monotonic()
         with self.watch.collective():
             while not failures.store.check([key]):
                 if message := failures.find():
                     raise RunError(f"{message} (Rank {self.rank} {self.watch.doing()}.)")
                 now, before = time.monotonic(), beat
-                beat, _ = failures.seen(0)
+                beat, _ = failures.seen(rank)
                 last = now if beat != before else last
                 if now - last > self.timeout.total_seconds():
-                    raise NoAnswer(f"no sign of life from rank 0 for {self.timeout}")
+                    raise NoAnswer(f"no sign of life from rank {rank} for {self.timeout}")
                 time.sleep(0.1)
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:

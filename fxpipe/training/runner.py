@@ -31,6 +31,7 @@ from fxpipe.runtime.outputs import Collected, On, StepResult, move, requested
 from fxpipe.runtime.process import Process
 from fxpipe.runtime.rank import Runtime
 from fxpipe.runtime.record import DeviceClock, HostClock, Record
+from fxpipe.runtime.rehearsal import compile_functions, compiled_functions
 from fxpipe.strict import structure, unstructure
 from fxpipe.training.model_state import ModelState
 from fxpipe.training.same_batch import any_stops, difference, plan_number, words
@@ -182,6 +183,7 @@ class Runner:
             give_back_large_tensors()
         if self.process is not None:
             # First what takes long, so that no rank waits for another inside of a step.
+            self._compile_functions(self.process)
             offloader = self._offloader(self.process.rank)
             collectives = self._own_collectives()
             comm = connect(self.process, self.device, plan.channels, plan.collectives, collectives)
@@ -193,10 +195,28 @@ class Runner:
             )
         return self._runtime_of(0, LocalComm(LocalWorld(1), 0), {}, self._offloader(0))
 
+    def _compile_functions(self, process: Process) -> None:
+        """Compile the functions of this rank's program that Inductor compiles; all ranks call it."""
+        program = self._own_program
+        if not any(process.gather(b"some" if compiled_functions(program.step) else b"")):
+            return
+        with process.agreed("compile its program"), process.unhurried():
+            self._compile_functions_of(process.rank, program)
+
+    def _compile_functions_of(self, rank: int, program: Program) -> None:
+        self.state.check_values(rank)
+        params, buffers = self.state.held_by(rank)
+        tensors = {"params": params, "buffers": buffers, "constants": self._constants(rank)}
+        gradients = self.plan.tensors[rank].gradients
+        with as_traced(self.plan.step.default_dtype, self.device):
+            compile_functions(program.step, rank, self.plan.step, tensors, gradients, self.device)
+
+    def _constants(self, rank: int) -> dict[str, torch.Tensor]:
+        return {n: self.artifact.constants[n].to(self.device) for n in self.plan.tensors[rank].constants}
+
     def _runtime_of(
         self, rank: int, comm: Comm, grads: dict[str, torch.Tensor], offloader: Offloader | None
     ) -> Runtime:
-        held = self.plan.tensors[rank]
         self.state.check_values(rank)
         params, buffers = self.state.held_by(rank)
         return Runtime(
@@ -206,7 +226,7 @@ class Runner:
             params=params,
             grads=grads,
             buffers=buffers,
-            constants={n: self.artifact.constants[n].to(self.device) for n in held.constants},
+            constants=self._constants(rank),
             step_number=self.first_step,
             offloader=offloader,
             device=self.device,

@@ -13,7 +13,7 @@ import torchrun_worker as worker
 from launch import Run, forked, torchrun
 from safetensors.torch import load_file
 from torchrun_worker import MICROBATCHES
-from zoo import Case, compiled, cut, eager, numbers, relative_error, too_far
+from zoo import Case, built_and_compiled, compiled, cut, eager, numbers, relative_error, too_far
 
 import fxpipe
 from fxpipe.errors import RunError
