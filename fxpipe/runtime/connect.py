@@ -35,6 +35,8 @@ from fxpipe.runtime.process import Connection, Process
 from fxpipe.runtime.sent import SentByThread, SentOnStreams
 from fxpipe.runtime.torch_private import communicator_error
 
+#: The most that CUDA_DEVICE_MAX_CONNECTIONS can be.
+MOST_QUEUES = 32
 #: Streams of a rank beside those of its communicators: of ops, offloads and reloads.
 OWN_STREAMS = 3
 
@@ -166,15 +168,16 @@ def _check_streams(connections: Sequence[Connection], ranks: int, queues: int | 
     """Raise RunError where streams of a rank would have to share a stream, or a queue of its device."""
     for rank in range(ranks):
         number = sum(isinstance(what, int) or rank in what for what in connections)
+        fewer = "Use fewer stages a rank, or tie fewer parameters."
         if number > STREAMS:
             raise RunError(
                 f"Rank {rank} has {number} communicators, and torch has {STREAMS} streams for them: two "
-                "would share one, and wait for each other. Use fewer stages a rank, or tie fewer parameters."
+                f"would share one, and wait for each other. {fewer}"
             )
         needed = number + OWN_STREAMS
         if queues is not None and queues < needed:
             raise RunError(
                 f"CUDA_DEVICE_MAX_CONNECTIONS={queues} makes the {needed} streams of rank {rank} share "
-                "queues of its GPU, in which ops and messages can wait for each other for ever. Unset it: "
-                f"fxpipe sets it to {STREAMS}."
+                "queues of its GPU, in which ops and messages can wait for each other for ever. "
+                + (f"Unset it: fxpipe sets it to {MOST_QUEUES}." if needed <= MOST_QUEUES else fewer)
             )
