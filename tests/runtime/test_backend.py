@@ -99,7 +99,7 @@ def test_streams_that_share_a_queue_are_refused(monkeypatch):
         _check_streams([(0, 1), (1, 0), 0], 2, given)
     assert queues(torch.device("cpu")) is None
     with pytest.raises(
-        fxpipe.RunError, match="=32 makes the 35 streams of rank 0 .* Use fewer stages a rank"
+        fxpipe.RunError, match=r"=32 makes the 35 streams of rank 0 .* Use fewer stages a rank"
     ):
         _check_streams([(0, other) for other in range(1, 33)], 33, 32)
 
