@@ -66,20 +66,9 @@ def connect(
     elif new:
         all_of_device = [what for place, what in known if place == device] + new
         _check_streams(all_of_device, process.ranks, queues(device))
-        one = torch.zeros(1, dtype=torch.uint8, device=device)
         with process.watch.collective(), answered(), communicator_settings():
-            for what in new:
-                ranks = None if isinstance(what, int) else list(what)
-                group = _group(process, backend, ranks, **communicator_options(device))
-                known[device, what] = group
-                if ranks is None or process.rank in ranks:
-                    _follow(process, group, device, _described(what, backend))
-                if isinstance(what, int):
-                    _first_broadcast(group, one)
-                elif process.rank in what:
-                    _first_message(group, one, process.rank, *what)
-            synchronize(device)
-            dist.barrier(process.control)
+            _make_communicators(process, backend, device, new)
+            _wait_for_all(process, device)
     comm = DistributedComm(
         device=device,
         wire=torch.device("cpu") if backend == "gloo" else device,
@@ -93,9 +82,29 @@ def connect(
     if backend != "gloo" and collectives:
         with process.watch.collective():
             _run_once(comm, collectives)
-            synchronize(device)
-            dist.barrier(process.control)
+            _wait_for_all(process, device)
     return comm
+
+
+def _make_communicators(
+    process: Process, backend: str, device: torch.device, connections: Sequence[Connection]
+) -> None:
+    one = torch.zeros(1, dtype=torch.uint8, device=device)
+    for what in connections:
+        ranks = None if isinstance(what, int) else list(what)
+        group = _group(process, backend, ranks, **communicator_options(device))
+        process.groups[device, what] = group
+        if ranks is None or process.rank in ranks:
+            _follow(process, group, device, _described(what, backend))
+        if isinstance(what, int):
+            _first_broadcast(group, one)
+        elif process.rank in what:
+            _first_message(group, one, process.rank, *what)
+
+
+def _wait_for_all(process: Process, device: torch.device) -> None:
+    synchronize(device)
+    dist.barrier(process.control)
 
 
 def _run_once(comm: DistributedComm, collectives: Sequence[Collective]) -> None:
