@@ -35,6 +35,8 @@ from fxpipe.runtime.process import Connection, Process
 from fxpipe.runtime.sent import SentByThread, SentOnStreams
 from fxpipe.runtime.torch_private import communicator_error
 
+#: The most that CUDA_DEVICE_MAX_CONNECTIONS can be.
+MOST_QUEUES = 32
 #: Streams of a rank beside those of its communicators: of ops, offloads and reloads.
 OWN_STREAMS = 3
 
@@ -64,20 +66,9 @@ def connect(
     elif new:
         all_of_device = [what for place, what in known if place == device] + new
         _check_streams(all_of_device, process.ranks, queues(device))
-        one = torch.zeros(1, dtype=torch.uint8, device=device)
         with process.watch.collective(), answered(), communicator_settings():
-            for what in new:
-                ranks = None if isinstance(what, int) else list(what)
-                group = _group(process, backend, ranks, **communicator_options(device))
-                known[device, what] = group
-                if ranks is None or process.rank in ranks:
-                    _follow(process, group, device, _described(what, backend))
-                if isinstance(what, int):
-                    _first_broadcast(group, one)
-                elif process.rank in what:
-                    _first_message(group, one, process.rank, *what)
-            synchronize(device)
-            dist.barrier(process.control)
+            _make_communicators(process, backend, device, new)
+            _wait_for_all(process, device)
     comm = DistributedComm(
         device=device,
         wire=torch.device("cpu") if backend == "gloo" else device,
@@ -91,9 +82,29 @@ def connect(
     if backend != "gloo" and collectives:
         with process.watch.collective():
             _run_once(comm, collectives)
-            synchronize(device)
-            dist.barrier(process.control)
+            _wait_for_all(process, device)
     return comm
+
+
+def _make_communicators(
+    process: Process, backend: str, device: torch.device, connections: Sequence[Connection]
+) -> None:
+    one = torch.zeros(1, dtype=torch.uint8, device=device)
+    for what in connections:
+        ranks = None if isinstance(what, int) else list(what)
+        group = _group(process, backend, ranks, **communicator_options(device))
+        process.groups[device, what] = group
+        if ranks is None or process.rank in ranks:
+            _follow(process, group, device, _described(what, backend))
+        if isinstance(what, int):
+            _first_broadcast(group, one)
+        elif process.rank in what:
+            _first_message(group, one, process.rank, *what)
+
+
+def _wait_for_all(process: Process, device: torch.device) -> None:
+    synchronize(device)
+    dist.barrier(process.control)
 
 
 def _run_once(comm: DistributedComm, collectives: Sequence[Collective]) -> None:
@@ -166,15 +177,16 @@ def _check_streams(connections: Sequence[Connection], ranks: int, queues: int | 
     """Raise RunError where streams of a rank would have to share a stream, or a queue of its device."""
     for rank in range(ranks):
         number = sum(isinstance(what, int) or rank in what for what in connections)
+        fewer = "Use fewer stages a rank, or tie fewer parameters."
         if number > STREAMS:
             raise RunError(
                 f"Rank {rank} has {number} communicators, and torch has {STREAMS} streams for them: two "
-                "would share one, and wait for each other. Use fewer stages a rank, or tie fewer parameters."
+                f"would share one, and wait for each other. {fewer}"
             )
         needed = number + OWN_STREAMS
         if queues is not None and queues < needed:
             raise RunError(
                 f"CUDA_DEVICE_MAX_CONNECTIONS={queues} makes the {needed} streams of rank {rank} share "
-                "queues of its GPU, in which ops and messages can wait for each other for ever. Unset it: "
-                f"fxpipe sets it to {STREAMS}."
+                "queues of its GPU, in which ops and messages can wait for each other for ever. "
+                + (f"Unset it: fxpipe sets it to {MOST_QUEUES}." if needed <= MOST_QUEUES else fewer)
             )

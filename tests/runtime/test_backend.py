@@ -98,6 +98,10 @@ def test_streams_that_share_a_queue_are_refused(monkeypatch):
     with pytest.raises(fxpipe.RunError, match="CUDA_DEVICE_MAX_CONNECTIONS=1 makes the 6 streams of rank 0"):
         _check_streams([(0, 1), (1, 0), 0], 2, given)
     assert queues(torch.device("cpu")) is None
+    with pytest.raises(
+        fxpipe.RunError, match=r"=32 makes the 35 streams of rank 0 .* Use fewer stages a rank"
+    ):
+        _check_streams([(0, other) for other in range(1, 33)], 33, 32)
 
 
 def test_the_environment_of_communicators_is_theirs_alone(monkeypatch):

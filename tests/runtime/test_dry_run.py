@@ -66,7 +66,9 @@ def test_a_dry_run_leaves_no_trace(offload):
 
 def test_what_fails_is_named_by_its_op():
     """As memory that does not suffice."""
-    pipe = fxpipe.compile(Net(), {"x": torch.randn(4, WIDTH)}, ranks=2, microbatches=1, loss_fn=loss_fn)
+    pipe = fxpipe.compile(
+        Net(), {"x": torch.randn(4, WIDTH)}, ranks=2, microbatches=1, loss_fn=loss_fn, schedule="1f1b"
+    )
     runner = pipe._runner
     rt = runner._runtime_of(0, LocalComm(LocalWorld(2), 0), {}, None)
 
