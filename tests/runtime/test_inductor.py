@@ -130,6 +130,9 @@ def test_inductor_itself(tmp_path):
         found = [load_file(tmp_path / f"{step}.{rank}.safetensors") for rank in range(2)]
         assert {name for rank in found for name in rank} == expected.keys()
         assert [n for rank in found for n, t in rank.items() if not torch.equal(t, expected[n])] == []
+    own, others = ((tmp_path / f"error.{rank}").read_text() for rank in (1, 0))
+    assert own.startswith("Inductor cannot compile stage1_forward (OSError: no compiler). ")
+    assert others == f"Rank 1 could not compile its program: {own}"
 
 
 # -- programs -----------------------------------------------------------------------------------------------
