@@ -26,8 +26,10 @@ from fxpipe.errors import OptionError, RunError
 from fxpipe.ir.graph import Color, Phase, Section
 from fxpipe.ir.sections import is_compiled
 from fxpipe.ir.storage import call_nodes, written
+from fxpipe.runtime.checks import expect
 from fxpipe.runtime.inductor import inductor
 from fxpipe.runtime.load_program import load_program
+from fxpipe.runtime.memory import SavedBytes
 from fxpipe.runtime.rehearsal import compiled_functions
 
 aten = torch.ops.aten
@@ -217,6 +219,18 @@ def test_lists_are_emptied_and_their_tensors_freed(interpreted):
     assert first() is None
     assert result.tolist() == [2.0] * 3
     assert passed_on.tolist() == [1.0] * 2
+
+
+def test_a_function_with_checks_alone(interpreted):
+    def positive(batch: dict[str, torch.Tensor]) -> None:
+        expect(aten.gt.Scalar(batch["x"], 0.0), [True, True], "model.py:7")
+
+    function = inductor(positive)
+    with SavedBytes([]):
+        assert function({"x": torch.ones(2)}) is None
+    with pytest.raises(RunError, match=r"reads a value of the data at model\.py:7"):
+        function({"x": torch.tensor([1.0, -1.0])})
+    assert interpreted.number == 1
 
 
 def test_another_layout_is_compiled_anew(interpreted):
