@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from safetensors.torch import save_file
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional as F
 from zoo import Case, Dropout, Shape, compiled, numbers
+
+import fxpipe.runtime.inductor
+from fxpipe.errors import RunError
 
 MICROBATCHES = 3
 DROPOUT = Case(Dropout, numbers)
@@ -31,7 +35,7 @@ REAL = Case(Mixed, numbers), Shape(2, "zb-h1", backend="inductor")
 
 
 def main(directory: Path) -> None:
-    """Two steps, with the loss, gradients and buffers after each."""
+    """Two steps, with the loss and gradients after each; then the errors where rank 1 has no compiler."""
     case, shape = REAL
     rank = int(os.environ["RANK"])
     pipe = compiled(case, case.build(), MICROBATCHES, shape)
@@ -41,6 +45,17 @@ def main(directory: Path) -> None:
             pipe.parameter(name).grad = None
         found = {"loss": pipe.step(case.data(MICROBATCHES))}
         found |= {name: pipe.parameter(name).grad for name in held.gradients}
-        found |= {name: pipe.buffers[name] for name in held.buffers}
         own = {name: tensor.detach().clone() for name, tensor in found.items()}
         save_file(own, directory / f"{step}.{rank}.safetensors")
+
+    def compile_on_rank_0(traced: fx.GraphModule, inputs: object) -> Callable[..., object]:
+        if rank == 1:
+            raise OSError("no compiler")
+        return fx.Interpreter(traced).boxed_run
+
+    fxpipe.runtime.inductor.compile_by_inductor = compile_on_rank_0
+    pipe = compiled(DROPOUT, DROPOUT.build(), MICROBATCHES, shape)
+    try:
+        pipe.step(DROPOUT.data(MICROBATCHES))
+    except RunError as error:
+        (directory / f"error.{rank}").write_text(str(error))

@@ -27,13 +27,13 @@ class _Compiled:
     """A function as compiled for inputs of some layouts.
 
     ``places``: of its inputs, the tensors among its arguments that it uses.  ``run``: takes a list of them,
-    which it empties, and gives the function's results and the values that its checks read.  ``tree``: of the
-    results.  ``checks``: the other arguments of each ``expect``.
+    which it empties, and gives the function's results (None for a function without) and the values that its
+    checks read.  ``tree``: of the results.  ``checks``: the other arguments of each ``expect``.
     """
 
     places: tuple[Place, ...]
     layouts: list[Any]
-    run: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+    run: Callable[[list[torch.Tensor]], Sequence[Any]]
     tree: Any
     checks: tuple[tuple[Any, ...], ...]
 
@@ -68,7 +68,7 @@ class inductor:
                 argument.clear()
         results = list(compiled.run(inputs))
         if is_watched():  # by a measurement of memory, which only sees the results of ops
-            results = [torch.ops.aten.alias.default(tensor) for tensor in results]
+            results = [x if x is None else torch.ops.aten.alias.default(x) for x in results]
         own = len(results) - len(compiled.checks)
         for value, check in zip(results[own:], compiled.checks, strict=True):
             expect(value, *check)

@@ -70,7 +70,7 @@ def fake_tensors() -> contextlib.AbstractContextManager[Any]:
 
 def compile_by_inductor(
     traced: fx.GraphModule, inputs: Sequence[torch.Tensor]
-) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
+) -> Callable[[list[torch.Tensor]], Sequence[Any]]:
     """Compile a graph of ATen ops, which returns a list, for inputs like these, which may be fake.
 
     The result takes the inputs in a list, which it empties: each is freed after its last use.

@@ -26,8 +26,10 @@ from fxpipe.errors import OptionError, RunError
 from fxpipe.ir.graph import Color, Phase, Section
 from fxpipe.ir.sections import is_compiled
 from fxpipe.ir.storage import call_nodes, written
+from fxpipe.runtime.checks import expect
 from fxpipe.runtime.inductor import inductor
 from fxpipe.runtime.load_program import load_program
+from fxpipe.runtime.memory import SavedBytes
 from fxpipe.runtime.rehearsal import compiled_functions
 
 aten = torch.ops.aten
@@ -130,6 +132,9 @@ def test_inductor_itself(tmp_path):
         found = [load_file(tmp_path / f"{step}.{rank}.safetensors") for rank in range(2)]
         assert {name for rank in found for name in rank} == expected.keys()
         assert [n for rank in found for n, t in rank.items() if not torch.equal(t, expected[n])] == []
+    own, others = ((tmp_path / f"error.{rank}").read_text() for rank in (1, 0))
+    assert own.startswith("Inductor cannot compile stage1_forward (OSError: no compiler). ")
+    assert others == f"Rank 1 could not compile its program: {own}"
 
 
 # -- programs -----------------------------------------------------------------------------------------------
@@ -214,6 +219,18 @@ def test_lists_are_emptied_and_their_tensors_freed(interpreted):
     assert first() is None
     assert result.tolist() == [2.0] * 3
     assert passed_on.tolist() == [1.0] * 2
+
+
+def test_a_function_with_checks_alone(interpreted):
+    def positive(batch: dict[str, torch.Tensor]) -> None:
+        expect(aten.gt.Scalar(batch["x"], 0.0), [True, True], "model.py:7")
+
+    function = inductor(positive)
+    with SavedBytes([]):
+        assert function({"x": torch.ones(2)}) is None
+    with pytest.raises(RunError, match=r"reads a value of the data at model\.py:7"):
+        function({"x": torch.tensor([1.0, -1.0])})
+    assert interpreted.number == 1
 
 
 def test_another_layout_is_compiled_anew(interpreted):

@@ -1,0 +1,93 @@
+"""Weights of Hugging Face models: on the meta device, and in and out of their files."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import fxpipe
+from fxpipe.errors import ArtifactError
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_llama_on_the_meta_device():
+    """Its rotary frequencies are buffers that its file does not hold."""
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, vocab_size=32, max_position_embeddings=16,
+    )  # fmt: skip
+    real = LlamaForCausalLM(config)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    tokens = torch.arange(12).reshape(2, 6)
+    batch = {"input_ids": tokens, "labels": tokens}
+    example = {name: t[:1] for name, t in batch.items()}
+    pipe = fxpipe.compile(model, example, ranks=2, microbatches=2, schedule="1f1b")
+    pipe.load_state_dict(real.state_dict())
+    plain = fxpipe.compile(real, example, ranks=2, microbatches=2, schedule="1f1b")
+    assert torch.equal(pipe.run_local(batch).loss, plain.run_local(batch).loss)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A directory that ``from_pretrained`` opens, and its model; the output layer is tied to the table."""
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, pad_token_id=0,
+        num_key_value_heads=2, vocab_size=32, max_position_embeddings=16, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    directory = tmp_path_factory.mktemp("llama")
+    model.save_pretrained(directory)
+    return directory, model
+
+
+def llama_pipeline(model: nn.Module) -> fxpipe.Pipeline:
+    tokens = {name: torch.arange(6).reshape(1, 6) for name in ("input_ids", "labels")}
+    return fxpipe.compile(model, tokens, ranks=2, microbatches=2, schedule="1f1b")
+
+
+@pytest.mark.parametrize("largest", ["5GB", "4KB"])
+def test_in_and_out_of_files_of_hugging_face(llama, tmp_path, largest):
+    """One file or several; the model on the meta device takes them as well."""
+    directory, model = llama
+    with torch.device("meta"):
+        blank = LlamaForCausalLM(model.config)
+    pipe = llama_pipeline(blank)
+    pipe.load_state_dict(directory)
+    pipe.export(tmp_path / "out", like=directory, largest_file=largest)
+    files = list((tmp_path / "out").glob("*.safetensors"))
+    assert (len(files) == 1) == (largest == "5GB")
+    opened = LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(opened.state_dict()[name], tensor)
+    again = llama_pipeline(LlamaForCausalLM(model.config))
+    again.load_state_dict(str(tmp_path / "out"))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor)
+
+
+def test_files_that_are_refused(llama, tmp_path):
+    directory, model = llama
+    pipe = llama_pipeline(copy.deepcopy(model))
+    with pytest.raises(ArtifactError, match=r"no directory with model\.safetensors"):
+        pipe.load_state_dict(tmp_path)
+    with pytest.raises(ArtifactError, match="not empty"):
+        pipe.export(directory)
+    with pytest.raises(ArtifactError, match=r"no config\.json"):
+        pipe.export(tmp_path / "out", like=tmp_path)
+    (tmp_path / "model.safetensors").write_bytes((directory / "model.safetensors").read_bytes()[:-8])
+    with pytest.raises(ArtifactError, match="damaged or cut short"):
+        pipe.load_state_dict(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    for text, message in [
+        ('{"weight_map": {"a": "../b"}}', "must be a file of the same directory"),
+        ('{"weight_map": 3}', "weight_map is 3"),
+        ("{", "is not JSON"),
+    ]:
+        index.write_text(text)
+        with pytest.raises(ArtifactError, match=message):
+            pipe.load_state_dict(tmp_path)
