@@ -1,19 +1,24 @@
-"""Runs a program once without the other ranks, before its first step on an accelerator.
+"""Runs a program once without the other ranks, before its first step.
 
-The driver loads a kernel when it first runs, and the caching allocator asks it for memory when it has none.
-For both the driver may wait until all that was started on the device is over, also a receive that was posted
-ahead, whose sender may be waiting for this rank: then none of them ends.  After a dry run the kernels are
-there, and as much memory as a step takes; where it does not suffice, the error comes while nobody waits.
+Inductor compiles a function when it is first called, for longer than other ranks would wait for a message.
+
+On an accelerator the driver loads a kernel when it first runs, and the caching allocator asks it for memory
+when it has none.  For both the driver may wait until all that was started on the device is over, also a
+receive that was posted ahead, whose sender may be waiting for this rank: then none of them ends.  After a dry
+run the kernels are there, and as much memory as a step takes; where it does not suffice, the error comes
+while nobody waits.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from fxpipe.errors import FxpipeError
 from fxpipe.runtime.accelerator import synchronize
 from fxpipe.runtime.checks import unchecked
 from fxpipe.runtime.comm import Layout, Pending
@@ -24,7 +29,10 @@ from fxpipe.runtime.record import Record
 
 def dry_run(rt: Runtime, step: Callable[[Any, Any], Any], batch: Any, grads: dict[str, torch.Tensor]) -> None:
     """Run a step of a rank on zeros in place of messages.  It leaves no trace but in ``grads``, its
-    accumulators."""
+    accumulators.
+
+    Warns of an edited program that cannot run on zeros.  Raises what fails of torch and of fxpipe.
+    """
     assert rt.device is not None
     alone = replace(
         rt,
@@ -41,9 +49,15 @@ def dry_run(rt: Runtime, step: Callable[[Any, Any], Any], batch: Any, grads: dic
         with unchecked():
             step(alone, batch)
         synchronize(rt.device)
-    except Exception:
+    except (FxpipeError, RuntimeError):  # those of torch are RuntimeErrors
         rt.current_op = alone.current_op
         raise
+    except Exception as error:  # noqa: BLE001 - an edited step may raise anything
+        warnings.warn(
+            "The other ranks may have to wait in the first step, for kernels that are compiled or loaded: "
+            f"{alone.current_op or 'the program'} cannot run on zeros ({type(error).__name__}: {error}).",
+            stacklevel=2,
+        )
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class _Compiled:
 class inductor:
     """A function of tensors, and of dicts and lists of tensors, as Inductor compiles it.
 
-    The first call compiles, or ``prepare`` before it, and so does a call with a tensor of another layout.
+    The first call compiles, and so does a call with a tensor of another layout.
     Lists among the arguments are emptied, and their tensors freed after their last use, as by the function.
 
     Raises RunError if the function cannot be traced or compiled.
@@ -61,7 +62,7 @@ class inductor:
             if _layouts(inputs) == compiled.layouts:
                 break
         else:
-            compiled = self.prepare(*args)
+            compiled = self._compiled_for(args)
             inputs = compiled.inputs(args)
         for argument in args:
             if isinstance(argument, list):
@@ -74,8 +75,7 @@ class inductor:
             expect(value, *check)
         return pytree.tree_unflatten(results[:own], compiled.tree)
 
-    def prepare(self, *args: Any) -> _Compiled:
-        """Compile the function for arguments like these, which may be fake, and which stay as they are."""
+    def _compiled_for(self, args: Sequence[Any]) -> _Compiled:
         try:
             with no_modes():
                 compiled = _compile(self.function, args)
@@ -90,6 +90,12 @@ class inductor:
             ) from error
         self._known.append(compiled)
         return compiled
+
+
+def compiled_functions(step: Callable[..., Any]) -> dict[str, inductor]:
+    """The functions beside the ``step`` of a program that Inductor compiles, by name."""
+    given = step.__globals__ if isinstance(step, FunctionType) else {}
+    return {name: value for name, value in given.items() if isinstance(value, inductor)}
 
 
 def _layouts(tensors: Sequence[torch.Tensor]) -> list[Any]:

@@ -23,6 +23,7 @@ from fxpipe.runtime.comm import Comm, NoAnswer
 from fxpipe.runtime.connect import connect
 from fxpipe.runtime.dry_run import dry_run
 from fxpipe.runtime.heap import give_back_large_tensors
+from fxpipe.runtime.inductor import compiled_functions
 from fxpipe.runtime.load_program import Collective, Program, load_program
 from fxpipe.runtime.local import LocalComm, LocalWorld, run_all
 from fxpipe.runtime.memory import SavedBytes
@@ -31,7 +32,6 @@ from fxpipe.runtime.outputs import Collected, On, StepResult, move, requested
 from fxpipe.runtime.process import Process
 from fxpipe.runtime.rank import Runtime
 from fxpipe.runtime.record import DeviceClock, HostClock, Record
-from fxpipe.runtime.rehearsal import compile_functions, compiled_functions
 from fxpipe.strict import structure, unstructure
 from fxpipe.training.model_state import ModelState
 from fxpipe.training.same_batch import any_stops, difference, plan_number, words
@@ -57,7 +57,7 @@ class Runner:
     """``directory``: of the programs' files; None if the pipeline was not saved.
 
     ``stop_asked``: whether this rank was asked to end the run.  ``stops``: whether one of the ranks was,
-    before the last step; the same on all ranks.  ``is_warm``: whether the program has run before.
+    before the last step; the same on all ranks.  ``is_warm``: whether the program can run with the others.
     """
 
     artifact: Artifact
@@ -139,6 +139,8 @@ class Runner:
 
     def _step(self, batch: Any, outputs: Sequence[str], outputs_on: On) -> StepResult:
         rt, program, spec = self.runtime, self._own_program, self.plan.step
+        if not self.is_warm:
+            self._warm_up(rt, program, batch)
         rt.start()
         number = rt.step_number
         with self._watched(rt, program):
@@ -147,7 +149,6 @@ class Runner:
                 self.state.follow_model()
                 self.state.changed()
                 rt.params, rt.buffers = self.state.held_by(rt.rank)
-                self._warm_up(rt, program, batch)
                 earlier = self.state.accumulators(rt)
                 compare = self._begin_comparison(batch, number)
                 loss = program.step(rt, batch)
@@ -163,10 +164,18 @@ class Runner:
         return StepResult(loss, found)
 
     def _warm_up(self, rt: Runtime, program: Program, batch: Any) -> None:
-        """Run the program alone before its first step with a backend whose messages wait on the device."""
-        if not self.is_warm and self.process is not None and self.process.backend(self.device) != "gloo":
-            dry_run(rt, program.step, batch, self.state.zero_gradients(rt.rank))
-        self.is_warm = True
+        """Run the program alone before its first step, if Inductor compiles it on some rank, or messages wait
+        on the device.
+        """
+        process, self.is_warm = self.process, True
+        if process is None:
+            return
+        compiles = any(process.gather(b"some" if compiled_functions(program.step) else b""))
+        if compiles or process.backend(self.device) != "gloo":
+            self.state.follow_model()
+            rt.params, rt.buffers = self.state.held_by(rt.rank)
+            with process.agreed("run its program alone"), process.unhurried():
+                dry_run(rt, program.step, batch, self.state.zero_gradients(rt.rank))
 
     def _outputs(self, rt: Runtime, on: On) -> dict[str, torch.Tensor]:
         """The outputs of the last step that this rank is to have."""
@@ -182,8 +191,6 @@ class Runner:
         if plan.tier == "disk":
             give_back_large_tensors()
         if self.process is not None:
-            # First what takes long, so that no rank waits for another inside of a step.
-            self._compile_functions(self.process)
             offloader = self._offloader(self.process.rank)
             collectives = self._own_collectives()
             comm = connect(self.process, self.device, plan.channels, plan.collectives, collectives)
@@ -194,22 +201,6 @@ class Runner:
                 f"torchrun --nproc-per-node {plan.ranks}, or run all ranks here with pipe.run_local(batch)."
             )
         return self._runtime_of(0, LocalComm(LocalWorld(1), 0), {}, self._offloader(0))
-
-    def _compile_functions(self, process: Process) -> None:
-        """Compile the functions of this rank's program that Inductor compiles; all ranks call it."""
-        program = self._own_program
-        if not any(process.gather(b"some" if compiled_functions(program.step) else b"")):
-            return
-        with process.agreed("compile its program"), process.unhurried():
-            self._compile_functions_of(process.rank, program)
-
-    def _compile_functions_of(self, rank: int, program: Program) -> None:
-        self.state.check_values(rank)
-        params, buffers = self.state.held_by(rank)
-        tensors = {"params": params, "buffers": buffers, "constants": self._constants(rank)}
-        gradients = self.plan.tensors[rank].gradients
-        with as_traced(self.plan.step.default_dtype, self.device):
-            compile_functions(program.step, rank, self.plan.step, tensors, gradients, self.device)
 
     def _constants(self, rank: int) -> dict[str, torch.Tensor]:
         return {n: self.artifact.constants[n].to(self.device) for n in self.plan.tensors[rank].constants}

@@ -43,8 +43,9 @@ def test_an_error_of_a_communicator_ends_all_ranks_with_one_message(tmp_path):
     run = forked(3, worker.run, [Shape(3, "1f1b")], [4], "lost", dtype=torch.float64, logs=tmp_path / "logs")
     assert run.code != 0
     first = re.search(
-        r"Rank (\d) waits for rank (\d), to run (?:F|BW)\1\.\d \(.*\) of step 0, and got no answer: a message from "
-        r"rank \2 to rank \1, by blocking, failed with COMM_ERROR, .* go on from the last checkpoint\.",
+        r"Rank (\d) waits for rank (\d), to run (?:F|BW)\1\.\d \(.*\) of step 0, and got no answer: "
+        r"a message from rank \2 to rank \1, by blocking, failed with COMM_ERROR, .* go on from the last "
+        r"checkpoint\.",
         run.stderr[0],
     )
     assert first, run

@@ -64,6 +64,22 @@ def test_a_dry_run_leaves_no_trace(offload):
     assert all(torch.equal(grad, expected.grads[name]) for name, grad in again.grads.items())
 
 
+def test_a_program_that_cannot_run_on_zeros_is_a_warning():
+    pipe = fxpipe.compile(
+        Net(), {"x": torch.randn(4, WIDTH)}, ranks=2, microbatches=1, loss_fn=loss_fn, schedule="1f1b"
+    )
+    rt = pipe._runner._runtime_of(0, LocalComm(LocalWorld(2), 0), {}, None)
+
+    def step(rt, batch):
+        rt.op("F0.0")
+        (message,) = rt.comm.wait(rt.comm.receive([((1,), (1,), torch.float32)], 1))
+        if message == 0:
+            raise ValueError("edited")
+
+    with pytest.warns(UserWarning, match=r"F0\.0 cannot run on zeros \(ValueError: edited\)"):
+        dry_run(rt, step, None, {})
+
+
 def test_what_fails_is_named_by_its_op():
     """As memory that does not suffice."""
     pipe = fxpipe.compile(

@@ -27,10 +27,10 @@ from fxpipe.ir.graph import Color, Phase, Section
 from fxpipe.ir.sections import is_compiled
 from fxpipe.ir.storage import call_nodes, written
 from fxpipe.runtime.checks import expect
-from fxpipe.runtime.inductor import inductor
-from fxpipe.runtime.load_program import load_program
+from fxpipe.runtime.dry_run import dry_run
+from fxpipe.runtime.inductor import compiled_functions, inductor
+from fxpipe.runtime.local import LocalComm, LocalWorld
 from fxpipe.runtime.memory import SavedBytes
-from fxpipe.runtime.rehearsal import compiled_functions
 
 aten = torch.ops.aten
 
@@ -90,12 +90,10 @@ def both(case: Case, shape: Shape) -> tuple[fxpipe.Pipeline, fxpipe.Pipeline]:
 
 @pytest.mark.parametrize("name", slow_except(SAME, "dropout", "vocabulary"))
 def test_the_traced_graphs_compute_the_same_bits(name, interpreted, monkeypatch):
-    """Loss, gradients, buffers and saved bytes of two steps, each function compiled once, ahead of them."""
+    """Loss, gradients, buffers and saved bytes of two steps, each function compiled once."""
     monkeypatch.setattr(fxpipe.ir.liveness, "SMALLEST", 1)
     eager, pipe = both(*SAME[name])
     programs = pipe._runner._local_programs
-    for rank, program in enumerate(programs):
-        pipe._runner._compile_functions_of(rank, program)
     batch = SAME[name][0].data(MICROBATCHES)
     for step in (0, 1):
         expected, found = (each.run_local(batch, step=step, measure_memory=True) for each in (eager, pipe))
@@ -134,7 +132,7 @@ def test_inductor_itself(tmp_path):
         assert [n for rank in found for n, t in rank.items() if not torch.equal(t, expected[n])] == []
     own, others = ((tmp_path / f"error.{rank}").read_text() for rank in (1, 0))
     assert own.startswith("Inductor cannot compile stage1_forward (OSError: no compiler). ")
-    assert others == f"Rank 1 could not compile its program: {own}"
+    assert others == f"Rank 1 could not run its program alone: {own}"
 
 
 # -- programs -----------------------------------------------------------------------------------------------
@@ -189,16 +187,16 @@ def test_a_saved_program_is_compiled_when_it_is_loaded_and_edits_hold(interprete
     assert interpreted.number == 7
 
 
-def test_a_step_that_needs_data_compiles_by_itself(interpreted):
+def test_a_dry_run_compiles_every_function(interpreted):
     case, shape = SAME["plain"]
     _, pipe = both(case, shape)
-    source = pipe.artifact.programs[1].replace(
-        "    rt.add_loss(loss_m0)", "    assert loss_m0 > 0\n    rt.add_loss(loss_m0)"
-    )
-    edited = load_program(source, "edited.py")
-    with pytest.warns(UserWarning, match="first step will compile stage1_backward"):
-        pipe._runner._compile_functions_of(1, edited)
-    assert interpreted.number == 1
+    batch, runner = case.data(MICROBATCHES), pipe._runner
+    for rank in range(2):
+        rt = runner._runtime_of(rank, LocalComm(LocalWorld(2), rank), {}, None)
+        dry_run(rt, runner._local_programs[rank].step, batch, runner.state.zero_gradients(rank))
+    assert interpreted.number == 4
+    pipe.run_local(batch)
+    assert interpreted.number == 4
 
 
 # -- functions ----------------------------------------------------------------------------------------------
