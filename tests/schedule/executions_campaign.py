@@ -3,7 +3,7 @@ over the ranks, activations offloaded, tied gradients and edges beside the chain
 
     python tests/schedule/executions_campaign.py --ranks 2 3 4 8 --microbatches 1 2 4 6 8 16 --seconds 3600
 
-prints what blocks or races.  All 26 000 of these take two hours of a core; they come in random order.
+prints what blocks or races.  All 26 000 of these take some hours of a core; they come in random order.
 """
 
 from __future__ import annotations
