@@ -1,5 +1,5 @@
 # Every target does its own set-up: `make demo` and `make test` work on a fresh Linux machine with
-# Python 3.11 or newer, git, make and gcc. Another Python: `make test PYTHON=python3.12`.
+# Python 3.11 or newer, git, make and g++. Another Python: `make test PYTHON=python3.12`.
 # Another torch, in an environment of its own: `make test TORCH=2.11.0`, the oldest that fxpipe promises.
 
 PYTHON ?= python3
@@ -87,6 +87,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/$(PIP_INSTALL) -c $(VENV)/constraints.txt pip
 	$(BIN)/$(PIP_INSTALL) -c $(VENV)/constraints.txt torch==$(TORCH)
 	$(BIN)/$(PIP_INSTALL) -c $(VENV)/constraints.txt -e '.[dev]'
+	@command -v g++ >/dev/null || scripts/apt_install.sh g++ || \
+	    echo "There is no C++ compiler, which backend=\"inductor\" and a test need: apt-get install g++"
 	@command -v dot >/dev/null || scripts/apt_install.sh graphviz || \
 	    echo "Graph drawings will be written as .dot only. For pictures: apt-get install graphviz"
 	@touch $@

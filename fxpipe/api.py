@@ -25,11 +25,13 @@ from fxpipe.runtime.offloader import check_tier
 from fxpipe.runtime.process import Process, agreed, as_timeout, own_ranks, under_torchrun
 from fxpipe.runtime.tensors import in_strides
 from fxpipe.schedule.ops import Schedule
+from fxpipe.strict import structure, unstructure
 from fxpipe.training.same_batch import plan_number
 from fxpipe.vocabulary.rows import whole, whole_name
 
 if TYPE_CHECKING:
     from fxpipe.compiler import Compiled
+    from fxpipe.cost.device import Device
     from fxpipe.options import Offload
 
 
@@ -42,6 +44,7 @@ def compile(
     # the step
     loss_fn: Callable[..., Any] | None = None,
     gradients: bool = True,
+    grad_dtype: torch.dtype | None = None,
     outputs: Sequence[str] = (),
     evaluation: bool = False,
     seed: int = 0,
@@ -52,7 +55,7 @@ def compile(
     placement: str | None = None,
     split_points: Sequence[str] | None = None,
     effort: float | None = None,
-    costs: str = "analytic",
+    costs: str | Sequence[str] = "analytic",
     ranks_per_machine: int | None = None,
     dimensions: Mapping[str, int] | None = None,
     # memory
@@ -60,7 +63,8 @@ def compile(
     vocab_parallel: bool | str = False,
     recompute: bool | str = False,
     offload: Offload | bool | float | str = False,
-    # the processes
+    # the programs
+    backend: str = "eager",
     timeout: float | timedelta | None = None,
     **old_spellings: Any,
 ) -> Pipeline:
@@ -76,6 +80,10 @@ def compile(
     gradients: False compiles the forward alone, for evaluation of ``model.eval()``: ``pipe.step`` and
         ``run_local`` then give the loss.  The pipeline works on the model's own weights.  With ``outputs`` it
         needs no loss.
+    grad_dtype: the dtype in which the gradients of parameters with fewer bits are accumulated over the
+        microbatches, summed over ranks and clipped: torch.float32 for a model of bfloat16, which loses bits
+        from about 16 microbatches on.  By default each parameter's own.  ``.grad`` and ``run_local(…).grads``
+        have it; ``pipe.optimizer`` hands them over in the dtype of what it updates.
     outputs: names of values that ``pipe.step(batch, outputs=[…])`` can give beside the loss: tensors in the
         model's output (``"logits"``, ``"0"`` of a tuple, ``"losses.ce"``; ``"output"`` if it is one tensor),
         metrics of ``loss_fn``, and ``"loss"`` and ``"count"``, those of each microbatch.
@@ -96,7 +104,8 @@ def compile(
         milliseconds for every op (stage, phase, microbatch) of all placements, and 8 seconds at most.
     costs: the times that the schedule is made for: ``analytic`` (FLOPs and bytes on a description of the
         device at hand), ``measured`` (each section timed on it), or the name of a device on which the
-        pipeline is to run later, ``"H100"``, which need not be here (docs/costs.md lists them).
+        pipeline is to run later, ``"H100"``, which need not be here (docs/costs.md lists them), or of one for
+        each rank.  Under torchrun, analytic times of a stage are those on its own rank's device.
     ranks_per_machine: so many ranks share a machine, and messages to others take the time of the network;
         by default torchrun's ``--nproc-per-node``, and without torchrun one machine has all ranks.
     dimensions: names for lengths of the example, ``{"sequence": 256}``, so that ``pipe.simulate`` can predict
@@ -113,6 +122,9 @@ def compile(
         fastest of none and these within ``memory_limit``, as simulated.
     offload: move saved activations off the rank until the backward needs them: an :class:`fxpipe.Offload`, or
         its ``share`` alone (True, ``0.5``, ``"auto"``).
+    backend: ``"eager"``, or ``"inductor"``: before its first step each rank compiles the forward and backward
+        of its stages with Inductor, PyTorch's own compiler, which fuses their ops; weight gradients stay
+        eager (docs/inductor.md).  Random numbers are the same, other results differ by rounding.
     timeout: under torchrun, the longest time that a rank waits for another one, in seconds or as a timedelta;
         10 minutes by default.  The time that rank 0 takes to compile does not count.  It is a property of the
         process group: the first call makes that, and a group that exists keeps its own.
@@ -158,10 +170,11 @@ def compile(
         placement=placement,
         split_points=None if split_points is None else tuple(split_points),
         memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
-        costs=costs,
+        costs=tuple(costs) if isinstance(costs, list | tuple) else costs,  # type: ignore[arg-type]
         seed=seed,
         vocab_parallel=vocab_parallel,
         gradients=gradients,
+        grad_dtype=grad_dtype,
         recompute=recompute,
         offload=as_offload(offload, old_spellings, device),
         dimensions=dimensions,
@@ -170,14 +183,17 @@ def compile(
         evaluation=evaluation,
         effort=effort,
         ranks_per_machine=_torchrun_ranks_per_machine() if ranks_per_machine is None else ranks_per_machine,
+        backend=backend,
     )
     check(options)
     if options.offload.share is not None:
         check_tier(options.tier, device, options.offload_directory)
 
+    devices = _described_devices(process, device) if process is not None and costs == "analytic" else ()
+
     def compiled_here() -> tuple[Compiled, Artifact | None]:
         given = model, example, loss_fn, options, device, Phases(f"fxpipe {type(model).__name__}")
-        training = compile_model(*given)
+        training = compile_model(*given, devices)
         return training, compile_evaluation(*given, training) if evaluation else None
 
     compiled: Compiled | None = None
@@ -317,6 +333,24 @@ def _device_of(model: nn.Module) -> torch.device:
             "Move the model to one."
         )
     return devices.pop() if devices else default_device()
+
+
+def _described_devices(process: Process, device: torch.device) -> tuple[Device, ...]:
+    """The description of each rank's device, if they differ; one that no table has is calibrated.
+
+    All ranks must call it.
+    """
+    from fxpipe.cost.describe import described_here
+    from fxpipe.cost.device import Device
+
+    if not process.has_different_devices(device):
+        return ()
+    own = json.dumps(unstructure(described_here(device))).encode()
+    found = [structure(json.loads(given), Device) for given in process.gather(own)]
+    first = {
+        device.name: device for device in reversed(found)
+    }  # calibrations of equal devices differ a little
+    return tuple(first[device.name] for device in found)
 
 
 def _compiled_for_all(

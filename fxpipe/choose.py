@@ -9,8 +9,8 @@ from math import inf
 import torch
 from torch import nn
 
-from fxpipe.cost.analytic import analytic_seconds, section_costs
-from fxpipe.cost.nodes import NodeSeconds
+from fxpipe.cost.analytic import SecondsOfRanks, seconds_on, section_costs
+from fxpipe.cost.cluster import Cluster
 from fxpipe.cost.profile import Known, measured_seconds
 from fxpipe.errors import LimitError, ScheduleError
 from fxpipe.ir.liveness import Liveness, liveness
@@ -36,7 +36,7 @@ def choose(
     stages: Sequence[Stages],
     tried: Candidates,
     model: nn.Module,
-    node_seconds: NodeSeconds,
+    cluster: Cluster,
     device: torch.device,
     known: Known,
     bandwidth: float,
@@ -48,7 +48,7 @@ def choose(
     bandwidth: bytes a second to the offload store, one way.
     Raises ScheduleError where no schedule keeps the memory limit.
     """
-    hardware, (first, *levels) = node_seconds.device, tried.levels
+    first, *levels = tried.levels
     settings: dict[Setting, tuple[Cut, Liveness]] = {}
     bounds: dict[Stages, float] = {}  # seconds, at the first level
     too_heavy: list[LimitError] = []
@@ -57,17 +57,20 @@ def choose(
     def at_level(of: Stages, level: Level | None) -> Iterator[Setting]:
         cut = cut_at_level(of, level, phase)
         if options.costs == "measured":
-            seconds = measured_seconds(cut.sections, device, hardware.stage_overhead, known)
+            overhead = cluster.first.stage_overhead
+            measured = measured_seconds(cut.sections, device, overhead, known, options.backend)
+            seconds: SecondsOfRanks = (measured,) * options.ranks
         else:
-            seconds = analytic_seconds(cut.graph, node_seconds)
-        for name, rank_of_stage in tried.placements[of.options.stages].items():
+            seconds = seconds_on(cluster, cut.graph)
+        for name in of.options.placements:
+            rank_of_stage = tried.placements[of.options.stages][name]
             if cut.vocabulary is not None:
                 rank_of_stage = cut.vocabulary.placement(rank_of_stage)
             limits = None
             if options.memory_limit is not None:
                 try:
                     held = tensor_ownership(model, cut.sections, rank_of_stage, options.ranks)
-                    weights = weight_bytes(model, held)
+                    weights = weight_bytes(model, held, options.grad_dtype)
                     results = result_bytes(cut.graph, rank_of_stage, options.ranks, options.microbatches)
                     both = [a + b for a, b in zip(weights, results, strict=True)]
                     limits = activation_budget(options.memory_limit, both)
@@ -75,8 +78,8 @@ def choose(
                 except LimitError as error:
                     too_heavy.append(error)
                     continue
-            live = liveness(cut.graph, cut.sections, cut.messages, rank_of_stage)
-            costs = section_costs(live, seconds, hardware, options.ranks_per_machine)
+            live = liveness(cut.graph, cut.sections, cut.edges, rank_of_stage)
+            costs = section_costs(live, seconds, cluster, rank_of_stage, options.ranks_per_machine)
             if options.offload.share is not None:
                 costs = replace(costs, link=Link(1 / bandwidth, options.offload.ranks_per_link))
             setting = Setting(

@@ -11,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import torch
@@ -21,18 +22,21 @@ from torch import fx, nn
 
 from fxpipe.capture.resized import named_lengths, sample
 from fxpipe.capture.trace import Captured, capture
+from fxpipe.capture.underflow import warn_of_float16
 from fxpipe.choose import choose
 from fxpipe.codegen.collectives import collectives
 from fxpipe.codegen.program import RankPlan, program_source
-from fxpipe.cost.analytic import analytic_seconds, section_costs, work_for_any_size
+from fxpipe.cost.analytic import seconds_on, section_costs, work_for_any_size
+from fxpipe.cost.cluster import Cluster, of_stages
 from fxpipe.cost.describe import describe
 from fxpipe.cost.device import Device
-from fxpipe.cost.nodes import NodeSeconds
+from fxpipe.cost.known_devices import device_named
 from fxpipe.cost.profile import known_tensors, measured_bandwidth
 from fxpipe.errors import PartitionError, ScheduleError, VocabularyError
+from fxpipe.ir.casts import parameter_of
 from fxpipe.ir.graph import Kind, Section
 from fxpipe.ir.liveness import Liveness, liveness
-from fxpipe.ir.sections import requested_outputs
+from fxpipe.ir.sections import is_compiled, requested_outputs
 from fxpipe.ir.storage import call_nodes, node_bytes, output_dict
 from fxpipe.options import Candidates, Offload, Options, candidates
 from fxpipe.passes.run import Cut, CutOptions, Stages, Step, finished, split, stages_of
@@ -56,11 +60,11 @@ from fxpipe.schedule.simulation.simulator import simulate
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """The artifact, with the colored graph and the sections that it was made from, and the device that its
+    """The artifact, with the colored graph and the sections that it was made from, and the devices that its
     costs are of."""
 
     artifact: Artifact
-    hardware: Device
+    cluster: Cluster
     graph: fx.Graph
     sections: tuple[Section, ...]
 
@@ -86,7 +90,9 @@ def compile_model(
     options: Options,
     device: torch.device,
     phase: Phases,
+    devices: Sequence[Device] = (),
 ) -> Compiled:
+    """devices: of the ranks, if they differ and the user names none."""
     check_names(model)
     tried = candidates(options)
     ways = len(tried.barriers)
@@ -102,45 +108,43 @@ def compile_model(
     with phase("capture"):
         lengths = None if options.dimensions is None else named_lengths(example, options.dimensions)
         captured = traced(example)
+        warn_of_float16(captured.graph)
         resized = None
         if lengths is not None:
             resized = sample(captured.graph, example, lengths, lambda resized: traced(resized).graph)
 
-    hardware = describe(options.costs, device, captured.graph)
+    cluster = _cluster(options, device, devices, captured.graph)
     # Cut into stages, once for each number of them and of barriers (passes/run.py has all rewrites).
-    node_seconds = NodeSeconds(hardware)
-    stages = _stages(Step(captured.graph, resized), tried, options, node_seconds, phase)
+    stages = _stages(Step(captured.graph, resized), tried, options, cluster, phase)
     phase.expect(2 + 2 * len(stages))
 
     with phase("schedule"):
         # Rewritten and extracted with each level of recomputation that may be the fastest; the candidate and
         # the schedule with the shortest simulated step.
-        bandwidth = _bandwidth(options, hardware, device)
+        bandwidth = _bandwidth(options, cluster, device)
         known = known_tensors(model, example, captured.constants)
-        cut, live, found = choose(
-            options, stages, tried, model, node_seconds, device, known, bandwidth, phase
-        )
+        cut, live, found = choose(options, stages, tried, model, cluster, device, known, bandwidth, phase)
         schedule, costs = found.schedule, found.setting.costs
         _check_buffer_order(cut.graph, schedule)
         joint = _collectives(cut, schedule)
         instructions = lower(schedule, costs.edges, joint)
         work = None
         if cut.resized is not None:
-            work = work_for_any_size(live, cut.graph, cut.resized, hardware)
+            work = work_for_any_size(live, cut.graph, cut.resized, cluster, schedule.placement)
 
     with phase("codegen"):
         # The last passes, now that the schedule says which values are offloaded.
         cut, pools = _finished(cut, live, schedule)
         plan = make_plan(model, example, captured.constants, options, cut, found.timeline, joint)
         measured = ", sections measured" if options.costs == "measured" else ""
-        plan = replace(plan, work=work, tried=found.tried, device=hardware.name + measured)
+        plan = replace(plan, work=work, tried=found.tried, device=cluster.name + measured)
         if pools:
             plan = replace(plan, tier=options.tier, pools=tuple(pool.bytes for pool in pools))
         # The instructions of all ranks, proved to end.
         instructions = with_gradients(instructions, tied_gradients(plan.tensors), plan.step.has_count)
         prove(instructions, schedule.placement)
         programs = _programs(plan, cut, instructions, pools)
-    return Compiled(Artifact(plan, programs, captured.constants), hardware, cut.graph, cut.sections)
+    return Compiled(Artifact(plan, programs, captured.constants), cluster, cut.graph, cut.sections)
 
 
 @_collector_paused()
@@ -157,26 +161,26 @@ def compile_evaluation(
 
     Raises PartitionError where the forward cannot be cut as the training step was.
     """
-    hardware, plan = trained.hardware, trained.artifact.plan
-    options = replace(options, gradients=False, offload=Offload(share=None), recompute=False)
+    cluster, plan = trained.cluster, trained.artifact.plan
+    options = replace(options, gradients=False, grad_dtype=None, offload=Offload(share=None), recompute=False)
     own = _model_stages(plan.ordered)
-    node_seconds = NodeSeconds(hardware)
     asked = CutOptions(
         len(own),
         options.ranks,
-        node_seconds,
+        cluster.node_seconds(),
         None,
         plan.vocabulary.barriers if plan.vocabulary is not None else None,
         held=[_tensors_of(stage, trained.sections) for stage in own],
+        backend=options.backend,
     )
     phase.expect(5)
     with phase("evaluation"), _in_eval_mode(model):
         scale = 1 / options.microbatches
         captured = capture(model, example, loss_fn, scale, device, False, options.fixed, options.outputs)
     cut = cut_at_level(stages_of(split(Step(captured.graph, None), asked), asked, phase), None, phase)
-    live = liveness(cut.graph, cut.sections, cut.messages, plan.placement)
-    seconds = analytic_seconds(cut.graph, node_seconds)
-    costs = section_costs(live, seconds, hardware, options.ranks_per_machine)
+    live = liveness(cut.graph, cut.sections, cut.edges, plan.placement)
+    seconds = seconds_on(cluster, cut.graph)
+    costs = section_costs(live, seconds, cluster, plan.placement, options.ranks_per_machine)
     timelines = [simulate(schedule, costs) for schedule in _forward_schedules(plan.ordered, costs)]
     timeline = min(timelines, key=lambda found: found.seconds)
     schedule = timeline.schedule
@@ -186,7 +190,7 @@ def compile_evaluation(
     prove(instructions, schedule.placement)
     cut = finished(cut, {})
     made = make_plan(model, example, captured.constants, options, cut, timeline, joint)
-    made = replace(made, model=f"{made.model}, evaluation", device=hardware.name)
+    made = replace(made, model=f"{made.model}, evaluation", device=cluster.name)
     made = with_tensors_of(made, cut.sections, plan)
     return Artifact(made, _programs(made, cut, instructions, ()), captured.constants)
 
@@ -217,7 +221,8 @@ def _model_stages(schedule: Schedule) -> list[int]:
 def _tensors_of(stage: int, sections: Sequence[Section]) -> frozenset[str]:
     """The parameters and buffers of a stage."""
     values = [v for s in sections if s.stage == stage for v in (*s.inputs, *s.outputs)]
-    return frozenset(v.name for v in values if v.kind in (Kind.PARAMETER, Kind.BUFFER))
+    buffers = {v.name for v in values if v.kind is Kind.BUFFER}
+    return frozenset(buffers | {name for v in values if (name := parameter_of(v))})
 
 
 @contextlib.contextmanager
@@ -231,18 +236,43 @@ def _in_eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
+def _cluster(options: Options, device: torch.device, devices: Sequence[Device], graph: fx.Graph) -> Cluster:
+    """The devices that the costs are of."""
+    if isinstance(options.costs, tuple):
+        return Cluster(tuple(map(device_named, options.costs)))
+    if devices and options.costs == "analytic":
+        return Cluster(tuple(devices))
+    return Cluster((describe(options.costs, device, graph),) * options.ranks)
+
+
 def _stages(
-    captured: Step, tried: Candidates, options: Options, node_seconds: NodeSeconds, phase: Phases
+    captured: Step, tried: Candidates, options: Options, cluster: Cluster, phase: Phases
 ) -> list[Stages]:
-    """The step cut into stages, for each number of them and of barriers."""
+    """The step cut into stages, for each number of them and of barriers, and where ranks have different
+    devices for each placement."""
     cuts: list[Stages] = []
     ways = tried.barriers
     measured = options.costs == "measured"
+    slowness = cluster.slowness(captured.graph)
     steps: dict[int | None, Step] = {}  # for any number of stages
-    for stages in tried.placements:
+    for stages, placements in tried.placements.items():
         found: list[Stages] = []
-        for barriers in ways:
-            asked = CutOptions(stages, options.ranks, node_seconds, options.split_points, barriers, measured)
+        alike: defaultdict[tuple[float, ...], list[str]] = defaultdict(list)
+        for name, placement in placements.items():
+            alike[of_stages(slowness, placement)].append(name)
+        for barriers, (own, names) in product(ways, alike.items()):
+            asked = CutOptions(
+                stages,
+                options.ranks,
+                cluster.node_seconds(),
+                options.split_points,
+                barriers,
+                measured,
+                slowness=own,
+                placements=tuple(names),
+                grad_dtype=options.grad_dtype,
+                backend=options.backend,
+            )
             try:
                 if barriers not in steps:
                     with phase("vocabulary"):
@@ -284,16 +314,16 @@ def _collectives(cut: Cut, schedule: Schedule) -> tuple[Collective, ...]:
     if cut.vocabulary is None:
         return ()
     shards = frozenset(stage for stage in range(schedule.stages) if schedule.is_vocabulary(stage))
-    return collectives(cut.messages, schedule.placement, shards)
+    return collectives(cut.edges, schedule.placement, shards)
 
 
-def _bandwidth(options: Options, hardware: Device, device: torch.device) -> float:
+def _bandwidth(options: Options, cluster: Cluster, device: torch.device) -> float:
     """Bytes a second, one way, to the offload store."""
     offload = options.offload
     if offload.bandwidth is not None:
         return offload.bandwidth
     if offload.share is None or options.costs != "measured":
-        return hardware.offload_bandwidth
+        return cluster.offload_bandwidth
     return measured_bandwidth(options.tier, options.offload_directory, device)
 
 
@@ -306,8 +336,9 @@ def _finished(cut: Cut, live: Liveness, schedule: Schedule) -> tuple[Cut, tuple[
 
 
 def _programs(plan: Plan, cut: Cut, instructions: Programs, pools: tuple[Pool, ...]) -> tuple[str, ...]:
-    crossing = {name for m in cut.messages for name in m.names}
+    crossing = {name for edge in cut.edges for name in edge.names}
     fakes = {n.name: n.meta["val"] for n in call_nodes(cut.graph) if n.name in crossing}
+    compiled = frozenset(s.color for s in cut.sections if is_compiled(s, cut.options.backend))
     programs = []
     for rank in range(plan.ranks):
         stages = ", ".join(f"{s.stage} ({s.first} … {s.last})" for s in plan.stages if s.rank == rank)
@@ -315,6 +346,7 @@ def _programs(plan: Plan, cut: Cut, instructions: Programs, pools: tuple[Pool, .
             f"Rank {rank} of {plan.ranks}: {plan.model}, stage {stages}.",
             "",
             f"Schedule {plan.schedule}, {plan.step.microbatches} microbatches.",
+            *([f"Gradients are accumulated in {plan.grad_dtype}."] if plan.grad_dtype else []),
         )
         programs.append(
             program_source(
@@ -322,12 +354,13 @@ def _programs(plan: Plan, cut: Cut, instructions: Programs, pools: tuple[Pool, .
                     rank=rank,
                     title=title,
                     sections=cut.sections,
-                    messages=cut.messages,
+                    edges=cut.edges,
                     placement=plan.placement,
                     instructions=instructions[rank],
                     outputs=requested_outputs(cut.graph),
                     tensors=fakes,
                     places=pools[rank].places if pools else {},
+                    compiled=compiled,
                 )
             )
         )

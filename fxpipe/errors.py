@@ -7,6 +7,10 @@ class FxpipeError(Exception):
     """Base class of all errors of fxpipe."""
 
 
+class OptionError(FxpipeError):
+    """An option has a value that does not exist."""
+
+
 class CaptureError(FxpipeError):
     """The model or its loss cannot be traced.
 

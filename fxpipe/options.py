@@ -13,9 +13,11 @@ from typing import Any
 import torch
 
 from fxpipe.cost.known_devices import device_names, is_device_name
-from fxpipe.errors import ScheduleError
+from fxpipe.errors import OptionError, ScheduleError
+from fxpipe.ir.sections import BACKENDS
 from fxpipe.passes.recompute import LEVELS, Level
 from fxpipe.runtime.offloader import TIERS, Tier, default_tier
+from fxpipe.runtime.tensors import GRAD_DTYPES
 from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.offload.planner import FULL
 from fxpipe.schedule.ops import Schedule
@@ -98,10 +100,11 @@ class Options:
     placement: str | None
     split_points: tuple[str, ...] | None
     memory_limit: float | None
-    costs: str
+    costs: str | tuple[str, ...]
     seed: int
     vocab_parallel: str | bool = False
     gradients: bool = True
+    grad_dtype: torch.dtype | None = None
     recompute: str | bool = False
     offload: Offload = Offload(share=None)
     dimensions: Mapping[str, int] | None = None
@@ -110,6 +113,7 @@ class Options:
     evaluation: bool = False
     effort: float | None = None
     ranks_per_machine: int | None = None
+    backend: str = "eager"
 
     @property
     def tier(self) -> Tier:
@@ -124,7 +128,9 @@ class Options:
 
 
 def check(options: Options) -> None:
-    """Raise ScheduleError for options that are wrong for any model."""
+    """Raise ScheduleError or OptionError for options that are wrong for any model."""
+    if options.backend not in BACKENDS:
+        raise OptionError(f"backend is {options.backend!r} and must be {' or '.join(map(repr, BACKENDS))}.")
     for name in ("ranks", "microbatches", "stages_per_rank", "ranks_per_machine", "ranks_per_link"):
         value = getattr(options.offload if name == "ranks_per_link" else options, name)
         chosen = name in ("stages_per_rank", "ranks_per_machine") and value is None
@@ -133,12 +139,7 @@ def check(options: Options) -> None:
     effort = options.effort
     if effort is not None and not (isinstance(effort, int | float) and 0 < effort < inf):
         raise ScheduleError(f"effort is {effort!r} and must be a number of seconds above 0.")
-    costs = options.costs
-    if not isinstance(costs, str) or not (costs in ("analytic", "measured") or is_device_name(costs)):
-        raise ScheduleError(
-            f"costs is {costs!r} and must be 'analytic', 'measured' or the name of a device: "
-            f"{', '.join(device_names())}."
-        )
+    _check_costs(options)
     if options.vocab_parallel not in (False, AUTO, *BARRIERS):
         raise ScheduleError(
             f"vocab_parallel is {options.vocab_parallel!r} and must be True, False, 'auto', '1-barrier' or "
@@ -154,6 +155,13 @@ def check(options: Options) -> None:
         )
     if options.evaluation and not options.gradients:
         raise ScheduleError("Without gradients the step is an evaluation itself: leave out evaluation.")
+    if options.grad_dtype not in (None, *GRAD_DTYPES):
+        raise ScheduleError(
+            f"grad_dtype is {options.grad_dtype!r} and must be None (the parameters' own), torch.float32 or "
+            "torch.float64: sums in fewer bits lose what small gradients add."
+        )
+    if options.grad_dtype is not None and not options.gradients:
+        raise ScheduleError("Without gradients nothing is accumulated: leave out grad_dtype.")
     _check_offload(options)
     if options.placement is not None:
         place(options.placement, options.ranks, 1)
@@ -161,6 +169,23 @@ def check(options: Options) -> None:
         _check_given(options, options.schedule)
     elif options.schedule not in (AUTO, *FAMILIES):
         raise ScheduleError(f"Unknown schedule {options.schedule!r}. Known: {AUTO}, {', '.join(FAMILIES)}.")
+
+
+def _check_costs(options: Options) -> None:
+    costs, known = options.costs, ", ".join(device_names())
+    if isinstance(costs, tuple):
+        unknown = [name for name in costs if not (isinstance(name, str) and is_device_name(name))]
+        if unknown:
+            raise ScheduleError(f"costs has {unknown[0]!r} and must have names of devices: {known}.")
+        if len(costs) != options.ranks:
+            raise ScheduleError(
+                f"costs names {len(costs)} devices and there are {options.ranks} ranks: name one for each."
+            )
+    elif not isinstance(costs, str) or not (costs in ("analytic", "measured") or is_device_name(costs)):
+        raise ScheduleError(
+            f"costs is {costs!r} and must be 'analytic', 'measured' or the name of a device, or a list with "
+            f"one for each rank: {known}."
+        )
 
 
 def _check_offload(options: Options) -> None:

@@ -27,7 +27,7 @@ from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.training.model_state import ModelState
-from fxpipe.training.optimizer import PipelineOptimizer, check_separable, grouped, made
+from fxpipe.training.optimizer import PipelineOptimizer, check_separable, grouped, made, with_masters
 from fxpipe.training.pretrained import Pretrained, export
 from fxpipe.training.runner import LocalResult, Runner
 from fxpipe.training.save import save
@@ -254,6 +254,7 @@ class Pipeline:
         clip_grad_norm: float | None = None,
         norm_type: float = 2.0,
         skip_nonfinite: bool = False,
+        master_weights: bool = False,
         **options: Any,
     ) -> PipelineOptimizer:
         """An optimizer of this rank's parameters; all ranks must make the same.
@@ -263,6 +264,8 @@ class Pipeline:
         clip_grad_norm: the largest norm of all gradients of the model, of ``norm_type``.
         skip_nonfinite: leave out (and count in ``skipped``) steps whose gradients hold infinities or NaN;
             otherwise they are treated as by ``torch.nn.utils.clip_grad_norm_``.
+        master_weights: update float32 copies of parameters with fewer bits, which get their values after each
+            step.
         Raises RunError for optimizers that update a parameter by values which other ranks hold.
         """
         self.model_state.follow_model()
@@ -271,14 +274,16 @@ class Pipeline:
         trained = holders(tensors.gradients for tensors in self.plan.tensors)
         if self.plan.ranks > 1:
             check_separable(cls, options, self.device, tables=any(map(rows_of, trained)))
+        updated = with_masters(held) if master_weights else held
         optimizer = PipelineOptimizer(
-            made(cls, grouped(held, groups, {*map(whole_name, trained)}), options),
-            {parameter: name for name, parameter in held.items()},
+            made(cls, grouped(updated, groups, {*map(whole_name, trained)}), options),
+            {parameter: name for name, parameter in updated.items()},
             [parameter for name, parameter in held.items() if trained[name][0] == rank],
             self.process,
             clip_grad_norm,
             norm_type,
             skip_nonfinite,
+            {updated[name]: parameter for name, parameter in held.items() if updated[name] is not parameter},
         )
         optimizer.register_step_post_hook(lambda *_: self.model_state.changed())
         return optimizer

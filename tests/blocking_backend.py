@@ -1,20 +1,27 @@
 """A backend of torch.distributed on the CPU that blocks where those of GPUs block, over gloo.
 
 The first operation of a group on a rank returns when its peers have come to theirs, as nccl makes a
-communicator there.  A send is complete when the other rank has posted its receive.  gloo itself blocks
-nowhere, so what hangs only on GPUs hangs with this backend.
+communicator there; so does the first collective of each kind, root and size, for which nccl connects anew.  A
+send is complete when the other rank has posted its receive.  gloo itself blocks nowhere, so what hangs only
+on GPUs hangs with this backend.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType
 
 NAME = "blocking"
+
+#: The message of each group, counted from its first, that is lost, as all behind it: its send and its receive
+#: are never over.  The receiver's communicator then reports the error.
+LOST: int | None = None
 
 
 class _Work(dist.Work):
@@ -42,48 +49,78 @@ class _Work(dist.Work):
         return future
 
 
+class _Never(dist.Work):
+    """A message that is lost: a host that waits for it waits as for a device that does."""
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        threading.Event().wait()
+        return False
+
+    def is_completed(self) -> bool:
+        return False
+
+
 class Blocking(dist.ProcessGroup):
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("blocking", store), rank, size, timeout)
         self._store, self._own, self._size, self._timeout = store, rank, size, timeout
-        self._used = False
+        self._used: set[str] = set()
+        self._messages = 0
+        self._error = ErrorType.SUCCESS
         self._alive: list[Any] = []  # gloo gives up what nobody holds
 
     def getBackendName(self) -> str:
         return NAME
 
-    def _first_use(self) -> None:
+    def _first_use(self, what: str = "messages") -> None:
         """Block until all ranks of the group are here for the first time."""
-        if not self._used:
-            self._used = True
-            self._store.set(f"here/{self._own}", "")
-            self._store.wait([f"here/{rank}" for rank in range(self._size)], self._timeout)
+        if what not in self._used:
+            self._used.add(what)
+            self._store.set(f"{what}/{self._own}", "")
+            self._store.wait([f"{what}/{rank}" for rank in range(self._size)], self._timeout)
 
-    def send(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> _Work:
+    def _get_backend(self, device: torch.device) -> Blocking:
+        return self
+
+    def get_error(self) -> ErrorType:
+        return self._error
+
+    def _is_lost(self) -> bool:
+        """Whether the next message is."""
+        self._messages += 1
+        return LOST is not None and self._messages > LOST
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> dist.Work:
         self._first_use()
+        if self._is_lost():
+            return _Never()
         posted = [torch.empty(1, dtype=torch.uint8)]
         self._alive.append(posted)
         return _Work([self._gloo.send(tensors, peer, 1), self._gloo.recv(posted, peer, 2)])
 
-    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> _Work:
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> dist.Work:
         self._first_use()
+        if self._is_lost():
+            self._error = ErrorType.COMM_ERROR
+            return _Never()
         posted = [torch.zeros(1, dtype=torch.uint8)]
         self._alive += [posted, self._gloo.send(posted, peer, 2)]
         return _Work([self._gloo.recv(tensors, peer, 1)])
 
-    def _collective(self, start: Callable[..., Any], *arguments: Any) -> _Work:
-        self._first_use()
+    def _collective(self, kind: str, root: int, start: Callable[..., Any], *arguments: Any) -> _Work:
+        sizes = [tensor.nbytes for tensor in arguments[-2]]
+        self._first_use(f"{kind} {root} {sizes}")
         return _Work([start(*arguments)])
 
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> _Work:
-        return self._collective(self._gloo.broadcast, tensors, options)
+        return self._collective("broadcast", options.rootRank, self._gloo.broadcast, tensors, options)
 
     def gather(self, into: list[list[torch.Tensor]], tensors: list[torch.Tensor], options: Any) -> _Work:
-        return self._collective(self._gloo.gather, into, tensors, options)
+        return self._collective("gather", options.rootRank, self._gloo.gather, into, tensors, options)
 
     def allgather(self, into: list[list[torch.Tensor]], tensors: list[torch.Tensor], options: Any) -> _Work:
-        return self._collective(self._gloo.allgather, into, tensors, options)
+        return self._collective("allgather", -1, self._gloo.allgather, into, tensors, options)
 
 
 def register() -> None:

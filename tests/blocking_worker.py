@@ -81,7 +81,8 @@ def run(shapes: list[Shape], microbatches: list[int], fault: str = "", limit: fl
     """Run one step of each shape with each number of microbatches.
 
     fault: what is undone: ``lazy``, communicators are connected before the step; ``waits``, a send keeps no
-    op behind it waiting; ``order``, ranks connect in one order.  limit: of a wait, in seconds.
+    op behind it waiting; ``order``, ranks connect in one order; ``lost``, messages arrive;
+    ``kinds``, each kind of collective runs before the step.  limit: of a wait, in seconds.
     """
     blocking_backend.register()
     dist.init_process_group(f"cpu:{blocking_backend.NAME}")
@@ -113,17 +114,21 @@ def _step(shape: Shape, microbatches: int) -> None:
 
 def _undo(fault: str) -> None:
     if fault == "lazy":
-        connect._first_message = connect._first_broadcast = lambda *_: None
+        connect._first_message = connect._first_broadcast = connect._run_once = lambda *_: None
     elif fault == "waits":
         sent.SentOnStreams.add = lambda self, work, tensors: work.wait()
     elif fault == "order":
         begun = connect.connect
 
-        def reversed_on_odd_ranks(process, device, channels, collectives):
+        def reversed_on_odd_ranks(process, device, channels, *others):
             order = channels[::-1] if process.rank % 2 else channels
-            return begun(process, device, order, collectives)
+            return begun(process, device, order, *others)
 
         runner.connect = reversed_on_odd_ranks
+    elif fault == "kinds":
+        connect._run_once = lambda *_: None
+    elif fault == "lost":
+        blocking_backend.LOST = 3
 
 
 def main() -> None:

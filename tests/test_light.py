@@ -95,7 +95,31 @@ def test_a_program_runs_on_the_runtime_alone(saved):
     beyond = {name for name in own if not name.startswith("fxpipe.runtime")}
     assert beyond <= {"fxpipe", "fxpipe.errors", "fxpipe.version"}
     assert len(own) <= 20, sorted(own)
-    assert not modules & HEAVY
+    assert not modules & {*HEAVY, "torch._inductor"}
+
+
+INTERPRETED = """
+import torch
+import fxpipe.runtime.inductor
+run = lambda traced, inputs: torch.fx.Interpreter(traced).boxed_run
+fxpipe.runtime.inductor.compile_by_inductor = run
+"""
+
+
+def test_a_compiled_program_runs_on_the_runtime_alone(tmp_path):
+    example = {"x": torch.randn(2, 4), "y": torch.randn(2, 3)}
+    options = {"ranks": 1, "microbatches": 2, "schedule": "1f1b", "backend": "inductor"}
+    fxpipe.compile(Dropped(), example, **options).save(tmp_path / "saved")
+    assert (tmp_path / "saved" / "rank0.py").read_text().count("@inductor") == 2
+    modules = loaded(INTERPRETED + RUN, tmp_path / "saved")
+    own = {name for name in modules if name.split(".")[0] == "fxpipe"}
+    assert {name for name in own if not name.startswith("fxpipe.runtime")} <= {
+        "fxpipe",
+        "fxpipe.errors",
+        "fxpipe.version",
+    }
+    assert len(own) <= 20, sorted(own)
+    assert not modules & (HEAVY - {"sympy"})  # torch's traces use it
 
 
 def test_old_names_of_a_pipeline(saved):

@@ -23,7 +23,19 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
-from zoo import CASES, WIDTH, Case, Chain, Dropout, Shape, built_and_compiled, compiled, numbers
+from zoo import (
+    CASES,
+    WIDTH,
+    Case,
+    Chain,
+    Dropout,
+    Shape,
+    TiedHead,
+    built_and_compiled,
+    compiled,
+    numbers,
+    tokens,
+)
 
 import fxpipe
 import fxpipe.ir.liveness
@@ -31,6 +43,8 @@ import fxpipe.runtime.watch
 
 MICROBATCHES = 4
 DROPOUT = Case(Dropout, numbers)
+#: Its gradients are summed in float32, over the microbatches and over the ranks that hold the tied weight.
+LOW = Case(lambda: TiedHead().bfloat16(), tokens)
 #: By number of ranks: name -> how it is run; a case is captured once for its neighbors.
 SAME_BITS: dict[int, dict[str, tuple[Case, Shape]]] = {
     2: {
@@ -40,6 +54,8 @@ SAME_BITS: dict[int, dict[str, tuple[Case, Shape]]] = {
         "offload": (DROPOUT, Shape(2, "gpipe", offload=True)),
         "skips, V": (CASES["unet"], Shape(2, "zb-h1", 2, "v")),
         "tied": (CASES["tied_head"], Shape(2, "1f1b", 2)),
+        "tied, float32": (LOW, Shape(2, "1f1b", grad_dtype=torch.float32)),
+        "vocabulary, float32": (LOW, Shape(2, "zb-h1", vocab_parallel=True, grad_dtype=torch.float32)),
         "vocabulary": (CASES["tied_head"], Shape(2, "1f1b", vocab_parallel="1-barrier")),
     },
     4: {
@@ -69,6 +85,10 @@ ADDED = {
 }
 TRAINED = CASES["tied_head"]
 TRAINED_SHAPES = {"whole": Shape(2, "zb-h1", 2), "vocabulary": Shape(2, "zb-h1", vocab_parallel=True)}
+MASTER_SHAPES = {
+    "whole": Shape(2, "1f1b", grad_dtype=torch.float32),
+    "vocabulary": Shape(2, "zb-h1", vocab_parallel=True, grad_dtype=torch.float32),
+}
 STEPS, LEARNING_RATE, CLIP = 3, 0.01, 0.2
 BATCHES = [5, 6, 7]  # seeds
 OTHER_NORMS = "1e-05", "0.25"
@@ -161,6 +181,27 @@ def training(rank: Rank) -> None:
         rank.tensors(f"{name} evaluation", {"loss": evaluation.step(batch_of(8))})
 
 
+def masters(rank: Rank) -> None:
+    """Three steps on master weights, of which the last is resumed from a checkpoint; they are written."""
+    for name, shape in MASTER_SHAPES.items():
+        for steps in (STEPS - 1, STEPS):
+            _, pipe = built_and_compiled(LOW, MICROBATCHES, shape)
+            optimizer = pipe.optimizer(
+                torch.optim.AdamW, lr=LEARNING_RATE, clip_grad_norm=CLIP, master_weights=True
+            )
+            checkpoints = fxpipe.Checkpointer(pipe, rank.directory / f"{name} steps", optimizer=optimizer)
+            with checkpoints:
+                assert checkpoints.resume() == (steps == STEPS)
+                while pipe.step_number < steps:
+                    pipe.step(batch_of(BATCHES[pipe.step_number]))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                checkpoints.save()
+        held = {optimizer.names[master]: master for master in optimizer.masters}
+        assert all(torch.equal(pipe.parameter(key), master.bfloat16()) for key, master in held.items())
+        rank.tensors(f"{name} masters", held)
+
+
 def loaded(rank: Rank) -> None:
     """One step of what ``training`` saved, as it is and with other norms in the program of rank 0.
 
@@ -209,6 +250,7 @@ def on_two_ranks(rank: Rank) -> None:
     """One after the other in the same processes, and what fails at the end."""
     same_bits(rank)
     shared_constants(rank)
+    masters(rank)
     torch.set_default_dtype(torch.float64)
     sums(rank)
     training(rank)

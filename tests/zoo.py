@@ -129,6 +129,9 @@ class Shape:
     gradients: bool = True
     offload: bool | float = False
     evaluation: bool = False
+    grad_dtype: torch.dtype | None = None
+    recompute: bool | str = False
+    backend: str = "eager"
 
 
 def compiled(case: Case, model: nn.Module, microbatches: int, shape: Shape) -> fxpipe.Pipeline:
@@ -145,7 +148,10 @@ def compiled(case: Case, model: nn.Module, microbatches: int, shape: Shape) -> f
         vocab_parallel=shape.vocab_parallel,
         gradients=shape.gradients,
         evaluation=shape.evaluation,
+        grad_dtype=shape.grad_dtype,
         offload=fxpipe.Offload(shape.offload, bandwidth=1e12),
+        recompute=shape.recompute,
+        backend=shape.backend,
         effort=EFFORT,
     )
 

@@ -46,6 +46,11 @@ def add_to(commands: Any, line: str) -> None:
         help="clip the gradient norm of the whole model (default: no clipping)",
     )
     add(
+        "--master-weights",
+        action="store_true",
+        help="update float32 copies of parameters with fewer bits",
+    )
+    add(
         "--checkpoints",
         type=Path,
         metavar="DIR",
@@ -93,6 +98,7 @@ def _run(options: argparse.Namespace) -> None:
         steps=options.steps,
         lr=options.lr,
         clip=options.clip_grad_norm,
+        master_weights=options.master_weights,
         warmup=options.warmup,
         decay=options.decay,
         checkpoints=options.checkpoints,

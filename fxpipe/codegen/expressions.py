@@ -21,6 +21,7 @@ from fxpipe.runtime.random import keyed
 #: The containers of inputs that are not values of other sections.
 CONTAINERS = {
     Kind.PARAMETER: "params",
+    Kind.CAST: "casts",
     Kind.BUFFER: "buffers",
     Kind.CONSTANT: "constants",
     Kind.BATCH: "batch",
@@ -30,7 +31,8 @@ CONTAINERS = {
 
 #: Names that a program uses itself: imports, definitions, arguments, and variables without their ``_m0``.
 _OWN = re.compile(
-    r"rt|step|torch|keyed|expect|float|complex|MESSAGES|params|buffers|constants|batch|batches|grads|key"
+    r"rt|step|torch|keyed|expect|inductor|float|complex|MESSAGES|CASTS|params|casts|buffers|constants"
+    r"|batch|batches|grads|key"
     r"|loss|count|from_[A-Z]\d+_to_[A-Z]\d+"
     r"|(saved|saved_for_weight|offloaded|offloaded_for_weight|gradients)\d*|collective\d+_\d+"
     r"|stage\d+_(forward|backward|weight)"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import fx
 
 from fxpipe.capture.resized import ResizedTraces
 from fxpipe.cost.arithmetic import arithmetic_of
-from fxpipe.cost.device import Device
+from fxpipe.cost.cluster import Cluster
 from fxpipe.cost.nodes import NodeSeconds, bytes_moved, is_free, node_flops
 from fxpipe.cost.polynomials import Polynomial, Sizes
 from fxpipe.cost.symbolic import PlanWork, Rates, StageWork, Terms, Work
@@ -17,6 +17,9 @@ from fxpipe.ir.graph import Color, Phase
 from fxpipe.ir.liveness import Liveness
 from fxpipe.ir.storage import call_nodes, node_bytes
 from fxpipe.schedule.costs import Costs, Edge, StageCost
+
+SecondsOfRanks = Sequence[Mapping[Color, float]]
+"""Per rank the seconds of every section, if it runs there."""
 
 
 def analytic_seconds(graph: fx.Graph, node_seconds: NodeSeconds) -> dict[Color, float]:
@@ -29,32 +32,47 @@ def analytic_seconds(graph: fx.Graph, node_seconds: NodeSeconds) -> dict[Color, 
     return seconds
 
 
+def seconds_on(cluster: Cluster, graph: fx.Graph) -> SecondsOfRanks:
+    """``analytic_seconds`` of every section on each rank."""
+    found = {
+        device: analytic_seconds(graph, cluster.node_seconds(r)) for r, device in enumerate(cluster.devices)
+    }
+    return tuple(found[device] for device in cluster.devices)
+
+
 def section_costs(
-    live: Liveness, seconds: Mapping[Color, float], device: Device, ranks_per_machine: int | None = None
+    live: Liveness,
+    seconds: SecondsOfRanks,
+    cluster: Cluster,
+    placement: Sequence[int],
+    ranks_per_machine: int | None = None,
 ) -> Costs:
-    """Seconds and bytes of every stage and message, given the seconds of every section."""
+    """Seconds and bytes of every stage and message on their ranks."""
 
     def size(roots: Iterable[fx.Node]) -> int:
         return sum(node_bytes(r) for r in roots)
 
-    stages = [
-        StageCost(*(seconds.get(Color(stage, phase), 0.0) for phase in Phase), *map(size, live.held(stage)))
-        for stage in range(len(live.saved_activations))
-    ]
+    stages = []
+    for stage, rank in enumerate(placement):
+        times = [seconds[rank].get(Color(stage, phase), 0.0) for phase in Phase]
+        stages.append(StageCost(*times, *map(size, live.held(stage))))
     edges = []
-    for message, values in zip(live.messages, live.sent, strict=True):
+    for edge, values in zip(live.edges, live.sent, strict=True):
         moved = size(values)
-        links = device.intra.seconds(moved), device.inter.seconds(moved)
-        edges.append(Edge(message.source, message.target, moved, *links))
+        ends = placement[edge.source.stage], placement[edge.target.stage]
+        edges.append(Edge(edge.source, edge.target, moved, *cluster.message_seconds(moved, *ends)))
     return Costs(tuple(stages), tuple(edges), ranks_per_machine=ranks_per_machine)
 
 
-def work_for_any_size(live: Liveness, graph: fx.Graph, resized: ResizedTraces, device: Device) -> PlanWork:
-    """The analytic costs as expressions of the named lengths.
+def work_for_any_size(
+    live: Liveness, graph: fx.Graph, resized: ResizedTraces, cluster: Cluster, placement: Sequence[int]
+) -> PlanWork:
+    """The analytic costs on their ranks as expressions of the named lengths.
 
     Raises SizeError where a size is no polynomial.
     """
     sizes = Sizes(graph, resized)
+    devices = [cluster.devices[rank] for rank in placement]
 
     def work(stage: int, phase: Phase) -> tuple[Work, ...]:
         alike: Counter[tuple[Polynomial, Polynomial, str]] = Counter()
@@ -63,7 +81,7 @@ def work_for_any_size(live: Liveness, graph: fx.Graph, resized: ResizedTraces, d
                 flops, moved = node_flops(node, sizes.shapes), bytes_moved(node, sizes.bytes)
                 alike[flops, moved, arithmetic_of(node)] += 1
         return tuple(
-            Work(n, sizes.terms(f), sizes.terms(b), device.rate(kind), kind)
+            Work(n, sizes.terms(f), sizes.terms(b), devices[stage].rate(kind), kind)
             for (f, b, kind), n in alike.items()
         )
 
@@ -80,5 +98,6 @@ def work_for_any_size(live: Liveness, graph: fx.Graph, resized: ResizedTraces, d
         lengths=dict(zip(resized.names, resized.points[0], strict=True)),
         stages=tuple(stages),
         edges=tuple(size(values) for values in live.sent),
-        rates=Rates.of_device(device),
+        rates=Rates.of_device(cluster.first),
+        stage_rates=tuple(map(Rates.of_device, devices)) if len(set(cluster.devices)) > 1 else (),
     )

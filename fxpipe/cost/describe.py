@@ -25,12 +25,15 @@ def describe(costs: str, device: torch.device, graph: fx.Graph) -> Device:
     costs: the name of a device; else the device at hand is described: the CPU as one core, an accelerator by
     the name that it reports.  One that no table has is calibrated, in the arithmetic of the graph.
     """
-    if is_device_name(costs):
-        return device_named(costs)
+    return device_named(costs) if is_device_name(costs) else described_here(device, arithmetic_used(graph))
+
+
+def described_here(device: torch.device, arithmetic: Iterable[str] = ("tf32", "bfloat16")) -> Device:
+    """The device at hand.  arithmetic: of a model, for the calibration."""
     if not is_accelerator(device):
         return CPU
     name, memory = identity(device)[0], memory_size(device)
-    return reported_device(name, memory) or _measured(device, name, memory, arithmetic_used(graph))
+    return reported_device(name, memory) or _measured(device, name, memory, arithmetic)
 
 
 def _measured(device: torch.device, name: str, memory: int, arithmetic: Iterable[str]) -> Device:

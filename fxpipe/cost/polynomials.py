@@ -78,7 +78,13 @@ class Sizes:
         return tuple((int(c.numerator), int(c.denominator), *powers) for powers, c in found)
 
     def _derive(self, node: fx.Node) -> None:
-        """The resized values of a node that a pass added: its op, run on the resized values of its inputs."""
+        """The resized values of a node that a pass added: its op, run on the resized values of its inputs.
+
+        An input that a pass added is an accumulator, as large at every length.
+        """
+        if node.op == "placeholder":
+            self._resized_values[node.meta["val"]] = (node.meta["val"],) * len(self._points)
+            return
         inputs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))
 
         def result(point: int) -> list[torch.Tensor]:

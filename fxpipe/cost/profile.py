@@ -6,7 +6,7 @@ rows take, and synthetic values where other sections would have computed them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,9 +18,11 @@ from torch import fx, nn
 from fxpipe.cost.clock import median_seconds, seconds_until_done
 from fxpipe.errors import ScheduleError
 from fxpipe.ir.graph import Color, Input, Kind, Phase, Section
+from fxpipe.ir.sections import is_compiled
 from fxpipe.ir.storage import storage_root, written_arguments
 from fxpipe.runtime.batch import batch_leaves
 from fxpipe.runtime.checks import expect
+from fxpipe.runtime.inductor import inductor
 from fxpipe.runtime.offloader import Tier, open_store
 from fxpipe.runtime.tensors import in_strides, storage_bytes
 from fxpipe.schedule.costs import Costs
@@ -49,19 +51,21 @@ def known_tensors(model: nn.Module, example: Any, constants: Mapping[str, torch.
 
 
 def measured_seconds(
-    sections: tuple[Section, ...], device: torch.device, overhead: float, known: Known
+    sections: tuple[Section, ...], device: torch.device, overhead: float, known: Known, backend: str
 ) -> dict[Color, float]:
     """The median seconds of some runs of each section, plus its overhead in a program.
 
     Raises ScheduleError for an op that fails on synthetic inputs.
     """
-    return {section.color: overhead + _section_seconds(section, device, known) for section in sections}
+    return {s.color: overhead + _section_seconds(s, device, known, backend) for s in sections}
 
 
-def _section_seconds(section: Section, device: torch.device, known: Known) -> float:
+def _section_seconds(section: Section, device: torch.device, known: Known, backend: str) -> float:
     # The inputs of a section are freed when this returns, before those of the next one are made.
     graph = _without_checks(section.graph)
-    module = fx.GraphModule(nn.Module(), graph)
+    function: Callable[..., Any] = fx.GraphModule(nn.Module(), graph).forward
+    if is_compiled(section, backend):
+        function = inductor(function)
     written = _written(graph)
     inputs, overwritten = list[Any](), list[torch.Tensor]()
     own = torch.Generator(device)  # the user's random numbers stay as they are
@@ -82,7 +86,7 @@ def _section_seconds(section: Section, device: torch.device, known: Known) -> fl
 
     try:
         with torch.no_grad():
-            return median_seconds(partial(module, *inputs), device, before=fill_again)
+            return median_seconds(partial(function, *inputs), device, before=fill_again)
     except RuntimeError as error:
         raise ScheduleError(
             f"costs='measured' runs {section.phase} of stage {section.stage} on synthetic inputs, and "

@@ -82,6 +82,12 @@ class Work:
     arithmetic: str = ""
 
 
+def _bounds(op: Work, lengths: Sequence[Any], rates: Rates) -> tuple[Any, Any, float]:
+    """The lower bounds of the roofline in ``cost.device``."""
+    computing, moving = _at(op.flops, lengths) / op.rate, _at(op.bytes, lengths) / rates.memory
+    return computing, moving, rates.launch
+
+
 @dataclass(frozen=True)
 class StageWork(RenamedFields):
     """The ops of each phase of a stage, and its bytes as in ``StageCost``."""
@@ -110,18 +116,22 @@ class Expressions(RenamedFields):
 
 @dataclass(frozen=True)
 class PlanWork:
-    """``lengths``: name -> length in the example.  ``edges``: the bytes of ``Costs.edges``, in order."""
+    """``lengths``: name -> length in the example.  ``edges``: the bytes of ``Costs.edges``, in order.
+
+    ``rates``: of rank 0's device.  ``stage_rates``: of the device of each stage; empty if all are alike.
+    """
 
     lengths: dict[str, int]
     stages: tuple[StageWork, ...]
     edges: tuple[Terms, ...]
     rates: Rates
+    stage_rates: tuple[Rates, ...] = ()
 
     def expressions(self, stage: int) -> Expressions:
         import sympy  # here, as it takes a quarter of a second and few pipelines need it
 
         symbols = [sympy.Symbol(name) for name in self.lengths]
-        return self._stage(self.stages[stage], symbols, sympy.Max)
+        return self._stage(stage, symbols, sympy.Max)
 
     def on(self, device: Device) -> PlanWork:
         """The same work with the rates of another device.
@@ -142,7 +152,7 @@ class PlanWork:
             replace(stage, forward=there(f), backward=there(b), weight=there(w))
             for stage, (f, b, w) in zip(self.stages, phases, strict=True)
         ]
-        return replace(self, stages=tuple(stages), rates=Rates.of_device(device))
+        return replace(self, stages=tuple(stages), rates=Rates.of_device(device), stage_rates=())
 
     def analytic(self, costs: Costs, sizes: Mapping[str, int]) -> Costs:
         """The analytic costs at these lengths; ``costs`` are those at the example's, of any device.
@@ -151,8 +161,8 @@ class PlanWork:
         """
         lengths = [Fraction(n) for n in self._checked(sizes).values()]
         stages = []
-        for cost, work in zip(costs.stages, self.stages, strict=True):
-            found = self._stage(work, lengths, max)
+        for stage, (cost, work) in enumerate(zip(costs.stages, self.stages, strict=True)):
+            found = self._stage(stage, lengths, max)
             times = {phase: float(getattr(found, phase)) for phase in PHASE_FIELDS}
             stages.append(replace(cost, **times, **_held(work, lengths)))
         return replace(costs, stages=tuple(stages), edges=self._edges(costs, lengths))
@@ -165,8 +175,8 @@ class PlanWork:
         """
         old, new = ([Fraction(n) for n in x.values()] for x in (self.lengths, self._checked(sizes)))
         stages = []
-        for cost, work in zip(costs.stages, self.stages, strict=True):
-            before, after = (self._stage(work, lengths, max) for lengths in (old, new))
+        for stage, (cost, work) in enumerate(zip(costs.stages, self.stages, strict=True)):
+            before, after = (self._stage(stage, lengths, max) for lengths in (old, new))
             times = {
                 phase: getattr(cost, phase) * (getattr(after, phase) / getattr(before, phase))
                 for phase in PHASE_FIELDS
@@ -176,15 +186,25 @@ class PlanWork:
         return replace(costs, stages=tuple(stages), edges=self._edges(costs, new))
 
     def _edges(self, costs: Costs, lengths: Sequence[Fraction]) -> tuple[Edge, ...]:
-        pairs = zip(costs.edges, self.edges, strict=True)
-        return tuple(self.rates.with_message(edge, float(_at(terms, lengths))) for edge, terms in pairs)
+        found = []
+        for edge, terms in zip(costs.edges, self.edges, strict=True):
+            moved = float(_at(terms, lengths))
+            ends = [self.rates_of(end.stage).with_message(edge, moved) for end in (edge.source, edge.target)]
+            inter = [end.inter_seconds for end in ends if end.inter_seconds is not None]
+            slower = max(end.seconds for end in ends)
+            found.append(replace(ends[0], seconds=slower, inter_seconds=max(inter, default=None)))
+        return tuple(found)
 
-    def _stage(self, work: StageWork, lengths: Sequence[Any], largest: Callable[..., Any]) -> Expressions:
-        none = 0 * lengths[0]
+    def rates_of(self, stage: int) -> Rates:
+        return self.stage_rates[stage] if self.stage_rates else self.rates
+
+    def _stage(self, stage: int, lengths: Sequence[Any], largest: Callable[..., Any]) -> Expressions:
+        none, work, rates = 0 * lengths[0], self.stages[stage], self.rates_of(stage)
 
         def seconds(ops: tuple[Work, ...]) -> Any:
-            overhead = self.rates.stage_overhead if ops else 0
-            return sum((op.count * largest(*self._bounds(op, lengths)) for op in ops), start=none + overhead)
+            overhead = rates.stage_overhead if ops else 0
+            bounds = ((op.count, _bounds(op, lengths, rates)) for op in ops)
+            return sum((count * largest(*each) for count, each in bounds), start=none + overhead)
 
         ops = (*work.forward, *work.backward, *work.weight)
         return Expressions(
@@ -195,11 +215,6 @@ class PlanWork:
             _at(work.saved_for_weight, lengths),
             sum((op.count * _at(op.flops, lengths) for op in ops), start=none),
         )
-
-    def _bounds(self, op: Work, lengths: Sequence[Any]) -> tuple[Any, Any, float]:
-        """The lower bounds of the roofline in ``cost.device``."""
-        computing, moving = _at(op.flops, lengths) / op.rate, _at(op.bytes, lengths) / self.rates.memory
-        return computing, moving, self.rates.launch
 
     def _checked(self, sizes: Mapping[str, int]) -> dict[str, int]:
         known = ", ".join(f"{name} ({length} in the example)" for name, length in self.lengths.items())

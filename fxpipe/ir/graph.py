@@ -62,6 +62,7 @@ class Kind(StrEnum):
     """The kind of a value that crosses the border of a section."""
 
     PARAMETER = "parameter"
+    CAST = "cast"  # of a parameter to fewer bits, once a step: ``casts.py``
     BUFFER = "buffer"
     CONSTANT = "constant"
     BATCH = "batch"  # a leaf of the user's microbatch

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from fxpipe.ir.graph import Color, Kind, Phase, Section
-from fxpipe.ir.sections import Message
+from fxpipe.ir.sections import SectionEdge
 from fxpipe.ir.storage import call_nodes, is_view, node_bytes, root_within, storage_root
 from fxpipe.runtime.tensors import is_dense
 
@@ -39,7 +39,7 @@ class Liveness:
     saved_for_weight: tuple[set[fx.Node], ...]
     sent: tuple[set[fx.Node], ...]
     offloadable: tuple[dict[Phase, list[fx.Node]], ...]
-    messages: tuple[Message, ...]
+    edges: tuple[SectionEdge, ...]
 
     def held(self, stage: int) -> tuple[Iterable[fx.Node], ...]:
         """The storages behind the byte counts of a ``StageCost``, in their order."""
@@ -55,7 +55,7 @@ class Liveness:
 def liveness(
     graph: fx.Graph,
     sections: tuple[Section, ...],
-    messages: tuple[Message, ...],
+    edges: tuple[SectionEdge, ...],
     placement: tuple[int, ...],
 ) -> Liveness:
     """The liveness of a colored graph whose stage s runs on rank ``placement[s]``."""
@@ -85,19 +85,17 @@ def liveness(
                     if placement[owner.meta["color"].stage] != rank or first.setdefault(owner, stage) == stage
                 }
             )
-    for message in messages:
-        values = {nodes[name] for name in message.names}
-        rank = placement[message.source.stage]
-        if rank == placement[message.target.stage]:
+    for edge in edges:
+        values = {nodes[name] for name in edge.names}
+        rank = placement[edge.source.stage]
+        if rank == placement[edge.target.stage]:
             # Of two stages of a rank the first holds longest: from before the other's F until after its B.
-            outer = min(message.source.stage, message.target.stage)
+            outer = min(edge.source.stage, edge.target.stage)
             values = {_owner(value, rank, placement) for value in values}
             values = {owner for owner in values if saves_activation.get(owner, outer + 1) > outer}
         sent.append(values)
     offloadable = offload_candidates(saved_activations, placement)
-    return Liveness(
-        ops, tuple(saved_activations), tuple(saved_for_weight), tuple(sent), offloadable, messages
-    )
+    return Liveness(ops, tuple(saved_activations), tuple(saved_for_weight), tuple(sent), offloadable, edges)
 
 
 def _owner(node: fx.Node, rank: int, placement: tuple[int, ...]) -> fx.Node:

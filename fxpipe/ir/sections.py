@@ -15,15 +15,18 @@ from torch import fx
 
 from fxpipe.errors import VerifyError
 from fxpipe.ir.compat import copy_node
-from fxpipe.ir.graph import Color, Kind, Phase, Section, Value, arrival, offload
-from fxpipe.ir.storage import call_nodes, output_dict
+from fxpipe.ir.graph import Color, Kind, Phase, Section, Value, arrival, offload, read_buffer
+from fxpipe.ir.storage import call_nodes, is_view, output_dict
+from fxpipe.runtime.checks import expect
 
+#: How a program runs its sections: op by op, or F and B as Inductor compiles them.
+BACKENDS = ("eager", "inductor")
 ORDER = (Phase.F, Phase.B, Phase.W)
 
 
 @dataclass(frozen=True, eq=False)
-class Message:
-    """The named values that section ``source`` sends to section ``target`` of another stage.
+class SectionEdge:
+    """The named values of section ``source`` that section ``target`` of another stage needs.
 
     Values for W alone arrive with B, so that ``target`` is a B or an F, and may be a B without ops.
     """
@@ -123,6 +126,19 @@ def _kind(node: fx.Node) -> Kind:
     return Kind.OFFLOADED if node.target is offload else Kind.VALUE
 
 
+def compiles(backend: str, phase: Phase) -> bool:
+    """Whether a backend compiles sections of a phase.  W runs op by op: its matrix products add to the
+    gradients in place."""
+    return backend == "inductor" and phase is not Phase.W
+
+
+def is_compiled(section: Section, backend: str) -> bool:
+    """Whether a backend compiles the section: it has an op that computes something."""
+    return compiles(backend, section.phase) and any(
+        n.target not in (read_buffer, expect) and not is_view(n) for n in call_nodes(section.graph)
+    )
+
+
 def requested_outputs(graph: fx.Graph) -> dict[str, Value]:
     """The outputs that the user asked for: name -> the output of a section."""
     return {name: _result(graph, node) for name, node in output_dict(graph)["outputs"].items()}
@@ -136,11 +152,11 @@ def _result(graph: fx.Graph, node: fx.Node) -> Value:
     return Value(Kind.OUTPUT, node.name)
 
 
-def messages(sections: tuple[Section, ...]) -> tuple[Message, ...]:
-    """The messages between stages: one for each pair of sections that exchange values."""
+def edges_between(sections: tuple[Section, ...]) -> tuple[SectionEdge, ...]:
+    """The edges between stages: one for each pair of sections that exchange values."""
     names: dict[tuple[Color, Color], list[str]] = defaultdict(list)
     for section in sections:
         for value in section.inputs:
             if value.producer is not None and value.producer.stage != section.stage:
                 names[value.producer, arrival(section.color)].append(value.name)
-    return tuple(Message(a, b, tuple(n)) for (a, b), n in names.items())
+    return tuple(SectionEdge(a, b, tuple(n)) for (a, b), n in names.items())

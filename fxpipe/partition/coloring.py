@@ -36,12 +36,14 @@ def partition(
     before: int = 0,
     behind: int = 0,
     held: Sequence[Set[str]] | None = None,
+    slowness: Sequence[float] = (),
 ) -> None:
     """Give every op without a color its stage, and phase F or B; negative stages count from the last one.
 
     split_points: module paths; each begins a new stage (None: cuts are chosen by cost).
     before, behind: the numbers of stages beside the model's own, whose ops have colors.
     held: per stage the names of its parameters and buffers, of a forward that follows another step's stages.
+    slowness: per stage its time relative to that of ``node_seconds``; by default all are alike.
     Raises PartitionError for a split point that is no module of the graph and for more stages than
     there are places to cut.
     """
@@ -55,7 +57,7 @@ def partition(
         bytes = _crossing_bytes(graph, position, dict(position), free.in_stage | free.anywhere)
         cuts = following_cuts(forward, bytes, free.in_stage | free.anywhere, held)
     elif split_points is None:
-        cuts = _cuts_by_cost(graph, position, by_seq, stages, node_seconds, free)
+        cuts = _cuts_by_cost(graph, position, by_seq, stages, node_seconds, free, slowness)
     else:
         cuts = _cuts_by_path(forward, stages, split_points)
     starts = {c + 1 for c in cuts}
@@ -105,6 +107,7 @@ def _cuts_by_cost(
     stages: int,
     node_seconds: NodeSeconds,
     free: Free,
+    slowness: Sequence[float],
 ) -> tuple[int, ...]:
     seconds = [0.0] * len(position)
     home = dict(position)  # forward and backward ops alike: the position whose stage they go with
@@ -120,7 +123,7 @@ def _cuts_by_cost(
         seconds[home[node]] += node_seconds(node)
     bytes = _crossing_bytes(graph, position, home, free.in_stage | free.anywhere)
     try:
-        return choose_cuts(seconds, bytes, stages)
+        return choose_cuts(seconds, bytes, stages, slowness)
     except PartitionError as error:
         spans = _buffer_spans(graph, home)
         wide = [name for name, (first, last) in spans.items() if last - first > len(position) // 4]

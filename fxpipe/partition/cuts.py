@@ -16,11 +16,14 @@ from fxpipe.errors import PartitionError
 SLACK = 0.02
 
 
-def choose_cuts(seconds: Sequence[float], bytes: Sequence[float], stages: int) -> tuple[int, ...]:
+def choose_cuts(
+    seconds: Sequence[float], bytes: Sequence[float], stages: int, slowness: Sequence[float] = ()
+) -> tuple[int, ...]:
     """Return the positions (ascending) after which to cut a chain into ``stages`` parts.
 
     seconds: cost of each position, all phases together.
     bytes: sent across a cut after each position; ``inf`` where no cut may be.
+    slowness: per stage, what its costs are to be multiplied by; by default all are alike.
     Raises PartitionError if there are fewer places to cut than needed.
     """
     places = [i for i, b in enumerate(bytes[:-1]) if b != float("inf")]
@@ -34,18 +37,18 @@ def choose_cuts(seconds: Sequence[float], bytes: Sequence[float], stages: int) -
     total = np.concatenate([[0.0], np.cumsum(seconds)])
     # block k lies between place k-1 and place k; ends[k] is the cost up to and with block k
     ends = np.array([total[i + 1] for i in places] + [total[-1]])
-    limit = _smallest_maximum(ends, stages) * (1 + SLACK)
+    speeds = 1 / np.array(slowness or [1.0] * stages)
+    limits = _smallest_maximum(ends, speeds) * (1 + SLACK) * speeds
     weights = [float(bytes[i]) for i in places] + [0.0]
-    return tuple(places[k] for k in _lightest(ends, weights, stages, limit))
+    return tuple(places[k] for k in _lightest(ends, weights, limits.tolist()))
 
 
-def _smallest_maximum(ends: np.ndarray, stages: int) -> float:
-    """The smallest possible cost of the largest part, for at most ``stages`` parts (bisection)."""
-    blocks = np.diff(np.concatenate([[0.0], ends]))
-    low, high = max(float(blocks.max()), float(ends[-1]) / stages), float(ends[-1])
+def _smallest_maximum(ends: np.ndarray, speeds: np.ndarray) -> float:
+    """The smallest possible time of the slowest part (bisection)."""
+    low, high = float(ends[-1] / speeds.sum()), float(ends[-1] / speeds.min())
     for _ in range(60):
         middle = (low + high) / 2
-        if _parts_needed(ends, middle) <= stages:
+        if _suffices(ends, middle * speeds):
             high = middle
         else:
             low = middle
@@ -54,23 +57,24 @@ def _smallest_maximum(ends: np.ndarray, stages: int) -> float:
     return high
 
 
-def _parts_needed(ends: np.ndarray, limit: float) -> int:
-    start, parts = 0.0, 0
-    while start < ends[-1]:
-        k = int(np.searchsorted(ends, start + limit * (1 + 1e-12), side="right")) - 1
-        if k < 0 or ends[k] <= start:
-            return len(ends) + 1
-        start = float(ends[k])
-        parts += 1
-    return parts
+def _suffices(ends: np.ndarray, limits: np.ndarray) -> bool:
+    """Whether parts of at most these costs, each as large as it can be, take all blocks and none is empty."""
+    last = -1  # the last block that is taken
+    for left, limit in zip(range(len(limits) - 1, -1, -1), limits, strict=True):
+        start = float(ends[last]) if last >= 0 else 0.0
+        fits = int(np.searchsorted(ends, start + float(limit) * (1 + 1e-12), side="right")) - 1
+        if fits <= last:
+            return False
+        last = min(fits, len(ends) - 1 - left)  # a block for each of the parts that are left
+    return last == len(ends) - 1
 
 
-def _lightest(ends: np.ndarray, weights: list[float], stages: int, limit: float) -> list[int]:
-    """The block indices after which to cut: minimum total weight, no empty part, all within ``limit``."""
-    count = len(ends)
-    best = [0.0 if e <= limit else float("inf") for e in ends]  # one part that ends with block k
+def _lightest(ends: np.ndarray, weights: list[float], limits: Sequence[float]) -> list[int]:
+    """The block indices after which to cut: minimum total weight, no empty part, all within ``limits``."""
+    count, stages = len(ends), len(limits)
+    best = [0.0 if e <= limits[0] else float("inf") for e in ends]  # one part that ends with block k
     back: list[list[int]] = []
-    for _ in range(1, stages):
+    for limit in limits[1:]:
         nxt, came = [float("inf")] * count, [-1] * count
         window: deque[int] = deque()  # candidates j < k for the cut before, lightest first
         for k in range(1, count):

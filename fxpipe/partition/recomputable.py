@@ -16,6 +16,8 @@ from fxpipe.runtime.random import keyed
 #: sending it.
 MAX_SHARE = 0.002
 
+_PARAMETERS = frozenset({Kind.PARAMETER, Kind.CAST})
+
 
 @dataclass(frozen=True)
 class Free:
@@ -37,7 +39,7 @@ def recomputable_nodes(graph: fx.Graph, seconds: NodeSeconds) -> Free:
     at_hand = frozenset({Kind.BATCH, Kind.CONSTANT, Kind.BUFFER})
     return Free(
         _found(graph, cost, at_hand, lambda node: max(budget, transfer(node_bytes(node)))),
-        _found(graph, cost, at_hand | {Kind.PARAMETER}, lambda _: budget),
+        _found(graph, cost, at_hand | _PARAMETERS, lambda _: budget),
     )
 
 
@@ -58,7 +60,7 @@ def _found(
                 leads[node], kinds[node] = frozenset(), frozenset([given.kind])
         elif _may_repeat(node) and all(n in leads for n in node.all_input_nodes):
             read = frozenset().union(*(kinds[n] for n in node.all_input_nodes))
-            if Kind.PARAMETER in read and (Kind.BATCH in read or node_flops(node)):
+            if read & _PARAMETERS and (Kind.BATCH in read or node_flops(node)):
                 continue
             way = frozenset([node]).union(*(leads[n] for n in node.all_input_nodes))
             if sum(cost[n] for n in way) <= most(node):

@@ -4,6 +4,8 @@ needs:  W split off, gradients untied
 before: g = mm(a, b);             grads[w] = (g,)
 after:  addmm_(grad_w, a, b)      grad_w: the accumulator of w, an input of W
 
+A product of float16 or bfloat16 is added to an accumulator of float32 by ``addmm.dtype_out``, without being
+rounded, where the device has that op.  Casts to the accumulator's dtype are left out, as additions promote.
 An embedding's gradient adds only the rows that were looked up.  Other gradients are added as they are.  These
 are the only nodes that write to an input.
 """
@@ -11,27 +13,35 @@ are the only nodes that write to an input.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
+from fxpipe.ir.builder import node_arg
+from fxpipe.ir.compat import has_kernel
 from fxpipe.ir.graph import Color, Input, Kind, Origin, Phase
 from fxpipe.ir.storage import drop_dead
 from fxpipe.names import identifier
 from fxpipe.passes.rewrite import gradients, set_gradients
+from fxpipe.runtime.tensors import gradient_dtype
 
 aten = torch.ops.aten
+_ADDMM = aten.addmm.dtype_out
 
 
-def fuse_accumulation(graph: fx.Graph) -> None:
+def fuse_accumulation(graph: fx.Graph, grad_dtype: torch.dtype | None = None) -> None:
+    """grad_dtype: see ``fxpipe.compile``."""
     first = next(n for n in graph.nodes if n.op != "placeholder")
     fused: dict[str, tuple[fx.Node, ...]] = {}
     times = Counter(part for parts in gradients(graph).values() for part in parts)
     for name, parts in gradients(graph).items():
         with graph.inserting_before(first):
             into = graph.placeholder(identifier(f"grad_{name}"))
-        into.meta.update(input=Input(Kind.GRADIENT, name), val=parts[0].meta["val"], origin=Origin())
+        val = parts[0].meta["val"]
+        val = val.to(gradient_dtype(val.dtype, grad_dtype))
+        into.meta.update(input=Input(Kind.GRADIENT, name), val=val, origin=Origin())
         with graph.inserting_before(graph.output_node()):
             fused[name] = tuple(_accumulated(graph, into, part, times[part] == 1) for part in parts)
     set_gradients(graph, fused)
@@ -41,31 +51,70 @@ def fuse_accumulation(graph: fx.Graph) -> None:
 def _accumulated(graph: fx.Graph, into: fx.Node, part: fx.Node, once: bool) -> fx.Node:
     """Add ``part`` to ``into``; a part that is added only ``once`` is fused with the addition."""
     color = Color(part.meta["color"].stage, Phase.W)
+    total = into.meta["val"]
 
-    def call(target: Any, *args: Any) -> fx.Node:
-        node = graph.call_function(target, args)
-        node.meta.update(color=color, origin=part.meta["origin"], val=into.meta["val"])
+    def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = graph.call_function(target, args, kwargs)
+        node.meta.update(color=color, origin=part.meta["origin"], val=total)
         return node
 
-    source, transposed = part, False
-    while source.target is aten.t.default and len(source.users) == 1:
-        source, transposed = source.args[0], not transposed  # type: ignore[assignment]
-    alone = once and len(source.users) == 1 and source.meta["color"] == color
-    if alone and source.target is aten.mm.default:
-        target = into
-        if transposed:
-            target = call(aten.t.default, into)
-            target.meta["val"] = into.meta["val"].t()
-        return call(aten.addmm_.default, target, *source.args)
-    if alone and part.target is aten.embedding_dense_backward.default and _plain_lookup(part):
-        gradient, index = part.args[:2]
-        width = part.meta["val"].shape[1]
-        rows = call(aten.reshape.default, index, [-1])
-        rows.meta["val"] = index.meta["val"].reshape(-1)  # type: ignore[union-attr]
-        values = call(aten.reshape.default, gradient, [-1, width])
-        values.meta["val"] = gradient.meta["val"].reshape(-1, width)  # type: ignore[union-attr]
-        return call(aten.index_add_.default, into, 0, rows, values)
-    return call(aten.add_.Tensor, into, part)
+    source, transposed = _source(part, total.dtype) if once else (part, False)
+    target = into
+    if transposed:
+        target = call(aten.t.default, into)
+        target.meta["val"] = total.t()
+    if once and len(source.users) == 1 and source.meta["color"] == color:
+        if source.target is aten.mm.default:
+            if source.meta["val"].dtype == total.dtype:
+                return call(aten.addmm_.default, target, *source.args)
+            if _is_widened(source.meta["val"], total):
+                return call(_ADDMM, target, *source.args, out_dtype=total.dtype, out=target)
+        if source.target is aten.embedding_dense_backward.default and _plain_lookup(source):
+            return _add_rows(call, target, source)
+    return call(aten.add_.Tensor, target, source)
+
+
+def _source(part: fx.Node, dtype: torch.dtype) -> tuple[fx.Node, bool]:
+    """The value that casts and transpositions lead from to ``part``, if it has no other use, and whether it
+    is transposed.  A cast that rounds is left out where the accumulator's ``dtype`` has more bits than the
+    parameter's: sums are meant to be more exact then."""
+    source, transposed, rounded = part, False, part.meta["val"].dtype == dtype
+    while len(source.users) == 1 and source.target in (aten.t.default, aten._to_copy.default):
+        before = node_arg(source, 0)
+        if source.target is aten.t.default:
+            transposed = not transposed
+        else:
+            old, new = before.meta["val"], source.meta["val"]
+            if old.device != new.device or not _holds(new.dtype if rounded else dtype, old.dtype):
+                break
+        source = before
+    return source, transposed
+
+
+def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether the numbers of another dtype are numbers of ``dtype``, and additions promote them to it (floats
+    of eight bits are not promoted)."""
+    return other.itemsize > 1 and torch.promote_types(other, dtype) == dtype
+
+
+def _is_widened(product: torch.Tensor, total: torch.Tensor) -> bool:
+    """Whether ``_ADDMM`` adds a product of this dtype to the accumulator."""
+    low = product.dtype in (torch.float16, torch.bfloat16)
+    return low and total.dtype == torch.float32 and has_kernel(_ADDMM, total.device.type)
+
+
+def _add_rows(call: Callable[..., fx.Node], into: fx.Node, part: fx.Node) -> fx.Node:
+    """Add to the accumulator the rows that an embedding looked up; ``index_add_`` does not promote."""
+    gradient, index = node_arg(part, 0), node_arg(part, 1)
+    width, dtype = part.meta["val"].shape[1], into.meta["val"].dtype
+    rows = call(aten.reshape.default, index, [-1])
+    rows.meta["val"] = index.meta["val"].reshape(-1)
+    values = call(aten.reshape.default, gradient, [-1, width])
+    values.meta["val"] = gradient.meta["val"].reshape(-1, width)
+    if values.meta["val"].dtype != dtype:
+        narrow, values = values, call(aten._to_copy.default, values, dtype=dtype)
+        values.meta["val"] = narrow.meta["val"].to(dtype)
+    return call(aten.index_add_.default, into, 0, rows, values)
 
 
 def _plain_lookup(node: fx.Node) -> bool:

@@ -60,7 +60,7 @@ def to_repeat(needed: Iterable[fx.Node], keep: Price, repeat: Price) -> set[fx.N
     room[::2] = [most if price is None else price for price in prices]
     ends = np.empty(2 * len(tails), np.int64)
     ends[::2], ends[1::2] = heads, tails
-    near = _users_side(2 + 2 * len(nodes), ends, room, source, sink)
+    near = users_side(2 + 2 * len(nodes), ends, room, source, sink)
     return {node for node in nodes if near[_entry(nodes, node) + 1]}
 
 
@@ -70,7 +70,7 @@ def _entry(nodes: dict[fx.Node, int], node: fx.Node) -> int:
 
 
 @compiled
-def _users_side(count: int, ends: Any, room: Any, source: int, sink: int) -> Any:
+def users_side(count: int, ends: Any, room: Any, source: int, sink: int) -> Any:
     """Per vertex whether it is on the source's side of a minimum cut; the largest such side (Dinic's
     algorithm).
 

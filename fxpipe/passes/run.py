@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import fx
 
 from fxpipe.capture.resized import ResizedTraces
@@ -15,10 +16,11 @@ from fxpipe.cost.nodes import CHEAPER_IN_PLACE, NodeSeconds
 from fxpipe.errors import PartitionError
 from fxpipe.ir.compat import copy_node
 from fxpipe.ir.graph import Phase, Section
-from fxpipe.ir.sections import Message, extract, messages
+from fxpipe.ir.sections import SectionEdge, edges_between, extract
 from fxpipe.ir.verify import verify
 from fxpipe.partition.coloring import partition
 from fxpipe.passes.accumulate import fuse_accumulation
+from fxpipe.passes.cast_once import cast_once
 from fxpipe.passes.contiguous import make_contiguous
 from fxpipe.passes.copy_given_results import copy_given_results
 from fxpipe.passes.count_beside_loss import count_beside_loss
@@ -44,8 +46,9 @@ class CutOptions:
 
     ``stages``: the number of the model's own stages.  ``split_points``: see ``partition``.  ``barriers``: per
     microbatch, of split vocabulary layers; None if they are not split.  ``runnable``: the sections will be
-    run for their costs.  ``recompute``: the level of recomputation.  ``held``: see
-    ``partition``.
+    run for their costs.  ``recompute``: the level of recomputation.  ``held``, ``slowness``: see
+    ``partition``.  ``placements``: the names of those that the cut is for.  ``grad_dtype``: see
+    ``fxpipe.compile``.  ``backend``: that runs the sections.
     """
 
     stages: int
@@ -56,6 +59,10 @@ class CutOptions:
     runnable: bool = False
     recompute: Level | None = None
     held: Sequence[Set[str]] | None = None
+    slowness: tuple[float, ...] = ()
+    placements: tuple[str, ...] = ()
+    grad_dtype: torch.dtype | None = None
+    backend: str = "eager"
 
 
 @dataclass(eq=False)
@@ -99,6 +106,7 @@ def _partition(step: Step, options: CutOptions) -> None:
             before=beside.embedding_shards,
             behind=beside.output_shards,
             held=options.held,
+            slowness=options.slowness,
         )
     except PartitionError as error:
         if step.vocabulary is None:
@@ -127,15 +135,16 @@ PASSES = (
     Pass("count_beside_loss", lambda step, options: count_beside_loss(step.graph)),
     Pass("untie", lambda step, options: untie(step.graph)),
     Pass("split_backward", lambda step, options: split_backward(step.graph)),
+    Pass("cast_once", lambda step, options: cast_once(step.graph)),
     Pass("sink_cheap_values", lambda step, options: sink_cheap_values(step.graph, options.seconds)),
     # once for each level of recomputation
     Pass("recompute", _recompute, lambda step, options: options.recompute is not None),
     Pass("mincut_saved_for_weight", lambda step, options: mincut_saved_for_weight(step.graph)),
     Pass("make_contiguous", lambda step, options: make_contiguous(step.graph)),
-    Pass("fuse_accumulation", lambda step, options: fuse_accumulation(step.graph)),
+    Pass("fuse_accumulation", lambda step, options: fuse_accumulation(step.graph, options.grad_dtype)),
     # of the chosen cut alone, as costs do not depend on them (but see ``_is_costed``)
     Pass("accept_any_strides", lambda step, options: accept_any_strides(step.graph)),
-    Pass("use_inplace_ops", lambda step, options: use_inplace_ops(step.graph)),
+    Pass("use_inplace_ops", lambda step, options: use_inplace_ops(step.graph, options.backend)),
     Pass("offload", _insert_offload, lambda step, options: bool(step.offloaded)),
 )
 
@@ -154,7 +163,7 @@ def run_passes(step: Step, options: CutOptions, first: str, last: str) -> None:
 class Cut:
     """The step cut into stages; ``vocabulary``: the stages beside the model's own.
 
-    ``messages``: the values that sections send each other, whichever ranks they will run on.
+    ``edges``: the values that sections of different stages need of each other.
     ``last_pass``: the last one that has run.
     """
 
@@ -162,7 +171,7 @@ class Cut:
     vocabulary: Vocabulary | None
     graph: fx.Graph
     sections: tuple[Section, ...]
-    messages: tuple[Message, ...]
+    edges: tuple[SectionEdge, ...]
     resized: ResizedTraces | None
     last_pass: str
 
@@ -219,7 +228,7 @@ def cut(stages: Stages, level: Level | None, phase: Phases) -> Cut:
         run_passes(own, options, "recompute", last)
     with phase("extract"):
         sections = extract(own.graph)
-        found = messages(sections)
+        found = edges_between(sections)
     return Cut(options, own.vocabulary, own.graph, sections, found, own.resized, last)
 
 

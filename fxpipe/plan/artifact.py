@@ -14,7 +14,7 @@ from fxpipe.errors import ArtifactError
 from fxpipe.plan.plan_check import check_plan, dtype_of
 from fxpipe.runtime.offloader import Tier
 from fxpipe.runtime.rank import StepSpec
-from fxpipe.runtime.tensors import is_dense
+from fxpipe.runtime.tensors import gradient_dtype, is_dense
 from fxpipe.schedule.candidate import Candidate
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.ops import Schedule, Transfer, parse_ops
@@ -104,7 +104,8 @@ class Plan:
     tensor with two names, none for a buffer that is not persistent).  ``work``: the costs for other sizes,
     where dimensions were named.  ``tried``: the candidates of ``auto``.  ``transfers``: offloads and reloads,
     ``tier``: the offload store, ``pools``: the bytes of each rank in it.  ``device``: the device whose
-    description the costs are from, as text; empty in plans of earlier versions.
+    description the costs are from, as text; empty in plans of earlier versions.  ``grad_dtype``: the dtype of
+    gradients, as text; empty for that of each parameter.
     """
 
     format: int
@@ -130,10 +131,15 @@ class Plan:
     pools: tuple[int, ...] = ()
     state: tuple[tuple[str, str], ...] = ()
     device: str = ""
+    grad_dtype: str = ""
 
     @property
     def ranks(self) -> int:
         return self.step.ranks
+
+    def gradient_dtype(self, parameter: torch.dtype) -> torch.dtype:
+        """The dtype in which the gradient of a parameter of this dtype is accumulated."""
+        return gradient_dtype(parameter, dtype_of(self.grad_dtype))
 
     @cached_property
     def ordered(self) -> Schedule:

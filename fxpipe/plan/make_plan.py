@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from fxpipe.errors import PartitionError
+from fxpipe.ir.casts import parameter_of
 from fxpipe.ir.graph import Color, Kind, Phase, Section
 from fxpipe.ir.storage import call_nodes, output_dict
 from fxpipe.options import Options
@@ -52,9 +53,9 @@ def make_plan(
     tensors = tensor_ownership(model, cut.sections, placement, options.ranks)
     joint = {(a, b) for collective in collectives for a in collective.sources for b in collective.targets}
     channels = {
-        (placement[m.source.stage], placement[m.target.stage])
-        for m in cut.messages
-        if (m.source, m.target) not in joint
+        (placement[edge.source.stage], placement[edge.target.stage])
+        for edge in cut.edges
+        if (edge.source, edge.target) not in joint
     }
     for tied in tied_gradients(tensors):
         channels |= {(a, b) for r in tied.ranks[1:] for a, b in ((r, tied.ranks[0]), (tied.ranks[0], r))}
@@ -91,6 +92,7 @@ def make_plan(
         recompute=cut.recompute or "",
         transfers=schedule.transfers,
         state=state_names(model),
+        grad_dtype="" if options.grad_dtype is None else str(options.grad_dtype),
     )
 
 
@@ -100,12 +102,17 @@ def with_tensors_of(plan: Plan, sections: Sequence[Section], trained: Plan) -> P
     Raises PartitionError for a tensor that its rank does not hold.
     """
     used = [
-        {(v.kind, v.name) for s in sections if plan.placement[s.stage] == rank for v in s.inputs}
+        {
+            parameter_of(v) or (v.kind, v.name)
+            for s in sections
+            if plan.placement[s.stage] == rank
+            for v in s.inputs
+        }
         for rank in range(plan.ranks)
     ]
     tensors = []
     for rank, (held, theirs) in enumerate(zip(plan.tensors, trained.tensors, strict=True)):
-        parameters = tuple(n for n in held.parameters if (Kind.PARAMETER, n) in used[rank])
+        parameters = tuple(n for n in held.parameters if n in used[rank])
         buffers = tuple(n for n in held.buffers if (Kind.BUFFER, n) in used[rank])
         missing = {*parameters} - {*theirs.parameters} | {*buffers} - {*theirs.buffers}
         if missing:
@@ -127,6 +134,6 @@ def _stage_plans(
     for stage, rank in enumerate(placement):
         paths = [n.meta["origin"].path for n in call_nodes(graph) if n.meta["color"] == Color(stage, Phase.F)]
         paths = [p for p in paths if p] or [""]
-        held = {v.name for s in sections if s.stage == stage for v in s.inputs if v.kind is Kind.PARAMETER}
+        held = {name for s in sections if s.stage == stage for v in s.inputs if (name := parameter_of(v))}
         plans.append(StagePlan(stage, rank, paths[0], paths[-1], tuple(sorted(held))))
     return tuple(plans)

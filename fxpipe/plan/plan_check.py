@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxpipe.cost.symbolic import Terms
+from fxpipe.cost.symbolic import Rates, Terms
 from fxpipe.errors import FxpipeError
 from fxpipe.runtime.batch import Leaf
+from fxpipe.runtime.tensors import GRAD_DTYPES
 from fxpipe.schedule.costs_file import check_costs
 from fxpipe.schedule.simulation.simulator import check_whole
 from fxpipe.strict import Misfit, misfit, shown
@@ -129,6 +130,8 @@ def _order(plan: Plan) -> None:
 def _tensors(plan: Plan) -> None:
     for name, layout in plan.layouts.items():
         _tensor(f"layouts[{name!r}]", layout.shape, layout.stride, layout.dtype)
+    wide = plan.grad_dtype in ("", *map(str, GRAD_DTYPES))
+    _fits("grad_dtype", plan.grad_dtype, wide, "empty, 'torch.float32' or 'torch.float64'")
     known, tables = set(plan.layouts), dict[str, set[Rows]]()
     for rank, held in enumerate(plan.tensors):
         path = f"tensors[{rank}]"
@@ -218,9 +221,11 @@ def _work(plan: Plan) -> None:
     _between("the number of work.lengths", len(work.lengths), 1, MOST_POWER)
     for name, length in work.lengths.items():
         _between(f"work.lengths[{name!r}]", length, 1, MOST_LENGTH)
-    for name, rate in asdict(work.rates).items():
-        least = 1.0 if name in ("memory", "link", "inter_link") else 0.0
-        _fits(f"work.rates.{name}", rate, rate is None or rate >= least, f"{least:g} or more")
+    _rates("work.rates", work.rates)
+    if work.stage_rates:
+        _as_many("work.stage_rates", work.stage_rates, len(plan.placement), "stage of placement")
+    for k, rates in enumerate(work.stage_rates):
+        _rates(f"work.stage_rates[{k}]", rates)
     _as_many("work.stages", work.stages, len(plan.placement), "stage of placement")
     _as_many("work.edges", work.edges, len(plan.costs.edges), "entry of costs.edges")
     lengths = len(work.lengths)
@@ -240,6 +245,12 @@ def _work(plan: Plan) -> None:
         check_costs(work.costs(plan.costs, {}), "costs.")
     except Misfit as error:
         raise Misfit(f"does not give the costs of the example: {error}", "work") from error
+
+
+def _rates(path: str, rates: Rates) -> None:
+    for name, rate in asdict(rates).items():
+        least = 1.0 if name in ("memory", "link", "inter_link") else 0.0
+        _fits(f"{path}.{name}", rate, rate is None or rate >= least, f"{least:g} or more")
 
 
 def _terms(path: str, terms: Terms, lengths: int) -> None:

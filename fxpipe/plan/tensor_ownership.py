@@ -8,10 +8,12 @@ import torch
 from torch import fx, nn
 
 from fxpipe.errors import CaptureError, LimitError
+from fxpipe.ir.casts import parameter_of
 from fxpipe.ir.graph import Kind, Section
 from fxpipe.ir.storage import output_dict
 from fxpipe.plan.artifact import RankTensors, TensorLayout, holders
 from fxpipe.runtime.outputs import OutputSpec
+from fxpipe.runtime.tensors import gradient_dtype
 from fxpipe.schedule.lowering.lower import AllReduceGradient
 from fxpipe.vocabulary.rows import rows_of, whole_name
 
@@ -37,7 +39,9 @@ def tensor_ownership(
     used: list[dict[Kind, set[str]]] = [{k: set() for k in Kind} for _ in range(ranks)]
     for section in sections:
         for value in (*section.inputs, *section.outputs):
-            used[placement[section.stage]][value.kind].add(value.name)
+            name = parameter_of(value)
+            kind = value.kind if name is None else Kind.PARAMETER
+            used[placement[section.stage]][kind].add(name or value.name)
     taken = set().union(*(u[Kind.PARAMETER] | u[Kind.GRADIENT] for u in used))
     taken |= set(map(whole_name, taken))
     buffers = set().union(*(u[Kind.BUFFER] for u in used))  # with frozen parameters that the step changes
@@ -86,10 +90,17 @@ def tied_gradients(tensors: tuple[RankTensors, ...]) -> tuple[AllReduceGradient,
     return tuple(AllReduceGradient(name, tuple(ranks)) for name, ranks in trained.items() if len(ranks) > 1)
 
 
-def weight_bytes(model: nn.Module, held: tuple[RankTensors, ...]) -> tuple[int, ...]:
+def weight_bytes(
+    model: nn.Module, held: tuple[RankTensors, ...], grad_dtype: torch.dtype | None
+) -> tuple[int, ...]:
     """Per rank the bytes of its parameters, gradients and buffers."""
     tensors = _tensors(model, held)
-    return tuple(sum(tensors[n].nbytes for n in (*h.parameters, *h.gradients, *h.buffers)) for h in held)
+
+    def of_gradient(name: str) -> int:
+        parameter = tensors[name]
+        return parameter.numel() * gradient_dtype(parameter.dtype, grad_dtype).itemsize
+
+    return tuple(sum(tensors[n].nbytes for n in h.state) + sum(map(of_gradient, h.gradients)) for h in held)
 
 
 def outputs_of(graph: fx.Graph, placement: Sequence[int]) -> tuple[OutputSpec, ...]:
@@ -106,12 +117,16 @@ def outputs_of(graph: fx.Graph, placement: Sequence[int]) -> tuple[OutputSpec, .
 
 
 def result_bytes(graph: fx.Graph, placement: Sequence[int], ranks: int, microbatches: int) -> tuple[int, ...]:
-    """Per rank the bytes of what it holds until the step ends: its outputs of a whole batch, and the new
-    values of buffers (a step that fails leaves the old ones)."""
+    """Per rank the bytes of what it holds until the step ends: its outputs of a whole batch, the new values
+    of buffers (a step that fails leaves the old ones), and parameters that are cast once a step."""
     total, named = [0] * ranks, output_dict(graph)
     for kind, times in (("outputs", microbatches), ("buffers", 1)):
         for node in named[kind].values():
             total[placement[node.meta["color"].stage]] += times * node.meta["val"].nbytes
+    for node in graph.find_nodes(op="placeholder"):
+        if node.meta["input"].kind is Kind.CAST:
+            for rank in {placement[user.meta["color"].stage] for user in node.users}:
+                total[rank] += node.meta["val"].nbytes
     return tuple(total)
 
 

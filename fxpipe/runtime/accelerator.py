@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,6 +24,14 @@ STREAMS = 32
 #: The processors of a GPU that a communicator takes at most, as those of a waiting receive spin; enough for
 #: most of a link's bandwidth between GPUs of a machine.
 MOST_CTAS = 4
+
+#: What torch's process groups of nccl read when they are made, unless the user has set it.  A communicator of
+#: two ranks carries messages in one direction: there is nothing else to serialize.  An error of the GPU or of
+#: nccl ends the run with the op and the ranks (``watch.py``): torch's watchdog is not to end it before.
+_SETTINGS = {
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+}
 
 
 def default_device() -> torch.device:
@@ -107,6 +116,18 @@ def queues(device: torch.device) -> int | None:
     """The number of hardware queues that the environment gives a device; None if it does not say."""
     given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     return int(given) if device.type == "cuda" and given.isdigit() else None
+
+
+@contextlib.contextmanager
+def communicator_settings() -> Iterator[None]:
+    """The environment in which communicators are made; the user's own process groups keep theirs."""
+    own = {name: value for name, value in _SETTINGS.items() if name not in os.environ}
+    os.environ.update(own)
+    try:
+        yield
+    finally:
+        for name in own:
+            del os.environ[name]
 
 
 def communicator_options(device: torch.device) -> dict[str, Any]:

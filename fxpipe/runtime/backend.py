@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fxpipe.errors import RunError
-from fxpipe.runtime.accelerator import BACKENDS, identity
+from fxpipe.runtime.accelerator import BACKENDS, identity, is_accelerator, memory_size
 
 #: With one of these in the environment nccl runs several ranks on a GPU, for tests.
 SHARING = ("NCCL_MULTI_RANK_GPU_ENABLE", "NCCL_HOSTID")
@@ -24,7 +24,7 @@ class Place:
     ``host``: the machine.  ``kind``: of device, "cuda".  ``name``: of its model.  ``identity``: what tells it
     from others of the machine; "" for the CPU.  ``visible``: the number of devices that the process sees, and
     ``processes`` that of the ranks on its machine.  ``sharing``: whether the backend of the accelerator is
-    told to let ranks share one.
+    told to let ranks share one.  ``memory``: the device's, in bytes; 0 of the CPU.
     """
 
     host: str
@@ -34,6 +34,7 @@ class Place:
     visible: int
     processes: int
     sharing: bool = False
+    memory: int = 0
 
     @staticmethod
     def of(device: torch.device) -> Place:
@@ -46,6 +47,7 @@ class Place:
             torch.accelerator.device_count(),
             int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
             any(os.environ.get(name) for name in SHARING),
+            memory_size(device) if is_accelerator(device) else 0,
         )
 
 
@@ -119,8 +121,8 @@ def _mixed(places: Sequence[Place]) -> tuple[str, ...]:
         return ()
     found = ", ".join(f"rank {rank} {name}" for name, rank in sorted(names.items(), key=lambda item: item[1]))
     return (
-        f"The ranks have different devices ({found}): the schedule is made for that of rank 0, and every "
-        "step waits for the slowest.",
+        f"The ranks have different devices ({found}). Stages are cut and scheduled for the device of each "
+        "rank; with costs='measured' for that of rank 0.",
     )
 
 

@@ -24,9 +24,14 @@ class NoAnswer(RunError):
 
 @contextlib.contextmanager
 def answered() -> Iterator[None]:
-    """Turn the error of a process group whose peer is gone or late into NoAnswer."""
+    """Turn the error of a process group whose peer is gone or late into NoAnswer.
+
+    An error of this rank's own device, which any call may raise once the device has failed, stays as it is.
+    """
     try:
         yield
+    except torch.AcceleratorError:
+        raise
     except RuntimeError as error:  # of torch, with the reason as text
         # Without the file of torch's source, and its general advice.
         text = re.sub(r"^\[\S+:\d+\] ", "", str(error)).partition(". This is typically")[0]

@@ -36,8 +36,8 @@ class DistributedComm:
         group = self.channels[source, self.rank]
         peer = dist.get_group_rank(group, source)
         # The group's method directly: torch.distributed.irecv repeats checks that always pass here.
-        works = self._each(group, lambda buffer: group.recv([on_wire(buffer)], peer, 0), buffers)
-        return Pending(buffers, source, works)
+        started = self._each(group, lambda buffer: group.recv([on_wire(buffer)], peer, 0), buffers)
+        return Pending(buffers, source, [work for work, _ in started])
 
     def wait(self, pending: Pending) -> list[torch.Tensor]:
         with answered():
@@ -51,15 +51,16 @@ class DistributedComm:
         group = self.channels[self.rank, to]
         peer = dist.get_group_rank(group, to)
         flat = [self._flat(tensor) for tensor in tensors]
-        for work in self._each(group, lambda t: group.send([t], peer, 0), flat):
-            self.sent.add(work, flat)
+        for work, sent in self._each(group, lambda t: group.send([t], peer, 0), flat):
+            self.sent.add(work, sent)
 
     def broadcast(
         self, tensor: torch.Tensor | None, layout: Layout, source: int, group: int
     ) -> Pending | None:
         buffer = self._buffer(layout) if tensor is None else tensor
         flat = on_wire(buffer) if tensor is None else self._flat(tensor)
-        work = dist.broadcast(flat, source, self.joint[group], async_op=True)
+        with answered():
+            work = dist.broadcast(flat, source, self.joint[group], async_op=True)
         if tensor is None:
             return Pending([buffer], source, [work])
         self.sent.add(work, [flat])
@@ -69,7 +70,8 @@ class DistributedComm:
         flat = self._flat(tensor)
         buffers = [self._buffer(layout) for _ in range(self.ranks)] if self.rank == to else []
         into = [on_wire(buffer) for buffer in buffers] or None
-        work = dist.gather(flat, into, to, self.joint[group], async_op=True)
+        with answered():
+            work = dist.gather(flat, into, to, self.joint[group], async_op=True)
         if buffers:
             return Pending(buffers, -1, [work])
         self.sent.add(work, [flat])
@@ -78,7 +80,9 @@ class DistributedComm:
     def all_gather(self, tensor: torch.Tensor, layout: Layout, group: int) -> Pending:
         buffers = [self._buffer(layout) for _ in range(self.ranks)]
         into = [on_wire(buffer) for buffer in buffers]
-        work = dist.all_gather(into, self._flat(tensor), self.joint[group], async_op=True)
+        flat = self._flat(tensor)
+        with answered():
+            work = dist.all_gather(into, flat, self.joint[group], async_op=True)
         return Pending(buffers, -1, [work])
 
     def broadcast_numbers(self, tensor: torch.Tensor | None, source: int) -> torch.Tensor:
@@ -103,12 +107,15 @@ class DistributedComm:
         group: dist.ProcessGroup,
         start: Callable[[torch.Tensor], dist.Work],
         tensors: Sequence[torch.Tensor],
-    ) -> list[dist.Work]:
+    ) -> list[tuple[dist.Work, Sequence[torch.Tensor]]]:
         """Start an operation for each tensor of a message; on accelerators as one of the backend.
 
-        Else the second would wait on its stream for the first, and with it all streams whose work comes
+        Returns the operations, each with its tensors.
+
+        Apart, the second would wait on its stream for the first, and with it all streams whose work comes
         behind it in the same queue of the device.
         """
-        if len(tensors) == 1 or not is_accelerator(self.wire):
-            return [start(tensor) for tensor in tensors]
-        return as_one(group, self.wire, lambda: [start(tensor) for tensor in tensors])
+        with answered():
+            if len(tensors) == 1 or not is_accelerator(self.wire):
+                return [(start(tensor), [tensor]) for tensor in tensors]
+            return [(as_one(group, self.wire, lambda: [start(tensor) for tensor in tensors]), tensors)]

@@ -4,21 +4,40 @@ from __future__ import annotations
 
 import ast
 import linecache
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fxpipe.errors import ArtifactError, RunError
 from fxpipe.runtime.agreement import Traffic, traffic
+from fxpipe.runtime.comm import Layout
+
+
+@dataclass(frozen=True)
+class Collective:
+    """An operation of all ranks.  ``verb``: the method of ``rt``.  ``root``: -1 of an all-gather."""
+
+    group: int
+    verb: str
+    root: int
+    layout: Layout
 
 
 @dataclass(frozen=True)
 class Program:
-    """The function ``step(rt, batch)``, the messages that it sends and receives, and its ops in order."""
+    """The function ``step(rt, batch)``, the messages that it sends and receives with their layouts, and its
+    ops in order."""
 
     step: Callable[[Any, Any], Any]
     traffic: Traffic
+    layouts: Mapping[str, Layout]
     ops: tuple[str, ...]
+
+    def collectives(self) -> list[Collective]:
+        """Those of its step, each once, in the same order on all ranks; its traffic is known."""
+        calls = [call for call in self.traffic.calls or () if call.group >= 0]
+        found = {Collective(c.group, c.verb, c.peer, self.layouts[c.names[0]]) for c in calls}
+        return sorted(found, key=str)
 
 
 def load_program(source: str, filename: str) -> Program:
@@ -46,7 +65,8 @@ def load_program(source: str, filename: str) -> Program:
         raise RunError(
             f"{filename} fails before its step: {type(error).__name__}: {error}. Mend it, or save again."
         ) from error
-    return Program(namespace["step"], traffic(tree, namespace), _ops(steps[-1]))
+    found = traffic(tree, namespace)
+    return Program(namespace["step"], found, namespace.get("MESSAGES", {}), _ops(steps[-1]))
 
 
 def _ops(step: ast.FunctionDef) -> tuple[str, ...]:

@@ -19,11 +19,12 @@ class SavedBytes(TorchDispatchMode):
 
     def __init__(self, given: Iterable[torch.Tensor]):
         super().__init__()  # type: ignore[no-untyped-call]
-        self._held = list(given)  # kept alive, so that no new storage gets one of their addresses
-        self._ignored = {t.untyped_storage()._cdata for t in self._held}
+        self._held: list[torch.Tensor] = []  # kept alive, so that no new storage gets one of their addresses
+        self._ignored: set[int] = set()
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
         self._arrived: set[int] = set()
         self.peak = 0
+        self.ignore(given)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -31,6 +32,13 @@ class SavedBytes(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 self._watch(tensor)
         return result
+
+    def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Do not count these tensors either."""
+        held = list(tensors)
+        self._held += held
+        self._ignored |= {t.untyped_storage()._cdata for t in held}
+        self._live = {key: found for key, found in self._live.items() if key not in self._ignored}
 
     def _watch(self, tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()

@@ -56,18 +56,20 @@ class Process:
     _turns: Iterator[int] = field(default_factory=itertools.count)
     groups: dict[tuple[torch.device, Connection], dist.ProcessGroup] = field(default_factory=dict)
     _backends: dict[torch.device, str] = field(default_factory=dict)
+    _places: dict[torch.device, list[Place]] = field(default_factory=dict)
 
     @staticmethod
     def join(device: torch.device, timeout: timedelta | None = None) -> Process:
         """Join the process group; create it if there is none.  All ranks must call this.
 
+        device: of this rank's pipeline; it becomes the current one.
         timeout: of a process group that is created; TIMEOUT by default.  One that exists keeps its own.
         """
         global _joined
+        select(device)
         if _joined is not None and dist.is_initialized() and dist.group.WORLD is _joined[0]:
             return _joined[1]
         limit = timeout or TIMEOUT
-        select(device)
         given = dist.group.WORLD if dist.is_initialized() else None
         if given is not None:
             rank, ranks, store = dist.get_rank(), dist.get_world_size(), default_store()
@@ -97,6 +99,7 @@ class Process:
         """Let the communicators of accelerators go, where the run did not fail: others may hang in them."""
         own = dist.is_initialized() and dist.group.WORLD is self.control
         if own and not self.watch.has_failed and set(self._backends.values()) - {"gloo"}:
+            self.watch.connections.clear()
             dist.destroy_process_group()
 
     def backend(self, device: torch.device) -> str:
@@ -110,8 +113,13 @@ class Process:
             if self.rank == 0:
                 for text in choice.warnings:
                     warnings.warn(text, stacklevel=3)
-            self._backends[device] = choice.backend
+            self._backends[device], self._places[device] = choice.backend, places
         return self._backends[device]
+
+    def has_different_devices(self, device: torch.device) -> bool:
+        """Whether the ranks compute on devices of different models.  All ranks must call it."""
+        self.backend(device)
+        return len({(place.name, place.memory) for place in self._places[device]}) > 1
 
     def check_ranks(self, ranks: int) -> None:
         """Raise RunError if the pipeline has another number of ranks."""
@@ -147,17 +155,35 @@ class Process:
 
         Raises RunError if it fails, or gives none for the time limit.
         """
-        failures, key = self.watch.failures, f"ready/{next(self._turns)}"
+        self._wait_for(f"ready/{next(self._turns)}", 0)
+
+    @contextlib.contextmanager
+    def unhurried(self) -> Iterator[None]:
+        """Run a block that takes longer on some ranks than on others: all of them leave it together.
+
+        Raises as ``wait_for_first`` does, of any rank.
+        """
+        turn = next(self._turns)
+        try:
+            yield
+        finally:
+            self.watch.failures.store.set(f"ready/{turn}/{self.rank}", "")
+            for rank in range(self.ranks):
+                self._wait_for(f"ready/{turn}/{rank}", rank)
+
+    def _wait_for(self, key: str, rank: int) -> None:
+        """Wait for a key that another rank sets, as long as that gives signs of life."""
+        failures = self.watch.failures
         beat, last = "", time.monotonic()
         with self.watch.collective():
             while not failures.store.check([key]):
                 if message := failures.find():
                     raise RunError(f"{message} (Rank {self.rank} {self.watch.doing()}.)")
                 now, before = time.monotonic(), beat
-                beat, _ = failures.seen(0)
+                beat, _ = failures.seen(rank)
                 last = now if beat != before else last
                 if now - last > self.timeout.total_seconds():
-                    raise NoAnswer(f"no sign of life from rank 0 for {self.timeout}")
+                    raise NoAnswer(f"no sign of life from rank {rank} for {self.timeout}")
                 time.sleep(0.1)
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:

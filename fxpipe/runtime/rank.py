@@ -51,7 +51,7 @@ class Runtime:
 
     ``params`` and ``grads`` (accumulators) by parameter name; ``buffers``, ``constants`` by name.
     Gradients accumulate; zero them before the step if needed.  ``device``: where the program runs; None if
-    the batch is always there.  ``waiting``: the rank or transfer that the rank waits for, as text.
+    the batch is always there.  ``waiting``: the rank, transfer or device that the rank waits for, as text.
     """
 
     rank: int
@@ -80,7 +80,9 @@ class Runtime:
 
     def op(self, name: str) -> None:
         """Record that op ``name`` begins ("F1.3": forward of stage 1, microbatch 3)."""
-        self.current_op = name
+        self.waiting = "its device"  # which may itself wait for a message
+        self.record.keep_up()
+        self.waiting, self.current_op = None, name
         self.record.begin(name)
 
     def microbatches(self, batch: Any) -> list[dict[str, torch.Tensor]]:
@@ -91,6 +93,13 @@ class Runtime:
     def key(self, microbatch: int) -> int:
         """The random-number key of one microbatch of this step."""
         return fold(fold(fold(0, self.spec.seed), self.step_number), microbatch)
+
+    def cast_parameters(self, casts: Mapping[str, tuple[str, torch.dtype]]) -> dict[str, torch.Tensor]:
+        """The parameters in other dtypes, for the whole step: name -> (name of the parameter, dtype)."""
+        found = {name: self.params[parameter].to(dtype) for name, (parameter, dtype) in casts.items()}
+        if self.record.at_cast is not None:
+            self.record.at_cast(found.values())
+        return found
 
     def receive(self, layouts: Layout | list[Layout], source: int) -> Pending:
         """Allocate the buffers of a message, one or a list, and start to receive it; does not block."""
@@ -229,7 +238,8 @@ class Runtime:
                 losses = self._losses if self.spec.has_loss else [torch.zeros(())]
                 total = torch.stack([x.double() for x in losses]).sum()
                 count = torch.stack(self._counts).sum() if self._counts else total.new_tensor(len(losses))
-                mine = torch.stack([total, count.double()]).cpu()  # waits for the device, once a step
+                self.waiting = "its device"
+                mine = torch.stack([total, count.double()]).cpu()  # once a step
             self.record.pause()
             self.waiting = f"the loss of rank {self.spec.loss_rank}"
             self._shared = self.comm.broadcast_numbers(mine, self.spec.loss_rank).tolist()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -66,14 +66,15 @@ class DeviceClock:
 class Record:
     """The ops of the last step.
 
-    A program waits for messages between its ops; that time does not count for any op.  A host that runs ahead
-    of its device waits for it here.  For measurements ``at_op`` is called with the name of each op before it
-    runs, and ``at_arrival`` with each message.
+    A program waits for messages between its ops; that time does not count for any op.  For measurements
+    ``at_op`` is called with the name of each op before it runs, ``at_arrival`` with each message, and
+    ``at_cast`` with parameters that are cast for the whole step.
     """
 
     clock: Clock = field(default_factory=HostClock)
     at_op: Callable[[str], None] | None = None
     at_arrival: Callable[[torch.Tensor], None] | None = None
+    at_cast: Callable[[Iterable[torch.Tensor]], None] | None = None
     _closed: list[tuple[str, Any, Any]] = field(default_factory=list)  # name, marks of begin and end
     _open: tuple[str, Any] | None = None
     _over: bool = True  # the step
@@ -84,12 +85,16 @@ class Record:
         times = iter(self.clock.seconds([mark for _, *marks in self._closed for mark in marks]))
         return [(name, next(times), next(times)) for name, *_ in self._closed]
 
-    def begin(self, name: str) -> None:
+    def keep_up(self) -> None:
+        """Wait, before an op begins, until the device is few ops behind its host."""
         self.pause()
         if self._over:
             self._closed, self._over = [], False
         if len(self._closed) >= RUN_AHEAD:
             self.clock.wait(self._closed[-RUN_AHEAD][2])
+
+    def begin(self, name: str) -> None:
+        """Record the start of an op, behind ``keep_up``."""
         self._open = name, self.clock.mark()
         if self.at_op is not None:
             self.at_op(name)

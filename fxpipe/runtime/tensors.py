@@ -1,10 +1,14 @@
-"""The memory layout of a tensor: the bytes that it spans, whether it fills them, its strides."""
+"""The memory layout of a tensor: the bytes that it spans, whether it fills them, its strides; and its dtype,
+if it is a gradient."""
 
 from __future__ import annotations
 
 import math
 
 import torch
+
+GRAD_DTYPES = (torch.float32, torch.float64)
+"""The dtypes in which gradients of parameters with fewer bits can be accumulated."""
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:
@@ -26,6 +30,12 @@ def _overlaps(tensor: torch.Tensor) -> bool:
     dims = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
     sizes = [n for _, n in dims]
     return any(s != math.prod(sizes[:i]) for i, (s, _) in enumerate(dims))
+
+
+def gradient_dtype(parameter: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    """The dtype in which a parameter's gradient is accumulated: the one that was asked for, if the
+    parameter's has fewer bits (a complex parameter's gets its parts in that dtype)."""
+    return parameter if asked is None else torch.promote_types(parameter, asked)
 
 
 def in_strides(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

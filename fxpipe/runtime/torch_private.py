@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import fx
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -20,7 +23,11 @@ __all__ = [
     "Store",
     "TorchDispatchMode",
     "as_one",
+    "communicator_error",
+    "compile_by_inductor",
     "default_store",
+    "fake_tensors",
+    "is_watched",
     "no_modes",
     "pytree",
     "rendezvous",
@@ -32,10 +39,50 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def as_one(
-    group: dist.ProcessGroup, device: torch.device, start: Callable[[], list[dist.Work]]
-) -> list[dist.Work]:
-    """The operations that ``start`` begins on a group, as one with one handle."""
+def as_one(group: dist.ProcessGroup, device: torch.device, start: Callable[[], object]) -> dist.Work:
+    """The operations that ``start`` begins on a group, as one."""
     group._start_coalescing(device)
     start()
-    return [group._end_coalescing(device)]
+    return group._end_coalescing(device)
+
+
+def communicator_error(group: dist.ProcessGroup, device: torch.device) -> Callable[[], str] | None:
+    """A function that gives the error of a group's communicator: "", "TIMEOUT", "COMM_ERROR", "REMOTE_ERROR".
+
+    None where the backend has no such function, as gloo, whose errors come out of waits.
+    """
+    get = getattr(group._get_backend(device), "get_error", None)
+    return None if get is None else lambda: "" if get().name == "SUCCESS" else get().name
+
+
+def is_watched() -> bool:
+    """Whether a TorchDispatchMode sees the ops of this thread."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def fake_tensors() -> contextlib.AbstractContextManager[Any]:
+    """Inside of it new tensors are fake: they have a layout, and no memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(shape_env=ShapeEnv())  # all shapes are known; but Inductor's cache asks for it
+
+
+def compile_by_inductor(
+    traced: fx.GraphModule, inputs: Sequence[torch.Tensor]
+) -> Callable[[list[torch.Tensor]], Sequence[Any]]:
+    """Compile a graph of ATen ops, which returns a list, for inputs like these, which may be fake.
+
+    The result takes the inputs in a list, which it empties: each is freed after its last use.
+    """
+    from torch import _inductor
+
+    graph = fx.Graph()
+    given = graph.placeholder("inputs")
+    given.meta["steal_arg"] = True
+    placeholders = traced.graph.find_nodes(op="placeholder")
+    copies = {n: graph.call_function(operator.getitem, (given, i)) for i, n in enumerate(placeholders)}
+    results = graph.graph_copy(traced.graph, copies)
+    graph.output(tuple(results))  # type: ignore[arg-type]
+    compiled: Callable[..., Any] = _inductor.compile(fx.GraphModule(traced, graph), [list(inputs)])  # type: ignore[list-item]
+    return compiled

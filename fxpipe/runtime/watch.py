@@ -10,7 +10,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -43,11 +43,15 @@ class Watch:
 
     A rank whose neighbor has ended raises by itself; a rank that computes, or waits for one that still runs,
     would not notice a failure.  A program pays nothing for it: the thread looks at the runtime now and then.
+
+    ``connections``: functions that give the error of a connection, or None.  On an accelerator a message that
+    fails raises nothing in the host, which waits for the device then.
     """
 
     def __init__(self, failures: Failures) -> None:
         self.failures = failures
         self.has_failed = False
+        self.connections: list[Callable[[], NoAnswer | None]] = []
         self._runtime: Runtime | None = None
         self._following: dict[str, str] = {}  # op -> the op after it in the program
         self._in_step = self._in_collective = False
@@ -121,15 +125,18 @@ class Watch:
         )
         record(error)
 
-    def lost(self, error: NoAnswer) -> RunError:
-        """The error to raise on a rank that gets no answer: the first failure of a rank, as far as known."""
+    def lost(self, error: NoAnswer, show: Callable[[], None] | None = None) -> RunError:
+        """The error to raise on a rank that gets no answer: the first failure of a rank, as far as known.
+
+        show: as for ``Failures.survey``.
+        """
         doing, rank = self.doing(), self.failures.rank
         try:
             first = self.failures.find()
             if first is None:
                 # At once: torchrun ends this process as soon as it notices that another one has ended.
                 log.warning("rank %d %s, and got no answer: %s", rank, doing, error)
-                gone, rest = _others(self.failures.survey(), rank)
+                gone, rest = _others(self.failures.survey(show), rank)
                 own = f"{gone}Rank {rank} {doing}, and got no answer: {error}.{rest}"
                 first = self.failures.find() or self.failures.leave(own)
                 if first == own:
@@ -142,14 +149,16 @@ class Watch:
         try:
             while not self._over.wait(BEAT):
                 if message := self.failures.find():
-                    self._end(message, GRACE)
+                    self._end(self._elsewhere(message), GRACE)
+                for failure in filter(None, (error() for error in self.connections)):
+                    self._end(self.lost(failure, self._show), GRACE)
                 self._show()
                 self._complain()
         except dist.DistError as error:
             # The run is over, or a rank waits for others that are gone with the store.
             doing = self.doing()
             if not self._over.wait(ALONE) and self.waits and self.doing() == doing:
-                self._end(f"The store that the ranks share is gone: {error}", 0.0)
+                self._end(self._elsewhere(f"The store that the ranks share is gone: {error}"), 0.0)
 
     def _show(self) -> None:
         self._beat += 1
@@ -167,16 +176,19 @@ class Watch:
             text = "%srank %d %s, for %.0f s now.%s"
             log.warning(text, gone, self.failures.rank, doing, now - self._since, rest)
 
-    def _end(self, message: str, grace: float) -> None:
+    def _elsewhere(self, message: str) -> RunError:
+        """A failure that is not this rank's, with what this rank does."""
+        return RunError(f"{message} (Rank {self.failures.rank} {self.doing()}.)")
+
+    def _end(self, error: RunError, grace: float) -> None:
         """End this process, unless it ends by itself."""
-        doing = self.doing()
         if self._over.wait(grace):
             return
-        error = RunError(f"{message} (Rank {self.failures.rank} {doing}.)")
         try:
             print(f"fxpipe: rank {self.failures.rank} ends: {error}", file=sys.stderr, flush=True)
             record(error)
             sys.stdout.flush()
+            time.sleep(2 * BEAT)  # torchrun ends all ranks with the first: each is to say why before
         finally:
             os._exit(1)
 

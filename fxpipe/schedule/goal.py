@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fxpipe.schedule.arrays import Run
+from fxpipe.schedule.arrays import Run, ScheduleArrays
 from fxpipe.schedule.bound import lower_bound
+from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.kernel import SHARE, score
 from fxpipe.schedule.problem import Problem
 
@@ -22,11 +23,22 @@ class Goal:
     bound: float
 
     @classmethod
-    def for_problem(cls, problem: Problem, objective: Objective) -> Goal:
-        work = problem.microbatches * problem.arrays.period
+    def of(
+        cls,
+        objective: Objective,
+        costs: Costs,
+        placement: tuple[int, ...],
+        microbatches: int,
+        arrays: ScheduleArrays,
+    ) -> Goal:
+        work = microbatches * arrays.period
         if objective == "makespan":
-            work = max(work, lower_bound(problem.costs, problem.placement, problem.microbatches))
+            work = max(work, lower_bound(costs, placement, microbatches))
         return cls(objective, work)
+
+    @classmethod
+    def for_problem(cls, problem: Problem, objective: Objective) -> Goal:
+        return cls.of(objective, problem.costs, problem.placement, problem.microbatches, problem.arrays)
 
     @property
     def by_makespan(self) -> bool:

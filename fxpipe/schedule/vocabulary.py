@@ -4,8 +4,8 @@ Beside its stages of the model every rank has an output shard, its part of the o
 (before the barrier), B the ops after the barrier, W pass T.  If the input embedding is sharded too, every
 rank also has an embedding shard.  The model's schedule gives due dates; list scheduling under the memory
 limits places the ops of the output shards and delays the backward to after the barrier.  Embedding shards are
-short: they are inserted one period before their results are needed.  Local search then improves the order of
-all ops.
+short: they are inserted one period before their results are needed.  Annealing then improves the order of all
+ops.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from fxpipe.schedule.arrays import OpIds, ScheduleArrays, decode, encode, fits, 
 from fxpipe.schedule.costs import Costs, Edge, StageCost
 from fxpipe.schedule.dispatch import dispatch
 from fxpipe.schedule.goal import Goal, Objective
+from fxpipe.schedule.kernel import Floats
 from fxpipe.schedule.ops import Op, OpKind, Order
 from fxpipe.schedule.problem import Problem
 from fxpipe.schedule.search.due_dates import start_alone
-from fxpipe.schedule.search.local_search import improve
+from fxpipe.schedule.search.pool import Task, anneal_each
 from fxpipe.vocabulary.stages import Vocabulary
 
 _LOOKAHEADS = ((0.0, 0.0, 0.0), (0.3, 0.3, 0.3), (1.0, 1.0, 0.5), (1.001, 0.3, 0.7))
 _DELAYS = (0.0, 1.0, 3.0)  # delays of T, in periods
-_WORK = 2_000_000  # ops that local search may look at
 _EMBEDDED = 2  # microbatches that an embedding shard may hold
 _EQUAL = 0.005  # of two orders whose times differ by less, the one with the lower peak memory is better
 _TRIES = 6  # with less memory for the stages beside embedding shards each time
@@ -77,65 +77,92 @@ def weave(
     limits: Sequence[float],
     objective: Objective = "span",
 ) -> Order:
-    """The order of the model's stages with the ops of the vocabulary stages inserted.
+    """The order of the model's stages with the ops of the vocabulary stages inserted, and annealed.
 
     ``costs``: of all stages.  A rank holds at most ``vocabulary.barriers`` microbatches more of the model's
     stages than it does in ``order``, also if it has no limit; fewer if they make the step no shorter.
 
     Raises ScheduleError if a limit is not kept.
     """
-    m = model.microbatches
-    whole = schedule_arrays(costs, vocabulary.placement(model.placement))
-    # How long embedding shards hold their values follows from the order of the other stages: that order gets
-    # less memory by what they have taken beyond the limits, and by more each time.
-    left = limits
-    for step in range(1, 1 + _TRIES):
-        found = _woven(model, order, costs, vocabulary, left, objective)
-        most = peaks(whole, encode(found, m), m)
-        over = [max(0.0, peak - limit * (1 + 1e-9)) for peak, limit in zip(most, limits, strict=True)]
-        if not any(over):
-            return found
-        left = [limit - step * excess * (1 + 1e-6) for limit, excess in zip(left, over, strict=True)]
-    rank = max(range(len(over)), key=over.__getitem__)
-    raise ScheduleError(
-        f"schedule {model.name} with vocabulary stages needs {most[rank]:g} of memory on rank {rank}, and "
-        f"the limit is {limits[rank]:g}"
-    )
+    tasks = weavings(model, order, costs, vocabulary, limits, objective)
+    anneal_each(tasks)
+    return woven(tasks, vocabulary)
 
 
-def _woven(
+def weavings(
     model: Problem,
     order: Order,
     costs: Costs,
     vocabulary: Vocabulary,
     limits: Sequence[float],
     objective: Objective,
-) -> Order:
-    m, shards, op_ids = model.microbatches, vocabulary.embedding_shards, encode(order, model.microbatches)
-    arrays = schedule_arrays(costs, vocabulary.placement(model.placement))
-    listed = schedule_arrays(
-        _some(costs, shards, len(costs.stages)),
-        replace(vocabulary, embedding_shards=0).placement(model.placement),
+) -> list[Task]:
+    """The orders that ``weave`` anneals: one for each number of microbatches more.
+
+    Raises ScheduleError if all break a limit.
+    """
+    # How long embedding shards hold their values follows from the order of the other stages: that order gets
+    # less memory by the least that they have taken beyond the limits, and by more each time.
+    left = limits
+    for step in range(1, 1 + _TRIES):
+        tasks = _starts(model, order, costs, vocabulary, left, objective)
+        excess = [_excess(task, limits) for task in tasks]
+        within = [task for task, over in zip(tasks, excess, strict=True) if not any(over)]
+        if within:
+            return within
+        over = min(excess, key=max)
+        left = [limit - step * more * (1 + 1e-6) for limit, more in zip(left, over, strict=True)]
+    rank = max(range(len(over)), key=over.__getitem__)
+    raise ScheduleError(
+        f"schedule {model.name} with vocabulary stages needs {limits[rank] + over[rank]:g} of memory on rank "
+        f"{rank}, and the limit is {limits[rank]:g}"
     )
-    goal, dates = Goal(objective, m * arrays.period), _Dates(model, op_ids, listed, vocabulary.output_shards)
+
+
+def woven(tasks: Sequence[Task], vocabulary: Vocabulary) -> Order:
+    """The best order of the tasks: of those that are about as fast, the one with the lowest peak memory."""
+    best = [task.best for task in tasks if task.best]
+    equal = (1 + _EQUAL) * min(found.seconds for found in best)
+    found = min((found for found in best if found.seconds <= equal), key=lambda found: found.peak)
+    order = decode(found.task.arrays, found.order, found.task.microbatches)
+    return _fused(order, vocabulary.embedding_shards)
+
+
+def _excess(task: Task, limits: Sequence[float]) -> list[float]:
+    """Per rank by how much the task's order breaks the limit."""
+    assert task.best is not None, "a start keeps its own limits"
+    most = peaks(task.arrays, task.best.order, task.microbatches)
+    return [max(0.0, peak - limit * (1 + 1e-9)) for peak, limit in zip(most, limits, strict=True)]
+
+
+def _starts(
+    model: Problem,
+    order: Order,
+    costs: Costs,
+    vocabulary: Vocabulary,
+    limits: Sequence[float],
+    objective: Objective,
+) -> list[Task]:
+    m, shards, op_ids = model.microbatches, vocabulary.embedding_shards, encode(order, model.microbatches)
+    placement = vocabulary.placement(model.placement)
+    arrays = schedule_arrays(costs, placement)
+    listed = schedule_arrays(_some(costs, shards, len(costs.stages)), placement[shards:])
+    goal, dates = Goal.of(objective, costs, placement, m, arrays), _Dates(model, op_ids, listed)
     embedded = [_EMBEDDED * hold for hold in arrays.hold[:shards]] or [0.0] * model.ranks
     left = [limit - own for limit, own in zip(limits, embedded, strict=True)]
     levels = [
         _caps(model, op_ids, listed, vocabulary.barriers, n, left) for n in range(1 + vocabulary.barriers)
     ]
-    found: list[tuple[float, float, OpIds]] = []
+    tasks = []
     for caps in dict.fromkeys(levels):
         start = _listed(listed, m, dates, caps, goal)
         if shards:
             start = encode(_with_embedding_shards(arrays, listed, start, m, shards), m)
-        bounds = [cap + own for cap, own in zip(caps, embedded, strict=True)]
-        woven = improve(arrays, start, m, bounds, goal, _WORK)
-        done = run(arrays, woven, m)
-        assert done is not None, "local search returns an order that can progress"
-        found.append((goal.time(done), max(peaks(arrays, woven, m)), woven))
-    equal = (1 + _EQUAL) * min(time for time, _, _ in found)
-    _, _, woven = min((one for one in found if one[0] <= equal), key=lambda one: one[1])
-    return _fused(decode(arrays, woven, m), shards)
+        bounds = zip(caps, embedded, peaks(arrays, start, m), strict=True)
+        task = Task(arrays, m, [max(cap + own, peak) for cap, own, peak in bounds], goal)
+        task.keep([task.judge(start)])
+        tasks.append(task)
+    return tasks
 
 
 def _listed(
@@ -228,31 +255,25 @@ def _caps(
 class _Dates:
     """Due dates of all ops, from the start times in the model's own schedule."""
 
-    def __init__(self, model: Problem, op_ids: OpIds, arrays: ScheduleArrays, output_shards: int) -> None:
-        self.microbatches, self.arrays, self.model = model.microbatches, arrays, model.arrays
-        done = run(self.model, op_ids, model.microbatches)
+    def __init__(self, model: Problem, op_ids: OpIds, arrays: ScheduleArrays) -> None:
+        done = run(model.arrays, op_ids, model.microbatches)
         assert done is not None, "the order to weave into can progress"
-        self.end = done.end
-        self.scale = arrays.period / self.model.period if self.model.period else 1.0
-        self.alone = start_alone(arrays)
-
-    def due(self, delay: float) -> list[float]:
-        """Due dates with T delayed by so many periods."""
-        arrays, alone = self.arrays, self.alone
-        bottom = 3 * (self.model.stages - 1)  # the last F of the model
+        start = done.end.reshape(-1, model.microbatches) - np.array(model.arrays.seconds)[:, None]
+        scale = arrays.period / model.arrays.period if model.arrays.period else 1.0
+        self.period, bottom = arrays.period, 3 * (model.arrays.stages - 1)  # the last F of the model
+        alone, own = start_alone(arrays), model.arrays.sections
         behind = alone[bottom + 1] - alone[bottom] - arrays.seconds[bottom]  # the barrier
-        dates: list[float] = []
-        for section in range(self.model.sections):
-            dates += self._moved(section, behind if section % 3 else 0.0)
-        for section in range(self.model.sections, arrays.sections):
-            late = delay * arrays.period if section % 3 == 2 else 0.0
-            dates += self._moved(bottom, alone[section] - alone[bottom] + late)
-        return dates
+        is_forward = np.arange(own) % 3 == 0
+        body = scale * start + np.where(is_forward, 0.0, behind)[:, None]
+        shards = scale * start[bottom] + (alone[own:] - alone[bottom])[:, None]
+        self.dates, self.first_shard = np.concatenate([body, shards]), own
 
-    def _moved(self, section: int, by: float) -> list[float]:
-        """The starts of one of the model's sections, scaled to the longer period, plus ``by``."""
-        m, seconds = self.microbatches, self.model.seconds[section]
-        return [self.scale * (self.end[section * m + j] - seconds) + by for j in range(m)]
+    def due(self, delay: float) -> Floats:
+        """Due dates with T delayed by so many periods."""
+        dates = self.dates.copy()
+        dates[self.first_shard + 2 :: 3] += delay * self.period
+        flat: Floats = dates.ravel()
+        return flat
 
 
 def with_output_shards(

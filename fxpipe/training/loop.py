@@ -40,6 +40,7 @@ class Settings:
     """``steps``: in all, those of earlier runs included; None takes every whole batch once.
 
     ``clip``: the largest norm of the gradients.  ``warmup``: steps in which the learning rate grows.
+    ``master_weights``: see ``Pipeline.optimizer``.
     ``decay``: its course after that, to zero at the last step; one of ``DECAYS``.
     ``checkpoints``: a directory; the run goes on from the newest one in it, and writes one at its end.
     ``every``, ``keep``: see Checkpointer.
@@ -52,6 +53,7 @@ class Settings:
     steps: int | None
     lr: float
     clip: float | None = None
+    master_weights: bool = False
     warmup: int = 0
     decay: str = "constant"
     checkpoints: Path | None = None
@@ -81,7 +83,12 @@ def train(pipe: Pipeline, data: Data, settings: Settings, evaluated: Data | None
             "The pipeline has no programs for evaluation: compile and save it with evaluation=True."
         )
     leads = pipe.runtime.rank == 0
-    optimizer = pipe.optimizer(torch.optim.AdamW, lr=settings.lr, clip_grad_norm=settings.clip)
+    optimizer = pipe.optimizer(
+        torch.optim.AdamW,
+        lr=settings.lr,
+        clip_grad_norm=settings.clip,
+        master_weights=settings.master_weights,
+    )
     rate = LambdaLR(optimizer, lambda step: _factor(settings, step, steps))
     with ExitStack() as stack:
         checkpoints = None

@@ -13,6 +13,7 @@ from fxpipe.errors import RunError
 from fxpipe.plan.artifact import Plan, holders
 from fxpipe.runtime.process import Process, own_ranks
 from fxpipe.runtime.rank import Runtime
+from fxpipe.training.optimizer import set_grad
 from fxpipe.vocabulary.rows import rows_of, whole_name
 
 
@@ -54,7 +55,7 @@ class ModelState:
         return {name: slice(rows.begin, rows.end) for name, rows in found}
 
     def follow_model(self) -> None:
-        """Use the tensors that the model holds now.  Raises RunError if a shape or dtype changed."""
+        """Use the tensors that the model holds now.  Raises RunError if a shape, dtype or device changed."""
         model = self.of()
         if model is None:
             return
@@ -75,6 +76,11 @@ class ModelState:
                     raise RunError(
                         f"The model's {name}, {layout.dtype} of shape {layout.shape}, {found}. Compile the "
                         "model again."
+                    )
+                if new.device != self.device:
+                    raise RunError(
+                        f"The model's {name} is on {new.device}, and the pipeline was compiled for "
+                        f"{self.device}. Move the model back, or compile it again."
                     )
                 if own_name != name:  # rows, loaded when the model was on the meta device
                     del mine[own_name]
@@ -102,7 +108,7 @@ class ModelState:
         return params, {name: self.buffers[name] for name in held.buffers}
 
     def accumulators(self, rt: Runtime) -> dict[str, torch.Tensor]:
-        """Make the parameters' ``.grad`` the accumulators of the program.
+        """Make the parameters' ``.grad`` the accumulators of the program, of the plan's dtype.
 
         A gradient that the step changes as a whole (by a sum over ranks, or division by the count) must not
         include an earlier step's: it gets a new accumulator, and the ``.grad`` to add it to is returned.
@@ -112,16 +118,21 @@ class ModelState:
         for name in self.plan.tensors[rt.rank].gradients:
             parameter = self.parameter(name)
             worked_on = self.plan.step.has_count or len(trained[name]) > 1
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            elif worked_on:
-                earlier[name] = parameter.grad
-            rt.grads[name] = torch.zeros_like(parameter) if name in earlier else parameter.grad
+            grad, dtype = parameter.grad, self.plan.gradient_dtype(parameter.dtype)
+            held = self._zeros(parameter) if grad is None else grad.to(dtype)
+            if held is not grad:
+                set_grad(parameter, held)
+            if grad is not None and worked_on:
+                earlier[name] = held
+            rt.grads[name] = self._zeros(parameter) if name in earlier else held
         return earlier
+
+    def _zeros(self, parameter: nn.Parameter) -> torch.Tensor:
+        return torch.zeros_like(parameter, dtype=self.plan.gradient_dtype(parameter.dtype))
 
     def zero_gradients(self, rank: int) -> dict[str, torch.Tensor]:
         """New gradient accumulators for a rank."""
-        return {n: torch.zeros_like(self.parameter(n)) for n in self.plan.tensors[rank].gradients}
+        return {n: self._zeros(self.parameter(n)) for n in self.plan.tensors[rank].gradients}
 
     def store_buffers(self, runtime: Runtime) -> None:
         """Copy the buffers that a step changed to the model's buffers."""

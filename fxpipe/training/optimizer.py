@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
 import torch
+from torch.nn import Parameter
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from fxpipe.errors import RunError
+from fxpipe.runtime.tensors import gradient_dtype
 from fxpipe.vocabulary.rows import whole_name
+
+MASTER = "master_weight"
+"""The name of the master in the state of a parameter."""
 
 
 class Ranks(Protocol):
@@ -25,24 +31,31 @@ class PipelineOptimizer(Optimizer):
     """Wraps a torch optimizer of this rank's parameters; ``step`` first clips, if asked to, by the norm of
     the gradients of all ranks.
 
+    A gradient of another dtype than what is updated (``grad_dtype`` of ``fxpipe.compile``) is cast for the
+    time of the update.  With master weights the wrapped optimizer updates these, wider copies of parameters,
+    and each parameter gets its copy's value.
+
     ``optimizer``: the wrapped one; both have the same ``param_groups`` and ``state``, so schedulers of the
     learning rate and hooks take this one.  ``last_norm``: the norm before clipping, 0-d, where the last step
     computed it.  ``skipped``: the number of steps that were skipped as gradients were not finite.
-    ``names``: parameter -> its name, or that of its rows.
+    ``names``: what is updated, a parameter or its master -> the parameter's name, or that of its rows.
+    ``masters``: master -> parameter.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        names: Mapping[torch.nn.Parameter, str],
-        counted: Sequence[torch.nn.Parameter],
+        names: Mapping[Parameter, str],
+        counted: Sequence[Parameter],
         ranks: Ranks | None,
         clip_grad_norm: float | None = None,
         norm_type: float = 2.0,
         skip_nonfinite: bool = False,
+        masters: Mapping[Parameter, Parameter] | None = None,
     ):
         """counted: the parameters that this rank counts in the norm (one rank counts a tied parameter)."""
         self.optimizer = optimizer
+        self.masters = dict(masters or {})
         self.names = dict(names)
         self.last_norm: torch.Tensor | None = None
         self.skipped = 0
@@ -80,10 +93,38 @@ class PipelineOptimizer(Optimizer):
                 self.skipped += 1
                 return loss
             if self._clip is not None:
-                held = [p for group in self.param_groups for p in group["params"]]
-                clip_grads_with_norm_(held, self._clip, norm)
-        self.optimizer.step()
+                clip_grads_with_norm_(self._parameters(), self._clip, norm)
+        self._update()
         return loss
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        """Step the wrapped optimizer on gradients of the dtype of what it updates; then give the parameters
+        the values of their masters."""
+        accumulated = {}
+        for updated, parameter in zip(self._updated(), self._parameters(), strict=True):
+            grad = parameter.grad
+            if grad is not None and (updated is not parameter or grad.dtype != updated.dtype):
+                accumulated[updated] = grad
+                set_grad(updated, grad.to(updated.dtype))
+        try:
+            self.optimizer.step()
+        finally:
+            for updated, grad in accumulated.items():
+                if updated in self.masters:
+                    updated.grad = None
+                else:
+                    set_grad(updated, grad)
+        if self.masters:
+            torch._foreach_copy_([*self.masters.values()], [*self.masters])
+
+    def _updated(self) -> list[Parameter]:
+        """What the wrapped optimizer updates."""
+        return [updated for group in self.param_groups for updated in group["params"]]
+
+    def _parameters(self) -> list[Parameter]:
+        """The model's parameters, in the same order."""
+        return [self.masters.get(updated, updated) for updated in self._updated()]
 
     @torch.no_grad()
     def grad_norm(self) -> torch.Tensor:
@@ -102,21 +143,68 @@ class PipelineOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Zero the gradients.  They keep their memory by default, which saves its allocation in each step."""
-        self.optimizer.zero_grad(set_to_none=set_to_none)
+        parameters = self._parameters()
+        grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
+        if set_to_none:
+            for parameter in parameters:
+                parameter.grad = None
+        elif grads:
+            torch._foreach_zero_(grads)
+
+    def state_of(self, updated: Parameter) -> dict[str, Any]:
+        """The wrapped optimizer's state of what it updates, with the master itself."""
+        master = {MASTER: updated.detach()} if updated in self.masters else {}
+        return {**self.state.get(updated, {}), **master}
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state of this rank's parameters.  ``Checkpointer`` saves that of all ranks,
-        by the model's names."""
-        return self.optimizer.state_dict()
+        """The wrapped optimizer's state of this rank's parameters, and their masters.  ``Checkpointer`` saves
+        that of all ranks, by the model's names."""
+        found = self.optimizer.state_dict()
+        held = {k: updated for k, updated in enumerate(self._updated()) if updated in self.masters}
+        return {**found, "state": {**found["state"], **{k: self.state_of(x) for k, x in held.items()}}}
 
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state_dict)
+        """Masters that the state does not hold get the values of the parameters."""
+        states = dict(state_dict["state"])
+        masters = {k: state[MASTER] for k, state in states.items() if MASTER in state}
+        for k in masters:
+            own = {name: value for name, value in states.pop(k).items() if name != MASTER}
+            states |= {k: own} if own else {}
+        if masters and not self.masters:
+            warnings.warn(
+                "The state holds master weights, and this optimizer has none: training goes on with the "
+                "parameters, which have fewer bits. Make it with master_weights=True to keep them.",
+                stacklevel=2,
+            )
+        self.optimizer.load_state_dict({**state_dict, "state": states})
+        for k, updated in enumerate(self._updated()):
+            if updated in self.masters:
+                updated.copy_(masters.get(k, self.masters[updated]))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only for the constructor: all ranks must have the same groups."""
         if self._made:
             raise RunError("Groups are given when the optimizer is made: pipe.optimizer(…, groups=[…]).")
         self.optimizer.param_groups.append(param_group)
+
+
+def set_grad(parameter: Parameter, grad: torch.Tensor) -> None:
+    """Set ``.grad``, of any dtype; torch wants that in ``.grad_dtype``, which no earlier ``.grad`` may differ
+    from."""
+    parameter.grad = None
+    parameter.grad_dtype = grad.dtype
+    parameter.grad = grad
+
+
+def with_masters(held: Mapping[str, Parameter]) -> dict[str, Parameter]:
+    """By name what to update: a float32 copy of each parameter with fewer bits, and the others themselves."""
+    found = {}
+    for name, parameter in held.items():
+        dtype = gradient_dtype(parameter.dtype, torch.float32)
+        wide = dtype == parameter.dtype
+        found[name] = parameter if wide else Parameter(parameter.detach().to(dtype))
+    return found
 
 
 def made(cls: Callable[..., Optimizer], parameters: Any, options: Mapping[str, Any]) -> Optimizer:
@@ -132,7 +220,7 @@ def made(cls: Callable[..., Optimizer], parameters: Any, options: Mapping[str, A
 
 
 def grouped(
-    held: Mapping[str, torch.nn.Parameter], groups: Sequence[Mapping[str, Any]], model_names: Collection[str]
+    held: Mapping[str, Parameter], groups: Sequence[Mapping[str, Any]], model_names: Collection[str]
 ) -> list[dict[str, Any]]:
     """Param groups of a rank's parameters; every rank has the same groups, some of them empty.
 
@@ -178,7 +266,7 @@ def check_separable(
 
     def updated(*parts: list[slice]) -> torch.Tensor:
         """The table after its slices were updated; each list of slices by an optimizer of its own."""
-        held = [[torch.nn.Parameter(start[s].to(device, copy=True)) for s in part] for part in parts]
+        held = [[Parameter(start[s].to(device, copy=True)) for s in part] for part in parts]
         for parameters, part in zip(held, parts, strict=True):
             optimizer = made(cls, parameters, options)
             for grad in grads:

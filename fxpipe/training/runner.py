@@ -21,8 +21,10 @@ from fxpipe.runtime.ambient import as_traced
 from fxpipe.runtime.batch import batch_leaves
 from fxpipe.runtime.comm import Comm, NoAnswer
 from fxpipe.runtime.connect import connect
+from fxpipe.runtime.dry_run import dry_run
 from fxpipe.runtime.heap import give_back_large_tensors
-from fxpipe.runtime.load_program import Program, load_program
+from fxpipe.runtime.inductor import compiled_functions
+from fxpipe.runtime.load_program import Collective, Program, load_program
 from fxpipe.runtime.local import LocalComm, LocalWorld, run_all
 from fxpipe.runtime.memory import SavedBytes
 from fxpipe.runtime.offloader import TIMEOUT, Offloader, check_tier, open_store
@@ -55,7 +57,7 @@ class Runner:
     """``directory``: of the programs' files; None if the pipeline was not saved.
 
     ``stop_asked``: whether this rank was asked to end the run.  ``stops``: whether one of the ranks was,
-    before the last step; the same on all ranks.
+    before the last step; the same on all ranks.  ``is_warm``: whether the program can run with the others.
     """
 
     artifact: Artifact
@@ -67,6 +69,7 @@ class Runner:
     first_step: int = 0
     stop_asked: bool = False
     stops: bool = False
+    is_warm: bool = False
 
     @property
     def plan(self) -> Plan:
@@ -136,6 +139,8 @@ class Runner:
 
     def _step(self, batch: Any, outputs: Sequence[str], outputs_on: On) -> StepResult:
         rt, program, spec = self.runtime, self._own_program, self.plan.step
+        if not self.is_warm:
+            self._warm_up(rt, program, batch)
         rt.start()
         number = rt.step_number
         with self._watched(rt, program):
@@ -158,6 +163,20 @@ class Runner:
         self.state.store_buffers(rt)
         return StepResult(loss, found)
 
+    def _warm_up(self, rt: Runtime, program: Program, batch: Any) -> None:
+        """Run the program alone before its first step, if Inductor compiles it on some rank, or messages wait
+        on the device.
+        """
+        process, self.is_warm = self.process, True
+        if process is None:
+            return
+        compiles = any(process.gather(b"some" if compiled_functions(program.step) else b""))
+        if compiles or process.backend(self.device) != "gloo":
+            self.state.follow_model()
+            rt.params, rt.buffers = self.state.held_by(rt.rank)
+            with process.agreed("run its program alone"), process.unhurried():
+                dry_run(rt, program.step, batch, self.state.zero_gradients(rt.rank))
+
     def _outputs(self, rt: Runtime, on: On) -> dict[str, torch.Tensor]:
         """The outputs of the last step that this rank is to have."""
         wanted, microbatches = rt.collected.wanted, self.plan.step.microbatches
@@ -172,9 +191,9 @@ class Runner:
         if plan.tier == "disk":
             give_back_large_tensors()
         if self.process is not None:
-            # First what takes long, so that no rank waits for another inside of a step.
             offloader = self._offloader(self.process.rank)
-            comm = connect(self.process, self.device, plan.channels, plan.collectives)
+            collectives = self._own_collectives()
+            comm = connect(self.process, self.device, plan.channels, plan.collectives, collectives)
             return self._runtime_of(self.process.rank, comm, {}, offloader)
         if plan.ranks > 1:
             raise RunError(
@@ -183,10 +202,12 @@ class Runner:
             )
         return self._runtime_of(0, LocalComm(LocalWorld(1), 0), {}, self._offloader(0))
 
+    def _constants(self, rank: int) -> dict[str, torch.Tensor]:
+        return {n: self.artifact.constants[n].to(self.device) for n in self.plan.tensors[rank].constants}
+
     def _runtime_of(
         self, rank: int, comm: Comm, grads: dict[str, torch.Tensor], offloader: Offloader | None
     ) -> Runtime:
-        held = self.plan.tensors[rank]
         self.state.check_values(rank)
         params, buffers = self.state.held_by(rank)
         return Runtime(
@@ -196,7 +217,7 @@ class Runner:
             params=params,
             grads=grads,
             buffers=buffers,
-            constants={n: self.artifact.constants[n].to(self.device) for n in held.constants},
+            constants=self._constants(rank),
             step_number=self.first_step,
             offloader=offloader,
             device=self.device,
@@ -223,11 +244,23 @@ class Runner:
         """The program of this process's rank, after a check that the ranks' programs agree."""
         if self.process is None:
             return self._local_programs[0]
+        return self._checked_program[0]
+
+    @cached_property
+    def _checked_program(self) -> tuple[Program, bool]:
+        """The program of this process's rank, and whether the traffic of all ranks' programs is known."""
+        assert self.process is not None
         with self.process.agreed("read its program"):
             program = self._program(self.process.rank)
         given = self.process.gather(json.dumps(unstructure(program.traffic)).encode())
-        check_agreement([structure(json.loads(data), Traffic) for data in given])
-        return program
+        ranks = [structure(json.loads(data), Traffic) for data in given]
+        check_agreement(ranks)
+        return program, all(traffic.calls is not None for traffic in ranks)
+
+    def _own_collectives(self) -> list[Collective]:
+        """The collectives of a step; none if an edited program does not show them."""
+        program, is_known = self._checked_program
+        return program.collectives() if is_known else []
 
     def _watched(self, rt: Runtime, program: Program) -> contextlib.AbstractContextManager[None]:
         """For the time of a step."""
@@ -285,5 +318,6 @@ class Runner:
 
 def _metered(main: Callable[[], Any], rt: Runtime, meter: SavedBytes) -> Any:
     rt.record.at_op, rt.record.at_arrival = meter.between_ops, meter.arrived
+    rt.record.at_cast = meter.ignore
     with meter:
         return main()

@@ -116,8 +116,14 @@ def _part(plan: Plan, name: str, tensor: torch.Tensor) -> torch.Tensor | Part:
 def _state_of(optimizer: PipelineOptimizer | None) -> Iterator[tuple[str, dict[str, Any]]]:
     """The names of this rank's parameters, or of their rows, with the optimizer's state of each."""
     if optimizer is not None:
-        for parameter, fields in optimizer.state.items():
-            yield optimizer.names[parameter], fields
+        shared = [key for key in optimizer.state if key not in optimizer.names]
+        if shared:
+            raise RunError(
+                f"The optimizer has a state {shared[0]!r:.60} that belongs to no parameter, and a checkpoint "
+                "has no place for it."
+            )
+        for updated, name in optimizer.names.items():
+            yield name, optimizer.state_of(updated)
 
 
 def _plain_fields(optimizer: PipelineOptimizer | None) -> dict[str, dict[str, Any]]:

@@ -21,6 +21,7 @@ ABREAST = 3  # unconnected components side by side
 
 SHAPES: dict[Kind, tuple[str, str]] = {
     Kind.PARAMETER: ("cylinder", "parameter"),
+    Kind.CAST: ("cylinder", "parameter"),
     Kind.BUFFER: ("cylinder", "buffer"),
     Kind.CONSTANT: ("note", "constant"),
     Kind.BATCH: ("ellipse", "batch"),

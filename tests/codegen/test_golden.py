@@ -75,8 +75,10 @@ PROGRAMS: dict[str, Callable[[], tuple[str, ...]]] = {
     "offload": lambda: perceptron(microbatches=3, schedule="gpipe", offload=fxpipe.Offload(bandwidth=1e12)),
     "recompute": lambda: perceptron(recompute="full"),
     "random": lambda: programs(golden_models().Noisy, numbers(), ["second"]),
+    "inductor": lambda: programs(golden_models().Noisy, numbers(), ["second"], backend="inductor"),
     "counts": counts,
     "outputs": outputs,
+    "mixed": lambda: programs(golden_models().Mixed, numbers(8), ["last"]),
     "v_placement": lambda: programs(
         golden_models().Deep,
         numbers(8),

@@ -95,3 +95,18 @@ def sum_and_count(output, batch):
 
 def with_a_metric(output, batch):
     return F.mse_loss(output, batch["y"]), {"largest": (output - batch["y"]).abs().max()}
+
+
+class Mixed(nn.Module):
+    """Products in bfloat16: two layers of one weight, on two ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x, y):
+        with torch.autocast(x.device.type, torch.bfloat16):
+            hidden = torch.tanh(self.first(x))
+            result = self.last(hidden)
+        return F.mse_loss(result.float(), y)

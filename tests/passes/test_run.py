@@ -10,7 +10,8 @@ from torch import nn
 import fxpipe
 from fxpipe import passes
 from fxpipe.capture.trace import capture
-from fxpipe.cost.analytic import analytic_seconds, section_costs
+from fxpipe.cost.analytic import analytic_seconds, seconds_on, section_costs
+from fxpipe.cost.cluster import Cluster
 from fxpipe.cost.known_devices import CPU
 from fxpipe.cost.nodes import NodeSeconds
 from fxpipe.ir.liveness import liveness
@@ -86,6 +87,10 @@ CASES = {
 }
 
 
+def cluster():
+    return Cluster((CPU, CPU))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_costs_do_not_depend_on_the_passes_that_only_the_chosen_cut_goes_through(name):
     build, example, options, last = CASES[name]
@@ -98,15 +103,15 @@ def test_costs_do_not_depend_on_the_passes_that_only_the_chosen_cut_goes_through
         ranks = (0, 1) if cut.vocabulary is None else cut.vocabulary.placement((0, 1))
 
         def costs(cut, ranks=ranks):
-            live = liveness(cut.graph, cut.sections, cut.messages, ranks)
-            return section_costs(live, analytic_seconds(cut.graph, NodeSeconds(CPU)), CPU)
+            live = liveness(cut.graph, cut.sections, cut.edges, ranks)
+            return section_costs(live, seconds_on(cluster(), cut.graph), cluster(), ranks)
 
         assert cut.last_pass == last
         before = costs(cut)
         targets = [node.target for node in call_nodes(cut.graph)]
-        assert before == section_costs(
-            liveness(cut.graph, cut.sections, cut.messages, ranks), analytic_seconds(cut.graph, seconds), CPU
-        )
+        live = liveness(cut.graph, cut.sections, cut.edges, ranks)
+        cached = (analytic_seconds(cut.graph, seconds),) * 2
+        assert before == section_costs(live, cached, cluster(), ranks)
         done = run.finished(cut, {})
         assert costs(done) == before
         if last == "fuse_accumulation":

@@ -1,16 +1,22 @@
 """The backend that carries messages, by where the ranks compute."""
 
+import os
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import torch
 from torch import nn
 
 import fxpipe
+import fxpipe.runtime.process as joined
 from fxpipe.codegen.expressions import Names, literal
-from fxpipe.runtime.accelerator import check_supported, queues
+from fxpipe.runtime.accelerator import check_supported, communicator_settings, queues
 from fxpipe.runtime.backend import Choice, Place, choose
-from fxpipe.runtime.connect import _check_streams
+from fxpipe.runtime.comm import answered
+from fxpipe.runtime.connect import _check_streams, _failure
+from fxpipe.runtime.distributed import DistributedComm
+from fxpipe.runtime.process import Process
 
 H100 = "NVIDIA H100 80GB HBM3"
 
@@ -92,6 +98,19 @@ def test_streams_that_share_a_queue_are_refused(monkeypatch):
     with pytest.raises(fxpipe.RunError, match="CUDA_DEVICE_MAX_CONNECTIONS=1 makes the 6 streams of rank 0"):
         _check_streams([(0, 1), (1, 0), 0], 2, given)
     assert queues(torch.device("cpu")) is None
+    with pytest.raises(
+        fxpipe.RunError, match=r"=32 makes the 35 streams of rank 0 .* Use fewer stages a rank"
+    ):
+        _check_streams([(0, other) for other in range(1, 33)], 33, 32)
+
+
+def test_the_environment_of_communicators_is_theirs_alone(monkeypatch):
+    warning, errors = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "TORCH_NCCL_RETHROW_CUDA_ERRORS"
+    monkeypatch.delenv(warning, raising=False)
+    monkeypatch.setenv(errors, "1")
+    with communicator_settings():
+        assert (os.environ[warning], os.environ[errors]) == ("0", "1")
+    assert (os.environ.get(warning), os.environ[errors]) == (None, "1")
 
 
 def test_programs_name_no_gpu_by_its_index():
@@ -102,3 +121,44 @@ def test_other_kinds_of_devices_are_refused():
     with pytest.raises(fxpipe.RunError, match="lies on mps, and programs run on cpu, cuda, xpu"):
         check_supported(torch.device("mps"))
     check_supported(next(nn.Linear(1, 1).parameters()).device)
+
+
+def test_a_late_message_is_named_with_the_limit():
+    what = "a message from rank 0 to rank 1, by nccl,"
+    assert _failure(lambda: "", what, timedelta(minutes=10)) is None
+    found = _failure(lambda: "TIMEOUT", what, timedelta(minutes=10))
+    assert str(found) == f"{what} has not ended after 0:10:00; timeout= of fxpipe.compile allows more"
+
+
+def test_an_error_of_the_own_device_is_not_another_ranks():
+    with pytest.raises(torch.AcceleratorError, match="device-side assert"), answered():
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+
+def test_the_device_of_a_second_pipeline_is_selected(monkeypatch):
+    selected = []
+    monkeypatch.setattr(joined, "select", selected.append)
+    monkeypatch.setattr(joined, "_joined", (None, "as before"))
+    monkeypatch.setattr(joined.dist, "is_initialized", lambda: True)
+    assert Process.join(torch.device("cuda", 1)) == "as before"
+    assert selected == [torch.device("cuda", 1)]
+
+
+def test_each_tensor_of_a_message_is_kept_once(monkeypatch):
+    class Group:
+        def send(self, tensors, peer, tag):
+            return f"sent to {peer}"
+
+    class Sent:
+        def __init__(self):
+            self.kept = []
+
+        def add(self, work, tensors):
+            self.kept += [(work, tensor) for tensor in tensors]
+
+    monkeypatch.setattr("fxpipe.runtime.distributed.dist.get_group_rank", lambda group, rank: rank)
+    cpu, given = torch.device("cpu"), [torch.zeros(2), torch.ones(3)]
+    sent = Sent()
+    DistributedComm(cpu, cpu, 0, 2, {(0, 1): Group()}, [], None, sent).send(given, 1)
+    assert [work for work, _ in sent.kept] == ["sent to 1"] * 2
+    assert all(kept is tensor for (_, kept), tensor in zip(sent.kept, given, strict=True))

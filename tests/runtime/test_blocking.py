@@ -16,7 +16,7 @@ MICROBATCHES = {2: [3], 4: [2]}
 #: What is undone, and where it hangs.
 FAULTS = {
     "the first message of a channel is in the step": ("lazy", Shape(2, "gpipe"), 2),
-    "the first message of a collective is in the step": ("lazy", Shape(2, "1f1b", vocab_parallel=True), 4),
+    "the first collective of a kind is in the step": ("kinds", Shape(2, "1f1b", vocab_parallel=True), 4),
     "ops wait for sends before them": ("waits", Shape(2, "zb-h1", 2, "v"), 4),
     "ranks connect in different orders": ("order", Shape(3, "1f1b"), 2),
 }
@@ -36,3 +36,18 @@ def test_what_is_undone_hangs(name, tmp_path):
     run = forked(shape.ranks, worker.run, *asked, dtype=torch.float64, logs=tmp_path / "logs")
     assert run.code != 0
     assert re.search(r"[Tt]imed? ?out", run.own + "".join(run.stderr)), run
+
+
+def test_an_error_of_a_communicator_ends_all_ranks_with_one_message(tmp_path):
+    """No wait of a host ends: the messages of each channel are lost from the third of a step on."""
+    run = forked(3, worker.run, [Shape(3, "1f1b")], [4], "lost", dtype=torch.float64, logs=tmp_path / "logs")
+    assert run.code != 0
+    first = re.search(
+        r"Rank (\d) waits for rank (\d), to run (?:F|BW)\1\.\d \(.*\) of step 0, and got no answer: "
+        r"a message from rank \2 to rank \1, by blocking, failed with COMM_ERROR, .* go on from the last "
+        r"checkpoint\.",
+        run.stderr[0],
+    )
+    assert first, run
+    said = [first[0].lower() in text.lower() for text in run.stderr]
+    assert said == [True] * 3, run

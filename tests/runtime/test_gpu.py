@@ -5,6 +5,7 @@ Run as a script under torchrun, this file is a rank: ``test_gpu.py DIRECTORY`` w
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 from collections.abc import Callable
@@ -126,6 +127,26 @@ def test_bfloat16_is_as_exact_as_in_one_process(name, shape):
     assert abs(ours.loss.item() - exact.loss.item()) <= 2 * abs(
         theirs.loss.item() - exact.loss.item()
     ) + 2**-8 * abs(exact.loss.item())
+
+
+def test_products_of_bfloat16_are_added_in_float32():
+    """By cuBLAS, into the accumulator itself; with master weights."""
+    given = problem("gpt2", Shape(1, grad_dtype=torch.float32), torch.bfloat16)
+    assert "addmm_dtype_out(" in given.pipe.artifact.programs[0]
+    ours = given.pipe.run_local(given.batch).grads
+    theirs = eager(given.model, given.batch, MICROBATCHES, own_loss).grads
+    exact_batch = {k: t.double() if t.is_floating_point() else t for k, t in given.batch.items()}
+    optimizer = given.pipe.optimizer(torch.optim.AdamW, lr=1e-3, fused=True, master_weights=True)
+    given.pipe.step(given.batch)
+    assert all(torch.equal(given.pipe.parameter(name).grad, grad) for name, grad in ours.items())
+    exact = eager(copy.deepcopy(given.model).double(), exact_batch, MICROBATCHES, own_loss).grads
+    assert {g.dtype for g in ours.values()} == {torch.float32}
+    assert norm_of_difference(ours, exact) <= norm_of_difference(theirs, exact)
+    before = {name: p.detach().clone() for name, p in given.model.named_parameters()}
+    optimizer.step()
+    for master, parameter in optimizer.masters.items():
+        assert torch.equal(parameter, master.bfloat16())
+        assert not torch.equal(master, before[optimizer.names[master]].float())
 
 
 def test_peak_memory_as_simulated():

@@ -26,6 +26,7 @@ class Device:
 def run(device: Device, ops: int) -> Record:
     found = Record(device)
     for k in range(ops):
+        found.keep_up()
         found.begin(f"F0.{k}")
         device.now += 1
         if k % 2:
@@ -50,6 +51,7 @@ def test_the_host_waits_for_the_end_of_the_op_that_many_before():
 def test_a_step_begins_anew():
     device = Device()
     found = run(device, 2)
+    found.keep_up()
     found.begin("F0.0")
     device.now += 1
     found.end()
@@ -77,9 +79,9 @@ def test_events_are_told_in_seconds_of_the_host(monkeypatch):
     monkeypatch.setattr(record, "current_stream", lambda device: None)
     monkeypatch.setattr(record.time, "perf_counter", lambda: 5.0)
     found = Record(DeviceClock("cuda"))
-    found.begin("F0.0")
-    found.pause()
-    found.begin("B0.0")
+    for op in ("F0.0", "B0.0"):
+        found.keep_up()
+        found.begin(op)
     found.end()
     (_, *first), (_, *second) = found.spans
     assert first == pytest.approx([5.0, 5.002])

@@ -13,7 +13,7 @@ import torchrun_worker as worker
 from launch import Run, forked, torchrun
 from safetensors.torch import load_file
 from torchrun_worker import MICROBATCHES
-from zoo import Case, compiled, cut, eager, numbers, relative_error, too_far
+from zoo import Case, built_and_compiled, compiled, cut, eager, numbers, relative_error, too_far
 
 import fxpipe
 from fxpipe.errors import RunError
@@ -165,6 +165,29 @@ def test_the_whole_model_after_training_and_its_evaluation(two_ranks, name):
         assert all(torch.equal(tensor, full[key]) for key, tensor in whole_state.items())
     for found in tensors(two_ranks, f"{name} evaluation", 2):
         assert relative_error(found["loss"], loss) <= 1e-10
+
+
+@pytest.mark.parametrize("name", worker.MASTER_SHAPES)
+def test_master_weights_are_those_of_one_process(two_ranks, name):
+    """Gradients in float32, clipped by the norm of the whole model, and an update in float32; resumed."""
+    model, pipe = built_and_compiled(worker.LOW, MICROBATCHES, worker.MASTER_SHAPES[name])
+    masters = {key: torch.nn.Parameter(p.float()) for key, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(masters.values(), lr=worker.LEARNING_RATE)
+    for step, seed in enumerate(worker.BATCHES):
+        for key, grad in pipe.run_local(worker.batch_of(seed), step=step).grads.items():
+            masters[key].grad = grad
+        assert torch.nn.utils.clip_grad_norm_(masters.values(), worker.CLIP) > worker.CLIP
+        optimizer.step()
+        for key, parameter in model.named_parameters():
+            parameter.data.copy_(masters[key])
+    held: dict[str, torch.Tensor] = {}
+    for found in tensors(two_ranks, f"{name} masters", 2):
+        assert {t.dtype for t in found.values()} == {torch.float32}
+        assert too_far(found, {key: part(masters, key).detach() for key in found}, 1e-5) == {}
+        held |= found
+    saved = fxpipe.read_checkpoint(two_ranks / f"{name} steps").optimizer
+    assert whole(held).keys() == masters.keys() == saved.keys()
+    assert all(torch.equal(saved[key]["master_weight"], master) for key, master in whole(held).items())
 
 
 @pytest.mark.usefixtures("double")

@@ -1,74 +1,46 @@
 """Executions of lowered programs on hosts and devices: they end, and no two accesses race."""
 
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import pairwise
 
 import pytest
+from executions_campaign import FREE, SHARES, VOCABULARIES, cases, check
 from test_schedule_lowering import HEADS, hand, head_edges
 
-from fxpipe.errors import ScheduleError
 from fxpipe.ir.graph import Phase
 from fxpipe.schedule.costs import StageCost, chain
 from fxpipe.schedule.families.registry import FAMILIES, build
 from fxpipe.schedule.lowering.channels import in_rounds
 from fxpipe.schedule.lowering.deadlock import connections_of, prove, stuck_at
 from fxpipe.schedule.lowering.execution import DEVICES, execution
-from fxpipe.schedule.lowering.lower import AllReduceGradient, lower, with_gradients
+from fxpipe.schedule.lowering.lower import AllReduceGradient, Wait, WaitCollective, lower, with_gradients
 from fxpipe.schedule.lowering.races import races
 from fxpipe.schedule.offload.memory_pool import pools
 from fxpipe.schedule.ops import Direction, Schedule, Transfer
 
-#: With nothing but what streams and events promise.
-FREE = replace(DEVICES, run_ahead=None)
-RANKS, MICROBATCHES = (2, 3, 4, 8), (1, 2, 3, 4, 8, 16)
-SETTINGS = [(None, None), (2, "plain"), (2, "v"), (4, "plain"), (4, "v")]
-#: The times grow with both. The fast ones meet m < p and m > p, the slow ones m = p, a long steady state
-#: and more ranks; ``pytest -m exhaustive`` runs all others.
-FAST = [(2, 1), (2, 4), (3, 2)]
-SLOW = [(4, 4), (4, 8), (2, 16), (8, 3)]
+MICROBATCHES = (1, 2, 3, 4, 8, 16)
+RANKS = (2, 3, 4, 8)
+#: Ranks and microbatches: m < p, m = p and m > p.
+SIZES = [(3, 2), (2, 4), (4, 3), (3, 8)]
 
 
-def programs_of(name, ranks, microbatches, stages=None, placement=None):
-    """The lowered programs of a family with its placement; None where it has none of these."""
-    for number in {stages} if stages else (1, 2):
-        costs = chain([StageCost(1, 1, 1, 1, 0.5)] * (ranks * number), 0.1, 1)
-        try:
-            schedule = build(
-                name,
-                ranks=ranks,
-                microbatches=microbatches,
-                costs=costs,
-                stages_per_rank=stages,
-                placement=placement,
-                effort=0.01,
-            )
-        except ScheduleError:
-            continue
-        return lower(schedule, costs.edges), schedule.placement
-    return None
+def programs_of(name, ranks, microbatches):
+    """The lowered programs of a family with its default stages and placement."""
+    costs = chain([StageCost(1, 1, 1, 1, 0.5)] * (ranks * FAMILIES[name].stages_per_rank), 0.1, 1)
+    schedule = build(name, ranks=ranks, microbatches=microbatches, costs=costs, effort=0.01)
+    return lower(schedule, costs.edges), schedule.placement
 
 
-def sizes():
-    for size in product(RANKS, MICROBATCHES):
-        mark = pytest.mark.slow if size in SLOW else pytest.mark.exhaustive
-        yield pytest.param(*size, marks=() if size in FAST else mark)
-
-
-@pytest.mark.parametrize(("ranks", "microbatches"), list(sizes()))
-def test_every_family_and_placement_ends_without_races(ranks, microbatches):
-    met = set()
-    for name in FAMILIES:
-        for stages, placement in SETTINGS:
-            found = programs_of(name, ranks, microbatches, stages, placement)
-            if found is None:
-                continue
-            met.add(name)
-            programs, placed = found
-            tied = AllReduceGradient("weight", (0, ranks - 1))
-            programs = with_gradients(programs, [tied], True)
-            prove(programs, placed)
-            assert races(execution(programs, placed, FREE)) == []
-    assert met >= {"gpipe", "1f1b", "zb-h1", "zb-v"}
+@pytest.mark.parametrize("size", range(len(SIZES)), ids=map(str, SIZES))
+def test_every_family_and_placement_ends_without_races(size):
+    """Of every second one another choice of what else there is; ``executions_campaign.py`` runs all."""
+    ranks, microbatches = SIZES[size]
+    choices = len(VOCABULARIES) * 2 * len(SHARES)
+    every = list(cases([ranks], [microbatches]))
+    taken = every[size % 2 * choices + size :: 2 * choices + 1]
+    found = {case: check(case) for case in taken}
+    assert {case: races for case, races in found.items() if races} == {}
+    assert len([races for races in found.values() if races is not None]) >= 15
 
 
 def test_collectives_end_without_races():
@@ -77,6 +49,18 @@ def test_collectives_end_without_races():
     programs = lower(schedule, edges, collectives)
     prove(programs, schedule.placement)
     assert races(execution(programs, schedule.placement, FREE)) == []
+
+
+@pytest.mark.parametrize("kind", [Wait, WaitCollective])
+def test_what_is_read_without_a_wait_races(kind):
+    schedule = hand(HEADS, (0, 1, 0, 1), 2)
+    programs = lower(schedule, *head_edges())
+    for rank, program in enumerate(programs):
+        for at, wait in enumerate(program):
+            if isinstance(wait, kind):
+                changed = (*programs[:rank], program[:at] + program[at + 1 :], *programs[rank + 1 :])
+                found = races(execution(changed, schedule.placement, FREE))
+                assert {a.rank for a, _ in found} == {rank}, str(wait)
 
 
 # -- faults of backends, each put back ----------------------------------------------------------------------
@@ -110,6 +94,14 @@ def test_ops_that_wait_for_the_sends_before_them_block():
     """What a thread that waits for sends does on a GPU, whose compute stream is that of all threads."""
     programs, placement = programs_of("zb-v", 4, 8)
     assert stuck_at(programs, placement, replace(DEVICES, sends_wait=True)) is not None
+    assert stuck_at(programs, placement, DEVICES) is None
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches"), [("1f1b", 4, 1), ("dualpipe-v", 4, 4)])
+def test_kernels_that_are_loaded_in_the_step_block(name, ranks, microbatches):
+    """The driver waits for the receives that are posted ahead; a dry run loads them before."""
+    programs, placement = programs_of(name, ranks, microbatches)
+    assert stuck_at(programs, placement, replace(DEVICES, loads=True)) is not None
     assert stuck_at(programs, placement, DEVICES) is None
 
 

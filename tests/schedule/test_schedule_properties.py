@@ -234,9 +234,9 @@ def test_vocabulary_stages_are_woven_into_every_family(problem):
     assert timeline.seconds >= timeline.lower_bound - 1e-9 * (1 + timeline.seconds)
     if limit is not None and FAMILIES[schedule.name].is_searched:
         assert max(timeline.peak_memory) <= limit * (1 + 1e-9)
-    messages = tuple(sections.Message(e.source, e.target, (f"{e.source}",)) for e in costs.edges)
+    edges = tuple(sections.SectionEdge(e.source, e.target, (f"{e.source}",)) for e in costs.edges)
     special = frozenset(stage for stage in range(schedule.stages) if schedule.is_vocabulary(stage))
-    joint = collectives(messages, schedule.placement, special)
+    joint = collectives(edges, schedule.placement, special)
     prove(lower(schedule, costs.edges, joint), schedule.placement)
     if schedule.ranks > 1:
         assert len(joint) == (5 if schedule.vocabulary.embedding_shards else 3)

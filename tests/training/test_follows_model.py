@@ -85,6 +85,17 @@ def test_the_model_is_converted():
         pipe.run_local((batch,))
 
 
+def test_the_model_is_moved():
+    batch = torch.randn(6, WIDTH)
+    model = Chain()
+    pipe = compiled(model, batch)
+    pipe.model_state.device = torch.device("cuda", 1)
+    with pytest.raises(
+        fxpipe.RunError, match=r"weight is on cpu, and the pipeline was compiled for cuda:1\. Move"
+    ):
+        pipe.run_local((batch,))
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_is_switched_on_around_a_step(ranks):
     torch.manual_seed(0)

@@ -13,7 +13,7 @@ import fxpipe
 import fxpipe.ir.liveness
 from fxpipe.errors import FxpipeError
 from fxpipe.ir.graph import Color, Phase
-from fxpipe.ir.sections import messages
+from fxpipe.ir.sections import edges_between
 from fxpipe.ir.storage import call_nodes
 from fxpipe.schedule.costs import StageCost, chain
 from fxpipe.schedule.families.registry import build
@@ -92,11 +92,11 @@ def test_flows_within_a_stage(pipe):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_flows_between_stages_are_the_messages(ranks):
+def test_flows_between_stages_are_the_edges(ranks):
     pipe = blocks(4, ranks)
     flows = [f for f in collapse(pipe.graph).flows if f.crosses]
     found = sum(f.values for f in flows), sum(f.bytes for f in flows)
-    passing = messages(pipe.sections)
+    passing = edges_between(pipe.sections)
     assert found == (sum(len(m.names) for m in passing), sum(e.bytes for e in pipe.plan.costs.edges))
     assert {(f.source.color, f.target.color) for f in flows} == {(m.source, m.target) for m in passing}
 
@@ -124,7 +124,7 @@ def test_a_value_enters_a_stage_once():
     # The sum and the skipped value both go to parts.2 and parts.3: the second arrives at one of them.
     flows = collapse(pipe.graph).flows
     sent = [f for f in flows if f.crosses and f.source.color.phase is F]
-    passing = [m for m in messages(pipe.sections) if m.source.phase is F]
+    passing = [e for e in edges_between(pipe.sections) if e.source.phase is F]
     assert sum(f.values for f in sent) == sum(len(m.names) for m in passing)
 
 

@@ -34,7 +34,7 @@ def zero_bubble(arrays: ScheduleArrays, microbatches: int, limits: Sequence[floa
     """ZB's orders for one stage per rank that keep the limits: at most eight."""
     m, bounds = microbatches, np.asarray(limits, np.float64)
     switches = product((False, True), repeat=3)
-    orders = (_zero_bubble(arrays.tables(m), m, bounds, *chosen) for chosen in switches)
+    orders = (zero_bubble_ops(arrays.tables(m), m, bounds, *chosen) for chosen in switches)
     return [order for order in orders if len(order)]
 
 
@@ -58,7 +58,7 @@ def _v(
     m, bounds = microbatches, np.asarray(limits, np.float64)
     best, allowed, least = None, np.full(arrays.ranks, -1.0), inf
     for _ in range(_IMPROVED):
-        order, idle = _zero_bubble_v(arrays.tables(m), m, bounds, fill_forward, fill_backward, allowed)
+        order, idle = zero_bubble_v_ops(arrays.tables(m), m, bounds, fill_forward, fill_backward, allowed)
         if not len(order) or idle.max() >= least:
             break
         best, allowed, least = order, idle, idle.max()
@@ -169,7 +169,7 @@ def _put_rest(t, s, m):
 
 
 @compiled
-def _zero_bubble(t, m, limits, overshoot, prioritize, greedy):
+def zero_bubble_ops(t, m, limits, overshoot, prioritize, greedy):
     """ZB under a limit. ``overshoot``: warm-up may delay the first B. ``prioritize``: a stage may leave
     out an F in favor of a B. ``greedy``: a W also goes into a partial gap that is shorter than the slack.
     Empty where it runs out of memory.
@@ -288,7 +288,7 @@ def _forward(t, s, m, f, chunk, rank):
 
 
 @compiled
-def _zero_bubble_v(t, m, limits, fill_forward, fill_backward, allowed):
+def zero_bubble_v_ops(t, m, limits, fill_forward, fill_backward, allowed):
     """ZB-V. ``fill_forward``, ``fill_backward``: a W also goes into a partial gap before an F, before a B
     of the second chunk. ``allowed``: idle time of each rank in the run before, or -1. The order, empty
     where it runs out of memory or blocks, and the idle time of each rank.

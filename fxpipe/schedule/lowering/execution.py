@@ -21,6 +21,7 @@ from fxpipe.schedule.lowering.channels import Channel, channel_of
 from fxpipe.schedule.lowering.lower import (
     AllReduceGradient,
     Collective,
+    CollectiveKind,
     Compute,
     DivideGradients,
     Instruction,
@@ -33,7 +34,7 @@ from fxpipe.schedule.lowering.lower import (
     WaitCollective,
     WaitTransfer,
 )
-from fxpipe.schedule.ops import PHASES, Activation, Direction, Op
+from fxpipe.schedule.ops import PHASES, Activation, Direction, Op, OpKind
 
 Connections = Sequence[Sequence[Channel | Collective]]
 """Per rank what it connects before its program, in its order."""
@@ -48,9 +49,10 @@ class Machine:
     which its host started kernels; the first that may not begin holds up those behind it.  ``run_ahead``: the
     host waits until at most that many ops are started and not over.
 
-    For backends that fxpipe does not have.  ``kernels``: of each message; 0: one for all that an instruction
-    sends or receives.  ``sends_wait``: ops wait for the
-    sends before them.  ``divides_at_once``: gradients are divided while they are sent.
+    For backends and runtimes that fxpipe does not have.  ``kernels``: of each message; 0: one for all that an
+    instruction sends or receives.  ``sends_wait``: ops wait for the sends before them.  ``divides_at_once``:
+    gradients are divided while they are sent.  ``loads``: the kernels of a section are loaded when it first
+    runs, for which the driver waits until all that was started on the device is over.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Machine:
     kernels: int = 0
     sends_wait: bool = False
     divides_at_once: bool = False
+    loads: bool = False
 
 
 HOSTS = Machine("CPUs", hosts_wait=True)
@@ -175,6 +178,7 @@ class _Rank:
         self.moved: dict[Activation, int] = {}
         self.summed: list[str] = []
         self.connected: set[Channel | Collective] | None = None  # None: all
+        self.loaded: set[tuple[int, OpKind]] = set()
 
     def connect(self, connections: Sequence[Channel | Collective]) -> None:
         self.connected = set()
@@ -186,6 +190,9 @@ class _Rank:
         self.host = self._host([self.host])
         match instruction:
             case Compute(op):
+                if self.machine.loads and (op.stage, op.kind) not in self.loaded:
+                    self.loaded.add((op.stage, op.kind))
+                    self.host = self._host([self.host, *self.tails.values()])
                 self._op(instruction, [(storage, False) for storage in self.read.get(op, ())])
             case PostRecv(messages):
                 channel = channel_of(messages[0], self.placement)
@@ -197,9 +204,10 @@ class _Rank:
             case StartCollective(collective, m):
                 self._use(collective)
                 turn = self.meetings.next((collective, self.number))
-                storage = "collective", collective.number, m
+                receives = _receives(collective, self.placement, self.number)
+                storage = "collective" if receives else "contribution", collective.number, m
                 over = self._kernel(
-                    collective, [(storage, True)], instruction, meets=[(("collective", collective), turn)]
+                    collective, [(storage, receives)], instruction, meets=[(("collective", collective), turn)]
                 )
                 self.received[collective, m] = over
                 self.sent.append(over)
@@ -346,6 +354,15 @@ class _Rank:
             self._message((own, other), True, [gradient], f"send the sum of the gradients of {name}")
 
 
+def _receives(collective: Collective, placement: Sequence[int], rank: int) -> bool:
+    """Whether a rank gets values from a collective; the source of a broadcast has them."""
+    gives, takes = (
+        any(placement[color.stage] == rank for color in colors)
+        for colors in (collective.sources, collective.targets)
+    )
+    return takes and not (gives and collective.kind is CollectiveKind.BROADCAST)
+
+
 def _read_by(program: Sequence[Instruction], placement: Sequence[int], rank: int) -> dict[Op, list[Hashable]]:
     """Per op of a program the storages that it reads: messages, results of collectives, reloaded values."""
     ops = {
@@ -361,7 +378,7 @@ def _read_by(program: Sequence[Instruction], placement: Sequence[int], rank: int
                 for message in messages:
                     user = ops[arrival(message.edge.target), message.microbatch]
                     found[user].append(message)
-            case WaitCollective(collective, m):
+            case StartCollective(collective, m) if _receives(collective, placement, rank):
                 for color in collective.targets:
                     if placement[color.stage] == rank:
                         found[ops[color, m]].append(("collective", collective.number, m))

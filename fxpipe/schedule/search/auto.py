@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 
-from fxpipe.errors import LimitError, ScheduleError
+from fxpipe.errors import ScheduleError
 from fxpipe.schedule.arrays import decode
 from fxpipe.schedule.candidate import Candidate
 from fxpipe.schedule.dispatch import check_one_microbatch_fits
 from fxpipe.schedule.families.registry import Family, order_of
 from fxpipe.schedule.goal import Objective as Objective
-from fxpipe.schedule.offload.planner import keeps, with_offload
-from fxpipe.schedule.ops import Order, Schedule
+from fxpipe.schedule.offload.planner import keeps
+from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.problem import Limit, Problem
 from fxpipe.schedule.search.pool import find
+from fxpipe.schedule.search.results import Draft, Entry, Results
 from fxpipe.schedule.search.starts import starts
 from fxpipe.schedule.search.ways import SEARCHED, Way, limits_of, ways_of
 from fxpipe.schedule.search.ways import Setting as Setting
-from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
-from fxpipe.schedule.vocabulary import weave
 
 More = Callable[[float], Sequence[Setting]]
 """Further settings, given the objective of the best schedule before the search (inf if there is none)."""
@@ -39,66 +38,6 @@ class SearchResult:
     @property
     def schedule(self) -> Schedule:
         return self.timeline.schedule
-
-
-@dataclass(frozen=True, eq=False)
-class _Draft:
-    """An order of the model's own stages."""
-
-    family: str
-    way: Way
-    order: Order
-    least: float
-
-
-@dataclass(frozen=True)
-class _Entry:
-    key: tuple[float, float, float, float]
-    way: Way
-    timeline: Timeline
-
-
-class _Results:
-    """The candidates so far, and the best of them.
-
-    ``smallest``: the smallest limit that a schedule kept with as much offload as possible.
-    """
-
-    def __init__(self, objective: Objective) -> None:
-        self.objective: Objective = objective
-        self.best: _Entry | None = None
-        self.smallest = inf
-        self.tried: dict[tuple[Way, str], Candidate] = {}
-
-    def is_beaten(self, least: float) -> bool:
-        """Whether the best schedule is faster than one that takes ``least`` seconds or more."""
-        return self.best is not None and least > self.best.key[0] * (1 + 1e-9)
-
-    def leave_out(self, way: Way, family: str, why: str) -> None:
-        self.tried[way, family] = _candidate(family, way.setting, why)
-
-    def complete(self, draft: _Draft) -> None:
-        """Simulate the draft with its vocabulary stages, and with transfers if it is not beaten by then."""
-        way = draft.way
-        try:
-            timeline = _simulated(draft, self.objective)
-            if way.offload is not None:
-                if self.is_beaten(least := _key(timeline, self.objective)[0]):
-                    self.leave_out(way, draft.family, f"not offloaded: {self.compared(least)}")
-                    return
-                timeline = with_offload(timeline, way.offload, way.limits)
-        except ScheduleError as error:
-            if isinstance(error, LimitError):
-                self.smallest = min(self.smallest, error.smallest)
-            self.leave_out(way, draft.family, str(error))
-            return
-        entry = _Entry(_key(timeline, self.objective), way, timeline)
-        self.tried[way, draft.family] = _tried(entry)
-        self.best = entry if self.best is None else min(self.best, entry, key=lambda entry: entry.key)
-
-    def compared(self, least: float) -> str:
-        assert self.best is not None, "there is something to compare with"
-        return f"it takes {least:g} or more, and another takes {self.best.key[0]:g}"
 
 
 def search(
@@ -154,7 +93,7 @@ def frontier(
     """
     if not settings:
         raise ScheduleError("nothing to search: give at least one setting")
-    under: list[tuple[_Entry, tuple[Candidate, ...]] | ScheduleError] = []
+    under: list[tuple[Entry, tuple[Candidate, ...]] | ScheduleError] = []
     for limit in memory_limits:
         ways = partial(ways_of, ranks=ranks, microbatches=microbatches, limit=limit)
         try:
@@ -180,14 +119,14 @@ def _under(
     objective: Objective,
     effort: float | None,
     seed: int,
-) -> tuple[_Entry, tuple[Candidate, ...]]:
+) -> tuple[Entry, tuple[Candidate, ...]]:
     """The best schedule of all ways in the settings, and all candidates.  Raises ScheduleError as ``search``
     does.
 
     A way is left out if its bound is above the best schedule so far; at first that is the best of those that
     are built by rule, in the way with the least bound.
     """
-    results, drafts, bounds = _Results(objective), list[_Draft](), dict[Way, float]()
+    results, drafts, bounds = Results(objective), list[Draft](), dict[Way, float]()
 
     def build_all(settings: Sequence[Setting]) -> None:
         ways = {way: way.bound(objective) for setting in settings for way in ways_in(setting)}
@@ -204,13 +143,15 @@ def _under(
             results.leave_out(draft.way, draft.family, why)
         else:
             results.complete(draft)
+    if results.woven:
+        results.anneal(effort, seed)
     if results.best is None:
         raise ScheduleError(_nothing_fits([*bounds], results.smallest))
     names = [(way, family.name) for way in bounds for family in way.families]
     return results.best, tuple(results.tried[name] for name in names)
 
 
-def _built(bounds: Mapping[Way, float], results: _Results) -> list[_Draft]:
+def _built(bounds: Mapping[Way, float], results: Results) -> list[Draft]:
     """The orders that are built by rule, in the ways that are not beaten; the shortest order of each way is
     completed at once, in the way with the least bound first.
 
@@ -231,19 +172,17 @@ def _built(bounds: Mapping[Way, float], results: _Results) -> list[_Draft]:
     return drafts
 
 
-def _draft(way: Way, family: Family, results: _Results) -> _Draft | None:
+def _draft(way: Way, family: Family, results: Results) -> Draft | None:
     """An order of the family; None, with the reason in the results, where it cannot be built."""
     try:
         order = order_of(family, way.problem)
     except ScheduleError as error:
         results.leave_out(way, family.name, str(error))
         return None
-    return _Draft(family.name, way, order, way.least(order, results.objective))
+    return Draft(family.name, way, order, way.least(order, results.objective))
 
 
-def _searched(
-    bounds: Mapping[Way, float], results: _Results, effort: float | None, seed: int
-) -> list[_Draft]:
+def _searched(bounds: Mapping[Way, float], results: Results, effort: float | None, seed: int) -> list[Draft]:
     """The orders that the search finds, in the ways that are not beaten; ``bounds``: of each way."""
     able = []
     for way in bounds:
@@ -264,45 +203,8 @@ def _searched(
         for way, one in zip(alike, found, strict=True):
             assert one is not None, "the search has an order where a microbatch fits"
             order = decode(way.problem.arrays, one.order, way.problem.microbatches)
-            drafts.append(_Draft(SEARCHED, way, order, way.least(order, results.objective)))
+            drafts.append(Draft(SEARCHED, way, order, way.least(order, results.objective)))
     return drafts
-
-
-def _simulated(draft: _Draft, objective: Objective) -> Timeline:
-    """The draft with its vocabulary stages."""
-    way, order = draft.way, draft.order
-    setting, problem, vocabulary = way.setting, way.problem, way.setting.vocabulary
-    if vocabulary is not None:
-        limits = way.limits if way.offload is None else (inf,) * problem.ranks
-        order = weave(problem, order, setting.costs, vocabulary, limits, objective)
-    schedule = Schedule(draft.family, way.placement, problem.microbatches, order, vocabulary)
-    return simulate(schedule, setting.costs)
-
-
-def _key(timeline: Timeline, objective: Objective) -> tuple[float, float, float, float]:
-    """What is compared: the objective first."""
-    seconds, span, peak = (
-        float(f"{x:.9g}") for x in (timeline.seconds, timeline.span, max(timeline.peak_memory))
-    )
-    moved = timeline.moved
-    return (seconds, moved, peak, span) if objective == "makespan" else (span, seconds, moved, peak)
-
-
-def _tried(entry: _Entry) -> Candidate:
-    timeline = entry.timeline
-    return replace(
-        _candidate(timeline.schedule.name, entry.way.setting),
-        seconds=timeline.seconds,
-        span_bubble=timeline.span_bubble,
-        peak_memory=max(timeline.peak_memory),
-        offloaded=timeline.moved,
-    )
-
-
-def _candidate(name: str, setting: Setting, why: str = "") -> Candidate:
-    barriers = 0 if setting.vocabulary is None else setting.vocabulary.barriers
-    shape = setting.stages_per_rank, setting.placement
-    return Candidate(name, *shape, barriers=barriers, recompute=setting.recompute, why=why)
 
 
 def _nothing_fits(ways: Sequence[Way], offloaded: float) -> str:

@@ -60,6 +60,16 @@ class Way:
         return tuple(family for family in self.candidates if family.has(*shape))
 
     @property
+    def limits_without_offload(self) -> tuple[float, ...]:
+        """The limits of an order to which transfers are added afterwards, if any are."""
+        return self.limits if self.offload is None else (inf,) * self.problem.ranks
+
+    @property
+    def offloads_to_fit(self) -> bool:
+        """Does an order depend on transfers to keep the limits?"""
+        return self.offload is not None and min(self.limits) < inf
+
+    @property
     def is_extended(self) -> bool:
         """Are vocabulary stages or transfers added to an order of the model's stages?"""
         return self.setting.vocabulary is not None or self.offload is not None

@@ -1,0 +1,67 @@
+"""The devices of all ranks, which may be of different models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import fx
+
+from fxpipe.cost.device import Device
+from fxpipe.cost.nodes import NodeSeconds
+from fxpipe.ir.storage import call_nodes
+
+
+@dataclass(frozen=True, eq=False)
+class Cluster:
+    """``devices``: one for each rank."""
+
+    devices: tuple[Device, ...]
+
+    @property
+    def first(self) -> Device:
+        """Rank 0's, by which the decisions are made that hold for all ranks."""
+        return self.devices[0]
+
+    @property
+    def name(self) -> str:
+        """Their names; of different devices with their ranks."""
+        names = [device.name for device in self.devices]
+        if len(set(names)) == 1:
+            return names[0]
+        ranks = {name: [str(rank) for rank, own in enumerate(names) if own == name] for name in names}
+        return "; ".join(
+            f"{name} (rank{'s' if len(own) > 1 else ''} {', '.join(own)})" for name, own in ranks.items()
+        )
+
+    @property
+    def offload_bandwidth(self) -> float:
+        """Of the slowest link, as the plan has one for all."""
+        return min(device.offload_bandwidth for device in self.devices)
+
+    @cached_property
+    def _by_device(self) -> dict[Device, NodeSeconds]:
+        return {device: NodeSeconds(device) for device in self.devices}
+
+    def node_seconds(self, rank: int = 0) -> NodeSeconds:
+        """The seconds of ops on a rank; one object for all ranks with the same device."""
+        return self._by_device[self.devices[rank]]
+
+    def slowness(self, graph: fx.Graph) -> tuple[float, ...]:
+        """Per rank the time of all ops of a graph, relative to rank 0's."""
+        nodes = call_nodes(graph)
+        times = {device: sum(map(seconds, nodes)) for device, seconds in self._by_device.items()}
+        first = times[self.first]
+        return tuple(times[device] / first if first else 1.0 for device in self.devices)
+
+    def message_seconds(self, bytes: float, source: int, target: int) -> tuple[float, float]:
+        """The seconds of a message between two ranks, within a machine and between two: those of the slower
+        of both ranks' links."""
+        ends = self.devices[source], self.devices[target]
+        return max(end.intra.seconds(bytes) for end in ends), max(end.inter.seconds(bytes) for end in ends)
+
+
+def of_stages(of_ranks: Sequence[float], placement: Sequence[int]) -> tuple[float, ...]:
+    """What each rank has, for the stages that run on it."""
+    return tuple(of_ranks[rank] for rank in placement)

@@ -1,0 +1,98 @@
+"""What is added to an accumulator, and by which op."""
+
+import pytest
+import torch
+from torch import fx, nn
+
+import fxpipe
+from fxpipe.cost.nodes import node_flops
+from fxpipe.ir.graph import Kind
+from fxpipe.passes import accumulate
+
+aten = torch.ops.aten
+WIDTH, ROWS = 8, 6
+
+
+class Mixed(nn.Module):
+    """Under autocast, as most float32 models are trained: products in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, WIDTH)
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, index):
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.last(self.first(self.table(index)).tanh())
+        return x.float().square().mean()
+
+
+def accumulations(model: nn.Module, **options) -> dict[str, fx.Node]:
+    """Parameter -> the op that writes to its accumulator."""
+    index = torch.arange(ROWS) % 5
+    pipe = fxpipe.compile(model, (index,), ranks=1, microbatches=2, schedule="1f1b", **options)
+    assert pipe.graph is not None
+    found = {}
+    for node in pipe.graph.nodes:
+        for into in node.all_input_nodes:
+            kind = into.meta["input"].kind if into.op == "placeholder" else None
+            if kind is Kind.GRADIENT and node.target is not aten.t.default:
+                found[into.meta["input"].name] = node
+    return found
+
+
+def test_a_product_of_autocast_is_added_without_its_cast():
+    found = accumulations(Mixed())
+    product = found["first.weight"].args[1]
+    assert found["first.weight"].target is aten.add_.Tensor
+    assert isinstance(product, fx.Node)
+    assert product.target is aten.mm.default
+    assert product.meta["val"].dtype == torch.bfloat16
+    assert found["first.weight"].meta["val"].dtype == torch.float32
+    assert found["table.weight"].target is aten.index_add_.default
+
+
+@pytest.mark.parametrize(
+    ("build", "options"),
+    [(Mixed, {}), (lambda: Mixed().bfloat16(), {"grad_dtype": torch.float32})],
+    ids=["autocast", "grad_dtype"],
+)
+def test_a_device_with_the_op_adds_products_in_float32(build, options, monkeypatch):
+    """As CUDA has it; no program that runs here."""
+    monkeypatch.setattr(accumulate, "has_kernel", lambda op, device: True)
+    found = accumulations(build(), **options)
+    for name in ("first.weight", "last.weight"):
+        node = found[name]
+        assert node.target is aten.addmm.dtype_out
+        assert node.kwargs == {"out_dtype": torch.float32, "out": node.args[0]}
+        assert [n.meta["val"].dtype for n in node.all_input_nodes[1:]] == [torch.bfloat16] * 2
+        assert node_flops(node) == 2 * ROWS * WIDTH * WIDTH
+    assert found["first.bias"].target is aten.add_.Tensor
+
+
+def test_a_cast_that_rounds_is_kept():
+    """To a gradient of bfloat16 what autograd gives is added, and to one of float32 all its bits."""
+
+    class Wide(Mixed):
+        def forward(self, index):
+            return (self.table(index).float() @ self.last.weight.float()).square().mean()
+
+    narrow, wide = (accumulations(Wide().bfloat16(), grad_dtype=dtype) for dtype in (None, torch.float32))
+    assert narrow["last.weight"].args[1].target is aten._to_copy.default
+    assert wide["last.weight"].target is aten.addmm_.default
+    assert [n.meta["val"].dtype for n in wide["last.weight"].all_input_nodes] == [torch.float32] * 3
+
+
+def test_a_gradient_that_is_rounded_on_its_way_stays_rounded():
+    """From float64 to float32 and back, as where a double model computes a part in float32."""
+
+    class Rounded(Mixed):
+        def forward(self, index):
+            scale = self.first.bias.float().double()
+            return (self.table(index) * scale).square().mean()
+
+    model = Rounded().double()
+    part = accumulations(model)["first.bias"].args[1]
+    assert isinstance(part, fx.Node)
+    assert part.target is aten._to_copy.default
+    assert part.meta["val"].dtype == torch.float32

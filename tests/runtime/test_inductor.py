@@ -1,0 +1,284 @@
+"""Programs whose sections Inductor compiles.
+
+Most tests run the traced graphs op by op, where every bit is the eager program's.  One runs Inductor itself:
+a C++ compiler takes seconds for each section.  ``benchmarks/inductor_models.py`` runs it on the whole zoo.
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import inductor_worker as worker
+import pytest
+import torch
+from inductor_worker import MICROBATCHES, REAL
+from launch import forked
+from marks import slow_except
+from safetensors.torch import load_file
+from zoo import CASES, Case, Chain, Shape, captured_once, compiled, numbers, relative_error, too_far
+
+import fxpipe
+import fxpipe.ir.liveness
+import fxpipe.runtime.inductor
+from fxpipe.errors import OptionError, RunError
+from fxpipe.ir.graph import Color, Phase, Section
+from fxpipe.ir.sections import is_compiled
+from fxpipe.ir.storage import call_nodes, written
+from fxpipe.runtime.checks import expect
+from fxpipe.runtime.dry_run import dry_run
+from fxpipe.runtime.inductor import compiled_functions, inductor
+from fxpipe.runtime.local import LocalComm, LocalWorld
+from fxpipe.runtime.memory import SavedBytes
+
+aten = torch.ops.aten
+
+
+class Interpreted:
+    """In the place of Inductor: runs traced graphs op by op.  ``number``: of those that were compiled."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __call__(self, traced: torch.fx.GraphModule, inputs: object) -> Callable[[list[torch.Tensor]], Any]:
+        self.number += 1
+
+        def run(given: list[torch.Tensor]) -> Any:
+            return torch.fx.Interpreter(traced).boxed_run(given)
+
+        return run
+
+
+@pytest.fixture
+def interpreted(monkeypatch) -> Interpreted:
+    found = Interpreted()
+    monkeypatch.setattr(fxpipe.runtime.inductor, "compile_by_inductor", found)
+    return found
+
+
+class Checked(Chain):
+    """Branches on the data, which each microbatch is checked for."""
+
+    def between(self, x, i):
+        return x * 2 if i == 2 and (x.abs() < 100).all() else x
+
+
+# -- the same numbers ---------------------------------------------------------------------------------------
+
+SAME = {
+    "plain": (Case(Chain, numbers), Shape(2, "zb-h1")),
+    "dropout": (worker.DROPOUT, Shape(2, "zb-h1", seed=3)),
+    "dropout, recomputed": (worker.DROPOUT, Shape(2, "1f1b", recompute="full")),
+    "offload": (worker.DROPOUT, Shape(2, "gpipe", offload=True)),
+    "batch_norm": (CASES["batch_norm"], Shape(2, "1f1b")),
+    "vocabulary": (CASES["tied_head"], Shape(2, "zb-h1", vocab_parallel="2-barrier")),
+    "sum_and_count": (CASES["sum_and_count"], Shape(2, "gpipe")),
+    "views as messages": (CASES["transposed"], Shape(2, "1f1b")),
+    "checked": (Case(Checked, numbers), Shape(2, "1f1b")),
+    "forward": (worker.DROPOUT, Shape(2, "gpipe", gradients=False)),
+}
+
+
+def both(case: Case, shape: Shape) -> tuple[fxpipe.Pipeline, fxpipe.Pipeline]:
+    """Pipelines of two equal models: run op by op, and compiled."""
+    with captured_once(case, MICROBATCHES):
+        models = (replace(shape, backend=backend) for backend in ("eager", "inductor"))
+        eager, pipe = (compiled(case, case.build(), MICROBATCHES, each) for each in models)
+        return eager, pipe
+
+
+@pytest.mark.parametrize("name", slow_except(SAME, "dropout", "vocabulary"))
+def test_the_traced_graphs_compute_the_same_bits(name, interpreted, monkeypatch):
+    """Loss, gradients, buffers and saved bytes of two steps, each function compiled once."""
+    monkeypatch.setattr(fxpipe.ir.liveness, "SMALLEST", 1)
+    eager, pipe = both(*SAME[name])
+    programs = pipe._runner._local_programs
+    batch = SAME[name][0].data(MICROBATCHES)
+    for step in (0, 1):
+        expected, found = (each.run_local(batch, step=step, measure_memory=True) for each in (eager, pipe))
+        assert torch.equal(found.loss, expected.loss)
+        assert too_far(found.grads, expected.grads, 0.0) == {}
+        assert too_far(pipe.buffers, eager.buffers, 0.0) == {}
+        assert found.peak_saved == expected.peak_saved
+    assert interpreted.number == sum(len(compiled_functions(program.step)) for program in programs) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("double")
+def test_inductor_itself(tmp_path):
+    """The eager numbers up to rounding, with the same dropout; ranks compute the bits of one process.
+
+    All graphs can be kept in Inductor's cache.
+    """
+    from torch._dynamo.utils import counters
+
+    case, shape = REAL
+    eager, pipe = both(case, shape)
+    batch = case.data(MICROBATCHES)
+    uncached = counters["inductor"]["fxgraph_cache_bypass"]
+    results = [pipe.run_local(batch, step=step) for step in (0, 1)]
+    for step, found in enumerate(results):
+        expected = eager.run_local(batch, step=step)
+        assert relative_error(found.loss, expected.loss) <= 1e-13
+        assert too_far(found.grads, expected.grads, 1e-13) == {}
+    assert counters["inductor"]["fxgraph_cache_bypass"] == uncached
+    run = forked(2, worker.main, tmp_path, dtype=torch.float64, logs=tmp_path / "logs")
+    assert run.code == 0, run
+    for step, result in enumerate(results):
+        expected = {"loss": result.loss} | result.grads
+        found = [load_file(tmp_path / f"{step}.{rank}.safetensors") for rank in range(2)]
+        assert {name for rank in found for name in rank} == expected.keys()
+        assert [n for rank in found for n, t in rank.items() if not torch.equal(t, expected[n])] == []
+    own, others = ((tmp_path / f"error.{rank}").read_text() for rank in (1, 0))
+    assert own.startswith("Inductor cannot compile stage1_forward (OSError: no compiler). ")
+    assert others == f"Rank 1 could not run its program alone: {own}"
+
+
+# -- programs -----------------------------------------------------------------------------------------------
+
+
+def sections(program: str) -> list[tuple[str, bool]]:
+    """The functions of a program, and whether Inductor compiles them."""
+    lines = program.splitlines()
+    found = [k for k, line in enumerate(lines) if line.startswith("def stage")]
+    return [(lines[k].split("(")[0].removeprefix("def "), lines[k - 1] == "@inductor") for k in found]
+
+
+def test_forwards_and_backwards_are_marked_in_the_program():
+    case, shape = SAME["plain"]
+    _, pipe = both(case, shape)
+    for rank, program in enumerate(pipe.artifact.programs):
+        expected = {f"stage{rank}_{name}": name != "weight" for name in ("forward", "backward", "weight")}
+        assert dict(sections(program)) == expected
+
+
+def test_a_section_of_views_alone_is_not_compiled():
+    graph = torch.fx.Graph()
+    graph.output((graph.call_function(aten.t.default, (graph.placeholder("x"),)),))
+    section = Section(Color(0, Phase.F), (), (), lambda: graph)
+    assert not is_compiled(section, "inductor")
+    (view,) = call_nodes(graph)
+    view.target = aten.neg.default
+    assert is_compiled(section, "inductor")
+    assert not is_compiled(section, "eager")
+    assert not is_compiled(replace(section, color=Color(0, Phase.W)), "inductor")
+
+
+def test_what_is_compiled_is_not_rewritten_in_place():
+    _, pipe = both(*SAME["vocabulary"])
+    writing = {s.phase for s in pipe.sections for n in call_nodes(s.graph) if written(n.target)}
+    assert writing == {Phase.W}
+
+
+def test_a_saved_program_is_compiled_when_it_is_loaded_and_edits_hold(interpreted, tmp_path):
+    case, shape = SAME["plain"]
+    eager, pipe = both(case, shape)
+    pipe.save(tmp_path / "saved")
+    batch = case.data(MICROBATCHES)
+    expected = eager.run_local(batch).grads
+    assert too_far(fxpipe.load(tmp_path / "saved").run_local(batch).grads, expected, 0.0) == {}
+    assert interpreted.number == 4
+    file = tmp_path / "saved" / "rank1.py"
+    file.write_text(file.read_text().replace("@inductor\ndef stage1_forward", "def stage1_forward"))
+    with pytest.warns(UserWarning, match="was edited"):
+        edited = fxpipe.load(tmp_path / "saved")
+    assert too_far(edited.run_local(batch).grads, expected, 0.0) == {}
+    assert interpreted.number == 7
+
+
+def test_a_dry_run_compiles_every_function(interpreted):
+    case, shape = SAME["plain"]
+    _, pipe = both(case, shape)
+    batch, runner = case.data(MICROBATCHES), pipe._runner
+    for rank in range(2):
+        rt = runner._runtime_of(rank, LocalComm(LocalWorld(2), rank), {}, None)
+        dry_run(rt, runner._local_programs[rank].step, batch, runner.state.zero_gradients(rank))
+    assert interpreted.number == 4
+    pipe.run_local(batch)
+    assert interpreted.number == 4
+
+
+# -- functions ----------------------------------------------------------------------------------------------
+
+
+def doubled(params: dict[str, torch.Tensor], saved: list[torch.Tensor]) -> list[torch.Tensor]:
+    first, second = saved
+    saved.clear()
+    return [aten.mul.Tensor(aten.add.Tensor(first, params["w"]), 2.0), second]
+
+
+def test_lists_are_emptied_and_their_tensors_freed(interpreted):
+    params = {"w": torch.ones(3), "other": torch.ones(5)}
+    saved = [torch.zeros(3), torch.ones(2)]
+    first = weakref.ref(saved[0])
+    result, passed_on = inductor(doubled)(params, saved)
+    assert saved == []
+    assert first() is None
+    assert result.tolist() == [2.0] * 3
+    assert passed_on.tolist() == [1.0] * 2
+
+
+def test_a_function_with_checks_alone(interpreted):
+    def positive(batch: dict[str, torch.Tensor]) -> None:
+        expect(aten.gt.Scalar(batch["x"], 0.0), [True, True], "model.py:7")
+
+    function = inductor(positive)
+    with SavedBytes([]):
+        assert function({"x": torch.ones(2)}) is None
+    with pytest.raises(RunError, match=r"reads a value of the data at model\.py:7"):
+        function({"x": torch.tensor([1.0, -1.0])})
+    assert interpreted.number == 1
+
+
+def test_another_layout_is_compiled_anew(interpreted):
+    function = inductor(doubled)
+    for weight in (
+        torch.ones(2, 3),
+        torch.ones(3, 2).t(),
+        torch.ones(2, 3, dtype=torch.float64),
+        torch.ones(2, 3),
+    ):
+        result, _ = function({"w": weight}, [torch.zeros(2, 3), torch.ones(2)])
+        assert result.dtype == weight.dtype
+        assert result.tolist() == [[2.0] * 3] * 2
+    assert interpreted.number == 3
+
+
+# -- errors -------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_backend():
+    with pytest.raises(OptionError, match="backend is 'triton' and must be 'eager' or 'inductor'"):
+        fxpipe.compile(Chain(), numbers(2), ranks=2, microbatches=2, backend="triton")
+
+
+def test_what_inductor_cannot_compile(monkeypatch):
+    def fail(*_: object) -> None:
+        raise ValueError("no compiler found\nmore lines")
+
+    monkeypatch.setattr(fxpipe.runtime.inductor, "compile_by_inductor", fail)
+    _, pipe = both(*SAME["plain"])
+    expected = (
+        r"^Inductor cannot compile stage0_forward \(ValueError: no compiler found\)\. It needs a C\+\+ "
+        r"compiler .* take the line @inductor above stage0_forward out of the program"
+    )
+    with pytest.raises(RunError, match=expected):
+        pipe.run_local(SAME["plain"][0].data(MICROBATCHES))
+
+
+def test_an_edit_that_cannot_be_traced():
+    def branches(x: torch.Tensor) -> list[torch.Tensor]:
+        return [x if x.sum() > 0 else -x]
+
+    with pytest.raises(RunError, match=r"Inductor cannot compile branches .*out of the program"):
+        inductor(branches)(torch.ones(3))
+
+
+def test_a_failed_check_names_its_line(interpreted):
+    case, shape = SAME["checked"]
+    _, pipe = both(case, shape)
+    batch = case.data(MICROBATCHES)
+    batch["x"] *= 1e4
+    with pytest.raises(RunError, match=rf"reads a value of the data at .*{Path(__file__).name}"):
+        pipe.run_local(batch)
