@@ -410,5 +410,6 @@ def test_a_backward_in_float16_is_told(autocast):
 
 def test_a_forward_in_float16_is_not(recwarn):
     model = Half(False).half()
-    fxpipe.compile(model, (torch.ones(2, 8).half(),), ranks=1, microbatches=2, gradients=False)
+    given = (torch.ones(2, 8).half(),)
+    fxpipe.compile(model, given, ranks=1, microbatches=2, schedule="1f1b", gradients=False)
     assert [str(w.message) for w in recwarn if "float16" in str(w.message)] == []
