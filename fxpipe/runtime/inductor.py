@@ -16,7 +16,14 @@ from torch import fx
 from fxpipe.errors import RunError
 from fxpipe.runtime.checks import expect, expect_op
 from fxpipe.runtime.random import as_tensor
-from fxpipe.runtime.torch_private import compile_by_inductor, fake_tensors, is_watched, no_modes, pytree
+from fxpipe.runtime.torch_private import (
+    compile_by_inductor,
+    decompositions,
+    fake_tensors,
+    is_watched,
+    no_modes,
+    pytree,
+)
 
 Place = tuple[int, Any]
 """Of an input: the number of the argument, and the key or index in it; None if the argument is the input."""
@@ -28,18 +35,23 @@ class _Compiled:
 
     ``places``: of its inputs, the tensors among its arguments that it uses.  ``run``: takes a list of them,
     which it empties, and gives the function's results (None for a function without) and the values that its
-    checks read.  ``tree``: of the results.  ``checks``: the other arguments of each ``expect``.
+    checks read.  ``tree``, ``fakes``: of the results.  ``checks``: the other arguments of each ``expect``.
     """
 
     places: tuple[Place, ...]
     layouts: list[Any]
     run: Callable[[list[torch.Tensor]], Sequence[Any]]
     tree: Any
+    fakes: tuple[torch.Tensor | None, ...]
     checks: tuple[tuple[Any, ...], ...]
 
     def inputs(self, args: Sequence[Any]) -> list[torch.Tensor]:
         found = [args[number] if key is None else args[number][key] for number, key in self.places]
         return [as_tensor(value) if isinstance(value, int) else value for value in found]
+
+    def fake_results(self) -> Any:
+        """Results of the layouts that the function gives; where fake tensors are made."""
+        return pytree.tree_unflatten([x if x is None else _fake(x) for x in self.fakes], self.tree)
 
 
 class inductor:
@@ -110,7 +122,9 @@ def _compile(function: Callable[..., Any], args: Sequence[Any]) -> _Compiled:
 
     with fake_tensors():
         fakes = [_fake(value) for _, value in paths]
-        traced = make_fx(flat)(*fakes)
+        # The strides of results follow from Inductor's own decompositions of ops.
+        traced = make_fx(flat, decomposition_table=decompositions())(*fakes)
+        results = traced.graph.output_node().args[0]
         checks = _take_out_checks(traced.graph)
         used = [i for i, n in enumerate(traced.graph.find_nodes(op="placeholder")) if n.users]
         _drop_unused_inputs(traced.graph)
@@ -121,6 +135,7 @@ def _compile(function: Callable[..., Any], args: Sequence[Any]) -> _Compiled:
         _layouts(inputs),
         compile_by_inductor(traced, inputs),
         result_tree,
+        tuple(x if x is None else x.meta["val"] for x in results),  # type: ignore[union-attr]
         checks,
     )
 
