@@ -40,6 +40,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3, help="fresh processes of each")
     parser.add_argument("--steps", type=int, default=5, help="steps in each")
+    parser.add_argument("--only", nargs="*", default=[*CASES, *TORCH], help="some of the cases")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--output", type=Path, help="keep what is printed in this file")
     parser.add_argument("--once", help=argparse.SUPPRESS)
@@ -58,7 +59,8 @@ def compare(options: argparse.Namespace) -> None:
         f"{options.rounds} processes); its peak of allocated MB; seconds of the first step, with compilation"
     )
     rows = []
-    for name, case in {**CASES, **TORCH}.items():
+    for name in options.only:
+        case = {**CASES, **TORCH}[name]
         found: dict[str, list[dict[str, Any]]] = {"eager": [], "inductor": []}
         for _ in range(options.rounds):
             for backend, runs in found.items():

@@ -103,6 +103,7 @@ import torch
 import fxpipe.runtime.inductor
 run = lambda traced, inputs: torch.fx.Interpreter(traced).boxed_run
 fxpipe.runtime.inductor.compile_by_inductor = run
+fxpipe.runtime.inductor.decompositions = dict
 """
 
 

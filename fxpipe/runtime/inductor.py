@@ -17,7 +17,14 @@ from torch import fx
 from fxpipe.errors import RunError
 from fxpipe.runtime.checks import expect, expect_op
 from fxpipe.runtime.random import as_tensor
-from fxpipe.runtime.torch_private import compile_by_inductor, fake_tensors, is_watched, no_modes, pytree
+from fxpipe.runtime.torch_private import (
+    compile_by_inductor,
+    decompositions,
+    fake_tensors,
+    is_watched,
+    no_modes,
+    pytree,
+)
 
 Place = tuple[int, Any]
 """Of an input: the number of the argument, and the key or index in it; None if the argument is the input."""
@@ -116,7 +123,8 @@ def _compile(function: Callable[..., Any], args: Sequence[Any]) -> _Compiled:
 
     with fake_tensors():
         fakes = [_fake(value) for _, value in paths]
-        traced = make_fx(flat)(*fakes)
+        # Views in the trace must fit the strides of what Inductor's own decompositions of ops give.
+        traced = make_fx(flat, decomposition_table=decompositions())(*fakes)
         checks = _take_out_checks(traced.graph)
         used = [i for i, n in enumerate(traced.graph.find_nodes(op="placeholder")) if n.users]
         _drop_unused_inputs(traced.graph)

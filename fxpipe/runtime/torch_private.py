@@ -25,6 +25,7 @@ __all__ = [
     "as_one",
     "communicator_error",
     "compile_by_inductor",
+    "decompositions",
     "default_store",
     "fake_tensors",
     "is_watched",
@@ -66,6 +67,13 @@ def fake_tensors() -> contextlib.AbstractContextManager[Any]:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return FakeTensorMode(shape_env=ShapeEnv())  # all shapes are known; but Inductor's cache asks for it
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """The ops that Inductor replaces by others before it compiles a graph."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
 
 
 def compile_by_inductor(

@@ -31,6 +31,7 @@ from fxpipe.runtime.dry_run import dry_run
 from fxpipe.runtime.inductor import compiled_functions, inductor
 from fxpipe.runtime.local import LocalComm, LocalWorld
 from fxpipe.runtime.memory import SavedBytes
+from fxpipe.runtime.torch_private import decompositions
 
 aten = torch.ops.aten
 
@@ -54,6 +55,7 @@ class Interpreted:
 def interpreted(monkeypatch) -> Interpreted:
     found = Interpreted()
     monkeypatch.setattr(fxpipe.runtime.inductor, "compile_by_inductor", found)
+    monkeypatch.setattr(fxpipe.runtime.inductor, "decompositions", dict)
     return found
 
 
@@ -217,6 +219,20 @@ def test_lists_are_emptied_and_their_tensors_freed(interpreted):
     assert first() is None
     assert result.tolist() == [2.0] * 3
     assert passed_on.tolist() == [1.0] * 2
+
+
+def test_views_fit_the_strides_of_inductors_own_ops(interpreted, monkeypatch):
+    """A ``cat`` with an empty tensor, as caches of keys and values begin with, is a copy in other strides."""
+    monkeypatch.setattr(fxpipe.runtime.inductor, "decompositions", decompositions)
+
+    def joined(x: torch.Tensor, empty: torch.Tensor) -> list[torch.Tensor]:
+        keys = aten.cat.default([empty, aten.transpose.int(x, 1, 2)], -2)
+        return [keys, aten.reshape.default(aten.transpose.int(keys, -2, -1), [24, 8, 16])]
+
+    function, given = inductor(joined), (torch.randn(2, 16, 12, 8), torch.empty(0))
+    found = function(*given)
+    assert all(torch.equal(a, b) for a, b in zip(found, joined(*given), strict=True))
+    assert interpreted.number == 1
 
 
 def test_a_function_with_checks_alone(interpreted):
