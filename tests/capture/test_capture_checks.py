@@ -290,6 +290,17 @@ def test_layer_drop():
 
     message = refused(Drops)
     assert "layerdrop=0" in message
+    assert "no .item()" not in message
+    assert "test_capture_checks.py:" in message
+
+
+def test_a_random_number_that_python_compares():
+    class Drops(Reads):
+        def read(self, x, mask):
+            return x if torch.rand(()).item() <= 0.0 else x * 2  # never, which the trace cannot see
+
+    message = refused(Drops)
+    assert "compare the number as a tensor (no .item()" in message
     assert "test_capture_checks.py:" in message
 
 
