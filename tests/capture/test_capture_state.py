@@ -568,9 +568,12 @@ def test_a_view_of_a_buffer_that_changes():
 def test_two_parameters_in_the_same_memory():
     class Shared(Layers):
         def prepare(self):
-            self.again = nn.Parameter(self.layers[0].weight.data)
+            earlier, later = torch.rand(2, WIDTH, WIDTH).unbind()
+            self.again, self.layers[3].weight = nn.Parameter(later), nn.Parameter(later)
+            self.other, self.layers[0].weight = nn.Parameter(earlier), nn.Parameter(earlier)
 
-    assert "share memory" in refused(Shared)
+    # of several pairs the first of the model, wherever it lies in memory
+    assert "'again' and 'layers.3.weight' share memory" in refused(Shared)
 
 
 @pytest.mark.slow
