@@ -31,11 +31,6 @@ aten = torch.ops.aten
 Sources = frozenset[Input]
 
 
-def _lasting(sources: Sources) -> bool:
-    """Whether a value with these inputs is the same for all microbatches."""
-    return all(x.kind is Kind.BUFFER for x in sources)  # buffers that the step changes are refused later
-
-
 class Answers:
     """inputs: the kind of each placeholder of the trace, and its real tensor.
     place: returns the current place in the model's code.
@@ -45,6 +40,11 @@ class Answers:
         self, inputs: Sequence[tuple[Input, torch.Tensor]], place: Callable[[], str], most_checks: float
     ):
         self._example, self._place, self._checks_left = Example(inputs), place, most_checks
+        # Those that the step changes are refused later.
+        self._lasting_inputs = {
+            x for x, tensor in inputs
+            if x.kind is Kind.BUFFER or (x.kind is Kind.PARAMETER and not tensor.requires_grad)
+        }  # fmt: skip
         self._asked: set[Input] = set()  # the inputs on which the last value depends
 
     def numbers(self, tensor: torch.Tensor) -> list[Any]:
@@ -57,13 +57,8 @@ class Answers:
         with compat.no_modes():
             numbers = value.reshape(-1).tolist()
         if sources and numbers:
-            if not _lasting(sources) and (value.is_floating_point() or value.is_complex()):
-                raise CaptureError(
-                    f"The model's code reads the number {numbers[0]} from the data, at {self._place()}. A "
-                    "pipeline program is fixed before the data is known: keep it a tensor (no .item(), no "
-                    f"float() there){self.remedy()}.",
-                    self.fixable(),
-                )
+            if not self._lasting(sources) and (value.is_floating_point() or value.is_complex()):
+                raise self._read(numbers[0], sources)
             self._expect(tensor.detach(), numbers)
         return numbers
 
@@ -87,7 +82,7 @@ class Answers:
             return value
 
         args, kwargs = pytree.tree_map_only(torch.Tensor, real, (args, kwargs))
-        if not all(_lasting(sources) for _, _, sources in found):
+        if not all(self._lasting(sources) for _, _, sources in found):
             return None
         for tensor, value, sources in found:
             if sources:
@@ -110,6 +105,22 @@ class Answers:
         subject = f"{', '.join(map(repr, names))} {'is' if len(names) == 1 else 'are'}"
         return f", or, if {subject} the same in all batches, compile with fixed={list(names)}"
 
+    def _lasting(self, sources: Sources) -> bool:
+        """Whether a value with these inputs is the same for all microbatches."""
+        return sources <= self._lasting_inputs
+
+    def _read(self, number: Any, sources: Sources) -> CaptureError:
+        changing = sorted(sources - self._lasting_inputs, key=lambda x: x.name)
+        source, known = "the data", "the data is known"
+        if all(x.kind is Kind.PARAMETER for x in changing):
+            source, known = f"the parameter {changing[0].name!r}, which is trained", "it is trained"
+        return CaptureError(
+            f"The model's code reads the number {number} from {source}, at {self._place()}. A pipeline "
+            f"program is fixed before {known}: keep it a tensor (no .item(), no float() "
+            f"there){self.remedy()}.",
+            self.fixable(),
+        )
+
     def _indexed(self, tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """Replace masks among the indices by the positions that they pick."""
         places: list[torch.Tensor | None] = []
@@ -130,7 +141,7 @@ class Answers:
         value, sources = self._value(mask)
         with compat.no_modes():
             positions = value.nonzero()
-        if _lasting(sources):
+        if self._lasting(sources):
             if sources:
                 self._hold(mask, value)
             return positions

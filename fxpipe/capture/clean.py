@@ -94,7 +94,8 @@ def clean(
             if given.kind is Kind.PARAMETER:
                 raise CaptureError(
                     f"The forward writes to the parameter {given.name!r} ({_origin(node.args[1])}), which is "
-                    "trained. Make it a buffer, or move the write out of the forward."
+                    "trained. Make it a buffer, or move the write out of the forward; or, if the first batch "
+                    "alone sets it, run the model on one batch before you compile it."
                 )
             if given.kind is Kind.BUFFER:
                 written[given.name] = new[node.args[1]]

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.capture.functional import is_mutating
+from fxpipe.capture.functional import is_mutating, overwritten
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.graph import Input, Kind
-from fxpipe.ir.storage import draws_numbers, storage_root, written_arguments
+from fxpipe.ir.storage import draws_numbers, storage_root
 
 #: Number of draws of random numbers that code reads; the value must be the same each time.
 DRAWS = 32
@@ -53,13 +53,20 @@ class Example:
                 first = _drawn(0, node, needed, reals, root)
                 for seed in range(1, DRAWS):
                     if not torch.equal(_drawn(seed, node, needed, reals, root), first):
-                        raise CaptureError(
-                            f"The model's code branches on a random number, at {place}. A pipeline program "
-                            "takes the same branch at every step: switch the randomness off there "
-                            "(layerdrop=0 where whole layers are left out at random, validate_args=False "
-                            "for a distribution), or multiply by a random mask instead."
-                        )
+                        raise _random_branch(first, place)
                 return first, sources | {RANDOM}
+
+
+def _random_branch(value: torch.Tensor, place: str) -> CaptureError:
+    # Of a comparison of tensors the trace sees whether all draws agree; not of one of Python's numbers.
+    first = ""
+    if value.is_floating_point():
+        first = "compare the number as a tensor (no .item(), no float() there) and "
+    return CaptureError(
+        f"The model's code branches on a random number, at {place}. A pipeline program takes the same branch "
+        f"at every step: {first}switch the randomness off there (layerdrop=0 where whole layers are left out "
+        "at random, validate_args=False for a distribution), or multiply by a random mask instead."
+    )
 
 
 def _real(given: torch.Tensor, place: str) -> torch.Tensor:
@@ -102,15 +109,9 @@ def _needed(node: fx.Node) -> set[fx.Node]:
     """The ops that lead to a node, with the ops that write to their inputs."""
     needed, roots = {node}, {storage_root(node)}
     while node.op != "root":
-        if node in needed or any(storage_root(x) in roots for x in _overwritten(node)):
+        if node in needed or any(storage_root(x) in roots for x in overwritten(node)):
             needed.add(node)
             needed.update(node.all_input_nodes)
             roots.update(storage_root(x) for x in node.all_input_nodes)
         node = node.prev
     return needed
-
-
-def _overwritten(node: fx.Node) -> list[fx.Node]:
-    """The values that a node writes to."""
-    found = written_arguments(node.target, node.args, node.kwargs)
-    return [x for x in found if isinstance(x, fx.Node)]

@@ -32,13 +32,18 @@ def is_mutating(node: fx.Node) -> bool:
     return schema is not None and schema.is_mutable
 
 
+def overwritten(node: fx.Node) -> list[fx.Node]:
+    """The values that a node writes to."""
+    found = written_arguments(node.target, node.args, node.kwargs)
+    return [x for x in found if isinstance(x, fx.Node)]
+
+
 def functionalize(module: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
     """Return an equivalent module without in-place ops; the last use of a placeholder may be a ``copy_``."""
     _declare_writes(module.graph)
     for node in module.graph.nodes:
-        for argument in written_arguments(node.target, node.args, node.kwargs):
-            if isinstance(argument, fx.Node) and storage_root(argument).op == "get_attr":
-                raise writes_to_a_constant(node.meta["origin"])
+        if any(storage_root(value).op == "get_attr" for value in overwritten(node)):
+            raise writes_to_a_constant(node.meta["origin"])
         if is_mutating(node) and node.target.namespace != "aten":
             raise CaptureError(
                 f"{node.target} writes to its arguments, which can be followed for torch's own ops alone "
@@ -130,8 +135,7 @@ def _writes_to_unshared(node: fx.Node) -> bool:
 
 def _writes_to_inputs_last(node: fx.Node) -> bool:
     """Whether the op writes to placeholders alone, which have no views and are not used any more."""
-    values = written_arguments(node.target, node.args, node.kwargs)
-    inputs = [value for value in values if isinstance(value, fx.Node)]
+    inputs = overwritten(node)
     if not inputs or len(set(inputs)) < len(inputs):
         return False
     if _returns_argument(node.target) and any(
@@ -210,6 +214,7 @@ class _Retrace(fx.Interpreter):
         super().__init__(module, garbage_collect_values=False)
         self._written = _sharing_writes(module.graph)
         self._again = _meeting_writes(module.graph)
+        self._last_writes = _last_writes(module.graph)
         self._copies: dict[fx.Node, fx.Node] = {}  # what was copied -> its node in the running trace
         self._seen: fx.Node | None = None
 
@@ -218,6 +223,8 @@ class _Retrace(fx.Interpreter):
         return aten.lift_fresh.default(super().get_attr(target, args, kwargs))
 
     def run_node(self, n: fx.Node) -> Any:
+        if n.op == "output":
+            self._finish(n)
         graph = compat.traced_graph()
         item_of_copy = n.target is operator.getitem and n.args[0] in self._copies
         if n.op == "call_function" and (item_of_copy or n not in self._again):
@@ -233,11 +240,7 @@ class _Retrace(fx.Interpreter):
                 f"What {n.target} writes cannot be followed ({n.meta.get('origin', 'an unknown line')}): "
                 f"{str(error).strip().splitlines()[0]}"
             ) from error
-        for node in compat.nodes_after(self._seen, graph):
-            for key in ("origin", "random_position"):
-                if key in n.meta:
-                    node.meta[key] = n.meta[key]
-            self._seen = node
+        self._label_new_nodes(n)
         before, after = (list(map(_layout, _listed(x))) for x in (n.meta.get("val"), result))
         if before != after and n not in self._written and _same_but_for_strides(n.meta.get("val"), result):
             # A functional form may predict another layout than the op that ran. What autograd has left out
@@ -247,6 +250,27 @@ class _Retrace(fx.Interpreter):
             return None
         self._again.update(u for u in n.users if u.target is operator.getitem or before != after)
         return result
+
+    def _finish(self, output: fx.Node) -> None:
+        """Bring results and placeholders up to date with the writes to their memory.
+
+        ``functionalize`` does so after the run, where new nodes would have no origin.  A view is read again
+        at the origin of the view; a placeholder gets its new value at the origin of the last write.
+        """
+        for n in output.all_input_nodes:
+            if n not in self._copies or self.env[n] is not None:
+                compat.apply_pending_writes(self.env[n])
+                self._label_new_nodes(n)
+        for n, write in self._last_writes.items():
+            compat.apply_pending_writes(self.env[n])
+            self._label_new_nodes(write)
+
+    def _label_new_nodes(self, n: fx.Node) -> None:
+        for node in compat.nodes_after(self._seen, compat.traced_graph()):
+            for key in ("origin", "random_position"):
+                if key in n.meta:
+                    node.meta[key] = n.meta[key]
+            self._seen = node
 
     def _node(self, n: fx.Node) -> fx.Node:
         return self._copies.get(n) or compat.functional_node(self.env[n])
@@ -277,11 +301,22 @@ def _meeting_writes(graph: fx.Graph) -> set[fx.Node]:
 
 def _sharing_writes(graph: fx.Graph) -> set[fx.Node]:
     """The ops whose result shares memory with a value that is written to."""
-    roots: dict[fx.Node, fx.Node] = {}
-    changed: set[fx.Node] = set()
-    for node in graph.nodes:
-        over = [x for x in written_arguments(node.target, node.args, node.kwargs) if isinstance(x, fx.Node)]
-        shares = over or (node.all_input_nodes if is_view(node) else [])
-        roots[node] = roots[shares[0]] if shares else node
-        changed.update(roots[x] for x in over)
+    roots = _roots(graph)
+    changed = {roots[value] for node in graph.nodes for value in overwritten(node)}
     return {node for node, root in roots.items() if root in changed}
+
+
+def _last_writes(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """The placeholders that are written to -> the last op that writes to their memory."""
+    roots = _roots(graph)
+    last = {roots[value]: node for node in graph.nodes for value in overwritten(node)}
+    return {root: node for root, node in last.items() if root.op == "placeholder"}
+
+
+def _roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Each op -> the op in whose memory its result lies; itself, if it made memory of its own."""
+    roots: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        shares = overwritten(node) or (node.all_input_nodes if is_view(node) else [])
+        roots[node] = roots[shares[0]] if shares else node
+    return roots

@@ -61,20 +61,21 @@ def registered(model: nn.Module) -> list[Registered]:
 
 
 def overlapping(tensors: Iterable[Registered]) -> list[tuple[Registered, Registered]]:
-    """Pairs of neighbors in memory that overlap."""
+    """Pairs of neighbors in memory that overlap, in the order of the tensors, wherever those lie."""
+    tensors = list(tensors)
     spans = []
-    for x in tensors:
+    for place, x in enumerate(tensors):
         if not x.tensor.is_meta and x.tensor.layout is torch.strided and x.tensor.numel():
             begin = x.tensor.data_ptr()
-            spans.append((x.tensor.device.type, begin, begin + storage_bytes(x.tensor), x))
+            spans.append((x.tensor.device.type, begin, begin + storage_bytes(x.tensor), place))
     spans.sort(key=lambda span: span[:3])
     pairs = []
-    for k, (device, _, end, x) in enumerate(spans):
-        for other, begin, _, y in spans[k + 1 :]:
+    for k, (device, _, end, a) in enumerate(spans):
+        for other, begin, _, b in spans[k + 1 :]:
             if other != device or begin >= end:
                 break
-            pairs.append((x, y))
-    return pairs
+            pairs.append((min(a, b), max(a, b)))
+    return [(tensors[a], tensors[b]) for a, b in sorted(pairs)]
 
 
 def _check_module(path: str, module: nn.Module) -> None:

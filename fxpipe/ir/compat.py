@@ -178,6 +178,12 @@ def modules_without_code() -> contextlib.AbstractContextManager[None]:
     return _use_lazy_graph_module(True)
 
 
+def apply_pending_writes(tensor: torch.Tensor) -> None:
+    """Record the ops that bring a tensor up to date with the writes to its memory, now rather than at its
+    next use, inside ``torch.func.functionalize``."""
+    torch._sync(tensor)  # type: ignore[attr-defined, no-untyped-call]
+
+
 @contextlib.contextmanager
 def plain_kernels() -> Iterator[None]:
     """Let ATen use its own ops instead of those of cuDNN and oneDNN.

@@ -114,6 +114,18 @@ class TensorOfTensors(Reads):
         return x * counts[:, :1] * torch.tensor([x.detach().max(), 2.0])[1]
 
 
+class FrozenParameter(Reads):
+    """Numbers of a parameter that is not trained are as those of a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(WIDTH), requires_grad=False)
+
+    def read(self, x, mask):
+        kept = self.scale.gt(0.5).nonzero().flatten()
+        return x.index_fill(1, kept, 0.5) * self.scale[0].item()
+
+
 class GraphInABuffer(Reads):
     """Drops the loops of a graph that is a buffer, and scales by a number of one."""
 
@@ -182,6 +194,7 @@ RIGHT = [
     PicksAllInPlace,
     TensorOfTensors,
     GraphInABuffer,
+    FrozenParameter,
     WritesToWhatAConstantGives,
     NeverDrops,
     ValidatedDistribution,
@@ -272,6 +285,16 @@ def test_a_real_number_of_the_data():
         assert "test_capture_checks.py:" in message
 
 
+def test_a_real_number_of_a_trained_parameter():
+    class Scales(Reads):
+        def read(self, x, mask):
+            return x * torch.sigmoid(self.layers[0].bias[0]).item()
+
+    message = refused(Scales)
+    assert "from the parameter 'layers.0.bias', which is trained" in message
+    assert "fixed=" not in message
+
+
 def test_a_mask_that_picks_some():
     class Some(Reads):
         def read(self, x, mask):
@@ -290,6 +313,17 @@ def test_layer_drop():
 
     message = refused(Drops)
     assert "layerdrop=0" in message
+    assert "no .item()" not in message
+    assert "test_capture_checks.py:" in message
+
+
+def test_a_random_number_that_python_compares():
+    class Drops(Reads):
+        def read(self, x, mask):
+            return x if torch.rand(()).item() <= 0.0 else x * 2  # never, which the trace cannot see
+
+    message = refused(Drops)
+    assert "compare the number as a tensor (no .item()" in message
     assert "test_capture_checks.py:" in message
 
 

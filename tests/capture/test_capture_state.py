@@ -261,6 +261,35 @@ class WrittenInBackward(Scale):
         return _Halves.apply(x, self.scale) if i == 1 else x
 
 
+class _SummedInRows(torch.autograd.Function):
+    """The gradients of ``gain`` and ``bias`` are rows of one tensor, as parts of an adjoint state are."""
+
+    @staticmethod
+    def forward(ctx, x, gain, bias, seen):
+        ctx.save_for_backward(x, gain)
+        ctx.seen = seen
+        return x * gain + bias
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, gain = ctx.saved_tensors
+        rows = torch.zeros(2, WIDTH)
+        of_gain, of_bias = rows
+        of_gain += (gradient * x).sum(0)
+        of_bias += gradient.sum(0)  # after which of_gain is a view of another value of rows
+        ctx.seen[1] += rows[0, 0]
+        return gradient * gain, of_gain, of_bias, None
+
+
+class ViewsWrittenInBackward(Layers):
+    def prepare(self):
+        self.gain, self.bias = nn.Parameter(torch.rand(WIDTH)), nn.Parameter(torch.rand(WIDTH))
+        self.register_buffer("seen", torch.zeros(2))
+
+    def between(self, x, i):
+        return _SummedInRows.apply(x, self.gain, self.bias, self.seen) if i == 2 else x
+
+
 class SharedLayers(Layers):
     def prepare(self):
         self.layers = nn.ModuleList([self.layers[0]] * 4)
@@ -363,6 +392,7 @@ RIGHT = [
     PartOfAnother,
     ViewOfAnother,
     WrittenInBackward,
+    ViewsWrittenInBackward,
     SharedLayers,
     Aliases,
     CachedTable,
@@ -378,7 +408,7 @@ RIGHT = [
 )
 @pytest.mark.parametrize(
     "model",
-    slow_except(RIGHT, BatchNorm, ReplacedScale, MomentumEncoder, Previous, WrittenInBackward, Aliases),
+    slow_except(RIGHT, BatchNorm, ReplacedScale, MomentumEncoder, Previous, ViewsWrittenInBackward, Aliases),
 )
 def test_equals_eager(model, options):
     with captured_once(model):
@@ -440,6 +470,34 @@ def test_a_buffer_that_grows():
     assert "'scale'" in message
     assert "(8,)" in message
     assert "(16,)" in message
+
+
+class SetByTheFirstBatch(Layers):
+    """An activation norm: its trained shift starts as the mean of the first batch."""
+
+    def prepare(self):
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+        self.register_buffer("is_set", torch.tensor(False))
+
+    def between(self, x, i):
+        if i == 2 and not self.is_set:
+            with torch.no_grad():
+                self.shift.copy_(-x.mean(0))
+                self.is_set.fill_(True)
+        return x + self.shift if i == 2 else x
+
+
+def test_a_trained_parameter_that_the_first_batch_sets():
+    message = refused(SetByTheFirstBatch)
+    assert "the parameter 'shift'" in message
+    assert "run the model on one batch before you compile it" in message
+
+    def build() -> nn.Module:
+        model = SetByTheFirstBatch()
+        model(*rows(4))
+        return model
+
+    assert_equals_eager(build, rows, ranks=2, steps=1, schedule="1f1b")
 
 
 def test_a_trained_parameter_that_the_forward_moves():
@@ -510,9 +568,12 @@ def test_a_view_of_a_buffer_that_changes():
 def test_two_parameters_in_the_same_memory():
     class Shared(Layers):
         def prepare(self):
-            self.again = nn.Parameter(self.layers[0].weight.data)
+            earlier, later = torch.rand(2, WIDTH, WIDTH).unbind()
+            self.again, self.layers[3].weight = nn.Parameter(later), nn.Parameter(later)
+            self.other, self.layers[0].weight = nn.Parameter(earlier), nn.Parameter(earlier)
 
-    assert "share memory" in refused(Shared)
+    # of several pairs the first of the model, wherever it lies in memory
+    assert "'again' and 'layers.3.weight' share memory" in refused(Shared)
 
 
 @pytest.mark.slow
