@@ -11,6 +11,8 @@ from fxpipe.schedule.vocabulary import with_output_shards
 from fxpipe.vocabulary.stages import Vocabulary
 from tests.schedule.test_schedule_properties import with_lookups
 
+pytestmark = pytest.mark.slow
+
 PERIOD = 4.0  # of a microbatch on a rank: F, B, W and its part of the output layer, of 1 each
 
 
@@ -49,7 +51,7 @@ IN_FLIGHT = {  # on rank r of p, without vocabulary stages
 
 @pytest.mark.parametrize("barriers", [1, 2])
 @pytest.mark.parametrize("microbatches", [4, 12])
-@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("name", IN_FLIGHT)
 def test_one_microbatch_more_for_each_barrier_hides_it(name, ranks, microbatches, barriers):
     """A barrier delays the backward by one period at most, while the rank computes on the microbatch more."""

@@ -14,6 +14,8 @@ import fxpipe
 from fxpipe.errors import ArtifactError, LimitError, ScheduleError
 from fxpipe.plan.artifact import Plan
 
+pytestmark = pytest.mark.slow
+
 MANY = 32  # microbatches
 
 
