@@ -113,9 +113,16 @@ def _attempt(
     values = [x.fake for x in given]
     with borrowed(model, loss_fn, fakes) as snapshot:
         watch = Watch(model, snapshot)
+        sources = [x.input.kind is Kind.BATCH or x.fake.requires_grad for x in given]
+
+        def traced(*values: torch.Tensor) -> list[torch.Tensor]:
+            results = step(*values)
+            watch.note_kept(sources)
+            return results
+
         with flag, recorded_checkpoints(), compat.plain_kernels(), compat.modules_without_code(), mode:
             try:
-                module = compat.make_fx(step)(*values)
+                module = compat.make_fx(traced)(*values)
             except CaptureError:
                 raise
             except Exception as error:

@@ -2,6 +2,7 @@
 
 import functools
 import random
+import warnings
 
 import numpy as np
 import pytest
@@ -718,6 +719,40 @@ def test_a_list_that_changes():
             return x * self.queue[0]
 
     assert "the model's queue" in warned(Moves)
+
+
+def test_a_result_that_later_steps_read():
+    class Averages(Layers):
+        def prepare(self):
+            self.mean = None
+
+        def between(self, x, i):
+            if i == 1:
+                m = x.detach().mean(0)
+                self.mean = m if self.mean is None else 0.9 * self.mean + 0.1 * m
+                return x - self.mean
+            return x
+
+    message = warned(Averages)
+    assert "keeps a result in the model's mean (" in message
+    assert "test_capture_state.py:" in message
+
+
+def test_records_and_tables_are_no_state():
+    class Records(Layers):
+        def prepare(self):
+            self.last, self.table = None, None
+
+        def between(self, x, i):
+            if self.table is None:
+                self.table = torch.arange(WIDTH, dtype=x.dtype, device=x.device) / WIDTH
+            self.last = x
+            return x * self.table
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe = fxpipe.compile(Records(), rows(2), ranks=2, microbatches=2, schedule="1f1b")
+    assert pipe.run_local(rows(4)).loss > 0
 
 
 def test_a_seed_in_the_forward():
