@@ -107,6 +107,7 @@ fxpipe.runtime.inductor.decompositions = dict
 """
 
 
+@pytest.mark.slow
 def test_a_compiled_program_runs_on_the_runtime_alone(tmp_path):
     example = {"x": torch.randn(2, 4), "y": torch.randn(2, 3)}
     options = {"ranks": 1, "microbatches": 2, "schedule": "1f1b", "backend": "inductor"}

@@ -16,6 +16,8 @@ from fxpipe.plan.artifact import Plan
 from fxpipe.plan.plan_costs import costs_of
 from fxpipe.strict import unstructure
 
+pytestmark = pytest.mark.slow
+
 H100, A100 = device_named("H100"), device_named("A100")
 ROWS, WIDTH = 4096, 4096
 

@@ -91,6 +91,7 @@ def cluster():
     return Cluster((CPU, CPU))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_costs_do_not_depend_on_the_passes_that_only_the_chosen_cut_goes_through(name):
     build, example, options, last = CASES[name]

@@ -15,7 +15,6 @@ import pytest
 import torch
 from inductor_worker import MICROBATCHES, REAL
 from launch import forked
-from marks import slow_except
 from safetensors.torch import load_file
 from zoo import CASES, Case, Chain, Shape, captured_once, compiled, numbers, relative_error, too_far
 
@@ -34,6 +33,8 @@ from fxpipe.runtime.memory import SavedBytes
 from fxpipe.runtime.torch_private import decompositions
 
 aten = torch.ops.aten
+
+pytestmark = pytest.mark.slow
 
 
 class Interpreted:
@@ -72,10 +73,9 @@ SAME = {
     "plain": (Case(Chain, numbers), Shape(2, "zb-h1")),
     "dropout": (worker.DROPOUT, Shape(2, "zb-h1", seed=3)),
     "dropout, recomputed": (worker.DROPOUT, Shape(2, "1f1b", recompute="full")),
-    "offload": (worker.DROPOUT, Shape(2, "gpipe", offload=True)),
+    "offload": (CASES["sum_and_count"], Shape(2, "gpipe", offload=True)),
     "batch_norm": (CASES["batch_norm"], Shape(2, "1f1b")),
     "vocabulary": (CASES["tied_head"], Shape(2, "zb-h1", vocab_parallel="2-barrier")),
-    "sum_and_count": (CASES["sum_and_count"], Shape(2, "gpipe")),
     "views as messages": (CASES["transposed"], Shape(2, "1f1b")),
     "checked": (Case(Checked, numbers), Shape(2, "1f1b")),
     "forward": (worker.DROPOUT, Shape(2, "gpipe", gradients=False)),
@@ -90,7 +90,7 @@ def both(case: Case, shape: Shape) -> tuple[fxpipe.Pipeline, fxpipe.Pipeline]:
         return eager, pipe
 
 
-@pytest.mark.parametrize("name", slow_except(SAME, "dropout", "vocabulary"))
+@pytest.mark.parametrize("name", SAME)
 def test_the_traced_graphs_compute_the_same_bits(name, interpreted, monkeypatch):
     """Loss, gradients, buffers and saved bytes of two steps, each function compiled once."""
     monkeypatch.setattr(fxpipe.ir.liveness, "SMALLEST", 1)
@@ -106,7 +106,6 @@ def test_the_traced_graphs_compute_the_same_bits(name, interpreted, monkeypatch)
     assert interpreted.number == sum(len(compiled_functions(program.step)) for program in programs) > 0
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("double")
 def test_inductor_itself(tmp_path):
     """The eager numbers up to rounding, with the same dropout; ranks compute the bits of one process.

@@ -5,7 +5,6 @@ from itertools import pairwise
 
 import pytest
 from executions_campaign import FREE, SHARES, VOCABULARIES, cases, check
-from marks import slow_except
 from test_schedule_lowering import HEADS, hand, head_edges
 
 from fxpipe.ir.graph import Phase
@@ -32,7 +31,8 @@ def programs_of(name, ranks, microbatches):
     return lower(schedule, costs.edges), schedule.placement
 
 
-@pytest.mark.parametrize("size", slow_except(range(len(SIZES)), 0), ids=map(str, SIZES))
+@pytest.mark.slow
+@pytest.mark.parametrize("size", range(len(SIZES)), ids=map(str, SIZES))
 def test_every_family_and_placement_ends_without_races(size):
     """Of every second one another choice of what else there is; ``executions_campaign.py`` runs all."""
     ranks, microbatches = SIZES[size]

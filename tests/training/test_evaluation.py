@@ -31,7 +31,7 @@ from zoo import (
 import fxpipe
 from fxpipe.errors import ArtifactError, CaptureError, PartitionError, RunError, ScheduleError
 
-pytestmark = pytest.mark.usefixtures("double")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("double")]
 
 LIMIT = 1e-12
 CASE = Case(Noisy, numbers, rows=3)

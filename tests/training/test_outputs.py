@@ -33,7 +33,7 @@ from zoo import (
 import fxpipe
 from fxpipe.errors import CaptureError, LimitError, RunError, VocabularyError
 
-pytestmark = pytest.mark.usefixtures("double")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("double")]
 
 LIMIT = 1e-12
 

@@ -20,7 +20,6 @@ from zoo import (
 MICROBATCHES = 4
 SHAPES = {
     "2-1f1b-v": Shape(2, "1f1b", 2, "v"),
-    "4-zb-h1": Shape(4, "zb-h1"),
     "4-zb-h1-v": Shape(4, "zb-h1", 2, "v"),
 }
 
