@@ -50,6 +50,8 @@ class Cluster:
 
     def slowness(self, graph: fx.Graph) -> tuple[float, ...]:
         """Per rank the time of all ops of a graph, relative to rank 0's."""
+        if len(self._by_device) == 1:
+            return (1.0,) * len(self.devices)
         nodes = call_nodes(graph)
         times = {device: sum(map(seconds, nodes)) for device, seconds in self._by_device.items()}
         first = times[self.first]
