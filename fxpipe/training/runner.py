@@ -141,6 +141,7 @@ class Runner:
         rt, program, spec = self.runtime, self._own_program, self.plan.step
         if not self.is_warm:
             self._warm_up(rt, program, batch)
+            self.is_warm = True
         rt.start()
         number = rt.step_number
         with self._watched(rt, program):
@@ -167,7 +168,7 @@ class Runner:
         """Run the program alone before its first step, if Inductor compiles it on some rank, or messages wait
         on the device.
         """
-        process, self.is_warm = self.process, True
+        process = self.process
         if process is None:
             return
         compiles = any(process.gather(b"some" if compiled_functions(program.step) else b""))
