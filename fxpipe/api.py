@@ -347,9 +347,8 @@ def _described_devices(process: Process, device: torch.device) -> tuple[Device, 
         return ()
     own = json.dumps(unstructure(described_here(device))).encode()
     found = [structure(json.loads(given), Device) for given in process.gather(own)]
-    first = {
-        device.name: device for device in reversed(found)
-    }  # calibrations of equal devices differ a little
+    # Calibrations of equal devices differ a little.
+    first = {device.name: device for device in reversed(found)}
     return tuple(first[device.name] for device in found)
 
 

@@ -261,6 +261,8 @@ def _stages(
         for name, placement in placements.items():
             alike[of_stages(slowness, placement)].append(name)
         for barriers, (own, names) in product(ways, alike.items()):
+            if barriers not in ways:
+                continue  # it did not fit other placements either
             asked = CutOptions(
                 stages,
                 options.ranks,

@@ -42,9 +42,10 @@ class Answers:
         self._example, self._place, self._checks_left = Example(inputs), place, most_checks
         # Those that the step changes are refused later.
         self._lasting_inputs = {
-            x for x, tensor in inputs
+            x
+            for x, tensor in inputs
             if x.kind is Kind.BUFFER or (x.kind is Kind.PARAMETER and not tensor.requires_grad)
-        }  # fmt: skip
+        }
         self._asked: set[Input] = set()  # the inputs on which the last value depends
 
     def numbers(self, tensor: torch.Tensor) -> list[Any]:
