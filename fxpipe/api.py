@@ -6,18 +6,17 @@ import json
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load as tensors_from_bytes
-from safetensors.torch import save as tensors_to_bytes
 from torch import nn
 
-from fxpipe.errors import CaptureError, FxpipeError, PartitionError, RunError
+from fxpipe.errors import CaptureError, FxpipeError, PartitionError
 from fxpipe.pipeline import Pipeline
-from fxpipe.plan import files
+from fxpipe.plan import files, parts
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.runtime.accelerator import check_supported, default_device
 from fxpipe.runtime.failure import in_short
@@ -26,7 +25,6 @@ from fxpipe.runtime.process import Process, agreed, as_timeout, own_ranks, under
 from fxpipe.runtime.tensors import in_strides
 from fxpipe.schedule.ops import Schedule
 from fxpipe.strict import structure, unstructure
-from fxpipe.training.same_batch import plan_number
 from fxpipe.vocabulary.rows import whole, whole_name
 
 if TYPE_CHECKING:
@@ -247,17 +245,30 @@ def load(
     process = Process.join(device, as_timeout(timeout)) if under_torchrun() else None
     if process is not None:
         process.backend(device)
+    leads = process is None or process.rank == 0
     with agreed(process, f"load {directory}"):
-        plan, programs = files.read(directory)
-        if process is not None:
-            process.check_ranks(plan.ranks)
+        texts = files.plan_texts(directory)
+        plans = files.checked_plans(texts) if leads else []
+    if process is None:
+        artifacts = [Artifact(plan, (), {}, plan.number) for plan in plans]
+    else:
+        process.check_same(files.checksum_of(texts), f"{directory / 'plan.json'}")
+        artifacts = parts.share_plans(plans, process)
+        process.check_ranks(artifacts[0].plan.ranks)
+    plan = artifacts[0].plan
+    own = own_ranks(process, plan.ranks)
+    with agreed(process, f"load {directory}"):
+        programs = range(plan.ranks) if leads else own  # rank 0 saves those of all
+        artifact, *forward = (
+            replace(artifact, programs=files.read_programs(path, artifact.plan, programs))
+            for path, artifact in zip(texts, artifacts, strict=True)
+        )
         parameters, buffers, constants = _read_tensors(directory, plan, process, device)
-        step_number = files.read_step_number(directory, 0 if process is None else process.rank)
-        forward = files.read_evaluation(directory, plan, own_ranks(process, plan.ranks))
-    if process is not None:
-        process.check_same(str(plan_number(plan)).encode(), f"{directory / 'plan.json'}")
+        step_number = files.read_step_number(directory, own[0])
+        evaluation = files.evaluation_directory(directory)
+        forward = [replace(a, constants=files.read_constants(evaluation, a.plan, own)) for a in forward]
     pipe = Pipeline(
-        Artifact(plan, programs, constants),
+        replace(artifact, constants=constants),
         parameters,
         buffers,
         device,
@@ -266,7 +277,7 @@ def load(
         offload_directory=None if offload_directory is None else Path(offload_directory),
         first_step=step_number,
     )
-    pipe = pipe if forward is None else pipe.with_evaluation(forward)
+    pipe = pipe.with_evaluation(forward[0]) if forward else pipe
     pipe.share_values()
     return pipe
 
@@ -355,31 +366,20 @@ def _described_devices(process: Process, device: torch.device) -> tuple[Device, 
 def _compiled_for_all(
     build: Callable[[], tuple[Compiled, Artifact | None]], process: Process
 ) -> tuple[Compiled, Artifact | None]:
-    """The compilation on rank 0, which sends its artifacts to the others as JSON and safetensors."""
+    """The compilation on rank 0, which sends the others their parts of its artifacts."""
     try:
         compiled, forward = build()
     except Exception as error:  # the model's own code may raise anything
         process.first_is_ready()
-        process.broadcast_bytes(json.dumps({"error": in_short(error)}).encode())
+        parts.send_error(in_short(error), process)
         raise
     process.first_is_ready()
-    artifacts = [compiled.artifact] if forward is None else [compiled.artifact, forward]
-    texts = [{"plan": a.plan.to_json(), "programs": a.programs} for a in artifacts]
-    process.broadcast_bytes(json.dumps({"artifacts": texts}).encode())
-    for artifact in artifacts:
-        process.broadcast_bytes(tensors_to_bytes(files.apart(artifact.constants)))
+    parts.send_artifacts([compiled.artifact, *filter(None, [forward])], process)
     return compiled, forward
 
 
 def _received(process: Process) -> tuple[Artifact, Artifact | None]:
-    """Rank 0's artifacts.  Raises RunError if it could not compile the model."""
+    """This rank's part of rank 0's artifacts.  Raises RunError if it could not compile the model."""
     process.wait_for_first()
-    data = json.loads(process.broadcast_bytes(None))
-    if "error" in data:
-        raise RunError(f"Rank 0 could not compile the model: {data['error']}")
-    artifacts = []
-    for given in data["artifacts"]:
-        constants = tensors_from_bytes(process.broadcast_bytes(None))
-        plan = Plan.from_json(given["plan"], "rank 0's plan")
-        artifacts.append(Artifact(plan, tuple(given["programs"]), files.laid_out(constants, plan)))
-    return artifacts[0], artifacts[1] if len(artifacts) > 1 else None
+    artifact, *forward = parts.received_artifacts(process)
+    return artifact, forward[0] if forward else None

@@ -144,7 +144,8 @@ def compile_model(
         instructions = with_gradients(instructions, tied_gradients(plan.tensors), plan.step.has_count)
         prove(instructions, schedule.placement)
         programs = _programs(plan, cut, instructions, pools)
-    return Compiled(Artifact(plan, programs, captured.constants), cluster, cut.graph, cut.sections)
+    artifact = Artifact(plan, programs, captured.constants, plan.number)
+    return Compiled(artifact, cluster, cut.graph, cut.sections)
 
 
 @_collector_paused()
@@ -192,7 +193,7 @@ def compile_evaluation(
     made = make_plan(model, example, captured.constants, options, cut, timeline, joint)
     made = replace(made, model=f"{made.model}, evaluation", device=cluster.name)
     made = with_tensors_of(made, cut.sections, plan)
-    return Artifact(made, _programs(made, cut, instructions, ()), captured.constants)
+    return Artifact(made, _programs(made, cut, instructions, ()), captured.constants, made.number)
 
 
 def _forward_schedules(trained: Schedule, costs: Costs) -> Iterator[Schedule]:

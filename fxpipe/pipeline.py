@@ -94,7 +94,8 @@ class Pipeline:
 
     @cached_property
     def model_state(self) -> ModelState:
-        return ModelState(self.plan, self.parameters, self.buffers, self.device, self.process, self.of)
+        plan = self.artifact.plan
+        return ModelState(plan, self.parameters, self.buffers, self.device, self.process, self.of)
 
     @cached_property
     def _runner(self) -> Runner:
@@ -116,10 +117,12 @@ class Pipeline:
 
     @property
     def plan(self) -> Plan:
-        return self.artifact.plan
+        """All decisions and predictions; under torchrun the ops of other ranks are fetched here, once."""
+        return self.artifact.whole_plan
 
     @property
     def stages(self) -> tuple[Stage, ...]:
+        plan = self.artifact.plan
         return tuple(
             Stage(
                 s.stage,
@@ -127,9 +130,9 @@ class Pipeline:
                 s.parameters,
                 cost,
                 tuple(x for x in self.sections if x.stage == s.stage),
-                self.plan.work,
+                plan.work,
             )
-            for s, cost in zip(self.plan.stages, self.plan.costs.stages, strict=True)
+            for s, cost in zip(plan.stages, plan.costs.stages, strict=True)
         )
 
     @property
@@ -152,7 +155,7 @@ class Pipeline:
         lack the others."""
         if rank is None:
             rank = 0 if self.process is None else self.process.rank
-        return self.plan.step.leaves_of(rank)
+        return self.artifact.plan.step.leaves_of(rank)
 
     def run_local(
         self,
@@ -170,13 +173,14 @@ class Pipeline:
         bit for bit what torchrun's ranks compute.  measure_memory: also find each rank's peak of saved bytes.
         outputs: as for ``step``.
         Buffers are updated as in training; parameters and their ``.grad`` are left alone.
+        Raises RunError under torchrun, where a process has the program and the tensors of one rank.
         """
         return self._runner.run_local(batch, step, threads, measure_memory, outputs)
 
     @property
     def outputs(self) -> tuple[str, ...]:
         """The names of the outputs that a step can be asked for: those of ``compile(…, outputs=[…])``."""
-        return tuple(output.name for output in self.plan.step.outputs)
+        return tuple(output.name for output in self.artifact.plan.step.outputs)
 
     @overload
     def step(self, batch: Any) -> torch.Tensor: ...
@@ -196,7 +200,7 @@ class Pipeline:
         pipeline of one rank runs without it).  If a rank fails, all ranks raise RunError with its message,
         and their processes end soon after, whether or not the error is caught.
         """
-        if outputs is None and not self.plan.step.has_loss:
+        if outputs is None and not self.artifact.plan.step.has_loss:
             raise RunError(
                 f"The model has no loss: ask for outputs=[…]. The pipeline gives {', '.join(self.outputs)}."
             )
@@ -218,7 +222,7 @@ class Pipeline:
         """
         pipe = self.evaluation
         if pipe is None:
-            if any(held.gradients for held in self.plan.tensors):
+            if any(held.gradients for held in self.artifact.plan.tensors):
                 raise RunError(
                     "The pipeline has no programs for evaluation: compile it with evaluation=True, or "
                     "compile model.eval() once more with gradients=False."
@@ -269,10 +273,10 @@ class Pipeline:
         Raises RunError for optimizers that update a parameter by values which other ranks hold.
         """
         self.model_state.follow_model()
-        rank = self.runtime.rank
-        held = {name: self.parameter(name) for name in self.plan.tensors[rank].gradients}
-        trained = holders(tensors.gradients for tensors in self.plan.tensors)
-        if self.plan.ranks > 1:
+        rank, plan = self.runtime.rank, self.artifact.plan
+        held = {name: self.parameter(name) for name in plan.tensors[rank].gradients}
+        trained = holders(tensors.gradients for tensors in plan.tensors)
+        if plan.ranks > 1:
             check_separable(cls, options, self.device, tables=any(map(rows_of, trained)))
         updated = with_masters(held) if master_weights else held
         optimizer = PipelineOptimizer(
@@ -370,7 +374,8 @@ class Pipeline:
         with self.process.agreed("use its model"):
             self.model_state.follow_model()
         params, buffers = self.model_state.held_by(self.process.rank)
-        share_values(self.process, self.plan.tensors, {**self.artifact.constants, **params, **buffers})
+        own = {**self.artifact.constants, **params, **buffers}
+        share_values(self.process, self.artifact.plan.tensors, own)
 
     def save(self, path: str | Path) -> None:
         """Write programs, plan, weights with their checksums, and pictures to a new directory.

@@ -83,6 +83,13 @@ def write_training(rank: Rank, name: str, pipe: fxpipe.Pipeline, batches) -> Non
     rank.tensors(f"{name} after", held(pipe, rank))
 
 
+def write_part(rank: Rank, name: str, pipe: fxpipe.Pipeline) -> None:
+    """What this rank has of the plan and of the programs, and the plan that it can ask for."""
+    artifact = pipe.artifact
+    rank.text(f"{name} part", [[*map(bool, artifact.programs)], len(artifact.plan.order)])
+    rank.text(f"{name} plan", [pipe.plan.to_json(), pipe.simulate().seconds])
+
+
 # -- ranks that agree -------------------------------------------------------------------------------------
 
 
@@ -95,6 +102,7 @@ def own_values(rank: Rank) -> None:
         own = [{leaf: batch_of(seed)[leaf] for leaf in pipe.leaves()} for seed in range(STEPS)]
         write_training(rank, name, pipe, own)
         if name == "trained":
+            write_part(rank, name, pipe)
             pipe.save(rank.directory / "saved")
 
 
@@ -130,6 +138,8 @@ def other_files(rank: Rank) -> None:
 
 def full_disk(rank: Rank) -> None:
     pipe = fxpipe.load(rank.directory / "saved")
+    write_part(rank, "loaded", pipe)
+    rank.error("all alone", pipe.run_local, batch_of(0))
     write = fxpipe.plan.files.write_tensors
 
     def fails(*args: object) -> None:

@@ -118,7 +118,7 @@ def _run(options: argparse.Namespace) -> None:
 
 def _data(given: str, pipe: Pipeline) -> Data:
     """The data that this process needs for a pipeline."""
-    step = pipe.plan.step
+    step = pipe.artifact.plan.step
     return data_from(given, step.batch, step.microbatches, None if pipe.process is None else pipe.leaves())
 
 

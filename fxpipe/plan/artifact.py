@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,6 +12,7 @@ import torch
 from fxpipe.cost.symbolic import PlanWork
 from fxpipe.errors import ArtifactError
 from fxpipe.plan.plan_check import check_plan, dtype_of
+from fxpipe.runtime.digest import number
 from fxpipe.runtime.offloader import Tier
 from fxpipe.runtime.rank import StepSpec
 from fxpipe.runtime.tensors import gradient_dtype, is_dense
@@ -149,6 +150,13 @@ class Plan:
             self.schedule, self.placement, self.step.microbatches, order, self.vocabulary, self.transfers
         )
 
+    @property
+    def number(self) -> int:
+        """A number that tells plans apart by their decisions, not by their predictions."""
+        layouts = sorted(self.layouts.items())
+        decisions = (self.step, self.placement, self.order, self.transfers, self.tensors, layouts)
+        return number(repr((self.model, *decisions)).encode())
+
     def to_json(self) -> str:
         return json.dumps(unstructure(self), indent=1)
 
@@ -174,8 +182,19 @@ class Plan:
 
 @dataclass(frozen=True, eq=False)
 class Artifact:
-    """``programs``: the source of every rank's program.  ``constants``: tensors the model made itself."""
+    """``programs``: the source of every rank's program.  ``constants``: tensors the model made itself.
+
+    Under torchrun only rank 0 has all of it.  The other ranks have their own constants and program (the texts
+    of the others are empty), and a plan without ``order`` and ``transfers``, which grow with ranks times
+    microbatches.  ``ask``: gives them the whole plan; ``number``: that of the whole plan.
+    """
 
     plan: Plan
     programs: tuple[str, ...]
     constants: dict[str, torch.Tensor]
+    number: int
+    ask: Callable[[], Plan] | None = None
+
+    @cached_property
+    def whole_plan(self) -> Plan:
+        return self.plan if self.ask is None else self.ask()

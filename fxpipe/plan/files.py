@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,15 +114,8 @@ def evaluation_directory(directory: Path) -> Path:
     return directory / "evaluation"
 
 
-def read_evaluation(directory: Path, trained: Plan, ranks: Iterable[int]) -> Artifact | None:
-    """Read the programs of ``pipe.evaluate`` and their constants on these ranks; None if there are none.
-
-    Raises ArtifactError if they do not fit the tensors of the pipeline.
-    """
-    directory = evaluation_directory(directory)
-    if not directory.exists():
-        return None
-    plan, programs = read(directory)
+def _check_evaluation(plan: Plan, trained: Plan, directory: Path) -> None:
+    """Raise ArtifactError if the plan of ``pipe.evaluate`` does not fit the tensors of the pipeline."""
     if plan.ranks != trained.ranks:
         raise ArtifactError(f"{directory} has {plan.ranks} ranks, the pipeline {trained.ranks}. {AGAIN}")
     for rank, (held, theirs) in enumerate(zip(plan.tensors, trained.tensors, strict=True)):
@@ -132,10 +125,6 @@ def read_evaluation(directory: Path, trained: Plan, ranks: Iterable[int]) -> Art
         for name in held.state:
             if plan.layouts[name] != trained.layouts[name]:
                 raise ArtifactError(f"{directory} needs {shown(name)} in another layout. {AGAIN}")
-    constants: dict[str, torch.Tensor] = {}
-    for rank in ranks:
-        constants |= read_tensors(directory, plan, rank, plan.tensors[rank].constants)
-    return Artifact(plan, programs, constants)
 
 
 def apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -159,24 +148,45 @@ def laid_out(tensors: Mapping[str, torch.Tensor], plan: Plan) -> dict[str, torch
 
 def read_plan(directory: Path) -> Plan:
     """Read the plan of a saved pipeline.  Raises ArtifactError if it is missing or invalid."""
+    return Plan.from_json(_plan_text(directory), str(directory / "plan.json"))
+
+
+def plan_texts(directory: Path) -> dict[Path, str]:
+    """The plan of a saved pipeline, and that of ``pipe.evaluate`` if it is there: directory -> text."""
+    forward = evaluation_directory(directory)
+    return {path: _plan_text(path) for path in (directory, forward) if path == directory or path.exists()}
+
+
+def checked_plans(texts: Mapping[Path, str]) -> list[Plan]:
+    """The plans of ``plan_texts``.  Raises ArtifactError if they are invalid or do not fit each other."""
+    plans = [Plan.from_json(text, str(directory / "plan.json")) for directory, text in texts.items()]
+    for plan, directory in [*zip(plans, texts, strict=True)][1:]:
+        _check_evaluation(plan, plans[0], directory)
+    return plans
+
+
+def checksum_of(texts: Mapping[Path, str]) -> bytes:
+    """The SHA-256 of the texts of plans."""
+    return hashlib.sha256("\0".join(texts.values()).encode()).digest()
+
+
+def _plan_text(directory: Path) -> str:
     path = directory / "plan.json"
     if not os.path.exists(path):
         raise ArtifactError(f"{directory} holds no saved pipeline: there is no plan.json in it.")
     try:
-        text = read_text(path, MOST_PLAN_BYTES)
+        return read_text(path, MOST_PLAN_BYTES)
     except Misfit as error:
         raise ArtifactError(f"{path} {error}. {AGAIN}") from error
-    return Plan.from_json(text, str(path))
 
 
-def read(directory: Path) -> tuple[Plan, tuple[str, ...]]:
-    """Read plan and programs of a saved pipeline."""
-    plan = read_plan(directory)
-    for rank in range(plan.ranks):
+def read_programs(directory: Path, plan: Plan, ranks: Sequence[int]) -> tuple[str, ...]:
+    """Read the programs of these ranks, of which no file may be missing; those of the others are empty."""
+    for rank in ranks:
         for file in (f"rank{rank}.py", f"rank{rank}.safetensors", f"rank{rank}.sha256"):
             if not os.path.exists(directory / file):
                 raise ArtifactError(f"{directory} is cut short: {file} is missing. {AGAIN}")
-    return plan, tuple(_program(directory / f"rank{rank}.py") for rank in range(plan.ranks))
+    return tuple(_program(directory / f"rank{r}.py") if r in ranks else "" for r in range(plan.ranks))
 
 
 def _program(path: Path) -> str:
@@ -213,6 +223,12 @@ def read_tensors(
             )
     _tell_changes(directory, rank)
     return laid_out(tensors, plan)
+
+
+def read_constants(directory: Path, plan: Plan, ranks: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Read the tensors of these ranks of programs for evaluation: their constants alone."""
+    held = [read_tensors(directory, plan, rank, plan.tensors[rank].constants) for rank in ranks]
+    return {name: tensor for tensors in held for name, tensor in tensors.items()}
 
 
 def read_step_number(directory: Path, rank: int) -> int:

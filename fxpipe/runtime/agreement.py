@@ -3,14 +3,19 @@
 Messages carry no headers, which would cost time in every step, and gloo and nccl do not compare sizes: they
 deliver whatever bytes arrive, or end the process.  The messages of a program are found in its source: the
 layouts in ``MESSAGES``, and the calls of ``rt`` in ``step``, in order.
+
+Ranks compare a digest of the messages of each channel.  The messages themselves, whose number grows with the
+microbatches, are gathered from the two ranks of a channel where their digests differ, for the error.
 """
 
 from __future__ import annotations
 
 import ast
+import hashlib
+import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -21,6 +26,9 @@ from fxpipe.errors import RunError
 _COLLECTIVES = ("broadcast", "gather", "all_gather")
 _PEER = {"send": "to", "receive": "source", "gather": "to", "broadcast": "source"}
 _VERBS = frozenset((*_PEER, *_COLLECTIVES))
+
+_Pair = tuple[tuple[int, str], tuple[int, str]]
+"""Two ranks whose messages should be the same, each with the key of these in its summary."""
 
 
 @dataclass(frozen=True)
@@ -70,41 +78,88 @@ def traffic(tree: ast.Module, namespace: Mapping[str, Any]) -> Traffic:
     return Traffic(layouts, tuple(found) if plain and complete else None)
 
 
-def check_agreement(ranks: Sequence[Traffic]) -> None:
-    """Raise RunError, naming the message, both ranks and both layouts, if the programs do not agree."""
+@dataclass(frozen=True)
+class Summary:
+    """The traffic of a rank, as others compare it with theirs; it does not grow with the microbatches.
+
+    ``is_known``: whether the calls are.  ``digests``: those of the messages sent to a rank ("send 0 1" of
+    rank 0), received from one ("receive 0 1" of rank 1), or of a group of collectives ("group 0").
+    """
+
+    layouts: dict[str, str]
+    is_known: bool
+    digests: dict[str, str]
+
+
+def check_agreement(own: Mapping[int, Traffic], gather: Callable[[list[str]], list[str]]) -> bool:
+    """Raise RunError, naming the message, both ranks and both layouts, if the programs do not agree.
+
+    own: the traffic of the ranks of this process.  gather: takes a text of each of them, and gives those of
+    all ranks.
+    Returns whether the calls of all ranks are known.
+    """
+    messages = {rank: _messages(rank, traffic) for rank, traffic in own.items()}
+    texts = [json.dumps(asdict(_summary(own[rank], messages[rank]))) for rank in own]
+    ranks = [Summary(**json.loads(text)) for text in gather(texts)]
     _check_layouts(ranks)
-    known = {rank: own.calls for rank, own in enumerate(ranks) if own.calls is not None}
-    channels: defaultdict[tuple[int, int], tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
-    groups: defaultdict[int, dict[int, list[str]]] = defaultdict(lambda: {rank: [] for rank in known})
-    for rank, calls in known.items():
-        for call in calls:
-            if call.group >= 0:
-                groups[call.group][rank].append(_joined(call, ranks[rank]))
-            elif call.peer in known:
-                way = (rank, call.peer) if call.verb == "send" else (call.peer, rank)
-                channels[way][call.verb == "receive"].extend(_described(call, ranks[rank]))
-    for (source, target), (sent, expected) in channels.items():
-        _check_order(
-            f"Message {{}} of a step from rank {source} to rank {target}", source, sent, target, expected
-        )
-    for group, joined in groups.items():
-        first, *others = joined
-        for rank in others:
-            _check_order(
-                f"Collective {{}} of a step in group {group}", first, joined[first], rank, joined[rank]
-            )
+    for what, pair in _differences(ranks):
+        asked = [{key: messages[rank].get(key, []) for r, key in pair if r == rank} for rank in own]
+        found = [json.loads(text) for text in gather([*map(json.dumps, asked)])]
+        (rank, sent), (other, received) = pair
+        for k, (a, b) in enumerate(zip_longest(found[rank][sent], found[other][received], fillvalue="none")):
+            if a != b:
+                raise RunError(
+                    f"{what.format(k)} is {a} in the program of rank {rank}, and {b} in that of rank "
+                    f"{other}. Edit both programs alike."
+                )
+    return all(rank.is_known for rank in ranks)
 
 
-def _check_order(what: str, rank: int, own: list[str], other: int, theirs: list[str]) -> None:
-    for k, (a, b) in enumerate(zip_longest(own, theirs, fillvalue="none")):
-        if a != b:
-            raise RunError(
-                f"{what.format(k)} is {a} in the program of rank {rank}, and {b} in that of rank {other}. "
-                "Edit both programs alike."
-            )
+def _messages(rank: int, own: Traffic) -> dict[str, list[str]]:
+    """The messages of a rank as text, in order; the keys are as in a Summary."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for call in own.calls or ():
+        if call.group >= 0:
+            found[f"group {call.group}"].append(_joined(call, own))
+        elif call.verb == "send":
+            found[f"send {rank} {call.peer}"].extend(_described(call, own))
+        else:
+            found[f"receive {call.peer} {rank}"].extend(_described(call, own))
+    return found
 
 
-def _check_layouts(ranks: Sequence[Traffic]) -> None:
+def _summary(own: Traffic, messages: Mapping[str, list[str]]) -> Summary:
+    return Summary(
+        own.layouts, own.calls is not None, {key: _digest(found) for key, found in messages.items()}
+    )
+
+
+def _digest(messages: list[str]) -> str:
+    return hashlib.sha256("\n".join(messages).encode()).hexdigest()
+
+
+def _differences(ranks: Sequence[Summary]) -> Iterator[tuple[str, _Pair]]:
+    """The channels and groups whose messages differ, as text, among the ranks whose calls are known."""
+    known = [rank for rank, own in enumerate(ranks) if own.is_known]
+    none = _digest([])
+    for key in dict.fromkeys(key for rank in known for key in ranks[rank].digests):
+        kind, *numbers = key.split()
+        pairs: list[_Pair]
+        if kind == "group":
+            what = f"Collective {{}} of a step in group {numbers[0]}"
+            pairs = [((known[0], key), (rank, key)) for rank in known[1:]]
+        else:
+            source, target = map(int, numbers)
+            what = f"Message {{}} of a step from rank {source} to rank {target}"
+            pairs = [((source, f"send {source} {target}"), (target, f"receive {source} {target}"))]
+        for pair in pairs:
+            if {rank for rank, _ in pair} <= {*known}:
+                first, second = (ranks[rank].digests.get(name, none) for rank, name in pair)
+                if first != second:
+                    yield what, pair
+
+
+def _check_layouts(ranks: Sequence[Summary]) -> None:
     first: dict[str, tuple[int, str]] = {}
     for rank, own in enumerate(ranks):
         for name, layout in own.layouts.items():

@@ -10,7 +10,7 @@ import os
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 
@@ -31,6 +31,9 @@ Connection = tuple[int, int] | int
 
 #: Maximum time that a rank waits for another one, by default.
 TIMEOUT = timedelta(minutes=10)
+
+#: The most characters of one value in a store: torch's ends the connection of a rank that sends it 8 MiB.
+MOST_STORED = 1 << 20
 
 
 def under_torchrun() -> bool:
@@ -190,6 +193,41 @@ class Process:
         """Broadcast bytes from rank 0; the other ranks pass None."""
         with self.watch.collective():
             return _broadcast_bytes(data, self.control)
+
+    def scatter(self, parts: Iterable[bytes] | None) -> bytes:
+        """Give each rank its part; rank 0 has those of all ranks in order, and the others pass None."""
+        if parts is None:
+            with self.watch.collective():
+                size = torch.empty(1, dtype=torch.int64)
+                dist.recv(size, 0, self.control)
+                received = torch.empty(int(size), dtype=torch.uint8)
+                if len(received):
+                    dist.recv(received, 0, self.control)
+            return received.numpy().tobytes()
+        own = b""
+        for rank, part in enumerate(parts):
+            if rank == 0:
+                own = part
+                continue
+            with self.watch.collective():
+                dist.send(torch.tensor([len(part)]), rank, self.control)
+                if part:
+                    dist.send(torch.frombuffer(bytearray(part), dtype=torch.uint8), rank, self.control)
+        return own
+
+    def keep(self, key: str, text: str) -> None:
+        """Keep a text where each rank can read it, as long as the run lasts."""
+        store = self.watch.failures.store
+        for begin in range(0, len(text), MOST_STORED):
+            store.set(f"{key}/{begin}", text[begin : begin + MOST_STORED])
+        store.set(key, str(len(text)))
+
+    def kept(self, key: str) -> str:
+        """A text that a rank has kept."""
+        with self.watch.collective():
+            store = self.watch.failures.store
+            begins = range(0, int(store.get(key)), MOST_STORED)
+            return b"".join(store.get(f"{key}/{begin}") for begin in begins).decode()
 
     def gather(self, data: bytes) -> list[bytes]:
         """Gather the bytes of every rank on every rank."""

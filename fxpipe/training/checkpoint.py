@@ -76,7 +76,7 @@ class Checkpointer:
         self.directory, self.every, self.keep, self.asynchronous = Path(directory), every, keep, asynchronous
         self._process = pipe.process
         self._rank = 0 if self._process is None else self._process.rank
-        if self._process is None and pipe.plan.ranks > 1:
+        if self._process is None and pipe.artifact.plan.ranks > 1:
             raise RunError("Checkpoints are of a run under torchrun, or of a pipeline of one rank.")
         # Of its own, as the background thread uses it while the main thread uses the others.
         self._group: dist.ProcessGroup | None = None

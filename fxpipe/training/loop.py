@@ -173,7 +173,7 @@ def _factor(settings: Settings, step: int, steps: int) -> float:
 
 def _speed(pipe: Pipeline, seconds: float) -> dict[str, float]:
     """Tokens a second (rows, where no leaf holds tokens), and the bubble, measured and predicted."""
-    spec = pipe.plan.step
+    spec = pipe.artifact.plan.step
     shaped = [(leaf.shape, leaf.dtype) for leaf in spec.batch.leaves if leaf.shape]
     tokens = [shape for shape, dtype in shaped if "int" in dtype and len(shape) > 1]
     rows = [shape[:1] for shape, _ in shaped]
@@ -186,7 +186,7 @@ def _speed(pipe: Pipeline, seconds: float) -> dict[str, float]:
     return {
         "tokens/s" if tokens else "rows/s": per_microbatch * spec.microbatches / seconds,
         "bubble": float(idle),
-        "predicted": pipe.plan.prediction.span_bubble,
+        "predicted": pipe.artifact.plan.prediction.span_bubble,
     }
 
 

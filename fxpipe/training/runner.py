@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -16,7 +15,7 @@ from fxpipe.errors import FxpipeError, RunError
 from fxpipe.names import printable
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.runtime.accelerator import is_accelerator
-from fxpipe.runtime.agreement import Traffic, check_agreement
+from fxpipe.runtime.agreement import check_agreement
 from fxpipe.runtime.ambient import as_traced
 from fxpipe.runtime.batch import batch_leaves
 from fxpipe.runtime.comm import Comm, NoAnswer
@@ -32,9 +31,8 @@ from fxpipe.runtime.outputs import Collected, On, StepResult, move, requested
 from fxpipe.runtime.process import Process
 from fxpipe.runtime.rank import Runtime
 from fxpipe.runtime.record import DeviceClock, HostClock, Record
-from fxpipe.strict import structure, unstructure
 from fxpipe.training.model_state import ModelState
-from fxpipe.training.same_batch import any_stops, difference, plan_number, words
+from fxpipe.training.same_batch import any_stops, difference, words
 from fxpipe.vocabulary.rows import whole
 
 
@@ -90,6 +88,11 @@ class Runner:
         self, batch: Any, step: int, threads: int, measure_memory: bool, outputs: Sequence[str]
     ) -> LocalResult:
         """See ``Pipeline.run_local``."""
+        if self.process is not None:
+            raise RunError(
+                "run_local runs the programs of all ranks in one process, and under torchrun each process "
+                "has one of them: call pipe.step(batch), or start the script without torchrun."
+            )
         with as_traced(self.plan.step.default_dtype, self.device):
             return self._run_local(batch, step, threads, measure_memory, outputs)
 
@@ -253,10 +256,11 @@ class Runner:
         assert self.process is not None
         with self.process.agreed("read its program"):
             program = self._program(self.process.rank)
-        given = self.process.gather(json.dumps(unstructure(program.traffic)).encode())
-        ranks = [structure(json.loads(data), Traffic) for data in given]
-        check_agreement(ranks)
-        return program, all(traffic.calls is not None for traffic in ranks)
+        return program, check_agreement({self.process.rank: program.traffic}, self._gather_texts)
+
+    def _gather_texts(self, own: list[str]) -> list[str]:
+        assert self.process is not None
+        return [data.decode() for data in self.process.gather(own[0].encode())]
 
     def _own_collectives(self) -> list[Collective]:
         """The collectives of a step; none if an edited program does not show them."""
@@ -275,7 +279,7 @@ class Runner:
         process, leaves = self.process, self.plan.step.batch.tensors
         if process is None:
             return lambda: None
-        own = words(self._plan_number, step, self.stop_asked, leaves, self.plan.step.batch.given(batch))
+        own = words(self.artifact.number, step, self.stop_asked, leaves, self.plan.step.batch.given(batch))
         gathered = process.begin_gather(own)
 
         def compare() -> None:
@@ -288,14 +292,10 @@ class Runner:
         return compare
 
     @cached_property
-    def _plan_number(self) -> int:
-        return plan_number(self.plan)
-
-    @cached_property
     def _local_programs(self) -> tuple[Program, ...]:
         """The programs of all ranks."""
         programs = [self._program(rank) for rank in range(self.plan.ranks)]
-        check_agreement([program.traffic for program in programs])
+        check_agreement({rank: program.traffic for rank, program in enumerate(programs)}, lambda own: own)
         return tuple(programs)
 
     def _program(self, rank: int) -> Program:

@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from fxpipe.plan.artifact import Plan
-from fxpipe.runtime.digest import digest, number
+from fxpipe.runtime.digest import digest
 
 #: The words that each rank sends: a fixed number, as ranks with different plans must be able to compare them.
 WORDS = 64
@@ -37,19 +36,6 @@ def words(
             for name in names:
                 own[slot] += digest(found[name]).to(device)
     return own
-
-
-def plan_number(plan: Plan) -> int:
-    """The number of a plan: of its decisions, not of its predictions."""
-    decisions = (
-        plan.step,
-        plan.placement,
-        plan.order,
-        plan.transfers,
-        plan.tensors,
-        sorted(plan.layouts.items()),
-    )
-    return number(repr((plan.model, *decisions)).encode())
 
 
 def any_stops(ranks: torch.Tensor) -> bool:

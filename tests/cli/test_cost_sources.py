@@ -12,7 +12,7 @@ from zoo import CASES, Shape, compiled
 import fxpipe
 from fxpipe.cli import main
 from fxpipe.errors import ArtifactError, ScheduleError
-from fxpipe.plan.files import read
+from fxpipe.plan.files import read_plan
 from fxpipe.schedule.costs import StageCost, chain
 from fxpipe.schedule.costs_file import read_costs, write_costs
 from fxpipe.training.recorded import read_spans, recorded_costs, write_spans
@@ -137,7 +137,7 @@ def test_a_saved_pipeline_as_it_is(capsys, saved):
 
 
 def test_a_saved_pipeline_with_another_schedule(capsys, saved):
-    plan, _ = read(saved)
+    plan = read_plan(saved)
     result = figures(capsys, "--costs", saved, "--schedule", "1f1b", "--microbatches", 7)
     assert (result["schedule"], result["ranks"], result["microbatches"]) == ("1f1b", 2, 7)
     assert result["busy"] == pytest.approx([7 * cost.total for cost in plan.costs.stages])
@@ -155,7 +155,7 @@ def test_times_and_memory_in_seconds_and_bytes(capsys, saved):
 
 
 def test_medians_of_the_recorded_ops(saved):
-    plan, _ = read(saved)
+    plan = read_plan(saved)
     spans = [
         [("F0.0", 0, 2), ("F0.1", 2, 6), ("F0.2", 6, 9), ("B0.0", 9, 10), ("W0.0", 10, 15)],
         [("F1.0", 0, 1), ("BW1.0", 1, 9)],
@@ -193,7 +193,7 @@ def test_fxpipe_run_records(capsys, tmp_path):
     arguments = ["run", str(tmp_path / "alone"), "--data", str(tmp_path / "data.safetensors"), "--record"]
     assert main(arguments) == 0
     capsys.readouterr()
-    plan, _ = read(tmp_path / "alone")
+    plan = read_plan(tmp_path / "alone")
     (spans,) = read_spans(tmp_path / "alone", 1)
     assert [op for op, _, _ in spans] == plan.order[0].split()
     assert all(start <= end for _, start, end in spans)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from zoo import Shape, compiled
 
 import fxpipe
+from fxpipe.plan.artifact import Plan
 from fxpipe.vocabulary.rows import rows_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
@@ -110,6 +111,24 @@ def test_a_vocabulary_whose_rows_the_ranks_have_built(agree):
 def test_a_rank_needs_the_leaves_that_it_uses(agree):
     assert text(agree[0], "trained leaves") == [["ids"], [], ["labels"]]
     assert text(agree[0], "vocabulary leaves") == [["ids", "labels"]] * RANKS
+
+
+@pytest.mark.parametrize("name", ["trained", "loaded"])
+def test_a_rank_has_its_own_program_and_asks_for_the_schedule_of_all(agree, name):
+    directory, _ = agree
+    assert text(directory, f"{name} part") == [
+        [[True, True, True], RANKS],
+        [[False, True, False], 0],
+        [[False, False, True], 0],
+    ]
+    saved = fxpipe.load(directory / "saved")
+    for plan, seconds in text(directory, f"{name} plan"):
+        assert (Plan.from_json(plan, name), seconds) == (saved.plan, saved.simulate().seconds)
+
+
+def test_a_rank_cannot_run_the_programs_of_all(agree):
+    for message in text(agree[0], "all alone"):
+        assert message.startswith("RunError: run_local runs the programs of all ranks")
 
 
 def test_batches_can_be_lists(agree):

@@ -1,0 +1,121 @@
+"""Ranks compare the messages of their programs: digests first, then the messages that differ."""
+
+import re
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import pytest
+from zoo import CASES, Shape, compiled
+
+from fxpipe.errors import RunError
+from fxpipe.runtime.agreement import Traffic, check_agreement
+from fxpipe.runtime.load_program import load_program
+
+RANKS = 3
+
+
+@cache
+def programs(microbatches: int) -> tuple[str, ...]:
+    """Each rank sends to the next one, gets gradients from it, and takes part in collectives."""
+    case = CASES["tied_head"]
+    pipe = compiled(case, case.build(), microbatches, Shape(RANKS, vocab_parallel=True))
+    return pipe.artifact.programs
+
+
+class Gathered:
+    """``gather`` of ranks in threads; ``texts``: all that they gave, by call."""
+
+    def __init__(self) -> None:
+        self.barrier, self.texts = threading.Barrier(RANKS, timeout=60), [[""] * RANKS]
+
+    def of(self, rank: int) -> Callable[[list[str]], list[str]]:
+        def gather(own: list[str]) -> list[str]:
+            (self.texts[-1][rank],) = own
+            self.barrier.wait()
+            found = self.texts[-1]
+            if self.barrier.wait() == 0:
+                self.texts.append([""] * RANKS)
+            self.barrier.wait()
+            return found
+
+        return gather
+
+
+def traffic_of(sources: Sequence[str]) -> dict[int, Traffic]:
+    return {rank: load_program(source, f"rank{rank}.py").traffic for rank, source in enumerate(sources)}
+
+
+def agree(sources: Sequence[str]) -> tuple[list[bool | str], list[list[str]]]:
+    """What ``check_agreement`` returns, or its error, on each rank; and the texts that the ranks gathered."""
+    gathered = Gathered()
+    traffic = traffic_of(sources)
+
+    def check(rank: int) -> bool | str:
+        try:
+            return check_agreement({rank: traffic[rank]}, gathered.of(rank))
+        except RunError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        return [*pool.map(check, range(RANKS))], gathered.texts[:-1]
+
+
+def test_the_texts_of_ranks_do_not_grow_with_the_microbatches():
+    sizes = []
+    for microbatches in (4, 12):
+        results, (texts,) = agree(programs(microbatches))
+        assert results == [True] * RANKS
+        sizes.append([*map(len, texts)])
+    assert sizes[0] == sizes[1]
+
+
+#: The rank whose program is edited, the edit, and the error of all ranks.
+EDITS = {
+    "a send less": (
+        1,
+        r"    rt\.send\(.*, to=2\)\n",
+        "",
+        r"Message \d+ of a step from rank 1 to rank 2 is .* program of rank 1, and .* in that of rank 2",
+    ),
+    "a collective less": (
+        2,
+        r"    \w+ = rt\.all_gather\(.*\n",
+        "",
+        r"Collective \d+ of a step in group \d is .* in the program of rank 0, and .* in that of rank 2",
+    ),
+    "a message to itself": (
+        1,
+        r"to=2\)",
+        "to=1)",
+        r"Message \d+ of a step from rank 1 to rank 1 is .* program of rank 1, and none in that of rank 1",
+    ),
+    "another shape": (
+        2,
+        r"\(\(2, 5, 8\), \(40, 8, 1\)",
+        "((2, 40), (40, 1)",
+        r"Message '\w+' is \(2, 5, 8\) .* in the program of rank \d, and \(2, 40\) .* in that of rank 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_all_ranks_raise_the_same(name):
+    rank, pattern, text, error = EDITS[name]
+    sources = [*programs(4)]
+    edited = re.sub(pattern, text, sources[rank], count=1)
+    assert edited != sources[rank]
+    sources[rank] = edited
+    (message, *others), _ = agree(sources)
+    assert others == [message] * (RANKS - 1)
+    assert re.match(error, str(message)), message
+    with pytest.raises(RunError, match=re.escape(str(message))):
+        check_agreement(traffic_of(sources), lambda own: own)
+
+
+def test_a_step_that_shows_no_calls_is_not_compared():
+    sources = [*programs(4)]
+    sources[1] = sources[1].replace("    return ", "    rt = rt\n    return ")
+    sources[1] = re.sub(r"    rt\.send\(.*\n", "", sources[1], count=1)
+    assert agree(sources)[0] == [False] * RANKS
