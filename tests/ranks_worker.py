@@ -20,6 +20,7 @@ from zoo import LENGTH, WIDTH, WORDS, Block, Case, Shape, compiled, tokens
 import fxpipe
 import fxpipe.plan.files
 import fxpipe.runtime.watch
+from fxpipe.runtime.process import Process
 
 RANKS, MICROBATCHES = 3, 4
 SHAPE = Shape(RANKS, "1f1b")
@@ -106,6 +107,18 @@ def own_values(rank: Rank) -> None:
             pipe.save(rank.directory / "saved")
 
 
+def reduced(rank: Rank) -> None:
+    """A number of each rank, and three of them; the last is NaN on rank 1."""
+    process = Process.join(torch.device("cpu"))
+    number = torch.tensor(float(rank.number), dtype=torch.float64)
+    several = torch.tensor([1.0, -rank.number, torch.nan if rank.number == 1 else 0.0])
+    largest = several.clone()
+    process.all_reduce_(number)
+    process.all_reduce_(several)
+    process.all_reduce_(largest, largest=True)
+    rank.tensors("reduced", {"number": number, "several": several, "largest": largest})
+
+
 def lists(rank: Rank) -> None:
     model = LISTED.build(seed=rank.number)
     pipe = compiled(LISTED, model, MICROBATCHES, SHAPE)
@@ -179,6 +192,7 @@ def agree(rank: Rank) -> None:
     """One after the other in the same processes, whose process group they made."""
     dist.init_process_group("gloo")
     own_values(rank)
+    reduced(rank)
     lists(rank)
     meta(rank)
     other_files(rank)

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 
 from torch import fx
 
+from fxpipe.ir.compat import copy_node
 from fxpipe.ir.graph import Color, Phase, offload, reload
 from fxpipe.ir.storage import call_nodes, root_within
 
@@ -82,7 +83,7 @@ def _view(
         return known
     source = _view(value.all_input_nodes[0], root, reloaded, user, again)
     with value.graph.inserting_before(user):
-        view = value.graph.node_copy(value, lambda _: source)
+        view = copy_node(value.graph, value, lambda _: source)
     view.meta["color"] = color
     again[value, color] = view
     return view

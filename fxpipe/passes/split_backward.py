@@ -17,6 +17,7 @@ from functools import cache
 import torch
 from torch import fx
 
+from fxpipe.ir.compat import copy_node
 from fxpipe.ir.graph import Color, Kind, Phase, read_buffer
 from fxpipe.ir.storage import call_nodes, output_dict
 
@@ -78,8 +79,7 @@ def _split_convolutions(graph: fx.Graph) -> None:
         if not (mask[0] and any(mask[1:])):
             continue
         with graph.inserting_before(node):
-            for_input = graph.node_copy(node)
-            for_weight = graph.node_copy(node)
+            for_input, for_weight = (copy_node(graph, node, lambda same: same) for _ in range(2))
         for_input.args = (*node.args[:-1], [True, False, False])
         for_weight.args = (*node.args[:-1], [False, *mask[1:]])
         val = node.meta["val"]

@@ -279,10 +279,19 @@ class Process:
             tensor.copy_(value)
 
     def all_reduce_(self, value: torch.Tensor, *, largest: bool = False) -> None:
-        """Replace a tensor by the sum over all ranks, or by the largest."""
+        """Replace a small tensor by the sum over all ranks, or by the largest.
+
+        Rank 0 adds, and a tree takes the sum to the others: log2(ranks) + 1 messages after each other, where
+        gloo's own all-reduce passes 2 (ranks - 1) of them around a ring.
+        """
         total = value.cpu()
+        ranks = [torch.empty_like(total) for _ in range(self.ranks)] if self.rank == 0 else None
         with self.watch.collective():
-            dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, self.control)
+            dist.gather(total, ranks, 0, self.control)
+            if ranks is not None:
+                found = torch.stack(ranks)
+                total.copy_(found.amax(0) if largest else found.sum(0))
+            dist.broadcast(total, 0, self.control)
         if total is not value:
             value.copy_(total)
 

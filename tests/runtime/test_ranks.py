@@ -131,6 +131,13 @@ def test_a_rank_cannot_run_the_programs_of_all(agree):
         assert message.startswith("RunError: run_local runs the programs of all ranks")
 
 
+def test_numbers_that_are_summed(agree):
+    for found in tensors(agree[0], "reduced"):
+        assert found["number"].item() == 3.0
+        assert found["several"].isnan().tolist() == found["largest"].isnan().tolist() == [False, False, True]
+        assert (found["several"][:2].tolist(), found["largest"][:2].tolist()) == ([3.0, -3.0], [1.0, 0.0])
+
+
 def test_batches_can_be_lists(agree):
     first, *others = (found["losses"] for found in tensors(agree[0], "lists"))
     assert all(torch.equal(first, other) for other in others)
