@@ -123,9 +123,9 @@ class Blocking(dist.ProcessGroup):
         return self._collective("allgather", -1, self._gloo.allgather, into, tensors, options)
 
 
-def register() -> None:
+def register(device: str = "cpu") -> None:
     def create(options: Any, _: Any) -> Blocking:
         return Blocking(options.store, options.group_rank, options.group_size, options.timeout)
 
     if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend(NAME, create, extended_api=True, devices=[device])

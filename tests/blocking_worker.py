@@ -8,6 +8,7 @@ runs them all, which takes too long for the tests.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import sys
 import tempfile
@@ -16,13 +17,16 @@ from datetime import timedelta
 from pathlib import Path
 
 import blocking_backend
+import stand_in_device
 import torch
 import torch.distributed as dist
 from launch import forked
 from torch import nn
 from zoo import LIMIT, WIDTH, WORDS, Block, Case, Shape, TiedHead, built_and_compiled, eager, tokens, too_far
 
+from fxpipe.errors import RunError
 from fxpipe.runtime import connect, sent
+from fxpipe.runtime.backend import is_gloo_alone
 from fxpipe.runtime.process import Process
 from fxpipe.training import runner
 from fxpipe.vocabulary.rows import rows_of
@@ -92,6 +96,32 @@ def run(shapes: list[Shape], microbatches: list[int], fault: str = "", limit: fl
         for shape in shapes:
             _step(shape, m)
     dist.barrier(dist.new_group(backend="gloo"))
+
+
+def batches_on_devices() -> None:
+    """Train where rank 0 has its batch on a device, rank 1 none of it, and rank 2 on the CPU; ``WORLD`` has a
+    backend for devices."""
+    blocking_backend.register(stand_in_device.DEVICE.type)
+    dist.init_process_group(f"cpu:gloo,{stand_in_device.DEVICE.type}:{blocking_backend.NAME}")
+    case, microbatches = deep(3), 2
+    _, pipe = built_and_compiled(case, microbatches, Shape(3, "1f1b"))
+    assert pipe.process is not None
+    assert is_gloo_alone(pipe.process.control)
+    rank = pipe.process.rank
+
+    def stepped(batch: dict[str, torch.Tensor]) -> float:
+        with stand_in_device.Device() if rank == 0 else contextlib.nullcontext():
+            given = {name: x.to(stand_in_device.DEVICE) if rank == 0 else x for name, x in batch.items()}
+            return pipe.step(dict.fromkeys(given) if rank == 1 else given).item()
+
+    batch = case.data(microbatches)
+    assert stepped(batch) == stepped(batch)
+    try:
+        stepped({name: x.flip(0) if rank == 0 else x for name, x in batch.items()})
+    except RunError as error:
+        assert "Rank 2 has another 'ids' than rank 0" in str(error)  # noqa: PT017 - no pytest here
+    else:
+        raise AssertionError("ranks with different batches agree")
 
 
 def _step(shape: Shape, microbatches: int) -> None:

@@ -128,5 +128,15 @@ def _mixed(places: Sequence[Place]) -> tuple[str, ...]:
 
 def backend_of(group: dist.ProcessGroup, kind: str) -> str | None:
     """The backend of a process group for tensors on a kind of device; None if it has none."""
+    return _backends(group).get(kind)
+
+
+def is_gloo_alone(group: dist.ProcessGroup) -> bool:
+    """Whether a group has no other backend, for tensors on any device."""
+    return {*_backends(group).values()} == {"gloo"}
+
+
+def _backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """By kind of device."""
     pairs = dist.get_backend_config(group).split(",")  # "cpu:gloo,cuda:nccl"
-    return dict(pair.split(":", 1) for pair in pairs).get(kind)
+    return dict(pair.split(":", 1) for pair in pairs)

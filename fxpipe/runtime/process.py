@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from fxpipe.errors import ArtifactError, RunError
-from fxpipe.runtime.accelerator import BACKENDS, is_accelerator, select
+from fxpipe.runtime.accelerator import select
 from fxpipe.runtime.attempt import agree_on_attempt
-from fxpipe.runtime.backend import Place, backend_of, choose
+from fxpipe.runtime.backend import Place, backend_of, choose, is_gloo_alone
 from fxpipe.runtime.comm import NoAnswer, answered
 from fxpipe.runtime.failure import Failures, in_short
 from fxpipe.runtime.torch_private import PrefixStore, default_store, rendezvous
@@ -45,8 +45,9 @@ def under_torchrun() -> bool:
 class Process:
     """``timeout``: the longest time that this rank waits for another one.
 
-    ``control``: the group of all ranks over gloo, for whatever is not a message of a step.  ``given``: the
-    default group if it was there before; else this process made it.  ``groups``: of the messages between
+    ``control``: a group of all ranks over gloo alone, for whatever is not a message of a step: no backend of
+    an accelerator ever carries it, wherever its tensors are.  ``given``: the default group if it was there
+    before; else this process made it.  ``groups``: of the messages between
     two ranks, and of collectives by number.
     """
 
@@ -76,18 +77,14 @@ class Process:
         given = dist.group.WORLD if dist.is_initialized() else None
         if given is not None:
             rank, ranks, store = dist.get_rank(), dist.get_world_size(), default_store()
-            on_gloo = backend_of(given, "cpu") == "gloo"
-            control = given if on_gloo else dist.new_group(backend="gloo", timeout=limit)
+            control = given if is_gloo_alone(given) else dist.new_group(backend="gloo", timeout=limit)
             attempt = _broadcast_bytes(uuid.uuid4().hex.encode() if rank == 0 else None, control).decode()
         else:
             with answered():
                 store, rank, ranks = next(rendezvous("env://", timeout=limit))
                 attempt = agree_on_attempt(PrefixStore("fxpipe", store), rank, ranks, limit)
                 own = PrefixStore(attempt, store)
-                backends = "gloo"
-                if is_accelerator(device):
-                    backends = f"cpu:gloo,{device.type}:{BACKENDS[device.type]}"
-                dist.init_process_group(backends, store=own, rank=rank, world_size=ranks, timeout=limit)
+                dist.init_process_group("gloo", store=own, rank=rank, world_size=ranks, timeout=limit)
             assert dist.group.WORLD is not None
             control = dist.group.WORLD
         # A store of its own, as one that waits for a key answers no other thread.

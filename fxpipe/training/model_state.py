@@ -14,6 +14,7 @@ from fxpipe.plan.artifact import Plan, holders
 from fxpipe.runtime.process import Process, own_ranks
 from fxpipe.runtime.rank import Runtime
 from fxpipe.training.optimizer import set_grad
+from fxpipe.training.zeroed import take_zeroed
 from fxpipe.vocabulary.rows import rows_of, whole_name
 
 
@@ -110,21 +111,26 @@ class ModelState:
     def accumulators(self, rt: Runtime) -> dict[str, torch.Tensor]:
         """Make the parameters' ``.grad`` the accumulators of the program, of the plan's dtype.
 
-        A gradient that the step changes as a whole (by a sum over ranks, or division by the count) must not
-        include an earlier step's: it gets a new accumulator, and the ``.grad`` to add it to is returned.
+        An earlier step's gradient must be counted once by a sum over ranks, so one of them keeps it, and must
+        not be divided by this step's count: then the step gets new accumulators, and the ``.grad`` to add
+        them to are returned.
         """
         trained = holders(held.gradients for held in self.plan.tensors)
         earlier = {}
         for name in self.plan.tensors[rt.rank].gradients:
             parameter = self.parameter(name)
-            worked_on = self.plan.step.has_count or len(trained[name]) > 1
             grad, dtype = parameter.grad, self.plan.gradient_dtype(parameter.dtype)
             held = self._zeros(parameter) if grad is None else grad.to(dtype)
             if held is not grad:
                 set_grad(parameter, held)
-            if grad is not None and worked_on:
+            rt.grads[name] = held
+            if grad is None or take_zeroed(grad):
+                continue
+            if self.plan.step.has_count:
                 earlier[name] = held
-            rt.grads[name] = self._zeros(parameter) if name in earlier else held
+                rt.grads[name] = self._zeros(parameter)
+            elif rt.rank != trained[name][0]:  # which has the same one
+                held.zero_()
         return earlier
 
     def _zeros(self, parameter: nn.Parameter) -> torch.Tensor:

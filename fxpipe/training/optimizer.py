@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from fxpipe.errors import RunError
 from fxpipe.runtime.tensors import gradient_dtype
+from fxpipe.training.zeroed import mark_zeroed
 from fxpipe.vocabulary.rows import whole_name
 
 MASTER = "master_weight"
@@ -150,6 +151,7 @@ class PipelineOptimizer(Optimizer):
                 parameter.grad = None
         elif grads:
             torch._foreach_zero_(grads)
+            mark_zeroed(grads)
 
     def state_of(self, updated: Parameter) -> dict[str, Any]:
         """The wrapped optimizer's state of what it updates, with the master itself."""

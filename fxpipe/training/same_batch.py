@@ -22,19 +22,18 @@ ABSENT = 0  # the word of a leaf that the rank was not given
 def words(
     plan: int, step: int, stop: bool, leaves: Sequence[str], given: Mapping[str, object]
 ) -> torch.Tensor:
-    """The words of this rank, on the device of the first tensor that it was given.
+    """The words of this rank, on the CPU wherever its batch is: a rank that was given no tensor has them too.
 
     plan: the number of the plan.  stop: whether this rank was asked to end the run.  leaves: the names of the
     batch's tensors; the words of many are added up.
     """
     found = {name: x for name in leaves if isinstance(x := given.get(name), torch.Tensor)}
-    device = next((x.device for x in found.values()), torch.device("cpu"))
-    own = torch.zeros(WORDS, dtype=torch.int64, device=device)
+    own = torch.zeros(WORDS, dtype=torch.int64)
     own[PLAN], own[STEP], own[STOP] = plan, step, int(stop)
     for slot, names in _slots(leaves):
         if found.keys() >= set(names):
             for name in names:
-                own[slot] += digest(found[name]).to(device)
+                own[slot] += digest(found[name]).cpu()
     return own
 
 

@@ -51,3 +51,9 @@ def test_an_error_of_a_communicator_ends_all_ranks_with_one_message(tmp_path):
     assert first, run
     said = [first[0].lower() in text.lower() for text in run.stderr]
     assert said == [True] * 3, run
+
+
+def test_ranks_compare_batches_wherever_these_are(tmp_path):
+    """On a device, on the CPU, and without any tensor, beside a backend for devices."""
+    run = forked(3, worker.batches_on_devices, dtype=torch.float64, logs=tmp_path / "logs")
+    assert run.code == 0, run

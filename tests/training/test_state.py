@@ -169,3 +169,82 @@ def test_the_number_of_the_step():
     pipe.step_number = 7
     pipe.step(TOKENS)
     assert pipe.step_number == 8
+
+
+# -- accumulators -----------------------------------------------------------------------------------------
+
+
+class Counted(nn.Module):
+    """Tied; its loss is a (sum, count)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.third = nn.Linear(4, 4)
+        self.third.weight = self.first.weight
+
+    def forward(self, x):
+        return self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+def sum_and_count(output, batch):
+    return output.square().sum(), (batch["x"] > 0).sum()
+
+
+@pytest.mark.parametrize("change", ["none", "zero", "zero, add", "zero, step"])
+def test_a_step_has_one_set_of_gradients_unless_it_adds_to_others(change):
+    """Of a (sum, count) whose division must leave the gradients of earlier steps alone."""
+    torch.manual_seed(1)
+    model, batch = Counted(), {"x": torch.randn(4, 4)}
+    pipe = fxpipe.compile(
+        model, {"x": batch["x"][:2]}, ranks=1, microbatches=2, loss_fn=sum_and_count, schedule="1f1b"
+    )
+    optimizer = pipe.optimizer(torch.optim.SGD, lr=0.0)
+    pipe.step(batch)
+    of_a_step = {name: p.grad.clone() for name, p in model.named_parameters()}
+    expected = of_a_step
+    match change:
+        case "none":
+            optimizer.zero_grad(set_to_none=True)
+        case "zero":
+            optimizer.zero_grad()
+        case "zero, add":
+            optimizer.zero_grad()
+            model.second.bias.grad += 1
+            expected = {**of_a_step, "second.bias": of_a_step["second.bias"] + 1}
+        case "zero, step":
+            optimizer.zero_grad()
+            pipe.step(batch)
+            expected = {name: 2 * grad for name, grad in of_a_step.items()}
+    pipe.step(batch)
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(parameter.grad, expected[name])
+    own = [pipe.runtime.grads[name] is p.grad for name, p in model.named_parameters()]
+    match change:
+        case "none" | "zero":
+            assert all(own)
+        case "zero, add":
+            assert own.count(False) == 1
+        case _:
+            assert not any(own)
+
+
+def test_tied_gradients_of_earlier_steps_are_summed_once():
+    """They stay where they are, on the first rank that has them."""
+    model = Tied()
+    pipe = pipeline(model)
+    state, (first, second) = pipe.model_state, range(2)
+    tied = "embed.weight"
+    assert all(tied in held.gradients for held in pipe.plan.tensors)
+    earlier = torch.randn(8, 4)
+
+    def accumulator(rank: int) -> torch.Tensor:
+        rt = types.SimpleNamespace(rank=rank, grads={})
+        model.embed.weight.grad = earlier.clone()
+        assert state.accumulators(rt) == {}
+        assert rt.grads[tied] is model.embed.weight.grad
+        return rt.grads[tied]
+
+    assert torch.equal(accumulator(first), earlier)
+    assert not accumulator(second).any()
