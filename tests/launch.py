@@ -8,12 +8,14 @@ import functools
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
@@ -84,6 +86,52 @@ def forked(
         except EOFError as error:
             raise RuntimeError(f"{ENDED} when it was asked for a rank; stderr says why") from error
     return _run_of(code, own, logs, ranks)
+
+
+def without_agent(
+    ranks: int,
+    function: Callable[..., int | None],
+    *arguments: object,
+    dtype: torch.dtype,
+    logs: Path,
+    limit: float = 240.0,
+) -> Run:
+    """As ``forked``, of ranks that no agent watches, as some cluster managers start them.
+
+    After the limit those that still run are killed.
+    """
+    _serve()
+    logs.mkdir()
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    processes = []
+    for rank in range(ranks):
+        own = {"RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        processes.append(
+            multiprocessing.get_context("forkserver").Process(
+                target=_alone, args=(own, logs / str(rank), dtype, function, *arguments)
+            )
+        )
+        processes[-1].start()
+    end = time.monotonic() + limit
+    for process in processes:
+        process.join(max(0.0, end - time.monotonic()))
+    ended = time.time()
+    for process in processes:
+        process.kill()
+        process.join()
+    code = next((process.exitcode for process in processes if process.exitcode), 0)
+    printed = tuple((logs / str(rank)).read_text(errors="replace") for rank in range(ranks))
+    return Run(code, ("",) * ranks, printed, "", ended)
+
+
+def _alone(own: dict[str, object], log: Path, dtype: torch.dtype, *rest: Any) -> None:
+    os.environ.update({name: str(value) for name, value in own.items()})
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    _in_rank(dtype, *rest)
 
 
 ENDED = "the fork server of the tests ended"

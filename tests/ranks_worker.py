@@ -6,8 +6,10 @@ import errno
 import os
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -28,6 +30,8 @@ SHAPES = {"trained": SHAPE, "vocabulary": Shape(RANKS, "1f1b", vocab_parallel=Tr
 LEARNING_RATE, STEPS = 0.1, 3
 #: Seconds that a model takes to trace, and a shorter time limit of ranks that wait for each other.
 TRACING, LIMIT = 10.0, 7.0
+#: Seconds for which a rank is stopped.
+STOPPED = 3.0
 
 
 class Shared(nn.Module):
@@ -244,6 +248,26 @@ def attempts(rank: Rank) -> None:
     except fxpipe.errors.RunError as error:
         rank.text("error", [str(error), time.time()])
         raise
+
+
+# -- ranks that another one waits for ---------------------------------------------------------------------
+
+
+def silent(rank: Rank) -> None:
+    """Rank 2 is stopped for some seconds, and then killed; no connection tells the others that wait."""
+    process = Process.join(torch.device("cpu"), timedelta(seconds=LIMIT))
+    if rank.number == 2:
+        subprocess.Popen(["sh", "-c", f"sleep {STOPPED}; kill -CONT {os.getpid()}"])
+        begun = time.time()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        rank.text("stopped", time.time() - begun)
+    process.gather(b"")
+    rank.text("went on", True)
+    if rank.number == 2:
+        rank.text("killed", time.time())
+        os.kill(os.getpid(), signal.SIGKILL)
+    with process.watch.collective():
+        time.sleep(60)  # as a wait for a message would
 
 
 def main(check: Callable[[Rank], None], directory: Path) -> None:

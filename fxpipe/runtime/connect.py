@@ -62,7 +62,8 @@ def connect(
     if backend == "gloo":
         for what in new:
             alone = isinstance(what, int)
-            known[device, what] = _group(process, backend) if alone else process.control
+            with process.watch.collective():
+                known[device, what] = _group(process, backend) if alone else process.control
     elif new:
         all_of_device = [what for place, what in known if place == device] + new
         _check_streams(all_of_device, process.ranks, queues(device))

@@ -88,8 +88,9 @@ class Process:
             assert dist.group.WORLD is not None
             control = dist.group.WORLD
         # A store of its own, as one that waits for a key answers no other thread.
-        failures = Failures(PrefixStore(f"fxpipe/{attempt}", store.clone()), rank, ranks)
-        process = Process(rank, ranks, limit, control, given, Watch(failures))
+        hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+        failures = Failures(PrefixStore(f"fxpipe/{attempt}", store.clone()), rank, ranks, hosts)
+        process = Process(rank, ranks, limit, control, given, Watch(failures, limit))
         _joined = dist.group.WORLD, process
         if given is None:
             atexit.register(process._leave)
@@ -180,7 +181,7 @@ class Process:
                 if message := failures.find():
                     raise RunError(f"{message} (Rank {self.rank} {self.watch.doing()}.)")
                 now, before = time.monotonic(), beat
-                beat, _ = failures.seen(rank)
+                beat = failures.seen(rank).beat
                 last = now if beat != before else last
                 if now - last > self.timeout.total_seconds():
                     raise NoAnswer(f"no sign of life from rank {rank} for {self.timeout}")

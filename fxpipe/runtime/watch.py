@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from fxpipe.errors import RunError
 from fxpipe.runtime.comm import NoAnswer, answered
-from fxpipe.runtime.failure import BEAT, Failures, record
+from fxpipe.runtime.failure import BEAT, ENDED, FIRST, Failures, Sign, record
 from fxpipe.runtime.place import place_of_error, place_of_main_thread
 
 if TYPE_CHECKING:
@@ -30,10 +31,12 @@ SLOW = 30.0
 GRACE = 3.0
 #: Seconds that a rank may wait for others without a store: the machine that had it is gone.
 ALONE = 5.0
+#: Seconds that a rank waits for one whose process is gone; an error of the connection mostly comes before.
+GONE = 1.0
+#: Part of the time limit that it waits for one without sign of life whose process cannot be seen from here.
+UNSEEN = 0.1
 #: Most ranks of a kind that a message tells of beside its own.
 MOST_OTHERS = 8
-
-ENDED = "has ended"  # the last thing that a rank does
 
 log = logging.getLogger("fxpipe")
 
@@ -48,15 +51,20 @@ class Watch:
     fails raises nothing in the host, which waits for the device then.
     """
 
-    def __init__(self, failures: Failures) -> None:
-        self.failures = failures
+    def __init__(self, failures: Failures, timeout: timedelta) -> None:
+        """timeout: the longest time that a rank waits for another one."""
+        self.failures, self._unseen = failures, UNSEEN * timeout.total_seconds()
         self.has_failed = False
         self.connections: list[Callable[[], NoAnswer | None]] = []
         self._runtime: Runtime | None = None
         self._following: dict[str, str] = {}  # op -> the op after it in the program
         self._in_step = self._in_collective = False
         self._over = threading.Event()
-        self._beat, self._since, self._said, self._before = 0, time.monotonic(), SLOW, ""
+        self._beat = FIRST - 1
+        # What the rank does, the number of its own beats for which it waits for it, since when, and the time
+        # after which it says so.
+        self._doing, self._waited, self._since, self._said = "", 0, 0.0, SLOW
+        self._quiet: dict[int, tuple[str, int]] = {}  # rank -> its last beat, own beats without another one
         self._thread = threading.Thread(target=self._run, name="fxpipe-watch", daemon=True)
         self._show()
         self._thread.start()
@@ -78,15 +86,16 @@ class Watch:
 
     @contextlib.contextmanager
     def collective(self) -> Iterator[None]:
-        """A collective outside of a step.  Raises RunError as ``lost`` does if it gets no answer."""
-        self._in_collective = True
+        """A wait of the main thread for the other ranks outside of a step.  Raises RunError as ``lost`` does
+        if it gets no answer."""
+        within, self._in_collective = self._in_collective, True
         try:
             with answered():
                 yield
         except NoAnswer as error:
             raise self.lost(error) from None
         finally:
-            self._in_collective = False
+            self._in_collective = within
 
     @property
     def waits(self) -> bool:
@@ -142,39 +151,79 @@ class Watch:
                 if first == own:
                     return RunError(own)
         except dist.DistError:  # the store is gone as well
-            return RunError(f"Rank {rank} {doing}, and got no answer: {error}.")
+            gone, _ = _others(self.failures.remembered(), rank)
+            return RunError(f"{gone}Rank {rank} {doing}, and got no answer: {error}.")
         return RunError(f"{first} (Rank {rank} {doing}.)")
 
     def _run(self) -> None:
         try:
             while not self._over.wait(BEAT):
                 if message := self.failures.find():
-                    self._end(self._elsewhere(message), GRACE)
+                    self._end(self._elsewhere(message), GRACE / 2 if self.waits else GRACE)
                 for failure in filter(None, (error() for error in self.connections)):
                     self._end(self.lost(failure, self._show), GRACE)
                 self._show()
+                self._count()
                 self._complain()
+                self._check_awaited()
         except dist.DistError as error:
-            # The run is over, or a rank waits for others that are gone with the store.
-            doing = self.doing()
-            if not self._over.wait(ALONE) and self.waits and self.doing() == doing:
-                self._end(self._elsewhere(f"The store that the ranks share is gone: {error}"), 0.0)
+            self._run_alone(error)
+
+    def _run_alone(self, error: Exception) -> None:
+        """Without the store: the run is over, or a rank will wait for others that are gone with it."""
+        self._doing, self._waited = "", 0
+        while not self._over.wait(BEAT):
+            self._count()
+            signs = self.failures.remembered()
+            if self._waited * BEAT >= ALONE and not all(signs[rank].runs for rank in self._awaited()):
+                gone, _ = _others(signs, self.failures.rank)
+                self._end(self._elsewhere(f"{gone}The store that the ranks share is gone: {error}"), 0.0)
 
     def _show(self) -> None:
         self._beat += 1
         self.failures.show(self._beat, self.doing())
+        self.failures.look()
+
+    def _count(self) -> None:
+        """Count the beats of a wait for one thing: where the machine is busy, they come late as well."""
+        doing = self.doing()
+        if self.waits and doing == self._doing:
+            self._waited += 1
+            return
+        self._doing, self._waited, self._since, self._said = doing, 0, time.monotonic(), SLOW
 
     def _complain(self) -> None:
         """Say so if the rank has been waiting for the same thing for long."""
-        doing, now = self.doing(), time.monotonic()
-        if not self.waits or doing != self._before:
-            self._since, self._said, self._before = now, SLOW, doing
-            return
-        if now - self._since >= self._said:
+        seconds = time.monotonic() - self._since
+        if self._waited and seconds >= self._said:
             self._said *= 2
             gone, rest = _others(self.failures.survey(self._show), self.failures.rank)
-            text = "%srank %d %s, for %.0f s now.%s"
-            log.warning(text, gone, self.failures.rank, doing, now - self._since, rest)
+            log.warning(
+                "%srank %d %s, for %.0f s now.%s", gone, self.failures.rank, self._doing, seconds, rest
+            )
+
+    def _awaited(self) -> list[int]:
+        """The rank that this one waits for, or all others."""
+        others = [rank for rank in range(self.failures.ranks) if rank != self.failures.rank]
+        waiting = None if self._in_collective or self._runtime is None else self._runtime.waiting
+        return [rank for rank in others if waiting == f"rank {rank}"] or others
+
+    def _check_awaited(self) -> None:
+        """End this process if it waits for one that is gone: an error of the connection may be lost."""
+        if not self._waited:
+            self._quiet.clear()
+            return
+        awaited = self._awaited()
+        for rank in awaited:
+            sign = self.failures.seen(rank)
+            beat, quiet = self._quiet.get(rank, ("", 0))
+            quiet = quiet + 1 if sign.beat == beat else 0
+            self._quiet[rank] = sign.beat, quiet
+            was_killed = sign.runs is False and not sign.has_ended
+            if sign.runs or (sign.has_ended and len(awaited) > 1):  # it may have done its part
+                continue
+            if quiet * BEAT >= (GONE if was_killed else self._unseen):
+                self._end(self.lost(NoAnswer("the connection reports no error"), self._show), 0.0)
 
     def _elsewhere(self, message: str) -> RunError:
         """A failure that is not this rank's, with what this rank does."""
@@ -189,6 +238,7 @@ class Watch:
             record(error)
             sys.stdout.flush()
             time.sleep(2 * BEAT)  # torchrun ends all ranks with the first: each is to say why before
+            self._keep_store()
         finally:
             os._exit(1)
 
@@ -198,6 +248,14 @@ class Watch:
         self._thread.join(GRACE)
         with contextlib.suppress(dist.DistError):
             self.failures.show(self._beat + 1, f"{ENDED}, {self.progress()}")
+        if self.has_failed:
+            self._keep_store()
+
+    def _keep_store(self) -> None:
+        """Let the other ranks read why the run fails, where the store ends with this process."""
+        end = time.monotonic() + GRACE
+        while self.failures.hosts and time.monotonic() < end and not self.failures.have_ended():
+            time.sleep(0.05)
 
 
 def _report_uncaught(watch: Watch) -> None:
@@ -218,19 +276,23 @@ def _described(op: str) -> str:
     return f"{op} (stage {match[1]}, microbatch {match[2]})" if match else op
 
 
-def _others(survey: Sequence[tuple[bool, str]], rank: int) -> tuple[str, str]:
+def _others(survey: Sequence[Sign], rank: int) -> tuple[str, str]:
     """What is known of other ranks that are gone, and of the rest, as sentences of a message."""
     gone, rest = [], []
-    for other, (alive, doing) in enumerate(survey):
+    for other, sign in enumerate(survey):
+        last = f"the last was that it {sign.doing}. "
         if other == rank:
             continue
-        if alive:
-            rest.append(f" Rank {other} {doing}.")
-        elif doing.startswith(ENDED):
-            gone.append(f"Rank {other} {doing}. ")
+        if sign.has_ended:
+            gone.append(f"Rank {other} {sign.doing}. ")
+        elif sign.runs is False:
+            gone.append(f"Rank {other} gives no sign of life any more (killed, or out of memory); {last}")
+        elif sign.beats:
+            rest.append(f" Rank {other} {sign.doing}.")
+        elif sign.runs:
+            rest.append(f" Rank {other} gives no sign of life (stopped, or in a long call); {last}".rstrip())
         else:
             gone.append(
-                f"Rank {other} gives no sign of life any more (killed, out of memory, or stopped); the last "
-                f"was that it {doing}. "
+                f"Rank {other} gives no sign of life any more (killed, out of memory, or stopped); {last}"
             )
     return "".join(gone[:MOST_OTHERS]), "".join(rest[:MOST_OTHERS])

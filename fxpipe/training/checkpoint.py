@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from fxpipe.errors import ArtifactError, FxpipeError, RunError
 from fxpipe.plan.files import checksum, writing
+from fxpipe.runtime.comm import NoAnswer, answered
 from fxpipe.runtime.process import agreed, agreed_by
 from fxpipe.strict import unstructure
 from fxpipe.training import checkpoint_files as files
@@ -81,7 +82,8 @@ class Checkpointer:
         # Of its own, as the background thread uses it while the main thread uses the others.
         self._group: dist.ProcessGroup | None = None
         if self._process is not None:
-            self._group = dist.new_group(backend="gloo", timeout=self._process.timeout)
+            with self._process.watch.collective():
+                self._group = dist.new_group(backend="gloo", timeout=self._process.timeout)
         self._check_directory()
         self._background = ThreadPoolExecutor(1, "fxpipe-checkpoint")
         self._writing: Future[Path] | None = None
@@ -138,13 +140,16 @@ class Checkpointer:
         writing, self._writing = self._writing, None
         if writing is None:
             return None
-        try:
-            return writing.result()
-        except (OSError, RuntimeError, FxpipeError, CheckpointException) as error:
-            raise RunError(
-                f"The checkpoint in {self.directory} could not be written: {_reason(error)}. "
-                "The earlier ones are whole."
-            ) from error
+        with nullcontext() if self._process is None else self._process.watch.collective():
+            try:
+                return writing.result()
+            except NoAnswer:  # of another rank, in the background
+                raise
+            except (OSError, RuntimeError, FxpipeError, CheckpointException) as error:
+                raise RunError(
+                    f"The checkpoint in {self.directory} could not be written: {_reason(error)}. "
+                    "The earlier ones are whole."
+                ) from error
 
     def close(self) -> None:
         """Wait for the last checkpoint, and handle SIGTERM as before."""
@@ -195,7 +200,8 @@ class Checkpointer:
             if self._rank == 0:
                 files.begin(self.directory, step)
         draft = files.draft_of(self.directory, step)
-        tensor_store.write(tensors, draft, self._group)
+        with answered():  # an error of this rank's own is a CheckpointException
+            tensor_store.write(tensors, draft, self._group)
         with self._agreed("compute checksums"):
             own = json.dumps([self._sums(draft), record.fields])
         sums: dict[str, str] = {}
@@ -263,7 +269,8 @@ class Checkpointer:
         if self._process is None:
             return [data]
         found: list[Any] = [None] * self._process.ranks
-        dist.all_gather_object(found, data, self._group)
+        with answered():
+            dist.all_gather_object(found, data, self._group)
         return found
 
 

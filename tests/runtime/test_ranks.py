@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import ranks_worker as worker
 import torch
-from launch import Run, forked, printed
+from launch import Run, forked, printed, without_agent
 from ranks_worker import MICROBATCHES, RANKS
 from safetensors.torch import load_file
 from zoo import Shape, compiled
@@ -225,7 +225,7 @@ def test_a_rank_that_is_killed_is_named_with_what_others_waited_for(attempts):
     assert messages
     assert all(when - failed(directory / "1", 2) < 5 for _, when in messages)
     for message, _ in messages:
-        assert message.startswith("Rank 2 gives no sign of life any more (killed, out of memory, or stopped)")
+        assert message.startswith("Rank 2 gives no sign of life any more (killed, or out of memory)")
         assert re.search(
             r"Rank 1 waits for rank 2, to run BW?1\.\d \(.*\) of step 1, and got no answer", message
         )
@@ -238,3 +238,17 @@ def test_the_last_attempt_is_not_disturbed(attempts):
     assert not list((directory / "2").glob("error.*"))
     own = [worker.SHARED.build(seed=rank).state_dict() for rank in range(RANKS)]
     check_training(directory / "2", own)
+
+
+def test_a_rank_that_is_stopped_is_waited_for_and_one_that_is_killed_is_not(tmp_path):
+    """Without torchrun, where a connection that breaks reports nothing."""
+    run = without_agent(
+        RANKS, worker.main, worker.silent, tmp_path, dtype=torch.float32, logs=tmp_path / "logs", limit=30.0
+    )
+    assert text(tmp_path, "went on") == [True] * RANKS
+    assert json.loads((tmp_path / "stopped.2.json").read_text()) > worker.STOPPED - 0.5
+    assert run.ended - json.loads((tmp_path / "killed.2.json").read_text()) < 10.0
+    for rank in (0, 1):
+        assert (
+            "Rank 2 gives no sign of life any more (killed, or out of memory); the last" in run.stderr[rank]
+        )

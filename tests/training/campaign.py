@@ -15,6 +15,7 @@ import random
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -37,12 +38,16 @@ KINDS = ("kill", "raise", "preempt", "exit")
 
 @dataclass(frozen=True)
 class Fault:
-    """On one rank: what happens, where, and how many steps after the attempt began."""
+    """On one rank: what happens, where, and how many steps after the attempt began.
+
+    delay: seconds from the place to it, which goes on meanwhile.
+    """
 
     rank: int
     kind: str
     place: str
     after: int
+    delay: float = 0.0
 
 
 def fault_of(number: int, ranks: int) -> Fault:
@@ -60,6 +65,11 @@ class Raised(Exception):
 
 def strike(fault: Fault, directory: Path, attempt: int) -> None:
     """Once in an attempt."""
+    if fault.delay:
+        later = threading.Timer(fault.delay, strike, (replace(fault, delay=0.0), directory, attempt))
+        later.daemon = True
+        later.start()
+        return
     file = directory / f"fault.{attempt}.json"
     if file.exists():
         return
@@ -76,9 +86,14 @@ def strike(fault: Fault, directory: Path, attempt: int) -> None:
 
 def attempt_to_train(directory: Path, first: int, faults: int, steps: int) -> None:
     """What each process runs."""
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    fault = fault_of(first + attempt, ranks) if attempt < faults else None
+    fault = fault_of(first + attempt, int(os.environ["WORLD_SIZE"])) if attempt < faults else None
+    train(directory, fault, attempt, steps)
+
+
+def train(directory: Path, fault: Fault | None, attempt: int, steps: int) -> None:
+    """To the end, or to the fault, from the newest checkpoint."""
+    rank = int(os.environ["RANK"])
     saves = fault is not None and fault.place == "save"
     if fault is not None and fault.rank != rank:
         fault = None

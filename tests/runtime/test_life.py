@@ -1,0 +1,147 @@
+"""Signs of life: which processes are gone, and errors that are written as a whole."""
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from fxpipe.runtime import watch as watches
+from fxpipe.runtime.failure import BEAT, ENDED, Failures, record
+from fxpipe.runtime.life import own_process, runs
+from fxpipe.runtime.watch import Watch
+
+OTHER = "import fxpipe.runtime.life as life; print(life.own_process(), flush=True); input()"
+
+
+def other_process() -> tuple[subprocess.Popen, str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", OTHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    return process, process.stdout.readline().strip()
+
+
+def test_processes_that_run_and_are_gone():
+    process, name = other_process()
+    assert name != own_process()
+    assert runs(own_process()) is True
+    assert runs(name) is True
+    process.send_signal(signal.SIGSTOP)
+    assert runs(name) is True
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert runs(name) is False, "it has ended, and waits to be reaped"
+    process.communicate()
+    assert runs(name) is False
+    machine, _, rest = own_process().partition("/")
+    assert runs(f"{machine}/{os.getpid()}/1") is False, "another process had this number"
+    assert runs(f"another {machine}/{rest}") is None
+    assert runs("unknown") is None
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    """Of rank 0 of three, whose thread does nothing, and which tells how it would end."""
+    monkeypatch.setattr(Watch, "_run", lambda self: None)
+    monkeypatch.setattr(watches, "_report_uncaught", lambda watch: None)
+    monkeypatch.setattr(watches.atexit, "register", lambda *_: None)
+    monkeypatch.setattr("fxpipe.runtime.failure.SILENCE", 0.0)
+    watch = Watch(Failures(dist.HashStore(), 0, 3), timedelta(seconds=100))
+    watch.ends = []
+    monkeypatch.setattr(watch, "_end", lambda error, grace: watch.ends.append(str(error)))
+    return watch
+
+
+def beats_until_it_ends(watch: Watch, others: dict[int, str], most: int = 40) -> int | None:
+    """While it waits in one collective; the others do this, and show no new sign of life."""
+    for rank, doing in others.items():
+        watch.failures.store.set(f"rank/{rank}", f"7 {doing}")
+    with watch.collective():
+        for beat in range(most):
+            watch._count()
+            watch._check_awaited()
+            if watch.ends:
+                return beat
+    return None
+
+
+def test_a_rank_that_waits_for_one_that_was_killed_ends(watch):
+    process, name = other_process()
+    watch.failures.store.set("process/2", name)
+    watch.failures.store.set("process/1", own_process())
+    process.kill()
+    process.communicate()
+    assert beats_until_it_ends(watch, {1: "waits", 2: "runs F2.1 of step 3"}) * BEAT <= 2.0
+    assert "Rank 2 gives no sign of life any more (killed, or out of memory)" in watch.ends[0]
+    assert "the last was that it runs F2.1 of step 3" in watch.ends[0]
+    assert "Rank 1 gives no sign of life any more" not in watch.ends[0]
+
+
+def test_a_rank_that_is_stopped_or_in_a_long_call_is_waited_for(watch):
+    for rank in (1, 2):
+        watch.failures.store.set(f"process/{rank}", own_process())
+    assert beats_until_it_ends(watch, {1: "waits", 2: "runs F2.1 of step 3"}) is None
+
+
+def test_a_rank_that_cannot_be_seen_is_waited_for_longer(watch):
+    """A tenth of the time limit."""
+    assert beats_until_it_ends(watch, {1: "waits", 2: "runs"}) * BEAT == pytest.approx(10.0, abs=2 * BEAT)
+    assert "(killed, out of memory, or stopped)" in watch.ends[0]
+
+
+def test_a_rank_that_has_ended_may_have_done_its_part(watch):
+    watch.failures.store.set("process/1", own_process())
+    assert beats_until_it_ends(watch, {1: "waits", 2: f"{ENDED}, after 3 steps"}) is None
+
+
+def test_only_who_waits_ends(watch):
+    process, name = other_process()
+    watch.failures.store.set("process/2", name)
+    process.kill()
+    process.communicate()
+    for _ in range(40):
+        watch._count()
+        watch._check_awaited()
+    assert watch.ends == []
+
+
+# -- errors -----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def disk_of(size: int):
+    """No file can be larger, as on a disk that is full."""
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+
+
+@pytest.mark.parametrize("size", [None, 0, 20])
+def test_an_error_is_written_whole_or_not_at_all(tmp_path, monkeypatch, size):
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    try:
+        raise ValueError("a bad row")
+    except ValueError as error:
+        with contextlib.nullcontext() if size is None else disk_of(size):
+            record(error)
+            record(RuntimeError("a later one"))
+    if size is not None:
+        assert list(tmp_path.iterdir()) == []
+        return
+    assert list(tmp_path.iterdir()) == [file]
+    message = json.loads(file.read_text())["message"]
+    assert message["message"] == "ValueError: a bad row"
+    assert "test_an_error_is_written" in message["extraInfo"]["py_callstack"]
+    assert int(message["extraInfo"]["timestamp"]) > 1e9
