@@ -463,7 +463,7 @@ def test_a_way_for_compilers_that_reads_as_much_is_given_up():
             return x
 
     fxpipe.compile(Same(), batch(2), ranks=2, microbatches=2, schedule="1f1b")
-    assert ways == [("reads", False), ("goes on", False), ("reads", True)]
+    assert [*dict.fromkeys(ways)] == [("reads", False), ("goes on", False), ("reads", True)]
 
 
 def test_what_the_way_for_compilers_catches_is_still_counted():

@@ -733,8 +733,9 @@ def test_a_result_that_later_steps_read():
                 return x - self.mean
             return x
 
-    message = warned(Averages)
-    assert "keeps a result in the model's mean (" in message
+    message = refused(Averages)
+    assert "keeps a result in the model's mean," in message
+    assert "make it a buffer" in message
     assert "test_capture_state.py:" in message
 
 
