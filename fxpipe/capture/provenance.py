@@ -76,8 +76,8 @@ class Provenance(compat.TorchDispatchMode):
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
         self._entered = None
-        for handle in self._handles:
-            handle.remove()
+        while self._handles:
+            self._handles.pop().remove()
 
     def _pop(self, module: nn.Module, args: Any, output: Any) -> None:
         # Not called for a module that raised: an error message wants the innermost path.

@@ -36,6 +36,9 @@ _OF_A_SHAPE = {
 #: Ops that write all of their first argument, and do not read it.
 _OVERWRITES = {aten.copy_.default, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor}
 
+#: The ops that read two values, one in each run; None for a result.
+Readers = tuple[fx.Node | None, fx.Node | None]
+
 
 @dataclass(frozen=True, eq=False)
 class Run:
@@ -66,7 +69,7 @@ def difference(
                 raise _carried(x, op, kept)
     same: dict[fx.Node, fx.Node] = {}  # ops and memory of the second run -> those of the first
 
-    def alike(a: Any, b: Any, at: tuple[fx.Node, fx.Node]) -> bool:
+    def alike(a: Any, b: Any, at: Readers) -> bool:
         if isinstance(a, fx.Node) and isinstance(b, fx.Node):
             if a in values.varying or b in values.varying:
                 number = values.number(b)
@@ -78,7 +81,7 @@ def difference(
                 return True
             earlier = sources(b) - own - sources(a)
             if earlier:
-                raise _carried(next((x for x in earlier if x in kept), b), at[1], kept)
+                raise _carried(next((x for x in earlier if x in kept), b), at[1] or b, kept)
             return False
         if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
             return len(a) == len(b) and all(alike(x, y, at) for x, y in zip(a, b, strict=True))
@@ -98,7 +101,7 @@ def difference(
         a, b = first.results.get(name), second.results.get(name)
         if (a is None) != (b is None):
             return _differs(*(f"{name} as it is" if x is None else f"another {name}" for x in (a, b)))
-        if a is not None and b is not None and not alike(a, b, (first.ops[-1], second.ops[-1])):
+        if a is not None and b is not None and not alike(a, b, (None, None)):
             return _differs(f"{name} from {_shown(a)}", f"from {_shown(b)}")
     return ""
 
@@ -143,7 +146,9 @@ class _Values:
         self._ops: set[fx.Node] = set()  # those that vary
         self._names: dict[Any, int] = {}  # of a computation -> its number
         self._numbers: dict[fx.Node, int] = {}
-        self._read: dict[tuple[fx.Node, fx.Node], int] = {}  # op, argument -> the argument's number then
+        self._read: dict[
+            tuple[fx.Node | None, fx.Node], int
+        ] = {}  # op, argument -> the argument's number then
         self._equal: dict[tuple[int, int], bool] = {}
         written = {self._roots[x] for n in self._graph.nodes for x in overwritten(n)}
         for node, (given, tensor) in zip(self._graph.find_nodes(op="placeholder"), inputs, strict=False):
@@ -209,7 +214,7 @@ class _Values:
                     found.append(op)
         return found[::-1]
 
-    def equal(self, a: fx.Node, b: fx.Node, at: tuple[fx.Node, fx.Node]) -> bool:
+    def equal(self, a: fx.Node, b: fx.Node, at: Readers) -> bool:
         """Whether two values that do not vary are equal, each as an op reads it."""
         places = (a, at[0]), (b, at[1])
         x, y = (self._read.get((op, n)) or self._name((self._numbers[n], None)) for n, op in places)

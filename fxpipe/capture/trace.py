@@ -194,21 +194,23 @@ class _Function:
         for name, hook in hooks:
             if name in wanted:
                 wanted[name].register_hook(hook)
-        with self.provenance, Questions(self.provenance.answers, self.provenance.place):
+        modes = self.provenance, Questions(self.provenance.answers, self.provenance.place)
+        with modes[0], modes[1]:
             first = self._step(wanted, self.gradients)
-            results, found, replaced = first.results, first.gradients, first.buffers
-            self.layout = {
-                "loss": results.loss is not None,
-                "count": results.count is not None,
-                "outputs": list(results.outputs),
-                "grads": list(found),
-                "buffers": list(replaced),
-                "aliases": aliases(self.registered, self.given, replaced),
-            }
-            numbers = [x.detach() for x in (results.loss, results.count) if x is not None]
-            outputs = [x.detach() for x in results.outputs.values()]
-            flat = [*numbers, *outputs, *found.values(), *replaced.values()]
-            backward = self.gradients and (bool(hooks) or self.provenance.backward_runs_code)
+        results, found, replaced = first.results, first.gradients, first.buffers
+        self.layout = {
+            "loss": results.loss is not None,
+            "count": results.count is not None,
+            "outputs": list(results.outputs),
+            "grads": list(found),
+            "buffers": list(replaced),
+            "aliases": aliases(self.registered, self.given, replaced),
+        }
+        numbers = [x.detach() for x in (results.loss, results.count) if x is not None]
+        outputs = [x.detach() for x in results.outputs.values()]
+        flat = [*numbers, *outputs, *found.values(), *replaced.values()]
+        backward = self.gradients and (bool(hooks) or self.provenance.backward_runs_code)
+        with modes[0], modes[1]:
             run = first.whole if backward else first.forward
             self.difference = self._repeat(run, flat, wanted, backward)
         return flat
