@@ -12,14 +12,12 @@ import inspect
 import random
 import textwrap
 import warnings
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from fxpipe.capture.borrow import Snapshot
+from fxpipe.capture.snapshot import Snapshot, State
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
@@ -28,43 +26,25 @@ class Watch:
     """Records state before a trace; ``warn_of_changes`` compares it after the trace, before the model is
     restored."""
 
-    def __init__(self, model: nn.Module, snapshot: Snapshot):
-        self._model, self._snapshot = model, snapshot
+    def __init__(self, snapshot: Snapshot):
+        self._snapshot = snapshot
         self._python, self._numpy = random.getstate(), _numpy_state()
-        self._kept: list[tuple[nn.Module, str]] = []
 
     def warn_of_changes(self, difference: str) -> None:
         """difference: of a second run of the forward from the first, as a sentence."""
-        paths = {id(module): path for path, module in self._model.named_modules()}
         warned = set()
-        for contents, before in self._snapshot.states:
-            owner, name = self._snapshot.owners[id(contents)]
-            for key in _changed(contents, before):
-                place = key if contents is owner.__dict__ else name  # whose keys are attributes
-                if place and (id(owner), place) not in warned:
-                    warned.add((id(owner), place))
-                    called = _called(paths.get(id(owner), ""), place)
-                    _warn(f"The forward changes {called}{_line(owner, place)}.")
+        for state in self._snapshot.states:
+            for key in _changed(state):
+                called = state.called(key)
+                if called not in warned:
+                    warned.add(called)
+                    _warn(f"The forward changes {called}{_line(state.owner, state.attribute or key)}.")
         if random.getstate() != self._python:
             _warn("The forward draws from Python's random numbers.")
         if _numpy_state() != self._numpy:
             _warn("The forward draws from numpy's random numbers.")
         if difference:
             _warn(f"{difference}.")
-
-
-def tensors_by_name(model: nn.Module, loss_fn: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors that a model and its loss function refer to now, with their names for messages."""
-    snapshot, paths = (
-        Snapshot.of(model, loss_fn),
-        {id(module): path for path, module in model.named_modules()},
-    )
-    for contents, values in snapshot.states:
-        owner, name = snapshot.owners[id(contents)]
-        for key, x in values.items() if isinstance(values, dict) else ((name, x) for x in values):
-            if isinstance(x, torch.Tensor):
-                own = contents is owner.__dict__ or name in ("_parameters", "_buffers")
-                yield _called(paths.get(id(owner), ""), str(key) if own else name), x
 
 
 def _numpy_state() -> tuple[bytes, int]:
@@ -84,25 +64,26 @@ def _warn(what: str) -> None:
     )
 
 
-def _changed(contents: Any, before: Any) -> list[str]:
+def _changed(state: State) -> list[str]:
     """The keys of plain values that changed."""
-    if not isinstance(contents, dict):
-        plain = before and all(isinstance(x, _PLAIN) for x in (*contents, *before))
-        return [""] if plain and type(before)(contents) != before else []
-    changed = []
+    before, now = state.before, state.now()
+    if isinstance(before, bytes):
+        return [""] if now != before else []
+    if not isinstance(before, dict):
+        plain = before and all(isinstance(x, _PLAIN) for x in (*now, *before))
+        return [""] if plain and now != before else []
+    found = []
     for key, old in before.items():
-        new = contents.get(key)
+        new = now.get(key)
         if isinstance(old, _PLAIN) and isinstance(new, _PLAIN) and old != new:
-            changed.append(str(key))
-    return changed
+            found.append(str(key))
+    return found
 
 
-def _called(path: str, attribute: str) -> str:
-    return f"{path}.{attribute}" if path else f"the model's {attribute}"
-
-
-def _line(module: nn.Module, attribute: str) -> str:
+def _line(module: nn.Module | None, attribute: str) -> str:
     """The line in which the module's class sets the attribute, as text; empty if it is not found."""
+    if module is None:
+        return ""
     for cls in type(module).__mro__:
         if cls is nn.Module or cls is object:
             continue

@@ -25,7 +25,7 @@ from fxpipe.capture.checkpoint import recorded_checkpoints
 from fxpipe.capture.clean import clean
 from fxpipe.capture.constants import check_constants
 from fxpipe.capture.failures import explained
-from fxpipe.capture.frozen import Watch, tensors_by_name
+from fxpipe.capture.frozen import Watch
 from fxpipe.capture.functional import functionalize
 from fxpipe.capture.inputs import Given, inputs
 from fxpipe.capture.provenance import Provenance
@@ -33,6 +33,7 @@ from fxpipe.capture.registered import Registered, overlapping, registered
 from fxpipe.capture.repeat import Run, difference
 from fxpipe.capture.replaced import aliases, put_back, replaced_buffers
 from fxpipe.capture.results import Results, find_results
+from fxpipe.capture.snapshot import Snapshot
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.compat import pytree
@@ -115,7 +116,8 @@ def _attempt(
     fakes = {id(r.tensor): x.fake for r, x in zip(step.registered, given, strict=False)}
     values = [x.fake for x in given]
     with borrowed(model, loss_fn, fakes) as snapshot:
-        watch = Watch(model, snapshot)
+        watch = Watch(snapshot)
+        step.snapshot = snapshot
 
         with flag, recorded_checkpoints(), compat.plain_kernels(), compat.modules_without_code(), mode:
             try:
@@ -184,6 +186,7 @@ class _Function:
         self.registered = registered(model)
         self.leaves, self.spec = pytree.tree_flatten(example)
         self.provenance = Provenance(model, [(x.input, x.real) for x in given], most_checks)
+        self.snapshot = Snapshot([], [])  # of the model, before the trace
         self.difference = ""  # of a second run from the traced one
         self.layout: dict[str, Any] = {}  # what the flat outputs of the traced graph are
 
@@ -245,7 +248,7 @@ class _Function:
             x.fake.grad = None
             compat.track(x.fake, placeholder)
         kept = {}
-        for name, tensor in tensors_by_name(self.model, self.loss_fn):
+        for name, tensor in self.snapshot.new_tensors():
             node = compat.traced_node(tensor) if isinstance(tensor, compat.FakeTensor) else None
             if node is not None and node.op != "placeholder":
                 kept[node] = name
