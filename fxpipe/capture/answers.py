@@ -39,7 +39,8 @@ class Answers:
     def __init__(
         self, inputs: Sequence[tuple[Input, torch.Tensor]], place: Callable[[], str], most_checks: float
     ):
-        self._example, self._place, self._checks_left = Example(inputs), place, most_checks
+        self._example, self._place = Example(inputs), place
+        self._most_checks = self._checks_left = most_checks
         # Those that the step changes are refused later.
         self._lasting_inputs = {
             x
@@ -47,6 +48,10 @@ class Answers:
             if x.kind is Kind.BUFFER or (x.kind is Kind.PARAMETER and not tensor.requires_grad)
         }
         self._asked: set[Input] = set()  # the inputs on which the last value depends
+
+    def count_again(self) -> None:
+        """Count the checks of a new forward."""
+        self._checks_left = self._most_checks
 
     def numbers(self, tensor: torch.Tensor) -> list[Any]:
         """The tensor's elements as Python numbers.

@@ -32,14 +32,15 @@ class Example:
         self._known: dict[fx.Node, Any] = {}
 
     def value(
-        self, node: fx.Node, root: torch.nn.Module, place: str
+        self, node: fx.Node, root: torch.nn.Module, place: str, at: fx.Node | None = None
     ) -> tuple[torch.Tensor, frozenset[Input]]:
         """The node's value, and the inputs on which it depends; none if it is the same for all data.
 
         root: the module with the graph's constants.  place: of the code that reads the value, for messages.
+        at: the op that reads it; earlier ones may write to its memory.
         Raises CaptureError for a value that varies with random numbers, and for tensors without values.
         """
-        needed = _needed(node)
+        needed = _needed(node, at)
         placeholders = zip(node.graph.find_nodes(op="placeholder"), self._inputs, strict=False)
         given = {n: x for n, x in placeholders if n in needed}
         sources = frozenset(x for x, _ in given.values())
@@ -105,9 +106,10 @@ def _run(
     return values[node]
 
 
-def _needed(node: fx.Node) -> set[fx.Node]:
-    """The ops that lead to a node, with the ops that write to their inputs."""
+def _needed(node: fx.Node, at: fx.Node | None) -> set[fx.Node]:
+    """The ops that lead to a node, with the ops before ``at`` that write to their inputs."""
     needed, roots = {node}, {storage_root(node)}
+    node = node if at is None else at.prev
     while node.op != "root":
         if node in needed or any(storage_root(x) in roots for x in overwritten(node)):
             needed.add(node)

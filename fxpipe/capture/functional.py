@@ -40,7 +40,7 @@ def overwritten(node: fx.Node) -> list[fx.Node]:
 
 def functionalize(module: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
     """Return an equivalent module without in-place ops; the last use of a placeholder may be a ``copy_``."""
-    _declare_writes(module.graph)
+    declare_writes(module.graph)
     for node in module.graph.nodes:
         if any(storage_root(value).op == "get_attr" for value in overwritten(node)):
             raise writes_to_a_constant(node.meta["origin"])
@@ -63,7 +63,7 @@ def functionalize(module: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
         return compat.make_fx(torch.func.functionalize(retrace.run))(*inputs)
 
 
-def _declare_writes(graph: fx.Graph) -> None:
+def declare_writes(graph: fx.Graph) -> None:
     """Replace batch norms by the form whose schema marks the running statistics that they write to."""
     for node in graph.nodes:
         if node.target is aten.native_batch_norm.default:
@@ -301,19 +301,19 @@ def _meeting_writes(graph: fx.Graph) -> set[fx.Node]:
 
 def _sharing_writes(graph: fx.Graph) -> set[fx.Node]:
     """The ops whose result shares memory with a value that is written to."""
-    roots = _roots(graph)
+    roots = memory_roots(graph)
     changed = {roots[value] for node in graph.nodes for value in overwritten(node)}
     return {node for node, root in roots.items() if root in changed}
 
 
 def _last_writes(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """The placeholders that are written to -> the last op that writes to their memory."""
-    roots = _roots(graph)
+    roots = memory_roots(graph)
     last = {roots[value]: node for node in graph.nodes for value in overwritten(node)}
     return {root: node for root, node in last.items() if root.op == "placeholder"}
 
 
-def _roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+def memory_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """Each op -> the op in whose memory its result lies; itself, if it made memory of its own."""
     roots: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:

@@ -55,6 +55,7 @@ class Provenance(compat.TorchDispatchMode):
         self._seq: int | None = None  # of the op that runs backward
         self._last_seq: int | None = None  # of the last one that did
         self._backward = False
+        self.backward_runs_code = False  # whether autograd calls Python code of custom functions
         self._forward_origin: dict[int, Origin] = {}
         self._random_states: dict[bytes, int] = {}
         self._reached = {bytes(torch.get_rng_state().numpy())}  # states of the generator without a new seed
@@ -75,8 +76,8 @@ class Provenance(compat.TorchDispatchMode):
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
         self._entered = None
-        for handle in self._handles:
-            handle.remove()
+        while self._handles:
+            self._handles.pop().remove()
 
     def _pop(self, module: nn.Module, args: Any, output: Any) -> None:
         # Not called for a module that raised: an error message wants the innermost path.
@@ -108,6 +109,12 @@ class Provenance(compat.TorchDispatchMode):
     def is_users(file: str) -> bool:
         return not file.startswith((*_LIBRARY, "<"))
 
+    def repeat(self) -> None:
+        """Treat all further nodes as those of a new forward."""
+        self._backward, self._seq, self._last_seq = False, None, None
+        self._paths.clear()
+        self.answers.count_again()
+
     def backward_from(self, loss: torch.Tensor) -> None:
         """Treat all further nodes as backward nodes, and track the recorded op of each."""
         self._backward = True
@@ -118,6 +125,7 @@ class Provenance(compat.TorchDispatchMode):
             if fn is None or fn in seen:
                 continue
             seen.add(fn)
+            self.backward_runs_code |= isinstance(fn, torch.autograd.function.BackwardCFunction)
             seq = compat.sequence_number(fn)
             fn.register_prehook(_SetSeq(self, seq))
             fn.register_hook(_SetSeq(self, None))
@@ -155,9 +163,9 @@ class Provenance(compat.TorchDispatchMode):
         new = compat.nodes_after(self._seen, compat.traced_graph())
         if new:
             self._seen = new[-1]
-            origin = self._origin()
+            origin, recorded = self._origin(), torch.is_grad_enabled()
             for node in new:
-                node.meta["origin"] = origin
+                node.meta.update(origin=origin, grad=recorded)
                 if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
                     node.meta["random_position"] = self._random_position()
 

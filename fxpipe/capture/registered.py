@@ -25,8 +25,12 @@ class Registered:
 
     def now(self) -> list[torch.Tensor | None]:
         """The current tensors, one for each slot."""
+        return [owner.get(key) for owner, key in self.places()]
+
+    def places(self) -> list[tuple[dict[str, torch.Tensor | None], str]]:
+        """The dictionary and key of each slot."""
         own = "_parameters" if self.kind is Kind.PARAMETER else "_buffers"
-        return [getattr(module, own).get(key) for module, key in self.slots]
+        return [(getattr(module, own), key) for module, key in self.slots]
 
 
 def registered(model: nn.Module) -> list[Registered]:

@@ -9,6 +9,7 @@ functions, no-grad regions and activation checkpointing mean what they mean in e
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +30,10 @@ from fxpipe.capture.functional import functionalize
 from fxpipe.capture.inputs import Given, inputs
 from fxpipe.capture.provenance import Provenance
 from fxpipe.capture.registered import Registered, overlapping, registered
-from fxpipe.capture.results import find_results
+from fxpipe.capture.repeat import Run, difference
+from fxpipe.capture.replaced import aliases, put_back, replaced_buffers
+from fxpipe.capture.results import Results, find_results
+from fxpipe.capture.snapshot import Snapshot
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.compat import pytree
@@ -108,28 +112,22 @@ def _attempt(
     """most_checks: of the data, besides those of ``fixed`` inputs; with more the trace is given up."""
     mode = compat.FakeMode(allow_non_fake_inputs=True)
     given = inputs(model, example, mode, device, fixed)
-    step = _Step(model, example, loss_fn, scale, given, gradients, outputs, most_checks)
+    step = _Function(model, example, loss_fn, scale, given, gradients, outputs, most_checks)
     fakes = {id(r.tensor): x.fake for r, x in zip(step.registered, given, strict=False)}
     values = [x.fake for x in given]
     with borrowed(model, loss_fn, fakes) as snapshot:
-        watch = Watch(model, snapshot)
-        sources = [x.input.kind is Kind.BATCH or x.fake.requires_grad for x in given]
-
-        def traced(*values: torch.Tensor) -> list[torch.Tensor]:
-            results = step(*values)
-            watch.note_kept(sources)
-            return results
+        watch = Watch(snapshot)
+        step.snapshot = snapshot
 
         with flag, recorded_checkpoints(), compat.plain_kernels(), compat.modules_without_code(), mode:
             try:
-                module = compat.make_fx(traced)(*values)
+                module = compat.make_fx(step)(*values)
             except CaptureError:
                 raise
             except Exception as error:
                 raise explained(error, step.provenance) from error
-        constants = [getattr(module, n.target) for n in module.graph.find_nodes(op="get_attr")]
         check_constants(module, step.registered)
-        watch.warn_of_changes({id(x) for x in constants})
+        watch.warn_of_changes(step.difference)
     with compat.plain_kernels(), compat.modules_without_code(), mode:
         module = functionalize(module, values)
     frozen = {r.name for r in step.registered if not r.tensor.requires_grad}
@@ -156,7 +154,19 @@ def _check_written(graph: fx.Graph, tensors: Sequence[Registered]) -> None:
             )
 
 
+@dataclass(frozen=True, eq=False)
 class _Step:
+    """One run of the step: results, gradients and replaced buffers by name, and its runs without and with the
+    backward."""
+
+    results: Results
+    gradients: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    forward: Run
+    whole: Run
+
+
+class _Function:
     """The traced function, from fake parameters, buffers and batch leaves to loss and gradients."""
 
     def __init__(
@@ -172,45 +182,108 @@ class _Step:
     ):
         self.model, self.loss_fn, self.scale, self.given = model, loss_fn, scale, given
         self.gradients, self.outputs = gradients, outputs
+        self.fixed = {x.input.name: x.real.reshape(-1).tolist() for x in given if x.fixed}
         self.registered = registered(model)
         self.leaves, self.spec = pytree.tree_flatten(example)
         self.provenance = Provenance(model, [(x.input, x.real) for x in given], most_checks)
+        self.snapshot = Snapshot([], [])  # of the model, before the trace
+        self.difference = ""  # of a second run from the traced one
         self.layout: dict[str, Any] = {}  # what the flat outputs of the traced graph are
 
     def __call__(self, *values: torch.Tensor) -> list[torch.Tensor]:
-        example = self._example()
         trained = [x for x in self.given if x.input.kind is Kind.PARAMETER and x.fake.requires_grad]
         wanted = {x.input.name: x.fake for x in trained}
-        hooks = {r.name: compat.gradient_hooks(r.tensor) for r in self.registered}
-        questions = Questions(self.provenance.answers, self.provenance.place)
-        with self.provenance, questions:
-            for name, value in wanted.items():
-                for hook in hooks.get(name, ()):
-                    value.register_hook(hook)
-            args, kwargs = (example, {}) if isinstance(example, tuple) else ((), dict(example))
-            output = self.model(*args, **kwargs)
-            results = find_results(output, example, self.loss_fn, self.gradients, self.outputs)
-            loss, count = results.loss, results.count
-            for name, value in wanted.items():
-                if value.grad is not None:
-                    raise CaptureError(
-                        f"The forward calls backward(), which adds to the gradient of {name!r} beside the "
-                        "step's own. Add that loss to the loss, or take the gradients that the forward needs "
-                        "with torch.autograd.grad(…) or backward(inputs=[…])."
-                    )
-            found = self._gradients(loss, wanted, 1.0 if count is not None else self.scale)
-        replaced = self._replaced()
+        hooks = [(r.name, hook) for r in self.registered for hook in compat.gradient_hooks(r.tensor)]
+        for name, hook in hooks:
+            if name in wanted:
+                wanted[name].register_hook(hook)
+        modes = self.provenance, Questions(self.provenance.answers, self.provenance.place)
+        with modes[0], modes[1]:
+            first = self._step(wanted, self.gradients)
+        results, found, replaced = first.results, first.gradients, first.buffers
         self.layout = {
-            "loss": loss is not None,
-            "count": count is not None,
+            "loss": results.loss is not None,
+            "count": results.count is not None,
             "outputs": list(results.outputs),
             "grads": list(found),
             "buffers": list(replaced),
-            "aliases": self._aliases(replaced),
+            "aliases": aliases(self.registered, self.given, replaced),
         }
-        numbers = [x.detach() for x in (loss, count) if x is not None]
+        numbers = [x.detach() for x in (results.loss, results.count) if x is not None]
         outputs = [x.detach() for x in results.outputs.values()]
-        return [*numbers, *outputs, *found.values(), *replaced.values()]
+        flat = [*numbers, *outputs, *found.values(), *replaced.values()]
+        backward = self.gradients and (bool(hooks) or self.provenance.backward_runs_code)
+        with modes[0], modes[1]:
+            run = first.whole if backward else first.forward
+            self.difference = self._repeat(run, flat, wanted, backward)
+        return flat
+
+    def _step(self, wanted: dict[str, torch.Tensor], backward: bool) -> _Step:
+        before = compat.last_node()
+        results = self._forward(wanted)
+        forward = compat.nodes_after(before)
+        scale = 1.0 if results.count is not None else self.scale
+        gradients = self._gradients(results.loss, wanted, scale) if backward else {}
+        buffers = replaced_buffers(self.registered, self.given)
+        named: dict[str, torch.Tensor | None] = {"loss": results.loss, "count": results.count}
+        named |= {f"the output {name!r}": x for name, x in results.outputs.items()}
+        named |= {f"the buffer {name!r}": x for name, x in buffers.items()}
+        slopes = {f"the gradient of {name!r}": x for name, x in gradients.items()}
+        runs = Run(forward, _nodes(named)), Run(compat.nodes_after(before), _nodes({**named, **slopes}))
+        return _Step(results, gradients, buffers, *runs)
+
+    def _repeat(
+        self, first: Run, traced: list[torch.Tensor], wanted: dict[str, torch.Tensor], backward: bool
+    ) -> str:
+        """Run the step again, as the next one would run, and take it out of the graph; ``difference``.
+
+        traced: the results of the trace, which stay as they are.  backward: whether ``first`` has one.
+        """
+        last = compat.last_node()
+        nodes = [compat.traced_node(x) for x in traced]
+        put_back(self.registered, self.given)
+        for x, placeholder in zip(
+            self.given, compat.traced_graph().find_nodes(op="placeholder"), strict=False
+        ):
+            x.fake.grad = None
+            compat.track(x.fake, placeholder)
+        kept = {}
+        for name, tensor in self.snapshot.new_tensors():
+            node = compat.traced_node(tensor) if isinstance(tensor, compat.FakeTensor) else None
+            if node is not None and node.op != "placeholder":
+                kept[node] = name
+                if tensor.requires_grad and tensor.is_leaf:
+                    raise CaptureError(
+                        f"The forward makes a trainable tensor and keeps it in {name}: no step would train "
+                        "it. Run the model on one batch before you compile it, or make it beforehand."
+                    )
+        self.provenance.repeat()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they were given in the first run
+            step = self._step(wanted, backward)
+        inputs = [(x.input, x.real) for x in self.given]
+        found = difference(first, step.whole if backward else step.forward, inputs, kept)
+        graph = compat.traced_graph()
+        for node in reversed(compat.nodes_after(last)):
+            graph.erase_node(node)
+        for tensor, node in zip(traced, nodes, strict=True):
+            if node is not None:
+                compat.track(tensor, node)
+        return found
+
+    def _forward(self, wanted: dict[str, torch.Tensor]) -> Results:
+        example = self._example()
+        args, kwargs = (example, {}) if isinstance(example, tuple) else ((), dict(example))
+        output = self.model(*args, **kwargs)
+        results = find_results(output, example, self.loss_fn, self.gradients, self.outputs)
+        for name, value in wanted.items():
+            if value.grad is not None:
+                raise CaptureError(
+                    f"The forward calls backward(), which adds to the gradient of {name!r} beside the "
+                    "step's own. Add that loss to the loss, or take the gradients that the forward needs "
+                    "with torch.autograd.grad(…) or backward(inputs=[…])."
+                )
+        return results
 
     def _example(self) -> Any:
         """The microbatch with fake tensors, and with real ones for fixed inputs."""
@@ -219,69 +292,15 @@ class _Step:
             if given.input.kind is Kind.BATCH:
                 tensors.append(given.real.detach().clone() if given.fixed else given.fake)
                 if given.fixed:
-                    with compat.no_modes():
-                        numbers = given.real.reshape(-1).tolist()
-                    expect_op(given.fake, numbers, f"the fixed input {given.input.name!r}")
+                    name = given.input.name
+                    expect_op(given.fake, self.fixed[name], f"the fixed input {name!r}")
         remaining = iter(tensors)
         leaves = [next(remaining) if isinstance(x, torch.Tensor) else x for x in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
 
-    def _replaced(self) -> dict[str, torch.Tensor]:
-        """The buffers that the forward replaced.  Raises CaptureError for a change that is not supported."""
-        replaced = {}
-        for r, given in zip(self.registered, self.given, strict=False):
-            kind = r.kind.value
-            if given.fake.untyped_storage()._cdata != given.storage:
-                raise CaptureError(
-                    f"The forward gives the {kind} {r.name!r} other memory (set_ or resize_). Copy into it "
-                    "instead."
-                )
-            now = r.now()
-            if all(x is given.fake for x in now):
-                continue
-            new = now[0]
-            if r.kind is Kind.PARAMETER or new is None or any(x is not new for x in now):
-                what = (
-                    "one of its names another tensor" if len(now) > 1 else "another tensor, or takes it away"
-                )
-                raise CaptureError(
-                    f"The forward gives the {kind} {r.name!r} {what}. Replace parameters outside of the "
-                    "forward, and write to a shared buffer in place."
-                )
-            if (new.shape, new.dtype, new.device) != (given.fake.shape, given.fake.dtype, given.fake.device):
-                raise CaptureError(
-                    f"The forward changes the buffer {r.name!r} from {_kind_of(given.fake)} to "
-                    f"{_kind_of(new)}. A program keeps shapes and dtypes: give the buffer those that it has "
-                    "later on from the start, or run the model on one batch before you compile it."
-                )
-            replaced[r.name] = new
-        return replaced
-
-    def _aliases(self, replaced: dict[str, torch.Tensor]) -> list[tuple[str, str]]:
-        """Pairs of names: the forward gave the second, a buffer, the memory of the first.
-
-        Raises CaptureError if the first is a parameter, as the optimizer writes to its memory.
-        """
-        owners: dict[int, Registered] = {}
-        pairs = []
-        for r, given in zip(self.registered, self.given, strict=False):
-            now = replaced.get(r.name, given.fake)
-            owner = owners.setdefault(now.untyped_storage()._cdata, r)
-            if owner is r or not (r.name in replaced or owner.name in replaced):
-                continue
-            if owner.kind is Kind.PARAMETER:
-                raise CaptureError(
-                    f"The forward gives the buffer {r.name!r} the memory of the parameter {owner.name!r}, "
-                    "which moves when that is trained. Give it a copy: .detach().clone()."
-                )
-            pairs.append((owner.name, r.name))
-        return pairs
-
     def _gradients(
         self, loss: torch.Tensor | None, wanted: dict[str, torch.Tensor], scale: float
     ) -> dict[str, torch.Tensor]:
-        if not self.gradients:
-            return {}
         assert loss is not None, "find_results raises where gradients need one"
         self.provenance.backward_from(loss)
         with torch.autocast(loss.device.type, enabled=False):
@@ -299,5 +318,5 @@ class _Step:
         return total
 
 
-def _kind_of(tensor: torch.Tensor) -> str:
-    return f"shape {tuple(tensor.shape)}, {tensor.dtype}, on {tensor.device}"
+def _nodes(tensors: dict[str, torch.Tensor | None]) -> dict[str, fx.Node | None]:
+    return {name: compat.traced_node(x) for name, x in tensors.items() if x is not None}

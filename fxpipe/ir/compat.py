@@ -42,6 +42,7 @@ __all__ = [
     "has_kernel",
     "is_real",
     "is_tracing",
+    "last_node",
     "make_fx",
     "mark_as_parameter",
     "modules_without_code",
@@ -231,7 +232,14 @@ def copy_node(
     return copy
 
 
-def nodes_after(last: torch.fx.Node | None, graph: torch.fx.Graph) -> list[torch.fx.Node]:
-    """The nodes that were appended to the graph after ``last``, in order."""
+def last_node() -> torch.fx.Node:
+    """The last node of the running trace."""
+    last: torch.fx.Node = next(iter(reversed(traced_graph().nodes)))
+    return last
+
+
+def nodes_after(last: torch.fx.Node | None, graph: torch.fx.Graph | None = None) -> list[torch.fx.Node]:
+    """The nodes that were appended after ``last``, in order, to the graph or the running trace."""
+    graph = traced_graph() if graph is None else graph
     new = itertools.takewhile(lambda node: node is not last, reversed(graph.nodes))
     return list(new)[::-1]

@@ -1,5 +1,7 @@
 """Forwards that read values of the data: folded, or decided by the example and then checked as they run."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -453,17 +455,18 @@ def test_code_for_compilers_that_fails():
 
 
 def test_a_way_for_compilers_that_reads_as_much_is_given_up():
-    ways = []
+    way = mock.Mock()  # which compile leaves as it is after the trace, unlike a list
 
     class Same(Reads):
         def read(self, x, mask):
-            ways.append(("reads", torch.compiler.is_compiling()))
+            way("reads", torch.compiler.is_compiling())
             x = x * mask if mask.all() else x
-            ways.append(("goes on", torch.compiler.is_compiling()))
+            way("goes on", torch.compiler.is_compiling())
             return x
 
     fxpipe.compile(Same(), batch(2), ranks=2, microbatches=2, schedule="1f1b")
-    assert ways == [("reads", False), ("goes on", False), ("reads", True)]
+    ways = [call.args for call in way.mock_calls]
+    assert [*dict.fromkeys(ways)] == [("reads", False), ("goes on", False), ("reads", True)]
 
 
 def test_what_the_way_for_compilers_catches_is_still_counted():

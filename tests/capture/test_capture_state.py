@@ -614,16 +614,26 @@ def test_a_trainable_tensor_of_no_module():
     assert "registers" in refused(Hidden)
 
 
+class Closure(Layers):
+    def prepare(self):
+        weight = self.layers[3].weight
+        self.product = lambda x: x @ weight
+
+    def between(self, x, i):
+        return self.product(x) if i == 1 else x
+
+
+class Bound(Layers):
+    def prepare(self):
+        self.product = functools.partial(torch.mul, self.layers[3].bias.detach())
+
+    def between(self, x, i):
+        return self.product(x) if i == 1 else x
+
+
 def test_a_parameter_from_a_closure():
-    class Closure(Layers):
-        def prepare(self):
-            weight = self.layers[3].weight
-            self.product = lambda x: x @ weight.detach()
-
-        def between(self, x, i):
-            return self.product(x) if i == 1 else x
-
-    assert "'layers.3.weight' by another way" in refused(Closure)
+    assert_equals_eager(Closure, rows, ranks=2, schedule="zb-h1")
+    assert "'layers.3.bias' by another way" in refused(Bound)
 
 
 @pytest.mark.slow
@@ -733,8 +743,9 @@ def test_a_result_that_later_steps_read():
                 return x - self.mean
             return x
 
-    message = warned(Averages)
-    assert "keeps a result in the model's mean (" in message
+    message = refused(Averages)
+    assert "keeps a result in the model's mean," in message
+    assert "make it a buffer" in message
     assert "test_capture_state.py:" in message
 
 

@@ -1,0 +1,350 @@
+"""Records the Python state that a model's code reaches, and puts it back.
+
+The search begins at the model and its loss function.  It follows attributes (also of ``__slots__``),
+containers, attributes of classes, variables of closures, and the globals that a function names, through code
+that belongs neither to torch nor to the standard library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import itertools
+import pickle
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+CONTAINERS = (dict, list, set, deque)
+_VALUES = (str, bytes, int, float, complex, torch.Tensor, torch.dtype, torch.device, type(None))
+#: What has a state of its own beside attributes.
+_OPAQUE = (np.ndarray, random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+#: Packages whose classes and functions keep no state of a model.
+_OTHERS = frozenset({*sys.stdlib_module_names, "torch", "sympy", "numpy", "fxpipe", ""}) - {"__main__"}
+#: Methods that code calls without their names.
+_CALLED = {
+    f"__{name}__"
+    for name in (
+        "init", "call", "enter", "exit", "iter", "next", "bool", "len", "contains", "getattr", "getitem",
+        "setitem", "add", "radd", "iadd", "sub", "mul", "rmul", "imul", "truediv", "float", "int", "index",
+    )
+}  # fmt: skip
+#: Maximum number of bytes of an array whose contents are recorded.
+LARGEST = 1 << 26
+#: Iterators of which a copy does not share the position.
+_ITERATORS: tuple[type, ...] = (itertools.count, *map(type, map(iter, ([], (), "", range(0)))))
+_ABSENT: Any = object()
+
+
+@dataclass(frozen=True, eq=False)
+class Names:
+    """Some attributes of an object, a class or a cell, or some globals, as one container."""
+
+    of: Any
+    names: tuple[str, ...]
+
+    def read(self) -> dict[str, Any]:
+        if isinstance(self.of, dict):
+            return {name: self.of[name] for name in self.names if name in self.of}
+        if isinstance(self.of, type):
+            return {name: x for name, x in vars(self.of).items() if not name.startswith("__")}
+        found = {}
+        for name in self.names:
+            with contextlib.suppress(AttributeError, ValueError):  # ValueError: a variable without a value
+                found[name] = getattr(self.of, name)
+        return found
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if isinstance(self.of, dict):
+            self.of[name] = value
+        else:
+            setattr(self.of, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        if isinstance(self.of, dict):
+            del self.of[name]
+        else:
+            delattr(self.of, name)
+
+
+@dataclass(frozen=True, eq=False)
+class Opaque:
+    """The contents of an array, or the state of a generator of random numbers, as bytes."""
+
+    of: Any
+
+    def read(self) -> bytes:
+        return pickle.dumps(self.of)
+
+    def restore(self, before: bytes) -> None:
+        old = pickle.loads(before)
+        match self.of:
+            case np.ndarray():
+                self.of[...] = old
+            case random.Random():
+                self.of.setstate(old.getstate())
+            case np.random.Generator():
+                self.of.bit_generator.state = old.bit_generator.state
+            case _:
+                self.of.set_state(old.get_state())
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """The contents of one place before the trace.
+
+    place: a dict, list, set or deque, ``Names`` or ``Opaque``.
+    label: an entry's name for messages, with "*" for its key.
+    owner: the module whose attribute leads to the place; None if another way does.
+    attribute: that attribute; empty for the module's own ``__dict__``, whose keys are attributes.
+    """
+
+    place: Any
+    before: Any
+    label: str
+    owner: nn.Module | None
+    attribute: str
+
+    def now(self) -> Any:
+        return _read(self.place)
+
+    def called(self, key: Any = "") -> str:
+        return self.label.replace("*", str(key))
+
+    def restore(self) -> None:
+        _put_back(self.place, self.before)
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """The state that a model and its loss function reach.
+
+    ``caches``: functions with a cache of ``functools``, each with its number of misses.
+    """
+
+    states: list[State]
+    caches: list[tuple[Any, int]]
+
+    @staticmethod
+    def of(model: nn.Module, loss_fn: Any = None) -> Snapshot:
+        paths = {id(module): path for path, module in model.named_modules()}
+        snapshot, seen = Snapshot([], []), dict[int, Any]()  # whose ids stay theirs
+        used: set[str] = {"forward"}  # names in the functions found
+        waiting: dict[str, list[_Found]] = {}  # methods, by a name that is not among them
+        todo = [_Found(loss_fn, "the loss function's state"), _Found(model, "")]
+        while todo:
+            found = todo.pop()
+            thing = found.thing
+            if isinstance(thing, _VALUES) or id(thing) in seen:
+                continue
+            seen[id(thing)] = thing
+            if isinstance(thing, nn.Module):
+                path = paths.get(id(thing))
+                name = f"{path}.*" if path else "the model's *" if path == "" else f"{type(thing).__name__}.*"
+                found = _Found(thing, name, thing)
+            if isinstance(thing, types.FunctionType) and _is_users(thing):
+                for name in _names_in(thing.__code__) - used:
+                    used.add(name)
+                    todo += waiting.pop(name, ())
+            for place, label in _places(found):
+                before = _read(place)
+                snapshot.states.append(State(place, before, label, found.owner, found.attribute))
+                entries = before.items() if isinstance(before, dict) else ((None, x) for x in before or ())
+                for key, x in () if isinstance(before, bytes) else entries:
+                    entry = found.entry(key, x, label)
+                    if isinstance(thing, (type, types.ModuleType)) and key not in used:
+                        waiting.setdefault(str(key), []).append(entry)
+                    elif not isinstance(x, _VALUES):
+                        todo.append(entry)
+            todo += _parts(found)
+            if isinstance(thing, functools._lru_cache_wrapper):
+                snapshot.caches.append((thing, thing.cache_info().misses))
+        return snapshot
+
+    def put_in_place(self, replaced: Callable[[Any], Any]) -> None:
+        """Put other objects into the entries of dicts, lists and names; None leaves an entry as it is."""
+        for state in self.states:
+            if isinstance(state.place, (dict, list, deque, Names)):
+                before = state.before
+                entries: Any = before.items() if isinstance(before, dict) else enumerate(before)
+                for key, x in entries:
+                    new = copy.copy(x) if isinstance(x, _ITERATORS) else replaced(x)
+                    if new is not None:
+                        state.place[key] = new
+
+    def new_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors that places of state have got since, with their names for messages."""
+        for state in self.states:
+            now: Any = state.now()
+            for key, x in now.items() if isinstance(now, dict) else enumerate(now):
+                if not isinstance(state.before, dict) or state.before.get(key) is not x:
+                    yield from ((state.called(key), found) for found in _tensors_in(x))
+
+    def restore(self) -> None:
+        for state in self.states:
+            state.restore()
+        for function, misses in self.caches:
+            if function.cache_info().misses != misses:
+                function.cache_clear()  # it may hold fake tensors
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """An object that the search reaches; ``label``, ``owner`` and ``attribute`` as in ``State``."""
+
+    thing: Any
+    label: str
+    owner: nn.Module | None = None
+    attribute: str = ""
+
+    def entry(self, key: Any, x: Any, label: str) -> _Found:
+        if self.owner is not None and label == self.label and key in ("_parameters", "_buffers"):
+            return _Found(x, label, self.owner)  # its keys are attributes as well
+        attribute = self.attribute or str(key)
+        return _Found(x, label.replace("*", attribute if self.owner else str(key)), self.owner, attribute)
+
+
+def _places(found: _Found) -> Iterator[tuple[Any, str]]:
+    """The places of state in an object, with their labels."""
+    thing, label = found.thing, found.label
+    if isinstance(thing, CONTAINERS):
+        yield thing, label
+    elif isinstance(thing, _OPAQUE):
+        if not isinstance(thing, np.ndarray) or (thing.nbytes <= LARGEST and not thing.dtype.hasobject):
+            yield Opaque(thing), label
+    elif isinstance(thing, types.ModuleType):
+        if _is_users(thing):
+            yield Names(vars(thing), tuple(vars(thing))), f"{thing.__name__}.*"
+    elif isinstance(thing, type):
+        if _is_users(thing):
+            yield Names(thing, ()), f"{thing.__name__}.*"
+    elif isinstance(thing, types.FunctionType):
+        if _is_users(thing):
+            for name, cell in zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=False):
+                yield Names(cell, ("cell_contents",)), f"the variable {name!r} of {thing.__qualname__}"
+            names = tuple(_names_in(thing.__code__))
+            yield Names(thing.__globals__, names), f"the global * of {thing.__module__}"
+            yield thing.__dict__, f"{thing.__qualname__}.*"
+    elif isinstance(thing, nn.Module) or _is_users(type(thing)):
+        if hasattr(thing, "__dict__"):
+            yield thing.__dict__, label
+        slots = tuple(_slots(type(thing)))
+        if slots:
+            yield Names(thing, slots), label
+
+
+def _parts(found: _Found) -> list[_Found]:
+    """What an object refers to beside its places of state."""
+    thing, label = found.thing, found.label
+    match thing:
+        case tuple() | frozenset():
+            return [_Found(x, label, found.owner, found.attribute) for x in thing]
+        case functools.partial():
+            return [_Found(x, label) for x in (thing.func, thing.args, thing.keywords)]
+        case types.MethodType():
+            return [_Found(thing.__self__, label), _Found(thing.__func__, label)]
+        case staticmethod() | classmethod():
+            return [_Found(thing.__func__, label)]
+        case property():
+            return [_Found(x, label) for x in (thing.fget, thing.fset)]
+        case type():
+            if not _is_users(thing):
+                return []
+            special = [x for k, x in vars(thing).items() if k in _CALLED]
+            return [_Found(x, label) for x in (*thing.__mro__[1:], *special)]
+        case types.FunctionType():
+            defaults = thing.__defaults__, thing.__kwdefaults__
+            return (
+                [_Found(x, f"a default of {thing.__qualname__}") for x in defaults]
+                if _is_users(thing)
+                else []
+            )
+    wrapped = getattr(thing, "__wrapped__", None) if isinstance(thing, functools._lru_cache_wrapper) else None
+    return [_Found(type(thing), label), _Found(wrapped, label)]
+
+
+def _tensors_in(thing: Any) -> Iterator[torch.Tensor]:
+    todo, seen = [thing], set[int]()
+    while todo:
+        x = todo.pop()
+        if isinstance(x, torch.Tensor):
+            yield x
+        elif id(x) not in seen and not isinstance(x, (*_VALUES, type, types.ModuleType)):
+            seen.add(id(x))
+            if isinstance(x, dict):
+                todo += x.values()
+            elif isinstance(x, (list, tuple, set, deque)):
+                todo += x
+            elif isinstance(x, nn.Module) or _is_users(type(x)):
+                todo += getattr(x, "__dict__", {}).values()
+
+
+def _is_users(code: Any) -> bool:
+    """Whether a class or function belongs neither to torch nor to the standard library."""
+    name = code.__name__ if isinstance(code, types.ModuleType) else getattr(code, "__module__", "")
+    return str(name).partition(".")[0] not in _OTHERS
+
+
+def _slots(cls: type) -> Iterator[str]:
+    for base in cls.__mro__:
+        if _is_users(base):
+            slots = vars(base).get("__slots__", ())
+            yield from (x for x in ([slots] if isinstance(slots, str) else slots) if not x.startswith("__"))
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    """The names of globals and attributes in a function and those within it."""
+    inner = (_names_in(x) for x in code.co_consts if isinstance(x, types.CodeType))
+    return set(code.co_names).union(*inner)
+
+
+def _read(place: Any) -> Any:
+    # A subclass of dict or list may have a constructor and methods of its own: only its contents are kept.
+    match place:
+        case Names() | Opaque():
+            return place.read()
+        case dict():
+            return dict(place.items())
+        case set():
+            return set(place)
+        case _:
+            return list(place)
+
+
+def _put_back(place: Any, before: Any) -> None:
+    match place:
+        case Names():
+            now = place.read()
+            for name, value in before.items():
+                if value is not now.get(name, _ABSENT):
+                    place[name] = value
+            for name in now.keys() - before.keys():
+                del place[name]
+        case Opaque():
+            if place.read() != before:
+                place.restore(before)
+        case dict():
+            if list(place) != list(before):
+                place.clear()
+                place.update(before)
+            now = dict(place.items())  # an item that is read may be made for that
+            for key, value in before.items():
+                if now[key] is not value:
+                    place[key] = value
+        case set():
+            if place != before:
+                place.clear()
+                place |= before
+        case _:
+            if len(place) != len(before) or any(a is not b for a, b in zip(place, before, strict=True)):
+                place.clear()
+                place.extend(before)
