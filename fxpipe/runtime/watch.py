@@ -20,6 +20,7 @@ from fxpipe.errors import RunError
 from fxpipe.runtime.comm import NoAnswer, answered
 from fxpipe.runtime.failure import BEAT, Failures, record
 from fxpipe.runtime.place import place_of_error, place_of_main_thread
+from fxpipe.runtime.survey import shared_survey
 
 if TYPE_CHECKING:
     from fxpipe.runtime.rank import Runtime
@@ -136,7 +137,7 @@ class Watch:
             if first is None:
                 # At once: torchrun ends this process as soon as it notices that another one has ended.
                 log.warning("rank %d %s, and got no answer: %s", rank, doing, error)
-                gone, rest = _others(self.failures.survey(show), rank)
+                gone, rest = _others(shared_survey(self.failures, "no answer", show), rank)
                 own = f"{gone}Rank {rank} {doing}, and got no answer: {error}.{rest}"
                 first = self.failures.find() or self.failures.leave(own)
                 if first == own:
@@ -172,7 +173,7 @@ class Watch:
             return
         if now - self._since >= self._said:
             self._said *= 2
-            gone, rest = _others(self.failures.survey(self._show), self.failures.rank)
+            gone, rest = _others(shared_survey(self.failures, "a long wait", self._show), self.failures.rank)
             text = "%srank %d %s, for %.0f s now.%s"
             log.warning(text, gone, self.failures.rank, doing, now - self._since, rest)
 
