@@ -132,8 +132,8 @@ def compile(
     Where the forward branches on other data, the example decides, and each microbatch is checked to decide
     alike, else RunError, which names the line.
 
-    Under torchrun all ranks must call it with the same arguments; rank 0 compiles and the others receive the
-    programs.  Each tensor that several ranks hold gets the values of the first of them.
+    Under torchrun all ranks must call it with the same arguments; rank 0 compiles, and each of the others
+    receives its program.  Each tensor that several ranks hold gets the values of the first of them.
     Raises CaptureError, PartitionError, VocabularyError or ScheduleError, each with what to do, and RunError
     where the number of processes is not ``ranks``.
     """

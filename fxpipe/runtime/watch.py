@@ -21,6 +21,7 @@ from fxpipe.errors import RunError
 from fxpipe.runtime.comm import NoAnswer, answered
 from fxpipe.runtime.failure import BEAT, ENDED, FIRST, Failures, Sign, record
 from fxpipe.runtime.place import place_of_error, place_of_main_thread
+from fxpipe.runtime.survey import shared_survey
 
 if TYPE_CHECKING:
     from fxpipe.runtime.rank import Runtime
@@ -145,7 +146,7 @@ class Watch:
             if first is None:
                 # At once: torchrun ends this process as soon as it notices that another one has ended.
                 log.warning("rank %d %s, and got no answer: %s", rank, doing, error)
-                gone, rest = _others(self.failures.survey(show), rank)
+                gone, rest = _others(shared_survey(self.failures, "no answer", show), rank)
                 own = f"{gone}Rank {rank} {doing}, and got no answer: {error}.{rest}"
                 first = self.failures.find() or self.failures.leave(own)
                 if first == own:
@@ -197,7 +198,7 @@ class Watch:
         seconds = time.monotonic() - self._since
         if self._waited and seconds >= self._said:
             self._said *= 2
-            gone, rest = _others(self.failures.survey(self._show), self.failures.rank)
+            gone, rest = _others(shared_survey(self.failures, "a long wait", self._show), self.failures.rank)
             log.warning(
                 "%srank %d %s, for %.0f s now.%s", gone, self.failures.rank, self._doing, seconds, rest
             )

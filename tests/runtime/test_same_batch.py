@@ -1,6 +1,9 @@
 """How ranks compare their batches, find an attempt's name and leave their failures, without processes."""
 
 import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from itertools import count
 
@@ -16,6 +19,7 @@ from fxpipe.runtime.batch import BatchSpec
 from fxpipe.runtime.digest import MOST, digest
 from fxpipe.runtime.failure import Failures
 from fxpipe.runtime.process import as_timeout
+from fxpipe.runtime.survey import shared_survey
 from fxpipe.training.same_batch import WORDS, any_stops, difference, words
 
 SOON = timedelta(seconds=20)
@@ -231,6 +235,53 @@ def test_ranks_that_look_at_each_other_are_not_silent():
     for thread in threads:
         thread.join()
     assert all(sign.beats and sign.doing == "waits" for signs in found.values() for sign in signs)
+
+
+class Counted(dist.HashStore):
+    """``asked``: how often."""
+
+    asked = 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked += keys[0].startswith("rank/")
+        return super().check(keys)
+
+
+def surveyed(ranks: Sequence[Failures]) -> list[list[tuple[bool, str]]]:
+    """What ranks find that look at each other at the same time."""
+
+    beats = count(time.monotonic_ns())
+
+    def survey(failures: Failures) -> list[tuple[bool, str]]:
+        found = shared_survey(failures, "test", lambda: failures.show(next(beats), "waits"))
+        return [(sign.beats, sign.doing) for sign in found]
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return [*pool.map(survey, ranks)]
+
+
+def test_one_rank_looks_at_all_others_for_all():
+    store = Counted()
+    ranks = [Failures(store, rank, 6) for rank in range(6)]
+    for failures in ranks:
+        failures.show(1, "waits")
+    for _ in range(2):
+        store.asked = 0
+        assert surveyed(ranks[:5]) == [[*[(True, "waits")] * 5, (False, "waits")]] * 5
+        assert store.asked == 2 * 6
+
+
+def test_a_rank_that_is_gone_while_it_looks():
+    store = Counted()
+    ranks = [Failures(store, rank, 4) for rank in range(4)]
+    for failures in ranks:
+        failures.show(1, "waits")
+    store.set("survey/test", "survey/by one that is gone")
+    assert surveyed(ranks[:3]) == [[*[(True, "waits")] * 3, (False, "waits")]] * 3
+    assert store.asked == 2 * 4
+    store.set("survey/test", "survey/by one that is gone")
+    threading.Timer(0.3, lambda: ranks[3].leave("Rank 3 failed")).start()
+    assert surveyed(ranks[:3]) == [[]] * 3
 
 
 def test_time_limits():
