@@ -20,6 +20,11 @@ FAULTS = {
     "ops wait for sends before them": ("waits", Shape(2, "zb-h1", 2, "v"), 4),
     "ranks connect in different orders": ("order", Shape(3, "1f1b"), 2),
 }
+#: What is undone, where it is seen, and what is wrong then.
+WRONG = {
+    "what is sent is let go at once": ("kept", Shape(2, "1f1b"), "AssertionError: Shape"),
+    "a message is several operations": ("one", Shape(2, "zb-v", 2, "v"), "a message is one operation"),
+}
 
 
 @pytest.mark.parametrize("ranks", MICROBATCHES)
@@ -36,6 +41,14 @@ def test_what_is_undone_hangs(name, tmp_path):
     run = forked(shape.ranks, worker.run, *asked, dtype=torch.float64, logs=tmp_path / "logs")
     assert run.code != 0
     assert re.search(r"[Tt]imed? ?out", run.own + "".join(run.stderr)), run
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_undone_is_wrong(name, tmp_path):
+    fault, shape, message = WRONG[name]
+    run = forked(2, worker.run, [shape], [4], fault, dtype=torch.float64, logs=tmp_path / "logs")
+    assert run.code != 0
+    assert message in "".join(run.stderr), run
 
 
 def test_an_error_of_a_communicator_ends_all_ranks_with_one_message(tmp_path):
