@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, ErrorType
+from torch.utils._python_dispatch import _disable_current_modes
 
 NAME = "blocking"
 
@@ -175,7 +176,8 @@ class Blocking(dist.ProcessGroup):
         return self._collective("gather", options.rootRank, self._gloo.gather, into, tensors, options)
 
     def all_gather_single(self, into: torch.Tensor, tensor: torch.Tensor, options: Any) -> All:
-        parts = [[*into.view(self._size, -1)]]
+        with _disable_current_modes():  # what they see is memory of the device
+            parts = [[*into.view(self._size, -1)]]
         return self._collective("allgather", -1, self._gloo.allgather, parts, [tensor], AllgatherOptions())
 
     _allgather_base = all_gather_single  # of torch before 2.13

@@ -100,15 +100,16 @@ class CachingAllocator:
 class Driver(TorchDispatchMode):
     """While entered, the tensors of this thread have memory of the model, ``scale`` times their bytes.
 
-    ``pool``: of ``steps``, whose blocks are steps unless ``is_dry`` is set in them.  ``in_steps``: how often
-    the driver was asked for memory there.  ``first_used``: the ops that were used there for the first time.
+    ``pool``: of the blocks of ``steps``, which are steps unless ``is_dry`` is set in them.  ``in_steps``: for
+    each of them, how often the driver was asked for memory.  ``first_used``: the ops that were used there for
+    the first time.
     """
 
     def __init__(self, scale: int, pool: str = "steps") -> None:
         super().__init__()
         self.allocator, self.scale, self.pool = CachingAllocator(), scale, pool
         self.is_dry = self._in_step = False
-        self.in_steps = 0
+        self.in_steps: list[int] = []
         self.first_used: list[str] = []
         self._used: set[Any] = set()
         self._thread = threading.current_thread()
@@ -128,7 +129,8 @@ class Driver(TorchDispatchMode):
             yield
         finally:
             self._drop()
-            self.in_steps += 0 if self.is_dry else self.allocator.asked - before
+            if not self.is_dry:
+                self.in_steps.append(self.allocator.asked - before)
             self.allocator.pool = ""
             self.is_dry = self._in_step = False
 

@@ -70,3 +70,34 @@ def test_ranks_compare_batches_wherever_these_are(tmp_path):
     """On a device, on the CPU, and without any tensor, beside a backend for devices."""
     run = forked(3, worker.batches_on_devices, dtype=torch.float64, logs=tmp_path / "logs")
     assert run.code == 0, run
+
+
+SETTLED = [
+    Shape(4, "1f1b"),
+    Shape(4, "gpipe"),
+    Shape(4, "zb-v", 2, "v"),
+    Shape(4, "1f1b", vocab_parallel="2-barrier"),
+]
+#: What is undone, where it is seen, and what is found in the four steps of some rank.
+UNSETTLED = {
+    "the optimizer takes the memory of steps": ("pool", Shape(2, "1f1b"), r"memory \[0, [1-9]\d*, 0, 0\]"),
+    "dry runs keep nothing that is sent": ("kept", Shape(4, "zb-v", 2, "v"), r"memory \[[1-9]\d*, 0, 0, 0\]"),
+    "the first step is the first run": ("dry", Shape(2, "1f1b"), r"first used \['aten"),
+}
+
+
+def test_no_step_asks_the_device_for_memory_or_for_a_new_kernel(tmp_path):
+    """By a model of torch's allocator: either may wait for messages under way."""
+    run = forked(4, worker.trains_in_settled_memory, SETTLED, 8, dtype=torch.float64, logs=tmp_path / "logs")
+    assert run.code == 0, run
+
+
+@pytest.mark.parametrize("name", UNSETTLED)
+def test_what_is_undone_asks_the_device(name, tmp_path):
+    fault, shape, message = UNSETTLED[name]
+    asked = [shape], 8, fault
+    run = forked(
+        shape.ranks, worker.trains_in_settled_memory, *asked, dtype=torch.float64, logs=tmp_path / "logs"
+    )
+    assert run.code != 0
+    assert re.search(message, "".join(run.stderr)), run
