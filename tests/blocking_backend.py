@@ -2,20 +2,24 @@
 
 The first operation of a group on a rank returns when its peers have come to theirs, as nccl makes a
 communicator there; so does the first collective of each kind, root and size, for which nccl connects anew.  A
-send is complete when the other rank has posted its receive.  gloo itself blocks nowhere, so what hangs only
-on GPUs hangs with this backend.
+send is complete when the other rank has posted its receive.  Until then it has the address of its tensor, and
+keeps nothing alive.  gloo itself blocks nowhere, so what hangs only on GPUs hangs with this backend.
 """
 
 from __future__ import annotations
 
+import ctypes
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import ErrorType
+from torch._C._distributed_c10d import AllgatherOptions, ErrorType
+from torch.utils._python_dispatch import _disable_current_modes
 
 NAME = "blocking"
 
@@ -23,8 +27,11 @@ NAME = "blocking"
 #: are never over.  The receiver's communicator then reports the error.
 LOST: int | None = None
 
+#: Seconds from a post to the send's read of its tensor: until then memory that is free is written over.
+LATE = 0.002
 
-class _Work(dist.Work):
+
+class All(dist.Work):
     """Complete when all of ``works`` are."""
 
     def __init__(self, works: list[Any]) -> None:
@@ -49,6 +56,35 @@ class _Work(dist.Work):
         return future
 
 
+class _Sent(dist.Work):
+    """A send, which reads its tensor's memory when the other rank has posted its receive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._over = threading.Event()
+        self._errors: list[Exception] = []
+
+    def run(self, gloo: Any, address: int, size: int, peer: int) -> None:
+        try:
+            posted = torch.empty(1, dtype=torch.uint8)
+            gloo.recv([posted], peer, 2).wait()
+            time.sleep(LATE)
+            memory = (ctypes.c_char * max(size, 1)).from_address(address) if size else bytearray(1)
+            gloo.send([torch.frombuffer(memory, dtype=torch.uint8)[:size]], peer, 1).wait()
+        except Exception as error:  # noqa: BLE001 - raised where it is waited for
+            self._errors.append(error)
+        self._over.set()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self._over.wait()
+        for error in self._errors:
+            raise error
+        return True
+
+    def is_completed(self) -> bool:
+        return self._over.is_set()
+
+
 class _Never(dist.Work):
     """A message that is lost: a host that waits for it waits as for a device that does."""
 
@@ -69,6 +105,9 @@ class Blocking(dist.ProcessGroup):
         self._messages = 0
         self._error = ErrorType.SUCCESS
         self._alive: list[Any] = []  # gloo gives up what nobody holds
+        self._sends = ThreadPoolExecutor(1, "blocking-sends")  # a stream
+        self._coalesced: list[dist.Work] | None = None
+        self.operations = 0  # on messages
 
     def getBackendName(self) -> str:
         return NAME
@@ -91,35 +130,59 @@ class Blocking(dist.ProcessGroup):
         self._messages += 1
         return LOST is not None and self._messages > LOST
 
+    def _start_coalescing(self, device: torch.device) -> None:
+        assert self._coalesced is None
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        works, self._coalesced = self._coalesced, None
+        assert works
+        self.operations += 1
+        return All(works)
+
+    def _started(self, work: dist.Work) -> dist.Work:
+        if self._coalesced is None:
+            self.operations += 1
+        else:
+            self._coalesced.append(work)
+        return work
+
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> dist.Work:
         self._first_use()
         if self._is_lost():
-            return _Never()
-        posted = [torch.empty(1, dtype=torch.uint8)]
-        self._alive.append(posted)
-        return _Work([self._gloo.send(tensors, peer, 1), self._gloo.recv(posted, peer, 2)])
+            return self._started(_Never())
+        work, (tensor,) = _Sent(), tensors
+        self._sends.submit(work.run, self._gloo, tensor.data_ptr(), tensor.nbytes, peer)
+        return self._started(work)
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> dist.Work:
         self._first_use()
         if self._is_lost():
             self._error = ErrorType.COMM_ERROR
-            return _Never()
-        posted = [torch.zeros(1, dtype=torch.uint8)]
-        self._alive += [posted, self._gloo.send(posted, peer, 2)]
-        return _Work([self._gloo.recv(tensors, peer, 1)])
+            return self._started(_Never())
+        posted = torch.frombuffer(bytearray(1), dtype=torch.uint8)  # no memory of the device
+        self._alive += [posted, self._gloo.send([posted], peer, 2)]
+        return self._started(All([self._gloo.recv(tensors, peer, 1)]))
 
-    def _collective(self, kind: str, root: int, start: Callable[..., Any], *arguments: Any) -> _Work:
+    def _collective(self, kind: str, root: int, start: Callable[..., Any], *arguments: Any) -> All:
         sizes = [tensor.nbytes for tensor in arguments[-2]]
         self._first_use(f"{kind} {root} {sizes}")
-        return _Work([start(*arguments)])
+        return All([start(*arguments)])
 
-    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> _Work:
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> All:
         return self._collective("broadcast", options.rootRank, self._gloo.broadcast, tensors, options)
 
-    def gather(self, into: list[list[torch.Tensor]], tensors: list[torch.Tensor], options: Any) -> _Work:
+    def gather(self, into: list[list[torch.Tensor]], tensors: list[torch.Tensor], options: Any) -> All:
         return self._collective("gather", options.rootRank, self._gloo.gather, into, tensors, options)
 
-    def allgather(self, into: list[list[torch.Tensor]], tensors: list[torch.Tensor], options: Any) -> _Work:
+    def all_gather_single(self, into: torch.Tensor, tensor: torch.Tensor, options: Any) -> All:
+        with _disable_current_modes():  # what they see is memory of the device
+            parts = [[*into.view(self._size, -1)]]
+        return self._collective("allgather", -1, self._gloo.allgather, parts, [tensor], AllgatherOptions())
+
+    _allgather_base = all_gather_single  # of torch before 2.13
+
+    def allgather(self, into: list[list[torch.Tensor]], tensors: list[torch.Tensor], options: Any) -> All:
         return self._collective("allgather", -1, self._gloo.allgather, into, tensors, options)
 
 

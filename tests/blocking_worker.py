@@ -13,19 +13,24 @@ import functools
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import blocking_backend
 import stand_in_device
 import torch
 import torch.distributed as dist
+from caching_allocator import Driver
 from launch import forked
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from zoo import LIMIT, WIDTH, WORDS, Block, Case, Shape, TiedHead, built_and_compiled, eager, tokens, too_far
 
+import fxpipe
 from fxpipe.errors import RunError
-from fxpipe.runtime import connect, sent
+from fxpipe.runtime import connect, distributed, sent, step_memory
 from fxpipe.runtime.backend import is_gloo_alone
 from fxpipe.runtime.process import Process
 from fxpipe.training import runner
@@ -86,7 +91,8 @@ def run(shapes: list[Shape], microbatches: list[int], fault: str = "", limit: fl
 
     fault: what is undone: ``lazy``, communicators are connected before the step; ``waits``, a send keeps no
     op behind it waiting; ``order``, ranks connect in one order; ``lost``, messages arrive;
-    ``kinds``, each kind of collective runs before the step.  limit: of a wait, in seconds.
+    ``kinds``, each kind of collective runs before the step; ``kept``, what is sent is kept until it is taken;
+    ``one``, the tensors of a message are one operation.  limit: of a wait, in seconds.
     """
     blocking_backend.register()
     dist.init_process_group(f"cpu:{blocking_backend.NAME}")
@@ -131,7 +137,10 @@ def _step(shape: Shape, microbatches: int) -> None:
     assert pipe.process.backend(pipe.device) == blocking_backend.NAME
     batch = case.data(microbatches)
     expected = eager(model, batch, microbatches)
+    messages = _watch(pipe.runtime.comm)
+    before = _operations(pipe)
     loss = pipe.step(batch)
+    assert _operations(pipe) - before == len(messages) - messages.count("wait"), "a message is one operation"
     assert abs(loss - expected.loss) <= LIMIT * expected.loss, shape
     found, wanted = {}, {}
     for name in pipe.plan.tensors[pipe.process.rank].gradients:
@@ -140,6 +149,79 @@ def _step(shape: Shape, microbatches: int) -> None:
         whole = expected.grads[name if rows is None else rows.table]
         wanted[name] = whole if rows is None else whole[rows.begin : rows.end]
     assert too_far(found, wanted) == {}, shape
+
+
+#: Bytes of a model of the device for a byte of the small models here.
+SCALE = 3000
+
+
+def trains_in_settled_memory(shapes: list[Shape], microbatches: int, fault: str = "") -> None:
+    """Train with AdamW in the memory of a modelled device: no step asks it for memory, or for a new kernel.
+
+    fault: what is undone: ``pool``, the memory of steps is theirs alone; ``kept``, dry runs keep what a step
+    keeps; ``dry``, there are any.
+    """
+    blocking_backend.register()
+    dist.init_process_group(f"cpu:{blocking_backend.NAME}")
+    _undo_settling(fault)
+    for shape in shapes:
+        case = deep(shape.ranks)
+        model, pipe = built_and_compiled(case, microbatches, shape)
+        driver = Driver(SCALE, "" if fault == "pool" else "steps")
+        step_memory.device_allocations = lambda _, driver=driver: driver.allocator.asked
+        step_memory.memory_pool = lambda _, driver=driver: driver.steps
+        step_memory.step_memory.cache_clear()
+        batch = case.data(microbatches)
+        driver.hold([*model.parameters(), *batch.values(), *pipe.runtime.constants.values()])
+        optimizer = pipe.optimizer(torch.optim.AdamW, lr=1e-3)
+        with driver:
+            for _ in range(4):
+                pipe.step(batch)
+                optimizer.step()
+                optimizer.zero_grad()
+        found = f"{shape}: asked for memory {driver.in_steps}, first used {driver.first_used}"
+        assert (driver.in_steps, driver.first_used) == ([0] * 4, []), found
+    dist.barrier(dist.new_group(backend="gloo"))
+
+
+def _undo_settling(fault: str) -> None:
+    run = runner.dry_run
+
+    def dry(rt: Any, step: Any, batch: Any, grads: Any, releases: Any = None) -> Any:
+        if fault == "dry":
+            return []
+        _get_current_dispatch_mode().is_dry = True
+        return run(rt, step, batch, grads, None if fault == "kept" else releases)
+
+    runner.dry_run = dry
+
+
+def _watch(comm: Any) -> list[str]:
+    """Before each call of a step write over free memory of the sizes of its messages; return the list of its
+    calls."""
+    messages: list[str] = []
+    sizes: set[int] = set()
+
+    def watched(verb: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def called(given: Any, *others: Any) -> Any:
+            free = [torch.full((size,), 0xFF, dtype=torch.uint8) for size in sizes for _ in range(8)]
+            del free
+            if verb == "send":
+                sizes.update(tensor.nbytes for tensor in given)
+            messages.append(verb)
+            return method(given, *others)
+
+        return called
+
+    for verb in ("send", "receive", "wait"):
+        setattr(comm, verb, watched(verb, getattr(comm, verb)))
+    return messages
+
+
+def _operations(pipe: fxpipe.Pipeline) -> int:
+    """Those on messages of this rank, of all pipelines so far."""
+    groups = {id(g): g for (_, what), g in pipe.process.groups.items() if not isinstance(what, int)}
+    return sum(g.operations for g in groups.values() if isinstance(g, blocking_backend.Blocking))
 
 
 def _undo(fault: str) -> None:
@@ -157,6 +239,10 @@ def _undo(fault: str) -> None:
         runner.connect = reversed_on_odd_ranks
     elif fault == "kinds":
         connect._run_once = lambda *_: None
+    elif fault == "kept":
+        sent.SentOnStreams.add = lambda self, work, tensors: self._sent.update({len(self._sent): (work, ())})
+    elif fault == "one":
+        distributed.as_one = lambda group, device, start: blocking_backend.All(start())
     elif fault == "lost":
         blocking_backend.LOST = 3
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.dlpack import from_dlpack
 
 from fxpipe.errors import RunError
 
@@ -80,6 +82,31 @@ def identity(device: torch.device) -> tuple[str, str]:
 def memory_size(device: torch.device) -> int:
     """The bytes of an accelerator's memory."""
     return int(torch.get_device_module(device).get_device_properties(device).total_memory)
+
+
+def device_allocations(device: torch.device) -> int:
+    """How often torch's allocator has asked a device for memory; does not wait for it."""
+    if not is_accelerator(device):
+        return 0
+    return int(torch.accelerator.memory_stats(device).get("num_device_alloc", 0))
+
+
+def memory_pool(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """A function whose block takes the memory of this thread's tensors from a new pool of its own."""
+    if device.type != "cuda":
+        return contextlib.nullcontext
+    return partial(torch.cuda.use_mem_pool, torch.cuda.MemPool(), device)
+
+
+def own(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as another tensor, which the caller keeps alive for as long as the memory is used.
+
+    A backend of messages tells the allocator to hold a tensor's memory, once the tensor is gone, until all
+    that its stream has by then is over, receives that were posted ahead too.  The allocator does not know
+    this memory as its own.
+    """
+    alias: torch.Tensor = from_dlpack(tensor.__dlpack__(stream=-1))  # on the stream at hand
+    return alias
 
 
 def synchronize(device: torch.device) -> None:

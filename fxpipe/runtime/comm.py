@@ -7,6 +7,7 @@ collectives of a group, in the same order.  Only waits block, for at most the ti
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -47,15 +48,33 @@ class Pending:
     """A message being received; ``work`` is the handle of its Comm.
 
     ``buffers``: the tensors of a message, or one from every rank.  ``source``: the rank that sends, or -1 for
-    all.
+    all.  ``given``: the tensor that this rank has sent itself.
     """
 
     buffers: list[torch.Tensor]
     source: int
     work: Any = None
+    given: torch.Tensor | None = None
+
+
+def new_buffer(layout: Layout, device: torch.device) -> torch.Tensor:
+    """The memory for a tensor to come."""
+    shape, stride, dtype = layout
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+
+def new_buffers(layout: Layout, ranks: int, device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """One memory, as bytes, for a tensor of every rank, and its parts."""
+    shape, stride, dtype = layout
+    whole = torch.empty(ranks * math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device=device)
+    return whole, [part.view(dtype).as_strided(shape, stride) for part in whole.view(ranks, -1)]
 
 
 class Comm(Protocol):
+    def start(self) -> None:
+        """Begin a step."""
+        ...
+
     def receive(self, layouts: Sequence[Layout], source: int) -> Pending: ...
 
     def wait(self, pending: Pending) -> list[torch.Tensor]: ...
@@ -101,6 +120,6 @@ def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def on_wire(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as process groups require it: contiguous, with a real dtype."""
-    flat = in_memory_order(tensor)
-    return torch.view_as_real(flat) if flat.is_complex() else flat
+    """The same memory as bytes: no backend has all dtypes."""
+    flat = in_memory_order(tensor).view(-1)
+    return (torch.view_as_real(flat) if flat.is_complex() else flat).view(-1).view(torch.uint8)

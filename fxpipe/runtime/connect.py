@@ -79,6 +79,7 @@ def connect(
         joint=[known[device, number] for number in numbers],
         control=process.control,
         sent=SentByThread() if backend == "gloo" else SentOnStreams(),
+        on_streams=backend != "gloo",
     )
     if backend != "gloo" and collectives:
         with process.watch.collective():

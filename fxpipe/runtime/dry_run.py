@@ -2,18 +2,18 @@
 
 Inductor compiles a function when it is first called, for longer than other ranks would wait for a message.
 
-On an accelerator the driver loads a kernel when it first runs, and the caching allocator asks it for memory
-when it has none.  For both the driver may wait until all that was started on the device is over, also a
-receive that was posted ahead, whose sender may be waiting for this rank: then none of them ends.  After a dry
-run the kernels are there, and as much memory as a step takes; where it does not suffice, the error comes
-while nobody waits.
+On an accelerator the driver loads a kernel when it first runs, and may wait until all that was started on
+the device is over, also a receive that was posted ahead, whose sender may be waiting for this rank: then none
+of them ends.  After a dry run the kernels are there, and the memory that a step takes (``step_memory.py``);
+where it does not suffice, the error comes while nobody waits.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,22 +21,33 @@ import torch
 from fxpipe.errors import FxpipeError
 from fxpipe.runtime.accelerator import synchronize
 from fxpipe.runtime.checks import unchecked
-from fxpipe.runtime.comm import Layout, Pending
+from fxpipe.runtime.comm import Layout, Pending, new_buffer, new_buffers
 from fxpipe.runtime.outputs import Collected
 from fxpipe.runtime.rank import Runtime
 from fxpipe.runtime.record import Record
+from fxpipe.runtime.sent import Sent, SentOnStreams
+from fxpipe.runtime.taken import Event, Key, Releases
 
 
-def dry_run(rt: Runtime, step: Callable[[Any, Any], Any], batch: Any, grads: dict[str, torch.Tensor]) -> None:
+def dry_run(
+    rt: Runtime,
+    step: Callable[[Any, Any], Any],
+    batch: Any,
+    grads: dict[str, torch.Tensor],
+    releases: Releases | None = None,
+) -> list[Event] | None:
     """Run a step of a rank on zeros in place of messages.  It leaves no trace but in ``grads``, its
     accumulators.
 
-    Warns of an edited program that cannot run on zeros.  Raises what fails of torch and of fxpipe.
+    releases: where the step lets what it sends go; by default it keeps nothing.
+    Returns the rank's events, or None after a warning of an edited program that cannot run on zeros.  Raises
+    what fails of torch and of fxpipe.
     """
     assert rt.device is not None
+    comm = _Alone(rt.rank, rt.spec.ranks, rt.device, None if releases is None else SentOnStreams(releases))
     alone = replace(
         rt,
-        comm=_Alone(rt.rank, rt.spec.ranks, rt.device),
+        comm=comm,
         grads=grads,
         buffers=dict(rt.buffers),
         record=Record(rt.record.clock),
@@ -58,42 +69,87 @@ def dry_run(rt: Runtime, step: Callable[[Any, Any], Any], batch: Any, grads: dic
             f"{alone.current_op or 'the program'} cannot run on zeros ({type(error).__name__}: {error}).",
             stacklevel=2,
         )
+        return None
+    return comm.events
 
 
-@dataclass(frozen=True)
+class _Over:
+    """The send of a message to nobody."""
+
+    def wait(self) -> None:
+        pass
+
+
+@dataclass(eq=False)
 class _Alone:
-    """A Comm to which all other ranks send zeros at once."""
+    """A Comm to which all other ranks send zeros at once.
+
+    ``sent``: keeps what is sent as long as in a step.  ``events``: of this rank so far.
+    """
 
     rank: int
     ranks: int
     device: torch.device
+    sent: Sent | None = None
+    events: list[Event] = field(default_factory=list)
+    _numbers: Counter[tuple[int, ...]] = field(default_factory=Counter)
+
+    def start(self) -> None:
+        pass
 
     def receive(self, layouts: Sequence[Layout], source: int) -> Pending:
-        return Pending([self._zeros(layout) for layout in layouts], source)
+        keys = tuple(self._key(source, self.rank) for _ in layouts)
+        return Pending([self._zeros(layout) for layout in layouts], source, keys)
 
     def wait(self, pending: Pending) -> list[torch.Tensor]:
+        self.events.append(("take", pending.work))
+        if self.sent is not None:
+            self.sent.arrived()
         return pending.buffers
 
     def send(self, tensors: Sequence[torch.Tensor], to: int) -> None:
-        pass
+        self._keep(tensors, tuple(self._key(self.rank, to) for _ in tensors))
 
     def broadcast(
         self, tensor: torch.Tensor | None, layout: Layout, source: int, group: int
     ) -> Pending | None:
-        return self.receive([layout], source) if tensor is None else None
+        key = self._key(group)
+        if tensor is None:
+            return Pending([self._zeros(layout)], source, (key,))
+        self._keep([tensor], (key,))
+        return None
 
     def gather(self, tensor: torch.Tensor, layout: Layout, to: int, group: int) -> Pending | None:
-        return self.all_gather(tensor, layout, group) if to == self.rank else None
+        key = self._key(group)
+        if to != self.rank:
+            self._keep([tensor], (key,))
+            return None
+        self.events.append(("give", (key,)))
+        return Pending([self._zeros(layout) for _ in range(self.ranks)], -1, (key,), tensor)
 
     def all_gather(self, tensor: torch.Tensor, layout: Layout, group: int) -> Pending:
-        return self.receive([layout] * self.ranks, -1)
+        key = self._key(group)
+        self.events.append(("give", (key,)))
+        whole, buffers = new_buffers(layout, self.ranks, self.device)
+        whole.zero_()
+        return Pending(buffers, -1, (key,), tensor)
 
     def broadcast_numbers(self, tensor: torch.Tensor | None, source: int) -> torch.Tensor:
-        return torch.ones(2, dtype=torch.float64) if tensor is None else tensor
+        return torch.empty(2, dtype=torch.float64).fill_(1) if tensor is None else tensor
 
     def flush(self) -> None:
-        pass
+        if self.sent is not None:
+            self.sent.join()
+
+    def _keep(self, tensors: Sequence[torch.Tensor], keys: tuple[Key, ...]) -> None:
+        self.events.append(("keep", keys))
+        if self.sent is not None:
+            self.sent.add(_Over(), tensors)
+
+    def _key(self, *which: int) -> Key:
+        """The next tensor from a rank to another one, or the next collective of a group."""
+        self._numbers[which] += 1
+        return (*which, self._numbers[which])
 
     def _zeros(self, layout: Layout) -> torch.Tensor:
-        shape, stride, dtype = layout
-        return torch.empty_strided(shape, stride, dtype=dtype, device=self.device).zero_()
+        return new_buffer(layout, self.device).zero_()

@@ -90,6 +90,9 @@ class LocalComm:
         self._sent: Counter[int] = Counter()
         self._joined: Counter[int] = Counter()
 
+    def start(self) -> None:
+        pass
+
     def receive(self, layouts: Sequence[Layout], source: int) -> Pending:
         # The n-th tensor of all posted receives is the n-th that is sent, however the program waits.
         first = self._received[source]

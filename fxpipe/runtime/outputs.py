@@ -30,6 +30,11 @@ class OutputSpec:
     shape: tuple[int, ...]
     dtype: str
 
+    def empty(self, microbatches: int, device: torch.device | None) -> torch.Tensor:
+        """Memory for all microbatches, their dimension in front."""
+        dtype = getattr(torch, self.dtype.removeprefix("torch."))
+        return torch.empty((microbatches, *self.shape), dtype=dtype, device=device)
+
 
 @dataclass(frozen=True, eq=False)
 class StepResult:
@@ -51,6 +56,14 @@ class Collected:
     wanted: Mapping[str, OutputSpec] = field(default_factory=dict)
     found: dict[str, torch.Tensor] = field(default_factory=dict)  # with a dimension of microbatches in front
     _times: Counter[str] = field(default_factory=Counter)
+
+    @staticmethod
+    def of(
+        wanted: Mapping[str, OutputSpec], rank: int, microbatches: int, device: torch.device | None
+    ) -> Collected:
+        """With memory for the outputs of a rank, which the caller keeps after the step."""
+        own = (spec for spec in wanted.values() if spec.rank == rank)
+        return Collected(wanted, {spec.name: spec.empty(microbatches, device) for spec in own})
 
     def add(self, name: str, value: torch.Tensor, microbatch: int, microbatches: int) -> None:
         """Raises RunError if an edited program gives another value than the plan has."""
@@ -123,8 +136,7 @@ def move(
     for name, spec in wanted.items():
         value = found.get(name)
         if value is None:
-            dtype = getattr(torch, spec.dtype.removeprefix("torch."))
-            value = joined(torch.empty((microbatches, *spec.shape), dtype=dtype, device=device))
+            value = joined(spec.empty(microbatches, device))
         data = value.view(-1).view(torch.uint8)  # gloo does not know all dtypes
         if on == "all":
             process.broadcast_(data, spec.rank)

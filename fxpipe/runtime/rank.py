@@ -75,6 +75,7 @@ class Runtime:
     def start(self) -> None:
         """Begin a step, also after one that failed."""
         self.record.end()
+        self.comm.start()
         self.current_op, self.waiting = "", None
         self._losses, self._counts, self._shared = [], [], None
 

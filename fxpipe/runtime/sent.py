@@ -5,18 +5,27 @@ from __future__ import annotations
 import atexit
 import queue
 import threading
-from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 
 from fxpipe.runtime.comm import answered
+from fxpipe.runtime.taken import Releases
 
 
 class Sent(Protocol):
     def add(self, work: Any, tensors: Sequence[torch.Tensor]) -> None:
         """Keep the tensors of a message whose send has begun; ``work``: the handle of its process group."""
+        ...
+
+    def start(self) -> None:
+        """Begin a step."""
+        ...
+
+    def arrived(self) -> None:
+        """Let the tensors of messages go that are taken by now: the rank has waited for a message, or for
+        values of all ranks."""
         ...
 
     def join(self) -> None:
@@ -28,22 +37,38 @@ class SentOnStreams:
     """For backends that send on streams of their own, where nothing blocks the host.
 
     A wait makes the stream of the computation wait: inside a step it would stop all that comes after a send
-    until the other rank receives.  So messages are asked whether they are sent, and waited for at the end.
+    until the other rank receives.  So a message is waited for where another one that has arrived proves that
+    it is taken.  That is the same place in every step, so each step takes and returns memory in one order.
+
+    ``releases``: by wait of this rank; messages that it does not name are waited for at the end of the step.
     """
 
-    def __init__(self) -> None:
-        self._sent: deque[tuple[Any, Sequence[torch.Tensor]]] = deque()
+    def __init__(self, releases: Releases = ()) -> None:
+        self.releases = releases
+        self._sent: dict[int, tuple[Any, Sequence[torch.Tensor]]] = {}
+        self._messages = self._waits = 0
+
+    def start(self) -> None:
+        self._messages = self._waits = 0
 
     def add(self, work: Any, tensors: Sequence[torch.Tensor]) -> None:
-        self._sent.append((work, tensors))
-        while self._sent and self._sent[0][0].is_completed():
-            self._sent.popleft()
+        self._sent[self._messages] = work, tensors
+        self._messages += 1
+
+    def arrived(self) -> None:
+        for number in self.releases[self._waits] if self._waits < len(self.releases) else ():
+            if number in self._sent:
+                self._wait_for(number)
+        self._waits += 1
 
     def join(self) -> None:
+        for number in [*self._sent]:
+            self._wait_for(number)
+
+    def _wait_for(self, number: int) -> None:
+        work, _ = self._sent.pop(number)
         with answered():
-            for work, _ in self._sent:
-                work.wait()
-        self._sent.clear()
+            work.wait()
 
 
 class SentByThread:
@@ -68,6 +93,12 @@ class SentByThread:
             thread.join(1.0)
 
         atexit.register(stop)
+
+    def start(self) -> None:
+        pass
+
+    def arrived(self) -> None:
+        pass
 
     def add(self, work: Any, tensors: Sequence[torch.Tensor]) -> None:
         self._sent.append((work, tensors))

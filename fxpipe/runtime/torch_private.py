@@ -22,6 +22,7 @@ __all__ = [
     "StorageWeakRef",
     "Store",
     "TorchDispatchMode",
+    "all_gather_single",
     "as_one",
     "communicator_error",
     "compile_by_inductor",
@@ -33,6 +34,9 @@ __all__ = [
     "pytree",
     "rendezvous",
 ]
+
+#: ``dist.all_gather`` to a list of tensors would allocate them once more.  torch 2.13 gave it another name.
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 def default_store() -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from fxpipe.runtime.ambient import as_traced
 from fxpipe.runtime.batch import batch_leaves
 from fxpipe.runtime.comm import Comm, NoAnswer
 from fxpipe.runtime.connect import connect
+from fxpipe.runtime.distributed import DistributedComm
 from fxpipe.runtime.dry_run import dry_run
 from fxpipe.runtime.heap import give_back_large_tensors
 from fxpipe.runtime.inductor import compiled_functions
@@ -31,9 +33,18 @@ from fxpipe.runtime.outputs import Collected, On, StepResult, move, requested
 from fxpipe.runtime.process import Process
 from fxpipe.runtime.rank import Runtime
 from fxpipe.runtime.record import DeviceClock, HostClock, Record
+from fxpipe.runtime.sent import SentOnStreams
+from fxpipe.runtime.step_memory import step_memory
+from fxpipe.runtime.taken import Releases, as_bytes, events_from, releases
 from fxpipe.training.model_state import ModelState
 from fxpipe.training.same_batch import any_stops, difference, words
 from fxpipe.vocabulary.rows import whole
+
+log = logging.getLogger("fxpipe")
+
+RUN_ALONE = "run its program alone"
+#: The most runs until the memory of steps is settled; each but the last finds that it needs more.
+MOST_RUNS = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +79,9 @@ class Runner:
     stop_asked: bool = False
     stops: bool = False
     is_warm: bool = False
+    _releases: Releases | None = None  # None if messages do not wait on the device
+    _settled_at: int = -1  # when the memory of steps had grown so often
+    _has_said_grown: bool = False
 
     @property
     def plan(self) -> Plan:
@@ -149,13 +163,16 @@ class Runner:
         number = rt.step_number
         with self._watched(rt, program):
             try:
-                rt.collected = Collected(requested(outputs, outputs_on, spec.outputs, spec.ranks))
+                wanted = requested(outputs, outputs_on, spec.outputs, spec.ranks)
+                rt.collected = Collected.of(wanted, rt.rank, spec.microbatches, self.device)
                 self.state.follow_model()
                 self.state.changed()
                 rt.params, rt.buffers = self.state.held_by(rt.rank)
+                self._settle(rt, program, batch)
                 earlier = self.state.accumulators(rt)
                 compare = self._begin_comparison(batch, number)
-                loss = program.step(rt, batch)
+                with self._step_memory(number):
+                    loss = program.step(rt, batch)
                 compare()
                 found = self._outputs(rt, outputs_on)
             except NoAnswer as error:
@@ -169,17 +186,64 @@ class Runner:
 
     def _warm_up(self, rt: Runtime, program: Program, batch: Any) -> None:
         """Run the program alone before its first step, if Inductor compiles it on some rank, or messages wait
-        on the device.
+        on the device; there also until it asks for no memory.
         """
         process = self.process
         if process is None:
             return
         compiles = any(process.gather(b"some" if compiled_functions(program.step) else b""))
-        if compiles or process.backend(self.device) != "gloo":
-            self.state.follow_model()
-            rt.params, rt.buffers = self.state.held_by(rt.rank)
-            with process.agreed("run its program alone"), process.unhurried():
-                dry_run(rt, program.step, batch, self.state.zero_gradients(rt.rank))
+        on_streams = process.backend(self.device) != "gloo"
+        if not compiles and not on_streams:
+            return
+        self.state.follow_model()
+        rt.params, rt.buffers = self.state.held_by(rt.rank)
+        with process.agreed(RUN_ALONE), process.unhurried():
+            self._words(batch, rt.step_number)
+            grads = self.state.zero_gradients(rt.rank)
+            with step_memory(self.device).use():
+                events = dry_run(rt, program.step, batch, grads)
+            del grads
+        if on_streams:
+            ranks = [events_from(data) for data in process.gather(as_bytes(events))]
+            known = [own for own in ranks if own is not None]
+            self._releases = releases(known)[rt.rank] if len(known) == len(ranks) else ()
+            assert isinstance(rt.comm, DistributedComm)
+            rt.comm.sent = SentOnStreams(self._releases)
+            with process.agreed(RUN_ALONE), process.unhurried():
+                self._settle(rt, program, batch)
+
+    def _settle(self, rt: Runtime, program: Program, batch: Any) -> None:
+        """Run the program alone, where steps need a settled memory, until it asks for none."""
+        memory = step_memory(self.device)
+        if self._releases is None or self._settled_at == memory.grown:
+            return
+        grads = self.state.zero_gradients(rt.rank)
+        for _ in range(MOST_RUNS):
+            before = memory.grown
+            with memory.use():
+                dry_run(rt, program.step, batch, grads, self._releases)
+            if memory.grown == before:
+                break
+        self._settled_at = memory.grown
+
+    @contextlib.contextmanager
+    def _step_memory(self, number: int) -> Iterator[None]:
+        """The tensors of a step are in the memory of steps; says once that it did not suffice."""
+        if self._releases is None:
+            yield
+            return
+        memory = step_memory(self.device)
+        before = memory.grown
+        with memory.use():
+            yield
+        if memory.grown > before and not self._has_said_grown:
+            self._has_said_grown = True
+            log.warning(
+                f"{self.device} was asked for memory {memory.grown - before} times inside step {number}. "
+                "Where its memory is nearly full, such a call waits for messages under way, and ranks "
+                "can wait for each other for ever. Leave more of it free: a lower memory_limit=, a smaller "
+                "microbatch, or recompute=."
+            )
 
     def _outputs(self, rt: Runtime, on: On) -> dict[str, torch.Tensor]:
         """The outputs of the last step that this rank is to have."""
@@ -279,8 +343,7 @@ class Runner:
         process, leaves = self.process, self.plan.step.batch.tensors
         if process is None:
             return lambda: None
-        own = words(self.artifact.number, step, self.stop_asked, leaves, self.plan.step.batch.given(batch))
-        gathered = process.begin_gather(own)
+        gathered = process.begin_gather(self._words(batch, step))
 
         def compare() -> None:
             ranks = gathered()
@@ -290,6 +353,11 @@ class Runner:
                 raise RunError(problem)
 
         return compare
+
+    def _words(self, batch: Any, step: int) -> torch.Tensor:
+        """The words that this rank compares with those of the others."""
+        spec = self.plan.step.batch
+        return words(self.artifact.number, step, self.stop_asked, spec.tensors, spec.given(batch))
 
     @cached_property
     def _local_programs(self) -> tuple[Program, ...]:

@@ -20,6 +20,11 @@ FAULTS = {
     "ops wait for sends before them": ("waits", Shape(2, "zb-h1", 2, "v"), 4),
     "ranks connect in different orders": ("order", Shape(3, "1f1b"), 2),
 }
+#: What is undone, where it is seen, and what is wrong then.
+WRONG = {
+    "what is sent is let go at once": ("kept", Shape(2, "1f1b"), "AssertionError: Shape"),
+    "a message is several operations": ("one", Shape(2, "zb-v", 2, "v"), "a message is one operation"),
+}
 
 
 @pytest.mark.parametrize("ranks", MICROBATCHES)
@@ -36,6 +41,14 @@ def test_what_is_undone_hangs(name, tmp_path):
     run = forked(shape.ranks, worker.run, *asked, dtype=torch.float64, logs=tmp_path / "logs")
     assert run.code != 0
     assert re.search(r"[Tt]imed? ?out", run.own + "".join(run.stderr)), run
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_undone_is_wrong(name, tmp_path):
+    fault, shape, message = WRONG[name]
+    run = forked(2, worker.run, [shape], [4], fault, dtype=torch.float64, logs=tmp_path / "logs")
+    assert run.code != 0
+    assert message in "".join(run.stderr), run
 
 
 def test_an_error_of_a_communicator_ends_all_ranks_with_one_message(tmp_path):
@@ -57,3 +70,34 @@ def test_ranks_compare_batches_wherever_these_are(tmp_path):
     """On a device, on the CPU, and without any tensor, beside a backend for devices."""
     run = forked(3, worker.batches_on_devices, dtype=torch.float64, logs=tmp_path / "logs")
     assert run.code == 0, run
+
+
+SETTLED = [
+    Shape(4, "1f1b"),
+    Shape(4, "gpipe"),
+    Shape(4, "zb-v", 2, "v"),
+    Shape(4, "1f1b", vocab_parallel="2-barrier"),
+]
+#: What is undone, where it is seen, and what is found in the four steps of some rank.
+UNSETTLED = {
+    "the optimizer takes the memory of steps": ("pool", Shape(2, "1f1b"), r"memory \[0, [1-9]\d*, 0, 0\]"),
+    "dry runs keep nothing that is sent": ("kept", Shape(4, "zb-v", 2, "v"), r"memory \[[1-9]\d*, 0, 0, 0\]"),
+    "the first step is the first run": ("dry", Shape(2, "1f1b"), r"first used \['aten"),
+}
+
+
+def test_no_step_asks_the_device_for_memory_or_for_a_new_kernel(tmp_path):
+    """By a model of torch's allocator: either may wait for messages under way."""
+    run = forked(4, worker.trains_in_settled_memory, SETTLED, 8, dtype=torch.float64, logs=tmp_path / "logs")
+    assert run.code == 0, run
+
+
+@pytest.mark.parametrize("name", UNSETTLED)
+def test_what_is_undone_asks_the_device(name, tmp_path):
+    fault, shape, message = UNSETTLED[name]
+    asked = [shape], 8, fault
+    run = forked(
+        shape.ranks, worker.trains_in_settled_memory, *asked, dtype=torch.float64, logs=tmp_path / "logs"
+    )
+    assert run.code != 0
+    assert re.search(message, "".join(run.stderr)), run

@@ -1,0 +1,90 @@
+"""Finds the wait of a rank at which another rank has certainly taken a message that the rank sent.
+
+A message that arrives proves that its sender has come as far as its send, and so has every message that the
+sender had waited for before.  By vector clocks over the waits of all ranks each sent message gets the first
+wait that proves its arrival.  There its memory can be used again, without a wait for the other rank.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Literal
+
+Key = tuple[int, ...]
+"""A tensor of a message, (source, target, number), or a collective, (group, number)."""
+Event = tuple[Literal["give", "keep", "take"], tuple[Key, ...]]
+"""What a rank does with tensors, in the order of its program: it starts to send them, and keeps them alive
+until they are taken or not (``keep``, ``give``), or waits for them."""
+
+Releases = Sequence[Sequence[int]]
+"""For each wait of a rank the messages, of those that it keeps, that are certainly taken then."""
+
+
+def as_bytes(events: Sequence[Event] | None) -> bytes:
+    """Events for other ranks; ``events_from`` reads them."""
+    return json.dumps(events).encode()
+
+
+def events_from(data: bytes) -> list[Event] | None:
+    events = json.loads(data)
+    return events and [(verb, tuple(map(tuple, keys))) for verb, keys in events]
+
+
+def releases(ranks: Sequence[Sequence[Event]]) -> list[list[list[int]]]:
+    """Per rank its releases.  What no wait proves to be taken is kept until the end of the step."""
+    givers, takers = _partners(ranks)
+    given: Counter[Key] = Counter()
+    proof: defaultdict[Key, list[int]] = defaultdict(lambda: [0] * len(ranks))
+    clocks = [[0] * len(ranks) for _ in ranks]  # per rank the number of waits of each that are over
+    kept: list[dict[int, list[tuple[int, int]]]] = [{} for _ in ranks]
+    numbers, at, found = [0] * len(ranks), [0] * len(ranks), [list[list[int]]() for _ in ranks]
+    moves = True
+    while moves:
+        moves = False
+        for rank, events in enumerate(ranks):
+            clock = clocks[rank]
+            while at[rank] < len(events):
+                verb, keys = events[at[rank]]
+                if verb == "take":
+                    if any(given[key] < givers[key] for key in keys):
+                        break
+                    for key in keys:
+                        clock[:] = map(max, clock, proof[key])
+                    clock[rank] += 1
+                    over = [n for n, needed in kept[rank].items() if all(clock[r] >= w for r, w in needed)]
+                    for number in over:
+                        del kept[rank][number]
+                    found[rank].append(over)
+                else:
+                    for key in keys:
+                        proof[key] = [*map(max, clock, proof[key])]
+                        given[key] += 1
+                    if verb == "keep":
+                        needed = [taker for key in keys for taker in takers[key]]
+                        if needed:
+                            kept[rank][numbers[rank]] = needed
+                        numbers[rank] += 1
+                at[rank] += 1
+                moves = True
+    return found
+
+
+def _partners(
+    ranks: Sequence[Sequence[Event]],
+) -> tuple[Counter[Key], defaultdict[Key, list[tuple[int, int]]]]:
+    """By tensor the number of ranks that give it, and those that take it, each with the number of its waits
+    that are over then."""
+    givers: Counter[Key] = Counter()
+    takers: defaultdict[Key, list[tuple[int, int]]] = defaultdict(list)
+    for rank, events in enumerate(ranks):
+        waits = 0
+        for verb, keys in events:
+            waits += verb == "take"
+            for key in keys:
+                if verb == "take":
+                    takers[key].append((rank, waits))
+                else:
+                    givers[key] += 1
+    return givers, takers
