@@ -105,8 +105,8 @@ class Failures:
     def survey(self, show: Callable[[], None] | None = None) -> list[Sign]:
         """Per rank its last sign of life, and whether it gives any.
 
-        Takes SILENCE seconds; those of one beat, in which the others tell where they are, if a rank is known to
-        be gone; less if a message of a failed rank is there before.
+        Takes SILENCE seconds; those of one beat, in which the others tell where they are, if a rank is known
+        to be gone; less if a message of a failed rank is there before.
         show: gives a sign of life of this rank, where the thread that calls this would otherwise do so.
         """
         before = [self.seen(rank) for rank in range(self.ranks)]

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import fxpipe
-from fxpipe.training import checkpoint
+from fxpipe.training import checkpoint_files
 
 SIZE, WIDTH, LENGTH, ROWS, MICROBATCHES = 64, 16, 6, 2, 4
 
@@ -138,7 +138,7 @@ def main(directory: Path, options: Options) -> None:
         "parameters": sorted(pipe.parameters),
         "steps": pipe.step_number,
     }
-    checkpoint.PATIENCE = 0.2
+    checkpoint_files.PATIENCE = 0.2
     report["blind"] = "no error"
     try:  # as if each machine had a disk of its own
         fxpipe.Checkpointer(pipe, directory / f"disk of rank {rank}")
