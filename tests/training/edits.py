@@ -247,7 +247,8 @@ def other_json(path: Path, draw: random.Random) -> str:
         del holder[last]
         what = "removed"
     elif isinstance(holder, dict) and draw.random() < 0.15:
-        holder["another"] = what = draw.choice(OTHERS)
+        holder["another"] = draw.choice(OTHERS)
+        what = f"beside it another, {holder['another']!r}"
     else:
         holder[last] = what = draw.choice(others)
     file.write_text(json.dumps(state))

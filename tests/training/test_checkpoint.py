@@ -274,6 +274,13 @@ def test_objects_that_do_not_take_their_state_change_nothing(trained, tmp_path):
     assert edits.same(run.held(), before)
 
 
+def test_a_checkpoint_that_one_rank_refuses_changes_none(tmp_path):
+    for report in run(2, tmp_path, main=worker.does_not_fit_one_rank):
+        assert "state['picky'] (Picky) does not take its state: ValueError: not mine" in report["message"]
+        assert report["steps"] == 2
+        assert report["unchanged"]
+
+
 class Stepped:
     number = 0
 
