@@ -10,9 +10,10 @@ import os
 import stat
 from collections.abc import Callable, Mapping
 from enum import Enum
+from io import BufferedReader
 from math import isfinite
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import cattrs
 from cattrs.errors import (
@@ -51,7 +52,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """Open a file for reading.  Raises Misfit if it is not a regular file (after symbolic links)."""
     try:
         file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 - the caller closes it

@@ -279,11 +279,15 @@ def _tell_changes(directory: Path, rank: int) -> None:
     ):
         if name not in sums:
             raise ArtifactError(f"{path} is damaged or cut short: it has no checksum of {name}. {AGAIN}")
-        if checksum(directory / name) != sums[name]:
+        try:
+            found = checksum(directory / name)
+        except (Misfit, OSError) as error:
+            raise ArtifactError(f"{directory / name} {error}. {AGAIN}") from error
+        if found != sums[name]:
             warnings.warn(f"{directory / name} {changed}.", stacklevel=4)
 
 
 def checksum(path: Path) -> str:
-    """The SHA-256 of a file, as sha256sum writes it."""
-    with path.open("rb") as file:
+    """The SHA-256 of a regular file, as sha256sum writes it.  Raises Misfit if it is none."""
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

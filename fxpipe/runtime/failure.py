@@ -105,8 +105,8 @@ class Failures:
     def survey(self, show: Callable[[], None] | None = None) -> list[Sign]:
         """Per rank its last sign of life, and whether it gives any.
 
-        Takes SILENCE seconds; those of one beat, in which the others tell where they are, if a rank is known to
-        be gone; less if a message of a failed rank is there before.
+        Takes SILENCE seconds; those of one beat, in which the others tell where they are, if a rank is known
+        to be gone; less if a message of a failed rank is there before.
         show: gives a sign of life of this rank, where the thread that calls this would otherwise do so.
         """
         before = [self.seen(rank) for rank in range(self.ranks)]
@@ -135,10 +135,11 @@ def record(error: BaseException) -> None:
     """Write an error to the file from which torchrun takes its summary: as a whole, or, on a full disk, not
     at all, as a file that is cut short ends torchrun.
 
-    The first one of a process counts: nobody writes to the file after this.
+    The first one of a process counts: nobody writes to the file after this.  Torch's decorator ``record`` of
+    the user's code may have done so before.
     """
     file = os.environ.pop("TORCHELASTIC_ERROR_FILE", None)
-    if file is None or os.path.exists(file):
+    if file is None or _is_whole(file):
         return
     text = {
         "message": f"{type(error).__name__}: {error}",
@@ -156,8 +157,18 @@ def record(error: BaseException) -> None:
         os.rename(draft, file)
     except OSError as wrong:
         log.warning("the summary of torchrun will lack an error: %s cannot be written: %s", file, wrong)
-        with contextlib.suppress(OSError):
-            os.remove(draft)
+        for left in (draft, file):
+            with contextlib.suppress(OSError):
+                os.remove(left)
+
+
+def _is_whole(file: str) -> bool:
+    try:
+        with open(file) as opened:
+            json.load(opened)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def in_short(error: Exception) -> str:

@@ -23,18 +23,17 @@ from fxpipe.errors import ArtifactError, FxpipeError, RunError
 from fxpipe.plan.files import checksum, writing
 from fxpipe.runtime.comm import NoAnswer, answered
 from fxpipe.runtime.process import agreed, agreed_by
-from fxpipe.strict import unstructure
+from fxpipe.strict import structure, unstructure
 from fxpipe.training import checkpoint_files as files
 from fxpipe.training import tensor_store
 from fxpipe.training.optimizer import PipelineOptimizer
 from fxpipe.training.plain import from_json, to_json
+from fxpipe.training.restore import contents_for, restore
 from fxpipe.training.tensor_store import Part
-from fxpipe.training.training_state import Record, Stateful, contents_for, record_of, restore, tensors_of
+from fxpipe.training.training_state import Kind, Record, Stateful, kinds_of, record_of, tensors_of
 
 if TYPE_CHECKING:
     from fxpipe.pipeline import Pipeline
-
-PATIENCE = 10.0  # seconds until a file that rank 0 wrote must be visible to the other ranks
 
 
 class Checkpointer:
@@ -49,7 +48,7 @@ class Checkpointer:
     All ranks make it and call its methods alike.  A checkpoint is complete or absent, whenever a process is
     killed.  It holds the parameters, buffers, the optimizer's state and the step's number by the model's
     names, and can be resumed with other numbers of ranks and stages, and by ``fxpipe.read_checkpoint``
-    without any.
+    without any.  A directory belongs to one run; one that is resumed is the same run.
     """
 
     def __init__(
@@ -69,7 +68,8 @@ class Checkpointer:
         every: steps from one checkpoint to the next; None for those of ``save`` alone, and of a SIGTERM.
         keep: the number of checkpoints that are kept.
         asynchronous: copy the tensors and write them in the background, while training goes on.
-        Raises ArtifactError, on every rank, for a directory that a rank cannot see or write.
+        Raises ArtifactError, on every rank, for a directory that a rank cannot see or write, or that another
+        run has.
         """
         if keep < 1 or (every is not None and every < 1):
             raise RunError("keep and every are numbers of checkpoints and steps: at least 1.")
@@ -84,7 +84,13 @@ class Checkpointer:
         if self._process is not None:
             with self._process.watch.collective():
                 self._group = dist.new_group(backend="gloo", timeout=self._process.timeout)
-        self._check_directory()
+        self._lock: files.Lock | None = None
+        self._is_own = False  # whether the checkpoints in the directory are known to be this run's
+        try:
+            self._check_directory()
+        except FxpipeError:
+            self._release()
+            raise
         self._background = ThreadPoolExecutor(1, "fxpipe-checkpoint")
         self._writing: Future[Path] | None = None
         self._handler: Any = None
@@ -105,10 +111,9 @@ class Checkpointer:
         with agreed(self._process, f"resume from {path}"):
             record = self._verified(path)
         with agreed(self._process, f"resume from {path}"):
-            contents = contents_for(state.plan, self.optimizer, self.user, path, record)
-        with agreed(self._process, f"resume from {path}"):
-            restore(state, self.optimizer, self.user, contents, self._rank)
-        self.pipe.step_number = record.step_number
+            contents = contents_for(state, self.optimizer, self.user, path, record, self._rank)
+        restore(state, self.optimizer, self.user, contents)
+        self.pipe.step_number = contents.step_number
         return True
 
     def step(self) -> None:
@@ -117,6 +122,7 @@ class Checkpointer:
         After a SIGTERM to any rank, all write one and end their processes with exit code 143.
         Raises RunError if the last one could not be written.
         """
+        self._check_run()
         if self._writing is not None and self._writing.done():
             self.wait()
         if self.pipe.stops():
@@ -158,6 +164,7 @@ class Checkpointer:
             self.wait()
         finally:
             self._background.shutdown()
+            self._release()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -168,13 +175,36 @@ class Checkpointer:
         else:  # another rank may have ended, and the one being written may never be complete
             self._restore_handler()
             self._background.shutdown(wait=False, cancel_futures=True)
+            self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
 
     def _restore_handler(self) -> None:
         if self._handler is not None:
             signal.signal(signal.SIGTERM, self._handler)
             self._handler = None
 
+    def _check_run(self) -> None:
+        """Raise ArtifactError on all ranks if the directory has checkpoints of another run, which would stay
+        instead of this one's if they are newer."""
+        if self._is_own:
+            return
+        with agreed(self._process, "write a checkpoint"):
+            path = files.newest(self.directory) if self._rank == 0 else None
+            if (
+                path is not None
+                and Record.from_json(files.read_state(path), path).run != self.pipe.model_state.run
+            ):
+                raise ArtifactError(
+                    f"{path} is of another run. Call resume() to go on from it, name another directory, or "
+                    "remove it."
+                )
+        self._is_own = True
+
     def _start(self) -> None:
+        self._check_run()
         self.wait()
         step, state = self.pipe.step_number, self.pipe.model_state
         tensors: dict[str, torch.Tensor | Part] = {}
@@ -203,16 +233,20 @@ class Checkpointer:
         with answered():  # an error of this rank's own is a CheckpointException
             tensor_store.write(tensors, draft, self._group)
         with self._agreed("compute checksums"):
-            own = json.dumps([self._sums(draft), record.fields])
+            kinds = unstructure(kinds_of(tensors))
+            own = json.dumps([self._sums(draft), record.fields, kinds])
         sums: dict[str, str] = {}
         fields: dict[str, Any] = {}
+        kinds = {}
         for text in self._gather(own.encode()):
-            found, held = json.loads(text)
+            found, held, stored = json.loads(text)
             sums |= found
             fields |= from_json(held, {})
+            kinds |= structure(stored, dict[str, Kind])
         with self._agreed("complete"):
             if self._rank == 0:
-                whole = dataclasses.replace(record, fields=to_json(fields, None, "", "the optimizer's state"))
+                encoded = to_json(fields, None, "", "the optimizer's state")
+                whole = dataclasses.replace(record, fields=encoded, tensors=kinds)
                 state = json.dumps(unstructure(whole), indent=1)
                 files.complete(self.directory, step, state, sums)
                 files.keep_newest(self.directory, self.keep)
@@ -241,11 +275,12 @@ class Checkpointer:
         with agreed(self._process, f"write to {self.directory}"), writing(self.directory):
             if self._rank == 0:
                 self.directory.mkdir(parents=True, exist_ok=True)
+                self._lock = files.Lock(self.directory)
                 files.put_back(self.directory)
                 probe.write_text("")
         try:
             with agreed(self._process, "see the directory of checkpoints"):
-                end = time.monotonic() + PATIENCE
+                end = time.monotonic() + files.PATIENCE
                 while not probe.exists():
                     if time.monotonic() > end:
                         raise ArtifactError(

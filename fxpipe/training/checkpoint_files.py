@@ -9,16 +9,22 @@ format of sha256sum.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import re
 import shutil
-from collections.abc import Mapping
+import socket
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import IO
 
 from fxpipe.errors import ArtifactError
 from fxpipe.plan.files import checksum
 from fxpipe.strict import MEBIBYTE, Misfit, read_text, shown
 
+PATIENCE = 10.0  # seconds until a file that another process wrote must be visible, or its lock be gone
 SUMS, STATE = "SHA256SUMS", "state.json"
 REPLACED = ".replaced"  # the end of the hidden name of a checkpoint while a new one takes its place
 
@@ -27,14 +33,20 @@ def path_of(directory: Path, step: int) -> Path:
     return directory / f"step-{step:08d}"
 
 
+def step_of(path: Path) -> int | None:
+    """The number of steps by the name of a complete checkpoint; None for anything else."""
+    match = re.fullmatch(r"step-([0-9]{8,15})", path.name)
+    is_one = match is not None and path == path_of(path.parent, int(match[1])) and path.is_dir()
+    return int(match[1]) if match is not None and is_one else None
+
+
 def draft_of(directory: Path, step: int) -> Path:
     return directory / f".step-{step:08d}.draft"
 
 
 def checkpoints(directory: Path) -> dict[int, Path]:
     """The complete checkpoints by the number of steps, the oldest first."""
-    names = (re.fullmatch(r"step-([0-9]{8,15})", path.name) for path in directory.iterdir())
-    steps = sorted(int(match[1]) for match in names if match)
+    steps = sorted(step for path in directory.iterdir() if (step := step_of(path)) is not None)
     return {step: path_of(directory, step) for step in steps}
 
 
@@ -76,6 +88,66 @@ def complete(directory: Path, step: int, state: str, sums: Mapping[str, str]) ->
     return path
 
 
+class Lock:
+    """Keeps a directory of checkpoints for one run at a time, as long as its process lives.
+
+    A disk that has no locks keeps nobody out.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Raises ArtifactError if another run has it for PATIENCE seconds."""
+        self._path = directory / ".lock"
+        end = time.monotonic() + PATIENCE
+        while not self._taken():
+            owner = ""
+            with contextlib.suppress(FileNotFoundError):
+                owner = self._path.read_text(errors="replace")
+            own = owner == _who()
+            if own or time.monotonic() > end:
+                who = "another Checkpointer of this process" if own else f"another run ({owner})"
+                what = "close it first" if own else "end that run"
+                raise ArtifactError(
+                    f"{directory.absolute()} is in use by {who}. Name another directory, or {what}."
+                )
+            time.sleep(0.1)
+
+    def _taken(self) -> bool:
+        self._file = self._path.open("a+")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # of another process, which may be one that ends
+            self._file.close()
+            return False
+        except OSError:  # there are no locks
+            return True
+        if not _is_at(self._file, self._path):  # the one that had it has removed it
+            self._file.close()
+            return False
+        self._file.truncate(0)
+        self._file.write(_who())
+        self._file.flush()
+        return True
+
+    def release(self) -> None:
+        if not self._file.closed:
+            with contextlib.suppress(OSError):
+                if _is_at(self._file, self._path):
+                    self._path.unlink()
+                fcntl.flock(self._file, fcntl.LOCK_UN)  # also for processes forked since
+            self._file.close()
+
+
+def _who() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def _is_at(file: IO[str], path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
 def put_back(directory: Path) -> None:
     """Give a checkpoint its name again that was about to be replaced when the run was killed."""
     for hidden in directory.glob(f".step-*{REPLACED}"):
@@ -93,45 +165,60 @@ def keep_newest(directory: Path, number: int) -> None:
 def read_state(path: Path) -> str:
     """The text of state.json.  Raises ArtifactError if it, or the list of checksums, is missing or
     changed."""
-    sums = read_sums(path)
-    verify(path, {STATE: sums[STATE]})
-    return read_text(path / STATE, 256 * MEBIBYTE)
+    verify(path, {STATE: read_sums(path)[STATE]})
+    with reading(path):
+        return read_text(path / STATE, 256 * MEBIBYTE)
 
 
 def read_sums(path: Path) -> dict[str, str]:
-    """The checksums by the names of the files; all these files exist, and no others.  Raises
-    ArtifactError."""
-    try:
+    """The checksums by the names of the files, all of which exist; others beside them do not belong to the
+    checkpoint.  Raises ArtifactError."""
+    with reading(path / SUMS):
         lines = read_text(path / SUMS, MEBIBYTE).splitlines()
-    except Misfit as error:
-        raise ArtifactError(f"{path / SUMS} {error}. {_instead(path)}") from error
-    sums = {}
-    for number, line in enumerate(lines, 1):
-        match = re.fullmatch(r"([0-9a-f]{64})  (.+)", line)
-        if match is None:
-            raise ArtifactError(f"{path / SUMS}: line {number} is no checksum of a file. {_instead(path)}")
-        sums[match[2]] = match[1]
-    held = {file.name for file in path.iterdir()} - {SUMS}
-    for name in sorted(held ^ {STATE, *sums}):
-        wrong = "is missing" if name not in held else f"is not in {SUMS}"
-        raise ArtifactError(f"{path}: {shown(name)} {wrong}. {_instead(path)}")
+    sums: dict[str, str] = {}
+    with reading(path):
+        for number, line in enumerate(lines, 1):
+            match = re.fullmatch(r"([0-9a-f]{64})  ([^/]+)", line)
+            if match is None or match[2] in sums:
+                raise Misfit(f"line {number} is no checksum of another file", f"{SUMS}:")
+            sums[match[2]] = match[1]
+        for name in sorted({STATE, *sums}):
+            if not os.path.lexists(path / name):
+                raise Misfit(f"{shown(name)} is missing")
+            if name not in sums:
+                raise Misfit(f"{SUMS} does not list {name}")
     return sums
+
+
+def tensor_files(sums: Mapping[str, str]) -> list[str]:
+    """The names of the files that hold tensors."""
+    return [name for name in sums if name.endswith(".safetensors")]
 
 
 def verify(path: Path, sums: Mapping[str, str]) -> None:
     """Raise ArtifactError, naming the first file that is not what was written."""
     for name, expected in sums.items():
-        try:
-            found = checksum(path / name)
-        except (Misfit, OSError) as error:
-            raise ArtifactError(f"{path / name} {error}. {_instead(path)}") from error
-        if found != expected:
-            wrong = f"is damaged: its checksum is not the one in {SUMS}"
-            raise ArtifactError(f"{path / name} {wrong}. {_instead(path)}")
+        with reading(path / name):
+            if checksum(path / name) != expected:
+                raise Misfit(f"is damaged: its checksum is not the one in {SUMS}")
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raise ArtifactError, naming a file of a checkpoint or its directory, for a Misfit or an error of the
+    system in the block, with what to do."""
+    try:
+        yield
+    except (Misfit, OSError) as error:
+        is_file = step_of(path) is None and step_of(path.parent) is not None
+        what, owner = (str(path), path.parent) if is_file else (f"{path}:", path)
+        raise ArtifactError(f"{what} {error}. {_instead(owner)}") from error
 
 
 def _instead(path: Path) -> str:
-    step = int(path.name.removeprefix("step-"))
+    step = step_of(path)
+    if step is None:
+        return "Take another checkpoint."
     older = [p.name for other, p in checkpoints(path.parent).items() if other < step]
     return f"Remove {path.name} to go on from {older[-1]}." if older else "There is no older checkpoint."
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from fxpipe.errors import BatchError
@@ -84,17 +86,11 @@ class LoaderData:
     """
 
     def __init__(self, where: str):
-        """Raises BatchError if there is no such function, or it gives nothing to iterate over."""
+        """Raises BatchError, before it calls it, if there is no such function or it is none that gives a
+        loader, and if it gives nothing to take batches from."""
         self.once: int | None = None
-        module, _, name = where.partition(":")
-        if os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())
-        try:
-            function = getattr(import_module(module), name)
-        except (ImportError, AttributeError) as error:
-            raise BatchError(f"There is no function {where}: {error}.") from error
-        loader: Any = function()
-        if not isinstance(loader, Iterable):
+        loader: Any = _function(where)()
+        if not isinstance(loader, Iterable) or isinstance(loader, (str, bytes, Mapping, torch.Tensor)):
             raise BatchError(f"{where} gives a {type(loader).__name__}; it must give an iterable of batches.")
         self._loader: Iterable[Any] = loader
         given: Any = loader
@@ -120,6 +116,26 @@ class LoaderData:
                 return batch
             self._batches = None
         raise BatchError(f"{self._where} gives no batches.")
+
+
+def _function(where: str) -> Callable[[], Any]:
+    """A function that is written in Python, and can be called without arguments."""
+    module, _, name = where.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise BatchError(f"There is no function {where}: {error}.") from error
+    wanted = "It must be a Python function, without arguments, that returns an iterable of batches."
+    if not callable(found) or inspect.isbuiltin(found):
+        raise BatchError(f"{where} is {shown(found)}. {wanted}")
+    try:
+        inspect.signature(found).bind()
+    except (TypeError, ValueError) as error:
+        raise BatchError(f"{where} cannot be called without arguments: {error}. {wanted}") from error
+    function: Callable[[], Any] = found
+    return function
 
 
 def data_from(given: str, spec: BatchSpec, microbatches: int, leaves: Iterable[str] | None = None) -> Data:

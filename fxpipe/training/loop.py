@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from torch.optim.lr_scheduler import LambdaLR
 
 from fxpipe.errors import RunError
 from fxpipe.training.checkpoint import Checkpointer
@@ -89,13 +88,11 @@ def train(pipe: Pipeline, data: Data, settings: Settings, evaluated: Data | None
         clip_grad_norm=settings.clip,
         master_weights=settings.master_weights,
     )
-    rate = LambdaLR(optimizer, lambda step: _factor(settings, step, steps))
     with ExitStack() as stack:
         checkpoints = None
         if settings.checkpoints is not None:
-            state = {"rate": rate, **data.state}
             checkpoints = Checkpointer(
-                pipe, settings.checkpoints, optimizer=optimizer, state=state, every=settings.every,
+                pipe, settings.checkpoints, optimizer=optimizer, state=data.state, every=settings.every,
                 keep=settings.keep,
             )  # fmt: skip
             stack.enter_context(checkpoints)
@@ -107,10 +104,12 @@ def train(pipe: Pipeline, data: Data, settings: Settings, evaluated: Data | None
             step = pipe.step_number
             loss = pipe.step(data.batch(step))
             logs = step % settings.log_every == 0 or step == steps - 1
-            lr = optimizer.param_groups[0]["lr"]
+            # By the settings of this run, not those of the run that it resumes.
+            lr = settings.lr * _factor(settings, step, steps)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
             norm = optimizer.grad_norm() if logs and settings.clip is None else None
             optimizer.step()
-            rate.step()
             optimizer.zero_grad()
             if logs:
                 found = optimizer.last_norm if norm is None else norm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +27,7 @@ class ModelState:
     of the model's table as long as the model lives.  ``of``: gives the model that was compiled in this
     process, whose tensors may be replaced between two steps; None if there is none (any more): under torchrun
     a pipeline does not keep it alive, as a rank needs only its part.  ``synchronized``: whether the model of
-    each rank has the trained values of all ranks.
+    each rank has the trained values of all ranks.  ``run``: a name of the run, the same after it was resumed.
     """
 
     plan: Plan
@@ -36,6 +37,7 @@ class ModelState:
     process: Process | None
     of: Callable[[], nn.Module | None]
     synchronized: bool = False
+    run: str = field(default_factory=lambda: secrets.token_hex(8))
     _rows: dict[str, nn.Parameter] = field(default_factory=dict)
 
     def let_go(self) -> None:
@@ -177,6 +179,28 @@ class ModelState:
     def held(self, name: str) -> torch.Tensor:
         """The value of a parameter, or of rows of one, or of a buffer, that this rank holds."""
         return (self.buffers[name] if name in self.buffers else self.parameter(name)).detach()
+
+    @torch.no_grad()
+    def give(self, name: str, value: torch.Tensor) -> None:
+        """Values for a parameter, or for rows of one, or for a buffer, that this rank holds; one on the meta
+        device gets memory."""
+        rows = rows_of(name)
+        whole = name if rows is None or name in self.parameters else rows.table
+        held: torch.Tensor = self.buffers[name] if name in self.buffers else self.parameters[whole]
+        if not held.is_meta:
+            self.held(name).copy_(value)
+            return
+        own = value.to(self.device, held.dtype, copy=True)
+        if name in self.buffers:
+            self.buffers[name] = own
+        elif whole == name:
+            self.parameters[name] = nn.Parameter(own, held.requires_grad)
+        elif self.process is None:  # which holds the other rows as well
+            table = self.plan.layouts[whole].empty(self.device)
+            self.parameters[whole] = nn.Parameter(table, held.requires_grad)
+            self.parameter(name).copy_(value)
+        else:
+            self.parameters[name] = nn.Parameter(own, held.requires_grad)
 
     def forget_rows(self) -> None:
         """Rows are parts of other tensors now."""

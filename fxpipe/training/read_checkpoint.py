@@ -11,6 +11,7 @@ import torch
 from fxpipe.errors import ArtifactError
 from fxpipe.training import checkpoint_files as files
 from fxpipe.training import tensor_store
+from fxpipe.training.restore import held_in
 from fxpipe.training.training_state import MODEL, OPTIMIZER, Record
 
 
@@ -41,14 +42,12 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
             raise ArtifactError(f"{path} holds no checkpoint.")
         path = found
     files.verify(path, files.read_sums(path))
-    record = Record.from_json(files.read_state(path), path)
-    tensors = {n: torch.empty(shape, dtype=dtype) for n, (shape, dtype) in tensor_store.stored(path).items()}
-    tensor_store.read(tensors, path)
-    groups, fields, state = record.decoded(tensors, path)
-    optimizer: dict[str, dict[str, Any]] = {name: dict(own) for name, own in fields.items()}
-    for key, tensor in tensors.items():
-        if key.startswith(OPTIMIZER):
-            name, _, field = key.removeprefix(OPTIMIZER).rpartition(".")
-            optimizer.setdefault(name, {})[field] = tensor
+    held = held_in(path, Record.from_json(files.read_state(path), path))
+    with files.reading(path):
+        read = tensor_store.read(held.tensors, [(name, None) for name in held.tensors])
+    tensors = dict(zip(held.tensors, read, strict=True))
+    optimizer: dict[str, dict[str, Any]] = {name: dict(own) for name, own in held.fields.items()}
+    for name, entries in held.state.items():
+        optimizer.setdefault(name, {}).update({e: tensors[f"{OPTIMIZER}{name}.{e}"] for e in entries})
     model = {key.removeprefix(MODEL): t for key, t in tensors.items() if key.startswith(MODEL)}
-    return Checkpoint(record.step_number, model, optimizer, groups, state)
+    return Checkpoint(held.record.step_number, model, optimizer, held.groups, held.user)

@@ -222,6 +222,18 @@ def test_the_rate_of_learning(alone, capsys):
         assert [float(x) for x in found] == pytest.approx(rates)
 
 
+def test_the_rate_of_a_resumed_run_is_its_own(alone, capsys):
+    """From its first step on: not the last of the earlier one, which was 0."""
+    shared = ["run", str(alone), "--data", "data.safetensors", "--checkpoints", "kept"]
+    assert main([*shared, "--lr", "0.02", "--decay", "cosine", "--steps", "3"]) == 0
+    capsys.readouterr()
+    assert main([*shared, "--lr", "0.5", "--decay", "linear", "--steps", "5"]) == 0
+    found = re.findall(r"^step (\d)  .* lr (\S+)", capsys.readouterr().out, re.MULTILINE)
+    assert [(step, float(rate)) for step, rate in found] == [("3", 0.2), ("4", 0.1)]
+    optimizer = fxpipe.read_checkpoint("kept")
+    assert optimizer.groups[0]["lr"] == pytest.approx(0.1)
+
+
 def test_figures_of_the_log(alone, capsys):
     assert main(["run", str(alone), "--data", "data.safetensors", "--steps", "5", "--log-every", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -339,6 +351,12 @@ def test_evaluation_on_the_way(data, tmp_path, capsys):
         ("nowhere:plain", "no function nowhere:plain"),
         ("loaders:number", "gives a int"),
         ("loaders:nothing", "gives no batches"),
+        ("os:system", "os:system is <built-in function system>. It must be a Python function"),
+        ("os:abort", "os:abort is <built-in function abort>"),
+        ("os:environ", "os:environ is "),
+        ("shutil:rmtree", "shutil:rmtree cannot be called without arguments: missing a required argument"),
+        ("platform:node", "platform:node gives a str"),
+        (":plain", "no function :plain"),
     ],
 )
 def test_loaders_that_are_refused(alone, capsys, given, message):

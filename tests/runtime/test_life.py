@@ -127,9 +127,13 @@ def disk_of(size: int):
         signal.signal(signal.SIGXFSZ, before)
 
 
+@pytest.mark.parametrize("before", ["", '{"mess'])
 @pytest.mark.parametrize("size", [None, 0, 20])
-def test_an_error_is_written_whole_or_not_at_all(tmp_path, monkeypatch, size):
+def test_an_error_is_written_whole_or_not_at_all(tmp_path, monkeypatch, size, before):
+    """Also where torch has begun to write it."""
     file = tmp_path / "error.json"
+    if before:
+        file.write_text(before)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     try:
         raise ValueError("a bad row")

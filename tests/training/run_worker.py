@@ -1,5 +1,6 @@
 """A training run for the tests of checkpoints."""
 
+import copy
 import gc
 import json
 import os
@@ -15,7 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import fxpipe
-from fxpipe.training import checkpoint
+from fxpipe.training import checkpoint_files
 
 SIZE, WIDTH, LENGTH, ROWS, MICROBATCHES = 64, 16, 6, 2, 4
 
@@ -124,6 +125,45 @@ def on_a_full_disk(directory: Path) -> None:
     (directory / f"report.{rank}.json").write_text(json.dumps(report))
 
 
+class Picky:
+    """Takes no state on rank 1."""
+
+    def state_dict(self) -> dict:
+        return {"rank": 0}
+
+    def load_state_dict(self, state: dict) -> None:
+        if os.environ["RANK"] == "1":
+            raise ValueError("not mine")
+
+
+def does_not_fit_one_rank(directory: Path) -> None:
+    """A checkpoint that is refused on rank 1 alone, by an object of the user."""
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    pipe = pipeline(Reader(), Options(steps=2), ranks)
+    optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.05)
+    state, message = {"picky": Picky()}, "no error"
+    with fxpipe.Checkpointer(
+        pipe, directory / "checkpoints", optimizer=optimizer, state=state
+    ) as checkpoints:
+        for _ in range(2):
+            pipe.step(batch_of(pipe.step_number))
+            optimizer.step()
+            if pipe.step_number == 1:
+                checkpoints.save()
+        own = pipe.plan.tensors[rank].parameters
+        before = copy.deepcopy(({name: pipe.parameter(name) for name in own}, optimizer.state_dict()))
+        try:
+            checkpoints.resume()
+        except fxpipe.FxpipeError as error:
+            message = str(error)
+    after = optimizer.state_dict()["state"]
+    unchanged = all(torch.equal(pipe.parameter(name), tensor) for name, tensor in before[0].items())
+    for k, fields in before[1]["state"].items():
+        unchanged &= all(torch.equal(after[k][key], value) for key, value in fields.items())
+    report = {"message": message, "steps": pipe.step_number, "unchanged": unchanged}
+    (directory / f"report.{rank}.json").write_text(json.dumps(report))
+
+
 def main(directory: Path, options: Options) -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     model = Reader()
@@ -138,7 +178,7 @@ def main(directory: Path, options: Options) -> None:
         "parameters": sorted(pipe.parameters),
         "steps": pipe.step_number,
     }
-    checkpoint.PATIENCE = 0.2
+    checkpoint_files.PATIENCE = 0.2
     report["blind"] = "no error"
     try:  # as if each machine had a disk of its own
         fxpipe.Checkpointer(pipe, directory / f"disk of rank {rank}")

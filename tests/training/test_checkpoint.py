@@ -1,10 +1,14 @@
 """Checkpoints: the same bits on any number of ranks, and what is refused."""
 
 import json
+import random
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
+import edits
 import pytest
 import run_worker as worker
 import torch
@@ -16,7 +20,8 @@ import fxpipe
 from fxpipe.errors import ArtifactError, RunError
 from fxpipe.training import checkpoint_files as files
 from fxpipe.training.optimizer import PipelineOptimizer
-from fxpipe.training.training_state import Record, contents_for, restore, tensors_of
+from fxpipe.training.restore import contents_for, restore
+from fxpipe.training.training_state import Record, tensors_of
 
 pytestmark = pytest.mark.slow
 
@@ -97,9 +102,9 @@ def test_restored_for_each_rank_of_another_plan_it_holds_the_same_bits(trained, 
     pipe = pipeline(model, options, ranks)
     path = files.path_of(trained / "checkpoints", 4)
     record = Record.from_json(files.read_state(path), path)
-    contents = contents_for(pipe.plan, None, {}, path, record)
     for rank in range(ranks):
-        restore(pipe.model_state, None, {}, contents, rank)
+        contents = contents_for(pipe.model_state, None, {}, path, record, rank)
+        restore(pipe.model_state, None, {}, contents)
     assert same(model.state_dict(), expected_at_four(trained))
 
 
@@ -190,11 +195,6 @@ def remove_a_file(path: Path) -> str:
     return f"'{file.name}' is missing"
 
 
-def add_a_file(path: Path) -> str:
-    (path / "more").write_text("")
-    return "'more' is not in SHA256SUMS"
-
-
 def change_the_sums(path: Path) -> str:
     file = path / "SHA256SUMS"
     file.write_text(file.read_text() + "garbage\n")
@@ -208,7 +208,7 @@ def remove_the_sums(path: Path) -> str:
 
 @pytest.mark.parametrize(
     "damage",
-    [flip_a_bit, cut_a_file, change_the_state, remove_a_file, add_a_file, change_the_sums, remove_the_sums],
+    [flip_a_bit, cut_a_file, change_the_state, remove_a_file, change_the_sums, remove_the_sums],
     ids=lambda f: f.__name__,
 )
 def test_damage_is_named_and_nothing_changes(trained, tmp_path, damage):
@@ -229,6 +229,133 @@ def test_damage_is_named_and_nothing_changes(trained, tmp_path, damage):
         with pytest.raises(ArtifactError) as caught:
             fxpipe.read_checkpoint(path)
         assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("number", range(len(edits.EDITS)))
+def test_an_edit_is_refused_before_anything_changes_or_is_no_change(trained, edited, tmp_path, number):
+    """With checksums that are right; of every kind one."""
+    run, expected = edited
+    path, edit = files.path_of(trained / "checkpoints", 4), edits.EDITS[number]
+    found = edits.outcome(run, expected, path, edit, random.Random(number), tmp_path)
+    assert found.kind in ("refused", "equal"), found
+    if found.kind == "refused":
+        assert str(tmp_path) in found.message
+
+
+@pytest.fixture(scope="module")
+def edited(trained, tmp_path_factory) -> tuple[edits.Run, dict]:
+    """A run, and what it holds after it was resumed."""
+    run = edits.Run()
+    run.resume(copied(trained, tmp_path_factory.mktemp("whole")) / "checkpoints")
+    return run, run.held()
+
+
+def test_objects_that_do_not_take_their_state_change_nothing(trained, tmp_path):
+    """Neither those before them, nor weights and optimizer."""
+
+    class Picky(Stepped):
+        def load_state_dict(self, state):
+            raise KeyError("position")
+
+    run, first, picky = edits.Run(), Stepped(), Picky()
+    with fxpipe.Checkpointer(run.pipe, tmp_path, state={"first": first, "picky": picky}) as checkpoints:
+        first.number = 7
+        checkpoints.save()
+    first.number = 3
+    run.pipe.parameter("embed.weight").data.add_(1.0)
+    before = run.held()
+    state = {"first": first, "picky": picky}
+    with (
+        fxpipe.Checkpointer(run.pipe, tmp_path, state=state) as checkpoints,
+        pytest.raises(ArtifactError, match=r"state\['picky'\] \(Picky\) does not take its state: KeyError"),
+    ):
+        checkpoints.resume()
+    assert first.number == 3
+    assert edits.same(run.held(), before)
+
+
+def test_a_checkpoint_that_one_rank_refuses_changes_none(tmp_path):
+    for report in run(2, tmp_path, main=worker.does_not_fit_one_rank):
+        assert "state['picky'] (Picky) does not take its state: ValueError: not mine" in report["message"]
+        assert report["steps"] == 2
+        assert report["unchanged"]
+
+
+class Stepped:
+    number = 0
+
+    def state_dict(self):
+        return {"number": self.number}
+
+    def load_state_dict(self, state):
+        self.number = state["number"]
+
+
+def test_a_model_on_the_meta_device_gets_its_values(trained, tmp_path):
+    directory = copied(trained, tmp_path)
+    with torch.device("meta"):
+        model = Reader()
+    pipe = pipeline(model, Options(steps=5, schedule="1f1b"), 1)
+    with fxpipe.Checkpointer(pipe, directory / "checkpoints") as checkpoints:
+        assert checkpoints.resume()
+    assert same(pipe.state_dict(), expected_at_four(trained))
+    assert pipe.optimizer(torch.optim.AdamW).param_groups[-1]["params"][0] is pipe.parameter("embed.weight")
+    assert torch.isfinite(pipe.step(batch_of(4)))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_model_on_the_meta_device_gets_the_rows_of_each_rank(trained, ranks):
+    with torch.device("meta"):
+        model = Reader()
+    pipe = pipeline(model, replace(FOUR_RANKS), ranks)
+    path = files.path_of(trained / "checkpoints", 4)
+    record = Record.from_json(files.read_state(path), path)
+    for rank in range(ranks):
+        restore(pipe.model_state, None, {}, contents_for(pipe.model_state, None, {}, path, record, rank))
+    assert same(pipe.state_dict(), expected_at_four(trained))
+
+
+# -- two runs ---------------------------------------------------------------------------------------------
+
+
+def test_a_run_does_not_write_among_the_checkpoints_of_another(trained, tmp_path):
+    """Where those are newer it would lose its own."""
+    directory = copied(trained, tmp_path) / "checkpoints"
+    before = sorted(directory.iterdir())
+    pipe = pipeline(Reader(), Options(steps=5, schedule="1f1b"), 1)
+    with fxpipe.Checkpointer(pipe, directory) as checkpoints:
+        for write in (checkpoints.step, checkpoints.save):
+            with pytest.raises(ArtifactError, match=r"step-00000004 is of another run. Call resume\(\)"):
+                write()
+        assert checkpoints.resume()
+        checkpoints.save()
+    assert sorted(directory.iterdir()) == before
+    with fxpipe.Checkpointer(pipe, directory) as checkpoints:  # the same run
+        checkpoints.save()
+
+
+def test_a_directory_is_locked(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "PATIENCE", 0.3)
+    pipe = pipeline(Reader(), Options(steps=5, schedule="1f1b"), 1)
+    checkpoints = fxpipe.Checkpointer(pipe, tmp_path)
+    with pytest.raises(
+        ArtifactError, match=r"in use by another Checkpointer of this process.*close it first"
+    ):
+        fxpipe.Checkpointer(pipe, tmp_path)
+    checkpoints.close()
+    code = "import sys, pathlib; from fxpipe.training.checkpoint_files import Lock; "
+    code += "lock = Lock(pathlib.Path(sys.argv[1])); print(1, flush=True); input()"
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        with pytest.raises(
+            ArtifactError, match=rf"another run \(process {other.pid} on .*Name another directory"
+        ):
+            fxpipe.Checkpointer(pipe, tmp_path)
+        other.kill()
+    with fxpipe.Checkpointer(pipe, tmp_path) as checkpoints:
+        checkpoints.save()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000000"]
 
 
 class Other(Reader):
@@ -355,8 +482,8 @@ def test_an_optimizer_with_state_for_each_row(tmp_path):
     for rank in range(4):
         held = {name: pipe.parameter(name) for name in pipe.plan.tensors[rank].gradients}
         own = PipelineOptimizer(ByRow(held.values()), {p: name for name, p in held.items()}, [], None)
-        contents = contents_for(pipe.plan, own, {}, path, record)
-        restore(pipe.model_state, own, {}, contents, rank)
+        contents = contents_for(pipe.model_state, own, {}, path, record, rank)
+        restore(pipe.model_state, own, {}, contents)
         rows = f"embed.weight[{rank * 16}:{rank * 16 + 16}]"
         assert torch.equal(own.state[held[rows]]["sum"], expected[rank * 16 : rank * 16 + 16])
         part = tensors_of(pipe.model_state, own, rank)["optimizer.embed.weight.sum"]
