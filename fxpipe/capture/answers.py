@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from fxpipe.capture.example import Example
 from fxpipe.errors import CaptureError
@@ -180,60 +179,3 @@ class Answers:
         value, sources = self._example.value(node, compat.traced_constants(), self._place())
         self._asked |= sources
         return value, sources
-
-
-class Questions(TorchFunctionMode):
-    """While entered, intercepts reads of tensors that do not pass the dispatcher."""
-
-    def __init__(self, answers: Answers, place: Callable[[], str]):
-        super().__init__()
-        self._answers, self._place = answers, place
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.tolist and args[0].dim():
-            return self._tolist(args[0])
-        if func in (torch.Tensor.numpy, torch.Tensor.__array__):
-            return self._numpy(args[0])
-        if func is torch.allclose:
-            return bool(torch.isclose(*args, **(kwargs or {})).all())
-        if func is torch.equal:
-            return args[0].shape == args[1].shape and bool((args[0] == args[1]).all())
-        if func is torch.tensor and any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(args[0])):
-            return _stacked(args[0]).to(
-                **{k: v for k, v in (kwargs or {}).items() if k in ("dtype", "device")}
-            )
-        if getattr(func, "__self__", None) is torch.Tensor.data and func.__name__ == "__set__":
-            return self._set_data(*args)
-        return func(*args, **(kwargs or {}))
-
-    def _tolist(self, tensor: torch.Tensor) -> list[Any]:
-        numbers = self._answers.numbers(tensor)
-        for length in reversed(tensor.shape[1:]):
-            numbers = [numbers[k : k + length] for k in range(0, len(numbers), length)]
-        return numbers
-
-    def _numpy(self, tensor: torch.Tensor) -> Any:
-        numbers = self._answers.numbers(tensor)
-        with compat.no_modes():
-            return torch.tensor(numbers, dtype=tensor.dtype).reshape(tensor.shape).numpy()
-
-    def _set_data(self, tensor: torch.Tensor, data: torch.Tensor) -> None:
-        """``x.data = y`` as an in-place write, which the graph shows."""
-        if data is tensor:
-            return
-        for what in ("shape", "dtype", "device"):
-            old, new = getattr(tensor, what), getattr(data, what)
-            if old != new:
-                raise CaptureError(
-                    f"The forward assigns to the .data of a tensor one of another {what} ({old} becomes "
-                    f"{new}), at {self._place()}. Convert it once, before you compile."
-                )
-        with torch.no_grad():
-            tensor.copy_(data)
-
-
-def _stacked(data: Any) -> torch.Tensor:
-    """``torch.tensor`` of tensors and numbers in lists, which would ask each for its value."""
-    if isinstance(data, (list, tuple)):
-        return torch.stack([_stacked(x) for x in data])
-    return data.detach().clone() if isinstance(data, torch.Tensor) else torch.as_tensor(data)

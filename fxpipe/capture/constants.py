@@ -9,6 +9,7 @@ from torch import fx
 
 from fxpipe.capture.registered import Registered, overlapping
 from fxpipe.errors import CaptureError
+from fxpipe.ir import compat
 from fxpipe.ir.graph import Kind, Origin
 
 
@@ -28,6 +29,11 @@ def check_constants(module: fx.GraphModule, tensors: Sequence[Registered]) -> No
                 f"The model gives a {type(held).__name__} to an op, which a program cannot hold{place}. "
                 "Leave random numbers to torch's default generator: fxpipe gives each random op a key of "
                 "its own."
+            )
+        if isinstance(held, compat.FakeTensor):
+            raise CaptureError(
+                f"The forward uses a tensor that it computed outside of the trace{place}. Compute it in the "
+                "forward and in the thread that calls the model."
             )
         if held.layout is not torch.strided or held.is_nested:
             raise CaptureError(f"The forward uses a tensor that is not dense{place}. Make it dense.")

@@ -49,6 +49,13 @@ def explained(error: Exception, provenance: Provenance) -> CaptureError:
     )
 
 
+def in_another_thread(line: str) -> CaptureError:
+    return CaptureError(
+        f"The forward runs ops in another thread, at {line}, which a trace does not see. Run them in the "
+        "thread that calls the model."
+    )
+
+
 def _files(error: Exception) -> list[str]:
     return [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
 

@@ -22,6 +22,7 @@ import fxpipe
 from fxpipe.capture.answers import Answers
 from fxpipe.capture.frozen import warn_of_seed
 from fxpipe.capture.functional import writes_to_a_constant
+from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.graph import Input, Origin
 from fxpipe.ir.storage import written_arguments
@@ -62,6 +63,7 @@ class Provenance(compat.TorchDispatchMode):
         self._seen: fx.Node | None = None
         self._model = model
         self._handles: list[Any] = []
+        self._default_dtype = torch.get_default_dtype()
         self._entered: FrameType | None = None  # what enters this: no frame of the model is above it
 
     def __enter__(self) -> Provenance:
@@ -138,6 +140,11 @@ class Provenance(compat.TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if any(compat.is_real(x) for x in written_arguments(func, args, kwargs or {})):
             raise writes_to_a_constant(self.place())  # before it does
+        if torch.get_default_dtype() is not self._default_dtype:
+            raise CaptureError(
+                f"The forward changes torch's default dtype, and runs {func} under it, at {self.place()}. A "
+                "program has one default dtype: give dtype= there, or set the default before you compile."
+            )
         if func is torch.ops.aten._local_scalar_dense.default:
             result = self.answers.numbers(args[0])[0]
         else:
@@ -179,7 +186,7 @@ class Provenance(compat.TorchDispatchMode):
             return Origin(self.path, self.source(), self._seq, backward=True)
         forward = self._forward_origin.get(self._seq) if self._seq is not None else None
         if forward is None:
-            return Origin(seq=self._seq, backward=True)
+            return Origin(source=self.source(), seq=self._seq, backward=True)  # the line of a hook, if any
         return Origin(forward.path, forward.source, self._seq, backward=True)
 
     def _random_position(self) -> int:

@@ -19,16 +19,16 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxpipe.capture.answers import Questions
 from fxpipe.capture.borrow import borrowed
 from fxpipe.capture.checkpoint import recorded_checkpoints
 from fxpipe.capture.clean import clean
 from fxpipe.capture.constants import check_constants
-from fxpipe.capture.failures import explained
+from fxpipe.capture.failures import explained, in_another_thread
 from fxpipe.capture.frozen import Watch
 from fxpipe.capture.functional import functionalize
 from fxpipe.capture.inputs import Given, inputs
 from fxpipe.capture.provenance import Provenance
+from fxpipe.capture.questions import Questions
 from fxpipe.capture.registered import Registered, overlapping, registered
 from fxpipe.capture.repeat import Run, difference
 from fxpipe.capture.replaced import aliases, put_back, replaced_buffers
@@ -37,7 +37,7 @@ from fxpipe.capture.snapshot import Snapshot
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.compat import pytree
-from fxpipe.ir.graph import Kind
+from fxpipe.ir.graph import Kind, Origin
 from fxpipe.ir.storage import output_dict
 from fxpipe.runtime.checks import expect_op
 
@@ -110,9 +110,10 @@ def _attempt(
     most_checks: float,
 ) -> Captured:
     """most_checks: of the data, besides those of ``fixed`` inputs; with more the trace is given up."""
-    mode = compat.FakeMode(allow_non_fake_inputs=True)
+    mode = compat.FakeMode()
     given = inputs(model, example, mode, device, fixed)
     step = _Function(model, example, loss_fn, scale, given, gradients, outputs, most_checks)
+    mode.source = step.provenance.source
     fakes = {id(r.tensor): x.fake for r, x in zip(step.registered, given, strict=False)}
     values = [x.fake for x in given]
     with borrowed(model, loss_fn, fakes) as snapshot:
@@ -122,10 +123,14 @@ def _attempt(
         with flag, recorded_checkpoints(), compat.plain_kernels(), compat.modules_without_code(), mode:
             try:
                 module = compat.make_fx(step)(*values)
-            except CaptureError:
-                raise
             except Exception as error:
-                raise explained(error, step.provenance) from error
+                if mode.elsewhere:
+                    raise in_another_thread(mode.elsewhere) from error
+                raise (
+                    error if isinstance(error, CaptureError) else explained(error, step.provenance)
+                ) from error
+        if mode.elsewhere:
+            raise in_another_thread(mode.elsewhere)
         check_constants(module, step.registered)
         watch.warn_of_changes(step.difference)
     with compat.plain_kernels(), compat.modules_without_code(), mode:
@@ -197,8 +202,8 @@ class _Function:
         for name, hook in hooks:
             if name in wanted:
                 wanted[name].register_hook(hook)
-        modes = self.provenance, Questions(self.provenance.answers, self.provenance.place)
-        with modes[0], modes[1]:
+        questions = Questions(self.provenance)
+        with self.provenance, questions:
             first = self._step(wanted, self.gradients)
         results, found, replaced = first.results, first.gradients, first.buffers
         self.layout = {
@@ -212,8 +217,9 @@ class _Function:
         numbers = [x.detach() for x in (results.loss, results.count) if x is not None]
         outputs = [x.detach() for x in results.outputs.values()]
         flat = [*numbers, *outputs, *found.values(), *replaced.values()]
-        backward = self.gradients and (bool(hooks) or self.provenance.backward_runs_code)
-        with modes[0], modes[1]:
+        backward = self.gradients and (bool(hooks) or questions.hooked or self.provenance.backward_runs_code)
+        questions.again = True
+        with self.provenance, questions:
             run = first.whole if backward else first.forward
             self.difference = self._repeat(run, flat, wanted, backward)
         return flat
@@ -254,8 +260,9 @@ class _Function:
                 kept[node] = name
                 if tensor.requires_grad and tensor.is_leaf:
                     raise CaptureError(
-                        f"The forward makes a trainable tensor and keeps it in {name}: no step would train "
-                        "it. Run the model on one batch before you compile it, or make it beforehand."
+                        f"The forward makes a trainable tensor and keeps it in {name} "
+                        f"({node.meta.get('origin', Origin())}): no step would train it. Make it beforehand, "
+                        "or run the model on one batch before you compile it."
                     )
         self.provenance.repeat()
         with warnings.catch_warnings():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -40,6 +41,7 @@ __all__ = [
     "gradient_hooks",
     "has_accumulation_hooks",
     "has_kernel",
+    "is_placeholder",
     "is_real",
     "is_tracing",
     "last_node",
@@ -63,9 +65,20 @@ DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 
 class FakeMode(FakeTensorMode):
     """Fake tensors; the workspace of the CTC loss, which depends on the longest target, gets its maximum
-    length."""
+    length.
+
+    ``elsewhere`` is set to the line, as ``source`` gives it, of an op that another thread of Python's runs on
+    them: no trace sees that.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._thread, self.elsewhere = threading.get_ident(), ""
+        self.source: Callable[[], str] = str
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if threading.get_ident() != self._thread and _is_of_python():
+            self.elsewhere = self.elsewhere or self.source() or str(func)
         if func is torch.ops.aten._ctc_loss.Tensor:
             scores, targets = args[:2]
             steps, rows = scores.shape[0], scores.shape[1] if scores.dim() == 3 else 1
@@ -73,6 +86,12 @@ class FakeMode(FakeTensorMode):
             with self:
                 return scores.new_empty(rows), scores.new_empty(rows, steps, 2 * longest + 1)
         return super().dispatch(func, types, args, kwargs)
+
+
+def _is_of_python() -> bool:
+    """Whether Python code started this thread, rather than autograd for the backward on a GPU."""
+    started = (x.ident for x in threading.enumerate() if not isinstance(x, threading._DummyThread))
+    return threading.get_ident() in started
 
 
 def make_fx(function: Callable[..., Any]) -> Callable[..., torch.fx.GraphModule]:
@@ -158,6 +177,12 @@ def traced_node(tensor: torch.Tensor) -> torch.fx.Node | None:
     assert mode is not None, "no make_fx trace is running"
     slot = get_proxy_slot(tensor, mode.tracer, None)
     return None if slot is None else slot.proxy.node
+
+
+def is_placeholder(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is an input of the running trace that no op has written to."""
+    node = traced_node(tensor)
+    return node is not None and node.op == "placeholder"
 
 
 def track(tensor: torch.Tensor, node: torch.fx.Node) -> None:

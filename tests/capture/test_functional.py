@@ -193,7 +193,7 @@ def test_values_that_are_traced_again_keep_their_layout() -> None:
         changed[0] = 1
         return (changed.sum(0) * 3).exp()
 
-    mode, x = compat.FakeMode(allow_non_fake_inputs=True), torch.arange(24.0).reshape(4, 6)
+    mode, x = compat.FakeMode(), torch.arange(24.0).reshape(4, 6)
     inputs = [mode.from_tensor(x)]
     with mode:
         module = compat.make_fx(step)(*inputs)

@@ -1,0 +1,116 @@
+"""Intercepts reads of tensors by the model's code that do not pass the dispatcher."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from fxpipe.capture.provenance import Provenance
+from fxpipe.capture.text import ANY_VALUES, Text
+from fxpipe.errors import CaptureError
+from fxpipe.ir import compat
+from fxpipe.ir.compat import pytree
+
+#: What code may read of a tensor that is no value -> for messages.
+_UNKNOWN: dict[Any, str] = {
+    torch.Tensor.grad: "the gradient of a parameter, as the step before left it",
+    torch.Tensor._version: "how often a tensor was written (_version)",
+    torch.Tensor.data_ptr: "the address of a tensor",
+}
+
+
+class Questions(TorchFunctionMode):
+    """While entered, intercepts reads of tensors that do not pass the dispatcher."""
+
+    def __init__(self, provenance: Provenance):
+        super().__init__()
+        self._provenance, self._answers = provenance, provenance.answers
+        self.hooked = False  # whether the forward registered hooks of the backward
+        self.again = False  # whether this is the second run
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.tolist and args[0].dim():
+            return self._tolist(args[0])
+        if func in (torch.Tensor.numpy, torch.Tensor.__array__):
+            return self._numpy(args[0])
+        if func is torch.allclose:
+            return bool(torch.isclose(*args, **(kwargs or {})).all())
+        if func is torch.equal:
+            return args[0].shape == args[1].shape and bool((args[0] == args[1]).all())
+        if func is torch.tensor and any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(args[0])):
+            return _stacked(args[0]).to(
+                **{k: v for k, v in (kwargs or {}).items() if k in ("dtype", "device")}
+            )
+        if func in (torch.Tensor.__repr__, torch.Tensor.__format__):
+            return Text.of(ANY_VALUES if self.again else func(*args), self._provenance.place)
+        if func is torch.Tensor.register_hook:
+            self.hooked = True
+        descriptor = getattr(func, "__self__", None)
+        if descriptor is torch.Tensor.data and func.__name__ == "__set__":
+            return self._set_data(*args)
+        read = _UNKNOWN.get(func if func is torch.Tensor.data_ptr else descriptor)
+        if read and (descriptor is not torch.Tensor.grad or compat.is_placeholder(args[0])):
+            self._refuse(read, sys._getframe(1), through_torch=descriptor is torch.Tensor.grad)
+        return func(*args, **(kwargs or {}))
+
+    def _refuse(self, read: str, reader: FrameType, through_torch: bool = False) -> None:
+        """Raise CaptureError where the model's code reads what a trace cannot tell.
+
+        through_torch: also where it calls a function of torch that does.
+        """
+        file, users = reader.f_code.co_filename, self._provenance.is_users
+        if users(file) or (through_torch and file != __file__ and self._provenance.source()):
+            raise CaptureError(
+                f"The model's code reads {read}, at {self._provenance.place()}. A program has another one: "
+                "take that out of the forward."
+            )
+
+    def __enter__(self) -> Questions:
+        def address(storage: torch.UntypedStorage) -> int:
+            if storage.device.type == "meta":
+                self._refuse(_UNKNOWN[torch.Tensor.data_ptr], sys._getframe(1))
+            return super(torch.UntypedStorage, storage).data_ptr()
+
+        torch.UntypedStorage.data_ptr = address  # type: ignore[method-assign, assignment]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        del torch.UntypedStorage.data_ptr
+
+    def _tolist(self, tensor: torch.Tensor) -> list[Any]:
+        numbers = self._answers.numbers(tensor)
+        for length in reversed(tensor.shape[1:]):
+            numbers = [numbers[k : k + length] for k in range(0, len(numbers), length)]
+        return numbers
+
+    def _numpy(self, tensor: torch.Tensor) -> Any:
+        numbers = self._answers.numbers(tensor)
+        with compat.no_modes():
+            return torch.tensor(numbers, dtype=tensor.dtype).reshape(tensor.shape).numpy()
+
+    def _set_data(self, tensor: torch.Tensor, data: torch.Tensor) -> None:
+        """``x.data = y`` as an in-place write, which the graph shows."""
+        if data is tensor:
+            return
+        for what in ("shape", "dtype", "device"):
+            old, new = getattr(tensor, what), getattr(data, what)
+            if old != new:
+                raise CaptureError(
+                    f"The forward assigns to the .data of a tensor one of another {what} ({old} becomes "
+                    f"{new}), at {self._provenance.place()}. Convert it once, before you compile."
+                )
+        with torch.no_grad():
+            tensor.copy_(data)
+
+
+def _stacked(data: Any) -> torch.Tensor:
+    """``torch.tensor`` of tensors and numbers in lists, which would ask each for its value."""
+    if isinstance(data, (list, tuple)):
+        return torch.stack([_stacked(x) for x in data])
+    return data.detach().clone() if isinstance(data, torch.Tensor) else torch.as_tensor(data)
