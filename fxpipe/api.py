@@ -369,12 +369,15 @@ def _compiled_for_all(
     """The compilation on rank 0, which sends the others their parts of its artifacts."""
     try:
         compiled, forward = build()
+        artifacts = [compiled.artifact, *filter(None, [forward])]
+        for artifact in artifacts:
+            files.check_dtypes(artifact.constants)
     except Exception as error:  # the model's own code may raise anything
         process.first_is_ready()
         parts.send_error(in_short(error), process)
         raise
     process.first_is_ready()
-    parts.send_artifacts([compiled.artifact, *filter(None, [forward])], process)
+    parts.send_artifacts(artifacts, process)
     return compiled, forward
 
 

@@ -123,6 +123,22 @@ def reduced(rank: Rank) -> None:
     rank.tensors("reduced", {"number": number, "several": several, "largest": largest})
 
 
+class Wide(nn.Linear):
+    """Has a constant that no file can hold."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.table = torch.ones(4, dtype=torch.complex128)
+
+    def forward(self, x):
+        return (super().forward(x) * self.table).abs().square().mean()
+
+
+def constant_that_cannot_be_sent(rank: Rank) -> None:
+    given = {"ranks": RANKS, "microbatches": MICROBATCHES, "schedule": "1f1b"}
+    rank.error("wide", fxpipe.compile, Wide(), (torch.ones(2, 4),), **given)
+
+
 def lists(rank: Rank) -> None:
     model = LISTED.build(seed=rank.number)
     pipe = compiled(LISTED, model, MICROBATCHES, SHAPE)
@@ -197,6 +213,7 @@ def agree(rank: Rank) -> None:
     dist.init_process_group("gloo")
     own_values(rank)
     reduced(rank)
+    constant_that_cannot_be_sent(rank)
     lists(rank)
     meta(rank)
     other_files(rank)

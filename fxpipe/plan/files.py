@@ -130,15 +130,20 @@ def _check_evaluation(plan: Plan, trained: Plan, directory: Path) -> None:
 def apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors as safetensors requires them: on the CPU, contiguous, without shared memory.
 
-    Raises ArtifactError for a dtype that it does not have.
+    Raises ArtifactError as ``check_dtypes`` does.
     """
+    check_dtypes(tensors)
+    return {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+
+
+def check_dtypes(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise ArtifactError for a dtype that safetensors does not have."""
     for name, tensor in tensors.items():
         if tensor.is_complex() and tensor.dtype != torch.complex64:
             raise ArtifactError(
                 f"{name!r} is of {tensor.dtype}, which a safetensors file cannot hold. Use complex64, or two "
                 "tensors for the real and the imaginary part."
             )
-    return {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
 
 
 def laid_out(tensors: Mapping[str, torch.Tensor], plan: Plan) -> dict[str, torch.Tensor]:

@@ -138,6 +138,12 @@ def test_numbers_that_are_summed(agree):
         assert (found["several"][:2].tolist(), found["largest"][:2].tolist()) == ([3.0, -3.0], [1.0, 0.0])
 
 
+def test_a_constant_that_cannot_be_sent(agree):
+    first, *others = text(agree[0], "wide")
+    assert re.match(r"ArtifactError: '\w+' is of torch\.complex128, which", first)
+    assert others == [first.replace("ArtifactError: ", "RunError: Rank 0 could not compile the model: ")] * 2
+
+
 def test_batches_can_be_lists(agree):
     first, *others = (found["losses"] for found in tensors(agree[0], "lists"))
     assert all(torch.equal(first, other) for other in others)
