@@ -23,7 +23,7 @@ help:
 	@echo "                                          make test TORCH=2.11.0 all of them under another torch)"
 	@echo "make test-fast  run those that are not slow (less than a minute)"
 	@echo "make lint       check style, types and walls  (ruff, mypy, import-linter)"
-	@echo "make gpu-check  try fxpipe on the GPUs of this machine (ten minutes); docs/gpus.md"
+	@echo "make gpu-check  try fxpipe on the GPUs of this machine (fifteen minutes); docs/gpus.md"
 	@echo "make coverage   compile some hundreds of models that others wrote, compare with eager (hours); docs/coverage.md"
 	@echo "                (make coverage ARGS='--only llama --options auto' tries some of them)"
 	@echo "make env        only make .venv and install into it"

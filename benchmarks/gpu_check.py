@@ -1,4 +1,4 @@
-"""Does fxpipe work, and well, on the GPUs of this machine?  Ten minutes; a table and a file.
+"""Does fxpipe work, and well, on the GPUs of this machine?  Fifteen minutes; a table and a file.
 
     make gpu-check
 
@@ -6,6 +6,9 @@
   ranks in one process, then as processes over nccl (as many as there are GPUs, up to four) and over gloo.
   With one GPU the ranks share it, and nccl is told that they lie on different machines.
   Bar: the largest difference from eager is 1e-5 of the largest element (float32 without TF32).
+- memory of steps: how often steps 1 to 4 with AdamW ask the driver for memory.  Bar: never.  Then with .6 of
+  the memory that this took, for zb-v and for split vocabularies: it may not suffice, and must not hang.
+- one batch: on the GPU of rank 0 alone, on the CPU or nowhere on the others.  Two ranks on one GPU.
 - a random op: the time that seeding its device's generator adds.  Bar: 15 µs.
 - memory: torch's peak of a step beside the simulated one.  Bar: 5%.
 - speed: the step of a Llama of four stages in one process beside eager with the same microbatches.
@@ -40,6 +43,12 @@ from fxpipe.runtime.random import keyed
 
 GRADIENT_BAR, KEYED_BAR, MEMORY_BAR, SPEED_BAR = 1e-5, 15e-6, 0.05, 0.97
 MIB = 2**20
+WORKER = "gpu_check_worker.py"
+#: Seconds after which a run of a small model hangs.
+SOON = 180.0
+IN_LITTLE_MEMORY = ("1f1b", "gpipe", "zb-v", "1f1b, vocabulary", "zb-v, vocabulary")
+#: The first GPU that this process may use.
+VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
 SETTINGS: dict[str, dict[str, Any]] = {
     "gpipe": {"schedule": "gpipe"},
     "1f1b": {"schedule": "1f1b"},
@@ -81,19 +90,56 @@ def in_one_process(device: torch.device, ranks: int) -> Iterator[Row]:
 
 def as_processes(device: torch.device, ranks: int, apart: bool, microbatches: int) -> Iterator[Row]:
     """Gradients of all settings under torchrun."""
-    for name, options in track(SETTINGS.items(), f"{ranks} processes, {microbatches} microbatches"):
-        case = {
-            "options": {**options, "ranks": ranks, "microbatches": microbatches},
-            "nccl": "apart" if apart else "",
-        }
+    for name in track(SETTINGS, f"{ranks} processes, {microbatches} microbatches"):
         what = f"torchrun, {ranks} ranks, m = {microbatches}, {name}"
+        yield gradients(what, ranks, case_of(name, ranks, microbatches, apart))
+
+
+def case_of(name: str, ranks: int, microbatches: int, apart: bool, **more: Any) -> dict[str, Any]:
+    options = {**SETTINGS[name], "ranks": ranks, "microbatches": microbatches}
+    return {"options": options, "nccl": "apart" if apart else "", **more}
+
+
+def gradients(what: str, ranks: int, case: dict[str, Any], environment: dict[str, str] | None = None) -> Row:
+    try:
+        found = run(WORKER, ranks, case, environment=environment)
+    except (RuntimeError, subprocess.TimeoutExpired) as failure:
+        return Row(what, last_line(failure), False)
+    return Row(f"{what}, {found['backend']}", f"{found['error']:.1e}", found["error"] <= GRADIENT_BAR)
+
+
+def last_line(failure: Exception) -> str:
+    return str(failure).strip().splitlines()[-1][:80]
+
+
+def batches_and_sharing(ranks: int, apart: bool) -> Iterator[Row]:
+    one = case_of("1f1b", ranks, 4, apart, batch="one")
+    yield gradients("a batch on the GPU of rank 0 alone", ranks, one)
+    shared = case_of("1f1b", 2, 4, False)
+    yield gradients("two ranks on one GPU", 2, shared, {"CUDA_VISIBLE_DEVICES": VISIBLE})
+
+
+def memory_of_steps(ranks: int, apart: bool) -> Iterator[Row]:
+    """Whether steps ask the driver for memory, and whether they hang where it does not suffice."""
+    for name in track(IN_LITTLE_MEMORY, "memory of steps"):
+        case = case_of(name, ranks, 8, apart, train=4)
+        what = f"{name}: how often steps 1 to 4 ask for memory"
         try:
-            found = run("gpu_check_worker.py", ranks, case)
+            found = run(WORKER, ranks, case, limit=SOON)
         except (RuntimeError, subprocess.TimeoutExpired) as failure:
-            yield Row(what, str(failure).strip().splitlines()[-1][:80], False)
+            yield Row(what, last_line(failure), False)
             continue
-        met = found["error"] <= GRADIENT_BAR
-        yield Row(f"{what}, {found['backend']}", f"{found['error']:.1e}", met)
+        yield Row(f"{what}, {found['backend']}", str(found["asked"]), not any(found["asked"]))
+        what = f"{name}: with .6 of the memory"
+        try:
+            run(WORKER, ranks, {**case, "bytes": int(0.6 * found["reserved"])}, limit=SOON)
+        except subprocess.TimeoutExpired:
+            yield Row(what, f"not over after {SOON:.0f} s", False)
+        except RuntimeError as failure:
+            memory = "out of memory" in str(failure)
+            yield Row(what, "out of memory" if memory else last_line(failure), memory)
+        else:
+            yield Row(what, "suffices", True)
 
 
 def random_op(device: torch.device) -> Row:
@@ -187,6 +233,8 @@ def main() -> None:
         rows += as_processes(device, ranks, apart=count == 1, microbatches=m)
     if count == 1:
         rows += as_processes(device, ranks, apart=False, microbatches=4)  # over gloo
+    rows += batches_and_sharing(ranks, apart=count == 1)
+    rows += memory_of_steps(ranks, apart=count == 1)
     rows.append(random_op(device))
     rows += speed_and_memory(device, asked.cpu)
     verdict = {True: "ok", False: "NOT MET", None: ""}

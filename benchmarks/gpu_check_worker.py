@@ -1,5 +1,8 @@
-"""A rank of gpu_check.py: one step over the given backend, its gradients beside those of eager.
+"""A rank of gpu_check.py: one step over the given backend, its gradients beside those of eager; or training.
 
+``batch`` is "one" where rank 0 alone has its batch on a GPU, and a rank that needs none of it gets none.
+``train``: that many steps with AdamW, and how often each asks the device for memory from its first op on.
+``bytes``: the most that torch may take of the device's memory.
 ``nccl`` is "apart" where ranks share a GPU and nccl is told that they are on different machines: it works
 as between machines then, over loopback, which tests paths and not speed.
 """
@@ -10,6 +13,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxpipe
-from fxpipe.runtime.accelerator import default_device
+from fxpipe.runtime.accelerator import default_device, device_allocations, is_accelerator, memory_size
 from fxpipe.runtime.process import Process
 from fxpipe.vocabulary.rows import rows_of
 
@@ -83,6 +87,35 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found - expected).abs().max() / expected.abs().max()).item()
 
 
+def of_one_gpu(pipe: fxpipe.Pipeline, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
+    rank = pipe.process.rank
+    return {
+        name: (t if rank == 0 else t.cpu()) if name in pipe.leaves(rank) else None
+        for name, t in whole.items()
+    }
+
+
+def train(pipe: fxpipe.Pipeline, whole: dict[str, torch.Tensor], steps: int) -> dict[str, Any]:
+    """``asked``: for each step how often all ranks asked their devices for memory from their first op on.
+    ``reserved``: the most bytes that torch took from a device."""
+    optimizer = pipe.optimizer(torch.optim.AdamW, lr=1e-3)
+    device, begun, asked = pipe.device, [], []
+    pipe.runtime.record.at_op = lambda _: begun.append(device_allocations(device))
+    for _ in range(steps):
+        begun.clear()
+        pipe.step(whole)
+        asked.append(device_allocations(device) - begun[0])
+        optimizer.step()
+        optimizer.zero_grad()
+    on_gpu = is_accelerator(device)
+    reserved = torch.tensor(torch.accelerator.max_memory_reserved(device) if on_gpu else 0)
+    total = torch.tensor(asked)
+    pipe.process.all_reduce_(total)
+    pipe.process.all_reduce_(reserved, largest=True)
+    backend = pipe.process.backend(device)
+    return {"asked": total.tolist(), "reserved": reserved.item(), "backend": backend}
+
+
 def main() -> None:
     case, result = json.loads(sys.argv[1]), Path(sys.argv[2])
     options, device = case["options"], default_device()
@@ -90,12 +123,20 @@ def main() -> None:
     if case["nccl"] == "apart":
         os.environ["NCCL_HOSTID"] = f"rank{os.environ['RANK']}"
         dist.init_process_group("cpu:gloo,cuda:nccl")
+    if case.get("bytes") and is_accelerator(device):
+        torch.cuda.set_per_process_memory_fraction(case["bytes"] / memory_size(device))
     own = model(device)
     microbatches = options["microbatches"]
     whole = batch(2 * microbatches, device)
+    if case.get("train"):
+        pipe = fxpipe.compile(own, batch(2, device), effort=0.1, **options)
+        found = train(pipe, whole, case["train"])
+        if pipe.process.rank == 0:
+            result.write_text(json.dumps(found))
+        return
     expected = eager_gradients(own, whole, microbatches)
     pipe = fxpipe.compile(own, batch(2, device), effort=0.1, **options)
-    pipe.step(whole)
+    pipe.step(of_one_gpu(pipe, whole) if case.get("batch") == "one" else whole)
     largest = 0.0
     for name in pipe.plan.tensors[pipe.process.rank].gradients:
         rows = rows_of(name)

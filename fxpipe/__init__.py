@@ -5,6 +5,7 @@ All names except the errors are loaded on first use (PEP 562), so that a generat
 """
 
 import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +27,9 @@ from fxpipe.errors import (
 from fxpipe.version import __version__
 
 # The streams of a GPU that share one of its queues wait for each other, those of messages for ever.  The
-# driver reads it when the GPU is used first.
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+# driver reads it when the GPU is used first: where it was, runtime/connect.py finds that it is not set.
+if "torch" not in sys.modules or not sys.modules["torch"].cuda.is_initialized():
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 if TYPE_CHECKING:
     from fxpipe.api import compile, load

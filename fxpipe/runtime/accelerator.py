@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
+from mmap import mmap
 from typing import Any
 
 import torch
@@ -91,6 +93,25 @@ def device_allocations(device: torch.device) -> int:
     return int(torch.accelerator.memory_stats(device).get("num_device_alloc", 0))
 
 
+def pinned_memory(size: int) -> torch.Tensor:
+    """A flat tensor of bytes in memory that the device copies from and to in the background.
+
+    torch's own allocator of such memory takes the next power of two: 64 GiB for 33.
+    Raises RunError where the system does not pin so much.
+    """
+    if not torch.cuda.is_available():
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    tensor = torch.frombuffer(mmap(-1, size), dtype=torch.uint8)
+    address, runtime = tensor.data_ptr(), torch.cuda.cudart()
+    if error := int(runtime.cudaHostRegister(address, size, 0)):
+        raise RunError(
+            f"{size} bytes of this machine's memory cannot be pinned for offloaded activations (CUDA error "
+            f"{error}). Offload less, or allow more: ulimit -l."
+        )
+    weakref.finalize(tensor, runtime.cudaHostUnregister, address)
+    return tensor
+
+
 def memory_pool(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[Any]]:
     """A function whose block takes the memory of this thread's tensors from a new pool of its own."""
     if device.type != "cuda":
@@ -140,7 +161,8 @@ def generator(device: torch.device) -> torch.Generator:
 
 
 def queues(device: torch.device) -> int | None:
-    """The number of hardware queues that the environment gives a device; None if it does not say."""
+    """The number of hardware queues that the environment gives a device; None if it does not say, as when the
+    device was in use before fxpipe was imported."""
     given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     return int(given) if device.type == "cuda" and given.isdigit() else None
 

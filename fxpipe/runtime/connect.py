@@ -12,6 +12,7 @@ sends, and takes another algorithm for large tensors), so the collectives of a s
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -67,6 +68,7 @@ def connect(
     elif new:
         all_of_device = [what for place, what in known if place == device] + new
         _check_streams(all_of_device, process.ranks, queues(device))
+        _warn_of_few_queues(device)
         with process.watch.collective(), answered(), communicator_settings():
             _make_communicators(process, backend, device, new)
             _wait_for_all(process, device)
@@ -192,3 +194,13 @@ def _check_streams(connections: Sequence[Connection], ranks: int, queues: int | 
                 "queues of its GPU, in which ops and messages can wait for each other for ever. "
                 + (f"Unset it: fxpipe sets it to {MOST_QUEUES}." if needed <= MOST_QUEUES else fewer)
             )
+
+
+def _warn_of_few_queues(device: torch.device) -> None:
+    if device.type == "cuda" and queues(device) is None:
+        warnings.warn(
+            "CUDA was used before fxpipe was imported, with CUDA_DEVICE_MAX_CONNECTIONS unset: streams share "
+            "the few queues of a GPU, in which ops and messages can wait for each other for ever. Import "
+            f"fxpipe first, or set CUDA_DEVICE_MAX_CONNECTIONS={MOST_QUEUES}.",
+            stacklevel=3,
+        )

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from fxpipe.errors import RunError
-from fxpipe.runtime.accelerator import current_stream, is_accelerator, stream
+from fxpipe.runtime.accelerator import current_stream, is_accelerator, pinned_memory, stream
 
 Tier = Literal["host", "disk"]
 TIERS: tuple[Tier, ...] = ("host", "disk")
@@ -213,7 +213,7 @@ class Host:
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self._pool = torch.empty(max(size, 1), dtype=torch.uint8, pin_memory=True)
+        self._pool = pinned_memory(max(size, 1))
         self._device = device
         self._out, self._in = (stream(device) for _ in range(2))
 

@@ -1,6 +1,8 @@
 """The backend that carries messages, by where the ranks compute."""
 
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from datetime import timedelta
 
@@ -13,8 +15,8 @@ import fxpipe.runtime.process as joined
 from fxpipe.codegen.expressions import Names, literal
 from fxpipe.runtime.accelerator import check_supported, communicator_settings, queues
 from fxpipe.runtime.backend import Choice, Place, choose
-from fxpipe.runtime.comm import answered
-from fxpipe.runtime.connect import _check_streams, _failure
+from fxpipe.runtime.comm import answered, new_buffers, on_wire
+from fxpipe.runtime.connect import _check_streams, _failure, _warn_of_few_queues
 from fxpipe.runtime.distributed import DistributedComm
 from fxpipe.runtime.process import Process
 
@@ -162,3 +164,47 @@ def test_each_tensor_of_a_message_is_kept_once(monkeypatch):
     DistributedComm(cpu, cpu, 0, 2, {(0, 1): Group()}, [], None, sent).send(given, 1)
     assert [work for work, _ in sent.kept] == ["sent to 1"] * 2
     assert all(kept is tensor for (_, kept), tensor in zip(sent.kept, given, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint32, torch.bool, torch.complex64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(), (3, 4), (0, 2)])
+def test_messages_of_every_dtype_are_bytes(dtype, shape):
+    tensor = torch.ones(shape).to(dtype).T if len(shape) == 2 else torch.ones(shape).to(dtype)
+    wired = on_wire(tensor)
+    assert (wired.dtype, wired.numel()) == (torch.uint8, tensor.nbytes)
+    assert wired.data_ptr() == tensor.data_ptr()
+
+
+def test_the_parts_of_one_memory_have_their_layout():
+    layout = ((2, 3), (1, 2), torch.complex64)
+    whole, parts = new_buffers(layout, 3, torch.device("cpu"))
+    assert whole.nbytes == 3 * 6 * 8
+    assert [(tuple(p.shape), p.stride(), p.dtype) for p in parts] == [layout] * 3
+    assert {p.untyped_storage().data_ptr() for p in parts} == {whole.data_ptr()}
+
+
+STARTED = """
+import os, sys, torch
+torch.cuda.is_initialized = lambda: {started}
+import fxpipe
+print(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
+"""
+
+
+@pytest.mark.parametrize(("started", "found"), [(False, "32"), (True, "None")])
+def test_the_number_of_queues_is_set_where_it_has_an_effect(started, found):
+    environment = {k: v for k, v in os.environ.items() if k != "CUDA_DEVICE_MAX_CONNECTIONS"}
+    script = STARTED.format(started=started)
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == [found], done.stderr
+
+
+def test_few_queues_are_a_warning(monkeypatch, recwarn):
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    _warn_of_few_queues(gpu)
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    _warn_of_few_queues(torch.device("cpu"))
+    assert not recwarn
+    with pytest.warns(UserWarning, match="CUDA was used before fxpipe was imported"):
+        _warn_of_few_queues(gpu)
