@@ -66,8 +66,15 @@ class Failures:
         text = message.encode(errors="backslashreplace").decode()
         with contextlib.suppress(dist.DistError):  # the store is gone with the others
             first: bytes = self.store.compare_set(FAILURE, "", text)
-            return first.decode()
+            message = first.decode()
+        if not self._found:
+            self._found.append(message)
         return message
+
+    @property
+    def are_known(self) -> bool:
+        """Whether this rank has told or heard of a failure."""
+        return bool(self._found)
 
     def find(self) -> str | None:
         """The message of the rank that failed, if one did."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import logging
 import os
 import re
@@ -249,14 +250,33 @@ class Watch:
         self._thread.join(GRACE)
         with contextlib.suppress(dist.DistError):
             self.failures.show(self._beat + 1, f"{ENDED}, {self.progress()}")
-        if self.has_failed:
+        if self.has_failed or self.failures.are_known:
             self._keep_store()
+            _failed.append(self)
 
     def _keep_store(self) -> None:
         """Let the other ranks read why the run fails, where the store ends with this process."""
         end = time.monotonic() + GRACE
         while self.failures.hosts and time.monotonic() < end and not self.failures.have_ended():
             time.sleep(0.05)
+
+
+#: Those of runs that failed, when the process ends.
+_failed: list[Watch] = []
+_nowhere = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
+
+
+def _limit_end() -> None:
+    """End the process within seconds if its run has failed.
+
+    The destructor of a process group waits for its messages, which another rank, that waits here as well, may
+    never send.  No thread of Python runs then.
+    """
+    if _failed:
+        faulthandler.dump_traceback_later(GRACE / 2, exit=True, file=_nowhere)
+
+
+atexit.register(_limit_end)  # as early as possible: it comes after what other libraries do at the end
 
 
 def _report_uncaught(watch: Watch) -> None:

@@ -109,11 +109,11 @@ def _offsets(metadata: Mapping[str, str]) -> dict[str, list[int]]:
     try:
         given = parse_json(metadata.get("DCP_SHARDING_INFO", ""))
         found = {key: part["saved_offsets"] for key, part in given.items()}
-        right = all(type(n) is int and n >= 0 for offset in found.values() for n in [*offset])
     except (Misfit, AttributeError, KeyError, TypeError) as error:
         raise Misfit("does not say which rows it holds: it was not written as a checkpoint") from error
-    if not right:
-        raise Misfit("has negative rows")
+    for key, offset in found.items():
+        if type(offset) is not list or not all(type(n) is int and n >= 0 for n in offset):
+            raise Misfit(f"holds {shown(key)} at {shown(offset)}, which is no place")
     return found
 
 

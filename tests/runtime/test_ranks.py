@@ -1,7 +1,11 @@
 """Real processes: ranks that hold the same values and get the same batch, or say which does not; restarts."""
 
 import json
+import os
 import re
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -258,3 +262,36 @@ def test_a_rank_that_is_stopped_is_waited_for_and_one_that_is_killed_is_not(tmp_
         assert (
             "Rank 2 gives no sign of life any more (killed, or out of memory); the last" in run.stderr[rank]
         )
+
+
+ENDING = """
+import os, signal, sys, torch
+from datetime import timedelta
+from fxpipe.runtime.process import Process
+process = Process.join(torch.device("cpu"), timedelta(seconds=60))
+process.gather(b"")
+if process.rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+process.begin_gather(torch.zeros(4, dtype=torch.int64))
+process.missing
+"""
+
+
+def test_a_rank_that_failed_ends_though_another_one_never_answers(tmp_path):
+    """The destructor of a process group waits for its messages, without Python."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", ENDING], env={**common, "RANK": str(rank)}, stderr=-1)
+        for rank in (0, 1)
+    ]
+    try:
+        _, error = ranks[0].communicate(timeout=40)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert ranks[0].returncode == 1
+    assert b"has no attribute 'missing'" in error

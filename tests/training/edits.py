@@ -255,6 +255,15 @@ def other_json(path: Path, draw: random.Random) -> str:
     return f"{'.'.join(map(str, (*above, last)))}: {before!r:.40} -> {what!r}"
 
 
+def of_an_earlier_version(path: Path, draw: random.Random) -> str:
+    """Which did not list the tensors."""
+    file = path / "state.json"
+    state = json.loads(file.read_text())
+    del state["tensors"], state["run"]
+    file.write_text(json.dumps(state))
+    return ""
+
+
 def other_text(path: Path, draw: random.Random) -> str:
     file = path / "state.json"
     text = file.read_text()
@@ -336,8 +345,8 @@ def of_another_step(path: Path, draw: random.Random) -> str:
 
 EDITS: tuple[Edit, ...] = (
     other_dtype, other_shape, other_offsets, no_tensor, renamed, other_rows, no_metadata, other_step,
-    broken_header, cut, longer, other_json, other_json, other_json, other_json, other_text, no_file, a_pipe,
-    a_device, a_folder, a_link, swapped, twice, stray, of_another_step,
+    broken_header, cut, longer, other_json, other_json, other_json, other_json, of_an_earlier_version,
+    other_text, no_file, a_pipe, a_device, a_folder, a_link, swapped, twice, stray, of_another_step,
 )  # fmt: skip
 
 
