@@ -19,7 +19,7 @@ class DistributedComm:
     """``device``: of the program; ``wire``: the one from whose memory the process groups send.
 
     ``channels``: (from, to) -> the process group of its messages.  ``joint``: those of the collectives.
-    ``control``: over gloo.
+    ``control``: over gloo.  ``tag``: of its messages, where the backend tells messages apart by one.
     """
 
     device: torch.device
@@ -30,13 +30,14 @@ class DistributedComm:
     joint: Sequence[dist.ProcessGroup]
     control: dist.ProcessGroup
     sent: Sent
+    tag: int = 0
 
     def receive(self, layouts: Sequence[Layout], source: int) -> Pending:
         buffers = [self._buffer(layout) for layout in layouts]
         group = self.channels[source, self.rank]
         peer = dist.get_group_rank(group, source)
         # The group's method directly: torch.distributed.irecv repeats checks that always pass here.
-        started = self._each(group, lambda buffer: group.recv([on_wire(buffer)], peer, 0), buffers)
+        started = self._each(group, lambda buffer: group.recv([on_wire(buffer)], peer, self.tag), buffers)
         return Pending(buffers, source, [work for work, _ in started])
 
     def wait(self, pending: Pending) -> list[torch.Tensor]:
@@ -51,7 +52,7 @@ class DistributedComm:
         group = self.channels[self.rank, to]
         peer = dist.get_group_rank(group, to)
         flat = [self._flat(tensor) for tensor in tensors]
-        for work, sent in self._each(group, lambda t: group.send([t], peer, 0), flat):
+        for work, sent in self._each(group, lambda t: group.send([t], peer, self.tag), flat):
             self.sent.add(work, sent)
 
     def broadcast(

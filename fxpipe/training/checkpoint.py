@@ -78,11 +78,11 @@ class Checkpointer:
         self._rank = 0 if self._process is None else self._process.rank
         if self._process is None and pipe.plan.ranks > 1:
             raise RunError("Checkpoints are of a run under torchrun, or of a pipeline of one rank.")
+        self._check_directory()
         # Of its own, as the background thread uses it while the main thread uses the others.
         self._group: dist.ProcessGroup | None = None
         if self._process is not None:
             self._group = dist.new_group(backend="gloo", timeout=self._process.timeout)
-        self._check_directory()
         self._background = ThreadPoolExecutor(1, "fxpipe-checkpoint")
         self._writing: Future[Path] | None = None
         self._handler: Any = None
@@ -171,6 +171,7 @@ class Checkpointer:
 
     def _start(self) -> None:
         self.wait()
+        self.pipe.check_alike()
         step, state = self.pipe.step_number, self.pipe.model_state
         tensors: dict[str, torch.Tensor | Part] = {}
         with agreed(self._process, f"begin the checkpoint of step {step}"):
