@@ -6,19 +6,21 @@ import json
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from fxpipe.errors import CaptureError, FxpipeError, PartitionError
 from fxpipe.pipeline import Pipeline
 from fxpipe.plan import files, parts
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.runtime.accelerator import check_supported, default_device
+from fxpipe.runtime.batch import batch_leaves
 from fxpipe.runtime.failure import in_short
 from fxpipe.runtime.offloader import check_tier
 from fxpipe.runtime.process import Process, agreed, as_timeout, own_ranks, under_torchrun
@@ -30,7 +32,7 @@ from fxpipe.vocabulary.rows import whole, whole_name
 if TYPE_CHECKING:
     from fxpipe.compiler import Compiled
     from fxpipe.cost.device import Device
-    from fxpipe.options import Offload
+    from fxpipe.options import Offload, Options
 
 
 def compile(
@@ -151,41 +153,45 @@ def compile(
     if process is not None:
         process.check_ranks(ranks)
         process.backend(device)
-    if isinstance(split_points, str):
-        raise PartitionError(f"split_points is a list of module paths: give [{split_points!r}].")
-    if isinstance(outputs, str) or not all(isinstance(name, str) for name in outputs):
-        names = [outputs] if isinstance(outputs, str) else [str(name) for name in outputs]
-        raise CaptureError(f"outputs is a list of names: give {names}.")
-    if isinstance(fixed, str):
-        raise CaptureError(f"fixed is a list of names: give [{fixed!r}].")
-    if isinstance(example, list):  # as DataLoaders give them
-        example = tuple(example)
-    options = Options(
-        ranks=ranks,
-        microbatches=microbatches,
-        schedule=read_schedule(schedule) if isinstance(schedule, Path) else schedule,
-        stages_per_rank=stages_per_rank,
-        placement=placement,
-        split_points=None if split_points is None else tuple(split_points),
-        memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
-        costs=tuple(costs) if isinstance(costs, list | tuple) else costs,  # type: ignore[arg-type]
-        seed=seed,
-        vocab_parallel=vocab_parallel,
-        gradients=gradients,
-        grad_dtype=grad_dtype,
-        recompute=recompute,
-        offload=as_offload(offload, old_spellings, device),
-        dimensions=dimensions,
-        fixed=tuple(fixed),
-        outputs=tuple(dict.fromkeys(outputs)),
-        evaluation=evaluation,
-        effort=effort,
-        ranks_per_machine=_torchrun_ranks_per_machine() if ranks_per_machine is None else ranks_per_machine,
-        backend=backend,
-    )
-    check(options)
-    if options.offload.share is not None:
-        check_tier(options.tier, device, options.offload_directory)
+    with agreed(process, "compile"):
+        if isinstance(split_points, str):
+            raise PartitionError(f"split_points is a list of module paths: give [{split_points!r}].")
+        if isinstance(outputs, str) or not all(isinstance(name, str) for name in outputs):
+            names = [outputs] if isinstance(outputs, str) else [str(name) for name in outputs]
+            raise CaptureError(f"outputs is a list of names: give {names}.")
+        if isinstance(fixed, str):
+            raise CaptureError(f"fixed is a list of names: give [{fixed!r}].")
+        if isinstance(example, list):  # as DataLoaders give them
+            example = tuple(example)
+        options = Options(
+            ranks=ranks,
+            microbatches=microbatches,
+            schedule=read_schedule(schedule) if isinstance(schedule, Path) else schedule,
+            stages_per_rank=stages_per_rank,
+            placement=placement,
+            split_points=None if split_points is None else tuple(split_points),
+            memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
+            costs=tuple(costs) if isinstance(costs, list | tuple) else costs,  # type: ignore[arg-type]
+            seed=seed,
+            vocab_parallel=vocab_parallel,
+            gradients=gradients,
+            grad_dtype=grad_dtype,
+            recompute=recompute,
+            offload=as_offload(offload, old_spellings, device),
+            dimensions=dimensions,
+            fixed=tuple(fixed),
+            outputs=tuple(dict.fromkeys(outputs)),
+            evaluation=evaluation,
+            effort=effort,
+            ranks_per_machine=_torchrun_ranks() if ranks_per_machine is None else ranks_per_machine,
+            backend=backend,
+        )
+        check(options)
+        if options.offload.share is not None:
+            check_tier(options.tier, device, options.offload_directory)
+        own = {} if process is None else _arguments(model, example, loss_fn, options)
+    if process is not None:
+        process.check_alike(own, "the arguments of fxpipe.compile", "Call it with the same on all ranks.")
 
     devices = _described_devices(process, device) if process is not None and costs == "analytic" else ()
 
@@ -209,7 +215,7 @@ def compile(
         parameters=parameters,
         buffers=buffers,
         device=device,
-        process=process,
+        process=None if process is None else process.for_pipeline(artifact.plan.model),
         of=(lambda: model) if process is None else weakref.ref(model),
         graph=compiled.graph if compiled else None,
         sections=compiled.sections if compiled else (),
@@ -272,7 +278,7 @@ def load(
         parameters,
         buffers,
         device,
-        process,
+        None if process is None else process.for_pipeline(plan.model),
         directory=directory,
         offload_directory=None if offload_directory is None else Path(offload_directory),
         first_step=step_number,
@@ -280,6 +286,28 @@ def load(
     pipe = pipe.with_evaluation(forward[0]) if forward else pipe
     pipe.share_values()
     return pipe
+
+
+def _arguments(
+    model: nn.Module, example: Any, loss_fn: Callable[..., Any] | None, options: Options
+) -> dict[str, str]:
+    """What all ranks must compile alike, as texts by name; all but values."""
+    own = {f.name: repr(getattr(options, f.name)) for f in fields(options) if f.name not in _OWN}
+    own["offload"] = repr(replace(options.offload, directory=None))
+    own["loss_fn"] = getattr(loss_fn, "__qualname__", type(loss_fn).__name__)
+    for name, value in batch_leaves(example):
+        is_tensor = isinstance(value, torch.Tensor)
+        own[f"example.{name}"] = f"{value.dtype} {tuple(value.shape)}" if is_tensor else repr(value)
+    own["model"] = type(model).__qualname__
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        frozen = ", frozen" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
+        shape = "" if is_lazy(tensor) else f" {tuple(tensor.shape)}"
+        own[f"model.{name}"] = f"{tensor.dtype}{shape}{frozen}"
+    return own
+
+
+#: Options that differ between machines.
+_OWN = ("ranks_per_machine", "offload")
 
 
 def _read_tensors(
@@ -320,7 +348,7 @@ def _held_of(
     return parameters, {n: b for n, b in model.named_buffers() if n in names} | buffers
 
 
-def _torchrun_ranks_per_machine() -> int | None:
+def _torchrun_ranks() -> int | None:
     """The number of ranks that torchrun started on this machine; None under another launcher or none."""
     number = os.environ.get("LOCAL_WORLD_SIZE")
     return int(number) if number is not None and under_torchrun() else None

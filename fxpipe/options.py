@@ -136,6 +136,8 @@ def check(options: Options) -> None:
         chosen = name in ("stages_per_rank", "ranks_per_machine") and value is None
         if not chosen and (not isinstance(value, int) or value < 1):
             raise ScheduleError(f"{name} is {value!r} and must be a whole number, at least 1.")
+    if type(options.seed) is not int or not -(2**63) <= options.seed < 2**63:
+        raise OptionError(f"seed is {options.seed!r} and must be a whole number of 64 bits.")
     effort = options.effort
     if effort is not None and not (isinstance(effort, int | float) and 0 < effort < inf):
         raise ScheduleError(f"effort is {effort!r} and must be a number of seconds above 0.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, overload
@@ -20,6 +20,7 @@ from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact, Plan, holders
 from fxpipe.plan.plan_costs import costs_of, known_work
 from fxpipe.runtime.outputs import On, StepResult
+from fxpipe.runtime.place import called_function
 from fxpipe.runtime.process import Process, agreed
 from fxpipe.runtime.rank import Runtime
 from fxpipe.schedule.costs import StageCost
@@ -30,9 +31,11 @@ from fxpipe.training.model_state import ModelState
 from fxpipe.training.optimizer import PipelineOptimizer, check_separable, grouped, made, with_masters
 from fxpipe.training.pretrained import Pretrained, export
 from fxpipe.training.runner import LocalResult, Runner
+from fxpipe.training.same_batch import SAME_OPTIONS
 from fxpipe.training.save import save
 from fxpipe.training.shared_values import share_values
 from fxpipe.training.state_dict import copy_to_model, full_state_dict, load_state_dict, state_dict
+from fxpipe.training.unchanged import Traced
 from fxpipe.vocabulary.rows import rows_of, whole_name
 
 
@@ -64,7 +67,8 @@ class Pipeline:
     ``parameters`` and ``buffers`` are the model's own tensors: training the pipeline trains the model (under
     torchrun, the part that this rank holds).  If the tensors of the model are replaced, the next step uses
     the new ones.  ``of``: gives the model, None if there is none; under torchrun a pipeline does not keep it
-    alive.  ``evaluation``: the forward in eval mode alone on the same tensors, if it was compiled.
+    alive.  ``evaluation``: the forward in eval mode alone on the same tensors, if it was compiled, which has
+    ``is_evaluation``.
     """
 
     artifact: Artifact
@@ -79,11 +83,25 @@ class Pipeline:
     offload_directory: Path | None = None
     first_step: int = 0
     evaluation: Pipeline | None = None
+    is_evaluation: bool = False
+    _then: Traced = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._then = Traced(self.parameters, self.of())
 
     def with_evaluation(self, artifact: Artifact) -> Pipeline:
         """The pipeline with one for the forward alone, which works on the same tensors."""
         directory = None if self.directory is None else files.evaluation_directory(self.directory)
-        forward = replace(self, artifact=artifact, directory=directory, sections=(), graph=None)
+        process = None if self.process is None else self.process.for_evaluation()
+        forward = replace(
+            self,
+            artifact=artifact,
+            directory=directory,
+            process=process,
+            is_evaluation=True,
+            sections=(),
+            graph=None,
+        )
         return replace(self, evaluation=forward)
 
     def let_model_go(self) -> None:
@@ -94,8 +112,8 @@ class Pipeline:
 
     @cached_property
     def model_state(self) -> ModelState:
-        plan = self.artifact.plan
-        return ModelState(plan, self.parameters, self.buffers, self.device, self.process, self.of)
+        given = self.artifact.plan, self.parameters, self.buffers, self.device, self.process, self.of
+        return ModelState(*given, self._then)
 
     @cached_property
     def _runner(self) -> Runner:
@@ -107,6 +125,7 @@ class Pipeline:
             self.directory,
             self.offload_directory,
             self.first_step,
+            is_evaluation=self.is_evaluation,
         )
 
     @property
@@ -272,23 +291,29 @@ class Pipeline:
             step.
         Raises RunError for optimizers that update a parameter by values which other ranks hold.
         """
-        self.model_state.follow_model()
         rank, plan = self.runtime.rank, self.artifact.plan
-        held = {name: self.parameter(name) for name in plan.tensors[rank].gradients}
-        trained = holders(tensors.gradients for tensors in plan.tensors)
-        if plan.ranks > 1:
-            check_separable(cls, options, self.device, tables=any(map(rows_of, trained)))
-        updated = with_masters(held) if master_weights else held
-        optimizer = PipelineOptimizer(
-            made(cls, grouped(updated, groups, {*map(whole_name, trained)}), options),
-            {parameter: name for name, parameter in updated.items()},
-            [parameter for name, parameter in held.items() if trained[name][0] == rank],
-            self.process,
-            clip_grad_norm,
-            norm_type,
-            skip_nonfinite,
-            {updated[name]: parameter for name, parameter in held.items() if updated[name] is not parameter},
-        )
+        with agreed(self.process, "make its optimizer"):
+            self.model_state.follow_model()
+            held = {name: self.parameter(name) for name in plan.tensors[rank].gradients}
+            trained = holders(tensors.gradients for tensors in plan.tensors)
+            if plan.ranks > 1:
+                check_separable(cls, options, self.device, tables=any(map(rows_of, trained)))
+            updated = with_masters(held) if master_weights else held
+            optimizer = PipelineOptimizer(
+                made(cls, grouped(updated, groups, {*map(whole_name, trained)}), options),
+                {parameter: name for name, parameter in updated.items()},
+                [parameter for name, parameter in held.items() if trained[name][0] == rank],
+                self.process,
+                clip_grad_norm,
+                norm_type,
+                skip_nonfinite,
+                {updated[name]: own for name, own in held.items() if updated[name] is not own},
+            )
+        if self.process is not None:
+            given = {"groups": repr([group.get("params") for group in groups])}
+            given |= {"master_weights": str(bool(master_weights))}
+            self.process.check_alike(optimizer.options() | given, "its optimizer", SAME_OPTIONS)
+            self._runner.course.optimizer = optimizer
         optimizer.register_step_post_hook(lambda *_: self.model_state.changed())
         return optimizer
 
@@ -300,6 +325,7 @@ class Pipeline:
         names, for a pipeline that was loaded.  Raises RunError where the model has no memory of its own to
         copy to.
         """
+        self.check_alike()
         copy_to_model(self.model_state, model)
 
     def synchronise(self) -> None:
@@ -328,6 +354,7 @@ class Pipeline:
     def full_state_dict(self, rank: int | None = 0) -> dict[str, torch.Tensor]:
         """A copy of ``state_dict`` of the whole model in the memory of the CPU, on one rank (None: on each);
         the others get an empty dict.  All ranks must call it."""
+        self.check_alike()
         return full_state_dict(self.model_state, rank)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor] | str | Path, strict: bool = True) -> None:
@@ -363,6 +390,18 @@ class Pipeline:
                 if state:  # on rank 0
                     export(state, draft, source, largest_file)
 
+    def check_alike(self) -> None:
+        """Raise RunError, on all ranks, unless they have made the same updates, and each tensor that several
+        hold has the same values on them.
+
+        Each step compares this as well, of the step before; ``save`` and the like call it first.
+        """
+        if self.process is None:
+            return
+        with self.process.agreed("use its model"):
+            self.model_state.follow_model()
+        self._runner.course.check(self.process, called_function())
+
     def share_values(self) -> None:
         """Give each tensor that several ranks hold the values of the first of them.
 
@@ -383,6 +422,7 @@ class Pipeline:
         Under torchrun every rank calls it; rank 0 writes the files of all.  Raises ArtifactError, on all
         ranks, if the directory is not empty or cannot be written; then nothing is left in it.
         """
+        self.check_alike()
         forward = None if self.evaluation is None else self.evaluation.artifact
         draw = self.draw if self.graph is not None else None
         save(self.artifact, forward, self.model_state, self.step_number, Path(path), draw)

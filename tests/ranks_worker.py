@@ -222,6 +222,74 @@ def agree(rank: Rank) -> None:
     other_batch(rank)
 
 
+# -- ranks that disagree ----------------------------------------------------------------------------------
+
+
+def disagree(rank: Rank) -> None:
+    """Outside of steps: all ranks raise, and can go on."""
+    odd = rank.number == 1
+    settings = {"ranks": RANKS, "microbatches": MICROBATCHES, "schedule": "1f1b"}
+    build, example = SHARED.build, SHARED.example()
+
+    def given(name: str, model: nn.Module, **options: object) -> None:
+        rank.error(name, fxpipe.compile, model, example, **settings | options)
+
+    given("another seed", build(), seed=int(odd))
+    given("a wrong option", build(), seed="1" if odd else 1)
+    given("another model", nn.Linear(2, 2) if odd else build())
+    given("frozen on one", build().requires_grad_(not odd))
+    pipe, other = (fxpipe.compile(build(), example, evaluation=True, **settings) for _ in range(2))
+    own = pipe.optimizer
+    rank.error("another class", own, torch.optim.SGD if odd else torch.optim.AdamW, lr=0.1)
+    rank.error("another rate", own, torch.optim.SGD, lr=0.2 if odd else 0.1)
+    rank.error("other groups", own, torch.optim.SGD, groups=[{"params": "*.bias" if odd else "*.weight"}])
+    rank.error("a wrong norm", own, torch.optim.SGD, clip_grad_norm=-1 if odd else 1.0)
+    rank.error("local", pipe.run_local, batch_of(0))
+    rank.error("two pipelines", (other if odd else pipe).save, rank.directory / "never")
+    rank.error("two calls", pipe.synchronize if odd else pipe.full_state_dict)
+    rank.error("first steps", (pipe.evaluate if odd else pipe.step), batch_of(0))
+    optimizer = own(torch.optim.SGD, lr=LEARNING_RATE, clip_grad_norm=1.0)
+    pipe.step(batch_of(0))
+    rank.error("no norm", optimizer.grad_norm if odd else pipe.full_state_dict)
+    if odd:
+        optimizer.counts.updates += 1
+    rank.error("updates", pipe.save, rank.directory / "never")
+    optimizer.counts.updates = 0
+    optimizer.step()
+    pipe.step(batch_of(1))
+    with torch.no_grad():
+        pipe.buffers["mask"].add_(float(odd))
+    rank.error("values", pipe.full_state_dict)
+    pipe.share_values()
+    rank.text("names", sorted(pipe.full_state_dict()))
+
+
+def other_options(rank: Rank) -> None:
+    """A scheduler on one rank, seen in a step: nothing can run after it."""
+    pipe = compiled(SHARED, SHARED.build(), MICROBATCHES, SHAPE)
+    optimizer = pipe.optimizer(torch.optim.SGD, lr=LEARNING_RATE)
+    pipe.step(batch_of(0))
+    if rank.number == 2:
+        optimizer.param_groups[0]["lr"] = 0.5
+    rank.error("other options", pipe.step, batch_of(1))
+
+
+def other_messages(rank: Rank) -> None:
+    """Two pipelines whose messages have different sizes run in two orders: both wait for messages."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    pipes = [
+        fxpipe.compile(
+            SHARED.build(), SHARED.batch(rows), ranks=RANKS, microbatches=MICROBATCHES, schedule="1f1b"
+        )
+        for rows in (2, 3)
+    ]
+    batches = [SHARED.batch(rows * MICROBATCHES) for rows in (2, 3)]
+    for pipe, batch in zip(pipes, batches, strict=True):
+        pipe.step(batch)
+    which = 1 if rank.number == 1 else 0
+    pipes[which].step(batches[which])
+
+
 # -- ranks that fail and start again ----------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from fxpipe.errors import (
     BatchError,
     CaptureError,
     FxpipeError,
+    OptionError,
     PartitionError,
     RunError,
     ScheduleError,
@@ -221,6 +222,11 @@ def test_numbers_that_are_none(name, value):
     message = error_of(ScheduleError, compiled, **{name: value})
     assert name in message
     assert repr(value) in message
+
+
+@pytest.mark.parametrize("seed", ["a", 1.5, None, True, 2**63])
+def test_seed_that_is_no_number(seed):
+    assert f"seed is {seed!r}" in error_of(OptionError, compiled, seed=seed)
 
 
 def test_split_point_that_is_no_module():

@@ -13,7 +13,8 @@ sends, and takes another algorithm for large tensors), so the collectives of a s
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -61,33 +62,51 @@ def connect(
     known = process.groups
     new = [what for what in (*channels, *numbers) if (device, what) not in known]
     if backend == "gloo":
-        for what in new:
-            alone = isinstance(what, int)
-            with process.watch.collective():
-                known[device, what] = _group(process, backend) if alone else process.control
+        known |= {(device, pair): process.control for pair in channels}
     elif new:
         all_of_device = [what for place, what in known if place == device] + new
         _check_streams(all_of_device, process.ranks, queues(device))
         _warn_of_few_queues(device)
-        with process.watch.collective(), answered(), communicator_settings():
+        with process.watch.collective(), answered(), communicator_settings(), _unbound(process.given):
             _make_communicators(process, backend, device, new)
             _wait_for_all(process, device)
+    # Messages of gloo have tags, and its collectives have none: two pipelines share no group of them.
+    joint = [_group(process, backend) if backend == "gloo" else known[device, number] for number in numbers]
     comm = DistributedComm(
         device=device,
         wire=torch.device("cpu") if backend == "gloo" else device,
         rank=process.rank,
         ranks=process.ranks,
         channels={pair: known[device, pair] for pair in channels},
-        joint=[known[device, number] for number in numbers],
+        joint=joint,
         control=process.control,
         sent=SentByThread() if backend == "gloo" else SentOnStreams(),
         on_streams=backend != "gloo",
+        tag=process.tag,
     )
     if backend != "gloo" and collectives:
         with process.watch.collective():
             _run_once(comm, collectives)
             _wait_for_all(process, device)
     return comm
+
+
+@contextmanager
+def _unbound(given: dist.ProcessGroup | None) -> Iterator[None]:
+    """For a block that makes groups: they are none of the user's default group.
+
+    One that is bound to a device is split for each new group, by all of its ranks, also for a pair of them:
+    a collective of all ranks for each channel.
+    """
+    bound = None if given is None else given.bound_device_id
+    if given is None or bound is None:
+        yield
+        return
+    given.bound_device_id = None
+    try:
+        yield
+    finally:
+        given.bound_device_id = bound
 
 
 def _make_communicators(

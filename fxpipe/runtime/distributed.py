@@ -20,7 +20,8 @@ class DistributedComm:
 
     ``channels``: (from, to) -> the process group of its messages.  ``joint``: those of the collectives.
     ``control``: over gloo.  ``on_streams``: whether the process groups send on streams of a device; they get
-    the memory of a message alone, which is kept alive here.
+    the memory of a message alone, which is kept alive here.  ``tag``: of its messages, for backends that tell
+    messages apart by one.
     """
 
     device: torch.device
@@ -32,6 +33,7 @@ class DistributedComm:
     control: dist.ProcessGroup
     sent: Sent
     on_streams: bool = False
+    tag: int = 0
 
     def start(self) -> None:
         self.sent.start()
@@ -41,7 +43,7 @@ class DistributedComm:
         group = self.channels[source, self.rank]
         peer = dist.get_group_rank(group, source)
         # The group's method directly: torch.distributed.irecv repeats checks that always pass here.
-        started = self._each(group, lambda buffer: group.recv([self._wired(buffer)], peer, 0), buffers)
+        started = self._each(group, lambda buffer: group.recv([self._wired(buffer)], peer, self.tag), buffers)
         return Pending(buffers, source, [work for work, _ in started])
 
     def wait(self, pending: Pending) -> list[torch.Tensor]:
@@ -57,7 +59,7 @@ class DistributedComm:
         group = self.channels[self.rank, to]
         peer = dist.get_group_rank(group, to)
         flat = [self._flat(tensor) for tensor in tensors]
-        for work, sent in self._each(group, lambda t: group.send([self._wired(t)], peer, 0), flat):
+        for work, sent in self._each(group, lambda t: group.send([self._wired(t)], peer, self.tag), flat):
             self.sent.add(work, sent)
 
     def broadcast(

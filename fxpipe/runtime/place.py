@@ -1,8 +1,9 @@
-"""The line of the user's code that runs or failed, as text for messages."""
+"""The line of the user's code that runs or failed, and the function that it called, as text for messages."""
 
 from __future__ import annotations
 
 import linecache
+import os
 import sys
 import sysconfig
 import threading
@@ -11,6 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _HERE, _FXPIPE = (str(folder) for folder in Path(__file__).parents[:2])
+#: The code of ``fxpipe run``, which calls fxpipe as a user's does.
+_COMMAND = tuple(os.path.join(_FXPIPE, *parts) for parts in (("cli", ""), ("training", "loop.py")))
 #: Where the code of others lies: Python's, that of installed packages, and fxpipe itself.
 _OTHERS = tuple({*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), _FXPIPE})
 
@@ -29,6 +32,17 @@ def place_of_main_thread() -> str:
     stack = [] if frame is None else traceback.walk_stack(frame)
     lines = [(f.f_code.co_filename, line or f.f_code.co_firstlineno) for f, line in stack]
     return _innermost(reversed(lines))
+
+
+def called_function() -> str:
+    """The function of fxpipe that the user's code, or ``fxpipe run``, has called in this thread."""
+    found, frame = "", sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_FXPIPE + os.sep) and not file.startswith(_COMMAND):
+            found = frame.f_code.co_qualname
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
 
 
 def _innermost(lines: Iterable[tuple[str, int]]) -> str:

@@ -8,10 +8,9 @@ import itertools
 import json
 import os
 import time
-import uuid
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -21,8 +20,12 @@ from fxpipe.errors import ArtifactError, RunError
 from fxpipe.runtime.accelerator import select
 from fxpipe.runtime.attempt import agree_on_attempt
 from fxpipe.runtime.backend import Place, backend_of, choose, is_gloo_alone
+from fxpipe.runtime.calls import CALL, SPACE, CallsDifferError, different_calls, with_call
 from fxpipe.runtime.comm import NoAnswer, answered
+from fxpipe.runtime.digest import number
 from fxpipe.runtime.failure import Failures, in_short
+from fxpipe.runtime.interface import connecting, set_interface
+from fxpipe.runtime.place import called_function
 from fxpipe.runtime.torch_private import PrefixStore, default_store, rendezvous
 from fxpipe.runtime.watch import Watch
 
@@ -34,6 +37,7 @@ TIMEOUT = timedelta(minutes=10)
 
 #: The most characters of one value in a store: torch's ends the connection of a rank that sends it 8 MiB.
 MOST_STORED = 1 << 20
+_SHORT = 8 * (SPACE - 1)  # bytes that come along with their number
 
 
 def under_torchrun() -> bool:
@@ -47,8 +51,13 @@ class Process:
 
     ``control``: a group of all ranks over gloo alone, for whatever is not a message of a step: no backend of
     an accelerator ever carries it, wherever its tensors are.  ``given``: the default group if it was there
-    before; else this process made it.  ``groups``: of the messages between
-    two ranks, and of collectives by number.
+    before; else this process made it.  ``groups``: of the messages between two ranks, and of collectives by
+    number.  ``of``: the pipeline whose calls these are, as text; "" for those of none yet.  ``tag``: of its
+    messages, which no other pipeline's are taken for.
+
+    What ranks exchange begins with the call that they make (:mod:`fxpipe.runtime.calls`): that of
+    ``begin_gather``, ``gather``, ``broadcast_bytes`` and ``all_reduce_``, which raise CallsDifferError on all
+    ranks where they make different calls.  ``scatter``, ``broadcast_`` and ``send_to`` follow one of those.
     """
 
     rank: int
@@ -58,6 +67,9 @@ class Process:
     given: dist.ProcessGroup | None
     watch: Watch
     _turns: Iterator[int] = field(default_factory=itertools.count)
+    _pipelines: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    of: str = ""
+    tag: int = 0
     groups: dict[tuple[torch.device, Connection], dist.ProcessGroup] = field(default_factory=dict)
     _backends: dict[torch.device, str] = field(default_factory=dict)
     _places: dict[torch.device, list[Place]] = field(default_factory=dict)
@@ -73,18 +85,21 @@ class Process:
         select(device)
         if _joined is not None and dist.is_initialized() and dist.group.WORLD is _joined[0]:
             return _joined[1]
+        set_interface()
         limit = timeout or TIMEOUT
         given = dist.group.WORLD if dist.is_initialized() else None
         if given is not None:
             rank, ranks, store = dist.get_rank(), dist.get_world_size(), default_store()
-            control = given if is_gloo_alone(given) else dist.new_group(backend="gloo", timeout=limit)
-            attempt = _broadcast_bytes(uuid.uuid4().hex.encode() if rank == 0 else None, control).decode()
+            attempt = agree_on_attempt(PrefixStore("fxpipe", store), rank, ranks, limit)
+            with connecting():
+                control = given if is_gloo_alone(given) else dist.new_group(backend="gloo", timeout=limit)
         else:
             with answered():
                 store, rank, ranks = next(rendezvous("env://", timeout=limit))
                 attempt = agree_on_attempt(PrefixStore("fxpipe", store), rank, ranks, limit)
                 own = PrefixStore(attempt, store)
-                dist.init_process_group("gloo", store=own, rank=rank, world_size=ranks, timeout=limit)
+                with connecting():
+                    dist.init_process_group("gloo", store=own, rank=rank, world_size=ranks, timeout=limit)
             assert dist.group.WORLD is not None
             control = dist.group.WORLD
         # A store of its own, as one that waits for a key answers no other thread.
@@ -95,6 +110,15 @@ class Process:
         if given is None:
             atexit.register(process._leave)
         return process
+
+    def for_pipeline(self, model: str) -> Process:
+        """The same process for the calls of a new pipeline, which all ranks make."""
+        number = next(self._pipelines)
+        return replace(self, of=f"pipeline {number} ({model})", tag=2 * number)
+
+    def for_evaluation(self) -> Process:
+        """The same process for the evaluation of this one's pipeline."""
+        return replace(self, of=f"the evaluation of {self.of}", tag=self.tag + 1)
 
     def _leave(self) -> None:
         """Let the communicators of accelerators go, where the run did not fail: others may hang in them."""
@@ -147,6 +171,22 @@ class Process:
         if other:
             raise RunError(f"Rank {other[0]} has another {what} than rank 0. Give all ranks the same.")
 
+    def check_alike(self, own: Mapping[str, str], what: str, remedy: str) -> None:
+        """Raise RunError on all ranks, naming the first entry that differs, unless all have the same.
+
+        what: the entries together, as text: "Rank 1 has lr=0.2 in ``what``, and rank 0 …".
+        """
+        text = json.dumps(own).encode()
+        digests = self.gather(str(number(text)).encode())
+        if len({*digests}) == 1:
+            return
+        table = [json.loads(given) for given in self.gather(text)]
+        for rank, theirs in enumerate(table):
+            for name in table[0] | theirs:
+                if table[0].get(name) != theirs.get(name):
+                    first, other = _entry(table[0], name), _entry(theirs, name)
+                    raise RunError(f"Rank {rank} has {other} in {what}, and rank 0 {first}. {remedy}")
+
     def first_is_ready(self) -> None:
         """End the wait of the other ranks in ``wait_for_first``."""
         self.watch.failures.store.set(f"ready/{next(self._turns)}", "")
@@ -189,8 +229,16 @@ class Process:
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         """Broadcast bytes from rank 0; the other ranks pass None."""
+        own = data or b""
+        (size, short), *_ = self._exchange(own)
+        if size <= _SHORT:
+            return short
+        payload = torch.empty(size, dtype=torch.uint8)
+        if own:
+            payload = torch.frombuffer(bytearray(own), dtype=torch.uint8)
         with self.watch.collective():
-            return _broadcast_bytes(data, self.control)
+            dist.broadcast(payload, 0, self.control)
+        return payload.numpy().tobytes()
 
     def scatter(self, parts: Iterable[bytes] | None) -> bytes:
         """Give each rank its part; rank 0 has those of all ranks in order, and the others pass None."""
@@ -229,30 +277,56 @@ class Process:
 
     def gather(self, data: bytes) -> list[bytes]:
         """Gather the bytes of every rank on every rank."""
+        found = self._exchange(data)
+        longest = max(size for size, _ in found)
+        if longest <= _SHORT:
+            return [short for _, short in found]
+        own = torch.zeros(longest, dtype=torch.uint8)
+        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else own[:0]
+        padded = [torch.empty_like(own) for _ in range(self.ranks)]
         with self.watch.collective():
-            size = torch.tensor([len(data)])
-            sizes = [torch.empty_like(size) for _ in range(self.ranks)]
-            dist.all_gather(sizes, size, self.control)
-            own = torch.zeros(max(map(int, sizes)), dtype=torch.uint8)
-            if not len(own):
-                return [b""] * self.ranks
-            own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else own[:0]
-            padded = [torch.empty_like(own) for _ in range(self.ranks)]
             dist.all_gather(padded, own, self.control)
-        return [p[: int(n)].numpy().tobytes() for p, n in zip(padded, sizes, strict=True)]
+        return [p[:size].numpy().tobytes() for p, (size, _) in zip(padded, found, strict=True)]
 
-    def begin_gather(self, words: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def _exchange(self, data: bytes) -> list[tuple[int, bytes]]:
+        """The number of bytes of every rank, and the bytes where they are short enough to come along."""
+        words = torch.zeros(SPACE, dtype=torch.int64)
+        words[0] = len(data)
+        if 0 < len(data) <= _SHORT:
+            words[1:].view(torch.uint8)[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        found = self.begin_gather(words, called_function())()
+        texts = [row[1:].contiguous().numpy().tobytes() for row in found]
+        return [(size, text[:size]) for size, text in zip(found[:, 0].tolist(), texts, strict=True)]
+
+    def begin_gather(self, words: torch.Tensor, call: str) -> Callable[[], torch.Tensor]:
         """Start to gather a vector of every rank on every rank; return the function that waits for them.
 
-        words: int64, on the CPU, of the same length on all ranks.
+        words: int64, on the CPU, at most SPACE; the rows of the result have SPACE.  call: the one that all
+        ranks make, as text.
         """
-        found = [torch.empty_like(words) for _ in range(self.ranks)]
-        work = dist.all_gather(found, words, self.control, async_op=True)
+        own = with_call(f"{call} of {self.of}" if self.of else call, words)
+        found = torch.empty((self.ranks, len(own)), dtype=own.dtype)
+        work = dist.all_gather([*found], own, self.control, async_op=True)
+
+        def compared() -> str | None:
+            """For the watch: the rank may wait for a message that no rank sends, as they make other calls."""
+            arrived = work.get_future()
+            if not arrived.done():
+                return None
+            with contextlib.suppress(RuntimeError):  # ``gathered`` raises it
+                arrived.wait()
+                return different_calls(found)
+            return None
+
+        self.watch.compared = compared
 
         def gathered() -> torch.Tensor:
             with self.watch.collective():
                 work.wait()
-            return torch.stack(found)
+            self.watch.compared = None
+            if problem := different_calls(found):
+                raise CallsDifferError(problem)
+            return found[:, CALL:]
 
         return gathered
 
@@ -277,39 +351,22 @@ class Process:
             tensor.copy_(value)
 
     def all_reduce_(self, value: torch.Tensor, *, largest: bool = False) -> None:
-        """Replace a small tensor by the sum over all ranks, or by the largest.
-
-        Rank 0 adds, and a tree takes the sum to the others: log2(ranks) + 1 messages after each other, where
-        gloo's own all-reduce passes 2 (ranks - 1) of them around a ring.
-        """
-        total = value.cpu()
-        ranks = [torch.empty_like(total) for _ in range(self.ranks)] if self.rank == 0 else None
-        with self.watch.collective():
-            dist.gather(total, ranks, 0, self.control)
-            if ranks is not None:
-                found = torch.stack(ranks)
-                total.copy_(found.amax(0) if largest else found.sum(0))
-            dist.broadcast(total, 0, self.control)
-        if total is not value:
-            value.copy_(total)
+        """Replace a number, a 0-d tensor of dtype float64, by the sum over all ranks, or by the largest."""
+        own = value.cpu().reshape(1).view(torch.int64)
+        found = self.begin_gather(own, called_function())()[:, 0].contiguous().view(torch.float64)
+        value.copy_(found.amax() if largest else found.sum())
 
 
 #: The default process group, and this process as a member of it.
 _joined: tuple[dist.ProcessGroup | None, Process] | None = None
 
 
+def _entry(entries: Mapping[str, str], name: str) -> str:
+    return f"{name}={entries[name]:.100}" if name in entries else f"no {name}"
+
+
 def _as_json(place: Place) -> bytes:
     return json.dumps(asdict(place)).encode()
-
-
-def _broadcast_bytes(data: bytes | None, control: dist.ProcessGroup) -> bytes:
-    size = torch.tensor([len(data or b"")])
-    dist.broadcast(size, 0, control)
-    payload = torch.empty(int(size), dtype=torch.uint8)
-    if data:
-        payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    dist.broadcast(payload, 0, control)
-    return payload.numpy().tobytes()
 
 
 def own_ranks(process: Process | None, ranks: int) -> Sequence[int]:
@@ -322,6 +379,8 @@ def agreed_by(gather: Callable[[bytes], list[bytes]], what: str) -> Iterator[Non
     """``Process.agreed``, by a function that gathers bytes of every rank on every rank."""
     try:
         yield
+    except CallsDifferError:
+        raise  # as on the other ranks
     except Exception as error:
         name = (ArtifactError if isinstance(error, ArtifactError) else RunError).__name__
         with contextlib.suppress(RunError):  # the ranks that are left raise it

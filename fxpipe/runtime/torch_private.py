@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as no_modes
+from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "PrefixStore",
@@ -29,7 +30,10 @@ __all__ = [
     "decompositions",
     "default_store",
     "fake_tensors",
+    "gradient_hooks",
+    "hooks_registered",
     "is_watched",
+    "module_hooks",
     "no_modes",
     "pytree",
     "rendezvous",
@@ -58,6 +62,23 @@ def communicator_error(group: dist.ProcessGroup, device: torch.device) -> Callab
     """
     get = getattr(group._get_backend(device), "get_error", None)
     return None if get is None else lambda: "" if get().name == "SUCCESS" else get().name
+
+
+def module_hooks(module: torch.nn.Module) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The numbers of a module's hooks: those of its forward, and those of its backward."""
+    forward = (*module._forward_pre_hooks, *module._forward_hooks)
+    return forward, (*module._backward_pre_hooks, *module._backward_hooks)
+
+
+def gradient_hooks(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The numbers of the hooks that a leaf's gradient has."""
+    return (*(tensor._backward_hooks or ()), *(tensor._post_accumulate_grad_hooks or ()))
+
+
+def hooks_registered() -> int:
+    """The number of hooks that this process has registered so far, of modules, tensors and optimizers."""
+    number: int = RemovableHandle.next_id
+    return number
 
 
 def is_watched() -> bool:

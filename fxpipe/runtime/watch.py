@@ -50,7 +50,8 @@ class Watch:
     would not notice a failure.  A program pays nothing for it: the thread looks at the runtime now and then.
 
     ``connections``: functions that give the error of a connection, or None.  On an accelerator a message that
-    fails raises nothing in the host, which waits for the device then.
+    fails raises nothing in the host, which waits for the device then.  ``compared``: gives the difference
+    between the calls that ranks make, once all of them have made one.
     """
 
     def __init__(self, failures: Failures, timeout: timedelta) -> None:
@@ -58,7 +59,10 @@ class Watch:
         self.failures, self._unseen = failures, UNSEEN * timeout.total_seconds()
         self.has_failed = False
         self.connections: list[Callable[[], NoAnswer | None]] = []
+        self.compared: Callable[[], str | None] | None = None
         self._runtime: Runtime | None = None
+        self._trained: Runtime | None = None
+        self._name = ""
         self._following: dict[str, str] = {}  # op -> the op after it in the program
         self._in_step = self._in_collective = False
         self._over = threading.Event()
@@ -76,8 +80,11 @@ class Watch:
     # -- what the rank does -------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def step(self, runtime: Runtime, ops: Sequence[str]) -> Iterator[None]:
-        """A step of a program with these ops in order."""
+    def step(self, runtime: Runtime, ops: Sequence[str], name: str, *, trains: bool) -> Iterator[None]:
+        """A step of a program with these ops in order.  name: of the step, as text."""
+        self._name = name
+        if trains:
+            self._trained = runtime
         if self._runtime is not runtime:
             self._runtime, self._following = runtime, dict(pairwise(("", *ops)))
         self._in_step = True
@@ -112,7 +119,7 @@ class Watch:
             return f"waits for the other ranks at {place_of_main_thread()}"
         if not self._in_step or runtime is None:
             return f"runs {place_of_main_thread()}, {self.progress()}"
-        op, step = runtime.current_op, f"step {runtime.step_number}"
+        op, step = runtime.current_op, self._name
         if runtime.waiting is None:
             return f"runs {_described(op)} of {step}" if op else f"begins {step}"
         following = self._following.get(op)
@@ -121,9 +128,9 @@ class Watch:
 
     def progress(self) -> str:
         """The steps that this rank has run, as text."""
-        if self._runtime is None:
+        if self._trained is None:
             return "before the first step"
-        return f"after {self._runtime.step_number} steps"
+        return f"after {self._trained.step_number} steps"
 
     # -- what becomes of it -------------------------------------------------------------------------------
 
@@ -162,6 +169,8 @@ class Watch:
             while not self._over.wait(BEAT):
                 if message := self.failures.find():
                     self._end(self._elsewhere(message), GRACE / 2 if self.waits else GRACE)
+                if self._in_step and (compared := self.compared) and (message := compared()):
+                    self._end(self._elsewhere(self.failures.leave(message)), GRACE)
                 for failure in filter(None, (error() for error in self.connections)):
                     self._end(self.lost(failure, self._show), GRACE)
                 self._show()

@@ -79,6 +79,7 @@ class Checkpointer:
         self._rank = 0 if self._process is None else self._process.rank
         if self._process is None and pipe.artifact.plan.ranks > 1:
             raise RunError("Checkpoints are of a run under torchrun, or of a pipeline of one rank.")
+        self._check_directory()
         # Of its own, as the background thread uses it while the main thread uses the others.
         self._group: dist.ProcessGroup | None = None
         if self._process is not None:
@@ -206,6 +207,7 @@ class Checkpointer:
     def _start(self) -> None:
         self._check_run()
         self.wait()
+        self.pipe.check_alike()
         step, state = self.pipe.step_number, self.pipe.model_state
         tensors: dict[str, torch.Tensor | Part] = {}
         with agreed(self._process, f"begin the checkpoint of step {step}"):

@@ -15,6 +15,7 @@ from fxpipe.plan.artifact import Plan, holders
 from fxpipe.runtime.process import Process, own_ranks
 from fxpipe.runtime.rank import Runtime
 from fxpipe.training.optimizer import set_grad
+from fxpipe.training.unchanged import Traced
 from fxpipe.training.zeroed import take_zeroed
 from fxpipe.vocabulary.rows import rows_of, whole_name
 
@@ -28,6 +29,7 @@ class ModelState:
     process, whose tensors may be replaced between two steps; None if there is none (any more): under torchrun
     a pipeline does not keep it alive, as a rank needs only its part.  ``synchronized``: whether the model of
     each rank has the trained values of all ranks.  ``run``: a name of the run, the same after it was resumed.
+    ``then``: its hooks and frozen parameters when it was compiled.
     """
 
     plan: Plan
@@ -36,6 +38,7 @@ class ModelState:
     device: torch.device
     process: Process | None
     of: Callable[[], nn.Module | None]
+    then: Traced | None = None
     synchronized: bool = False
     run: str = field(default_factory=lambda: secrets.token_hex(8))
     _rows: dict[str, nn.Parameter] = field(default_factory=dict)
@@ -57,13 +60,16 @@ class ModelState:
         found = ((name, rows) for name in held if (rows := rows_of(name)) and rows.table == table)
         return {name: slice(rows.begin, rows.end) for name, rows in found}
 
-    def follow_model(self) -> None:
-        """Use the tensors that the model holds now.  Raises RunError if a shape, dtype or device changed."""
+    def follow_model(self) -> dict[str, nn.Parameter]:
+        """Use the tensors that the model holds now; return its parameters, if there is a model.
+
+        Raises RunError if a shape, dtype or device changed.
+        """
         model = self.of()
         if model is None:
-            return
-        now: dict[str, torch.Tensor] = dict(model.named_parameters())
-        now |= model.named_buffers()
+            return {}
+        named = dict(model.named_parameters())
+        now: dict[str, torch.Tensor] = {**named, **dict(model.named_buffers())}
         held: tuple[dict[str, Any], ...] = (self.parameters, self.buffers)
         for mine in held:
             for own_name, old in list(mine.items()):
@@ -89,6 +95,16 @@ class ModelState:
                     del mine[own_name]
                 if new is not old:
                     mine[name] = new
+        return named
+
+    def check_unchanged(self, named: dict[str, nn.Parameter]) -> None:
+        """Raise RunError if the model's hooks or frozen parameters are other ones than the program's.
+
+        named: as ``follow_model`` gives them.
+        """
+        if self.then is not None:
+            trains = any(held.gradients for held in self.plan.tensors)
+            self.then.check(named | self.parameters, self.of(), self.plan.layouts, trains=trains)
 
     def parameter(self, name: str) -> torch.nn.Parameter:
         """A parameter, or the rows of one that a rank holds; rows share the parameter's memory, and their

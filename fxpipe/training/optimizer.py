@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
@@ -28,6 +29,14 @@ class Ranks(Protocol):
     def all_reduce_(self, value: torch.Tensor, *, largest: bool = False) -> None: ...
 
 
+@dataclass(eq=False)
+class Counts:
+    """How often an optimizer's ``step`` was called, and its ``zero_grad``."""
+
+    updates: int = 0
+    zeroed: int = 0
+
+
 class PipelineOptimizer(Optimizer):
     """Wraps a torch optimizer of this rank's parameters; ``step`` first clips, if asked to, by the norm of
     the gradients of all ranks.
@@ -39,6 +48,7 @@ class PipelineOptimizer(Optimizer):
     ``optimizer``: the wrapped one; both have the same ``param_groups`` and ``state``, so schedulers of the
     learning rate and hooks take this one.  ``last_norm``: the norm before clipping, 0-d, where the last step
     computed it.  ``skipped``: the number of steps that were skipped as gradients were not finite.
+    ``counts``: of its calls.
     ``names``: what is updated, a parameter or its master -> the parameter's name, or that of its rows.
     ``masters``: master -> parameter.
     """
@@ -54,12 +64,19 @@ class PipelineOptimizer(Optimizer):
         skip_nonfinite: bool = False,
         masters: Mapping[Parameter, Parameter] | None = None,
     ):
-        """counted: the parameters that this rank counts in the norm (one rank counts a tied parameter)."""
+        """counted: the parameters that this rank counts in the norm (one rank counts a tied parameter).
+
+        Raises RunError for a norm that is no number above 0.
+        """
+        for name, norm in (("clip_grad_norm", clip_grad_norm), ("norm_type", norm_type)):
+            absent = norm is None and name == "clip_grad_norm"
+            if not absent and not (isinstance(norm, int | float) and norm > 0):
+                raise RunError(f"{name} is {norm!r} and must be a number above 0.")
         self.optimizer = optimizer
         self.masters = dict(masters or {})
         self.names = dict(names)
         self.last_norm: torch.Tensor | None = None
-        self.skipped = 0
+        self.skipped, self.counts = 0, Counts()
         self._counted, self._ranks = counted, ranks
         self._clip, self._norm_type, self._skip = clip_grad_norm, float(norm_type), skip_nonfinite
         self._made = False
@@ -88,6 +105,7 @@ class PipelineOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.counts.updates += 1
         if self._clip is not None or self._skip:
             norm = self.last_norm = self.grad_norm()
             if self._skip and not math.isfinite(norm):
@@ -144,6 +162,7 @@ class PipelineOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Zero the gradients.  They keep their memory by default, which saves its allocation in each step."""
+        self.counts.zeroed += 1
         parameters = self._parameters()
         grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
         if set_to_none:
@@ -152,6 +171,15 @@ class PipelineOptimizer(Optimizer):
         elif grads:
             torch._foreach_zero_(grads)
             mark_zeroed(grads)
+
+    def options(self) -> dict[str, str]:
+        """All that an update depends on beside parameters, gradients and state, as texts by name."""
+        own = {"clip_grad_norm": self._clip, "norm_type": self._norm_type, "skip_nonfinite": self._skip}
+        found = {"class": type(self.optimizer).__name__} | {name: _as_text(x) for name, x in own.items()}
+        for k, group in enumerate(self.param_groups):
+            at = f"groups[{k}]." if len(self.param_groups) > 1 else ""
+            found |= {f"{at}{name}": _as_text(x) for name, x in group.items() if name != "params"}
+        return found
 
     def state_of(self, updated: Parameter) -> dict[str, Any]:
         """The wrapped optimizer's state of what it updates, with the master itself."""
@@ -189,6 +217,20 @@ class PipelineOptimizer(Optimizer):
         if self._made:
             raise RunError("Groups are given when the optimizer is made: pipe.optimizer(…, groups=[…]).")
         self.optimizer.param_groups.append(param_group)
+
+
+def _as_text(value: Any) -> str:
+    """An option as text that is the same on all ranks, whose last digits may differ."""
+    match value:
+        case torch.Tensor() if value.numel() == 1 and value.device.type == "cpu":
+            return _as_text(value.item())
+        case float():
+            return f"{value:.9g}"
+        case None | bool() | int() | str():
+            return str(value)
+        case list() | tuple():
+            return f"({', '.join(map(_as_text, value))})"
+    return type(value).__name__
 
 
 def set_grad(parameter: Parameter, grad: torch.Tensor) -> None:

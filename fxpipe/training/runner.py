@@ -36,8 +36,9 @@ from fxpipe.runtime.record import DeviceClock, HostClock, Record
 from fxpipe.runtime.sent import SentOnStreams
 from fxpipe.runtime.step_memory import step_memory
 from fxpipe.runtime.taken import Releases, as_bytes, events_from, releases
+from fxpipe.training.course import Course
 from fxpipe.training.model_state import ModelState
-from fxpipe.training.same_batch import any_stops, difference, words
+from fxpipe.training.same_batch import SAME_OPTIONS, Facts, any_stops, difference, options_differ, words
 from fxpipe.vocabulary.rows import whole
 
 log = logging.getLogger("fxpipe")
@@ -67,6 +68,7 @@ class Runner:
 
     ``stop_asked``: whether this rank was asked to end the run.  ``stops``: whether one of the ranks was,
     before the last step; the same on all ranks.  ``is_warm``: whether the program can run with the others.
+    ``is_evaluation``: whether it is that of ``pipe.evaluate``.
     """
 
     artifact: Artifact
@@ -79,6 +81,7 @@ class Runner:
     stop_asked: bool = False
     stops: bool = False
     is_warm: bool = False
+    is_evaluation: bool = False
     _releases: Releases | None = None  # None if messages do not wait on the device
     _settled_at: int = -1  # when the memory of steps had grown so often
     _has_said_grown: bool = False
@@ -102,10 +105,10 @@ class Runner:
         self, batch: Any, step: int, threads: int, measure_memory: bool, outputs: Sequence[str]
     ) -> LocalResult:
         """See ``Pipeline.run_local``."""
-        if self.process is not None:
+        if self.process is not None and self.plan.ranks > 1:
             raise RunError(
-                "run_local runs the programs of all ranks in one process, and under torchrun each process "
-                "has one of them: call pipe.step(batch), or start the script without torchrun."
+                "run_local runs all ranks in this process, which under torchrun holds the tensors of one of "
+                "them. Call pipe.step(batch) on all ranks, or start the script as one process."
             )
         with as_traced(self.plan.step.default_dtype, self.device):
             return self._run_local(batch, step, threads, measure_memory, outputs)
@@ -115,7 +118,7 @@ class Runner:
     ) -> LocalResult:
         spec = self.plan.step
         wanted = requested(outputs, None, spec.outputs, spec.ranks)
-        self.state.follow_model()
+        self.state.check_unchanged(self.state.follow_model())
         world = LocalWorld(self.plan.ranks)
         runtimes = tuple(
             self._runtime_of(
@@ -165,12 +168,13 @@ class Runner:
             try:
                 wanted = requested(outputs, outputs_on, spec.outputs, spec.ranks)
                 rt.collected = Collected.of(wanted, rt.rank, spec.microbatches, self.device)
-                self.state.follow_model()
+                self.state.check_unchanged(self.state.follow_model())
                 self.state.changed()
                 rt.params, rt.buffers = self.state.held_by(rt.rank)
                 self._settle(rt, program, batch)
+                asked = "" if outputs_on is None else f"{sorted(rt.collected.wanted)} on {outputs_on}"
+                compare = self._begin_comparison(batch, number, asked)
                 earlier = self.state.accumulators(rt)
-                compare = self._begin_comparison(batch, number)
                 with self._step_memory(number):
                     loss = program.step(rt, batch)
                 compare()
@@ -198,7 +202,7 @@ class Runner:
         self.state.follow_model()
         rt.params, rt.buffers = self.state.held_by(rt.rank)
         with process.agreed(RUN_ALONE), process.unhurried():
-            self._words(batch, rt.step_number)
+            self._words(Facts(self.artifact.number), batch)  # its kernels too
             grads = self.state.zero_gradients(rt.rank)
             with step_memory(self.device).use():
                 events = dry_run(rt, program.step, batch, grads)
@@ -333,31 +337,51 @@ class Runner:
 
     def _watched(self, rt: Runtime, program: Program) -> contextlib.AbstractContextManager[None]:
         """For the time of a step."""
-        return contextlib.nullcontext() if self.process is None else self.process.watch.step(rt, program.ops)
+        if self.process is None:
+            return contextlib.nullcontext()
+        return self.process.watch.step(
+            rt, program.ops, self._named(rt.step_number), trains=not self.is_evaluation
+        )
 
-    def _begin_comparison(self, batch: Any, step: int) -> Callable[[], None]:
-        """Start to compare the batch with that of the other ranks; return the function that ends it.
+    def _named(self, step: int) -> str:
+        return f"{'evaluation' if self.is_evaluation else 'step'} {step}"
+
+    @cached_property
+    def course(self) -> Course:
+        """Of this process's rank, under torchrun."""
+        assert self.process is not None
+        return Course(self.state, self.process.rank, not self.process.has_different_devices(self.device))
+
+    def _begin_comparison(self, batch: Any, number: int, asked: str) -> Callable[[], None]:
+        """Start to compare batch and training with the other ranks; return the function that ends it.
 
         That raises RunError if the ranks differ.  All ranks have sent their words long before it waits.
+        number: of the step.  asked: see ``Course.facts``.
         """
         process, leaves = self.process, self.plan.step.batch.tensors
         if process is None:
             return lambda: None
-        gathered = process.begin_gather(self._words(batch, step))
+        facts = self.course.facts(self.artifact.number, self.stop_asked, asked)
+        step, own = self._named(number), self._words(facts, batch)
+        gathered = process.begin_gather(own, f"step {number}")
 
         def compare() -> None:
             ranks = gathered()
             self.stops = any_stops(ranks)
-            problem = difference(ranks, leaves)
+            problem = difference(ranks, leaves, step, facts.names)
             if problem is not None:
+                optimizer = self.course.optimizer
+                if options_differ(ranks):
+                    options = {} if optimizer is None else optimizer.options()
+                    process.check_alike(options, f"the optimizer in {step}", SAME_OPTIONS)
                 raise RunError(problem)
 
         return compare
 
-    def _words(self, batch: Any, step: int) -> torch.Tensor:
+    def _words(self, facts: Facts, batch: Any) -> torch.Tensor:
         """The words that this rank compares with those of the others."""
         spec = self.plan.step.batch
-        return words(self.artifact.number, step, self.stop_asked, spec.tensors, spec.given(batch))
+        return words(facts, spec.tensors, spec.given(batch))
 
     @cached_property
     def _local_programs(self) -> tuple[Program, ...]:
@@ -378,7 +402,8 @@ class Runner:
 
     def _failure(self, error: Exception, rt: Runtime, step: int) -> Exception:
         """Notify the other ranks of an error on this rank; return the error to raise."""
-        where = f"in {rt.current_op} of step {step}" if rt.current_op else f"at the start of step {step}"
+        name = self._named(step)
+        where = f"in {rt.current_op} of {name}" if rt.current_op else f"at the start of {name}"
         message = f"Rank {rt.rank} failed {where}: {type(error).__name__}: {error}"
         if self.process is not None:
             self.process.watch.failures.leave(message)

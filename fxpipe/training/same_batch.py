@@ -1,4 +1,4 @@
-"""Compares in every step that all ranks run the same step of the same plan on the same batch.
+"""Compares in every step that all ranks train alike, on the same batch.
 
 A rank that was given another batch, say by a DataLoader that shuffles on its own, would pair the inputs of
 one batch with the labels of another, and the loss would even fall.
@@ -7,29 +7,53 @@ one batch with the labels of another, and the loss would even fall.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
+from fxpipe.runtime.calls import SPACE
 from fxpipe.runtime.digest import digest
 
 #: The words that each rank sends: a fixed number, as ranks with different plans must be able to compare them.
-WORDS = 64
-PLAN, STEP, STOP, LEAVES = 0, 1, 2, 3  # where they begin
+WORDS = SPACE
+#: Of tensors that several ranks hold, the digests that travel in a step.
+DIGESTS = 4
+PLAN, STOP, ASKED, OPTIONS, UPDATES, ADDED, SHARED = range(7)  # where they begin
+LEAVES = SHARED + DIGESTS
 
-ABSENT = 0  # the word of a leaf that the rank was not given
+ABSENT = 0  # the word of what a rank does not have, or was not given
 
 
-def words(
-    plan: int, step: int, stop: bool, leaves: Sequence[str], given: Mapping[str, object]
-) -> torch.Tensor:
+@dataclass(frozen=True)
+class Facts:
+    """What a rank knows before a step, beside the batch.
+
+    ``plan``: the number of the plan.  ``stop``: whether this rank was asked to end the run.  ``asked``: the
+    number of the outputs that all ranks must ask for alike.  ``options``: that of the optimizer's options.
+    ``updates``: those that it has made, and one.  ``added``: the steps whose gradients this one adds to, and
+    one.
+    ``names``: of tensors that several ranks hold, the same on all ranks, and their ``digests``.
+    """
+
+    plan: int
+    stop: bool = False
+    asked: int = ABSENT
+    options: int = ABSENT
+    updates: int = ABSENT
+    added: int = ABSENT
+    names: tuple[str, ...] = ()
+    digests: tuple[int, ...] = ()
+
+
+def words(facts: Facts, leaves: Sequence[str], given: Mapping[str, object]) -> torch.Tensor:
     """The words of this rank, on the CPU wherever its batch is: a rank that was given no tensor has them too.
 
-    plan: the number of the plan.  stop: whether this rank was asked to end the run.  leaves: the names of the
-    batch's tensors; the words of many are added up.
+    leaves: the names of the batch's tensors; the words of many are added up.
     """
     found = {name: x for name in leaves if isinstance(x := given.get(name), torch.Tensor)}
     own = torch.zeros(WORDS, dtype=torch.int64)
-    own[PLAN], own[STEP], own[STOP] = plan, step, int(stop)
+    known = facts.plan, int(facts.stop), facts.asked, facts.options, facts.updates, facts.added
+    own[: SHARED + len(facts.digests)] = torch.tensor([*known, *facts.digests])
     for slot, names in _slots(leaves):
         if found.keys() >= set(names):
             for name in names:
@@ -42,31 +66,84 @@ def any_stops(ranks: torch.Tensor) -> bool:
     return bool(ranks[:, STOP].any())
 
 
-def difference(ranks: torch.Tensor, leaves: Sequence[str]) -> str | None:
-    """The first difference between the ranks' words, a row for each, as a message; None if there is none."""
+def options_differ(ranks: torch.Tensor) -> bool:
+    """Whether the optimizers have different options, from the words of all ranks."""
+    return _other_present(ranks[:, OPTIONS].tolist())[0] != 0
+
+
+def difference(
+    ranks: torch.Tensor, leaves: Sequence[str], step: str = "this step", names: Sequence[str] = ()
+) -> str | None:
+    """The first difference between the ranks' words, a row for each, as a message; None if there is none.
+
+    step: as text.  names: see ``Facts``.
+    """
     table: list[list[int]] = ranks.tolist()
     if rank := _other([row[PLAN] for row in table]):
         return f"Rank {rank} has another plan than rank 0. Compile, or load, the same pipeline on all ranks."
-    if rank := _other([row[STEP] for row in table]):
+    if rank := _other([row[ASKED] for row in table]):
         return (
-            f"Rank {rank} is in step {table[rank][STEP]}, and rank 0 in step {table[0][STEP]}. All ranks "
-            "must run the same steps."
+            f"Rank {rank} asks for other outputs than rank 0 in {step}, or for another rank to have them. "
+            "With outputs_on= all ranks must ask alike."
         )
-    for slot, names in _slots(leaves):
-        first = next((rank for rank, row in enumerate(table) if row[slot] != ABSENT), 0)
-        if rank := _other([row[slot] or table[first][slot] for row in table]):
+    for slot, what, remedy in _COUNTS:
+        rank, first = _other_present([row[slot] for row in table])
+        if rank:
+            counts = table[rank][slot] - 1, table[first][slot] - 1
+            return f"{what.format(rank, counts[0], first, counts[1], step)} {remedy}"
+    rank, first = _other_present([row[OPTIONS] for row in table])
+    if rank:
+        return (
+            f"The optimizer of rank {rank} has other options than that of rank {first} in {step}. "
+            f"{SAME_OPTIONS}"
+        )
+    for slot, name in enumerate(names, SHARED):
+        rank, first = _other_present([row[slot] for row in table])
+        if rank:
             return (
-                f"Rank {rank} has another {' or '.join(map(repr, names))} than rank {first} in step "
-                f"{table[0][STEP]}. Give all ranks the same batches in the same order: seed the sampler "
-                "alike (a DataLoader that shuffles takes generator=torch.Generator().manual_seed(…)), and do "
-                "not divide the data between the ranks of a pipeline, as a DistributedSampler does."
+                f"Rank {rank} has other values of {name} than rank {first}, before {step} began: code that "
+                "ran on one of the ranks alone has changed them, or their optimizers differ. Change what "
+                "several ranks hold on all of them, or call pipe.share_values() afterwards."
+            )
+    for slot, several in _slots(leaves):
+        rank, first = _other_present([row[slot] for row in table])
+        if rank:
+            return (
+                f"Rank {rank} has another {' or '.join(map(repr, several))} than rank {first} in {step}. "
+                "Give all ranks the same batches in the same order: seed the sampler alike (a DataLoader "
+                "that shuffles takes generator=torch.Generator().manual_seed(…)), and do not divide the data "
+                "between the ranks of a pipeline, as a DistributedSampler does."
             )
     return None
+
+
+SAME_OPTIONS = "Give all ranks the same optimizer, and change its learning rate, or step a scheduler, on all."
+
+#: Numbers of things that all ranks do: the word, what differs, what to do.
+_COUNTS = (
+    (
+        UPDATES,
+        "Rank {} has called step() of its optimizer {} times, and rank {} {} times, before {}.",
+        "Call it on all ranks.",
+    ),
+    (
+        ADDED,
+        "Rank {} adds to the gradients of {} earlier steps, and rank {} to those of {}, in {}.",
+        "Call zero_grad() of the optimizer on all ranks.",
+    ),
+)
 
 
 def _other(values: Sequence[int]) -> int:
     """The first rank with another value than rank 0; 0 if there is none."""
     return next((rank for rank, value in enumerate(values) if value != values[0]), 0)
+
+
+def _other_present(values: Sequence[int]) -> tuple[int, int]:
+    """The first rank whose value differs from the first that there is, and the rank of that; rank 0 if none
+    differs."""
+    first = next((rank for rank, value in enumerate(values) if value != ABSENT), 0)
+    return _other([value or values[first] for value in values]), first
 
 
 def _slots(leaves: Sequence[str]) -> list[tuple[int, list[str]]]:

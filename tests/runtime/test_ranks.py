@@ -199,6 +199,68 @@ def test_another_batch_on_one_rank(agree):
     assert messages.pop().startswith("RunError: Rank 1 has another 'labels' than rank 0 in step 1. ")
 
 
+# -- ranks that disagree ----------------------------------------------------------------------------------
+
+COMPILE = "in the arguments of fxpipe.compile, and rank 0"
+DISAGREE = {
+    "another seed": f"Rank 1 has seed=1 {COMPILE} seed=0. Call it with the same",
+    "another model": f"Rank 1 has model=Linear {COMPILE} model=Shared. ",
+    "frozen on one": f"Rank 1 has model.frozen=torch.float32 (8,), frozen {COMPILE} model.frozen=torch",
+    "another class": "Rank 1 has class=SGD in its optimizer, and rank 0 class=AdamW. Give all ranks the same",
+    "another rate": "Rank 1 has lr=0.2 in its optimizer, and rank 0 lr=0.1. ",
+    "other groups": "Rank 1 has groups=['*.bias'] in its optimizer, and rank 0 groups=['*.weight']. ",
+    "local": "run_local runs all ranks in this process, which under torchrun holds the tensors of one of",
+    "two pipelines": "Rank 1 calls Pipeline.save of pipeline 2 (Shared), and rank 0 calls Pipeline.save of p",
+    "two calls": "Rank 1 calls Pipeline.synchronize of pipeline 1 (Shared), and rank 0 calls Pipeline.full_s",
+    "first steps": "Rank 1 calls Pipeline.evaluate of the evaluation of pipeline 1 (Shared), and rank 0 cal",
+    "no norm": "Rank 1 calls PipelineOptimizer.grad_norm of pipeline 1 (Shared), and rank 0 calls Pipeline.f",
+    "updates": "Rank 1 has called step() of its optimizer 1 times, and rank 0 0 times, before Pipeline.save.",
+    "values": "Rank 1 has other values of mask than rank 0, before Pipeline.full_state_dict began: ",
+}
+
+
+@pytest.fixture(scope="module")
+def disagree(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("disagree")
+    run = start(worker.disagree, directory)
+    assert run.code == 0, run
+    return directory
+
+
+@pytest.mark.parametrize("name", DISAGREE)
+def test_ranks_that_disagree_outside_of_steps(disagree, name):
+    (message,) = set(text(disagree, name))
+    assert message.partition(": ")[2].startswith(DISAGREE[name])
+
+
+def test_an_error_of_one_rank_is_that_of_all(disagree):
+    first, second, third = text(disagree, "a wrong option")
+    assert second == "OptionError: seed is '1' and must be a whole number of 64 bits."
+    assert first == third == "RunError: Rank 1 could not compile: " + second.partition(": ")[2]
+    first, second, third = text(disagree, "a wrong norm")
+    assert second == "RunError: clip_grad_norm is -1 and must be a number above 0."
+    assert first == third == "RunError: Rank 1 could not make its optimizer: " + second.partition(": ")[2]
+
+
+def test_ranks_go_on_after_it(disagree):
+    assert text(disagree, "names")[1:] == [[], []]
+    assert "mask" in text(disagree, "names")[0]
+
+
+def test_a_scheduler_on_one_rank(tmp_path):
+    run = start(worker.other_options, tmp_path)
+    assert run.code == 0, run
+    (message,) = set(text(tmp_path, "other options"))
+    assert message.startswith("RunError: Rank 2 has lr=0.5 in the optimizer in step 1, and rank 0 lr=0.1. ")
+
+
+def test_messages_of_two_pipelines_in_two_orders(tmp_path):
+    """No rank takes one for another, and none waits for long."""
+    run = start(worker.other_messages, tmp_path)
+    assert run.code == 1, run
+    assert all("Rank 1 calls step 1 of pipeline 2 (Shared), and rank 0 c" in text for text in run.stderr), run
+
+
 # -- ranks that fail and start again ----------------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ from fxpipe.runtime.digest import MOST, digest
 from fxpipe.runtime.failure import Failures
 from fxpipe.runtime.process import as_timeout
 from fxpipe.runtime.survey import shared_survey
-from fxpipe.training.same_batch import WORDS, any_stops, difference, words
+from fxpipe.training.same_batch import WORDS, Facts, any_stops, difference, words
 
 SOON = timedelta(seconds=20)
 
@@ -94,10 +94,13 @@ def batch() -> dict[str, torch.Tensor]:
     return {name: torch.randint(100, (4, 6)) for name in LEAVES}
 
 
-def table(*batches: dict[str, object], plans=(1, 1, 1), steps=(0, 0, 0), leaves=LEAVES) -> str | None:
-    rows = [words(p, s, False, leaves, b) for p, s, b in zip(plans, steps, batches, strict=True)]
+ALIKE = (Facts(1),) * 3
+
+
+def table(*batches: dict[str, object], facts=ALIKE, leaves=LEAVES) -> str | None:
+    rows = [words(own, leaves, b) for own, b in zip(facts, batches, strict=True)]
     assert {row.shape for row in rows} == {(WORDS,)}
-    return difference(torch.stack(rows), leaves)
+    return difference(torch.stack(rows), leaves, "step 0", facts[0].names)
 
 
 def test_ranks_that_agree():
@@ -121,10 +124,37 @@ def test_leaves_that_a_rank_was_not_given():
     assert table({}, first, last).startswith("Rank 2 has another 'mask' than rank 1")
 
 
-def test_another_step_or_plan():
-    assert table(batch(), batch(), batch(), steps=(0, 0, 1)).startswith("Rank 2 is in step 1, and rank 0 in")
-    assert table(batch(), batch(), batch(), steps=(1, 0, 1)).startswith("Rank 1 is in step 0, and rank 0 in")
-    assert table(batch(), batch(), batch(), plans=(1, 2, 1)).startswith("Rank 1 has another plan than rank 0")
+OTHERS = {
+    "plan": (Facts(1), Facts(2), Facts(1), "Rank 1 has another plan than rank 0"),
+    "outputs": (
+        *(Facts(1, asked=k) for k in (5, 5, 6)),
+        "Rank 2 asks for other outputs than rank 0 in step 0",
+    ),
+    "updates": (
+        *(Facts(1, updates=k) for k in (0, 8, 7)),
+        "Rank 2 has called step() of its optimizer 6 times, and rank 1 7 times, before step 0. Call it",
+    ),
+    "gradients": (
+        *(Facts(1, added=k) for k in (1, 0, 2)),
+        "Rank 2 adds to the gradients of 1 earlier steps, and rank 0 to those of 0, in step 0. Call zero",
+    ),
+    "options": (
+        *(Facts(1, options=k) for k in (-7, 0, 7)),
+        "The optimizer of rank 2 has other options than that of rank 0 in step 0. Give",
+    ),
+    "values": (
+        *(Facts(1, names=("mask", "weight"), digests=d) for d in ((3, 4), (0, 4), (3, 5))),
+        "Rank 2 has other values of weight than rank 0, before step 0 began",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_rank_that_trains_otherwise(name):
+    *facts, message = OTHERS[name]
+    found = table(batch(), batch(), batch(), facts=facts)
+    assert found is not None
+    assert found.startswith(message)
 
 
 def test_more_leaves_than_words():
@@ -134,8 +164,8 @@ def test_more_leaves_than_words():
     assert table(full, full, full, leaves=leaves) is None
     message = table(full, full, changed, leaves=leaves)
     assert message is not None
-    assert "'leaf38' or 'leaf99'" in message
-    assert table({"leaf37": full["leaf37"]}, full, full, leaves=leaves) is None
+    assert "'leaf29' or 'leaf99'" in message
+    assert table({"leaf28": full["leaf28"]}, full, full, leaves=leaves) is None
 
 
 # -- batches ----------------------------------------------------------------------------------------------
@@ -187,6 +217,33 @@ def test_each_attempt_gets_a_name_of_its_own():
     names = [joined(store, 3) for _ in range(3)]
     assert all(len(set(attempt)) == 1 for attempt in names)
     assert len({attempt[0] for attempt in names}) == 3
+
+
+@pytest.mark.parametrize("versions", ["aab", "baa", "abb", "abc"])
+def test_other_versions(versions):
+    """All ranks say so, whichever has it, also where another one was answered before."""
+    store, found = dist.HashStore(), {}
+
+    def join(rank: int) -> None:
+        with pytest.raises(RunError, match=r"runs ., and rank 0 .\. Install") as raised:
+            agree_on_attempt(store, rank, 3, SOON, versions[rank])
+        found[rank] = str(raised.value)
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.1)
+    for thread in threads:
+        thread.join()
+    assert found.keys() == {0, 1, 2}
+
+
+def test_an_older_version_without_a_word_on_its_own():
+    store = dist.HashStore()
+    store.set("word/1", "0123")
+    with pytest.raises(RunError, match="Rank 1 runs an older fxpipe, and rank 0 fxpipe "):
+        agree_on_attempt(store, 0, 2, SOON)
+    assert " " not in store.get("answer/0123").decode()
 
 
 def test_ranks_that_do_not_join_in_time():
@@ -293,7 +350,7 @@ def test_time_limits():
 
 
 def test_one_rank_that_was_asked_to_stop_stops_all():
-    rows = [words(7, 3, rank == 1, ["x"], {"x": torch.ones(2)}) for rank in range(3)]
+    rows = [words(Facts(7, stop=rank == 1), ["x"], {"x": torch.ones(2)}) for rank in range(3)]
     assert any_stops(torch.stack(rows))
     assert difference(torch.stack(rows), ["x"]) is None
     assert not any_stops(torch.stack([rows[0], rows[2]]))

@@ -69,6 +69,16 @@ def test_the_same_training_as_in_torch(norm_type):
         torch.testing.assert_close(pipe.parameters[name], expected)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"clip_grad_norm": x} for x in (-1, 0, float("nan"), "1")] + [{"norm_type": x} for x in (0, -2.0, None)],
+    ids=str,
+)
+def test_norms_that_are_none(wrong):
+    with pytest.raises(RunError, match=r"is .* and must be a number above 0\."):
+        pipeline(Squares()).optimizer(torch.optim.SGD, lr=1.0, **wrong)
+
+
 def test_a_scheduler_and_hooks_take_it_as_any_optimizer():
     pipe = pipeline(Squares())
     optimizer = pipe.optimizer(torch.optim.SGD, lr=1.0, momentum=0.9)

@@ -1,0 +1,46 @@
+"""The call that a rank makes, as text at the head of all that ranks exchange outside of messages.
+
+Ranks that make different calls would take each other's data for something else, and a collective of two sizes
+ends the process inside of the backend.  So each exchange begins with one collective of a fixed size, whose
+head is the call: all ranks see all calls before anything else travels.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fxpipe.errors import RunError
+
+CALL = 16
+"""The words of the call."""
+SPACE = 80
+"""The words behind it."""
+
+
+class CallsDifferError(RunError):
+    """Ranks make different calls.  All of them raise it, or end with its message."""
+
+
+def with_call(call: str, words: torch.Tensor) -> torch.Tensor:
+    """``words``, at most SPACE on the CPU, behind the text of a call, which is cut where it is too long."""
+    own = torch.zeros(CALL + SPACE, dtype=torch.int64)
+    text = call.encode(errors="backslashreplace")[: CALL * own.element_size()]
+    own.view(torch.uint8)[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    own[CALL : CALL + len(words)] = words
+    return own
+
+
+def different_calls(table: torch.Tensor) -> str | None:
+    """The first call that is not rank 0's, as a message; None if all ranks make the same.
+
+    table: a row ``with_call`` of each rank.
+    """
+    calls = table[:, :CALL]
+    if torch.equal(calls, calls[:1].expand_as(calls)):
+        return None
+    texts = [row.contiguous().numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in calls]
+    rank = next(rank for rank, text in enumerate(texts) if text != texts[0])
+    return (
+        f"Rank {rank} calls {texts[rank]}, and rank 0 calls {texts[0]}. All ranks must make the same calls "
+        "in the same order: put none of them under a condition that differs between ranks."
+    )

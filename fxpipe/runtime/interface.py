@@ -1,0 +1,54 @@
+"""The network interface by which gloo connects ranks: nccl's, where the user has named one for nccl alone.
+
+By default gloo takes the address of the machine's own name, which on many machines no other can reach.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+
+from fxpipe.errors import RunError
+
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+
+
+def set_interface(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set gloo's interface from nccl's, unless it is set."""
+    asked = environment.get(NCCL, "")
+    if asked and not environment.get(GLOO):
+        found = matching(asked, [name for _, name in socket.if_nameindex()])
+        if found is not None:
+            environment[GLOO] = found
+
+
+def matching(asked: str, names: Sequence[str]) -> str | None:
+    """The first interface that a value of NCCL_SOCKET_IFNAME names: beginnings of names, by "=" whole names,
+    by "^" those not to take."""
+    without = asked.startswith("^")
+    text = asked.removeprefix("^")
+    whole = text.startswith("=")
+    wanted = [part.partition(":")[0] for part in text.removeprefix("=").split(",") if part]
+
+    def fits(name: str) -> bool:
+        named = name in wanted if whole else name.startswith((*wanted,))
+        return named != without and not (without and name == "lo")
+
+    return next(filter(fits, names), None)
+
+
+@contextmanager
+def connecting() -> Iterator[None]:
+    """Tell of the interface in errors of gloo's connections, from a block that makes a process group."""
+    try:
+        yield
+    except RuntimeError as error:  # torch's, also where the store has failed
+        if "gloo" not in str(error).lower():
+            raise
+        now = os.environ.get(GLOO)
+        raise RunError(
+            f"gloo could not connect the ranks: {error}. Set {GLOO} on each machine to the network interface "
+            f"by which the others reach it (it is {now or 'not set'}; `ip address` lists them)."
+        ) from error

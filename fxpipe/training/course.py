@@ -1,0 +1,118 @@
+"""What a rank tells the others of its training in each step: of its optimizer, of its gradients, and of the
+tensors that other ranks hold as well.
+
+A rank that makes fewer updates, or others, or changes its copy of a tied weight, would train another model
+than the rest, and the loss would even fall.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from fxpipe.errors import RunError
+from fxpipe.plan.artifact import holders
+from fxpipe.runtime.accelerator import event, is_accelerator
+from fxpipe.runtime.digest import digest, number
+from fxpipe.runtime.process import Process
+from fxpipe.training.model_state import ModelState
+from fxpipe.training.optimizer import Counts, PipelineOptimizer
+from fxpipe.training.same_batch import ABSENT, DIGESTS, Facts, difference, words
+
+
+@dataclass(eq=False)
+class Course:
+    """Of one pipeline.  ``compares``: whether tensors that several ranks hold must have the same bits."""
+
+    state: ModelState
+    rank: int
+    compares: bool
+    _optimizer: weakref.ref[PipelineOptimizer] | None = None
+    _counts: Counts | None = None  # which outlive it
+    _steps: int = 0  # whose gradients are in .grad
+    _zeroed: int = 0
+    _first: int = 0  # of the tensors in the next step's digests
+    _names: tuple[str, ...] = ()
+    _digests: torch.Tensor | None = None
+    _copied: torch.Event | None = None
+    _shared: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        held = holders(held.state for held in self.state.plan.tensors).items()
+        self._shared = [name for name, ranks in held if len(ranks) > 1] if self.compares else []
+
+    @property
+    def optimizer(self) -> PipelineOptimizer | None:
+        """The one that was made last, if it is still there."""
+        return None if self._optimizer is None else self._optimizer()
+
+    @optimizer.setter
+    def optimizer(self, optimizer: PipelineOptimizer) -> None:
+        self._optimizer, self._counts = weakref.ref(optimizer), optimizer.counts
+        self._zeroed = optimizer.counts.zeroed
+
+    def facts(self, plan: int, stop: bool, asked: str) -> Facts:
+        """Those of the step that begins.  plan: its number.  stop: whether the rank was asked to end the run.
+        asked: outputs that all ranks must ask for alike, as text."""
+        known = plan, stop, number(asked.encode()), *self._of_optimizer(), self._added()
+        return Facts(*known, *self._digests_of_last_step())
+
+    def check(self, process: Process, call: str) -> None:
+        """Raise RunError, on all ranks, where their training differs between two steps.  All must call it.
+
+        call: the one for which they compare it, as text.
+        """
+        for first in range(0, max(1, len(self._shared)), DIGESTS):
+            names = tuple(self._shared[first : first + DIGESTS])
+            digests = tuple(self._digest(names).tolist()) if names else ()
+            facts = Facts(0, False, ABSENT, *self._of_optimizer(), ABSENT, names, digests)
+            found = process.begin_gather(words(facts, (), {}), call)()
+            if problem := difference(found, (), call, names):
+                raise RunError(problem)
+
+    def _of_optimizer(self) -> tuple[int, int]:
+        """The number of its options, and one more than that of its updates."""
+        optimizer, counts = self.optimizer, self._counts
+        options = ABSENT if optimizer is None else number(json.dumps(optimizer.options()).encode())
+        return options, ABSENT if counts is None else 1 + counts.updates
+
+    def _added(self) -> int:
+        """The steps whose gradients the next one adds to, and one; ABSENT without gradients."""
+        names = self.state.plan.tensors[self.rank].gradients
+        if not names:
+            return ABSENT
+        zeroed = self._zeroed if self._counts is None else self._counts.zeroed
+        if zeroed != self._zeroed or all(self.state.parameter(name).grad is None for name in names):
+            self._steps, self._zeroed = 0, zeroed
+        self._steps += 1
+        return self._steps
+
+    def _digests_of_last_step(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """Names, the same on all ranks, and the digests of these tensors; start those of the next ones.
+
+        On an accelerator a step later than they are made, so that no rank waits for its device.
+        """
+        if self._copied is not None:
+            self._copied.synchronize()
+        found = self._names, () if self._digests is None else tuple(self._digests.tolist())
+        shared, first = self._shared, self._first
+        self._names = tuple((shared * 2)[first : first + min(DIGESTS, len(shared))])
+        self._first = (first + DIGESTS) % max(1, len(shared))
+        if self._names:
+            self._digests = self._digest(self._names).to("cpu", non_blocking=True)
+            if is_accelerator(self.state.device):
+                self._copied = event(self.state.device)
+                self._copied.record()
+        return found
+
+    def _digest(self, names: Sequence[str]) -> torch.Tensor:
+        """The digests of these tensors, ABSENT for those that this rank does not hold."""
+        own, device = {*self.state.plan.tensors[self.rank].state}, self.state.device
+        held = [self.state.held(name) if name in own else None for name in names]
+        absent = torch.full((), ABSENT, device=device)
+        found = [absent if t is None or t.is_meta else digest(t) for t in held]
+        return torch.stack(found)

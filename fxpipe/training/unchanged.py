@@ -1,0 +1,81 @@
+"""What a program takes from its model once, when it is compiled: which parameters are trained, and hooks.
+
+A parameter that is frozen later would still be trained, and a hook that is registered later would never run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+
+import torch
+from torch import nn
+
+from fxpipe.errors import RunError
+from fxpipe.runtime.torch_private import gradient_hooks, hooks_registered, module_hooks
+
+Hooks = dict[str, tuple[int, ...]]
+"""Where hooks are, as text -> their numbers."""
+
+
+class Traced:
+    """Which parameters a model trains, and its hooks, at the time of its compilation."""
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], model: nn.Module | None):
+        """parameters: of the pipeline; under torchrun some of the model's."""
+        named = _named(parameters, model)
+        self._trained = {name: p.requires_grad for name, p in named.items()}
+        self._registered = hooks_registered()
+        self._forward, self._backward = _hooks(named, model)
+        self._has_model = model is not None
+
+    def check(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        model: nn.Module | None,
+        used: Container[str],
+        *,
+        trains: bool,
+    ) -> None:
+        """Raise RunError, naming parameter or module, where they differ now.
+
+        parameters: the pipeline's and the model's.  used: the names of those that programs use.  trains:
+        whether these have a backward; else only hooks of the forward count.
+        """
+        for name, parameter in parameters.items() if trains else ():
+            before = self._trained.get(name, parameter.requires_grad)
+            if parameter.requires_grad != before and name in used:
+                does = "trains it" if before else "does not train it"
+                raise RunError(
+                    f"requires_grad of the parameter {name} is now {not before}, and the program, compiled "
+                    f"when it was {before}, {does}. Compile the model again."
+                )
+        registered = hooks_registered()
+        known = registered == self._registered and not self._forward and not self._backward
+        if known or self._has_model != (model is not None):
+            return
+        now = _hooks(parameters, model)
+        for old, new in [*zip((self._forward, self._backward), now, strict=True)][: 1 + trains]:
+            for where in new | old:
+                if old.get(where) != new.get(where):
+                    raise RunError(
+                        f"The hooks of {where} have changed since the model was compiled: those of now would "
+                        "not run. Compile the model again, or undo the change."
+                    )
+        self._registered = registered
+
+
+def _named(parameters: Mapping[str, torch.Tensor], model: nn.Module | None) -> dict[str, torch.Tensor]:
+    return ({} if model is None else dict(model.named_parameters())) | dict(parameters)
+
+
+def _hooks(parameters: Mapping[str, torch.Tensor], model: nn.Module | None) -> tuple[Hooks, Hooks]:
+    """Those of the forward, and those of gradients."""
+    found: tuple[Hooks, Hooks] = {}, {}
+    for name, module in () if model is None else model.named_modules():
+        for kind, hooks in zip(found, module_hooks(module), strict=True):
+            if hooks:
+                kind[f"the module {name}" if name else "the model"] = hooks
+    for name, parameter in parameters.items():
+        if hooks := gradient_hooks(parameter):
+            found[1][f"the parameter {name}"] = hooks
+    return found

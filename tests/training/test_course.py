@@ -1,0 +1,145 @@
+"""What a rank tells the others of its training, and changes of a model that its program does not see."""
+
+import pytest
+import torch
+from torch import nn
+from zoo import Case, Shape, TiedHead, built_and_compiled, tokens
+
+import fxpipe
+from fxpipe.training.course import Course
+from fxpipe.training.same_batch import ABSENT
+
+MICROBATCHES = 2
+CASE = Case(TiedHead, tokens)
+
+
+@pytest.fixture
+def one_rank():
+    """A pipeline of one rank, and its course as a rank under torchrun has it."""
+    _, pipe = built_and_compiled(CASE, MICROBATCHES, Shape(1))
+    return pipe, Course(pipe.model_state, 0, True)
+
+
+def counts(course):
+    facts = course.facts(1, False, "")
+    return facts.updates, facts.added
+
+
+def test_updates_and_gradients_that_add_up(one_rank):
+    pipe, course = one_rank
+    assert counts(course) == (ABSENT, 1)
+    optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+    course.optimizer = optimizer
+    found = []
+    for zeroes in (True, False, True):
+        found.append(counts(course))
+        pipe.step(CASE.data(MICROBATCHES))
+        optimizer.step()
+        if zeroes:
+            optimizer.zero_grad()
+    assert found == [(1, 1), (2, 1), (3, 2)]
+    optimizer.zero_grad(set_to_none=True)
+    assert counts(course) == (4, 1)
+    optimizer.zero_grad()
+    del optimizer
+    assert counts(course) == (4, 1)
+
+
+def test_options_of_now(one_rank):
+    pipe, course = one_rank
+    optimizer = pipe.optimizer(
+        torch.optim.AdamW, lr=torch.tensor(0.5), groups=[{"params": "*.bias", "lr": 0.1}]
+    )
+    course.optimizer = optimizer
+    first = course.facts(1, False, "").options
+    assert course.facts(1, False, "").options == first
+    assert optimizer.options() | {"groups[0].lr": "0.1", "class": "AdamW"} == optimizer.options()
+    optimizer.param_groups[1]["lr"].fill_(0.25)
+    second = course.facts(1, False, "").options
+    torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    assert len({first, second, course.facts(1, False, "").options}) == 3
+
+
+def test_digests_are_those_of_tensors_that_several_ranks_hold():
+    """A step later than they are made, and none of those that the rank does not hold."""
+    model, pipe = built_and_compiled(CASE, MICROBATCHES, Shape(3))
+    ranks = [Course(pipe.model_state, rank, True) for rank in range(3)]
+    tied = {name for name, held in pipe.plan.layouts.items() if name in dict(model.named_parameters())}
+    found = [[rank.facts(1, False, "") for rank in ranks] for _ in range(2)]
+    assert all(facts.digests == () for facts in found[0])
+    first, middle, last = found[1]
+    assert set(first.names) <= tied
+    assert first.names == middle.names == last.names != ()
+    assert first.digests == last.digests != middle.digests == (ABSENT,) * len(first.names)
+    with torch.no_grad():
+        pipe.parameter(first.names[0]).mul_(1.5)
+    ranks[0].facts(1, False, "")
+    assert ranks[0].facts(1, False, "").digests != first.digests
+    assert Course(pipe.model_state, 0, False)._shared == []
+
+
+# -- what changes after compile ---------------------------------------------------------------------------
+
+CHANGES = {
+    "frozen": (
+        lambda m: m.requires_grad_(False),
+        r"requires_grad of the parameter .* is now False, .* trains",
+    ),
+    "forward hook": (lambda m: m.head.register_forward_hook(lambda *_: None), "The hooks of the module head"),
+    "pre-hook": (lambda m: m.register_forward_pre_hook(lambda *_: None), "The hooks of the model have"),
+    "backward hook": (lambda m: m.head.register_full_backward_hook(lambda *_: None), "the module head have"),
+    "gradient": (
+        lambda m: next(m.parameters()).register_hook(lambda g: g * 2),
+        "The hooks of the parameter ",
+    ),
+    "accumulation": (
+        lambda m: next(m.parameters()).register_post_accumulate_grad_hook(lambda p: None),
+        "The hooks of the parameter ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_model_that_changes_after_compile(name):
+    change, message = CHANGES[name]
+    model, pipe = built_and_compiled(CASE, MICROBATCHES, Shape(2))
+    pipe.run_local(CASE.data(MICROBATCHES))
+    change(model)
+    for _ in range(2):
+        with pytest.raises(fxpipe.RunError, match=message):
+            pipe.run_local(CASE.data(MICROBATCHES))
+
+
+def test_a_hook_that_is_removed_after_compile():
+    model = CASE.build()
+    handle = model.head.register_forward_hook(lambda module, args, output: output * 2)
+    pipe = fxpipe.compile(model, CASE.example(), ranks=1, microbatches=MICROBATCHES, schedule="1f1b")
+    before = pipe.step(CASE.data(MICROBATCHES))
+    handle.remove()
+    with pytest.raises(fxpipe.RunError, match="The hooks of the module head have changed"):
+        pipe.step(CASE.data(MICROBATCHES))
+    assert before.isfinite()
+
+
+def test_a_parameter_that_is_trained_only_later():
+    model = CASE.build()
+    frozen = next(p for name, p in model.named_parameters() if name.endswith("weight")).requires_grad_(False)
+    pipe = fxpipe.compile(model, CASE.example(), ranks=1, microbatches=MICROBATCHES, schedule="1f1b")
+    pipe.step(CASE.data(MICROBATCHES))
+    frozen.requires_grad_(True)
+    with pytest.raises(fxpipe.RunError, match=r"is now True, .* does not train it\. Compile the model again"):
+        pipe.step(CASE.data(MICROBATCHES))
+
+
+def test_what_evaluation_does_not_mind():
+    model = CASE.build()
+    pipe = fxpipe.compile(
+        model, CASE.example(), ranks=1, microbatches=MICROBATCHES, schedule="1f1b", evaluation=True
+    )
+    expected = pipe.evaluate(CASE.data(MICROBATCHES))
+    model.requires_grad_(False)
+    nn.Linear(2, 2).register_forward_hook(lambda *_: None)  # of another model
+    assert torch.equal(pipe.evaluate(CASE.data(MICROBATCHES)), expected)
+    model.register_forward_hook(lambda *_: None)
+    with pytest.raises(fxpipe.RunError, match="The hooks of the model have changed"):
+        pipe.evaluate(CASE.data(MICROBATCHES))
