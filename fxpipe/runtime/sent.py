@@ -46,10 +46,12 @@ class SentOnStreams:
     def __init__(self, releases: Releases = ()) -> None:
         self.releases = releases
         self._sent: dict[int, tuple[Any, Sequence[torch.Tensor]]] = {}
+        self._left: list[tuple[Any, Sequence[torch.Tensor]]] = []
         self._messages = self._waits = 0
 
     def start(self) -> None:
-        self._messages = self._waits = 0
+        self._left += self._sent.values()  # of a step that failed: they may still be read
+        self._sent, self._messages, self._waits = {}, 0, 0
 
     def add(self, work: Any, tensors: Sequence[torch.Tensor]) -> None:
         self._sent[self._messages] = work, tensors

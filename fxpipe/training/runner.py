@@ -204,7 +204,7 @@ class Runner:
         with process.agreed(RUN_ALONE), process.unhurried():
             self._words(Facts(self.artifact.number), batch)  # its kernels too
             grads = self.state.zero_gradients(rt.rank)
-            with step_memory(self.device).use():
+            with step_memory(self.device).use() if on_streams else contextlib.nullcontext():
                 events = dry_run(rt, program.step, batch, grads)
             del grads
         if on_streams:

@@ -25,7 +25,9 @@ from zoo import Shape, eager, relative_error, too_far
 
 import fxpipe
 from fxpipe.runtime import offloader as offloader_module
+from fxpipe.runtime.accelerator import own, pinned_memory
 from fxpipe.runtime.offloader import Host, Offloader, aligned
+from fxpipe.runtime.step_memory import step_memory
 
 pytestmark = [
     pytest.mark.gpu,
@@ -301,6 +303,52 @@ def test_copies_beside_the_device_keep_their_order(monkeypatch, seed):
 
     offloader = Offloader(host, torch.device("cuda"))
     assert move_at_random(offloader, "cuda", rng, MOVES, late)
+
+
+SIZE = 1 << 22  # bytes
+
+
+def freed_on_a_busy_stream(hidden: bool) -> bool:
+    """Whether memory is used again while a stream that was told to use it is busy."""
+    side, tensor = torch.cuda.Stream(), torch.empty(SIZE, dtype=torch.uint8, device="cuda")
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(1_000_000_000)
+    (own(tensor) if hidden else tensor).record_stream(side)
+    address = tensor.data_ptr()
+    del tensor
+    again = torch.empty(SIZE, dtype=torch.uint8, device="cuda")
+    return again.data_ptr() == address
+
+
+def test_the_memory_of_a_message_is_hidden_from_the_allocator():
+    assert not freed_on_a_busy_stream(hidden=False)
+    torch.cuda.synchronize()
+    assert freed_on_a_busy_stream(hidden=True)
+
+
+def test_nothing_else_takes_the_memory_of_steps():
+    device = torch.device("cuda", torch.cuda.current_device())
+    memory = step_memory(device)
+
+    def address() -> int:
+        return torch.empty(3 * SIZE, dtype=torch.uint8, device=device).data_ptr()
+
+    with memory.use():
+        first = address()
+    grown = memory.grown
+    assert grown > 0
+    outside = address()
+    with memory.use():
+        again = address()
+    assert (first, memory.grown) == (again, grown)
+    assert outside != first
+
+
+def test_pinned_memory_of_any_size_is_copied_in_the_background():
+    pool = pinned_memory((1 << 20) + 3)
+    assert pool.is_pinned()
+    pool.fill_(7)
+    assert (pool.to("cuda", non_blocking=True) == 7).all()
 
 
 def test_two_processes_share_the_gpu_through_gloo(tmp_path, monkeypatch):
