@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from types import FrameType
 from typing import Any
@@ -63,7 +64,8 @@ class Questions(TorchFunctionMode):
         through_torch: also where it calls a function of torch that does.
         """
         file, users = reader.f_code.co_filename, self._provenance.is_users
-        if users(file) or (through_torch and file != __file__ and self._provenance.source()):
+        of_torch = not users(file) and os.path.dirname(file) != os.path.dirname(__file__)
+        if users(file) or (through_torch and of_torch and self._provenance.source()):
             raise CaptureError(
                 f"The model's code reads {read}, at {self._provenance.place()}. A program has another one: "
                 "take that out of the forward."

@@ -39,6 +39,9 @@ _OVERWRITES = {aten.copy_.default, aten.zero_.default, aten.fill_.Scalar, aten.f
 #: The ops that read two values, one in each run; None for a result.
 Readers = tuple[fx.Node | None, fx.Node | None]
 
+#: Number of elements of a constant that are compared at once.
+FEW = 16
+
 
 @dataclass(frozen=True, eq=False)
 class Run:
@@ -163,8 +166,7 @@ class _Values:
         contents: dict[fx.Node, int] = {}  # other memory that was written -> the number of its contents
         for node in self._graph.nodes:
             if node.op != "call_function":
-                held = id(getattr(self._constants, node.target)) if node.op == "get_attr" else node
-                self._numbers[node] = self._name(held)
+                self._numbers[node] = self._name(self._held(node) if node.op == "get_attr" else node)
                 continue
             reads = [] if node.target in _OF_A_SHAPE else self.reads(node)
             targets = {self._roots[x] for x in overwritten(node)}
@@ -187,6 +189,14 @@ class _Values:
 
     def _name(self, computation: Any) -> int:
         return self._names.setdefault(computation, len(self._names))
+
+    def _held(self, constant: fx.Node) -> Any:
+        """A key for a constant: its contents if they are few, as numbers in Python code become tensors."""
+        held = getattr(self._constants, constant.target)  # type: ignore[arg-type]
+        if isinstance(held, torch.Tensor) and held.numel() <= FEW and held.layout is torch.strided:
+            with compat.no_modes():
+                return held.dtype, held.shape, repr(held.tolist()) if not held.is_meta else id(held)
+        return id(held)
 
     def number(self, value: fx.Node) -> int | None:
         """The same for the results of equal computations that do not vary; None for others."""

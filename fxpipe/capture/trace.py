@@ -218,10 +218,8 @@ class _Function:
         outputs = [x.detach() for x in results.outputs.values()]
         flat = [*numbers, *outputs, *found.values(), *replaced.values()]
         backward = self.gradients and (bool(hooks) or questions.hooked or self.provenance.backward_runs_code)
-        questions.again = True
-        with self.provenance, questions:
-            run = first.whole if backward else first.forward
-            self.difference = self._repeat(run, flat, wanted, backward)
+        run = first.whole if backward else first.forward
+        self.difference = self._repeat(run, flat, wanted, backward, questions)
         return flat
 
     def _step(self, wanted: dict[str, torch.Tensor], backward: bool) -> _Step:
@@ -239,7 +237,12 @@ class _Function:
         return _Step(results, gradients, buffers, *runs)
 
     def _repeat(
-        self, first: Run, traced: list[torch.Tensor], wanted: dict[str, torch.Tensor], backward: bool
+        self,
+        first: Run,
+        traced: list[torch.Tensor],
+        wanted: dict[str, torch.Tensor],
+        backward: bool,
+        questions: Questions,
     ) -> str:
         """Run the step again, as the next one would run, and take it out of the graph; ``difference``.
 
@@ -265,7 +268,8 @@ class _Function:
                         "or run the model on one batch before you compile it."
                     )
         self.provenance.repeat()
-        with warnings.catch_warnings():
+        questions.again = True
+        with warnings.catch_warnings(), self.provenance, questions:
             warnings.simplefilter("ignore")  # they were given in the first run
             step = self._step(wanted, backward)
         inputs = [(x.input, x.real) for x in self.given]
