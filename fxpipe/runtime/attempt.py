@@ -37,14 +37,15 @@ def agree_on_attempt(store: Store, rank: int, ranks: int, timeout: timedelta, ve
     store.set(f"word/{rank}", word)
     try:
         store.wait([f"answer/{word}"], timeout)
+        attempt, _, first = store.get(f"answer/{word}").decode().partition(" ")
+        if first != version:
+            raise RunError(_other_version(rank, version, first))
+        store.set(f"{attempt}/joined/{rank}", "")
+        store.wait([f"{attempt}/begun"], timeout)
+        problem = store.get(f"{attempt}/begun").decode()
     except dist.DistError as error:
         raise RunError(f"Rank {rank} waited {timeout} for rank 0 to join the run: {error}") from error
-    attempt, _, first = store.get(f"answer/{word}").decode().partition(" ")
-    if first != version:
-        raise RunError(_other_version(rank, version, first))
-    store.set(f"{attempt}/joined/{rank}", "")
-    store.wait([f"{attempt}/begun"], timeout)
-    if problem := store.get(f"{attempt}/begun").decode():
+    if problem:
         raise RunError(problem)
     return attempt
 

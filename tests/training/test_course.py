@@ -143,3 +143,17 @@ def test_what_evaluation_does_not_mind():
     model.register_forward_hook(lambda *_: None)
     with pytest.raises(fxpipe.RunError, match="The hooks of the model have changed"):
         pipe.evaluate(CASE.data(MICROBATCHES))
+
+
+def test_an_error_of_an_evaluation_is_not_one_of_a_step():
+    pipe = fxpipe.compile(
+        CASE.build(), CASE.example(), ranks=1, microbatches=MICROBATCHES, schedule="1f1b", evaluation=True
+    )
+    batch = CASE.data(MICROBATCHES)
+    pipe.step(batch)
+    pipe.evaluate(batch)
+    wrong = batch | {"ids": batch["ids"] + 1000}
+    with pytest.raises(fxpipe.RunError, match=r"Rank 0 failed in F0\.0 of evaluation 1: IndexError"):
+        pipe.evaluate(wrong)
+    with pytest.raises(fxpipe.RunError, match=r"Rank 0 failed in F0\.0 of step 1: IndexError"):
+        pipe.step(wrong)
