@@ -3,7 +3,7 @@
     depends on constants alone    ──►  the value, without a check
     depends on buffers alone      ──►  the value, and an ``expect`` of it
     depends on the microbatch     ──►  the example's value, and an ``expect`` of it, except for floating-point
-                                       numbers, which no other microbatch would share
+                                       numbers, which no other microbatch would share: ``number.py``
     depends on random numbers     ──►  the value that all draws of them gave, and an ``expect`` of it
     indices by a mask that picks
     all or nothing in the example ──►  those indices, and an ``expect`` of the mask
@@ -13,18 +13,21 @@ Other shapes that depend on the microbatch, and floating-point numbers of it, ar
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from fxpipe.capture.assigned import Assigned
 from fxpipe.capture.example import Example
+from fxpipe.capture.number import NumberOfData
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.compat import pytree
 from fxpipe.ir.graph import Input, Kind
-from fxpipe.runtime.checks import expect_op
+from fxpipe.runtime.checks import INSTEAD_OF_A_NUMBER, expect_op
 
 aten = torch.ops.aten
 
@@ -60,6 +63,10 @@ class Answers:
         if sources and numbers:
             if not self._lasting(sources) and (value.is_floating_point() or value.is_complex()):
                 raise self._read(numbers[0], sources)
+            if tensor.dtype != torch.bool and any(
+                x.kind is Kind.PARAMETER for x in sources - self._lasting_inputs
+            ):
+                self._warn_of_integers(numbers)
             self._expect(tensor.detach(), numbers)
         return numbers
 
@@ -75,22 +82,32 @@ class Answers:
             return None if positions is None else aten.clone.default(positions)
         if func is aten.index.Tensor:
             return self._indexed(*args)
-        found: list[tuple[torch.Tensor, torch.Tensor, Sources]] = []
+        if func is aten.masked_select.default:
+            tensor, mask = torch.broadcast_tensors(*args)
+            return self._indexed(tensor, [mask])
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if not all(map(self.is_lasting, given)):
+            return self._counted(*args, **kwargs) if func is aten.bincount.default else None
 
         def real(tensor: torch.Tensor) -> torch.Tensor:
             value, sources = self._value(tensor)
-            found.append((tensor, value, sources))
+            if sources:
+                self._hold(tensor, value)
             return value
 
         args, kwargs = pytree.tree_map_only(torch.Tensor, real, (args, kwargs))
-        if not all(self._lasting(sources) for _, _, sources in found):
-            return None
-        for tensor, value, sources in found:
-            if sources:
-                self._hold(tensor, value)
         with compat.no_modes():
             result = func(*args, **kwargs)
         return pytree.tree_map_only(torch.Tensor, aten.clone.default, result)
+
+    def number(self, tensor: torch.Tensor) -> Any:
+        """The element of a tensor of one, as ``item()`` gives it; a ``NumberOfData`` if that is refused."""
+        try:
+            return self.numbers(tensor)[0]
+        except CaptureError as error:
+            if not tensor.is_floating_point():
+                raise
+            return NumberOfData(tensor, error)
 
     def fixable(self) -> tuple[str, ...]:
         """The inputs of the microbatch on which the last value depends; none if it also depends on
@@ -105,6 +122,10 @@ class Answers:
             return ""
         subject = f"{', '.join(map(repr, names))} {'is' if len(names) == 1 else 'are'}"
         return f", or, if {subject} the same in all batches, compile with fixed={list(names)}"
+
+    def is_lasting(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of the trace is the same for all microbatches."""
+        return self._lasting(self._sources(tensor))
 
     def _lasting(self, sources: Sources) -> bool:
         """Whether a value with these inputs is the same for all microbatches."""
@@ -122,6 +143,14 @@ class Answers:
             self.fixable(),
         )
 
+    def _warn_of_integers(self, numbers: list[int]) -> None:
+        warnings.warn(
+            f"The model's code reads the integer {numbers[0]} of the trained parameters, at {self._place()}. "
+            "The step ends with an error at the first microbatch with another one. "
+            f"{INSTEAD_OF_A_NUMBER} the model.",
+            stacklevel=2,
+        )
+
     def _indexed(self, tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """Replace masks among the indices by the positions that they pick."""
         places: list[torch.Tensor | None] = []
@@ -136,6 +165,20 @@ class Answers:
                 places += picked.unbind(1)
         found: torch.Tensor = aten.index.Tensor(tensor, places)
         return found
+
+    def _counted(
+        self, tensor: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0
+    ) -> torch.Tensor | None:
+        """``bincount`` of integers below ``minlength``, which the program checks; None without a length."""
+        if not minlength:
+            return None
+        self._expect(aten.all.default(aten.lt.Scalar(tensor, minlength)), [True])
+        if weights is None:
+            weights = torch.ones_like(tensor, dtype=torch.int64)
+        elif weights.dtype != torch.float32:
+            weights = weights.double()
+        counts: torch.Tensor = weights.new_zeros(minlength).index_add(0, tensor, weights)
+        return counts
 
     def _picked(self, mask: torch.Tensor) -> torch.Tensor | None:
         """The positions of nonzero elements as a real tensor, if they are known."""
@@ -167,6 +210,13 @@ class Answers:
         if self._checks_left < 0:
             raise CaptureError(f"More values of the data are read than the trace may check{self.remedy()}.")
 
+    def _sources(self, tensor: torch.Tensor) -> Sources:
+        """The inputs on which a tensor depends."""
+        node = compat.traced_node(tensor)
+        sources = frozenset() if node is None else self._example.sources(node)
+        self._asked |= sources
+        return sources
+
     def _value(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Sources]:
         """The real value, and the inputs on which it depends."""
         node = compat.traced_node(tensor)
@@ -177,18 +227,30 @@ class Answers:
         return value, sources
 
 
+_TRUTH = (torch.Tensor.__bool__, torch.Tensor.is_nonzero, torch.is_nonzero)
+
+
 class Questions(TorchFunctionMode):
-    """While entered, intercepts reads of tensors that do not pass the dispatcher."""
+    """While entered, intercepts reads of tensors, and assignments to ``.data``, that do not pass the
+    dispatcher."""
 
     def __init__(self, answers: Answers, place: Callable[[], str]):
         super().__init__()
-        self._answers, self._place = answers, place
+        self._answers, self._place, self.assigned = answers, place, Assigned()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.tolist and args[0].dim():
+        if func in _TRUTH and args[0].dtype != torch.bool:
+            return bool(args[0] != 0)
+        if func is torch.Tensor.__int__ and args[0].is_floating_point():
+            return int(args[0].long())
+        if func is torch.Tensor.item or (func is torch.Tensor.tolist and not args[0].dim()):
+            return self._answers.number(args[0]) if args[0].numel() == 1 else func(*args)
+        if func is torch.Tensor.tolist:
             return self._tolist(args[0])
         if func in (torch.Tensor.numpy, torch.Tensor.__array__):
             return self._numpy(args[0])
+        if func is torch.Tensor.__deepcopy__:
+            return _copied(*args)
         if func is torch.allclose:
             return bool(torch.isclose(*args, **(kwargs or {})).all())
         if func is torch.equal:
@@ -198,7 +260,7 @@ class Questions(TorchFunctionMode):
                 **{k: v for k, v in (kwargs or {}).items() if k in ("dtype", "device")}
             )
         if getattr(func, "__self__", None) is torch.Tensor.data and func.__name__ == "__set__":
-            return self._set_data(*args)
+            return self.assigned.assign(args[0], args[1], self._place())
         return func(*args, **(kwargs or {}))
 
     def _tolist(self, tensor: torch.Tensor) -> list[Any]:
@@ -212,19 +274,14 @@ class Questions(TorchFunctionMode):
         with compat.no_modes():
             return torch.tensor(numbers, dtype=tensor.dtype).reshape(tensor.shape).numpy()
 
-    def _set_data(self, tensor: torch.Tensor, data: torch.Tensor) -> None:
-        """``x.data = y`` as an in-place write, which the graph shows."""
-        if data is tensor:
-            return
-        for what in ("shape", "dtype", "device"):
-            old, new = getattr(tensor, what), getattr(data, what)
-            if old != new:
-                raise CaptureError(
-                    f"The forward assigns to the .data of a tensor one of another {what} ({old} becomes "
-                    f"{new}), at {self._place()}. Convert it once, before you compile."
-                )
-        with torch.no_grad():
-            tensor.copy_(data)
+
+def _copied(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    """``copy.deepcopy``, which would read the memory."""
+    copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    if isinstance(tensor, torch.nn.Parameter):
+        compat.mark_as_parameter(copy)
+    memo[id(tensor)] = copy
+    return copy
 
 
 def _stacked(data: Any) -> torch.Tensor:

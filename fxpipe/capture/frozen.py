@@ -20,6 +20,7 @@ import torch
 from torch import fx, nn
 
 from fxpipe.capture.borrow import Snapshot
+from fxpipe.capture.number import NumberOfData
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 
@@ -109,7 +110,9 @@ def _changed(contents: Any, before: Any) -> list[str]:
     changed = []
     for key, old in before.items():
         new = contents.get(key)
-        if isinstance(old, _PLAIN) and isinstance(new, _PLAIN) and old != new:
+        if isinstance(old, _PLAIN) and (
+            isinstance(new, NumberOfData) or (isinstance(new, _PLAIN) and old != new)
+        ):
             changed.append(str(key))
     return changed
 

@@ -20,6 +20,7 @@ from torch import fx, nn
 
 import fxpipe
 from fxpipe.capture.answers import Answers
+from fxpipe.capture.dtypes import check_dtypes
 from fxpipe.capture.frozen import warn_of_seed
 from fxpipe.capture.functional import writes_to_a_constant
 from fxpipe.ir import compat
@@ -65,6 +66,7 @@ class Provenance(compat.TorchDispatchMode):
 
     def __enter__(self) -> Provenance:
         self._entered = sys._getframe(1)
+        self._label_new_nodes()  # what is in the graph before the model's first op
         for path, module in self._model.named_modules():
             push = _Push(self._paths, path)
             self._handles.append(module.register_forward_pre_hook(push, prepend=True))
@@ -77,6 +79,9 @@ class Provenance(compat.TorchDispatchMode):
         self._entered = None
         for handle in self._handles:
             handle.remove()
+
+    def __deepcopy__(self, memo: Any) -> Provenance:
+        return self  # its hooks hang on the modules of which the forward makes copies
 
     def _pop(self, module: nn.Module, args: Any, output: Any) -> None:
         # Not called for a module that raised: an error message wants the innermost path.
@@ -133,6 +138,7 @@ class Provenance(compat.TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             result = self.answers.numbers(args[0])[0]
         else:
+            check_dtypes(func, args, self.place)
             if func is _RANDOM_FROM and args[2] is not None:
                 func = _random_from
             try:
@@ -195,6 +201,9 @@ class _Push:
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         self._paths.append(self._path)
+
+    def __deepcopy__(self, memo: Any) -> _Push:
+        return self
 
 
 class _SetSeq:

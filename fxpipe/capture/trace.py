@@ -19,14 +19,16 @@ import torch
 from torch import fx, nn
 
 from fxpipe.capture.answers import Questions
+from fxpipe.capture.assigned import Assigned
 from fxpipe.capture.borrow import borrowed
 from fxpipe.capture.checkpoint import recorded_checkpoints
 from fxpipe.capture.clean import clean
 from fxpipe.capture.constants import check_constants
 from fxpipe.capture.failures import explained
 from fxpipe.capture.frozen import Watch
-from fxpipe.capture.functional import functionalize
+from fxpipe.capture.functional import functionalize, writes_to_a_parameter
 from fxpipe.capture.inputs import Given, inputs
+from fxpipe.capture.made import check_made
 from fxpipe.capture.provenance import Provenance
 from fxpipe.capture.registered import Registered, overlapping, registered
 from fxpipe.capture.results import find_results
@@ -120,7 +122,10 @@ def _attempt(
             watch.note_kept(sources)
             return results
 
-        with flag, recorded_checkpoints(), compat.plain_kernels(), compat.modules_without_code(), mode:
+        as_written = compat.plain_kernels(), compat.modules_without_code(), compat.uncompiled()
+        with contextlib.ExitStack() as stack:
+            for context in (flag, recorded_checkpoints(), *as_written, compat.without_log(), mode):
+                stack.enter_context(context)
             try:
                 module = compat.make_fx(traced)(*values)
             except CaptureError:
@@ -139,9 +144,16 @@ def _attempt(
 
 
 def _check_written(graph: fx.Graph, tensors: Sequence[Registered]) -> None:
-    """Raise CaptureError for a changed buffer that shares memory, as the other tensor would change too."""
+    """Raise CaptureError for a changed buffer that is empty, or that shares memory, as the other tensor would
+    change too."""
     changed = output_dict(graph)["buffers"]
     for x in tensors:
+        if x.name in changed and not x.tensor.numel():
+            raise CaptureError(
+                f"The forward writes to the buffer {x.name!r}, which is empty "
+                f"({changed[x.name].meta['origin']}): its first run would give it a shape. Run the model on "
+                "one batch before you compile it."
+            )
         expanded = any(n > 1 and not step for n, step in zip(x.tensor.shape, x.tensor.stride(), strict=True))
         if x.name in changed and expanded:
             raise CaptureError(
@@ -199,14 +211,15 @@ class _Step:
                         "with torch.autograd.grad(…) or backward(inputs=[…])."
                     )
             found = self._gradients(loss, wanted, 1.0 if count is not None else self.scale)
-        replaced = self._replaced()
+        check_made(self.model, self.registered, self.provenance.answers)
+        replaced = self._replaced(questions.assigned)
         self.layout = {
             "loss": loss is not None,
             "count": count is not None,
             "outputs": list(results.outputs),
             "grads": list(found),
             "buffers": list(replaced),
-            "aliases": self._aliases(replaced),
+            "aliases": self._aliases(replaced, questions.assigned),
         }
         numbers = [x.detach() for x in (loss, count) if x is not None]
         outputs = [x.detach() for x in results.outputs.values()]
@@ -226,7 +239,7 @@ class _Step:
         leaves = [next(remaining) if isinstance(x, torch.Tensor) else x for x in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
 
-    def _replaced(self) -> dict[str, torch.Tensor]:
+    def _replaced(self, assigned: Assigned) -> dict[str, torch.Tensor]:
         """The buffers that the forward replaced.  Raises CaptureError for a change that is not supported."""
         replaced = {}
         for r, given in zip(self.registered, self.given, strict=False):
@@ -234,10 +247,15 @@ class _Step:
             if given.fake.untyped_storage()._cdata != given.storage:
                 raise CaptureError(
                     f"The forward gives the {kind} {r.name!r} other memory (set_ or resize_). Copy into it "
-                    "instead."
+                    "instead; or, if the first batch alone does it, run the model on one batch before you "
+                    "compile it."
                 )
             now = r.now()
             if all(x is given.fake for x in now):
+                if assigned.data(given.fake) is not None:
+                    if r.tensor.requires_grad:
+                        raise writes_to_a_parameter(r.name, assigned.place(given.fake))
+                    replaced[r.name] = given.fake.detach()
                 continue
             new = now[0]
             if r.kind is Kind.PARAMETER or new is None or any(x is not new for x in now):
@@ -257,7 +275,7 @@ class _Step:
             replaced[r.name] = new
         return replaced
 
-    def _aliases(self, replaced: dict[str, torch.Tensor]) -> list[tuple[str, str]]:
+    def _aliases(self, replaced: dict[str, torch.Tensor], assigned: Assigned) -> list[tuple[str, str]]:
         """Pairs of names: the forward gave the second, a buffer, the memory of the first.
 
         Raises CaptureError if the first is a parameter, as the optimizer writes to its memory.
@@ -266,10 +284,12 @@ class _Step:
         pairs = []
         for r, given in zip(self.registered, self.given, strict=False):
             now = replaced.get(r.name, given.fake)
+            if (data := assigned.data(given.fake)) is not None:
+                now = data
             owner = owners.setdefault(now.untyped_storage()._cdata, r)
             if owner is r or not (r.name in replaced or owner.name in replaced):
                 continue
-            if owner.kind is Kind.PARAMETER:
+            if owner.kind is Kind.PARAMETER and owner.tensor.requires_grad:
                 raise CaptureError(
                     f"The forward gives the buffer {r.name!r} the memory of the parameter {owner.name!r}, "
                     "which moves when that is trained. Give it a copy: .detach().clone()."
