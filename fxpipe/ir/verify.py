@@ -19,6 +19,7 @@ from fxpipe.ir.storage import (
     storage_root,
     storage_roots,
     written,
+    written_arguments,
 )
 
 
@@ -95,8 +96,7 @@ def _check_writes(writing: list[fx.Node], after: str) -> None:
 
 
 def _overwritten(node: fx.Node) -> list[fx.Node]:
-    arguments = [node.kwargs.get(name, node.args[0]) for name in written(node.target)]
-    return [storage_root(argument) for argument in arguments]  # type: ignore[arg-type]
+    return [storage_root(argument) for argument in written_arguments(node.target, node.args, node.kwargs)]
 
 
 def _is_accumulator(root: fx.Node) -> bool:
