@@ -17,10 +17,8 @@ _PRODUCTS = {
     aten.addbmm.default,
     aten.addmm.default,
     aten.addmv.default,
-    aten.addr.default,
     aten.baddbmm.default,
     aten.bmm.default,
-    aten.convolution.default,
     aten.dot.default,
     aten.mm.default,
     aten.mv.default,
@@ -60,10 +58,19 @@ _NORMS = {
 }
 
 
+_LOSSES = {aten.nll_loss_forward.default, aten.nll_loss2d_forward.default}
+_KNOWN = _PRODUCTS | _ALIKE | _NORMS
+
+
 def check_dtypes(func: Any, args: Any, place: Callable[[], str]) -> None:
     """Raise CaptureError, naming the place, for an op whose kernel does not take these dtypes."""
-    if func not in _PRODUCTS and func not in _ALIKE and func not in _NORMS:
+    if func not in _KNOWN:
         return
+    if func in _LOSSES and args[1].dtype not in (torch.int64, torch.uint8):
+        raise CaptureError(
+            f"The classes of a loss are of {args[1].dtype}, at {place()}, which its kernel does not take. "
+            "Give them as torch.int64."
+        )
     given = [x for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
     if func not in _PRODUCTS:
         given = [x for x in given if x.is_floating_point() or x.is_complex()]

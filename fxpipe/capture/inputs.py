@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fxpipe.capture.registered import registered
-from fxpipe.errors import CaptureError
+from fxpipe.errors import BatchError, CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.graph import Input, Kind
 from fxpipe.runtime.batch import batch_leaves
@@ -89,6 +89,9 @@ def inputs(
                 f"fixed names {name!r}, which has {leaves[name].numel()} elements: at most {LARGEST_FIXED} "
                 "can be written into a program."
             )
+    rows = {name: len(x) for name, x in leaves.items() if isinstance(x, torch.Tensor) and x.dim()}
+    if rows and not any(rows.values()):
+        raise BatchError(f"{min(rows)!r} of the example has no rows. Give it those of one microbatch.")
     for name, leaf in leaves.items():
         if isinstance(leaf, torch.Tensor):
             add(Kind.BATCH, name, leaf, fake(name, leaf).requires_grad_(leaf.requires_grad))

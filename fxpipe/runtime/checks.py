@@ -50,7 +50,10 @@ def _check(value: torch.Tensor, expected: list[bool | int], where: str) -> None:
     if found != list(expected) and not _equal(found, expected):
         remedy = INSTEAD_OF_A_NUMBER
         if isinstance(found[0], bool):
-            remedy = "Compile with an example of the same kind as the batches, or take the branch out of"
+            remedy = (
+                "Compile with an example of the same kind as the batches, give a loop a fixed number of "
+                "rounds, or take the branch out of"
+            )
         raise RunError(
             f"The model's code reads a value of the data at {where}. The program was compiled for "
             f"{_shown(expected)}, and this microbatch gives {_shown(found)}: other code would run. {remedy} "

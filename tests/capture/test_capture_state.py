@@ -1020,6 +1020,18 @@ def test_an_example_of_another_dtype(dtype):
         fxpipe.compile(Layers(), (rows(2)[0].to(dtype),), ranks=2, microbatches=2)
 
 
+def test_classes_of_another_dtype():
+    class Classifies(Layers):
+        def forward(self, x, labels):
+            for layer in self.layers:
+                x = layer(x)
+            return nn.functional.cross_entropy(x, labels)
+
+    data = (*rows(2), torch.zeros(2, dtype=torch.int32))
+    with pytest.raises(fxpipe.CaptureError, match=r"torch\.int32.*Give them as torch\.int64"):
+        fxpipe.compile(Classifies(), data, ranks=2, microbatches=2)
+
+
 def test_shapes_that_do_not_fit_are_not_logged(caplog):
     class Odd(Layers):
         def between(self, x, i):
