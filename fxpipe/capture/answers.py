@@ -13,9 +13,11 @@ Other shapes that depend on the microbatch, and floating-point numbers of it, ar
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -37,7 +39,10 @@ Sources = frozenset[Input]
 class Answers:
     """inputs: the kind of each placeholder of the trace, and its real tensor.
     place: returns the current place in the model's code.
-    most_checks: the trace ends with a CaptureError when it needs more."""
+    most_checks: the trace ends with a CaptureError when it needs more.
+
+    ``refused``: the first error that the model's code got instead of a value.  It may catch it, and go
+    another way than in eager."""
 
     def __init__(
         self, inputs: Sequence[tuple[Input, torch.Tensor]], place: Callable[[], str], most_checks: float
@@ -49,6 +54,7 @@ class Answers:
             for x, tensor in inputs
             if x.kind is Kind.BUFFER or (x.kind is Kind.PARAMETER and not tensor.requires_grad)
         }
+        self.refused: Exception | None = None
         self._asked: set[Input] = set()  # the inputs on which the last value depends
 
     def numbers(self, tensor: torch.Tensor) -> list[Any]:
@@ -107,7 +113,20 @@ class Answers:
         except CaptureError as error:
             if not tensor.is_floating_point():
                 raise
-            return NumberOfData(tensor, error)
+            return NumberOfData(tensor, partial(self._refuse, error))
+
+    def _refuse(self, error: CaptureError) -> NoReturn:
+        self.refused = self.refused or error
+        raise error
+
+    @contextlib.contextmanager
+    def noting_refusals(self) -> Iterator[None]:
+        """For a block that runs an op for the model's code."""
+        try:
+            yield
+        except (CaptureError, *compat.DATA_DEPENDENT) as error:
+            self.refused = self.refused or error
+            raise
 
     def fixable(self) -> tuple[str, ...]:
         """The inputs of the microbatch on which the last value depends; none if it also depends on
@@ -239,6 +258,10 @@ class Questions(TorchFunctionMode):
         self._answers, self._place, self.assigned = answers, place, Assigned()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self._answers.noting_refusals():
+            return self._answered(func, args, kwargs)
+
+    def _answered(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func in _TRUTH and args[0].dtype != torch.bool:
             return bool(args[0] != 0)
         if func is torch.Tensor.__int__ and args[0].is_floating_point():

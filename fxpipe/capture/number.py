@@ -14,14 +14,12 @@ from typing import Any, NoReturn
 
 import torch
 
-from fxpipe.errors import CaptureError
-
 
 class NumberOfData:
-    """``tensor``: one element.  ``refusal``: raised by all but comparisons and conversions to integers."""
+    """``tensor``: one element.  ``refuse``: called by all but comparisons and conversions to integers."""
 
-    def __init__(self, tensor: torch.Tensor, refusal: CaptureError):
-        self._tensor, self._refusal = tensor.detach().reshape(()), refusal
+    def __init__(self, tensor: torch.Tensor, refuse: Callable[[], NoReturn]):
+        self._tensor, self._refuse = tensor.detach().reshape(()), refuse
 
     def _exact(self) -> torch.Tensor:
         """Python compares numbers of float64."""
@@ -50,7 +48,7 @@ def _comparison(compare: Callable[[Any, Any], Any]) -> Callable[[NumberOfData, A
 
 
 def _refuse(number: NumberOfData, *_: Any) -> NoReturn:
-    raise number._refusal
+    number._refuse()
 
 
 for _compare in (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne):

@@ -133,7 +133,11 @@ class Provenance(compat.TorchDispatchMode):
             return args[0].device  # it knows, and is asked about twice an op
         if not compat.is_tracing():
             return func(*args, **(kwargs or {}))
-        if any(compat.is_real(x) for x in written_arguments(func, args, kwargs or {})):
+        with self.answers.noting_refusals():
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if any(compat.is_real(x) for x in written_arguments(func, args, kwargs)):
             raise writes_to_a_constant(self.place())  # before it does
         if func is torch.ops.aten._local_scalar_dense.default:
             result = self.answers.numbers(args[0])[0]
@@ -142,12 +146,12 @@ class Provenance(compat.TorchDispatchMode):
             if func is _RANDOM_FROM and args[2] is not None:
                 func = _random_from
             try:
-                result = func(*args, **(kwargs or {}))
+                result = func(*args, **kwargs)
             except compat.DATA_DEPENDENT:
                 graph = compat.traced_graph()
                 for node in reversed(compat.nodes_after(self._seen, graph)):
                     graph.erase_node(node)  # of the op that has no result
-                result = self.answers.result(func, args, kwargs or {})
+                result = self.answers.result(func, args, kwargs)
                 if result is None:
                     raise
         self._label_new_nodes()

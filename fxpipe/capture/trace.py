@@ -211,6 +211,8 @@ class _Step:
                         "with torch.autograd.grad(…) or backward(inputs=[…])."
                     )
             found = self._gradients(loss, wanted, 1.0 if count is not None else self.scale)
+        if self.provenance.answers.refused is not None:  # which the model caught
+            raise self.provenance.answers.refused
         check_made(self.model, self.registered, self.provenance.answers)
         replaced = self._replaced(questions.assigned)
         self.layout = {

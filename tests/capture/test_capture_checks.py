@@ -606,6 +606,20 @@ def test_a_way_for_compilers_that_reads_as_much_is_given_up():
     assert ways == [("reads", False), ("goes on", False), ("reads", True)]
 
 
+@pytest.mark.parametrize(
+    "fails", [lambda x: x * x.max().item(), lambda x: x * float(x.max()), lambda x: x + x.unique()[0]]
+)
+def test_a_refusal_that_the_model_catches(fails):
+    class Catches(Reads):
+        def read(self, x, mask):
+            try:
+                return fails(x)
+            except Exception:  # noqa: BLE001 - as models do
+                return x
+
+    assert "test_capture_checks.py:" in refused(Catches)
+
+
 def test_what_the_way_for_compilers_catches_is_still_counted():
     class Catches(Reads):
         def read(self, x, mask):
