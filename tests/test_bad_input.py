@@ -281,6 +281,10 @@ def test_example_that_is_no_batch():
     assert "mapping" in error_of(BatchError, compiled, None, torch.randn(2, WIDTH))
 
 
+def test_example_without_rows():
+    assert "'x' of the example has no rows" in error_of(BatchError, compiled, None, numbers(0))
+
+
 def test_leaves_of_one_name():
     class Both(Chain):
         def forward(self, a, **rest):

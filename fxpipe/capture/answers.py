@@ -3,7 +3,7 @@
     depends on constants alone    ──►  the value, without a check
     depends on buffers alone      ──►  the value, and an ``expect`` of it
     depends on the microbatch     ──►  the example's value, and an ``expect`` of it, except for floating-point
-                                       numbers, which no other microbatch would share
+                                       numbers, which no other microbatch would share: ``number.py``
     depends on random numbers     ──►  the value that all draws of them gave, and an ``expect`` of it
     indices by a mask that picks
     all or nothing in the example ──►  those indices, and an ``expect`` of the mask
@@ -13,17 +13,21 @@ Other shapes that depend on the microbatch, and floating-point numbers of it, ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 
 from fxpipe.capture.example import Example
+from fxpipe.capture.number import NumberOfData
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.compat import pytree
 from fxpipe.ir.graph import Input, Kind
-from fxpipe.runtime.checks import expect_op
+from fxpipe.runtime.checks import INSTEAD_OF_A_NUMBER, expect_op
 
 aten = torch.ops.aten
 
@@ -33,7 +37,10 @@ Sources = frozenset[Input]
 class Answers:
     """inputs: the kind of each placeholder of the trace, and its real tensor.
     place: returns the current place in the model's code.
-    most_checks: the trace ends with a CaptureError when it needs more."""
+    most_checks: the trace ends with a CaptureError when it needs more.
+
+    ``refused``: the first error that the model's code got instead of a value.  It may catch it, and go
+    another way than in eager."""
 
     def __init__(
         self, inputs: Sequence[tuple[Input, torch.Tensor]], place: Callable[[], str], most_checks: float
@@ -46,6 +53,7 @@ class Answers:
             for x, tensor in inputs
             if x.kind is Kind.BUFFER or (x.kind is Kind.PARAMETER and not tensor.requires_grad)
         }
+        self.refused: Exception | None = None
         self._asked: set[Input] = set()  # the inputs on which the last value depends
 
     def count_again(self) -> None:
@@ -64,6 +72,10 @@ class Answers:
         if sources and numbers:
             if not self._lasting(sources) and (value.is_floating_point() or value.is_complex()):
                 raise self._read(numbers[0], sources)
+            if tensor.dtype != torch.bool and any(
+                x.kind is Kind.PARAMETER for x in sources - self._lasting_inputs
+            ):
+                self._warn_of_integers(numbers)
             self._expect(tensor.detach(), numbers)
         return numbers
 
@@ -79,22 +91,45 @@ class Answers:
             return None if positions is None else aten.clone.default(positions)
         if func is aten.index.Tensor:
             return self._indexed(*args)
-        found: list[tuple[torch.Tensor, torch.Tensor, Sources]] = []
+        if func is aten.masked_select.default:
+            tensor, mask = torch.broadcast_tensors(*args)
+            return self._indexed(tensor, [mask])
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if not all(map(self.is_lasting, given)):
+            return self._counted(*args, **kwargs) if func is aten.bincount.default else None
 
         def real(tensor: torch.Tensor) -> torch.Tensor:
             value, sources = self._value(tensor)
-            found.append((tensor, value, sources))
+            if sources:
+                self._hold(tensor, value)
             return value
 
         args, kwargs = pytree.tree_map_only(torch.Tensor, real, (args, kwargs))
-        if not all(self._lasting(sources) for _, _, sources in found):
-            return None
-        for tensor, value, sources in found:
-            if sources:
-                self._hold(tensor, value)
         with compat.no_modes():
             result = func(*args, **kwargs)
         return pytree.tree_map_only(torch.Tensor, aten.clone.default, result)
+
+    def number(self, tensor: torch.Tensor) -> Any:
+        """The element of a tensor of one, as ``item()`` gives it; a ``NumberOfData`` if that is refused."""
+        try:
+            return self.numbers(tensor)[0]
+        except CaptureError as error:
+            if not tensor.is_floating_point():
+                raise
+            return NumberOfData(tensor, partial(self._refuse, error))
+
+    def _refuse(self, error: CaptureError) -> NoReturn:
+        self.refused = self.refused or error
+        raise error
+
+    @contextlib.contextmanager
+    def noting_refusals(self) -> Iterator[None]:
+        """For a block that runs an op for the model's code."""
+        try:
+            yield
+        except (CaptureError, *compat.DATA_DEPENDENT) as error:
+            self.refused = self.refused or error
+            raise
 
     def fixable(self) -> tuple[str, ...]:
         """The inputs of the microbatch on which the last value depends; none if it also depends on
@@ -109,6 +144,10 @@ class Answers:
             return ""
         subject = f"{', '.join(map(repr, names))} {'is' if len(names) == 1 else 'are'}"
         return f", or, if {subject} the same in all batches, compile with fixed={list(names)}"
+
+    def is_lasting(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of the trace is the same for all microbatches."""
+        return self._lasting(self._sources(tensor))
 
     def _lasting(self, sources: Sources) -> bool:
         """Whether a value with these inputs is the same for all microbatches."""
@@ -126,6 +165,14 @@ class Answers:
             self.fixable(),
         )
 
+    def _warn_of_integers(self, numbers: list[int]) -> None:
+        warnings.warn(
+            f"The model's code reads the integer {numbers[0]} of the trained parameters, at {self._place()}. "
+            "The step ends with an error at the first microbatch with another one. "
+            f"{INSTEAD_OF_A_NUMBER} the model.",
+            stacklevel=2,
+        )
+
     def _indexed(self, tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """Replace masks among the indices by the positions that they pick."""
         places: list[torch.Tensor | None] = []
@@ -140,6 +187,20 @@ class Answers:
                 places += picked.unbind(1)
         found: torch.Tensor = aten.index.Tensor(tensor, places)
         return found
+
+    def _counted(
+        self, tensor: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0
+    ) -> torch.Tensor | None:
+        """``bincount`` of integers below ``minlength``, which the program checks; None without a length."""
+        if not minlength:
+            return None
+        self._expect(aten.all.default(aten.lt.Scalar(tensor, minlength)), [True])
+        if weights is None:
+            weights = torch.ones_like(tensor, dtype=torch.int64)
+        elif weights.dtype != torch.float32:
+            weights = weights.double()
+        counts: torch.Tensor = weights.new_zeros(minlength).index_add(0, tensor, weights)
+        return counts
 
     def _picked(self, mask: torch.Tensor) -> torch.Tensor | None:
         """The positions of nonzero elements as a real tensor, if they are known."""
@@ -170,6 +231,13 @@ class Answers:
         self._checks_left -= 1
         if self._checks_left < 0:
             raise CaptureError(f"More values of the data are read than the trace may check{self.remedy()}.")
+
+    def _sources(self, tensor: torch.Tensor) -> Sources:
+        """The inputs on which a tensor depends."""
+        node = compat.traced_node(tensor)
+        sources = frozenset() if node is None else self._example.sources(node)
+        self._asked |= sources
+        return sources
 
     def _value(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Sources]:
         """The real value, and the inputs on which it depends."""

@@ -36,6 +36,19 @@ def _convert(path: str, module: nn.Module, function: Any, recurse: bool = True) 
     return module
 
 
+def _convert_own(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
+    """``module.to(…)`` of a module that the forward made; nn.Module's own swaps memory."""
+    for child in module.children() if recurse else ():
+        child._apply(function)
+    for key, parameter in module._parameters.items():
+        if parameter is not None:
+            converted = function(parameter.detach())
+            module._parameters[key] = nn.Parameter(converted, parameter.requires_grad)
+    for key, buffer in module._buffers.items():
+        module._buffers[key] = None if buffer is None else function(buffer)
+    return module
+
+
 @contextlib.contextmanager
 def borrowed(model: nn.Module, loss_fn: Any, fakes: dict[int, torch.Tensor]) -> Iterator[Snapshot]:
     """The model with fake tensors; on exit the model, the loss function, the caches of the functions that it
@@ -45,13 +58,16 @@ def borrowed(model: nn.Module, loss_fn: Any, fakes: dict[int, torch.Tensor]) -> 
     """
     snapshot = Snapshot.of(model, loss_fn)
     generators, dtype = (random.getstate(), np.random.get_state()), torch.get_default_dtype()
+    convert: Any = nn.Module._apply
     try:
         snapshot.put_in_place(lambda x: fakes.get(id(x)))
         for path, module in model.named_modules():
             module.__dict__["_apply"] = partial(_convert, path, module)
+        nn.Module._apply = _convert_own  # type: ignore[method-assign]
         with torch.random.fork_rng(devices=[]):
             yield snapshot
     finally:
+        nn.Module._apply = convert  # type: ignore[method-assign]
         snapshot.restore()
         random.setstate(generators[0])
         np.random.set_state(generators[1])

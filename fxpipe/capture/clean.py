@@ -15,8 +15,9 @@ import torch
 from torch import fx
 
 from fxpipe.capture.buffers import check_branches, read_once
-from fxpipe.capture.functional import is_mutating
+from fxpipe.capture.functional import is_mutating, writes_to_a_parameter
 from fxpipe.errors import CaptureError
+from fxpipe.ir import compat
 from fxpipe.ir.graph import Input, Kind, Origin
 from fxpipe.ir.storage import draws_numbers, drop_dead
 from fxpipe.names import identifier
@@ -31,6 +32,13 @@ _SAME_VALUE = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.def
 _MARKED: dict[Any, Any] = {
     aten._conj.default: aten.conj_physical.default,
     aten._neg_view.default: aten.neg.default,
+}
+#: Python's numbers -> the dtype that torch gives them where they meet tensors.
+_NUMBERS: dict[type, torch.dtype] = {
+    bool: torch.bool,
+    int: torch.int64,
+    float: torch.float64,
+    complex: torch.complex128,
 }
 _NO_VALUE = {aten._assert_tensor_metadata.default, aten._assert_async.msg, aten._assert_async.default}
 
@@ -59,7 +67,8 @@ def clean(
     for node in module.graph.nodes:
         if node.op == "placeholder":
             given = next(remaining)
-            if given.kind is Kind.PARAMETER and given.name in frozen and node in changed:
+            is_changed = node in changed or given.name in layout["buffers"]
+            if given.kind is Kind.PARAMETER and given.name in frozen and is_changed:
                 given = Input(Kind.BUFFER, given.name)
             by_placeholder[node] = given
             new[node] = _placeholder(graph, given, node.meta.get("val"))
@@ -86,17 +95,13 @@ def clean(
             checks.append(new[node])
             continue
         if node.target in _SAME_VALUE:
-            new[node] = new[node.args[0]]
+            new[node] = fx.map_arg(node.args[0], new.__getitem__)
         elif node.target is aten.t.default and new[node.args[0]].target is aten.t.default:
             new[node] = new[node.args[0]].args[0]  # type: ignore[assignment]
         elif node.target is aten.copy_.default and node.args[0] in by_placeholder:
             given = by_placeholder[node.args[0]]
             if given.kind is Kind.PARAMETER:
-                raise CaptureError(
-                    f"The forward writes to the parameter {given.name!r} ({_origin(node.args[1])}), which is "
-                    "trained. Make it a buffer, or move the write out of the forward; or, if the first batch "
-                    "alone sets it, run the model on one batch before you compile it."
-                )
+                raise writes_to_a_parameter(given.name, _origin(node.args[1]))
             if given.kind is Kind.BUFFER:
                 written[given.name] = new[node.args[1]]
             new[node] = new[node.args[1]]
@@ -138,9 +143,26 @@ def _copied(
         args = (key, node.meta["random_position"], target, *args)
         target = keyed
     origin = node.meta.get("origin", Origin())
+    args = _without_numbers(graph, target, args, origin)
     copy = graph.create_node("call_function", target, args, kwargs, name=_name(node, origin, short))
     copy.meta.update(origin=origin, val=node.meta.get("val"))
     return copy
+
+
+def _without_numbers(graph: fx.Graph, target: Any, args: tuple[Any, ...], origin: Origin) -> tuple[Any, ...]:
+    """The arguments of an op, with a tensor for each number where the op takes tensors alone.
+
+    A trace has numbers for the tensors that torch makes of Python's numbers: ``conj(1j)``.
+    """
+    if not isinstance(target, compat.OpOverload) or compat.takes_numbers(target):
+        return args
+    new = list(args)
+    for k, (value, given) in enumerate(zip(args, target._schema.arguments, strict=False)):
+        if type(value) in _NUMBERS and isinstance(given.type, torch.TensorType):
+            dtype = _NUMBERS[type(value)]
+            new[k] = graph.call_function(aten.scalar_tensor.default, (value,), {"dtype": dtype})
+            new[k].meta.update(origin=origin, val=torch.scalar_tensor(value, dtype=dtype))
+    return tuple(new)
 
 
 def _place_sums(graph: fx.Graph) -> None:

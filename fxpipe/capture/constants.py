@@ -44,8 +44,9 @@ def check_constants(module: fx.GraphModule, tensors: Sequence[Registered]) -> No
             node = next(n for n, r in known.items() if r is constant)
             raise CaptureError(
                 f"The forward reaches {other.name!r} by another way than its module{_place(node)}: through "
-                "a copy of the reference, a closure or a global. A program would hold its value of today. "
-                "Use the module's attribute, or copy the values if they are to stay."
+                "a copy of the reference, a view made before, a closure or a global. A program would hold "
+                "its value of today. Use the module's attribute, and make views of it in the forward; or "
+                "copy the values if they are to stay."
             )
     for node in nodes:
         held, place = getattr(module, node.target), _place(node)

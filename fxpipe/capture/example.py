@@ -31,6 +31,17 @@ class Example:
         self._inputs = inputs
         self._known: dict[fx.Node, Any] = {}
 
+    def sources(self, node: fx.Node) -> frozenset[Input]:
+        """The inputs on which the node's value depends, ``RANDOM`` among them."""
+        needed = _needed(node)
+        given = frozenset(x for x, _ in self._given(needed).values())
+        return given | {RANDOM} if any(draws_numbers(n) for n in needed) else given
+
+    def _given(self, needed: set[fx.Node]) -> dict[fx.Node, tuple[Input, torch.Tensor]]:
+        graph = next(iter(needed)).graph
+        placeholders = zip(graph.find_nodes(op="placeholder"), self._inputs, strict=False)
+        return {n: x for n, x in placeholders if n in needed}
+
     def value(
         self, node: fx.Node, root: torch.nn.Module, place: str, at: fx.Node | None = None
     ) -> tuple[torch.Tensor, frozenset[Input]]:
@@ -41,8 +52,7 @@ class Example:
         Raises CaptureError for a value that varies with random numbers, and for tensors without values.
         """
         needed = _needed(node, at)
-        placeholders = zip(node.graph.find_nodes(op="placeholder"), self._inputs, strict=False)
-        given = {n: x for n, x in placeholders if n in needed}
+        given = self._given(needed)
         sources = frozenset(x for x, _ in given.values())
         with compat.no_modes(), torch.no_grad():
             reals = {n: _real(tensor, place) for n, (_, tensor) in given.items()}
@@ -106,7 +116,7 @@ def _run(
     return values[node]
 
 
-def _needed(node: fx.Node, at: fx.Node | None) -> set[fx.Node]:
+def _needed(node: fx.Node, at: fx.Node | None = None) -> set[fx.Node]:
     """The ops that lead to a node, with the ops before ``at`` that write to their inputs."""
     needed, roots = {node}, {storage_root(node)}
     node = node if at is None else at.prev

@@ -22,7 +22,26 @@ _UNSUPPORTED = (
     ("SparseCoo", "sparse tensors", _DENSE),
     ("from the 'Sparse", "sparse tensors", _DENSE),
     ("compressed tensor", "sparse tensors", _DENSE),
-    ("dynamo-optimized", "torch.compile within it", "Give the model uncompiled."),
+    (
+        "NumberOfData",
+        "a floating-point number of the data (.item()), and not to compare it",
+        "Keep it a tensor: no .item() there.",
+    ),
+    (
+        "Creating a new Tensor subclass",
+        "a subclass of torch.Tensor that the forward makes",
+        "Leave out as_subclass(…) there, and compute with plain tensors.",
+    ),
+    (
+        "'FakeTensor' object has no attribute",
+        "an attribute or a method that plain tensors do not have",
+        "Keep it in the module, or make the method a function of a tensor.",
+    ),
+    (
+        "for *: 'FakeTensor' and",
+        "a tensor of a subclass of torch.Tensor that no module registers",
+        "Give its values as a plain tensor: x.as_subclass(torch.Tensor).",
+    ),
 )
 
 

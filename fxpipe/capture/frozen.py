@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from fxpipe.capture.number import NumberOfData
 from fxpipe.capture.snapshot import Snapshot, State
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -75,7 +76,9 @@ def _changed(state: State) -> list[str]:
     found = []
     for key, old in before.items():
         new = now.get(key)
-        if isinstance(old, _PLAIN) and isinstance(new, _PLAIN) and old != new:
+        if isinstance(old, _PLAIN) and (
+            isinstance(new, NumberOfData) or (isinstance(new, _PLAIN) and old != new)
+        ):
             found.append(str(key))
     return found
 

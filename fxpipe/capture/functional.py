@@ -204,6 +204,14 @@ def writes_to_a_constant(place: Any) -> CaptureError:
     )
 
 
+def writes_to_a_parameter(name: str, place: Any) -> CaptureError:
+    return CaptureError(
+        f"The forward writes to the parameter {name!r} ({place}), which is trained. Make it a buffer, or "
+        "move the write out of the forward; or, if the first batch alone sets it, run the model on one batch "
+        "before you compile it."
+    )
+
+
 class _Retrace(fx.Interpreter):
     """Traces the ops that meet in-place ops once more, and copies all others to the running trace.
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fxpipe.capture.registered import registered
-from fxpipe.errors import CaptureError
+from fxpipe.errors import BatchError, CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.graph import Input, Kind
 from fxpipe.runtime.batch import batch_leaves
@@ -48,12 +48,17 @@ def inputs(
             f"The parameter {lazy[0]!r} has no shape yet (a lazy module). Run the model on one batch first."
         )
 
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
+    def fake(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if (own := _own_ops(type(tensor))) is not None:
+            raise CaptureError(
+                f"{name!r} is a {own.__name__}, a subclass of torch.Tensor with ops of its own, which a "
+                "program would leave out. Give a plain tensor: x.as_subclass(torch.Tensor)."
+            )
         if tensor.layout is not torch.strided or tensor.is_nested:
             layout = "nested (jagged)" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
             raise CaptureError(
-                f"A tensor of the model or the example is {layout}; fxpipe takes dense ones. Pad it, or "
-                "make it from dense tensors inside the forward."
+                f"{name!r} is {layout}; fxpipe takes dense tensors. Pad it, or make it from dense tensors "
+                "inside the forward."
             )
         if tensor.is_meta:
             with mode:
@@ -69,7 +74,7 @@ def inputs(
         given.append(Given(Input(kind, name), real, stand_in, stand_in.untyped_storage()._cdata, fix))
 
     for found in registered(model):
-        stand_in = fake(found.tensor)
+        stand_in = fake(found.name, found.tensor)
         if found.kind is Kind.PARAMETER:
             stand_in.requires_grad_(found.tensor.requires_grad)
             compat.mark_as_parameter(stand_in)
@@ -84,7 +89,20 @@ def inputs(
                 f"fixed names {name!r}, which has {leaves[name].numel()} elements: at most {LARGEST_FIXED} "
                 "can be written into a program."
             )
+    rows = {name: len(x) for name, x in leaves.items() if isinstance(x, torch.Tensor) and x.dim()}
+    if rows and not any(rows.values()):
+        raise BatchError(f"{min(rows)!r} of the example has no rows. Give it those of one microbatch.")
     for name, leaf in leaves.items():
         if isinstance(leaf, torch.Tensor):
-            add(Kind.BATCH, name, leaf, fake(leaf).requires_grad_(leaf.requires_grad))
+            add(Kind.BATCH, name, leaf, fake(name, leaf).requires_grad_(leaf.requires_grad))
     return given
+
+
+def _own_ops(cls: type) -> type | None:
+    """The class, of a tensor's, that changes what torch's ops do."""
+    torchs = ("torch", "torch._tensor", "torch._C", "torch.nn.parameter")
+    for base in cls.__mro__[: cls.__mro__.index(torch.Tensor)]:
+        hooks = vars(base).keys() & {"__torch_function__", "__torch_dispatch__"}
+        if hooks and base.__module__ not in torchs:
+            return base
+    return None

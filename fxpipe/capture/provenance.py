@@ -20,6 +20,7 @@ from torch import fx, nn
 
 import fxpipe
 from fxpipe.capture.answers import Answers
+from fxpipe.capture.dtypes import check_dtypes
 from fxpipe.capture.frozen import warn_of_seed
 from fxpipe.capture.functional import writes_to_a_constant
 from fxpipe.errors import CaptureError
@@ -68,6 +69,7 @@ class Provenance(compat.TorchDispatchMode):
 
     def __enter__(self) -> Provenance:
         self._entered = sys._getframe(1)
+        self._label_new_nodes()  # what is in the graph before the model's first op
         for path, module in self._model.named_modules():
             push = _Push(self._paths, path)
             self._handles.append(module.register_forward_pre_hook(push, prepend=True))
@@ -80,6 +82,9 @@ class Provenance(compat.TorchDispatchMode):
         self._entered = None
         while self._handles:
             self._handles.pop().remove()
+
+    def __deepcopy__(self, memo: Any) -> Provenance:
+        return self  # its hooks hang on the modules of which the forward makes copies
 
     def _pop(self, module: nn.Module, args: Any, output: Any) -> None:
         # Not called for a module that raised: an error message wants the innermost path.
@@ -138,7 +143,11 @@ class Provenance(compat.TorchDispatchMode):
             return args[0].device  # it knows, and is asked about twice an op
         if not compat.is_tracing():
             return func(*args, **(kwargs or {}))
-        if any(compat.is_real(x) for x in written_arguments(func, args, kwargs or {})):
+        with self.answers.noting_refusals():
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if any(compat.is_real(x) for x in written_arguments(func, args, kwargs)):
             raise writes_to_a_constant(self.place())  # before it does
         if torch.get_default_dtype() is not self._default_dtype:
             raise CaptureError(
@@ -148,15 +157,16 @@ class Provenance(compat.TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             result = self.answers.numbers(args[0])[0]
         else:
+            check_dtypes(func, args, self.place)
             if func is _RANDOM_FROM and args[2] is not None:
                 func = _random_from
             try:
-                result = func(*args, **(kwargs or {}))
+                result = func(*args, **kwargs)
             except compat.DATA_DEPENDENT:
                 graph = compat.traced_graph()
                 for node in reversed(compat.nodes_after(self._seen, graph)):
                     graph.erase_node(node)  # of the op that has no result
-                result = self.answers.result(func, args, kwargs or {})
+                result = self.answers.result(func, args, kwargs)
                 if result is None:
                     raise
         self._label_new_nodes()
@@ -210,6 +220,9 @@ class _Push:
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         self._paths.append(self._path)
+
+    def __deepcopy__(self, memo: Any) -> _Push:
+        return self
 
 
 class _SetSeq:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from fxpipe.capture.assigned import Assigned
 from fxpipe.capture.provenance import Provenance
 from fxpipe.capture.text import ANY_VALUES, Text
 from fxpipe.errors import CaptureError
@@ -24,39 +25,53 @@ _UNKNOWN: dict[Any, str] = {
 }
 
 
+_TRUTH = (torch.Tensor.__bool__, torch.Tensor.is_nonzero, torch.is_nonzero)
+
+
 class Questions(TorchFunctionMode):
-    """While entered, intercepts reads of tensors that do not pass the dispatcher."""
+    """While entered, intercepts reads of tensors, and assignments to ``.data``, that do not pass the
+    dispatcher.  ``assigned``: those of the run."""
 
     def __init__(self, provenance: Provenance):
         super().__init__()
-        self._provenance, self._answers = provenance, provenance.answers
+        self._provenance, self._answers, self.assigned = provenance, provenance.answers, Assigned()
         self.hooked = False  # whether the forward registered hooks of the backward
         self.again = False  # whether this is the second run
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.tolist and args[0].dim():
+        with self._answers.noting_refusals():
+            return self._answered(func, args, kwargs or {}, sys._getframe(1))
+
+    def _answered(self, func: Any, args: Any, kwargs: Any, reader: FrameType) -> Any:
+        if func in _TRUTH and args[0].dtype != torch.bool:
+            return bool(args[0] != 0)
+        if func is torch.Tensor.__int__ and args[0].is_floating_point():
+            return int(args[0].long())
+        if func is torch.Tensor.item or (func is torch.Tensor.tolist and not args[0].dim()):
+            return self._answers.number(args[0]) if args[0].numel() == 1 else func(*args)
+        if func is torch.Tensor.tolist:
             return self._tolist(args[0])
         if func in (torch.Tensor.numpy, torch.Tensor.__array__):
             return self._numpy(args[0])
+        if func is torch.Tensor.__deepcopy__:
+            return _copied(*args)
         if func is torch.allclose:
-            return bool(torch.isclose(*args, **(kwargs or {})).all())
+            return bool(torch.isclose(*args, **kwargs).all())
         if func is torch.equal:
             return args[0].shape == args[1].shape and bool((args[0] == args[1]).all())
         if func is torch.tensor and any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(args[0])):
-            return _stacked(args[0]).to(
-                **{k: v for k, v in (kwargs or {}).items() if k in ("dtype", "device")}
-            )
+            return _stacked(args[0]).to(**{k: v for k, v in kwargs.items() if k in ("dtype", "device")})
         if func in (torch.Tensor.__repr__, torch.Tensor.__format__):
             return Text.of(ANY_VALUES if self.again else func(*args), self._provenance.place)
         if func is torch.Tensor.register_hook:
             self.hooked = True
         descriptor = getattr(func, "__self__", None)
         if descriptor is torch.Tensor.data and func.__name__ == "__set__":
-            return self._set_data(*args)
+            return self.assigned.assign(args[0], args[1], self._provenance.place())
         read = _UNKNOWN.get(func if func is torch.Tensor.data_ptr else descriptor)
         if read and (descriptor is not torch.Tensor.grad or compat.is_placeholder(args[0])):
-            self._refuse(read, sys._getframe(1), through_torch=descriptor is torch.Tensor.grad)
-        return func(*args, **(kwargs or {}))
+            self._refuse(read, reader, through_torch=descriptor is torch.Tensor.grad)
+        return func(*args, **kwargs)
 
     def _refuse(self, read: str, reader: FrameType, through_torch: bool = False) -> None:
         """Raise CaptureError where the model's code reads what a trace cannot tell.
@@ -96,19 +111,14 @@ class Questions(TorchFunctionMode):
         with compat.no_modes():
             return torch.tensor(numbers, dtype=tensor.dtype).reshape(tensor.shape).numpy()
 
-    def _set_data(self, tensor: torch.Tensor, data: torch.Tensor) -> None:
-        """``x.data = y`` as an in-place write, which the graph shows."""
-        if data is tensor:
-            return
-        for what in ("shape", "dtype", "device"):
-            old, new = getattr(tensor, what), getattr(data, what)
-            if old != new:
-                raise CaptureError(
-                    f"The forward assigns to the .data of a tensor one of another {what} ({old} becomes "
-                    f"{new}), at {self._provenance.place()}. Convert it once, before you compile."
-                )
-        with torch.no_grad():
-            tensor.copy_(data)
+
+def _copied(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    """``copy.deepcopy``, which would read the memory."""
+    copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    if isinstance(tensor, torch.nn.Parameter):
+        compat.mark_as_parameter(copy)
+    memo[id(tensor)] = copy
+    return copy
 
 
 def _stacked(data: Any) -> torch.Tensor:

@@ -6,13 +6,17 @@ from collections.abc import Sequence
 
 import torch
 
+from fxpipe.capture.assigned import Assigned
+from fxpipe.capture.functional import writes_to_a_parameter
 from fxpipe.capture.inputs import Given
 from fxpipe.capture.registered import Registered
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph import Kind
 
 
-def replaced_buffers(tensors: Sequence[Registered], given: Sequence[Given]) -> dict[str, torch.Tensor]:
+def replaced_buffers(
+    tensors: Sequence[Registered], given: Sequence[Given], assigned: Assigned
+) -> dict[str, torch.Tensor]:
     """The buffers that the forward replaced.  Raises CaptureError for a change that is not supported."""
     replaced = {}
     for r, x in zip(tensors, given, strict=False):
@@ -20,10 +24,15 @@ def replaced_buffers(tensors: Sequence[Registered], given: Sequence[Given]) -> d
         if x.fake.untyped_storage()._cdata != x.storage:
             raise CaptureError(
                 f"The forward gives the {kind} {r.name!r} other memory (set_ or resize_). Copy into it "
-                "instead."
+                "instead; or, if the first batch alone does it, run the model on one batch before you "
+                "compile it."
             )
         now = r.now()
         if all(t is x.fake for t in now):
+            if assigned.data(x.fake) is not None:
+                if r.tensor.requires_grad:
+                    raise writes_to_a_parameter(r.name, assigned.place(x.fake))
+                replaced[r.name] = x.fake.detach()
             continue
         new = now[0]
         if r.kind is Kind.PARAMETER or new is None or any(t is not new for t in now):
@@ -43,7 +52,10 @@ def replaced_buffers(tensors: Sequence[Registered], given: Sequence[Given]) -> d
 
 
 def aliases(
-    tensors: Sequence[Registered], given: Sequence[Given], replaced: dict[str, torch.Tensor]
+    tensors: Sequence[Registered],
+    given: Sequence[Given],
+    replaced: dict[str, torch.Tensor],
+    assigned: Assigned,
 ) -> list[tuple[str, str]]:
     """Pairs of names: the forward gave the second, a buffer, the memory of the first.
 
@@ -52,11 +64,12 @@ def aliases(
     owners: dict[int, Registered] = {}
     pairs = []
     for r, x in zip(tensors, given, strict=False):
-        now = replaced.get(r.name, x.fake)
+        data = assigned.data(x.fake)
+        now = replaced.get(r.name, x.fake) if data is None else data
         owner = owners.setdefault(now.untyped_storage()._cdata, r)
         if owner is r or not (r.name in replaced or owner.name in replaced):
             continue
-        if owner.kind is Kind.PARAMETER:
+        if owner.kind is Kind.PARAMETER and owner.tensor.requires_grad:
             raise CaptureError(
                 f"The forward gives the buffer {r.name!r} the memory of the parameter {owner.name!r}, "
                 "which moves when that is trained. Give it a copy: .detach().clone()."

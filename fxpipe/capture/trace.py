@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fxpipe.capture.assigned import Assigned
 from fxpipe.capture.borrow import borrowed
 from fxpipe.capture.checkpoint import recorded_checkpoints
 from fxpipe.capture.clean import clean
@@ -27,6 +28,7 @@ from fxpipe.capture.failures import explained, in_another_thread
 from fxpipe.capture.frozen import Watch
 from fxpipe.capture.functional import functionalize
 from fxpipe.capture.inputs import Given, inputs
+from fxpipe.capture.made import check_made
 from fxpipe.capture.provenance import Provenance
 from fxpipe.capture.questions import Questions
 from fxpipe.capture.registered import Registered, overlapping, registered
@@ -120,7 +122,10 @@ def _attempt(
         watch = Watch(snapshot)
         step.snapshot = snapshot
 
-        with flag, recorded_checkpoints(), compat.plain_kernels(), compat.modules_without_code(), mode:
+        as_written = compat.plain_kernels(), compat.modules_without_code(), compat.uncompiled()
+        with contextlib.ExitStack() as stack:
+            for context in (flag, recorded_checkpoints(), *as_written, compat.without_log(), mode):
+                stack.enter_context(context)
             try:
                 module = compat.make_fx(step)(*values)
             except Exception as error:
@@ -142,9 +147,16 @@ def _attempt(
 
 
 def _check_written(graph: fx.Graph, tensors: Sequence[Registered]) -> None:
-    """Raise CaptureError for a changed buffer that shares memory, as the other tensor would change too."""
+    """Raise CaptureError for a changed buffer that is empty, or that shares memory, as the other tensor would
+    change too."""
     changed = output_dict(graph)["buffers"]
     for x in tensors:
+        if x.name in changed and not x.tensor.numel():
+            raise CaptureError(
+                f"The forward writes to the buffer {x.name!r}, which is empty "
+                f"({changed[x.name].meta['origin']}): its first run would give it a shape. Run the model on "
+                "one batch before you compile it."
+            )
         expanded = any(n > 1 and not step for n, step in zip(x.tensor.shape, x.tensor.stride(), strict=True))
         if x.name in changed and expanded:
             raise CaptureError(
@@ -204,7 +216,10 @@ class _Function:
                 wanted[name].register_hook(hook)
         questions = Questions(self.provenance)
         with self.provenance, questions:
-            first = self._step(wanted, self.gradients)
+            first = self._step(wanted, self.gradients, questions)
+        if self.provenance.answers.refused is not None:  # which the model caught
+            raise self.provenance.answers.refused
+        check_made(self.model, self.registered, self.provenance.answers)
         results, found, replaced = first.results, first.gradients, first.buffers
         self.layout = {
             "loss": results.loss is not None,
@@ -212,7 +227,7 @@ class _Function:
             "outputs": list(results.outputs),
             "grads": list(found),
             "buffers": list(replaced),
-            "aliases": aliases(self.registered, self.given, replaced),
+            "aliases": aliases(self.registered, self.given, replaced, questions.assigned),
         }
         numbers = [x.detach() for x in (results.loss, results.count) if x is not None]
         outputs = [x.detach() for x in results.outputs.values()]
@@ -222,13 +237,14 @@ class _Function:
         self.difference = self._repeat(run, flat, wanted, backward, questions)
         return flat
 
-    def _step(self, wanted: dict[str, torch.Tensor], backward: bool) -> _Step:
+    def _step(self, wanted: dict[str, torch.Tensor], backward: bool, questions: Questions) -> _Step:
         before = compat.last_node()
+        questions.assigned = Assigned()
         results = self._forward(wanted)
         forward = compat.nodes_after(before)
         scale = 1.0 if results.count is not None else self.scale
         gradients = self._gradients(results.loss, wanted, scale) if backward else {}
-        buffers = replaced_buffers(self.registered, self.given)
+        buffers = replaced_buffers(self.registered, self.given, questions.assigned)
         named: dict[str, torch.Tensor | None] = {"loss": results.loss, "count": results.count}
         named |= {f"the output {name!r}": x for name, x in results.outputs.items()}
         named |= {f"the buffer {name!r}": x for name, x in buffers.items()}
@@ -271,7 +287,7 @@ class _Function:
         questions.again = True
         with warnings.catch_warnings(), self.provenance, questions:
             warnings.simplefilter("ignore")  # they were given in the first run
-            step = self._step(wanted, backward)
+            step = self._step(wanted, backward, questions)
         inputs = [(x.input, x.real) for x in self.given]
         found = difference(first, step.whole if backward else step.forward, inputs, kept)
         graph = compat.traced_graph()

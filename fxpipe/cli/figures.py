@@ -73,7 +73,8 @@ def print_timeline(
     stages = "" if schedule.stages == schedule.ranks else f", {schedule.stages} stages"
     what = f"{schedule.name}: {schedule.ranks} ranks{stages}, {schedule.microbatches} microbatches"
     console.print(terminal(f"{what}; {source.note}"), soft_wrap=True)
-    console.print(timeline_text(timeline, console.width, console.color_system is not None))
+    colored = console.color_system is not None and not console.no_color  # NO_COLOR keeps the system
+    console.print(timeline_text(timeline, console.width, colored))
     console.print(_ranks(timeline, units))
     path = Counter(str(span.op.kind) for span in timeline.critical_path)
     kinds = ", ".join(f"{count} {kind}" for kind, count in path.items())

@@ -79,7 +79,7 @@ class Names:
 def _alias(op: str, overload: str) -> str:
     bare = op.lstrip("_")
     alias = bare.rstrip("_")
-    if overload not in ("default", "Tensor", "int"):
+    if overload not in ("default", "Tensor", "List", "int"):
         alias += f"_{overload.lower()}"
     return f"{alias}_" if bare.endswith("_") else alias
 

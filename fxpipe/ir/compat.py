@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -53,10 +54,13 @@ __all__ = [
     "plain_kernels",
     "pytree",
     "sequence_number",
+    "takes_numbers",
     "traced_constants",
     "traced_graph",
     "traced_node",
     "track",
+    "uncompiled",
+    "without_log",
 ]
 
 #: Raised by a fake tensor if the model reads a number that only real data has.
@@ -212,6 +216,27 @@ def apply_pending_writes(tensor: torch.Tensor) -> None:
 
 
 @contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run what is ``torch.compile``d as it is written, in a trace by make_fx."""
+    from torch._dynamo import config
+
+    with config.patch(error_on_nested_fx_trace=False):  # then the function is called
+        yield
+
+
+@contextlib.contextmanager
+def without_log() -> Iterator[None]:
+    """Let fake tensors raise an error without logging its traceback first."""
+    log = logging.getLogger(FakeTensor.__module__)
+    before = log.disabled
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+@contextlib.contextmanager
 def plain_kernels() -> Iterator[None]:
     """Let ATen use its own ops instead of those of cuDNN and oneDNN.
 
@@ -231,6 +256,11 @@ def plain_kernels() -> Iterator[None]:
 def has_kernel(op: OpOverload, device: str) -> bool:
     """Whether an op has its own kernel for this type of device."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), device.upper())
+
+
+def takes_numbers(op: OpOverload) -> bool:
+    """Whether the op takes Python's numbers in the place of tensors."""
+    return torch._C._should_allow_numbers_as_tensors(op.overloadpacket.__name__)
 
 
 def copy_node(

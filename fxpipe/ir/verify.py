@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fxpipe.errors import VerifyError
-from fxpipe.ir.graph import Color, Input, Kind, Phase, offload, read_buffer, reload
+from fxpipe.ir.graph import Color, Kind, Phase, offload, read_buffer, reload
 from fxpipe.ir.storage import (
     call_nodes,
     draws_numbers,
@@ -19,6 +19,7 @@ from fxpipe.ir.storage import (
     storage_root,
     storage_roots,
     written,
+    written_arguments,
 )
 
 
@@ -38,8 +39,11 @@ def verify(graph: fx.Graph, after: str) -> None:
     for node in special:
         _check_op(node, after)
     _check_writes([node for node in special if written(node.target)], after)
-    for name, value in output_dict(graph)["buffers"].items():
-        _check_buffer(graph, name, value, after)
+    changed = output_dict(graph)["buffers"]
+    for node in graph.find_nodes(op="placeholder") if changed else ():
+        given = node.meta["input"]
+        if given.kind is Kind.BUFFER and given.name in changed:
+            _check_buffer(node, changed[given.name], after)
     for name, parts in output_dict(graph)["grads"].items():
         if not parts:
             raise VerifyError(f"After {after}: the gradient of {name} has no summand.")
@@ -92,25 +96,25 @@ def _check_writes(writing: list[fx.Node], after: str) -> None:
 
 
 def _overwritten(node: fx.Node) -> list[fx.Node]:
-    arguments = [node.kwargs.get(name, node.args[0]) for name in written(node.target)]
-    return [storage_root(argument) for argument in arguments]  # type: ignore[arg-type]
+    return [storage_root(argument) for argument in written_arguments(node.target, node.args, node.kwargs)]
 
 
 def _is_accumulator(root: fx.Node) -> bool:
     return root.op == "placeholder" and root.meta["input"].kind is Kind.GRADIENT
 
 
-def _check_buffer(graph: fx.Graph, name: str, value: fx.Node, after: str) -> None:
-    for node in graph.find_nodes(op="placeholder"):
-        if node.meta["input"] == Input(Kind.BUFFER, name):
-            for user in node.users:
-                if user.target is not read_buffer or user.meta["color"] != value.meta["color"]:
-                    raise VerifyError(
-                        f"After {after}: {user} reads the buffer {name}, which {value} "
-                        f"({value.meta['color']}) gives another value."
-                    )
-            if len(node.users) > 1:
-                raise VerifyError(f"After {after}: the buffer {name} is read {len(node.users)} times.")
+def _check_buffer(buffer: fx.Node, value: fx.Node, after: str) -> None:
+    """Check the reads of a buffer that the step changes; ``value``: its new value."""
+    for user in buffer.users:
+        if user.target is not read_buffer or user.meta["color"] != value.meta["color"]:
+            raise VerifyError(
+                f"After {after}: {user} reads the buffer {buffer.meta['input'].name}, which {value} "
+                f"({value.meta['color']}) gives another value."
+            )
+    if len(buffer.users) > 1:
+        raise VerifyError(
+            f"After {after}: the buffer {buffer.meta['input'].name} is read {len(buffer.users)} times."
+        )
 
 
 def _check_offload(node: fx.Node, after: str) -> None:

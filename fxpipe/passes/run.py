@@ -20,6 +20,7 @@ from fxpipe.ir.sections import SectionEdge, edges_between, extract
 from fxpipe.ir.verify import verify
 from fxpipe.partition.coloring import partition
 from fxpipe.passes.accumulate import fuse_accumulation
+from fxpipe.passes.accumulate_together import accumulate_together
 from fxpipe.passes.cast_once import cast_once
 from fxpipe.passes.contiguous import make_contiguous
 from fxpipe.passes.copy_given_results import copy_given_results
@@ -145,6 +146,7 @@ PASSES = (
     # of the chosen cut alone, as costs do not depend on them (but see ``_is_costed``)
     Pass("accept_any_strides", lambda step, options: accept_any_strides(step.graph)),
     Pass("use_inplace_ops", lambda step, options: use_inplace_ops(step.graph, options.backend)),
+    Pass("accumulate_together", lambda step, options: accumulate_together(step.graph)),
     Pass("offload", _insert_offload, lambda step, options: bool(step.offloaded)),
 )
 

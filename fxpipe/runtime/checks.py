@@ -18,6 +18,12 @@ _library = torch.library.Library("fxpipe", "DEF")
 _library.define("expect(Tensor value, Scalar[] expected, str where) -> ()")
 
 
+INSTEAD_OF_A_NUMBER = (
+    "If it is a size or a count, use an upper bound of all batches instead (one_hot(i, n), "
+    "bincount(i, minlength=n)); else compare it as a tensor (no .item() there), or keep it out of"
+)
+"""The beginning of a remedy."""
+
 _off = False  # whether values are synthetic
 
 
@@ -42,10 +48,16 @@ def _check(value: torch.Tensor, expected: list[bool | int], where: str) -> None:
         return
     found = value.reshape(-1).tolist()
     if found != list(expected) and not _equal(found, expected):
+        remedy = INSTEAD_OF_A_NUMBER
+        if isinstance(found[0], bool):
+            remedy = (
+                "Compile with an example of the same kind as the batches, give a loop a fixed number of "
+                "rounds, or take the branch out of"
+            )
         raise RunError(
             f"The model's code reads a value of the data at {where}. The program was compiled for "
-            f"{_shown(expected)}, and this microbatch gives {_shown(found)}: other code would run. Compile "
-            "with an example of the same kind as the batches, or take the branch out of the model."
+            f"{_shown(expected)}, and this microbatch gives {_shown(found)}: other code would run. {remedy} "
+            "the model."
         )
 
 

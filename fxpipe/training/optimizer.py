@@ -271,7 +271,7 @@ def grouped(
     held: by name, or the name of rows.  groups: each with ``params``, a pattern as in a shell (``*.bias``) or
     several; a parameter belongs to the first group that has its name, and to the last, without options, if
     none has.  model_names: those of all ranks.
-    Raises RunError for a pattern that no name of the model matches.
+    Warns of a pattern that no name of the model matches, and raises RunError for a group of such patterns.
     """
     patterns = []
     for group in groups:
@@ -281,9 +281,12 @@ def grouped(
             raise RunError(
                 'A group is a mapping with "params", names or patterns like "*.bias", and options.'
             )
-        for pattern in several:
-            if not any(fnmatchcase(name, pattern) for name in model_names):
-                raise RunError(f"No parameter that is trained matches {pattern!r}. Take a name of the model.")
+        unmatched = [p for p in several if not any(fnmatchcase(name, p) for name in model_names)]
+        message = f"No parameter that is trained matches {' or '.join(map(repr, unmatched))}."
+        if len(unmatched) == len(several):
+            raise RunError(f"{message} Take a name of the model.")
+        if unmatched:  # as where one list is for models with and without biases
+            warnings.warn(message, stacklevel=3)
         patterns.append(several)
     made: list[dict[str, Any]] = [{**group, "params": []} for group in groups] + [{"params": []}]
     for name, parameter in held.items():

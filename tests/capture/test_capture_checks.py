@@ -1,5 +1,6 @@
 """Forwards that read values of the data: folded, or decided by the example and then checked as they run."""
 
+import math
 from unittest import mock
 
 import numpy as np
@@ -183,6 +184,65 @@ class Encoder(Reads):
         return self.encoder(y, mask=causal).mean(1)
 
 
+class FirstOfAll(Reads):
+    """The first op of the model picks what a mask says."""
+
+    def forward(self, x, mask):
+        return super().forward(x[mask.bool()].view(x.shape), mask)
+
+    def read(self, x, mask):
+        return x
+
+
+class SelectsAll(Reads):
+    def read(self, x, mask):
+        return torch.masked_select(x, mask[:1] > 0).view(x.shape) + torch.masked_select(x, mask == 0).sum()
+
+
+class Truth(Reads):
+    """Of numbers that are others in each microbatch."""
+
+    def read(self, x, mask):
+        return x * 2 if x.square().sum() and mask.sum() and torch.is_nonzero(x[0, 0]) else x
+
+
+class Comparisons(Reads):
+    """Of a floating-point number of the data."""
+
+    def read(self, x, mask):
+        largest, smallest = x.max().item(), x.min().item()
+        if largest > 65504 or not smallest < largest or largest == 0.5 or not largest:
+            raise ValueError("not finite")
+        mean = mask.double().mean()
+        return x * (int(mean + 0.5) + math.ceil(mean.item()) + math.floor(mean.item()))
+
+
+class CountsExperts(Reads):
+    """Mixture of experts whose load is balanced by a bias that its counts move, without a loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 4)
+        self.register_buffer("bias", torch.zeros(4))
+
+    def read(self, x, mask):
+        scores = self.gate(x).sigmoid()
+        chosen = (scores + self.bias).topk(2).indices
+        counts = torch.bincount(chosen.flatten(), minlength=4)
+        load = torch.bincount(chosen[:, 0], scores[:, 0].detach(), minlength=4)
+        self.bias += 0.01 * torch.sign(counts.double().mean() - counts) - 0.01 * load
+        weights = torch.zeros_like(scores).scatter(1, chosen, scores.gather(1, chosen))
+        return x + sum(weights[:, k, None] * self.layers[k](x) for k in range(4))
+
+
+class OneChoice(Reads):
+    """A random choice of one, as torchvision's detectors draw a size."""
+
+    def read(self, x, mask):
+        sizes = [2]
+        return x * sizes[int(torch.empty(1).uniform_(0.0, float(len(sizes))).item())]
+
+
 RIGHT = [
     AllOfAMask,
     Finite,
@@ -201,6 +261,12 @@ RIGHT = [
     NeverDrops,
     ValidatedDistribution,
     Encoder,
+    FirstOfAll,
+    SelectsAll,
+    Truth,
+    Comparisons,
+    CountsExperts,
+    OneChoice,
 ]
 
 
@@ -211,7 +277,10 @@ RIGHT = [
         pytest.param({"schedule": "1f1b", "recompute": "full"}, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("model", slow_except(RIGHT, AllOfAMask, ThroughNumpy, InPlace, PicksAll))
+@pytest.mark.parametrize(
+    "model",
+    slow_except(RIGHT, AllOfAMask, ThroughNumpy, InPlace, PicksAll, FirstOfAll, Comparisons, CountsExperts),
+)
 def test_equals_eager(model, options):
     assert_equals_eager(model, batch, ranks=2, **options)
 
@@ -319,14 +388,84 @@ def test_layer_drop():
     assert "test_capture_checks.py:" in message
 
 
-def test_a_random_number_that_python_compares():
+def test_a_random_number_that_python_computes_with():
     class Drops(Reads):
         def read(self, x, mask):
-            return x if torch.rand(()).item() <= 0.0 else x * 2  # never, which the trace cannot see
+            return x * (1 + torch.rand(()).item())
 
     message = refused(Drops)
     assert "compare the number as a tensor (no .item()" in message
     assert "test_capture_checks.py:" in message
+
+
+@pytest.mark.parametrize(
+    "use", [str, float, lambda n: n * 2, lambda n: 2 - n, lambda n: n.is_integer(), hash]
+)
+def test_a_number_of_the_data_that_leaves_the_graph(use):
+    class Uses(Reads):
+        def read(self, x, mask):
+            use(x.max().item())
+            return x
+
+    assert "no .item()" in refused(Uses)
+
+
+def test_a_number_of_the_data_in_an_op():
+    class Fills(Reads):
+        def read(self, x, mask):
+            return x + torch.full((WIDTH,), x.max().item())
+
+    message = refused(Fills)
+    assert "no .item() there" in message
+    assert "test_capture_checks.py:" in message
+
+
+def test_a_number_of_the_data_that_the_model_keeps():
+    class Keeps(Reads):
+        def __init__(self):
+            super().__init__()
+            self.best = 0.0
+
+        def read(self, x, mask):
+            self.best = x.max().item()
+            return x
+
+    with pytest.warns(UserWarning, match="changes the model's best"):
+        fxpipe.compile(Keeps(), batch(2), ranks=2, microbatches=2, schedule="1f1b")
+
+
+def test_a_number_of_the_data_beside_the_loss():
+    class Records(AllOfAMask):
+        def forward(self, x, mask):
+            loss = super().forward(x, mask)
+            return {"loss": loss, "value": loss.item()}
+
+    pipe = fxpipe.compile(Records(), batch(2), ranks=2, microbatches=2, schedule="1f1b")
+    assert pipe.run_local(batch(4)).loss > 0
+
+
+def test_more_experts_than_were_named():
+    class Counts(Reads):
+        def read(self, x, mask):
+            return x * torch.bincount(mask.flatten(), minlength=3)[1]
+
+    pipe = fxpipe.compile(Counts(), batch(2), ranks=2, microbatches=3, schedule="1f1b")
+    data = batch(6)
+    data["mask"][3, 2] = 3
+    with pytest.raises(fxpipe.RunError, match=r"test_capture_checks\.py:"):
+        pipe.run_local(data)
+
+
+def test_a_count_of_experts_that_training_changes():
+    class Widest(Reads):
+        def read(self, x, mask):
+            chosen = x.argmax(-1)
+            return x * F.one_hot(chosen, max(int(chosen.max()) + 1, 2)).sum()
+
+    with pytest.warns(UserWarning, match=r"integer .* of the trained parameters.*one_hot\(i, n\)"):
+        pipe = fxpipe.compile(Widest(), batch(2), ranks=2, microbatches=8, schedule="1f1b")
+    with pytest.raises(fxpipe.RunError, match=r"one_hot\(i, n\)"):
+        pipe.run_local(batch(16))
 
 
 @pytest.mark.slow
@@ -467,6 +606,20 @@ def test_a_way_for_compilers_that_reads_as_much_is_given_up():
     fxpipe.compile(Same(), batch(2), ranks=2, microbatches=2, schedule="1f1b")
     ways = [call.args for call in way.mock_calls]
     assert [*dict.fromkeys(ways)] == [("reads", False), ("goes on", False), ("reads", True)]
+
+
+@pytest.mark.parametrize(
+    "fails", [lambda x: x * x.max().item(), lambda x: x * float(x.max()), lambda x: x + x.unique()[0]]
+)
+def test_a_refusal_that_the_model_catches(fails):
+    class Catches(Reads):
+        def read(self, x, mask):
+            try:
+                return fails(x)
+            except Exception:  # noqa: BLE001 - as models do
+                return x
+
+    assert "test_capture_checks.py:" in refused(Catches)
 
 
 def test_what_the_way_for_compilers_catches_is_still_counted():

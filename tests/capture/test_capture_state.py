@@ -1,5 +1,6 @@
 """Buffers that the step changes, tensors under several names, and Python state: as in eager, or an error."""
 
+import copy
 import functools
 import random
 import warnings
@@ -137,6 +138,23 @@ class DataOfABuffer(Scale):
             self.scale.data = self.scale.data * 0.9 + 0.1
             return x * self.scale
         return x
+
+
+class DataOfABufferInUse(Scale):
+    """Views and products of the old value are used once more; frozen parameters are as buffers."""
+
+    def prepare(self):
+        super().prepare()
+        self.frozen = nn.Parameter(torch.rand(WIDTH), requires_grad=False)
+
+    def between(self, x, i):
+        if i != 1:
+            return x
+        y, old = x * self.scale * self.frozen, self.scale.view(2, 4)
+        self.scale.data = self.scale.data * 0.9 + x.detach().mean(0) * 0.1
+        self.frozen.data, z = self.scale.flip(0), y * y
+        y.data = y.data + 1
+        return (y + z) * old.view(-1) * self.scale * self.frozen
 
 
 class WrittenThroughData(Scale):
@@ -363,6 +381,46 @@ class Converts(Layers):
         return x
 
 
+class MakesModules(Layers):
+    """Modules that the forward makes, converts and copies."""
+
+    def between(self, x, i):
+        if i == 1:
+            x = nn.Sequential(nn.LayerNorm(WIDTH, dtype=torch.float32), nn.Softmax(-1)).to(x.dtype)(x)
+        return x + copy.deepcopy(self.layers[i])(x).square() if i == 3 else x
+
+
+class ComplexNumbers(Layers):
+    """Autograd conjugates Python's numbers."""
+
+    def between(self, x, i):
+        if i != 2:
+            return x
+        return (torch.exp(-2j * 3.5 * x) + (1j - x) / (2 + 1j) + torch.where(x > 0, x, 1j) ** 2j).abs()
+
+
+class CompiledModules(Layers):
+    def prepare(self):
+        self.layers[1] = torch.compile(nn.Sequential(self.layers[1], nn.Tanh()), backend="eager")
+        self.layers[3].compile(backend="eager")
+        self.sine = torch.compile(torch.sin, backend="eager")
+
+    def between(self, x, i):
+        return self.sine(x)
+
+
+class MaskOfTheFirstForward(Layers):
+    """A buffer that the first forward makes, of nothing that changes."""
+
+    def prepare(self):
+        self.register_buffer("mask", None)
+
+    def between(self, x, i):
+        if self.mask is None:
+            self.mask = torch.ones(WIDTH, WIDTH).tril()
+        return x @ self.mask if i == 2 else x
+
+
 class Lstm(Layers):
     def prepare(self):
         self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, bidirectional=True)
@@ -383,6 +441,7 @@ RIGHT = [
     ReplacedScale,
     WrittenThenReplaced,
     DataOfABuffer,
+    DataOfABufferInUse,
     WrittenThroughData,
     MomentumEncoder,
     Annealed,
@@ -400,6 +459,9 @@ RIGHT = [
     CachedElsewhere,
     PlainTensor,
     Converts,
+    MakesModules,
+    ComplexNumbers,
+    CompiledModules,
     Lstm,
 ]
 
@@ -409,7 +471,18 @@ RIGHT = [
 )
 @pytest.mark.parametrize(
     "model",
-    slow_except(RIGHT, BatchNorm, ReplacedScale, MomentumEncoder, Previous, ViewsWrittenInBackward, Aliases),
+    slow_except(
+        RIGHT,
+        BatchNorm,
+        ReplacedScale,
+        MomentumEncoder,
+        Previous,
+        ViewsWrittenInBackward,
+        Aliases,
+        DataOfABufferInUse,
+        MakesModules,
+        ComplexNumbers,
+    ),
 )
 def test_equals_eager(model, options):
     with captured_once(model):
@@ -806,6 +879,177 @@ def test_checkpointed_batch_norm():
     message = refused(Checkpointed)
     assert "'norm.running_mean'" in message
     assert "recompute=" in message
+
+
+# -- tensors that are registered late, shared, resized, or of classes of their own -------------------------
+
+
+class MakesALayer(Layers):
+    def prepare(self):
+        self.target = None
+
+    def between(self, x, i):
+        if self.target is None:
+            self.target = copy.deepcopy(self.layers[0]).requires_grad_(False)
+        return x + self.target(x) if i == 2 else x
+
+
+class MakesAnAverage(Layers):
+    def prepare(self):
+        self.register_buffer("mean", None)
+
+    def between(self, x, i):
+        if i == 2:
+            m = x.detach().mean(0)
+            self.mean = m if self.mean is None else self.mean * 0.9 + m * 0.1
+            return x - self.mean
+        return x
+
+
+class MakesACounter(Layers):
+    def between(self, x, i):
+        if i == 2:
+            if not hasattr(self, "decay"):
+                self.register_buffer("decay", torch.ones(()))
+            self.decay.mul_(0.9)
+            return x * self.decay
+        return x
+
+
+@pytest.mark.parametrize(
+    ("model", "name"), [(MakesALayer, "target.weight"), (MakesAnAverage, "mean"), (MakesACounter, "decay")]
+)
+def test_state_that_the_first_forward_makes(model, name):
+    message = refused(model)
+    assert f"'{name}'" in message
+    assert "run the model on one batch before you compile it" in message
+
+    def build() -> nn.Module:
+        built = model()
+        built(*rows(4))
+        return built
+
+    assert_equals_eager(build, rows, ranks=2, schedule="1f1b")
+
+
+def test_a_mask_that_the_first_forward_makes():
+    model, data = MaskOfTheFirstForward(), rows(6)
+    pipe = fxpipe.compile(model, rows(2), ranks=2, microbatches=3, schedule="zb-h1")
+    result = pipe.run_local(data)
+    assert model.mask is None
+    loss, grads = eager_step(model, data, 3, None)
+    assert relative_error(result.loss, loss) <= LIMIT
+    assert too_far(result.grads, grads, LIMIT) == {}
+
+
+class ViewOfAParameter(Layers):
+    def prepare(self):
+        self.view = self.layers[1].weight.t()
+
+    def between(self, x, i):
+        return x @ self.view if i == 2 else x
+
+
+def test_a_view_of_a_parameter_that_was_made_before():
+    assert "make views of it in the forward" in refused(ViewOfAParameter)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.slow
+def test_observers_that_get_their_shape_from_the_first_batch():
+    torch.set_default_dtype(torch.float32)
+
+    def build(*runs: int) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        model.qconfig = torch.ao.quantization.get_default_qat_qconfig("x86")
+        torch.ao.quantization.prepare_qat(model, inplace=True)
+        for count in runs:
+            model(torch.ones(count, WIDTH))
+        return model
+
+    options = {"loss_fn": lambda output, batch: output.square().mean(), "ranks": 2, "schedule": "1f1b"}
+    data = (torch.linspace(-1, 1, 6 * WIDTH).view(6, WIDTH),)
+    with pytest.raises(fxpipe.CaptureError, match=r"min_val', which is empty .*Run the model on one batch"):
+        fxpipe.compile(build(), (data[0][:2],), microbatches=3, **options)
+    pipe = fxpipe.compile(build(2), (data[0][:2],), microbatches=3, **options)
+    loss, grads = eager_step(build(2), data, 3, options["loss_fn"])
+    result = pipe.run_local(data)
+    assert relative_error(result.loss, loss) < 1e-5
+    assert too_far(result.grads, grads, 1e-5) == {}
+
+
+class Doubled(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.Tensor.mul else result
+
+
+class Named(torch.Tensor):
+    pass
+
+
+class OwnTensors(Layers):
+    """A buffer, a constant, or a tensor of the forward, of a class with ops of its own."""
+
+    kind = "buffer"
+
+    def prepare(self):
+        scale = torch.ones(WIDTH).as_subclass(Doubled)
+        if self.kind == "buffer":
+            self.register_buffer("scale", scale)
+        self.scale = scale
+
+    def between(self, x, i):
+        if i == 2:
+            return x * self.scale if self.kind != "forward" else x.as_subclass(Named) * 2
+        return x
+
+
+@pytest.mark.parametrize(
+    ("kind", "remedy"),
+    [
+        ("buffer", "as_subclass(torch.Tensor)"),
+        ("constant", "as_subclass(torch.Tensor)"),
+        ("forward", "Leave out"),
+    ],
+)
+def test_tensors_of_other_classes(kind, remedy):
+    assert remedy in refused(type("Own", (OwnTensors,), {"kind": kind}))
+
+
+def test_an_example_of_another_class():
+    with pytest.raises(fxpipe.CaptureError, match="'0' is a Doubled"):
+        fxpipe.compile(Layers(), (rows(2)[0].as_subclass(Doubled),), ranks=2, microbatches=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_an_example_of_another_dtype(dtype):
+    with pytest.raises(fxpipe.CaptureError, match=r"addmm.* gets tensors of .* \(module 'layers\.0'"):
+        fxpipe.compile(Layers(), (rows(2)[0].to(dtype),), ranks=2, microbatches=2)
+
+
+def test_classes_of_another_dtype():
+    class Classifies(Layers):
+        def forward(self, x, labels):
+            for layer in self.layers:
+                x = layer(x)
+            return nn.functional.cross_entropy(x, labels)
+
+    data = (*rows(2), torch.zeros(2, dtype=torch.int32))
+    with pytest.raises(fxpipe.CaptureError, match=r"torch\.int32.*Give them as torch\.int64"):
+        fxpipe.compile(Classifies(), data, ranks=2, microbatches=2)
+
+
+def test_shapes_that_do_not_fit_are_not_logged(caplog):
+    class Odd(Layers):
+        def between(self, x, i):
+            return x @ torch.ones(5, 3)
+
+    assert "same reduction dim" in refused(Odd)
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 # -- operators that a program cannot hold -----------------------------------------------------------------

@@ -4,6 +4,7 @@ import itertools
 import json
 
 import pytest
+from rich.text import Text
 
 from fxpipe.cli import main
 
@@ -83,12 +84,14 @@ def test_table(capsys):
     assert "critical path: " in out
 
 
-def test_the_timeline_in_a_terminal_without_colors(capsys, monkeypatch):
+@pytest.mark.parametrize("terminal", ["", "1"])
+def test_the_timeline_without_colors(capsys, monkeypatch, terminal):
     monkeypatch.setenv("COLUMNS", "30")
     monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("FORCE_COLOR", terminal)
     unit = {"forward": "1", "backward_input": "1", "backward_weight": "1", "comm": "0"}
     assert main(arguments(ranks="2", microbatches="2", **unit)) == 0
-    assert capsys.readouterr().out.splitlines()[1:3] == [
+    assert Text.from_ansi(capsys.readouterr().out).plain.splitlines()[1:3] == [
         "0 F0··F1··    B0··W0··B1··W1··",
         "1     F0··B0··F1··B1··W0··W1··",
     ]

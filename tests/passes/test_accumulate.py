@@ -7,7 +7,7 @@ from torch import fx, nn
 import fxpipe
 from fxpipe.cost.nodes import node_flops
 from fxpipe.ir.graph import Kind
-from fxpipe.passes import accumulate
+from fxpipe.passes import accumulate, accumulate_together
 
 aten = torch.ops.aten
 WIDTH, ROWS = 8, 6
@@ -96,3 +96,42 @@ def test_a_gradient_that_is_rounded_on_its_way_stays_rounded():
     assert isinstance(part, fx.Node)
     assert part.target is aten._to_copy.default
     assert part.meta["val"].dtype == torch.float32
+
+
+class Normed(nn.Module):
+    """Layers with biases, a large bias, one that is used twice, and norms."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.norm, self.large = nn.LayerNorm(WIDTH), nn.Parameter(torch.rand(1 << 15))
+        self.layers[3].bias = self.layers[2].bias
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = self.norm(torch.tanh(layer(x)))
+        return x.square().mean() + (self.large.square() * x.mean()).mean()
+
+
+def rows(count: int) -> tuple[torch.Tensor]:
+    return (torch.randn(count, WIDTH),)
+
+
+def test_small_gradients_of_a_stage_are_added_in_one_op(monkeypatch):
+    torch.manual_seed(0)
+    model, data = Normed().double(), (rows(6)[0].double(),)
+    example = (data[0][:2],)
+
+    def compiled() -> fxpipe.Pipeline:
+        return fxpipe.compile(model, example, ranks=1, microbatches=3, schedule="zb-h1")
+
+    joined = compiled()
+    monkeypatch.setattr(accumulate_together, "LARGEST", 0)
+    apart = compiled()
+    source = joined.artifact.programs[0]
+    assert source.count(" foreach_add_(") == 1
+    assert 'add_(grads["large"]' in source
+    assert "foreach_add_(" not in apart.artifact.programs[0]
+    one, other = joined.run_local(data).grads, apart.run_local(data).grads
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)

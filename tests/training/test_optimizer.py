@@ -151,6 +151,7 @@ def test_groups_are_alike_on_all_ranks():
     ("groups", "message"),
     [
         ([{"params": "nothing.*"}], "matches 'nothing"),
+        ([{"params": ["*.bias", "*nrom*"]}], r"matches '\*\.bias' or '\*nrom\*'"),
         ([{"lr": 1.0}], "names or patterns"),
         ([{"params": [torch.ones(1)]}], "names or patterns"),
     ],

@@ -1,6 +1,8 @@
 """Weights of Hugging Face models: on the meta device, and in and out of their files."""
 
 import copy
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,9 +47,9 @@ def llama(tmp_path_factory):
     return directory, model
 
 
-def llama_pipeline(model: nn.Module) -> fxpipe.Pipeline:
+def llama_pipeline(model: nn.Module, ranks: int = 2) -> fxpipe.Pipeline:
     tokens = {name: torch.arange(6).reshape(1, 6) for name in ("input_ids", "labels")}
-    return fxpipe.compile(model, tokens, ranks=2, microbatches=2, schedule="1f1b")
+    return fxpipe.compile(model, tokens, ranks=ranks, microbatches=2, schedule="1f1b")
 
 
 @pytest.mark.parametrize("largest", ["5GB", "4KB"])
@@ -91,3 +93,16 @@ def test_files_that_are_refused(llama, tmp_path):
         index.write_text(text)
         with pytest.raises(ArtifactError, match=message):
             pipe.load_state_dict(tmp_path)
+
+
+def test_groups_as_in_the_docs_on_a_llama(llama):
+    """Which has norms, and no biases."""
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    example = re.search(r"```python\n(opt = pipe\.optimizer\(\n.*?)```", page, re.S)
+    assert example
+    names = {"pipe": llama_pipeline(copy.deepcopy(llama[1]), ranks=1), "torch": torch}
+    with pytest.warns(UserWarning, match=r"matches '\*\.bias'"):
+        exec(example[1], names)
+    plain, rest = names["opt"].param_groups
+    assert len(plain["params"]) == sum("norm" in name for name, _ in llama[1].named_parameters())
+    assert (plain["weight_decay"], rest["weight_decay"]) == (0.0, 0.1)
