@@ -112,15 +112,14 @@ def own_values(rank: Rank) -> None:
 
 
 def reduced(rank: Rank) -> None:
-    """A number of each rank, and three of them; the last is NaN on rank 1."""
+    """A number of each rank: the sum, the largest, and both of numbers of which one is NaN."""
     process = Process.join(torch.device("cpu"))
-    number = torch.tensor(float(rank.number), dtype=torch.float64)
-    several = torch.tensor([1.0, -rank.number, torch.nan if rank.number == 1 else 0.0])
-    largest = several.clone()
-    process.all_reduce_(number)
-    process.all_reduce_(several)
-    process.all_reduce_(largest, largest=True)
-    rank.tensors("reduced", {"number": number, "several": several, "largest": largest})
+    own = torch.tensor([rank.number, torch.nan if rank.number == 1 else 0.0], dtype=torch.float64)
+    total, largest = own.clone(), own.clone()
+    for k in range(2):
+        process.all_reduce_(total[k])
+        process.all_reduce_(largest[k], largest=True)
+    rank.tensors("reduced", {"total": total, "largest": largest})
 
 
 class Wide(nn.Linear):
