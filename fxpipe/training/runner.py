@@ -218,8 +218,10 @@ class Runner:
 
     def _settle(self, rt: Runtime, program: Program, batch: Any) -> None:
         """Run the program alone, where steps need a settled memory, until it asks for none."""
+        if self._releases is None:
+            return
         memory = step_memory(self.device)
-        if self._releases is None or self._settled_at == memory.grown:
+        if self._settled_at == memory.grown:
             return
         grads = self.state.zero_gradients(rt.rank)
         for _ in range(MOST_RUNS):
