@@ -17,7 +17,7 @@ import torch
 from fxpipe.errors import RunError
 from fxpipe.plan.artifact import holders
 from fxpipe.runtime.accelerator import event, is_accelerator
-from fxpipe.runtime.digest import digest, number
+from fxpipe.runtime.digest import MOST, digest, number
 from fxpipe.runtime.process import Process
 from fxpipe.training.model_state import ModelState
 from fxpipe.training.optimizer import Counts, PipelineOptimizer
@@ -36,6 +36,7 @@ class Course:
     _steps: int = 0  # whose gradients are in .grad
     _zeroed: int = 0
     _first: int = 0  # of the tensors in the next step's digests
+    _turn: int = 0  # the number of times that all had theirs
     _names: tuple[str, ...] = ()
     _digests: torch.Tensor | None = None
     _copied: torch.Event | None = None
@@ -103,16 +104,26 @@ class Course:
         self._names = tuple((shared * 2)[first : first + min(DIGESTS, len(shared))])
         self._first = (first + DIGESTS) % max(1, len(shared))
         if self._names:
-            self._digests = self._digest(self._names).to("cpu", non_blocking=True)
+            self._digests = self._digest(self._names, self._turn).to("cpu", non_blocking=True)
+            self._turn += first + DIGESTS >= len(shared)
             if is_accelerator(self.state.device):
                 self._copied = event(self.state.device)
                 self._copied.record()
         return found
 
-    def _digest(self, names: Sequence[str]) -> torch.Tensor:
-        """The digests of these tensors, ABSENT for those that this rank does not hold."""
+    def _digest(self, names: Sequence[str], turn: int | None = None) -> torch.Tensor:
+        """The digests of these tensors, ABSENT for those that this rank does not hold.
+
+        turn: take some rows of large ones, each time others; None for all of them.
+        """
         own, device = {*self.state.plan.tensors[self.rank].state}, self.state.device
         held = [self.state.held(name) if name in own else None for name in names]
         absent = torch.full((), ABSENT, device=device)
-        found = [absent if t is None or t.is_meta else digest(t) for t in held]
+        found = [absent if t is None or t.is_meta else digest(_rows(t, turn)) for t in held]
         return torch.stack(found)
+
+
+def _rows(tensor: torch.Tensor, turn: int | None) -> torch.Tensor:
+    """At most MOST rows; those of as many turns as needed are all rows."""
+    apart = -(-len(tensor) // MOST) if tensor.dim() and turn is not None else 1
+    return tensor if apart <= 1 or turn is None else tensor[turn % apart :: apart]

@@ -6,7 +6,8 @@ from torch import nn
 from zoo import Case, Shape, TiedHead, built_and_compiled, tokens
 
 import fxpipe
-from fxpipe.training.course import Course
+from fxpipe.runtime.digest import MOST
+from fxpipe.training.course import Course, _rows
 from fxpipe.training.same_batch import ABSENT
 
 MICROBATCHES = 2
@@ -76,6 +77,16 @@ def test_digests_are_those_of_tensors_that_several_ranks_hold():
     ranks[0].facts(1, False, "")
     assert ranks[0].facts(1, False, "").digests != first.digests
     assert Course(pipe.model_state, 0, False)._shared == []
+
+
+def test_all_rows_of_a_large_table_have_their_turn():
+    table = torch.arange(3 * MOST - 5)
+    turns = [_rows(table, turn) for turn in range(3)]
+    assert max(map(len, turns)) <= MOST
+    assert torch.equal(torch.cat(turns).sort()[0], table)
+    assert torch.equal(_rows(table, 3), turns[0])
+    assert all(_rows(x, 1) is x for x in (torch.ones(()), torch.ones(0, 3), torch.ones(MOST)))
+    assert _rows(table, None) is table
 
 
 # -- what changes after compile ---------------------------------------------------------------------------
