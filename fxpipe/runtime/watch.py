@@ -272,7 +272,6 @@ class Watch:
 
 #: Those of runs that failed, when the process ends.
 _failed: list[Watch] = []
-_nowhere = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
 
 
 def _limit_end() -> None:
@@ -282,7 +281,8 @@ def _limit_end() -> None:
     never send.  No thread of Python runs then.
     """
     if _failed:
-        faulthandler.dump_traceback_later(GRACE / 2, exit=True, file=_nowhere)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        faulthandler.dump_traceback_later(GRACE / 2, exit=True, file=nowhere)
 
 
 atexit.register(_limit_end)  # as early as possible: it comes after what other libraries do at the end
