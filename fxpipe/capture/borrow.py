@@ -49,6 +49,7 @@ def borrowed(model: nn.Module, loss_fn: Any, fakes: dict[int, torch.Tensor]) -> 
         snapshot.put_in_place(lambda x: fakes.get(id(x)))
         for path, module in model.named_modules():
             module.__dict__["_apply"] = partial(_convert, path, module)
+        snapshot.begin()
         with torch.random.fork_rng(devices=[]):
             yield snapshot
     finally:
