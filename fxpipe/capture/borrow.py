@@ -64,6 +64,7 @@ def borrowed(model: nn.Module, loss_fn: Any, fakes: dict[int, torch.Tensor]) -> 
         for path, module in model.named_modules():
             module.__dict__["_apply"] = partial(_convert, path, module)
         nn.Module._apply = _convert_own  # type: ignore[method-assign]
+        snapshot.begin()
         with torch.random.fork_rng(devices=[]):
             yield snapshot
     finally:

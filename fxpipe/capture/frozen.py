@@ -14,13 +14,10 @@ import textwrap
 import warnings
 
 import numpy as np
-import torch
 from torch import nn
 
 from fxpipe.capture.number import NumberOfData
-from fxpipe.capture.snapshot import Snapshot, State
-
-_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+from fxpipe.capture.snapshot import PLAIN, Snapshot, State
 
 
 class Watch:
@@ -71,13 +68,13 @@ def _changed(state: State) -> list[str]:
     if isinstance(before, bytes):
         return [""] if now != before else []
     if not isinstance(before, dict):
-        plain = before and all(isinstance(x, _PLAIN) for x in (*now, *before))
+        plain = before and all(isinstance(x, PLAIN) for x in (*now, *before))
         return [""] if plain and now != before else []
     found = []
     for key, old in before.items():
         new = now.get(key)
-        if isinstance(old, _PLAIN) and (
-            isinstance(new, NumberOfData) or (isinstance(new, _PLAIN) and old != new)
+        if isinstance(old, PLAIN) and (
+            isinstance(new, NumberOfData) or (isinstance(new, PLAIN) and old != new)
         ):
             found.append(str(key))
     return found

@@ -82,7 +82,7 @@ def difference(
                 return same.get(b, b) is a
             if values.equal(a, b, at):
                 return True
-            earlier = sources(b) - own - sources(a)
+            earlier = sources(b) - own - (sources(a) - {a})
             if earlier:
                 raise _carried(next((x for x in earlier if x in kept), b), at[1] or b, kept)
             return False

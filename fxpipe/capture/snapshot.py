@@ -7,17 +7,21 @@ that belongs neither to torch nor to the standard library.
 
 from __future__ import annotations
 
+import array
 import contextlib
+import contextvars
 import copy
 import functools
 import itertools
 import pickle
 import random
 import sys
+import sysconfig
+import threading
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -42,6 +46,10 @@ _CALLED = {
 LARGEST = 1 << 26
 #: Iterators of which a copy does not share the position.
 _ITERATORS: tuple[type, ...] = (itertools.count, *map(type, map(iter, ([], (), "", range(0)))))
+#: Where installed packages are.
+_INSTALLED = (*{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}, "<")
+#: Types of values that are compared rather than identified.
+PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _ABSENT: Any = object()
 
 
@@ -57,6 +65,9 @@ class Names:
             return {name: self.of[name] for name in self.names if name in self.of}
         if isinstance(self.of, type):
             return {name: x for name, x in vars(self.of).items() if not name.startswith("__")}
+        if isinstance(self.of, contextvars.ContextVar):
+            value = self.of.get(_ABSENT)
+            return {} if value is _ABSENT else {"value": value}
         found = {}
         for name in self.names:
             with contextlib.suppress(AttributeError, ValueError):  # ValueError: a variable without a value
@@ -66,13 +77,15 @@ class Names:
     def __setitem__(self, name: str, value: Any) -> None:
         if isinstance(self.of, dict):
             self.of[name] = value
+        elif isinstance(self.of, contextvars.ContextVar):
+            self.of.set(value)
         else:
             setattr(self.of, name, value)
 
     def __delitem__(self, name: str) -> None:
         if isinstance(self.of, dict):
             del self.of[name]
-        else:
+        elif not isinstance(self.of, contextvars.ContextVar):  # which cannot lose its value
             delattr(self.of, name)
 
 
@@ -124,15 +137,18 @@ class State:
         _put_back(self.place, self.before)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Snapshot:
     """The state that a model and its loss function reach.
 
     ``caches``: functions with a cache of ``functools``, each with its number of misses.
+    ``is_whole``: whether all code is that of installed packages, and all objects' state is recorded.
     """
 
     states: list[State]
     caches: list[tuple[Any, int]]
+    is_whole: bool = True
+    lent: list[Any] = field(default_factory=list)  # the contents when the trace begins
 
     @staticmethod
     def of(model: nn.Module, loss_fn: Any = None) -> Snapshot:
@@ -151,6 +167,8 @@ class Snapshot:
                 path = paths.get(id(thing))
                 name = f"{path}.*" if path else "the model's *" if path == "" else f"{type(thing).__name__}.*"
                 found = _Found(thing, name, thing)
+            if _has_hidden_state(thing):
+                snapshot.is_whole = False
             if isinstance(thing, types.FunctionType) and _is_users(thing):
                 for name in _names_in(thing.__code__) - used:
                     used.add(name)
@@ -180,6 +198,14 @@ class Snapshot:
                     new = copy.copy(x) if isinstance(x, _ITERATORS) else replaced(x)
                     if new is not None:
                         state.place[key] = new
+
+    def begin(self) -> None:
+        """Note the state with which the trace begins."""
+        self.lent = [state.now() for state in self.states]
+
+    def is_changed(self) -> bool:
+        """Whether some state is another one than when the trace began."""
+        return any(not _alike(state.now(), old) for state, old in zip(self.states, self.lent, strict=True))
 
     def new_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors that places of state have got since, with their names for messages."""
@@ -221,6 +247,8 @@ def _places(found: _Found) -> Iterator[tuple[Any, str]]:
     elif isinstance(thing, _OPAQUE):
         if not isinstance(thing, np.ndarray) or (thing.nbytes <= LARGEST and not thing.dtype.hasobject):
             yield Opaque(thing), label
+    elif isinstance(thing, contextvars.ContextVar):
+        yield Names(thing, ()), label
     elif isinstance(thing, types.ModuleType):
         if _is_users(thing):
             yield Names(vars(thing), tuple(vars(thing))), f"{thing.__name__}.*"
@@ -270,6 +298,25 @@ def _parts(found: _Found) -> list[_Found]:
             )
     wrapped = getattr(thing, "__wrapped__", None) if isinstance(thing, functools._lru_cache_wrapper) else None
     return [_Found(type(thing), label), _Found(wrapped, label)]
+
+
+def _alike(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(x, b[key]) for key, x in a.items())
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(a == b)  # sets and bytes
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or (isinstance(a, PLAIN) and type(a) is type(b) and a == b)
+
+
+def _has_hidden_state(thing: Any) -> bool:
+    """Whether an object has state that is not recorded, or is code outside of installed packages."""
+    if isinstance(thing, types.FunctionType):
+        return _is_users(thing) and not thing.__code__.co_filename.startswith(_INSTALLED)
+    return isinstance(thing, (Iterator, threading.local, bytearray, array.array))
 
 
 def _tensors_in(thing: Any) -> Iterator[torch.Tensor]:

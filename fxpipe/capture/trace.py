@@ -234,7 +234,8 @@ class _Function:
         flat = [*numbers, *outputs, *found.values(), *replaced.values()]
         backward = self.gradients and (bool(hooks) or questions.hooked or self.provenance.backward_runs_code)
         run = first.whole if backward else first.forward
-        self.difference = self._repeat(run, flat, wanted, backward, questions)
+        if not self.snapshot.is_whole or self.snapshot.is_changed():
+            self.difference = self._repeat(run, flat, wanted, backward, questions)
         return flat
 
     def _step(self, wanted: dict[str, torch.Tensor], backward: bool, questions: Questions) -> _Step:

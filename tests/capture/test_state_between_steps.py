@@ -1,0 +1,290 @@
+"""State of Python that a forward changes from step to step: an error or a warning that names the line."""
+
+import random
+import threading
+import warnings
+from collections import deque
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fxpipe
+from fxpipe.capture.trace import capture
+
+WIDTH = 4
+TOTAL = {"steps": 0, "last": None}
+
+
+class Net(nn.Module):
+    def __init__(self, between, state):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.between, self.state = between, state
+
+    def forward(self, x):
+        return self.second(self.between(self, torch.tanh(self.first(x)))).square().mean()
+
+
+class Slots:
+    __slots__ = ("steps",)
+
+    def __init__(self):
+        self.steps = 0
+
+
+class OfAClass:
+    steps = 0
+
+
+class Halves(torch.autograd.Function):
+    calls = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Halves.calls += 1
+        return gradient * Halves.calls
+
+
+def traced(between, state=None, loss_fn=None) -> str:
+    """The warnings of a capture, as text."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        capture(Net(between, state), (torch.randn(2, WIDTH),), loss_fn, 0.5, torch.device("cpu"))
+    return "\n".join(str(w.message) for w in caught if w.category is UserWarning)
+
+
+def keeps_in_a_list(self, x):
+    self.state.append(x.detach())
+    return x + sum(self.state)
+
+
+def keeps_in_a_tuple(self, x):
+    y, self.state = x + self.state[0], (x.detach(), 1)
+    return y
+
+
+def keeps_under_a_new_key(self, x):
+    self.state[len(self.state)] = x.detach()
+    return x + sum(self.state.values())
+
+
+def keeps_in_a_global(self, x):
+    y = x if TOTAL["last"] is None else x + TOTAL["last"]
+    TOTAL["last"] = x.detach()
+    return y
+
+
+def keeps_random_numbers(self, x):
+    self.state = torch.rand(WIDTH) if self.state is None else self.state
+    return x + self.state
+
+
+def keeps_of_a_parameter(self, x):
+    self.state = self.first.weight.detach().sum(0) if self.state is None else self.state
+    return x + self.state
+
+
+def counts_in_a_tensor(self, x):
+    self.state = self.state + 1
+    return x * self.state
+
+
+CARRIED = {
+    keeps_in_a_list: list,
+    keeps_in_a_tuple: lambda: (torch.zeros(2, WIDTH), 1),
+    keeps_under_a_new_key: dict,
+    keeps_in_a_global: lambda: None,
+    keeps_random_numbers: lambda: None,
+    keeps_of_a_parameter: lambda: None,
+    counts_in_a_tensor: lambda: torch.zeros(()),
+}
+
+
+@pytest.mark.parametrize("between", CARRIED)
+def test_a_result_that_a_later_step_reads(between):
+    with pytest.raises(
+        fxpipe.CaptureError, match=r"keeps a result in .*test_state_between_steps.py:\d+.*buffer"
+    ):
+        traced(between, CARRIED[between]())
+    assert TOTAL["last"] is None
+
+
+def closure():
+    steps = 0
+
+    def between(self, x):
+        nonlocal steps
+        steps += 1
+        return x * steps
+
+    return between
+
+
+def of_slots(self, x):
+    self.state.steps += 1
+    return x * self.state.steps
+
+
+def of_a_class(self, x):
+    OfAClass.steps += 1
+    return x * OfAClass.steps
+
+
+def of_a_global(self, x):
+    TOTAL["steps"] += 1
+    return x * TOTAL["steps"]
+
+
+def of_an_iterator(self, x):
+    return x * next(self.state)
+
+
+def of_an_array(self, x):
+    self.state += 1
+    return x * float(self.state[0])
+
+
+def of_a_default(self, x, seen=[]):  # noqa: B006
+    seen.append(1)
+    return x * len(seen)
+
+
+def swapped_modules(self, x):
+    self.first, self.second = self.second, self.first
+    return x
+
+
+def of_a_hook(self, x):
+    def scaled(gradient):
+        self.state[0] += 1
+        return gradient * self.state[0]
+
+    x.register_hook(scaled)
+    return x
+
+
+def of_a_grad_mode(self, x):
+    self.state[0] += 1
+    with torch.set_grad_enabled(self.state[0] > 1):
+        return x + x.sin()
+
+
+CHANGED = {
+    "closure": (closure(), lambda: None),
+    "slots": (of_slots, Slots),
+    "class": (of_a_class, lambda: None),
+    "global": (of_a_global, lambda: None),
+    "iterator": (of_an_iterator, lambda: iter([1.0, 2.0, 3.0])),
+    "array": (of_an_array, lambda: np.ones(1)),
+    "random": (lambda self, x: x * self.state.random(), lambda: random.Random(0)),
+    "generator": (lambda self, x: x * float(self.state.random()), lambda: np.random.default_rng(0)),
+    "default": (of_a_default, lambda: None),
+    "modules": (swapped_modules, lambda: None),
+    "hook": (of_a_hook, lambda: [0]),
+    "custom function": (lambda self, x: Halves.apply(x), lambda: None),
+    "grad mode": (of_a_grad_mode, lambda: deque([0])),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_ops_that_a_later_step_runs_otherwise(name):
+    between, state = CHANGED[name]
+    held = state()
+    message = traced(between, held)
+    assert "runs other ops when it runs again" in message
+    assert "test_state_between_steps.py:" in message
+    assert (OfAClass.steps, TOTAL["steps"], Halves.calls) == (0, 0, 0)
+    assert of_a_default.__defaults__ == ([],)
+    if name == "slots":
+        assert held.steps == 0
+    if name in ("iterator", "random", "generator", "array"):
+        assert traced(between, held) == message  # the state is as it was before
+
+
+def test_state_of_a_loss_function():
+    class Scaled:
+        def __init__(self):
+            self.steps = 0
+
+        def __call__(self, output, batch):
+            self.steps += 1
+            return output * self.steps
+
+    loss = Scaled()
+    assert "runs other ops" in traced(lambda self, x: x, loss_fn=loss)
+    assert loss.steps == 0
+
+
+def keeps_a_table(self, x):
+    if x.shape not in self.state:
+        self.state[x.shape] = torch.ones_like(x)
+        self.state[x.shape][0] = 3
+    return x * self.state[x.shape]
+
+
+def keeps_memory(self, x):
+    memory = self.state.setdefault("memory", torch.empty(2, WIDTH))
+    memory.copy_(x.detach())
+    return x + memory
+
+
+def keeps_records(self, x):
+    self.state.setdefault("records", []).append(x.detach())
+    return x
+
+
+def prints(self, x):
+    str(f"x is {x}")
+    return x
+
+
+@pytest.mark.parametrize("between", [keeps_a_table, keeps_memory, keeps_records, prints])
+def test_tables_and_records_are_no_state(between):
+    assert traced(between, {}) == ""
+
+
+def in_a_thread(self, x):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(x.sin()))
+    thread.start()
+    thread.join()
+    return x + found[0]
+
+
+def under_a_default_dtype(self, x):
+    torch.set_default_dtype(torch.float64)
+    return x + torch.arange(WIDTH) / 3
+
+
+def makes_a_parameter(self, x):
+    self.state = nn.Parameter(torch.ones(WIDTH))
+    return x * self.state
+
+
+REFUSED = {
+    "runs ops in another thread": in_a_thread,
+    "reads the text": lambda self, x: x if "nan" in str(x) else x * 2,
+    "changes torch's default dtype": under_a_default_dtype,
+    "makes a trainable tensor": makes_a_parameter,
+    "reads the gradient": lambda self, x: x if self.first.weight.grad is None else x * 2,
+    "reads how often": lambda self, x: x * (1 + x._version),
+    "reads the address": lambda self, x: x if x.untyped_storage().data_ptr() else x * 2,
+    "asks for the grad mode": lambda self, x: checkpoint(
+        lambda y: y if torch.is_grad_enabled() else y * 2, x, use_reentrant=True
+    ),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_a_trace_cannot_tell(message):
+    dtype = torch.get_default_dtype()
+    with pytest.raises(fxpipe.CaptureError, match=rf"{message}.*test_state_between_steps.py:\d+"):
+        traced(REFUSED[message])
+    assert torch.get_default_dtype() is dtype
