@@ -12,6 +12,8 @@ import inspect
 import random
 import textwrap
 import warnings
+from itertools import zip_longest
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -31,8 +33,9 @@ class Watch:
     def warn_of_changes(self, difference: str) -> None:
         """difference: of a second run of the forward from the first, as a sentence."""
         warned = set()
-        for state in self._snapshot.states:
-            for key in _changed(state):
+        states = self._snapshot.states
+        for state, between in zip_longest(states, self._snapshot.between):
+            for key in _changed(state, between):
                 called = state.called(key)
                 if called not in warned:
                     warned.add(called)
@@ -62,8 +65,11 @@ def _warn(what: str) -> None:
     )
 
 
-def _changed(state: State) -> list[str]:
-    """The keys of plain values that changed."""
+def _changed(state: State, between: Any) -> list[str]:
+    """The keys of plain values that changed; between: the contents before a second run, None without one.
+
+    A key that the first run made has changed if the second run gave it another value.
+    """
     before, now = state.before, state.now()
     if isinstance(before, bytes):
         return [""] if now != before else []
@@ -71,7 +77,7 @@ def _changed(state: State) -> list[str]:
         plain = before and all(isinstance(x, PLAIN) for x in (*now, *before))
         return [""] if plain and now != before else []
     found = []
-    for key, old in before.items():
+    for key, old in (before if between is None else between | before).items():
         new = now.get(key)
         if isinstance(old, PLAIN) and (
             isinstance(new, NumberOfData) or (isinstance(new, PLAIN) and old != new)

@@ -149,6 +149,7 @@ class Snapshot:
     caches: list[tuple[Any, int]]
     is_whole: bool = True
     lent: list[Any] = field(default_factory=list)  # the contents when the trace begins
+    between: list[Any] = field(default_factory=list)  # those between two runs of the forward
 
     @staticmethod
     def of(model: nn.Module, loss_fn: Any = None) -> Snapshot:
@@ -202,6 +203,10 @@ class Snapshot:
     def begin(self) -> None:
         """Note the state with which the trace begins."""
         self.lent = [state.now() for state in self.states]
+
+    def begin_again(self) -> None:
+        """Note the state with which the forward runs once more."""
+        self.between = [state.now() for state in self.states]
 
     def is_changed(self) -> bool:
         """Whether some state is another one than when the trace began."""

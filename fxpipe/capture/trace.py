@@ -273,6 +273,7 @@ class _Function:
         ):
             x.fake.grad = None
             compat.track(x.fake, placeholder)
+        self.snapshot.begin_again()
         kept = {}
         for name, tensor in self.snapshot.new_tensors():
             node = compat.traced_node(tensor) if isinstance(tensor, compat.FakeTensor) else None
