@@ -206,6 +206,7 @@ class ModelState:
         if not held.is_meta:
             self.held(name).copy_(value)
             return
+        self._rows.clear()  # of no memory; those with memory are an optimizer's, and stay
         own = value.to(self.device, held.dtype, copy=True)
         if name in self.buffers:
             self.buffers[name] = own

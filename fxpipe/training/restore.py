@@ -171,7 +171,6 @@ def restore(
         raise
     for name, value in contents.values.items():
         model.give(name, value)
-    model.forget_rows()
     model.changed()
     model.run = contents.run
 

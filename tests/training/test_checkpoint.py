@@ -484,6 +484,7 @@ def test_an_optimizer_with_state_for_each_row(tmp_path):
         own = PipelineOptimizer(ByRow(held.values()), {p: name for name, p in held.items()}, [], None)
         contents = contents_for(pipe.model_state, own, {}, path, record, rank)
         restore(pipe.model_state, own, {}, contents)
+        assert all(pipe.parameter(name) is parameter for name, parameter in held.items())
         rows = f"embed.weight[{rank * 16}:{rank * 16 + 16}]"
         assert torch.equal(own.state[held[rows]]["sum"], expected[rank * 16 : rank * 16 + 16])
         part = tensors_of(pipe.model_state, own, rank)["optimizer.embed.weight.sum"]
