@@ -27,10 +27,13 @@ def check_made(model: nn.Module, before: Sequence[Registered], answers: Answers)
                 if tensor is None or (id(module), key) in known:
                     continue
                 if what == "parameter" or _is_state(tensor, answers):
+                    node = compat.traced_node(tensor)
+                    origin = None if node is None else node.meta.get("origin")
+                    place = "" if origin is None else f", at {origin}"
                     raise CaptureError(
-                        f"The forward gives the model the {what} {f'{path}.{key}'.lstrip('.')!r}. A program "
-                        "has the tensors that the model has before: make it in __init__, or run the model on "
-                        "one batch before you compile it."
+                        f"The forward gives the model the {what} {f'{path}.{key}'.lstrip('.')!r}{place}. A "
+                        "program has the tensors that the model has before: make it in __init__, or run the "
+                        "model on one batch before you compile it."
                     )
 
 

@@ -268,7 +268,7 @@ def _places(found: _Found) -> Iterator[tuple[Any, str]]:
             yield Names(thing.__globals__, names), f"the global * of {thing.__module__}"
             yield thing.__dict__, f"{thing.__qualname__}.*"
     elif isinstance(thing, nn.Module) or _is_users(type(thing)):
-        if hasattr(thing, "__dict__"):
+        if type(thing).__dictoffset__:  # others may answer to any name
             yield thing.__dict__, label
         slots = tuple(_slots(type(thing)))
         if slots:
@@ -337,7 +337,7 @@ def _tensors_in(thing: Any) -> Iterator[torch.Tensor]:
             elif isinstance(x, (list, tuple, set, deque)):
                 todo += x
             elif isinstance(x, nn.Module) or _is_users(type(x)):
-                todo += getattr(x, "__dict__", {}).values()
+                todo += vars(x).values() if type(x).__dictoffset__ else ()
 
 
 def _is_users(code: Any) -> bool:

@@ -136,6 +136,7 @@ def _attempt(
                 ) from error
         if mode.elsewhere:
             raise in_another_thread(mode.elsewhere)
+        mode.source = str  # the other one leads to the model, and the graph's tensors to the mode
         check_constants(module, step.registered)
         watch.warn_of_changes(step.difference)
     with compat.plain_kernels(), compat.modules_without_code(), mode:

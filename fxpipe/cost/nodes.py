@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -37,6 +37,10 @@ def node_cost(node: fx.Node, device: Device) -> NodeCost:
     read and written, and the roofline time on the device.  Views and placeholders cost nothing."""
     if is_free(node):
         return _FREE
+    if node.target is aten._foreach_add_.List:  # as apart: plans do not depend on what is added together
+        sizes = [3 * node_bytes(part) for part in cast(list[fx.Node], node.args[1])]
+        seconds = [device.seconds(0, moved, "float32") for moved in sizes]
+        return NodeCost(0, sum(sizes), sum(seconds))
     flops, moved = node_flops(node), bytes_moved(node)
     return NodeCost(flops, moved, device.seconds(flops, moved, arithmetic_of(node)))
 

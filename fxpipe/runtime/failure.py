@@ -22,6 +22,7 @@ FAILURE = "failure"  # the key of the message
 #: Seconds between two signs of life of a rank, and after which a rank without one counts as silent.
 BEAT, SILENCE = 0.5, 1.3
 FIRST = 1  # the number of a rank's first sign of life
+WATCHED = 4  # ranks that each rank looks at
 ENDED = "has ended"  # the last thing that a rank does
 
 log = logging.getLogger("fxpipe")
@@ -97,9 +98,15 @@ class Failures:
         self._signs[rank] = Sign(beat, doing or "has not begun", runs(self._processes.get(rank, "")))
         return self._signs[rank]
 
+    def others(self) -> list[int]:
+        """The other ranks, from the next one on."""
+        return [rank % self.ranks for rank in range(self.rank + 1, self.rank + self.ranks)]
+
     def look(self) -> None:
-        """Remember the processes of all ranks, and the signs of rank 0: the store may be gone with it."""
-        for rank in range(self.ranks):
+        """Remember the signs of rank 0, and the processes of the next ranks: the store may be gone with it.
+        The process that has the store remembers all."""
+        others = self.others()
+        for rank in others if self.hosts else {0, *others[:WATCHED]}:
             if rank == 0 or rank not in self._processes:
                 self.seen(rank)
 

@@ -13,14 +13,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from fxpipe.errors import RunError
 from fxpipe.runtime.comm import NoAnswer, answered
-from fxpipe.runtime.failure import BEAT, ENDED, FIRST, Failures, Sign, record
+from fxpipe.runtime.failure import BEAT, ENDED, FIRST, WATCHED, Failures, Sign, record
 from fxpipe.runtime.place import place_of_error, place_of_main_thread
 from fxpipe.runtime.survey import shared_survey
 
@@ -186,7 +186,8 @@ class Watch:
         while not self._over.wait(BEAT):
             self._count()
             signs = self.failures.remembered()
-            if self._waited * BEAT >= ALONE and not all(signs[rank].runs for rank in self._awaited()):
+            awaited = {0, *self._awaited(signs.__getitem__)}
+            if self._waited * BEAT >= ALONE and not all(signs[rank].runs for rank in awaited):
                 gone, _ = _others(signs, self.failures.rank)
                 self._end(self._elsewhere(f"{gone}The store that the ranks share is gone: {error}"), 0.0)
 
@@ -213,27 +214,29 @@ class Watch:
                 "%srank %d %s, for %.0f s now.%s", gone, self.failures.rank, self._doing, seconds, rest
             )
 
-    def _awaited(self) -> list[int]:
-        """The rank that this one waits for, or all others."""
-        others = [rank for rank in range(self.failures.ranks) if rank != self.failures.rank]
+    def _awaited(self, seen: Callable[[int], Sign]) -> dict[int, Sign]:
+        """The rank that this one waits for.  In a collective the next ranks that have not ended: others watch
+        the rest, and the store is not asked ranks² times."""
         waiting = None if self._in_collective or self._runtime is None else self._runtime.waiting
-        return [rank for rank in others if waiting == f"rank {rank}"] or others
+        others = self.failures.others()
+        for rank in others:
+            if waiting == f"rank {rank}":
+                return {rank: seen(rank)}
+        signs = ((rank, seen(rank)) for rank in others)
+        found = dict(islice(((rank, sign) for rank, sign in signs if not sign.has_ended), WATCHED))
+        return found or {rank: seen(rank) for rank in others[:1]}
 
     def _check_awaited(self) -> None:
         """End this process if it waits for one that is gone: an error of the connection may be lost."""
         if not self._waited:
             self._quiet.clear()
             return
-        awaited = self._awaited()
-        for rank in awaited:
-            sign = self.failures.seen(rank)
+        for rank, sign in self._awaited(self.failures.seen).items():
             beat, quiet = self._quiet.get(rank, ("", 0))
             quiet = quiet + 1 if sign.beat == beat else 0
             self._quiet[rank] = sign.beat, quiet
             was_killed = sign.runs is False and not sign.has_ended
-            if sign.runs or (sign.has_ended and len(awaited) > 1):  # it may have done its part
-                continue
-            if quiet * BEAT >= (GONE if was_killed else self._unseen):
+            if not sign.runs and quiet * BEAT >= (GONE if was_killed else self._unseen):
                 self._end(self.lost(NoAnswer("the connection reports no error"), self._show), 0.0)
 
     def _elsewhere(self, message: str) -> RunError:

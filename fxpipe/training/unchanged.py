@@ -5,6 +5,7 @@ A parameter that is frozen later would still be trained, and a hook that is regi
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Container, Mapping
 
 import torch
@@ -15,6 +16,7 @@ from fxpipe.runtime.torch_private import gradient_hooks, hooks_registered, modul
 
 Hooks = dict[str, tuple[int, ...]]
 """Where hooks are, as text -> their numbers."""
+PARAMETER = "the parameter"
 
 
 class Traced:
@@ -36,7 +38,7 @@ class Traced:
         *,
         trains: bool,
     ) -> None:
-        """Raise RunError, naming parameter or module, where they differ now.
+        """Raise RunError, naming the parameter, where they differ now; warn of hooks of modules.
 
         parameters: the pipeline's and the model's.  used: the names of those that programs use.  trains:
         whether these have a backward; else only hooks of the forward count.
@@ -57,11 +59,16 @@ class Traced:
         for old, new in [*zip((self._forward, self._backward), now, strict=True)][: 1 + trains]:
             for where in new | old:
                 if old.get(where) != new.get(where):
-                    raise RunError(
-                        f"The hooks of {where} have changed since the model was compiled: those of now would "
+                    text = (
+                        f"The hooks of {where} have changed since the model was compiled: those of now do "
                         "not run. Compile the model again, or undo the change."
                     )
-        self._registered = registered
+                    if where.startswith(PARAMETER):
+                        raise RunError(text)
+                    warnings.warn(
+                        text, stacklevel=2
+                    )  # an eager forward of the model may have registered them
+        self._registered, (self._forward, self._backward) = registered, now
 
 
 def _named(parameters: Mapping[str, torch.Tensor], model: nn.Module | None) -> dict[str, torch.Tensor]:
@@ -77,5 +84,5 @@ def _hooks(parameters: Mapping[str, torch.Tensor], model: nn.Module | None) -> t
                 kind[f"the module {name}" if name else "the model"] = hooks
     for name, parameter in parameters.items():
         if hooks := gradient_hooks(parameter):
-            found[1][f"the parameter {name}"] = hooks
+            found[1][f"{PARAMETER} {name}"] = hooks
     return found

@@ -208,6 +208,16 @@ def test_ops_that_a_later_step_runs_otherwise(name):
         assert traced(between, held) == message  # the state is as it was before
 
 
+def test_a_new_counter_that_a_later_step_may_read():
+    """Both runs take the same way; the attribute is there since the first one."""
+
+    def every_fourth(self, x):
+        self.calls = getattr(self, "calls", 0) + 1
+        return x * 2 if self.calls % 4 == 0 else x
+
+    assert "changes the model's calls" in traced(every_fourth)
+
+
 def test_state_of_a_loss_function():
     class Scaled:
         def __init__(self):
@@ -272,7 +282,7 @@ REFUSED = {
     "runs ops in another thread": in_a_thread,
     "reads the text": lambda self, x: x if "nan" in str(x) else x * 2,
     "changes torch's default dtype": under_a_default_dtype,
-    "makes a trainable tensor": makes_a_parameter,
+    "gives the model the parameter .state.": makes_a_parameter,
     "reads the gradient": lambda self, x: x if self.first.weight.grad is None else x * 2,
     "reads how often": lambda self, x: x * (1 + x._version),
     "reads the address": lambda self, x: x if x.untyped_storage().data_ptr() else x * 2,

@@ -147,7 +147,8 @@ def accumulators(graph: fx.Graph) -> list[fx.Node]:
     mutable = [
         n for n in call_nodes(graph) if getattr(n.target, "_schema", None) and n.target._schema.is_mutable
     ]
-    given = [storage_root(n.args[0]).meta.get("input") for n in mutable]
+    written = [n.args[0][0] if isinstance(n.args[0], (list, tuple)) else n.args[0] for n in mutable]
+    given = [storage_root(n).meta.get("input") for n in written]
     return [n for n, i in zip(mutable, given, strict=True) if i is not None and i.kind is Kind.GRADIENT]
 
 
