@@ -148,13 +148,15 @@ class Snapshot:
     states: list[State]
     caches: list[tuple[Any, int]]
     is_whole: bool = True
+    reached: dict[int, Any] = field(default_factory=dict)  # all objects by id, which stays theirs
     lent: list[Any] = field(default_factory=list)  # the contents when the trace begins
     between: list[Any] = field(default_factory=list)  # those between two runs of the forward
 
     @staticmethod
     def of(model: nn.Module, loss_fn: Any = None) -> Snapshot:
         paths = {id(module): path for path, module in model.named_modules()}
-        snapshot, seen = Snapshot([], []), dict[int, Any]()  # whose ids stay theirs
+        snapshot = Snapshot([], [])
+        seen = snapshot.reached
         used: set[str] = {"forward"}  # names in the functions found
         waiting: dict[str, list[_Found]] = {}  # methods, by a name that is not among them
         todo = [_Found(loss_fn, "the loss function's state"), _Found(model, "")]
@@ -214,11 +216,12 @@ class Snapshot:
 
     def new_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors that places of state have got since, with their names for messages."""
+        seen = set(self.reached)  # what is new in these is new in their own places
         for state in self.states:
             now: Any = state.now()
             for key, x in now.items() if isinstance(now, dict) else enumerate(now):
                 if not isinstance(state.before, dict) or state.before.get(key) is not x:
-                    yield from ((state.called(key), found) for found in _tensors_in(x))
+                    yield from ((state.called(key), found) for found in _tensors_in(x, seen))
 
     def restore(self) -> None:
         for state in self.states:
@@ -324,8 +327,9 @@ def _has_hidden_state(thing: Any) -> bool:
     return isinstance(thing, (Iterator, threading.local, bytearray, array.array))
 
 
-def _tensors_in(thing: Any) -> Iterator[torch.Tensor]:
-    todo, seen = [thing], set[int]()
+def _tensors_in(thing: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    """Those in a thing, but for objects that have been seen, to which it adds."""
+    todo = [thing]
     while todo:
         x = todo.pop()
         if isinstance(x, torch.Tensor):
