@@ -219,6 +219,8 @@ class Snapshot:
         seen = set(self.reached)  # what is new in these is new in their own places
         for state in self.states:
             now: Any = state.now()
+            if isinstance(now, bytes):  # of an array, or a generator
+                continue
             for key, x in now.items() if isinstance(now, dict) else enumerate(now):
                 if not isinstance(state.before, dict) or state.before.get(key) is not x:
                     yield from ((state.called(key), found) for found in _tensors_in(x, seen))
