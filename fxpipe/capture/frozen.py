@@ -80,7 +80,8 @@ def _changed(state: State, between: Any) -> list[str]:
     for key, old in (before if between is None else between | before).items():
         new = now.get(key)
         if isinstance(old, PLAIN) and (
-            isinstance(new, NumberOfData) or (isinstance(new, PLAIN) and old != new)
+            isinstance(new, NumberOfData)
+            or (isinstance(new, PLAIN) and old != new and (old == old or new == new))  # NaN is not itself
         ):
             found.append(str(key))
     return found

@@ -245,6 +245,11 @@ def keeps_memory(self, x):
     return x + memory
 
 
+def keeps_a_nan(self, x):
+    self.state["nan"] = float("nan")
+    return x
+
+
 def keeps_records(self, x):
     self.state.setdefault("records", []).append(x.detach())
     return x
@@ -255,7 +260,7 @@ def prints(self, x):
     return x
 
 
-@pytest.mark.parametrize("between", [keeps_a_table, keeps_memory, keeps_records, prints])
+@pytest.mark.parametrize("between", [keeps_a_table, keeps_memory, keeps_a_nan, keeps_records, prints])
 def test_tables_and_records_are_no_state(between):
     assert traced(between, {}) == ""
 
