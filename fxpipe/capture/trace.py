@@ -246,7 +246,9 @@ class _Function:
         forward = compat.nodes_after(before)
         scale = 1.0 if results.count is not None else self.scale
         gradients = self._gradients(results.loss, wanted, scale) if backward else {}
+        end = compat.last_node()
         buffers = replaced_buffers(self.registered, self.given, questions.assigned)
+        forward += compat.nodes_after(end)
         named: dict[str, torch.Tensor | None] = {"loss": results.loss, "count": results.count}
         named |= {f"the output {name!r}": x for name, x in results.outputs.items()}
         named |= {f"the buffer {name!r}": x for name, x in buffers.items()}
