@@ -2,7 +2,7 @@
 
 A line a size: a GPT-2 of Hugging Face on the meta device, hidden 256, vocabulary 8192, one microbatch
 of one sequence of 128, for 4 ranks and 16 microbatches; seconds in total and in each phase of
-``fxpipe.compiler.compile_model``.  Every compilation runs in a fresh process, as a user's does; the
+``fxpipe.compiler.compile.compile_model``.  Every compilation runs in a fresh process, as a user's does; the
 time to import torch, transformers and fxpipe is not counted.  Then what takes the longest: GPT-2 with
 every option that looks at more plans, and a transformer of many small ops; here the processor's seconds
 are shown too, as they depend less on what else the machine does, and beside them those of torch's own trace
@@ -162,9 +162,9 @@ def compile_once(
     """Seconds in total, of them the processor's, and in each phase; or those of torch's trace alone."""
     import torch
 
-    from fxpipe.compiler import compile_model
-    from fxpipe.options import Options, as_offload
-    from fxpipe.progress import Phases
+    from fxpipe.compiler.compile import compile_model
+    from fxpipe.compiler.options import Options, as_offload
+    from fxpipe.compiler.progress import Phases
 
     made, example = _gpt2(layers, dropout) if model == "gpt2" else _small_ops(layers)
     if trace_alone:

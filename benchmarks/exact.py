@@ -18,8 +18,8 @@ from pathlib import Path
 from report import Report
 
 from fxpipe.schedule.costs import StageCost, chain
-from fxpipe.schedule.exact import exact
-from fxpipe.schedule.exact_block import exact_block
+from fxpipe.schedule.exact.block import exact_block
+from fxpipe.schedule.exact.order import exact
 from fxpipe.schedule.families.registry import FAMILIES, build
 from fxpipe.schedule.placement import place
 from fxpipe.schedule.simulation.simulator import simulate

@@ -38,8 +38,8 @@ from report import Report
 from rich.progress import track
 
 import fxpipe
-from fxpipe.runtime.accelerator import default_device, is_accelerator, synchronize
-from fxpipe.runtime.random import keyed
+from fxpipe.runtime.program.accelerator import default_device, is_accelerator, synchronize
+from fxpipe.runtime.program.random import keyed
 
 GRADIENT_BAR, KEYED_BAR, MEMORY_BAR, SPEED_BAR = 1e-5, 15e-6, 0.05, 0.97
 MIB = 2**20

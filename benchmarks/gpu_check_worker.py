@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxpipe
-from fxpipe.runtime.accelerator import default_device, device_allocations, is_accelerator, memory_size
-from fxpipe.runtime.process import Process
-from fxpipe.vocabulary.rows import rows_of
+from fxpipe.plan.rows import rows_of
+from fxpipe.runtime.job.process import Process
+from fxpipe.runtime.program.accelerator import default_device, device_allocations, is_accelerator, memory_size
 
 WIDTH, HEADS, WORDS, LENGTH, LAYERS = 64, 4, 96, 32, 8
 

@@ -20,9 +20,9 @@ Losses and gradients must have the same bits.
 
 glibc by itself keeps memory that was freed and gives out parts of large blocks that were freed, so that
 resident memory does not fall as far: fxpipe sets the heap up for pipelines that offload, and leaves it for
-others (fxpipe/runtime/heap.py).  --threshold sets MALLOC_MMAP_THRESHOLD_ for all alike instead.  What is away
-lies in files, of which the system keeps pages in memory that is free: they are no process's and are given up
-when a process needs room.
+others (fxpipe/runtime/ranks/heap.py).  --threshold sets MALLOC_MMAP_THRESHOLD_ for all alike instead.  What
+is away lies in files, of which the system keeps pages in memory that is free: they are no process's and are
+given up when a process needs room.
 
     python benchmarks/offload.py --output benchmarks/results/offload.txt
 """
@@ -45,7 +45,7 @@ from report import Report, median_and_spread
 from rich.progress import track
 
 import fxpipe
-from fxpipe.runtime.offloader import filesystem
+from fxpipe.runtime.program.offload import filesystem
 
 RANKS = 2
 FALL_BAR, LIMIT_BAR = 0.80, 1.05

@@ -31,9 +31,9 @@ from report import Report
 from rich.progress import track
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedule.arrays import run
 from fxpipe.schedule.costs import Costs, StageCost, chain
-from fxpipe.schedule.families.heuristics import zero_bubble, zero_bubble_v
+from fxpipe.schedule.engine.arrays import run
+from fxpipe.schedule.families.greedy import zero_bubble, zero_bubble_v
 from fxpipe.schedule.families.registry import FAMILIES, build
 from fxpipe.schedule.offload.planner import FULL, HALF, offload, with_link
 from fxpipe.schedule.placement import place

@@ -19,8 +19,8 @@ from torch_pipeline import TorchPipeline
 from worker import Worker
 
 import fxpipe
-from fxpipe.ir.graph import Phase
 from fxpipe.schedule.costs import StageCost, chain
+from fxpipe.schedule.ops import Phase
 from fxpipe.schedule.simulation.simulator import simulate
 
 WIDTH = 8

@@ -24,21 +24,21 @@ from fxpipe.errors import (
     VerifyError,
     VocabularyError,
 )
-from fxpipe.version import __version__
+from fxpipe.plan.version import __version__
 
 # The streams of a GPU that share one of its queues wait for each other, those of messages for ever.  The
-# driver reads it when the GPU is used first: where it was, runtime/connect.py finds that it is not set.
+# driver reads it when the GPU is used first: where it was, runtime/ranks/connect.py finds that it is not set.
 if "torch" not in sys.modules or not sys.modules["torch"].cuda.is_initialized():
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 if TYPE_CHECKING:
     from fxpipe.api import compile, load
-    from fxpipe.options import Offload
+    from fxpipe.compiler.options import Offload
     from fxpipe.pipeline import Pipeline
-    from fxpipe.runtime.outputs import StepResult
+    from fxpipe.runtime.program.outputs import StepResult
     from fxpipe.schedule.ops import Schedule
-    from fxpipe.training.checkpoint import Checkpointer
-    from fxpipe.training.read_checkpoint import Checkpoint, read_checkpoint
+    from fxpipe.training.checkpoint.checkpointer import Checkpointer
+    from fxpipe.training.checkpoint.read import Checkpoint, read_checkpoint
 
 __all__ = [
     "ArtifactError",
@@ -67,15 +67,15 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Checkpoint": "fxpipe.training.read_checkpoint",
-    "Checkpointer": "fxpipe.training.checkpoint",
-    "Offload": "fxpipe.options",
+    "Checkpoint": "fxpipe.training.checkpoint.read",
+    "Checkpointer": "fxpipe.training.checkpoint.checkpointer",
+    "Offload": "fxpipe.compiler.options",
     "Pipeline": "fxpipe.pipeline",
     "Schedule": "fxpipe.schedule.ops",
-    "StepResult": "fxpipe.runtime.outputs",
+    "StepResult": "fxpipe.runtime.program.outputs",
     "compile": "fxpipe.api",
     "load": "fxpipe.api",
-    "read_checkpoint": "fxpipe.training.read_checkpoint",
+    "read_checkpoint": "fxpipe.training.checkpoint.read",
 }
 
 

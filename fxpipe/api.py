@@ -17,22 +17,23 @@ from torch.nn.parameter import is_lazy
 
 from fxpipe.errors import CaptureError, FxpipeError, PartitionError
 from fxpipe.pipeline import Pipeline
-from fxpipe.plan import files, parts
+from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact, Plan
-from fxpipe.runtime.accelerator import check_supported, default_device
-from fxpipe.runtime.batch import batch_leaves
-from fxpipe.runtime.failure import in_short
-from fxpipe.runtime.offloader import check_tier
-from fxpipe.runtime.process import Process, agreed, as_timeout, own_ranks, under_torchrun
-from fxpipe.runtime.tensors import in_strides
+from fxpipe.plan.rows import whole, whole_name
+from fxpipe.plan.tensors import in_strides
+from fxpipe.runtime.job.failure import in_short
+from fxpipe.runtime.job.process import Process, agreed, as_timeout, own_ranks, under_torchrun
+from fxpipe.runtime.program.accelerator import check_supported, default_device
+from fxpipe.runtime.program.batch import batch_leaves
+from fxpipe.runtime.program.offload import check_tier
 from fxpipe.schedule.ops import Schedule
 from fxpipe.strict import structure, unstructure
-from fxpipe.vocabulary.rows import whole, whole_name
+from fxpipe.training import parts
 
 if TYPE_CHECKING:
-    from fxpipe.compiler import Compiled
+    from fxpipe.compiler.compile import Compiled
+    from fxpipe.compiler.options import Offload, Options
     from fxpipe.cost.device import Device
-    from fxpipe.options import Offload, Options
 
 
 def compile(
@@ -140,10 +141,10 @@ def compile(
     where the number of processes is not ``ranks``.
     """
     # Imported here, as ``load`` needs neither the compiler nor the schedule search with its compiled kernels.
-    from fxpipe.compiler import compile_evaluation, compile_model
-    from fxpipe.options import Options, as_offload, check, parse_bytes
-    from fxpipe.progress import Phases
-    from fxpipe.schedule.handwritten import read_schedule
+    from fxpipe.compiler.compile import compile_evaluation, compile_model
+    from fxpipe.compiler.options import Options, as_offload, check, parse_bytes
+    from fxpipe.compiler.progress import Phases
+    from fxpipe.schedule.formats.handwritten import read_schedule
 
     if not isinstance(model, nn.Module):
         raise CaptureError(f"The model is a {type(model).__name__}; fxpipe compiles an nn.Module.")

@@ -13,16 +13,17 @@ from typing import Any, overload
 import torch
 from torch import fx
 
-from fxpipe.cost.symbolic import Expressions, PlanWork
+from fxpipe.cost.plan_costs import costs_of, expressions, known_work
 from fxpipe.errors import RunError
 from fxpipe.ir.graph import Section
 from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact, Plan, holders
-from fxpipe.plan.plan_costs import costs_of, known_work
-from fxpipe.runtime.outputs import On, StepResult
-from fxpipe.runtime.place import called_function
-from fxpipe.runtime.process import Process, agreed
-from fxpipe.runtime.rank import Runtime
+from fxpipe.plan.rows import rows_of, whole_name
+from fxpipe.plan.work import Expressions, PlanWork
+from fxpipe.runtime.job.place import called_function
+from fxpipe.runtime.job.process import Process, agreed
+from fxpipe.runtime.program.outputs import On, StepResult
+from fxpipe.runtime.program.rank import Runtime
 from fxpipe.schedule.costs import StageCost
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.simulation.simulator import simulate
@@ -32,11 +33,10 @@ from fxpipe.training.optimizer import PipelineOptimizer, check_separable, groupe
 from fxpipe.training.pretrained import Pretrained, export
 from fxpipe.training.runner import LocalResult, Runner
 from fxpipe.training.same_batch import SAME_OPTIONS
-from fxpipe.training.save import save
+from fxpipe.training.save import new_directory, save
 from fxpipe.training.shared_values import share_values
 from fxpipe.training.state_dict import copy_to_model, full_state_dict, load_state_dict, state_dict
 from fxpipe.training.unchanged import Traced
-from fxpipe.vocabulary.rows import rows_of, whole_name
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +57,7 @@ class Stage:
 
         Raises SizeError where the pipeline was compiled without ``dimensions``.
         """
-        return known_work(self.work).expressions(self.index)
+        return expressions(known_work(self.work), self.index)
 
 
 @dataclass(eq=False)
@@ -384,7 +384,7 @@ class Pipeline:
         Raises ArtifactError, on all ranks, where the directory is not empty or cannot be written.
         """
         source, target = None if like is None else Path(like), Path(directory)
-        with files.new_directory(target, self.process) as draft:
+        with new_directory(target, self.process) as draft:
             state = self.full_state_dict()
             with agreed(self.process, "export"), files.writing(target):
                 if state:  # on rank 0

@@ -30,11 +30,11 @@ from zoo import LIMIT, WIDTH, WORDS, Block, Case, Shape, TiedHead, built_and_com
 
 import fxpipe
 from fxpipe.errors import RunError
-from fxpipe.runtime import connect, distributed, sent, step_memory
-from fxpipe.runtime.backend import is_gloo_alone
-from fxpipe.runtime.process import Process
+from fxpipe.plan.rows import rows_of
+from fxpipe.runtime.job.backend import is_gloo_alone
+from fxpipe.runtime.job.process import Process
+from fxpipe.runtime.ranks import connect, distributed, sent, step_memory
 from fxpipe.training import runner
-from fxpipe.vocabulary.rows import rows_of
 
 #: Every family, by name with stages per rank and placement.
 FAMILIES = {

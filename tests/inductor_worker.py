@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 from zoo import Case, Dropout, Shape, compiled, numbers
 
-import fxpipe.runtime.inductor
+import fxpipe.runtime.program.inductor
 from fxpipe.errors import RunError
 
 MICROBATCHES = 3
@@ -53,7 +53,7 @@ def main(directory: Path) -> None:
             raise OSError("no compiler")
         return fx.Interpreter(traced).boxed_run
 
-    fxpipe.runtime.inductor.compile_by_inductor = compile_on_rank_0
+    fxpipe.runtime.program.inductor.compile_by_inductor = compile_on_rank_0
     pipe = compiled(DROPOUT, DROPOUT.build(), MICROBATCHES, shape)
     try:
         pipe.step(DROPOUT.data(MICROBATCHES))

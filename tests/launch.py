@@ -24,8 +24,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 #: What a rank imports to compile, train and end.
 PRELOADED = [
-    "fxpipe.compiler",
-    "fxpipe.training.checkpoint",
+    "fxpipe.compiler.compile",
+    "fxpipe.training.checkpoint.checkpointer",
     "torch._dynamo",
     "torch.distributed.elastic.multiprocessing.api",
 ]

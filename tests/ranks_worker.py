@@ -21,8 +21,8 @@ from zoo import LENGTH, WIDTH, WORDS, Block, Case, Shape, compiled, tokens
 
 import fxpipe
 import fxpipe.plan.files
-import fxpipe.runtime.watch
-from fxpipe.runtime.process import Process
+import fxpipe.runtime.job.watch
+from fxpipe.runtime.job.process import Process
 
 RANKS, MICROBATCHES = 3, 4
 SHAPE = Shape(RANKS, "1f1b")
@@ -186,7 +186,7 @@ def full_disk(rank: Rank) -> None:
 
 def slow_rank(rank: Rank) -> None:
     """Rank 2 takes a while for an op: the others say that they wait."""
-    fxpipe.runtime.watch.SLOW = 1.0
+    fxpipe.runtime.job.watch.SLOW = 1.0
     pipe = compiled(SHARED, SHARED.build(), MICROBATCHES, SHAPE)
 
     def begins(op: str) -> None:

@@ -225,6 +225,6 @@ def test_a_limit_that_nothing_keeps_names_what_is_needed():
 
 
 def test_units_of_the_limit():
-    from fxpipe.options import parse_bytes
+    from fxpipe.compiler.options import parse_bytes
 
     assert [parse_bytes(x) for x in ("16GiB", "1.5 kB", "2mb", 7, "8")] == [16 * 2**30, 1500.0, 2e6, 7.0, 8.0]

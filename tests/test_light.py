@@ -10,12 +10,17 @@ from torch import nn
 
 import fxpipe
 
+#: The modules outside of runtime/ that a program needs.
+CONTRACT = {"fxpipe", "fxpipe.errors", "fxpipe.plan.step", "fxpipe.plan.tensors", "fxpipe.plan.version"}
 HEAVY = {"numba", "networkx", "graphviz", "sympy", "rich", "cattrs"}
 
 
 def loaded(code: str, *arguments: object) -> set[str]:
-    """The modules that are loaded after a program, in a process of its own."""
-    report = "\nimport json, sys\nprint('\\n' + json.dumps(sorted(sys.modules)))"
+    """The modules that are loaded after a program, in a process of its own; no folders of modules."""
+    report = (
+        "\nimport json, sys\nfiles = [n for n, m in sys.modules.items() if not hasattr(m, '__path__')]"
+        "\nprint('\\n' + json.dumps(files + [n for n in sys.modules if '.' not in n]))"
+    )
     command = [sys.executable, "-c", code + report, *map(str, arguments)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
@@ -52,17 +57,18 @@ RUN = """
 import sys
 from pathlib import Path
 import torch
-from fxpipe.runtime.batch import BatchSpec
-from fxpipe.runtime.local import LocalComm, LocalWorld
-from fxpipe.runtime.load_program import load_program
-from fxpipe.runtime.rank import Runtime, StepSpec
+from fxpipe.runtime.program.batch import batch_spec
+from fxpipe.runtime.ranks.local import LocalComm, LocalWorld
+from fxpipe.runtime.ranks.load_program import load_program
+from fxpipe.runtime.program.rank import Runtime
+from fxpipe.plan.step import StepSpec
 from safetensors.torch import load_file
 
 directory = Path(sys.argv[1])
 example = {"x": torch.ones(2, 4), "y": torch.ones(2, 3)}
 params = load_file(directory / "rank0.safetensors")
 grads = {name: torch.zeros_like(p) for name, p in params.items()}
-spec = StepSpec(1, 2, BatchSpec.from_example(example), 0, "torch.float32", False, 0, "torch.float32")
+spec = StepSpec(1, 2, batch_spec(example), 0, "torch.float32", False, 0, "torch.float32")
 rt = Runtime(0, spec, LocalComm(LocalWorld(1), 0), params, grads, {}, {})
 program = load_program((directory / "rank0.py").read_text(), "rank0.py")
 rt.start()
@@ -92,18 +98,17 @@ def saved(tmp_path_factory):
 def test_a_program_runs_on_the_runtime_alone(saved):
     modules = loaded(RUN, saved)
     own = {name for name in modules if name.split(".")[0] == "fxpipe"}
-    beyond = {name for name in own if not name.startswith("fxpipe.runtime")}
-    assert beyond <= {"fxpipe", "fxpipe.errors", "fxpipe.version"}
+    assert {name for name in own if not name.startswith("fxpipe.runtime")} <= CONTRACT
     assert len(own) <= 20, sorted(own)
     assert not modules & {*HEAVY, "torch._inductor"}
 
 
 INTERPRETED = """
 import torch
-import fxpipe.runtime.inductor
+import fxpipe.runtime.program.inductor
 run = lambda traced, inputs: torch.fx.Interpreter(traced).boxed_run
-fxpipe.runtime.inductor.compile_by_inductor = run
-fxpipe.runtime.inductor.decompositions = dict
+fxpipe.runtime.program.inductor.compile_by_inductor = run
+fxpipe.runtime.program.inductor.decompositions = dict
 """
 
 
@@ -115,11 +120,7 @@ def test_a_compiled_program_runs_on_the_runtime_alone(tmp_path):
     assert (tmp_path / "saved" / "rank0.py").read_text().count("@inductor") == 2
     modules = loaded(INTERPRETED + RUN, tmp_path / "saved")
     own = {name for name in modules if name.split(".")[0] == "fxpipe"}
-    assert {name for name in own if not name.startswith("fxpipe.runtime")} <= {
-        "fxpipe",
-        "fxpipe.errors",
-        "fxpipe.version",
-    }
+    assert {name for name in own if not name.startswith("fxpipe.runtime")} <= CONTRACT
     assert len(own) <= 20, sorted(own)
     assert not modules & (HEAVY - {"sympy"})  # torch's traces use it
 

@@ -39,7 +39,7 @@ from zoo import (
 
 import fxpipe
 import fxpipe.ir.liveness
-import fxpipe.runtime.watch
+import fxpipe.runtime.job.watch
 
 MICROBATCHES = 4
 DROPOUT = Case(Dropout, numbers)
@@ -207,7 +207,7 @@ def loaded(rank: Rank) -> None:
 
     The watch for failures never pauses, so that the process ends in the middle of a look at the store.
     """
-    fxpipe.runtime.watch.BEAT = 0.0
+    fxpipe.runtime.job.watch.BEAT = 0.0
     if rank.number == 0:
         shutil.copytree(rank.directory / "whole", rank.directory / "edited")
         program = rank.directory / "edited" / "rank0.py"

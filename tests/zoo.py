@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import fxpipe
-from fxpipe import compiler
+from fxpipe.compiler import compile as compiler
 
 WIDTH, WORDS, LENGTH = 8, 11, 5
 

@@ -27,7 +27,7 @@ from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.compat import pytree
 from fxpipe.ir.graph import Input, Kind
-from fxpipe.runtime.checks import INSTEAD_OF_A_NUMBER, expect_op
+from fxpipe.runtime.program.checks import INSTEAD_OF_A_NUMBER, expect_op
 
 aten = torch.ops.aten
 

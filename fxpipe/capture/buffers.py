@@ -15,7 +15,7 @@ from torch import fx
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph import Input, Kind, read_buffer
 from fxpipe.ir.storage import output_dict, storage_root
-from fxpipe.runtime.checks import expect
+from fxpipe.runtime.program.checks import expect
 
 aten = torch.ops.aten
 

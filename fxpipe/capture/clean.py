@@ -21,8 +21,8 @@ from fxpipe.ir import compat
 from fxpipe.ir.graph import Input, Kind, Origin
 from fxpipe.ir.storage import draws_numbers, drop_dead
 from fxpipe.names import identifier
-from fxpipe.runtime.checks import expect, expect_op
-from fxpipe.runtime.random import keyed
+from fxpipe.runtime.program.checks import expect, expect_op
+from fxpipe.runtime.program.random import keyed
 
 aten = torch.ops.aten
 

@@ -16,8 +16,8 @@ from fxpipe.capture.registered import registered
 from fxpipe.errors import BatchError, CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.graph import Input, Kind
-from fxpipe.runtime.batch import batch_leaves
-from fxpipe.runtime.tensors import is_dense
+from fxpipe.plan.tensors import is_dense
+from fxpipe.runtime.program.batch import batch_leaves
 
 #: Maximum number of elements of an input whose values are part of the program.
 LARGEST_FIXED = 4096

@@ -11,7 +11,7 @@ from torch import nn
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.graph import Kind
-from fxpipe.runtime.tensors import storage_bytes
+from fxpipe.plan.tensors import storage_bytes
 
 
 @dataclass(frozen=True, eq=False)

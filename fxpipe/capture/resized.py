@@ -22,7 +22,7 @@ from fxpipe.errors import CaptureError, SizeError
 from fxpipe.ir.compat import pytree
 from fxpipe.ir.graph import Origin
 from fxpipe.ir.storage import tensors
-from fxpipe.runtime.batch import batch_leaves
+from fxpipe.runtime.program.batch import batch_leaves
 
 MICROBATCH = "microbatch"
 #: Minimum determinant of three terms at the points, each relative to its value in the example.

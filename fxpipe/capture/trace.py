@@ -41,7 +41,7 @@ from fxpipe.ir import compat
 from fxpipe.ir.compat import pytree
 from fxpipe.ir.graph import Kind, Origin
 from fxpipe.ir.storage import output_dict
-from fxpipe.runtime.checks import expect_op
+from fxpipe.runtime.program.checks import expect_op
 
 
 @dataclass(frozen=True, eq=False)

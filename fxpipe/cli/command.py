@@ -12,7 +12,7 @@ from importlib import import_module
 from fxpipe.cli.arguments import Parser
 from fxpipe.errors import FxpipeError
 from fxpipe.names import printable
-from fxpipe.version import __version__
+from fxpipe.plan.version import __version__
 
 #: Name -> its module, and its line in the help.
 SUBCOMMANDS = {

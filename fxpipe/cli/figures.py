@@ -10,7 +10,7 @@ from rich.table import Table
 
 from fxpipe.cli.sources import CostSource
 from fxpipe.names import terminal
-from fxpipe.schedule.exact import Exact
+from fxpipe.schedule.exact.order import Exact
 from fxpipe.schedule.offload.planner import Offload
 from fxpipe.schedule.placement import stages_of
 from fxpipe.schedule.simulation.timeline import Timeline

@@ -10,13 +10,13 @@ from typing import Any
 
 from fxpipe.api import load
 from fxpipe.cli.arguments import positive, positive_int
+from fxpipe.cli.data import Data, data_from
+from fxpipe.cli.loop import DECAYS, Settings, train
 from fxpipe.errors import ArtifactError
 from fxpipe.names import printable
 from fxpipe.pipeline import Pipeline
 from fxpipe.plan.files import check_free
-from fxpipe.runtime.process import reported
-from fxpipe.training.data import Data, data_from
-from fxpipe.training.loop import DECAYS, Settings, train
+from fxpipe.runtime.job.process import reported
 
 
 def add_to(commands: Any, line: str) -> None:

@@ -16,9 +16,9 @@ from fxpipe.cli.planning import ScheduleRequest, plan
 from fxpipe.cli.sources import EPILOG, CostSource, add_cost_arguments, source_of
 from fxpipe.errors import FxpipeError, ScheduleError
 from fxpipe.names import terminal
-from fxpipe.schedule.exact import Exact, exact
+from fxpipe.schedule.exact.order import Exact, exact
 from fxpipe.schedule.families.registry import FAMILIES
-from fxpipe.schedule.handwritten import read_schedule
+from fxpipe.schedule.formats.handwritten import read_schedule
 from fxpipe.schedule.offload.planner import FULL, HALF, Offload, offload, offload_within, with_link
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.search.fastest import AUTO

@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from fxpipe.cli.arguments import non_negative, positive, positive_int, share
+from fxpipe.cli.recorded import read_spans, recorded_costs
 from fxpipe.cost.known_devices import device_named
+from fxpipe.cost.plan_costs import costs_of
 from fxpipe.errors import FxpipeError
 from fxpipe.plan.files import read_plan
-from fxpipe.plan.plan_costs import costs_of
 from fxpipe.schedule.costs import Costs, StageCost, chain
-from fxpipe.schedule.costs_file import read_costs
+from fxpipe.schedule.formats.costs_file import read_costs
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.placement import PLACEMENTS
-from fxpipe.schedule.vocabulary import with_output_shards
-from fxpipe.training.recorded import read_spans, recorded_costs
+from fxpipe.schedule.search.vocabulary_passes import with_output_shards
+from fxpipe.schedule.stages import Vocabulary
 from fxpipe.viz.units import PHYSICAL, PLAIN, Units
-from fxpipe.vocabulary.stages import Vocabulary
 
 TIMES = ("forward", "backward_input", "backward_weight")
 EPILOG = (

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count, groupby
 
-from fxpipe.ir.graph import Color
 from fxpipe.ir.sections import SectionEdge
 from fxpipe.schedule.lowering.lower import Collective, CollectiveKind
+from fxpipe.schedule.ops import Color
 
 
 def collectives(

@@ -15,8 +15,8 @@ from torch import fx
 from fxpipe.ir.compat import OpOverload
 from fxpipe.ir.graph import Input, Kind, Section, read_buffer
 from fxpipe.names import identifier, text_literal
-from fxpipe.runtime.checks import expect
-from fxpipe.runtime.random import keyed
+from fxpipe.runtime.program.checks import expect
+from fxpipe.runtime.program.random import keyed
 
 #: The containers of inputs that are not values of other sections.
 CONTAINERS = {

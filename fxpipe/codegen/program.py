@@ -14,7 +14,7 @@ from fxpipe.codegen.expressions import Names, variable
 from fxpipe.codegen.functions import LISTS, Signature, function_source, signatures
 from fxpipe.codegen.wrapping import wrapped
 from fxpipe.ir.casts import cast_of
-from fxpipe.ir.graph import Color, Kind, Phase, Section, Value
+from fxpipe.ir.graph import Kind, Section, Value
 from fxpipe.ir.sections import SectionEdge
 from fxpipe.names import docstring, text_literal
 from fxpipe.schedule.lowering.lower import (
@@ -32,7 +32,7 @@ from fxpipe.schedule.lowering.lower import (
     WaitCollective,
     WaitTransfer,
 )
-from fxpipe.schedule.ops import PHASES, Activation, Direction
+from fxpipe.schedule.ops import PHASES, Activation, Color, Direction, Phase
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,11 +90,11 @@ def _head(plan: RankPlan, own: list[Section], names: Names) -> str:
     if names.uses_expect or names.uses_keyed or compiles:
         lines.append("")
     if names.uses_expect:
-        lines.append("from fxpipe.runtime.checks import expect")
+        lines.append("from fxpipe.runtime.program.checks import expect")
     if compiles:
-        lines.append("from fxpipe.runtime.inductor import inductor")
+        lines.append("from fxpipe.runtime.program.inductor import inductor")
     if names.uses_keyed:
-        lines.append("from fxpipe.runtime.random import keyed")
+        lines.append("from fxpipe.runtime.program.random import keyed")
     lines += ["", *(f"{alias} = {dotted}" for alias, dotted in sorted(names.ops.items()))]
     casts = sorted({v.name for s in own for v in s.inputs if v.kind is Kind.CAST})
     if casts:

@@ -10,13 +10,14 @@ from torch import fx
 from fxpipe.capture.resized import ResizedTraces
 from fxpipe.cost.arithmetic import arithmetic_of
 from fxpipe.cost.cluster import Cluster
+from fxpipe.cost.device import Device
 from fxpipe.cost.nodes import NodeSeconds, bytes_moved, is_free, node_flops
 from fxpipe.cost.polynomials import Polynomial, Sizes
-from fxpipe.cost.symbolic import PlanWork, Rates, StageWork, Terms, Work
-from fxpipe.ir.graph import Color, Phase
 from fxpipe.ir.liveness import Liveness
 from fxpipe.ir.storage import call_nodes, node_bytes
+from fxpipe.plan.work import PlanWork, Rates, StageWork, Terms, Work
 from fxpipe.schedule.costs import Costs, Edge, StageCost
+from fxpipe.schedule.ops import Color, Phase
 
 SecondsOfRanks = Sequence[Mapping[Color, float]]
 """Per rank the seconds of every section, if it runs there."""
@@ -98,6 +99,19 @@ def work_for_any_size(
         lengths=dict(zip(resized.names, resized.points[0], strict=True)),
         stages=tuple(stages),
         edges=tuple(size(values) for values in live.sent),
-        rates=Rates.of_device(cluster.first),
-        stage_rates=tuple(map(Rates.of_device, devices)) if len(set(cluster.devices)) > 1 else (),
+        rates=rates_of(cluster.first),
+        stage_rates=tuple(map(rates_of, devices)) if len(set(cluster.devices)) > 1 else (),
+    )
+
+
+def rates_of(device: Device) -> Rates:
+    """The rates of a device, as plans have them."""
+    return Rates(
+        memory=device.memory_bandwidth,
+        link=device.intra.bandwidth,
+        launch=device.launch,
+        latency=device.intra.latency,
+        stage_overhead=device.stage_overhead,
+        inter_link=device.inter.bandwidth,
+        inter_latency=device.inter.latency,
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fxpipe.runtime import accelerator
+from fxpipe.runtime.program import accelerator
 
 #: Median of so many runs, or of as many as fit into so many seconds, but of three at least.
 RUNS, SECONDS, FEWEST = 10, 1.0, 3

@@ -16,11 +16,11 @@ import torch
 from torch import fx
 
 from fxpipe.capture.resized import ResizedTraces, monomials
-from fxpipe.cost.symbolic import Terms
 from fxpipe.errors import SizeError
 from fxpipe.ir.compat import pytree
 from fxpipe.ir.graph import Origin
 from fxpipe.ir.storage import tensors
+from fxpipe.plan.work import Terms
 
 Polynomial = Any  #: an element of a sympy polynomial ring, or a whole number
 Numbers = tuple[int | Fraction, ...]  #: one a point

@@ -17,15 +17,17 @@ from torch import fx, nn
 
 from fxpipe.cost.clock import median_seconds, seconds_until_done
 from fxpipe.errors import ScheduleError
-from fxpipe.ir.graph import Color, Input, Kind, Phase, Section
+from fxpipe.ir.graph import Input, Kind, Section
 from fxpipe.ir.sections import is_compiled
 from fxpipe.ir.storage import storage_root, written_arguments
-from fxpipe.runtime.batch import batch_leaves
-from fxpipe.runtime.checks import expect
-from fxpipe.runtime.inductor import inductor
-from fxpipe.runtime.offloader import Tier, open_store
-from fxpipe.runtime.tensors import in_strides, storage_bytes
+from fxpipe.plan.step import Tier
+from fxpipe.plan.tensors import in_strides, storage_bytes
+from fxpipe.runtime.program.batch import batch_leaves
+from fxpipe.runtime.program.checks import expect
+from fxpipe.runtime.program.inductor import inductor
+from fxpipe.runtime.program.offload import open_store
 from fxpipe.schedule.costs import Costs
+from fxpipe.schedule.ops import Color, Phase
 
 Known = Mapping[tuple[Kind, str], torch.Tensor]
 """The tensors of the model and of the example, by the kind and name of the input."""

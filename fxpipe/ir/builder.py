@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.ir.graph import Color, Origin
+from fxpipe.ir.graph import Origin
 from fxpipe.names import identifier
+from fxpipe.schedule.ops import Color
 
 aten = torch.ops.aten
 

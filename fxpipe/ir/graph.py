@@ -35,6 +35,8 @@ from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
+from fxpipe.schedule.ops import Color, Phase
+
 if TYPE_CHECKING:
     from torch import fx
 
@@ -48,14 +50,6 @@ OUTPUTS = """
  "buffers": {buffer name: new value},             for every buffer that the step changes
  "checks":  (expect, …)}                          what must hold of the microbatch, run for nothing else
 """
-
-
-class Phase(StrEnum):
-    """The purpose of a node.  One microbatch passes through a stage in this order."""
-
-    F = "F"  # forward
-    B = "B"  # backward, gradients of activations
-    W = "W"  # backward, gradients of parameters
 
 
 class Kind(StrEnum):
@@ -111,21 +105,6 @@ class Origin:
     def __str__(self) -> str:
         """For messages."""
         return f"module {self.path!r}, {self.source or 'an unknown line'}"
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Color:
-    stage: int
-    phase: Phase
-
-
-def arrival(user: Color) -> Color:
-    """The section with which a value from another stage arrives, if section ``user`` needs it.
-
-    Values for W arrive with B, even if B has no ops: W then waits for its own B alone, and can run whenever
-    its rank is free.
-    """
-    return Color(user.stage, Phase.B) if user.phase is Phase.W else user
 
 
 @dataclass(frozen=True, slots=True)

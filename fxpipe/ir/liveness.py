@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from fxpipe.ir.graph import Color, Kind, Phase, Section
+from fxpipe.ir.graph import Kind, Section
 from fxpipe.ir.sections import SectionEdge
 from fxpipe.ir.storage import call_nodes, is_view, node_bytes, root_within, storage_root
-from fxpipe.runtime.tensors import is_dense
+from fxpipe.plan.tensors import is_dense
+from fxpipe.schedule.ops import Color, Phase
 
 SMALLEST = 4096
 """Bytes: a smaller storage is not worth a transfer."""

@@ -15,9 +15,10 @@ from torch import fx
 
 from fxpipe.errors import VerifyError
 from fxpipe.ir.compat import copy_node
-from fxpipe.ir.graph import Color, Kind, Phase, Section, Value, arrival, offload, read_buffer
+from fxpipe.ir.graph import Kind, Section, Value, offload, read_buffer
 from fxpipe.ir.storage import call_nodes, is_view, output_dict
-from fxpipe.runtime.checks import expect
+from fxpipe.runtime.program.checks import expect
+from fxpipe.schedule.ops import Color, Phase, arrival
 
 #: How a program runs its sections: op by op, or F and B as Inductor compiles them.
 BACKENDS = ("eager", "inductor")

@@ -11,8 +11,9 @@ import torch
 from torch import fx
 
 from fxpipe.ir.compat import pytree
-from fxpipe.ir.graph import Color, Phase, offload, read_buffer, reload
-from fxpipe.runtime.tensors import storage_bytes
+from fxpipe.ir.graph import offload, read_buffer, reload
+from fxpipe.plan.tensors import storage_bytes
+from fxpipe.schedule.ops import Color, Phase
 
 aten = torch.ops.aten
 

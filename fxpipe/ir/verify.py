@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fxpipe.errors import VerifyError
-from fxpipe.ir.graph import Color, Kind, Phase, offload, read_buffer, reload
+from fxpipe.ir.graph import Kind, offload, read_buffer, reload
 from fxpipe.ir.storage import (
     call_nodes,
     draws_numbers,
@@ -21,6 +21,7 @@ from fxpipe.ir.storage import (
     written,
     written_arguments,
 )
+from fxpipe.schedule.ops import Color, Phase
 
 
 def verify(graph: fx.Graph, after: str) -> None:

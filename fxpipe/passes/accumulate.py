@@ -21,11 +21,12 @@ from torch import fx
 
 from fxpipe.ir.builder import node_arg
 from fxpipe.ir.compat import has_kernel
-from fxpipe.ir.graph import Color, Input, Kind, Origin, Phase
+from fxpipe.ir.graph import Input, Kind, Origin
 from fxpipe.ir.storage import drop_dead
 from fxpipe.names import identifier
 from fxpipe.passes.rewrite import gradients, set_gradients
-from fxpipe.runtime.tensors import gradient_dtype
+from fxpipe.plan.tensors import gradient_dtype
+from fxpipe.schedule.ops import Color, Phase
 
 aten = torch.ops.aten
 _ADDMM = aten.addmm.dtype_out

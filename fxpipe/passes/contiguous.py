@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from fxpipe.ir.storage import call_nodes
-from fxpipe.runtime.tensors import is_dense
+from fxpipe.plan.tensors import is_dense
 
 aten = torch.ops.aten
 

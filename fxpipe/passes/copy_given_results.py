@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fxpipe.ir.graph import Phase
 from fxpipe.ir.storage import call_nodes, output_dict
+from fxpipe.schedule.ops import Phase
 
 aten = torch.ops.aten
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fxpipe.ir.graph import Color, Phase
 from fxpipe.ir.storage import output_dict
+from fxpipe.schedule.ops import Color, Phase
 
 aten = torch.ops.aten
 

@@ -22,7 +22,7 @@ from torch import fx
 from fxpipe.ir.compat import Argument, OpOverload, has_kernel, pytree
 from fxpipe.ir.sections import compiles
 from fxpipe.ir.storage import call_nodes, is_view, last_uses, node_bytes, storage_roots, written
-from fxpipe.runtime.tensors import is_dense
+from fxpipe.plan.tensors import is_dense
 
 
 def use_inplace_ops(graph: fx.Graph, backend: str = "eager") -> None:

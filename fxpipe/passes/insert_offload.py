@@ -17,8 +17,9 @@ from collections.abc import Iterable
 from torch import fx
 
 from fxpipe.ir.compat import copy_node
-from fxpipe.ir.graph import Color, Phase, offload, reload
+from fxpipe.ir.graph import offload, reload
 from fxpipe.ir.storage import call_nodes, root_within
+from fxpipe.schedule.ops import Color, Phase
 
 
 def insert_offload(graph: fx.Graph, stage: int, user: Phase, roots: Iterable[fx.Node]) -> None:

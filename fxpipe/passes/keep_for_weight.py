@@ -15,10 +15,10 @@ from functools import cache
 import torch
 from torch import fx
 
-from fxpipe.ir.graph import Color, Phase
 from fxpipe.ir.storage import call_nodes, drop_dead, is_view, node_bytes
 from fxpipe.passes.mincut import to_repeat
 from fxpipe.passes.rewrite import clone_into
+from fxpipe.schedule.ops import Color, Phase
 
 aten = torch.ops.aten
 _CASTS = {aten._to_copy.default}

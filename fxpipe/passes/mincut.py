@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from torch import fx
 
-from fxpipe.ir.compiled import compiled
+from fxpipe.schedule.engine.compiled import compiled
 
 Price = Callable[[fx.Node], int | None]
 """The cost of a choice: an integer, so that sums are exact, or None if the choice is forbidden."""

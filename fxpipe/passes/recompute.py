@@ -18,10 +18,11 @@ from typing import Literal
 from torch import fx
 
 from fxpipe.cost.nodes import node_flops
-from fxpipe.ir.graph import Color, Phase, read_buffer
+from fxpipe.ir.graph import read_buffer
 from fxpipe.ir.storage import call_nodes, drop_dead, is_view, node_bytes
 from fxpipe.passes.mincut import to_repeat
 from fxpipe.passes.rewrite import clone_into
+from fxpipe.schedule.ops import Color, Phase
 
 Level = Literal["norms", "full"]
 LEVELS: tuple[Level, ...] = ("norms", "full")

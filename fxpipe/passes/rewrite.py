@@ -7,8 +7,8 @@ from collections.abc import Set
 from torch import fx
 
 from fxpipe.ir.compat import copy_node
-from fxpipe.ir.graph import Color, Phase
 from fxpipe.ir.storage import output_dict
+from fxpipe.schedule.ops import Color, Phase
 
 
 def clone_into(

@@ -10,10 +10,10 @@ from __future__ import annotations
 from torch import fx
 
 from fxpipe.cost.nodes import NodeSeconds
-from fxpipe.ir.graph import Color
+from fxpipe.cost.recomputable import recomputable_nodes
 from fxpipe.ir.storage import call_nodes, drop_dead
-from fxpipe.partition.recomputable import recomputable_nodes
 from fxpipe.passes.rewrite import clone_into
+from fxpipe.schedule.ops import Color
 
 
 def sink_cheap_values(graph: fx.Graph, seconds: NodeSeconds) -> None:

@@ -18,8 +18,9 @@ import torch
 from torch import fx
 
 from fxpipe.ir.compat import copy_node
-from fxpipe.ir.graph import Color, Kind, Phase, read_buffer
+from fxpipe.ir.graph import Kind, read_buffer
 from fxpipe.ir.storage import call_nodes, output_dict
+from fxpipe.schedule.ops import Color, Phase
 
 aten = torch.ops.aten
 

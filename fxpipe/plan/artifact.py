@@ -9,19 +9,18 @@ from functools import cached_property
 
 import torch
 
-from fxpipe.cost.symbolic import PlanWork
 from fxpipe.errors import ArtifactError
-from fxpipe.plan.plan_check import check_plan, dtype_of
-from fxpipe.runtime.digest import number
-from fxpipe.runtime.offloader import Tier
-from fxpipe.runtime.rank import StepSpec
-from fxpipe.runtime.tensors import gradient_dtype, is_dense
+from fxpipe.plan.check import check_plan
+from fxpipe.plan.number import number
+from fxpipe.plan.step import StepSpec, Tier
+from fxpipe.plan.tensors import dtype_of, gradient_dtype, is_dense
+from fxpipe.plan.version import __version__
+from fxpipe.plan.work import PlanWork
 from fxpipe.schedule.candidate import Candidate
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.ops import Schedule, Transfer, parse_ops
+from fxpipe.schedule.stages import Vocabulary
 from fxpipe.strict import Misfit, parse_json, shown, structure, unstructure
-from fxpipe.version import __version__
-from fxpipe.vocabulary.stages import Vocabulary
 
 FORMAT = 2
 

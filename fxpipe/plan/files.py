@@ -13,7 +13,6 @@ import contextlib
 import hashlib
 import os
 import re
-import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,41 +24,12 @@ from safetensors.torch import save_file
 
 from fxpipe.errors import ArtifactError
 from fxpipe.plan.artifact import Artifact, Plan
-from fxpipe.plan.plan_check import dtype_of
-from fxpipe.runtime.process import Process, agreed
-from fxpipe.runtime.tensors import in_strides
+from fxpipe.plan.tensors import dtype_of, in_strides
 from fxpipe.strict import MEBIBYTE, Misfit, open_regular, read_text, shown
 
 MOST_PLAN_BYTES, MOST_PROGRAM_BYTES = 32 * MEBIBYTE, 64 * MEBIBYTE
 STEP = "step_number"
 AGAIN = "Save the pipeline again."
-
-
-@contextlib.contextmanager
-def new_directory(path: Path, process: Process | None) -> Iterator[Path]:
-    """A temporary directory, which is renamed to ``path`` at the end, or removed after an error.
-
-    Under torchrun all ranks call this, and end the block alike (``process.agreed``); rank 0 alone makes the
-    directory and writes to it.
-    """
-    path = path.absolute()
-    draft = path.with_name(f".{path.name}.draft")
-    leads = process is None or process.rank == 0
-    with agreed(process, "save"), writing(path):
-        if leads:
-            check_free(path)
-            shutil.rmtree(draft, ignore_errors=True)
-            draft.mkdir(parents=True)
-    try:
-        yield draft
-        with agreed(process, "save"), writing(path):
-            if leads:
-                if path.exists():
-                    path.rmdir()
-                draft.rename(path)
-    finally:
-        if leads:
-            shutil.rmtree(draft, ignore_errors=True)
 
 
 @contextlib.contextmanager

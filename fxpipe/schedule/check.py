@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import fields
 from itertools import count
 
 from fxpipe.errors import ScheduleError
+from fxpipe.schedule.bound import lower_bound
+from fxpipe.schedule.costs import Costs, Edge, Link, StageCost
 from fxpipe.schedule.dependencies import SECTIONS_PER_STAGE, op_of_value, sections
-from fxpipe.schedule.ops import Op, Schedule
+from fxpipe.schedule.ops import PHASES, Activation, Direction, Op, Phase, Schedule, Transfer
+from fxpipe.strict import Misfit, misfit
 
 
 def check(schedule: Schedule) -> None:
@@ -67,3 +71,80 @@ def _check_holder(schedule: Schedule, rank: int, op: Op) -> None:
 
 def _error(schedule: Schedule, what: str) -> ScheduleError:
     return ScheduleError(f"schedule {schedule.name}: {what}")
+
+
+def check_whole(schedule: Schedule, costs: Costs) -> None:
+    """Raise ScheduleError if an op or a transfer is missing, repeated or misplaced."""
+    check(schedule)
+    check_transfers(schedule, costs)
+
+
+def check_transfers(schedule: Schedule, costs: Costs) -> None:
+    """Raise ScheduleError, naming the transfer, unless each activation is offloaded once after its F, and
+    reloaded once, after the offload has ended and before its user starts."""
+    if not schedule.transfers:
+        return
+    if costs.link is None:
+        raise ScheduleError(f"schedule {schedule.name} has transfers, but the costs have no link")
+    position = {
+        (op.stage, phase, op.microbatch): k
+        for ops in schedule.order
+        for k, op in enumerate(ops)
+        for phase in PHASES[op.kind]
+    }
+    found: defaultdict[Activation, dict[Direction, Transfer]] = defaultdict(dict)
+    for transfer in schedule.transfers:
+        if transfer.user is Phase.F:
+            raise ScheduleError(f"schedule {schedule.name}: the user of {transfer} must be B or W")
+        if transfer.direction in found[transfer.activation]:
+            raise ScheduleError(f"schedule {schedule.name} has {transfer} twice")
+        if (transfer.stage, transfer.user, transfer.microbatch) not in position:
+            raise ScheduleError(f"schedule {schedule.name}: {transfer} is for an op that no rank runs")
+        found[transfer.activation][transfer.direction] = transfer
+    for (stage, microbatch, user), both in found.items():
+        first, last = position[stage, Phase.F, microbatch], position[stage, user, microbatch]
+        if len(both) < len(Direction):
+            other = Direction.IN if Direction.OUT in both else Direction.OUT
+            raise ScheduleError(f"schedule {schedule.name}: {next(iter(both.values()))} has no {other}")
+        out, back = both[Direction.OUT], both[Direction.IN]
+        if not first < out.begin <= out.end <= back.begin <= back.end <= last:
+            raise ScheduleError(
+                f"schedule {schedule.name}: {out} from op {out.begin} to {out.end} and {back} from op "
+                f"{back.begin} to {back.end} of the rank must lie between ops {first} and {last}, in this "
+                "order"
+            )
+
+
+def check_costs(costs: Costs, path: str = "") -> None:
+    """Raise Misfit unless all times and bytes are 0 or more, and edges join existing stages without a cycle.
+
+    path: of the costs in their file, such as ``costs.``.
+    """
+    if not costs.stages:
+        raise Misfit("is empty", f"{path}stages")
+    for k, stage in enumerate(costs.stages):
+        _check_numbers(stage, f"{path}stages[{k}]")
+    for k, edge in enumerate(costs.edges):
+        _check_numbers(edge, f"{path}edges[{k}]")
+        for name, end in (("source", edge.source), ("target", edge.target)):
+            if not 0 <= end.stage < len(costs.stages):
+                wanted = f"from 0 to {len(costs.stages) - 1}, one of the stages"
+                raise misfit(f"{path}edges[{k}].{name}.stage", end.stage, wanted)
+    if costs.link is not None:
+        _check_numbers(costs.link, f"{path}link")
+        if costs.link.ranks < 1:
+            raise misfit(f"{path}link.ranks", costs.link.ranks, "1 or more")
+    size = costs.ranks_per_machine
+    if size is not None and size < 1:
+        raise misfit(f"{path}ranks_per_machine", size, "1 or more")
+    try:
+        lower_bound(costs, tuple(range(len(costs.stages))), 1)
+    except ScheduleError as error:
+        raise Misfit(f"are invalid: {error}", f"{path}edges") from error
+
+
+def _check_numbers(entry: StageCost | Edge | Link, path: str) -> None:
+    for field in fields(entry):
+        number = getattr(entry, field.name)
+        if isinstance(number, int | float) and number < 0:
+            raise misfit(f"{path}.{field.name}", number, "0 or more")

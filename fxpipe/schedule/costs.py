@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fxpipe.ir.graph import Color, Phase
+from fxpipe.schedule.ops import Color, Phase
 
 
 class RenamedFields:

@@ -7,9 +7,8 @@ microbatch, has the number section · microbatches + microbatch.
 from __future__ import annotations
 
 from fxpipe.errors import ScheduleError
-from fxpipe.ir.graph import Color, Phase, arrival
 from fxpipe.schedule.costs import Costs, StageCost
-from fxpipe.schedule.ops import PHASES, Op, OpKind
+from fxpipe.schedule.ops import PHASES, Color, Op, OpKind, Phase, arrival
 
 Needs = tuple[tuple[int, float], ...]
 """(section that must have ended, seconds that its value then takes to arrive), …"""

@@ -13,9 +13,31 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from fxpipe.errors import ScheduleError
-from fxpipe.ir.graph import Phase
+from fxpipe.schedule.stages import Vocabulary
 from fxpipe.strict import shown
-from fxpipe.vocabulary.stages import Vocabulary
+
+
+class Phase(StrEnum):
+    """The purpose of a node.  One microbatch passes through a stage in this order."""
+
+    F = "F"  # forward
+    B = "B"  # backward, gradients of activations
+    W = "W"  # backward, gradients of parameters
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Color:
+    stage: int
+    phase: Phase
+
+
+def arrival(user: Color) -> Color:
+    """The section with which a value from another stage arrives, if section ``user`` needs it.
+
+    Values for W arrive with B, even if B has no ops: W then waits for its own B alone, and can run whenever
+    its rank is free.
+    """
+    return Color(user.stage, Phase.B) if user.phase is Phase.W else user
 
 
 class OpKind(StrEnum):

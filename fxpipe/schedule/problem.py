@@ -8,8 +8,8 @@ from functools import cached_property
 from math import inf
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedule.arrays import OpIds, ScheduleArrays, decode, encode, peaks, run, schedule_arrays
 from fxpipe.schedule.costs import Costs
+from fxpipe.schedule.engine.arrays import OpIds, ScheduleArrays, decode, encode, peaks, run, schedule_arrays
 from fxpipe.schedule.ops import Order
 from fxpipe.schedule.placement import place
 

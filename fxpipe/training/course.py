@@ -16,9 +16,10 @@ import torch
 
 from fxpipe.errors import RunError
 from fxpipe.plan.artifact import holders
-from fxpipe.runtime.accelerator import event, is_accelerator
-from fxpipe.runtime.digest import MOST, digest, number
-from fxpipe.runtime.process import Process
+from fxpipe.plan.number import number
+from fxpipe.runtime.job.digest import MOST, digest
+from fxpipe.runtime.job.process import Process
+from fxpipe.runtime.program.accelerator import event, is_accelerator
 from fxpipe.training.model_state import ModelState
 from fxpipe.training.optimizer import Counts, PipelineOptimizer
 from fxpipe.training.same_batch import ABSENT, DIGESTS, Facts, difference, words

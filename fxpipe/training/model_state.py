@@ -12,12 +12,12 @@ from torch import nn
 
 from fxpipe.errors import RunError
 from fxpipe.plan.artifact import Plan, holders
-from fxpipe.runtime.process import Process, own_ranks
-from fxpipe.runtime.rank import Runtime
+from fxpipe.plan.rows import rows_of, whole_name
+from fxpipe.runtime.job.process import Process, own_ranks
+from fxpipe.runtime.program.rank import Runtime
 from fxpipe.training.optimizer import set_grad
 from fxpipe.training.unchanged import Traced
 from fxpipe.training.zeroed import take_zeroed
-from fxpipe.vocabulary.rows import rows_of, whole_name
 
 
 @dataclass(eq=False)

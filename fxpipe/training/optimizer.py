@@ -15,9 +15,9 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from fxpipe.errors import RunError
-from fxpipe.runtime.tensors import gradient_dtype
+from fxpipe.plan.rows import whole_name
+from fxpipe.plan.tensors import gradient_dtype
 from fxpipe.training.zeroed import mark_zeroed
-from fxpipe.vocabulary.rows import whole_name
 
 MASTER = "master_weight"
 """The name of the master in the state of a parameter."""

@@ -15,31 +15,31 @@ import torch
 from fxpipe.errors import FxpipeError, RunError
 from fxpipe.names import printable
 from fxpipe.plan.artifact import Artifact, Plan
-from fxpipe.runtime.accelerator import is_accelerator
-from fxpipe.runtime.agreement import check_agreement
-from fxpipe.runtime.ambient import as_traced
-from fxpipe.runtime.batch import batch_leaves
-from fxpipe.runtime.comm import Comm, NoAnswer
-from fxpipe.runtime.connect import connect
-from fxpipe.runtime.distributed import DistributedComm
-from fxpipe.runtime.dry_run import dry_run
-from fxpipe.runtime.heap import give_back_large_tensors
-from fxpipe.runtime.inductor import compiled_functions
-from fxpipe.runtime.load_program import Collective, Program, load_program
-from fxpipe.runtime.local import LocalComm, LocalWorld, run_all
-from fxpipe.runtime.memory import SavedBytes
-from fxpipe.runtime.offloader import TIMEOUT, Offloader, check_tier, open_store
-from fxpipe.runtime.outputs import Collected, On, StepResult, move, requested
-from fxpipe.runtime.process import Process
-from fxpipe.runtime.rank import Runtime
-from fxpipe.runtime.record import DeviceClock, HostClock, Record
-from fxpipe.runtime.sent import SentOnStreams
-from fxpipe.runtime.step_memory import step_memory
-from fxpipe.runtime.taken import Releases, as_bytes, events_from, releases
+from fxpipe.plan.rows import whole
+from fxpipe.runtime.job.process import Process
+from fxpipe.runtime.program.accelerator import is_accelerator
+from fxpipe.runtime.program.ambient import as_traced
+from fxpipe.runtime.program.batch import batch_leaves, given_leaves
+from fxpipe.runtime.program.comm import Comm, NoAnswer
+from fxpipe.runtime.program.inductor import compiled_functions
+from fxpipe.runtime.program.offload import TIMEOUT, Offloader, check_tier, open_store
+from fxpipe.runtime.program.outputs import Collected, On, StepResult, move, requested
+from fxpipe.runtime.program.rank import Runtime
+from fxpipe.runtime.program.record import DeviceClock, HostClock, Record
+from fxpipe.runtime.ranks.agreement import check_agreement
+from fxpipe.runtime.ranks.connect import connect
+from fxpipe.runtime.ranks.distributed import DistributedComm
+from fxpipe.runtime.ranks.dry_run import dry_run
+from fxpipe.runtime.ranks.heap import give_back_large_tensors
+from fxpipe.runtime.ranks.load_program import Collective, Program, load_program
+from fxpipe.runtime.ranks.local import LocalComm, LocalWorld, run_all
+from fxpipe.runtime.ranks.sent import SentOnStreams
+from fxpipe.runtime.ranks.step_memory import step_memory
+from fxpipe.runtime.ranks.taken import Releases, as_bytes, events_from, releases
+from fxpipe.runtime.ranks.tracked_memory import SavedBytes
 from fxpipe.training.course import Course
 from fxpipe.training.model_state import ModelState
 from fxpipe.training.same_batch import SAME_OPTIONS, Facts, any_stops, difference, options_differ, words
-from fxpipe.vocabulary.rows import whole
 
 log = logging.getLogger("fxpipe")
 
@@ -383,7 +383,7 @@ class Runner:
     def _words(self, facts: Facts, batch: Any) -> torch.Tensor:
         """The words that this rank compares with those of the others."""
         spec = self.plan.step.batch
-        return words(facts, spec.tensors, spec.given(batch))
+        return words(facts, spec.tensors, given_leaves(spec, batch))
 
     @cached_property
     def _local_programs(self) -> tuple[Program, ...]:

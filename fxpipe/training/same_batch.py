@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fxpipe.runtime.calls import SPACE
-from fxpipe.runtime.digest import digest
+from fxpipe.runtime.job.calls import SPACE
+from fxpipe.runtime.job.digest import digest
 
 #: The words that each rank sends: a fixed number, as ranks with different plans must be able to compare them.
 WORDS = SPACE

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+import shutil
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
 
 from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact
-from fxpipe.runtime.process import agreed, own_ranks
+from fxpipe.runtime.job.process import Process, agreed, own_ranks
 from fxpipe.training.model_state import ModelState
 
 
@@ -32,7 +34,7 @@ def save(
         state.follow_model()
         for rank in own_ranks(process, artifact.plan.ranks):
             state.check_values(rank)
-    with files.new_directory(path, process) as draft:
+    with new_directory(path, process) as draft:
         _write(artifact, state, draft, path, step_number)
         if evaluation is not None:
             _write(evaluation, state, files.evaluation_directory(draft), path, None)
@@ -80,3 +82,30 @@ def _on_first(
             process.send_to(tensor, rank, 0)
         found[name] = tensor
     return found
+
+
+@contextlib.contextmanager
+def new_directory(path: Path, process: Process | None) -> Iterator[Path]:
+    """A temporary directory, which is renamed to ``path`` at the end, or removed after an error.
+
+    Under torchrun all ranks call this, and end the block alike (``process.agreed``); rank 0 alone makes the
+    directory and writes to it.
+    """
+    path = path.absolute()
+    draft = path.with_name(f".{path.name}.draft")
+    leads = process is None or process.rank == 0
+    with agreed(process, "save"), files.writing(path):
+        if leads:
+            files.check_free(path)
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(parents=True)
+    try:
+        yield draft
+        with agreed(process, "save"), files.writing(path):
+            if leads:
+                if path.exists():
+                    path.rmdir()
+                draft.rename(path)
+    finally:
+        if leads:
+            shutil.rmtree(draft, ignore_errors=True)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from fxpipe.plan.artifact import RankTensors, holders
-from fxpipe.runtime.process import Process
+from fxpipe.runtime.job.process import Process
 
 
 def share_values(process: Process, tensors: Sequence[RankTensors], own: Mapping[str, torch.Tensor]) -> None:

@@ -10,9 +10,9 @@ from torch import nn
 
 from fxpipe.errors import ArtifactError, RunError
 from fxpipe.plan.artifact import Plan
+from fxpipe.plan.rows import rows_of, whole_name
 from fxpipe.training.fresh_buffers import fresh_buffers
 from fxpipe.training.model_state import ModelState
-from fxpipe.vocabulary.rows import rows_of, whole_name
 
 
 def state_dict(state: ModelState) -> dict[str, torch.Tensor]:

@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxpipe.cost.nodes import node_flops
-from fxpipe.ir.graph import Color, Kind, Phase, offload
+from fxpipe.ir.graph import Kind, offload
 from fxpipe.ir.storage import call_nodes, node_bytes, output_dict, root_within
+from fxpipe.schedule.ops import Color, Phase
 
 BOXES_PER_SECTION = 9
 """Target number of boxes in the largest section; the depth that comes nearest is taken."""

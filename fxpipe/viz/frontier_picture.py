@@ -6,8 +6,8 @@ import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fxpipe.ir.graph import Phase
 from fxpipe.names import printable
+from fxpipe.schedule.ops import Phase
 from fxpipe.viz.palette import PHASES
 from fxpipe.viz.units import PHYSICAL, Units, ticks
 

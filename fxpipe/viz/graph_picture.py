@@ -7,8 +7,8 @@ import math
 import graphviz
 from rich.cells import cell_len
 
-from fxpipe.ir.graph import Phase
 from fxpipe.names import dot_html, dot_label, shortened
+from fxpipe.schedule.ops import Phase
 from fxpipe.viz.boxes import Box, Boxes, Flow, Place
 from fxpipe.viz.layout import HEIGHT, Frame, Layout, Point, lay_out
 from fxpipe.viz.palette import MEANING, OFFLOADED, PHASES, tint

@@ -14,7 +14,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fxpipe.ir.graph import Phase
+from fxpipe.schedule.ops import Phase
 from fxpipe.viz.boxes import Boxes, Flow, Place
 
 COLUMNS = (Phase.F, Phase.W, Phase.B)

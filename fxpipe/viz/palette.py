@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fxpipe.ir.graph import Phase
+from fxpipe.schedule.ops import Phase
 
 PHASES: dict[Phase, str] = {
     Phase.F: "#56B4E9",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from fxpipe.ir.graph import Phase
-from fxpipe.schedule.ops import Op, OpKind, Schedule
+from fxpipe.schedule.ops import Op, OpKind, Phase, Schedule
 from fxpipe.viz.palette import AFTER_BARRIER, BEFORE_BARRIER, PHASES
 
 

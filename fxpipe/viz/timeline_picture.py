@@ -5,9 +5,8 @@ from __future__ import annotations
 import xml.etree.ElementTree as ET
 from dataclasses import dataclass
 
-from fxpipe.ir.graph import Phase
 from fxpipe.names import printable
-from fxpipe.schedule.ops import Direction, Op
+from fxpipe.schedule.ops import Direction, Op, Phase
 from fxpipe.schedule.simulation.timeline import Span, Timeline, TransferSpan
 from fxpipe.viz.palette import OFFLOADED, PHASES, tint
 from fxpipe.viz.roles import MEANING, Role, color, role

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from fxpipe.ir.builder import accum_dtype, cast, node_arg
-from fxpipe.ir.graph import Phase
+from fxpipe.schedule.ops import Phase
 from fxpipe.vocabulary.axes import LINEAR, RESHAPES, UNPICKS, is_uniform, whole
 from fxpipe.vocabulary.shard import Shard
 from fxpipe.vocabulary.softmax import Softmax

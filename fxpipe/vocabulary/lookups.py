@@ -7,7 +7,7 @@ from torch import fx
 
 from fxpipe.errors import VocabularyError
 from fxpipe.ir.builder import cast, node_arg
-from fxpipe.ir.graph import Phase
+from fxpipe.schedule.ops import Phase
 from fxpipe.vocabulary.shard import Shard
 
 aten = torch.ops.aten

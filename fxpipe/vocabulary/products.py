@@ -17,7 +17,7 @@ from torch import fx
 
 from fxpipe.errors import VocabularyError
 from fxpipe.ir.builder import cast, node_arg
-from fxpipe.ir.graph import Phase
+from fxpipe.schedule.ops import Phase
 from fxpipe.vocabulary.axes import LINEAR, whole
 from fxpipe.vocabulary.gradients import Gradients
 from fxpipe.vocabulary.shard import Shard

@@ -9,10 +9,11 @@ import torch
 from torch import fx
 
 from fxpipe.ir.builder import Builder
-from fxpipe.ir.graph import Color, Input, Kind, Origin, Phase
+from fxpipe.ir.graph import Input, Kind, Origin
+from fxpipe.plan.rows import Rows
+from fxpipe.schedule.ops import Color, Phase
 from fxpipe.vocabulary.axes import RESHAPES
 from fxpipe.vocabulary.layers import Layers
-from fxpipe.vocabulary.rows import Rows
 
 aten = torch.ops.aten
 _WITH_SIZES = RESHAPES | {aten.expand.default, aten.slice_backward.default, aten.select_backward.default}

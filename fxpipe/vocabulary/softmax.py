@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from fxpipe.ir.builder import accum_dtype, cast, node_arg
-from fxpipe.ir.graph import Phase
+from fxpipe.schedule.ops import Phase
 from fxpipe.vocabulary.axes import whole
 from fxpipe.vocabulary.shard import Shard
 

@@ -19,15 +19,16 @@ from torch import fx
 
 from fxpipe.errors import VocabularyError
 from fxpipe.ir.builder import Builder, accum_dtype, cast, in_order, node_arg
-from fxpipe.ir.graph import Origin, Phase
+from fxpipe.ir.graph import Origin
 from fxpipe.ir.storage import call_nodes, drop_dead, output_dict
+from fxpipe.schedule.ops import Phase
+from fxpipe.schedule.stages import Vocabulary
 from fxpipe.vocabulary.gradients import Gradients
 from fxpipe.vocabulary.layers import Layers, find_layers
 from fxpipe.vocabulary.lookups import Lookups
 from fxpipe.vocabulary.products import OneBarrier, Products, TwoBarriers
 from fxpipe.vocabulary.shard import Shard
 from fxpipe.vocabulary.softmax import Softmax
-from fxpipe.vocabulary.stages import Vocabulary
 
 aten = torch.ops.aten
 _UNIT = 64  # rows of a shard are a multiple of it where the table is large: matrix products like that

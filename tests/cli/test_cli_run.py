@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from zoo import CASES, Shape, compiled, cut
 
 import fxpipe
-from fxpipe.cli import main
+from fxpipe.cli import loop, main
+from fxpipe.cli.data import data_from
+from fxpipe.cli.loop import Settings, train
 from fxpipe.errors import RunError
-from fxpipe.training import checkpoint_files, loop
-from fxpipe.training.data import data_from
-from fxpipe.training.loop import Settings, train
+from fxpipe.training.checkpoint import files as checkpoint_files
 
 pytestmark = pytest.mark.slow
 

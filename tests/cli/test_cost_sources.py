@@ -11,11 +11,11 @@ from zoo import CASES, Shape, compiled
 
 import fxpipe
 from fxpipe.cli import main
+from fxpipe.cli.recorded import read_spans, recorded_costs, write_spans
 from fxpipe.errors import ArtifactError, ScheduleError
 from fxpipe.plan.files import read_plan
 from fxpipe.schedule.costs import StageCost, chain
-from fxpipe.schedule.costs_file import read_costs, write_costs
-from fxpipe.training.recorded import read_spans, recorded_costs, write_spans
+from fxpipe.schedule.formats.costs_file import read_costs, write_costs
 
 STAGES = [{"forward": 1, "backward": 1.5, "weight": 0.5, "saved_activations": 64, "saved_for_weight": 32}] * 2
 UNEVEN = chain([StageCost(1, 2, 3, 10, 5), StageCost(2, 1, 1, 20, 5)], seconds=0.25, bytes=3)

@@ -11,9 +11,9 @@ import fxpipe
 from fxpipe import api
 from fxpipe.cost.cluster import Cluster
 from fxpipe.cost.known_devices import device_named
+from fxpipe.cost.plan_costs import costs_of
 from fxpipe.partition.cuts import SLACK, choose_cuts
 from fxpipe.plan.artifact import Plan
-from fxpipe.plan.plan_costs import costs_of
 from fxpipe.strict import unstructure
 
 pytestmark = pytest.mark.slow

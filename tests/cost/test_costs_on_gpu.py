@@ -7,7 +7,7 @@ from torch import nn
 import fxpipe
 from fxpipe.cost.calibrate import calibrated, copy_rate, product_rate
 from fxpipe.cost.known_devices import data_sheets, reported_device
-from fxpipe.runtime.accelerator import identity, memory_size
+from fxpipe.runtime.program.accelerator import identity, memory_size
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,13 +16,14 @@ from fxpipe import api
 from fxpipe.cli import main
 from fxpipe.cost.known_devices import device_named
 from fxpipe.cost.nodes import is_free
+from fxpipe.cost.plan_costs import work_on
 from fxpipe.errors import ScheduleError, SizeError
-from fxpipe.ir.graph import Color, Phase
-from fxpipe.schedule.arrays import schedule_arrays
 from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
-from fxpipe.schedule.costs_file import read_costs, write_costs
+from fxpipe.schedule.engine.arrays import schedule_arrays
 from fxpipe.schedule.families.registry import build
+from fxpipe.schedule.formats.costs_file import read_costs, write_costs
+from fxpipe.schedule.ops import Color, Phase
 from fxpipe.schedule.placement import place
 from fxpipe.schedule.simulation.simulator import simulate
 
@@ -251,7 +252,7 @@ def test_a_plan_of_an_earlier_version():
     found = older.costs(pipe.plan.costs, {"microbatch": 8})
     assert {edge.inter_seconds for edge in found.edges} == {None}
     with pytest.raises(SizeError, match=r"made by an earlier version.*Compile and save"):
-        older.on(device_named("H100"))
+        work_on(older, device_named("H100"))
 
 
 _PHASES = ("forward", "backward", "weight")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numba
 
-from fxpipe.ir import compiled
+from fxpipe.schedule.engine import compiled
 
 
 def test_what_is_compiled_need_not_be_kept(monkeypatch):

@@ -15,9 +15,9 @@ import fxpipe
 from fxpipe.cost.known_devices import CPU
 from fxpipe.cost.nodes import node_cost
 from fxpipe.errors import PartitionError
-from fxpipe.ir.graph import Phase
 from fxpipe.ir.storage import call_nodes
 from fxpipe.pipeline import Stage
+from fxpipe.schedule.ops import Phase
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,9 @@ from zoo import CASES, WIDTH, Case, Chain, Shape, built_and_compiled, numbers
 
 import fxpipe
 from fxpipe.cost.nodes import node_flops
-from fxpipe.ir.graph import Kind, Phase
+from fxpipe.ir.graph import Kind
 from fxpipe.ir.storage import call_nodes, storage_root
+from fxpipe.schedule.ops import Phase
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from zoo import EFFORT, captured_once, eager
 import fxpipe
 from fxpipe.cost.nodes import node_flops
 from fxpipe.errors import ScheduleError
-from fxpipe.ir.graph import Phase
+from fxpipe.schedule.ops import Phase
 
 pytestmark = pytest.mark.slow
 

@@ -8,12 +8,13 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import fxpipe
+from fxpipe.compiler import cut as passes
 from fxpipe.errors import VerifyError
-from fxpipe.ir.graph import Color, Input, Kind, Origin, Phase
+from fxpipe.ir.graph import Input, Kind, Origin
 from fxpipe.ir.storage import call_nodes
 from fxpipe.ir.verify import verify
-from fxpipe.passes import run as passes
 from fxpipe.passes.inplace import use_inplace_ops
+from fxpipe.schedule.ops import Color, Phase
 
 aten = torch.ops.aten
 

@@ -11,15 +11,15 @@ from torch import nn
 import fxpipe
 from fxpipe import passes
 from fxpipe.capture.trace import capture
+from fxpipe.compiler import cut as run
+from fxpipe.compiler.cut import PASSES, CutOptions, Step
+from fxpipe.compiler.progress import Phases
 from fxpipe.cost.analytic import analytic_seconds, seconds_on, section_costs
 from fxpipe.cost.cluster import Cluster
 from fxpipe.cost.known_devices import CPU
 from fxpipe.cost.nodes import NodeSeconds
 from fxpipe.ir.liveness import liveness
 from fxpipe.ir.storage import call_nodes
-from fxpipe.passes import run
-from fxpipe.passes.run import PASSES, CutOptions, Step
-from fxpipe.progress import Phases
 from tests.models import gpt2, words
 
 HELPERS = {"run", "mincut", "rewrite"}
@@ -145,7 +145,7 @@ def test_recomputation_adds_work_to_each_stage(barriers):
 
 def test_phases_within_phases_count_once(monkeypatch):
     ticks = iter([0.0, 1.0, 3.0, 4.0, 8.0, 10.0])
-    monkeypatch.setattr("fxpipe.progress.time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    monkeypatch.setattr("fxpipe.compiler.progress.time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     phase = Phases("")
     with phase("outer"):
         for _ in range(2):

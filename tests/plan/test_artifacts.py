@@ -24,16 +24,16 @@ from zoo import CASES, Case, Chain, Shape, compiled, numbers
 import fxpipe
 import fxpipe.ir.liveness
 from fxpipe.cli import main
+from fxpipe.cli.data import FileData
+from fxpipe.cli.recorded import read_spans, recorded_costs
 from fxpipe.errors import ArtifactError, BatchError, FxpipeError, RunError, ScheduleError
 from fxpipe.plan.artifact import FORMAT
 from fxpipe.plan.files import read_plan
-from fxpipe.runtime.batch import BatchSpec, Leaf
+from fxpipe.plan.step import BatchSpec, Leaf
 from fxpipe.schedule.candidate import Candidate
 from fxpipe.schedule.costs import StageCost
-from fxpipe.schedule.costs_file import read_costs
-from fxpipe.schedule.handwritten import parse_schedule, read_schedule
-from fxpipe.training.data import FileData
-from fxpipe.training.recorded import read_spans, recorded_costs
+from fxpipe.schedule.formats.costs_file import read_costs
+from fxpipe.schedule.formats.handwritten import parse_schedule, read_schedule
 from fxpipe.viz.explanation import explain
 
 MICROBATCHES = 4

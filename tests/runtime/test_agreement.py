@@ -10,8 +10,8 @@ import pytest
 from zoo import CASES, Shape, compiled
 
 from fxpipe.errors import RunError
-from fxpipe.runtime.agreement import Traffic, check_agreement
-from fxpipe.runtime.load_program import load_program
+from fxpipe.runtime.ranks.agreement import Traffic, check_agreement
+from fxpipe.runtime.ranks.load_program import load_program
 
 RANKS = 3
 

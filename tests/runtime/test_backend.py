@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 import fxpipe
-import fxpipe.runtime.process as joined
+import fxpipe.runtime.job.process as joined
 from fxpipe.codegen.expressions import Names, literal
-from fxpipe.runtime.accelerator import check_supported, communicator_settings, queues
-from fxpipe.runtime.backend import Choice, Place, choose
-from fxpipe.runtime.comm import answered, new_buffers, on_wire
-from fxpipe.runtime.connect import _check_streams, _failure, _warn_of_few_queues
-from fxpipe.runtime.distributed import DistributedComm
-from fxpipe.runtime.process import Process
+from fxpipe.runtime.job.backend import Choice, Place, choose
+from fxpipe.runtime.job.process import Process
+from fxpipe.runtime.program.accelerator import check_supported, communicator_settings, queues
+from fxpipe.runtime.program.comm import answered, new_buffers, on_wire
+from fxpipe.runtime.ranks.connect import _check_streams, _failure, _warn_of_few_queues
+from fxpipe.runtime.ranks.distributed import DistributedComm
 
 H100 = "NVIDIA H100 80GB HBM3"
 
@@ -158,7 +158,7 @@ def test_each_tensor_of_a_message_is_kept_once(monkeypatch):
         def add(self, work, tensors):
             self.kept += [(work, tensor) for tensor in tensors]
 
-    monkeypatch.setattr("fxpipe.runtime.distributed.dist.get_group_rank", lambda group, rank: rank)
+    monkeypatch.setattr("fxpipe.runtime.ranks.distributed.dist.get_group_rank", lambda group, rank: rank)
     cpu, given = torch.device("cpu"), [torch.zeros(2), torch.ones(3)]
     sent = Sent()
     DistributedComm(cpu, cpu, 0, 2, {(0, 1): Group()}, [], None, sent).send(given, 1)

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import fxpipe
-from fxpipe.runtime import interface
-from fxpipe.runtime.calls import CALL, SPACE, different_calls, with_call
-from fxpipe.runtime.connect import _unbound
-from fxpipe.runtime.interface import connecting, matching, set_interface
-from fxpipe.runtime.place import called_function
+from fxpipe.runtime.job import interface
+from fxpipe.runtime.job.calls import CALL, SPACE, different_calls, with_call
+from fxpipe.runtime.job.interface import connecting, matching, set_interface
+from fxpipe.runtime.job.place import called_function
+from fxpipe.runtime.ranks.connect import _unbound
 
 
 def table(*calls: str) -> torch.Tensor:

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import fxpipe
-from fxpipe.runtime.dry_run import dry_run
-from fxpipe.runtime.local import LocalComm, LocalWorld
+from fxpipe.runtime.ranks.dry_run import dry_run
+from fxpipe.runtime.ranks.local import LocalComm, LocalWorld
 
 WIDTH, RANKS = 8, 2
 

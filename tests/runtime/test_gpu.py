@@ -24,10 +24,10 @@ from torch.utils import _pytree as pytree
 from zoo import Shape, eager, relative_error, too_far
 
 import fxpipe
-from fxpipe.runtime import offloader as offloader_module
-from fxpipe.runtime.accelerator import own, pinned_memory
-from fxpipe.runtime.offloader import Host, Offloader, aligned
-from fxpipe.runtime.step_memory import step_memory
+from fxpipe.runtime.program import offload as offloader_module
+from fxpipe.runtime.program.accelerator import own, pinned_memory
+from fxpipe.runtime.program.offload import Host, Offloader, aligned
+from fxpipe.runtime.ranks.step_memory import step_memory
 
 pytestmark = [
     pytest.mark.gpu,

@@ -20,17 +20,18 @@ from zoo import CASES, Case, Chain, Shape, captured_once, compiled, numbers, rel
 
 import fxpipe
 import fxpipe.ir.liveness
-import fxpipe.runtime.inductor
+import fxpipe.runtime.program.inductor
 from fxpipe.errors import OptionError, RunError
-from fxpipe.ir.graph import Color, Phase, Section
+from fxpipe.ir.graph import Section
 from fxpipe.ir.sections import is_compiled
 from fxpipe.ir.storage import call_nodes, written
-from fxpipe.runtime.checks import expect
-from fxpipe.runtime.dry_run import dry_run
-from fxpipe.runtime.inductor import compiled_functions, inductor
-from fxpipe.runtime.local import LocalComm, LocalWorld
-from fxpipe.runtime.memory import SavedBytes
+from fxpipe.runtime.program.checks import expect
+from fxpipe.runtime.program.inductor import compiled_functions, inductor
+from fxpipe.runtime.ranks.dry_run import dry_run
+from fxpipe.runtime.ranks.local import LocalComm, LocalWorld
+from fxpipe.runtime.ranks.tracked_memory import SavedBytes
 from fxpipe.runtime.torch_private import decompositions
+from fxpipe.schedule.ops import Color, Phase
 
 aten = torch.ops.aten
 
@@ -55,8 +56,8 @@ class Interpreted:
 @pytest.fixture
 def interpreted(monkeypatch) -> Interpreted:
     found = Interpreted()
-    monkeypatch.setattr(fxpipe.runtime.inductor, "compile_by_inductor", found)
-    monkeypatch.setattr(fxpipe.runtime.inductor, "decompositions", dict)
+    monkeypatch.setattr(fxpipe.runtime.program.inductor, "compile_by_inductor", found)
+    monkeypatch.setattr(fxpipe.runtime.program.inductor, "decompositions", dict)
     return found
 
 
@@ -222,7 +223,7 @@ def test_lists_are_emptied_and_their_tensors_freed(interpreted):
 
 def test_views_fit_the_strides_of_inductors_own_ops(interpreted, monkeypatch):
     """A ``cat`` with an empty tensor, as caches of keys and values begin with, is a copy in other strides."""
-    monkeypatch.setattr(fxpipe.runtime.inductor, "decompositions", decompositions)
+    monkeypatch.setattr(fxpipe.runtime.program.inductor, "decompositions", decompositions)
 
     def joined(x: torch.Tensor, empty: torch.Tensor) -> list[torch.Tensor]:
         keys = aten.cat.default([empty, aten.transpose.int(x, 1, 2)], -2)
@@ -272,7 +273,7 @@ def test_what_inductor_cannot_compile(monkeypatch):
     def fail(*_: object) -> None:
         raise ValueError("no compiler found\nmore lines")
 
-    monkeypatch.setattr(fxpipe.runtime.inductor, "compile_by_inductor", fail)
+    monkeypatch.setattr(fxpipe.runtime.program.inductor, "compile_by_inductor", fail)
     _, pipe = both(*SAME["plain"])
     expected = (
         r"^Inductor cannot compile stage0_forward \(ValueError: no compiler found\)\. It needs a C\+\+ "

@@ -12,12 +12,12 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from fxpipe.runtime import watch as watches
-from fxpipe.runtime.failure import BEAT, ENDED, Failures, record
-from fxpipe.runtime.life import own_process, runs
-from fxpipe.runtime.watch import Watch
+from fxpipe.runtime.job import watch as watches
+from fxpipe.runtime.job.failure import BEAT, ENDED, Failures, record
+from fxpipe.runtime.job.life import own_process, runs
+from fxpipe.runtime.job.watch import Watch
 
-OTHER = "import fxpipe.runtime.life as life; print(life.own_process(), flush=True); input()"
+OTHER = "import fxpipe.runtime.job.life as life; print(life.own_process(), flush=True); input()"
 
 
 def other_process() -> tuple[subprocess.Popen, str]:
@@ -51,7 +51,7 @@ def watch(monkeypatch):
     monkeypatch.setattr(Watch, "_run", lambda self: None)
     monkeypatch.setattr(watches, "_report_uncaught", lambda watch: None)
     monkeypatch.setattr(watches.atexit, "register", lambda *_: None)
-    monkeypatch.setattr("fxpipe.runtime.failure.SILENCE", 0.0)
+    monkeypatch.setattr("fxpipe.runtime.job.failure.SILENCE", 0.0)
     watch = Watch(Failures(dist.HashStore(), 0, 3), timedelta(seconds=100))
     watch.ends = []
     monkeypatch.setattr(watch, "_end", lambda error, grace: watch.ends.append(str(error)))

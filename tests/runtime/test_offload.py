@@ -18,11 +18,11 @@ from zoo import EFFORT, captured_once
 
 import fxpipe
 import fxpipe.ir.liveness
-import fxpipe.runtime.offloader
+import fxpipe.runtime.program.offload
 from fxpipe import Offload
 from fxpipe.cli.command import main
 from fxpipe.errors import LimitError, RunError, ScheduleError, VerifyError
-from fxpipe.ir.graph import Phase, offload, reload
+from fxpipe.ir.graph import offload, reload
 from fxpipe.ir.storage import call_nodes, storage_root
 from fxpipe.ir.verify import verify
 from fxpipe.schedule.costs import StageCost, chain
@@ -30,7 +30,7 @@ from fxpipe.schedule.families.registry import build
 from fxpipe.schedule.offload.memory_pool import pools
 from fxpipe.schedule.offload.planner import offload as plan_offload
 from fxpipe.schedule.offload.planner import with_link
-from fxpipe.schedule.ops import Direction
+from fxpipe.schedule.ops import Direction, Phase
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
 
@@ -287,7 +287,7 @@ def test_places_that_activations_cannot_go_to(tmp_path):
 
 def test_a_directory_in_memory(monkeypatch):
     pipe = compiled("gpt2", offload=True)
-    monkeypatch.setattr(fxpipe.runtime.offloader, "filesystem", lambda directory: "tmpfs")
+    monkeypatch.setattr(fxpipe.runtime.program.offload, "filesystem", lambda directory: "tmpfs")
     with pytest.warns(UserWarning, match="is in memory itself, so offloading to it frees no memory"):
         pipe.run_local(MODELS["gpt2"].data(MICROBATCHES))
 

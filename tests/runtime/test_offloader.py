@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fxpipe.errors import RunError
-from fxpipe.runtime.accelerator import pinned_memory
-from fxpipe.runtime.offloader import TIMEOUT, Disk, Offloader
+from fxpipe.runtime.program.accelerator import pinned_memory
+from fxpipe.runtime.program.offload import TIMEOUT, Disk, Offloader
 
 
 def test_what_comes_back_from_disk_is_what_went(tmp_path):

@@ -19,7 +19,7 @@ from zoo import Shape, compiled
 
 import fxpipe
 from fxpipe.plan.artifact import Plan
-from fxpipe.vocabulary.rows import rows_of
+from fxpipe.plan.rows import rows_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
@@ -329,7 +329,7 @@ def test_a_rank_that_is_stopped_is_waited_for_and_one_that_is_killed_is_not(tmp_
 ENDING = """
 import os, signal, sys, torch
 from datetime import timedelta
-from fxpipe.runtime.process import Process
+from fxpipe.runtime.job.process import Process
 process = Process.join(torch.device("cpu"), timedelta(seconds=60))
 process.gather(b"")
 if process.rank == 1:

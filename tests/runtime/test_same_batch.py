@@ -14,12 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpipe.errors import BatchError, RunError
-from fxpipe.runtime.attempt import agree_on_attempt
-from fxpipe.runtime.batch import BatchSpec
-from fxpipe.runtime.digest import MOST, digest
-from fxpipe.runtime.failure import Failures
-from fxpipe.runtime.process import as_timeout
-from fxpipe.runtime.survey import shared_survey
+from fxpipe.plan.step import BatchSpec
+from fxpipe.runtime.job.attempt import agree_on_attempt
+from fxpipe.runtime.job.digest import MOST, digest
+from fxpipe.runtime.job.failure import Failures
+from fxpipe.runtime.job.process import as_timeout
+from fxpipe.runtime.job.survey import shared_survey
+from fxpipe.runtime.program.batch import batch_spec, microbatches_of
 from fxpipe.training.same_batch import WORDS, Facts, any_stops, difference, words
 
 SOON = timedelta(seconds=20)
@@ -172,25 +173,25 @@ def test_more_leaves_than_words():
 
 
 def spec() -> BatchSpec:
-    return BatchSpec.from_example({"x": torch.ones(2, 3), "y": torch.ones(2), "scale": 2.0})
+    return batch_spec({"x": torch.ones(2, 3), "y": torch.ones(2), "scale": 2.0})
 
 
 def test_a_batch_with_the_leaves_that_are_needed():
     x, y = torch.randn(4, 3), torch.randn(4)
     for given_leaves in ({"x": x}, {"x": x, "y": None}, {"x": x, "scale": 2.0}):
-        first, second = spec().split(given_leaves, 2, ["x"], None)
+        first, second = microbatches_of(spec(), given_leaves, 2, ["x"], None)
         assert torch.equal(first["x"], x[:2])
         assert torch.equal(second["x"], x[2:])
         assert "y" not in first
-    assert spec().split({}, 2, [], None) == [{}, {}]
-    moved = spec().split({"x": x, "y": y}, 2, ["x"], torch.device("meta"))
+    assert microbatches_of(spec(), {}, 2, [], None) == [{}, {}]
+    moved = microbatches_of(spec(), {"x": x, "y": y}, 2, ["x"], torch.device("meta"))
     assert all(part["x"].is_meta and not part["y"].is_meta for part in moved)
     with pytest.raises(BatchError, match=r"has leaves x, but .* this rank needs leaves x, y"):
-        spec().split({"x": x, "y": None}, 2, ["x", "y"], None)
+        microbatches_of(spec(), {"x": x, "y": None}, 2, ["x", "y"], None)
     with pytest.raises(BatchError, match=r"'y' has shape \(3,\)|'y' has 3 rows"):
-        spec().split({"x": x, "y": y[:3]}, 2, ["x"], None)
+        microbatches_of(spec(), {"x": x, "y": y[:3]}, 2, ["x"], None)
     with pytest.raises(BatchError, match="leaves x, z, but the pipeline was compiled for leaves scale, x, y"):
-        spec().split({"x": x, "z": y}, 2, ["x"], None)
+        microbatches_of(spec(), {"x": x, "z": y}, 2, ["x"], None)
 
 
 # -- attempts and failures --------------------------------------------------------------------------------

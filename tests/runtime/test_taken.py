@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpipe.runtime.taken import Event, as_bytes, events_from, releases
+from fxpipe.runtime.ranks.taken import Event, as_bytes, events_from, releases
 
 
 def sends(source: int, target: int, number: int) -> Event:

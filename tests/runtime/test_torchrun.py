@@ -17,7 +17,7 @@ from zoo import Case, built_and_compiled, compiled, cut, eager, numbers, relativ
 
 import fxpipe
 from fxpipe.errors import RunError
-from fxpipe.vocabulary.rows import rows_of, whole
+from fxpipe.plan.rows import rows_of, whole
 
 pytestmark = pytest.mark.slow
 

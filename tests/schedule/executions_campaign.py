@@ -21,7 +21,6 @@ from math import inf
 
 from fxpipe.codegen.collectives import collectives
 from fxpipe.errors import ScheduleError
-from fxpipe.ir.graph import Color, Phase
 from fxpipe.ir.sections import SectionEdge
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
 from fxpipe.schedule.families.registry import FAMILIES, build
@@ -31,10 +30,10 @@ from fxpipe.schedule.lowering.lower import AllReduceGradient, Programs, lower, w
 from fxpipe.schedule.lowering.races import races
 from fxpipe.schedule.offload.memory_pool import pools
 from fxpipe.schedule.offload.planner import FULL, HALF, offload, with_link
-from fxpipe.schedule.ops import Activation, Schedule
+from fxpipe.schedule.ops import Activation, Color, Phase, Schedule
+from fxpipe.schedule.search.vocabulary_passes import with_output_shards
 from fxpipe.schedule.simulation.simulator import simulate
-from fxpipe.schedule.vocabulary import with_output_shards
-from fxpipe.vocabulary.stages import Vocabulary
+from fxpipe.schedule.stages import Vocabulary
 
 #: With nothing but what streams and events promise.
 FREE = replace(DEVICES, run_ahead=None)

@@ -9,12 +9,11 @@ from itertools import product
 import pytest
 
 from fxpipe.errors import DeadlockError, FxpipeError, ScheduleError
-from fxpipe.ir.graph import Color, Phase
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
-from fxpipe.schedule.exact import exact
-from fxpipe.schedule.exact_block import exact_block
+from fxpipe.schedule.exact.block import exact_block
+from fxpipe.schedule.exact.order import exact
 from fxpipe.schedule.families.registry import build
-from fxpipe.schedule.ops import Op, OpKind, Schedule
+from fxpipe.schedule.ops import Color, Op, OpKind, Phase, Schedule
 from fxpipe.schedule.placement import place
 from fxpipe.schedule.simulation.simulator import simulate
 

@@ -7,7 +7,6 @@ import pytest
 from executions_campaign import FREE, SHARES, VOCABULARIES, cases, check
 from test_schedule_lowering import HEADS, hand, head_edges
 
-from fxpipe.ir.graph import Phase
 from fxpipe.schedule.costs import StageCost, chain
 from fxpipe.schedule.families.registry import FAMILIES, build
 from fxpipe.schedule.lowering.channels import in_rounds
@@ -16,7 +15,7 @@ from fxpipe.schedule.lowering.execution import DEVICES, execution
 from fxpipe.schedule.lowering.lower import AllReduceGradient, Wait, WaitCollective, lower, with_gradients
 from fxpipe.schedule.lowering.races import races
 from fxpipe.schedule.offload.memory_pool import pools
-from fxpipe.schedule.ops import Direction, Schedule, Transfer
+from fxpipe.schedule.ops import Direction, Phase, Schedule, Transfer
 
 MICROBATCHES = (1, 2, 3, 4, 8, 16)
 RANKS = (2, 3, 4, 8)

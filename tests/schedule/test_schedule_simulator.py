@@ -3,11 +3,10 @@
 import pytest
 
 from fxpipe.errors import DeadlockError, ScheduleError
-from fxpipe.ir.graph import Color, Phase
 from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
 from fxpipe.schedule.families.registry import build
-from fxpipe.schedule.ops import Schedule, parse_order
+from fxpipe.schedule.ops import Color, Phase, Schedule, parse_order
 from fxpipe.schedule.simulation.critical import critical_path
 from fxpipe.schedule.simulation.simulator import simulate
 

@@ -7,14 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpipe.ir.graph import Color, Phase
 from fxpipe.ir.verify import may_feed
 from fxpipe.schedule.costs import Costs, Edge, StageCost
 from fxpipe.schedule.families.registry import FAMILIES, build
 from fxpipe.schedule.lowering.deadlock import prove
 from fxpipe.schedule.lowering.levels import levels
 from fxpipe.schedule.lowering.lower import lower
-from fxpipe.schedule.ops import Schedule
+from fxpipe.schedule.ops import Color, Phase, Schedule
 from fxpipe.schedule.problem import Problem
 from fxpipe.schedule.simulation.simulator import simulate
 

@@ -12,20 +12,19 @@ import numpy as np
 import pytest
 
 from fxpipe.errors import ScheduleError
-from fxpipe.ir.graph import Color, Phase
-from fxpipe.schedule.arrays import OpIds, ScheduleArrays, decode, encode, peaks, run, schedule_arrays
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
-from fxpipe.schedule.dispatch import dispatch
-from fxpipe.schedule.dispatch_kernel import LATE, NUMBERS, draw_ops
-from fxpipe.schedule.families.heuristics import zero_bubble, zero_bubble_v
+from fxpipe.schedule.engine.arrays import OpIds, ScheduleArrays, decode, encode, peaks, run, schedule_arrays
+from fxpipe.schedule.engine.dispatch import dispatch
+from fxpipe.schedule.engine.dispatch_kernel import LATE, NUMBERS, draw_ops
+from fxpipe.schedule.engine.kernel import Floats, judge_ops, run_ops
+from fxpipe.schedule.families.greedy import zero_bubble, zero_bubble_v
 from fxpipe.schedule.families.registry import build
-from fxpipe.schedule.goal import Goal
-from fxpipe.schedule.kernel import Floats, judge_ops, run_ops
-from fxpipe.schedule.ops import order_text, parse_order
+from fxpipe.schedule.ops import Color, Phase, order_text, parse_order
 from fxpipe.schedule.placement import place
 from fxpipe.schedule.problem import Problem, per_rank
 from fxpipe.schedule.search.auto import Setting, frontier, search
 from fxpipe.schedule.search.due_dates import cross, least_period, start_alone, timetable
+from fxpipe.schedule.search.goal import Goal
 from fxpipe.schedule.search.local_search import improve
 from fxpipe.schedule.search.pool import find
 from fxpipe.schedule.search.starts import starts

@@ -5,10 +5,10 @@ import pytest
 from fxpipe.schedule.costs import Costs, StageCost, chain
 from fxpipe.schedule.families.registry import build
 from fxpipe.schedule.ops import Schedule
+from fxpipe.schedule.search.vocabulary_passes import with_output_shards
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
-from fxpipe.schedule.vocabulary import with_output_shards
-from fxpipe.vocabulary.stages import Vocabulary
+from fxpipe.schedule.stages import Vocabulary
 from tests.schedule.test_schedule_properties import with_lookups
 
 pytestmark = pytest.mark.slow

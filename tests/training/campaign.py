@@ -29,7 +29,8 @@ from run_worker import MICROBATCHES, Options, Reader, batch_of, pipeline
 from safetensors.torch import load_file, save_file
 
 import fxpipe
-from fxpipe.training import checkpoint_files, tensor_store
+from fxpipe.training.checkpoint import files as checkpoint_files
+from fxpipe.training.checkpoint import tensor_store
 
 EVERY = 3  # steps from one checkpoint to the next
 PLACES = ("F", "B", "W", "send", "optimizer", "loader", "checkpoint", "files", "complete", "save")

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import fxpipe
-from fxpipe.training import checkpoint_files
+from fxpipe.training.checkpoint import files as checkpoint_files
 
 SIZE, WIDTH, LENGTH, ROWS, MICROBATCHES = 64, 16, 6, 2, 4
 

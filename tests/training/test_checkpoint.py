@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 
 import fxpipe
 from fxpipe.errors import ArtifactError, RunError
-from fxpipe.training import checkpoint_files as files
+from fxpipe.training.checkpoint import files
+from fxpipe.training.checkpoint.restore import contents_for, restore
+from fxpipe.training.checkpoint.training_state import Record, tensors_of
 from fxpipe.training.optimizer import PipelineOptimizer
-from fxpipe.training.restore import contents_for, restore
-from fxpipe.training.training_state import Record, tensors_of
 
 pytestmark = pytest.mark.slow
 
@@ -343,7 +343,7 @@ def test_a_directory_is_locked(tmp_path, monkeypatch):
     ):
         fxpipe.Checkpointer(pipe, tmp_path)
     checkpoints.close()
-    code = "import sys, pathlib; from fxpipe.training.checkpoint_files import Lock; "
+    code = "import sys, pathlib; from fxpipe.training.checkpoint.files import Lock; "
     code += "lock = Lock(pathlib.Path(sys.argv[1])); print(1, flush=True); input()"
     command = [sys.executable, "-c", code, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:

@@ -6,7 +6,7 @@ from torch import nn
 from zoo import Case, Shape, TiedHead, built_and_compiled, tokens
 
 import fxpipe
-from fxpipe.runtime.digest import MOST
+from fxpipe.runtime.job.digest import MOST
 from fxpipe.training.course import Course, _rows
 from fxpipe.training.same_batch import ABSENT
 

@@ -12,13 +12,12 @@ from torch import nn
 import fxpipe
 import fxpipe.ir.liveness
 from fxpipe.errors import FxpipeError
-from fxpipe.ir.graph import Color, Phase
 from fxpipe.ir.sections import edges_between
 from fxpipe.ir.storage import call_nodes
 from fxpipe.schedule.costs import StageCost, chain
 from fxpipe.schedule.families.registry import build
 from fxpipe.schedule.offload.planner import offload, with_link
-from fxpipe.schedule.ops import Schedule, parse_order
+from fxpipe.schedule.ops import Color, Phase, Schedule, parse_order
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.viz.boxes import Place, collapse
 from fxpipe.viz.graph_picture import graph_picture

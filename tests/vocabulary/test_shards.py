@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from fxpipe.vocabulary.rows import rows_of, whole
+from fxpipe.plan.rows import rows_of, whole
 from fxpipe.vocabulary.split import shard_bounds
 
 

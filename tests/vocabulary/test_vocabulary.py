@@ -16,8 +16,8 @@ from zoo import EFFORT, Case, captured_once, eager, relative_error
 
 import fxpipe
 from fxpipe.errors import PartitionError, VocabularyError
-from fxpipe.schedule.arrays import schedule_arrays
-from fxpipe.vocabulary.rows import rows_of
+from fxpipe.plan.rows import rows_of
+from fxpipe.schedule.engine.arrays import schedule_arrays
 
 pytestmark = pytest.mark.slow
 

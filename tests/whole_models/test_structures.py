@@ -10,8 +10,8 @@ from torch import nn
 from zoo import EFFORT, LIMIT, WIDTH, captured_once, eager, numbers, relative_error
 
 import fxpipe
-from fxpipe.ir.graph import Phase
 from fxpipe.schedule.families.registry import FAMILIES
+from fxpipe.schedule.ops import Phase
 
 MICROBATCHES, ROWS = 5, 2
 MESSAGE = 8 * ROWS * WIDTH  # bytes, in double precision

@@ -7,7 +7,7 @@ from math import inf
 
 import numpy as np
 
-from fxpipe.ir.compiled import compiled
+from fxpipe.schedule.engine.compiled import compiled
 
 
 @compiled

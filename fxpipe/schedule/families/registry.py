@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from math import ceil, inf
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedule.arrays import decode, encode, peaks
 from fxpipe.schedule.costs import Costs
+from fxpipe.schedule.engine.arrays import decode, encode, peaks
 from fxpipe.schedule.families import fb_orders
 from fxpipe.schedule.families.staggered import staggered
 from fxpipe.schedule.families.weights import delay_weights
@@ -22,8 +22,8 @@ from fxpipe.schedule.search.pool import find
 from fxpipe.schedule.search.starts import gis as gis_orders
 from fxpipe.schedule.search.starts import groups, starts
 from fxpipe.schedule.search.starts import zb_v as zb_v_orders
-from fxpipe.schedule.vocabulary import budget_for_model_stages, model_stage_costs, weave
-from fxpipe.vocabulary.stages import Vocabulary
+from fxpipe.schedule.search.vocabulary_passes import budget_for_model_stages, model_stage_costs, weave
+from fxpipe.schedule.stages import Vocabulary
 
 
 @dataclass(frozen=True)

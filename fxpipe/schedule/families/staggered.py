@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import gcd
 
-from fxpipe.schedule.arrays import decode, schedule_arrays
-from fxpipe.schedule.dispatch import dispatch
+from fxpipe.schedule.engine.arrays import decode, schedule_arrays
+from fxpipe.schedule.engine.dispatch import dispatch
 from fxpipe.schedule.ops import Order
 from fxpipe.schedule.problem import Problem
 

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from fxpipe.schedule.arrays import OpIds, ScheduleArrays
+from fxpipe.schedule.engine.arrays import OpIds, ScheduleArrays
 from fxpipe.schedule.families.fill_kernel import fill_ops
 from fxpipe.schedule.ops import Op, OpKind, Order
 

@@ -15,8 +15,6 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 
-from fxpipe.ir.graph import Color, arrival
-from fxpipe.runtime.run_ahead import RUN_AHEAD
 from fxpipe.schedule.lowering.channels import Channel, channel_of
 from fxpipe.schedule.lowering.lower import (
     AllReduceGradient,
@@ -34,7 +32,7 @@ from fxpipe.schedule.lowering.lower import (
     WaitCollective,
     WaitTransfer,
 )
-from fxpipe.schedule.ops import PHASES, Activation, Direction, Op, OpKind
+from fxpipe.schedule.ops import PHASES, Activation, Color, Direction, Op, OpKind, arrival
 
 Connections = Sequence[Sequence[Channel | Collective]]
 """Per rank what it connects before its program, in its order."""
@@ -67,7 +65,7 @@ class Machine:
 
 HOSTS = Machine("CPUs", hosts_wait=True)
 #: Each stream has a queue of its own, which the runtime makes sure of.
-DEVICES = Machine("devices", run_ahead=RUN_AHEAD)
+DEVICES = Machine("devices", run_ahead=4)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from fxpipe.ir.graph import Color, arrival
 from fxpipe.schedule.costs import Edge
-from fxpipe.schedule.ops import PHASES, Op, Schedule
+from fxpipe.schedule.ops import PHASES, Color, Op, Schedule, arrival
 from fxpipe.schedule.simulation.run_loop import RunLoop
 
 

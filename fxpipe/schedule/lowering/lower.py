@@ -20,11 +20,10 @@ from math import inf
 from typing import ClassVar
 
 from fxpipe.errors import ScheduleError
-from fxpipe.ir.graph import Color, arrival
 from fxpipe.schedule.check import check
 from fxpipe.schedule.costs import Edge
 from fxpipe.schedule.lowering.levels import levels
-from fxpipe.schedule.ops import PHASES, Direction, Op, Schedule, Transfer
+from fxpipe.schedule.ops import PHASES, Color, Direction, Op, Schedule, Transfer, arrival
 
 
 class CollectiveKind(StrEnum):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fxpipe.ir.graph import Phase
-from fxpipe.schedule.ops import Activation, Direction, Schedule
+from fxpipe.schedule.ops import Activation, Direction, Phase, Schedule
 
 
 @dataclass(frozen=True)

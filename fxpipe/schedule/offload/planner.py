@@ -14,10 +14,9 @@ from math import inf
 from typing import NamedTuple
 
 from fxpipe.errors import LimitError, ScheduleError
-from fxpipe.ir.graph import Phase
 from fxpipe.schedule.costs import Costs, Link
 from fxpipe.schedule.offload.transfers import offload_bytes
-from fxpipe.schedule.ops import PHASES, Direction, Transfer
+from fxpipe.schedule.ops import PHASES, Direction, Phase, Transfer
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
 

@@ -8,14 +8,14 @@ from functools import partial
 from math import inf
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedule.arrays import decode
 from fxpipe.schedule.candidate import Candidate
-from fxpipe.schedule.dispatch import check_one_microbatch_fits
+from fxpipe.schedule.engine.arrays import decode
+from fxpipe.schedule.engine.dispatch import check_one_microbatch_fits
 from fxpipe.schedule.families.registry import Family, order_of
-from fxpipe.schedule.goal import Objective as Objective
 from fxpipe.schedule.offload.planner import keeps
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.problem import Limit, Problem
+from fxpipe.schedule.search.goal import Objective as Objective
 from fxpipe.schedule.search.pool import find
 from fxpipe.schedule.search.results import Draft, Entry, Results
 from fxpipe.schedule.search.starts import starts

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from fxpipe.schedule.arrays import ScheduleArrays
 from fxpipe.schedule.bound import in_order
 from fxpipe.schedule.dependencies import SECTIONS_PER_STAGE, index
-from fxpipe.schedule.dispatch_kernel import Timetable
-from fxpipe.schedule.kernel import Floats
+from fxpipe.schedule.engine.arrays import ScheduleArrays
+from fxpipe.schedule.engine.dispatch_kernel import Timetable
+from fxpipe.schedule.engine.kernel import Floats
 from fxpipe.schedule.problem import Problem
 
 _SHARE, _FAR = 0.2, 0.1  # of the numbers that are moved where two timetables are crossed, and how far

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fxpipe.schedule.arrays import OpIds, ScheduleArrays, run
-from fxpipe.schedule.goal import Goal
-from fxpipe.schedule.kernel import anneal
+from fxpipe.schedule.engine.arrays import OpIds, ScheduleArrays, run
+from fxpipe.schedule.engine.kernel import anneal
+from fxpipe.schedule.search.goal import Goal
 
 # How much worse an order may be: at first, of a mean op's time; at last, of that at first.
 _HOT, _COLD = 0.8, 0.1

@@ -12,13 +12,13 @@ from math import inf
 
 import numpy as np
 
-from fxpipe.schedule.arrays import OpIds, ScheduleArrays
-from fxpipe.schedule.dispatch import check_one_microbatch_fits, one_microbatch_fits
-from fxpipe.schedule.dispatch_kernel import NUMBERS, draw_ops
-from fxpipe.schedule.goal import Goal, Objective
-from fxpipe.schedule.kernel import Floats, judge_ops
+from fxpipe.schedule.engine.arrays import OpIds, ScheduleArrays
+from fxpipe.schedule.engine.dispatch import check_one_microbatch_fits, one_microbatch_fits
+from fxpipe.schedule.engine.dispatch_kernel import NUMBERS, draw_ops
+from fxpipe.schedule.engine.kernel import Floats, judge_ops
 from fxpipe.schedule.problem import Problem
 from fxpipe.schedule.search.due_dates import cross, least_period, timetable
+from fxpipe.schedule.search.goal import Goal, Objective
 from fxpipe.schedule.search.local_search import improve
 
 _EFFORT, _EFFORT_PER_OP = 8.0, 2e-3  # the default: seconds of one core at most, and for every op of a problem

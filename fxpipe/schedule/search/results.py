@@ -7,14 +7,14 @@ from math import inf
 
 from fxpipe.errors import LimitError, ScheduleError
 from fxpipe.schedule.candidate import Candidate
-from fxpipe.schedule.goal import Objective
 from fxpipe.schedule.offload.planner import with_offload
 from fxpipe.schedule.ops import Order, Schedule
+from fxpipe.schedule.search.goal import Objective
 from fxpipe.schedule.search.pool import Task, anneal_all, anneal_each
+from fxpipe.schedule.search.vocabulary_passes import weavings, woven
 from fxpipe.schedule.search.ways import Setting, Way
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
-from fxpipe.schedule.vocabulary import weavings, woven
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,12 +7,12 @@ from math import ceil
 
 import numpy as np
 
-from fxpipe.schedule.arrays import OpIds, encode
-from fxpipe.schedule.dispatch import dispatch
+from fxpipe.schedule.engine.arrays import OpIds, encode
+from fxpipe.schedule.engine.dispatch import dispatch
+from fxpipe.schedule.engine.kernel import Floats
 from fxpipe.schedule.families import fb_orders
-from fxpipe.schedule.families.heuristics import zero_bubble, zero_bubble_v
+from fxpipe.schedule.families.greedy import zero_bubble, zero_bubble_v
 from fxpipe.schedule.families.weights import Gap, delay_weights, fill_bubbles
-from fxpipe.schedule.kernel import Floats
 from fxpipe.schedule.ops import OpKind, Order
 from fxpipe.schedule.problem import Problem
 

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 
-from fxpipe.schedule.arrays import encode, run, schedule_arrays
 from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.costs import Costs
+from fxpipe.schedule.engine.arrays import encode, run, schedule_arrays
 from fxpipe.schedule.families.registry import FAMILIES, Family
-from fxpipe.schedule.goal import Objective
 from fxpipe.schedule.offload.planner import AUTO, Share
 from fxpipe.schedule.ops import Order
 from fxpipe.schedule.problem import Limit, Problem, per_rank
 from fxpipe.schedule.search.due_dates import least_period
-from fxpipe.schedule.vocabulary import budget_for_model_stages, model_stage_costs
-from fxpipe.vocabulary.stages import Vocabulary
+from fxpipe.schedule.search.goal import Objective
+from fxpipe.schedule.search.vocabulary_passes import budget_for_model_stages, model_stage_costs
+from fxpipe.schedule.stages import Vocabulary
 
 SEARCHED = "zb"
 """The family that is searched in place of all searched families: the others are cases of it."""

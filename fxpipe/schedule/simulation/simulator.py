@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import defaultdict
 
 from fxpipe.errors import DeadlockError
-from fxpipe.schedule.check import check
+from fxpipe.schedule.check import check_whole
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.dependencies import SECTIONS_PER_STAGE, durations, needs, op_of_value, sections
-from fxpipe.schedule.offload.transfers import check_transfers, link_queues, transfer_seconds
+from fxpipe.schedule.offload.transfers import link_queues, transfer_seconds
 from fxpipe.schedule.ops import Direction, Schedule, Transfer
 from fxpipe.schedule.simulation.run_loop import RunLoop
 from fxpipe.schedule.simulation.timeline import Span, Timeline, TransferSpan
@@ -26,12 +26,6 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """
     check_whole(schedule, costs)
     return _Run(schedule, costs).finish()
-
-
-def check_whole(schedule: Schedule, costs: Costs) -> None:
-    """Raise ScheduleError if an op or a transfer is missing, repeated or misplaced."""
-    check(schedule)
-    check_transfers(schedule, costs)
 
 
 class _Run:

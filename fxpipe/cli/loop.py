@@ -1,0 +1,257 @@
+"""The training loop of ``fxpipe run``: a loaded pipeline trained on the batches of a file or a loader."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from fxpipe.cli.data import Data
+from fxpipe.cli.recorded import write_spans
+from fxpipe.errors import RunError
+from fxpipe.training.checkpoint.checkpointer import Checkpointer
+
+if TYPE_CHECKING:
+    from fxpipe.pipeline import Pipeline
+
+logger = logging.getLogger("fxpipe.run")
+
+#: The learning rate, as a factor, where ``done`` of the steps after the warm-up have been made, from 0 to 1.
+DECAYS: dict[str, Callable[[float], float]] = {
+    "constant": lambda done: 1.0,
+    "linear": lambda done: 1.0 - done,
+    "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """``steps``: in all, those of earlier runs included; None takes every whole batch once.
+
+    ``clip``: the largest norm of the gradients.  ``warmup``: steps in which the learning rate grows.
+    ``master_weights``: see ``Pipeline.optimizer``.
+    ``decay``: its course after that, to zero at the last step; one of ``DECAYS``.
+    ``checkpoints``: a directory; the run goes on from the newest one in it, and writes one at its end.
+    ``every``, ``keep``: see Checkpointer.
+    ``log_every``: steps from one line of the log to the next.
+    ``evaluate_every``: steps from one evaluation to the next; None for one at the end.
+    ``record``: the directory for the times of the last step; see :mod:`fxpipe.cli.recorded`.
+    ``save``: the directory for the trained pipeline.  ``tensorboard``: for the figures of the log.
+    """
+
+    steps: int | None
+    lr: float
+    clip: float | None = None
+    master_weights: bool = False
+    warmup: int = 0
+    decay: str = "constant"
+    checkpoints: Path | None = None
+    every: int | None = None
+    keep: int = 3
+    log_every: int = 1
+    evaluate_every: int | None = None
+    record: Path | None = None
+    save: Path | None = None
+    tensorboard: Path | None = None
+
+
+def train(pipe: Pipeline, data: Data, settings: Settings, evaluated: Data | None = None) -> None:
+    """Train with AdamW; rank 0 logs.  All ranks must call it with the same arguments.
+
+    evaluated: the data of evaluations, each of which takes every whole batch once.
+    """
+    batches = _batches(pipe, data)  # by all ranks, with --steps too: files must not differ
+    steps = settings.steps or batches
+    if steps is None:
+        raise RunError("The length of the data is not known: give --steps.")
+    evaluations = None if evaluated is None else _batches(pipe, evaluated)
+    if evaluated is not None and evaluations is None:
+        raise RunError("Evaluation takes every batch of its data once: give a safetensors file.")
+    if evaluated is not None and pipe.evaluation is None:
+        raise RunError(
+            "The pipeline has no programs for evaluation: compile and save it with evaluation=True."
+        )
+    leads = pipe.runtime.rank == 0
+    optimizer = pipe.optimizer(
+        torch.optim.AdamW,
+        lr=settings.lr,
+        clip_grad_norm=settings.clip,
+        master_weights=settings.master_weights,
+    )
+    with ExitStack() as stack:
+        checkpoints = None
+        if settings.checkpoints is not None:
+            checkpoints = Checkpointer(
+                pipe, settings.checkpoints, optimizer=optimizer, state=data.state, every=settings.every,
+                keep=settings.keep,
+            )  # fmt: skip
+            stack.enter_context(checkpoints)
+            if checkpoints.resume() and leads:
+                logger.info("resumed after step %d", pipe.step_number - 1)
+        log = stack.enter_context(_Log(settings, steps, pipe.step_number)) if leads else None
+        begun, clock = pipe.step_number, _Clock(pipe.step_number)
+        while pipe.step_number < steps:
+            step = pipe.step_number
+            loss = pipe.step(data.batch(step))
+            logs = step % settings.log_every == 0 or step == steps - 1
+            # By the settings of this run, not those of the run that it resumes.
+            lr = settings.lr * _factor(settings, step, steps)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            norm = optimizer.grad_norm() if logs and settings.clip is None else None
+            optimizer.step()
+            optimizer.zero_grad()
+            if logs:
+                found = optimizer.last_norm if norm is None else norm
+                assert found is not None
+                speed = _speed(pipe, clock.seconds_per_step(step + 1))
+                figures = {"loss": float(loss), "lr": lr, "norm": float(found), **speed}
+                if log is not None:
+                    log.add(figures, step)
+            if log is not None:
+                log.advance(step + 1)
+            if evaluated is not None and evaluations and _is_due(step, steps, settings.evaluate_every):
+                with clock.stopped():
+                    figure = evaluate(pipe, evaluated, evaluations)
+                if log is not None:
+                    log.add({"evaluation": figure}, step)
+            if checkpoints is not None:
+                checkpoints.step()
+        at_end = begun < steps and (settings.every is None or steps % settings.every != 0)
+        if checkpoints is not None and at_end:
+            checkpoints.save()
+    if settings.record is not None:
+        write_spans(settings.record, pipe.runtime.rank, pipe.runtime.record.spans)
+    if settings.save is not None:
+        pipe.save(settings.save)
+        if leads:
+            logger.info("saved: %s", settings.save)
+
+
+def evaluate(pipe: Pipeline, data: Data, batches: int) -> float:
+    """The mean loss of the first batches."""
+    return sum(float(pipe.evaluate(data.batch(k))) for k in range(batches)) / batches
+
+
+def _batches(pipe: Pipeline, data: Data) -> int | None:
+    """The number of whole batches; None if no rank knows it.  Raises RunError where it differs by rank."""
+    if pipe.process is None:
+        return data.once
+    texts = pipe.process.gather(json.dumps(data.once).encode())
+    known = {rank: json.loads(text) for rank, text in enumerate(texts) if text != b"null"}
+    first = next(iter(known.values()), None)
+    for rank, number in known.items():
+        if number != first:
+            raise RunError(
+                f"Rank {rank} has {number} batches of data, and rank {min(known)} has {first}. Give all "
+                "ranks the same rows."
+            )
+    return first
+
+
+def _is_due(step: int, steps: int, every: int | None) -> bool:
+    return step == steps - 1 or (every is not None and (step + 1) % every == 0)
+
+
+def _factor(settings: Settings, step: int, steps: int) -> float:
+    if step < settings.warmup:
+        return (step + 1) / settings.warmup
+    left = max(1, steps - settings.warmup)
+    return DECAYS[settings.decay](min(1.0, (step - settings.warmup) / left))
+
+
+def _speed(pipe: Pipeline, seconds: float) -> dict[str, float]:
+    """Tokens a second (rows, where no leaf holds tokens), and the bubble, measured and predicted."""
+    spec = pipe.artifact.plan.step
+    shaped = [(leaf.shape, leaf.dtype) for leaf in spec.batch.leaves if leaf.shape]
+    tokens = [shape for shape, dtype in shaped if "int" in dtype and len(shape) > 1]
+    rows = [shape[:1] for shape, _ in shaped]
+    per_microbatch = math.prod((tokens or rows or [(1,)])[0])
+    spans = pipe.runtime.record.spans
+    busy = sum(end - start for _, start, end in spans)
+    idle = torch.tensor(1 - busy / (spans[-1][2] - spans[0][1]), dtype=torch.float64)
+    if pipe.process is not None:
+        pipe.process.all_reduce_(idle, largest=True)
+    return {
+        "tokens/s" if tokens else "rows/s": per_microbatch * spec.microbatches / seconds,
+        "bubble": float(idle),
+        "predicted": pipe.artifact.plan.prediction.span_bubble,
+    }
+
+
+class _Clock:
+    """Measures the seconds of a step, without those for which it was stopped."""
+
+    def __init__(self, steps: int):
+        """steps: the number of steps that were run before."""
+        self._since, self._steps = time.perf_counter(), steps
+
+    def seconds_per_step(self, steps: int) -> float:
+        """The mean since the last call, after ``steps`` steps in all."""
+        now = time.perf_counter()
+        seconds = (now - self._since) / (steps - self._steps)
+        self._since, self._steps = now, steps
+        return seconds
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        begun = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - begun
+
+
+_FORMATS = {
+    "loss": ".6f",
+    "evaluation": ".6f",
+    "lr": ".2e",
+    "norm": ".3g",
+    "bubble": ".0%",
+    "predicted": ".0%",
+}
+
+
+class _Log:
+    """Shows figures in the log and, if asked to, in TensorBoard; a progress bar on terminals."""
+
+    def __init__(self, settings: Settings, steps: int, done: int):
+        console = Console(stderr=True)
+        self._progress = Progress(console=console, disable=not console.is_terminal)
+        self._bar = self._progress.add_task("train", total=steps, completed=done)
+        self._board = None if settings.tensorboard is None else _board(settings.tensorboard)
+
+    def __enter__(self) -> _Log:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+        if self._board is not None:
+            self._board.close()
+
+    def add(self, figures: dict[str, float], step: int) -> None:
+        texts = (f"{name} {value:{_FORMATS.get(name, ',.0f')}}" for name, value in figures.items())
+        logger.info("step %d  %s", step, "  ".join(texts))
+        if self._board is not None:
+            for name, value in figures.items():
+                self._board.add_scalar(name, value, step)
+
+    def advance(self, done: int) -> None:
+        self._progress.update(self._bar, completed=done)
+
+
+def _board(directory: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise RunError("--tensorboard needs TensorBoard: pip install tensorboard.") from error
+    return SummaryWriter(str(directory))

@@ -1,0 +1,135 @@
+"""The choice of a cut and a schedule: the candidates with their costs, and the fastest of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import inf
+
+import torch
+from torch import nn
+
+from fxpipe.compiler.cut import Cut, Stages
+from fxpipe.compiler.cut import cut as cut_at_level
+from fxpipe.compiler.options import Candidates, Options
+from fxpipe.compiler.progress import Phases
+from fxpipe.compiler.tensor_ownership import (
+    activation_budget,
+    result_bytes,
+    tensor_ownership,
+    weight_bytes,
+)
+from fxpipe.cost.analytic import SecondsOfRanks, seconds_on, section_costs
+from fxpipe.cost.cluster import Cluster
+from fxpipe.cost.profile import Known, measured_seconds
+from fxpipe.errors import LimitError, ScheduleError
+from fxpipe.ir.liveness import Liveness, liveness
+from fxpipe.passes.recompute import Level
+from fxpipe.schedule.bound import lower_bound
+from fxpipe.schedule.costs import Link
+from fxpipe.schedule.search.auto import SearchResult, Setting
+from fxpipe.schedule.search.fastest import fastest
+
+
+def choose(
+    options: Options,
+    stages: Sequence[Stages],
+    tried: Candidates,
+    model: nn.Module,
+    cluster: Cluster,
+    device: torch.device,
+    known: Known,
+    bandwidth: float,
+    phase: Phases,
+) -> tuple[Cut, Liveness, SearchResult]:
+    """The cut with the shortest simulated step, its liveness on its ranks, and its schedule.
+
+    device, known: where sections are timed, and with which tensors, if the costs are measured.
+    bandwidth: bytes a second to the offload store, one way.
+    Raises ScheduleError where no schedule keeps the memory limit.
+    """
+    first, *levels = tried.levels
+    settings: dict[Setting, tuple[Cut, Liveness]] = {}
+    bounds: dict[Stages, float] = {}  # seconds, at the first level
+    too_heavy: list[LimitError] = []
+    held_always: list[int] = []  # bytes, of any rank in any setting
+
+    def at_level(of: Stages, level: Level | None) -> Iterator[Setting]:
+        cut = cut_at_level(of, level, phase)
+        if options.costs == "measured":
+            overhead = cluster.first.stage_overhead
+            measured = measured_seconds(cut.sections, device, overhead, known, options.backend)
+            seconds: SecondsOfRanks = (measured,) * options.ranks
+        else:
+            seconds = seconds_on(cluster, cut.graph)
+        for name in of.options.placements:
+            rank_of_stage = tried.placements[of.options.stages][name]
+            if cut.vocabulary is not None:
+                rank_of_stage = cut.vocabulary.placement(rank_of_stage)
+            limits = None
+            if options.memory_limit is not None:
+                try:
+                    held = tensor_ownership(model, cut.sections, rank_of_stage, options.ranks)
+                    weights = weight_bytes(model, held, options.grad_dtype)
+                    results = result_bytes(cut.graph, rank_of_stage, options.ranks, options.microbatches)
+                    both = [a + b for a, b in zip(weights, results, strict=True)]
+                    limits = activation_budget(options.memory_limit, both)
+                    held_always.extend(both)
+                except LimitError as error:
+                    too_heavy.append(error)
+                    continue
+            live = liveness(cut.graph, cut.sections, cut.edges, rank_of_stage)
+            costs = section_costs(live, seconds, cluster, rank_of_stage, options.ranks_per_machine)
+            if options.offload.share is not None:
+                costs = replace(costs, link=Link(1 / bandwidth, options.offload.ranks_per_link))
+            setting = Setting(
+                stages_per_rank=cut.stages // options.ranks,
+                placement=name,
+                costs=costs,
+                limits=limits,
+                vocabulary=cut.vocabulary,
+                offload=options.offload.share,
+                recompute=cut.recompute or "",
+            )
+            if level == first:
+                bound = lower_bound(costs, rank_of_stage, options.microbatches)
+                bounds[of] = min(bound, bounds.get(of, inf))
+            settings[setting] = cut, live
+            yield setting
+
+    def recomputing(beat: float) -> list[Setting]:
+        """The other levels, of stages that can be as fast: recomputation adds to the work of each."""
+        able = [of for of, bound in bounds.items() if bound <= beat]
+        phase.expect(2 + 2 * len(able) * len(levels))
+        return [setting for of in able for level in levels for setting in at_level(of, level)]
+
+    without = [setting for of in stages for setting in at_level(of, first)]
+    if not without:
+        raise min(too_heavy, key=lambda error: error.smallest)
+    try:
+        found = fastest(
+            options.schedule,
+            without,
+            ranks=options.ranks,
+            microbatches=options.microbatches,
+            effort=options.effort,
+            more=recomputing if levels else None,
+        )
+    except ScheduleError as error:
+        if options.memory_limit is None:
+            raise
+        raise _with_weights(error, options.memory_limit, held_always) from error
+    return *settings[found.setting], found
+
+
+def _with_weights(error: ScheduleError, limit: float, weights: Sequence[int]) -> ScheduleError:
+    """The error of a search, whose limits are of activations, with what a rank holds beside them."""
+    most = max(weights)
+    text = (
+        f"{str(error).removesuffix('.')}. These bytes are of activations: of memory_limit={limit:.0f}, "
+        f"parameters, gradients, buffers and outputs take {min(weights)} to {most} on each rank."
+    )
+    if not isinstance(error, LimitError):
+        return ScheduleError(text)
+    enough = error.smallest + most
+    return LimitError(f"{text} memory_limit={enough:.0f} is enough.", enough)

@@ -1,0 +1,370 @@
+"""The compiler, from top to bottom: a model and an example microbatch in, a program for each rank out.
+
+capture ► (vocabulary ► partition ► passes ► extract) ► choose ► lower ► prove ► offload ► codegen
+
+The phases in brackets are run for every candidate: number of stages, barriers, level of recomputation (a
+level only where it may give the fastest step).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxpipe.capture.resized import named_lengths, sample
+from fxpipe.capture.trace import Captured, capture
+from fxpipe.capture.underflow import warn_of_float16
+from fxpipe.codegen.collectives import collectives
+from fxpipe.codegen.program import RankPlan, program_source
+from fxpipe.compiler.choose import choose
+from fxpipe.compiler.cut import Cut, CutOptions, Stages, Step, finished, split, stages_of
+from fxpipe.compiler.cut import cut as cut_at_level
+from fxpipe.compiler.make_plan import make_plan, with_tensors_of
+from fxpipe.compiler.options import Candidates, Offload, Options, candidates
+from fxpipe.compiler.progress import Phases
+from fxpipe.compiler.tensor_ownership import check_names, tied_gradients
+from fxpipe.cost.analytic import seconds_on, section_costs, work_for_any_size
+from fxpipe.cost.cluster import Cluster, of_stages
+from fxpipe.cost.describe import describe
+from fxpipe.cost.device import Device
+from fxpipe.cost.known_devices import device_named
+from fxpipe.cost.profile import known_tensors, measured_bandwidth
+from fxpipe.errors import PartitionError, ScheduleError, VocabularyError
+from fxpipe.ir.casts import parameter_of
+from fxpipe.ir.graph import Kind, Section
+from fxpipe.ir.liveness import Liveness, liveness
+from fxpipe.ir.sections import is_compiled, requested_outputs
+from fxpipe.ir.storage import call_nodes, node_bytes, output_dict
+from fxpipe.plan.artifact import Artifact, Plan
+from fxpipe.runtime.program.offload import aligned
+from fxpipe.schedule.costs import Costs
+from fxpipe.schedule.families.registry import build
+from fxpipe.schedule.lowering.deadlock import prove
+from fxpipe.schedule.lowering.lower import Collective, Programs, lower, with_gradients
+from fxpipe.schedule.offload.memory_pool import Pool
+from fxpipe.schedule.offload.memory_pool import pools as make_pools
+from fxpipe.schedule.ops import PHASES, Schedule
+from fxpipe.schedule.placement import PLACEMENTS, place
+from fxpipe.schedule.search.fastest import AUTO
+from fxpipe.schedule.simulation.simulator import simulate
+
+
+@dataclass(frozen=True, eq=False)
+class Compiled:
+    """The artifact, with the colored graph and the sections that it was made from, and the devices that its
+    costs are of."""
+
+    artifact: Artifact
+    cluster: Cluster
+    graph: fx.Graph
+    sections: tuple[Section, ...]
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Without Python's cyclic garbage collector.  Graphs are many small objects that refer to each other and
+    live until the end: repeated scans of them take a sixth of the time and find no garbage."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_collector_paused()
+def compile_model(
+    model: nn.Module,
+    example: Any,
+    loss_fn: Callable[..., Any] | None,
+    options: Options,
+    device: torch.device,
+    phase: Phases,
+    devices: Sequence[Device] = (),
+) -> Compiled:
+    """devices: of the ranks, if they differ and the user names none."""
+    check_names(model)
+    tried = candidates(options)
+    ways = len(tried.barriers)
+    phase.expect(3 + ways + 4 * len(tried.placements) * ways)
+
+    def traced(example: Any) -> Captured:
+        scale = 1 / options.microbatches
+        return capture(
+            model, example, loss_fn, scale, device, options.gradients, options.fixed, options.outputs
+        )
+
+    # One graph of the training step, and its traces at other sizes.
+    with phase("capture"):
+        lengths = None if options.dimensions is None else named_lengths(example, options.dimensions)
+        captured = traced(example)
+        warn_of_float16(captured.graph)
+        resized = None
+        if lengths is not None:
+            resized = sample(captured.graph, example, lengths, lambda resized: traced(resized).graph)
+
+    cluster = _cluster(options, device, devices, captured.graph)
+    # Cut into stages, once for each number of them and of barriers (compiler/cut.py has all rewrites).
+    stages = _stages(Step(captured.graph, resized), tried, options, cluster, phase)
+    phase.expect(2 + 2 * len(stages))
+
+    with phase("schedule"):
+        # Rewritten and extracted with each level of recomputation that may be the fastest; the candidate and
+        # the schedule with the shortest simulated step.
+        bandwidth = _bandwidth(options, cluster, device)
+        known = known_tensors(model, example, captured.constants)
+        cut, live, found = choose(options, stages, tried, model, cluster, device, known, bandwidth, phase)
+        schedule, costs = found.schedule, found.setting.costs
+        _check_buffer_order(cut.graph, schedule)
+        joint = _collectives(cut, schedule)
+        instructions = lower(schedule, costs.edges, joint)
+        work = None
+        if cut.resized is not None:
+            work = work_for_any_size(live, cut.graph, cut.resized, cluster, schedule.placement)
+
+    with phase("codegen"):
+        # The last passes, now that the schedule says which values are offloaded.
+        cut, pools = _finished(cut, live, schedule)
+        plan = make_plan(model, example, captured.constants, options, cut, found.timeline, joint)
+        measured = ", sections measured" if options.costs == "measured" else ""
+        plan = replace(plan, work=work, tried=found.tried, device=cluster.name + measured)
+        if pools:
+            plan = replace(plan, tier=options.tier, pools=tuple(pool.bytes for pool in pools))
+        # The instructions of all ranks, proved to end.
+        instructions = with_gradients(instructions, tied_gradients(plan.tensors), plan.step.has_count)
+        prove(instructions, schedule.placement)
+        programs = _programs(plan, cut, instructions, pools)
+    artifact = Artifact(plan, programs, captured.constants, plan.number)
+    return Compiled(artifact, cluster, cut.graph, cut.sections)
+
+
+@_collector_paused()
+def compile_evaluation(
+    model: nn.Module,
+    example: Any,
+    loss_fn: Callable[..., Any] | None,
+    options: Options,
+    device: torch.device,
+    phase: Phases,
+    trained: Compiled,
+) -> Artifact:
+    """The forward in eval mode for the ranks of a training pipeline: each tensor is used where that has it.
+
+    Raises PartitionError where the forward cannot be cut as the training step was.
+    """
+    cluster, plan = trained.cluster, trained.artifact.plan
+    options = replace(options, gradients=False, grad_dtype=None, offload=Offload(share=None), recompute=False)
+    own = _model_stages(plan.ordered)
+    asked = CutOptions(
+        len(own),
+        options.ranks,
+        cluster.node_seconds(),
+        None,
+        plan.vocabulary.barriers if plan.vocabulary is not None else None,
+        held=[_tensors_of(stage, trained.sections) for stage in own],
+        backend=options.backend,
+    )
+    phase.expect(5)
+    with phase("evaluation"), _in_eval_mode(model):
+        scale = 1 / options.microbatches
+        captured = capture(model, example, loss_fn, scale, device, False, options.fixed, options.outputs)
+    cut = cut_at_level(stages_of(split(Step(captured.graph, None), asked), asked, phase), None, phase)
+    live = liveness(cut.graph, cut.sections, cut.edges, plan.placement)
+    seconds = seconds_on(cluster, cut.graph)
+    costs = section_costs(live, seconds, cluster, plan.placement, options.ranks_per_machine)
+    timelines = [simulate(schedule, costs) for schedule in _forward_schedules(plan.ordered, costs)]
+    timeline = min(timelines, key=lambda found: found.seconds)
+    schedule = timeline.schedule
+    _check_buffer_order(cut.graph, schedule)
+    joint = _collectives(cut, schedule)
+    instructions = lower(schedule, costs.edges, joint)
+    prove(instructions, schedule.placement)
+    cut = finished(cut, {})
+    made = make_plan(model, example, captured.constants, options, cut, timeline, joint)
+    made = replace(made, model=f"{made.model}, evaluation", device=cluster.name)
+    made = with_tensors_of(made, cut.sections, plan)
+    return Artifact(made, _programs(made, cut, instructions, ()), captured.constants, made.number)
+
+
+def _forward_schedules(trained: Schedule, costs: Costs) -> Iterator[Schedule]:
+    """Schedules for a step without a backward: the training step's, and all microbatches stage by stage."""
+    yield replace(trained, transfers=())
+    own = tuple(trained.placement[stage] for stage in _model_stages(trained))
+    chunks = len(own) // trained.ranks
+    for name in PLACEMENTS:
+        if place(name, trained.ranks, chunks) == own:
+            yield build(
+                "gpipe",
+                ranks=trained.ranks,
+                microbatches=trained.microbatches,
+                costs=costs,
+                stages_per_rank=chunks,
+                placement=name,
+                vocabulary=trained.vocabulary,
+            )
+            return
+
+
+def _model_stages(schedule: Schedule) -> list[int]:
+    return [stage for stage in range(schedule.stages) if not schedule.is_vocabulary(stage)]
+
+
+def _tensors_of(stage: int, sections: Sequence[Section]) -> frozenset[str]:
+    """The parameters and buffers of a stage."""
+    values = [v for s in sections if s.stage == stage for v in (*s.inputs, *s.outputs)]
+    buffers = {v.name for v in values if v.kind is Kind.BUFFER}
+    return frozenset(buffers | {name for v in values if (name := parameter_of(v))})
+
+
+@contextlib.contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _cluster(options: Options, device: torch.device, devices: Sequence[Device], graph: fx.Graph) -> Cluster:
+    """The devices that the costs are of."""
+    if isinstance(options.costs, tuple):
+        return Cluster(tuple(map(device_named, options.costs)))
+    if devices and options.costs == "analytic":
+        return Cluster(tuple(devices))
+    return Cluster((describe(options.costs, device, graph),) * options.ranks)
+
+
+def _stages(
+    captured: Step, tried: Candidates, options: Options, cluster: Cluster, phase: Phases
+) -> list[Stages]:
+    """The step cut into stages, for each number of them and of barriers, and where ranks have different
+    devices for each placement."""
+    cuts: list[Stages] = []
+    ways = tried.barriers
+    measured = options.costs == "measured"
+    slowness = cluster.slowness(captured.graph)
+    steps: dict[int | None, Step] = {}  # for any number of stages
+    for stages, placements in tried.placements.items():
+        found: list[Stages] = []
+        alike: defaultdict[tuple[float, ...], list[str]] = defaultdict(list)
+        for name, placement in placements.items():
+            alike[of_stages(slowness, placement)].append(name)
+        for barriers, (own, names) in product(ways, alike.items()):
+            if barriers not in ways:
+                continue  # it did not fit other placements either
+            asked = CutOptions(
+                stages,
+                options.ranks,
+                cluster.node_seconds(),
+                options.split_points,
+                barriers,
+                measured,
+                slowness=own,
+                placements=tuple(names),
+                grad_dtype=options.grad_dtype,
+                backend=options.backend,
+            )
+            try:
+                if barriers not in steps:
+                    with phase("vocabulary"):
+                        steps[barriers] = split(captured, asked)
+                found.append(stages_of(steps[barriers], asked, phase))
+            except PartitionError:
+                if barriers is not None and options.vocab_parallel == AUTO:
+                    ways = tuple(way for way in ways if way != barriers)  # nor does it fit more stages
+                    continue
+                if not (cuts or found):
+                    raise
+                # More stages than there are places to cut: the fastest of the fewer is found.
+                return [*cuts, *found]
+            except VocabularyError as error:
+                if options.vocab_parallel != AUTO:
+                    raise
+                ways = tuple(way for way in ways if way != barriers)
+                if ways == (None,):
+                    warnings.warn(f"vocab_parallel='auto' goes on without: {error}", stacklevel=2)
+        cuts += found
+    return cuts
+
+
+def _check_buffer_order(graph: fx.Graph, schedule: Schedule) -> None:
+    """Raise ScheduleError if microbatches would change a buffer out of order."""
+    for name, value in output_dict(graph)["buffers"].items():
+        stage, phase = value.meta["color"].stage, value.meta["color"].phase
+        rank = schedule.placement[stage]
+        ops = [op for op in schedule.order[rank] if op.stage == stage and phase in PHASES[op.kind]]
+        for before, op in pairwise(ops):
+            if op.microbatch < before.microbatch:
+                raise ScheduleError(
+                    f"The schedule {schedule.name} runs {before} before {op}, and stage {stage} "
+                    f"changes the buffer {name!r}: its microbatches must come in their order."
+                )
+
+
+def _collectives(cut: Cut, schedule: Schedule) -> tuple[Collective, ...]:
+    if cut.vocabulary is None:
+        return ()
+    shards = frozenset(stage for stage in range(schedule.stages) if schedule.is_vocabulary(stage))
+    return collectives(cut.edges, schedule.placement, shards)
+
+
+def _bandwidth(options: Options, cluster: Cluster, device: torch.device) -> float:
+    """Bytes a second, one way, to the offload store."""
+    offload = options.offload
+    if offload.bandwidth is not None:
+        return offload.bandwidth
+    if offload.share is None or options.costs != "measured":
+        return cluster.offload_bandwidth
+    return measured_bandwidth(options.tier, options.offload_directory, device)
+
+
+def _finished(cut: Cut, live: Liveness, schedule: Schedule) -> tuple[Cut, tuple[Pool, ...]]:
+    """The cut with the offloads of its schedule in the graph, and each rank's pool of offloaded values."""
+    moved = {(t.stage, t.user) for t in schedule.transfers}
+    roots = {(stage, user): live.offloadable[stage][user] for stage, user in sorted(moved)}
+    sizes = {key: sum(aligned(node_bytes(root)) for root in found) for key, found in roots.items()}
+    return finished(cut, roots), make_pools(schedule, sizes) if moved else ()
+
+
+def _programs(plan: Plan, cut: Cut, instructions: Programs, pools: tuple[Pool, ...]) -> tuple[str, ...]:
+    crossing = {name for edge in cut.edges for name in edge.names}
+    fakes = {n.name: n.meta["val"] for n in call_nodes(cut.graph) if n.name in crossing}
+    compiled = frozenset(s.color for s in cut.sections if is_compiled(s, cut.options.backend))
+    programs = []
+    for rank in range(plan.ranks):
+        stages = ", ".join(f"{s.stage} ({s.first} … {s.last})" for s in plan.stages if s.rank == rank)
+        title = (
+            f"Rank {rank} of {plan.ranks}: {plan.model}, stage {stages}.",
+            "",
+            f"Schedule {plan.schedule}, {plan.step.microbatches} microbatches.",
+            *([f"Gradients are accumulated in {plan.grad_dtype}."] if plan.grad_dtype else []),
+        )
+        programs.append(
+            program_source(
+                RankPlan(
+                    rank=rank,
+                    title=title,
+                    sections=cut.sections,
+                    edges=cut.edges,
+                    placement=plan.placement,
+                    instructions=instructions[rank],
+                    outputs=requested_outputs(cut.graph),
+                    tensors=fakes,
+                    places=pools[rank].places if pools else {},
+                    compiled=compiled,
+                )
+            )
+        )
+    return tuple(programs)

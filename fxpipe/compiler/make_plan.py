@@ -1,0 +1,139 @@
+"""Makes the plan of a compilation: its decisions and predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxpipe.compiler.cut import Cut
+from fxpipe.compiler.options import Options
+from fxpipe.compiler.tensor_ownership import (
+    layouts_of,
+    leaves_used,
+    outputs_of,
+    state_names,
+    tensor_ownership,
+    tied_gradients,
+)
+from fxpipe.errors import PartitionError
+from fxpipe.ir.casts import parameter_of
+from fxpipe.ir.graph import Kind, Section
+from fxpipe.ir.storage import call_nodes, output_dict
+from fxpipe.plan.artifact import FORMAT, Plan, Prediction, StagePlan
+from fxpipe.plan.rows import whole_name
+from fxpipe.plan.step import StepSpec
+from fxpipe.plan.version import __version__
+from fxpipe.runtime.program.batch import batch_spec
+from fxpipe.schedule.lowering.channels import in_rounds
+from fxpipe.schedule.lowering.lower import Collective
+from fxpipe.schedule.ops import Color, Phase, order_text
+from fxpipe.schedule.simulation.timeline import Timeline
+
+
+def make_plan(
+    model: nn.Module,
+    example: Any,
+    constants: dict[str, torch.Tensor],
+    options: Options,
+    cut: Cut,
+    timeline: Timeline,
+    collectives: tuple[Collective, ...],
+) -> Plan:
+    """The plan of a cut under a simulated schedule, without the optional fields, which the compiler adds.
+
+    constants: tensors that the model made itself.  collectives: the messages that are sent as collectives.
+    """
+    named = output_dict(cut.graph)
+    loss = named["loss"]
+    schedule, placement = timeline.schedule, timeline.schedule.placement
+    tensors = tensor_ownership(model, cut.sections, placement, options.ranks)
+    joint = {(a, b) for collective in collectives for a in collective.sources for b in collective.targets}
+    channels = {
+        (placement[edge.source.stage], placement[edge.target.stage])
+        for edge in cut.edges
+        if (edge.source, edge.target) not in joint
+    }
+    for tied in tied_gradients(tensors):
+        channels |= {(a, b) for r in tied.ranks[1:] for a, b in ((r, tied.ranks[0]), (tied.ranks[0], r))}
+    return Plan(
+        format=FORMAT,
+        version=__version__,
+        model=type(model).__name__,
+        schedule=schedule.name,
+        placement=placement,
+        order=tuple(order_text(schedule.order).splitlines()),
+        step=StepSpec(
+            ranks=options.ranks,
+            microbatches=options.microbatches,
+            batch=batch_spec(example),
+            loss_rank=placement[-1 if loss is None else loss.meta["color"].stage],
+            loss_dtype=str(torch.get_default_dtype() if loss is None else loss.meta["val"].dtype),
+            has_count=named["count"] is not None,
+            seed=options.seed,
+            default_dtype=str(torch.get_default_dtype()),
+            leaves=leaves_used(cut.sections, placement, options.ranks),
+            outputs=outputs_of(cut.graph, placement),
+            has_loss=loss is not None,
+        ),
+        stages=_stage_plans(cut.graph, cut.sections, placement),
+        costs=timeline.costs,
+        channels=in_rounds((a, b) for a, b in channels if a != b),
+        vocabulary=cut.vocabulary,
+        collectives=len(collectives),
+        tensors=tensors,
+        layouts=layouts_of(model, tensors, constants),
+        prediction=Prediction(
+            timeline.seconds, timeline.span_bubble, timeline.makespan_bubble, timeline.peak_memory
+        ),
+        recompute=cut.recompute or "",
+        transfers=schedule.transfers,
+        state=state_names(model),
+        grad_dtype="" if options.grad_dtype is None else str(options.grad_dtype),
+    )
+
+
+def with_tensors_of(plan: Plan, sections: Sequence[Section], trained: Plan) -> Plan:
+    """The plan without tensors that its sections do not use, for ranks that hold those of ``trained``.
+
+    Raises PartitionError for a tensor that its rank does not hold.
+    """
+    used = [
+        {
+            parameter_of(v) or (v.kind, v.name)
+            for s in sections
+            if plan.placement[s.stage] == rank
+            for v in s.inputs
+        }
+        for rank in range(plan.ranks)
+    ]
+    tensors = []
+    for rank, (held, theirs) in enumerate(zip(plan.tensors, trained.tensors, strict=True)):
+        parameters = tuple(n for n in held.parameters if n in used[rank])
+        buffers = tuple(n for n in held.buffers if (Kind.BUFFER, n) in used[rank])
+        missing = {*parameters} - {*theirs.parameters} | {*buffers} - {*theirs.buffers}
+        if missing:
+            raise PartitionError(
+                f"The forward in eval mode needs {min(missing)!r} on rank {rank}, which does not hold it in "
+                "training. Compile it by itself, with gradients=False."
+            )
+        tensors.append(replace(held, parameters=parameters, buffers=buffers))
+    names = {name for held in tensors for name in held.names}
+    names |= set(map(whole_name, names))
+    layouts = {name: layout for name, layout in plan.layouts.items() if name in names}
+    return replace(plan, tensors=tuple(tensors), layouts=layouts, state=())
+
+
+def _stage_plans(
+    graph: fx.Graph, sections: tuple[Section, ...], placement: tuple[int, ...]
+) -> tuple[StagePlan, ...]:
+    plans = []
+    for stage, rank in enumerate(placement):
+        paths = [n.meta["origin"].path for n in call_nodes(graph) if n.meta["color"] == Color(stage, Phase.F)]
+        paths = [p for p in paths if p] or [""]
+        held = {name for s in sections if s.stage == stage for v in s.inputs if (name := parameter_of(v))}
+        plans.append(StagePlan(stage, rank, paths[0], paths[-1], tuple(sorted(held))))
+    return tuple(plans)

@@ -1,0 +1,279 @@
+"""The user's options, and their validation."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import inf, isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fxpipe.cost.known_devices import device_names, is_device_name
+from fxpipe.errors import OptionError, ScheduleError
+from fxpipe.ir.sections import BACKENDS
+from fxpipe.passes.recompute import LEVELS, Level
+from fxpipe.plan.step import TIERS, Tier
+from fxpipe.plan.tensors import GRAD_DTYPES
+from fxpipe.runtime.program.offload import default_tier
+from fxpipe.schedule.families.registry import FAMILIES
+from fxpipe.schedule.offload.planner import FULL
+from fxpipe.schedule.ops import Schedule
+from fxpipe.schedule.placement import place
+from fxpipe.schedule.search.fastest import AUTO, stages_and_placements
+
+BARRIERS: dict[str | bool, int] = {"1-barrier": 1, "2-barrier": 2, True: 1}
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{infix}B": base**power
+    for infix, base in (("", 1000), ("i", 1024))
+    for power, letter in enumerate("kMGT" if not infix else "KMGT", start=1)
+}
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Which saved activations leave their rank between the forward and the backward, and where to.
+
+    share: of the saved bytes, from 0 to 1 (True: all, False or None: nothing), or ``"auto"``, as much as
+        needed to keep ``memory_limit``.  The values that are needed last go first, and no more than can
+        come back in time.
+    tier: ``"host"``, pinned memory beside a GPU, or ``"disk"``, beside the CPU; by default the one that goes
+        with the device.
+    directory: of the disk tier, on a fast disk (by default the system's directory for temporary files).  Its
+        files have no names and are gone with the process.
+    bandwidth: bytes a second, one way, for the plan; by default measured if ``costs`` are, else that of the
+        device's description.
+    ranks_per_link: the number of neighboring ranks that share the link (two GPUs on one switch: 2).
+    """
+
+    share: bool | float | str | None = True
+    tier: Tier | None = None
+    directory: str | Path | None = None
+    bandwidth: float | None = None
+    ranks_per_link: int = 1
+
+
+#: Options of ``fxpipe.compile`` before there was ``Offload`` -> the fields that they are now.
+_OLD_OFFLOAD_OPTIONS = {
+    "offload_tier": "tier",
+    "offload_directory": "directory",
+    "offload_bandwidth": "bandwidth",
+    "ranks_per_link": "ranks_per_link",
+}
+
+
+def as_offload(
+    offload: Offload | bool | float | str, old: Mapping[str, Any], device: torch.device
+) -> Offload:
+    """``offload`` in any of its forms as one: the share a number, ``"auto"`` or None, the tier the device's.
+
+    old: options in their old spelling, which get a DeprecationWarning.
+
+    Raises TypeError for other names in ``old``.
+    """
+    asked = offload if isinstance(offload, Offload) else Offload(share=offload)
+    for name, value in old.items():
+        if name not in _OLD_OFFLOAD_OPTIONS:
+            raise TypeError(f"compile() got an unexpected keyword argument {name!r}")
+        new = _OLD_OFFLOAD_OPTIONS[name]
+        warnings.warn(
+            f"{name}=… of fxpipe.compile is now offload=fxpipe.Offload(…, {new}=…)",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+        asked = replace(asked, **{new: value})
+    share = None if asked.share is False else FULL if asked.share is True else asked.share
+    return replace(asked, share=share, tier=asked.tier or default_tier(device))
+
+
+@dataclass(frozen=True)
+class Options:
+    """See ``fxpipe.compile``; None leaves the choice to the compiler.  ``memory_limit`` is in bytes."""
+
+    ranks: int
+    microbatches: int
+    schedule: str | Schedule
+    stages_per_rank: int | None
+    placement: str | None
+    split_points: tuple[str, ...] | None
+    memory_limit: float | None
+    costs: str | tuple[str, ...]
+    seed: int
+    vocab_parallel: str | bool = False
+    gradients: bool = True
+    grad_dtype: torch.dtype | None = None
+    recompute: str | bool = False
+    offload: Offload = Offload(share=None)
+    dimensions: Mapping[str, int] | None = None
+    fixed: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    evaluation: bool = False
+    effort: float | None = None
+    ranks_per_machine: int | None = None
+    backend: str = "eager"
+
+    @property
+    def tier(self) -> Tier:
+        """The offload store."""
+        assert self.offload.tier is not None, "as_offload gives the device's"
+        return self.offload.tier
+
+    @property
+    def offload_directory(self) -> Path | None:
+        directory = self.offload.directory
+        return None if directory is None else Path(directory)
+
+
+def check(options: Options) -> None:
+    """Raise ScheduleError or OptionError for options that are wrong for any model."""
+    if options.backend not in BACKENDS:
+        raise OptionError(f"backend is {options.backend!r} and must be {' or '.join(map(repr, BACKENDS))}.")
+    for name in ("ranks", "microbatches", "stages_per_rank", "ranks_per_machine", "ranks_per_link"):
+        value = getattr(options.offload if name == "ranks_per_link" else options, name)
+        chosen = name in ("stages_per_rank", "ranks_per_machine") and value is None
+        if not chosen and (not isinstance(value, int) or value < 1):
+            raise ScheduleError(f"{name} is {value!r} and must be a whole number, at least 1.")
+    if type(options.seed) is not int or not -(2**63) <= options.seed < 2**63:
+        raise OptionError(f"seed is {options.seed!r} and must be a whole number of 64 bits.")
+    effort = options.effort
+    if effort is not None and not (isinstance(effort, int | float) and 0 < effort < inf):
+        raise ScheduleError(f"effort is {effort!r} and must be a number of seconds above 0.")
+    _check_costs(options)
+    if options.vocab_parallel not in (False, AUTO, *BARRIERS):
+        raise ScheduleError(
+            f"vocab_parallel is {options.vocab_parallel!r} and must be True, False, 'auto', '1-barrier' or "
+            "'2-barrier'."
+        )
+    if options.recompute not in (False, AUTO, *LEVELS):
+        known = ", ".join(repr(level) for level in (*LEVELS, AUTO))
+        raise ScheduleError(f"recompute is {options.recompute!r} and must be False, {known}.")
+    if options.fixed and options.dimensions is not None:
+        raise ScheduleError(
+            "dimensions traces the model at other lengths, at which the values of fixed inputs would not "
+            "fit: leave out one of the two."
+        )
+    if options.evaluation and not options.gradients:
+        raise ScheduleError("Without gradients the step is an evaluation itself: leave out evaluation.")
+    if options.grad_dtype not in (None, *GRAD_DTYPES):
+        raise ScheduleError(
+            f"grad_dtype is {options.grad_dtype!r} and must be None (the parameters' own), torch.float32 or "
+            "torch.float64: sums in fewer bits lose what small gradients add."
+        )
+    if options.grad_dtype is not None and not options.gradients:
+        raise ScheduleError("Without gradients nothing is accumulated: leave out grad_dtype.")
+    _check_offload(options)
+    if options.placement is not None:
+        place(options.placement, options.ranks, 1)
+    if isinstance(options.schedule, Schedule):
+        _check_given(options, options.schedule)
+    elif options.schedule not in (AUTO, *FAMILIES):
+        raise ScheduleError(f"Unknown schedule {options.schedule!r}. Known: {AUTO}, {', '.join(FAMILIES)}.")
+
+
+def _check_costs(options: Options) -> None:
+    costs, known = options.costs, ", ".join(device_names())
+    if isinstance(costs, tuple):
+        unknown = [name for name in costs if not (isinstance(name, str) and is_device_name(name))]
+        if unknown:
+            raise ScheduleError(f"costs has {unknown[0]!r} and must have names of devices: {known}.")
+        if len(costs) != options.ranks:
+            raise ScheduleError(
+                f"costs names {len(costs)} devices and there are {options.ranks} ranks: name one for each."
+            )
+    elif not isinstance(costs, str) or not (costs in ("analytic", "measured") or is_device_name(costs)):
+        raise ScheduleError(
+            f"costs is {costs!r} and must be 'analytic', 'measured' or the name of a device, or a list with "
+            f"one for each rank: {known}."
+        )
+
+
+def _check_offload(options: Options) -> None:
+    share, tier, bandwidth = options.offload.share, options.offload.tier, options.offload.bandwidth
+    if isinstance(share, str):
+        known = share == AUTO
+    else:
+        known = share is None or (isinstance(share, (int, float)) and 0 <= share <= 1)
+    if not known:
+        raise ScheduleError(f"offload is {share!r} and must be True, False, 'auto', or a share from 0 to 1.")
+    if tier is not None and tier not in TIERS:
+        raise ScheduleError(f"The tier of offload is {tier!r} and must be {' or '.join(map(repr, TIERS))}.")
+    if bandwidth is not None and not (isfinite(bandwidth) and bandwidth > 0):
+        raise ScheduleError(f"The bandwidth of offload is {bandwidth!r} and must be bytes a second, above 0.")
+    if share == AUTO and options.memory_limit is None:
+        raise ScheduleError("offload='auto' moves as much as memory_limit asks for: give one.")
+    if share is not None and not options.gradients:
+        raise ScheduleError("Without gradients nothing is saved: leave out offload.")
+
+
+def _check_given(options: Options, schedule: Schedule) -> None:
+    """A given schedule decides the numbers of ranks, microbatches and stages."""
+    for name, found in (("ranks", schedule.ranks), ("microbatches", schedule.microbatches)):
+        if getattr(options, name) != found:
+            raise ScheduleError(
+                f"The schedule {schedule.name} is for {found} {name}, and {name} is {getattr(options, name)}."
+            )
+    for name in ("stages_per_rank", "placement", "memory_limit"):
+        if name == "memory_limit" and options.offload.share == AUTO:
+            continue
+        if getattr(options, name) is not None:
+            raise ScheduleError(f"The schedule {schedule.name} is given whole: leave out {name}.")
+
+
+def parse_bytes(limit: float | str) -> float:
+    """``"16GiB"``, ``"800 MB"`` or a number, in bytes.  Raises ScheduleError for any other text."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", str(limit).strip())
+    unit: int | None = (
+        None if match is None else {name.lower(): n for name, n in _UNITS.items()}.get(match[2].lower())
+    )
+    if match is None or unit is None or float(match[1]) == 0:
+        raise ScheduleError(
+            f"The memory limit is {limit!r}; give a number of bytes above 0 or a text such as '16GiB' "
+            f"(units: {', '.join(name for name in _UNITS if name)})."
+        )
+    return float(match[1]) * unit
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The candidate decisions of a compilation.
+
+    ``placements``: the model's stages -> the names of their placements, each with the rank of every stage.
+    ``barriers``: a microbatch, of vocabulary layers split over the ranks; None if they are not split.
+    ``levels``: of recomputation; None for none.
+    """
+
+    placements: Mapping[int, Mapping[str, tuple[int, ...]]]
+    barriers: tuple[int | None, ...]
+    levels: tuple[Level | None, ...]
+
+
+def candidates(options: Options) -> Candidates:
+    """All combinations of these are tried; of stages only as many as the model can be cut into."""
+    schedule, ranks = options.schedule, options.ranks
+    placements: dict[int, dict[str, tuple[int, ...]]] = {}
+    if isinstance(schedule, Schedule):
+        placements[schedule.stages] = {"": schedule.placement}
+    else:
+        per_rank = options.stages_per_rank
+        if schedule == AUTO and per_rank is None:
+            if options.split_points is not None:
+                per_rank = max(1, (len(options.split_points) + 1) // ranks)
+            elif ranks == 1:
+                per_rank = 1
+        for stages, name in stages_and_placements(schedule, per_rank, options.placement):
+            placements.setdefault(ranks * stages, {})[name] = place(name, ranks, stages)
+    barriers: tuple[int | None, ...] = (None,)
+    if ranks > 1 and options.vocab_parallel is not False:
+        tried = {**BARRIERS, AUTO: (None, 1, 2)}[options.vocab_parallel]
+        barriers = tried if isinstance(tried, tuple) else (tried,)
+    levels: tuple[Level | None, ...] = (None,)
+    if options.gradients and options.recompute is not False:
+        every = (None, *LEVELS)
+        levels = tuple(level for level in every if options.recompute in (AUTO, level))
+    if options.memory_limit is None and options.recompute == AUTO:
+        levels = (None,)  # nothing to gain: recomputation takes time for less memory
+    return Candidates(placements, barriers, levels)

@@ -1,0 +1,163 @@
+"""The parameters, gradients, buffers and constants of each rank, and their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import fx, nn
+
+from fxpipe.errors import CaptureError, LimitError
+from fxpipe.ir.casts import parameter_of
+from fxpipe.ir.graph import Kind, Section
+from fxpipe.ir.storage import output_dict
+from fxpipe.plan.artifact import RankTensors, TensorLayout, holders
+from fxpipe.plan.rows import rows_of, whole_name
+from fxpipe.plan.step import OutputSpec
+from fxpipe.plan.tensors import gradient_dtype
+from fxpipe.schedule.lowering.lower import AllReduceGradient
+
+
+def check_names(model: nn.Module) -> None:
+    """Raise CaptureError for the name of a parameter or buffer that plan and files cannot represent."""
+    for name, _ in (*model.named_parameters(), *model.named_buffers()):
+        reason = ""
+        if any("\ud800" <= c <= "\udfff" for c in name):
+            reason = "it holds half of a surrogate pair, which is no text"
+        elif name == "__metadata__":
+            reason = "safetensors keeps that name for itself"
+        elif rows_of(name):
+            reason = "names that end so stand for some rows of a table"
+        if reason:
+            raise CaptureError(f"No pipeline can hold the parameter or buffer {name!r}: {reason}. Rename it.")
+
+
+def tensor_ownership(
+    model: nn.Module, sections: tuple[Section, ...], placement: tuple[int, ...], ranks: int
+) -> tuple[RankTensors, ...]:
+    """The tensors of each rank.  Rank 0 also holds unused ones, so that a saved pipeline is complete."""
+    used: list[dict[Kind, set[str]]] = [{k: set() for k in Kind} for _ in range(ranks)]
+    for section in sections:
+        for value in (*section.inputs, *section.outputs):
+            name = parameter_of(value)
+            kind = value.kind if name is None else Kind.PARAMETER
+            used[placement[section.stage]][kind].add(name or value.name)
+    taken = set().union(*(u[Kind.PARAMETER] | u[Kind.GRADIENT] for u in used))
+    taken |= set(map(whole_name, taken))
+    buffers = set().union(*(u[Kind.BUFFER] for u in used))  # with frozen parameters that the step changes
+    spare_parameters = {n for n, _ in model.named_parameters()} - taken - buffers
+    spare_buffers = {n for n, _ in model.named_buffers()} - buffers
+    used[0][Kind.PARAMETER] |= spare_parameters
+    used[0][Kind.BUFFER] |= spare_buffers
+    accumulated = set().union(*(u[Kind.GRADIENT] for u in used))
+    plans = []
+    for u in used:
+        parameters = u[Kind.PARAMETER] | u[Kind.GRADIENT]
+        plans.append(
+            RankTensors(
+                parameters=tuple(sorted(parameters)),
+                buffers=tuple(sorted(u[Kind.BUFFER])),
+                constants=tuple(sorted(u[Kind.CONSTANT])),
+                gradients=tuple(sorted(parameters & accumulated)),
+            )
+        )
+    return tuple(plans)
+
+
+def state_names(model: nn.Module) -> tuple[tuple[str, str], ...]:
+    """The names of the model's state dict, each with the name of its tensor as a parameter or buffer."""
+    names = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
+    found = tuple(
+        (key, names[id(t)]) for key, t in model.state_dict(keep_vars=True).items() if id(t) in names
+    )
+    left = {name for name, _ in model.named_parameters()}.difference(name for _, name in found)
+    return found + tuple((name, name) for name in sorted(left))  # of a model that writes its own state dict
+
+
+def leaves_used(
+    sections: tuple[Section, ...], placement: tuple[int, ...], ranks: int
+) -> tuple[tuple[str, ...], ...]:
+    """Per rank the leaves of the batch that its sections read."""
+    used: list[set[str]] = [set() for _ in range(ranks)]
+    for section in sections:
+        used[placement[section.stage]] |= {v.name for v in section.inputs if v.kind is Kind.BATCH}
+    return tuple(tuple(sorted(names)) for names in used)
+
+
+def tied_gradients(tensors: tuple[RankTensors, ...]) -> tuple[AllReduceGradient, ...]:
+    """The sums of the gradients that several ranks make."""
+    trained = holders(held.gradients for held in tensors)
+    return tuple(AllReduceGradient(name, tuple(ranks)) for name, ranks in trained.items() if len(ranks) > 1)
+
+
+def weight_bytes(
+    model: nn.Module, held: tuple[RankTensors, ...], grad_dtype: torch.dtype | None
+) -> tuple[int, ...]:
+    """Per rank the bytes of its parameters, gradients and buffers."""
+    tensors = _tensors(model, held)
+
+    def of_gradient(name: str) -> int:
+        parameter = tensors[name]
+        return parameter.numel() * gradient_dtype(parameter.dtype, grad_dtype).itemsize
+
+    return tuple(sum(tensors[n].nbytes for n in h.state) + sum(map(of_gradient, h.gradients)) for h in held)
+
+
+def outputs_of(graph: fx.Graph, placement: Sequence[int]) -> tuple[OutputSpec, ...]:
+    """The outputs that the user asked for, with the ranks that compute them."""
+    return tuple(
+        OutputSpec(
+            name,
+            placement[node.meta["color"].stage],
+            tuple(node.meta["val"].shape),
+            str(node.meta["val"].dtype),
+        )
+        for name, node in output_dict(graph)["outputs"].items()
+    )
+
+
+def result_bytes(graph: fx.Graph, placement: Sequence[int], ranks: int, microbatches: int) -> tuple[int, ...]:
+    """Per rank the bytes of what it holds until the step ends: its outputs of a whole batch, the new values
+    of buffers (a step that fails leaves the old ones), and parameters that are cast once a step."""
+    total, named = [0] * ranks, output_dict(graph)
+    for kind, times in (("outputs", microbatches), ("buffers", 1)):
+        for node in named[kind].values():
+            total[placement[node.meta["color"].stage]] += times * node.meta["val"].nbytes
+    for node in graph.find_nodes(op="placeholder"):
+        if node.meta["input"].kind is Kind.CAST:
+            for rank in {placement[user.meta["color"].stage] for user in node.users}:
+                total[rank] += node.meta["val"].nbytes
+    return tuple(total)
+
+
+def activation_budget(limit: float, weights: Sequence[int]) -> tuple[float, ...]:
+    """Per rank the bytes that the memory limit leaves for activations, given the bytes of its weights (and of
+    the outputs that it collects).
+
+    Raises LimitError if these alone reach the limit.
+    """
+    worst = max(range(len(weights)), key=weights.__getitem__)
+    if weights[worst] >= limit:
+        raise LimitError(
+            f"The memory limit is {limit:.0f} bytes, and the parameters, gradients, buffers and outputs "
+            f"of rank {worst} alone take {weights[worst]}. Raise the limit or use more ranks.",
+            weights[worst],
+        )
+    return tuple(limit - held for held in weights)
+
+
+def layouts_of(
+    model: nn.Module, held: tuple[RankTensors, ...], constants: Mapping[str, torch.Tensor]
+) -> dict[str, TensorLayout]:
+    """The layouts of parameters, buffers and constants, and of the rows of a parameter that a rank holds."""
+    used = {name for h in held for name in h.constants}
+    tensors = _tensors(model, held) | {n: t for n, t in constants.items() if n in used}
+    return {name: TensorLayout.from_tensor(tensor) for name, tensor in tensors.items()}
+
+
+def _tensors(model: nn.Module, held: tuple[RankTensors, ...]) -> dict[str, torch.Tensor]:
+    tensors = {n: t.detach() for n, t in (*model.named_parameters(), *model.named_buffers())}
+    for name in {n for h in held for n in h.parameters}:
+        if rows := rows_of(name):
+            tensors[name] = tensors[rows.table][rows.begin : rows.end]
+    return tensors

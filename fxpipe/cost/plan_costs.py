@@ -1,0 +1,70 @@
+"""The costs of a plan: as it was made, for other sizes than the example's, on another device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from fxpipe.cost.analytic import rates_of
+from fxpipe.cost.device import Device
+from fxpipe.cost.known_devices import device_named
+from fxpipe.errors import SizeError
+from fxpipe.plan.artifact import Plan
+from fxpipe.plan.work import Expressions, PlanWork, Work
+from fxpipe.schedule.costs import Costs, Link
+
+
+def costs_of(plan: Plan, sizes: Mapping[str, int] | None = None, device: str | None = None) -> Costs:
+    """The plan's costs; with ``sizes`` at these lengths, with ``device`` the analytic costs on it.
+
+    Raises SizeError for lengths that the plan does not know, and if it knows none but the example's;
+    ScheduleError for an unknown device.
+    """
+    costs = plan.costs
+    if device is not None:
+        hardware = device_named(device)
+        if costs.link is not None:
+            costs = replace(costs, link=Link(1 / hardware.offload_bandwidth, costs.link.ranks))
+        return work_on(known_work(plan.work), hardware).analytic(costs, sizes or {})
+    return costs if sizes is None else known_work(plan.work).costs(costs, sizes)
+
+
+def known_work(work: PlanWork | None) -> PlanWork:
+    """Raises SizeError where the pipeline was compiled without ``dimensions``."""
+    if work is None:
+        raise SizeError(
+            "Costs are known for the example's sizes alone, and for the device of the compilation. Name its "
+            'dimensions when you compile, for example with dimensions={"sequence": 256}, or with '
+            "dimensions={}, which names none but the microbatch."
+        )
+    return work
+
+
+def work_on(work: PlanWork, device: Device) -> PlanWork:
+    """The same work with the rates of another device.
+
+    Raises SizeError for the work of an earlier version, which does not say what it computes in.
+    """
+
+    def there(ops: tuple[Work, ...]) -> tuple[Work, ...]:
+        return tuple(replace(op, rate=device.rate(op.arithmetic)) for op in ops)
+
+    phases = [(stage.forward, stage.backward, stage.weight) for stage in work.stages]
+    if not all(op.arithmetic for stage in phases for ops in stage for op in ops):
+        raise SizeError(
+            "Costs on another device are unknown, as the plan was made by an earlier version of fxpipe. "
+            "Compile and save the pipeline again."
+        )
+    stages = [
+        replace(stage, forward=there(f), backward=there(b), weight=there(w))
+        for stage, (f, b, w) in zip(work.stages, phases, strict=True)
+    ]
+    return replace(work, stages=tuple(stages), rates=rates_of(device), stage_rates=())
+
+
+def expressions(work: PlanWork, stage: int) -> Expressions:
+    """The costs of a stage as sympy expressions of the named lengths."""
+    import sympy  # here, as it takes a quarter of a second and few pipelines need it
+
+    symbols = [sympy.Symbol(name) for name in work.lengths]
+    return work.stage(stage, symbols, sympy.Max)

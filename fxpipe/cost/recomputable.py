@@ -1,0 +1,72 @@
+"""Values that are cheaper to recompute than to send or to save: masks, rotary tables, weight views."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
+
+from torch import fx
+
+from fxpipe.cost.nodes import NodeSeconds, node_flops
+from fxpipe.ir.graph import Kind
+from fxpipe.ir.storage import call_nodes, node_bytes, output_dict
+from fxpipe.runtime.program.random import keyed
+
+#: A value is free if all ops that lead to it take at most this share of the whole step, or no longer than
+#: sending it.
+MAX_SHARE = 0.002
+
+_PARAMETERS = frozenset({Kind.PARAMETER, Kind.CAST})
+
+
+@dataclass(frozen=True)
+class Free:
+    """The forward ops whose values sections may recompute: ``anywhere``, or only ``in_stage``, in the
+    sections of their own stage."""
+
+    anywhere: set[fx.Node]
+    in_stage: set[fx.Node]
+
+
+def recomputable_nodes(graph: fx.Graph, seconds: NodeSeconds) -> Free:
+    """A value is free if its inputs are on every rank (the batch, constants, buffers that do not change) and
+    it takes little work.  Within one stage, a value computed from parameters alone without a matrix product
+    (a view, a cast) is free as well; a value computed from parameters and the batch never is.
+    """
+    cost = {n: seconds(n) for n in call_nodes(graph)}
+    budget = MAX_SHARE * sum(cost.values())
+    transfer = seconds.device.intra.seconds
+    at_hand = frozenset({Kind.BATCH, Kind.CONSTANT, Kind.BUFFER})
+    return Free(
+        _found(graph, cost, at_hand, lambda node: max(budget, transfer(node_bytes(node)))),
+        _found(graph, cost, at_hand | _PARAMETERS, lambda _: budget),
+    )
+
+
+def _found(
+    graph: fx.Graph,
+    cost: Mapping[fx.Node, float],
+    at_hand: Set[Kind],
+    most: Callable[[fx.Node], float],
+) -> set[fx.Node]:
+    """``most``: maximum seconds of all ops that lead to a value."""
+    changed = set(output_dict(graph)["buffers"])
+    leads: dict[fx.Node, frozenset[fx.Node]] = {}  # free node -> the ops that lead to it, itself included
+    kinds: dict[fx.Node, frozenset[Kind]] = {}  # free node -> the kinds of inputs that these read
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            given = node.meta["input"]
+            if given.kind in at_hand and not (given.kind is Kind.BUFFER and given.name in changed):
+                leads[node], kinds[node] = frozenset(), frozenset([given.kind])
+        elif _may_repeat(node) and all(n in leads for n in node.all_input_nodes):
+            read = frozenset().union(*(kinds[n] for n in node.all_input_nodes))
+            if read & _PARAMETERS and (Kind.BATCH in read or node_flops(node)):
+                continue
+            way = frozenset([node]).union(*(leads[n] for n in node.all_input_nodes))
+            if sum(cost[n] for n in way) <= most(node):
+                leads[node], kinds[node] = way, read
+    return {n for n in leads if n.op == "call_function"}
+
+
+def _may_repeat(node: fx.Node) -> bool:
+    return node.op == "call_function" and not node.meta["origin"].backward and node.target is not keyed

@@ -1,0 +1,74 @@
+"""The data that every rank's runtime needs beside its program: a part of plan.json."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Tier = Literal["host", "disk"]
+TIERS: tuple[Tier, ...] = ("host", "disk")
+"""The offload stores: pinned memory beside a GPU, a file beside the CPU."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One leaf of the example microbatch.  ``shape`` and ``dtype`` for a tensor, else ``value`` as text."""
+
+    name: str
+    shape: tuple[int, ...] | None
+    stride: tuple[int, ...]
+    dtype: str
+    value: str
+
+
+@dataclass(frozen=True)
+class BatchSpec:
+    """The leaves of the example microbatch."""
+
+    leaves: tuple[Leaf, ...]
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The names of the leaves that are tensors."""
+        return tuple(leaf.name for leaf in self.leaves if leaf.shape is not None)
+
+
+@dataclass(frozen=True)
+class OutputSpec:
+    """An output that can be asked for; a part of plan.json.
+
+    ``rank``: which computes it.  ``shape``, ``dtype``: of one microbatch; the dtype as text, "torch.float32".
+    """
+
+    name: str
+    rank: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """The data that every rank's runtime needs beside its program; a part of plan.json.
+
+    ``has_count``: whether the loss is a (sum, count).  ``loss_dtype``: as text, "torch.float32".
+    ``default_dtype``: torch's default dtype in the trace.  ``leaves``: per rank the names of the leaves of
+    the batch that its program uses; empty in plans of earlier versions, whose ranks need all leaves.
+    ``outputs``: those that a step can be asked for.  ``has_loss``: else the step is a forward for its outputs
+    alone.
+    """
+
+    ranks: int
+    microbatches: int
+    batch: BatchSpec
+    loss_rank: int
+    loss_dtype: str
+    has_count: bool
+    seed: int
+    default_dtype: str
+    leaves: tuple[tuple[str, ...], ...] = ()
+    outputs: tuple[OutputSpec, ...] = ()
+    has_loss: bool = True
+
+    def leaves_of(self, rank: int) -> tuple[str, ...]:
+        """The leaves of the batch that a rank needs."""
+        return self.leaves[rank] if self.leaves else self.batch.tensors

@@ -1,0 +1,52 @@
+"""The memory layout of a tensor: the bytes that it spans, whether it fills them, its strides; and its dtype,
+if it is a gradient."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+GRAD_DTYPES = (torch.float32, torch.float64)
+"""The dtypes in which gradients of parameters with fewer bits can be accumulated."""
+
+
+def storage_bytes(tensor: torch.Tensor) -> int:
+    """The bytes that the elements of a tensor span in memory (an expanded dimension adds none)."""
+    if tensor.is_contiguous():  # the usual case, and frequent
+        return tensor.numel() * tensor.element_size()
+    if tensor.numel() == 0:
+        return 0
+    span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return span * tensor.element_size()
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a block of memory without holes or overlap, in any order of dimensions."""
+    return storage_bytes(tensor) == tensor.numel() * tensor.element_size() and not _overlaps(tensor)
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    dims = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
+    sizes = [n for _, n in dims]
+    return any(s != math.prod(sizes[:i]) for i, (s, _) in enumerate(dims))
+
+
+def gradient_dtype(parameter: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    """The dtype in which a parameter's gradient is accumulated: the one that was asked for, if the
+    parameter's has fewer bits (a complex parameter's gets its parts in that dtype)."""
+    return parameter if asked is None else torch.promote_types(parameter, asked)
+
+
+def in_strides(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """The tensor with these strides, copied if its own differ."""
+    if tensor.stride() == stride:
+        return tensor
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def dtype_of(name: str) -> Any:
+    """The dtype named as ``"torch.float32"``; None if there is no such dtype."""
+    found = getattr(torch, name.removeprefix("torch."), None) if name.startswith("torch.") else None
+    return found if isinstance(found, torch.dtype) else None

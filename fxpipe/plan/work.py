@@ -1,0 +1,191 @@
+"""Costs as polynomials of the named lengths, which a plan stores, so that other sizes need no new trace.
+
+microbatch · (sequence² / 2 - 1)  is stored as  ((1, 2, 1, 2), (-1, 1, 1, 0))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import prod
+from typing import Any
+
+from fxpipe.errors import SizeError
+from fxpipe.schedule.costs import Costs, Edge, RenamedFields
+
+PHASE_FIELDS = ("forward", "backward", "weight")
+_MEMORY_FIELDS = ("saved_activations", "saved_for_weight", "offloadable", "offloadable_for_weight")
+
+#: A polynomial for a file, term by term: numerator, denominator, the exponent of each named length.
+Terms = tuple[tuple[int, ...], ...]
+
+
+def _at(terms: Terms, lengths: Sequence[Any]) -> Any:
+    """The polynomial's value for lengths that are fractions or symbols; exact."""
+    values = (n * prod(x**k for x, k in zip(lengths, powers, strict=True)) / d for n, d, *powers in terms)
+    return sum(values, start=0 * lengths[0])
+
+
+def _held(work: StageWork, lengths: Sequence[Any]) -> dict[str, float]:
+    return {name: float(_at(getattr(work, name), lengths)) for name in _MEMORY_FIELDS}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The rates of a device: bytes per second to memory and to another rank; minimum seconds of an op and a
+    message; seconds of a section beside its ops.
+
+    ``inter_link``, ``inter_latency``: of a message to a rank of another machine; None in plans of versions
+    that did not tell machines apart.
+    """
+
+    memory: float
+    link: float
+    launch: float
+    latency: float
+    stage_overhead: float = 0.0
+    inter_link: float | None = None
+    inter_latency: float | None = None
+
+    def with_message(self, edge: Edge, moved: float) -> Edge:
+        """The edge with a message of so many bytes."""
+        inter = None
+        if self.inter_link is not None and self.inter_latency is not None:
+            inter = self.inter_latency + moved / self.inter_link
+        seconds = self.latency + moved / self.link
+        return replace(edge, bytes=moved, seconds=seconds, inter_seconds=inter)
+
+
+@dataclass(frozen=True)
+class Work:
+    """``count`` equal ops, each with its FLOPs and bytes; ``rate``: FLOPs per second for their arithmetic
+    (empty in plans of versions that did not write it)."""
+
+    count: int
+    flops: Terms
+    bytes: Terms
+    rate: float
+    arithmetic: str = ""
+
+
+def _bounds(op: Work, lengths: Sequence[Any], rates: Rates) -> tuple[Any, Any, float]:
+    """The lower bounds of the roofline in ``cost.device``."""
+    computing, moving = _at(op.flops, lengths) / op.rate, _at(op.bytes, lengths) / rates.memory
+    return computing, moving, rates.launch
+
+
+@dataclass(frozen=True)
+class StageWork(RenamedFields):
+    """The ops of each phase of a stage, and its bytes as in ``StageCost``."""
+
+    forward: tuple[Work, ...]
+    backward: tuple[Work, ...]
+    weight: tuple[Work, ...]
+    saved_activations: Terms
+    saved_for_weight: Terms
+    offloadable: Terms = ()
+    offloadable_for_weight: Terms = ()
+
+
+@dataclass(frozen=True)
+class Expressions(RenamedFields):
+    """One stage's costs, as sympy expressions of the named lengths: seconds of each phase, bytes as in
+    ``StageCost``, FLOPs of all phases."""
+
+    forward: Any
+    backward: Any
+    weight: Any
+    saved_activations: Any
+    saved_for_weight: Any
+    flops: Any
+
+
+@dataclass(frozen=True)
+class PlanWork:
+    """``lengths``: name -> length in the example.  ``edges``: the bytes of ``Costs.edges``, in order.
+
+    ``rates``: of rank 0's device.  ``stage_rates``: of the device of each stage; empty if all are alike.
+    """
+
+    lengths: dict[str, int]
+    stages: tuple[StageWork, ...]
+    edges: tuple[Terms, ...]
+    rates: Rates
+    stage_rates: tuple[Rates, ...] = ()
+
+    def analytic(self, costs: Costs, sizes: Mapping[str, int]) -> Costs:
+        """The analytic costs at these lengths; ``costs`` are those at the example's, of any device.
+
+        Raises SizeError as ``costs`` does.
+        """
+        lengths = [Fraction(n) for n in self._checked(sizes).values()]
+        stages = []
+        for stage, (cost, work) in enumerate(zip(costs.stages, self.stages, strict=True)):
+            found = self.stage(stage, lengths, max)
+            times = {phase: float(getattr(found, phase)) for phase in PHASE_FIELDS}
+            stages.append(replace(cost, **times, **_held(work, lengths)))
+        return replace(costs, stages=tuple(stages), edges=self._edges(costs, lengths))
+
+    def costs(self, costs: Costs, sizes: Mapping[str, int]) -> Costs:
+        """The costs at other lengths, from ``costs`` at the example's: bytes are exact, and times, analytic
+        or measured, are scaled by the ratio of the analytic ones.
+
+        Raises SizeError for an unknown name and for a length below one.
+        """
+        old, new = ([Fraction(n) for n in x.values()] for x in (self.lengths, self._checked(sizes)))
+        stages = []
+        for stage, (cost, work) in enumerate(zip(costs.stages, self.stages, strict=True)):
+            before, after = (self.stage(stage, lengths, max) for lengths in (old, new))
+            times = {
+                phase: getattr(cost, phase) * (getattr(after, phase) / getattr(before, phase))
+                for phase in PHASE_FIELDS
+                if getattr(before, phase)
+            }
+            stages.append(replace(cost, **times, **_held(work, new)))
+        return replace(costs, stages=tuple(stages), edges=self._edges(costs, new))
+
+    def _edges(self, costs: Costs, lengths: Sequence[Fraction]) -> tuple[Edge, ...]:
+        found = []
+        for edge, terms in zip(costs.edges, self.edges, strict=True):
+            moved = float(_at(terms, lengths))
+            ends = [self.rates_of(end.stage).with_message(edge, moved) for end in (edge.source, edge.target)]
+            inter = [end.inter_seconds for end in ends if end.inter_seconds is not None]
+            slower = max(end.seconds for end in ends)
+            found.append(replace(ends[0], seconds=slower, inter_seconds=max(inter, default=None)))
+        return tuple(found)
+
+    def rates_of(self, stage: int) -> Rates:
+        return self.stage_rates[stage] if self.stage_rates else self.rates
+
+    def stage(self, stage: int, lengths: Sequence[Any], largest: Callable[..., Any]) -> Expressions:
+        none, work, rates = 0 * lengths[0], self.stages[stage], self.rates_of(stage)
+
+        def seconds(ops: tuple[Work, ...]) -> Any:
+            overhead = rates.stage_overhead if ops else 0
+            bounds = ((op.count, _bounds(op, lengths, rates)) for op in ops)
+            return sum((count * largest(*each) for count, each in bounds), start=none + overhead)
+
+        ops = (*work.forward, *work.backward, *work.weight)
+        return Expressions(
+            seconds(work.forward),
+            seconds(work.backward),
+            seconds(work.weight),
+            _at(work.saved_activations, lengths),
+            _at(work.saved_for_weight, lengths),
+            sum((op.count * _at(op.flops, lengths) for op in ops), start=none),
+        )
+
+    def _checked(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        known = ", ".join(f"{name} ({length} in the example)" for name, length in self.lengths.items())
+        for name, length in sizes.items():
+            if name not in self.lengths:
+                raise SizeError(
+                    f"No dimension is called {name!r}. Known: {known}. (microbatch exists if the example has "
+                    "two rows or more; name others in dimensions.)"
+                )
+            if not isinstance(length, int) or length < 1:
+                raise SizeError(
+                    f"{name} is {length!r} and must be a whole number, at least 1. Known: {known}."
+                )
+        return {**self.lengths, **sizes}

@@ -1,0 +1,85 @@
+"""A name for this attempt at a run, which its ranks agree on, as on the versions of fxpipe and torch.
+
+The attempts of ``torchrun --max-restarts`` share one store, which still has the keys of earlier attempts,
+also those with which process groups find their peers.  ``TORCHELASTIC_RESTART_COUNT`` does not tell attempts
+apart: every machine counts its own restarts.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from fxpipe.errors import RunError
+from fxpipe.plan.version import __version__
+from fxpipe.runtime.torch_private import Store
+
+POLL = 0.02  # seconds
+LAST = 5.0  # seconds that rank 0 waits for others where one has another version
+VERSION = f"fxpipe {__version__} and torch {torch.__version__.partition('+')[0]}"
+
+
+def agree_on_attempt(store: Store, rank: int, ranks: int, timeout: timedelta, version: str = VERSION) -> str:
+    """The same new name on all ranks, which all call this.
+
+    Every other rank leaves a word of its own, with its versions, and rank 0 answers to that word, which no
+    earlier attempt has used.
+
+    Raises RunError if a rank is late by the time limit, and on all ranks if one has other versions.
+    """
+    if rank == 0:
+        return _lead(store, ranks, timeout, version)
+    word = f"{uuid.uuid4().hex} {version}"
+    store.set(f"word/{rank}", word)
+    try:
+        store.wait([f"answer/{word}"], timeout)
+        attempt, _, first = store.get(f"answer/{word}").decode().partition(" ")
+        if first != version:
+            raise RunError(_other_version(rank, version, first))
+        store.set(f"{attempt}/joined/{rank}", "")
+        store.wait([f"{attempt}/begun"], timeout)
+        problem = store.get(f"{attempt}/begun").decode()
+    except dist.DistError as error:
+        raise RunError(f"Rank {rank} waited {timeout} for rank 0 to join the run: {error}") from error
+    if problem:
+        raise RunError(problem)
+    return attempt
+
+
+def _lead(store: Store, ranks: int, timeout: timedelta, version: str) -> str:
+    attempt, missing, answered = uuid.uuid4().hex, set(range(1, ranks)), set[str]()
+    end, problem = time.monotonic() + timeout.total_seconds(), ""
+    while missing:
+        for rank in sorted(missing):
+            # A word may be that of an earlier attempt: answer until the rank has joined this one.
+            word = store.get(f"word/{rank}").decode() if store.check([f"word/{rank}"]) else ""
+            theirs = word.partition(" ")[2]
+            if word and word not in answered:
+                store.set(f"answer/{word}", f"{attempt} {version}" if theirs else attempt)
+                answered.add(word)
+            if word and theirs != version:
+                problem = problem or _other_version(rank, theirs, version)
+                end = min(end, time.monotonic() + LAST)
+                missing.remove(rank)
+            elif store.check([f"{attempt}/joined/{rank}"]):
+                missing.remove(rank)
+        if missing and time.monotonic() > end:
+            late = ", ".join(map(str, sorted(missing)))
+            problem = problem or f"Rank 0 waited {timeout} for other ranks to join the run; missing: {late}."
+            break
+        time.sleep(POLL if missing else 0.0)
+    store.set(f"{attempt}/begun", problem)
+    if problem:
+        raise RunError(problem)
+    return attempt
+
+
+def _other_version(rank: int, theirs: str, first: str) -> str:
+    return (
+        f"Rank {rank} runs {theirs or 'an older fxpipe'}, and rank 0 {first or 'an older fxpipe'}. Install "
+        "the same versions on all machines."
+    )

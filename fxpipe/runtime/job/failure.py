@@ -1,0 +1,190 @@
+"""Failures as all ranks see them: the message of the first that failed, and the signs of life of each."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch.distributed as dist
+
+from fxpipe.errors import FxpipeError
+from fxpipe.runtime.job.life import own_process, runs
+from fxpipe.runtime.torch_private import Store
+
+FAILURE = "failure"  # the key of the message
+
+#: Seconds between two signs of life of a rank, and after which a rank without one counts as silent.
+BEAT, SILENCE = 0.5, 1.3
+FIRST = 1  # the number of a rank's first sign of life
+WATCHED = 4  # ranks that each rank looks at
+ENDED = "has ended"  # the last thing that a rank does
+
+log = logging.getLogger("fxpipe")
+
+
+@dataclass(frozen=True)
+class Sign:
+    """A sign of life of a rank: its number as text, and what the rank did.
+
+    ``runs``: whether its process still runs; None if that cannot be seen from here.  ``beats``: whether this
+    was a new sign.
+    """
+
+    beat: str
+    doing: str
+    runs: bool | None
+    beats: bool = True
+
+    @property
+    def has_ended(self) -> bool:
+        """By itself, as far as it could tell."""
+        return self.doing.startswith(ENDED)
+
+
+@dataclass(frozen=True, eq=False)
+class Failures:
+    """The failures of one attempt at a run, in a store that its ranks share.
+
+    ``hosts``: whether the store ends with this process.
+    """
+
+    store: Store
+    rank: int
+    ranks: int
+    hosts: bool = False
+    _found: list[str] = field(default_factory=list)
+    _processes: dict[int, str] = field(default_factory=dict)
+    _signs: dict[int, Sign] = field(default_factory=dict)
+
+    def leave(self, message: str) -> str:
+        """Tell the other ranks why this one fails; return the message of the first rank that failed."""
+        text = message.encode(errors="backslashreplace").decode()
+        with contextlib.suppress(dist.DistError):  # the store is gone with the others
+            first: bytes = self.store.compare_set(FAILURE, "", text)
+            message = first.decode()
+        if not self._found:
+            self._found.append(message)
+        return message
+
+    @property
+    def are_known(self) -> bool:
+        """Whether this rank has told or heard of a failure."""
+        return bool(self._found)
+
+    def find(self) -> str | None:
+        """The message of the rank that failed, if one did."""
+        if not self._found and self.store.check([FAILURE]):
+            self._found.append(self.store.get(FAILURE).decode())
+        return next(iter(self._found), None)
+
+    def show(self, beat: int, doing: str) -> None:
+        """Give a sign of life, with what this rank does."""
+        if beat == FIRST:
+            self.store.set(f"process/{self.rank}", own_process())
+        text = f"{beat} {doing}".encode(errors="backslashreplace")
+        self.store.set(f"rank/{self.rank}", text.decode())
+
+    def seen(self, rank: int) -> Sign:
+        """The last sign of life of a rank."""
+        beat, _, doing = self._text(f"rank/{rank}").partition(" ")
+        if rank not in self._processes and (process := self._text(f"process/{rank}")):
+            self._processes[rank] = process
+        self._signs[rank] = Sign(beat, doing or "has not begun", runs(self._processes.get(rank, "")))
+        return self._signs[rank]
+
+    def others(self) -> list[int]:
+        """The other ranks, from the next one on."""
+        return [rank % self.ranks for rank in range(self.rank + 1, self.rank + self.ranks)]
+
+    def look(self) -> None:
+        """Remember the signs of rank 0, and the processes of the next ranks: the store may be gone with it.
+        The process that has the store remembers all."""
+        others = self.others()
+        for rank in others if self.hosts else {0, *others[:WATCHED]}:
+            if rank == 0 or rank not in self._processes:
+                self.seen(rank)
+
+    def remembered(self) -> list[Sign]:
+        """Per rank the last sign of life that was read, where the store is gone, and whether it runs now."""
+        none = Sign("", "has not been looked at", None)
+        known = (self._signs.get(rank, none) for rank in range(self.ranks))
+        return [replace(s, runs=runs(self._processes.get(rank, ""))) for rank, s in enumerate(known)]
+
+    def survey(self, show: Callable[[], None] | None = None) -> list[Sign]:
+        """Per rank its last sign of life, and whether it gives any.
+
+        Takes SILENCE seconds; those of one beat, in which the others tell where they are, if a rank is known
+        to be gone; less if a message of a failed rank is there before.
+        show: gives a sign of life of this rank, where the thread that calls this would otherwise do so.
+        """
+        before = [self.seen(rank) for rank in range(self.ranks)]
+        begun = shown = time.monotonic()
+        while (now := time.monotonic()) < begun + SILENCE and self.find() is None:
+            if show is not None and now > shown + BEAT:
+                show()
+                shown = now
+            time.sleep(0.05)
+            left = [rank for rank, process in self._processes.items() if runs(process) is False]
+            if now > begun + BEAT and any(not self.seen(rank).has_ended for rank in left):
+                return [self.seen(rank) for rank in range(self.ranks)]
+        after = [self.seen(rank) for rank in range(self.ranks)]
+        return [replace(s, beats=s.beat != old.beat) for old, s in zip(before, after, strict=True)]
+
+    def have_ended(self) -> bool:
+        """Whether the processes of all other ranks have, as far as that can be seen from here."""
+        others = (sign for rank, sign in enumerate(self.remembered()) if rank != self.rank)
+        return all(sign.runs is False for sign in others)
+
+    def _text(self, key: str) -> str:
+        return self.store.get(key).decode() if self.store.check([key]) else ""
+
+
+def record(error: BaseException) -> None:
+    """Write an error to the file from which torchrun takes its summary: as a whole, or, on a full disk, not
+    at all, as a file that is cut short ends torchrun.
+
+    The first one of a process counts: nobody writes to the file after this.  Torch's decorator ``record`` of
+    the user's code may have done so before.
+    """
+    file = os.environ.pop("TORCHELASTIC_ERROR_FILE", None)
+    if file is None or _is_whole(file):
+        return
+    text = {
+        "message": f"{type(error).__name__}: {error}",
+        "extraInfo": {
+            "py_callstack": "".join(traceback.format_exception(error)),
+            "timestamp": str(int(time.time())),
+        },
+    }
+    draft = f"{file}.draft"
+    try:
+        with open(draft, "w") as opened:
+            json.dump({"message": text}, opened)
+            opened.flush()
+            os.fsync(opened.fileno())
+        os.rename(draft, file)
+    except OSError as wrong:
+        log.warning("the summary of torchrun will lack an error: %s cannot be written: %s", file, wrong)
+        for left in (draft, file):
+            with contextlib.suppress(OSError):
+                os.remove(left)
+
+
+def _is_whole(file: str) -> bool:
+    try:
+        with open(file) as opened:
+            json.load(opened)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def in_short(error: Exception) -> str:
+    """An error as text for the other ranks."""
+    return str(error) if isinstance(error, FxpipeError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,59 @@
+"""The line of the user's code that runs or failed, and the function that it called, as text for messages."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+
+_HERE, _FXPIPE = (str(folder) for folder in Path(__file__).parents[1:3])
+#: The code of ``fxpipe run``, which calls fxpipe as a user's does.
+_COMMAND = os.path.join(_FXPIPE, "cli", "")
+#: Where the code of others lies: Python's, that of installed packages, and fxpipe itself.
+_OTHERS = tuple({*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), _FXPIPE})
+
+
+def place_of_error(error: BaseException) -> str:
+    """The innermost line of the user's code that an exception went through."""
+    return _innermost(
+        (frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)
+    )
+
+
+def place_of_main_thread() -> str:
+    """The innermost line of the user's code that the main thread runs."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    # A frame that runs meanwhile may be between two lines, and then has none.
+    stack = [] if frame is None else traceback.walk_stack(frame)
+    lines = [(f.f_code.co_filename, line or f.f_code.co_firstlineno) for f, line in stack]
+    return _innermost(reversed(lines))
+
+
+def called_function() -> str:
+    """The function of fxpipe that the user's code, or ``fxpipe run``, has called in this thread."""
+    found, frame = "", sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_FXPIPE + os.sep) and not file.startswith(_COMMAND):
+            found = frame.f_code.co_qualname
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
+def _innermost(lines: Iterable[tuple[str, int]]) -> str:
+    found = [(file, line) for file, line in lines if not file.startswith("<frozen")]
+    own = [(file, line) for file, line in found if not file.startswith(_OTHERS)]
+    # ``fxpipe run`` has no code of the user: then what called the runtime.
+    callers = [
+        (file, line) for file, line in found if file.startswith(_FXPIPE) and not file.startswith(_HERE)
+    ]
+    if not found:
+        return "an unknown place"
+    file, line = (own or callers or found)[-1]
+    text = linecache.getline(file, line).strip()
+    return f"{Path(file).name}:{line}" + (f" ({text:.60})" if text else "")

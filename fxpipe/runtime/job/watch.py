@@ -1,0 +1,331 @@
+"""A thread that shows the other ranks what this one does, warns of long waits, and ends it if one failed."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import logging
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from itertools import islice, pairwise
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from fxpipe.errors import RunError
+from fxpipe.runtime.job.failure import BEAT, ENDED, FIRST, WATCHED, Failures, Sign, record
+from fxpipe.runtime.job.place import place_of_error, place_of_main_thread
+from fxpipe.runtime.job.survey import shared_survey
+from fxpipe.runtime.program.comm import NoAnswer, answered
+
+if TYPE_CHECKING:
+    from fxpipe.runtime.program.rank import Runtime
+
+#: Seconds of waiting after which a rank says so, and again after twice as many.
+SLOW = 30.0
+#: Seconds that a rank has to raise its own error after another one has failed.
+GRACE = 3.0
+#: Seconds that a rank may wait for others without a store: the machine that had it is gone.
+ALONE = 5.0
+#: Seconds that a rank waits for one whose process is gone; an error of the connection mostly comes before.
+GONE = 1.0
+#: Part of the time limit that it waits for one without sign of life whose process cannot be seen from here.
+UNSEEN = 0.1
+#: Most ranks of a kind that a message tells of beside its own.
+MOST_OTHERS = 8
+
+log = logging.getLogger("fxpipe")
+
+
+class Watch:
+    """Knows what this rank does: a step of a pipeline, a collective outside of one, or the user's own code.
+
+    A rank whose neighbor has ended raises by itself; a rank that computes, or waits for one that still runs,
+    would not notice a failure.  A program pays nothing for it: the thread looks at the runtime now and then.
+
+    ``connections``: functions that give the error of a connection, or None.  On an accelerator a message that
+    fails raises nothing in the host, which waits for the device then.  ``compared``: gives the difference
+    between the calls that ranks make, once all of them have made one.
+    """
+
+    def __init__(self, failures: Failures, timeout: timedelta) -> None:
+        """timeout: the longest time that a rank waits for another one."""
+        self.failures, self._unseen = failures, UNSEEN * timeout.total_seconds()
+        self.has_failed = False
+        self.connections: list[Callable[[], NoAnswer | None]] = []
+        self.compared: Callable[[], str | None] | None = None
+        self._runtime: Runtime | None = None
+        self._trained: Runtime | None = None
+        self._name = ""
+        self._following: dict[str, str] = {}  # op -> the op after it in the program
+        self._in_step = self._in_collective = False
+        self._over = threading.Event()
+        self._beat = FIRST - 1
+        # What the rank does, the number of its own beats for which it waits for it, since when, and the time
+        # after which it says so.
+        self._doing, self._waited, self._since, self._said = "", 0, 0.0, SLOW
+        self._quiet: dict[int, tuple[str, int]] = {}  # rank -> its last beat, own beats without another one
+        self._thread = threading.Thread(target=self._run, name="fxpipe-watch", daemon=True)
+        self._show()
+        self._thread.start()
+        atexit.register(self._stop)
+        _report_uncaught(self)
+
+    # -- what the rank does -------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def step(self, runtime: Runtime, ops: Sequence[str], name: str, *, trains: bool) -> Iterator[None]:
+        """A step of a program with these ops in order.  name: of the step, as text."""
+        self._name = name
+        if trains:
+            self._trained = runtime
+        if self._runtime is not runtime:
+            self._runtime, self._following = runtime, dict(pairwise(("", *ops)))
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
+
+    @contextlib.contextmanager
+    def collective(self) -> Iterator[None]:
+        """A wait of the main thread for the other ranks outside of a step.  Raises RunError as ``lost`` does
+        if it gets no answer."""
+        within, self._in_collective = self._in_collective, True
+        try:
+            with answered():
+                yield
+        except NoAnswer as error:
+            raise self.lost(error) from None
+        finally:
+            self._in_collective = within
+
+    @property
+    def waits(self) -> bool:
+        """Whether the rank waits for another one."""
+        runtime = self._runtime
+        return self._in_collective or (self._in_step and runtime is not None and runtime.waiting is not None)
+
+    def doing(self) -> str:
+        """What the rank does or waits for, as text: it continues "rank 3 …"."""
+        runtime = self._runtime
+        if self._in_collective:
+            return f"waits for the other ranks at {place_of_main_thread()}"
+        if not self._in_step or runtime is None:
+            return f"runs {place_of_main_thread()}, {self.progress()}"
+        op, step = runtime.current_op, self._name
+        if runtime.waiting is None:
+            return f"runs {_described(op)} of {step}" if op else f"begins {step}"
+        following = self._following.get(op)
+        wanted = f"to run {_described(following)} of {step}" if following else f"at the end of {step}"
+        return f"waits for {runtime.waiting}, {wanted}"
+
+    def progress(self) -> str:
+        """The steps that this rank has run, as text."""
+        if self._trained is None:
+            return "before the first step"
+        return f"after {self._trained.step_number} steps"
+
+    # -- what becomes of it -------------------------------------------------------------------------------
+
+    def report(self, error: BaseException) -> None:
+        """Tell the other ranks, and torchrun's summary, of an error that ends this process."""
+        self.has_failed = True
+        self.failures.leave(
+            f"Rank {self.failures.rank} failed at {place_of_error(error)}, {self.progress()}: "
+            f"{type(error).__name__}: {error}"
+        )
+        record(error)
+
+    def lost(self, error: NoAnswer, show: Callable[[], None] | None = None) -> RunError:
+        """The error to raise on a rank that gets no answer: the first failure of a rank, as far as known.
+
+        show: as for ``Failures.survey``.
+        """
+        doing, rank = self.doing(), self.failures.rank
+        try:
+            first = self.failures.find()
+            if first is None:
+                # At once: torchrun ends this process as soon as it notices that another one has ended.
+                log.warning("rank %d %s, and got no answer: %s", rank, doing, error)
+                gone, rest = _others(shared_survey(self.failures, "no answer", show), rank)
+                own = f"{gone}Rank {rank} {doing}, and got no answer: {error}.{rest}"
+                first = self.failures.find() or self.failures.leave(own)
+                if first == own:
+                    return RunError(own)
+        except dist.DistError:  # the store is gone as well
+            gone, _ = _others(self.failures.remembered(), rank)
+            return RunError(f"{gone}Rank {rank} {doing}, and got no answer: {error}.")
+        return RunError(f"{first} (Rank {rank} {doing}.)")
+
+    def _run(self) -> None:
+        try:
+            while not self._over.wait(BEAT):
+                if message := self.failures.find():
+                    self._end(self._elsewhere(message), GRACE / 2 if self.waits else GRACE)
+                if self._in_step and (compared := self.compared) and (message := compared()):
+                    self._end(self._elsewhere(self.failures.leave(message)), GRACE)
+                for failure in filter(None, (error() for error in self.connections)):
+                    self._end(self.lost(failure, self._show), GRACE)
+                self._show()
+                self._count()
+                self._complain()
+                self._check_awaited()
+        except dist.DistError as error:
+            self._run_alone(error)
+
+    def _run_alone(self, error: Exception) -> None:
+        """Without the store: the run is over, or a rank will wait for others that are gone with it."""
+        self._doing, self._waited = "", 0
+        while not self._over.wait(BEAT):
+            self._count()
+            signs = self.failures.remembered()
+            awaited = {0, *self._awaited(signs.__getitem__)}
+            if self._waited * BEAT >= ALONE and not all(signs[rank].runs for rank in awaited):
+                gone, _ = _others(signs, self.failures.rank)
+                self._end(self._elsewhere(f"{gone}The store that the ranks share is gone: {error}"), 0.0)
+
+    def _show(self) -> None:
+        self._beat += 1
+        self.failures.show(self._beat, self.doing())
+        self.failures.look()
+
+    def _count(self) -> None:
+        """Count the beats of a wait for one thing: where the machine is busy, they come late as well."""
+        doing = self.doing()
+        if self.waits and doing == self._doing:
+            self._waited += 1
+            return
+        self._doing, self._waited, self._since, self._said = doing, 0, time.monotonic(), SLOW
+
+    def _complain(self) -> None:
+        """Say so if the rank has been waiting for the same thing for long."""
+        seconds = time.monotonic() - self._since
+        if self._waited and seconds >= self._said:
+            self._said *= 2
+            gone, rest = _others(shared_survey(self.failures, "a long wait", self._show), self.failures.rank)
+            log.warning(
+                "%srank %d %s, for %.0f s now.%s", gone, self.failures.rank, self._doing, seconds, rest
+            )
+
+    def _awaited(self, seen: Callable[[int], Sign]) -> dict[int, Sign]:
+        """The rank that this one waits for.  In a collective the next ranks that have not ended: others watch
+        the rest, and the store is not asked ranks² times."""
+        waiting = None if self._in_collective or self._runtime is None else self._runtime.waiting
+        others = self.failures.others()
+        for rank in others:
+            if waiting == f"rank {rank}":
+                return {rank: seen(rank)}
+        signs = ((rank, seen(rank)) for rank in others)
+        found = dict(islice(((rank, sign) for rank, sign in signs if not sign.has_ended), WATCHED))
+        return found or {rank: seen(rank) for rank in others[:1]}
+
+    def _check_awaited(self) -> None:
+        """End this process if it waits for one that is gone: an error of the connection may be lost."""
+        if not self._waited:
+            self._quiet.clear()
+            return
+        for rank, sign in self._awaited(self.failures.seen).items():
+            beat, quiet = self._quiet.get(rank, ("", 0))
+            quiet = quiet + 1 if sign.beat == beat else 0
+            self._quiet[rank] = sign.beat, quiet
+            was_killed = sign.runs is False and not sign.has_ended
+            if not sign.runs and quiet * BEAT >= (GONE if was_killed else self._unseen):
+                self._end(self.lost(NoAnswer("the connection reports no error"), self._show), 0.0)
+
+    def _elsewhere(self, message: str) -> RunError:
+        """A failure that is not this rank's, with what this rank does."""
+        return RunError(f"{message} (Rank {self.failures.rank} {self.doing()}.)")
+
+    def _end(self, error: RunError, grace: float) -> None:
+        """End this process, unless it ends by itself."""
+        if self._over.wait(grace):
+            return
+        try:
+            print(f"fxpipe: rank {self.failures.rank} ends: {error}", file=sys.stderr, flush=True)
+            record(error)
+            sys.stdout.flush()
+            time.sleep(2 * BEAT)  # torchrun ends all ranks with the first: each is to say why before
+            self._keep_store()
+        finally:
+            os._exit(1)
+
+    def _stop(self) -> None:
+        """End the thread: inside torch when the interpreter ends, it would abort the process."""
+        self._over.set()
+        self._thread.join(GRACE)
+        with contextlib.suppress(dist.DistError):
+            self.failures.show(self._beat + 1, f"{ENDED}, {self.progress()}")
+        if self.has_failed or self.failures.are_known:
+            self._keep_store()
+            _failed.append(self)
+
+    def _keep_store(self) -> None:
+        """Let the other ranks read why the run fails, where the store ends with this process."""
+        end = time.monotonic() + GRACE
+        while self.failures.hosts and time.monotonic() < end and not self.failures.have_ended():
+            time.sleep(0.05)
+
+
+#: Those of runs that failed, when the process ends.
+_failed: list[Watch] = []
+
+
+def _limit_end() -> None:
+    """End the process within seconds if its run has failed.
+
+    The destructor of a process group waits for its messages, which another rank, that waits here as well, may
+    never send.  No thread of Python runs then.
+    """
+    if _failed:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        faulthandler.dump_traceback_later(GRACE / 2, exit=True, file=nowhere)
+
+
+atexit.register(_limit_end)  # as early as possible: it comes after what other libraries do at the end
+
+
+def _report_uncaught(watch: Watch) -> None:
+    """Tell the other ranks of an exception that ends this process, wherever it comes from."""
+    before, process = sys.excepthook, os.getpid()
+
+    def hook(kind: type[BaseException], error: BaseException, trace: object) -> None:
+        if os.getpid() == process:
+            watch.report(error)
+        before(kind, error, trace)  # type: ignore[arg-type]
+
+    sys.excepthook = hook
+
+
+def _described(op: str) -> str:
+    """An op with its stage and microbatch, if it has a name as in schedules."""
+    match = re.fullmatch(r"[A-Z]+(\d+)\.(\d+)", op)
+    return f"{op} (stage {match[1]}, microbatch {match[2]})" if match else op
+
+
+def _others(survey: Sequence[Sign], rank: int) -> tuple[str, str]:
+    """What is known of other ranks that are gone, and of the rest, as sentences of a message."""
+    gone, rest = [], []
+    for other, sign in enumerate(survey):
+        last = f"the last was that it {sign.doing}. "
+        if other == rank:
+            continue
+        if sign.has_ended:
+            gone.append(f"Rank {other} {sign.doing}. ")
+        elif sign.runs is False:
+            gone.append(f"Rank {other} gives no sign of life any more (killed, or out of memory); {last}")
+        elif sign.beats:
+            rest.append(f" Rank {other} {sign.doing}.")
+        elif sign.runs:
+            rest.append(f" Rank {other} gives no sign of life (stopped, or in a long call); {last}".rstrip())
+        else:
+            gone.append(
+                f"Rank {other} gives no sign of life any more (killed, out of memory, or stopped); {last}"
+            )
+    return "".join(gone[:MOST_OTHERS]), "".join(rest[:MOST_OTHERS])

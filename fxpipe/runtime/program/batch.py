@@ -1,0 +1,144 @@
+"""Checks whole batches against the example of the compilation, and cuts them into microbatches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from enum import Enum
+from numbers import Number
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from fxpipe.errors import BatchError
+from fxpipe.plan.step import BatchSpec, Leaf
+from fxpipe.plan.tensors import in_strides, is_dense
+from fxpipe.runtime.torch_private import pytree
+
+#: Types whose values are determined by their ``repr``.
+_PLAIN = (
+    type(None), Number, str, bytes, Enum, range, slice, type, FunctionType,
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+
+
+def batch_spec(example: Any) -> BatchSpec:
+    """The description of an example microbatch."""
+    leaves = []
+    for name, leaf in batch_leaves(example):
+        if isinstance(leaf, torch.Tensor):
+            dense = leaf if is_dense(leaf) else leaf.contiguous()
+            leaves.append(Leaf(name, tuple(leaf.shape), dense.stride(), str(leaf.dtype), ""))
+        else:
+            leaves.append(Leaf(name, None, (), "", repr(leaf)))
+    return BatchSpec(tuple(leaves))
+
+
+def microbatches_of(
+    spec: BatchSpec, batch: Any, microbatches: int, needed: Collection[str], device: torch.device | None
+) -> list[dict[str, torch.Tensor]]:
+    """Cut a batch along the leading dimension, and move it to the device.
+
+    needed: the leaves that must be there; others are checked and cut, but not moved.
+    Raises BatchError, naming the leaf, if the batch is unlike the example.
+    """
+    given = given_leaves(spec, batch)
+    if not given.keys() >= set(needed):
+        known = [leaf.name for leaf in spec.leaves]
+        raise BatchError(
+            f"The batch has {_names(given)}, but the pipeline was compiled for {_names(known)}, of which "
+            f"this rank needs {_names(needed)}."
+        )
+    cut: list[dict[str, torch.Tensor]] = [{} for _ in range(microbatches)]
+    for leaf in spec.leaves:
+        if leaf.name not in given:
+            continue
+        value = given[leaf.name]
+        if leaf.shape is None:
+            if isinstance(value, torch.Tensor) or repr(value) != leaf.value:
+                raise BatchError(
+                    f"{leaf.name!r} is {_described(value)} and was {leaf.value} in the example. "
+                    "Values that are not tensors are fixed at compilation: compile again for this one."
+                )
+            continue
+        _check(leaf, value, microbatches)
+        if device is not None and leaf.name in needed:
+            value = value.to(device, non_blocking=value.is_pinned())
+        pieces = [value] * microbatches if not leaf.shape else value.split(leaf.shape[0])
+        for microbatch, piece in zip(cut, pieces, strict=True):
+            # A program may take views that only the example's strides allow.
+            microbatch[leaf.name] = in_strides(piece, leaf.stride)
+    return cut
+
+
+def given_leaves(spec: BatchSpec, batch: Any) -> dict[str, Any]:
+    """The leaves of a batch that are there; None in the place of a tensor stands for one that is not.
+
+    Raises BatchError for a leaf that the example does not have.
+    """
+    kinds = {leaf.name: leaf.shape for leaf in spec.leaves}
+    given = dict(batch_leaves(batch))
+    if not given.keys() <= kinds.keys():
+        raise BatchError(f"The batch has {_names(given)}, but the pipeline was compiled for {_names(kinds)}.")
+    return {name: x for name, x in given.items() if x is not None or kinds[name] is None}
+
+
+def batch_leaves(example: Any) -> list[tuple[str, Any]]:
+    """The leaves of a (micro)batch with readable names: ``input_ids``, ``0``, ``image.pixels``."""
+    if not isinstance(example, (Mapping, tuple, list)):
+        raise BatchError(
+            "A batch is a mapping of keyword arguments, or a tuple or list of arguments, not "
+            f"{type(example).__name__}."
+        )
+    paths, _ = pytree.tree_flatten_with_path(example)
+    leaves = [(".".join(_key_name(key) for key in path), leaf) for path, leaf in paths]
+    twice = [name for name, times in Counter(name for name, _ in leaves).items() if times > 1]
+    if twice:
+        raise BatchError(f"Two leaves of the batch are both called {twice[0]!r}. Rename one of the keys.")
+    for name, leaf in leaves:
+        if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
+            raise BatchError(
+                f"{name!r} is a {type(leaf).__name__}, which fxpipe cannot look into: what it holds would be "
+                "fixed in the program and not be compared. Give tensors (torch.from_numpy), numbers and "
+                "texts, in tuples, lists and dicts, or register its class with torch.utils._pytree."
+            )
+    return leaves
+
+
+def _key_name(key: Any) -> str:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def _check(leaf: Leaf, value: Any, microbatches: int) -> None:
+    assert leaf.shape is not None
+    if not isinstance(value, torch.Tensor):
+        raise BatchError(f"{leaf.name!r} is {_described(value)}; a tensor of dtype {leaf.dtype} is expected.")
+    if str(value.dtype) != leaf.dtype:
+        raise BatchError(f"{leaf.name!r} has dtype {value.dtype}; the example has {leaf.dtype}.")
+    if not leaf.shape:
+        if value.shape:
+            raise BatchError(f"{leaf.name!r} has shape {tuple(value.shape)}; the example has a 0-d tensor.")
+        return
+    rows = leaf.shape[0] * microbatches
+    if value.dim() == len(leaf.shape) and tuple(value.shape[1:]) == leaf.shape[1:] and value.shape[0] != rows:
+        raise BatchError(
+            f"{leaf.name!r} has {value.shape[0]} rows, which do not make {microbatches} microbatches of "
+            f"{leaf.shape[0]}: {rows} are needed. Drop or pad the last batch of an epoch."
+        )
+    if tuple(value.shape) != (rows, *leaf.shape[1:]):
+        raise BatchError(
+            f"{leaf.name!r} has shape {tuple(value.shape)}; {microbatches} microbatches of "
+            f"{leaf.shape} make {(rows, *leaf.shape[1:])}."
+        )
+
+
+def _described(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+
+
+def _names(names: Any) -> str:
+    return "leaves " + ", ".join(sorted(names)) if names else "no leaves"

@@ -1,0 +1,125 @@
+"""Communication between ranks: one protocol, over torch.distributed or inside one process.
+
+Messages from one rank to another arrive in the order in which they were sent.  All ranks take part in the
+collectives of a group, in the same order.  Only waits block, for at most the time limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from fxpipe.errors import RunError
+from fxpipe.plan.tensors import in_strides
+
+
+class NoAnswer(RunError):
+    """Another rank did not send or take a message: it has failed, ended, or is late by the time limit."""
+
+
+@contextlib.contextmanager
+def answered() -> Iterator[None]:
+    """Turn the error of a process group whose peer is gone or late into NoAnswer.
+
+    An error of this rank's own device, which any call may raise once the device has failed, stays as it is.
+    """
+    try:
+        yield
+    except torch.AcceleratorError:
+        raise
+    except RuntimeError as error:  # of torch, with the reason as text
+        # Without the file of torch's source, and its general advice.
+        text = re.sub(r"^\[\S+:\d+\] ", "", str(error)).partition(". This is typically")[0]
+        raise NoAnswer(text) from error
+
+
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""The shape, strides and dtype of a message, the same for sender and receiver."""
+
+
+@dataclass(eq=False)
+class Pending:
+    """A message being received; ``work`` is the handle of its Comm.
+
+    ``buffers``: the tensors of a message, or one from every rank.  ``source``: the rank that sends, or -1 for
+    all.  ``given``: the tensor that this rank has sent itself.
+    """
+
+    buffers: list[torch.Tensor]
+    source: int
+    work: Any = None
+    given: torch.Tensor | None = None
+
+
+def new_buffer(layout: Layout, device: torch.device) -> torch.Tensor:
+    """The memory for a tensor to come."""
+    shape, stride, dtype = layout
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+
+def new_buffers(layout: Layout, ranks: int, device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """One memory, as bytes, for a tensor of every rank, and its parts."""
+    shape, stride, dtype = layout
+    whole = torch.empty(ranks * math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device=device)
+    return whole, [part.view(dtype).as_strided(shape, stride) for part in whole.view(ranks, -1)]
+
+
+class Comm(Protocol):
+    def start(self) -> None:
+        """Begin a step."""
+        ...
+
+    def receive(self, layouts: Sequence[Layout], source: int) -> Pending: ...
+
+    def wait(self, pending: Pending) -> list[torch.Tensor]: ...
+
+    def send(self, tensors: Sequence[torch.Tensor], to: int) -> None: ...
+
+    def broadcast(
+        self, tensor: torch.Tensor | None, layout: Layout, source: int, group: int
+    ) -> Pending | None: ...
+
+    def gather(self, tensor: torch.Tensor, layout: Layout, to: int, group: int) -> Pending | None: ...
+
+    def all_gather(self, tensor: torch.Tensor, layout: Layout, group: int) -> Pending: ...
+
+    def broadcast_numbers(self, tensor: torch.Tensor | None, source: int) -> torch.Tensor:
+        """Broadcast two float64 numbers on the CPU; only rank ``source`` passes them."""
+        ...
+
+    def flush(self) -> None:
+        """Block until all messages are sent."""
+        ...
+
+
+def in_layout(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The tensor in the expected layout, copied if its strides differ, as those of kernels may.
+
+    Raises RunError if it has another shape or dtype.
+    """
+    shape, stride, dtype = layout
+    if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+        raise RunError(
+            f"A message must be a tensor of shape {shape} and {dtype}, but the program sends one of shape "
+            f"{tuple(tensor.shape)} and {tensor.dtype}. Undo the edit of the program."
+        )
+    return in_strides(tensor, stride)
+
+
+def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor of a dense tensor's elements, in memory order."""
+    if tensor.is_contiguous():
+        return tensor
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def on_wire(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as bytes: no backend has all dtypes."""
+    flat = in_memory_order(tensor).view(-1)
+    return (torch.view_as_real(flat) if flat.is_complex() else flat).view(-1).view(torch.uint8)

@@ -1,0 +1,168 @@
+"""Functions of a program that Inductor, PyTorch's own compiler, fuses into few kernels.
+
+``@inductor`` above a function says so; without that line the function runs op by op.  Nothing of Inductor is
+loaded before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe.errors import RunError
+from fxpipe.runtime.program.checks import expect, expect_op
+from fxpipe.runtime.program.random import as_tensor
+from fxpipe.runtime.torch_private import (
+    compile_by_inductor,
+    decompositions,
+    fake_tensors,
+    is_watched,
+    no_modes,
+    pytree,
+)
+
+Place = tuple[int, Any]
+"""Of an input: the number of the argument, and the key or index in it; None if the argument is the input."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Compiled:
+    """A function as compiled for inputs of some layouts.
+
+    ``places``: of its inputs, the tensors among its arguments that it uses.  ``run``: takes a list of them,
+    which it empties, and gives the function's results (None for a function without) and the values that its
+    checks read.  ``tree``: of the results.  ``checks``: the other arguments of each ``expect``.
+    """
+
+    places: tuple[Place, ...]
+    layouts: list[Any]
+    run: Callable[[list[torch.Tensor]], Sequence[Any]]
+    tree: Any
+    checks: tuple[tuple[Any, ...], ...]
+
+    def inputs(self, args: Sequence[Any]) -> list[torch.Tensor]:
+        found = [args[number] if key is None else args[number][key] for number, key in self.places]
+        return [as_tensor(value) if isinstance(value, int) else value for value in found]
+
+
+class inductor:
+    """A function of tensors, and of dicts and lists of tensors, as Inductor compiles it.
+
+    The first call compiles, and so does a call with a tensor of another layout.
+    Lists among the arguments are emptied, and their tensors freed after their last use, as by the function.
+
+    Raises RunError if the function cannot be traced or compiled.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self._known: list[_Compiled] = []
+
+    def __call__(self, *args: Any) -> Any:
+        for compiled in self._known:
+            inputs = compiled.inputs(args)
+            if _layouts(inputs) == compiled.layouts:
+                break
+        else:
+            compiled = self._compiled_for(args)
+            inputs = compiled.inputs(args)
+        for argument in args:
+            if isinstance(argument, list):
+                argument.clear()
+        results = list(compiled.run(inputs))
+        if is_watched():  # by a measurement of memory, which only sees the results of ops
+            results = [x if x is None else torch.ops.aten.alias.default(x) for x in results]
+        own = len(results) - len(compiled.checks)
+        for value, check in zip(results[own:], compiled.checks, strict=True):
+            expect(value, *check)
+        return pytree.tree_unflatten(results[:own], compiled.tree)
+
+    def _compiled_for(self, args: Sequence[Any]) -> _Compiled:
+        try:
+            with no_modes():
+                compiled = _compile(self.function, args)
+        except Exception as error:  # Inductor may raise anything
+            name = getattr(self.function, "__name__", "a function")
+            what = next(iter(str(error).strip().splitlines()), "").rstrip(".")
+            raise RunError(
+                f"Inductor cannot compile {name} ({type(error).__name__}: {what}). It needs a C++ compiler "
+                "for programs on the CPU (g++, or the one that the environment variable CXX names), and "
+                f"Triton for those on GPUs. If it has them, take the line @inductor above {name} out of the "
+                "program, which then runs it op by op, or compile the pipeline with backend='eager'."
+            ) from error
+        self._known.append(compiled)
+        return compiled
+
+
+def compiled_functions(step: Callable[..., Any]) -> dict[str, inductor]:
+    """The functions beside the ``step`` of a program that Inductor compiles, by name."""
+    given = step.__globals__ if isinstance(step, FunctionType) else {}
+    return {name: value for name, value in given.items() if isinstance(value, inductor)}
+
+
+def _layouts(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """All that compiled code depends on; of the CPU also the number of threads."""
+    return [torch.get_num_threads(), *((t.shape, t.stride(), t.dtype) for t in tensors)]
+
+
+def _compile(function: Callable[..., Any], args: Sequence[Any]) -> _Compiled:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    paths, tree = pytree.tree_flatten_with_path(tuple(args))
+    result_tree: Any = None
+
+    def flat(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        nonlocal result_tree
+        results, result_tree = pytree.tree_flatten(function(*pytree.tree_unflatten(tensors, tree)))
+        return results
+
+    with fake_tensors():
+        fakes = [_fake(value) for _, value in paths]
+        # Views in the trace must fit the strides of what Inductor's own decompositions of ops give.
+        traced = make_fx(flat, decomposition_table=decompositions())(*fakes)
+        checks = _take_out_checks(traced.graph)
+        used = [i for i, n in enumerate(traced.graph.find_nodes(op="placeholder")) if n.users]
+        _drop_unused_inputs(traced.graph)
+        traced.recompile()
+    inputs = [fakes[i] for i in used]
+    return _Compiled(
+        tuple(_place(paths[i][0]) for i in used),
+        _layouts(inputs),
+        compile_by_inductor(traced, inputs),
+        result_tree,
+        checks,
+    )
+
+
+def _place(path: tuple[Any, ...]) -> Place:
+    number, *rest = path
+    return number.idx, (rest[0].key if hasattr(rest[0], "key") else rest[0].idx) if rest else None
+
+
+def _fake(value: torch.Tensor | int) -> torch.Tensor:
+    """A new tensor of the same layout; for a random key, an int, that of ``as_tensor``."""
+    if isinstance(value, int):
+        return torch.empty((), dtype=torch.int64)
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def _take_out_checks(graph: fx.Graph) -> tuple[tuple[Any, ...], ...]:
+    """Return what ``expect`` reads behind the results, as checks are no work for a compiler."""
+    nodes = graph.find_nodes(op="call_function", target=expect_op)
+    checks = [node.args for node in nodes]
+    for node in nodes:
+        graph.erase_node(node)
+    output = graph.output_node()
+    output.args = ([*output.args[0], *(value for value, *_ in checks)],)  # type: ignore[misc]
+    return tuple(tuple(others) for _, *others in checks)
+
+
+def _drop_unused_inputs(graph: fx.Graph) -> None:
+    for node in graph.find_nodes(op="placeholder"):
+        if not node.users:
+            graph.erase_node(node)

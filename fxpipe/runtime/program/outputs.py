@@ -1,0 +1,136 @@
+"""The outputs that the user asks for: collected by microbatch, and moved between ranks on request."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from fxpipe.errors import RunError
+from fxpipe.plan.step import OutputSpec
+from fxpipe.plan.tensors import dtype_of
+
+if TYPE_CHECKING:
+    from fxpipe.runtime.job.process import Process
+
+On = int | Literal["all"] | None
+"""The rank that is to have the outputs; ``"all"``: every rank; None: each output's own rank."""
+
+
+@dataclass(frozen=True, eq=False)
+class StepResult:
+    """The result of a step that was asked for outputs.
+
+    ``loss``: of the whole batch, 0-d, on every rank; None if the model has none.
+    ``outputs``: name -> the microbatches' values in order: joined along their leading dimension, or stacked
+    if they are 0-d.
+    """
+
+    loss: torch.Tensor | None
+    outputs: dict[str, torch.Tensor]
+
+
+@dataclass(eq=False)
+class Collected:
+    """The outputs of one step on one rank.  ``wanted``: those to collect, from all ranks, by name."""
+
+    wanted: Mapping[str, OutputSpec] = field(default_factory=dict)
+    found: dict[str, torch.Tensor] = field(default_factory=dict)  # with a dimension of microbatches in front
+    _times: Counter[str] = field(default_factory=Counter)
+
+    @staticmethod
+    def of(
+        wanted: Mapping[str, OutputSpec], rank: int, microbatches: int, device: torch.device | None
+    ) -> Collected:
+        """With memory for the outputs of a rank, which the caller keeps after the step."""
+        own = (spec for spec in wanted.values() if spec.rank == rank)
+        return Collected(wanted, {spec.name: _empty(spec, microbatches, device) for spec in own})
+
+    def add(self, name: str, value: torch.Tensor, microbatch: int, microbatches: int) -> None:
+        """Raises RunError if an edited program gives another value than the plan has."""
+        spec = self.wanted.get(name)
+        if spec is None:
+            return
+        if (tuple(value.shape), str(value.dtype)) != (spec.shape, spec.dtype):
+            raise RunError(
+                f"The program gives the output {name!r} as {value.dtype} of shape {tuple(value.shape)}; the "
+                f"plan has {spec.dtype} of shape {spec.shape}. Undo the edit, or compile again."
+            )
+        if name not in self.found:
+            self.found[name] = value.new_empty((microbatches, *value.shape))
+        self.found[name][microbatch].copy_(value)
+        self._times[name] += 1
+
+    def joined(self, rank: int, microbatches: int) -> dict[str, torch.Tensor]:
+        """The outputs of this rank.  Raises RunError if an edited program left one out."""
+        for name, spec in self.wanted.items():
+            times = self._times[name]
+            if times != (microbatches if spec.rank == rank else 0):
+                raise RunError(
+                    f"The program of rank {rank} gives the output {name!r} for {times} microbatches of "
+                    f"{microbatches}, and the plan has it on rank {spec.rank}. Undo the edit, or compile "
+                    "again."
+                )
+        return {name: joined(value) for name, value in self.found.items()}
+
+
+def _empty(spec: OutputSpec, microbatches: int, device: torch.device | None) -> torch.Tensor:
+    """Memory for all microbatches, their dimension in front."""
+    return torch.empty((microbatches, *spec.shape), dtype=dtype_of(spec.dtype), device=device)
+
+
+def joined(value: torch.Tensor) -> torch.Tensor:
+    """Without the dimension of microbatches, if there is another one."""
+    return value.flatten(0, 1) if value.dim() > 1 else value
+
+
+def requested(asked: Sequence[str], on: On, known: Iterable[OutputSpec], ranks: int) -> dict[str, OutputSpec]:
+    """The outputs with these names.
+
+    Raises RunError for one that the pipeline was not compiled for, and for a rank ``on`` that it lacks.
+    """
+    if on not in (None, "all") and not (isinstance(on, int) and 0 <= on < ranks):
+        raise RunError(f"outputs_on is {on!r} and must be a rank from 0 to {ranks - 1}, 'all' or None.")
+    if isinstance(asked, str):
+        raise RunError(f"outputs is a list of names: give [{asked!r}].")
+    by_name = {spec.name: spec for spec in known}
+    for name in asked:
+        if name not in by_name:
+            has = f"It gives {', '.join(by_name)}." if by_name else "It gives none."
+            raise RunError(
+                f"The pipeline was not compiled to give the output {name!r}. {has} Name it in outputs=[…] of "
+                "fxpipe.compile."
+            )
+    return {name: by_name[name] for name in asked}
+
+
+def move(
+    found: dict[str, torch.Tensor],
+    wanted: Mapping[str, OutputSpec],
+    on: On,
+    process: Process | None,
+    microbatches: int,
+    device: torch.device,
+) -> dict[str, torch.Tensor]:
+    """The outputs that this rank is to have; unless ``on`` is None, all ranks call it alike.
+
+    found: those that this rank computed.
+    """
+    if on is None or process is None:
+        return found
+    moved = {}
+    for name, spec in wanted.items():
+        value = found.get(name)
+        if value is None:
+            value = joined(_empty(spec, microbatches, device))
+        data = value.view(-1).view(torch.uint8)  # gloo does not know all dtypes
+        if on == "all":
+            process.broadcast_(data, spec.rank)
+        elif spec.rank != on and process.rank in (spec.rank, on):
+            process.send_to(data, spec.rank, on)
+        if on in ("all", process.rank):
+            moved[name] = value
+    return moved

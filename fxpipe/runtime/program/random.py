@@ -1,0 +1,79 @@
+"""Random ops with an explicit key, so that the numbers of a run depend on the key alone.
+
+A key is made from (seed, step, microbatch); each op adds its position in the model.  The number of ranks, the
+schedule, recomputation and offload do not change the numbers that an op draws.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from fxpipe.runtime.program.accelerator import generator, is_accelerator
+
+_MASK = (1 << 64) - 1
+_library = torch.library.Library("fxpipe", "FRAGMENT")
+
+
+def fold(key: int, number: int) -> int:
+    """Mix a number into a key (the finalizer of splitmix64)."""
+    z = (key + (number + 1) * 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+def keyed(key: int | torch.Tensor, position: int, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a random op as if its device's generator had been seeded with ``key`` and ``position``.
+
+    The generator's state is restored.  In a trace the key is a tensor (0-d, int64): the trace sees one op,
+    whose result depends on its arguments alone.
+    """
+    if isinstance(key, torch.Tensor):
+        return _as_one_op(op)(key, position, *args, **kwargs)
+    drawn_from = generator(_device(args, kwargs))
+    before = drawn_from.get_state()
+    drawn_from.manual_seed(fold(key, position) & 0x7FFFFFFFFFFFFFFF)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        drawn_from.set_state(before)
+
+
+def as_tensor(key: int) -> torch.Tensor:
+    """A key as a trace takes it: ``fold`` mixes the same bits."""
+    return torch.tensor(key - (1 << 64) if key >> 63 else key)
+
+
+@cache
+def _as_one_op(op: Any) -> Any:
+    """``keyed`` of an ATen op as an op of its own, with the key and the position before its arguments."""
+    name = f"keyed_{re.sub(r'[^a-zA-Z0-9]+', '_', op.name())}"
+    arguments_and_result = str(op._schema).partition("(")[2]
+    _library.define(f"{name}(Tensor key, int position, {arguments_and_result}")
+
+    def run(key: torch.Tensor, position: int, *args: Any, **kwargs: Any) -> Any:
+        return keyed(int(key), position, op, *args, **kwargs)
+
+    def fake(key: torch.Tensor, position: int, *args: Any, **kwargs: Any) -> Any:
+        return op(*args, **kwargs)
+
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fxpipe::{name}", fake, lib=_library)
+    return getattr(torch.ops.fxpipe, name).default
+
+
+def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    """The device whose generator an op draws from: that of its tensors, or the one it makes tensors on."""
+    found = None
+    for value in (*args, *kwargs.values()):
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(tensor, torch.Tensor):
+                found = tensor.device
+                if is_accelerator(found):  # beside it there may be numbers in tensors of the CPU
+                    return found
+    return found or torch.device(kwargs.get("device") or "cpu")

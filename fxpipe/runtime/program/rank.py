@@ -1,0 +1,226 @@
+"""``rt``: the runtime that a generated program calls, one object per rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fxpipe.errors import RunError
+from fxpipe.plan.step import StepSpec
+from fxpipe.plan.tensors import dtype_of
+from fxpipe.runtime.program.batch import microbatches_of
+from fxpipe.runtime.program.comm import Comm, Layout, Pending, in_layout
+from fxpipe.runtime.program.offload import Offloader
+from fxpipe.runtime.program.outputs import Collected
+from fxpipe.runtime.program.random import fold
+from fxpipe.runtime.program.record import Record
+
+
+@dataclass(eq=False)
+class Runtime:
+    """The tensors of one rank, and its communication with other ranks.
+
+    ``params`` and ``grads`` (accumulators) by parameter name; ``buffers``, ``constants`` by name.
+    Gradients accumulate; zero them before the step if needed.  ``device``: where the program runs; None if
+    the batch is always there.  ``waiting``: the rank, transfer or device that the rank waits for, as text.
+    """
+
+    rank: int
+    spec: StepSpec
+    comm: Comm
+    params: Mapping[str, torch.Tensor]
+    grads: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    constants: Mapping[str, torch.Tensor]
+    offloader: Offloader | None = None
+    record: Record = field(default_factory=Record)
+    step_number: int = 0
+    current_op: str = ""
+    device: torch.device | None = None
+    waiting: str | None = None
+    collected: Collected = field(default_factory=Collected)
+    _losses: list[torch.Tensor] = field(default_factory=list)
+    _counts: list[torch.Tensor] = field(default_factory=list)
+    _shared: list[float] | None = None
+
+    def start(self) -> None:
+        """Begin a step, also after one that failed."""
+        self.record.end()
+        self.comm.start()
+        self.current_op, self.waiting = "", None
+        self._losses, self._counts, self._shared = [], [], None
+
+    def op(self, name: str) -> None:
+        """Record that op ``name`` begins ("F1.3": forward of stage 1, microbatch 3)."""
+        self.waiting = "its device"  # which may itself wait for a message
+        self.record.keep_up()
+        self.waiting, self.current_op = None, name
+        self.record.begin(name)
+
+    def microbatches(self, batch: Any) -> list[dict[str, torch.Tensor]]:
+        """Cut the batch into microbatches, each a dict from leaf name to tensor."""
+        spec = self.spec
+        return microbatches_of(spec.batch, batch, spec.microbatches, spec.leaves_of(self.rank), self.device)
+
+    def key(self, microbatch: int) -> int:
+        """The random-number key of one microbatch of this step."""
+        return fold(fold(fold(0, self.spec.seed), self.step_number), microbatch)
+
+    def cast_parameters(self, casts: Mapping[str, tuple[str, torch.dtype]]) -> dict[str, torch.Tensor]:
+        """The parameters in other dtypes, for the whole step: name -> (name of the parameter, dtype)."""
+        found = {name: self.params[parameter].to(dtype) for name, (parameter, dtype) in casts.items()}
+        if self.record.at_cast is not None:
+            self.record.at_cast(found.values())
+        return found
+
+    def receive(self, layouts: Layout | list[Layout], source: int) -> Pending:
+        """Allocate the buffers of a message, one or a list, and start to receive it; does not block."""
+        return self.comm.receive(layouts if isinstance(layouts, list) else [layouts], source)
+
+    def wait(self, pending: Pending) -> torch.Tensor:
+        """Block until a message of one tensor has arrived; return it."""
+        (tensor,) = self.wait_all(pending)
+        return tensor
+
+    def wait_all(self, pending: Pending) -> list[torch.Tensor]:
+        """Block until the tensors of a message have arrived, or the values gathered from all ranks; return
+        them, in rank order."""
+        self.record.pause()
+        self.waiting = _source(pending)
+        tensors = self.comm.wait(pending)
+        self.waiting = None
+        if self.record.at_arrival is not None:
+            for tensor in tensors:
+                self.record.at_arrival(tensor)
+        return tensors
+
+    def broadcast(
+        self, tensor: torch.Tensor | None, layout: Layout, source: int, group: int
+    ) -> Pending | None:
+        """Start to broadcast the tensor of rank ``source``; the other ranks get it by ``wait``."""
+        given = None if tensor is None else in_layout(tensor, layout)
+        return self.comm.broadcast(given, layout, source, group)
+
+    def gather(self, tensor: torch.Tensor, layout: Layout, to: int, group: int) -> Pending | None:
+        """Start to gather every rank's tensor on rank ``to``, which gets them by ``wait_all``."""
+        return self.comm.gather(in_layout(tensor, layout), layout, to, group)
+
+    def all_gather(self, tensor: torch.Tensor, layout: Layout, group: int) -> Pending:
+        """Start to gather every rank's tensor on all ranks, which get them by ``wait_all``."""
+        return self.comm.all_gather(in_layout(tensor, layout), layout, group)
+
+    def send(
+        self, values: torch.Tensor | list[torch.Tensor], layouts: Layout | list[Layout], to: int
+    ) -> None:
+        """Start to send a tensor, or several as one message; they stay alive until then.  Does not block."""
+        if isinstance(values, torch.Tensor) or not isinstance(layouts, list):
+            values, layouts = [values], [layouts]  # type: ignore[list-item]
+        self.comm.send([in_layout(t, layout) for t, layout in zip(values, layouts, strict=True)], to)
+
+    def offload(self, values: list[Any], at: int) -> None:
+        """Start to copy tensors to the rank's pool, from byte ``at`` on; handles take their places."""
+        self._offloading.offload(values, at)
+
+    def wait_offload(self, values: list[Any]) -> None:
+        """Wait until the values are offloaded, and free their memory."""
+        self.record.pause()
+        self.waiting = "its offloaded activations"
+        self._offloading.wait_offload(values)
+        self.waiting = None
+
+    def reload(self, values: list[Any]) -> None:
+        """Start to copy offloaded values back."""
+        self._offloading.reload(values)
+
+    def wait_reload(self, values: list[Any]) -> None:
+        """Wait until the values are reloaded; the tensors take the places of their handles."""
+        self.record.pause()
+        self.waiting = "its offloaded activations"
+        self._offloading.wait_reload(values)
+        self.waiting = None
+
+    def add_loss(self, loss: torch.Tensor, count: torch.Tensor | None = None) -> None:
+        """Add the loss of one microbatch; with ``count`` if it is a sum over that many."""
+        self._losses.append(loss.clone())  # a kernel may return a view of a storage as large as its input
+        if count is not None:
+            self._counts.append(count)
+
+    def add_output(self, name: str, value: torch.Tensor, microbatch: int) -> None:
+        """Keep an output of one microbatch, if this step was asked for it."""
+        self.collected.add(name, value, microbatch, self.spec.microbatches)
+
+    def all_reduce_gradient(self, name: str, ranks: tuple[int, ...]) -> None:
+        """Sum the gradient of a parameter that several ranks hold; all of them get the same bits.
+
+        The first of ``ranks`` adds the gradients in rank order and sends the sum back.
+        """
+        grad = self.grads[name]
+        layout: Layout = (tuple(grad.shape), grad.contiguous().stride(), grad.dtype)
+        first = ranks[0]
+        if self.rank != first:
+            self.send(grad, layout, first)
+            grad.copy_(self.wait(self.receive(layout, first)))
+            return
+        for rank in ranks[1:]:
+            grad.add_(self.wait(self.receive(layout, rank)))
+        for rank in ranks[1:]:
+            self.send(grad, layout, rank)
+
+    # Names in programs that were saved earlier.
+    sum_gradient, offloaded, reloaded = all_reduce_gradient, wait_offload, wait_reload
+
+    def divide_gradients_by_count(self) -> None:
+        """Turn gradients of a sum into those of the mean, for losses given as (sum, count)."""
+        _, count = self._total()
+        self._flush()  # gradients of tied parameters may still be on their way to other ranks
+        for grad in self.grads.values():
+            grad.div_(count)
+
+    def finish(self) -> torch.Tensor | None:
+        """End the step: wait until all messages are sent; return the loss of the batch, on every rank, if
+        there is one."""
+        total, count = self._total()
+        self._flush()
+        self.record.end()
+        self.step_number += 1
+        if not self.spec.has_loss:
+            return None
+        dtype = dtype_of(self.spec.loss_dtype)
+        return (torch.tensor(total, dtype=torch.float64) / count).to(dtype)
+
+    @property
+    def _offloading(self) -> Offloader:
+        if self.offloader is None:
+            raise RunError(
+                "The program offloads, but the plan of this pipeline has no offload pool. Compile with "
+                "offload=."
+            )
+        return self.offloader
+
+    def _flush(self) -> None:
+        self.waiting = "other ranks to take its messages"
+        self.comm.flush()
+        self.waiting = None
+
+    def _total(self) -> tuple[float, float]:
+        """The sum of the losses and its divisor, on every rank."""
+        if self._shared is None:
+            mine = None
+            if self.rank == self.spec.loss_rank:
+                losses = self._losses if self.spec.has_loss else [torch.zeros(())]
+                total = torch.stack([x.double() for x in losses]).sum()
+                count = torch.stack(self._counts).sum() if self._counts else total.new_tensor(len(losses))
+                self.waiting = "its device"
+                mine = torch.stack([total, count.double()]).cpu()  # once a step
+            self.record.pause()
+            self.waiting = f"the loss of rank {self.spec.loss_rank}"
+            self._shared = self.comm.broadcast_numbers(mine, self.spec.loss_rank).tolist()
+            self.waiting = None
+        return self._shared[0], self._shared[1]
+
+
+def _source(pending: Pending) -> str:
+    return f"rank {pending.source}" if pending.source >= 0 else "all ranks"

@@ -1,0 +1,225 @@
+"""Connects the ranks before the first step: a process group for each channel and each collective.
+
+A receive that is posted early must not block a later send.  Over gloo nothing blocks, and one group serves
+all.  The backends of accelerators make a communicator at the first use of a group, which blocks both ranks
+until the other one is there, and connect the two within their first message.  In a step ranks come to the
+first uses of different channels in different orders, so they would wait for each other for ever.  So all
+groups are made here, each with one message of a byte, by all ranks in one order.
+
+What a communicator connects for a collective depends on its kind, its root and its size (nccl gathers by
+sends, and takes another algorithm for large tensors), so the collectives of a step run once as they are.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fxpipe.errors import RunError
+from fxpipe.runtime.job.process import Connection, Process
+from fxpipe.runtime.program.accelerator import (
+    STREAMS,
+    communicator_options,
+    communicator_settings,
+    queues,
+    synchronize,
+)
+from fxpipe.runtime.program.comm import NoAnswer, answered
+from fxpipe.runtime.ranks.distributed import DistributedComm
+from fxpipe.runtime.ranks.load_program import Collective
+from fxpipe.runtime.ranks.sent import SentByThread, SentOnStreams
+from fxpipe.runtime.torch_private import communicator_error
+
+#: The most that CUDA_DEVICE_MAX_CONNECTIONS can be.
+MOST_QUEUES = 32
+#: Streams of a rank beside those of its communicators: of ops, offloads and reloads.
+OWN_STREAMS = 3
+
+
+def connect(
+    process: Process,
+    device: torch.device,
+    channels: Sequence[tuple[int, int]],
+    groups: int,
+    collectives: Sequence[Collective] = (),
+) -> DistributedComm:
+    """Connect the ranks of a plan, as far as another plan has not.  All ranks must call it.
+
+    channels: the ordered pairs of ranks that communicate, in the same order on all ranks; the sooner disjoint
+    pairs follow each other, the more of them connect at once.
+    groups: the number of those that collectives have; collectives: those of a step, in the same order on all
+    ranks.
+    Raises RunError where a rank needs more streams than torch has, or more queues than its device gives it.
+    """
+    backend, numbers = process.backend(device), range(groups)
+    known = process.groups
+    new = [what for what in (*channels, *numbers) if (device, what) not in known]
+    if backend == "gloo":
+        known |= {(device, pair): process.control for pair in channels}
+    elif new:
+        all_of_device = [what for place, what in known if place == device] + new
+        _check_streams(all_of_device, process.ranks, queues(device))
+        _warn_of_few_queues(device)
+        with process.watch.collective(), answered(), communicator_settings(), _unbound(process.given):
+            _make_communicators(process, backend, device, new)
+            _wait_for_all(process, device)
+    # Messages of gloo have tags, and its collectives have none: two pipelines share no group of them.
+    joint = [_group(process, backend) if backend == "gloo" else known[device, number] for number in numbers]
+    comm = DistributedComm(
+        device=device,
+        wire=torch.device("cpu") if backend == "gloo" else device,
+        rank=process.rank,
+        ranks=process.ranks,
+        channels={pair: known[device, pair] for pair in channels},
+        joint=joint,
+        control=process.control,
+        sent=SentByThread() if backend == "gloo" else SentOnStreams(),
+        on_streams=backend != "gloo",
+        tag=process.tag,
+    )
+    if backend != "gloo" and collectives:
+        with process.watch.collective():
+            _run_once(comm, collectives)
+            _wait_for_all(process, device)
+    return comm
+
+
+@contextmanager
+def _unbound(given: dist.ProcessGroup | None) -> Iterator[None]:
+    """For a block that makes groups: they are none of the user's default group.
+
+    One that is bound to a device is split for each new group, by all of its ranks, also for a pair of them:
+    a collective of all ranks for each channel.
+    """
+    bound = None if given is None else given.bound_device_id
+    if given is None or bound is None:
+        yield
+        return
+    given.bound_device_id = None
+    try:
+        yield
+    finally:
+        given.bound_device_id = bound
+
+
+def _make_communicators(
+    process: Process, backend: str, device: torch.device, connections: Sequence[Connection]
+) -> None:
+    one = torch.zeros(1, dtype=torch.uint8, device=device)
+    for what in connections:
+        ranks = None if isinstance(what, int) else list(what)
+        group = _group(process, backend, ranks, **communicator_options(device))
+        process.groups[device, what] = group
+        if ranks is None or process.rank in ranks:
+            _follow(process, group, device, _described(what, backend))
+        if isinstance(what, int):
+            _first_broadcast(group, one)
+        elif process.rank in what:
+            _first_message(group, one, process.rank, *what)
+
+
+def _wait_for_all(process: Process, device: torch.device) -> None:
+    synchronize(device)
+    dist.barrier(process.control)
+
+
+def _run_once(comm: DistributedComm, collectives: Sequence[Collective]) -> None:
+    for collective in collectives:
+        shape, stride, dtype = layout = collective.layout
+        value = torch.empty_strided(shape, stride, dtype=dtype, device=comm.device).zero_()
+        match collective.verb:
+            case "broadcast":
+                given = value if comm.rank == collective.root else None
+                pending = comm.broadcast(given, layout, collective.root, collective.group)
+            case "gather":
+                pending = comm.gather(value, layout, collective.root, collective.group)
+            case _:
+                pending = comm.all_gather(value, layout, collective.group)
+        if pending is not None:
+            comm.wait(pending)
+        comm.flush()
+
+
+def _described(what: Connection, backend: str) -> str:
+    if isinstance(what, int):
+        return f"collective {what} of all ranks, by {backend},"
+    return f"a message from rank {what[0]} to rank {what[1]}, by {backend},"
+
+
+def _group(
+    process: Process, backend: str, ranks: list[int] | None = None, **options: Any
+) -> dist.ProcessGroup:
+    group: dist.ProcessGroup = dist.new_group(ranks, process.timeout, backend, **options)
+    return group
+
+
+def _follow(process: Process, group: dist.ProcessGroup, device: torch.device, what: str) -> None:
+    """Let the watch of this rank end the run where the communicator of a group reports an error.
+
+    No wait of the host does: it waits for the device, where a message that has failed is never over.  torch's
+    own watchdog would end the process a minute later, on the ranks that saw the error.
+    """
+    error = communicator_error(group, device)
+    if error is not None:
+        process.watch.connections.append(partial(_failure, error, what, process.timeout))
+
+
+def _failure(error: Callable[[], str], what: str, limit: timedelta) -> NoAnswer | None:
+    """What a communicator reports, with what to do."""
+    match error():
+        case "":
+            return None
+        case "TIMEOUT":
+            return NoAnswer(f"{what} has not ended after {limit}; timeout= of fxpipe.compile allows more")
+        case kind:
+            return NoAnswer(
+                f"{what} failed with {kind}, whose cause is printed above (NCCL_DEBUG=WARN prints more); go "
+                "on from the last checkpoint"
+            )
+
+
+def _first_message(group: dist.ProcessGroup, one: torch.Tensor, rank: int, source: int, target: int) -> None:
+    if rank == source:
+        group.send([one], dist.get_group_rank(group, target), 0).wait()
+    else:
+        group.recv([one], dist.get_group_rank(group, source), 0).wait()
+
+
+def _first_broadcast(group: dist.ProcessGroup, one: torch.Tensor) -> None:
+    dist.broadcast(one, 0, group)
+
+
+def _check_streams(connections: Sequence[Connection], ranks: int, queues: int | None) -> None:
+    """Raise RunError where streams of a rank would have to share a stream, or a queue of its device."""
+    for rank in range(ranks):
+        number = sum(isinstance(what, int) or rank in what for what in connections)
+        fewer = "Use fewer stages a rank, or tie fewer parameters."
+        if number > STREAMS:
+            raise RunError(
+                f"Rank {rank} has {number} communicators, and torch has {STREAMS} streams for them: two "
+                f"would share one, and wait for each other. {fewer}"
+            )
+        needed = number + OWN_STREAMS
+        if queues is not None and queues < needed:
+            raise RunError(
+                f"CUDA_DEVICE_MAX_CONNECTIONS={queues} makes the {needed} streams of rank {rank} share "
+                "queues of its GPU, in which ops and messages can wait for each other for ever. "
+                + (f"Unset it: fxpipe sets it to {MOST_QUEUES}." if needed <= MOST_QUEUES else fewer)
+            )
+
+
+def _warn_of_few_queues(device: torch.device) -> None:
+    if device.type == "cuda" and queues(device) is None:
+        warnings.warn(
+            "CUDA was used before fxpipe was imported, with CUDA_DEVICE_MAX_CONNECTIONS unset: streams share "
+            "the few queues of a GPU, in which ops and messages can wait for each other for ever. Import "
+            f"fxpipe first, or set CUDA_DEVICE_MAX_CONNECTIONS={MOST_QUEUES}.",
+            stacklevel=3,
+        )

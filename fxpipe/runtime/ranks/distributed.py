@@ -1,0 +1,131 @@
+"""Messages over torch.distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from fxpipe.runtime.program.accelerator import own
+from fxpipe.runtime.program.comm import Layout, Pending, answered, new_buffer, new_buffers, on_wire
+from fxpipe.runtime.ranks.sent import Sent
+from fxpipe.runtime.torch_private import all_gather_single, as_one
+
+
+@dataclass(eq=False)
+class DistributedComm:
+    """``device``: of the program; ``wire``: the one from whose memory the process groups send.
+
+    ``channels``: (from, to) -> the process group of its messages.  ``joint``: those of the collectives.
+    ``control``: over gloo.  ``on_streams``: whether the process groups send on streams of a device; they get
+    the memory of a message alone, which is kept alive here.  ``tag``: of its messages, for backends that tell
+    messages apart by one.
+    """
+
+    device: torch.device
+    wire: torch.device
+    rank: int
+    ranks: int
+    channels: Mapping[tuple[int, int], dist.ProcessGroup]
+    joint: Sequence[dist.ProcessGroup]
+    control: dist.ProcessGroup
+    sent: Sent
+    on_streams: bool = False
+    tag: int = 0
+
+    def start(self) -> None:
+        self.sent.start()
+
+    def receive(self, layouts: Sequence[Layout], source: int) -> Pending:
+        buffers = [self._buffer(layout) for layout in layouts]
+        group = self.channels[source, self.rank]
+        peer = dist.get_group_rank(group, source)
+        # The group's method directly: torch.distributed.irecv repeats checks that always pass here.
+        started = self._each(group, lambda buffer: group.recv([self._wired(buffer)], peer, self.tag), buffers)
+        return Pending(buffers, source, [work for work, _ in started])
+
+    def wait(self, pending: Pending) -> list[torch.Tensor]:
+        with answered():
+            for work in pending.work:
+                work.wait()
+        self.sent.arrived()
+        if self.wire == self.device:
+            return pending.buffers
+        return [buffer.to(self.device) for buffer in pending.buffers]
+
+    def send(self, tensors: Sequence[torch.Tensor], to: int) -> None:
+        group = self.channels[self.rank, to]
+        peer = dist.get_group_rank(group, to)
+        flat = [self._flat(tensor) for tensor in tensors]
+        for work, sent in self._each(group, lambda t: group.send([self._wired(t)], peer, self.tag), flat):
+            self.sent.add(work, sent)
+
+    def broadcast(
+        self, tensor: torch.Tensor | None, layout: Layout, source: int, group: int
+    ) -> Pending | None:
+        buffer = self._buffer(layout) if tensor is None else tensor
+        flat = buffer if tensor is None else self._flat(tensor)
+        with answered():
+            work = dist.broadcast(self._wired(flat), source, self.joint[group], async_op=True)
+        if tensor is None:
+            return Pending([buffer], source, [work])
+        self.sent.add(work, [flat])
+        return None
+
+    def gather(self, tensor: torch.Tensor, layout: Layout, to: int, group: int) -> Pending | None:
+        flat = self._flat(tensor)
+        buffers = [self._buffer(layout) for _ in range(self.ranks)] if self.rank == to else []
+        into = [self._wired(buffer) for buffer in buffers] or None
+        with answered():
+            work = dist.gather(self._wired(flat), into, to, self.joint[group], async_op=True)
+        if buffers:
+            return Pending(buffers, -1, [work], flat)
+        self.sent.add(work, [flat])
+        return None
+
+    def all_gather(self, tensor: torch.Tensor, layout: Layout, group: int) -> Pending:
+        whole, buffers = new_buffers(layout, self.ranks, self.wire)
+        flat = self._flat(tensor)
+        into, given = self._wired(whole), self._wired(flat)
+        with answered():
+            work = all_gather_single(into, given, self.joint[group], async_op=True)
+        return Pending(buffers, -1, [work], flat)
+
+    def broadcast_numbers(self, tensor: torch.Tensor | None, source: int) -> torch.Tensor:
+        value = torch.empty(2, dtype=torch.float64) if tensor is None else tensor
+        with answered():
+            dist.broadcast(value, source, self.control)
+        return value
+
+    def flush(self) -> None:
+        self.sent.join()
+
+    def _buffer(self, layout: Layout) -> torch.Tensor:
+        return new_buffer(layout, self.wire)
+
+    def _flat(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.wire == self.device else tensor.cpu()
+
+    def _wired(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The memory of a tensor, for a process group."""
+        return own(on_wire(tensor)) if self.on_streams else on_wire(tensor)
+
+    def _each(
+        self,
+        group: dist.ProcessGroup,
+        start: Callable[[torch.Tensor], dist.Work],
+        tensors: Sequence[torch.Tensor],
+    ) -> list[tuple[dist.Work, Sequence[torch.Tensor]]]:
+        """Start an operation for each tensor of a message; on streams as one of the backend.
+
+        Returns the operations, each with its tensors.
+
+        Apart, the second would wait on its stream for the first, and with it all streams whose work comes
+        behind it in the same queue of the device.
+        """
+        with answered():
+            if len(tensors) == 1 or not self.on_streams:
+                return [(start(tensor), [tensor]) for tensor in tensors]
+            return [(as_one(group, self.wire, lambda: [start(tensor) for tensor in tensors]), tensors)]

@@ -1,0 +1,82 @@
+"""Loads the source of a program as a function for running, debugging and tracebacks."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fxpipe.errors import ArtifactError, RunError
+from fxpipe.runtime.program.comm import Layout
+from fxpipe.runtime.ranks.agreement import Traffic, traffic
+
+#: Modules that saved programs import, under the names that they had in earlier versions.
+_EARLIER = {f"fxpipe.runtime.{name}": f"fxpipe.runtime.program.{name}" for name in ("random", "inductor")}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """An operation of all ranks.  ``verb``: the method of ``rt``.  ``root``: -1 of an all-gather."""
+
+    group: int
+    verb: str
+    root: int
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Program:
+    """The function ``step(rt, batch)``, the messages that it sends and receives with their layouts, and its
+    ops in order."""
+
+    step: Callable[[Any, Any], Any]
+    traffic: Traffic
+    layouts: Mapping[str, Layout]
+    ops: tuple[str, ...]
+
+    def collectives(self) -> list[Collective]:
+        """Those of its step, each once, in the same order on all ranks; its traffic is known."""
+        calls = [call for call in self.traffic.calls or () if call.group >= 0]
+        found = {Collective(c.group, c.verb, c.peer, self.layouts[c.names[0]]) for c in calls}
+        return sorted(found, key=str)
+
+
+def load_program(source: str, filename: str) -> Program:
+    """Run the top level of a program.  ``filename``: the file of the source, or a name for it.
+
+    Raises ArtifactError if the source is not a program with a ``step``, RunError if its top level fails.
+    """
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    namespace: dict[str, Any] = {"__name__": f"fxpipe_program_{abs(hash(filename))}", "__file__": filename}
+    try:
+        tree = ast.parse(source, filename)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                node.module = _EARLIER.get(str(node.module), node.module)
+        code = compile(tree, filename, "exec")
+    except SyntaxError as error:
+        raise ArtifactError(
+            f"{filename} is no Python program (line {error.lineno}: {error.msg}). Mend it, or save again."
+        ) from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise ArtifactError(f"{filename} is no Python program ({error}). Mend it, or save again.") from error
+    steps = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "step"]
+    if not steps or not isinstance(steps[-1].body[-1], ast.Return):
+        raise ArtifactError(f"{filename} is cut short: no step(rt, batch) that ends in a return. Save again.")
+    try:
+        exec(code, namespace)
+    except Exception as error:  # an edited head may raise anything
+        raise RunError(
+            f"{filename} fails before its step: {type(error).__name__}: {error}. Mend it, or save again."
+        ) from error
+    found = traffic(tree, namespace)
+    return Program(namespace["step"], found, namespace.get("MESSAGES", {}), _ops(steps[-1]))
+
+
+def _ops(step: ast.FunctionDef) -> tuple[str, ...]:
+    """The names in the calls ``rt.op("F1.0")``."""
+    calls = [n.value for n in step.body if isinstance(n, ast.Expr) and isinstance(n.value, ast.Call)]
+    named = [c.args[0] for c in calls if ast.unparse(c.func) == "rt.op" and len(c.args) == 1]
+    return tuple(str(name.value) for name in named if isinstance(name, ast.Constant))

@@ -1,0 +1,62 @@
+"""List scheduling under memory limits, for any priorities and any placement; it always ends.
+
+Time runs forward over all ranks at once.  A free rank starts the op with the earliest due date among those
+that have arrived and fit its memory, unless this would delay an op with an earlier due date.
+
+Why it ends: an F is admitted only while one microbatch would still fit in all later stages of the rank.  Take
+the latest stage whose next F has arrived and does not fit: all later stages can finish their microbatches,
+and then this F fits, or an earlier F of the same stage gets its B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from fxpipe.errors import ScheduleError
+from fxpipe.schedule.engine.arrays import OpIds, ScheduleArrays
+from fxpipe.schedule.engine.dispatch_kernel import dispatch_ops
+from fxpipe.schedule.engine.kernel import Floats
+
+
+def dispatch(
+    arrays: ScheduleArrays,
+    microbatches: int,
+    due: Sequence[float] | Floats,
+    limits: Sequence[float],
+    lookahead: tuple[float, float, float] = (1.0, 1.0, 1.0),
+) -> OpIds:
+    """The order that follows from ``due``, one number per op (see :mod:`fxpipe.schedule.engine.arrays`).
+
+    ``lookahead``, for F, B and W: the share of an op that must fit before the arrival of an op with an
+    earlier due date.  With 0 a rank never idles while it could compute; with 1 no op delays an op with an
+    earlier due date, as far as arrivals are known; above 1, ranks also wait for ops that arrive later.
+    Raises ScheduleError if a limit is below the memory of one microbatch on the rank.
+    """
+    check_one_microbatch_fits(arrays, limits)
+    due, bounds, shares = (np.asarray(row, np.float64) for row in (due, limits, lookahead))
+    op_ids = np.empty(arrays.sections * microbatches, np.int64)
+    if not dispatch_ops(arrays.tables(microbatches), microbatches, due, bounds, shares, op_ids):
+        raise ScheduleError("no op can run: the edges between the sections form a cycle")
+    return op_ids
+
+
+def one_microbatch_fits(arrays: ScheduleArrays, limits: Sequence[float]) -> bool:
+    """Whether one microbatch fits on every rank."""
+    return _rank_without_memory(arrays, limits) is None
+
+
+def check_one_microbatch_fits(arrays: ScheduleArrays, limits: Sequence[float]) -> None:
+    """Raise ScheduleError if a limit is below the memory of one microbatch on the rank."""
+    rank = _rank_without_memory(arrays, limits)
+    if rank is not None:
+        raise ScheduleError(
+            f"rank {rank} has a memory limit of {limits[rank]:g}, but one microbatch takes "
+            f"{arrays.smallest_limit(rank):g} on it"
+        )
+
+
+def _rank_without_memory(arrays: ScheduleArrays, limits: Sequence[float]) -> int | None:
+    small = (r for r, limit in enumerate(limits) if limit * (1 + 1e-9) < arrays.smallest_limit(r))
+    return next(small, None)

@@ -1,0 +1,204 @@
+"""List scheduling, and due dates drawn for it, compiled by numba.
+
+Ops and sections are numbers as in :mod:`fxpipe.schedule.engine.arrays`.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+
+from fxpipe.schedule.engine.compiled import compiled
+from fxpipe.schedule.engine.kernel import Floats, Ints
+
+
+class Timetable(NamedTuple):
+    """What the due dates of a problem are made of: see :mod:`fxpipe.schedule.search.due_dates`.
+
+    Per section: when it starts if there is one microbatch alone, and on which step of its way, of ``steps``.
+    Per rank: its limit.
+    """
+
+    alone: Floats
+    step: Ints
+    steps: int
+    unit: float  # a mean op's seconds
+    period: float  # the least
+    limits: Floats
+
+
+WAITS = 4  # the first numbers of a point: a wait in each quarter of the way
+SLOW, WEIGHT, HEAD, TAIL, HEAD_PACE, TAIL_PACE, LATE, B, W = range(WAITS, 13)
+NUMBERS = W + 1
+
+
+@compiled
+def draw_ops(t, table, m, points):
+    """An order per point, by list scheduling with its due dates."""
+    due, orders = np.empty(len(t.section)), np.empty((len(points), len(t.section)), np.int64)
+    lookahead = np.array((1.001, 0.0, 0.0))
+    for k in range(len(points)):
+        x = points[k]
+        _write_due_dates(table, m, x, due)
+        lookahead[1], lookahead[2] = 0.7 * x[B], 0.7 * x[W]
+        dispatch_ops(t, m, due, table.limits, lookahead, orders[k])
+    return orders
+
+
+@compiled
+def _write_due_dates(table, m, x, due):
+    """Writes the due date of every op: the way of a lone microbatch, slowed and repeated."""
+    ranks, sections, steps = len(table.limits), len(table.alone), table.steps
+    period = table.period * (1 + 0.25 * x[SLOW] ** 2)
+    # The pace: microbatches at the head and at the tail may come faster one after the other.
+    begins, begin = np.empty(m), 0.0
+    for j in range(m):
+        pace = 1.0
+        if j < int(x[HEAD] * ranks):
+            pace = 0.25 + 0.75 * x[HEAD_PACE]
+        if j >= m - int(x[TAIL] * ranks):
+            pace = 0.25 + 0.75 * x[TAIL_PACE]
+        begin += pace * period if j else 0.0
+        begins[j] = begin
+    # The way of a microbatch: each quarter of it may be slower.
+    waits, wait = np.empty(steps), 0.0
+    for step in range(steps):
+        wait += 1.5 * _half(x[step * WAITS // steps]) ** 2 * table.unit
+        waits[step] = wait
+    last = 0.0
+    for section in range(sections):
+        start = table.alone[section] + waits[table.step[section]]
+        if section % 3 == 2:
+            start += 3 * _half(x[WEIGHT]) * period
+        for j in range(m):
+            due[section * m + j] = start + begins[j]
+        last = max(last, start + begins[m - 1])
+    for section in range(2, sections, 3):
+        for j in range(max(0, m - int(2 * _half(x[LATE]) * ranks)), m):
+            due[section * m + j] += 2 * last  # the last W behind all else
+
+
+@compiled
+def _half(x):
+    """0 for half of the draws, else up to 1."""
+    return max(0.0, 2 * x - 1)
+
+
+@compiled
+def dispatch_ops(t, m, due, limits, lookahead, order):
+    """Writes ``order``: see ``dispatch.py``.  False if no op can run, as the needs form a cycle."""
+    sections, ranks = len(t.seconds), len(limits)
+    epsilon = 0.0
+    for seconds in t.seconds:
+        epsilon += 1e-9 * seconds
+    missing = np.empty(sections * m, np.int64)
+    for op in range(sections * m):
+        missing[op] = t.need_at[t.section[op] + 1] - t.need_at[t.section[op]]
+    arrival = np.zeros(sections * m)
+    following = np.zeros(sections, np.int64)  # the next microbatch of each
+    live, free = np.zeros(ranks), np.zeros(ranks)
+    held = np.zeros(len(t.hold))  # between F and B, per stage
+    filled = np.empty(ranks, np.int64)  # where each rank's next op goes
+    for rank in range(ranks):
+        filled[rank] = 3 * m * t.own_at[rank]
+    wakes = np.zeros(ranks)  # when each rank may next be able to go on
+    ready, coming = np.empty(sections, np.int64), np.empty(sections, np.int64)
+    comes = np.empty(sections)  # when, of what is coming
+    now, waits, left = 0.0, True, sections * m
+    while left:
+        rank = 0
+        for other in range(1, ranks):
+            if wakes[other] < wakes[rank]:
+                rank = other
+        if wakes[rank] == inf:
+            # All ranks wait for what is due earlier and has no memory: let go what is there.
+            if not waits:
+                return False
+            waits = False
+            for other in range(ranks):
+                wakes[other] = max(now, free[other])
+            continue
+        now, wakes[rank] = wakes[rank], inf
+        count, later, soon = 0, 0, inf
+        for at in range(t.own_at[rank], t.own_at[rank + 1]):
+            for kind in range(3):
+                section = 3 * t.own[at] + kind
+                j = following[section]
+                if j >= m or (kind == 2 and following[section - 1] <= j):
+                    continue
+                op = section * m + j
+                if missing[op]:
+                    coming[later], comes[later] = op, now + t.lead[section]
+                    later += 1
+                elif kind == 0 and not _has_memory(t, rank, at, live[rank], held, limits[rank] * (1 + 1e-9)):
+                    continue
+                elif arrival[op] > now + epsilon:
+                    coming[later], comes[later] = op, arrival[op]
+                    later += 1
+                    soon = min(soon, arrival[op])
+                else:
+                    ready[count] = op
+                    count += 1
+        chosen = -1
+        while count and chosen < 0:
+            least = 0
+            for i in range(1, count):
+                if (due[ready[i]], ready[i]) < (due[ready[least]], ready[least]):
+                    least = i
+            op = ready[least]
+            count -= 1
+            ready[least] = ready[count]
+            until = now + t.seconds[t.section[op]] * lookahead[t.section[op] % 3] - epsilon
+            chosen = op
+            if waits:
+                for i in range(later):
+                    if comes[i] < until and due[coming[i]] < due[op]:
+                        chosen = -1
+                        break
+        if chosen < 0:
+            wakes[rank] = soon
+            continue
+        section = t.section[chosen]
+        stage, kind = section // 3, section % 3
+        following[section] += 1
+        order[filled[rank]] = chosen
+        filled[rank] += 1
+        end = free[rank] = now + t.seconds[section]
+        if kind == 0:
+            live[rank] += t.hold[stage]
+            held[stage] += t.hold[stage]
+        elif kind == 1:
+            live[rank] -= t.hold[stage] - t.kept[stage]
+            held[stage] -= t.hold[stage]
+        else:
+            live[rank] -= t.kept[stage]
+        wakes[rank] = end
+        for k in range(t.feed_at[section], t.feed_at[section + 1]):
+            op = chosen + (t.feed[k] - section) * m
+            missing[op] -= 1
+            arrival[op] = max(arrival[op], end + t.feed_delay[k])
+            other = t.rank[t.feed[k]]
+            if other != rank and not missing[op] and free[other] <= now + epsilon:
+                wakes[other] = min(wakes[other], arrival[op])
+        left -= 1
+        waits = True
+    return True
+
+
+@compiled
+def _has_memory(t, rank, at, live, held, limit):
+    """Whether an F of the rank's stage ``own[at]`` may start: see :mod:`fxpipe.schedule.engine.dispatch`."""
+    hold = t.hold[t.own[at]]
+    if live + hold > limit:
+        return False
+    needed = hold
+    for own in range(t.own_at[rank], at + 1):
+        needed += held[t.own[own]]
+    for own in range(at + 1, t.own_at[rank + 1]):
+        one = t.hold[t.own[own]]
+        if needed + one > limit:
+            return False
+        needed += max(held[t.own[own]], one)
+    return True

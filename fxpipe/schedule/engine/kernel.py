@@ -1,0 +1,429 @@
+"""The inner loops of the searches, compiled by numba: running orders and local search.
+
+Ops and sections are numbers as in :mod:`fxpipe.schedule.engine.arrays`.
+"""
+
+from __future__ import annotations
+
+import random
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fxpipe.schedule.engine.compiled import compiled
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+SHARE = 1e-3  # of the ranks' mean span in a value, to tell equals apart
+_REACH = 8  # ops that a move may pass, about
+_BLOCK = 0.8  # of the moves are out of a run of ops of one rank on the critical path
+
+
+class Tables(NamedTuple):
+    """The loops' arrays.  Per op: its ``section``, since division is slow; per section: ``seconds`` to
+    ``at_end``; per stage: ``hold`` and ``kept``.
+
+    What a section needs is ``need[need_at[section]:need_at[section + 1]]``, with the seconds that it takes to
+    arrive beside it in ``need_delay``; what it feeds likewise.  Of rank r are the stages
+    ``own[own_at[r]:own_at[r + 1]]``; in an order of op ids its ops begin at ``3 · own_at[r] · microbatches``.
+    """
+
+    section: Ints
+    seconds: Floats
+    rank: Ints
+    lead: Floats
+    at_start: Floats
+    at_end: Floats
+    hold: Floats
+    kept: Floats
+    need_at: Ints
+    need: Ints
+    need_delay: Floats
+    feed_at: Ints
+    feed: Ints
+    feed_delay: Floats
+    own_at: Ints
+    own: Ints
+
+
+@compiled
+def copy(source, target):
+    for i in range(len(source)):  # a[:] = b compiles ten times as long, for its error messages
+        target[i] = source[i]
+
+
+@compiled
+def run_ops(t, order, m, since, end, cause, first, free):
+    """Run every op as early as its rank's order allows; False if the orders block each other.
+
+    What ended before ``since`` stays as it is in the last four, which are per op and per rank; the rest of
+    them is written.
+    """
+    ranks = len(free)
+    at = np.empty(ranks, np.int64)
+    for rank in range(ranks):
+        low, high = 3 * m * t.own_at[rank], 3 * m * t.own_at[rank + 1]
+        begin, stop = low, high
+        if since <= 0:
+            high = low
+        while low < high:
+            middle = (low + high) // 2
+            if end[order[middle]] < since:
+                low = middle + 1
+            else:
+                high = middle
+        at[rank] = low
+        free[rank] = end[order[low - 1]] if low > begin else 0.0
+        for i in range(low, stop):
+            end[order[i]] = -1.0
+    waits_for = np.empty(ranks, np.int64)
+    runnable = np.empty(ranks, np.int64)
+    for rank in range(ranks):
+        waits_for[rank] = -1
+        runnable[rank] = rank
+    count = ranks
+    while count:
+        count -= 1
+        rank = runnable[count]
+        begin, stop = 3 * m * t.own_at[rank], 3 * m * t.own_at[rank + 1]
+        i, now = at[rank], free[rank]
+        before = order[i - 1] if i > begin else -1
+        while i < stop:
+            op = order[i]
+            section = t.section[op]
+            start, why, missing = now, before, -1
+            for k in range(t.need_at[section], t.need_at[section + 1]):
+                source = op + (t.need[k] - section) * m
+                arrival = end[source]
+                if arrival < 0:
+                    missing = source
+                    break
+                arrival += t.need_delay[k]
+                if arrival > start:
+                    start, why = arrival, source
+            if missing >= 0:
+                waits_for[rank] = missing
+                break
+            now = start + t.seconds[section]
+            end[op], cause[op] = now, why
+            if i == begin:
+                first[rank] = start
+            for k in range(t.feed_at[section], t.feed_at[section + 1]):
+                other = t.rank[t.feed[k]]
+                if waits_for[other] == op:
+                    waits_for[other] = -1
+                    runnable[count] = other
+                    count += 1
+            before = op
+            i += 1
+        at[rank], free[rank] = i, now
+    blocked = False
+    for rank in range(ranks):
+        blocked = blocked or waits_for[rank] >= 0
+    return not blocked
+
+
+@compiled
+def peak_of(t, ops):
+    """The peak memory of a rank, which depends on its own order alone."""
+    live, most = 0.0, 0.0
+    for op in ops:
+        section = t.section[op]
+        live += t.at_start[section]
+        most = max(most, live)
+        live += t.at_end[section]
+        most = max(most, live)
+    return most
+
+
+@compiled
+def score(first, free, by_makespan):
+    """The value to minimize: the makespan or the longest span of a rank, plus 0.1% of the mean span."""
+    total = 0.0
+    for rank in range(len(free)):
+        total += free[rank] - first[rank]
+    return _objective(first, free, by_makespan) + SHARE * total / len(free)
+
+
+@compiled
+def judge_ops(t, order, m, limits, by_makespan):
+    """The makespan, or the longest span of a rank, and the largest peak memory of a rank.
+
+    The time is infinite if a rank exceeds its limit by more than rounding, or if the orders block each other.
+    """
+    ranks, peak, within = len(limits), 0.0, True
+    for rank in range(ranks):
+        own = peak_of(t, order[3 * m * t.own_at[rank] : 3 * m * t.own_at[rank + 1]])
+        within = within and own <= limits[rank] * (1 + 1e-9)
+        peak = max(peak, own)
+    end, cause = np.empty(len(order)), np.empty(len(order), np.int64)
+    first, free = np.empty(ranks), np.empty(ranks)
+    if within and run_ops(t, order, m, 0.0, end, cause, first, free):
+        return _objective(first, free, by_makespan), peak
+    return inf, peak
+
+
+@compiled
+def anneal(t, order, m, limits, by_makespan, good_enough, work, seed, hot, cold):
+    """Simulated annealing: see :func:`fxpipe.schedule.search.local_search.improve`.
+
+    The best order that is met within ``work``, the number of ops that may be looked at; the search ends early
+    when the value is ``good_enough``.
+    """
+    random.seed(seed)
+    ranks, ops, order, best_order = len(limits), len(order), order.copy(), order.copy()
+    pos, live = np.empty(ops, np.int64), np.zeros(ops)
+    for i in range(ops):
+        pos[order[i]] = i
+    for rank in range(ranks):
+        begin, stop = 3 * m * t.own_at[rank], 3 * m * t.own_at[rank + 1]
+        _keeps_between(t, order, live, begin, begin, stop - 1, inf)
+    end, cause, tail = np.empty(ops), np.empty(ops, np.int64), np.zeros(ops)
+    first, free = np.empty(ranks), np.empty(ranks)
+    run_ops(t, order, m, 0.0, end, cause, first, free)
+    value = best = score(first, free, by_makespan)
+    new_end, new_cause, new_first, new_free = end.copy(), cause.copy(), first.copy(), free.copy()
+    moved_end, moved_tail = np.empty(ops), np.empty(ops)
+    run_back(t, order, m, inf, end, first, by_makespan, tail)
+    befores, afters = np.empty(ops, np.int64), np.empty(ops, np.int64)
+    heads, lasts = np.empty(ops, np.int64), np.empty(ops, np.int64)
+    arcs, blocks = _critical(t, order, m, end, cause, first, free, by_makespan, befores, afters, heads, lasts)
+    cool, spent, temperature, next_cooling = np.log(cold / hot), 0, hot, 0
+    while arcs and spent < work and best > good_enough:
+        if spent >= next_cooling:
+            temperature = hot * np.exp(cool * spent / work)
+            next_cooling = spent + work // 1000
+        if random.random() < _BLOCK:
+            # An op of the head or the tail of a run of ops of one rank jumps out of it.
+            k = random.randrange(blocks)
+            head, last = pos[heads[k]], pos[lasts[k]]
+            by = random.randrange(_REACH)
+            if random.random() < 0.5:
+                source = max(head, last - 1 - by)
+                target = last + random.randrange(_REACH - by)
+            else:
+                source = min(last, head + 1 + by)
+                target = head - random.randrange(_REACH - by)
+        else:
+            k = random.randrange(arcs)
+            if random.random() < 0.5:
+                source = pos[befores[k]]
+                target = source + 1 + random.randrange(_REACH)
+            else:
+                source = pos[afters[k]]
+                target = source - 1 - random.randrange(_REACH)
+        op = order[source]
+        rank = t.rank[t.section[op]]
+        begin, stop = 3 * m * t.own_at[rank], 3 * m * t.own_at[rank + 1]
+        target = max(begin, min(stop - 1, target))
+        spent += _REACH
+        if source == target or not _may_pass(t, order, m, source, target):
+            continue
+        low, high = min(source, target), max(source, target)
+        since, until = end[order[low]] - t.seconds[t.section[order[low]]], end[order[high]]
+        most = value - temperature * np.log(random.random())
+        _shift(order, pos, source, target)
+        new = inf
+        if _keeps_between(t, order, live, begin, low, high, limits[rank] * (1 + 1e-9)):
+            rest = 0.0 if by_makespan else -first[rank]
+            longest = _path_through(
+                t, order, m, pos, rest, begin, stop, low, high, end, tail, moved_end, moved_tail
+            )
+            if longest + value - _objective(first, free, by_makespan) <= most:
+                copy(end, new_end)
+                copy(cause, new_cause)
+                copy(first, new_first)
+                copy(free, new_free)
+                spent += ops // 2
+                if run_ops(t, order, m, since, new_end, new_cause, new_first, new_free):
+                    new = score(new_first, new_free, by_makespan)
+        if new > most:
+            _shift(order, pos, target, source)
+            _keeps_between(t, order, live, begin, low, high, inf)
+            continue
+        value = new
+        spent += ops // 2
+        end, new_end, cause, new_cause = new_end, end, new_cause, cause
+        first, new_first, free, new_free = new_first, first, new_free, free
+        run_back(t, order, m, max(until, end[order[high]]), end, first, by_makespan, tail)
+        arcs, blocks = _critical(
+            t, order, m, end, cause, first, free, by_makespan, befores, afters, heads, lasts
+        )
+        if value < best * (1 - 1e-12):
+            best = value
+            copy(order, best_order)
+    return best_order
+
+
+@compiled
+def _objective(first, free, by_makespan):
+    most = 0.0
+    for rank in range(len(free)):
+        most = max(most, free[rank] - (0.0 if by_makespan else first[rank]))
+    return most
+
+
+@compiled
+def run_back(t, order, m, until, end, first, by_makespan, tail):
+    """Writes ``tail``: per op the longest path from its end to the end of a rank's last op; for the span,
+    less the start of that rank's first op.
+
+    The tails of ops that end after ``until`` stay as they are.
+    """
+    ranks = len(first)
+    at = np.empty(ranks, np.int64)
+    runnable, waits_for = np.empty(ranks, np.int64), np.empty(ranks, np.int64)
+    for rank in range(ranks):
+        begin, high = 3 * m * t.own_at[rank], 3 * m * t.own_at[rank + 1]
+        low = begin
+        if until == inf:
+            low = high
+        while low < high:
+            middle = (low + high) // 2
+            if end[order[middle]] <= until:
+                low = middle + 1
+            else:
+                high = middle
+        at[rank] = low - 1
+        for i in range(begin, low):
+            tail[order[i]] = -inf
+        runnable[rank] = rank
+        waits_for[rank] = -1
+    count = ranks
+    while count:
+        count -= 1
+        rank = runnable[count]
+        begin, stop = 3 * m * t.own_at[rank], 3 * m * t.own_at[rank + 1]
+        i = at[rank]
+        while i >= begin:
+            op = order[i]
+            section = t.section[op]
+            longest, missing = -inf, -1
+            if i + 1 < stop:
+                behind = order[i + 1]
+                longest = tail[behind] + t.seconds[t.section[behind]]
+            else:
+                longest = 0.0 if by_makespan else -first[rank]
+            for k in range(t.feed_at[section], t.feed_at[section + 1]):
+                other = op + (t.feed[k] - section) * m
+                if tail[other] == -inf:
+                    missing = other
+                    break
+                longest = max(longest, t.feed_delay[k] + t.seconds[t.feed[k]] + tail[other])
+            if missing >= 0:
+                waits_for[rank] = missing
+                break
+            tail[op] = longest
+            for k in range(t.need_at[section], t.need_at[section + 1]):
+                other = t.rank[t.need[k]]
+                if waits_for[other] == op:
+                    waits_for[other] = -1
+                    runnable[count] = other
+                    count += 1
+            i -= 1
+        at[rank] = i
+
+
+@compiled
+def _path_through(t, order, m, pos, rest, begin, stop, low, high, end, tail, moved_end, moved_tail):
+    """An estimate of the longest path through the ops from low to high of a rank's new order, if all other
+    orders stay (Balas and Vazirani 1998).  ``rest``: the tail of the rank's last op.
+    """
+    now = end[order[low - 1]] if low > begin else 0.0
+    for i in range(low, high + 1):
+        op = order[i]
+        section = t.section[op]
+        for k in range(t.need_at[section], t.need_at[section + 1]):
+            source = op + (t.need[k] - section) * m
+            inside = low <= pos[source] < i
+            now = max(now, (moved_end[source] if inside else end[source]) + t.need_delay[k])
+        now += t.seconds[section]
+        moved_end[op] = now
+    longest = -inf
+    for i in range(high, low - 1, -1):
+        op = order[i]
+        section = t.section[op]
+        if i + 1 < stop:
+            behind = order[i + 1]
+            way = (moved_tail[behind] if i < high else tail[behind]) + t.seconds[t.section[behind]]
+        else:
+            way = rest
+        for k in range(t.feed_at[section], t.feed_at[section + 1]):
+            other = op + (t.feed[k] - section) * m
+            inside = i < pos[other] <= high
+            later = moved_tail[other] if inside else tail[other]
+            way = max(way, t.feed_delay[k] + t.seconds[t.feed[k]] + later)
+        moved_tail[op] = way
+        longest = max(longest, moved_end[op] + way)
+    return longest
+
+
+@compiled
+def _critical(t, order, m, end, cause, first, free, by_makespan, befores, afters, heads, lasts):
+    """Writes the critical path of a worst rank: its pairs of consecutive ops of one rank, and the ends of its
+    runs of ops of one rank.  Returns the number of pairs and of runs.
+    """
+    worst, at, equals = _objective(first, free, by_makespan) * (1 - 1e-9), 0, 0
+    for rank in range(len(free)):
+        if free[rank] - (0.0 if by_makespan else first[rank]) >= worst:
+            equals += 1
+            if random.random() * equals < 1:
+                at = rank
+    op, arcs, blocks = order[3 * m * t.own_at[at + 1] - 1], 0, 0
+    last = op
+    while cause[op] >= 0:
+        before = cause[op]
+        if t.rank[t.section[before]] == t.rank[t.section[op]]:
+            befores[arcs], afters[arcs] = before, op
+            arcs += 1
+        else:
+            if last != op:
+                heads[blocks], lasts[blocks] = op, last
+                blocks += 1
+            last = before
+        op = before
+    if last != op:
+        heads[blocks], lasts[blocks] = op, last
+        blocks += 1
+    return arcs, blocks
+
+
+@compiled
+def _may_pass(t, order, m, source, target):
+    """Whether an op may move: it must not pass an op of its section, or of its stage and microbatch."""
+    section = t.section[order[source]]
+    first = 3 * (section // 3)
+    j = order[source] - section * m
+    step = 1 if target > source else -1
+    for i in range(source + step, target + step, step):
+        other = t.section[order[i]]
+        if other == section or (first <= other < first + 3 and order[i] - other * m == j):
+            return False
+    return True
+
+
+@compiled
+def _shift(order, pos, source, target):
+    op, step = order[source], 1 if target > source else -1
+    for i in range(source, target, step):
+        order[i] = order[i + step]
+        pos[order[i]] = i
+    order[target] = op
+    pos[op] = target
+
+
+@compiled
+def _keeps_between(t, order, live, begin, low, high, limit):
+    """Writes the live memory after each op from low to high of a rank; whether it keeps the limit."""
+    now, within = live[low - 1] if low > begin else 0.0, True
+    for i in range(low, high + 1):
+        section = t.section[order[i]]
+        now += t.at_start[section]
+        within = within and now <= limit
+        now += t.at_end[section]
+        within = within and now <= limit
+        live[i] = now
+    return within

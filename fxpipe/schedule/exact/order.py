@@ -1,0 +1,211 @@
+"""Provably optimal schedules of small problems, by CP-SAT.
+
+The variables are the start times of every section and microbatch.  The microbatches of a section run in
+order: microbatches are interchangeable, so any schedule can be renumbered to one that does, with the same
+times and memory.  Times are integers in units of their greatest common divisor if they have one, and
+otherwise rounded down to 1/100 000 of the longest, so that the bound also holds for the exact times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from fxpipe.errors import ScheduleError
+from fxpipe.schedule.bound import in_order, lower_bound
+from fxpipe.schedule.costs import Costs, Edge, StageCost
+from fxpipe.schedule.dependencies import SECTION_KINDS, Needs, index, needs, op_of_value, sections_of
+from fxpipe.schedule.dependencies import durations as seconds_of
+from fxpipe.schedule.exact.solver import cp_sat, rounded_down, rounded_up, solve, unit_of
+from fxpipe.schedule.ops import PHASES, Color, Order, Phase, Schedule
+from fxpipe.schedule.placement import stages_of
+from fxpipe.schedule.search.goal import Objective
+from fxpipe.schedule.simulation.simulator import simulate
+from fxpipe.schedule.simulation.timeline import Timeline
+
+Lifetime = tuple[Any, Any, float]
+"""The begin and end of an allocation, as variables, and its bytes."""
+
+
+@dataclass(frozen=True)
+class Exact:
+    """The best schedule found.
+
+    ``value`` and ``bound``: the objective of this schedule and a lower bound on that of any schedule, in
+    seconds.  ``proven``: this schedule is optimal, up to the rounding of times.
+    """
+
+    timeline: Timeline
+    value: float
+    bound: float
+    proven: bool
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.timeline.schedule
+
+
+def exact(
+    costs: Costs,
+    placement: tuple[int, ...],
+    microbatches: int,
+    *,
+    memory_limit: float | Sequence[float] | None = None,
+    objective: Objective = "makespan",
+    seconds: float = 60.0,
+    start: Schedule | None = None,
+) -> Exact:
+    """The schedule of separate B and W ops with the smallest makespan or the smallest span (the longest of
+    the ranks' times from first op to last).
+
+    memory_limit: one for all ranks, or one for each, in the unit of ``StageCost.saved_activations``.
+    seconds: maximum time of the search.  start: a schedule of this placement to start from.
+    Raises ScheduleError if no schedule keeps the limit or none is found in time, and FxpipeError if OR-tools
+    is not installed.
+    """
+    model = _Model(costs, placement, microbatches)
+    if memory_limit is not None:
+        ranks = max(placement) + 1
+        model.limit_memory(memory_limit if isinstance(memory_limit, Sequence) else [memory_limit] * ranks)
+    model.minimize(objective)
+    if start is not None:
+        model.begin_with(simulate(start, costs))
+    unit = model.unit
+    found = solve(model.model, seconds, lambda value, bound: f"{value * unit:.6g} … {bound * unit:.6g}")
+    if found.infeasible:
+        raise ScheduleError(
+            f"no schedule of this placement keeps the memory limit {memory_limit}: raise it, or leave it out"
+        )
+    if found.value is None:
+        raise ScheduleError(
+            f"the exact search found no schedule in {seconds:g} s: give it more seconds, fewer ranks or "
+            "microbatches, or a schedule to start from"
+        )
+    timeline = simulate(Schedule("exact", placement, microbatches, model.order(found.value)), costs)
+    value, bound = timeline.seconds, lower_bound(costs, placement, microbatches)
+    if objective == "span":
+        value, bound = timeline.span, max(timeline.busy)
+    return Exact(timeline, value, min(value, max(bound, found.bound * unit)), found.proven)
+
+
+class _Model:
+    """Variables and constraints; sections are numbered as in :mod:`fxpipe.schedule.dependencies`."""
+
+    def __init__(self, costs: Costs, placement: tuple[int, ...], microbatches: int) -> None:
+        self.costs, self.placement, self.microbatches = costs, placement, microbatches
+        stages = range(len(placement))
+        table, times = needs(costs, placement), seconds_of(costs)
+        waits = [table[kind][stage] for stage in stages for kind in SECTION_KINDS]
+        durations = [times[kind][stage] for stage in stages for kind in SECTION_KINDS]
+        self.turn = {section: turn for turn, section in enumerate(in_order(waits))}
+        self.unit = unit_of([*durations, *(delay for sources in waits for _, delay in sources)])
+        self.durations = [rounded_down(duration, self.unit) for duration in durations]
+        self.model = cp_sat().CpModel()
+        delays = sum(rounded_down(delay, self.unit) for sources in waits for _, delay in sources)
+        # The time of a step that runs one op or message at a time.
+        self.horizon = microbatches * (sum(self.durations) + delays)
+        self.starts = [
+            [self.model.new_int_var(0, self.horizon, f"{section}.{j}") for j in range(microbatches)]
+            for section in range(len(durations))
+        ]
+        self.owns = [
+            [section for stage in own for section in sections_of(stage)] for own in stages_of(placement)
+        ]
+        self._keep_order(waits)
+
+    def _keep_order(self, waits: list[Needs]) -> None:
+        for section, sources in enumerate(waits):
+            for j, start in enumerate(self.starts[section]):
+                for source, delay in sources:
+                    self.model.add(start >= self.end(source, j) + rounded_down(delay, self.unit))
+                if j:
+                    self.model.add(start >= self.end(section, j - 1))
+        for own in self.owns:
+            self.model.add_no_overlap(
+                self.model.new_fixed_size_interval_var(start, self.durations[section], "")
+                for section in own
+                for start in self.starts[section]
+            )
+
+    def end(self, section: int, microbatch: int) -> Any:
+        return self.starts[section][microbatch] + self.durations[section]
+
+    def limit_memory(self, limits: Sequence[float]) -> None:
+        """Live memory as intervals with bytes, by the same rules as ``Timeline.memory``."""
+        lives: list[list[Lifetime]] = [[] for _ in limits]
+        for j in range(self.microbatches):
+            for stage, cost in enumerate(self.costs.stages):
+                lives[self.placement[stage]] += self._held_by(stage, cost, j)
+            for edge in self.costs.edges:
+                rank = self.placement[edge.source.stage]
+                if rank == self.placement[edge.target.stage]:
+                    lives[rank].append(self._handed(edge, j))
+        for limit, intervals in zip(limits, lives, strict=True):
+            self._at_most(limit, [life for life in intervals if life[2]])
+
+    def _held_by(self, stage: int, cost: StageCost, microbatch: int) -> tuple[Lifetime, Lifetime]:
+        forward, backward, weight = sections_of(stage)
+        begin, end = self.starts[forward][microbatch], self.end(weight, microbatch)
+        middle = self.end(backward, microbatch)
+        to_b, to_w = cost.saved_activations, cost.saved_for_weight
+        part = (begin, middle) if to_b > to_w else (middle, end)
+        return (begin, end, min(to_b, to_w)), (*part, abs(to_b - to_w))
+
+    def _handed(self, edge: Edge, microbatch: int) -> Lifetime:
+        """The lifetime of a value that one stage hands to another stage of its rank.
+
+        The value also counts if its consumer starts the moment its producer ends, so the interval gets one
+        unit more, at the end where the op itself allocates and frees nothing.
+        """
+        begin = self.end(index(edge.source), microbatch)
+        end = self.starts[index(edge.target)][microbatch]
+        if edge.source.phase is Phase.F:
+            return begin - 1, end, edge.bytes
+        return begin, end + 1, edge.bytes
+
+    def _at_most(self, limit: float, lives: Sequence[Lifetime]) -> None:
+        unit = unit_of(size for _, _, size in lives)
+        intervals = [
+            self.model.new_interval_var(begin, self.model.new_int_var(0, self.horizon + 1, ""), end, "")
+            for begin, end, _ in lives
+        ]
+        sizes = [rounded_up(size, unit) for _, _, size in lives]
+        self.model.add_cumulative(intervals, sizes, rounded_down(limit, unit))
+
+    def minimize(self, objective: Objective) -> None:
+        goal = self.model.new_int_var(0, self.horizon, objective)
+        for own in self.owns:
+            self.model.add(goal >= self.microbatches * sum(self.durations[section] for section in own))
+            begins = [self.starts[section][0] for section in own] if objective == "span" else [0]
+            for section, begin in product(own, begins):
+                self.model.add(goal >= self.end(section, self.microbatches - 1) - begin)
+        if objective == "makespan":
+            bound = lower_bound(self.costs, self.placement, self.microbatches)
+            self.model.add(goal >= rounded_down(bound, self.unit))
+        self.model.minimize(goal)
+
+    def begin_with(self, timeline: Timeline) -> None:
+        for spans in timeline.spans:
+            for op, start, _ in spans:
+                at = round(start / self.unit)
+                for phase in PHASES[op.kind]:
+                    section = index(Color(op.stage, phase))
+                    self.model.add_hint(self.starts[section][op.microbatch], at)
+                    at += self.durations[section]
+
+    def order(self, value: Any) -> Order:
+        """The ops of each rank by start time; ops that take no time, in dependency order."""
+
+        def place(section: int, microbatch: int) -> tuple[int, int, int]:
+            start = value(self.starts[section][microbatch])
+            return start, start + self.durations[section], self.turn[section]
+
+        ranks = []
+        for own in self.owns:
+            values = sorted((place(s, j), s, j) for s in own for j in range(self.microbatches))
+            ranks.append(
+                tuple(op_of_value(s * self.microbatches + j, self.microbatches) for _, s, j in values)
+            )
+        return tuple(ranks)

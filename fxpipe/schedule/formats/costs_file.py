@@ -1,0 +1,57 @@
+"""Costs as a JSON file, in the form in which a saved pipeline's plan.json holds them under ``costs``::
+
+    {"stages": [{"forward": 1.0, "backward": 1.1, "weight": 0.9,
+                 "saved_activations": 64, "saved_for_weight": 32}, …],
+     "edges": [{"source": {"stage": 0, "phase": "F"}, "target": {"stage": 1, "phase": "F"},
+                "bytes": 16, "seconds": 0.1, "inter_seconds": 0.4}, …],
+     "ranks_per_machine": 8}
+
+Times in any one unit, memory in any one unit; the fields are those of ``StageCost``, ``Edge`` and ``Costs``.
+Only the times of stages are required: memory, ``bytes`` and ``seconds`` are 0 by default; without ``edges``
+the stages are a chain; without ``ranks_per_machine`` there is one machine.  The older names ``saved``,
+``kept``, ``away`` and ``away_for_weight`` are read too.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from fxpipe.errors import ScheduleError
+from fxpipe.schedule.check import check_costs
+from fxpipe.schedule.costs import Costs, Edge, Link, StageCost, chain
+from fxpipe.strict import MEBIBYTE, Misfit, parse_json, read_text, structure, unstructure
+
+MOST_BYTES = 8 * MEBIBYTE
+
+
+@dataclass(frozen=True)
+class _File:
+    stages: tuple[StageCost, ...]
+    edges: tuple[Edge, ...] | None = None
+    link: Link | None = None
+    ranks_per_machine: int | None = None
+
+
+def read_costs(path: Path, seconds: float = 0.0, inter_seconds: float | None = None) -> Costs:
+    """Read the costs from a file.
+
+    seconds, inter_seconds: the time of each message within a machine and between two, if the file has no
+        edges.
+    Raises ScheduleError, naming the file and the field, if the file holds no valid costs.
+    """
+    try:
+        file = structure(parse_json(read_text(path, MOST_BYTES)), _File)
+        edges = chain(file.stages, seconds, 0.0, inter_seconds).edges if file.edges is None else file.edges
+        costs = Costs(file.stages, edges, file.link, file.ranks_per_machine)
+        check_costs(costs)
+    except Misfit as error:
+        raise ScheduleError(
+            f"{path} holds no valid costs: {error}. docs/simulate.md describes the fields."
+        ) from error
+    return costs
+
+
+def write_costs(costs: Costs, path: Path) -> None:
+    path.write_text(json.dumps(unstructure(costs), indent=1) + "\n")

@@ -1,0 +1,90 @@
+"""Reads and writes schedules as text, for schedules written by hand or by other tools.
+
+There are two formats; the first op of a text decides which one it is.  The format of
+:func:`fxpipe.schedule.ops.order_text` has one line per rank; lines that begin with ``#`` are comments::
+
+    F0.0 F0.1 BW0.0 BW0.1
+    F1.0 BW1.0 F1.1 BW1.1
+
+The other format is the CSV that the schedules of ``torch.distributed.pipelining`` load and dump, see
+``torch_csv.py``.  In both the placement follows from the ranks that run a stage's ops.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fxpipe.errors import ScheduleError
+from fxpipe.schedule.check import check
+from fxpipe.schedule.formats.torch_csv import csv_text, looks_like_csv, parse_csv
+from fxpipe.schedule.ops import Order, Schedule, order_text, parse_order
+from fxpipe.strict import MEBIBYTE, Misfit, read_text
+
+MOST_BYTES = 16 * MEBIBYTE
+
+
+def read_schedule(path: Path | str) -> Schedule:
+    """Read the schedule from a file of either format; it gets the name of the file.
+
+    Raises ScheduleError if the file cannot be read, or as :func:`parse_schedule` does.
+    """
+    path = Path(path)
+    try:
+        text = read_text(path, MOST_BYTES)
+    except Misfit as error:
+        raise ScheduleError(
+            f"schedule file {path} {error}. docs/schedules.md describes the two formats."
+        ) from error
+    return parse_schedule(text, path.stem)
+
+
+def parse_schedule(text: str, name: str) -> Schedule:
+    """Parse a schedule from a text of either format; stages and microbatches are counted from 0.
+
+    Raises ScheduleError, naming op and rank, if a text is not an op, an op is missing, repeated or earlier
+    than an op of its own stage that it needs, or if a stage runs on two ranks.
+    """
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    text = "\n".join(line for line in lines if line.strip(" \t,"))
+    order = parse_csv(text) if looks_like_csv(text) else parse_order(text)
+    if not any(order):
+        raise ScheduleError(f"schedule {name} has no ops: write one line of ops for each rank")
+    for rank, ops in enumerate(order):
+        if not ops:
+            raise ScheduleError(
+                f"schedule {name}: the line of rank {rank} has no ops: every rank needs a stage"
+            )
+    microbatches = 1 + max(op.microbatch for ops in order for op in ops)
+    schedule = Schedule(name, _placement(name, order), microbatches, order)
+    check(schedule)
+    return schedule
+
+
+def write_text(schedule: Schedule, path: Path) -> None:
+    """Write one line per rank, in the text format of :func:`read_schedule`."""
+    path.write_text(order_text(schedule.order) + "\n")
+
+
+def write_csv(schedule: Schedule, path: Path) -> None:
+    """Write CSV for torch's ``_load_csv(path, format="compute_only")`` and for :func:`read_schedule`."""
+    path.write_text(csv_text(schedule.order), newline="")
+
+
+def _placement(name: str, order: Order) -> tuple[int, ...]:
+    rank_of_stage: dict[int, int] = {}
+    for rank, ops in enumerate(order):
+        for op in ops:
+            holder = rank_of_stage.setdefault(op.stage, rank)
+            if holder != rank:
+                raise ScheduleError(
+                    f"schedule {name}: rank {rank} runs {op}, but rank {holder} also runs ops of stage "
+                    f"{op.stage}: all ops of a stage must be on one rank"
+                )
+    stages = 1 + max(rank_of_stage)
+    for stage in range(stages):
+        if stage not in rank_of_stage:
+            raise ScheduleError(
+                f"schedule {name}: no rank runs stage {stage}, but there are ops of stage {stages - 1}: "
+                "number the stages from 0, without gaps"
+            )
+    return tuple(rank_of_stage[stage] for stage in range(stages))

@@ -1,0 +1,324 @@
+"""Checkpoints of a training run: periodic, in the background, a few kept, resumed on any number of ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from fxpipe.errors import ArtifactError, FxpipeError, RunError
+from fxpipe.plan.files import checksum, writing
+from fxpipe.runtime.job.process import agreed, agreed_by
+from fxpipe.runtime.program.comm import NoAnswer, answered
+from fxpipe.strict import structure, unstructure
+from fxpipe.training.checkpoint import files, tensor_store
+from fxpipe.training.checkpoint.plain import from_json, to_json
+from fxpipe.training.checkpoint.restore import contents_for, restore
+from fxpipe.training.checkpoint.tensor_store import Part
+from fxpipe.training.checkpoint.training_state import Kind, Record, Stateful, kinds_of, record_of, tensors_of
+from fxpipe.training.optimizer import PipelineOptimizer
+
+if TYPE_CHECKING:
+    from fxpipe.pipeline import Pipeline
+
+
+class Checkpointer:
+    """Writes checkpoints of a run to a directory, and resumes from them.
+
+        with fxpipe.Checkpointer(pipe, "checkpoints", optimizer=opt, every=500) as checkpoints:
+            checkpoints.resume()
+            while pipe.step_number < steps:
+                pipe.step(batch_of(pipe.step_number)); opt.step(); opt.zero_grad()
+                checkpoints.step()
+
+    All ranks make it and call its methods alike.  A checkpoint is complete or absent, whenever a process is
+    killed.  It holds the parameters, buffers, the optimizer's state and the step's number by the model's
+    names, and can be resumed with other numbers of ranks and stages, and by ``fxpipe.read_checkpoint``
+    without any.  A directory belongs to one run; one that is resumed is the same run.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        directory: str | Path,
+        *,
+        optimizer: PipelineOptimizer | None = None,
+        state: Mapping[str, Stateful] | None = None,
+        every: int | None = None,
+        keep: int = 3,
+        asynchronous: bool = True,
+    ):
+        """directory: on a disk that all ranks see.
+        state: objects with ``state_dict`` and ``load_state_dict``, by name (schedulers, loaders).  Rank 0's
+            state of them is kept, and all ranks get it, as all ranks take the same batches.
+        every: steps from one checkpoint to the next; None for those of ``save`` alone, and of a SIGTERM.
+        keep: the number of checkpoints that are kept.
+        asynchronous: copy the tensors and write them in the background, while training goes on.
+        Raises ArtifactError, on every rank, for a directory that a rank cannot see or write, or that another
+        run has.
+        """
+        if keep < 1 or (every is not None and every < 1):
+            raise RunError("keep and every are numbers of checkpoints and steps: at least 1.")
+        self.pipe, self.optimizer, self.user = pipe, optimizer, dict(state or {})
+        self.directory, self.every, self.keep, self.asynchronous = Path(directory), every, keep, asynchronous
+        self._process = pipe.process
+        self._rank = 0 if self._process is None else self._process.rank
+        if self._process is None and pipe.artifact.plan.ranks > 1:
+            raise RunError("Checkpoints are of a run under torchrun, or of a pipeline of one rank.")
+        self._check_directory()
+        # Of its own, as the background thread uses it while the main thread uses the others.
+        self._group: dist.ProcessGroup | None = None
+        if self._process is not None:
+            with self._process.watch.collective():
+                self._group = dist.new_group(backend="gloo", timeout=self._process.timeout)
+        self._lock: files.Lock | None = None
+        self._is_own = False  # whether the checkpoints in the directory are known to be this run's
+        try:
+            self._check_directory()
+        except FxpipeError:
+            self._release()
+            raise
+        self._background = ThreadPoolExecutor(1, "fxpipe-checkpoint")
+        self._writing: Future[Path] | None = None
+        self._handler: Any = None
+        if threading.current_thread() is threading.main_thread():
+            self._handler = signal.signal(signal.SIGTERM, lambda *_: pipe.ask_to_stop())
+
+    def resume(self) -> bool:
+        """Load the newest checkpoint; False if there is none.
+
+        Raises ArtifactError, before anything has changed, for one that is damaged, naming the file, and for
+        one of another model, naming the first tensor that differs.
+        """
+        found = files.newest(self.directory) if self._rank == 0 else None
+        name = self._from_first("" if found is None else found.name)
+        if not name:
+            return False
+        path, state = self.directory / name, self.pipe.model_state
+        with agreed(self._process, f"resume from {path}"):
+            record = self._verified(path)
+        with agreed(self._process, f"resume from {path}"):
+            contents = contents_for(state, self.optimizer, self.user, path, record, self._rank)
+        restore(state, self.optimizer, self.user, contents)
+        self.pipe.step_number = contents.step_number
+        return True
+
+    def step(self) -> None:
+        """After each step of the optimizer: write a checkpoint if one is due.
+
+        After a SIGTERM to any rank, all write one and end their processes with exit code 143.
+        Raises RunError if the last one could not be written.
+        """
+        self._check_run()
+        if self._writing is not None and self._writing.done():
+            self.wait()
+        if self.pipe.stops():
+            self.save()
+            self.close()
+            sys.exit(128 + signal.SIGTERM)
+        if self.every is not None and self.pipe.step_number % self.every == 0:
+            self._start()
+            if not self.asynchronous:
+                self.wait()
+
+    def save(self) -> Path:
+        """Write a checkpoint now; return its directory when it is complete."""
+        self._start()
+        path = self.wait()
+        assert path is not None
+        return path
+
+    def wait(self) -> Path | None:
+        """Wait until the checkpoint that is being written is complete.  Raises RunError if it failed."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return None
+        with nullcontext() if self._process is None else self._process.watch.collective():
+            try:
+                return writing.result()
+            except NoAnswer:  # of another rank, in the background
+                raise
+            except (OSError, RuntimeError, FxpipeError, CheckpointException) as error:
+                raise RunError(
+                    f"The checkpoint in {self.directory} could not be written: {_reason(error)}. "
+                    "The earlier ones are whole."
+                ) from error
+
+    def close(self) -> None:
+        """Wait for the last checkpoint, and handle SIGTERM as before."""
+        self._restore_handler()
+        try:
+            self.wait()
+        finally:
+            self._background.shutdown()
+            self._release()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or self._process is None:
+            self.close()
+        else:  # another rank may have ended, and the one being written may never be complete
+            self._restore_handler()
+            self._background.shutdown(wait=False, cancel_futures=True)
+            self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
+    def _restore_handler(self) -> None:
+        if self._handler is not None:
+            signal.signal(signal.SIGTERM, self._handler)
+            self._handler = None
+
+    def _check_run(self) -> None:
+        """Raise ArtifactError on all ranks if the directory has checkpoints of another run, which would stay
+        instead of this one's if they are newer."""
+        if self._is_own:
+            return
+        with agreed(self._process, "write a checkpoint"):
+            path = files.newest(self.directory) if self._rank == 0 else None
+            if (
+                path is not None
+                and Record.from_json(files.read_state(path), path).run != self.pipe.model_state.run
+            ):
+                raise ArtifactError(
+                    f"{path} is of another run. Call resume() to go on from it, name another directory, or "
+                    "remove it."
+                )
+        self._is_own = True
+
+    def _start(self) -> None:
+        self._check_run()
+        self.wait()
+        self.pipe.check_alike()
+        step, state = self.pipe.step_number, self.pipe.model_state
+        tensors: dict[str, torch.Tensor | Part] = {}
+        with agreed(self._process, f"begin the checkpoint of step {step}"):
+            state.follow_model()
+            own = self.user if self._rank == 0 else {}
+            record = record_of(state, self.optimizer, step, own, tensors)
+            tensors |= tensors_of(state, self.optimizer, self._rank)
+            if self.asynchronous:
+                tensors = {name: _staged(tensor) for name, tensor in tensors.items()}
+        self._writing = self._background.submit(self._write, step, record, tensors)
+
+    def _write(self, step: int, record: Record, tensors: dict[str, torch.Tensor | Part]) -> Path:
+        """Runs in the background thread on every rank."""
+        try:
+            return self._written(step, record, tensors)
+        finally:
+            if self._rank == 0:
+                files.discard(self.directory, step)
+
+    def _written(self, step: int, record: Record, tensors: dict[str, torch.Tensor | Part]) -> Path:
+        with self._agreed("begin"):
+            if self._rank == 0:
+                files.begin(self.directory, step)
+        draft = files.draft_of(self.directory, step)
+        with answered():  # an error of this rank's own is a CheckpointException
+            tensor_store.write(tensors, draft, self._group)
+        with self._agreed("compute checksums"):
+            kinds = unstructure(kinds_of(tensors))
+            own = json.dumps([self._sums(draft), record.fields, kinds])
+        sums: dict[str, str] = {}
+        fields: dict[str, Any] = {}
+        kinds = {}
+        for text in self._gather(own.encode()):
+            found, held, stored = json.loads(text)
+            sums |= found
+            fields |= from_json(held, {})
+            kinds |= structure(stored, dict[str, Kind])
+        with self._agreed("complete"):
+            if self._rank == 0:
+                encoded = to_json(fields, None, "", "the optimizer's state")
+                whole = dataclasses.replace(record, fields=encoded, tensors=kinds)
+                state = json.dumps(unstructure(whole), indent=1)
+                files.complete(self.directory, step, state, sums)
+                files.keep_newest(self.directory, self.keep)
+        return files.path_of(self.directory, step)
+
+    def _agreed(self, what: str) -> AbstractContextManager[None]:
+        """``Process.agreed``, in the background thread."""
+        return agreed_by(self._gather, f"{what} the checkpoint")
+
+    def _sums(self, path: Path) -> dict[str, str]:
+        """Checksums of the files that this rank looks at; the ranks share them."""
+        names = sorted(p.name for p in path.glob("*.safetensors"))
+        ranks = 1 if self._process is None else self._process.ranks
+        return {name: checksum(path / name) for name in names[self._rank :: ranks]}
+
+    def _verified(self, path: Path) -> Record:
+        sums = files.read_sums(path)
+        ranks = 1 if self._process is None else self._process.ranks
+        names = sorted(sums)[self._rank :: ranks]
+        files.verify(path, {name: sums[name] for name in names})
+        return Record.from_json(files.read_state(path), path)
+
+    def _check_directory(self) -> None:
+        """All ranks must see what rank 0 writes."""
+        probe = self.directory / f".probe-{self._from_first(secrets.token_hex(8))}"
+        with agreed(self._process, f"write to {self.directory}"), writing(self.directory):
+            if self._rank == 0:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                self._lock = files.Lock(self.directory)
+                files.put_back(self.directory)
+                probe.write_text("")
+        try:
+            with agreed(self._process, "see the directory of checkpoints"):
+                end = time.monotonic() + files.PATIENCE
+                while not probe.exists():
+                    if time.monotonic() > end:
+                        raise ArtifactError(
+                            f"Rank {self._rank} does not see what rank 0 writes to "
+                            f"{self.directory.absolute()}. "
+                            "Name a directory on a disk that all machines have."
+                        )
+                    time.sleep(0.1)
+        finally:
+            if self._rank == 0:
+                probe.unlink(missing_ok=True)
+
+    def _from_first(self, text: str) -> str:
+        """Rank 0's text, on every rank."""
+        if self._process is None:
+            return text
+        return self._process.broadcast_bytes(text.encode() if self._rank == 0 else None).decode()
+
+    def _gather(self, data: bytes) -> list[bytes]:
+        """The bytes of every rank, in the background thread."""
+        if self._process is None:
+            return [data]
+        found: list[Any] = [None] * self._process.ranks
+        with answered():
+            dist.all_gather_object(found, data, self._group)
+        return found
+
+
+def _reason(error: BaseException) -> str:
+    """Why a checkpoint could not be written; torch's own exception has those of all ranks."""
+    if isinstance(error, CheckpointException):
+        return "; ".join(f"rank {rank}: {cause}" for rank, (cause, _) in sorted(error.failures.items()))
+    return str(error)
+
+
+def _staged(tensor: torch.Tensor | Part) -> torch.Tensor | Part:
+    """A copy in the memory of the CPU, which training does not change."""
+    if isinstance(tensor, Part):
+        return dataclasses.replace(tensor, tensor=tensor.tensor.detach().to("cpu", copy=True))
+    return tensor.detach().to("cpu", copy=True)

@@ -1,0 +1,52 @@
+"""A checkpoint as plain tensors, without a pipeline: for eager, for export, to look at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fxpipe.errors import ArtifactError
+from fxpipe.training.checkpoint import files, tensor_store
+from fxpipe.training.checkpoint.restore import held_in
+from fxpipe.training.checkpoint.training_state import MODEL, OPTIMIZER, Record
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """``model``: parameters and buffers by the model's names; of a tensor with two names, one.
+    ``optimizer``: parameter -> the optimizer's state of it.  ``groups``: the options of the optimizer's
+    groups.  ``state``: the user's state by name."""
+
+    step_number: int
+    model: dict[str, torch.Tensor]
+    optimizer: dict[str, dict[str, Any]]
+    groups: list[dict[str, Any]]
+    state: dict[str, Any]
+
+
+def read_checkpoint(path: str | Path) -> Checkpoint:
+    """Read a checkpoint: a directory ``step-00000500``, or the newest of a directory of checkpoints.
+
+    ``model.load_state_dict(read_checkpoint(path).model, strict=False)`` gives its weights to a model;
+    strictly, where no tensor has two names and all buffers are persistent.  Raises ArtifactError, naming the
+    file, if there is none or it is damaged.
+    """
+    path = Path(path)
+    if not (path / files.SUMS).exists():
+        found = files.newest(path) if path.is_dir() else None
+        if found is None:
+            raise ArtifactError(f"{path} holds no checkpoint.")
+        path = found
+    files.verify(path, files.read_sums(path))
+    held = held_in(path, Record.from_json(files.read_state(path), path))
+    with files.reading(path):
+        read = tensor_store.read(held.tensors, [(name, None) for name in held.tensors])
+    tensors = dict(zip(held.tensors, read, strict=True))
+    optimizer: dict[str, dict[str, Any]] = {name: dict(own) for name, own in held.fields.items()}
+    for name, entries in held.state.items():
+        optimizer.setdefault(name, {}).update({e: tensors[f"{OPTIMIZER}{name}.{e}"] for e in entries})
+    model = {key.removeprefix(MODEL): t for key, t in tensors.items() if key.startswith(MODEL)}
+    return Checkpoint(held.record.step_number, model, optimizer, held.groups, held.user)

@@ -1,0 +1,174 @@
+"""All that a training run is: parameters, buffers, the optimizer's state, the step's number, the user's
+state.
+
+By the model's names, so that another number of ranks or another schedule can take it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from fxpipe.errors import ArtifactError, RunError
+from fxpipe.plan.artifact import Plan
+from fxpipe.plan.rows import rows_of, whole_name
+from fxpipe.plan.version import __version__
+from fxpipe.strict import Misfit, parse_json, structure
+from fxpipe.training.checkpoint import files
+from fxpipe.training.checkpoint.plain import to_json
+from fxpipe.training.checkpoint.tensor_store import Part
+from fxpipe.training.model_state import ModelState
+from fxpipe.training.optimizer import PipelineOptimizer
+
+FORMAT = 1
+MODEL, OPTIMIZER, GROUPS, USER = "model.", "optimizer.", "groups.", "user."  # names of tensors begin so
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A scheduler, a loader, a sampler, …"""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Of a tensor; ``dtype`` as text: "torch.float32"."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a checkpoint holds beside tensors; state.json is this and nothing else.
+
+    ``optimizer``: the name of its class; None if there is none.
+    ``groups``: the options of the optimizer's groups.  ``fields``: parameter -> its state that is no tensor.
+    ``user``: the user's state by name.  These three are as ``plain.py`` gives them.
+    ``tensors``: those in the files; ``run``: a name of the run.  Checkpoints of earlier versions lack both.
+    """
+
+    format: int
+    version: str
+    model: str
+    step_number: int
+    seed: int
+    optimizer: str | None
+    groups: Any
+    fields: Any
+    user: Any
+    tensors: dict[str, Kind] = field(default_factory=dict)
+    run: str = ""
+
+    @staticmethod
+    def from_json(text: str, path: Path) -> Record:
+        """Raises ArtifactError for a text that is no record of this format."""
+        with files.reading(path):
+            try:
+                record = structure(parse_json(text), Record)
+            except Misfit as error:
+                raise Misfit(str(error), files.STATE) from error
+        if record.format != FORMAT:
+            raise ArtifactError(
+                f"{path} has format {record.format} and fxpipe {__version__} reads format {FORMAT}. Read it "
+                f"with fxpipe {record.version}."
+            )
+        return record
+
+
+def tensors_of(
+    state: ModelState, optimizer: PipelineOptimizer | None, rank: int
+) -> dict[str, torch.Tensor | Part]:
+    """The tensors that a rank holds, by their names in a checkpoint."""
+    plan = state.plan
+    found = {
+        MODEL + whole_name(name): part_of(plan, name, state.held(name)) for name in plan.tensors[rank].state
+    }
+    for name, fields in _state_of(optimizer):
+        for key, value in fields.items():
+            if not isinstance(key, str) or "." in key:
+                raise RunError(
+                    f"The optimizer's state of {name} has the key {key!r}, by which a checkpoint cannot name "
+                    "a tensor. Checkpoints need keys that are texts without a dot."
+                )
+            if isinstance(value, torch.Tensor):
+                found[f"{OPTIMIZER}{whole_name(name)}.{key}"] = part_of(plan, name, value)
+    return found
+
+
+def class_of(optimizer: PipelineOptimizer | None) -> str | None:
+    return None if optimizer is None else type(optimizer.optimizer).__name__
+
+
+def part_of(plan: Plan, name: str, tensor: torch.Tensor) -> torch.Tensor | Part:
+    """A parameter, or a tensor of the optimizer's state of it, as a part of the whole one if it has a row for
+    each row held here."""
+    rows = rows_of(name)
+    if rows is None or tensor.shape[:1] != (rows.end - rows.begin,):
+        return tensor
+    return Part(tensor, rows.begin, plan.layouts[rows.table].shape[0])
+
+
+def _state_of(optimizer: PipelineOptimizer | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The names of this rank's parameters, or of their rows, with the optimizer's state of each."""
+    if optimizer is not None:
+        shared = [key for key in optimizer.state if key not in optimizer.names]
+        if shared:
+            raise RunError(
+                f"The optimizer has a state {shared[0]!r:.60} that belongs to no parameter, and a checkpoint "
+                "has no place for it."
+            )
+        for updated, name in optimizer.names.items():
+            yield name, optimizer.state_of(updated)
+
+
+def _plain_fields(optimizer: PipelineOptimizer | None) -> dict[str, dict[str, Any]]:
+    """The state of this rank's parameters that is no tensor: numbers, mostly."""
+    found = {}
+    for name, fields in _state_of(optimizer):
+        plain = {key: value for key, value in fields.items() if not isinstance(value, torch.Tensor)}
+        if plain:
+            found[whole_name(name)] = plain
+    return found
+
+
+def record_of(
+    state: ModelState,
+    optimizer: PipelineOptimizer | None,
+    step_number: int,
+    user: Mapping[str, Stateful],
+    tensors: dict[str, Any],
+) -> Record:
+    """The record, with the fields of this rank's parameters.  tensors: gets those of the groups and the
+    user."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    return Record(
+        format=FORMAT,
+        version=__version__,
+        model=state.plan.model,
+        step_number=step_number,
+        seed=state.plan.step.seed,
+        optimizer=class_of(optimizer),
+        groups=to_json(options, tensors, GROUPS, "the optimizer's groups"),
+        fields=to_json(_plain_fields(optimizer), None, "", "the optimizer's state"),
+        user=to_json({name: own.state_dict() for name, own in user.items()}, tensors, USER, "state"),
+        run=state.run,
+    )
+
+
+def kinds_of(tensors: Mapping[str, torch.Tensor | Part]) -> dict[str, Kind]:
+    """The kinds of the whole tensors that a rank holds, or holds a part of."""
+    return {
+        name: Kind(tuple(t.whole), str(t.tensor.dtype))
+        if isinstance(t, Part)
+        else Kind(tuple(t.shape), str(t.dtype))
+        for name, t in tensors.items()
+    }

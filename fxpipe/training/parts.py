@@ -1,0 +1,85 @@
+"""Gives each rank its part of the artifacts that rank 0 compiled, or of the plans that it read.
+
+What a rank receives and holds does not grow with ranks times microbatches, as the programs and the orders of
+all ranks do.  Whole plans stay in the store that the ranks share, for a rank that asks for them.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from safetensors.torch import load as tensors_from_bytes
+from safetensors.torch import save as tensors_to_bytes
+
+from fxpipe.errors import RunError
+from fxpipe.plan import files
+from fxpipe.plan.artifact import Artifact, Plan
+from fxpipe.runtime.job.process import Process
+from fxpipe.strict import structure, unstructure
+
+
+def share_plans(plans: Sequence[Plan], process: Process) -> list[Artifact]:
+    """Give all ranks the plans of rank 0; those of the others are not looked at.
+
+    Returns artifacts without programs and constants.
+    """
+    if process.rank != 0:
+        return _received_plans(process)
+    artifacts = [Artifact(plan, (), {}, plan.number) for plan in plans]
+    _send_plans(artifacts, process)
+    return artifacts
+
+
+def _send_plans(artifacts: Sequence[Artifact], process: Process) -> None:
+    plans = []
+    for artifact in artifacts:
+        plan, key = artifact.plan, f"plan/{uuid.uuid4().hex}"
+        process.keep(key, plan.to_json())
+        own = unstructure(replace(plan, order=(), transfers=()))
+        plans.append({"plan": own, "number": artifact.number, "key": key})
+    process.broadcast_bytes(json.dumps({"plans": plans}).encode())
+
+
+def send_error(text: str, process: Process) -> None:
+    """Let ``received_artifacts`` raise RunError on the other ranks."""
+    process.broadcast_bytes(json.dumps({"error": text}).encode())
+
+
+def _received_plans(process: Process) -> list[Artifact]:
+    data = json.loads(process.broadcast_bytes(None))
+    if "error" in data:
+        raise RunError(f"Rank 0 could not compile the model: {data['error']}")
+    found = []
+    for given in data["plans"]:
+        plan, ask = structure(given["plan"], Plan), partial(_ask, process, given["key"])
+        found.append(Artifact(plan, (), {}, given["number"], ask))
+    return found
+
+
+def send_artifacts(artifacts: Sequence[Artifact], process: Process) -> None:
+    """Give each rank its part of artifacts, on rank 0; the others call ``received_artifacts``."""
+    _send_plans(artifacts, process)
+    for artifact in artifacts:
+        process.scatter(program.encode() for program in artifact.programs)
+        held = ({n: artifact.constants[n] for n in own.constants} for own in artifact.plan.tensors)
+        process.scatter(tensors_to_bytes(files.apart(tensors)) for tensors in held)
+
+
+def received_artifacts(process: Process) -> list[Artifact]:
+    """The artifacts that rank 0 sends.  Raises RunError if it could not compile the model."""
+    found = []
+    for artifact in _received_plans(process):
+        program = process.scatter(None).decode()
+        constants = tensors_from_bytes(process.scatter(None))
+        programs = tuple(program if rank == process.rank else "" for rank in range(process.ranks))
+        laid_out = files.laid_out(constants, artifact.plan)
+        found.append(replace(artifact, programs=programs, constants=laid_out))
+    return found
+
+
+def _ask(process: Process, key: str) -> Plan:
+    return Plan.from_json(process.kept(key), "rank 0's plan")
