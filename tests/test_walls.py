@@ -1,0 +1,86 @@
+"""The walls between rooms: each contract of import-linter breaks where it should, and the parts of torch that
+rooms may use, which import-linter does not tell apart."""
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+COMPILER = ("capture", "codegen", "compiler", "cost", "ir", "partition", "passes", "vocabulary")
+
+#: Contract -> a module, and an import that it must not have.
+BROKEN = {
+    "Each room imports only from the rooms below it": ("capture.inputs", "passes.untie"),
+    "Schedules are made without torch": ("schedule.lowering.lower", "torch"),
+    "Running a pipeline needs its plan and no compiler": ("training.save", "ir.storage"),
+    "The compiler knows no ranks": ("codegen.program", "runtime.ranks.connect"),
+    "A plan is data: of schedules it knows the words": ("plan.artifact", "schedule.search.pool"),
+    "The compiled loops are the search's and the families'": ("cli.compare", "schedule.engine.kernel"),
+    "Programs need no processes, processes no transports": ("runtime.program.comm", "runtime.job.digest"),
+    "Programs run without the compiler's libraries": ("runtime.job.process", "networkx"),
+}
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory) -> str:
+    """What import-linter says of a copy in which every wall has a hole."""
+    copy = tmp_path_factory.mktemp("walls")
+    shutil.copytree(ROOT / "fxpipe", copy / "fxpipe", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", copy)
+    for module, imported in BROKEN.values():
+        path = copy / "fxpipe" / f"{module.replace('.', '/')}.py"
+        path.write_text(f"{path.read_text()}\nimport {_full(imported)}\n")
+    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()"]
+    run = subprocess.run(
+        [*command, "--no-logo", "--no-cache"], cwd=copy, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 1, run.stdout + run.stderr
+    return re.sub(r"\s+", " ", run.stdout)
+
+
+def _full(module: str) -> str:
+    return module if module in ("torch", "networkx") else f"fxpipe.{module}"
+
+
+@pytest.mark.parametrize("contract", BROKEN)
+def test_a_hole_is_found(report, contract):
+    module, imported = BROKEN[contract]
+    assert f"{contract} BROKEN" in report
+    own = re.split(r"-{5,}", report.split(f"{contract} ---")[1])
+    assert f"fxpipe.{module} -> {_full(imported)}" in next(part for part in own if "->" in part)
+
+
+def test_every_contract_is_tried():
+    names = re.findall(r'^name = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert {*names} - {"fxpipe"} == {*BROKEN}
+
+
+def _imports(path: Path) -> set[str]:
+    """The modules that a file imports, with the names that it takes from them."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{name.name}" for name in node.names}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("rooms", "part", "exceptions"),
+    [
+        # Inductor compiles functions at run time, from a graph of its own.
+        (("plan", "runtime", "training"), "torch.fx", {"inductor.py", "torch_private.py"}),
+        ((*COMPILER, "plan", "viz"), "torch.distributed", set()),
+    ],
+)
+def test_parts_of_torch(rooms, part, exceptions):
+    files = [path for room in rooms for path in (ROOT / "fxpipe" / room).rglob("*.py")]
+    assert len(files) > 20
+    users = {path.name for path in files if any(f"{x}.".startswith(f"{part}.") for x in _imports(path))}
+    assert users == exceptions
