@@ -8,14 +8,13 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import fx
 
 from fxpipe.cost.plan_costs import costs_of, expressions, known_work
 from fxpipe.errors import RunError
-from fxpipe.ir.graph import Section
 from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact, Plan, holders
 from fxpipe.plan.rows import rows_of, whole_name
@@ -444,6 +443,10 @@ class Pipeline:
         from fxpipe.viz.pictures import draw
 
         return draw(self, Path(path), expand)
+
+
+if TYPE_CHECKING:
+    from fxpipe.ir.graph import Section
 
 
 def _loss(result: StepResult) -> torch.Tensor:

@@ -12,13 +12,13 @@ import os
 import sys
 from collections.abc import Sequence
 from math import inf
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-import fxpipe
 from fxpipe.capture.answers import Answers
 from fxpipe.capture.dtypes import check_dtypes
 from fxpipe.capture.frozen import warn_of_seed
@@ -28,7 +28,7 @@ from fxpipe.ir import compat
 from fxpipe.ir.graph import Input, Origin
 from fxpipe.ir.storage import written_arguments
 
-_LIBRARY = tuple(os.path.dirname(os.path.abspath(f)) + os.sep for f in (torch.__file__, fxpipe.__file__))
+_LIBRARY = tuple(f"{Path(file).parents[up]}{os.sep}" for file, up in ((torch.__file__, 0), (__file__, 1)))
 
 
 #: The name of its overload is a keyword, which FX and programs cannot write.

@@ -10,8 +10,7 @@ counterpart in each of the other captures, found by its node's position.  Passes
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,36 +19,12 @@ from torch import fx
 
 from fxpipe.errors import CaptureError, SizeError
 from fxpipe.ir.compat import pytree
-from fxpipe.ir.graph import Origin
-from fxpipe.ir.storage import tensors
+from fxpipe.ir.resized import ResizedTraces, monomials
 from fxpipe.runtime.program.batch import batch_leaves
 
 MICROBATCH = "microbatch"
 #: Minimum determinant of three terms at the points, each relative to its value in the example.
 INDEPENDENT = 1e-7
-
-
-@dataclass(frozen=True, eq=False)
-class ResizedTraces:
-    """The step captured at several points, each a length for every named dimension.
-
-    ``points``: the example's first.
-    ``resized_values``: a tensor of the example's graph -> the tensors in its place, one a point.
-    ``graphs``: the captures at the other points.
-    """
-
-    names: tuple[str, ...]
-    points: tuple[tuple[int, ...], ...]
-    resized_values: dict[torch.Tensor, tuple[torch.Tensor, ...]]
-    graphs: tuple[fx.Graph, ...]
-
-    def after_rewrite(self, graph: fx.Graph, graphs: Sequence[fx.Graph]) -> ResizedTraces:
-        """The traces of a rewritten graph, given the other captures after the same rewrite."""
-        like = [dict(_matched(graph, other)) for other in graphs]
-        resized_values = {
-            t: (t, *(other[t] for other in like)) for node in graph.nodes for t in tensors(node)
-        }
-        return replace(self, resized_values=self.resized_values | resized_values, graphs=tuple(graphs))
 
 
 def named_lengths(example: Any, dimensions: Mapping[str, int]) -> dict[str, int]:
@@ -131,27 +106,6 @@ def _resized(example: Any, old: Mapping[str, int], new: Mapping[str, int]) -> An
     return pytree.tree_map_only(torch.Tensor, resize, example)
 
 
-def _matched(graph: fx.Graph, other: fx.Graph) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The tensors of two graphs, side by side."""
-    same: dict[fx.Node, fx.Node] = {}
-    for a, b in itertools.zip_longest(graph.nodes, other.nodes):
-        if (
-            a is None
-            or b is None
-            or a.target != b.target
-            or [same[n] for n in a.all_input_nodes] != b.all_input_nodes
-            or len(tensors(a)) != len(tensors(b))
-            or any(x.dim() != y.dim() for x, y in zip(tensors(a), tensors(b), strict=True))
-        ):
-            origin = (a or b).meta.get("origin", Origin())
-            raise SizeError(
-                f"The step is made of other ops at other sizes, from {(a or b).target} on, in module "
-                f"{origin.path!r} ({origin.source})."
-            )
-        same[a] = b
-        yield from zip(tensors(a), tensors(b), strict=True)
-
-
 def _points(lengths: Mapping[str, int], smaller: bool) -> list[tuple[int, ...]]:
     """Two points that, with the example's, make sizes of one term distinct and any three terms independent.
 
@@ -182,9 +136,3 @@ def _points(lengths: Mapping[str, int], smaller: bool) -> list[tuple[int, ...]]:
         if distinct and np.abs(np.linalg.det(grown[len(high) :][triples])).min() > INDEPENDENT:
             return points
     raise SizeError(f"No other sizes were found that tell {', '.join(lengths)} apart.")
-
-
-def monomials(count: int, terms: int) -> list[tuple[int, ...]]:
-    """The exponents of the monomials of ``count`` lengths that a size of one term or two may have."""
-    degree = max(3, count) if terms == 1 or count <= 3 else 2
-    return [e for e in itertools.product(range(degree + 1), repeat=count) if sum(e) <= degree]

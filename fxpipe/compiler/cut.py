@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx
 
-from fxpipe.capture.resized import ResizedTraces
 from fxpipe.compiler.progress import Phases
 from fxpipe.cost.nodes import CHEAPER_IN_PLACE, NodeSeconds
 from fxpipe.errors import PartitionError
 from fxpipe.ir.compat import copy_node
 from fxpipe.ir.graph import Section
+from fxpipe.ir.resized import ResizedTraces
 from fxpipe.ir.sections import SectionEdge, edges_between, extract
 from fxpipe.ir.verify import verify
 from fxpipe.partition.coloring import partition

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import fx
 
-from fxpipe.capture.resized import ResizedTraces
 from fxpipe.cost.arithmetic import arithmetic_of
 from fxpipe.cost.cluster import Cluster
 from fxpipe.cost.device import Device
 from fxpipe.cost.nodes import NodeSeconds, bytes_moved, is_free, node_flops
 from fxpipe.cost.polynomials import Polynomial, Sizes
 from fxpipe.ir.liveness import Liveness
+from fxpipe.ir.resized import ResizedTraces
 from fxpipe.ir.storage import call_nodes, node_bytes
 from fxpipe.plan.work import PlanWork, Rates, StageWork, Terms, Work
 from fxpipe.schedule.costs import Costs, Edge, StageCost

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.capture.resized import ResizedTraces, monomials
 from fxpipe.errors import SizeError
 from fxpipe.ir.compat import pytree
 from fxpipe.ir.graph import Origin
+from fxpipe.ir.resized import ResizedTraces, monomials
 from fxpipe.ir.storage import tensors
 from fxpipe.plan.work import Terms
 
