@@ -1,7 +1,7 @@
 """Gives each buffer that the step changes one read, and a new value that an op computes.
 
-before: k ──► mul, exp, output["buffers"]["k"] = add
-after:  k ──► read_buffer ──► mul, exp;   output["buffers"]["k"] = add
+before: k ──► mul, exp, outputs.buffers["k"] = add
+after:  k ──► read_buffer ──► mul, exp;   outputs.buffers["k"] = add
 
 The result of the read is an ordinary value: saved for B and W, sent to other stages, never read again after a
 later microbatch has written the buffer.
@@ -14,7 +14,7 @@ from torch import fx
 
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph import Input, Kind, read_buffer
-from fxpipe.ir.storage import output_dict, storage_root
+from fxpipe.ir.storage import graph_outputs, set_outputs, storage_root
 from fxpipe.runtime.program.checks import expect
 
 aten = torch.ops.aten
@@ -23,16 +23,16 @@ aten = torch.ops.aten
 def read_once(graph: fx.Graph) -> None:
     """Insert one read of each buffer that the step changes, and give it a new value that an op computes."""
     inputs = {n.meta["input"]: n for n in graph.find_nodes(op="placeholder")}
-    old = {name: inputs.get(Input(Kind.BUFFER, name)) for name in output_dict(graph)["buffers"]}
-    _set_buffers(graph, {n: v for n, v in output_dict(graph)["buffers"].items() if v is not old[n]})
+    old = {name: inputs.get(Input(Kind.BUFFER, name)) for name in graph_outputs(graph).buffers}
+    set_outputs(graph, buffers={n: v for n, v in graph_outputs(graph).buffers.items() if v is not old[n]})
     position: dict[fx.Node, float] = {node: k for k, node in enumerate(graph.nodes)}
     reads: dict[str, fx.Node] = {}
-    for name in output_dict(graph)["buffers"]:
+    for name in graph_outputs(graph).buffers:
         placeholder = old[name]
         if placeholder is None:
             continue
         users = [n for n in placeholder.users if n is not graph.output_node()]
-        value = output_dict(graph)["buffers"][name]
+        value = graph_outputs(graph).buffers[name]
         if value.op == "call_function":
             users.append(value)
         first = min(users, key=position.__getitem__, default=_first_op(graph))
@@ -55,12 +55,12 @@ def read_once(graph: fx.Graph) -> None:
         placeholder.replace_all_uses_with(read, lambda user, read=read: user is not read)
         reads[name], position[read] = read, position[first] - 0.5
     copied = {}
-    for name, value in output_dict(graph)["buffers"].items():
+    for name, value in graph_outputs(graph).buffers.items():
         copied[name] = value
         root = storage_root(value)
         if root.op == "placeholder" or root.target is read_buffer:
             copied[name] = _copy(graph, value, reads.get(name))
-    _set_buffers(graph, copied)
+    set_outputs(graph, buffers=copied)
 
 
 def _copy(graph: fx.Graph, value: fx.Node, read: fx.Node | None) -> fx.Node:
@@ -76,10 +76,6 @@ def _copy(graph: fx.Graph, value: fx.Node, read: fx.Node | None) -> fx.Node:
 def _first_op(graph: fx.Graph) -> fx.Node:
     first: fx.Node = next(n for n in graph.nodes if n.op == "call_function")
     return first
-
-
-def _set_buffers(graph: fx.Graph, buffers: dict[str, fx.Node]) -> None:
-    graph.output_node().args = ({**output_dict(graph), "buffers": buffers},)
 
 
 def check_branches(graph: fx.Graph) -> None:

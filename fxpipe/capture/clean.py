@@ -18,7 +18,7 @@ from fxpipe.capture.buffers import check_branches, read_once
 from fxpipe.capture.functional import is_mutating, writes_to_a_parameter
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
-from fxpipe.ir.graph import Input, Kind, Origin
+from fxpipe.ir.graph import Input, Kind, Origin, Outputs
 from fxpipe.ir.storage import draws_numbers, drop_dead
 from fxpipe.names import identifier
 from fxpipe.runtime.program.checks import expect, expect_op
@@ -119,8 +119,7 @@ def clean(
                 f"The forward gives the buffers {pair[0]!r} and {pair[1]!r} the same memory and writes "
                 "to it. Give one of them a copy: .clone()."
             )
-    named = _outputs([new[n] for n in flat], layout, written)
-    graph.output({**named, "checks": tuple(checks)})
+    graph.output(_outputs([new[n] for n in flat], layout, written, tuple(checks)))
     read_once(graph)
     check_branches(graph)
     drop_dead(graph)
@@ -194,14 +193,16 @@ def _name(node: fx.Node, origin: Origin, short: dict[str, str]) -> str:
     return identifier(f"{'d_' if origin.backward else ''}{path}.{op.strip('_')}")
 
 
-def _outputs(flat: list[fx.Node], layout: dict[str, Any], written: dict[str, fx.Node]) -> dict[str, Any]:
+def _outputs(
+    flat: list[fx.Node], layout: dict[str, Any], written: dict[str, fx.Node], checks: tuple[fx.Node, ...]
+) -> Outputs:
     values = iter(flat)
     loss, count = (next(values) if layout[key] else None for key in ("loss", "count"))
     outputs = {name: next(values) for name in layout["outputs"]}
-    grads = {name: (next(values),) for name in layout["grads"]}
+    grads: dict[str, tuple[fx.Node, ...]] = {name: (next(values),) for name in layout["grads"]}
     # A buffer that was written to and then replaced has the later value.
     buffers = written | {name: next(values) for name in layout["buffers"]}
-    return {"loss": loss, "count": count, "outputs": outputs, "grads": grads, "buffers": buffers}
+    return Outputs(loss, count, outputs, grads, buffers, checks)
 
 
 def _origin(node: Any) -> Origin:

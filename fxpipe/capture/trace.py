@@ -40,7 +40,7 @@ from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.compat import pytree
 from fxpipe.ir.graph import Kind, Origin
-from fxpipe.ir.storage import output_dict
+from fxpipe.ir.storage import graph_outputs
 from fxpipe.runtime.program.checks import expect_op
 
 
@@ -48,7 +48,7 @@ from fxpipe.runtime.program.checks import expect_op
 class Captured:
     """The training step of one microbatch.
 
-    ``graph``'s placeholders carry an ``Input``; its output is described at ``fxpipe.ir.graph.OUTPUTS``.
+    ``graph``'s placeholders carry an ``Input``; its output is an ``Outputs``.
     ``constants`` are the tensors that the model made from nothing or held outside parameters and buffers.
     """
 
@@ -58,7 +58,7 @@ class Captured:
     @property
     def checks(self) -> int:
         """The number of checks of each microbatch."""
-        return len(output_dict(self.graph)["checks"])
+        return len(graph_outputs(self.graph).checks)
 
 
 def capture(
@@ -150,7 +150,7 @@ def _attempt(
 def _check_written(graph: fx.Graph, tensors: Sequence[Registered]) -> None:
     """Raise CaptureError for a changed buffer that is empty, or that shares memory, as the other tensor would
     change too."""
-    changed = output_dict(graph)["buffers"]
+    changed = graph_outputs(graph).buffers
     for x in tensors:
         if x.name in changed and not x.tensor.numel():
             raise CaptureError(

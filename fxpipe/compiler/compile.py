@@ -43,7 +43,7 @@ from fxpipe.ir.casts import parameter_of
 from fxpipe.ir.graph import Kind, Section
 from fxpipe.ir.liveness import Liveness, liveness
 from fxpipe.ir.sections import is_compiled, requested_outputs
-from fxpipe.ir.storage import call_nodes, node_bytes, output_dict
+from fxpipe.ir.storage import call_nodes, graph_outputs, node_bytes
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.runtime.program.offload import aligned
 from fxpipe.schedule.costs import Costs
@@ -301,7 +301,7 @@ def _stages(
 
 def _check_buffer_order(graph: fx.Graph, schedule: Schedule) -> None:
     """Raise ScheduleError if microbatches would change a buffer out of order."""
-    for name, value in output_dict(graph)["buffers"].items():
+    for name, value in graph_outputs(graph).buffers.items():
         stage, phase = value.meta["color"].stage, value.meta["color"].phase
         rank = schedule.placement[stage]
         ops = [op for op in schedule.order[rank] if op.stage == stage and phase in PHASES[op.kind]]

@@ -22,7 +22,7 @@ from fxpipe.compiler.tensor_ownership import (
 from fxpipe.errors import PartitionError
 from fxpipe.ir.casts import parameter_of
 from fxpipe.ir.graph import Kind, Section
-from fxpipe.ir.storage import call_nodes, output_dict
+from fxpipe.ir.storage import call_nodes, graph_outputs
 from fxpipe.plan.artifact import FORMAT, Plan, Prediction, StagePlan
 from fxpipe.plan.rows import whole_name
 from fxpipe.plan.step import StepSpec
@@ -47,8 +47,7 @@ def make_plan(
 
     constants: tensors that the model made itself.  collectives: the messages that are sent as collectives.
     """
-    named = output_dict(cut.graph)
-    loss = named["loss"]
+    loss, count = graph_outputs(cut.graph).loss, graph_outputs(cut.graph).count
     schedule, placement = timeline.schedule, timeline.schedule.placement
     tensors = tensor_ownership(model, cut.sections, placement, options.ranks)
     joint = {(a, b) for collective in collectives for a in collective.sources for b in collective.targets}
@@ -72,7 +71,7 @@ def make_plan(
             batch=batch_spec(example),
             loss_rank=placement[-1 if loss is None else loss.meta["color"].stage],
             loss_dtype=str(torch.get_default_dtype() if loss is None else loss.meta["val"].dtype),
-            has_count=named["count"] is not None,
+            has_count=count is not None,
             seed=options.seed,
             default_dtype=str(torch.get_default_dtype()),
             leaves=leaves_used(cut.sections, placement, options.ranks),

@@ -10,7 +10,7 @@ from torch import fx, nn
 from fxpipe.errors import CaptureError, LimitError
 from fxpipe.ir.casts import parameter_of
 from fxpipe.ir.graph import Kind, Section
-from fxpipe.ir.storage import output_dict
+from fxpipe.ir.storage import graph_outputs
 from fxpipe.plan.artifact import RankTensors, TensorLayout, holders
 from fxpipe.plan.rows import rows_of, whole_name
 from fxpipe.plan.step import OutputSpec
@@ -112,16 +112,16 @@ def outputs_of(graph: fx.Graph, placement: Sequence[int]) -> tuple[OutputSpec, .
             tuple(node.meta["val"].shape),
             str(node.meta["val"].dtype),
         )
-        for name, node in output_dict(graph)["outputs"].items()
+        for name, node in graph_outputs(graph).outputs.items()
     )
 
 
 def result_bytes(graph: fx.Graph, placement: Sequence[int], ranks: int, microbatches: int) -> tuple[int, ...]:
     """Per rank the bytes of what it holds until the step ends: its outputs of a whole batch, the new values
     of buffers (a step that fails leaves the old ones), and parameters that are cast once a step."""
-    total, named = [0] * ranks, output_dict(graph)
-    for kind, times in (("outputs", microbatches), ("buffers", 1)):
-        for node in named[kind].values():
+    total, named = [0] * ranks, graph_outputs(graph)
+    for results, times in ((named.outputs, microbatches), (named.buffers, 1)):
+        for node in results.values():
             total[placement[node.meta["color"].stage]] += times * node.meta["val"].nbytes
     for node in graph.find_nodes(op="placeholder"):
         if node.meta["input"].kind is Kind.CAST:

@@ -9,7 +9,7 @@ from torch import fx
 
 from fxpipe.cost.nodes import NodeSeconds, node_flops
 from fxpipe.ir.graph import Kind
-from fxpipe.ir.storage import call_nodes, node_bytes, output_dict
+from fxpipe.ir.storage import call_nodes, graph_outputs, node_bytes
 from fxpipe.runtime.program.random import keyed
 
 #: A value is free if all ops that lead to it take at most this share of the whole step, or no longer than
@@ -50,7 +50,7 @@ def _found(
     most: Callable[[fx.Node], float],
 ) -> set[fx.Node]:
     """``most``: maximum seconds of all ops that lead to a value."""
-    changed = set(output_dict(graph)["buffers"])
+    changed = set(graph_outputs(graph).buffers)
     leads: dict[fx.Node, frozenset[fx.Node]] = {}  # free node -> the ops that lead to it, itself included
     kinds: dict[fx.Node, frozenset[Kind]] = {}  # free node -> the kinds of inputs that these read
     for node in graph.nodes:

@@ -10,7 +10,7 @@ The training step is one ``torch.fx.Graph``.  Three pieces of metadata hang on i
     a :class:`Color`: the stage and phase that run it (absent before partitioning).
 
 A placeholder also carries ``node.meta["input"]``, an :class:`Input`.  The output node's single
-argument is a dict (see :data:`OUTPUTS`).
+argument is an :class:`Outputs`.
 
 Glossary:
 
@@ -33,7 +33,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from fxpipe.schedule.ops import Color, Phase
 
@@ -41,15 +41,6 @@ if TYPE_CHECKING:
     from torch import fx
 
 _T = TypeVar("_T")
-
-OUTPUTS = """
-{"loss":    the loss of one microbatch (a 0-d tensor), or None (a forward without a loss),
- "count":   what the loss is a sum over, or None when the loss is a mean,
- "outputs": {name: value}                         what the user asks for beside the loss,
- "grads":   {parameter name: (contribution, …)}   one gradient, as summands,
- "buffers": {buffer name: new value},             for every buffer that the step changes
- "checks":  (expect, …)}                          what must hold of the microbatch, run for nothing else
-"""
 
 
 class Kind(StrEnum):
@@ -113,6 +104,25 @@ class Input:
 
     kind: Kind
     name: str
+
+
+class Outputs(NamedTuple):
+    """The argument of the output node: what a microbatch of the step results in.
+
+    ``loss``: a 0-d tensor, or None (a forward without a loss).
+    ``count``: the number of terms that the loss is a sum of, or None (the loss is a mean).
+    ``outputs``: the values that the user asks for beside the loss, by name.
+    ``grads``: parameter -> the summands of its gradient.
+    ``buffers``: the new value of every buffer that the step changes.
+    ``checks``: ``expect`` ops, which must hold of the microbatch and run for nothing else.
+    """
+
+    loss: fx.Node | None
+    count: fx.Node | None  # type: ignore[assignment]  # tuples have a method of that name
+    outputs: dict[str, fx.Node]
+    grads: dict[str, tuple[fx.Node, ...]]
+    buffers: dict[str, fx.Node]
+    checks: tuple[fx.Node, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

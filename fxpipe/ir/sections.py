@@ -16,7 +16,7 @@ from torch import fx
 from fxpipe.errors import VerifyError
 from fxpipe.ir.compat import copy_node
 from fxpipe.ir.graph import Kind, Section, Value, offload, read_buffer
-from fxpipe.ir.storage import call_nodes, is_view, output_dict
+from fxpipe.ir.storage import call_nodes, graph_outputs, is_view
 from fxpipe.runtime.program.checks import expect
 from fxpipe.schedule.ops import Color, Phase, arrival
 
@@ -90,15 +90,15 @@ def _section(
     ins = [Value(n.meta["input"].kind, n.meta["input"].name) for n in placeholders]
     ins += [Value(_kind(node), node.name, producer) for node, producer in inputs[color].items()]
     outs = [(Value(_kind(node), node.name, color), node) for node in outputs[color]]
-    named = output_dict(graph)
-    for kind, node in ((Kind.LOSS, named["loss"]), (Kind.COUNT, named["count"])):
+    named = graph_outputs(graph)
+    for kind, node in ((Kind.LOSS, named.loss), (Kind.COUNT, named.count)):
         if node in own:
             outs.append((Value(kind, kind.value), node))
-    for node in dict.fromkeys(named["outputs"].values()):
+    for node in dict.fromkeys(named.outputs.values()):
         value = _result(graph, node)
         if node in own and value.kind is Kind.OUTPUT:
             outs.append((value, node))
-    for name, node in named["buffers"].items():
+    for name, node in named.buffers.items():
         if node in own:
             outs.append((Value(Kind.BUFFER, name), node))
     given, returned = [*placeholders, *inputs[color]], [node for _, node in outs]
@@ -142,13 +142,13 @@ def is_compiled(section: Section, backend: str) -> bool:
 
 def requested_outputs(graph: fx.Graph) -> dict[str, Value]:
     """The outputs that the user asked for: name -> the output of a section."""
-    return {name: _result(graph, node) for name, node in output_dict(graph)["outputs"].items()}
+    return {name: _result(graph, node) for name, node in graph_outputs(graph).outputs.items()}
 
 
 def _result(graph: fx.Graph, node: fx.Node) -> Value:
-    named = output_dict(graph)
-    for kind in (Kind.LOSS, Kind.COUNT):
-        if node is named[kind.value]:
+    named = graph_outputs(graph)
+    for kind, result in ((Kind.LOSS, named.loss), (Kind.COUNT, named.count)):
+        if node is result:
             return Value(kind, kind.value)
     return Value(Kind.OUTPUT, node.name)
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fxpipe.ir.compat import pytree
-from fxpipe.ir.graph import offload, read_buffer, reload
+from fxpipe.ir.graph import Outputs, offload, read_buffer, reload
 from fxpipe.plan.tensors import storage_bytes
 from fxpipe.schedule.ops import Color, Phase
 
@@ -157,9 +157,13 @@ def call_nodes(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.nodes if n.op == "call_function"]
 
 
-def output_dict(graph: fx.Graph) -> dict[str, Any]:
-    """The dict described at ``fxpipe.ir.graph.OUTPUTS``."""
+def graph_outputs(graph: fx.Graph) -> Outputs:
     return graph.output_node().args[0]  # type: ignore[return-value]
+
+
+def set_outputs(graph: fx.Graph, **changed: Any) -> None:
+    """Replace some fields of the graph's outputs."""
+    graph.output_node().args = (graph_outputs(graph)._replace(**changed),)
 
 
 def drop_dead(graph: fx.Graph) -> None:

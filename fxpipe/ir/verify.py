@@ -13,9 +13,9 @@ from fxpipe.ir.graph import Kind, offload, read_buffer, reload
 from fxpipe.ir.storage import (
     call_nodes,
     draws_numbers,
+    graph_outputs,
     last_uses,
     may_draw_numbers,
-    output_dict,
     storage_root,
     storage_roots,
     written,
@@ -40,12 +40,12 @@ def verify(graph: fx.Graph, after: str) -> None:
     for node in special:
         _check_op(node, after)
     _check_writes([node for node in special if written(node.target)], after)
-    changed = output_dict(graph)["buffers"]
+    changed = graph_outputs(graph).buffers
     for node in graph.find_nodes(op="placeholder") if changed else ():
         given = node.meta["input"]
         if given.kind is Kind.BUFFER and given.name in changed:
             _check_buffer(node, changed[given.name], after)
-    for name, parts in output_dict(graph)["grads"].items():
+    for name, parts in graph_outputs(graph).grads.items():
         if not parts:
             raise VerifyError(f"After {after}: the gradient of {name} has no summand.")
 

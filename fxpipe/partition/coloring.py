@@ -20,7 +20,7 @@ from fxpipe.cost.nodes import NodeSeconds
 from fxpipe.cost.recomputable import Free, recomputable_nodes
 from fxpipe.errors import PartitionError
 from fxpipe.ir.graph import read_buffer
-from fxpipe.ir.storage import call_nodes, is_view, node_bytes, output_dict, storage_root
+from fxpipe.ir.storage import call_nodes, graph_outputs, is_view, node_bytes, storage_root
 from fxpipe.partition.cuts import choose_cuts
 from fxpipe.partition.following import following_cuts
 from fxpipe.schedule.ops import Color, Phase
@@ -91,7 +91,7 @@ def _check_buffers(graph: fx.Graph) -> None:
     """Check that each changed buffer is read and written in one stage, where the next microbatch reads it."""
     for read in graph.find_nodes(op="call_function", target=read_buffer):
         name = read.args[0].meta["input"].name
-        value = output_dict(graph)["buffers"][name]
+        value = graph_outputs(graph).buffers[name]
         a, b = read.meta["color"].stage, value.meta["color"].stage
         if a != b:
             raise PartitionError(
@@ -112,7 +112,7 @@ def _cuts_by_cost(
 ) -> tuple[int, ...]:
     seconds = [0.0] * len(position)
     home = dict(position)  # forward and backward ops alike: the position whose stage they go with
-    accumulated = {node for parts in output_dict(graph)["grads"].values() for node in parts}
+    accumulated = {node for parts in graph_outputs(graph).grads.values() for node in parts}
     for node in _without_color(graph):
         if node.meta["origin"].backward:
             at = by_seq.get(node.meta["origin"].seq)
@@ -172,7 +172,7 @@ def _buffer_spans(graph: fx.Graph, home: dict[fx.Node, int]) -> dict[str, tuple[
     reads = {
         n.args[0].meta["input"].name: n for n in graph.find_nodes(op="call_function", target=read_buffer)
     }
-    for name, value in output_dict(graph)["buffers"].items():
+    for name, value in graph_outputs(graph).buffers.items():
         touched = [home[n] for n in (reads.get(name), value) if n in home]
         if touched:
             spans[name] = (min(touched), max(touched))

@@ -22,9 +22,8 @@ from torch import fx
 from fxpipe.ir.builder import node_arg
 from fxpipe.ir.compat import has_kernel
 from fxpipe.ir.graph import Input, Kind, Origin
-from fxpipe.ir.storage import drop_dead
+from fxpipe.ir.storage import drop_dead, graph_outputs, set_outputs
 from fxpipe.names import identifier
-from fxpipe.passes.rewrite import gradients, set_gradients
 from fxpipe.plan.tensors import gradient_dtype
 from fxpipe.schedule.ops import Color, Phase
 
@@ -36,8 +35,8 @@ def fuse_accumulation(graph: fx.Graph, grad_dtype: torch.dtype | None = None) ->
     """grad_dtype: see ``fxpipe.compile``."""
     first = next(n for n in graph.nodes if n.op != "placeholder")
     fused: dict[str, tuple[fx.Node, ...]] = {}
-    times = Counter(part for parts in gradients(graph).values() for part in parts)
-    for name, parts in gradients(graph).items():
+    times = Counter(part for parts in graph_outputs(graph).grads.values() for part in parts)
+    for name, parts in graph_outputs(graph).grads.items():
         with graph.inserting_before(first):
             into = graph.placeholder(identifier(f"grad_{name}"))
         val = parts[0].meta["val"]
@@ -45,7 +44,7 @@ def fuse_accumulation(graph: fx.Graph, grad_dtype: torch.dtype | None = None) ->
         into.meta.update(input=Input(Kind.GRADIENT, name), val=val, origin=Origin())
         with graph.inserting_before(graph.output_node()):
             fused[name] = tuple(_accumulated(graph, into, part, times[part] == 1) for part in parts)
-    set_gradients(graph, fused)
+    set_outputs(graph, grads=fused)
     drop_dead(graph)
 
 

@@ -1,7 +1,7 @@
 """Lets an op compute each result: loss and outputs that are inputs of the step are copied.
 
-before: output["outputs"]["labels"] = labels (a leaf of the batch)
-after:  output["outputs"]["labels"] = clone(labels) (F, where labels is used)
+before: outputs["labels"] = labels (a leaf of the batch)
+after:  outputs["labels"] = clone(labels) (F, where labels is used)
 """
 
 from __future__ import annotations
@@ -9,19 +9,18 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fxpipe.ir.storage import call_nodes, output_dict
+from fxpipe.ir.storage import call_nodes, graph_outputs, set_outputs
 from fxpipe.schedule.ops import Phase
 
 aten = torch.ops.aten
 
 
 def copy_given_results(graph: fx.Graph) -> None:
-    named = output_dict(graph)
-    loss = named["loss"]
-    given = [n for n in (loss, *named["outputs"].values()) if n is not None and n.op == "placeholder"]
+    loss, asked = graph_outputs(graph).loss, graph_outputs(graph).outputs
+    given = [n for n in (loss, *asked.values()) if n is not None and n.op == "placeholder"]
     copies = {node: _copied(graph, node) for node in dict.fromkeys(given)}
-    outputs = {name: copies.get(node, node) for name, node in named["outputs"].items()}
-    graph.output_node().args = ({**named, "loss": copies.get(loss, loss), "outputs": outputs},)
+    found = {name: copies.get(node, node) for name, node in asked.items()}
+    set_outputs(graph, loss=loss and copies.get(loss, loss), outputs=found)
 
 
 def _copied(graph: fx.Graph, node: fx.Node) -> fx.Node:

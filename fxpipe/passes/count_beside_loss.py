@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fxpipe.ir.storage import output_dict
+from fxpipe.ir.storage import graph_outputs, set_outputs
 from fxpipe.schedule.ops import Color, Phase
 
 aten = torch.ops.aten
@@ -17,10 +17,10 @@ aten = torch.ops.aten
 
 def count_beside_loss(graph: fx.Graph) -> None:
     """Move loss and count to the later of their two sections; a count can be a constant."""
-    named = output_dict(graph)
-    if named["count"] is None:
+    named = graph_outputs(graph)
+    if named.loss is None or named.count is None:
         return
-    both = {key: named[key] for key in ("loss", "count")}
+    both = {"loss": named.loss, "count": named.count}
     colors = [n.meta["color"] for n in both.values() if n.op == "call_function"]
     stage = max(color.stage for color in colors)
     phase = max((color.phase for color in colors), key=list(Phase).index)
@@ -29,7 +29,7 @@ def count_beside_loss(graph: fx.Graph) -> None:
             continue
         with graph.inserting_before(graph.output_node()):
             copy = graph.call_function(aten.clone.default, (node,))
-        origin = named["loss"].meta["origin"]
+        origin = named.loss.meta["origin"]
         copy.meta.update(val=node.meta["val"], origin=origin, color=Color(stage, phase))
         both[key] = copy
-    graph.output_node().args = ({**named, **both},)
+    set_outputs(graph, **both)

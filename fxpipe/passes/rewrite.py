@@ -1,4 +1,4 @@
-"""Shared by passes: recomputing a value in another section, and the gradients."""
+"""Shared by passes: recomputing a value in another section."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Set
 from torch import fx
 
 from fxpipe.ir.compat import copy_node
-from fxpipe.ir.storage import output_dict
 from fxpipe.schedule.ops import Color, Phase
 
 
@@ -37,12 +36,3 @@ def clone_into(
     clone.meta["color"] = color
     clones[(color, node)] = clone
     return clone
-
-
-def gradients(graph: fx.Graph) -> dict[str, tuple[fx.Node, ...]]:
-    found: dict[str, tuple[fx.Node, ...]] = output_dict(graph)["grads"]
-    return found
-
-
-def set_gradients(graph: fx.Graph, grads: dict[str, tuple[fx.Node, ...]]) -> None:
-    graph.output_node().args = ({**output_dict(graph), "grads": grads},)

@@ -19,7 +19,7 @@ from torch import fx
 
 from fxpipe.ir.compat import copy_node
 from fxpipe.ir.graph import Kind, read_buffer
-from fxpipe.ir.storage import call_nodes, output_dict
+from fxpipe.ir.storage import call_nodes, graph_outputs
 from fxpipe.schedule.ops import Color, Phase
 
 aten = torch.ops.aten
@@ -30,7 +30,7 @@ def split_backward(graph: fx.Graph) -> None:
     on_data = _ops_on_data(graph)
     items = graph.find_nodes(op="call_function", target=operator.getitem)
     # New values of buffers belong to B, which runs in microbatch order.
-    needed = {*output_dict(graph)["buffers"].values()}
+    needed = {*graph_outputs(graph).buffers.values()}
     needed.update(graph.find_nodes(op="call_function", target=read_buffer))
     color = cache(Color)  # one object a section, as from the partition
     for node in reversed(call_nodes(graph)):

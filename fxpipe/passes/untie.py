@@ -10,15 +10,16 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fxpipe.ir.storage import drop_dead
-from fxpipe.passes.rewrite import gradients, set_gradients
+from fxpipe.ir.storage import drop_dead, graph_outputs, set_outputs
 
 aten = torch.ops.aten
 
 
 def untie(graph: fx.Graph) -> None:
-    found = gradients(graph).items()
-    set_gradients(graph, {name: tuple(s for part in parts for s in _summands(part)) for name, parts in found})
+    found = graph_outputs(graph).grads.items()
+    set_outputs(
+        graph, grads={name: tuple(s for part in parts for s in _summands(part)) for name, parts in found}
+    )
     drop_dead(graph)
 
 

@@ -22,7 +22,7 @@ from torch import fx
 
 from fxpipe.cost.nodes import node_flops
 from fxpipe.ir.graph import Kind, offload
-from fxpipe.ir.storage import call_nodes, node_bytes, output_dict, root_within
+from fxpipe.ir.storage import call_nodes, graph_outputs, node_bytes, root_within
 from fxpipe.schedule.ops import Color, Phase
 
 BOXES_PER_SECTION = 9
@@ -91,8 +91,8 @@ def collapse(graph: fx.Graph, per_section: int = BOXES_PER_SECTION, total: int =
     for node, place in place_of.items():
         members[place].append(node)
     places = _sorted(members, {n: i for i, n in enumerate(graph.nodes)})
-    named = output_dict(graph)
-    results = {**named["outputs"], "loss": named["loss"], "count": named["count"]}
+    named = graph_outputs(graph)
+    results = {**named.outputs, "loss": named.loss, "count": named.count}
     return Boxes(
         tuple(Box(place, len(members[place]), sum(map(node_flops, members[place]))) for place in places),
         _flows(place_of),

@@ -11,7 +11,7 @@ from torch import fx
 from fxpipe.errors import VocabularyError
 from fxpipe.ir.builder import node_arg
 from fxpipe.ir.graph import Kind
-from fxpipe.ir.storage import call_nodes, output_dict
+from fxpipe.ir.storage import call_nodes, graph_outputs
 from fxpipe.vocabulary.axes import LOOKUPS, PICKS, RESHAPES, UNPICKS, vocabulary_axes, whole
 
 aten = torch.ops.aten
@@ -43,7 +43,7 @@ def find_layers(graph: fx.Graph) -> Layers:
     none."""
     heads = [n for n in call_nodes(graph) if n.target is aten._log_softmax.default and _is_picked(n)]
     if not heads:
-        loss = output_dict(graph)["loss"]
+        loss = graph_outputs(graph).loss
         place = "There is no loss." if loss is None else f"The loss comes from {_place(loss)}."
         raise VocabularyError(
             "vocab_parallel found no cross-entropy in the training step: no log-softmax whose entries the "
@@ -156,16 +156,16 @@ def _sorted(graph: fx.Graph, size: int, tables: tuple[fx.Node, ...], axes: dict[
             products.append(node)
         else:
             raise whole(node)
-    named = output_dict(graph)
-    for name, node in named["outputs"].items():
+    named = graph_outputs(graph)
+    for name, node in named.outputs.items():
         if node in axes:
             raise VocabularyError(
                 f"The output {name!r} has an entry for each word of the vocabulary, and with vocab_parallel "
                 "no rank computes all of them. Leave it out of outputs, or compile without vocab_parallel."
             )
-    for node in (named["loss"], named["count"], *named["buffers"].values()):
-        if node in axes:
-            raise whole(node)
+    for result in (named.loss, named.count, *named.buffers.values()):
+        if result is not None and result in axes:
+            raise whole(result)
     return Layers(
         size, tables, axes, losses, tuple(label_gathers), tuple(vocab_sums), tuple(products), tuple(lookups)
     )

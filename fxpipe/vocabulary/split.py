@@ -20,7 +20,7 @@ from torch import fx
 from fxpipe.errors import VocabularyError
 from fxpipe.ir.builder import Builder, accum_dtype, cast, in_order, node_arg
 from fxpipe.ir.graph import Origin
-from fxpipe.ir.storage import call_nodes, drop_dead, output_dict
+from fxpipe.ir.storage import call_nodes, drop_dead, graph_outputs, set_outputs
 from fxpipe.schedule.ops import Phase
 from fxpipe.schedule.stages import Vocabulary
 from fxpipe.vocabulary.gradients import Gradients
@@ -124,10 +124,10 @@ def _before_projection(product: fx.Node) -> Origin:
 def _set_outputs(graph: fx.Graph, layers: Layers, parts: list[_Part]) -> None:
     """Loss, count and outputs that follow from the loss come from the last rank, the tables' gradients from
     each."""
-    named, last = output_dict(graph), parts[-1].softmax
+    named, last = graph_outputs(graph), parts[-1].softmax
     tables = {table.meta["input"].name for table in layers.tables}
     grads: dict[str, tuple[fx.Node, ...]] = {}
-    for name, summands in named["grads"].items():
+    for name, summands in named.grads.items():
         if name not in tables:
             grads[name] = summands
             continue
@@ -135,9 +135,13 @@ def _set_outputs(graph: fx.Graph, layers: Layers, parts: list[_Part]) -> None:
         for part in parts:
             part.shard.phase = Phase.W
             grads[part.shard.rows(name)] = tuple(part.shard.local(leaf) for leaf in leaves)
-    kept = {key: None if named[key] is None else last.local_copy(named[key]) for key in ("loss", "count")}
-    outputs = {name: last.local_copy(node) for name, node in named["outputs"].items()}
-    graph.output_node().args = ({**named, **kept, "outputs": outputs, "grads": grads},)
+    set_outputs(
+        graph,
+        loss=None if named.loss is None else last.local_copy(named.loss),
+        count=None if named.count is None else last.local_copy(named.count),
+        outputs={name: last.local_copy(node) for name, node in named.outputs.items()},
+        grads=grads,
+    )
     last.give_the_rest()
 
 

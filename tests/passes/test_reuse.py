@@ -10,7 +10,7 @@ from torch import fx, nn
 import fxpipe
 from fxpipe.compiler import cut as passes
 from fxpipe.errors import VerifyError
-from fxpipe.ir.graph import Input, Kind, Origin
+from fxpipe.ir.graph import Input, Kind, Origin, Outputs
 from fxpipe.ir.storage import call_nodes
 from fxpipe.ir.verify import verify
 from fxpipe.passes.inplace import use_inplace_ops
@@ -36,7 +36,7 @@ class Step:
     def reused(self, loss: fx.Node, **grads: fx.Node) -> dict[str, str]:
         """The ops that write over something after the pass, and what over."""
         named = {name: (node,) for name, node in grads.items()}
-        self.graph.output({"loss": loss, "count": None, "grads": named, "buffers": {}})
+        self.graph.output(Outputs(loss, None, {}, named, {}))
         verify(self.graph, "building")
         use_inplace_ops(self.graph)
         verify(self.graph, "use_inplace_ops")
