@@ -23,7 +23,7 @@ from fxpipe.runtime.program.batch import batch_leaves, given_leaves
 from fxpipe.runtime.program.comm import Comm, NoAnswer
 from fxpipe.runtime.program.inductor import compiled_functions
 from fxpipe.runtime.program.offload import TIMEOUT, Offloader, check_tier, open_store
-from fxpipe.runtime.program.outputs import Collected, On, StepResult, move, requested
+from fxpipe.runtime.program.outputs import Collected, On, StepResult, requested
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.program.record import DeviceClock, HostClock, Record
 from fxpipe.runtime.ranks.agreement import check_agreement
@@ -39,6 +39,7 @@ from fxpipe.runtime.ranks.taken import Releases, as_bytes, events_from, releases
 from fxpipe.runtime.ranks.tracked_memory import SavedBytes
 from fxpipe.training.course import Course
 from fxpipe.training.model_state import ModelState
+from fxpipe.training.move_outputs import move_outputs
 from fxpipe.training.same_batch import SAME_OPTIONS, Facts, any_stops, difference, options_differ, words
 
 log = logging.getLogger("fxpipe")
@@ -256,7 +257,7 @@ class Runner:
         wanted, microbatches = rt.collected.wanted, self.plan.step.microbatches
         found = rt.collected.joined(rt.rank, microbatches)
         rt.collected = Collected()  # the caller alone keeps them
-        return move(found, wanted, on, self.process, microbatches, self.device)
+        return move_outputs(found, wanted, on, self.process, microbatches, self.device)
 
     @cached_property
     def runtime(self) -> Runtime:

@@ -1,20 +1,17 @@
-"""The outputs that the user asks for: collected by microbatch, and moved between ranks on request."""
+"""The outputs that the user asks for: collected by microbatch."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
 from fxpipe.errors import RunError
 from fxpipe.plan.step import OutputSpec
 from fxpipe.plan.tensors import dtype_of
-
-if TYPE_CHECKING:
-    from fxpipe.runtime.job.process import Process
 
 On = int | Literal["all"] | None
 """The rank that is to have the outputs; ``"all"``: every rank; None: each output's own rank."""
@@ -47,7 +44,7 @@ class Collected:
     ) -> Collected:
         """With memory for the outputs of a rank, which the caller keeps after the step."""
         own = (spec for spec in wanted.values() if spec.rank == rank)
-        return Collected(wanted, {spec.name: _empty(spec, microbatches, device) for spec in own})
+        return Collected(wanted, {spec.name: empty(spec, microbatches, device) for spec in own})
 
     def add(self, name: str, value: torch.Tensor, microbatch: int, microbatches: int) -> None:
         """Raises RunError if an edited program gives another value than the plan has."""
@@ -77,7 +74,7 @@ class Collected:
         return {name: joined(value) for name, value in self.found.items()}
 
 
-def _empty(spec: OutputSpec, microbatches: int, device: torch.device | None) -> torch.Tensor:
+def empty(spec: OutputSpec, microbatches: int, device: torch.device | None) -> torch.Tensor:
     """Memory for all microbatches, their dimension in front."""
     return torch.empty((microbatches, *spec.shape), dtype=dtype_of(spec.dtype), device=device)
 
@@ -105,32 +102,3 @@ def requested(asked: Sequence[str], on: On, known: Iterable[OutputSpec], ranks: 
                 "fxpipe.compile."
             )
     return {name: by_name[name] for name in asked}
-
-
-def move(
-    found: dict[str, torch.Tensor],
-    wanted: Mapping[str, OutputSpec],
-    on: On,
-    process: Process | None,
-    microbatches: int,
-    device: torch.device,
-) -> dict[str, torch.Tensor]:
-    """The outputs that this rank is to have; unless ``on`` is None, all ranks call it alike.
-
-    found: those that this rank computed.
-    """
-    if on is None or process is None:
-        return found
-    moved = {}
-    for name, spec in wanted.items():
-        value = found.get(name)
-        if value is None:
-            value = joined(_empty(spec, microbatches, device))
-        data = value.view(-1).view(torch.uint8)  # gloo does not know all dtypes
-        if on == "all":
-            process.broadcast_(data, spec.rank)
-        elif spec.rank != on and process.rank in (spec.rank, on):
-            process.send_to(data, spec.rank, on)
-        if on in ("all", process.rank):
-            moved[name] = value
-    return moved

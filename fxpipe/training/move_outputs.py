@@ -1,0 +1,40 @@
+"""Moves the outputs of a step between ranks, on request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from fxpipe.plan.step import OutputSpec
+from fxpipe.runtime.job.process import Process
+from fxpipe.runtime.program.outputs import On, empty, joined
+
+
+def move_outputs(
+    found: dict[str, torch.Tensor],
+    wanted: Mapping[str, OutputSpec],
+    on: On,
+    process: Process | None,
+    microbatches: int,
+    device: torch.device,
+) -> dict[str, torch.Tensor]:
+    """The outputs that this rank is to have; unless ``on`` is None, all ranks call it alike.
+
+    found: those that this rank computed.
+    """
+    if on is None or process is None:
+        return found
+    moved = {}
+    for name, spec in wanted.items():
+        value = found.get(name)
+        if value is None:
+            value = joined(empty(spec, microbatches, device))
+        data = value.view(-1).view(torch.uint8)  # gloo does not know all dtypes
+        if on == "all":
+            process.broadcast_(data, spec.rank)
+        elif spec.rank != on and process.rank in (spec.rank, on):
+            process.send_to(data, spec.rank, on)
+        if on in ("all", process.rank):
+            moved[name] = value
+    return moved
