@@ -64,12 +64,3 @@ class RunError(FxpipeError):
 
 class VocabularyError(FxpipeError):
     """The vocabulary layers cannot be found, or cannot be split over the ranks."""
-
-
-def __getattr__(name: str) -> type[FxpipeError]:
-    if name == "ArtefactError":
-        import warnings
-
-        warnings.warn("ArtefactError is now ArtifactError", DeprecationWarning, stacklevel=2)
-        return ArtifactError
-    raise AttributeError(f"module 'fxpipe.errors' has no attribute {name!r}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from enum import Enum
 from io import BufferedReader
 from math import isfinite
@@ -102,8 +102,6 @@ def structure(data: Any, kind: type[_T], path: str = "") -> _T:
 
     Every field without a default must be present, no other key may be, and each value must have exactly the
     type of its field.  Raises Misfit for the first violation.
-
-    A dataclass may have ``OLDER_NAMES``: names that its fields had in earlier files, with those of today.
     path: of ``data`` in its file, for messages.
     """
     try:
@@ -224,22 +222,14 @@ def _at(index: Any, hook: Callable[[Any, Any], Any], entry: Any, item: Any) -> A
 
 
 def _object_hook(kind: Any, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
-    older: Mapping[str, str] = getattr(kind, "OLDER_NAMES", {})
     fill = cattrs.gen.make_dict_structure_fn(kind, converter, _cattrs_forbid_extra_keys=True)
 
     def structured(value: Any, _: Any) -> Any:
         if type(value) is not dict:
             raise Misfit(f"is {shown(value)} and must be an object")
-        return fill(_with_new_names(value, older) if older else value, kind)
+        return fill(value, kind)
 
     return structured
-
-
-def _with_new_names(value: dict[str, Any], older: Mapping[str, str]) -> dict[str, Any]:
-    for name, newer in older.items():
-        if name in value and newer in value:
-            raise Misfit(f"has both {name!r} and {newer!r}, two names of one field")
-    return {older.get(name, name): entry for name, entry in value.items()}
 
 
 def _origin(kind: Any) -> Any:

@@ -104,8 +104,8 @@ class Plan:
     tensor with two names, none for a buffer that is not persistent).  ``work``: the costs for other sizes,
     where dimensions were named.  ``tried``: the candidates of ``auto``.  ``transfers``: offloads and reloads,
     ``tier``: the offload store, ``pools``: the bytes of each rank in it.  ``device``: the device whose
-    description the costs are from, as text; empty in plans of earlier versions.  ``grad_dtype``: the dtype of
-    gradients, as text; empty for that of each parameter.
+    description the costs are from, as text.  ``grad_dtype``: the dtype of gradients, as text; empty for that
+    of each parameter.
     """
 
     format: int

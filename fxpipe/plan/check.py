@@ -84,8 +84,7 @@ def _stages(plan: Plan) -> None:
         _between(f"placement[{stage}]", rank, 0, ranks - 1)
     _as_many("order", plan.order, ranks, "rank")
     _as_many("tensors", plan.tensors, ranks, "rank")
-    if plan.step.leaves:
-        _as_many("step.leaves", plan.step.leaves, ranks, "rank")
+    _as_many("step.leaves", plan.step.leaves, ranks, "rank")
     _as_many("prediction.peak_memory", plan.prediction.peak_memory, ranks, "rank")
     _as_many("stages", plan.stages, stages, "stage of placement")
     _as_many("costs.stages", plan.costs.stages, stages, "stage of placement")

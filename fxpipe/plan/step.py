@@ -52,9 +52,8 @@ class StepSpec:
 
     ``has_count``: whether the loss is a (sum, count).  ``loss_dtype``: as text, "torch.float32".
     ``default_dtype``: torch's default dtype in the trace.  ``leaves``: per rank the names of the leaves of
-    the batch that its program uses; empty in plans of earlier versions, whose ranks need all leaves.
-    ``outputs``: those that a step can be asked for.  ``has_loss``: else the step is a forward for its outputs
-    alone.
+    the batch that its program uses.  ``outputs``: those that a step can be asked for.  ``has_loss``: else the
+    step is a forward for its outputs alone.
     """
 
     ranks: int
@@ -65,10 +64,6 @@ class StepSpec:
     has_count: bool
     seed: int
     default_dtype: str
-    leaves: tuple[tuple[str, ...], ...] = ()
+    leaves: tuple[tuple[str, ...], ...]
     outputs: tuple[OutputSpec, ...] = ()
     has_loss: bool = True
-
-    def leaves_of(self, rank: int) -> tuple[str, ...]:
-        """The leaves of the batch that a rank needs."""
-        return self.leaves[rank] if self.leaves else self.batch.tensors

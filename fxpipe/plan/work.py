@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from fxpipe.errors import SizeError
-from fxpipe.schedule.costs import Costs, Edge, RenamedFields
+from fxpipe.schedule.costs import Costs, Edge
 
 PHASE_FIELDS = ("forward", "backward", "weight")
 _MEMORY_FIELDS = ("saved_activations", "saved_for_weight", "offloadable", "offloadable_for_weight")
@@ -36,37 +36,32 @@ class Rates:
     """The rates of a device: bytes per second to memory and to another rank; minimum seconds of an op and a
     message; seconds of a section beside its ops.
 
-    ``inter_link``, ``inter_latency``: of a message to a rank of another machine; None in plans of versions
-    that did not tell machines apart.
+    ``inter_link``, ``inter_latency``: of a message to a rank of another machine.
     """
 
     memory: float
     link: float
     launch: float
     latency: float
-    stage_overhead: float = 0.0
-    inter_link: float | None = None
-    inter_latency: float | None = None
+    stage_overhead: float
+    inter_link: float
+    inter_latency: float
 
     def with_message(self, edge: Edge, moved: float) -> Edge:
         """The edge with a message of so many bytes."""
-        inter = None
-        if self.inter_link is not None and self.inter_latency is not None:
-            inter = self.inter_latency + moved / self.inter_link
-        seconds = self.latency + moved / self.link
+        seconds, inter = self.latency + moved / self.link, self.inter_latency + moved / self.inter_link
         return replace(edge, bytes=moved, seconds=seconds, inter_seconds=inter)
 
 
 @dataclass(frozen=True)
 class Work:
-    """``count`` equal ops, each with its FLOPs and bytes; ``rate``: FLOPs per second for their arithmetic
-    (empty in plans of versions that did not write it)."""
+    """``count`` equal ops, each with its FLOPs and bytes; ``rate``: FLOPs per second for their arithmetic."""
 
     count: int
     flops: Terms
     bytes: Terms
     rate: float
-    arithmetic: str = ""
+    arithmetic: str
 
 
 def _bounds(op: Work, lengths: Sequence[Any], rates: Rates) -> tuple[Any, Any, float]:
@@ -76,7 +71,7 @@ def _bounds(op: Work, lengths: Sequence[Any], rates: Rates) -> tuple[Any, Any, f
 
 
 @dataclass(frozen=True)
-class StageWork(RenamedFields):
+class StageWork:
     """The ops of each phase of a stage, and its bytes as in ``StageCost``."""
 
     forward: tuple[Work, ...]
@@ -89,7 +84,7 @@ class StageWork(RenamedFields):
 
 
 @dataclass(frozen=True)
-class Expressions(RenamedFields):
+class Expressions:
     """One stage's costs, as sympy expressions of the named lengths: seconds of each phase, bytes as in
     ``StageCost``, FLOPs of all phases."""
 

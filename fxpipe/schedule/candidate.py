@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 
 @dataclass(frozen=True)
@@ -16,8 +14,6 @@ class Candidate:
     ``recompute``: the level of recomputation, empty for none.  ``offloaded``: memory offloaded in a step.
     Memory is in the unit of the costs: bytes for a compiled model.
     """
-
-    OLDER_NAMES: ClassVar[Mapping[str, str]] = {"moved": "offloaded"}
 
     schedule: str
     stages_per_rank: int

@@ -2,38 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
 
 from fxpipe.schedule.ops import Color, Phase
 
 
-class RenamedFields:
-    """The fields of a stage's memory under their older names too: in files, and as deprecated attributes."""
-
-    __slots__ = ()
-    OLDER_NAMES: ClassVar[Mapping[str, str]] = {
-        "saved": "saved_activations",
-        "kept": "saved_for_weight",
-        "away": "offloadable",
-        "away_for_weight": "offloadable_for_weight",
-    }
-
-    if not TYPE_CHECKING:  # to a type checker the older names are errors
-
-        def __getattr__(self, name: str) -> Any:
-            if name not in self.OLDER_NAMES:
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            newer = self.OLDER_NAMES[name]
-            text = f"{type(self).__name__}.{name} is now {type(self).__name__}.{newer}"
-            warnings.warn(text, DeprecationWarning, stacklevel=2)
-            return getattr(self, newer)
-
-
 @dataclass(frozen=True, slots=True)
-class StageCost(RenamedFields):
+class StageCost:
     """The cost of one microbatch on one stage.  Times in seconds, memory in bytes (or any one unit of each).
 
     forward, backward, weight: the times of F, B and W.

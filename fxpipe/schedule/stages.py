@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 
 @dataclass(frozen=True)
@@ -14,12 +12,6 @@ class Vocabulary:
 
     ``barriers``: a microbatch.  For each, a rank may hold one microbatch more than in the plain schedule.
     """
-
-    OLDER_NAMES: ClassVar[Mapping[str, str]] = {
-        "lookups": "embedding_shards",
-        "heads": "output_shards",
-        "ahead": "barriers",
-    }
 
     embedding_shards: int = 0
     output_shards: int = 0

@@ -31,7 +31,6 @@ from fxpipe.plan.artifact import FORMAT
 from fxpipe.plan.files import read_plan
 from fxpipe.plan.step import BatchSpec, Leaf
 from fxpipe.schedule.candidate import Candidate
-from fxpipe.schedule.costs import StageCost
 from fxpipe.schedule.formats.costs_file import read_costs
 from fxpipe.schedule.formats.handwritten import parse_schedule, read_schedule
 from fxpipe.viz.explanation import explain
@@ -112,46 +111,6 @@ def dropped(path: str) -> Callable[[Json], None]:
     return edit
 
 
-OLDER_NAMES = {
-    "vocabulary": {"embedding_shards": "lookups", "output_shards": "heads", "barriers": "ahead"},
-    "tried": {"offloaded": "moved"},
-}
-
-
-@pytest.mark.parametrize("name", ["vocabulary", "sized"])
-def test_a_plan_with_the_names_of_the_first_version(saved, name):
-    directory = saved(name)
-    plan = read_plan(directory)
-    renamed = 0
-
-    def older(data: Json) -> None:
-        nonlocal renamed
-        for key, names in OLDER_NAMES.items():
-            for entry in data[key] if isinstance(data[key], list) else [data[key] or {}]:
-                for newer, old in names.items():
-                    if newer in entry:
-                        entry[old] = entry.pop(newer)
-                        renamed += 1
-
-    changed(directory, older)
-    assert renamed == {"vocabulary": 3, "sized": 2}[name]
-    assert read_plan(directory) == plan
-
-
-def test_a_plan_without_the_leaves_of_each_rank(saved):
-    """Of an earlier version: each rank needs the whole batch."""
-    directory = saved("offload")
-    case = Case(Chain, numbers)
-    batch, pipe = case.data(MICROBATCHES), fxpipe.load(directory)
-    assert [pipe.leaves(rank) for rank in range(2)] == [("x",), ("y",)]
-    changed(directory, dropped("step.leaves"))
-    older = fxpipe.load(directory)
-    assert [older.leaves(rank) for rank in range(2)] == [("x", "y"), ("x", "y")]
-    assert torch.equal(older.run_local(batch).loss, pipe.run_local(batch).loss)
-    with pytest.raises(BatchError, match="this rank needs leaves x, y"):
-        older.run_local({"x": batch["x"]})
-
-
 #: Of which pipeline, at which place, what, and what the error says of it.
 EDITS: list[tuple[str, str, Json, str]] = [
     ("offload", "format", FORMAT - 1, f"has format {FORMAT - 1}"),
@@ -228,7 +187,6 @@ EDITS: list[tuple[str, str, Json, str]] = [
     ("vocabulary", "vocabulary.output_shards", 3, "vocabulary.output_shards is 3 and must be 0 or 2"),
     ("vocabulary", "vocabulary.embedding_shards", 1, "vocabulary.embedding_shards is 1 and must be 0 or 2"),
     ("vocabulary", "vocabulary.barriers", 99, "vocabulary.barriers is 99"),
-    ("vocabulary", "vocabulary.heads", 2, "has both 'heads' and 'output_shards'"),
     ("vocabulary", "layouts.embedding.weight", None, "layouts is missing"),
     ("offload", "tensors[0].gradients[0]", "nothing", "tensors[0].gradients[0] is 'nothing'"),
     ("offload", "tensors[0].buffers", ["nothing"], "tensors[0].buffers[0] is 'nothing'"),
@@ -292,16 +250,6 @@ def test_an_edit_of_the_plan(saved, name, path, value, message):
     assert message in str(error.value)
     assert len(str(error.value)) < 600
     assert main(["explain", str(directory)]) == main(["simulate", "--costs", str(directory)]) == 2
-
-
-def test_older_names_of_costs(saved):
-    directory = saved("sized")
-    plan, text = read_plan(directory), (directory / "plan.json").read_text()
-    for older, newer in StageCost.OLDER_NAMES.items():
-        assert f'"{newer}":' in text
-        text = text.replace(f'"{newer}":', f'"{older}":')
-    (directory / "plan.json").write_text(text)
-    assert read_plan(directory) == plan
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@
 
 Times in any one unit, memory in any one unit; the fields are those of ``StageCost``, ``Edge`` and ``Costs``.
 Only the times of stages are required: memory, ``bytes`` and ``seconds`` are 0 by default; without ``edges``
-the stages are a chain; without ``ranks_per_machine`` there is one machine.  The older names ``saved``,
-``kept``, ``away`` and ``away_for_weight`` are read too.
+the stages are a chain; without ``ranks_per_machine`` there is one machine.
 """
 
 from __future__ import annotations
