@@ -11,8 +11,15 @@ from torch import nn
 import fxpipe
 
 #: The modules outside of runtime/ that a program needs.
-CONTRACT = {"fxpipe", "fxpipe.errors", "fxpipe.plan.step", "fxpipe.plan.tensors", "fxpipe.plan.version"}
-HEAVY = {"numba", "networkx", "graphviz", "sympy", "rich", "cattrs"}
+CONTRACT = {
+    "fxpipe",
+    "fxpipe.errors",
+    "fxpipe.plan.step",
+    "fxpipe.plan.tensors",
+    "fxpipe.plan.version",
+    "fxpipe.strict",
+}
+HEAVY = {"numba", "networkx", "graphviz", "sympy", "rich"}
 
 
 def loaded(code: str, *arguments: object) -> set[str]:
@@ -129,4 +136,4 @@ def test_a_saved_pipeline_trains_without_the_compiler(saved):
     )
     compiler = {"compiler", "choose", "options", "capture", "partition", "passes", "codegen", "viz"}
     assert not modules & {f"fxpipe.{name}" for name in compiler}
-    assert not modules & (HEAVY - {"cattrs"})  # cattrs reads the plan
+    assert not modules & HEAVY

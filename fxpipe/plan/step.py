@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from fxpipe.plan.tensors import Dtype, FloatingDtype, Shape, Size
+from fxpipe.strict import between
+
+MOST_RANKS = 1 << 16
 
 Tier = Literal["host", "disk"]
 TIERS: tuple[Tier, ...] = ("host", "disk")
@@ -15,8 +20,8 @@ class Leaf:
     """One leaf of the example microbatch.  ``shape`` and ``dtype`` for a tensor, else ``value`` as text."""
 
     name: str
-    shape: tuple[int, ...] | None
-    stride: tuple[int, ...]
+    shape: Shape | None
+    stride: tuple[Size, ...]
     dtype: str
     value: str
 
@@ -42,8 +47,8 @@ class OutputSpec:
 
     name: str
     rank: int
-    shape: tuple[int, ...]
-    dtype: str
+    shape: Shape
+    dtype: Dtype
 
 
 @dataclass(frozen=True)
@@ -56,14 +61,14 @@ class StepSpec:
     step is a forward for its outputs alone.
     """
 
-    ranks: int
+    ranks: Annotated[int, between(1, MOST_RANKS)]
     microbatches: int
     batch: BatchSpec
     loss_rank: int
-    loss_dtype: str
+    loss_dtype: FloatingDtype
     has_count: bool
     seed: int
-    default_dtype: str
+    default_dtype: FloatingDtype
     leaves: tuple[tuple[str, ...], ...]
     outputs: tuple[OutputSpec, ...] = ()
     has_loss: bool = True

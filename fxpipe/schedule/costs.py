@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 from fxpipe.schedule.ops import Color, Phase
+from fxpipe.strict import NonNegative, at_least, entries
+
+MOST_STAGES = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +23,13 @@ class StageCost:
         as B does not read them, until W.
     """
 
-    forward: float
-    backward: float
-    weight: float
-    saved_activations: float = 0.0
-    saved_for_weight: float = 0.0
-    offloadable: float = 0.0
-    offloadable_for_weight: float = 0.0
+    forward: NonNegative
+    backward: NonNegative
+    weight: NonNegative
+    saved_activations: NonNegative = 0.0
+    saved_for_weight: NonNegative = 0.0
+    offloadable: NonNegative = 0.0
+    offloadable_for_weight: NonNegative = 0.0
 
     @property
     def total(self) -> float:
@@ -43,9 +47,9 @@ class Edge:
 
     source: Color
     target: Color
-    bytes: float = 0.0
-    seconds: float = 0.0
-    inter_seconds: float | None = None
+    bytes: NonNegative = 0.0
+    seconds: NonNegative = 0.0
+    inter_seconds: NonNegative | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +59,8 @@ class Link:
     The two directions are independent.  ``ranks``: the number of neighboring ranks that share one link.
     """
 
-    seconds: float
-    ranks: int = 1
+    seconds: NonNegative
+    ranks: Annotated[int, at_least(1)] = 1
 
 
 @dataclass(frozen=True)
@@ -67,10 +71,10 @@ class Costs:
     ranks share one.
     """
 
-    stages: tuple[StageCost, ...]
+    stages: Annotated[tuple[StageCost, ...], entries(1, MOST_STAGES)]
     edges: tuple[Edge, ...]
     link: Link | None = None
-    ranks_per_machine: int | None = None
+    ranks_per_machine: Annotated[int, at_least(1)] | None = None
 
     def message_seconds(self, edge: Edge, placement: tuple[int, ...]) -> float:
         """The time of an edge's message if stage s runs on rank ``placement[s]``; 0 within a rank."""

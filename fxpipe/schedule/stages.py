@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from fxpipe.strict import between
 
 
 @dataclass(frozen=True)
@@ -15,7 +18,7 @@ class Vocabulary:
 
     embedding_shards: int = 0
     output_shards: int = 0
-    barriers: int = 1
+    barriers: Annotated[int, between(0, 2)] = 1
 
     def placement(self, model_stages: tuple[int, ...]) -> tuple[int, ...]:
         """The rank of every stage, given those of the model's own."""

@@ -71,7 +71,7 @@ def test_simulated(capsys, tmp_path):
     [
         ("{", "is not JSON: Expecting property name"),
         ("[]", "is [] and must be an object"),
-        ('{"stages": []}', "stages is empty"),
+        ('{"stages": []}', "stages is () and must be of 1 to "),
         ('{"stages": [{"forward": 1, "backward": 1}]}', "stages[0].weight is missing"),
         (
             '{"stages": [{"forward": 1, "backward": 1, "weight": 1, "save": 2}]}',
