@@ -80,11 +80,6 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "ArtefactError":
-        import warnings
-
-        warnings.warn("fxpipe.ArtefactError is now fxpipe.ArtifactError", DeprecationWarning, stacklevel=2)
-        return ArtifactError
     if name not in _LAZY:
         raise AttributeError(f"module 'fxpipe' has no attribute {name!r}")
     value = getattr(import_module(_LAZY[name]), name)

@@ -67,7 +67,6 @@ def compile(
     # the programs
     backend: str = "eager",
     timeout: float | timedelta | None = None,
-    **old_spellings: Any,
 ) -> Pipeline:
     """Compile a model into one program per rank.
 
@@ -129,8 +128,6 @@ def compile(
     timeout: under torchrun, the longest time that a rank waits for another one, in seconds or as a timedelta;
         10 minutes by default.  The time that rank 0 takes to compile does not count.  It is a property of the
         process group: the first call makes that, and a group that exists keeps its own.
-    old_spellings: ``offload_tier``, ``offload_directory``, ``offload_bandwidth`` and ``ranks_per_link``, now
-        fields of ``Offload``; accepted with a DeprecationWarning in this version.
 
     Where the forward branches on other data, the example decides, and each microbatch is checked to decide
     alike, else RunError, which names the line.
@@ -178,7 +175,7 @@ def compile(
             gradients=gradients,
             grad_dtype=grad_dtype,
             recompute=recompute,
-            offload=as_offload(offload, old_spellings, device),
+            offload=as_offload(offload, device),
             dimensions=dimensions,
             fixed=tuple(fixed),
             outputs=tuple(dict.fromkeys(outputs)),

@@ -1,4 +1,5 @@
-"""The errors that fxpipe raises.  Each message says what is wrong, where, and what to do."""
+"""The errors that fxpipe raises.  Each message says what is wrong, where, and what to do; ``printable`` shows
+any name in it on one line."""
 
 from collections.abc import Sequence
 
@@ -66,10 +67,11 @@ class VocabularyError(FxpipeError):
     """The vocabulary layers cannot be found, or cannot be split over the ranks."""
 
 
-def __getattr__(name: str) -> type[FxpipeError]:
-    if name == "ArtefactError":
-        import warnings
+def printable(text: str) -> str:
+    """The text on one line: unprintable characters become escapes such as ``\\n`` or ``\\u202e``.
 
-        warnings.warn("ArtefactError is now ArtifactError", DeprecationWarning, stacklevel=2)
-        return ArtifactError
-    raise AttributeError(f"module 'fxpipe.errors' has no attribute {name!r}")
+    The result can be encoded, is allowed in XML, ends no comment and moves no terminal's cursor.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

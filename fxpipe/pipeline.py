@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
@@ -128,12 +127,6 @@ class Pipeline:
         )
 
     @property
-    def artefact(self) -> Artifact:
-        """The old spelling of ``artifact``."""
-        warnings.warn("Pipeline.artefact is now Pipeline.artifact", DeprecationWarning, stacklevel=2)
-        return self.artifact
-
-    @property
     def plan(self) -> Plan:
         """All decisions and predictions; under torchrun the ops of other ranks are fetched here, once."""
         return self.artifact.whole_plan
@@ -173,7 +166,7 @@ class Pipeline:
         lack the others."""
         if rank is None:
             rank = 0 if self.process is None else self.process.rank
-        return self.artifact.plan.step.leaves_of(rank)
+        return self.artifact.plan.step.leaves[rank]
 
     def run_local(
         self,
@@ -326,11 +319,6 @@ class Pipeline:
         """
         self.check_alike()
         copy_to_model(self.model_state, model)
-
-    def synchronise(self) -> None:
-        """The old spelling of ``synchronize``."""
-        warnings.warn("Pipeline.synchronise is now Pipeline.synchronize", DeprecationWarning, stacklevel=2)
-        self.synchronize()
 
     @property
     def step_number(self) -> int:

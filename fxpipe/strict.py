@@ -9,19 +9,14 @@ import json
 import os
 import stat
 from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
+from functools import cache
 from io import BufferedReader
 from math import isfinite
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
-
-import cattrs
-from cattrs.errors import (
-    AttributeValidationNote,
-    ForbiddenExtraKeysError,
-    IterableValidationError,
-    IterableValidationNote,
-)
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 _T = TypeVar("_T")
 
@@ -36,10 +31,49 @@ class Misfit(ValueError):
 
     def __init__(self, wrong: str, path: str = "") -> None:
         super().__init__(f"{path} {wrong}" if path else wrong)
+        self.wrong, self.path = wrong, path
+
+    def within(self, path: str) -> Misfit:
+        """The same of a value that is at ``path`` in a larger one."""
+        joint = "." if path and self.path and not self.path.startswith("[") else ""
+        return Misfit(self.wrong, f"{path}{joint}{self.path}")
 
 
-def misfit(path: str, value: Any, wanted: str) -> Misfit:
-    return Misfit(f"is {shown(value)} and must be {wanted}", path)
+@dataclass(frozen=True)
+class Fits:
+    """A condition at the type of a field, such as ``Annotated[int, between(1, 9)]``: ``structure`` refuses
+    other values, as in "step.ranks is 0 and must be from 1 to 9"."""
+
+    fits: Callable[[Any], bool]
+    wanted: str
+
+    def check(self, value: Any, path: str = "") -> Any:
+        """Return the value.  Raises Misfit if it does not fit."""
+        require(path, value, self.fits(value), self.wanted)
+        return value
+
+
+def between(least: float, most: float) -> Fits:
+    return Fits(lambda number: least <= number <= most, f"from {least} to {most}")
+
+
+def at_least(least: float) -> Fits:
+    return Fits(lambda number: bool(number >= least), f"{least} or more")
+
+
+def entries(least: int, most: int) -> Fits:
+    """For tuples and dicts."""
+    return Fits(lambda held: least <= len(held) <= most, f"of {least} to {most} entries")
+
+
+NonNegative = Annotated[float, at_least(0)]
+Share = Annotated[float, between(0, 1)]
+
+
+def require(path: str, value: Any, fits: bool, wanted: str) -> None:
+    """Raise Misfit, naming the field at ``path`` and its value, unless the value ``fits``."""
+    if not fits:
+        raise Misfit(f"is {shown(value)} and must be {wanted}", path)
 
 
 def shown(value: Any) -> str:
@@ -98,23 +132,30 @@ def parse_json(text: str) -> Any:
 
 
 def structure(data: Any, kind: type[_T], path: str = "") -> _T:
-    """Convert parsed JSON to ``kind``, a dataclass of dataclasses, tuples, dicts and plain values.
+    """Convert parsed JSON, or data of ``unstructure``, to ``kind``: a dataclass of dataclasses, tuples, dicts
+    and plain values.
 
     Every field without a default must be present, no other key may be, and each value must have exactly the
-    type of its field.  Raises Misfit for the first violation.
-
-    A dataclass may have ``OLDER_NAMES``: names that its fields had in earlier files, with those of today.
+    type of its field and keep the conditions (``Fits``) there.  Raises Misfit for the first violation.
     path: of ``data`` in its file, for messages.
     """
     try:
-        return _CONVERTER.structure(data, kind)
-    except (Misfit, cattrs.BaseValidationError) as error:
-        raise _first(error, path) from error
+        return _reader(kind)(data)  # type: ignore[no-any-return, arg-type]
+    except Misfit as error:
+        raise error.within(path) from None
 
 
 def unstructure(value: Any) -> Any:
-    """The inverse of ``structure``."""
-    return _CONVERTER.unstructure(value)
+    """The inverse of ``structure``, for ``json.dumps``."""
+    if type(value) in _PLAIN:
+        return value
+    if is_dataclass(value):
+        return {name: unstructure(getattr(value, name)) for name in value.__dataclass_fields__}
+    if isinstance(value, dict):
+        return {key: unstructure(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [unstructure(entry) for entry in value]
+    return value.value if isinstance(value, Enum) else value
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -130,133 +171,83 @@ def _no_number(text: str) -> Any:
     raise Misfit(f"holds {text}, which is not a number")
 
 
-def _first(error: BaseException, path: str) -> Misfit:
-    """The first error of a group of nested errors, with the path of its field."""
-    while isinstance(error, cattrs.BaseValidationError):
-        error = error.exceptions[0]
-        for note in getattr(error, "__notes__", ()):
-            if isinstance(note, AttributeValidationNote):
-                path = f"{path}.{note.name}" if path else note.name
-            elif isinstance(note, IterableValidationNote):
-                path += f"[{note.index!r}]"
-    if isinstance(error, KeyError):
-        return Misfit("is missing", path)
-    if isinstance(error, ForbiddenExtraKeysError):
-        return Misfit(f"has the unknown field {shown(min(error.extra_fields))}", path or "it")
-    return Misfit(str(error), path)
-
-
-def _exactly(wanted: str, fits: Callable[[Any], bool]) -> Callable[[Any, Any], Any]:
-    def hook(value: Any, _: Any) -> Any:
-        if not fits(value):
-            raise Misfit(f"is {shown(value)} and must be {wanted}")
-        return value
-
-    return hook
-
-
 def _is_int(value: Any) -> bool:
     return type(value) is int and abs(value) <= LARGEST_INT
 
 
-def _float(value: Any, _: Any) -> float:
-    if not (_is_int(value) or (type(value) is float and isfinite(value) and abs(value) <= LARGEST_FLOAT)):
-        raise Misfit(f"is {shown(value)} and must be a number, at most {LARGEST_FLOAT:g}")
-    return float(value)
+def _is_number(value: Any) -> bool:
+    return _is_int(value) or (type(value) is float and isfinite(value) and abs(value) <= LARGEST_FLOAT)
 
 
-def _text(value: Any, kind: Any) -> Any:
-    """Hook for strings and for enums of strings, which are subclasses of ``str``."""
-    known = {member.value: member for member in kind} if issubclass(kind, Enum) else None
-    if type(value) is not str or (known is not None and value not in known):
-        wanted = "a string" if known is None else f"one of {', '.join(known)}"
-        raise Misfit(f"is {shown(value)} and must be {wanted}")
-    return value if known is None else known[value]
+_TEXT = Fits(lambda value: type(value) is str, "a string")
+_NUMBER = Fits(_is_number, f"a number, at most {LARGEST_FLOAT:g}")
+_LIST = Fits(lambda value: type(value) is list, "a list")
+_OBJECT = Fits(lambda value: type(value) is dict, "an object")
+
+_Reader = Callable[[Any], Any]
+_PLAIN: dict[Any, _Reader] = {
+    Any: lambda value: value,
+    int: Fits(_is_int, "a whole number of at most 63 bits").check,
+    bool: Fits(lambda value: type(value) is bool, "true or false").check,
+    str: _TEXT.check,
+    float: lambda value: float(_NUMBER.check(value)),
+}
 
 
-def _literal(value: Any, kind: Any) -> Any:
-    if type(value) is not str or value not in get_args(kind):
-        raise Misfit(f"is {shown(value)} and must be one of {', '.join(get_args(kind))}")
-    return value
+@cache
+def _reader(kind: Any) -> _Reader:
+    """The function that converts plain data to ``kind``; it raises Misfit with the path in that data."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind in _PLAIN:
+        return _PLAIN[kind]
+    if is_dataclass(kind):
+        return _record_reader(kind)
+    if origin is tuple:
+        return _tuple_reader(arguments)
+    if origin in (dict, Mapping):
+        item = _reader(arguments[1])
+        return lambda value: {key: _at(f"[{key!r}]", item, x) for key, x in _OBJECT.check(value).items()}
+    if origin is Annotated:
+        inner, condition = _reader(arguments[0]), arguments[1]
+        return lambda value: condition.check(inner(value))
+    if origin in (Union, UnionType):
+        (some,) = (_reader(each) for each in arguments if each is not type(None))
+        return lambda value: None if value is None else some(value)
+    known = {x: x for x in arguments} if origin is Literal else {str(x.value): x for x in kind}
+    one = Fits(lambda value: type(value) is str and value in known, f"one of {', '.join(known)}")
+    return lambda value: known[one.check(value)]
 
 
-def _tuple_hook(kind: Any, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
-    """Hook for tuples.  It stops at the first wrong entry, since there may be millions of them."""
-    items = get_args(kind)
+def _record_reader(kind: Any) -> _Reader:
+    hints = get_type_hints(kind, include_extras=True)
+    readers = {field.name: _reader(hints[field.name]) for field in fields(kind)}
+    required = {f.name: None for f in fields(kind) if f.default is f.default_factory is MISSING}
+
+    def read(value: Any) -> Any:
+        for name in required.keys() - _OBJECT.check(value).keys():
+            raise Misfit("is missing", name)
+        for name in value.keys() - readers.keys():
+            raise Misfit(f"has the unknown field {shown(name)}")
+        return kind(**{name: _at(name, readers[name], entry) for name, entry in value.items()})
+
+    return read
+
+
+def _tuple_reader(items: tuple[Any, ...]) -> _Reader:
     endless = items[-1] is Ellipsis
-    hooks = [(item, converter.get_structure_hook(item)) for item in items[:1] if endless] or [
-        (item, converter.get_structure_hook(item)) for item in items
-    ]
+    readers = [_reader(item) for item in items if item is not Ellipsis]
 
-    def structured(value: Any, _: Any) -> Any:
-        if type(value) is not list:
-            raise Misfit(f"is {shown(value)} and must be a list")
-        if not endless and len(value) != len(hooks):
-            raise Misfit(f"is {shown(value)} and must be a list of {len(hooks)}")
-        found = []
-        for k, entry in enumerate(value):
-            item, hook = hooks[0] if endless else hooks[k]
-            found.append(_at(k, hook, entry, item))
-        return tuple(found)
+    def read(value: Any) -> Any:
+        count = len(_LIST.check(value))
+        require("", value, endless or count == len(readers), f"a list of {len(readers)}")
+        return tuple(map(_at, range(count), readers * count if endless else readers, value))
 
-    return structured
+    return read
 
 
-def _dict_hook(kind: Any, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
-    """Hook for dicts with string keys."""
-    item = get_args(kind)[1]
-    hook = converter.get_structure_hook(item)
-
-    def structured(value: Any, _: Any) -> Any:
-        if type(value) is not dict:
-            raise Misfit(f"is {shown(value)} and must be an object")
-        return {key: _at(key, hook, entry, item) for key, entry in value.items()}
-
-    return structured
-
-
-def _at(index: Any, hook: Callable[[Any, Any], Any], entry: Any, item: Any) -> Any:
+def _at(place: str | int, reader: _Reader, entry: Any) -> Any:
+    """Read an entry; ``place``: its index in a list, or its path from the object that holds it."""
     try:
-        return hook(entry, item)
-    except (Misfit, cattrs.BaseValidationError) as error:
-        error.add_note(IterableValidationNote("", index, item))
-        raise IterableValidationError("", [error], item) from None
-
-
-def _object_hook(kind: Any, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
-    older: Mapping[str, str] = getattr(kind, "OLDER_NAMES", {})
-    fill = cattrs.gen.make_dict_structure_fn(kind, converter, _cattrs_forbid_extra_keys=True)
-
-    def structured(value: Any, _: Any) -> Any:
-        if type(value) is not dict:
-            raise Misfit(f"is {shown(value)} and must be an object")
-        return fill(_with_new_names(value, older) if older else value, kind)
-
-    return structured
-
-
-def _with_new_names(value: dict[str, Any], older: Mapping[str, str]) -> dict[str, Any]:
-    for name, newer in older.items():
-        if name in value and newer in value:
-            raise Misfit(f"has both {name!r} and {newer!r}, two names of one field")
-    return {older.get(name, name): entry for name, entry in value.items()}
-
-
-def _origin(kind: Any) -> Any:
-    return get_origin(kind)
-
-
-def _converter() -> cattrs.Converter:
-    made = cattrs.Converter(forbid_extra_keys=True)
-    made.register_structure_hook_factory(lambda kind: hasattr(kind, "__dataclass_fields__"), _object_hook)
-    made.register_structure_hook_factory(lambda kind: _origin(kind) is tuple, _tuple_hook)
-    made.register_structure_hook_factory(lambda kind: _origin(kind) is dict, _dict_hook)
-    made.register_structure_hook_func(lambda kind: _origin(kind) is Literal, _literal)
-    made.register_structure_hook(int, _exactly("a whole number of at most 63 bits", _is_int))
-    made.register_structure_hook(bool, _exactly("true or false", lambda value: type(value) is bool))
-    made.register_structure_hook(str, _text)
-    made.register_structure_hook(float, _float)
-    return made
-
-
-_CONVERTER = _converter()
+        return reader(entry)
+    except Misfit as error:
+        raise error.within(f"[{place}]" if isinstance(place, int) else place) from None

@@ -24,13 +24,14 @@ from torch.nn import functional as F
 from zoo import LENGTH, WIDTH, Chain, numbers, sequences
 
 import fxpipe
-from fxpipe import names
 from fxpipe.cli import main
 from fxpipe.codegen import wrapping as layout
 from fxpipe.codegen.expressions import variable
-from fxpipe.errors import CaptureError
+from fxpipe.errors import CaptureError, printable
+from fxpipe.ir import names
 from fxpipe.schedule.costs import StageCost, chain
 from fxpipe.schedule.families.registry import build
+from fxpipe.viz import labels
 from fxpipe.viz.explanation import explain
 from fxpipe.viz.frontier_picture import Point, frontier_svg
 
@@ -234,10 +235,10 @@ def test_text_stays_in_its_place(text):
     assert [node.value.value for node in ast.parse(names.text_literal(text)).body] == [text]
     assert ast.parse(names.comment(text)).body == []
     (node,) = ast.parse(names.docstring([text, "", text])).body
-    assert node.value.value == f"{names.printable(text)}\n\n{names.printable(text)}\n"
-    assert ET.fromstring(f"<a>{names.dot_html(text)}</a>").text == (names.printable(text) or None)
-    assert len(names.shortened(text)) <= names.LONGEST_LABEL
-    names.printable(text).encode()
+    assert node.value.value == f"{printable(text)}\n\n{printable(text)}\n"
+    assert ET.fromstring(f"<a>{labels.dot_html(text)}</a>").text == (printable(text) or None)
+    assert len(labels.shortened(text)) <= labels.LONGEST_LABEL
+    printable(text).encode()
 
 
 @given(TEXT)
@@ -378,8 +379,8 @@ def test_names_of_schedules(name, tmp_path, capsys):
     pipe.run_local(batch)
     check_pictures(pipe.draw(tmp_path / "drawn"))
     pipe.explain()
-    assert names.printable(name) in capsys.readouterr().out.replace("\n", "\\n")
-    assert names.printable(name) in "".join(
+    assert printable(name) in capsys.readouterr().out.replace("\n", "\\n")
+    assert printable(name) in "".join(
         ET.fromstring(frontier_svg([Point(name, 1, 0.5)], name, "b")).itertext()
     )
 

@@ -19,8 +19,8 @@ from fxpipe.capture.functional import is_mutating, writes_to_a_parameter
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.graph import Input, Kind, Origin, Outputs
+from fxpipe.ir.names import identifier
 from fxpipe.ir.storage import draws_numbers, drop_dead
-from fxpipe.names import identifier
 from fxpipe.runtime.program.checks import expect, expect_op
 from fxpipe.runtime.program.random import keyed
 

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from fxpipe.cli.arguments import Parser
-from fxpipe.errors import FxpipeError
-from fxpipe.names import printable
+from fxpipe.errors import FxpipeError, printable
 from fxpipe.plan.version import __version__
 
 #: Name -> its module, and its line in the help.

@@ -16,12 +16,12 @@ from fxpipe.cli.arguments import positive, write
 from fxpipe.cli.planning import ScheduleRequest, plan, plan_within
 from fxpipe.cli.sources import EPILOG, CostSource, add_cost_arguments, source_of
 from fxpipe.errors import FxpipeError, ScheduleError
-from fxpipe.names import terminal
 from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.placement import PLACEMENTS
 from fxpipe.schedule.search.fastest import AUTO
 from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.viz.frontier_picture import Point, frontier, frontier_svg
+from fxpipe.viz.terminal import terminal
 
 Outcome = Timeline | ScheduleError
 """The simulated schedule, or the reason why there is none."""

@@ -9,12 +9,11 @@ from rich.console import Console
 from rich.table import Table
 
 from fxpipe.cli.sources import CostSource
-from fxpipe.names import terminal
 from fxpipe.schedule.exact.order import Exact
 from fxpipe.schedule.offload.planner import Offload
 from fxpipe.schedule.placement import stages_of
 from fxpipe.schedule.simulation.timeline import Timeline
-from fxpipe.viz.terminal import ROWS, timeline_text
+from fxpipe.viz.terminal import ROWS, terminal, timeline_text
 from fxpipe.viz.units import Units
 
 

@@ -12,8 +12,7 @@ from fxpipe.api import load
 from fxpipe.cli.arguments import positive, positive_int
 from fxpipe.cli.data import Data, data_from
 from fxpipe.cli.loop import DECAYS, Settings, train
-from fxpipe.errors import ArtifactError
-from fxpipe.names import printable
+from fxpipe.errors import ArtifactError, printable
 from fxpipe.pipeline import Pipeline
 from fxpipe.plan.files import check_free
 from fxpipe.runtime.job.process import reported

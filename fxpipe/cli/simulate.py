@@ -15,7 +15,6 @@ from fxpipe.cli.figures import figures, print_timeline
 from fxpipe.cli.planning import ScheduleRequest, plan
 from fxpipe.cli.sources import EPILOG, CostSource, add_cost_arguments, source_of
 from fxpipe.errors import FxpipeError, ScheduleError
-from fxpipe.names import terminal
 from fxpipe.schedule.exact.order import Exact, exact
 from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.formats.handwritten import read_schedule
@@ -24,6 +23,7 @@ from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.search.fastest import AUTO
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
+from fxpipe.viz.terminal import terminal
 from fxpipe.viz.timeline_picture import timeline_svg
 
 

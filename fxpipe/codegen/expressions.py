@@ -14,7 +14,7 @@ from torch import fx
 
 from fxpipe.ir.compat import OpOverload
 from fxpipe.ir.graph import Input, Kind, Section, read_buffer
-from fxpipe.names import identifier, text_literal
+from fxpipe.ir.names import identifier, text_literal
 from fxpipe.runtime.program.checks import expect
 from fxpipe.runtime.program.random import keyed
 

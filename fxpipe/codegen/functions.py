@@ -18,8 +18,8 @@ from torch import fx
 from fxpipe.codegen.expressions import CONTAINERS, Names, expression, variable
 from fxpipe.codegen.wrapping import wrapped
 from fxpipe.ir.graph import Kind, Section, Value, offload, reload
+from fxpipe.ir.names import comment
 from fxpipe.ir.storage import call_nodes
-from fxpipe.names import comment
 from fxpipe.schedule.ops import Color, Phase
 
 PHASE_NAMES = {Phase.F: "forward", Phase.B: "backward", Phase.W: "weight"}

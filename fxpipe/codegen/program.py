@@ -15,8 +15,8 @@ from fxpipe.codegen.functions import LISTS, Signature, function_source, signatur
 from fxpipe.codegen.wrapping import wrapped
 from fxpipe.ir.casts import cast_of
 from fxpipe.ir.graph import Kind, Section, Value
+from fxpipe.ir.names import docstring, text_literal
 from fxpipe.ir.sections import SectionEdge
-from fxpipe.names import docstring, text_literal
 from fxpipe.schedule.lowering.lower import (
     AtEnd,
     CollectiveKind,

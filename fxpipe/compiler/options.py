@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -57,35 +55,9 @@ class Offload:
     ranks_per_link: int = 1
 
 
-#: Options of ``fxpipe.compile`` before there was ``Offload`` -> the fields that they are now.
-_OLD_OFFLOAD_OPTIONS = {
-    "offload_tier": "tier",
-    "offload_directory": "directory",
-    "offload_bandwidth": "bandwidth",
-    "ranks_per_link": "ranks_per_link",
-}
-
-
-def as_offload(
-    offload: Offload | bool | float | str, old: Mapping[str, Any], device: torch.device
-) -> Offload:
-    """``offload`` in any of its forms as one: the share a number, ``"auto"`` or None, the tier the device's.
-
-    old: options in their old spelling, which get a DeprecationWarning.
-
-    Raises TypeError for other names in ``old``.
-    """
+def as_offload(offload: Offload | bool | float | str, device: torch.device) -> Offload:
+    """``offload`` as a record: the share a number, ``"auto"`` or None, the tier the device's."""
     asked = offload if isinstance(offload, Offload) else Offload(share=offload)
-    for name, value in old.items():
-        if name not in _OLD_OFFLOAD_OPTIONS:
-            raise TypeError(f"compile() got an unexpected keyword argument {name!r}")
-        new = _OLD_OFFLOAD_OPTIONS[name]
-        warnings.warn(
-            f"{name}=… of fxpipe.compile is now offload=fxpipe.Offload(…, {new}=…)",
-            DeprecationWarning,
-            stacklevel=3,
-        )
-        asked = replace(asked, **{new: value})
     share = None if asked.share is False else FULL if asked.share is True else asked.share
     return replace(asked, share=share, tier=asked.tier or default_tier(device))
 

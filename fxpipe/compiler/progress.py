@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fxpipe.names import printable
+from fxpipe.errors import printable
 
 
 class Phases:

@@ -41,23 +41,14 @@ def known_work(work: PlanWork | None) -> PlanWork:
 
 
 def work_on(work: PlanWork, device: Device) -> PlanWork:
-    """The same work with the rates of another device.
-
-    Raises SizeError for the work of an earlier version, which does not say what it computes in.
-    """
+    """The same work with the rates of another device."""
 
     def there(ops: tuple[Work, ...]) -> tuple[Work, ...]:
         return tuple(replace(op, rate=device.rate(op.arithmetic)) for op in ops)
 
-    phases = [(stage.forward, stage.backward, stage.weight) for stage in work.stages]
-    if not all(op.arithmetic for stage in phases for ops in stage for op in ops):
-        raise SizeError(
-            "Costs on another device are unknown, as the plan was made by an earlier version of fxpipe. "
-            "Compile and save the pipeline again."
-        )
     stages = [
-        replace(stage, forward=there(f), backward=there(b), weight=there(w))
-        for stage, (f, b, w) in zip(work.stages, phases, strict=True)
+        replace(s, forward=there(s.forward), backward=there(s.backward), weight=there(s.weight))
+        for s in work.stages
     ]
     return replace(work, stages=tuple(stages), rates=rates_of(device), stage_rates=())
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fxpipe.ir.graph import Origin
-from fxpipe.names import identifier
+from fxpipe.ir.names import identifier
 from fxpipe.schedule.ops import Color
 
 aten = torch.ops.aten

@@ -22,8 +22,8 @@ from torch import fx
 from fxpipe.ir.builder import node_arg
 from fxpipe.ir.compat import has_kernel
 from fxpipe.ir.graph import Input, Kind, Origin
+from fxpipe.ir.names import identifier
 from fxpipe.ir.storage import drop_dead, graph_outputs, set_outputs
-from fxpipe.names import identifier
 from fxpipe.plan.tensors import gradient_dtype
 from fxpipe.schedule.ops import Color, Phase
 

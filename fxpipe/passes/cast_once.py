@@ -14,8 +14,8 @@ from torch import fx
 
 from fxpipe.ir.casts import Cast
 from fxpipe.ir.graph import Input, Kind, Origin
+from fxpipe.ir.names import identifier
 from fxpipe.ir.storage import call_nodes, drop_dead
-from fxpipe.names import identifier
 
 aten = torch.ops.aten
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Annotated
 
 import torch
 
@@ -13,16 +14,17 @@ from fxpipe.errors import ArtifactError
 from fxpipe.plan.check import check_plan
 from fxpipe.plan.number import number
 from fxpipe.plan.step import StepSpec, Tier
-from fxpipe.plan.tensors import dtype_of, gradient_dtype, is_dense
+from fxpipe.plan.tensors import Dtype, GradDtype, Shape, Size, dtype_of, gradient_dtype, is_dense
 from fxpipe.plan.version import __version__
 from fxpipe.plan.work import PlanWork
-from fxpipe.schedule.candidate import Candidate
-from fxpipe.schedule.costs import Costs
+from fxpipe.schedule.candidate import Candidate, Recompute
+from fxpipe.schedule.costs import MOST_STAGES, Costs
 from fxpipe.schedule.ops import Schedule, Transfer, parse_ops
 from fxpipe.schedule.stages import Vocabulary
-from fxpipe.strict import Misfit, parse_json, shown, structure, unstructure
+from fxpipe.strict import Fits, Misfit, NonNegative, Share, entries, parse_json, shown, structure, unstructure
 
 FORMAT = 2
+MOST_TRIED = 4096
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,9 @@ def holders(names: Iterable[Iterable[str]]) -> dict[str, list[int]]:
 class TensorLayout:
     """How a tensor that a rank holds lies in memory.  ``dtype`` as text: "torch.float32"."""
 
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: str
+    shape: Shape
+    stride: tuple[Size, ...]
+    dtype: Dtype
 
     @staticmethod
     def from_tensor(tensor: torch.Tensor) -> TensorLayout:
@@ -87,10 +89,10 @@ class TensorLayout:
 class Prediction:
     """Of the simulator, in seconds and bytes."""
 
-    seconds: float
-    span_bubble: float
-    makespan_bubble: float
-    peak_memory: tuple[float, ...]
+    seconds: Annotated[float, Fits(lambda seconds: seconds > 0, "above 0")]
+    span_bubble: Share
+    makespan_bubble: Share
+    peak_memory: tuple[NonNegative, ...]
 
 
 @dataclass(frozen=True)
@@ -104,15 +106,15 @@ class Plan:
     tensor with two names, none for a buffer that is not persistent).  ``work``: the costs for other sizes,
     where dimensions were named.  ``tried``: the candidates of ``auto``.  ``transfers``: offloads and reloads,
     ``tier``: the offload store, ``pools``: the bytes of each rank in it.  ``device``: the device whose
-    description the costs are from, as text; empty in plans of earlier versions.  ``grad_dtype``: the dtype of
-    gradients, as text; empty for that of each parameter.
+    description the costs are from, as text.  ``grad_dtype``: the dtype of gradients, as text; empty for that
+    of each parameter.
     """
 
     format: int
     version: str
     model: str
     schedule: str
-    placement: tuple[int, ...]
+    placement: Annotated[tuple[int, ...], entries(1, MOST_STAGES)]
     order: tuple[str, ...]
     step: StepSpec
     stages: tuple[StagePlan, ...]
@@ -124,14 +126,14 @@ class Plan:
     vocabulary: Vocabulary | None = None
     collectives: int = 0
     work: PlanWork | None = None
-    tried: tuple[Candidate, ...] = ()
-    recompute: str = ""
+    tried: Annotated[tuple[Candidate, ...], entries(0, MOST_TRIED)] = ()
+    recompute: Recompute = ""
     transfers: tuple[Transfer, ...] = ()
     tier: Tier | None = None
-    pools: tuple[int, ...] = ()
+    pools: tuple[Size, ...] = ()
     state: tuple[tuple[str, str], ...] = ()
     device: str = ""
-    grad_dtype: str = ""
+    grad_dtype: GradDtype = ""
 
     @property
     def ranks(self) -> int:

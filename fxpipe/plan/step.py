@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from fxpipe.plan.tensors import Dtype, FloatingDtype, Shape, Size
+from fxpipe.strict import between
+
+MOST_RANKS = 1 << 16
 
 Tier = Literal["host", "disk"]
 TIERS: tuple[Tier, ...] = ("host", "disk")
@@ -15,8 +20,8 @@ class Leaf:
     """One leaf of the example microbatch.  ``shape`` and ``dtype`` for a tensor, else ``value`` as text."""
 
     name: str
-    shape: tuple[int, ...] | None
-    stride: tuple[int, ...]
+    shape: Shape | None
+    stride: tuple[Size, ...]
     dtype: str
     value: str
 
@@ -42,8 +47,8 @@ class OutputSpec:
 
     name: str
     rank: int
-    shape: tuple[int, ...]
-    dtype: str
+    shape: Shape
+    dtype: Dtype
 
 
 @dataclass(frozen=True)
@@ -52,23 +57,18 @@ class StepSpec:
 
     ``has_count``: whether the loss is a (sum, count).  ``loss_dtype``: as text, "torch.float32".
     ``default_dtype``: torch's default dtype in the trace.  ``leaves``: per rank the names of the leaves of
-    the batch that its program uses; empty in plans of earlier versions, whose ranks need all leaves.
-    ``outputs``: those that a step can be asked for.  ``has_loss``: else the step is a forward for its outputs
-    alone.
+    the batch that its program uses.  ``outputs``: those that a step can be asked for.  ``has_loss``: else the
+    step is a forward for its outputs alone.
     """
 
-    ranks: int
+    ranks: Annotated[int, between(1, MOST_RANKS)]
     microbatches: int
     batch: BatchSpec
     loss_rank: int
-    loss_dtype: str
+    loss_dtype: FloatingDtype
     has_count: bool
     seed: int
-    default_dtype: str
-    leaves: tuple[tuple[str, ...], ...] = ()
+    default_dtype: FloatingDtype
+    leaves: tuple[tuple[str, ...], ...]
     outputs: tuple[OutputSpec, ...] = ()
     has_loss: bool = True
-
-    def leaves_of(self, rank: int) -> tuple[str, ...]:
-        """The leaves of the batch that a rank needs."""
-        return self.leaves[rank] if self.leaves else self.batch.tensors

@@ -9,16 +9,42 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import prod
-from typing import Any
+from typing import Annotated, Any
 
 from fxpipe.errors import SizeError
-from fxpipe.schedule.costs import Costs, Edge, RenamedFields
+from fxpipe.schedule.costs import Costs, Edge
+from fxpipe.strict import Fits, NonNegative, at_least, between, entries
 
 PHASE_FIELDS = ("forward", "backward", "weight")
-_MEMORY_FIELDS = ("saved_activations", "saved_for_weight", "offloadable", "offloadable_for_weight")
+MEMORY_FIELDS = ("saved_activations", "saved_for_weight", "offloadable", "offloadable_for_weight")
+MOST_LENGTH, MOST_POWER, MOST_TERMS = 1 << 31, 16, 1024
+
+
+def _is_term(numbers: tuple[int, ...]) -> bool:
+    return (
+        len(numbers) >= 2
+        and numbers[1] >= 1
+        and min(numbers[2:], default=0) >= 0
+        and sum(numbers[2:]) <= MOST_POWER
+    )
+
 
 #: A polynomial for a file, term by term: numerator, denominator, the exponent of each named length.
-Terms = tuple[tuple[int, ...], ...]
+Terms = Annotated[
+    tuple[
+        Annotated[
+            tuple[int, ...],
+            Fits(
+                _is_term,
+                f"a numerator, a denominator from 1 on, and exponents of at most {MOST_POWER} in all",
+            ),
+        ],
+        ...,
+    ],
+    entries(0, MOST_TERMS),
+]
+Rate = Annotated[float, at_least(1)]
+Length = Annotated[int, between(1, MOST_LENGTH)]
 
 
 def _at(terms: Terms, lengths: Sequence[Any]) -> Any:
@@ -28,7 +54,7 @@ def _at(terms: Terms, lengths: Sequence[Any]) -> Any:
 
 
 def _held(work: StageWork, lengths: Sequence[Any]) -> dict[str, float]:
-    return {name: float(_at(getattr(work, name), lengths)) for name in _MEMORY_FIELDS}
+    return {name: float(_at(getattr(work, name), lengths)) for name in MEMORY_FIELDS}
 
 
 @dataclass(frozen=True)
@@ -36,37 +62,32 @@ class Rates:
     """The rates of a device: bytes per second to memory and to another rank; minimum seconds of an op and a
     message; seconds of a section beside its ops.
 
-    ``inter_link``, ``inter_latency``: of a message to a rank of another machine; None in plans of versions
-    that did not tell machines apart.
+    ``inter_link``, ``inter_latency``: of a message to a rank of another machine.
     """
 
-    memory: float
-    link: float
-    launch: float
-    latency: float
-    stage_overhead: float = 0.0
-    inter_link: float | None = None
-    inter_latency: float | None = None
+    memory: Rate
+    link: Rate
+    launch: NonNegative
+    latency: NonNegative
+    stage_overhead: NonNegative
+    inter_link: Rate
+    inter_latency: NonNegative
 
     def with_message(self, edge: Edge, moved: float) -> Edge:
         """The edge with a message of so many bytes."""
-        inter = None
-        if self.inter_link is not None and self.inter_latency is not None:
-            inter = self.inter_latency + moved / self.inter_link
-        seconds = self.latency + moved / self.link
+        seconds, inter = self.latency + moved / self.link, self.inter_latency + moved / self.inter_link
         return replace(edge, bytes=moved, seconds=seconds, inter_seconds=inter)
 
 
 @dataclass(frozen=True)
 class Work:
-    """``count`` equal ops, each with its FLOPs and bytes; ``rate``: FLOPs per second for their arithmetic
-    (empty in plans of versions that did not write it)."""
+    """``count`` equal ops, each with its FLOPs and bytes; ``rate``: FLOPs per second for their arithmetic."""
 
-    count: int
+    count: Length
     flops: Terms
     bytes: Terms
-    rate: float
-    arithmetic: str = ""
+    rate: Rate
+    arithmetic: str
 
 
 def _bounds(op: Work, lengths: Sequence[Any], rates: Rates) -> tuple[Any, Any, float]:
@@ -76,7 +97,7 @@ def _bounds(op: Work, lengths: Sequence[Any], rates: Rates) -> tuple[Any, Any, f
 
 
 @dataclass(frozen=True)
-class StageWork(RenamedFields):
+class StageWork:
     """The ops of each phase of a stage, and its bytes as in ``StageCost``."""
 
     forward: tuple[Work, ...]
@@ -89,7 +110,7 @@ class StageWork(RenamedFields):
 
 
 @dataclass(frozen=True)
-class Expressions(RenamedFields):
+class Expressions:
     """One stage's costs, as sympy expressions of the named lengths: seconds of each phase, bytes as in
     ``StageCost``, FLOPs of all phases."""
 
@@ -108,7 +129,7 @@ class PlanWork:
     ``rates``: of rank 0's device.  ``stage_rates``: of the device of each stage; empty if all are alike.
     """
 
-    lengths: dict[str, int]
+    lengths: Annotated[dict[str, Length], entries(1, MOST_POWER)]
     stages: tuple[StageWork, ...]
     edges: tuple[Terms, ...]
     rates: Rates

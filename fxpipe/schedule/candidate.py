@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated
+
+from fxpipe.strict import Fits, NonNegative, Share, at_least, between
+
+Recompute = Annotated[str, Fits(("", "norms", "full").__contains__, "empty, 'norms' or 'full'")]
+"""A level of recomputation."""
 
 
 @dataclass(frozen=True)
@@ -17,15 +21,13 @@ class Candidate:
     Memory is in the unit of the costs: bytes for a compiled model.
     """
 
-    OLDER_NAMES: ClassVar[Mapping[str, str]] = {"moved": "offloaded"}
-
     schedule: str
-    stages_per_rank: int
+    stages_per_rank: Annotated[int, at_least(1)]
     placement: str
-    seconds: float | None = None
-    span_bubble: float | None = None
-    peak_memory: float | None = None
+    seconds: NonNegative | None = None
+    span_bubble: Share | None = None
+    peak_memory: NonNegative | None = None
     why: str = ""
-    barriers: int = 0
-    recompute: str = ""
-    offloaded: float = 0.0
+    barriers: Annotated[int, between(0, 2)] = 0
+    recompute: Recompute = ""
+    offloaded: NonNegative = 0.0

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import fields
 from itertools import count
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.bound import lower_bound
-from fxpipe.schedule.costs import Costs, Edge, Link, StageCost
+from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.dependencies import SECTIONS_PER_STAGE, op_of_value, sections
 from fxpipe.schedule.ops import PHASES, Activation, Direction, Op, Phase, Schedule, Transfer
-from fxpipe.strict import Misfit, misfit
+from fxpipe.strict import Misfit, require
 
 
 def check(schedule: Schedule) -> None:
@@ -116,35 +115,16 @@ def check_transfers(schedule: Schedule, costs: Costs) -> None:
 
 
 def check_costs(costs: Costs, path: str = "") -> None:
-    """Raise Misfit unless all times and bytes are 0 or more, and edges join existing stages without a cycle.
+    """Raise Misfit unless edges join existing stages without a cycle.
 
     path: of the costs in their file, such as ``costs.``.
     """
-    if not costs.stages:
-        raise Misfit("is empty", f"{path}stages")
-    for k, stage in enumerate(costs.stages):
-        _check_numbers(stage, f"{path}stages[{k}]")
     for k, edge in enumerate(costs.edges):
-        _check_numbers(edge, f"{path}edges[{k}]")
         for name, end in (("source", edge.source), ("target", edge.target)):
-            if not 0 <= end.stage < len(costs.stages):
-                wanted = f"from 0 to {len(costs.stages) - 1}, one of the stages"
-                raise misfit(f"{path}edges[{k}].{name}.stage", end.stage, wanted)
-    if costs.link is not None:
-        _check_numbers(costs.link, f"{path}link")
-        if costs.link.ranks < 1:
-            raise misfit(f"{path}link.ranks", costs.link.ranks, "1 or more")
-    size = costs.ranks_per_machine
-    if size is not None and size < 1:
-        raise misfit(f"{path}ranks_per_machine", size, "1 or more")
+            wanted = f"from 0 to {len(costs.stages) - 1}, one of the stages"
+            fits = 0 <= end.stage < len(costs.stages)
+            require(f"{path}edges[{k}].{name}.stage", end.stage, fits, wanted)
     try:
         lower_bound(costs, tuple(range(len(costs.stages))), 1)
     except ScheduleError as error:
         raise Misfit(f"are invalid: {error}", f"{path}edges") from error
-
-
-def _check_numbers(entry: StageCost | Edge | Link, path: str) -> None:
-    for field in fields(entry):
-        number = getattr(entry, field.name)
-        if isinstance(number, int | float) and number < 0:
-            raise misfit(f"{path}.{field.name}", number, "0 or more")

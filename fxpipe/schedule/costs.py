@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Annotated
 
 from fxpipe.schedule.ops import Color, Phase
+from fxpipe.strict import NonNegative, at_least, entries
 
-
-class RenamedFields:
-    """The fields of a stage's memory under their older names too: in files, and as deprecated attributes."""
-
-    __slots__ = ()
-    OLDER_NAMES: ClassVar[Mapping[str, str]] = {
-        "saved": "saved_activations",
-        "kept": "saved_for_weight",
-        "away": "offloadable",
-        "away_for_weight": "offloadable_for_weight",
-    }
-
-    if not TYPE_CHECKING:  # to a type checker the older names are errors
-
-        def __getattr__(self, name: str) -> Any:
-            if name not in self.OLDER_NAMES:
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            newer = self.OLDER_NAMES[name]
-            text = f"{type(self).__name__}.{name} is now {type(self).__name__}.{newer}"
-            warnings.warn(text, DeprecationWarning, stacklevel=2)
-            return getattr(self, newer)
+MOST_STAGES = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
-class StageCost(RenamedFields):
+class StageCost:
     """The cost of one microbatch on one stage.  Times in seconds, memory in bytes (or any one unit of each).
 
     forward, backward, weight: the times of F, B and W.
@@ -43,13 +23,13 @@ class StageCost(RenamedFields):
         as B does not read them, until W.
     """
 
-    forward: float
-    backward: float
-    weight: float
-    saved_activations: float = 0.0
-    saved_for_weight: float = 0.0
-    offloadable: float = 0.0
-    offloadable_for_weight: float = 0.0
+    forward: NonNegative
+    backward: NonNegative
+    weight: NonNegative
+    saved_activations: NonNegative = 0.0
+    saved_for_weight: NonNegative = 0.0
+    offloadable: NonNegative = 0.0
+    offloadable_for_weight: NonNegative = 0.0
 
     @property
     def total(self) -> float:
@@ -67,9 +47,9 @@ class Edge:
 
     source: Color
     target: Color
-    bytes: float = 0.0
-    seconds: float = 0.0
-    inter_seconds: float | None = None
+    bytes: NonNegative = 0.0
+    seconds: NonNegative = 0.0
+    inter_seconds: NonNegative | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +59,8 @@ class Link:
     The two directions are independent.  ``ranks``: the number of neighboring ranks that share one link.
     """
 
-    seconds: float
-    ranks: int = 1
+    seconds: NonNegative
+    ranks: Annotated[int, at_least(1)] = 1
 
 
 @dataclass(frozen=True)
@@ -91,10 +71,10 @@ class Costs:
     ranks share one.
     """
 
-    stages: tuple[StageCost, ...]
+    stages: Annotated[tuple[StageCost, ...], entries(1, MOST_STAGES)]
     edges: tuple[Edge, ...]
     link: Link | None = None
-    ranks_per_machine: int | None = None
+    ranks_per_machine: Annotated[int, at_least(1)] | None = None
 
     def message_seconds(self, edge: Edge, placement: tuple[int, ...]) -> float:
         """The time of an edge's message if stage s runs on rank ``placement[s]``; 0 within a rank."""

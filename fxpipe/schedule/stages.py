@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated
+
+from fxpipe.strict import between
 
 
 @dataclass(frozen=True)
@@ -15,15 +16,9 @@ class Vocabulary:
     ``barriers``: a microbatch.  For each, a rank may hold one microbatch more than in the plain schedule.
     """
 
-    OLDER_NAMES: ClassVar[Mapping[str, str]] = {
-        "lookups": "embedding_shards",
-        "heads": "output_shards",
-        "ahead": "barriers",
-    }
-
     embedding_shards: int = 0
     output_shards: int = 0
-    barriers: int = 1
+    barriers: Annotated[int, between(0, 2)] = 1
 
     def placement(self, model_stages: tuple[int, ...]) -> tuple[int, ...]:
         """The rank of every stage, given those of the model's own."""

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from fxpipe.errors import FxpipeError, RunError
-from fxpipe.names import printable
+from fxpipe.errors import FxpipeError, RunError, printable
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.rows import whole
 from fxpipe.runtime.job.process import Process

@@ -27,7 +27,7 @@ def state_dict(state: ModelState) -> dict[str, torch.Tensor]:
                 "pipe.synchronize() first."
             )
         held = _tensors_of(model)
-    return {key: held[name].detach() for key, name in _names(state.plan)}
+    return {key: held[name].detach() for key, name in state.plan.state}
 
 
 def full_state_dict(state: ModelState, rank: int | None) -> dict[str, torch.Tensor]:
@@ -44,7 +44,7 @@ def full_state_dict(state: ModelState, rank: int | None) -> dict[str, torch.Tens
         if rows.table not in values:
             values[rows.table] = state.plan.layouts[rows.table].empty(torch.device("cpu"))
         values[rows.table][rows.begin : rows.end] = value
-    return {key: values[name] for key, name in _names(state.plan)} if wanted else {}
+    return {key: values[name] for key, name in state.plan.state} if wanted else {}
 
 
 def copy_to_model(state: ModelState, model: nn.Module | None) -> None:
@@ -106,7 +106,7 @@ def _values(
     plan: Plan, given: Mapping[str, torch.Tensor], strict: bool, held: set[str]
 ) -> dict[str, torch.Tensor]:
     """The given values of the tensors that this process holds, checked; the others are not read."""
-    names, known = dict(_names(plan)), _all_names(plan)
+    names, known = dict(plan.state), _all_names(plan)
     if strict:
         for key in given:
             if names.get(key, key) not in known:
@@ -144,11 +144,6 @@ def _not_persistent(state: ModelState, names: set[str]) -> dict[str, torch.Tenso
                 "model with real buffers."
             )
     return found
-
-
-def _names(plan: Plan) -> tuple[tuple[str, str], ...]:
-    """The names of the state dict, each with its tensor's; older plans have the tensors' alone."""
-    return plan.state or tuple((name, name) for name in sorted(_all_names(plan)))
 
 
 def _all_names(plan: Plan) -> set[str]:

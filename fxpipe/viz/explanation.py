@@ -7,11 +7,11 @@ from math import inf
 from rich.console import Console
 from rich.table import Table
 
-from fxpipe.names import terminal
 from fxpipe.plan.artifact import Plan
 from fxpipe.schedule.candidate import Candidate
 from fxpipe.schedule.offload.transfers import offload_bytes
 from fxpipe.schedule.ops import Direction
+from fxpipe.viz.terminal import terminal
 from fxpipe.viz.units import bytes_text, seconds_text
 
 

@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fxpipe.names import printable
+from fxpipe.errors import printable
 from fxpipe.schedule.ops import Phase
 from fxpipe.viz.palette import PHASES
 from fxpipe.viz.units import PHYSICAL, Units, ticks

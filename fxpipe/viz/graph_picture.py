@@ -1,22 +1,19 @@
-"""The collapsed graph as graphviz source, with the positions of the layout."""
+"""The collapsed graph as graphviz source: boxes at the positions of the layout; graphviz routes the flows."""
 
 from __future__ import annotations
-
-import math
 
 import graphviz
 from rich.cells import cell_len
 
-from fxpipe.names import dot_html, dot_label, shortened
 from fxpipe.schedule.ops import Phase
 from fxpipe.viz.boxes import Box, Boxes, Flow, Place
+from fxpipe.viz.labels import dot_html, dot_label, shortened
 from fxpipe.viz.layout import HEIGHT, Frame, Layout, Point, lay_out
 from fxpipe.viz.palette import MEANING, OFFLOADED, PHASES, tint
 from fxpipe.viz.units import bytes_text, flops_text
 
 FONT = {"fontname": "Helvetica", "fontsize": "10"}
 GREY = "#666666"
-ARROW = 7.0
 TERMINAL = 90.0  # from a frame to the middle of a batch leaf beside it
 
 
@@ -27,8 +24,8 @@ def graph_picture(
     texts = {box.place: _text(box) for box in boxes.boxes}
     layout = lay_out(boxes, len(stages), max(cell_len(line) for text in texts.values() for line in text))
     dot = graphviz.Digraph("fxpipe", node_attr=FONT | {"shape": "box"}, edge_attr=FONT | {"fontsize": "8"})
-    # nop2: graphviz uses the given positions and only draws.
-    dot.attr(layout="nop2", outputorder="edgesfirst")
+    # nop: graphviz uses the given positions, and routes the edges.
+    dot.attr(layout="nop", splines="ortho", outputorder="edgesfirst")
     ids = {box.place: f"b{i}" for i, box in enumerate(boxes.boxes)}
     _heading(dot, title, boxes, layout.frames[0])
     for stage, (lines, frame) in enumerate(zip(stages, layout.frames, strict=True)):
@@ -36,10 +33,8 @@ def graph_picture(
     for box in boxes.boxes:
         _box(dot, ids[box.place], box, texts[box.place], layout)
     largest = max((flow.bytes for flow in boxes.flows if flow.crosses), default=1)
-    for route in layout.routes:
-        flow = route.flow
-        look = _look(flow, largest) | {"pos": _spline(route.points), "lp": _at(route.label)}
-        dot.edge(ids[flow.source], ids[flow.target], **look)
+    for flow in boxes.flows:
+        dot.edge(ids[flow.source], ids[flow.target], **_look(flow, largest))
     _terminals(dot, boxes, ids, layout)
     return dot
 
@@ -99,7 +94,7 @@ def _look(flow: Flow, largest: int) -> dict[str, str]:
     """largest: bytes of the largest flow between stages."""
     label = bytes_text(flow.bytes)
     tip = f"{flow.values} value{'s' * (flow.values != 1)}, {label}"
-    look = {"label": label, "tooltip": tip, "arrowsize": "0.7"}
+    look = {"xlabel": label, "tooltip": tip, "arrowsize": "0.7"}
     if flow.crosses:
         width = 1.5 + 2.5 * flow.bytes / max(largest, 1)
         return look | {
@@ -132,31 +127,9 @@ def _terminals(dot: graphviz.Digraph, boxes: Boxes, ids: dict[Place, str], layou
             pos=_at(at),
             height="0.36",
         )
-        touch = Point(center.x - layout.width / 2, center.y + 3)
-        beside_ellipse = Point(x + 46, at.y)
-        path = (beside_ellipse, touch) if enters else (touch, beside_ellipse)
         pair = (f"t{number}", ids[place]) if enters else (ids[place], f"t{number}")
-        dot.edge(*pair, pos=_spline(path), color=GREY, style="dashed", arrowsize="0.7")
+        dot.edge(*pair, color=GREY, style="dashed", arrowsize="0.7")
 
 
 def _at(point: Point) -> str:
     return f"{point.x:.1f},{-point.y:.1f}"
-
-
-def _spline(points: tuple[Point, ...]) -> str:
-    """A path with rounded corners and an arrowhead, in graphviz's syntax."""
-    tip, before = points[-1], points[-2]
-    neck = _towards(tip, before, ARROW)
-    path = [points[0]]
-    for a, corner, b in zip(points, points[1:], points[2:], strict=False):
-        start, end = _towards(corner, a, 6), _towards(corner, b, 6)
-        path += [path[-1], start, start, corner, corner, end]
-    path += [path[-1], neck, neck]
-    return " ".join([f"e,{_at(tip)}", *map(_at, path)])
-
-
-def _towards(start: Point, end: Point, distance: float) -> Point:
-    """The point at this distance from ``start`` towards ``end``, at most halfway."""
-    length = math.dist(start, end)
-    share = min(distance / length, 0.5) if length else 0.0
-    return Point(start.x + share * (end.x - start.x), start.y + share * (end.y - start.y))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import graphviz
 
-from fxpipe.names import printable
+from fxpipe.errors import printable
 
 
 def render(graphs: Mapping[str, graphviz.Digraph], directory: Path) -> list[Path]:

@@ -12,8 +12,8 @@ from torch import fx
 from fxpipe.ir.compat import OpOverload
 from fxpipe.ir.graph import Kind, Origin, Section, Value
 from fxpipe.ir.storage import node_bytes
-from fxpipe.names import dot_label, shortened
 from fxpipe.schedule.ops import Color
+from fxpipe.viz.labels import dot_label, shortened
 from fxpipe.viz.palette import MEANING, PHASES, tint
 from fxpipe.viz.units import bytes_text
 

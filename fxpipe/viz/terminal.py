@@ -8,6 +8,7 @@ from itertools import groupby
 from rich.style import Style
 from rich.text import Text
 
+from fxpipe.errors import printable
 from fxpipe.schedule.ops import Op
 from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.viz import palette
@@ -15,6 +16,11 @@ from fxpipe.viz.roles import MEANING, Role, color, role
 
 ROWS = 32
 """Maximum number of rows: the first and the last ranks."""
+
+
+def terminal(text: str) -> Text:
+    """Text for rich, without markup, emoji codes or control characters other than line breaks."""
+    return Text("\n".join(map(printable, text.split("\n"))))
 
 
 def timeline_text(timeline: Timeline, width: int, colored: bool) -> Text:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import xml.etree.ElementTree as ET
 from dataclasses import dataclass
 
-from fxpipe.names import printable
+from fxpipe.errors import printable
 from fxpipe.schedule.ops import Direction, Op, Phase
 from fxpipe.schedule.simulation.timeline import Span, Timeline, TransferSpan
 from fxpipe.viz.palette import OFFLOADED, PHASES, tint

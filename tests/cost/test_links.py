@@ -16,7 +16,6 @@ from fxpipe import api
 from fxpipe.cli import main
 from fxpipe.cost.known_devices import device_named
 from fxpipe.cost.nodes import is_free
-from fxpipe.cost.plan_costs import work_on
 from fxpipe.errors import ScheduleError, SizeError
 from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
@@ -237,25 +236,6 @@ def test_a_saved_pipeline_on_another_device(tmp_path, capsys):
 def test_a_plan_that_knows_no_sizes():
     with pytest.raises(SizeError, match=r"for the device of the compilation.*dimensions=\{\}"):
         compiled().simulate(device="B200")
-
-
-def test_a_plan_of_an_earlier_version():
-    pipe = compiled(dimensions={})
-    work = pipe.plan.work
-    assert work is not None
-    stages = [
-        replace(s, **{p: tuple(replace(op, arithmetic="") for op in getattr(s, p)) for p in _PHASES})
-        for s in work.stages
-    ]
-    rates = replace(work.rates, inter_link=None, inter_latency=None)
-    older = replace(work, stages=tuple(stages), rates=rates)
-    found = older.costs(pipe.plan.costs, {"microbatch": 8})
-    assert {edge.inter_seconds for edge in found.edges} == {None}
-    with pytest.raises(SizeError, match=r"made by an earlier version.*Compile and save"):
-        work_on(older, device_named("H100"))
-
-
-_PHASES = ("forward", "backward", "weight")
 
 
 def test_explained(capsys):

@@ -269,15 +269,6 @@ def test_what_cannot_be_asked_for(options, message):
         compiled("gpt2", **options)
 
 
-def test_old_spellings_are_accepted_with_a_warning():
-    model, example = nn.Linear(4, 1), (torch.randn(2, 4),)
-    options = {"ranks": 1, "microbatches": 2, "loss_fn": lambda y, x: y.sum(), "offload": True}
-    with pytest.warns(DeprecationWarning, match=r"offload_bandwidth=… of .*Offload\(…, bandwidth=…\)"):
-        fxpipe.compile(model, example, offload_bandwidth=FAST, **options)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'offload_speed'"):
-        fxpipe.compile(model, example, offload_speed=FAST, **options)
-
-
 def test_places_that_activations_cannot_go_to(tmp_path):
     with pytest.raises(RunError, match="cpu cannot be offloaded to the tier 'host': use 'host' with a GPU"):
         compiled("gpt2", offload=Offload(tier="host"))

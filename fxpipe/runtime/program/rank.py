@@ -63,7 +63,7 @@ class Runtime:
     def microbatches(self, batch: Any) -> list[dict[str, torch.Tensor]]:
         """Cut the batch into microbatches, each a dict from leaf name to tensor."""
         spec = self.spec
-        return microbatches_of(spec.batch, batch, spec.microbatches, spec.leaves_of(self.rank), self.device)
+        return microbatches_of(spec.batch, batch, spec.microbatches, spec.leaves[self.rank], self.device)
 
     def key(self, microbatch: int) -> int:
         """The random-number key of one microbatch of this step."""
@@ -168,9 +168,6 @@ class Runtime:
             grad.add_(self.wait(self.receive(layout, rank)))
         for rank in ranks[1:]:
             self.send(grad, layout, rank)
-
-    # Names in programs that were saved earlier.
-    sum_gradient, offloaded, reloaded = all_reduce_gradient, wait_offload, wait_reload
 
     def divide_gradients_by_count(self) -> None:
         """Turn gradients of a sum into those of the mean, for losses given as (sum, count)."""

@@ -8,8 +8,7 @@
 
 Times in any one unit, memory in any one unit; the fields are those of ``StageCost``, ``Edge`` and ``Costs``.
 Only the times of stages are required: memory, ``bytes`` and ``seconds`` are 0 by default; without ``edges``
-the stages are a chain; without ``ranks_per_machine`` there is one machine.  The older names ``saved``,
-``kept``, ``away`` and ``away_for_weight`` are read too.
+the stages are a chain; without ``ranks_per_machine`` there is one machine.
 """
 
 from __future__ import annotations
@@ -17,21 +16,22 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.check import check_costs
-from fxpipe.schedule.costs import Costs, Edge, Link, StageCost, chain
-from fxpipe.strict import MEBIBYTE, Misfit, parse_json, read_text, structure, unstructure
+from fxpipe.schedule.costs import MOST_STAGES, Costs, Edge, Link, StageCost, chain
+from fxpipe.strict import MEBIBYTE, Misfit, at_least, entries, parse_json, read_text, structure, unstructure
 
 MOST_BYTES = 8 * MEBIBYTE
 
 
 @dataclass(frozen=True)
 class _File:
-    stages: tuple[StageCost, ...]
+    stages: Annotated[tuple[StageCost, ...], entries(1, MOST_STAGES)]
     edges: tuple[Edge, ...] | None = None
     link: Link | None = None
-    ranks_per_machine: int | None = None
+    ranks_per_machine: Annotated[int, at_least(1)] | None = None
 
 
 def read_costs(path: Path, seconds: float = 0.0, inter_seconds: float | None = None) -> Costs:
