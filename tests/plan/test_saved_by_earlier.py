@@ -16,7 +16,8 @@ SAVED = Path(__file__).with_name("saved_by_earlier")
 LOSSES = json.loads((SAVED / "losses.json").read_text())
 BATCH = {name: torch.tensor(values) for name, values in LOSSES["batch"].items()}
 
-pytestmark = pytest.mark.usefixtures("double")
+#: Programs are compared with their sums: one that was edited gets a warning.
+pytestmark = [pytest.mark.usefixtures("double"), pytest.mark.filterwarnings("error:.*was edited")]
 
 
 @pytest.mark.parametrize("name", ["vocabulary", "offloaded", "trained"])
