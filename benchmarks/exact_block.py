@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import floor
 from typing import Any
 
-from fxpipe.errors import ScheduleError
+from fxpipe import ScheduleError
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.dependencies import SECTION_KINDS, durations, needs, sections_of
 from fxpipe.schedule.exact.solver import cp_sat, solve, unit_of

@@ -30,7 +30,7 @@ from drawn_settings import drawn_settings
 from report import Report
 from rich.progress import track
 
-from fxpipe.errors import ScheduleError
+from fxpipe import ScheduleError
 from fxpipe.schedule.costs import Costs, StageCost, chain
 from fxpipe.schedule.engine.arrays import run
 from fxpipe.schedule.families.greedy import zero_bubble, zero_bubble_v

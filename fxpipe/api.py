@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,6 @@ from fxpipe.runtime.program.accelerator import check_supported, default_device
 from fxpipe.runtime.program.batch import batch_leaves
 from fxpipe.runtime.program.offload import check_tier
 from fxpipe.schedule.ops import Schedule
-from fxpipe.strict import structure, unstructure
 from fxpipe.training import parts
 
 if TYPE_CHECKING:
@@ -191,7 +189,11 @@ def compile(
     if process is not None:
         process.check_alike(own, "the arguments of fxpipe.compile", "Call it with the same on all ranks.")
 
-    devices = _described_devices(process, device) if process is not None and costs == "analytic" else ()
+    devices: tuple[Device, ...] = ()
+    if process is not None and costs == "analytic" and process.has_different_devices(device):
+        from fxpipe.cost.describe import described_everywhere
+
+        devices = described_everywhere(device, process.gather)
 
     def compiled_here() -> tuple[Compiled, Artifact | None]:
         given = model, example, loss_fn, options, device, Phases(f"fxpipe {type(model).__name__}")
@@ -370,23 +372,6 @@ def _device_of(model: nn.Module) -> torch.device:
             "Move the model to one."
         )
     return devices.pop() if devices else default_device()
-
-
-def _described_devices(process: Process, device: torch.device) -> tuple[Device, ...]:
-    """The description of each rank's device, if they differ; one that no table has is calibrated.
-
-    All ranks must call it.
-    """
-    from fxpipe.cost.describe import described_here
-    from fxpipe.cost.device import Device
-
-    if not process.has_different_devices(device):
-        return ()
-    own = json.dumps(unstructure(described_here(device))).encode()
-    found = [structure(json.loads(given), Device) for given in process.gather(own)]
-    # Calibrations of equal devices differ a little.
-    first = {device.name: device for device in reversed(found)}
-    return tuple(first[device.name] for device in found)
 
 
 def _compiled_for_all(

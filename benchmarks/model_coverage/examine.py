@@ -26,7 +26,7 @@ from benchmarks.model_coverage.state import (
     changed_tensors,
     state_of,
 )
-from fxpipe.errors import CaptureError, FxpipeError, RunError, ScheduleError, VerifyError
+from fxpipe import CaptureError, FxpipeError, RunError, ScheduleError, VerifyError
 
 EAGER = "eager"
 RIGHT, REFUSED, FAILED, WRONG, RANDOM = "right", "refused", "failed", "wrong", "random"

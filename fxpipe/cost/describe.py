@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import fx
@@ -15,6 +16,7 @@ from fxpipe.cost.known_devices import CPU, device_named, is_device_name, reporte
 from fxpipe.cost.nodes import node_flops
 from fxpipe.ir.storage import call_nodes
 from fxpipe.runtime.program.accelerator import identity, is_accelerator, memory_size
+from fxpipe.strict import structure, unstructure
 
 log = logging.getLogger("fxpipe")
 
@@ -52,3 +54,17 @@ def _measured(device: torch.device, name: str, memory: int, arithmetic: Iterable
 def arithmetic_used(graph: fx.Graph) -> set[str]:
     """The arithmetic of a graph's matrix products, convolutions and attention."""
     return {arithmetic_of(node) for node in call_nodes(graph) if node_flops(node)}
+
+
+def described_everywhere(
+    device: torch.device, gather: Callable[[bytes], Sequence[bytes]]
+) -> tuple[Device, ...]:
+    """The description of each rank's device; one that no table has is calibrated.
+
+    gather: the bytes of all ranks, in order; all of them call this.
+    """
+    own = json.dumps(unstructure(described_here(device))).encode()
+    found = [structure(json.loads(given), Device) for given in gather(own)]
+    # Calibrations of equal devices differ a little.
+    first = {device.name: device for device in reversed(found)}
+    return tuple(first[device.name] for device in found)

@@ -35,7 +35,8 @@ from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from fxpipe.schedule.ops import Color, Phase
+from fxpipe.schedule.ops import Color as Color  # words of the graph, too
+from fxpipe.schedule.ops import Phase as Phase
 
 if TYPE_CHECKING:
     from torch import fx

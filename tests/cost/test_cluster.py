@@ -1,18 +1,17 @@
 """Ranks with different devices: each stage has the costs, and the share of the model, of its rank's own."""
 
 import json
-from itertools import combinations, pairwise
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 import fxpipe
-from fxpipe import api
 from fxpipe.cost.cluster import Cluster
+from fxpipe.cost.describe import described_everywhere
 from fxpipe.cost.known_devices import device_named
 from fxpipe.cost.plan_costs import costs_of
-from fxpipe.partition.cuts import SLACK, choose_cuts
 from fxpipe.plan.artifact import Plan
 from fxpipe.strict import unstructure
 
@@ -108,44 +107,10 @@ def test_a_device_for_each_rank_and_no_others():
         compiled(["H100", "measured"])
 
 
-class Ranks:
-    """As ``Process``, of ranks that describe their devices."""
-
-    def __init__(self, *devices):
-        self.devices = devices
-
-    def has_different_devices(self, device):
-        return len(set(self.devices)) > 1
-
-    def gather(self, own):
-        assert json.loads(own)["name"] == "cpu"
-        return [json.dumps(unstructure(device)).encode() for device in self.devices]
-
-
 def test_ranks_describe_their_devices_to_each_other():
-    here = torch.device("cpu")
-    assert api._described_devices(Ranks(H100, A100), here) == (H100, A100)
-    assert api._described_devices(Ranks(H100, H100), here) == ()
+    def gather(own):
+        assert json.loads(own)["name"] == "cpu"
+        calibrated_again = replace(H100, launch=2 * H100.launch)
+        return [json.dumps(unstructure(each)).encode() for each in (H100, A100, calibrated_again)]
 
-
-# -- cuts ------------------------------------------------------------------------------------------------
-
-
-def slowest(seconds, cuts, slowness) -> float:
-    bounds = pairwise([0, *(c + 1 for c in cuts), len(seconds)])
-    return max(slow * sum(seconds[a:b]) for (a, b), slow in zip(bounds, slowness, strict=True))
-
-
-def test_a_stage_that_is_twice_as_slow_gets_half():
-    assert choose_cuts([1.0] * 12, [1.0] * 12, 2, [1.0, 2.0]) == (7,)
-    assert choose_cuts([1.0] * 12, [1.0] * 12, 3, [2.0, 1.0, 2.0]) == (2, 8)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_cuts_for_stages_of_different_speed_are_the_best(seed):
-    generator = torch.Generator().manual_seed(seed)
-    seconds = (0.5 + torch.rand(12, generator=generator)).tolist()
-    slowness = (1 + 2 * torch.rand(3, generator=generator)).tolist()
-    cuts = choose_cuts(seconds, [1.0] * 12, 3, slowness)
-    best = min(slowest(seconds, other, slowness) for other in combinations(range(11), 2))
-    assert slowest(seconds, cuts, slowness) <= best * (1 + SLACK) * (1 + 1e-6)
+    assert described_everywhere(torch.device("cpu"), gather) == (H100, A100, H100)
