@@ -20,6 +20,7 @@ from torch import fx
 
 from fxpipe.capture.example import Example
 from fxpipe.capture.functional import declare_writes, memory_roots, overwritten
+from fxpipe.capture.replay import Call
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.graph import Input, Kind, Origin
@@ -43,12 +44,16 @@ Readers = tuple[fx.Node | None, fx.Node | None]
 FEW = 16
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Run:
     """One run: its ops in order, and its results by name: loss, outputs, new buffers, gradients."""
 
-    ops: list[fx.Node]
+    calls: list[Call]
     results: Mapping[str, fx.Node | None]
+
+    @property
+    def ops(self) -> list[fx.Node]:
+        return [node for call in self.calls for node in call.nodes]
 
 
 def difference(
@@ -63,9 +68,11 @@ def difference(
     kept: nodes of the first run -> the name under which the model keeps its tensor.
     Raises CaptureError where the second run reads a result of the first.
     """
+    if first == second:  # so that nothing else was recorded
+        return ""
     values = _Values(inputs, first.results)
     ops = [values.relevant(run) for run in (first, second)]
-    own = set(second.ops)
+    own = {*second.ops}
     for op in ops[1]:
         for x in values.reads(op):
             if x in values.varying and x.op == "call_function" and x not in own:

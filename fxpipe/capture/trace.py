@@ -240,20 +240,22 @@ class _Function:
         return flat
 
     def _step(self, wanted: dict[str, torch.Tensor], backward: bool, questions: Questions) -> _Step:
-        before = compat.last_node()
+        calls = self.provenance.calls
         questions.assigned = Assigned()
         results = self._forward(wanted)
-        forward = compat.nodes_after(before)
+        forward = len(calls)
         scale = 1.0 if results.count is not None else self.scale
         gradients = self._gradients(results.loss, wanted, scale) if backward else {}
-        end = compat.last_node()
+        end = len(calls)
         buffers = replaced_buffers(self.registered, self.given, questions.assigned)
-        forward += compat.nodes_after(end)
         named: dict[str, torch.Tensor | None] = {"loss": results.loss, "count": results.count}
         named |= {f"the output {name!r}": x for name, x in results.outputs.items()}
         named |= {f"the buffer {name!r}": x for name, x in buffers.items()}
         slopes = {f"the gradient of {name!r}": x for name, x in gradients.items()}
-        runs = Run(forward, _nodes(named)), Run(compat.nodes_after(before), _nodes({**named, **slopes}))
+        runs = (
+            Run([*calls[:forward], *calls[end:]], _nodes(named)),
+            Run([*calls], _nodes({**named, **slopes})),
+        )
         return _Step(results, gradients, buffers, *runs)
 
     def _repeat(
@@ -288,7 +290,7 @@ class _Function:
                         f"({node.meta.get('origin', Origin())}): no step would train it. Make it beforehand, "
                         "or run the model on one batch before you compile it."
                     )
-        self.provenance.repeat()
+        self.provenance.repeat(first.calls, [x.fake for x in self.given])
         questions.again = True
         with warnings.catch_warnings(), self.provenance, questions:
             warnings.simplefilter("ignore")  # they were given in the first run

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
 
 from fxpipe.runtime.torch_private import TorchDispatchMode, no_modes, pytree
 
@@ -52,14 +52,18 @@ __all__ = [
     "no_modes",
     "nodes_after",
     "plain_kernels",
+    "proxy",
     "pytree",
     "sequence_number",
+    "set_proxy",
     "takes_numbers",
     "traced_constants",
     "traced_graph",
     "traced_node",
+    "traced_tensors",
     "track",
     "uncompiled",
+    "untraced",
     "without_log",
 ]
 
@@ -181,6 +185,32 @@ def traced_node(tensor: torch.Tensor) -> torch.fx.Node | None:
     assert mode is not None, "no make_fx trace is running"
     slot = get_proxy_slot(tensor, mode.tracer, None)
     return None if slot is None else slot.proxy.node
+
+
+def proxy(tensor: torch.Tensor) -> Any:
+    """What stands for a tensor in the running trace, for ``set_proxy``; None if the trace has not seen it."""
+    mode = get_proxy_mode()
+    assert mode is not None, "no make_fx trace is running"
+    return get_proxy_slot(tensor, mode.tracer, None)
+
+
+def set_proxy(tensor: torch.Tensor, proxy: Any) -> None:
+    """Let a tensor be the value of the node of another one; proxy: what stands for that."""
+    mode = get_proxy_mode()
+    assert mode is not None, "no make_fx trace is running"
+    set_proxy_slot(tensor, mode.tracer, proxy)
+
+
+def traced_tensors() -> list[torch.Tensor]:
+    """The tensors of the running trace that are alive."""
+    mode = get_proxy_mode()
+    assert mode is not None, "no make_fx trace is running"
+    return list(mode.tracer.tensor_tracker.keys())
+
+
+def untraced() -> contextlib.AbstractContextManager[object]:
+    """For a block whose ops the running trace is not to record."""
+    return proxy_tensor.disable_proxy_modes_tracing()
 
 
 def is_placeholder(tensor: torch.Tensor) -> bool:
