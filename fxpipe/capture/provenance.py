@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from types import FrameType
 from typing import Any
@@ -24,6 +24,7 @@ from fxpipe.capture.dtypes import check_dtypes
 from fxpipe.capture.frozen import warn_of_seed
 from fxpipe.capture.functional import writes_to_a_constant
 from fxpipe.capture.replay import Call, Replay, key_of
+from fxpipe.capture.values import Values
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.graph import Input, Origin
@@ -119,16 +120,15 @@ class Provenance(compat.TorchDispatchMode):
     def is_users(file: str) -> bool:
         return not file.startswith((*_LIBRARY, "<"))
 
-    def repeat(self, calls: Sequence[Call], inputs: Sequence[torch.Tensor]) -> None:
-        """Treat all further ops as those of a new forward, which is recorded from the first other op on.
-
-        calls: the ops of the first one.  inputs: the tensors that both are given.
-        """
+    def repeat(
+        self, calls: Sequence[Call], inputs: Sequence[torch.Tensor], values: Callable[[], Values]
+    ) -> None:
+        """Treat all further ops as those of a new forward; the arguments are those of ``Replay``."""
         self._backward, self._seq, self._last_seq = False, None, None
         self._paths.clear()
         self.answers.count_again()
         self.calls.clear()
-        self._replay = Replay(calls, inputs)
+        self._replay = Replay(calls, self.calls, inputs, values)
 
     def backward_from(self, loss: torch.Tensor) -> None:
         """Treat all further nodes as backward nodes, and track the recorded op of each."""
@@ -164,13 +164,11 @@ class Provenance(compat.TorchDispatchMode):
             )
         key = key_of(func, args, kwargs)
         if self._replay is not None:
-            result = self._replay.run(key, func, args, kwargs)
+            result = self._replay.run(func, key, args, kwargs)
             if result is not NotImplemented:
-                call = self._replay.last
-                self.calls.append(call)
                 return result
-            self.calls[:], self._replay = self._replay.record(), None
-            self._seen = compat.last_node()
+            self._replay.record()
+            self._replay, self._seen = None, compat.last_node()
         if func is torch.ops.aten._local_scalar_dense.default:
             result = self.answers.numbers(args[0])[0]
         else:

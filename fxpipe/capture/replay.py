@@ -9,54 +9,83 @@ To record an op costs several times what it costs to run it on fake tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import fx
 
+from fxpipe.capture.values import Values, same_numbers
 from fxpipe.ir import compat
-
-_NUMBERS = (bool, int, float, complex)
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
     """An op of a run.
 
-    ``key``: the op, the grad mode and the arguments in a row, with nodes in the place of traced tensors.
-    ``nodes``: those that the trace recorded for it.  ``proxies``: of the tensors in ``result``, which is None
-    if it has any.
+    key: the op, the grad mode, and the arguments in a row, with nodes in the place of traced tensors.
+    nodes: those that the trace recorded for it.
+    proxies: of the tensors in the result.
+    number: the result, if it is a number.
     """
 
     key: list[Any]
     nodes: list[fx.Node]
     proxies: list[Any]
-    result: Any
+    number: bool | int | float | complex | None
 
     @staticmethod
     def of(key: list[Any], nodes: list[fx.Node], result: Any) -> Call:
-        tensors = [*_tensors(result)]
-        return Call(key, nodes, [compat.proxy(x) for x in tensors], None if tensors else result)
+        number = result if isinstance(result, (bool, int, float, complex)) else None
+        return Call(key, nodes, [compat.proxy(x) for x in _tensors(result)], number)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: its ops in order, and its results by name: loss, outputs, new buffers, gradients."""
+
+    calls: list[Call]
+    results: Mapping[str, fx.Node | None]
+
+    @property
+    def ops(self) -> list[fx.Node]:
+        return [node for call in self.calls for node in call.nodes]
 
 
 class Replay:
-    """calls: the ops of the first run.  inputs: the tensors that both runs are given."""
+    """Runs ops for those of the first run, ``calls``, and adds these to ``done``.
 
-    def __init__(self, calls: Sequence[Call], inputs: Sequence[torch.Tensor]):
-        self._calls, self._done = calls, 0
-        given = set(map(id, inputs))
-        #: Those of the first run.  A second run that reads one does not read a result of its own.
+    inputs: the tensors that both runs are given.  values: gives those of the first run.
+    """
+
+    def __init__(
+        self,
+        calls: Sequence[Call],
+        done: list[Call],
+        inputs: Sequence[torch.Tensor],
+        values: Callable[[], Values],
+    ):
+        self._calls, self._done, self._find_values = calls, done, values
+        given = {*map(id, inputs)}
+        #: The first run's own, by id.  A second run that reads them does not compute them.
         self._kept = {id(x): x for x in compat.traced_tensors() if id(x) not in given}
 
-    def run(self, key: list[Any], func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of the next op; NotImplemented if it is another one than that of the first run."""
-        call = self._calls[self._done] if self._done < len(self._calls) else None
-        if call is None or not _alike(key, call.key) or self._reads_kept((args, kwargs)):
+    def run(self, func: Any, key: list[Any], args: Any, kwargs: Any) -> Any:
+        """The result of an op; NotImplemented if it is not the next one of the first run, but for values
+        that are the same in all steps, which need not be computed again."""
+        place = len(self._done)
+        while place < len(self._calls) and not _alike(key, self._calls[place].key):
+            if not all(map(self._values.is_fixed, self._calls[place].nodes)):
+                return NotImplemented
+            place += 1
+        kept = [compat.traced_node(x) for x in _tensors((args, kwargs)) if id(x) in self._kept]
+        if place == len(self._calls) or not all(x is not None and self._values.is_fixed(x) for x in kept):
             return NotImplemented
-        result = call.result
-        if not isinstance(result, _NUMBERS):  # those are read from the data
+        call = self._calls[place]
+        result: Any = call.number
+        if result is None:
             try:
                 with compat.untraced():
                     result = func(*args, **kwargs)
@@ -64,29 +93,28 @@ class Replay:
                 return NotImplemented
         for x, proxy in zip(_tensors(result), call.proxies, strict=True):
             compat.set_proxy(x, proxy)
-        self._done += 1
-        self.last = call
+        self._done += self._calls[len(self._done) : place + 1]
         return result
 
-    def _reads_kept(self, value: Any) -> bool:
-        return any(id(x) in self._kept for x in _tensors(value))
+    @cached_property
+    def _values(self) -> Values:
+        return self._find_values()
 
-    def record(self) -> list[Call]:
-        """Copy the nodes of the ops so far, which then belong to this run; the ops with the copies."""
+    def record(self) -> None:
+        """Copy the nodes of the ops so far for this run, whose tensors get the copies."""
         graph, copies = compat.traced_graph(), dict[fx.Node, fx.Node]()
-        calls = []
-        for call in self._calls[: self._done]:
+        for place, call in enumerate(self._done):
             for node in call.nodes:
                 copies[node] = compat.copy_node(graph, node, lambda n: copies.get(n, n))
-            calls.append(replace(call, nodes=[copies[node] for node in call.nodes]))
+            self._done[place] = replace(call, nodes=[copies[node] for node in call.nodes])
         for x in compat.traced_tensors():
-            node = compat.traced_node(x)
-            if node in copies and id(x) not in self._kept:
-                compat.track(x, copies[node])
-        return calls
+            found = compat.traced_node(x)
+            if found in copies and id(x) not in self._kept:
+                compat.track(x, copies[found])
 
 
 def key_of(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The key of a ``Call`` that is to be made."""
     key = [func, torch.is_grad_enabled()]
     todo = [args, kwargs]
     while todo:
@@ -104,6 +132,20 @@ def key_of(func: Any, args: Any, kwargs: Any) -> list[Any]:
     return key
 
 
+def _alike(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) and all(x is y or _equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Of arguments: numbers, or tensors that the trace holds as constants."""
+    if type(a) is not type(b):
+        return False
+    if not isinstance(a, torch.Tensor):
+        return bool(a == b or (a != a and b != b))
+    dense = a.layout is b.layout is torch.strided and not (a.is_meta or b.is_meta)
+    return dense and compat.is_real(a) and a.device == b.device and same_numbers(a, b)
+
+
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
@@ -113,18 +155,3 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, dict):
         for x in value.values():
             yield from _tensors(x)
-
-
-def _alike(a: list[Any], b: list[Any]) -> bool:
-    return len(a) == len(b) and all(x is y or _equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if type(a) is not type(b):
-        return False
-    if not isinstance(a, torch.Tensor):
-        return bool(a == b or (a != a and b != b))
-    if a.is_meta or not compat.is_real(a) or (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
-        return False
-    with compat.no_modes():
-        return bool(((a == b) | ((a != a) & (b != b))).all())

@@ -32,10 +32,12 @@ from fxpipe.capture.made import check_made
 from fxpipe.capture.provenance import Provenance
 from fxpipe.capture.questions import Questions
 from fxpipe.capture.registered import Registered, overlapping, registered
-from fxpipe.capture.repeat import Run, difference
+from fxpipe.capture.repeat import difference
 from fxpipe.capture.replaced import aliases, put_back, replaced_buffers
+from fxpipe.capture.replay import Run
 from fxpipe.capture.results import Results, find_results
 from fxpipe.capture.snapshot import Snapshot
+from fxpipe.capture.values import Values
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.compat import pytree
@@ -290,12 +292,13 @@ class _Function:
                         f"({node.meta.get('origin', Origin())}): no step would train it. Make it beforehand, "
                         "or run the model on one batch before you compile it."
                     )
-        self.provenance.repeat(first.calls, [x.fake for x in self.given])
+        inputs = [(x.input, x.real) for x in self.given]
+        values = partial(Values, inputs, first.results)
+        self.provenance.repeat(first.calls, [x.fake for x in self.given], values)
         questions.again = True
         with warnings.catch_warnings(), self.provenance, questions:
             warnings.simplefilter("ignore")  # they were given in the first run
             step = self._step(wanted, backward, questions)
-        inputs = [(x.input, x.real) for x in self.given]
         found = difference(first, step.whole if backward else step.forward, inputs, kept)
         graph = compat.traced_graph()
         for node in reversed(compat.nodes_after(last)):

@@ -221,6 +221,8 @@ def is_placeholder(tensor: torch.Tensor) -> bool:
 
 def track(tensor: torch.Tensor, node: torch.fx.Node) -> None:
     """Let a fake tensor be the value of a node of the running trace."""
+    if traced_node(tensor) is node:
+        return
     mode = get_proxy_mode()
     assert mode is not None, "no make_fx trace is running"
     proxy = torch.fx.Proxy(node, mode.tracer)
