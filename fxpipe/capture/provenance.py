@@ -65,6 +65,7 @@ class Provenance(compat.TorchDispatchMode):
         self._reached = {bytes(torch.get_rng_state().numpy())}  # states of the generator without a new seed
         self._seen: fx.Node | None = None
         self.calls: list[Call] = []  # the ops of this run of the forward
+        self.compares = True  # whether it adds to them
         self._replay: Replay | None = None
         self._model = model
         self._handles: list[Any] = []
@@ -162,7 +163,7 @@ class Provenance(compat.TorchDispatchMode):
                 f"The forward changes torch's default dtype, and runs {func} under it, at {self.place()}. A "
                 "program has one default dtype: give dtype= there, or set the default before you compile."
             )
-        key = key_of(func, args, kwargs)
+        key = key_of(func, args, kwargs) if self.compares else []
         if self._replay is not None:
             result = self._replay.run(func, key, args, kwargs)
             if result is not NotImplemented:
@@ -184,7 +185,9 @@ class Provenance(compat.TorchDispatchMode):
                 result = self.answers.result(func, args, kwargs)
                 if result is None:
                     raise
-        self.calls.append(Call.of(key, self._label_new_nodes(), result))
+        nodes = self._label_new_nodes()
+        if self.compares:
+            self.calls.append(Call.of(key, nodes, result))
         return result
 
     def place(self) -> str:

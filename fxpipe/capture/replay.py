@@ -39,7 +39,8 @@ class Call:
     @staticmethod
     def of(key: list[Any], nodes: list[fx.Node], result: Any) -> Call:
         number = result if isinstance(result, (bool, int, float, complex)) else None
-        return Call(key, nodes, [compat.proxy(x) for x in _tensors(result)], number)
+        known = compat.proxies()
+        return Call(key, nodes, [known.get(x) for x in _tensors(result)], number)
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Replay:
         self._calls, self._done, self._find_values = calls, done, values
         given = {*map(id, inputs)}
         #: The first run's own, by id.  A second run that reads them does not compute them.
-        self._kept = {id(x): x for x in compat.traced_tensors() if id(x) not in given}
+        self._kept = {id(x): x for x in compat.proxies() if id(x) not in given}
 
     def run(self, func: Any, key: list[Any], args: Any, kwargs: Any) -> Any:
         """The result of an op; NotImplemented if it is not the next one of the first run, but for values
@@ -91,8 +92,9 @@ class Replay:
                     result = func(*args, **kwargs)
             except compat.DATA_DEPENDENT:
                 return NotImplemented
-        for x, proxy in zip(_tensors(result), call.proxies, strict=True):
-            compat.set_proxy(x, proxy)
+        known = compat.proxies()
+        pairs = zip(_tensors(result), call.proxies, strict=True)
+        known.update((x, proxy) for x, proxy in pairs if proxy is not None)
         self._done += self._calls[len(self._done) : place + 1]
         return result
 
@@ -107,7 +109,7 @@ class Replay:
             for node in call.nodes:
                 copies[node] = compat.copy_node(graph, node, lambda n: copies.get(n, n))
             self._done[place] = replace(call, nodes=[copies[node] for node in call.nodes])
-        for x in compat.traced_tensors():
+        for x in [*compat.proxies()]:
             found = compat.traced_node(x)
             if found in copies and id(x) not in self._kept:
                 compat.track(x, copies[found])
@@ -115,12 +117,13 @@ class Replay:
 
 def key_of(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """The key of a ``Call`` that is to be made."""
-    key = [func, torch.is_grad_enabled()]
+    key, known = [func, torch.is_grad_enabled()], compat.proxies()
     todo = [args, kwargs]
     while todo:
         x = todo.pop()
         if isinstance(x, torch.Tensor):
-            key.append(compat.traced_node(x) or x)
+            found = known.get(x)
+            key.append(x if found is None else found.proxy.node)
         elif isinstance(x, (tuple, list)):
             key += (list, len(x))
             todo += x

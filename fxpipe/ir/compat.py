@@ -10,7 +10,7 @@ import itertools
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from fxpipe.runtime.torch_private import TorchDispatchMode, no_modes, pytree
 
@@ -52,15 +52,13 @@ __all__ = [
     "no_modes",
     "nodes_after",
     "plain_kernels",
-    "proxy",
+    "proxies",
     "pytree",
     "sequence_number",
-    "set_proxy",
     "takes_numbers",
     "traced_constants",
     "traced_graph",
     "traced_node",
-    "traced_tensors",
     "track",
     "uncompiled",
     "untraced",
@@ -187,25 +185,13 @@ def traced_node(tensor: torch.Tensor) -> torch.fx.Node | None:
     return None if slot is None else slot.proxy.node
 
 
-def proxy(tensor: torch.Tensor) -> Any:
-    """What stands for a tensor in the running trace, for ``set_proxy``; None if the trace has not seen it."""
+def proxies() -> MutableMapping[torch.Tensor, Any]:
+    """The tensors of the running trace that are alive -> what stands for each, with its node at
+    ``.proxy.node``.  It may be changed."""
     mode = get_proxy_mode()
     assert mode is not None, "no make_fx trace is running"
-    return get_proxy_slot(tensor, mode.tracer, None)
-
-
-def set_proxy(tensor: torch.Tensor, proxy: Any) -> None:
-    """Let a tensor be the value of the node of another one; proxy: what stands for that."""
-    mode = get_proxy_mode()
-    assert mode is not None, "no make_fx trace is running"
-    set_proxy_slot(tensor, mode.tracer, proxy)
-
-
-def traced_tensors() -> list[torch.Tensor]:
-    """The tensors of the running trace that are alive."""
-    mode = get_proxy_mode()
-    assert mode is not None, "no make_fx trace is running"
-    return list(mode.tracer.tensor_tracker.keys())
+    tracker: MutableMapping[torch.Tensor, Any] = mode.tracer.tensor_tracker
+    return tracker
 
 
 def untraced() -> contextlib.AbstractContextManager[object]:
