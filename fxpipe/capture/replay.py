@@ -55,36 +55,35 @@ class Run:
         return [node for call in self.calls for node in call.nodes]
 
 
+@dataclass(eq=False)
 class Replay:
     """Runs ops for those of the first run, ``calls``, and adds these to ``done``.
 
-    inputs: the tensors that both runs are given.  values: gives those of the first run.
+    inputs: the tensors that both runs are given.  find_values: gives those of the first run.
     """
 
-    def __init__(
-        self,
-        calls: Sequence[Call],
-        done: list[Call],
-        inputs: Sequence[torch.Tensor],
-        values: Callable[[], Values],
-    ):
-        self._calls, self._done, self._find_values = calls, done, values
-        given = {*map(id, inputs)}
+    calls: Sequence[Call]
+    done: list[Call]
+    inputs: Sequence[torch.Tensor]
+    find_values: Callable[[], Values]
+
+    def __post_init__(self) -> None:
+        given = set(map(id, self.inputs))
         #: The first run's own, by id.  A second run that reads them does not compute them.
         self._kept = {id(x): x for x in compat.proxies() if id(x) not in given}
 
     def run(self, func: Any, key: list[Any], args: Any, kwargs: Any) -> Any:
         """The result of an op; NotImplemented if it is not the next one of the first run, but for values
         that are the same in all steps, which need not be computed again."""
-        place = len(self._done)
-        while place < len(self._calls) and not _alike(key, self._calls[place].key):
-            if not all(map(self._values.is_fixed, self._calls[place].nodes)):
+        place = len(self.done)
+        while place < len(self.calls) and not _alike(key, self.calls[place].key):
+            if not all(map(self._values.is_fixed, self.calls[place].nodes)):
                 return NotImplemented
             place += 1
         kept = [compat.traced_node(x) for x in _tensors((args, kwargs)) if id(x) in self._kept]
-        if place == len(self._calls) or not all(x is not None and self._values.is_fixed(x) for x in kept):
+        if place == len(self.calls) or not all(x is not None and self._values.is_fixed(x) for x in kept):
             return NotImplemented
-        call = self._calls[place]
+        call = self.calls[place]
         result: Any = call.number
         if result is None:
             try:
@@ -95,20 +94,20 @@ class Replay:
         known = compat.proxies()
         pairs = zip(_tensors(result), call.proxies, strict=True)
         known.update((x, proxy) for x, proxy in pairs if proxy is not None)
-        self._done += self._calls[len(self._done) : place + 1]
+        self.done += self.calls[len(self.done) : place + 1]
         return result
 
     @cached_property
     def _values(self) -> Values:
-        return self._find_values()
+        return self.find_values()
 
     def record(self) -> None:
         """Copy the nodes of the ops so far for this run, whose tensors get the copies."""
         graph, copies = compat.traced_graph(), dict[fx.Node, fx.Node]()
-        for place, call in enumerate(self._done):
+        for place, call in enumerate(self.done):
             for node in call.nodes:
                 copies[node] = compat.copy_node(graph, node, lambda n: copies.get(n, n))
-            self._done[place] = replace(call, nodes=[copies[node] for node in call.nodes])
+            self.done[place] = replace(call, nodes=[copies[node] for node in call.nodes])
         for x in [*compat.proxies()]:
             found = compat.traced_node(x)
             if found in copies and id(x) not in self._kept:
@@ -117,22 +116,13 @@ class Replay:
 
 def key_of(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """The key of a ``Call`` that is to be made."""
-    key, known = [func, torch.is_grad_enabled()], compat.proxies()
-    todo = [args, kwargs]
-    while todo:
-        x = todo.pop()
-        if isinstance(x, torch.Tensor):
-            found = known.get(x)
-            key.append(x if found is None else found.proxy.node)
-        elif isinstance(x, (tuple, list)):
-            key += (list, len(x))
-            todo += x
-        elif isinstance(x, dict):
-            key += (dict, *x)
-            todo += x.values()
-        else:
-            key.append(x)
-    return key
+    known = compat.proxies()
+
+    def named(x: Any) -> Any:
+        found = known.get(x) if isinstance(x, torch.Tensor) else None
+        return x if found is None else found.proxy.node
+
+    return [func, torch.is_grad_enabled(), *map(named, _leaves((args, kwargs)))]
 
 
 def _alike(a: list[Any], b: list[Any]) -> bool:
@@ -145,16 +135,21 @@ def _equal(a: Any, b: Any) -> bool:
         return False
     if not isinstance(a, torch.Tensor):
         return bool(a == b or (a != a and b != b))
-    dense = a.layout is b.layout is torch.strided and not (a.is_meta or b.is_meta)
-    return dense and compat.is_real(a) and a.device == b.device and same_numbers(a, b)
+    dense = a.layout is b.layout is torch.strided and compat.is_real(a) and not a.is_meta
+    return dense and a.device == b.device and same_numbers(a, b)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
+def _leaves(value: Any) -> Iterator[Any]:
+    """What a value consists of, with the kinds and lengths of its containers."""
+    if isinstance(value, (tuple, list)):
+        yield from (list, len(value))
         for x in value:
-            yield from _tensors(x)
+            yield from _leaves(x)
     elif isinstance(value, dict):
-        for x in value.values():
-            yield from _tensors(x)
+        yield from _leaves([*value.items()])
+    else:
+        yield value
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [x for x in _leaves(value) if isinstance(x, torch.Tensor)]

@@ -199,6 +199,13 @@ def of_a_constant(self, x):
     return x * torch.tensor([1.0, self.state[0], 2.0, 3.0])
 
 
+def of_a_first_write(self, x):
+    if not self.state.eps:
+        self.state.running_mean.add_(1)
+    self.state.eps = 1
+    return x
+
+
 def of_the_way_to_the_same_ops(self, x):
     self.state[0] += 1
     a, b = x.sin(), x.cos()
@@ -207,6 +214,7 @@ def of_the_way_to_the_same_ops(self, x):
 
 CHANGED = {
     "constant": (of_a_constant, lambda: [0]),
+    "write": (of_a_first_write, lambda: nn.BatchNorm1d(WIDTH, eps=0)),
     "order of operands": (of_the_way_to_the_same_ops, lambda: [0]),
     "closure": (closure(), lambda: None),
     "slots": (of_slots, Slots),
@@ -237,6 +245,42 @@ def test_ops_that_a_later_step_runs_otherwise(name):
         assert held.steps == 0
     if name in ("iterator", "random", "generator", "array"):
         assert traced(between, held) == message  # the state is as it was before
+
+
+GENERATORS = {
+    "Python's": lambda: random.Random(0),
+    **{
+        name: lambda name=name: np.random.Generator(getattr(np.random, name)(0))
+        for name in ("PCG64", "MT19937", "Philox", "SFC64")
+    },
+    "old": lambda: np.random.RandomState(0),
+    "torch's": lambda: torch.Generator().manual_seed(0),
+    "masked array": lambda: np.ma.masked_array([0.0, 1.0], [True, False]),
+}
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_state_that_is_no_attribute_is_seen_and_restored(name):
+    def drawn(state):
+        if isinstance(state, np.ndarray):
+            state += 1
+            return state.sum()
+        if isinstance(state, torch.Generator):
+            return state.manual_seed(state.initial_seed() + 1).initial_seed()
+        return state.random()
+
+    def between(self, x):
+        return x * float(drawn(self.state))
+
+    state = GENERATORS[name]()
+    assert "runs other ops" in traced(between, state)
+    assert [drawn(state) for _ in range(3)] == [
+        drawn(fresh) for fresh in [GENERATORS[name]()] for _ in range(3)
+    ]
+
+
+def test_a_generator_without_state():
+    assert traced(lambda self, x: x, random.SystemRandom()) == ""
 
 
 def test_a_new_counter_that_a_later_step_may_read():
