@@ -167,6 +167,9 @@ class Provenance(compat.TorchDispatchMode):
         if self._replay is not None:
             result = self._replay.run(func, key, args, kwargs)
             if result is not NotImplemented:
+                if self.calls[-1].nodes and not self._backward:
+                    origin = self.calls[-1].nodes[-1].meta["origin"]
+                    self._forward_origin.setdefault(compat.current_sequence_number(), origin)
                 return result
             self._replay.record()
             self._replay, self._seen = None, compat.last_node()
