@@ -2,8 +2,8 @@
 
 A line a model, whose code lies outside of installed packages: compilations in one process, in turns without
 the second run and with it; the processor's seconds of each, as medians, and the calls of functions in one
-compilation each, which do not depend on what else the machine does.  The second run of the model with a counter
-differs from its first op on, so that all of it is recorded and compared, and the user is warned.
+compilation each, which do not depend on what else the machine does.  The second run of the model with a
+counter differs from its first op on, so that all of it is recorded and compared, and the user is warned.
 
     python benchmarks/second_run.py --output benchmarks/results/second_run.txt
 """
@@ -196,7 +196,8 @@ def main() -> None:
     report = Report("Second run of the forward")
     rows, over = [], []
     for name in options.models:
-        few, many = (calls(name, again) for again in (False, True))  # which also warms the caches
+        compiled(name, True)  # fills torch's caches
+        few, many = (calls(name, again) for again in (False, True))
         found: dict[bool, list[float]] = {False: [], True: []}
         for _ in range(options.rounds):
             for again, times in found.items():
