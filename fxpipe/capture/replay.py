@@ -9,7 +9,7 @@ To record an op costs several times what it costs to run it on fake tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -116,13 +116,11 @@ class Replay:
 
 def key_of(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """The key of a ``Call`` that is to be made."""
-    known = compat.proxies()
-
-    def named(x: Any) -> Any:
+    known, key = compat.proxies(), [func, torch.is_grad_enabled()]
+    for x in _leaves((args, kwargs)):
         found = known.get(x) if isinstance(x, torch.Tensor) else None
-        return x if found is None else found.proxy.node
-
-    return [func, torch.is_grad_enabled(), *map(named, _leaves((args, kwargs)))]
+        key.append(x if found is None else found.proxy.node)
+    return key
 
 
 def _alike(a: list[Any], b: list[Any]) -> bool:
@@ -139,16 +137,19 @@ def _equal(a: Any, b: Any) -> bool:
     return dense and a.device == b.device and same_numbers(a, b)
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    """What a value consists of, with the kinds and lengths of its containers."""
-    if isinstance(value, (tuple, list)):
-        yield from (list, len(value))
-        for x in value:
-            yield from _leaves(x)
-    elif isinstance(value, dict):
-        yield from _leaves([*value.items()])
-    else:
-        yield value
+def _leaves(value: Any) -> list[Any]:
+    """What a value consists of, with the lengths of its containers."""
+    found, todo = list[Any](), [value]
+    while todo:
+        x = todo.pop()
+        if isinstance(x, dict):
+            x = [*x.items()]
+        if isinstance(x, (tuple, list)):
+            found += (list, len(x))
+            todo += x
+        else:
+            found.append(x)
+    return found
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
