@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from pathlib import Path
 from types import FrameType
@@ -23,6 +23,8 @@ from fxpipe.capture.answers import Answers
 from fxpipe.capture.dtypes import check_dtypes
 from fxpipe.capture.frozen import warn_of_seed
 from fxpipe.capture.functional import writes_to_a_constant
+from fxpipe.capture.replay import Call, Replay, key_of
+from fxpipe.capture.values import Values
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.graph import Input, Origin
@@ -62,6 +64,9 @@ class Provenance(compat.TorchDispatchMode):
         self._random_states: dict[bytes, int] = {}
         self._reached = {bytes(torch.get_rng_state().numpy())}  # states of the generator without a new seed
         self._seen: fx.Node | None = None
+        self.calls: list[Call] = []  # the ops of this run of the forward
+        self.compares = True  # whether it adds to them
+        self._replay: Replay | None = None
         self._model = model
         self._handles: list[Any] = []
         self._default_dtype = torch.get_default_dtype()
@@ -116,11 +121,15 @@ class Provenance(compat.TorchDispatchMode):
     def is_users(file: str) -> bool:
         return not file.startswith((*_LIBRARY, "<"))
 
-    def repeat(self) -> None:
-        """Treat all further nodes as those of a new forward."""
+    def repeat(
+        self, calls: Sequence[Call], inputs: Sequence[torch.Tensor], values: Callable[[], Values]
+    ) -> None:
+        """Treat all further ops as those of a new forward; the arguments are those of ``Replay``."""
         self._backward, self._seq, self._last_seq = False, None, None
         self._paths.clear()
         self.answers.count_again()
+        self.calls.clear()
+        self._replay = Replay(calls, self.calls, inputs, values)
 
     def backward_from(self, loss: torch.Tensor) -> None:
         """Treat all further nodes as backward nodes, and track the recorded op of each."""
@@ -154,6 +163,16 @@ class Provenance(compat.TorchDispatchMode):
                 f"The forward changes torch's default dtype, and runs {func} under it, at {self.place()}. A "
                 "program has one default dtype: give dtype= there, or set the default before you compile."
             )
+        key = key_of(func, args, kwargs) if self.compares else []
+        if self._replay is not None:
+            result = self._replay.run(func, key, args, kwargs)
+            if result is not NotImplemented:
+                if self.calls[-1].nodes and not self._backward:
+                    origin = self.calls[-1].nodes[-1].meta["origin"]
+                    self._forward_origin.setdefault(compat.current_sequence_number(), origin)
+                return result
+            self._replay.record()
+            self._replay, self._seen = None, compat.last_node()
         if func is torch.ops.aten._local_scalar_dense.default:
             result = self.answers.numbers(args[0])[0]
         else:
@@ -169,14 +188,16 @@ class Provenance(compat.TorchDispatchMode):
                 result = self.answers.result(func, args, kwargs)
                 if result is None:
                     raise
-        self._label_new_nodes()
+        nodes = self._label_new_nodes()
+        if self.compares:
+            self.calls.append(Call.of(key, nodes, result))
         return result
 
     def place(self) -> str:
         """The current place in the model's code, for messages."""
         return f"{self.source() or 'an unknown line'} (module {self.path!r})"
 
-    def _label_new_nodes(self) -> None:
+    def _label_new_nodes(self) -> list[fx.Node]:
         new = compat.nodes_after(self._seen, compat.traced_graph())
         if new:
             self._seen = new[-1]
@@ -185,6 +206,7 @@ class Provenance(compat.TorchDispatchMode):
                 node.meta.update(origin=origin, grad=recorded)
                 if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
                     node.meta["random_position"] = self._random_position()
+        return new
 
     def _origin(self) -> Origin:
         if not self._backward:

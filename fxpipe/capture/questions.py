@@ -35,7 +35,7 @@ class Questions(TorchFunctionMode):
     def __init__(self, provenance: Provenance):
         super().__init__()
         self._provenance, self._answers, self.assigned = provenance, provenance.answers, Assigned()
-        self.hooked = False  # whether the forward registered hooks of the backward
+        self.hooked = False  # whether there are hooks of the backward
         self.again = False  # whether this is the second run
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -13,7 +13,6 @@ import contextvars
 import copy
 import functools
 import itertools
-import pickle
 import random
 import sys
 import sysconfig
@@ -27,6 +26,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+
+from fxpipe.ir.compat import no_modes
 
 CONTAINERS = (dict, list, set, deque)
 _VALUES = (str, bytes, int, float, complex, torch.Tensor, torch.dtype, torch.device, type(None))
@@ -89,26 +90,25 @@ class Names:
             delattr(self.of, name)
 
 
-@dataclass(frozen=True, eq=False)
 class Opaque:
-    """The contents of an array, or the state of a generator of random numbers, as bytes."""
+    """An array, or a generator of random numbers, with its contents when this is made."""
 
-    of: Any
+    def __init__(self, of: Any):
+        self.of, self._before = of, _contents(of)
 
     def read(self) -> bytes:
-        return pickle.dumps(self.of)
+        return _bytes(_contents(self.of))
 
-    def restore(self, before: bytes) -> None:
-        old = pickle.loads(before)
+    def restore(self) -> None:
         match self.of:
             case np.ndarray():
-                self.of[...] = old
+                self.of[...] = self._before
             case random.Random():
-                self.of.setstate(old.getstate())
+                self.of.setstate(self._before)
             case np.random.Generator():
-                self.of.bit_generator.state = old.bit_generator.state
+                self.of.bit_generator.state = self._before
             case _:
-                self.of.set_state(old.get_state())
+                self.of.set_state(self._before)
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,7 +254,7 @@ def _places(found: _Found) -> Iterator[tuple[Any, str]]:
     thing, label = found.thing, found.label
     if isinstance(thing, CONTAINERS):
         yield thing, label
-    elif isinstance(thing, _OPAQUE):
+    elif isinstance(thing, _OPAQUE) and not isinstance(thing, random.SystemRandom):  # which has no state
         if not isinstance(thing, np.ndarray) or (thing.nbytes <= LARGEST and not thing.dtype.hasobject):
             yield Opaque(thing), label
     elif isinstance(thing, contextvars.ContextVar):
@@ -365,6 +365,33 @@ def _names_in(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
+def _contents(opaque: Any) -> Any:
+    match opaque:
+        case np.ndarray():
+            return opaque.copy()
+        case random.Random():
+            return opaque.getstate()
+        case np.random.Generator():
+            return opaque.bit_generator.state
+        case np.random.RandomState():
+            return opaque.get_state(legacy=False)
+        case _:
+            return opaque.get_state()
+
+
+def _bytes(contents: Any) -> bytes:
+    match contents:
+        case np.ndarray():
+            return contents.tobytes()
+        case torch.Tensor():
+            with no_modes():
+                return bytes(contents.numpy())
+        case dict():
+            return b"".join(map(_bytes, contents.values()))
+        case _:
+            return repr(contents).encode()
+
+
 def _read(place: Any) -> Any:
     # A subclass of dict or list may have a constructor and methods of its own: only its contents are kept.
     match place:
@@ -389,7 +416,7 @@ def _put_back(place: Any, before: Any) -> None:
                 del place[name]
         case Opaque():
             if place.read() != before:
-                place.restore(before)
+                place.restore()
         case dict():
             if list(place) != list(before):
                 place.clear()

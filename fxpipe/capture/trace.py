@@ -32,10 +32,12 @@ from fxpipe.capture.made import check_made
 from fxpipe.capture.provenance import Provenance
 from fxpipe.capture.questions import Questions
 from fxpipe.capture.registered import Registered, overlapping, registered
-from fxpipe.capture.repeat import Run, difference
+from fxpipe.capture.repeat import difference
 from fxpipe.capture.replaced import aliases, put_back, replaced_buffers
+from fxpipe.capture.replay import Run
 from fxpipe.capture.results import Results, find_results
 from fxpipe.capture.snapshot import Snapshot
+from fxpipe.capture.values import Values
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.compat import pytree
@@ -174,14 +176,16 @@ def _check_written(graph: fx.Graph, tensors: Sequence[Registered]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """One run of the step: results, gradients and replaced buffers by name, and its runs without and with the
-    backward."""
+    """One run of the step: results, gradients and replaced buffers by name.
+
+    ``run``: without the backward, unless that runs code of the model (``backward``).
+    """
 
     results: Results
     gradients: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
-    forward: Run
-    whole: Run
+    backward: bool
+    run: Run
 
 
 class _Function:
@@ -211,11 +215,12 @@ class _Function:
     def __call__(self, *values: torch.Tensor) -> list[torch.Tensor]:
         trained = [x for x in self.given if x.input.kind is Kind.PARAMETER and x.fake.requires_grad]
         wanted = {x.input.name: x.fake for x in trained}
-        hooks = [(r.name, hook) for r in self.registered for hook in compat.gradient_hooks(r.tensor)]
-        for name, hook in hooks:
-            if name in wanted:
-                wanted[name].register_hook(hook)
         questions = Questions(self.provenance)
+        for r in self.registered:
+            for hook in compat.gradient_hooks(r.tensor):
+                questions.hooked = True
+                if r.name in wanted:
+                    wanted[r.name].register_hook(hook)
         with self.provenance, questions:
             first = self._step(wanted, self.gradients, questions)
         if self.provenance.answers.refused is not None:  # which the model caught
@@ -233,40 +238,36 @@ class _Function:
         numbers = [x.detach() for x in (results.loss, results.count) if x is not None]
         outputs = [x.detach() for x in results.outputs.values()]
         flat = [*numbers, *outputs, *found.values(), *replaced.values()]
-        backward = self.gradients and (bool(hooks) or questions.hooked or self.provenance.backward_runs_code)
-        run = first.whole if backward else first.forward
         if not self.snapshot.is_whole or self.snapshot.is_changed():
-            self.difference = self._repeat(run, flat, wanted, backward, questions)
+            self.difference = self._repeat(first, flat, wanted, questions)
         return flat
 
     def _step(self, wanted: dict[str, torch.Tensor], backward: bool, questions: Questions) -> _Step:
-        before = compat.last_node()
         questions.assigned = Assigned()
         results = self._forward(wanted)
-        forward = compat.nodes_after(before)
         scale = 1.0 if results.count is not None else self.scale
-        gradients = self._gradients(results.loss, wanted, scale) if backward else {}
-        end = compat.last_node()
+        gradients: dict[str, torch.Tensor] = {}
+        if backward:
+            gradients, backward = self._gradients(results.loss, wanted, scale, questions)
         buffers = replaced_buffers(self.registered, self.given, questions.assigned)
-        forward += compat.nodes_after(end)
         named: dict[str, torch.Tensor | None] = {"loss": results.loss, "count": results.count}
         named |= {f"the output {name!r}": x for name, x in results.outputs.items()}
         named |= {f"the buffer {name!r}": x for name, x in buffers.items()}
-        slopes = {f"the gradient of {name!r}": x for name, x in gradients.items()}
-        runs = Run(forward, _nodes(named)), Run(compat.nodes_after(before), _nodes({**named, **slopes}))
-        return _Step(results, gradients, buffers, *runs)
+        if backward:
+            named |= {f"the gradient of {name!r}": x for name, x in gradients.items()}
+        nodes = {name: compat.traced_node(x) for name, x in named.items() if x is not None}
+        return _Step(results, gradients, buffers, backward, Run([*self.provenance.calls], nodes))
 
     def _repeat(
         self,
-        first: Run,
+        first: _Step,
         traced: list[torch.Tensor],
         wanted: dict[str, torch.Tensor],
-        backward: bool,
         questions: Questions,
     ) -> str:
         """Run the step again, as the next one would run, and take it out of the graph; ``difference``.
 
-        traced: the results of the trace, which stay as they are.  backward: whether ``first`` has one.
+        traced: the results of the trace, which stay as they are.
         """
         last = compat.last_node()
         nodes = [compat.traced_node(x) for x in traced]
@@ -288,13 +289,14 @@ class _Function:
                         f"({node.meta.get('origin', Origin())}): no step would train it. Make it beforehand, "
                         "or run the model on one batch before you compile it."
                     )
-        self.provenance.repeat()
+        inputs = [(x.input, x.real) for x in self.given]
+        values = partial(Values, inputs, first.run.results)
+        self.provenance.repeat(first.run.calls, [x.fake for x in self.given], values)
         questions.again = True
         with warnings.catch_warnings(), self.provenance, questions:
             warnings.simplefilter("ignore")  # they were given in the first run
-            step = self._step(wanted, backward, questions)
-        inputs = [(x.input, x.real) for x in self.given]
-        found = difference(first, step.whole if backward else step.forward, inputs, kept)
+            second = self._step(wanted, first.backward, questions)
+        found = difference(first.run, second.run, inputs, kept)
         graph = compat.traced_graph()
         for node in reversed(compat.nodes_after(last)):
             graph.erase_node(node)
@@ -331,13 +333,21 @@ class _Function:
         return pytree.tree_unflatten(leaves, self.spec)
 
     def _gradients(
-        self, loss: torch.Tensor | None, wanted: dict[str, torch.Tensor], scale: float
-    ) -> dict[str, torch.Tensor]:
+        self,
+        loss: torch.Tensor | None,
+        wanted: dict[str, torch.Tensor],
+        scale: float,
+        questions: Questions,
+    ) -> tuple[dict[str, torch.Tensor], bool]:
+        """The gradients by name, and whether the backward may run code of the model."""
         assert loss is not None, "find_results raises where gradients need one"
         self.provenance.backward_from(loss)
+        runs_code = questions.hooked or self.provenance.backward_runs_code
+        self.provenance.compares = runs_code
         with torch.autocast(loss.device.type, enabled=False):
             seed = torch.full((), scale, dtype=loss.dtype, device=loss.device)
             grads = torch.autograd.grad(loss, list(wanted.values()), seed, allow_unused=True)
+        self.provenance.compares = True
         total = {name: grad for name, grad in zip(wanted, grads, strict=True) if grad is not None}
         for name, value in wanted.items():
             if value.grad is not None:  # the backward of a custom function called backward()
@@ -347,8 +357,4 @@ class _Function:
                 "No trainable parameter gets a gradient: the loss does not depend on any of them. "
                 "Look for a detach() or a no_grad() block on the way."
             )
-        return total
-
-
-def _nodes(tensors: dict[str, torch.Tensor | None]) -> dict[str, fx.Node | None]:
-    return {name: compat.traced_node(x) for name, x in tensors.items() if x is not None}
+        return total, runs_code

@@ -10,7 +10,7 @@ import itertools
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ __all__ = [
     "no_modes",
     "nodes_after",
     "plain_kernels",
+    "proxies",
     "pytree",
     "sequence_number",
     "takes_numbers",
@@ -60,6 +61,7 @@ __all__ = [
     "traced_node",
     "track",
     "uncompiled",
+    "untraced",
     "without_log",
 ]
 
@@ -183,6 +185,20 @@ def traced_node(tensor: torch.Tensor) -> torch.fx.Node | None:
     return None if slot is None else slot.proxy.node
 
 
+def proxies() -> MutableMapping[torch.Tensor, Any]:
+    """The tensors of the running trace that are alive -> what stands for each, with its node at
+    ``.proxy.node``.  It may be changed."""
+    mode = get_proxy_mode()
+    assert mode is not None, "no make_fx trace is running"
+    tracker: MutableMapping[torch.Tensor, Any] = mode.tracer.tensor_tracker
+    return tracker
+
+
+def untraced() -> contextlib.AbstractContextManager[object]:
+    """For a block whose ops the running trace is not to record."""
+    return proxy_tensor.disable_proxy_modes_tracing()
+
+
 def is_placeholder(tensor: torch.Tensor) -> bool:
     """Whether a tensor is an input of the running trace that no op has written to."""
     node = traced_node(tensor)
@@ -191,6 +207,8 @@ def is_placeholder(tensor: torch.Tensor) -> bool:
 
 def track(tensor: torch.Tensor, node: torch.fx.Node) -> None:
     """Let a fake tensor be the value of a node of the running trace."""
+    if traced_node(tensor) is node:
+        return
     mode = get_proxy_mode()
     assert mode is not None, "no make_fx trace is running"
     proxy = torch.fx.Proxy(node, mode.tracer)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fxpipe
+from fxpipe.capture.replay import Replay
 from fxpipe.capture.trace import capture
 
 WIDTH = 4
@@ -96,7 +97,24 @@ def counts_in_a_tensor(self, x):
     return x * self.state
 
 
+def reads_the_first_of_its_results(self, x):
+    y = x.sin().detach()
+    self.state = y if self.state is None else self.state
+    return x + self.state
+
+
+def changes_a_table(self, x):
+    """The second run does not make the table, and reads it as the first one left it."""
+    if self.state[0] is None:
+        self.state[0] = torch.arange(WIDTH)
+    y = x + self.state[0]
+    self.state[0][:2].add_(1)
+    return y
+
+
 CARRIED = {
+    changes_a_table: lambda: [None],
+    reads_the_first_of_its_results: lambda: None,
     keeps_in_a_list: list,
     keeps_in_a_tuple: lambda: (torch.zeros(2, WIDTH), 1),
     keeps_under_a_new_key: dict,
@@ -176,7 +194,28 @@ def of_a_grad_mode(self, x):
         return x + x.sin()
 
 
+def of_a_constant(self, x):
+    self.state[0] += 1
+    return x * torch.tensor([1.0, self.state[0], 2.0, 3.0])
+
+
+def of_a_first_write(self, x):
+    if not self.state.eps:
+        self.state.running_mean.add_(1)
+    self.state.eps = 1
+    return x
+
+
+def of_the_way_to_the_same_ops(self, x):
+    self.state[0] += 1
+    a, b = x.sin(), x.cos()
+    return torch.stack((a, b) if self.state[0] == 1 else (b, a))[0]
+
+
 CHANGED = {
+    "constant": (of_a_constant, lambda: [0]),
+    "write": (of_a_first_write, lambda: nn.BatchNorm1d(WIDTH, eps=0)),
+    "order of operands": (of_the_way_to_the_same_ops, lambda: [0]),
     "closure": (closure(), lambda: None),
     "slots": (of_slots, Slots),
     "class": (of_a_class, lambda: None),
@@ -208,6 +247,42 @@ def test_ops_that_a_later_step_runs_otherwise(name):
         assert traced(between, held) == message  # the state is as it was before
 
 
+GENERATORS = {
+    "Python's": lambda: random.Random(0),
+    **{
+        name: lambda name=name: np.random.Generator(getattr(np.random, name)(0))
+        for name in ("PCG64", "MT19937", "Philox", "SFC64")
+    },
+    "old": lambda: np.random.RandomState(0),
+    "torch's": lambda: torch.Generator().manual_seed(0),
+    "masked array": lambda: np.ma.masked_array([0.0, 1.0], [True, False]),
+}
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_state_that_is_no_attribute_is_seen_and_restored(name):
+    def drawn(state):
+        if isinstance(state, np.ndarray):
+            state += 1
+            return state.sum()
+        if isinstance(state, torch.Generator):
+            return state.manual_seed(state.initial_seed() + 1).initial_seed()
+        return state.random()
+
+    def between(self, x):
+        return x * float(drawn(self.state))
+
+    state = GENERATORS[name]()
+    assert "runs other ops" in traced(between, state)
+    assert [drawn(state) for _ in range(3)] == [
+        drawn(fresh) for fresh in [GENERATORS[name]()] for _ in range(3)
+    ]
+
+
+def test_a_generator_without_state():
+    assert traced(lambda self, x: x, random.SystemRandom()) == ""
+
+
 def test_a_new_counter_that_a_later_step_may_read():
     """Both runs take the same way; the attribute is there since the first one."""
 
@@ -230,6 +305,69 @@ def test_state_of_a_loss_function():
     loss = Scaled()
     assert "runs other ops" in traced(lambda self, x: x, loss_fn=loss)
     assert loss.steps == 0
+
+
+def other_loss(output, state):
+    losses = output.sin(), output.cos()
+    return losses[state.steps > 1]
+
+
+def other_end(output, state):
+    y = output.sin()
+    if state.steps == 1:
+        state.running_mean.add_(1)
+    return y
+
+
+@pytest.mark.parametrize("end", [other_loss, other_end])
+def test_a_second_run_of_the_same_ops_with_another_end(end):
+    state = nn.BatchNorm1d(WIDTH)
+    state.steps = 0
+
+    def loss_fn(output, batch):
+        state.steps += 1
+        return end(output, state)
+
+    assert "runs other ops when it runs again" in traced(lambda self, x: x, state, loss_fn)
+
+
+def with_constants_and_random_numbers(self, x):
+    return (
+        nn.functional.dropout(x, 0.5) + torch.tensor(2.0) + torch.tensor([float("nan")] * WIDTH).nan_to_num()
+    )
+
+
+def with_a_table(self, x):
+    x = x.tanh()
+    if not self.state:
+        self.state["table"] = torch.arange(WIDTH).sin()[None].repeat(2, 1)
+    return x * self.state["table"]
+
+
+def with_a_check(self, x):
+    return x.sin() if (x == x).all() else x
+
+
+def with_custom_functions(self, x):
+    return torch.utils.checkpoint.checkpoint(torch.tanh, Twice.apply(x), use_reentrant=False)
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+@pytest.mark.parametrize(
+    "between", [with_constants_and_random_numbers, with_a_table, with_a_check, with_custom_functions]
+)
+def test_the_same_ops_are_not_recorded_again(between, monkeypatch):
+    monkeypatch.setattr(Replay, "record", lambda self: pytest.fail("the second run is recorded"))
+    assert traced(between, {}) == ""
 
 
 def keeps_a_table(self, x):
