@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from fxpipe.ir.builder import accum_dtype, cast, node_arg
+from fxpipe.ir.builder import cast, node_arg
 from fxpipe.ir.graph import Phase
+from fxpipe.runtime.tensors import accum_dtype
 from fxpipe.vocabulary.axes import LINEAR, RESHAPES, UNPICKS, is_uniform, whole
 from fxpipe.vocabulary.shard import Shard
 from fxpipe.vocabulary.softmax import Softmax

@@ -12,8 +12,9 @@ import math
 import torch
 from torch import fx
 
-from fxpipe.ir.builder import accum_dtype, cast, node_arg
+from fxpipe.ir.builder import cast, node_arg
 from fxpipe.ir.graph import Phase
+from fxpipe.runtime.tensors import accum_dtype
 from fxpipe.vocabulary.axes import whole
 from fxpipe.vocabulary.shard import Shard
 
