@@ -182,6 +182,12 @@ class Blocking(dist.ProcessGroup):
 
     _allgather_base = all_gather_single  # of torch before 2.13
 
+    def all_to_all_single(self, into: torch.Tensor, tensor: torch.Tensor, *others: Any) -> All:
+        self._first_use("alltoall")  # by sends, as a gather: connects all pairs
+        return All([self._gloo.alltoall_base(into, tensor, *others)])
+
+    alltoall_base = all_to_all_single  # of torch before 2.13
+
     def allgather(self, into: list[list[torch.Tensor]], tensors: list[torch.Tensor], options: Any) -> All:
         return self._collective("allgather", -1, self._gloo.allgather, into, tensors, options)
 

@@ -22,6 +22,11 @@ def collectives(
     )
 
 
+def sums(edges: tuple[SectionEdge, ...]) -> dict[str, str]:
+    """By summand the name of the sum."""
+    return {name: total for edge in edges for name, total in edge.sums.items()}
+
+
 def values(collective: Collective, edges: tuple[SectionEdge, ...]) -> tuple[tuple[str, ...], ...]:
     """Per source the names of the values that it sends."""
     given: dict[Color, tuple[str, ...]] = {}
@@ -49,8 +54,10 @@ def _found(
     gathered = [e for e in edges if e.source.stage in vocabulary and e.target.stage not in vocabulary]
     for target, group in _grouped(gathered, by_source=False):
         sources = tuple(sorted(e.source for e in group))
-        if on_all_ranks(sources) and len({len(e.names) for e in group}) == 1:
-            yield CollectiveKind.GATHER, sources, (target,)
+        if any(e.sums for e in group):
+            whole = on_all_ranks(sources) and all(e.sums.keys() == {*e.names} for e in group)
+            assert whole, "a sum is of parts of all ranks, which give nothing else"
+            yield CollectiveKind.REDUCE, sources, (target,)
     among = [e for e in edges if e.source.stage in vocabulary and e.target.stage in vocabulary]
     sources = tuple(sorted({e.source for e in among}))
     targets = tuple(sorted({e.target for e in among}))

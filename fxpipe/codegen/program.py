@@ -9,7 +9,7 @@ from functools import cached_property
 
 import torch
 
-from fxpipe.codegen.collectives import values
+from fxpipe.codegen.collectives import sums, values
 from fxpipe.codegen.expressions import Names, variable
 from fxpipe.codegen.functions import LISTS, Signature, function_source, signatures
 from fxpipe.codegen.wrapping import wrapped
@@ -239,16 +239,16 @@ def _start_collective(plan: RankPlan, start: StartCollective) -> list[_Line]:
         for name in given[0]:
             gives = source == plan.rank
             left, read = ("", _of(name, m)) if gives else (f"{_of(name, m)} = ", "None")
-            call = f"rt.broadcast({read}, {_layout(name)}, source={source}, group={collective.number})"
+            call = f"rt.broadcast({read}, {_layout(name)}, source={source}, group={collective.group})"
             lines.append(_Line(left + call, (read,) if gives else ()))
         return lines
     for k, name in enumerate(given[plan.rank]):
         own, pending = _of(name, m), _pending(collective.number, k, m)
-        call = f"all_gather({own}, {_layout(name)}, group={collective.number})"
-        if collective.kind is CollectiveKind.GATHER:
+        call = f"all_gather({own}, {_layout(name)}, group={collective.group})"
+        if collective.kind is CollectiveKind.REDUCE:
             target = plan.placement[collective.targets[0].stage]
-            call = f"gather({own}, {_layout(name)}, to={target}, group={collective.number})"
-            pending = pending if target == plan.rank else ""
+            call = f"reduce({own}, {_layout(name)}, to={target}, group={collective.group})"
+            pending = _of(sums(plan.edges)[name], m) if target == plan.rank else ""
         lines.append(_Line(f"{pending} = rt.{call}" if pending else f"rt.{call}", (own,)))
     return lines
 
@@ -256,13 +256,15 @@ def _start_collective(plan: RankPlan, start: StartCollective) -> list[_Line]:
 def _wait_collective(plan: RankPlan, wait: WaitCollective) -> list[_Line]:
     collective, m = wait.collective, wait.microbatch
     given = values(collective, plan.edges)
-    if collective.kind is CollectiveKind.BROADCAST:
-        return [_Line(f"{_of(name, m)} = rt.wait({_of(name, m)})") for name in given[0]]
+    if collective.kind is not CollectiveKind.ALL_GATHER:
+        summed = sums(plan.edges)
+        names = [_of(summed.get(name, name), m) for name in given[0]]
+        return [_Line(f"{name} = rt.wait({name})") for name in names]
     lines = []
     for k in range(len(given[0])):
         pending = _pending(collective.number, k, m)
-        names = [_of(own[k], m) if rank != plan.rank else "_" for rank, own in enumerate(given)]
-        lines.append(_Line(f"{', '.join(names)} = rt.wait_all({pending})", (pending,)))
+        arrived = [_of(own[k], m) if rank != plan.rank else "_" for rank, own in enumerate(given)]
+        lines.append(_Line(f"{', '.join(arrived)} = rt.wait_all({pending})", (pending,)))
     return lines
 
 

@@ -127,7 +127,7 @@ def compile_model(
         schedule, costs = found.schedule, found.setting.costs
         _check_buffer_order(cut.graph, schedule)
         joint = _collectives(cut, schedule)
-        instructions = lower(schedule, costs.edges, joint)
+        instructions = lower(schedule, costs.edges, joint, found.timeline.spans)
         work = None
         if cut.resized is not None:
             work = work_for_any_size(live, cut.graph, cut.resized, cluster, schedule.placement)
@@ -187,7 +187,7 @@ def compile_evaluation(
     schedule = timeline.schedule
     _check_buffer_order(cut.graph, schedule)
     joint = _collectives(cut, schedule)
-    instructions = lower(schedule, costs.edges, joint)
+    instructions = lower(schedule, costs.edges, joint, timeline.spans)
     prove(instructions, schedule.placement)
     cut = finished(cut, {})
     made = make_plan(model, example, captured.constants, options, cut, timeline, joint)

@@ -82,7 +82,7 @@ def make_plan(
         costs=timeline.costs,
         channels=in_rounds((a, b) for a, b in channels if a != b),
         vocabulary=cut.vocabulary,
-        collectives=len(collectives),
+        collectives=max((1 + each.group for each in collectives), default=0),
         tensors=tensors,
         layouts=layouts_of(model, tensors, constants),
         prediction=Prediction(

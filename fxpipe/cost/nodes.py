@@ -14,6 +14,7 @@ from torch.utils.flop_counter import flop_registry
 from fxpipe.cost.arithmetic import arithmetic_of
 from fxpipe.cost.device import Device
 from fxpipe.ir.storage import is_view, node_bytes
+from fxpipe.plan.tensors import sum_over_ranks
 
 aten = torch.ops.aten
 
@@ -34,7 +35,8 @@ _FREE = NodeCost(0, 0, 0.0)
 
 def node_cost(node: fx.Node, device: Device) -> NodeCost:
     """FLOPs (matrix products and convolutions, as ``torch.utils.flop_counter`` counts them), bytes
-    read and written, and the roofline time on the device.  Views and placeholders cost nothing."""
+    read and written, and the roofline time on the device.  Views, placeholders and sums over
+    ranks cost nothing."""
     if is_free(node):
         return _FREE
     if node.target is aten._foreach_add_.List:  # as apart: plans do not depend on what is added together
@@ -65,7 +67,7 @@ class NodeSeconds:
 
 
 def is_free(node: fx.Node) -> bool:
-    return node.op != "call_function" or node.target is operator.getitem or is_view(node)
+    return node.op != "call_function" or node.target in (operator.getitem, sum_over_ranks) or is_view(node)
 
 
 def bytes_moved(node: fx.Node, size: Callable[[fx.Node], Any] = node_bytes) -> Any:

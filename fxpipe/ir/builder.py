@@ -69,10 +69,5 @@ def node_arg(node: fx.Node, position: int) -> fx.Node:
     return argument
 
 
-def accum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums over the vocabulary."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
 def cast(build: Builder, node: fx.Node, dtype: torch.dtype) -> fx.Node:
     return node if node.meta["val"].dtype == dtype else build.call(aten._to_copy.default, node, dtype=dtype)

@@ -132,12 +132,18 @@ class Value:
 
     ``name`` is unique in the whole step: a parameter name for PARAMETER and GRADIENT, the name of
     the node for VALUE, OFFLOADED and OUTPUT.  ``producer`` is the section that computes a VALUE or OFFLOADED,
-    else None.
+    else None.  ``summands``: the values, one of each rank, whose sum arrives.
     """
 
     kind: Kind
     name: str
     producer: Color | None = None
+    summands: tuple[Value, ...] = ()
+
+    @property
+    def sources(self) -> tuple[Value, ...]:
+        """The values that other sections give for it."""
+        return self.summands or (self,)
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,8 @@ after:  sections with named inputs and outputs; a value that a stage gets from a
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 from torch import fx
@@ -17,6 +18,7 @@ from fxpipe.errors import VerifyError
 from fxpipe.ir.compat import copy_node
 from fxpipe.ir.graph import Kind, Section, Value, offload, read_buffer
 from fxpipe.ir.storage import call_nodes, graph_outputs, is_view
+from fxpipe.plan.tensors import sum_over_ranks
 from fxpipe.runtime.program.checks import expect
 from fxpipe.schedule.ops import Color, Phase, arrival
 
@@ -30,18 +32,21 @@ class SectionEdge:
     """The named values of section ``source`` that section ``target`` of another stage needs.
 
     Values for W alone arrive with B, so that ``target`` is a B or an F, and may be a B without ops.
+    ``sums``: of values that are summands, the name of the sum that ``target`` needs.
     """
 
     source: Color
     target: Color
     names: tuple[str, ...]
+    sums: Mapping[str, str] = field(default_factory=dict)
 
 
 def extract(graph: fx.Graph) -> tuple[Section, ...]:
     """Cut the graph into its sections, ordered by stage and phase."""
     by_color: dict[Color, list[fx.Node]] = defaultdict(list)
     for node in call_nodes(graph):
-        by_color[node.meta["color"]].append(node)
+        if node.target is not sum_over_ranks:
+            by_color[node.meta["color"]].append(node)
     phases: dict[int, list[Phase]] = defaultdict(list)
     for color in sorted(by_color, key=lambda c: (c.stage, ORDER.index(c.phase))):
         phases[color.stage].append(color.phase)
@@ -54,10 +59,12 @@ def extract(graph: fx.Graph) -> tuple[Section, ...]:
         for phase in of_stage:
             color = Color(stage, phase)
             for node in wanted[color]:
-                home = node.meta["color"]
+                parts = _summands(node) or (node,)
+                home = parts[0].meta["color"]
                 producer = home if home.stage == stage else arrived.setdefault(node, home)
                 inputs[color][node] = producer
-                outputs[producer][node] = None
+                for part in parts if producer == home else (node,):
+                    outputs[part.meta["color"] if producer == home else producer][part] = None
                 if home.stage != stage and producer == home:
                     arrived[node] = color
     return tuple(
@@ -88,12 +95,15 @@ def _section(
     own = set(nodes)
     placeholders = {n: None for node in nodes for n in node.all_input_nodes if n.op == "placeholder"}
     ins = [Value(n.meta["input"].kind, n.meta["input"].name) for n in placeholders]
-    ins += [Value(_kind(node), node.name, producer) for node, producer in inputs[color].items()]
+    for node, producer in inputs[color].items():
+        parts = _summands(node) if producer.stage != color.stage else ()
+        summands = tuple(Value(Kind.VALUE, part.name, part.meta["color"]) for part in parts)
+        ins.append(Value(_kind(node), node.name, producer, summands))
     outs = [(Value(_kind(node), node.name, color), node) for node in outputs[color]]
     named = graph_outputs(graph)
-    for kind, node in ((Kind.LOSS, named.loss), (Kind.COUNT, named.count)):
-        if node in own:
-            outs.append((Value(kind, kind.value), node))
+    for kind, result in ((Kind.LOSS, named.loss), (Kind.COUNT, named.count)):
+        if result in own:
+            outs.append((Value(kind, kind.value), result))
     for node in dict.fromkeys(named.outputs.values()):
         value = _result(graph, node)
         if node in own and value.kind is Kind.OUTPUT:
@@ -121,6 +131,10 @@ def _graph(color: Color, given: list[fx.Node], nodes: list[fx.Node], returned: l
         raise VerifyError(f"{renamed[0].name} was renamed in section {color}: names must be unique.")
     new.output(tuple(copies[node] for node in returned))
     return new
+
+
+def _summands(node: fx.Node) -> tuple[fx.Node, ...]:
+    return tuple(node.all_input_nodes) if node.target is sum_over_ranks else ()
 
 
 def _kind(node: fx.Node) -> Kind:
@@ -156,8 +170,13 @@ def _result(graph: fx.Graph, node: fx.Node) -> Value:
 def edges_between(sections: tuple[Section, ...]) -> tuple[SectionEdge, ...]:
     """The edges between stages: one for each pair of sections that exchange values."""
     names: dict[tuple[Color, Color], list[str]] = defaultdict(list)
+    sums: dict[tuple[Color, Color], dict[str, str]] = defaultdict(dict)
     for section in sections:
         for value in section.inputs:
-            if value.producer is not None and value.producer.stage != section.stage:
-                names[value.producer, arrival(section.color)].append(value.name)
-    return tuple(SectionEdge(a, b, tuple(n)) for (a, b), n in names.items())
+            for source in value.sources:
+                if source.producer is not None and source.producer.stage != section.stage:
+                    ends = source.producer, arrival(section.color)
+                    names[ends].append(source.name)
+                    if value.summands:
+                        sums[ends][source.name] = value.name
+    return tuple(SectionEdge(a, b, tuple(n), sums[a, b]) for (a, b), n in names.items())

@@ -19,10 +19,12 @@ from torch import fx
 from fxpipe.cost.nodes import NodeSeconds
 from fxpipe.cost.recomputable import Free, recomputable_nodes
 from fxpipe.errors import PartitionError
-from fxpipe.ir.graph import Color, Phase, read_buffer
+from fxpipe.ir.graph import read_buffer
 from fxpipe.ir.storage import call_nodes, graph_outputs, is_view, node_bytes, storage_root
 from fxpipe.partition.cuts import choose_cuts
 from fxpipe.partition.following import following_cuts
+from fxpipe.plan.tensors import sum_over_ranks
+from fxpipe.schedule.ops import Color, Phase
 
 aten = torch.ops.aten
 _Amount = TypeVar("_Amount", int, float)
@@ -157,10 +159,13 @@ def _crossing_bytes(
         _add(barred, first, last, 1)
     crossing, closed = list(accumulate(steps)), list(accumulate(barred))
     last = max((i for node, i in position.items() if node not in free), default=0)
-    # Behind a view or a free value there is nothing to gain, and the stage in between might be empty; so
-    # would be a last stage of free values alone, which each stage that needs them computes for itself.
+    # Behind a view, a sum over ranks or a free value there is nothing to gain, and the stage in between might
+    # be empty; so would be a last stage of free values alone, which each stage that needs them computes for
+    # itself.
     return [
-        math.inf if closed[i] or i == last or node in free or is_view(node) else crossing[i]
+        math.inf
+        if closed[i] or i == last or node in free or is_view(node) or node.target is sum_over_ranks
+        else crossing[i]
         for node, i in position.items()
     ]
 

@@ -69,6 +69,23 @@ def gradient_dtype(parameter: torch.dtype, asked: torch.dtype | None) -> torch.d
     return parameter if asked is None else torch.promote_types(parameter, asked)
 
 
+def accum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums over the vocabulary."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def sum_over_ranks(*parts: torch.Tensor) -> torch.Tensor:
+    """The sum of the parts of all ranks, added in rank order, in single precision at least.
+
+    In a graph it is no op of a section: the section that uses it gets the sum as an input, and the other
+    sections give the parts.
+    """
+    total = parts[0].to(accum_dtype(parts[0].dtype), copy=True)
+    for part in parts[1:]:
+        total.add_(part)
+    return total.to(parts[0].dtype)
+
+
 def in_strides(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     """The tensor with these strides, copied if its own differ."""
     if tensor.stride() == stride:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from fxpipe.ir.builder import accum_dtype, cast, node_arg
+from fxpipe.ir.builder import cast, node_arg
+from fxpipe.plan.tensors import accum_dtype
 from fxpipe.schedule.ops import Phase
 from fxpipe.vocabulary.axes import LINEAR, RESHAPES, UNPICKS, is_uniform, whole
 from fxpipe.vocabulary.shard import Shard

@@ -12,7 +12,8 @@ import math
 import torch
 from torch import fx
 
-from fxpipe.ir.builder import accum_dtype, cast, node_arg
+from fxpipe.ir.builder import cast, node_arg
+from fxpipe.plan.tensors import accum_dtype
 from fxpipe.schedule.ops import Phase
 from fxpipe.vocabulary.axes import whole
 from fxpipe.vocabulary.shard import Shard

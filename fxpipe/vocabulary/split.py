@@ -18,9 +18,10 @@ import torch
 from torch import fx
 
 from fxpipe.errors import VocabularyError
-from fxpipe.ir.builder import Builder, accum_dtype, cast, in_order, node_arg
+from fxpipe.ir.builder import Builder, in_order, node_arg
 from fxpipe.ir.graph import Origin
 from fxpipe.ir.storage import call_nodes, drop_dead, graph_outputs, set_outputs
+from fxpipe.plan.tensors import sum_over_ranks
 from fxpipe.schedule.ops import Phase
 from fxpipe.schedule.stages import Vocabulary
 from fxpipe.vocabulary.gradients import Gradients
@@ -93,16 +94,12 @@ class _Part:
 
 
 def _add_up(graph: fx.Graph, old: fx.Node, parts: list[fx.Node], origin: Origin) -> None:
-    """Let the sum of the ranks' parts take the place of a value; it is made where the value is needed."""
-    build, dtype = Builder(graph), old.meta["val"].dtype
+    """Let the sum of the ranks' parts take the place of a value; it is made on the way to its use."""
+    build = Builder(graph)
     build.origin = origin
-    total = cast(build, parts[0], accum_dtype(dtype))
-    for part in parts[1:]:
-        total = build.call(aten.add.Tensor, total, cast(build, part, accum_dtype(dtype)))
-    total = cast(build, total, dtype)
-    if total is parts[0]:  # later ops need a node of the model's own
-        total = build.call(aten.view.default, total, list(old.meta["val"].shape))
-    old.replace_all_uses_with(total)
+    total = parts[0] if len(parts) == 1 else build.call(sum_over_ranks, *parts)
+    # Later ops need a node of the model's own.
+    old.replace_all_uses_with(build.call(aten.view.default, total, list(old.meta["val"].shape)))
 
 
 def _before_projection(product: fx.Node) -> Origin:

@@ -97,7 +97,7 @@ def test_a_rank_with_more_communicators_than_streams_is_refused():
 def test_streams_that_share_a_queue_are_refused(monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     given = queues(torch.device("cuda", 0))
-    with pytest.raises(fxpipe.RunError, match="CUDA_DEVICE_MAX_CONNECTIONS=1 makes the 6 streams of rank 0"):
+    with pytest.raises(fxpipe.RunError, match="CUDA_DEVICE_MAX_CONNECTIONS=1 makes the 7 streams of rank 0"):
         _check_streams([(0, 1), (1, 0), 0], 2, given)
     assert queues(torch.device("cpu")) is None
     with pytest.raises(

@@ -143,7 +143,9 @@ def lowered(case: Case) -> tuple[Programs, Schedule, Places] | None:
         timeline = simulate(schedule, with_link(costs, TIMES[1]))
         schedule = offload(timeline, case.share).timeline.schedule
         places = pool_parts(schedule, timeline.costs)
-    edges = tuple(SectionEdge(e.source, e.target, (f"{e.source}",)) for e in costs.edges)
+    edges = tuple(
+        SectionEdge(e.source, e.target, (f"{e.source}",), {f"{e.source}": "sum"}) for e in costs.edges
+    )
     shards = frozenset(stage for stage in range(schedule.stages) if schedule.is_vocabulary(stage))
     programs = lower(schedule, costs.edges, collectives(edges, schedule.placement, shards))
     tied = [AllReduceGradient("tied", tuple(range(case.ranks)))] if case.ranks > 1 else []

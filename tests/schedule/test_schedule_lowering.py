@@ -187,7 +187,7 @@ def head_edges() -> tuple[tuple[Edge, ...], tuple[Collective, ...]]:
     return (*chain([StageCost(1, 1, 1)] * 2).edges, *edges), (
         Collective(CollectiveKind.BROADCAST, 0, (Color(1, f),), ends[f]),
         Collective(CollectiveKind.ALL_GATHER, 1, ends[f], ends[b]),
-        Collective(CollectiveKind.GATHER, 2, ends[b], (Color(1, b),)),
+        Collective(CollectiveKind.REDUCE, 2, ends[b], (Color(1, b),)),
     )
 
 
@@ -207,9 +207,9 @@ def test_collectives_take_the_place_of_messages_and_are_joined_ahead():
         "send F0 -> F1, microbatch 1",
         "collect all-gather F2 … -> B2 …, microbatch 0",
         "compute B2.0",
-        "join gather B2 … -> B1 …, microbatch 0",
+        "join reduce B2 … -> B1 …, microbatch 0",
     ]
-    assert "collect gather B2 … -> B1 …, microbatch 1" in text(programs[1])
+    assert "collect reduce B2 … -> B1 …, microbatch 1" in text(programs[1])
     assert not any("broadcast" in line for line in text(programs[1]) if line.startswith("collect"))
     prove(programs, schedule.placement)
 
@@ -225,10 +225,14 @@ def test_a_collective_that_a_rank_joins_too_late():
 
 
 def test_collectives_in_another_order_on_each_rank():
-    other = HEADS.replace("F0.0 F2.0 F0.1 B2.0 W2.0 F2.1", "F0.0 F0.1 F2.1 F2.0 B2.0 W2.0")
-    schedule = hand(other, (0, 1, 0, 1), 2)
-    with pytest.raises(DeadlockError, match=r"all-gather .*rank 0 joins it for microbatches \[1, 0\]"):
-        prove(lower(schedule, *head_edges()), schedule.placement)
+    """Of different kinds: they share a communicator."""
+    schedule = hand(HEADS, (0, 1, 0, 1), 2)
+    first, second = lower(schedule, *head_edges())
+    joins = [at for at, i in enumerate(second) if "join broadcast" in str(i) or "join all-gather" in str(i)]
+    changed = list(second)
+    changed[joins[1]], changed[joins[2]] = second[joins[2]], second[joins[1]]
+    with pytest.raises(DeadlockError, match=r"rank 0 has 'join all-gather .*rank 1 has 'join broadcast"):
+        prove((first, tuple(changed)), schedule.placement)
 
 
 #: Rank 1 computes F7.2 before B4.0, and rank 2 waits for that B before it gets to F8.1.
@@ -247,7 +251,7 @@ def test_a_broadcast_is_joined_before_an_op_that_waits_for_one_who_waits_for_it(
     collectives = (
         Collective(CollectiveKind.BROADCAST, 0, (Color(5, f),), ends[f]),
         Collective(CollectiveKind.ALL_GATHER, 1, ends[f], ends[b]),
-        Collective(CollectiveKind.GATHER, 2, ends[b], (Color(5, b),)),
+        Collective(CollectiveKind.REDUCE, 2, ends[b], (Color(5, b),)),
     )
     programs = lower(schedule, edges, collectives)
     prove(programs, schedule.placement)

@@ -233,7 +233,10 @@ def test_vocabulary_stages_are_woven_into_every_family(problem):
     assert timeline.seconds >= timeline.lower_bound - 1e-9 * (1 + timeline.seconds)
     if limit is not None and FAMILIES[schedule.name].is_searched:
         assert max(timeline.peak_memory) <= limit * (1 + 1e-9)
-    edges = tuple(sections.SectionEdge(e.source, e.target, (f"{e.source}",)) for e in costs.edges)
+    edges = tuple(
+        sections.SectionEdge(e.source, e.target, (f"{e.source}",), {f"{e.source}": "sum"})
+        for e in costs.edges
+    )
     special = frozenset(stage for stage in range(schedule.stages) if schedule.is_vocabulary(stage))
     joint = collectives(edges, schedule.placement, special)
     prove(lower(schedule, costs.edges, joint), schedule.placement)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -283,6 +284,50 @@ def test_memory_is_as_simulated_and_a_microbatch_more_for_each_barrier(schedule:
         assert max(simulated) <= (2 + barriers) * one
         for found, expected in zip(measured, simulated, strict=True):
             assert found == pytest.approx(expected, rel=0.05)
+
+
+def test_two_communicators_carry_all_collectives_in_one_order() -> None:
+    """Two lookups and two kinds of sums, on three ranks."""
+    pipe = spread(words(flat, tied=True), 3, "zb-h1", "2-barrier")
+    assert pipe.plan.collectives == 2
+    kinds = "broadcast|all_gather|reduce"
+    orders = [re.findall(rf"rt\.({kinds})\(.*group=(\d)", source) for source in pipe.artifact.programs]
+    assert orders[0].count(("reduce", "1")) == 2 * MICROBATCHES
+    assert {group for _, group in orders[0]} == {"0", "1"}
+    for group in ("0", "1"):
+        first, *others = ([verb for verb, own in order if own == group] for order in orders)
+        assert others == [first] * 2
+
+
+def test_no_rank_gets_the_parts_of_a_sum() -> None:
+    """The stage that needs it gets the sum: programs gather nothing, and save no parts."""
+    pipe = spread(words(flat), 4, "1f1b", "1-barrier")
+    for source in pipe.artifact.programs:
+        assert "rt.gather(" not in source
+    sections = {s.color: s for s in pipe.sections}
+    sums = [v for s in sections.values() for v in s.inputs if v.summands]
+    assert [len(v.summands) for v in sums] == [4, 4]
+    for value in sums:
+        (user,) = (s for s in sections.values() if value in s.inputs)
+        assert not {part.name for part in value.summands} & {v.name for v in user.inputs}
+
+
+def test_programs_that_gather_the_parts_still_run(tmp_path: Any) -> None:
+    """As those that were saved before sums were collectives."""
+    case = words(flat)
+    pipe = spread(case, 2, "1f1b", "1-barrier")
+    data = case.data(MICROBATCHES)
+    expected = pipe.run_local(data)
+    pipe.save(tmp_path / "older")
+    for path in (tmp_path / "older").glob("rank*.py"):
+        source = path.read_text().replace("rt.reduce(", "rt.gather(")
+        assert source.count("rt.gather(") == 2 * MICROBATCHES
+        path.write_text(re.sub(r"rt\.wait\((\w*sum_over_ranks\w*)\)", r"torch.add(*rt.wait_all(\1))", source))
+    with pytest.warns(UserWarning, match="edited"):
+        found = fxpipe.load(tmp_path / "older").run_local(data)
+    assert torch.equal(found.loss, expected.loss)
+    for name, grad in expected.grads.items():
+        assert torch.equal(found.grads[name], grad), name
 
 
 def test_a_tied_table_is_held_once_a_rank() -> None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from fxpipe.errors import RunError
-from fxpipe.plan.tensors import in_strides
+from fxpipe.plan.tensors import in_strides, sum_over_ranks
 
 
 class NoAnswer(RunError):
@@ -48,13 +48,14 @@ class Pending:
     """A message being received; ``work`` is the handle of its Comm.
 
     ``buffers``: the tensors of a message, or one from every rank.  ``source``: the rank that sends, or -1 for
-    all.  ``given``: the tensor that this rank has sent itself.
+    all.  ``given``: the tensor that this rank has sent itself.  ``adds``: whether their sum is what arrives.
     """
 
     buffers: list[torch.Tensor]
     source: int
     work: Any = None
     given: torch.Tensor | None = None
+    adds: bool = False
 
 
 def new_buffer(layout: Layout, device: torch.device) -> torch.Tensor:
@@ -89,6 +90,8 @@ class Comm(Protocol):
 
     def all_gather(self, tensor: torch.Tensor, layout: Layout, group: int) -> Pending: ...
 
+    def reduce(self, tensor: torch.Tensor, layout: Layout, to: int, group: int) -> Pending | None: ...
+
     def broadcast_numbers(self, tensor: torch.Tensor | None, source: int) -> torch.Tensor:
         """Broadcast two float64 numbers on the CPU; only rank ``source`` passes them."""
         ...
@@ -96,6 +99,32 @@ class Comm(Protocol):
     def flush(self) -> None:
         """Block until all messages are sent."""
         ...
+
+
+Exchange = Callable[[torch.Tensor, torch.Tensor, list[int], list[int]], object]
+"""Fills the first tensor with a part from each rank, and gives each a part of the second; the numbers of
+elements of the parts."""
+
+
+def add_up(
+    tensor: torch.Tensor, total: torch.Tensor | None, to: int, rank: int, ranks: int, exchange: Exchange
+) -> None:
+    """Sum the tensors of all ranks into ``total`` of rank ``to``; the others give none.
+
+    Each rank gets its slice of all tensors, adds them up, and gives the sum to that rank.  So none holds more
+    of the others than one tensor, however many they are, and the work is spread over the ranks.
+    """
+    flat = in_memory_order(tensor).view(-1)
+    into = flat.new_empty(0) if total is None else in_memory_order(total).view(-1)
+    size = flat.numel()
+    sizes = [size * (r + 1) // ranks - size * r // ranks for r in range(ranks)]
+    needed = ranks * sizes[rank]
+    slices = into[:needed] if into.numel() >= needed else flat.new_empty(needed)
+    exchange(slices, flat, [sizes[rank]] * ranks, sizes)
+    added = sum_over_ranks(*slices.view(ranks, sizes[rank]))
+    del slices
+    gives = [sizes[rank] if r == to else 0 for r in range(ranks)]
+    exchange(into, added, [0] * ranks if total is None else sizes, gives)
 
 
 def in_layout(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:

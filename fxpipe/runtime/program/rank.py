@@ -112,6 +112,11 @@ class Runtime:
         """Start to gather every rank's tensor on all ranks, which get them by ``wait_all``."""
         return self.comm.all_gather(in_layout(tensor, layout), layout, group)
 
+    def reduce(self, tensor: torch.Tensor, layout: Layout, to: int, group: int) -> Pending | None:
+        """Start to add up every rank's tensor, in rank order, for rank ``to``, which gets the sum by
+        ``wait``."""
+        return self.comm.reduce(in_layout(tensor, layout), layout, to, group)
+
     def send(
         self, values: torch.Tensor | list[torch.Tensor], layouts: Layout | list[Layout], to: int
     ) -> None:

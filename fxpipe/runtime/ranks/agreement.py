@@ -23,8 +23,8 @@ import torch
 
 from fxpipe.errors import RunError
 
-_COLLECTIVES = ("broadcast", "gather", "all_gather")
-_PEER = {"send": "to", "receive": "source", "gather": "to", "broadcast": "source"}
+_COLLECTIVES = ("broadcast", "gather", "all_gather", "reduce")
+_PEER = {"send": "to", "receive": "source", "gather": "to", "reduce": "to", "broadcast": "source"}
 _VERBS = frozenset((*_PEER, *_COLLECTIVES))
 
 _Pair = tuple[tuple[int, str], tuple[int, str]]
@@ -172,7 +172,7 @@ def _check_layouts(ranks: Sequence[Summary]) -> None:
 
 
 def _joined(call: Call, own: Traffic) -> str:
-    """A collective as text, without its name for gathers, whose names differ between the ranks."""
+    """A collective as text, without the name of a value of all ranks, which each calls by another."""
     named = f" {call.names[0]!r}" if call.verb == "broadcast" else ""
     peer = f" of rank {call.peer}" if call.peer >= 0 else ""
     return f"a {call.verb.replace('_', '-')}{peer}{named}, {own.layouts[call.names[0]]}"

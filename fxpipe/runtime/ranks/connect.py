@@ -39,7 +39,7 @@ from fxpipe.runtime.torch_private import communicator_error
 
 #: The most that CUDA_DEVICE_MAX_CONNECTIONS can be.
 MOST_QUEUES = 32
-#: Streams of a rank beside those of its communicators: of ops, offloads and reloads.
+#: Streams of a rank beside those of its communicators: of ops, offloads and reloads; and one of sums.
 OWN_STREAMS = 3
 
 
@@ -138,8 +138,8 @@ def _run_once(comm: DistributedComm, collectives: Sequence[Collective]) -> None:
             case "broadcast":
                 given = value if comm.rank == collective.root else None
                 pending = comm.broadcast(given, layout, collective.root, collective.group)
-            case "gather":
-                pending = comm.gather(value, layout, collective.root, collective.group)
+            case "gather" | "reduce" as verb:
+                pending = getattr(comm, verb)(value, layout, collective.root, collective.group)
             case _:
                 pending = comm.all_gather(value, layout, collective.group)
         if pending is not None:
@@ -206,7 +206,7 @@ def _check_streams(connections: Sequence[Connection], ranks: int, queues: int | 
                 f"Rank {rank} has {number} communicators, and torch has {STREAMS} streams for them: two "
                 f"would share one, and wait for each other. {fewer}"
             )
-        needed = number + OWN_STREAMS
+        needed = number + OWN_STREAMS + any(isinstance(what, int) for what in connections)
         if queues is not None and queues < needed:
             raise RunError(
                 f"CUDA_DEVICE_MAX_CONNECTIONS={queues} makes the {needed} streams of rank {rank} share "

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from fxpipe.runtime.program.accelerator import own
-from fxpipe.runtime.program.comm import Layout, Pending, answered, new_buffer, new_buffers, on_wire
+from fxpipe.runtime.program.comm import (
+    Layout,
+    Pending,
+    add_up,
+    answered,
+    new_buffer,
+    new_buffers,
+    on_wire,
+)
+from fxpipe.runtime.ranks.beside import beside
 from fxpipe.runtime.ranks.sent import Sent
 from fxpipe.runtime.torch_private import all_gather_single, as_one
 
@@ -92,6 +102,21 @@ class DistributedComm:
         with answered():
             work = all_gather_single(into, given, self.joint[group], async_op=True)
         return Pending(buffers, -1, [work], flat)
+
+    def reduce(self, tensor: torch.Tensor, layout: Layout, to: int, group: int) -> Pending | None:
+        flat = self._flat(tensor)
+        total = self._buffer(layout) if self.rank == to else None
+
+        def exchange(into: torch.Tensor, given: torch.Tensor, takes: list[int], gives: list[int]) -> None:
+            takes, gives = ([n * flat.itemsize for n in sizes] for sizes in (takes, gives))
+            into, given = self._wired(into), self._wired(given)
+            dist.all_to_all_single(into, given, takes, gives, self.joint[group], async_op=True).wait()
+
+        work = beside(self.wire).run(partial(add_up, flat, total, to, self.rank, self.ranks, exchange))
+        if total is not None:
+            return Pending([total], -1, [work], flat)
+        self.sent.add(work, [flat])
+        return None
 
     def broadcast_numbers(self, tensor: torch.Tensor | None, source: int) -> torch.Tensor:
         value = torch.empty(2, dtype=torch.float64) if tensor is None else tensor

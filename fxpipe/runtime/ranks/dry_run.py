@@ -14,17 +14,19 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from fxpipe.errors import FxpipeError
-from fxpipe.runtime.program.accelerator import synchronize
+from fxpipe.runtime.program.accelerator import is_accelerator, synchronize
 from fxpipe.runtime.program.checks import unchecked
-from fxpipe.runtime.program.comm import Layout, Pending, new_buffer, new_buffers
+from fxpipe.runtime.program.comm import Layout, Pending, add_up, new_buffer, new_buffers
 from fxpipe.runtime.program.outputs import Collected
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.program.record import Record
+from fxpipe.runtime.ranks.beside import beside
 from fxpipe.runtime.ranks.sent import Sent, SentOnStreams
 from fxpipe.runtime.ranks.taken import Event, Key, Releases
 
@@ -133,6 +135,17 @@ class _Alone:
         whole, buffers = new_buffers(layout, self.ranks, self.device)
         whole.zero_()
         return Pending(buffers, -1, (key,), tensor)
+
+    def reduce(self, tensor: torch.Tensor, layout: Layout, to: int, group: int) -> Pending | None:
+        key, total = self._key(group), self._zeros(layout) if self.rank == to else None
+        if is_accelerator(self.device):  # the memory and the kernels of the sum
+            added = partial(add_up, tensor, total, to, self.rank, self.ranks, lambda *_: None)
+            beside(self.device).run(added)
+        if total is None:
+            self._keep([tensor], (key,))
+            return None
+        self.events.append(("give", (key,)))
+        return Pending([total], -1, (key,), tensor)
 
     def broadcast_numbers(self, tensor: torch.Tensor | None, source: int) -> torch.Tensor:
         return torch.empty(2, dtype=torch.float64).fill_(1) if tensor is None else tensor

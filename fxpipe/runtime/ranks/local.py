@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fxpipe.errors import DeadlockError, FxpipeError, RunError
+from fxpipe.plan.tensors import sum_over_ranks
 from fxpipe.runtime.program.accelerator import select
 from fxpipe.runtime.program.comm import Layout, Pending, in_memory_order
 from fxpipe.runtime.torch_private import no_modes
@@ -140,6 +141,10 @@ class LocalComm:
         ranks = self._world.ranks
         return self._pending(layout, -1, self._join(tensor, group), list(range(ranks)), ranks)
 
+    def reduce(self, tensor: torch.Tensor, layout: Layout, to: int, group: int) -> Pending | None:
+        pending = self.gather(tensor, layout, to, group)
+        return None if pending is None else replace(pending, adds=True)
+
     def _join(self, tensor: torch.Tensor | None, group: int) -> tuple[int, int]:
         """Join a collective: the n-th of a group on one rank is the n-th of that group on all ranks."""
         key = group, self._joined[group]
@@ -161,10 +166,11 @@ class LocalComm:
         self._world.wait_until(lambda: all(r in joint.get(key, {}) for r in ranks), self._rank, what)
         self._world.takers[key] -= 1
         given = joint.pop(key) if not self._world.takers[key] else joint[key]
-        return [
+        found = [
             self._received_as(replace(given[r], flat=given[r].flat.clone()), expected, r)
             for r, expected in zip(ranks, pending.buffers, strict=True)
         ]
+        return [sum_over_ranks(*found)] if pending.adds else found
 
     def broadcast_numbers(self, tensor: torch.Tensor | None, source: int) -> torch.Tensor:
         if tensor is not None:

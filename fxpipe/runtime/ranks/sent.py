@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
-import queue
-import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from fxpipe.runtime.program.comm import answered
+from fxpipe.runtime.ranks.beside import InThread, Work
 from fxpipe.runtime.ranks.taken import Releases
 
 
@@ -83,18 +82,10 @@ class SentByThread:
     ENOUGH = 1 << 20
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread = InThread("fxpipe-sends")
+        self._begun: list[Work] = []
         self._sent: list[tuple[Any, Sequence[torch.Tensor]]] = []
         self._bytes = 0
-        self._error: RuntimeError | None = None
-        thread = threading.Thread(target=self._run, name="fxpipe-sends", daemon=True)
-        thread.start()
-
-        def stop() -> None:  # a thread inside torch when the interpreter ends would abort the process
-            self._queue.put(None)
-            thread.join(1.0)
-
-        atexit.register(stop)
 
     def start(self) -> None:
         pass
@@ -110,29 +101,17 @@ class SentByThread:
 
     def join(self) -> None:
         self._hand_over()
-        done = threading.Event()
-        self._queue.put(done)
-        done.wait()
-        if self._error is not None:
+        begun, self._begun = self._begun, []
+        for work in begun:
             with answered():
-                raise self._error
+                work.wait()
 
     def _hand_over(self) -> None:
-        self._queue.put(self._sent)
+        self._begun.append(self._thread.run(partial(_wait_for_all, self._sent)))
         self._sent, self._bytes = [], 0
 
-    def _run(self) -> None:
-        while True:
-            item = self._queue.get()
-            if item is None:
-                return
-            if isinstance(item, threading.Event):
-                item.set()
-                continue
-            try:
-                while item:
-                    work, _tensors = item[0]
-                    work.wait()
-                    del item[0], work, _tensors
-            except RuntimeError as error:  # the peer has ended; reported at the end of the step
-                self._error = error
+
+def _wait_for_all(sent: list[tuple[Any, Sequence[torch.Tensor]]]) -> None:
+    while sent:
+        sent[0][0].wait()
+        del sent[0]

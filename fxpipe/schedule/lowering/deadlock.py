@@ -15,7 +15,6 @@ from fxpipe.errors import DeadlockError
 from fxpipe.schedule.lowering.channels import Channel, channel_of, channels_of
 from fxpipe.schedule.lowering.execution import DEVICES, HOSTS, Connections, Machine, execution
 from fxpipe.schedule.lowering.lower import (
-    Collective,
     Compute,
     Instruction,
     Message,
@@ -95,21 +94,17 @@ def _check_channels(programs: Programs, placement: tuple[int, ...]) -> None:
 
 
 def _check_collectives(programs: Programs) -> None:
-    """All ranks must join the collectives of a number in the same order."""
-    joins: list[dict[Collective, list[int]]] = []
-    for program in programs:
-        own: dict[Collective, list[int]] = {}
-        for instruction in program:
-            if isinstance(instruction, StartCollective):
-                own.setdefault(instruction.collective, []).append(instruction.microbatch)
-        joins.append(own)
-    for rank, own in enumerate(joins):
-        for collective in joins[0].keys() | own.keys():
-            if own.get(collective) != joins[0].get(collective):
-                raise DeadlockError(
-                    f"{collective}: rank 0 joins it for microbatches {joins[0].get(collective, [])}, "
-                    f"rank {rank} for {own.get(collective, [])}; the order must be the same on all ranks"
-                )
+    """All ranks must join the collectives of a communicator in the same order."""
+    joins = [[i for i in program if isinstance(i, StartCollective)] for program in programs]
+    for group in {i.collective.group for own in joins for i in own}:
+        first, *others = ([i for i in own if i.collective.group == group] for own in joins)
+        for rank, own in enumerate(others, 1):
+            for turn, (a, b) in enumerate(zip_longest(first, own)):
+                if a != b:
+                    raise DeadlockError(
+                        f"collective {turn} of communicator {group}: rank 0 has '{a or 'none'}', rank {rank} "
+                        f"has '{b or 'none'}'; the order must be the same on all ranks"
+                    )
 
 
 def _stuck(programs: Programs, placement: tuple[int, ...], machine: Machine, at: list[int]) -> str:

@@ -1,9 +1,9 @@
 """An execution of lowered programs on hosts and devices, as a graph: what must be over before what begins.
 
 A host runs a rank's instructions in order and starts kernels on streams of its device: one stream for the
-ops, one for each channel, each collective, and each direction of transfers.  A kernel begins behind the one
-before it on its stream, and behind all ops that were started before it.  A message is carried by a kernel on
-both ranks, which can end when both have begun; a collective by one on every rank.
+ops, one for each channel, each communicator of all ranks, and each direction of transfers.  A kernel begins
+behind the one before it on its stream, and behind all ops that were started before it.  A message is carried
+by a kernel on both ranks, which can end when both have begun; a collective by one on every rank.
 
 The programs end if and only if the graph has no cycle.
 """
@@ -201,12 +201,11 @@ class _Rank:
                 self._wait_for(messages)
             case StartCollective(collective, m):
                 self._use(collective)
-                turn = self.meetings.next((collective, self.number))
+                group = "collectives", collective.group
+                turn = self.meetings.next((group, self.number))
                 receives = _receives(collective, self.placement, self.number)
                 storage = "collective" if receives else "contribution", collective.number, m
-                over = self._kernel(
-                    collective, [(storage, receives)], instruction, meets=[(("collective", collective), turn)]
-                )
+                over = self._kernel(group, [(storage, receives)], instruction, meets=[(group, turn)])
                 self.received[collective, m] = over
                 self.sent.append(over)
             case WaitCollective(collective, m):

@@ -12,23 +12,24 @@ A *transfer* offloads an activation that F saved, or reloads it.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import groupby
+from itertools import groupby, takewhile
 from math import inf
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.check import check
 from fxpipe.schedule.costs import Edge
 from fxpipe.schedule.lowering.levels import levels
 from fxpipe.schedule.ops import PHASES, Color, Direction, Op, Schedule, Transfer, arrival
+from fxpipe.schedule.simulation.timeline import Span
 
 
 class CollectiveKind(StrEnum):
     BROADCAST = "broadcast"  # one section's values to a section on every rank
-    GATHER = "gather"  # a value of a section on every rank to one section
+    REDUCE = "reduce"  # the sum of a value of a section on every rank to one section
     ALL_GATHER = "all-gather"  # a value of a section on every rank to a section on every rank
 
 
@@ -36,13 +37,18 @@ class CollectiveKind(StrEnum):
 class Collective:
     """``sources`` and ``targets``: one section, or one on every rank in the ranks' order.
 
-    ``number`` identifies the collective; each one has its own communicator.
+    ``number`` identifies the collective.
     """
 
     kind: CollectiveKind
     number: int
     sources: tuple[Color, ...]
     targets: tuple[Color, ...]
+
+    @property
+    def group(self) -> int:
+        """The number of its communicator.  Sums, which are several operations, have one of their own."""
+        return int(self.kind is CollectiveKind.REDUCE)
 
     def __str__(self) -> str:
         source, target = self.sources[0], self.targets[0]
@@ -174,7 +180,12 @@ Programs = tuple[tuple[Instruction, ...], ...]
 """The instructions of each rank, in order."""
 
 
-def lower(schedule: Schedule, edges: tuple[Edge, ...], collectives: tuple[Collective, ...] = ()) -> Programs:
+def lower(
+    schedule: Schedule,
+    edges: tuple[Edge, ...],
+    collectives: tuple[Collective, ...] = (),
+    spans: Sequence[Sequence[Span]] = (),
+) -> Programs:
     """The instructions of each rank.
 
     Before each compute, the receives of the *next* compute are posted and its own receives are waited for;
@@ -183,16 +194,19 @@ def lower(schedule: Schedule, edges: tuple[Edge, ...], collectives: tuple[Collec
     If a channel's messages are needed in another order than they are sent in, messages sent before a needed
     one are posted together with it.  What an op needs of a channel, and what it sends on one, is a single
     operation: a second one would wait on its device for the first, and hold up whatever shares its queue.
-    Edges within a rank need no instructions, and edges of ``collectives``
-    no messages.  A rank joins a collective as soon as its own contribution is computed.  A rank that only
-    receives a broadcast joins one broadcast ahead, and before any op that runs in a later round
-    (:mod:`.levels`) than the broadcast's source: so a rank that waits for a broadcast never waits for an op
-    that waits for this broadcast.
+    Edges within a rank need no instructions, and edges of ``collectives`` no messages.
+
+    All ranks join the collectives of a communicator in one order: that in which their last contributions are
+    computed by the simulated ``spans`` of the ranks, and by rounds (:mod:`.levels`) at equal times.  So in
+    simulated time none waits for another.  A rank joins a collective as soon as it has computed its own
+    contribution and its turn has come.  It joins one broadcast ahead of those that it has taken, and before
+    any op that starts when the broadcast's source is over.  So what comes before a collective, in the order
+    or on a rank, never waits for it.
 
     Raises ScheduleError if the schedule is not complete, or if two edges join the same two sections.
     """
     check(schedule)
-    return _Lowering(schedule, edges, collectives).programs()
+    return _Lowering(schedule, edges, collectives, spans).programs()
 
 
 def with_gradients(programs: Programs, tied: Sequence[AllReduceGradient], divides: bool) -> Programs:
@@ -206,9 +220,13 @@ def with_gradients(programs: Programs, tied: Sequence[AllReduceGradient], divide
 
 class _Lowering:
     def __init__(
-        self, schedule: Schedule, edges: tuple[Edge, ...], collectives: tuple[Collective, ...]
+        self,
+        schedule: Schedule,
+        edges: tuple[Edge, ...],
+        collectives: tuple[Collective, ...],
+        spans: Sequence[Sequence[Span]],
     ) -> None:
-        self.schedule, self.collectives = schedule, collectives
+        self.schedule = schedule
         collected = {
             (a, b) for collective in collectives for a in collective.sources for b in collective.targets
         }
@@ -232,7 +250,11 @@ class _Lowering:
         for ops in schedule.order:
             for op in ops:
                 self._register(op)
-        self.levels = levels(schedule, edges) if collectives else {}
+        rounds = levels(schedule, edges) if collectives else {}
+        times = {op: Span(op, 0.0, 0.0) for ops in schedule.order for op in ops}
+        times |= {span.op: span for own in spans for span in own}
+        self.starts = {op: (times[op].start, float(level)) for op, level in rounds.items()}
+        self.turns = sorted(_turns(schedule, collectives, rounds, times))
 
     def _register(self, op: Op) -> None:
         for channel, messages in self._messages(op, self.outgoing).items():
@@ -260,7 +282,7 @@ class _Lowering:
         posts: dict[Message, PostRecv] = {}
         posted: defaultdict[tuple[int, int], int] = defaultdict(int)  # per channel
         waited: set[PostRecv] = set()
-        collectives = _Collectives(self.schedule, self.collectives, self.levels, rank)
+        collectives = _Collectives(self.schedule.placement, self.turns, self.starts, rank)
         transfers = _Transfers(self.schedule, rank)
         yield from collectives.at_start()
         for position, op in enumerate(ops):
@@ -325,44 +347,74 @@ class _Transfers:
                 yield WaitTransfer(transfer)
 
 
+_Moment = tuple[float, float]
+"""Simulated seconds, and the round at equal times."""
+
+
+class _Turn(NamedTuple):
+    """A collective for a microbatch, its ``turn``-th; its last contribution is computed at ``moment``."""
+
+    moment: _Moment
+    microbatch: int
+    number: int
+    turn: int
+    collective: Collective
+
+
+def _turns(
+    schedule: Schedule,
+    collectives: tuple[Collective, ...],
+    rounds: Mapping[Op, int],
+    times: Mapping[Op, Span],
+) -> Iterator[_Turn]:
+    made = {
+        (Color(op.stage, phase), op.microbatch): (span.end, rounds.get(op, inf))
+        for op, span in times.items()
+        for phase in PHASES[op.kind]
+    }
+    for collective in collectives:
+        found = []
+        for m in range(schedule.microbatches):
+            ends, last = zip(*(made[color, m] for color in collective.sources), strict=True)
+            found.append(((max(ends), max(last) + 0.5), m))  # before the ops of the next round
+        for turn, (moment, m) in enumerate(sorted(found)):
+            yield _Turn(moment, m, collective.number, turn, collective)
+
+
 class _Collectives:
     """The collective instructions of one rank."""
 
     def __init__(
-        self, schedule: Schedule, collectives: tuple[Collective, ...], levels: Mapping[Op, int], rank: int
+        self,
+        placement: tuple[int, ...],
+        turns: Sequence[_Turn],
+        starts: Mapping[Op, _Moment],
+        rank: int,
     ) -> None:
-        self.levels = levels
-        self.gives: defaultdict[Color, list[Collective]] = defaultdict(list)
+        self.starts = starts
+        self.turns: defaultdict[int, deque[_Turn]] = defaultdict(deque)  # of each communicator
+        self.own: dict[Collective, Color | None] = {}  # the section that contributes
         self.takes: defaultdict[Color, list[Collective]] = defaultdict(list)
-        # Broadcasts that it only receives -> the ops that send them.
-        self.ahead: dict[Collective, deque[Op]] = {}
-        self.joined: Counter[Collective] = Counter()
+        self.made: set[tuple[Color | None, int]] = set()
         self.taken: Counter[Collective] = Counter()
-        rank_of_stage = schedule.placement
-        for collective in collectives:
-            own = [color for color in collective.sources if rank_of_stage[color.stage] == rank]
-            for color in own:
-                self.gives[color].append(collective)
-            if collective.kind is CollectiveKind.BROADCAST and own:
+        for turn in turns:
+            self.turns[turn.collective.group].append(turn)
+            self.own.setdefault(turn.collective, None)
+        for collective in self.own:
+            for color in collective.sources:
+                if placement[color.stage] == rank:
+                    self.own[collective] = color
+            if collective.kind is CollectiveKind.BROADCAST and self.own[collective]:
                 continue  # the sender already has the values
             for color in collective.targets:
-                if rank_of_stage[color.stage] == rank:
+                if placement[color.stage] == rank:
                     self.takes[color].append(collective)
-            if not own:
-                source = collective.sources[0]
-                giver = schedule.order[rank_of_stage[source.stage]]
-                self.ahead[collective] = deque(
-                    op for op in giver if source.stage == op.stage and source.phase in PHASES[op.kind]
-                )
 
     def at_start(self) -> Iterator[StartCollective]:
-        for collective in self.ahead:
-            yield from self._next(collective)
+        yield from self._joined(self._is_due)
 
     def in_time(self, op: Op) -> Iterator[StartCollective]:
-        for collective, givers in self.ahead.items():
-            while givers and op in self.levels and self.levels.get(givers[0], inf) < self.levels[op]:
-                yield from self._next(collective)
+        yield from self._joined(lambda turn: op in self.starts and turn.moment < self.starts[op])
 
     def before(self, op: Op) -> Iterator[WaitCollective]:
         for phase in PHASES[op.kind]:
@@ -371,15 +423,24 @@ class _Collectives:
 
     def after(self, op: Op) -> Iterator[StartCollective]:
         for phase in PHASES[op.kind]:
-            for collective in self.gives.get(Color(op.stage, phase), ()):
-                yield StartCollective(collective, op.microbatch)
-            for collective in self.takes.get(Color(op.stage, phase), ()):
-                if collective in self.ahead:
-                    self.taken[collective] += 1
-                    if self.joined[collective] <= self.taken[collective]:
-                        yield from self._next(collective)
+            self.made.add((Color(op.stage, phase), op.microbatch))
+            self.taken.update(self.takes.get(Color(op.stage, phase), ()))
+        yield from self._joined(self._is_due)
 
-    def _next(self, collective: Collective) -> Iterator[StartCollective]:
-        if self.ahead[collective]:
-            self.joined[collective] += 1
-            yield StartCollective(collective, self.ahead[collective].popleft().microbatch)
+    def _joined(self, is_wanted: Callable[[_Turn], bool]) -> Iterator[StartCollective]:
+        """Join what is wanted and what comes before it, as far as the rank has its contributions."""
+        for turns in self.turns.values():
+            able = list(takewhile(self._is_able, turns))
+            while able and not is_wanted(able[-1]):
+                able.pop()
+            for turn in able:
+                turns.popleft()
+                yield StartCollective(turn.collective, turn.microbatch)
+
+    def _is_able(self, turn: _Turn) -> bool:
+        own = self.own[turn.collective]
+        return own is None or (own, turn.microbatch) in self.made
+
+    def _is_due(self, turn: _Turn) -> bool:
+        """Whether it is to be joined as soon as the rank can: one broadcast ahead of those it has taken."""
+        return self.own[turn.collective] is not None or turn.turn <= self.taken[turn.collective]

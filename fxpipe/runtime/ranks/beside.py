@@ -1,0 +1,70 @@
+"""Runs functions beside the ops of a program, in order: on a stream of a device, or in a thread."""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from fxpipe.runtime.program.accelerator import current_stream, is_accelerator, stream
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """``wait``: lets the ops that come next wait until the function is over; raises what it raised."""
+
+    wait: Callable[[], object]
+
+
+class OnStream:
+    """The memory of a function's own tensors goes to later ones of its stream, which are behind their use."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, stream(device)
+
+    def run(self, function: Callable[[], None]) -> Work:
+        ready = current_stream(self._device).record_event()
+        with self._stream:
+            self._stream.wait_event(ready)
+            function()
+            over = self._stream.record_event()
+        return Work(lambda: current_stream(self._device).wait_event(over))
+
+
+class InThread:
+    def __init__(self, name: str) -> None:
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = queue.SimpleQueue()
+        thread = threading.Thread(target=self._run, name=name, daemon=True)
+        thread.start()
+
+        def stop() -> None:  # a thread inside torch when the interpreter ends would abort the process
+            self._tasks.put(None)
+            thread.join(1.0)
+
+        atexit.register(stop)
+
+    def run(self, function: Callable[[], None]) -> Work:
+        over = Future[None]()
+        self._tasks.put((function, over))
+        return Work(over.result)
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            function, over = task
+            try:
+                over.set_result(function())
+            except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+                over.set_exception(error)
+            del task, function, over  # and the tensors with them
+
+
+@cache
+def beside(device: torch.device) -> OnStream | InThread:
+    """That of a device, for all programs of the process: they run one after the other."""
+    return OnStream(device) if is_accelerator(device) else InThread("fxpipe-sums")
