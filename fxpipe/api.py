@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fxpipe.errors import CaptureError, FxpipeError, PartitionError
+from fxpipe.ir.kept import kept_tensors
 from fxpipe.pipeline import Pipeline
 from fxpipe.plan import files, parts
 from fxpipe.plan.artifact import Artifact, Plan
@@ -344,8 +345,12 @@ def _held_of(
     # Frozen parameters that the step changes are buffers of the pipeline.
     changed = {name for held in plan.tensors for name in held.buffers}
     parameters = {n: p for n, p in model.named_parameters() if n in names and n not in changed}
-    buffers = {n: p for n, p in model.named_parameters() if n in names and n in changed}
-    return parameters, {n: b for n, b in model.named_buffers() if n in names} | buffers
+    buffers: dict[str, torch.Tensor] = {
+        n: p for n, p in model.named_parameters() if n in names and n in changed
+    }
+    buffers |= {n: b for n, b in model.named_buffers() if n in names}
+    kept = {n for held in needed for n in held.buffers} - buffers.keys()
+    return parameters, buffers | kept_tensors(model, kept)
 
 
 def _torchrun_ranks() -> int | None:

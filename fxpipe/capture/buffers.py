@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from fxpipe.errors import CaptureError
+from fxpipe.ir.compat import pytree
 from fxpipe.ir.graph import Input, Kind, read_buffer
 from fxpipe.ir.storage import output_dict, storage_root
 from fxpipe.runtime.checks import expect
@@ -61,6 +62,26 @@ def read_once(graph: fx.Graph) -> None:
         if root.op == "placeholder" or root.target is read_buffer:
             copied[name] = _copy(graph, value, reads.get(name))
     _set_buffers(graph, copied)
+    _hoist(graph)
+
+
+def _hoist(graph: fx.Graph) -> None:
+    """Move the forward ops that compute new values of buffers alone up to their last operand.
+
+    A model that updates the memories of all its layers at its end leaves room for cuts then, as each is read
+    and written in one stage.
+    """
+    named = output_dict(graph)
+    others = {n for key, x in named.items() if key != "buffers" for n in pytree.tree_leaves(x)}
+    alone: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        is_forward = node.op == "call_function" and not node.meta["origin"].backward
+        if is_forward and node not in others and all(u in alone or u.op == "output" for u in node.users):
+            alone.add(node)
+    for node in [n for n in graph.nodes if n in alone]:
+        last = max(node.all_input_nodes, default=node)  # in the graph's order
+        if last.op == "call_function" and last is not node:
+            last.append(node)
 
 
 def _copy(graph: fx.Graph, value: fx.Node, read: fx.Node | None) -> fx.Node:

@@ -41,9 +41,8 @@ def overwritten(node: fx.Node) -> list[fx.Node]:
 def functionalize(module: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
     """Return an equivalent module without in-place ops; the last use of a placeholder may be a ``copy_``."""
     declare_writes(module.graph)
+    check_constants_unwritten(module.graph, module)
     for node in module.graph.nodes:
-        if any(storage_root(value).op == "get_attr" for value in overwritten(node)):
-            raise writes_to_a_constant(node.meta["origin"])
         if is_mutating(node) and node.target.namespace != "aten":
             raise CaptureError(
                 f"{node.target} writes to its arguments, which can be followed for torch's own ops alone "
@@ -74,6 +73,14 @@ def declare_writes(graph: fx.Graph) -> None:
             mean, training = node.args[3], node.args[7]
             if training and mean is not None:
                 node.args = (*node.args[:3], None, None, *node.args[5:])
+
+
+def check_constants_unwritten(graph: fx.Graph, root: torch.nn.Module) -> None:
+    """Raise WritesToConstant for an op that writes to a constant; ``root`` has the constants."""
+    for node in graph.nodes:
+        for constant in map(storage_root, overwritten(node)):
+            if constant.op == "get_attr":
+                raise WritesToConstant(node.meta["origin"], getattr(root, constant.target))  # type: ignore[arg-type]
 
 
 def _mutating(graph: fx.Graph) -> list[fx.Node]:
@@ -197,11 +204,15 @@ def _listed(results: Any) -> list[Any]:
     return list(results) if isinstance(results, (tuple, list)) else [results]
 
 
-def writes_to_a_constant(place: Any) -> CaptureError:
-    return CaptureError(
-        f"The forward writes to a tensor that is no buffer ({place}). A program cannot carry it from step to "
-        "step: make it a buffer of the model, or write to a clone."
-    )
+class WritesToConstant(CaptureError):
+    """place: of the op.  tensor: the constant of the trace to which it writes."""
+
+    def __init__(self, place: Any, tensor: torch.Tensor):
+        super().__init__(
+            f"The forward writes to a tensor that is no buffer ({place}). A program cannot carry it from "
+            "step to step: make it a buffer of the model, or write to a clone."
+        )
+        self.tensor = tensor
 
 
 def writes_to_a_parameter(name: str, place: Any) -> CaptureError:

@@ -122,14 +122,18 @@ def _shown(op: fx.Node | None) -> str:
     return f"{getattr(packet, '__name__', op.name)}({arguments}) ({op.meta.get('origin', Origin())})"
 
 
-def _carried(value: fx.Node, op: fx.Node, kept: Mapping[fx.Node, str]) -> CaptureError:
+class Carried(CaptureError):
+    """A run of the forward reads a result of the run before."""
+
+
+def _carried(value: fx.Node, op: fx.Node, kept: Mapping[fx.Node, str]) -> Carried:
     source, place = (x.meta.get("origin", Origin()) for x in (value, op))
     kind = f"in {kept[value]}" if value in kept else f"of {source}"
-    return CaptureError(
+    return Carried(
         f"The forward keeps a result {kind}, and reads it when it runs again, at {place}. A program carries "
-        "only parameters and buffers from step to step: make it a buffer of the shape and dtype that it has "
-        "later on (register_buffer), or, if the first batch alone sets it, run the model on one batch before "
-        "you compile it."
+        "from step to step the tensors that the model's modules hold when it is compiled: run the model on "
+        "one batch before you compile it, or make it a buffer of the shape and dtype that it has later on "
+        "(register_buffer)."
     )
 
 

@@ -81,9 +81,9 @@ def aliases(
 def put_back(tensors: Sequence[Registered], given: Sequence[Given]) -> None:
     """Let the model hold the tensors of the trace's inputs again, under all of their names."""
     for r, x in zip(tensors, given, strict=False):
-        for owner, key in r.places():
-            if owner.get(key) is not x.fake:
-                owner[key] = x.fake
+        for slot in r.slots:
+            if slot.get() is not x.fake:
+                slot.put(x.fake)
 
 
 def _kind_of(tensor: torch.Tensor) -> str:
