@@ -210,7 +210,8 @@ def compile(
         artifact, forward = _received(process)
     if compiled is not None and artifact.plan.tried:
         _explain_on_terminal(artifact.plan)
-    parameters, buffers = _held_of(model, artifact.plan, None if process is None else process.rank)
+    with agreed(process, "compile"):
+        parameters, buffers = _held_of(model, artifact.plan, None if process is None else process.rank)
     pipe = Pipeline(
         artifact=artifact,
         parameters=parameters,
@@ -350,7 +351,13 @@ def _held_of(
     }
     buffers |= {n: b for n, b in model.named_buffers() if n in names}
     kept = {n for held in needed for n in held.buffers} - buffers.keys()
-    return parameters, buffers | kept_tensors(model, kept)
+    buffers |= kept_tensors(model, kept)
+    if missing := kept - buffers.keys():
+        raise CaptureError(
+            f"The model of this rank has no {min(missing)}, which that of rank 0 keeps. Run the model on one "
+            "batch on all ranks before you compile it."
+        )
+    return parameters, buffers
 
 
 def _torchrun_ranks() -> int | None:

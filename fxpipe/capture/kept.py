@@ -7,8 +7,7 @@ after:  the names of those, which the next trace takes as buffers
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import fx, nn
@@ -16,28 +15,17 @@ from torch import fx, nn
 from fxpipe.capture.functional import memory_roots, overwritten
 from fxpipe.capture.inputs import Given
 from fxpipe.capture.registered import Registered
+from fxpipe.capture.replaced import kind_of
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.graph import Origin
 from fxpipe.ir.kept import kept_slots
 
 
-class KeepsState(CaptureError):
-    """What is wrong with a trace that has state among its constants.
-
-    ``names``: of such tensors -> whether the forward keeps them with their gradient's history.
-    """
-
-    def __init__(self, text: str, names: Mapping[str, bool]):
-        super().__init__(text)
-        self.names = names
-
-
 class Constants:
     """The tensors in plain attributes of a model that are constants of a trace, as they were before it.
 
-    kept: the names of those that are buffers of the trace.  As a context: writes to views of the tensors give
-    them no history of a gradient.
+    kept: the names of those that are buffers of the trace.
     """
 
     def __init__(self, model: nn.Module, kept: Collection[str]):
@@ -45,26 +33,24 @@ class Constants:
         self._before = [(name, slot, x) for name, slot, x in found if x is not None and not _is_trained(x)]
         self._without = [x for _, _, x in self._before if not x.requires_grad]
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *exc: Any) -> None:
+    def detach(self) -> None:
+        """Take away the history of a gradient that they got by a write to a view of them."""
         for x in self._without:
-            if x.requires_grad:
+            if x.requires_grad and x._base is None:  # views cannot be detached in place
                 x.detach_()
 
     def replaced(self) -> dict[str, torch.Tensor]:
         """The new tensors in the places of those that ops read, if they have the same shape and dtype; and
         those that were moved there from other places."""
-        found = {name: now for name, before, now in self._changed() if _kind(now) == _kind(before)}
+        found = {name: now for name, before, now in self._changed() if kind_of(now) == kind_of(before)}
         moved = {id(now) for now in found.values()}
         return {name: before for name, _, before in self._before if id(before) in moved} | found
 
     def reshaped(self) -> str:
         """A sentence about one of another shape, dtype or device; empty if there is none."""
         for name, before, now in self._changed():
-            if _kind(now) != _kind(before):
-                return f" It changes {name!r} from {_kind(before)} to {_kind(now)}."
+            if kind_of(now) != kind_of(before):
+                return f" It changes {name!r} from {kind_of(before)} to {kind_of(now)}."
         return ""
 
     def _changed(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
@@ -92,10 +78,6 @@ def unwritten(graph: fx.Graph, tensors: Sequence[Registered]) -> set[str]:
         written = {roots[x] for node in graph.nodes for x in overwritten(node)}
         left -= {inputs[x].name for x in written if x in inputs}
     return left
-
-
-def _kind(tensor: torch.Tensor) -> str:
-    return f"shape {tuple(tensor.shape)}, {tensor.dtype}, on {tensor.device}"
 
 
 def _is_trained(tensor: torch.Tensor) -> bool:

@@ -22,7 +22,7 @@ import fxpipe
 from fxpipe.capture.answers import Answers
 from fxpipe.capture.dtypes import check_dtypes
 from fxpipe.capture.frozen import warn_of_seed
-from fxpipe.capture.functional import WritesToConstant
+from fxpipe.capture.functional import writes_to_a_constant
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.graph import Input, Origin
@@ -148,7 +148,7 @@ class Provenance(compat.TorchDispatchMode):
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if real := [x for x in written_arguments(func, args, kwargs) if compat.is_real(x)]:
-            raise WritesToConstant(self.place(), real[0])  # before it does
+            raise writes_to_a_constant(self.place(), real[0])  # before it does
         if torch.get_default_dtype() is not self._default_dtype:
             raise CaptureError(
                 f"The forward changes torch's default dtype, and runs {func} under it, at {self.place()}. A "

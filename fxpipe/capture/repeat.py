@@ -19,8 +19,7 @@ import torch
 from torch import fx
 
 from fxpipe.capture.example import Example
-from fxpipe.capture.functional import declare_writes, memory_roots, overwritten
-from fxpipe.errors import CaptureError
+from fxpipe.capture.functional import KeepsState, declare_writes, memory_roots, overwritten
 from fxpipe.ir import compat
 from fxpipe.ir.graph import Input, Kind, Origin
 from fxpipe.ir.storage import draws_numbers
@@ -61,7 +60,7 @@ def difference(
 
     inputs: the kind of each placeholder of the graph, and its real tensor, in order.
     kept: nodes of the first run -> the name under which the model keeps its tensor.
-    Raises CaptureError where the second run reads a result of the first.
+    Raises KeepsState where the second run reads a result of the first.
     """
     values = _Values(inputs, first.results)
     ops = [values.relevant(run) for run in (first, second)]
@@ -122,14 +121,10 @@ def _shown(op: fx.Node | None) -> str:
     return f"{getattr(packet, '__name__', op.name)}({arguments}) ({op.meta.get('origin', Origin())})"
 
 
-class Carried(CaptureError):
-    """A run of the forward reads a result of the run before."""
-
-
-def _carried(value: fx.Node, op: fx.Node, kept: Mapping[fx.Node, str]) -> Carried:
+def _carried(value: fx.Node, op: fx.Node, kept: Mapping[fx.Node, str]) -> KeepsState:
     source, place = (x.meta.get("origin", Origin()) for x in (value, op))
     kind = f"in {kept[value]}" if value in kept else f"of {source}"
-    return Carried(
+    return KeepsState(
         f"The forward keeps a result {kind}, and reads it when it runs again, at {place}. A program carries "
         "from step to step the tensors that the model's modules hold when it is compiled: run the model on "
         "one batch before you compile it, or make it a buffer of the shape and dtype that it has later on "

@@ -26,19 +26,14 @@ from fxpipe.capture.clean import clean
 from fxpipe.capture.constants import check_constants
 from fxpipe.capture.failures import explained, in_another_thread
 from fxpipe.capture.frozen import Watch
-from fxpipe.capture.functional import (
-    WritesToConstant,
-    check_constants_unwritten,
-    declare_writes,
-    functionalize,
-)
+from fxpipe.capture.functional import KeepsState, check_unwritten, declare_writes, functionalize
 from fxpipe.capture.inputs import Given, inputs
-from fxpipe.capture.kept import Constants, KeepsState, carries_gradients, unwritten, with_history
+from fxpipe.capture.kept import Constants, carries_gradients, unwritten, with_history
 from fxpipe.capture.made import check_made
 from fxpipe.capture.provenance import Provenance
 from fxpipe.capture.questions import Questions
 from fxpipe.capture.registered import Registered, overlapping, registered
-from fxpipe.capture.repeat import Carried, Run, difference
+from fxpipe.capture.repeat import Run, difference
 from fxpipe.capture.replaced import aliases, put_back, replaced_buffers
 from fxpipe.capture.results import Results, find_results
 from fxpipe.capture.snapshot import Snapshot
@@ -147,13 +142,14 @@ def _traced(
     mode.source = step.provenance.source
     fakes = {id(r.tensor): x.fake for r, x in zip(step.registered, given, strict=False)}
     values = [x.fake for x in given]
-    with borrowed(model, loss_fn, fakes) as snapshot, step.constants:
+    with borrowed(model, loss_fn, fakes) as snapshot:
         watch = Watch(snapshot)
         step.snapshot = snapshot
         put_back(step.registered, given)
 
         as_written = compat.plain_kernels(), compat.modules_without_code(), compat.uncompiled()
         with contextlib.ExitStack() as stack:
+            stack.callback(step.constants.detach)
             for context in (flag(), recorded_checkpoints(), *as_written, compat.without_log(), mode):
                 stack.enter_context(context)
             try:
@@ -161,8 +157,8 @@ def _traced(
             except Exception as error:
                 if mode.elsewhere:
                     raise in_another_thread(mode.elsewhere) from error
-                if isinstance(error, WritesToConstant):
-                    raise KeepsState(str(error), step.constants.like(error.tensor)) from None
+                if isinstance(error, KeepsState) and error.tensor is not None:
+                    error.names = step.constants.like(error.tensor)
                 raise (
                     error if isinstance(error, CaptureError) else explained(error, step.provenance)
                 ) from error
@@ -260,7 +256,7 @@ class _Function:
             raise self.provenance.answers.refused
         check_made(self.model, self.registered, self.provenance.answers)
         declare_writes(compat.traced_graph())
-        check_constants_unwritten(compat.traced_graph(), compat.traced_constants())
+        check_unwritten(compat.traced_graph(), compat.traced_constants())
         results, found, replaced = first.results, first.gradients, first.buffers
         self.layout = {
             "loss": results.loss is not None,
@@ -276,14 +272,15 @@ class _Function:
         backward = self.gradients and (bool(hooks) or questions.hooked or self.provenance.backward_runs_code)
         run = first.whole if backward else first.forward
         if not self.snapshot.is_whole or self.snapshot.is_changed():
-            names = {name: now.requires_grad for name, now in first.state.items()}
             reshaped = self.constants.reshaped()
             try:
                 self.difference = self._repeat(run, flat, wanted, backward, questions)
-            except Carried as error:
-                raise KeepsState(f"{error}{reshaped}", names) from None
-            if self.difference and names:
-                raise KeepsState("", names)
+                if self.difference and first.state:
+                    raise KeepsState("")
+            except KeepsState as error:
+                error.args = (f"{error}{reshaped}",)
+                error.names = {name: now.requires_grad for name, now in first.state.items()}
+                raise
         return flat
 
     def _step(self, wanted: dict[str, torch.Tensor], backward: bool, questions: Questions) -> _Step:
