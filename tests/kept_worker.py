@@ -163,23 +163,35 @@ class InPlace(nn.Module):
         return self.layers(x).square().mean()
 
 
+class Swaps(nn.Module):
+    """Reads a tensor that it did not compute, but moved there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.left, self.right = torch.ones(WIDTH), torch.zeros(WIDTH)
+
+    def forward(self, x):
+        y = self.linear(x) + self.left
+        self.left, self.right = self.right, self.left
+        return y.square().mean()
+
+
 class Moves(nn.Module):
-    """Tensors that move from place to place, and a teacher's parameters in a list."""
+    """Tensors that move on in a queue, and a teacher's parameters in a list."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.past = deque([torch.full((ROWS, LENGTH, WIDTH), float(k)) for k in range(3)], maxlen=3)
-        self.left, self.right = torch.ones(WIDTH), torch.zeros(WIDTH)
         self.teacher = [p.detach().clone() for p in self.linear.parameters()]
 
     def forward(self, x):
         with torch.no_grad():
             for old, new in zip(self.teacher, self.linear.parameters(), strict=True):
                 old.mul_(0.9).add_(new, alpha=0.1)
-        y = self.linear(x) + sum(weight * old for weight, old in enumerate(self.past, 1)) * self.left
+        y = self.linear(x) + sum(weight * old for weight, old in enumerate(self.past, 1))
         self.past.append(x.detach())
-        self.left, self.right = self.right, self.left
         return F.mse_loss(torch.tanh(y), F.linear(x, *self.teacher))
 
 

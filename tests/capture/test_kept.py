@@ -12,6 +12,7 @@ from torch import nn
 from zoo import relative_error, too_far
 
 import fxpipe
+from fxpipe.api import _held_of
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -23,6 +24,7 @@ MODELS = [
     worker.DetachedWhenRead,
     worker.InPlace,
     worker.Moves,
+    worker.Swaps,
 ]
 
 
@@ -196,6 +198,12 @@ def test_records_are_no_state():
     assert {name for held in pipe.plan.tensors for name in held.buffers} == {"hidden.0", "hidden.1"}
     pipe.run_local(batch_of(0))
     assert model.seen is seen
+
+
+def test_a_model_of_another_rank_without_the_state():
+    pipe, other = pipeline(build(worker.Recurrent)), build(worker.OnTheFirstBatch)
+    with pytest.raises(fxpipe.CaptureError, match=r"has no hidden\.0.*on all ranks"):
+        _held_of(other, pipe.plan, None)
 
 
 def test_names():
