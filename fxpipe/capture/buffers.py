@@ -9,6 +9,8 @@ later microbatch has written the buffer.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import fx
 
@@ -82,6 +84,8 @@ def _hoist(graph: fx.Graph) -> None:
         last = max(node.all_input_nodes, default=node)  # in the graph's order
         if last.op == "call_function" and last is not node:
             last.append(node)
+            # A later op with its number would be taken to belong there as well.
+            node.meta["origin"] = replace(node.meta["origin"], seq=last.meta["origin"].seq)
 
 
 def _copy(graph: fx.Graph, value: fx.Node, read: fx.Node | None) -> fx.Node:
