@@ -18,6 +18,7 @@ from fxpipe.errors import CaptureError, FxpipeError, PartitionError
 from fxpipe.pipeline import Pipeline
 from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact, Plan
+from fxpipe.plan.kept import kept_tensors
 from fxpipe.plan.rows import whole, whole_name
 from fxpipe.plan.tensors import in_strides
 from fxpipe.runtime.job.failure import in_short
@@ -209,7 +210,8 @@ def compile(
         artifact, forward = _received(process)
     if compiled is not None and artifact.plan.tried:
         _explain_on_terminal(artifact.plan)
-    parameters, buffers = _held_of(model, artifact.plan, None if process is None else process.rank)
+    with agreed(process, "compile"):
+        parameters, buffers = _held_of(model, artifact.plan, None if process is None else process.rank)
     pipe = Pipeline(
         artifact=artifact,
         parameters=parameters,
@@ -344,8 +346,18 @@ def _held_of(
     # Frozen parameters that the step changes are buffers of the pipeline.
     changed = {name for held in plan.tensors for name in held.buffers}
     parameters = {n: p for n, p in model.named_parameters() if n in names and n not in changed}
-    buffers = {n: p for n, p in model.named_parameters() if n in names and n in changed}
-    return parameters, {n: b for n, b in model.named_buffers() if n in names} | buffers
+    buffers: dict[str, torch.Tensor] = {
+        n: p for n, p in model.named_parameters() if n in names and n in changed
+    }
+    buffers |= {n: b for n, b in model.named_buffers() if n in names}
+    kept = {n for held in needed for n in held.buffers} - buffers.keys()
+    buffers |= kept_tensors(model, kept)
+    if missing := kept - buffers.keys():
+        raise CaptureError(
+            f"The model of this rank has no {min(missing)}, which that of rank 0 keeps. Run the model on one "
+            "batch on all ranks before you compile it."
+        )
+    return parameters, buffers
 
 
 def _torchrun_ranks() -> int | None:

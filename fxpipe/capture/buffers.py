@@ -9,10 +9,13 @@ later microbatch has written the buffer.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import fx
 
 from fxpipe.errors import CaptureError
+from fxpipe.ir.compat import pytree
 from fxpipe.ir.graph import Input, Kind, read_buffer
 from fxpipe.ir.storage import graph_outputs, set_outputs, storage_root
 from fxpipe.runtime.program.checks import expect
@@ -61,6 +64,28 @@ def read_once(graph: fx.Graph) -> None:
         if root.op == "placeholder" or root.target is read_buffer:
             copied[name] = _copy(graph, value, reads.get(name))
     set_outputs(graph, buffers=copied)
+    _hoist(graph)
+
+
+def _hoist(graph: fx.Graph) -> None:
+    """Move the forward ops that compute new values of buffers alone up to their last operand.
+
+    A model that updates the memories of all its layers at its end leaves room for cuts then, as each is read
+    and written in one stage.
+    """
+    named = graph_outputs(graph)
+    others = {*pytree.tree_leaves(tuple(named._replace(buffers={})))}
+    alone: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        is_forward = node.op == "call_function" and not node.meta["origin"].backward
+        if is_forward and node not in others and all(u in alone or u.op == "output" for u in node.users):
+            alone.add(node)
+    for node in [n for n in graph.nodes if n in alone]:
+        last = max(node.all_input_nodes, default=node)  # in the graph's order
+        if last.op == "call_function" and last is not node:
+            last.append(node)
+            # A later op with its number would be taken to belong there as well.
+            node.meta["origin"] = replace(node.meta["origin"], seq=last.meta["origin"].seq)
 
 
 def _copy(graph: fx.Graph, value: fx.Node, read: fx.Node | None) -> fx.Node:

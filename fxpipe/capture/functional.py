@@ -27,6 +27,17 @@ from fxpipe.ir.storage import call_nodes, is_view, storage_root, written, writte
 aten = torch.ops.aten
 
 
+class KeepsState(CaptureError):
+    """A trace has state among its constants: ``tensor``, to which it writes, or one that a later run reads.
+
+    ``names``: of such tensors in plain attributes -> whether the forward keeps their gradient's history.
+    """
+
+    def __init__(self, text: str, tensor: torch.Tensor | None = None):
+        super().__init__(text)
+        self.tensor, self.names = tensor, dict[str, bool]()
+
+
 def is_mutating(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return schema is not None and schema.is_mutable
@@ -41,9 +52,8 @@ def overwritten(node: fx.Node) -> list[fx.Node]:
 def functionalize(module: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
     """Return an equivalent module without in-place ops; the last use of a placeholder may be a ``copy_``."""
     declare_writes(module.graph)
+    check_unwritten(module.graph, module)
     for node in module.graph.nodes:
-        if any(storage_root(value).op == "get_attr" for value in overwritten(node)):
-            raise writes_to_a_constant(node.meta["origin"])
         if is_mutating(node) and node.target.namespace != "aten":
             raise CaptureError(
                 f"{node.target} writes to its arguments, which can be followed for torch's own ops alone "
@@ -74,6 +84,14 @@ def declare_writes(graph: fx.Graph) -> None:
             mean, training = node.args[3], node.args[7]
             if training and mean is not None:
                 node.args = (*node.args[:3], None, None, *node.args[5:])
+
+
+def check_unwritten(graph: fx.Graph, root: torch.nn.Module) -> None:
+    """Raise KeepsState for an op that writes to a constant; ``root`` has the constants."""
+    for node in graph.nodes:
+        for constant in map(storage_root, overwritten(node)):
+            if constant.op == "get_attr":
+                raise writes_to_a_constant(node.meta["origin"], getattr(root, constant.target))  # type: ignore
 
 
 def _mutating(graph: fx.Graph) -> list[fx.Node]:
@@ -197,10 +215,11 @@ def _listed(results: Any) -> list[Any]:
     return list(results) if isinstance(results, (tuple, list)) else [results]
 
 
-def writes_to_a_constant(place: Any) -> CaptureError:
-    return CaptureError(
+def writes_to_a_constant(place: Any, tensor: torch.Tensor) -> KeepsState:
+    return KeepsState(
         f"The forward writes to a tensor that is no buffer ({place}). A program cannot carry it from step to "
-        "step: make it a buffer of the model, or write to a clone."
+        "step: make it a buffer of the model, or write to a clone.",
+        tensor,
     )
 
 

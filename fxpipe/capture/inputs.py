@@ -5,7 +5,7 @@ model, example  ──►  one ``Given`` for each placeholder of the traced grap
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,8 +40,12 @@ def inputs(
     mode: compat.FakeMode,
     device: torch.device,
     fixed: Sequence[str],
+    kept: Mapping[str, bool],
 ) -> list[Given]:
-    """Parameters, buffers and the tensors of the microbatch, in this order."""
+    """Parameters, buffers, kept tensors and those of the microbatch, in this order.
+
+    kept: names of tensors in plain attributes -> whether the forward keeps them with a gradient's history.
+    """
     lazy = [n for n, p in model.named_parameters() if nn.parameter.is_lazy(p)]
     if lazy:
         raise CaptureError(
@@ -73,11 +77,13 @@ def inputs(
             setattr(stand_in, attribute, value)
         given.append(Given(Input(kind, name), real, stand_in, stand_in.untyped_storage()._cdata, fix))
 
-    for found in registered(model):
+    for found in registered(model, kept):
         stand_in = fake(found.name, found.tensor)
         if found.kind is Kind.PARAMETER:
             stand_in.requires_grad_(found.tensor.requires_grad)
             compat.mark_as_parameter(stand_in)
+        elif found.is_kept:
+            stand_in.requires_grad_(kept[found.name])
         add(found.kind, found.name, found.tensor, stand_in)
     leaves = dict(batch_leaves(example))
     for name in fixed:

@@ -20,11 +20,11 @@ from fxpipe.ir import compat
 
 def check_made(model: nn.Module, before: Sequence[Registered], answers: Answers) -> None:
     """Raise CaptureError for state that the traced forward added to the model; ``before``: its tensors."""
-    known = {(id(module), key) for x in before for module, key in x.slots}
+    known = {(id(slot.module), slot.keys) for x in before for slot in x.slots}
     for path, module in model.named_modules():
-        for what, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
-            for key, tensor in tensors.items():
-                if tensor is None or (id(module), key) in known:
+        for what in ("parameter", "buffer"):
+            for key, tensor in getattr(module, own := f"_{what}s").items():
+                if tensor is None or (id(module), (own, key)) in known:
                     continue
                 if what == "parameter" or _is_state(tensor, answers):
                     node = compat.traced_node(tensor)

@@ -156,8 +156,8 @@ class Provenance(compat.TorchDispatchMode):
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if any(compat.is_real(x) for x in written_arguments(func, args, kwargs)):
-            raise writes_to_a_constant(self.place())  # before it does
+        if real := [x for x in written_arguments(func, args, kwargs) if compat.is_real(x)]:
+            raise writes_to_a_constant(self.place(), real[0])  # before it does
         if torch.get_default_dtype() is not self._default_dtype:
             raise CaptureError(
                 f"The forward changes torch's default dtype, and runs {func} under it, at {self.place()}. A "

@@ -1,8 +1,9 @@
-"""The parameters and buffers of a model: all their names, and which of them share memory."""
+"""The tensors that a program trains and carries: parameters, buffers, and others that modules keep; all their
+names, and which of them share memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -11,40 +12,42 @@ from torch import nn
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.graph import Kind
+from fxpipe.plan.kept import Slot, kept_slots
 from fxpipe.plan.tensors import storage_bytes
 
 
 @dataclass(frozen=True, eq=False)
 class Registered:
-    """One parameter or buffer; ``name``: its first name; ``slots``: all modules and keys that refer to it."""
+    """One parameter or buffer; ``name``: its first name; ``slots``: all places that refer to it.
+
+    ``is_kept``: whether it is in a plain attribute.  Such a tensor is replaced, not written to, when a step
+    gives it another value.
+    """
 
     kind: Kind
     name: str
     tensor: torch.Tensor
-    slots: tuple[tuple[nn.Module, str], ...]
+    slots: tuple[Slot, ...]
+    is_kept: bool = False
 
     def now(self) -> list[torch.Tensor | None]:
         """The current tensors, one for each slot."""
-        return [owner.get(key) for owner, key in self.places()]
-
-    def places(self) -> list[tuple[dict[str, torch.Tensor | None], str]]:
-        """The dictionary and key of each slot."""
-        own = "_parameters" if self.kind is Kind.PARAMETER else "_buffers"
-        return [(getattr(module, own), key) for module, key in self.slots]
+        return [slot.get() for slot in self.slots]
 
 
-def registered(model: nn.Module) -> list[Registered]:
-    """Parameters, then buffers, each once.
+def registered(model: nn.Module, kept: Collection[str] = ()) -> list[Registered]:
+    """Parameters, then buffers, then the tensors in plain attributes of these names, each once.
 
     Raises CaptureError for modules whose parameters cannot be followed, and for trainable parameters that
     share memory without being the same parameter: the ranks could not keep them equal.
     """
-    slots: dict[int, list[tuple[nn.Module, str]]] = {}
+    slots: dict[int, list[Slot]] = {}
     for path, module in model.named_modules():
         _check_module(path, module)
-        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None:
-                slots.setdefault(id(tensor), []).append((module, key))
+        for own in ("_parameters", "_buffers"):
+            for key, tensor in getattr(module, own).items():
+                if tensor is not None:
+                    slots.setdefault(id(tensor), []).append(Slot(module, (own, key)))
     found = []
     for kind, named in ((Kind.PARAMETER, model.named_parameters()), (Kind.BUFFER, model.named_buffers())):
         found += [Registered(kind, name, tensor, tuple(slots[id(tensor)])) for name, tensor in named]
@@ -61,6 +64,10 @@ def registered(model: nn.Module) -> list[Registered]:
                 f"{a.name!r} and {b.name!r} share memory and are two tensors, which ranks could not keep "
                 "equal. Make them one parameter (self.b = self.a), or copy one of them."
             )
+    for name, slot in kept_slots(model).items() if kept else ():
+        tensor = slot.get()
+        if name in kept and tensor is not None:
+            found.append(Registered(Kind.BUFFER, name, tensor.detach(), (slot,), is_kept=True))
     return found
 
 

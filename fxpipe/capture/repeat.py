@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpipe.capture.functional import KeepsState
 from fxpipe.capture.replay import Run
 from fxpipe.capture.values import OVERWRITES, Readers, Values
-from fxpipe.errors import CaptureError
 from fxpipe.ir.graph import Input, Origin
 
 
@@ -33,7 +33,7 @@ def difference(
 
     inputs: the kind of each placeholder of the graph, and its real tensor, in order.
     kept: nodes of the first run -> the name under which the model keeps its tensor.
-    Raises CaptureError where the second run reads a result of the first.
+    Raises KeepsState where the second run reads a result of the first.
     """
     if first == second:  # so that nothing else was recorded
         return ""
@@ -96,14 +96,14 @@ def _shown(op: fx.Node | None) -> str:
     return f"{getattr(packet, '__name__', op.name)}({arguments}) ({op.meta.get('origin', Origin())})"
 
 
-def _carried(value: fx.Node, op: fx.Node, kept: Mapping[fx.Node, str]) -> CaptureError:
+def _carried(value: fx.Node, op: fx.Node, kept: Mapping[fx.Node, str]) -> KeepsState:
     source, place = (x.meta.get("origin", Origin()) for x in (value, op))
     kind = f"in {kept[value]}" if value in kept else f"of {source}"
-    return CaptureError(
+    return KeepsState(
         f"The forward keeps a result {kind}, and reads it when it runs again, at {place}. A program carries "
-        "only parameters and buffers from step to step: make it a buffer of the shape and dtype that it has "
-        "later on (register_buffer), or, if the first batch alone sets it, run the model on one batch before "
-        "you compile it."
+        "from step to step the tensors that the model's modules hold when it is compiled: run the model on "
+        "one batch before you compile it, or make it a buffer of the shape and dtype that it has later on "
+        "(register_buffer)."
     )
 
 

@@ -43,8 +43,8 @@ def replaced_buffers(
             )
         if (new.shape, new.dtype, new.device) != (x.fake.shape, x.fake.dtype, x.fake.device):
             raise CaptureError(
-                f"The forward changes the buffer {r.name!r} from {_kind_of(x.fake)} to "
-                f"{_kind_of(new)}. A program keeps shapes and dtypes: give the buffer those that it has "
+                f"The forward changes the buffer {r.name!r} from {kind_of(x.fake)} to "
+                f"{kind_of(new)}. A program keeps shapes and dtypes: give the buffer those that it has "
                 "later on from the start, or run the model on one batch before you compile it."
             )
         replaced[r.name] = new
@@ -81,10 +81,10 @@ def aliases(
 def put_back(tensors: Sequence[Registered], given: Sequence[Given]) -> None:
     """Let the model hold the tensors of the trace's inputs again, under all of their names."""
     for r, x in zip(tensors, given, strict=False):
-        for owner, key in r.places():
-            if owner.get(key) is not x.fake:
-                owner[key] = x.fake
+        for slot in r.slots:
+            if slot.get() is not x.fake:
+                slot.put(x.fake)
 
 
-def _kind_of(tensor: torch.Tensor) -> str:
+def kind_of(tensor: torch.Tensor) -> str:
     return f"shape {tuple(tensor.shape)}, {tensor.dtype}, on {tensor.device}"

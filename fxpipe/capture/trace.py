@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -26,8 +26,9 @@ from fxpipe.capture.clean import clean
 from fxpipe.capture.constants import check_constants
 from fxpipe.capture.failures import explained, in_another_thread
 from fxpipe.capture.frozen import Watch
-from fxpipe.capture.functional import functionalize
+from fxpipe.capture.functional import KeepsState, check_unwritten, declare_writes, functionalize
 from fxpipe.capture.inputs import Given, inputs
+from fxpipe.capture.kept import Constants, carries_gradients, unwritten, with_history
 from fxpipe.capture.made import check_made
 from fxpipe.capture.provenance import Provenance
 from fxpipe.capture.questions import Questions
@@ -72,6 +73,7 @@ def capture(
     gradients: bool = True,
     fixed: Sequence[str] = (),
     outputs: Sequence[str] = (),
+    kept: Collection[str] = (),
 ) -> Captured:
     """Trace the loss of one microbatch and its gradients; the model stays as it is.
 
@@ -83,25 +85,44 @@ def capture(
     gradients: False traces the loss alone.
     fixed: names of the example's tensors whose values are part of the program.
     outputs: names of values of the forward that the graph gives as well.
+    kept: names of tensors in plain attributes that other steps change (``plan/kept.py``).
     Raises CaptureError, naming module path and source line, for a model that cannot be traced and a
     loss that is no scalar or needs no gradient.  Warns of Python state that the forward changes.
     """
-    attempt = partial(_attempt, model, example, loss_fn, scale, device, gradients, fixed, outputs)
+    trace = partial(_traced, model, example, loss_fn, scale, device, gradients, fixed, outputs)
+    attempt = partial(_attempt, trace, dict.fromkeys(kept, False))
     try:
-        found = attempt(contextlib.nullcontext(), inf)
+        found = attempt(contextlib.nullcontext, inf)
     except CaptureError:
         with contextlib.suppress(CaptureError):
-            return attempt(compat.compiling_flag(), inf)
+            return attempt(compat.compiling_flag, inf)
         raise
     checks = found.checks - len(fixed)
     if checks > 0:  # the model's branch for compilers may depend less on data
         with contextlib.suppress(CaptureError):
-            other = attempt(compat.compiling_flag(), checks - 1)
+            other = attempt(compat.compiling_flag, checks - 1)
             return min(found, other, key=lambda captured: captured.checks)
     return found
 
 
 def _attempt(
+    trace: Callable[..., Captured],
+    kept: Mapping[str, bool],
+    flag: Callable[[], contextlib.AbstractContextManager[None]],
+    most_checks: float,
+) -> Captured:
+    """A trace; while state is found among its constants, another one with that among its buffers."""
+    refused = ""
+    while True:
+        try:
+            return trace(flag, most_checks, kept, refused)
+        except KeepsState as error:
+            if not error.names:
+                raise
+            kept, refused = {**kept, **error.names}, str(error)
+
+
+def _traced(
     model: nn.Module,
     example: Any,
     loss_fn: Callable[..., Any] | None,
@@ -110,50 +131,60 @@ def _attempt(
     gradients: bool,
     fixed: Sequence[str],
     outputs: Sequence[str],
-    flag: contextlib.AbstractContextManager[None],
+    flag: Callable[[], contextlib.AbstractContextManager[None]],
     most_checks: float,
+    kept: Mapping[str, bool],
+    refused: str,
 ) -> Captured:
-    """most_checks: of the data, besides those of ``fixed`` inputs; with more the trace is given up."""
+    """most_checks: of the data, besides those of ``fixed`` inputs; with more the trace is given up.
+    kept: as for ``inputs``.  refused: what was wrong with a trace that had them as constants."""
     mode = compat.FakeMode()
-    given = inputs(model, example, mode, device, fixed)
-    step = _Function(model, example, loss_fn, scale, given, gradients, outputs, most_checks)
+    given = inputs(model, example, mode, device, fixed, kept)
+    step = _Function(model, example, loss_fn, scale, given, gradients, outputs, most_checks, kept)
     mode.source = step.provenance.source
     fakes = {id(r.tensor): x.fake for r, x in zip(step.registered, given, strict=False)}
     values = [x.fake for x in given]
     with borrowed(model, loss_fn, fakes) as snapshot:
         watch = Watch(snapshot)
         step.snapshot = snapshot
+        put_back(step.registered, given)
 
         as_written = compat.plain_kernels(), compat.modules_without_code(), compat.uncompiled()
         with contextlib.ExitStack() as stack:
-            for context in (flag, recorded_checkpoints(), *as_written, compat.without_log(), mode):
+            stack.callback(step.constants.detach)
+            for context in (flag(), recorded_checkpoints(), *as_written, compat.without_log(), mode):
                 stack.enter_context(context)
             try:
                 module = compat.make_fx(step)(*values)
             except Exception as error:
                 if mode.elsewhere:
                     raise in_another_thread(mode.elsewhere) from error
+                if isinstance(error, KeepsState) and error.tensor is not None:
+                    error.names = step.constants.like(error.tensor)
                 raise (
                     error if isinstance(error, CaptureError) else explained(error, step.provenance)
                 ) from error
         if mode.elsewhere:
             raise in_another_thread(mode.elsewhere)
         mode.source = str  # the other one leads to the model, and the graph's tensors to the mode
-        check_constants(module, step.registered)
+        replaced = unwritten(module.graph, step.registered)
+        check_constants(module, [r for r in step.registered if r.name not in replaced])
+        if refused and step.difference:  # a state that the first batch alone sets, for example
+            raise CaptureError(f"{refused} {step.difference}.")
         watch.warn_of_changes(step.difference)
     with compat.plain_kernels(), compat.modules_without_code(), mode:
         module = functionalize(module, values)
     frozen = {r.name for r in step.registered if not r.tensor.requires_grad}
     captured = Captured(*clean(module, [x.input for x in given], step.layout, frozen))
-    _check_written(captured.graph, step.registered)
+    _check_written(captured.graph, step.registered, replaced)
     return captured
 
 
-def _check_written(graph: fx.Graph, tensors: Sequence[Registered]) -> None:
+def _check_written(graph: fx.Graph, tensors: Sequence[Registered], replaced: set[str]) -> None:
     """Raise CaptureError for a changed buffer that is empty, or that shares memory, as the other tensor would
-    change too."""
+    change too.  replaced: names of those that get new memory."""
     changed = graph_outputs(graph).buffers
-    for x in tensors:
+    for x in (x for x in tensors if x.name not in replaced):
         if x.name in changed and not x.tensor.numel():
             raise CaptureError(
                 f"The forward writes to the buffer {x.name!r}, which is empty "
@@ -167,7 +198,7 @@ def _check_written(graph: fx.Graph, tensors: Sequence[Registered]) -> None:
                 "one in memory. Register a copy of it (.contiguous())."
             )
     for a, b in overlapping(tensors):
-        if a.name in changed or b.name in changed:
+        if (a.name in changed or b.name in changed) and not replaced.issuperset((a.name, b.name)):
             raise CaptureError(
                 f"{a.name!r} and {b.name!r} share memory and the forward writes to one of them. Make them "
                 "one buffer, or copy one of them."
@@ -178,12 +209,14 @@ def _check_written(graph: fx.Graph, tensors: Sequence[Registered]) -> None:
 class _Step:
     """One run of the step: results, gradients and replaced buffers by name.
 
+    ``state``: the constants of modules that it replaced.
     ``run``: without the backward, unless that runs code of the model (``backward``).
     """
 
     results: Results
     gradients: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
+    state: dict[str, torch.Tensor]
     backward: bool
     run: Run
 
@@ -201,11 +234,13 @@ class _Function:
         gradients: bool,
         outputs: Sequence[str],
         most_checks: float,
+        kept: Mapping[str, bool],
     ):
         self.model, self.loss_fn, self.scale, self.given = model, loss_fn, scale, given
         self.gradients, self.outputs = gradients, outputs
         self.fixed = {x.input.name: x.real.reshape(-1).tolist() for x in given if x.fixed}
-        self.registered = registered(model)
+        self.registered = registered(model, kept)
+        self.constants = Constants(model, kept)
         self.leaves, self.spec = pytree.tree_flatten(example)
         self.provenance = Provenance(model, [(x.input, x.real) for x in given], most_checks)
         self.snapshot = Snapshot([], [])  # of the model, before the trace
@@ -226,6 +261,8 @@ class _Function:
         if self.provenance.answers.refused is not None:  # which the model caught
             raise self.provenance.answers.refused
         check_made(self.model, self.registered, self.provenance.answers)
+        declare_writes(compat.traced_graph())
+        check_unwritten(compat.traced_graph(), compat.traced_constants())
         results, found, replaced = first.results, first.gradients, first.buffers
         self.layout = {
             "loss": results.loss is not None,
@@ -239,7 +276,15 @@ class _Function:
         outputs = [x.detach() for x in results.outputs.values()]
         flat = [*numbers, *outputs, *found.values(), *replaced.values()]
         if not self.snapshot.is_whole or self.snapshot.is_changed():
-            self.difference = self._repeat(first, flat, wanted, questions)
+            reshaped = self.constants.reshaped()
+            try:
+                self.difference = self._repeat(first, flat, wanted, questions)
+                if self.difference and first.state:
+                    raise KeepsState("")
+            except KeepsState as error:
+                error.args = (f"{error}{reshaped}",)
+                error.names = {name: now.requires_grad for name, now in first.state.items()}
+                raise
         return flat
 
     def _step(self, wanted: dict[str, torch.Tensor], backward: bool, questions: Questions) -> _Step:
@@ -253,10 +298,12 @@ class _Function:
         named: dict[str, torch.Tensor | None] = {"loss": results.loss, "count": results.count}
         named |= {f"the output {name!r}": x for name, x in results.outputs.items()}
         named |= {f"the buffer {name!r}": x for name, x in buffers.items()}
+        state = self.constants.replaced()
+        named |= {f"the {name!r} that the model keeps": x for name, x in state.items()}
         if backward:
             named |= {f"the gradient of {name!r}": x for name, x in gradients.items()}
         nodes = {name: compat.traced_node(x) for name, x in named.items() if x is not None}
-        return _Step(results, gradients, buffers, backward, Run([*self.provenance.calls], nodes))
+        return _Step(results, gradients, buffers, state, backward, Run([*self.provenance.calls], nodes))
 
     def _repeat(
         self,
@@ -341,14 +388,19 @@ class _Function:
     ) -> tuple[dict[str, torch.Tensor], bool]:
         """The gradients by name, and whether the backward may run code of the model."""
         assert loss is not None, "find_results raises where gradients need one"
+        carried = with_history(self.registered, self.given)
         self.provenance.backward_from(loss)
         runs_code = questions.hooked or self.provenance.backward_runs_code
         self.provenance.compares = runs_code
         with torch.autocast(loss.device.type, enabled=False):
             seed = torch.full((), scale, dtype=loss.dtype, device=loss.device)
-            grads = torch.autograd.grad(loss, list(wanted.values()), seed, allow_unused=True)
+            asked = [*wanted.values(), *(fake for _, fake in carried)]
+            grads = torch.autograd.grad(loss, asked, seed, allow_unused=True)
         self.provenance.compares = True
-        total = {name: grad for name, grad in zip(wanted, grads, strict=True) if grad is not None}
+        for (r, _), grad in zip(carried, grads[len(wanted) :], strict=True):
+            if grad is not None:
+                raise carries_gradients(r)
+        total = {name: grad for name, grad in zip(wanted, grads, strict=False) if grad is not None}
         for name, value in wanted.items():
             if value.grad is not None:  # the backward of a custom function called backward()
                 total[name] = total[name] + value.grad if name in total else value.grad

@@ -177,7 +177,10 @@ def compile_evaluation(
     phase.expect(5)
     with phase("evaluation"), _in_eval_mode(model):
         scale = 1 / options.microbatches
-        captured = capture(model, example, loss_fn, scale, device, False, options.fixed, options.outputs)
+        kept = {name for held in plan.tensors for name in held.buffers}
+        captured = capture(
+            model, example, loss_fn, scale, device, False, options.fixed, options.outputs, kept
+        )
     cut = cut_at_level(stages_of(split(Step(captured.graph, None), asked), asked, phase), None, phase)
     live = liveness(cut.graph, cut.sections, cut.edges, plan.placement)
     seconds = seconds_on(cluster, cut.graph)

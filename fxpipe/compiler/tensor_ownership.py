@@ -12,6 +12,7 @@ from fxpipe.ir.casts import parameter_of
 from fxpipe.ir.graph import Kind, Section
 from fxpipe.ir.storage import graph_outputs
 from fxpipe.plan.artifact import RankTensors, TensorLayout, holders
+from fxpipe.plan.kept import kept_tensors
 from fxpipe.plan.rows import rows_of, whole_name
 from fxpipe.plan.step import OutputSpec
 from fxpipe.plan.tensors import gradient_dtype
@@ -157,6 +158,7 @@ def layouts_of(
 
 def _tensors(model: nn.Module, held: tuple[RankTensors, ...]) -> dict[str, torch.Tensor]:
     tensors = {n: t.detach() for n, t in (*model.named_parameters(), *model.named_buffers())}
+    tensors |= kept_tensors(model, {n for h in held for n in h.buffers} - tensors.keys())
     for name in {n for h in held for n in h.parameters}:
         if rows := rows_of(name):
             tensors[name] = tensors[rows.table][rows.begin : rows.end]

@@ -20,6 +20,7 @@ from fxpipe.errors import ScheduleError
 from fxpipe.ir.graph import Input, Kind, Section
 from fxpipe.ir.sections import is_compiled
 from fxpipe.ir.storage import storage_root, written_arguments
+from fxpipe.plan.kept import kept_slots, kept_tensors
 from fxpipe.plan.step import Tier
 from fxpipe.plan.tensors import in_strides, storage_bytes
 from fxpipe.runtime.program.batch import batch_leaves
@@ -40,7 +41,7 @@ def known_tensors(model: nn.Module, example: Any, constants: Mapping[str, torch.
     """The tensors that sections can be run on; those on the meta device have no values."""
     found: dict[Kind, dict[str, torch.Tensor]] = {
         Kind.PARAMETER: dict(model.named_parameters()),
-        Kind.BUFFER: dict(model.named_buffers()),
+        Kind.BUFFER: {**kept_tensors(model, kept_slots(model)), **dict(model.named_buffers())},
         Kind.CONSTANT: dict(constants),
         Kind.BATCH: {name: x for name, x in batch_leaves(example) if isinstance(x, torch.Tensor)},
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from fxpipe.errors import RunError
 from fxpipe.plan.artifact import Plan, holders
+from fxpipe.plan.kept import kept_slots, kept_tensors
 from fxpipe.plan.rows import rows_of, whole_name
 from fxpipe.runtime.job.process import Process, own_ranks
 from fxpipe.runtime.program.rank import Runtime
@@ -42,6 +43,12 @@ class ModelState:
     synchronized: bool = False
     run: str = field(default_factory=lambda: secrets.token_hex(8))
     _rows: dict[str, nn.Parameter] = field(default_factory=dict)
+    kept: frozenset[str] = frozenset()  # names of buffers that are in plain attributes of the model's modules
+
+    def __post_init__(self) -> None:
+        if (model := self.of()) is not None:
+            registered = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+            self.kept = frozenset(self.buffers.keys() - registered)
 
     def let_go(self) -> None:
         """See ``Pipeline.let_model_go``."""
@@ -69,7 +76,7 @@ class ModelState:
         if model is None:
             return {}
         named = dict(model.named_parameters())
-        now: dict[str, torch.Tensor] = {**named, **dict(model.named_buffers())}
+        now = {**named, **dict(model.named_buffers()), **kept_tensors(model, self.kept)}
         held: tuple[dict[str, Any], ...] = (self.parameters, self.buffers)
         for mine in held:
             for own_name, old in list(mine.items()):
@@ -82,8 +89,9 @@ class ModelState:
                     continue
                 if new is None or (tuple(new.shape), str(new.dtype)) != (layout.shape, layout.dtype):
                     found = "is gone" if new is None else f"is now {new.dtype} of shape {tuple(new.shape)}"
+                    remedy = "Put such a tensor there, or compile" if name in self.kept else "Compile"
                     raise RunError(
-                        f"The model's {name}, {layout.dtype} of shape {layout.shape}, {found}. Compile the "
+                        f"The model's {name}, {layout.dtype} of shape {layout.shape}, {found}. {remedy} the "
                         "model again."
                     )
                 if new.device != self.device:
@@ -159,10 +167,24 @@ class ModelState:
         return {n: self._zeros(self.parameter(n)) for n in self.plan.tensors[rank].gradients}
 
     def store_buffers(self, runtime: Runtime) -> None:
-        """Copy the buffers that a step changed to the model's buffers."""
-        for name, value in runtime.buffers.items():
-            if value is not self.buffers[name]:
-                runtime.buffers[name] = self.buffers[name].copy_(value)
+        """Give the model's buffers the values that a step gave them."""
+        new = {name: value for name, value in runtime.buffers.items() if value is not self.buffers[name]}
+        self.write(new)
+        runtime.buffers |= {name: self.buffers[name] for name in new}
+
+    def write(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Give buffers other values, in their memory.  A plain attribute gets a new tensor: code may keep the
+        old one."""
+        kept = values.keys() & self.kept
+        model = self.of() if kept else None
+        slots = {} if model is None else kept_slots(model)
+        for name, value in values.items():
+            if name not in kept:
+                self.buffers[name].copy_(value)
+                continue
+            self.buffers[name] = value.detach().to(self.device, copy=True)
+            if name in slots:
+                slots[name].put(self.buffers[name])
 
     def check_values(self, rank: int) -> None:
         """Raise RunError if a tensor of the rank is on the meta device."""
@@ -203,6 +225,9 @@ class ModelState:
         rows = rows_of(name)
         whole = name if rows is None or name in self.parameters else rows.table
         held: torch.Tensor = self.buffers[name] if name in self.buffers else self.parameters[whole]
+        if name in self.buffers and not held.is_meta:
+            self.write({name: value})
+            return
         if not held.is_meta:
             self.held(name).copy_(value)
             return

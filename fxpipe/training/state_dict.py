@@ -10,6 +10,7 @@ from torch import nn
 
 from fxpipe.errors import ArtifactError, RunError
 from fxpipe.plan.artifact import Plan
+from fxpipe.plan.kept import kept_slots, kept_tensors
 from fxpipe.plan.rows import rows_of, whole_name
 from fxpipe.training.fresh_buffers import fresh_buffers
 from fxpipe.training.model_state import ModelState
@@ -55,15 +56,20 @@ def copy_to_model(state: ModelState, model: nn.Module | None) -> None:
         return  # all ranks are this process
     if target is None:
         raise RunError("This pipeline has no model. Give one to copy to: pipe.synchronize(model).")
+    names = state.plan.layouts.keys() & _all_names(state.plan)
     known = _tensors_of(target)
-    for name in state.plan.layouts.keys() & _all_names(state.plan):
+    kept = kept_tensors(target, names - known.keys())
+    known |= kept
+    for name in names:
         tensor, shape = known.get(name), state.plan.layouts[name].shape
         if tensor is None or tensor.is_meta or tuple(tensor.shape) != shape:
             raise RunError(f"The model has no {name} of shape {shape} with memory to copy to.")
     for name, value in state.gathered():
         rows = rows_of(name)
         part = known[rows.table][rows.begin : rows.end] if rows else known[name]
-        if part.data_ptr() != value.data_ptr():
+        if part.data_ptr() != value.data_ptr() and name in kept:
+            kept_slots(target)[name].put(value.to(part.device, copy=True))
+        elif part.data_ptr() != value.data_ptr():
             part.copy_(value)
     state.synchronized = target is own
 
@@ -88,7 +94,7 @@ def _load(state: ModelState, name: str, value: torch.Tensor) -> None:
         if old.is_meta:
             state.buffers[name] = value.to(state.device, old.dtype, copy=True)
         else:
-            old.data.copy_(value)
+            state.write({name: value.to(old.dtype)})
         return
     parameter = state.parameters[name]
     if not parameter.is_meta:
@@ -136,7 +142,8 @@ def _not_persistent(state: ModelState, names: set[str]) -> dict[str, torch.Tenso
     """Values of buffers on the meta device that no state dict holds."""
     wanted = sorted(name for name in names if name in state.buffers and state.buffers[name].is_meta)
     model = state.of()
-    found = {} if model is None or not wanted else fresh_buffers(model, wanted, state.device)
+    made = [name for name in wanted if name not in state.kept]
+    found = {} if model is None or not made else fresh_buffers(model, made, state.device)
     for name in wanted:
         if name not in found:
             raise ArtifactError(

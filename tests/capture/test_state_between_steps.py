@@ -67,7 +67,7 @@ def keeps_in_a_list(self, x):
 
 
 def keeps_in_a_tuple(self, x):
-    y, self.state = x + self.state[0], (x.detach(), 1)
+    y, self.state = x if self.state is None else x + self.state[0], (x.detach(), 1)
     return y
 
 
@@ -92,11 +92,6 @@ def keeps_of_a_parameter(self, x):
     return x + self.state
 
 
-def counts_in_a_tensor(self, x):
-    self.state = self.state + 1
-    return x * self.state
-
-
 def reads_the_first_of_its_results(self, x):
     y = x.sin().detach()
     self.state = y if self.state is None else self.state
@@ -116,12 +111,11 @@ CARRIED = {
     changes_a_table: lambda: [None],
     reads_the_first_of_its_results: lambda: None,
     keeps_in_a_list: list,
-    keeps_in_a_tuple: lambda: (torch.zeros(2, WIDTH), 1),
+    keeps_in_a_tuple: lambda: None,
     keeps_under_a_new_key: dict,
     keeps_in_a_global: lambda: None,
     keeps_random_numbers: lambda: None,
     keeps_of_a_parameter: lambda: None,
-    counts_in_a_tensor: lambda: torch.zeros(()),
 }
 
 

@@ -1,0 +1,94 @@
+"""Tensors that modules keep in plain attributes, by name: hidden states, memories, averages.
+
+    self.hidden = (h, c), of the module "lstm"  ──►  "lstm.hidden.0", "lstm.hidden.1"
+
+They may stand in tuples, lists, deques, dicts whose keys are texts and numbers, and data classes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+#: What modules keep otherwise.
+_OWN = {"_parameters", "_buffers", "_modules"}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Slot:
+    """The place of a tensor: a module, and the keys that lead from its ``__dict__`` to the tensor."""
+
+    module: nn.Module
+    keys: tuple[Any, ...]
+
+    def get(self) -> torch.Tensor | None:
+        """The tensor; None if there is none (any more)."""
+        thing: Any = self.module.__dict__
+        for key in self.keys:
+            try:
+                thing = _entries(thing)[key]
+            except (LookupError, TypeError):
+                return None
+        return thing if isinstance(thing, torch.Tensor) else None
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Put another tensor there.  Tuples are made anew, other containers stay the same objects."""
+        _with(self.module.__dict__, self.keys, tensor)
+
+
+def kept_slots(model: nn.Module) -> dict[str, Slot]:
+    """The places of tensors in plain attributes, by names that no parameter or buffer has."""
+    taken = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    found: dict[str, Slot] = {}
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        own = ((key, x) for key, x in vars(module).items() if key not in _OWN)
+        for keys in (keys for key, x in own for keys in _keys(x, (key,), seen)):
+            name = ".".join([path, *map(str, keys)] if path else map(str, keys))
+            while name in taken:
+                name += "_"
+            taken.add(name)
+            found[name] = Slot(module, keys)
+    return found
+
+
+def kept_tensors(model: nn.Module, names: Collection[str]) -> dict[str, torch.Tensor]:
+    """Those of these names that the model has now, without their gradients' history."""
+    slots = kept_slots(model) if names else {}
+    found = {name: slot.get() for name, slot in slots.items() if name in names}
+    return {name: x.detach() if x.requires_grad else x for name, x in found.items() if x is not None}
+
+
+def _entries(thing: Any) -> Any:
+    """A container, by its keys."""
+    return vars(thing) if dataclasses.is_dataclass(thing) and hasattr(thing, "__dict__") else thing
+
+
+def _keys(thing: Any, above: tuple[Any, ...], seen: set[int]) -> Iterator[tuple[Any, ...]]:
+    """The keys that lead to tensors; seen: containers that were searched, and can be reached by two ways."""
+    entries = _entries(thing)
+    if isinstance(thing, torch.Tensor):
+        yield above
+    elif isinstance(entries, (dict, list, tuple, deque)) and id(thing) not in seen:
+        if not isinstance(thing, tuple):
+            seen.add(id(thing))
+        for key, x in entries.items() if isinstance(entries, dict) else enumerate(entries):
+            if isinstance(key, (str, int)):
+                yield from _keys(x, (*above, key), seen)
+
+
+def _with(thing: Any, keys: tuple[Any, ...], tensor: torch.Tensor) -> Any:
+    """The thing, with the tensor at the end of the keys."""
+    if not keys:
+        return tensor
+    new = _with(_entries(thing)[keys[0]], keys[1:], tensor)
+    if not isinstance(thing, tuple):
+        _entries(thing)[keys[0]] = new
+        return thing
+    items = [*thing[: keys[0]], new, *thing[keys[0] + 1 :]]
+    return type(thing)._make(items) if hasattr(thing, "_make") else type(thing)(items)
