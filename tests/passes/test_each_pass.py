@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,13 +20,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from fxpipe.capture.trace import capture
-from fxpipe.compiler.passes import PASS_NAMES, PASSES, CutOptions, Step, run_passes
+from fxpipe.compiler.passes import PASS_NAMES, PASSES, CutOptions, Pass, Step, run_passes
 from fxpipe.cost.known_devices import CPU
 from fxpipe.cost.nodes import NodeSeconds
 from fxpipe.ir.text import graph_text
 from fxpipe.schedule.ops import Phase
 
-GOLDEN = Path(__file__).parent / "golden"
+ROOT, GOLDEN = Path(__file__).parents[2], Path(__file__).parent / "golden"
 WIDTH = 4
 MOST = 30  # lines of a file
 
@@ -177,6 +179,18 @@ def test_a_pass_changes_nothing_unasked(name):
     assert changed(name, case) == ""
 
 
+def test_the_example_of_contributing(monkeypatch):
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    (source,) = re.findall(r'^```python\n("""A reshape.*?)^```', text, re.MULTILINE | re.DOTALL)
+    (shown,) = re.findall(r"^```\n( F0 .*?)^```", text, re.MULTILINE | re.DOTALL)
+    defined: dict[str, Any] = {}
+    exec(source, defined)
+    example = Pass("fold_views", lambda step, options: defined["fold_views"](step.graph))
+    first, *rest = PASSES.chosen
+    monkeypatch.setattr(sys.modules[__name__], "PASSES", PASSES._replace(chosen=(first, example, *rest)))
+    assert changed("fold_views", CASES["accept_any_strides"]).startswith(shown)
+
+
 def test_every_pass_has_its_golden():
-    assert tuple(CASES) == PASS_NAMES
+    assert set(CASES) == set(PASS_NAMES)
     assert {file.stem for file in GOLDEN.iterdir()} == set(PASS_NAMES)
