@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import fxpipe
 from fxpipe import passes
@@ -19,9 +19,11 @@ from fxpipe.cost.analytic import analytic_seconds, seconds_on, section_costs
 from fxpipe.cost.cluster import Cluster
 from fxpipe.cost.known_devices import CPU
 from fxpipe.cost.nodes import NodeSeconds
-from fxpipe.errors import OptionError
+from fxpipe.errors import OptionError, VerifyError
+from fxpipe.ir.graph import Origin
 from fxpipe.ir.liveness import liveness
 from fxpipe.ir.storage import call_nodes
+from fxpipe.ir.verify import verify
 from tests.models import gpt2, words
 
 HELPERS = {"mincut", "rewrite"}
@@ -145,6 +147,29 @@ def test_recomputation_adds_work_to_each_stage(barriers):
     for level in (work("norms"), work("full")):
         assert all(level[stage] >= taken * (1 - 1e-9) for stage, taken in without.items())
         assert sum(level.values()) > 1.01 * sum(without.values())
+
+
+def test_a_graph_without_colors_is_verified():
+    """As after each pass of ``captured``."""
+
+    def graph(op=torch.ops.aten.exp.default):
+        new = fx.Graph()
+        x = new.placeholder("x")
+        node = new.call_function(op, (x,))
+        node.meta.update(val=torch.ones(2), origin=Origin())
+        new.output({"loss": node, "count": None, "outputs": {}, "grads": {}, "buffers": {}, "checks": ()})
+        return new, node
+
+    verify(graph()[0], "a pass", colored=False)
+    for key in ("val", "origin"):
+        new, node = graph()
+        del node.meta[key]
+        with pytest.raises(VerifyError, match=f"After a pass: exp_default has no {key}"):
+            verify(new, "a pass", colored=False)
+    with pytest.raises(VerifyError, match="has no color"):
+        verify(graph()[0], "a pass")
+    with pytest.raises(VerifyError, match=r"exp__default \(aten.exp_.default\) writes to an argument"):
+        verify(graph(torch.ops.aten.exp_.default)[0], "a pass", colored=False)
 
 
 def test_phases_within_phases_count_once(monkeypatch):
