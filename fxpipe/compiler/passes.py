@@ -101,7 +101,8 @@ class Passes(NamedTuple):
     partition  for each number of stages.  Each changed buffer is read once, each random op has a key.  Gives
                each op its color.
     colored    next.  Colors, with the rules that ``verify`` has.
-    level      for each level of recomputation.  W is split off.  Costs are computed next.
+    level      for each level of recomputation.  W is split off, gradients are untied, cheap values are sunk.
+               Costs are computed next.
     chosen     for the chosen cut; for every cut, before its costs, where these depend on it (measured costs,
                and ops that are cheaper in place).  Accumulation is fused, so ops write to accumulators; the
                ops are those that will run.  ``accept_any_strides`` makes the graph valid for any strides,
