@@ -66,6 +66,7 @@ def compile(
     # the programs
     backend: str = "eager",
     timeout: float | timedelta | None = None,
+    print_after: str | None = None,
 ) -> Pipeline:
     """Compile a model into one program per rank.
 
@@ -127,6 +128,8 @@ def compile(
     timeout: under torchrun, the longest time that a rank waits for another one, in seconds or as a timedelta;
         10 minutes by default.  The time that rank 0 takes to compile does not count.  It is a property of the
         process group: the first call makes that, and a group that exists keeps its own.
+    print_after: the name of a rewrite, after which the graph is printed, one line a node, for each candidate
+        (``"untie"``; docs/architecture.md lists them, and so does the error for another name).
 
     Where the forward branches on other data, the example decides, and each microbatch is checked to decide
     alike, else RunError, which names the line.
@@ -182,6 +185,7 @@ def compile(
             effort=effort,
             ranks_per_machine=_torchrun_ranks() if ranks_per_machine is None else ranks_per_machine,
             backend=backend,
+            print_after=print_after,
         )
         check(options)
         if options.offload.share is not None:

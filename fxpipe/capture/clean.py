@@ -1,8 +1,10 @@
 """Converts the traced graph to fxpipe's form.
 
-before: flat placeholders and outputs, constants as attributes, random ops on torch's hidden generator
-after:  placeholders with an ``Input``, a named output dict, constants as placeholders, random ops that
-        take an explicit key, no lazy conjugates, nodes named after their module, nothing dead
+before: flat placeholders and outputs, constants as attributes
+after:  placeholders with an ``Input``, a named output dict, constants as placeholders, nodes named after
+        their module, nothing dead
+
+The first passes (``compiler/passes.py``) do the rest.
 """
 
 from __future__ import annotations
@@ -14,32 +16,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.capture.buffers import check_branches, read_once
+from fxpipe.capture.buffers import check_buffers
 from fxpipe.capture.functional import is_mutating, writes_to_a_parameter
 from fxpipe.errors import CaptureError
-from fxpipe.ir import compat
 from fxpipe.ir.graph import Input, Kind, Origin, Outputs
 from fxpipe.ir.names import identifier
-from fxpipe.ir.storage import draws_numbers, drop_dead
+from fxpipe.ir.storage import drop_dead
 from fxpipe.runtime.program.checks import expect, expect_op
-from fxpipe.runtime.program.random import keyed
 
 aten = torch.ops.aten
 
 _SAME_VALUE = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default}
-#: Views that only mark a tensor as conjugated or negated. Views of such a tensor rely on the mark, which a
-#: message, an offload or another copy of it removes.
-_MARKED: dict[Any, Any] = {
-    aten._conj.default: aten.conj_physical.default,
-    aten._neg_view.default: aten.neg.default,
-}
-#: Python's numbers -> the dtype that torch gives them where they meet tensors.
-_NUMBERS: dict[type, torch.dtype] = {
-    bool: torch.bool,
-    int: torch.int64,
-    float: torch.float64,
-    complex: torch.complex128,
-}
 _NO_VALUE = {aten._assert_tensor_metadata.default, aten._assert_async.msg, aten._assert_async.default}
 
 
@@ -72,7 +59,6 @@ def clean(
                 given = Input(Kind.BUFFER, given.name)
             by_placeholder[node] = given
             new[node] = _placeholder(graph, given, node.meta.get("val"))
-    key = _placeholder(graph, Input(Kind.KEY, "key"), None)
     known: dict[int, fx.Node] = {}
     for node in module.graph.find_nodes(op="get_attr"):
         held = getattr(module, node.target)
@@ -90,7 +76,7 @@ def clean(
         if node.op != "call_function" or node.target in _NO_VALUE:
             continue
         if node.target is expect_op:
-            new[node] = _copied(graph, node, new, key, short)
+            new[node] = _copied(graph, node, new, short)
             new[node].target = expect
             checks.append(new[node])
             continue
@@ -110,7 +96,7 @@ def clean(
                 f"{node.target} writes in place and could not be made functional ({node.meta['origin']})."
             )
         else:
-            new[node] = _copied(graph, node, new, key, short)
+            new[node] = _copied(graph, node, new, short)
 
     written = {x.name: written[x.name] for x in by_placeholder.values() if x.name in written}
     for pair in layout["aliases"]:
@@ -120,9 +106,8 @@ def clean(
                 "to it. Give one of them a copy: .clone()."
             )
     graph.output(_outputs([new[n] for n in flat], layout, written, tuple(checks)))
-    read_once(graph)
-    check_branches(graph)
     drop_dead(graph)
+    check_buffers(graph)
     return graph, constants
 
 
@@ -132,36 +117,15 @@ def _placeholder(graph: fx.Graph, given: Input, val: Any) -> fx.Node:
     return node
 
 
-def _copied(
-    graph: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node], key: fx.Node, short: dict[str, str]
-) -> fx.Node:
-    args = fx.map_arg(node.args, new.__getitem__)
-    kwargs = fx.map_arg(node.kwargs, new.__getitem__)
-    target = _MARKED.get(node.target, node.target)
-    if draws_numbers(node):
-        args = (key, node.meta["random_position"], target, *args)
-        target = keyed
+def _copied(graph: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node], short: dict[str, str]) -> fx.Node:
+    args, kwargs = (fx.map_arg(x, new.__getitem__) for x in (node.args, node.kwargs))
     origin = node.meta.get("origin", Origin())
-    args = _without_numbers(graph, target, args, origin)
-    copy = graph.create_node("call_function", target, args, kwargs, name=_name(node, origin, short))
+    name = _name(node, origin, short)
+    copy = graph.create_node("call_function", node.target, args, kwargs, name=name)  # type: ignore[arg-type]
     copy.meta.update(origin=origin, val=node.meta.get("val"))
+    if "random_position" in node.meta:
+        copy.meta["random_position"] = node.meta["random_position"]
     return copy
-
-
-def _without_numbers(graph: fx.Graph, target: Any, args: tuple[Any, ...], origin: Origin) -> tuple[Any, ...]:
-    """The arguments of an op, with a tensor for each number where the op takes tensors alone.
-
-    A trace has numbers for the tensors that torch makes of Python's numbers: ``conj(1j)``.
-    """
-    if not isinstance(target, compat.OpOverload) or compat.takes_numbers(target):
-        return args
-    new = list(args)
-    for k, (value, given) in enumerate(zip(args, target._schema.arguments, strict=False)):
-        if type(value) in _NUMBERS and isinstance(given.type, torch.TensorType):
-            dtype = _NUMBERS[type(value)]
-            new[k] = graph.call_function(aten.scalar_tensor.default, (value,), {"dtype": dtype})
-            new[k].meta.update(origin=origin, val=torch.scalar_tensor(value, dtype=dtype))
-    return tuple(new)
 
 
 def _place_sums(graph: fx.Graph) -> None:
@@ -200,8 +164,9 @@ def _outputs(
     loss, count = (next(values) if layout[key] else None for key in ("loss", "count"))
     outputs = {name: next(values) for name in layout["outputs"]}
     grads: dict[str, tuple[fx.Node, ...]] = {name: (next(values),) for name in layout["grads"]}
-    # A buffer that was written to and then replaced has the later value.
+    # A buffer that was written to and then replaced has the later value, or its own again.
     buffers = written | {name: next(values) for name in layout["buffers"]}
+    buffers = {n: v for n, v in buffers.items() if v.meta.get("input") != Input(Kind.BUFFER, n)}
     return Outputs(loss, count, outputs, grads, buffers, checks)
 
 

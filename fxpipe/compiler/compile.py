@@ -26,10 +26,11 @@ from fxpipe.capture.underflow import warn_of_float16
 from fxpipe.codegen.collectives import collectives
 from fxpipe.codegen.program import RankPlan, program_source
 from fxpipe.compiler.choose import choose
-from fxpipe.compiler.cut import Cut, CutOptions, Stages, Step, finished, split, stages_of
+from fxpipe.compiler.cut import Cut, Stages, finished, split, stages_of
 from fxpipe.compiler.cut import cut as cut_at_level
 from fxpipe.compiler.make_plan import make_plan, with_tensors_of
 from fxpipe.compiler.options import Candidates, Offload, Options, candidates
+from fxpipe.compiler.passes import CutOptions, Step
 from fxpipe.compiler.progress import Phases
 from fxpipe.compiler.tensor_ownership import check_names, tied_gradients
 from fxpipe.cost.analytic import seconds_on, section_costs, work_for_any_size
@@ -114,7 +115,7 @@ def compile_model(
             resized = sample(captured.graph, example, lengths, lambda resized: traced(resized).graph)
 
     cluster = _cluster(options, device, devices, captured.graph)
-    # Cut into stages, once for each number of them and of barriers (compiler/cut.py has all rewrites).
+    # Cut into stages, once for each number of them and of barriers (compiler/passes.py has all rewrites).
     stages = _stages(Step(captured.graph, resized), tried, options, cluster, phase)
     phase.expect(2 + 2 * len(stages))
 
@@ -173,6 +174,7 @@ def compile_evaluation(
         plan.vocabulary.barriers if plan.vocabulary is not None else None,
         held=[_tensors_of(stage, trained.sections) for stage in own],
         backend=options.backend,
+        print_after=options.print_after,
     )
     phase.expect(5)
     with phase("evaluation"), _in_eval_mode(model):
@@ -278,6 +280,7 @@ def _stages(
                 placements=tuple(names),
                 grad_dtype=options.grad_dtype,
                 backend=options.backend,
+                print_after=options.print_after,
             )
             try:
                 if barriers not in steps:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from fxpipe.compiler.passes import PASS_NAMES
 from fxpipe.cost.known_devices import device_names, is_device_name
 from fxpipe.errors import OptionError, ScheduleError
 from fxpipe.ir.sections import BACKENDS
@@ -87,6 +88,7 @@ class Options:
     effort: float | None = None
     ranks_per_machine: int | None = None
     backend: str = "eager"
+    print_after: str | None = None
 
     @property
     def tier(self) -> Tier:
@@ -104,6 +106,10 @@ def check(options: Options) -> None:
     """Raise ScheduleError or OptionError for options that are wrong for any model."""
     if options.backend not in BACKENDS:
         raise OptionError(f"backend is {options.backend!r} and must be {' or '.join(map(repr, BACKENDS))}.")
+    if options.print_after not in (None, *PASS_NAMES):
+        raise OptionError(
+            f"print_after is {options.print_after!r} and must be the name of a pass: {', '.join(PASS_NAMES)}."
+        )
     for name in ("ranks", "microbatches", "stages_per_rank", "ranks_per_machine", "ranks_per_link"):
         value = getattr(options.offload if name == "ranks_per_link" else options, name)
         chosen = name in ("stages_per_rank", "ranks_per_machine") and value is None

@@ -1,4 +1,4 @@
-"""The invariants of the colored graph between any two passes."""
+"""The invariants of the graph between any two passes."""
 
 from __future__ import annotations
 
@@ -24,49 +24,65 @@ from fxpipe.ir.storage import (
 from fxpipe.schedule.ops import Color, Phase
 
 
-def verify(graph: fx.Graph, after: str) -> None:
+def verify(graph: fx.Graph, after: str, colored: bool = True) -> None:
     """Raise VerifyError, naming the pass and the node, unless
 
-    - the graph is well formed, every op has a color, and stages and phases have no cycle: F feeds the
-      same and later stages, B the same and earlier ones, W nothing but itself;
+    - the graph is well formed, and each node has its metadata;
+    - every op has a color, and stages and phases have no cycle: F feeds the same and later stages, B the same
+      and earlier ones, W nothing but itself;
     - only tensors cross from stage to stage;
     - a value offloaded in a stage's F is reloaded once, in its B or W, and used by nothing else;
     - a buffer that the step changes is read once, in the section that gives its new value;
     - ops write only to gradient accumulators and to dead values of the same stage;
     - no random op is without a key.
+
+    colored: False for a graph before the partition, of which the first holds, and in which no op writes.
     """
-    _check_nodes(graph, after)
+    _check_nodes(graph, after, colored)
     special = [node for node in call_nodes(graph) if _has_rules(node.target)]
+    writing = [node for node in special if written(node.target)]
+    named = graph_outputs(graph)
+    for name, parts in named.grads.items():
+        if not parts:
+            raise VerifyError(f"After {after}: the gradient of {name} has no summand.")
+    if not colored:
+        for node in writing:
+            raise VerifyError(f"After {after}: {node} ({node.target}) writes to an argument.")
+        return
     for node in special:
         _check_op(node, after)
-    _check_writes([node for node in special if written(node.target)], after)
-    changed = graph_outputs(graph).buffers
+    _check_writes(writing, after)
+    changed = named.buffers
     for node in graph.find_nodes(op="placeholder") if changed else ():
         given = node.meta["input"]
         if given.kind is Kind.BUFFER and given.name in changed:
             _check_buffer(node, changed[given.name], after)
-    for name, parts in graph_outputs(graph).grads.items():
-        if not parts:
-            raise VerifyError(f"After {after}: the gradient of {name} has no summand.")
 
 
-def _check_nodes(graph: fx.Graph, after: str) -> None:
-    """Check that each node follows its arguments and has a unique name, and that each op has a color that its
-    arguments' colors may feed."""
+def _check_nodes(graph: fx.Graph, after: str, colored: bool) -> None:
+    """Check that each node follows its arguments and has a unique name and its metadata, of a colored graph
+    also a color that its arguments' colors may feed."""
     seen: set[fx.Node] = set()
     for node in graph.nodes:
         color = node.meta.get("color")
-        if color is None and node.op == "call_function":
-            raise VerifyError(f"After {after}: {node} has no color.")
+        if node.op == "call_function":
+            for key in _METADATA if colored else _METADATA[:-1]:
+                if key not in node.meta:
+                    raise VerifyError(f"After {after}: {node} has no {key}.")
         for source in node.all_input_nodes:
             if source not in seen:
                 raise VerifyError(f"After {after}: {node} uses {source}, which does not come before it.")
-            if color is not None and source.op == "call_function" and source.meta["color"] is not color:
+            if not colored or color is None or source.op != "call_function":
+                continue
+            if source.meta["color"] is not color:
                 _check_edge(source, node, after)
         seen.add(node)
     if len({node.name for node in seen}) < len(seen):
         names = Counter(node.name for node in seen)
         raise VerifyError(f"After {after}: {names.most_common(1)[0][0]} is the name of several nodes.")
+
+
+_METADATA = "val", "origin", "color"
 
 
 @cache

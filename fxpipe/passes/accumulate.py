@@ -1,6 +1,5 @@
 """Fuses weight gradients with their accumulation, without a temporary of their size.
 
-needs:  W split off, gradients untied
 before: g = mm(a, b);             grads[w] = (g,)
 after:  addmm_(grad_w, a, b)      grad_w: the accumulator of w, an input of W
 

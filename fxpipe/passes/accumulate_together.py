@@ -1,6 +1,5 @@
 """Adds the small gradients of a stage, those of biases and norms, to their accumulators in one op.
 
-needs:  accumulation fused; the graph as it will run
 before: add_(grad_a, a);  add_(grad_b, b)
 after:  _foreach_add_([grad_a, grad_b], [a, b])
 

@@ -1,6 +1,5 @@
 """Lets results overwrite operands that are used for the last time.
 
-needs:  the graph as it will run
 before: b = mul(a, 0.5)                   a: made by the same stage, dense, used for the last time
 after:  b = mul.out(a, 0.5, out=a)
 

@@ -1,6 +1,5 @@
 """Inserts nodes that offload saved activations after F and reload them before B or W.
 
-needs:  the result of all other passes
 before: gelu (F) ──► gelu_backward (B);   view (F) ──► addmm_ (W)
 after:  gelu (F) ──► offload (F) ──► reload (B) ──► gelu_backward (B)
         relu (F) ──► offload (F) ──► reload (W) ──► view (W) ──► addmm_ (W)

@@ -1,6 +1,5 @@
 """Chooses the values that W gets from F and B, by bytes.
 
-needs:  W split off
 after:  fewest bytes live between B and W; the cheap ops in between are recomputed in W
 
 The saved values are a minimum cut between the ops that run once (matrix products, reductions, messages of

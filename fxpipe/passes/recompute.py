@@ -1,6 +1,5 @@
 """Lets B recompute forward values instead of reading saved ones.
 
-needs:  W split off, cheap values sunk
 before: norm (F) ──► mm (F), norm_backward (B), addmm_ (W)
 after:  norm (F) ──► mm (F);  norm' (B) ──► norm_backward (B), addmm_ (W)
 

@@ -1,6 +1,5 @@
 """Computes cheap values where they are used, instead of sending or saving them.
 
-needs:  colors
 before: mask (F, stage 0) ──► attention (F, stage 1);   t(weight) (F) ──► mm (B)
 after:  each section has its own mask and t(weight), computed from inputs that every rank has
 """

@@ -1,6 +1,5 @@
 """Makes the graph valid for any strides of a kernel's result.
 
-needs:  the graph as it will run
 before: gelu_backward ──► view              gelu_backward ──► as_strided, group_norm_backward
 after:  gelu_backward ──► reshape           gelu_backward ──► contiguous ──► as_strided, group_norm_backward
 

@@ -1,6 +1,5 @@
 """Splits the gradient of a parameter that several stages use into one summand per stage.
 
-needs:  colors
 before: grads[w] = (a + b,)      with a made in one stage and b in another
 after:  grads[w] = (a, b)        each accumulated where it is made; the ranks sum once a step
 """

@@ -6,12 +6,12 @@ from pathlib import PurePath
 
 import graphviz
 import networkx as nx
-import torch
 from torch import fx
 
 from fxpipe.ir.compat import OpOverload
 from fxpipe.ir.graph import Kind, Origin, Section, Value
 from fxpipe.ir.storage import node_bytes
+from fxpipe.ir.text import shape_text
 from fxpipe.schedule.ops import Color
 from fxpipe.viz.labels import dot_label, shortened
 from fxpipe.viz.palette import MEANING, PHASES, tint
@@ -65,25 +65,6 @@ def section_picture(section: Section, sections: tuple[Section, ...], title: str)
     for upper, lower in zip(parts, parts[ABREAST:], strict=False):
         dot.edge(upper[-1].name, lower[0].name, style="invis", weight="10")
     return dot
-
-
-def shape_text(value: object) -> str:
-    """``f32[2, 16]`` for a tensor; the parts of a tuple in order; the type's name for other values."""
-    if isinstance(value, torch.Tensor):
-        return f"{_SHORT.get(value.dtype, str(value.dtype).removeprefix('torch.'))}{list(value.shape)}"
-    if isinstance(value, (tuple, list)):
-        return ", ".join(map(shape_text, value))
-    return type(value).__name__
-
-
-_SHORT = {
-    torch.float64: "f64",
-    torch.float32: "f32",
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-}
 
 
 def _parts(ops: list[fx.Node]) -> list[list[fx.Node]]:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import fxpipe
-from fxpipe.compiler import cut as passes
+from fxpipe.compiler import passes
 from fxpipe.errors import VerifyError
 from fxpipe.ir.graph import Input, Kind, Origin, Outputs
 from fxpipe.ir.storage import call_nodes

@@ -1,4 +1,4 @@
-"""The list of passes: complete, each name once, and only enabled ones run."""
+"""The list of passes: complete, each name once, each runs where it stands; the graph printed after one."""
 
 import pkgutil
 from dataclasses import astuple, replace
@@ -6,63 +6,69 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import fxpipe
 from fxpipe import passes
 from fxpipe.capture.trace import capture
 from fxpipe.compiler import cut as run
-from fxpipe.compiler.cut import PASSES, CutOptions, Step
+from fxpipe.compiler import passes as listed
+from fxpipe.compiler.passes import PASS_NAMES, PASSES, CutOptions, Pass, Passes, Step
 from fxpipe.compiler.progress import Phases
 from fxpipe.cost.analytic import analytic_seconds, seconds_on, section_costs
 from fxpipe.cost.cluster import Cluster
 from fxpipe.cost.known_devices import CPU
 from fxpipe.cost.nodes import NodeSeconds
+from fxpipe.errors import OptionError, VerifyError
+from fxpipe.ir.graph import Origin, Outputs
 from fxpipe.ir.liveness import liveness
 from fxpipe.ir.storage import call_nodes
+from fxpipe.ir.verify import verify
 from tests.models import gpt2, words
 
-HELPERS = {"run", "mincut", "rewrite"}
+HELPERS = {"mincut", "rewrite"}
 
 
 def test_every_rewrite_is_on_the_list():
-    names = [each.name for each in PASSES]
-    assert len(set(names)) == len(names)
+    assert len(set(PASS_NAMES)) == len(PASS_NAMES)
     modules = {module.name for module in pkgutil.iter_modules(passes.__path__)} - HELPERS
-    used = {getattr(value, "__module__", "").rpartition(".")[2] for value in vars(run).values()}
+    used = {getattr(value, "__module__", "").rpartition(".")[2] for value in vars(listed).values()}
     assert modules <= used
-    assert len(names) == len(modules) + 2  # the vocabulary and the partition have rooms of their own
+    assert len(PASS_NAMES) == len(modules) + 2  # the vocabulary and the partition have rooms of their own
 
 
-@pytest.mark.parametrize(
-    ("options", "extra"),
-    [
-        ({}, set()),
-        ({"recompute": "full"}, {"recompute"}),
-        ({"offload": fxpipe.Offload(bandwidth=1e12)}, {"offload"}),
-    ],
-)
-def test_optional_passes_run_where_they_are_asked_for(options, extra, monkeypatch):
-    monkeypatch.setattr("fxpipe.ir.liveness.SMALLEST", 1)
-    verified = []
-
-    def verify(graph, after):
-        verified.append(after)
-        assert call_nodes(graph)
-
-    monkeypatch.setattr(run, "verify", verify)
+def compiled(**options):
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    fxpipe.compile(
-        model,
-        (torch.randn(2, 4),),
-        ranks=1,
-        microbatches=4,
-        schedule="gpipe",
-        loss_fn=lambda y, x: y.square().sum(),
-        **options,
-    )
-    optional = {"vocabulary", "recompute", "offload"}
-    assert verified == [each.name for each in PASSES if each.name not in optional or each.name in extra]
+    given = {"ranks": 1, "microbatches": 4, "schedule": "gpipe", "loss_fn": lambda y, x: y.square().sum()}
+    return fxpipe.compile(model, (torch.randn(2, 4),), **given | options)
+
+
+@pytest.mark.parametrize("costs", ["analytic", "measured"])
+def test_a_pass_runs_once_at_any_place_of_the_list(costs, monkeypatch):
+    ran = []
+
+    def noting(group, k):
+        return Pass(f"{group} {k}", lambda step, options: ran.append(f"{group} {k}"))
+
+    def with_more(group, own):
+        first, *rest = own
+        return (noting(group, 0), first, noting(group, 1), *rest, noting(group, 2))
+
+    more = Passes(*(with_more(group, own) for group, own in PASSES._asdict().items()))
+    monkeypatch.setattr(run, "PASSES", more)
+    monkeypatch.setattr(listed, "verify", lambda graph, after, colored: None)
+    compiled(costs=costs)
+    assert ran == [f"{group} {k}" for group in PASSES._fields for k in range(3)]
+
+
+def test_the_graph_after_a_pass_is_printed(capsys):
+    compiled(print_after="split_backward")
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head == "After split_backward, stages: 1"
+    assert '    _0 = batch["0"] : f32[2, 4]' in lines
+    assert "F0  _0_t = t(_0_weight) : f32[4, 4]" in lines
+    with pytest.raises(OptionError, match=f"print_after is 'unite' and .*: {', '.join(PASS_NAMES)}"):
+        compiled(print_after="unite")
 
 
 class Scattered(nn.Module):
@@ -78,12 +84,12 @@ class Scattered(nn.Module):
 
 
 CASES = {
-    "gpt2": (gpt2, lambda: words(2), {"barriers": 1}, "fuse_accumulation"),
+    "gpt2": (gpt2, lambda: words(2), {"barriers": 1}, False),
     "index_add": (
         Scattered,
         lambda: {"x": torch.randn(256, 64), "index": torch.arange(256)},
         {"barriers": None},
-        "use_inplace_ops",
+        True,
     ),
 }
 
@@ -95,7 +101,7 @@ def cluster():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_costs_do_not_depend_on_the_passes_that_only_the_chosen_cut_goes_through(name):
-    build, example, options, last = CASES[name]
+    build, example, options, is_final = CASES[name]
     captured = capture(build(), example(), None, 1.0, torch.device("cpu"))
     seconds = NodeSeconds(CPU)
     asked = CutOptions(2, 2, seconds, None, **options)
@@ -108,7 +114,7 @@ def test_costs_do_not_depend_on_the_passes_that_only_the_chosen_cut_goes_through
             live = liveness(cut.graph, cut.sections, cut.edges, ranks)
             return section_costs(live, seconds_on(cluster(), cut.graph), cluster(), ranks)
 
-        assert cut.last_pass == last
+        assert cut.is_final == is_final
         before = costs(cut)
         targets = [node.target for node in call_nodes(cut.graph)]
         live = liveness(cut.graph, cut.sections, cut.edges, ranks)
@@ -119,7 +125,7 @@ def test_costs_do_not_depend_on_the_passes_that_only_the_chosen_cut_goes_through
         assert replace(after, stages=()) == replace(before, stages=())
         for stage, as_before in zip(after.stages, before.stages, strict=True):  # but for the order of sums
             assert astuple(stage) == pytest.approx(astuple(as_before), rel=1e-12)
-        if last == "fuse_accumulation":
+        if not is_final:
             assert [node.target for node in call_nodes(done.graph)] != targets
 
 
@@ -141,6 +147,29 @@ def test_recomputation_adds_work_to_each_stage(barriers):
     for level in (work("norms"), work("full")):
         assert all(level[stage] >= taken * (1 - 1e-9) for stage, taken in without.items())
         assert sum(level.values()) > 1.01 * sum(without.values())
+
+
+def test_a_graph_without_colors_is_verified():
+    """As after each pass of ``captured``."""
+
+    def graph(op=torch.ops.aten.exp.default):
+        new = fx.Graph()
+        x = new.placeholder("x")
+        node = new.call_function(op, (x,))
+        node.meta.update(val=torch.ones(2), origin=Origin())
+        new.output(Outputs(node, None, {}, {}, {}))
+        return new, node
+
+    verify(graph()[0], "a pass", colored=False)
+    for key in ("val", "origin"):
+        new, node = graph()
+        del node.meta[key]
+        with pytest.raises(VerifyError, match=f"After a pass: exp_default has no {key}"):
+            verify(new, "a pass", colored=False)
+    with pytest.raises(VerifyError, match="has no color"):
+        verify(graph()[0], "a pass")
+    with pytest.raises(VerifyError, match=r"exp__default \(aten.exp_.default\) writes to an argument"):
+        verify(graph(torch.ops.aten.exp_.default)[0], "a pass", colored=False)
 
 
 def test_phases_within_phases_count_once(monkeypatch):

@@ -14,6 +14,7 @@ import fxpipe.ir.liveness
 from fxpipe.errors import FxpipeError
 from fxpipe.ir.sections import edges_between
 from fxpipe.ir.storage import call_nodes
+from fxpipe.ir.text import shape_text
 from fxpipe.schedule.costs import StageCost, chain
 from fxpipe.schedule.families.registry import build
 from fxpipe.schedule.offload.planner import offload, with_link
@@ -23,7 +24,7 @@ from fxpipe.viz.boxes import Place, collapse
 from fxpipe.viz.graph_picture import graph_picture
 from fxpipe.viz.layout import lay_out
 from fxpipe.viz.pictures import draw
-from fxpipe.viz.section_picture import section_picture, shape_text
+from fxpipe.viz.section_picture import section_picture
 from fxpipe.viz.timeline_picture import timeline_svg
 from fxpipe.viz.units import PLAIN, bytes_text, flops_text, number_text, seconds_text, ticks
 

@@ -1,0 +1,205 @@
+"""The list of all rewrites of the graph.
+
+A pass belongs to a group by where it stands.  ``cut.py`` runs whole groups, in their order; ``verify`` runs
+after each pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from fxpipe.cost.nodes import NodeSeconds
+from fxpipe.errors import PartitionError
+from fxpipe.ir.resized import ResizedTraces
+from fxpipe.ir.text import graph_text
+from fxpipe.ir.verify import verify
+from fxpipe.partition.coloring import partition
+from fxpipe.passes.accumulate import fuse_accumulation
+from fxpipe.passes.accumulate_together import accumulate_together
+from fxpipe.passes.cast_once import cast_once
+from fxpipe.passes.compute_conjugates import compute_conjugates
+from fxpipe.passes.contiguous import make_contiguous
+from fxpipe.passes.copy_given_results import copy_given_results
+from fxpipe.passes.count_beside_loss import count_beside_loss
+from fxpipe.passes.hoist_updates import hoist_updates
+from fxpipe.passes.inplace import use_inplace_ops
+from fxpipe.passes.insert_offload import insert_offload
+from fxpipe.passes.keep_for_weight import mincut_saved_for_weight
+from fxpipe.passes.key_random_ops import key_random_ops
+from fxpipe.passes.read_once import read_once
+from fxpipe.passes.recompute import Level, recompute
+from fxpipe.passes.sink_cheap_values import sink_cheap_values
+from fxpipe.passes.split_backward import split_backward
+from fxpipe.passes.strides import accept_any_strides
+from fxpipe.passes.tensors_for_numbers import tensors_for_numbers
+from fxpipe.passes.untie import untie
+from fxpipe.schedule.ops import Phase
+from fxpipe.schedule.stages import Vocabulary
+from fxpipe.vocabulary.split import split_vocabulary
+
+Offloaded = Mapping[tuple[int, Phase], Sequence[fx.Node]]
+"""(stage, B or W) -> the saved values that are reloaded there."""
+
+
+@dataclass(frozen=True)
+class CutOptions:
+    """The decisions on which a cut depends.
+
+    ``stages``: the number of the model's own stages.  ``split_points``: see ``partition``.  ``barriers``: per
+    microbatch, of split vocabulary layers; None if they are not split.  ``runnable``: the sections will be
+    run for their costs.  ``recompute``: the level of recomputation.  ``held``, ``slowness``: see
+    ``partition``.  ``placements``: the names of those that the cut is for.  ``grad_dtype``, ``print_after``:
+    see ``fxpipe.compile``.  ``backend``: that runs the sections.
+    """
+
+    stages: int
+    ranks: int
+    seconds: NodeSeconds
+    split_points: Sequence[str] | None
+    barriers: int | None
+    runnable: bool = False
+    recompute: Level | None = None
+    held: Sequence[Set[str]] | None = None
+    slowness: tuple[float, ...] = ()
+    placements: tuple[str, ...] = ()
+    grad_dtype: torch.dtype | None = None
+    backend: str = "eager"
+    print_after: str | None = None
+
+
+@dataclass(eq=False)
+class Step:
+    """The graph that the passes rewrite, its traces at other sizes, and the stages that were added to it."""
+
+    graph: fx.Graph
+    resized: ResizedTraces | None
+    vocabulary: Vocabulary | None = None
+    offloaded: Offloaded = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One rewrite: ``run`` changes the step in place, if its options ask for it."""
+
+    name: str
+    run: Callable[[Step, CutOptions], None]
+
+
+class Passes(NamedTuple):
+    """The groups of passes, in the order in which they run: how often, what a pass relies on and must keep.
+
+    all        nodes in order, ``Outputs`` as the result, an ``Input`` for each placeholder, ``val`` and
+               ``origin`` for each op.  ``val`` has the right shape, dtype and device.  Its strides are those
+               that the trace predicted, stale where a pass gave an op other operands; ops still rely on them
+               (``view``).
+    captured   for each number of barriers, and on the traces at other sizes, which a pass must rewrite alike.
+               No op has a color, but those that the vocabulary split adds; none writes to an argument.
+    partition  for each number of stages.  Each changed buffer is read once, each random op has a key.  Gives
+               each op its color.
+    colored    next.  Colors, with the rules that ``verify`` has.
+    level      for each level of recomputation.  W is split off, gradients are untied, cheap values are sunk.
+               Costs are computed next.
+    chosen     for the chosen cut; for every cut, before its costs, where these depend on it (measured costs,
+               and ops that are cheaper in place).  Accumulation is fused, so ops write to accumulators; the
+               ops are those that will run.  ``accept_any_strides`` makes the graph valid for any strides,
+               which the passes after it must keep, and those may write over dead values.
+    scheduled  for the chosen cut.  The offloads of its schedule are known.
+    """
+
+    captured: tuple[Pass, ...]
+    partition: tuple[Pass, ...]
+    colored: tuple[Pass, ...]
+    level: tuple[Pass, ...]
+    chosen: tuple[Pass, ...]
+    scheduled: tuple[Pass, ...]
+
+
+def _of_graph(rewrite: Callable[[fx.Graph], None]) -> Pass:
+    """The pass of a function that needs nothing but the graph."""
+    return Pass(rewrite.__name__, lambda step, options: rewrite(step.graph))
+
+
+def _split_vocabulary(step: Step, options: CutOptions) -> None:
+    if options.barriers is not None:
+        step.vocabulary = split_vocabulary(step.graph, options.ranks, options.barriers)
+
+
+def _partition(step: Step, options: CutOptions) -> None:
+    beside = step.vocabulary or Vocabulary()
+    try:
+        partition(
+            step.graph,
+            options.stages,
+            options.seconds,
+            options.split_points,
+            before=beside.embedding_shards,
+            behind=beside.output_shards,
+            held=options.held,
+            slowness=options.slowness,
+        )
+    except PartitionError as error:
+        if step.vocabulary is None:
+            raise
+        raise PartitionError(
+            f"{error} With vocab_parallel the stages share what is left of the model without its "
+            "vocabulary layers: or leave it out."
+        ) from error
+
+
+def _recompute(step: Step, options: CutOptions) -> None:
+    if options.recompute is not None:
+        recompute(step.graph, options.recompute)
+
+
+def _insert_offload(step: Step, options: CutOptions) -> None:
+    for (stage, user), roots in step.offloaded.items():
+        insert_offload(step.graph, stage, user, roots)
+
+
+PASSES = Passes(
+    captured=(
+        _of_graph(compute_conjugates),
+        _of_graph(key_random_ops),
+        _of_graph(tensors_for_numbers),
+        _of_graph(read_once),
+        _of_graph(hoist_updates),
+        Pass("split_vocabulary", _split_vocabulary),
+    ),
+    partition=(Pass("partition", _partition),),
+    colored=(
+        _of_graph(copy_given_results),
+        _of_graph(count_beside_loss),
+        _of_graph(untie),
+        _of_graph(split_backward),
+        _of_graph(cast_once),
+        Pass("sink_cheap_values", lambda step, options: sink_cheap_values(step.graph, options.seconds)),
+    ),
+    level=(
+        Pass("recompute", _recompute),
+        _of_graph(mincut_saved_for_weight),
+        _of_graph(make_contiguous),
+        Pass("fuse_accumulation", lambda step, options: fuse_accumulation(step.graph, options.grad_dtype)),
+    ),
+    chosen=(
+        _of_graph(accept_any_strides),
+        Pass("use_inplace_ops", lambda step, options: use_inplace_ops(step.graph, options.backend)),
+        _of_graph(accumulate_together),
+    ),
+    scheduled=(Pass("insert_offload", _insert_offload),),
+)
+
+PASS_NAMES = tuple(each.name for group in PASSES for each in group)
+
+
+def run_passes(group: Sequence[Pass], step: Step, options: CutOptions) -> None:
+    """Run a group; print the graph after ``options.print_after``."""
+    for each in group:
+        each.run(step, options)
+        verify(step.graph, each.name, colored=each not in PASSES.captured)
+        if each.name == options.print_after:
+            print(f"After {each.name}, stages: {options.stages}\n{graph_text(step.graph)}\n")

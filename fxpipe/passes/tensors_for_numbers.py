@@ -1,0 +1,39 @@
+"""Gives ops that take tensors alone a tensor for each number: a trace has numbers for the tensors that torch
+makes of Python's.
+
+before: conj_physical(1j)
+after:  conj_physical(scalar_tensor(1j, dtype=complex128))
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe.ir import compat
+from fxpipe.ir.storage import call_nodes
+
+aten = torch.ops.aten
+#: Python's numbers -> the dtype that torch gives them where they meet tensors.
+_DTYPES: dict[type, torch.dtype] = {
+    bool: torch.bool,
+    int: torch.int64,
+    float: torch.float64,
+    complex: torch.complex128,
+}
+
+
+def tensors_for_numbers(graph: fx.Graph) -> None:
+    for node in call_nodes(graph):
+        if not isinstance(node.target, compat.OpOverload) or compat.takes_numbers(node.target):
+            continue
+        values: tuple[Any, ...] = node.args
+        for k, (value, given) in enumerate(zip(values, node.target._schema.arguments, strict=False)):
+            if type(value) in _DTYPES and isinstance(given.type, torch.TensorType):
+                dtype = _DTYPES[type(value)]
+                with graph.inserting_before(node):
+                    tensor = graph.call_function(aten.scalar_tensor.default, (value,), {"dtype": dtype})
+                tensor.meta.update(origin=node.meta["origin"], val=torch.scalar_tensor(value, dtype=dtype))
+                node.update_arg(k, tensor)

@@ -1,0 +1,211 @@
+"""Each pass on a tiny model: the lines of the graph that it changes, as ``golden/<pass>.txt`` has them.
+
+After a change that is meant: ``pytest tests/passes/test_each_pass.py --update-golden``, then read the diff.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fxpipe.capture.trace import capture
+from fxpipe.compiler.passes import PASS_NAMES, PASSES, CutOptions, Pass, Step, run_passes
+from fxpipe.cost.known_devices import CPU
+from fxpipe.cost.nodes import NodeSeconds
+from fxpipe.ir.text import graph_text
+from fxpipe.schedule.ops import Phase
+
+ROOT, GOLDEN = Path(__file__).parents[2], Path(__file__).parent / "golden"
+WIDTH = 4
+MOST = 30  # lines of a file
+
+
+class Net(nn.Module):
+    """Two layers, on two stages if there are two, and an op between them, of the first stage."""
+
+    def __init__(self, between: Callable[[torch.Tensor], torch.Tensor] = torch.tanh, bias: bool = False):
+        super().__init__()
+        self.first, self.last = (nn.Linear(WIDTH, WIDTH, bias) for _ in range(2))
+        self.between = between
+
+    def forward(self, x):
+        return self.last(self.between(self.first(x))).sum()
+
+
+class Tied(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last.weight = self.first.weight
+
+
+class Wave(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return (1j * (self.weight * x)).imag.sum()
+
+
+class Counter(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) / self.calls
+
+
+class Remembers(Net):
+    """Its memory of the first layer gets its new value at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("memory", torch.zeros(2, WIDTH))
+
+    def forward(self, x):
+        y = self.first(x)
+        loss = self.last(y + self.memory).sum()
+        self.memory = y.detach() * 2
+        return loss
+
+
+class Labeled(Net):
+    def forward(self, x):
+        return {"loss": super().forward(x), "labels": x}
+
+
+class Early(Net):
+    """The loss is the first stage's; the second computes an output."""
+
+    def forward(self, x):
+        x = self.first(x)
+        return {"loss": x.sum(), "logits": self.last(x)}
+
+
+class Masked(Net):
+    def forward(self, x):
+        mask = x > 0
+        return (self.last(self.first(x) * mask) * mask).sum()
+
+
+class Autocast(Net):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 6, bias=False)
+
+    def forward(self, x):
+        return F.cross_entropy(self.head(x), torch.ones(len(x), dtype=torch.int64))
+
+
+@dataclass(frozen=True)
+class Case:
+    """offloaded: name of a value of stage 0 that its B reloads.  options: of ``CutOptions``."""
+
+    model: Callable[[], nn.Module] = Net
+    stages: int = 1
+    gradients: bool = True
+    loss_fn: Callable[..., Any] | None = None
+    outputs: tuple[str, ...] = ()
+    offloaded: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "compute_conjugates": Case(Wave),
+    "key_random_ops": Case(lambda: Net(F.dropout)),
+    "tensors_for_numbers": Case(Wave),
+    "read_once": Case(Counter),
+    "hoist_updates": Case(Remembers),
+    "split_vocabulary": Case(Words, gradients=False, options={"barriers": 1}),
+    "partition": Case(stages=2),
+    "copy_given_results": Case(Labeled, outputs=("labels",)),
+    "count_beside_loss": Case(
+        Early,
+        stages=2,
+        loss_fn=lambda found, batch: (found["loss"], (batch["x"] > 0).sum()),
+        outputs=("logits",),
+    ),
+    "untie": Case(Tied, stages=2),
+    "split_backward": Case(stages=2),
+    "cast_once": Case(Autocast),
+    "sink_cheap_values": Case(Masked, stages=2),
+    "recompute": Case(lambda: Net(F.gelu), options={"recompute": "norms"}),
+    "mincut_saved_for_weight": Case(),
+    "make_contiguous": Case(lambda: Net(lambda x: x[:1].expand(2, -1)), stages=2),
+    "fuse_accumulation": Case(lambda: Net(bias=True)),
+    "accept_any_strides": Case(lambda: Net(lambda x: F.gelu(x).view(4, 2).view(2, 4))),
+    "use_inplace_ops": Case(),
+    "accumulate_together": Case(lambda: Net(bias=True)),
+    "insert_offload": Case(offloaded="model_tanh"),
+}
+
+
+def changed(name: str, case: Case) -> str:
+    """The lines of the graph that the pass removes (-) and adds (+), with a line before and after."""
+    example = {"x": torch.ones(2, WIDTH)}
+    asked = case.loss_fn, 0.5, torch.device("cpu"), case.gradients, (), case.outputs
+    step = Step(capture(case.model(), example, *asked).graph, None)
+    split_points = ["last"] if case.stages > 1 else None
+    options = CutOptions(case.stages, 2, NodeSeconds(CPU), split_points, **{"barriers": None, **case.options})
+    for each in itertools.chain(*PASSES):
+        before = graph_text(step.graph)
+        if each.name == "insert_offload":
+            step.offloaded = {(0, Phase.B): [n for n in step.graph.nodes if n.name == case.offloaded]}
+        run_passes((each,), step, options)
+        if each.name == name:
+            break
+    diff = difflib.unified_diff(before.splitlines(), graph_text(step.graph).splitlines(), n=1, lineterm="")
+    lines = ["…" if line.startswith("@@") else line for line in itertools.islice(diff, 3, None)]
+    if len(lines) > MOST:
+        lines[MOST:] = [f"… and {len(lines) - MOST} more"]
+    return "".join(f"{line}\n" for line in lines)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_pass_changes(name, request):
+    found, file = changed(name, CASES[name]), GOLDEN / f"{name}.txt"
+    if request.config.getoption("--update-golden"):
+        file.write_text(found)
+    assert found == file.read_text()
+
+
+@pytest.mark.parametrize("name", ["split_vocabulary", "recompute", "insert_offload"])
+def test_a_pass_changes_nothing_unasked(name):
+    case = replace(CASES[name], options={}, offloaded="")
+    assert changed(name, case) == ""
+
+
+def test_the_example_of_contributing(monkeypatch):
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    (source,) = re.findall(r'^```python\n("""A reshape.*?)^```', text, re.MULTILINE | re.DOTALL)
+    (shown,) = re.findall(r"^```\n( F0 .*?)^```", text, re.MULTILINE | re.DOTALL)
+    defined: dict[str, Any] = {}
+    exec(source, defined)
+    example = Pass("fold_views", lambda step, options: defined["fold_views"](step.graph))
+    first, *rest = PASSES.chosen
+    monkeypatch.setattr(sys.modules[__name__], "PASSES", PASSES._replace(chosen=(first, example, *rest)))
+    assert changed("fold_views", CASES["accept_any_strides"]).startswith(shown)
+
+
+def test_every_pass_has_its_golden():
+    assert set(CASES) == set(PASS_NAMES)
+    assert {file.stem for file in GOLDEN.iterdir()} == set(PASS_NAMES)
