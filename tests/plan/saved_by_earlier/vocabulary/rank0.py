@@ -71,14 +71,8 @@ def stage0_forward(params, batch):
     embedding_to_copy = to_copy(embedding_unsqueeze, dtype=torch.float64)
     embedding_mul_1 = mul_out(embedding_embedding_1, embedding_to_copy, out=embedding_embedding_1)
     del (
-        embedding_ge,
-        embedding_lt,
-        embedding_sub,
-        embedding_mul,
-        embedding_bitwise_and,
-        embedding_unsqueeze,
-        embedding_embedding_1,
-        embedding_to_copy,
+        embedding_ge, embedding_lt, embedding_sub, embedding_mul, embedding_bitwise_and, embedding_unsqueeze,
+        embedding_embedding_1, embedding_to_copy
     )
     return embedding_mul_1
 
@@ -97,17 +91,8 @@ def stage0_weight(batch, grads, d_0_mm):
     reshape_default_1 = reshape(d_embedding_mul_1, [-1, 4])
     index_add_(grads["embedding.weight[0:6]"], 0, reshape_default, reshape_default_1)
     del (
-        d_embedding_ge,
-        d_embedding_lt,
-        d_embedding_sub,
-        d_embedding_bitwise_and,
-        d_embedding_unsqueeze,
-        d_0_mm,
-        d_embedding_to_copy,
-        d_embedding_mul,
-        d_embedding_mul_1,
-        reshape_default,
-        reshape_default_1,
+        d_embedding_ge, d_embedding_lt, d_embedding_sub, d_embedding_bitwise_and, d_embedding_unsqueeze,
+        d_0_mm, d_embedding_to_copy, d_embedding_mul, d_embedding_mul_1, reshape_default, reshape_default_1
     )
 
 
@@ -126,14 +111,8 @@ def stage2_forward(params, buffers, embedding_mul_1, embedding_mul_3):
     body_1_running_mean_now = buffers["body.1.running_mean"]
     body_1_running_var_now = buffers["body.1.running_var"]
     _1_item, _1_item_1, _1_item_2, _1_item_3, _1_item_4 = native_batch_norm_legit_functional(
-        _0_addmm,
-        params["body.1.weight"],
-        params["body.1.bias"],
-        body_1_running_mean_now,
-        body_1_running_var_now,
-        True,
-        0.1,
-        1e-05,
+        _0_addmm, params["body.1.weight"], params["body.1.bias"], body_1_running_mean_now,
+        body_1_running_var_now, True, 0.1, 1e-05
     )
     del body_1_num_batches_tracked_now, body_1_running_mean_now, body_1_running_var_now
     return _1_item, _1_item_3, _1_item_4, _1_add, [_0_addmm, _1_item_1, _1_item_2], [embedding_add]
@@ -144,16 +123,8 @@ def stage2_backward(params, saved, d_2_mul):
     saved.clear()
     # body.1  (make.py:25)
     d_1_item, d_1_item_1, d_1_item_2 = native_batch_norm_backward(
-        d_2_mul,
-        _0_addmm,
-        params["body.1.weight"],
-        None,
-        None,
-        _1_item_1,
-        _1_item_2,
-        True,
-        1e-05,
-        [True, True, True],
+        d_2_mul, _0_addmm, params["body.1.weight"], None, None, _1_item_1, _1_item_2, True, 1e-05, [True,
+        True, True]
     )
     del d_2_mul, _0_addmm, _1_item_1, _1_item_2
     # body.0  (make.py:25)
@@ -186,7 +157,7 @@ def stage4_forward(params, batch, _3_addmm):
     del head_t_1
     # the model itself  (make.py:25)
     model_amax = amax(head_mm_1, [1], True)
-    model_clamp_min = clamp_min_out(model_amax, -1.7976931348623157e308, out=model_amax)
+    model_clamp_min = clamp_min_out(model_amax, -1.7976931348623157e+308, out=model_amax)
     model_sub = sub(head_mm_1, model_clamp_min)
     model_exp = exp_out(model_sub, out=model_sub)
     del model_amax, model_sub
@@ -214,23 +185,9 @@ def stage4_forward(params, batch, _3_addmm):
     d_model_bitwise_and = bitwise_and_tensor_out(d_model_ge, d_model_lt, out=d_model_ge)
     d_model_mul = mul_out(d_model_sub, d_model_bitwise_and, out=d_model_sub)
     del (
-        model_sum,
-        model_unsqueeze,
-        model_ge,
-        model_lt,
-        model_sub_1,
-        head_mm_1,
-        model_mul,
-        model_bitwise_and,
-        model_gather,
-        model_zeros_like,
-        model_where,
-        model_reshape,
-        model_reshape_1,
-        model_reshape_2,
-        d_model_ge,
-        d_model_lt,
-        d_model_sub,
+        model_sum, model_unsqueeze, model_ge, model_lt, model_sub_1, head_mm_1, model_mul, model_bitwise_and,
+        model_gather, model_zeros_like, model_where, model_reshape, model_reshape_1, model_reshape_2,
+        d_model_ge, d_model_lt, d_model_sub
     )
     # head  (make.py:25)
     d_head_reshape = reshape(d_model_mul, [-1])
@@ -243,9 +200,8 @@ def stage4_forward(params, batch, _3_addmm):
     d_head_mul = mul_out(d_head_embedding, d_model_to_copy, out=d_head_embedding)
     del d_head_embedding, d_model_to_copy
     return (
-        model_cat,
-        [model_cat, model_clamp_min, d_model_unsqueeze, d_head_mm_2, d_head_mul],
-        [model_exp, _3_addmm],
+        model_cat, [model_cat, model_clamp_min, d_model_unsqueeze, d_head_mm_2, d_head_mul], [model_exp,
+        _3_addmm]
     )
 
 
@@ -279,33 +235,10 @@ def stage4_backward(batch, saved, model_cat_1):
     d_model_mul_2 = mul_out(d_model_exp, d_model_where, out=d_model_exp)
     d_model_neg_2 = neg_out(d_model_mul_2, out=d_model_mul_2)
     del (
-        model_cat,
-        model_cat_1,
-        model_slice,
-        model_stack,
-        model_slice_1,
-        model_reshape_6,
-        model_sub_4,
-        model_reshape_7,
-        model_exp_2,
-        model_mul_2,
-        model_sum_2,
-        model_amax_2,
-        model_log,
-        model_clamp_min,
-        model_add,
-        d_model_sub_2,
-        d_model_unsqueeze,
-        d_model_full_1,
-        model_ne,
-        model_sum_6,
-        d_model_neg,
-        model_to_copy,
-        d_model_div,
-        d_model_ne,
-        d_model_zeros_like,
-        d_model_exp,
-        d_model_mul_2,
+        model_cat, model_cat_1, model_slice, model_stack, model_slice_1, model_reshape_6, model_sub_4,
+        model_reshape_7, model_exp_2, model_mul_2, model_sum_2, model_amax_2, model_log, model_clamp_min,
+        model_add, d_model_sub_2, d_model_unsqueeze, d_model_full_1, model_ne, model_sum_6, d_model_neg,
+        model_to_copy, d_model_div, d_model_ne, d_model_zeros_like, d_model_exp, d_model_mul_2
     )
     # head  (make.py:25)
     d_head_mul_2 = mul_out(d_head_mm_2, d_model_neg_2, out=d_head_mm_2)
@@ -332,18 +265,8 @@ def stage4_weight(batch, grads, saved_for_weight, gradients):
     d_model_mul_6 = mul_out(d_model_where, d_model_to_copy_2, out=d_model_where)
     d_model_scatter_add = scatter_add_(d_model_mul_4, 1, d_model_mul_5, d_model_mul_6)
     del (
-        model_exp,
-        d_model_neg_2,
-        d_model_unsqueeze_2,
-        d_model_ge_2,
-        d_model_lt_2,
-        d_model_sub_4,
-        d_model_bitwise_and_2,
-        d_model_where,
-        d_model_to_copy_2,
-        d_model_mul_4,
-        d_model_mul_5,
-        d_model_mul_6,
+        model_exp, d_model_neg_2, d_model_unsqueeze_2, d_model_ge_2, d_model_lt_2, d_model_sub_4,
+        d_model_bitwise_and_2, d_model_where, d_model_to_copy_2, d_model_mul_4, d_model_mul_5, d_model_mul_6
     )
     # head  (make.py:25)
     d_head_t_1 = t(d_model_scatter_add)
@@ -365,12 +288,8 @@ def step(rt, batch):
 
     rt.op("F2.0")
     (
-        _1_item_m0,
-        buffers["body.1.running_mean"],
-        buffers["body.1.running_var"],
-        buffers["body.1.num_batches_tracked"],
-        saved2_m0,
-        saved_for_weight2_m0,
+        _1_item_m0, buffers["body.1.running_mean"], buffers["body.1.running_var"],
+        buffers["body.1.num_batches_tracked"], saved2_m0, saved_for_weight2_m0
     ) = stage2_forward(params, buffers, embedding_mul_1_m0, embedding_mul_3_m0)
     del embedding_mul_1_m0, embedding_mul_3_m0
     rt.send(_1_item_m0, MESSAGES["_1_item"], to=1)
@@ -384,12 +303,8 @@ def step(rt, batch):
 
     rt.op("F2.1")
     (
-        _1_item_m1,
-        buffers["body.1.running_mean"],
-        buffers["body.1.running_var"],
-        buffers["body.1.num_batches_tracked"],
-        saved2_m1,
-        saved_for_weight2_m1,
+        _1_item_m1, buffers["body.1.running_mean"], buffers["body.1.running_var"],
+        buffers["body.1.num_batches_tracked"], saved2_m1, saved_for_weight2_m1
     ) = stage2_forward(params, buffers, embedding_mul_1_m1, embedding_mul_3_m1)
     del embedding_mul_1_m1, embedding_mul_3_m1
     rt.send(_1_item_m1, MESSAGES["_1_item"], to=1)
