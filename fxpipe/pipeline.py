@@ -15,8 +15,7 @@ from torch import fx
 from fxpipe.cost.plan_costs import costs_of, expressions, known_work
 from fxpipe.errors import RunError
 from fxpipe.plan import files
-from fxpipe.plan.artifact import Artifact, Plan, holders
-from fxpipe.plan.rows import rows_of, whole_name
+from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.work import Expressions, PlanWork
 from fxpipe.runtime.job.place import called_function
 from fxpipe.runtime.job.process import Process, agreed
@@ -26,11 +25,11 @@ from fxpipe.schedule.costs import StageCost
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
+from fxpipe.training.make_optimizer import make_optimizer
 from fxpipe.training.model_state import ModelState
-from fxpipe.training.optimizer import PipelineOptimizer, check_separable, grouped, made, with_masters
+from fxpipe.training.optimizer import PipelineOptimizer
 from fxpipe.training.pretrained import Pretrained, export
 from fxpipe.training.runner import LocalResult, Runner
-from fxpipe.training.same_batch import SAME_OPTIONS
 from fxpipe.training.save import new_directory, save
 from fxpipe.training.shared_values import share_values
 from fxpipe.training.state_dict import copy_to_model, full_state_dict, load_state_dict, state_dict
@@ -283,30 +282,19 @@ class Pipeline:
             step.
         Raises RunError for optimizers that update a parameter by values which other ranks hold.
         """
-        rank, plan = self.runtime.rank, self.artifact.plan
-        with agreed(self.process, "make its optimizer"):
-            self.model_state.follow_model()
-            held = {name: self.parameter(name) for name in plan.tensors[rank].gradients}
-            trained = holders(tensors.gradients for tensors in plan.tensors)
-            if plan.ranks > 1:
-                check_separable(cls, options, self.device, tables=any(map(rows_of, trained)))
-            updated = with_masters(held) if master_weights else held
-            optimizer = PipelineOptimizer(
-                made(cls, grouped(updated, groups, {*map(whole_name, trained)}), options),
-                {parameter: name for name, parameter in updated.items()},
-                [parameter for name, parameter in held.items() if trained[name][0] == rank],
-                self.process,
-                clip_grad_norm,
-                norm_type,
-                skip_nonfinite,
-                {updated[name]: own for name, own in held.items() if updated[name] is not own},
-            )
+        optimizer = make_optimizer(
+            self.model_state,
+            self.runtime.rank,
+            cls,
+            options,
+            groups,
+            master_weights,
+            clip_grad_norm=clip_grad_norm,
+            norm_type=norm_type,
+            skip_nonfinite=skip_nonfinite,
+        )
         if self.process is not None:
-            given = {"groups": repr([group.get("params") for group in groups])}
-            given |= {"master_weights": str(bool(master_weights))}
-            self.process.check_alike(optimizer.options() | given, "its optimizer", SAME_OPTIONS)
             self._runner.course.optimizer = optimizer
-        optimizer.register_step_post_hook(lambda *_: self.model_state.changed())
         return optimizer
 
     def synchronize(self, model: torch.nn.Module | None = None) -> None:

@@ -221,13 +221,16 @@ def _reader(kind: Any) -> _Reader:
 def _record_reader(kind: Any) -> _Reader:
     hints = get_type_hints(kind, include_extras=True)
     readers = {field.name: _reader(hints[field.name]) for field in fields(kind)}
-    required = {f.name: None for f in fields(kind) if f.default is f.default_factory is MISSING}
+    required = [f.name for f in fields(kind) if f.default is f.default_factory is MISSING]
 
     def read(value: Any) -> Any:
-        for name in required.keys() - _OBJECT.check(value).keys():
-            raise Misfit("is missing", name)
-        for name in value.keys() - readers.keys():
-            raise Misfit(f"has the unknown field {shown(name)}")
+        _OBJECT.check(value)
+        for name in required:
+            if name not in value:
+                raise Misfit("is missing", name)
+        for name in value:
+            if name not in readers:
+                raise Misfit(f"has the unknown field {shown(name)}")
         return kind(**{name: _at(name, readers[name], entry) for name, entry in value.items()})
 
     return read

@@ -34,7 +34,7 @@ from fxpipe.plan.rows import rows_of
 from fxpipe.runtime.job.backend import is_gloo_alone
 from fxpipe.runtime.job.process import Process
 from fxpipe.runtime.ranks import connect, distributed, sent, step_memory
-from fxpipe.training import runner
+from fxpipe.training import runner, warm_up
 
 #: Every family, by name with stages per rank and placement.
 FAMILIES = {
@@ -185,7 +185,7 @@ def trains_in_settled_memory(shapes: list[Shape], microbatches: int, fault: str 
 
 
 def _undo_settling(fault: str) -> None:
-    run = runner.dry_run
+    run = warm_up.dry_run
 
     def dry(rt: Any, step: Any, batch: Any, grads: Any, releases: Any = None) -> Any:
         if fault == "dry":
@@ -193,7 +193,7 @@ def _undo_settling(fault: str) -> None:
         _get_current_dispatch_mode().is_dry = True
         return run(rt, step, batch, grads, None if fault == "kept" else releases)
 
-    runner.dry_run = dry
+    warm_up.dry_run = dry
 
 
 def _watch(comm: Any) -> list[str]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
 import torch
@@ -15,8 +14,6 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from fxpipe.errors import RunError
-from fxpipe.plan.rows import whole_name
-from fxpipe.plan.tensors import gradient_dtype
 from fxpipe.training.zeroed import mark_zeroed
 
 MASTER = "master_weight"
@@ -239,99 +236,3 @@ def set_grad(parameter: Parameter, grad: torch.Tensor) -> None:
     parameter.grad = None
     parameter.grad_dtype = grad.dtype
     parameter.grad = grad
-
-
-def with_masters(held: Mapping[str, Parameter]) -> dict[str, Parameter]:
-    """By name what to update: a float32 copy of each parameter with fewer bits, and the others themselves."""
-    found = {}
-    for name, parameter in held.items():
-        dtype = gradient_dtype(parameter.dtype, torch.float32)
-        wide = dtype == parameter.dtype
-        found[name] = parameter if wide else Parameter(parameter.detach().to(dtype))
-    return found
-
-
-def made(cls: Callable[..., Optimizer], parameters: Any, options: Mapping[str, Any]) -> Optimizer:
-    """``cls(parameters, **options)``.  Raises RunError where that is no optimizer."""
-    makes_none = not callable(cls) or (isinstance(cls, type) and not issubclass(cls, Optimizer))
-    optimizer = None if makes_none else cls(parameters, **options)
-    if not isinstance(optimizer, Optimizer):
-        raise RunError(
-            f"pipe.optimizer takes a class of torch optimizers, such as torch.optim.AdamW; {cls!r:.60} makes "
-            "none."
-        )
-    return optimizer
-
-
-def grouped(
-    held: Mapping[str, Parameter], groups: Sequence[Mapping[str, Any]], model_names: Collection[str]
-) -> list[dict[str, Any]]:
-    """Param groups of a rank's parameters; every rank has the same groups, some of them empty.
-
-    held: by name, or the name of rows.  groups: each with ``params``, a pattern as in a shell (``*.bias``) or
-    several; a parameter belongs to the first group that has its name, and to the last, without options, if
-    none has.  model_names: those of all ranks.
-    Warns of a pattern that no name of the model matches, and raises RunError for a group of such patterns.
-    """
-    patterns = []
-    for group in groups:
-        given = group.get("params")
-        several = [given] if isinstance(given, str) else list(given or ())
-        if not several or not all(isinstance(pattern, str) for pattern in several):
-            raise RunError(
-                'A group is a mapping with "params", names or patterns like "*.bias", and options.'
-            )
-        unmatched = [p for p in several if not any(fnmatchcase(name, p) for name in model_names)]
-        message = f"No parameter that is trained matches {' or '.join(map(repr, unmatched))}."
-        if len(unmatched) == len(several):
-            raise RunError(f"{message} Take a name of the model.")
-        if unmatched:  # as where one list is for models with and without biases
-            warnings.warn(message, stacklevel=3)
-        patterns.append(several)
-    made: list[dict[str, Any]] = [{**group, "params": []} for group in groups] + [{"params": []}]
-    for name, parameter in held.items():
-        known = whole_name(name)
-        fits = (k for k, several in enumerate(patterns) if any(fnmatchcase(known, p) for p in several))
-        made[next(fits, -1)]["params"].append(parameter)
-    return made
-
-
-def check_separable(
-    cls: Callable[..., Optimizer], options: Mapping[str, Any], device: torch.device, tables: bool
-) -> None:
-    """Raise RunError for an optimizer whose update of a parameter depends on other parameters (L-BFGS), or,
-    where ranks hold rows of tables, on other rows (Adafactor, Muon): ranks would compute another update.
-
-    Found by trial: both updates of a small table, in one optimizer and by halves in two.
-    tables: whether ranks hold rows.
-    """
-    name = getattr(cls, "__name__", str(cls))
-    generator = torch.Generator().manual_seed(0)
-    start = torch.randn(8, 8, generator=generator)
-    grads = [torch.randn(8, 8, generator=generator) for _ in range(3)]
-    options = {**options, "lr": 0.1} if "lr" in options else options  # 0 would hide every difference
-
-    def updated(*parts: list[slice]) -> torch.Tensor:
-        """The table after its slices were updated; each list of slices by an optimizer of its own."""
-        held = [[Parameter(start[s].to(device, copy=True)) for s in part] for part in parts]
-        for parameters, part in zip(held, parts, strict=True):
-            optimizer = made(cls, parameters, options)
-            for grad in grads:
-                for parameter, s in zip(parameters, part, strict=True):
-                    parameter.grad = grad[s].to(device)
-                optimizer.step(lambda: 0.0)
-        return torch.cat([p.detach() for parameters in held for p in parameters])
-
-    upper, lower = slice(0, 4), slice(4, 8)
-    apart = updated([upper], [lower])
-    if not torch.allclose(updated([upper, lower]), apart, rtol=1e-4):
-        raise RunError(
-            f"{name} updates a parameter by the values of others, which other ranks hold. Take an optimizer "
-            "that updates each parameter by itself, such as AdamW."
-        )
-    if tables and not torch.allclose(updated([slice(0, 8)]), apart, rtol=1e-4):
-        raise RunError(
-            f"{name} updates a row of a table by the values of other rows, which other ranks hold with "
-            "vocab_parallel. Compile without it, or take an optimizer that updates each element by itself, "
-            "such as AdamW."
-        )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -20,32 +19,21 @@ from fxpipe.runtime.program.accelerator import is_accelerator
 from fxpipe.runtime.program.ambient import as_traced
 from fxpipe.runtime.program.batch import batch_leaves, given_leaves
 from fxpipe.runtime.program.comm import Comm, NoAnswer
-from fxpipe.runtime.program.inductor import compiled_functions
 from fxpipe.runtime.program.offload import TIMEOUT, Offloader, check_tier, open_store
 from fxpipe.runtime.program.outputs import Collected, On, StepResult, requested
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.program.record import DeviceClock, HostClock, Record
 from fxpipe.runtime.ranks.agreement import check_agreement
 from fxpipe.runtime.ranks.connect import connect
-from fxpipe.runtime.ranks.distributed import DistributedComm
-from fxpipe.runtime.ranks.dry_run import dry_run
 from fxpipe.runtime.ranks.heap import give_back_large_tensors
 from fxpipe.runtime.ranks.load_program import Collective, Program, load_program
 from fxpipe.runtime.ranks.local import LocalComm, LocalWorld, run_all
-from fxpipe.runtime.ranks.sent import SentOnStreams
-from fxpipe.runtime.ranks.step_memory import step_memory
-from fxpipe.runtime.ranks.taken import Releases, as_bytes, events_from, releases
 from fxpipe.runtime.ranks.tracked_memory import SavedBytes
 from fxpipe.training.course import Course
 from fxpipe.training.model_state import ModelState
 from fxpipe.training.move_outputs import move_outputs
 from fxpipe.training.same_batch import SAME_OPTIONS, Facts, any_stops, difference, options_differ, words
-
-log = logging.getLogger("fxpipe")
-
-RUN_ALONE = "run its program alone"
-#: The most runs until the memory of steps is settled; each but the last finds that it needs more.
-MOST_RUNS = 8
+from fxpipe.training.warm_up import WarmUp
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,8 +55,7 @@ class Runner:
     """``directory``: of the programs' files; None if the pipeline was not saved.
 
     ``stop_asked``: whether this rank was asked to end the run.  ``stops``: whether one of the ranks was,
-    before the last step; the same on all ranks.  ``is_warm``: whether the program can run with the others.
-    ``is_evaluation``: whether it is that of ``pipe.evaluate``.
+    before the last step; the same on all ranks.  ``is_evaluation``: whether it is that of ``pipe.evaluate``.
     """
 
     artifact: Artifact
@@ -80,11 +67,7 @@ class Runner:
     first_step: int = 0
     stop_asked: bool = False
     stops: bool = False
-    is_warm: bool = False
     is_evaluation: bool = False
-    _releases: Releases | None = None  # None if messages do not wait on the device
-    _settled_at: int = -1  # when the memory of steps had grown so often
-    _has_said_grown: bool = False
 
     @property
     def plan(self) -> Plan:
@@ -159,9 +142,7 @@ class Runner:
 
     def _step(self, batch: Any, outputs: Sequence[str], outputs_on: On) -> StepResult:
         rt, program, spec = self.runtime, self._own_program, self.plan.step
-        if not self.is_warm:
-            self._warm_up(rt, program, batch)
-            self.is_warm = True
+        self._warm_up.run(rt, program, batch, lambda: self._words(Facts(self.artifact.number), batch))
         rt.start()
         number = rt.step_number
         with self._watched(rt, program):
@@ -171,11 +152,11 @@ class Runner:
                 self.state.check_unchanged(self.state.follow_model())
                 self.state.changed()
                 rt.params, rt.buffers = self.state.held_by(rt.rank)
-                self._settle(rt, program, batch)
+                self._warm_up.settle(rt, program, batch)
                 asked = "" if outputs_on is None else f"{sorted(rt.collected.wanted)} on {outputs_on}"
                 compare = self._begin_comparison(batch, number, asked)
                 earlier = self.state.accumulators(rt)
-                with self._step_memory(number):
+                with self._warm_up.memory(number):
                     loss = program.step(rt, batch)
                 compare()
                 found = self._outputs(rt, outputs_on)
@@ -187,69 +168,6 @@ class Runner:
             grad.add_(rt.grads[name])
         self.state.store_buffers(rt)
         return StepResult(loss, found)
-
-    def _warm_up(self, rt: Runtime, program: Program, batch: Any) -> None:
-        """Run the program alone before its first step, if Inductor compiles it on some rank, or messages wait
-        on the device; there also until it asks for no memory.
-        """
-        process = self.process
-        if process is None:
-            return
-        compiles = any(process.gather(b"some" if compiled_functions(program.step) else b""))
-        on_streams = process.backend(self.device) != "gloo"
-        if not compiles and not on_streams:
-            return
-        self.state.follow_model()
-        rt.params, rt.buffers = self.state.held_by(rt.rank)
-        with process.agreed(RUN_ALONE), process.unhurried():
-            self._words(Facts(self.artifact.number), batch)  # its kernels too
-            grads = self.state.zero_gradients(rt.rank)
-            with step_memory(self.device).use() if on_streams else contextlib.nullcontext():
-                events = dry_run(rt, program.step, batch, grads)
-            del grads
-        if on_streams:
-            ranks = [events_from(data) for data in process.gather(as_bytes(events))]
-            known = [own for own in ranks if own is not None]
-            self._releases = releases(known)[rt.rank] if len(known) == len(ranks) else ()
-            assert isinstance(rt.comm, DistributedComm)
-            rt.comm.sent = SentOnStreams(self._releases)
-            with process.agreed(RUN_ALONE), process.unhurried():
-                self._settle(rt, program, batch)
-
-    def _settle(self, rt: Runtime, program: Program, batch: Any) -> None:
-        """Run the program alone, where steps need a settled memory, until it asks for none."""
-        if self._releases is None:
-            return
-        memory = step_memory(self.device)
-        if self._settled_at == memory.grown:
-            return
-        grads = self.state.zero_gradients(rt.rank)
-        for _ in range(MOST_RUNS):
-            before = memory.grown
-            with memory.use():
-                dry_run(rt, program.step, batch, grads, self._releases)
-            if memory.grown == before:
-                break
-        self._settled_at = memory.grown
-
-    @contextlib.contextmanager
-    def _step_memory(self, number: int) -> Iterator[None]:
-        """The tensors of a step are in the memory of steps; says once that it did not suffice."""
-        if self._releases is None:
-            yield
-            return
-        memory = step_memory(self.device)
-        before = memory.grown
-        with memory.use():
-            yield
-        if memory.grown > before and not self._has_said_grown:
-            self._has_said_grown = True
-            log.warning(
-                f"{self.device} was asked for memory {memory.grown - before} times inside step {number}. "
-                "Where its memory is nearly full, such a call waits for messages under way, and ranks "
-                "can wait for each other for ever. Leave more of it free: a lower memory_limit=, a smaller "
-                "microbatch, or recompute=."
-            )
 
     def _outputs(self, rt: Runtime, on: On) -> dict[str, torch.Tensor]:
         """The outputs of the last step that this rank is to have."""
@@ -347,6 +265,10 @@ class Runner:
 
     def _named(self, step: int) -> str:
         return f"{'evaluation' if self.is_evaluation else 'step'} {step}"
+
+    @cached_property
+    def _warm_up(self) -> WarmUp:
+        return WarmUp(self.state, self.device, self.process)
 
     @cached_property
     def course(self) -> Course:

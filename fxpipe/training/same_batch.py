@@ -86,51 +86,38 @@ def difference(
             f"Rank {rank} asks for other outputs than rank 0 in {step}, or for another rank to have them. "
             "With outputs_on= all ranks must ask alike."
         )
-    for slot, what, remedy in _COUNTS:
+    compared = [(slot, text, "") for slot, text in _OPTIMIZER.items()]
+    compared += [(slot, _VALUES, name) for slot, name in enumerate(names, SHARED)]
+    compared += [(slot, _BATCH, " or ".join(map(repr, several))) for slot, several in _slots(leaves)]
+    for slot, text, name in compared:
         rank, first = _other_present([row[slot] for row in table])
         if rank:
-            counts = table[rank][slot] - 1, table[first][slot] - 1
-            return f"{what.format(rank, counts[0], first, counts[1], step)} {remedy}"
-    rank, first = _other_present([row[OPTIONS] for row in table])
-    if rank:
-        return (
-            f"The optimizer of rank {rank} has other options than that of rank {first} in {step}. "
-            f"{SAME_OPTIONS}"
-        )
-    for slot, name in enumerate(names, SHARED):
-        rank, first = _other_present([row[slot] for row in table])
-        if rank:
-            return (
-                f"Rank {rank} has other values of {name} than rank {first}, before {step} began: code that "
-                "ran on one of the ranks alone has changed them, or their optimizers differ. Change what "
-                "several ranks hold on all of them, or call pipe.share_values() afterwards."
-            )
-    for slot, several in _slots(leaves):
-        rank, first = _other_present([row[slot] for row in table])
-        if rank:
-            return (
-                f"Rank {rank} has another {' or '.join(map(repr, several))} than rank {first} in {step}. "
-                "Give all ranks the same batches in the same order: seed the sampler alike (a DataLoader "
-                "that shuffles takes generator=torch.Generator().manual_seed(…)), and do not divide the data "
-                "between the ranks of a pipeline, as a DistributedSampler does."
-            )
+            own, theirs = table[rank][slot] - 1, table[first][slot] - 1
+            return text.format(rank=rank, first=first, own=own, theirs=theirs, step=step, name=name)
     return None
 
 
 SAME_OPTIONS = "Give all ranks the same optimizer, and change its learning rate, or step a scheduler, on all."
 
-#: Numbers of things that all ranks do: the word, what differs, what to do.
-_COUNTS = (
-    (
-        UPDATES,
-        "Rank {} has called step() of its optimizer {} times, and rank {} {} times, before {}.",
-        "Call it on all ranks.",
-    ),
-    (
-        ADDED,
-        "Rank {} adds to the gradients of {} earlier steps, and rank {} to those of {}, in {}.",
-        "Call zero_grad() of the optimizer on all ranks.",
-    ),
+#: What differs, and what to do, by word: in numbers of calls, which are one less than the word, and options.
+_OPTIMIZER = {
+    UPDATES: "Rank {rank} has called step() of its optimizer {own} times, and rank {first} {theirs} times, "
+    "before {step}. Call it on all ranks.",
+    ADDED: "Rank {rank} adds to the gradients of {own} earlier steps, and rank {first} to those of {theirs}, "
+    "in {step}. Call zero_grad() of the optimizer on all ranks.",
+    OPTIONS: "The optimizer of rank {rank} has other options than that of rank {first} in {step}. "
+    + SAME_OPTIONS,
+}
+_VALUES = (
+    "Rank {rank} has other values of {name} than rank {first}, before {step} began: code that ran on one of "
+    "the ranks alone has changed them, or their optimizers differ. Change what several ranks hold on all of "
+    "them, or call pipe.share_values() afterwards."
+)
+_BATCH = (
+    "Rank {rank} has another {name} than rank {first} in {step}. Give all ranks the same batches in the same "
+    "order: seed the sampler alike (a DataLoader that shuffles takes "
+    "generator=torch.Generator().manual_seed(…)), and do not divide the data between the ranks of a "
+    "pipeline, as a DistributedSampler does."
 )
 
 

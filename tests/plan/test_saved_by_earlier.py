@@ -21,8 +21,9 @@ pytestmark = [pytest.mark.usefixtures("double"), pytest.mark.filterwarnings("err
 
 
 @pytest.mark.parametrize("name", ["vocabulary", "offloaded", "trained"])
-def test_pipelines(name):
+def test_pipelines(name, recwarn):
     pipe = fxpipe.load(SAVED / name)
+    assert not [x for x in recwarn if "edited" in str(x.message)]  # the files are as they were saved
     assert pipe.run_local(BATCH).loss.item() == pytest.approx(LOSSES["losses"][name][0], rel=1e-12)
     assert pipe.simulate().seconds == pytest.approx(pipe.plan.prediction.seconds, rel=1e-9)
 

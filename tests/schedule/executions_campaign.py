@@ -19,15 +19,16 @@ from functools import lru_cache
 from itertools import pairwise, product
 from math import inf
 
+from races import Access, races
+
 from fxpipe.codegen.collectives import collectives
 from fxpipe.errors import ScheduleError
 from fxpipe.ir.sections import SectionEdge
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
 from fxpipe.schedule.families.registry import FAMILIES, build
 from fxpipe.schedule.lowering.deadlock import prove
-from fxpipe.schedule.lowering.execution import DEVICES, Access, execution
+from fxpipe.schedule.lowering.execution import DEVICES
 from fxpipe.schedule.lowering.lower import AllReduceGradient, Programs, lower, with_gradients
-from fxpipe.schedule.lowering.races import races
 from fxpipe.schedule.offload.memory_pool import pools
 from fxpipe.schedule.offload.planner import FULL, HALF, offload, with_link
 from fxpipe.schedule.ops import Activation, Color, Phase, Schedule
@@ -176,7 +177,7 @@ def check(case: Case) -> list[tuple[Access, Access]] | None:
         return None
     programs, schedule, places = found
     prove(programs, schedule.placement)
-    return races(execution(programs, schedule.placement, FREE, places=places))
+    return races(programs, schedule.placement, FREE, places)
 
 
 def main() -> None:

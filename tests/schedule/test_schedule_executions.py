@@ -5,15 +5,15 @@ from itertools import pairwise
 
 import pytest
 from executions_campaign import FREE, SHARES, VOCABULARIES, cases, check
+from races import races
 from test_schedule_lowering import HEADS, hand, head_edges
 
 from fxpipe.schedule.costs import StageCost, chain
 from fxpipe.schedule.families.registry import FAMILIES, build
 from fxpipe.schedule.lowering.channels import in_rounds
 from fxpipe.schedule.lowering.deadlock import connections_of, prove, stuck_at
-from fxpipe.schedule.lowering.execution import DEVICES, execution
+from fxpipe.schedule.lowering.execution import DEVICES
 from fxpipe.schedule.lowering.lower import AllReduceGradient, Wait, WaitCollective, lower, with_gradients
-from fxpipe.schedule.lowering.races import races
 from fxpipe.schedule.offload.memory_pool import pools
 from fxpipe.schedule.ops import Direction, Phase, Schedule, Transfer
 
@@ -48,7 +48,7 @@ def test_collectives_end_without_races():
     edges, collectives = head_edges()
     programs = lower(schedule, edges, collectives)
     prove(programs, schedule.placement)
-    assert races(execution(programs, schedule.placement, FREE)) == []
+    assert races(programs, schedule.placement, FREE) == []
 
 
 @pytest.mark.parametrize("kind", [Wait, WaitCollective])
@@ -59,7 +59,7 @@ def test_what_is_read_without_a_wait_races(kind):
         for at, wait in enumerate(program):
             if isinstance(wait, kind):
                 changed = (*programs[:rank], program[:at] + program[at + 1 :], *programs[rank + 1 :])
-                found = races(execution(changed, schedule.placement, FREE))
+                found = races(changed, schedule.placement, FREE)
                 assert {a.rank for a, _ in found} == {rank}, str(wait)
 
 
@@ -116,8 +116,8 @@ def test_gradients_that_are_divided_while_they_are_sent_race():
     """Three ranks hold the parameter: the first sends its sum to two others."""
     programs, placement = programs_of("1f1b", 3, 2)
     programs = with_gradients(programs, [AllReduceGradient("weight", (0, 1, 2))], True)
-    assert races(execution(programs, placement, FREE)) == []
-    found = races(execution(programs, placement, replace(FREE, divides_at_once=True)))
+    assert races(programs, placement, FREE) == []
+    found = races(programs, placement, replace(FREE, divides_at_once=True))
     assert {(a.rank, a.storage) for a, _ in found} == {(0, ("gradient", "weight"))}
     assert {str(b.what) for _, b in found} == {"divide the gradients"}
 
@@ -155,8 +155,7 @@ def test_places_of_the_pool_are_used_again_without_races():
     (pool,) = pools(schedule, {(0, schedule.transfers[0].user): 512})
     offsets = {activation: (at, 512) for activation, at in pool.places.items()}
     assert len({at for at, _ in offsets.values()}) == 1, "the second is offloaded after the first is back"
-    graph = execution(programs, schedule.placement, FREE, places=places(schedule, offsets))
-    assert races(graph) == []
+    assert races(programs, schedule.placement, FREE, places(schedule, offsets)) == []
 
 
 def test_one_place_for_two_activations_at_a_time_is_a_race():
@@ -171,7 +170,7 @@ def test_one_place_for_two_activations_at_a_time_is_a_race():
     order = [i for i in rest if i is not begins[2]]
     at = order.index(begins[1])
     swapped = ((first, *order[:at], begins[2], *order[at:]),)
-    found = races(execution(swapped, schedule.placement, FREE, places=places(schedule, offsets)))
+    found = races(swapped, schedule.placement, FREE, places(schedule, offsets))
     assert {a.storage for a, _ in found} == {("pool", (0, 512))}
 
 

@@ -8,7 +8,8 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import RunError
-from fxpipe.training.optimizer import PipelineOptimizer, check_separable, grouped
+from fxpipe.training.make_optimizer import check_separable, grouped
+from fxpipe.training.optimizer import PipelineOptimizer
 
 CPU = torch.device("cpu")
 

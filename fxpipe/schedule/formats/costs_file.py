@@ -14,24 +14,15 @@ the stages are a chain; without ``ranks_per_machine`` there is one machine.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.check import check_costs
-from fxpipe.schedule.costs import MOST_STAGES, Costs, Edge, Link, StageCost, chain
-from fxpipe.strict import MEBIBYTE, Misfit, at_least, entries, parse_json, read_text, structure, unstructure
+from fxpipe.schedule.costs import Costs, chain
+from fxpipe.strict import MEBIBYTE, Misfit, parse_json, read_text, structure, unstructure
 
 MOST_BYTES = 8 * MEBIBYTE
-
-
-@dataclass(frozen=True)
-class _File:
-    stages: Annotated[tuple[StageCost, ...], entries(1, MOST_STAGES)]
-    edges: tuple[Edge, ...] | None = None
-    link: Link | None = None
-    ranks_per_machine: Annotated[int, at_least(1)] | None = None
 
 
 def read_costs(path: Path, seconds: float = 0.0, inter_seconds: float | None = None) -> Costs:
@@ -42,9 +33,11 @@ def read_costs(path: Path, seconds: float = 0.0, inter_seconds: float | None = N
     Raises ScheduleError, naming the file and the field, if the file holds no valid costs.
     """
     try:
-        file = structure(parse_json(read_text(path, MOST_BYTES)), _File)
-        edges = chain(file.stages, seconds, 0.0, inter_seconds).edges if file.edges is None else file.edges
-        costs = Costs(file.stages, edges, file.link, file.ranks_per_machine)
+        data = parse_json(read_text(path, MOST_BYTES))
+        is_chain = isinstance(data, dict) and "edges" not in data
+        costs = structure({**data, "edges": []} if is_chain else data, Costs)
+        if is_chain:
+            costs = replace(costs, edges=chain(costs.stages, seconds, 0.0, inter_seconds).edges)
         check_costs(costs)
     except Misfit as error:
         raise ScheduleError(

@@ -11,18 +11,17 @@ The programs end if and only if the graph has no cycle.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 
 from fxpipe.schedule.lowering.channels import Channel, channel_of
 from fxpipe.schedule.lowering.lower import (
     AllReduceGradient,
     Collective,
-    CollectiveKind,
     Compute,
     DivideGradients,
     Instruction,
+    Message,
     PostRecv,
     Programs,
     Send,
@@ -32,7 +31,7 @@ from fxpipe.schedule.lowering.lower import (
     WaitCollective,
     WaitTransfer,
 )
-from fxpipe.schedule.ops import PHASES, Activation, Color, Direction, Op, OpKind, arrival
+from fxpipe.schedule.ops import Activation, Direction, OpKind
 
 Connections = Sequence[Sequence[Channel | Collective]]
 """Per rank what it connects before its program, in its order."""
@@ -68,16 +67,21 @@ HOSTS = Machine("CPUs", hosts_wait=True)
 DEVICES = Machine("devices", run_ahead=4)
 
 
+OPTIMIZER = "the optimizer"
+#: An instruction, or one part of the sum of a gradient and the other rank of it.
+Work = Instruction | tuple[str, AllReduceGradient, int] | str
+
+
 @dataclass(frozen=True, slots=True)
-class Access:
-    """A kernel of ``rank`` reads or writes a storage of that rank, between two nodes of the graph."""
+class Kernel:
+    """A kernel of ``rank``, which begins at a node of the graph.  ``over``: the node at which it is over, or
+    those at which the messages that it ``carries`` are delivered."""
 
     rank: int
-    storage: Hashable
-    writes: bool
+    what: Work
     begun: int
-    over: int
-    what: Instruction | str
+    over: tuple[int, ...]
+    carries: tuple[Message, ...] = ()
 
 
 @dataclass(eq=False)
@@ -92,7 +96,7 @@ class Execution:
     at: list[tuple[int, int]] = field(default_factory=list)
     hosts: list[int] = field(default_factory=list)
     streams: dict[int, tuple[Hashable, int]] = field(default_factory=dict)
-    accesses: list[Access] = field(default_factory=list)
+    kernels: list[Kernel] = field(default_factory=list)
 
     def order(self) -> list[int]:
         """The nodes that come to be over, each behind those that it waits for."""
@@ -115,18 +119,15 @@ def execution(
     placement: Sequence[int],
     machine: Machine,
     connections: Connections | None = None,
-    places: Sequence[Mapping[Activation, Iterable[Hashable]]] | None = None,
 ) -> Execution:
     """The graph of the programs of all ranks, whose messages and collectives match.
 
     connections: what is not among them is connected where it is first used, which blocks the hosts until all
     of its ranks are there.  By default everything is connected.
-    places: per rank the parts of the offload pool that an activation takes.
     """
     graph, meetings = Execution(), _Meetings()
     for number, program in enumerate(programs):
-        own = None if places is None else places[number]
-        rank = _Rank(number, placement, machine, graph, meetings, program, own)
+        rank = _Rank(number, placement, machine, graph, meetings)
         if connections is not None:
             rank.connect(connections[number])
         for position, instruction in enumerate(program):
@@ -159,12 +160,9 @@ class _Rank:
         machine: Machine,
         graph: Execution,
         meetings: _Meetings,
-        program: Sequence[Instruction],
-        places: Mapping[Activation, Iterable[Hashable]] | None,
     ) -> None:
         self.number, self.placement, self.machine = number, placement, machine
-        self.graph, self.meetings, self.places = graph, meetings, places
-        self.read = _read_by(program, placement, number)
+        self.graph, self.meetings = graph, meetings
         self.position = -1
         self.host = self._host([])
         self.ops: list[int] = []
@@ -174,7 +172,6 @@ class _Rank:
         self.sent: list[int] = []
         self.received: dict[Hashable, int] = {}
         self.moved: dict[Activation, int] = {}
-        self.summed: list[str] = []
         self.connected: set[Channel | Collective] | None = None  # None: all
         self.loaded: set[tuple[int, OpKind]] = set()
 
@@ -191,44 +188,44 @@ class _Rank:
                 if self.machine.loads and (op.stage, op.kind) not in self.loaded:
                     self.loaded.add((op.stage, op.kind))
                     self.host = self._host([self.host, *self.tails.values()])
-                self._op(instruction, [(storage, False) for storage in self.read.get(op, ())])
+                self._op(instruction)
             case PostRecv(messages):
                 channel = channel_of(messages[0], self.placement)
-                self.received[messages] = self._message(channel, False, messages, instruction)
+                self.received[messages] = self._message(channel, False, instruction, messages)
             case Send(messages):
-                self._message(channel_of(messages[0], self.placement), True, messages, instruction)
+                self._message(channel_of(messages[0], self.placement), True, instruction, messages)
             case Wait(messages):
                 self._wait_for(messages)
             case StartCollective(collective, m):
                 self._use(collective)
                 group = "collectives", collective.group
                 turn = self.meetings.next((group, self.number))
-                receives = _receives(collective, self.placement, self.number)
-                storage = "collective" if receives else "contribution", collective.number, m
-                over = self._kernel(group, [(storage, receives)], instruction, meets=[(group, turn)])
+                over = self._kernel(group, instruction, meets=[(group, turn)])
                 self.received[collective, m] = over
                 self.sent.append(over)
             case WaitCollective(collective, m):
                 self._wait_for((collective, m))
             case StartTransfer(transfer):
-                self._transfer(transfer.activation, transfer.direction, instruction)
+                waits = [] if transfer.direction is Direction.OUT else [self.moved[transfer.activation]]
+                stream = "transfer", transfer.direction
+                self.moved[transfer.activation] = self._kernel(stream, instruction, waits=waits)
             case WaitTransfer(transfer):
                 self._wait(self.moved[transfer.activation])
                 if transfer.direction is Direction.OUT:  # its memory is free for what comes next
-                    self._touch([(("saved", transfer.activation), True)], f"reuse {transfer}")
-            case AllReduceGradient(name, ranks):
-                self._all_reduce(name, ranks)
+                    self._touch(instruction)
+            case AllReduceGradient():
+                self._all_reduce(instruction)
             case DivideGradients():
                 self._end(waits=not self.machine.divides_at_once, what=instruction)
 
     def end(self) -> None:
         """The optimizer writes the gradients that were sent."""
-        self._end(waits=True, what="the optimizer")
+        self._end(waits=True, what=OPTIMIZER)
 
-    def _end(self, waits: bool, what: Instruction | str) -> None:
+    def _end(self, waits: bool, what: Work) -> None:
         for over in self.sent if waits else ():
             self._wait(over)
-        self._op(what, [(("gradient", name), True) for name in self.summed])
+        self._op(what)
 
     def _node(self, before: Iterable[int]) -> int:
         self.graph.before.append(list(before))
@@ -260,16 +257,13 @@ class _Rank:
     def _kernel(
         self,
         stream: Hashable,
-        accesses: Iterable[tuple[Hashable, bool]],
-        what: Instruction | str,
+        what: Work,
+        carries: Sequence[Message] = (),
         *,
         meets: Sequence[tuple[Hashable, int]] = (),
         waits: Iterable[int] = (),
     ) -> int:
-        """Start a kernel; return the node at which it is over.
-
-        accesses: storages, and whether it writes; each of a kernel that meets others at one of ``meets``.
-        """
+        """Start a kernel, which meets others; return the node at which it is over."""
         key = self.number, stream
         before = [self.host, *self.ops, *waits, *self.queue]
         if key in self.tails:
@@ -281,22 +275,21 @@ class _Rank:
         over = self._node([begun, *met])
         self.graph.streams[over] = key, self.meetings.next(key)
         self.tails[key] = over
-        for (storage, writes), done in zip(accesses, met or repeat(over), strict=False):
-            self.graph.accesses.append(Access(self.number, storage, writes, begun, done, what))
+        self.graph.kernels.append(Kernel(self.number, what, begun, tuple(met) or (over,), tuple(carries)))
         return over
 
-    def _op(self, what: Instruction | str, accesses: Iterable[tuple[Hashable, bool]] = ()) -> None:
+    def _op(self, what: Work) -> None:
         ahead = self.machine.run_ahead
         if ahead is not None and len(self.ended) >= ahead:
             self.host = self._host([self.host, self.ended[-ahead]])
-        over = self._touch(accesses, what)
+        over = self._touch(what)
         self.ended.append(over)
         if self.machine.hosts_wait:
             self.host = self._host([over])
 
-    def _touch(self, accesses: Iterable[tuple[Hashable, bool]], what: Instruction | str) -> int:
+    def _touch(self, what: Work) -> int:
         """A kernel on the stream of the ops."""
-        over = self._kernel("ops", accesses, what)
+        over = self._kernel("ops", what)
         self.ops = [over]
         return over
 
@@ -314,72 +307,29 @@ class _Rank:
             self.received[key] = never
         self._wait(self.received[key])
 
-    def _message(
-        self, channel: Channel, sends: bool, storages: Sequence[Hashable], what: Instruction | str
-    ) -> int:
-        """Send or receive messages: the storages that they are read from or written to."""
+    def _message(self, channel: Channel, sends: bool, what: Work, messages: Sequence[Message] = ()) -> int:
+        """Send or receive messages, or one of a gradient."""
         self._use(channel)
-        over = -1
-        kernels = self.machine.kernels
-        for group in [[s] for s in storages for _ in range(kernels)] if kernels else [list(storages)]:
-            turns = [(("message", channel), self.meetings.next((channel, sends))) for _ in group]
-            over = self._kernel(channel, [(storage, not sends) for storage in group], what, meets=turns)
+        over, kernels = -1, self.machine.kernels
+        apart = [[message] for message in messages] or [[]]
+        for group in apart * kernels if kernels else [messages]:
+            turns = [
+                (("message", channel), self.meetings.next((channel, sends))) for _ in range(len(group) or 1)
+            ]
+            over = self._kernel(channel, what, group, meets=turns)
         if sends:
             self.sent.append(over)
             if self.machine.sends_wait:
                 self._wait(over)
         return over
 
-    def _transfer(self, activation: Activation, way: Direction, what: Instruction | str) -> None:
-        out = way is Direction.OUT
-        accesses: list[tuple[Hashable, bool]] = [(("saved" if out else "reloaded", activation), not out)]
-        if self.places is not None:
-            accesses += [(("pool", place), out) for place in self.places[activation]]
-        waits = [] if out else [self.moved[activation]]
-        self.moved[activation] = self._kernel(("transfer", way), accesses, what, waits=waits)
-
-    def _all_reduce(self, name: str, ranks: tuple[int, ...]) -> None:
-        first, own, gradient = ranks[0], self.number, ("gradient", name)
-        self.summed.append(name)
+    def _all_reduce(self, gradient: AllReduceGradient) -> None:
+        first, *others = gradient.ranks
+        own = self.number
         if own != first:
-            self._message((own, first), True, [gradient], f"send the gradient of {name}")
-        for other in ranks[1:] if own == first else ranks[:1]:
-            buffer, what = ("sum", name, other), f"the gradient of {name} from rank {other}"
-            self._wait(self._message((other, own), False, [buffer], f"receive {what}"))
-            self._op(f"take {what}", [(buffer, False), (gradient, True)])
-        for other in ranks[1:] if own == first else ():
-            self._message((own, other), True, [gradient], f"send the sum of the gradients of {name}")
-
-
-def _receives(collective: Collective, placement: Sequence[int], rank: int) -> bool:
-    """Whether a rank gets values from a collective; the source of a broadcast has them."""
-    gives, takes = (
-        any(placement[color.stage] == rank for color in colors)
-        for colors in (collective.sources, collective.targets)
-    )
-    return takes and not (gives and collective.kind is CollectiveKind.BROADCAST)
-
-
-def _read_by(program: Sequence[Instruction], placement: Sequence[int], rank: int) -> dict[Op, list[Hashable]]:
-    """Per op of a program the storages that it reads: messages, results of collectives, reloaded values."""
-    ops = {
-        (Color(i.op.stage, phase), i.op.microbatch): i.op
-        for i in program
-        if isinstance(i, Compute)
-        for phase in PHASES[i.op.kind]
-    }
-    found: defaultdict[Op, list[Hashable]] = defaultdict(list)
-    for instruction in program:
-        match instruction:
-            case PostRecv(messages):
-                for message in messages:
-                    user = ops[arrival(message.edge.target), message.microbatch]
-                    found[user].append(message)
-            case StartCollective(collective, m) if _receives(collective, placement, rank):
-                for color in collective.targets:
-                    if placement[color.stage] == rank:
-                        found[ops[color, m]].append(("collective", collective.number, m))
-            case StartTransfer(transfer) if transfer.direction is Direction.IN:
-                user = ops[Color(transfer.stage, transfer.user), transfer.microbatch]
-                found[user].append(("reloaded", transfer.activation))
-    return found
+            self._message((own, first), True, ("send", gradient, first))
+        for other in others if own == first else [first]:
+            self._wait(self._message((other, own), False, ("receive", gradient, other)))
+            self._op(("take", gradient, other))
+        for other in others if own == first else ():
+            self._message((own, other), True, ("send", gradient, other))
