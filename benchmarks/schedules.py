@@ -34,12 +34,13 @@ from fxpipe.errors import ScheduleError
 from fxpipe.schedule.costs import Costs, StageCost, chain
 from fxpipe.schedule.engine.arrays import run
 from fxpipe.schedule.families.greedy import zero_bubble, zero_bubble_v
-from fxpipe.schedule.families.registry import FAMILIES, build
+from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.offload.planner import FULL, HALF, offload, with_link
 from fxpipe.schedule.placement import place
 from fxpipe.schedule.problem import Problem
 from fxpipe.schedule.search.auto import Objective, SearchResult, Setting, search
 from fxpipe.schedule.search.auto import frontier as search_frontier
+from fxpipe.schedule.search.build import build
 from fxpipe.schedule.search.fastest import STAGES_PER_RANK
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline

@@ -30,7 +30,7 @@ from fxpipe.codegen import wrapping as layout
 from fxpipe.codegen.expressions import variable
 from fxpipe.errors import CaptureError
 from fxpipe.schedule.costs import StageCost, chain
-from fxpipe.schedule.families.registry import build
+from fxpipe.schedule.search.build import build
 from fxpipe.viz.explanation import explain
 from fxpipe.viz.frontier_picture import Point, frontier_svg
 

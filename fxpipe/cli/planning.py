@@ -27,7 +27,7 @@ class ScheduleRequest:
 def plan(name: str, source: CostSource, request: ScheduleRequest) -> Timeline:
     """The simulated schedule of a family, or of the search for the fastest.
 
-    Raises ScheduleError as :func:`fxpipe.schedule.families.registry.build` and ``search`` do.
+    Raises ScheduleError as :func:`fxpipe.schedule.search.build.build` and ``search`` do.
     """
     if name not in (*FAMILIES, AUTO):
         raise ScheduleError(f"unknown schedule {name!r}; known: {', '.join((*FAMILIES, AUTO))}")

@@ -47,13 +47,13 @@ from fxpipe.ir.storage import call_nodes, node_bytes, output_dict
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.runtime.program.offload import aligned
 from fxpipe.schedule.costs import Costs
-from fxpipe.schedule.families.registry import build
 from fxpipe.schedule.lowering.deadlock import prove
 from fxpipe.schedule.lowering.lower import Collective, Programs, lower, with_gradients
 from fxpipe.schedule.offload.memory_pool import Pool
 from fxpipe.schedule.offload.memory_pool import pools as make_pools
 from fxpipe.schedule.ops import PHASES, Schedule
 from fxpipe.schedule.placement import PLACEMENTS, place
+from fxpipe.schedule.search.build import build
 from fxpipe.schedule.search.fastest import AUTO
 from fxpipe.schedule.simulation.simulator import simulate
 

@@ -22,7 +22,6 @@ class Problem:
     """``costs`` has ``ranks · stages_per_rank`` stages; ``limits`` are per rank, infinite for no limit.
 
     ``group``: the number of microbatches in a group, for a family with groups; None leaves it to the family.
-    ``effort``: about the seconds of one core that a search may take.  ``seed``: of its random numbers.
     """
 
     name: str
@@ -33,8 +32,6 @@ class Problem:
     costs: Costs
     limits: tuple[float, ...]
     group: int | None = None
-    effort: float | None = None
-    seed: int = 0
 
     @cached_property
     def placement(self) -> tuple[int, ...]:

@@ -21,10 +21,10 @@ from fxpipe.errors import ScheduleError, SizeError
 from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
 from fxpipe.schedule.engine.arrays import schedule_arrays
-from fxpipe.schedule.families.registry import build
 from fxpipe.schedule.formats.costs_file import read_costs, write_costs
 from fxpipe.schedule.ops import Color, Phase
 from fxpipe.schedule.placement import place
+from fxpipe.schedule.search.build import build
 from fxpipe.schedule.simulation.simulator import simulate
 
 STAGE = StageCost(1, 1, 1, 1, 1)

@@ -26,11 +26,11 @@ from fxpipe.ir.graph import offload, reload
 from fxpipe.ir.storage import call_nodes, storage_root
 from fxpipe.ir.verify import verify
 from fxpipe.schedule.costs import StageCost, chain
-from fxpipe.schedule.families.registry import build
 from fxpipe.schedule.offload.memory_pool import pools
 from fxpipe.schedule.offload.planner import offload as plan_offload
 from fxpipe.schedule.offload.planner import with_link
 from fxpipe.schedule.ops import Direction, Phase
+from fxpipe.schedule.search.build import build
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
 

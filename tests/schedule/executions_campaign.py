@@ -23,7 +23,7 @@ from fxpipe.codegen.collectives import collectives
 from fxpipe.errors import ScheduleError
 from fxpipe.ir.sections import SectionEdge
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
-from fxpipe.schedule.families.registry import FAMILIES, build
+from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.lowering.deadlock import prove
 from fxpipe.schedule.lowering.execution import DEVICES, Access, execution
 from fxpipe.schedule.lowering.lower import AllReduceGradient, Programs, lower, with_gradients
@@ -31,9 +31,10 @@ from fxpipe.schedule.lowering.races import races
 from fxpipe.schedule.offload.memory_pool import pools
 from fxpipe.schedule.offload.planner import FULL, HALF, offload, with_link
 from fxpipe.schedule.ops import Activation, Color, Phase, Schedule
-from fxpipe.schedule.search.vocabulary_passes import with_output_shards
+from fxpipe.schedule.search.build import build
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.stages import Vocabulary
+from fxpipe.schedule.vocabulary_costs import with_output_shards
 
 #: With nothing but what streams and events promise.
 FREE = replace(DEVICES, run_ahead=None)

@@ -8,7 +8,7 @@ from executions_campaign import FREE, SHARES, VOCABULARIES, cases, check
 from test_schedule_lowering import HEADS, hand, head_edges
 
 from fxpipe.schedule.costs import StageCost, chain
-from fxpipe.schedule.families.registry import FAMILIES, build
+from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.lowering.channels import in_rounds
 from fxpipe.schedule.lowering.deadlock import connections_of, prove, stuck_at
 from fxpipe.schedule.lowering.execution import DEVICES, execution
@@ -16,6 +16,7 @@ from fxpipe.schedule.lowering.lower import AllReduceGradient, Wait, WaitCollecti
 from fxpipe.schedule.lowering.races import races
 from fxpipe.schedule.offload.memory_pool import pools
 from fxpipe.schedule.ops import Direction, Phase, Schedule, Transfer
+from fxpipe.schedule.search.build import build
 
 MICROBATCHES = (1, 2, 3, 4, 8, 16)
 RANKS = (2, 3, 4, 8)

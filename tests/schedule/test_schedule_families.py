@@ -6,9 +6,10 @@ from marks import slow_except
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.costs import Costs, StageCost, chain
 from fxpipe.schedule.engine.arrays import decode, encode, schedule_arrays
-from fxpipe.schedule.families.registry import FAMILIES, build
+from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.families.weights import Gap, delay_weights, fill_bubbles
 from fxpipe.schedule.ops import Order, order_text, parse_order
+from fxpipe.schedule.search.build import build
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from fxpipe.cli.command import main
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
-from fxpipe.schedule.families.registry import build
 from fxpipe.schedule.offload.planner import FULL, HALF, Offload, offload, offload_within, with_link
 from fxpipe.schedule.ops import PHASES, Color, Direction, Phase, Transfer
 from fxpipe.schedule.search.auto import SearchResult, Setting, search
+from fxpipe.schedule.search.build import build
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
 

@@ -11,8 +11,8 @@ from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.placement import place
 from fxpipe.schedule.search.auto import SearchResult, Setting, search
 from fxpipe.schedule.search.fastest import fastest
-from fxpipe.schedule.search.vocabulary_passes import with_output_shards
 from fxpipe.schedule.stages import Vocabulary
+from fxpipe.schedule.vocabulary_costs import with_output_shards
 
 pytestmark = pytest.mark.slow
 

@@ -18,16 +18,15 @@ from fxpipe.schedule.engine.dispatch import dispatch
 from fxpipe.schedule.engine.dispatch_kernel import LATE, NUMBERS, draw_ops
 from fxpipe.schedule.engine.kernel import Floats, judge_ops, run_ops
 from fxpipe.schedule.families.greedy import zero_bubble, zero_bubble_v
-from fxpipe.schedule.families.registry import build
 from fxpipe.schedule.ops import Color, Phase, order_text, parse_order
 from fxpipe.schedule.placement import place
 from fxpipe.schedule.problem import Problem, per_rank
 from fxpipe.schedule.search.auto import Setting, frontier, search
+from fxpipe.schedule.search.build import build
 from fxpipe.schedule.search.due_dates import cross, least_period, start_alone, timetable
 from fxpipe.schedule.search.goal import Goal
 from fxpipe.schedule.search.local_search import improve
 from fxpipe.schedule.search.pool import find
-from fxpipe.schedule.search.starts import starts
 from fxpipe.schedule.simulation.simulator import simulate
 
 pytestmark = pytest.mark.slow
@@ -290,7 +289,7 @@ def test_a_search_starts_no_worse_than_what_is_published():
         problem = Problem(
             "zb", ranks, m, 1, "plain", even_costs(ranks, 1, times, comm, 0.45), (ranks,) * ranks
         )
-        (found,) = find([problem], starts, "span", effort=1e-6)
+        (found,) = find([problem], "span", effort=1e-6)
         assert round(1 - m * problem.arrays.period / found.seconds, 4) <= one
 
 
@@ -300,7 +299,7 @@ def test_no_schedule_has_a_shorter_period_than_the_bound():
     limited = Problem("zb", 2, 4, 1, "plain", costs, (1.0, 1.0))
     assert least_period(limited) == pytest.approx(4 + 0.5 + 0.5)  # F0, there, F1, B1, back, B0; half of W0
     assert least_period(replace(limited, limits=(inf, inf))) == 3
-    (found,) = find([limited], starts, "span", effort=0.05)
+    (found,) = find([limited], "span", effort=0.05)
     assert found.seconds >= 4 * 5 - 1e-9 - 2.5
 
 
@@ -364,11 +363,11 @@ def test_an_order_that_breaks_a_limit_or_blocks_takes_forever():
 def test_the_seed_and_the_number_of_threads(monkeypatch):
     """The same seed gives the same order on any number of cores; other seeds are other searches."""
     problem = Problem("zb", 4, 8, 2, "v", v_costs(4, **LARGE), (2.3,) * 4)
-    found = {seed: find([problem], starts, "span", 0.1, seed)[0] for seed in range(4)}
+    found = {seed: find([problem], "span", 0.1, seed)[0] for seed in range(4)}
     assert len({tuple(one.order.tolist()) for one in found.values()}) > 1
     for cores in (1, 3, 16):
         monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
-        again = find([problem], starts, "span", 0.1, 2)[0]
+        again = find([problem], "span", 0.1, 2)[0]
         assert again.order.tolist() == found[2].order.tolist()
 
 
@@ -377,12 +376,12 @@ def test_edges_in_a_cycle_are_an_error():
     costs = chain([StageCost(1, 1, 1, 1, 1)] * 2)
     cyclic = Problem("zb", 2, 2, 1, "plain", replace(costs, edges=(*costs.edges, back)), (inf, inf))
     with pytest.raises(ScheduleError, match=r"form a cycle: .*F0"):
-        find([cyclic], starts, "span")
+        find([cyclic], "span")
 
 
 def test_more_effort_finds_more():
     problem = Problem("zb", 8, 24, 2, "v", v_costs(8, **LARGE), (5.0,) * 8)
-    little, much = (find([problem], starts, "span", effort)[0].seconds for effort in (0.01, 2.0))
+    little, much = (find([problem], "span", effort)[0].seconds for effort in (0.01, 2.0))
     assert much < 0.99 * little
 
 

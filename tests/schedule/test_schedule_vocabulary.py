@@ -3,12 +3,12 @@
 import pytest
 
 from fxpipe.schedule.costs import Costs, StageCost, chain
-from fxpipe.schedule.families.registry import build
 from fxpipe.schedule.ops import Schedule
-from fxpipe.schedule.search.vocabulary_passes import with_output_shards
+from fxpipe.schedule.search.build import build
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.schedule.stages import Vocabulary
+from fxpipe.schedule.vocabulary_costs import with_output_shards
 from tests.schedule.test_schedule_properties import with_lookups
 
 pytestmark = pytest.mark.slow

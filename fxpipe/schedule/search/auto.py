@@ -18,7 +18,6 @@ from fxpipe.schedule.problem import Limit, Problem
 from fxpipe.schedule.search.goal import Objective as Objective
 from fxpipe.schedule.search.pool import find
 from fxpipe.schedule.search.results import Draft, Entry, Results
-from fxpipe.schedule.search.starts import starts
 from fxpipe.schedule.search.ways import SEARCHED, Way, limits_of, ways_of
 from fxpipe.schedule.search.ways import Setting as Setting
 from fxpipe.schedule.simulation.timeline import Timeline
@@ -199,7 +198,7 @@ def _searched(bounds: Mapping[Way, float], results: Results, effort: float | Non
     for is_beyond in (False, True):
         alike = [way for way in able if (way.offload is not None) == is_beyond]
         problems = [way.problem for way in alike]
-        found = find(problems, starts, results.objective, effort, seed) if alike else []
+        found = find(problems, results.objective, effort, seed) if alike else []
         for way, one in zip(alike, found, strict=True):
             assert one is not None, "the search has an order where a microbatch fits"
             order = decode(way.problem.arrays, one.order, way.problem.microbatches)

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from math import inf
 
 from fxpipe.errors import LimitError, ScheduleError
-from fxpipe.schedule.families.registry import FAMILIES, build
+from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.offload.planner import AUTO as AS_NEEDED
 from fxpipe.schedule.offload.planner import Share, with_offload
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.placement import PLACEMENTS
 from fxpipe.schedule.problem import Limit, per_rank
 from fxpipe.schedule.search.auto import More, SearchResult, Setting, search
+from fxpipe.schedule.search.build import build
 from fxpipe.schedule.search.goal import Objective
 from fxpipe.schedule.simulation.simulator import simulate
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain as joined
@@ -16,6 +16,7 @@ from fxpipe.schedule.engine.arrays import OpIds, ScheduleArrays
 from fxpipe.schedule.engine.dispatch import check_one_microbatch_fits, one_microbatch_fits
 from fxpipe.schedule.engine.dispatch_kernel import NUMBERS, draw_ops
 from fxpipe.schedule.engine.kernel import Floats, judge_ops
+from fxpipe.schedule.families.starts import starts
 from fxpipe.schedule.problem import Problem
 from fxpipe.schedule.search.due_dates import cross, least_period, timetable
 from fxpipe.schedule.search.goal import Goal, Objective
@@ -33,8 +34,6 @@ _BATCH, _PARTS = 32, 16  # draws that are made at a time, before the next are cr
 _KEPT = 16  # of the best draws, to cross
 _WIDTH, _LAST = 32, 2  # orders that are annealed at first and at last
 
-Starts = Callable[[Problem], Sequence[OpIds]]
-
 
 @dataclass(frozen=True, eq=False)
 class Found:
@@ -48,7 +47,6 @@ class Found:
 
 def find(
     problems: Sequence[Problem],
-    starts: Starts,
     objective: Objective,
     effort: float | None = None,
     seed: int = 0,

@@ -19,7 +19,7 @@ from math import inf
 import numpy as np
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedule.costs import Costs, Edge, StageCost
+from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.engine.arrays import (
     OpIds,
     ScheduleArrays,
@@ -32,49 +32,19 @@ from fxpipe.schedule.engine.arrays import (
 )
 from fxpipe.schedule.engine.dispatch import dispatch
 from fxpipe.schedule.engine.kernel import Floats
-from fxpipe.schedule.ops import Color, Op, OpKind, Order, Phase
+from fxpipe.schedule.ops import Op, OpKind, Order
 from fxpipe.schedule.problem import Problem
 from fxpipe.schedule.search.due_dates import start_alone
 from fxpipe.schedule.search.goal import Goal, Objective
 from fxpipe.schedule.search.pool import Task, anneal_each
 from fxpipe.schedule.stages import Vocabulary
+from fxpipe.schedule.vocabulary_costs import some_stages
 
 _LOOKAHEADS = ((0.0, 0.0, 0.0), (0.3, 0.3, 0.3), (1.0, 1.0, 0.5), (1.001, 0.3, 0.7))
 _DELAYS = (0.0, 1.0, 3.0)  # delays of T, in periods
 _EMBEDDED = 2  # microbatches that an embedding shard may hold
 _EQUAL = 0.005  # of two orders whose times differ by less, the one with the lower peak memory is better
 _TRIES = 6  # with less memory for the stages beside embedding shards each time
-
-
-def model_stage_costs(costs: Costs, vocabulary: Vocabulary) -> Costs:
-    """The costs of the model's own stages."""
-    return _some(costs, vocabulary.embedding_shards, len(costs.stages) - vocabulary.output_shards)
-
-
-def _some(costs: Costs, first: int, last: int) -> Costs:
-    """The costs of the stages from ``first`` to before ``last``, renumbered from 0."""
-
-    def moved(color: Color) -> Color:
-        return Color(color.stage - first, color.phase)
-
-    edges = tuple(
-        replace(edge, source=moved(edge.source), target=moved(edge.target))
-        for edge in costs.edges
-        if first <= edge.source.stage < last and first <= edge.target.stage < last
-    )
-    return replace(costs, stages=costs.stages[first:last], edges=edges, link=None)
-
-
-def budget_for_model_stages(
-    costs: Costs, vocabulary: Vocabulary, limits: Sequence[float]
-) -> tuple[float, ...]:
-    """Per rank the memory left for the model's stages if the vocabulary stages hold one microbatch."""
-    taken = [0.0] * len(limits)
-    count = len(costs.stages)
-    for stage in (*range(vocabulary.embedding_shards), *range(count - vocabulary.output_shards, count)):
-        rank = stage if stage < vocabulary.embedding_shards else stage - (count - vocabulary.output_shards)
-        taken[rank] += max(costs.stages[stage].saved_activations, costs.stages[stage].saved_for_weight)
-    return tuple(limit - own for limit, own in zip(limits, taken, strict=True))
 
 
 def weave(
@@ -154,7 +124,7 @@ def _starts(
     m, shards, op_ids = model.microbatches, vocabulary.embedding_shards, encode(order, model.microbatches)
     placement = vocabulary.placement(model.placement)
     arrays = schedule_arrays(costs, placement)
-    listed = schedule_arrays(_some(costs, shards, len(costs.stages)), placement[shards:])
+    listed = schedule_arrays(some_stages(costs, shards, len(costs.stages)), placement[shards:])
     goal, dates = Goal.of(objective, costs, placement, m, arrays), _Dates(model, op_ids, listed)
     embedded = [_EMBEDDED * hold for hold in arrays.hold[:shards]] or [0.0] * model.ranks
     left = [limit - own for limit, own in zip(limits, embedded, strict=True)]
@@ -282,33 +252,3 @@ class _Dates:
         dates[self.first_shard + 2 :: 3] += delay * self.period
         flat: Floats = dates.ravel()
         return flat
-
-
-def with_output_shards(
-    costs: Costs,
-    ranks: int,
-    seconds: float,
-    barriers: int,
-    transfer: float,
-    saved: float = 0.0,
-    inter_transfer: float | None = None,
-) -> Costs:
-    """The costs of a model with a sharded output layer: every rank spends ``seconds`` per microbatch on it, a
-    third each on the logits and the two gradients, and holds ``saved`` from pass S to pass T.
-
-    transfer, inter_transfer: the seconds of a message within a machine and between two (by default the same).
-    """
-
-    def edge(source: Color, target: Color) -> Edge:
-        return Edge(source, target, seconds=transfer, inter_seconds=inter_transfer)
-
-    third, last = seconds / 3, len(costs.stages) - 1
-    before = 2 * third if barriers == 1 else third
-    head = StageCost(before, max(0.0, seconds - third - before), third, saved, saved)
-    shards, edges = range(last + 1, last + 1 + ranks), list(costs.edges)
-    for own in shards:
-        edges.append(edge(Color(last, Phase.F), Color(own, Phase.F)))
-        others = [Color(other, Phase.B) for other in shards if other != own]
-        edges += [edge(Color(own, Phase.F), other) for other in others]
-        edges.append(edge(Color(own, Phase.B), Color(last, Phase.B)))
-    return replace(costs, stages=(*costs.stages, *(head,) * ranks), edges=tuple(edges))

@@ -15,8 +15,8 @@ from fxpipe.schedule.ops import Order
 from fxpipe.schedule.problem import Limit, Problem, per_rank
 from fxpipe.schedule.search.due_dates import least_period
 from fxpipe.schedule.search.goal import Objective
-from fxpipe.schedule.search.vocabulary_passes import budget_for_model_stages, model_stage_costs
 from fxpipe.schedule.stages import Vocabulary
+from fxpipe.schedule.vocabulary_costs import budget_for_model_stages, model_stage_costs
 
 SEARCHED = "zb"
 """The family that is searched in place of all searched families: the others are cases of it."""
