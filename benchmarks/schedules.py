@@ -31,15 +31,16 @@ from report import Report
 from rich.progress import track
 
 from fxpipe.errors import ScheduleError
+from fxpipe.schedule.candidate import SearchResult
 from fxpipe.schedule.costs import Costs, StageCost, chain
-from fxpipe.schedule.engine.arrays import run
 from fxpipe.schedule.families.greedy import zero_bubble, zero_bubble_v
 from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.offload.planner import FULL, HALF, offload, with_link
+from fxpipe.schedule.ops import Objective
 from fxpipe.schedule.placement import place
-from fxpipe.schedule.problem import Problem
-from fxpipe.schedule.search.auto import Objective, SearchResult, Setting, search
+from fxpipe.schedule.problem import Limit, Problem, per_rank
 from fxpipe.schedule.search.auto import frontier as search_frontier
+from fxpipe.schedule.search.auto import search
 from fxpipe.schedule.search.build import build
 from fxpipe.schedule.search.fastest import STAGES_PER_RANK
 from fxpipe.schedule.simulation.simulator import simulate
@@ -195,21 +196,17 @@ def found(
     chunks: Sequence[int] = STAGES_PER_RANK,
     seed: int = 0,
 ) -> SearchResult:
-    return search(
-        settings_of(model, chunks),
-        ranks=model.ranks,
-        microbatches=model.microbatches,
-        memory_limit=limit,
-        objective=objective,
-        seed=seed,
-    )
+    return search(problems_of(model, limit, objective, chunks), seed=seed)
 
 
-def settings_of(model: Model, chunks: Sequence[int] = STAGES_PER_RANK) -> list[Setting]:
+def problems_of(
+    model: Model, limit: Limit, objective: Objective, chunks: Sequence[int] = STAGES_PER_RANK
+) -> list[Problem]:
+    p, m, limits = model.ranks, model.microbatches, per_rank(limit, model.ranks)
     return [
-        Setting(v, placement, model.costs(v))
+        Problem(p, m, v, shape, model.costs(v), limits, objective=objective)
         for v in chunks
-        for placement in (("plain", "v") if v > 1 else ("plain",))
+        for shape in (("plain", "v") if v > 1 else ("plain",))
     ]
 
 
@@ -240,15 +237,13 @@ def heuristics(report: Report, options: argparse.Namespace) -> None:
     for model in HEURISTICS:
         p = model.ranks
         for name, chunks, limit in (("zb", 1, p), ("zb", 1, 2 * p), ("zb-v", 2, p)):
-            costs, placement = model.costs(chunks), "v" if chunks == 2 else "plain"
-            problem = Problem(
-                name, model.ranks, model.microbatches, chunks, placement, costs, (limit,) * model.ranks
-            )
+            costs, shape = model.costs(chunks), "v" if chunks == 2 else "plain"
+            problem = Problem(p, model.microbatches, chunks, shape, costs, (limit,) * p)
             publish = zero_bubble_v if chunks == 2 else zero_bubble
             spans = [
                 done.span
-                for order in publish(problem.arrays, model.microbatches, problem.limits)
-                if (done := run(problem.arrays, order, model.microbatches)) is not None
+                for order in publish(problem.arrays, problem.limits)
+                if (done := order.run()) is not None
             ]
             mark = 1 - model.microbatches * problem.arrays.period / min(spans)
             result = tried(name, model, limit, options.seeds)
@@ -334,14 +329,7 @@ def frontier(report: Report, options: argparse.Namespace) -> None:
     report.line("\nThe frontier in one call: span bubble under a limit; ! where a lower limit has less")
     for model in (B62, LONG):
         limits = FRONTIER[model.ranks]
-        choices = search_frontier(
-            settings_of(model),
-            ranks=model.ranks,
-            microbatches=model.microbatches,
-            memory_limits=limits,
-            objective="span",
-            effort=1.0,
-        )
+        choices = search_frontier(problems_of(model, None, "span"), limits, effort=1.0)
         rows, least = [], inf
         for limit, choice in zip(limits, choices, strict=True):
             if isinstance(choice, ScheduleError):
@@ -414,7 +402,7 @@ def torch_orders(report: Report, options: argparse.Namespace) -> None:
                     f"{timeline.seconds / work:.4f}",
                     f"{timeline.span / work:.4f}",
                     f"{max(timeline.peak_memory):.4g}",
-                    choice.setting.placement,
+                    choice.problem.shape,
                     f"{seconds:.1f}",
                 ]
             )

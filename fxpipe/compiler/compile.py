@@ -124,7 +124,7 @@ def compile_model(
         bandwidth = _bandwidth(options, cluster, device)
         known = known_tensors(model, example, captured.constants)
         cut, live, found = choose(options, stages, tried, model, cluster, device, known, bandwidth, phase)
-        schedule, costs = found.schedule, found.setting.costs
+        schedule, costs = found.schedule, found.problem.costs
         _check_buffer_order(cut.graph, schedule)
         joint = _collectives(cut, schedule)
         instructions = lower(schedule, costs.edges, joint)

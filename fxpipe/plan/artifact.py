@@ -16,10 +16,10 @@ from fxpipe.plan.step import StepSpec, Tier
 from fxpipe.plan.tensors import dtype_of, gradient_dtype, is_dense
 from fxpipe.plan.version import __version__
 from fxpipe.plan.work import PlanWork
-from fxpipe.schedule.candidate import Candidate
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.ops import Schedule, Transfer, parse_ops
 from fxpipe.schedule.stages import Vocabulary
+from fxpipe.schedule.tried import Tried
 from fxpipe.strict import Misfit, parse_json, shown, structure, unstructure
 
 FORMAT = 2
@@ -124,7 +124,7 @@ class Plan:
     vocabulary: Vocabulary | None = None
     collectives: int = 0
     work: PlanWork | None = None
-    tried: tuple[Candidate, ...] = ()
+    tried: tuple[Tried, ...] = ()
     recompute: str = ""
     transfers: tuple[Transfer, ...] = ()
     tier: Tier | None = None

@@ -58,7 +58,7 @@ def test_simulated():
 def test_the_arrays_of_the_search_have_the_delay_of_each_edge(name):
     placement = place(name, 4, 2)
     costs = chain([STAGE] * 8, 0.25, inter_seconds=2.0, ranks_per_machine=2)
-    arrays = schedule_arrays(costs, placement)
+    arrays = schedule_arrays(costs, placement, 1)
     for stage in range(1, 8):
         found = dict(arrays.needs[3 * stage])[3 * (stage - 1)]
         source, target = placement[stage - 1], placement[stage]

@@ -227,7 +227,7 @@ def with_lookups(
 
 @settings(max_examples=80, deadline=None)
 @given(problems_with_vocabulary())
-def test_vocabulary_stages_are_woven_into_every_family(problem):
+def test_vocabulary_stages_are_inserted_into_every_family(problem):
     """Whole, not below the bound, within memory, and proved to end with its exchanges."""
     schedule, costs, limit = problem
     timeline = simulate(schedule, costs)

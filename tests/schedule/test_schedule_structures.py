@@ -65,8 +65,8 @@ def made(name: str, chunks: int, ranks: int, microbatches: int, costs: Costs, li
 def needed(name: str, chunks: int, ranks: int, microbatches: int, costs: Costs) -> float:
     """What one microbatch takes on the rank that needs the most."""
     shape = FAMILIES[name].placement
-    problem = Problem(name, ranks, microbatches, chunks, shape, costs, (float("inf"),) * ranks)
-    return max(problem.arrays.smallest_limit(rank) for rank in range(ranks))
+    problem = Problem(ranks, microbatches, chunks, shape, costs, (float("inf"),) * ranks)
+    return max(problem.arrays.smallest_limits)
 
 
 @settings(max_examples=100, deadline=None)

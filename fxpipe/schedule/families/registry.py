@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from math import ceil, inf
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedule.engine.arrays import encode, peaks
+from fxpipe.schedule.engine.order import Order
 from fxpipe.schedule.families import fb_orders
 from fxpipe.schedule.families.staggered import staggered
 from fxpipe.schedule.families.starts import gis as gis_orders
 from fxpipe.schedule.families.starts import groups
 from fxpipe.schedule.families.starts import zb_v as zb_v_orders
 from fxpipe.schedule.families.weights import delay_weights
-from fxpipe.schedule.ops import OpKind, Order
+from fxpipe.schedule.ops import OpKind, RankOps
 from fxpipe.schedule.problem import Problem
 
 
@@ -32,7 +32,7 @@ class Family:
     """
 
     name: str
-    function: Callable[[Problem], Order] | None
+    function: Callable[[Problem], RankOps] | None
     summary: str
     chunks: tuple[int, ...] | range = range(1, 1024)
     shapes: tuple[str, ...] = ("plain", "v")
@@ -61,11 +61,11 @@ class Family:
         return stages_per_rank in self.chunks and (stages_per_rank == 1 or placement in self.shapes)
 
 
-def gpipe(problem: Problem) -> Order:
+def gpipe(problem: Problem) -> RankOps:
     return fb_orders.breadth_first(problem.placement, problem.microbatches, OpKind.BW)
 
 
-def one_f_one_b(problem: Problem) -> Order:
+def one_f_one_b(problem: Problem) -> RankOps:
     if problem.is_v:
         return _v_fb_order(problem, OpKind.BW)
     p, v = problem.ranks, problem.stages_per_rank
@@ -73,27 +73,26 @@ def one_f_one_b(problem: Problem) -> Order:
     return fb_orders.interleaved(problem.placement, problem.microbatches, OpKind.BW, in_flight.__getitem__)
 
 
-def gis(problem: Problem) -> Order:
+def gis(problem: Problem) -> RankOps:
     """With split backward; by default the best group size from p/2 to p whose order fits memory."""
     p = problem.ranks
     if problem.group is not None:
         least = ceil(p / 2)
         if not least <= problem.group <= p:
             raise ScheduleError(
-                f"schedule {problem.name} on {p} ranks has groups of {least} to {p} microbatches, "
-                f"not {problem.group}"
+                f"on {p} ranks it has groups of {least} to {p} microbatches, not {problem.group}"
             )
     sizes = groups(p) if problem.group is None else [problem.group]
-    return problem.fastest_of(op_ids for group in sizes for op_ids in gis_orders(group, problem))
+    return problem.fastest(order for group in sizes for order in gis_orders(group, problem)).ops
 
 
-def zb_h1(problem: Problem) -> Order:
+def zb_h1(problem: Problem) -> RankOps:
     """Plain placement: rank r runs at most p·v - r forwards ahead of its B, and W r ops of B later, so that
     every rank holds p·v chunks.  V placement: W ops fill the bubbles that the costs leave.
     """
     if problem.is_v:
         _check_two_in_v(problem)
-        return problem.fastest_of(zb_v_orders(problem))
+        return problem.fastest(zb_v_orders(problem)).ops
     p, v = problem.ranks, problem.stages_per_rank
     return delay_weights(
         fb_orders.interleaved(problem.placement, problem.microbatches, OpKind.B, lambda rank: p * v - rank),
@@ -101,7 +100,7 @@ def zb_h1(problem: Problem) -> Order:
     )
 
 
-def zb_h2(problem: Problem) -> Order:
+def zb_h2(problem: Problem) -> RankOps:
     """Rank r runs at most 2(p - r) - 1 forwards ahead of its B, and W 2r ops of B later: 2p - 1 M_B on every
     rank."""
     p = problem.ranks
@@ -111,20 +110,18 @@ def zb_h2(problem: Problem) -> Order:
     return delay_weights(fb_order, lambda rank: 2 * rank)
 
 
-def dual_pipe_v(problem: Problem) -> Order:
+def dual_pipe_v(problem: Problem) -> RankOps:
     return fb_orders.dual_pipe_v(problem.ranks, problem.microbatches)
 
 
-def _v_fb_order(problem: Problem, backward: OpKind) -> Order:
+def _v_fb_order(problem: Problem, backward: OpKind) -> RankOps:
     _check_two_in_v(problem)
     return fb_orders.zero_bubble_v(problem.ranks, problem.microbatches, backward)
 
 
 def _check_two_in_v(problem: Problem) -> None:
     if problem.stages_per_rank != 2:
-        raise ScheduleError(
-            f"schedule {problem.name} in V placement has 2 stages per rank, not {problem.stages_per_rank}"
-        )
+        raise ScheduleError(f"in V placement it has 2 stages per rank, not {problem.stages_per_rank}")
 
 
 _CHUNKS = (range(2, 1024), ("plain",))
@@ -176,33 +173,36 @@ def order_of(family: Family, problem: Problem) -> Order:
     Raises ScheduleError for a limit that the family cannot keep.
     """
     assert family.function is not None, "its orders are built by rule"
-    check_least(family, problem)
-    order = family.function(problem)
+    check_least(family.name, problem)
+    try:
+        order = problem.order(family.function(problem))
+    except ScheduleError as error:
+        raise ScheduleError(f"schedule {family.name}: {error}") from error
     if not problem.is_even:
         with suppress(ScheduleError):  # it may have no order for the mean costs under the limit
-            order = problem.fastest([order, family.function(problem.with_mean_costs())])
-    _check_memory(family, problem, order)
+            order = problem.fastest([order, problem.order(family.function(problem.with_mean_costs()))])
+    _check_memory(family.name, problem, order)
     return order
 
 
-def check_least(family: Family, problem: Problem) -> None:
+def check_least(name: str, problem: Problem) -> None:
     """Raise ScheduleError if one microbatch alone exceeds a rank's limit: then no family can keep it."""
-    needed = [problem.arrays.smallest_limit(rank) for rank in range(problem.ranks)]
+    needed = problem.arrays.smallest_limits
     for rank, (least, limit) in enumerate(zip(needed, problem.limits, strict=True)):
         if least > limit * (1 + 1e-9):
             raise ScheduleError(
-                f"schedule {family.name}: one microbatch needs {least:g} of memory on rank {rank}, and the "
-                f"limit is {limit:g}; the smallest limit that any schedule can keep is {max(needed):g}"
+                f"schedule {name}: one microbatch needs {least:g} of memory on rank {rank}, and the limit is "
+                f"{limit:g}; the smallest limit that any schedule can keep is {max(needed):g}"
             )
 
 
-def _check_memory(family: Family, problem: Problem, order: Order) -> None:
+def _check_memory(name: str, problem: Problem, order: Order) -> None:
     if not problem.is_limited:
         return
-    peak = peaks(problem.arrays, encode(order, problem.microbatches), problem.microbatches)
-    for rank, (most, limit) in enumerate(zip(peak, problem.limits, strict=True)):
+    peaks = order.peaks()
+    for rank, (most, limit) in enumerate(zip(peaks, problem.limits, strict=True)):
         if limit < inf and most > limit * (1 + 1e-9):
             raise ScheduleError(
-                f"schedule {family.name} needs {most:g} of memory on rank {rank}, and the limit is "
-                f"{limit:g}; the smallest limit that it can keep is {max(peak):g}"
+                f"schedule {name} needs {most:g} of memory on rank {rank}, and the limit is {limit:g}; the "
+                f"smallest limit that it can keep is {max(peaks):g}"
             )

@@ -2,145 +2,117 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
 from math import inf
 
 from fxpipe.errors import LimitError, ScheduleError
-from fxpipe.schedule.candidate import Candidate
+from fxpipe.schedule.candidate import Candidate, SearchResult
 from fxpipe.schedule.offload.planner import with_offload
-from fxpipe.schedule.ops import Order, Schedule
-from fxpipe.schedule.search.goal import Objective
-from fxpipe.schedule.search.pool import Task, anneal_all, anneal_each
-from fxpipe.schedule.search.vocabulary_passes import weavings, woven
-from fxpipe.schedule.search.ways import Setting, Way
+from fxpipe.schedule.ops import RankOps
+from fxpipe.schedule.problem import Problem
+from fxpipe.schedule.search.pool import anneal_all, anneal_each
+from fxpipe.schedule.search.vocabulary_passes import best_of, insertions
 from fxpipe.schedule.simulation.simulator import simulate
-from fxpipe.schedule.simulation.timeline import Timeline
-
-
-@dataclass(frozen=True, eq=False)
-class Draft:
-    """An order of the model's own stages."""
-
-    family: str
-    way: Way
-    order: Order
-    least: float
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A complete schedule; the least ``key`` is the best."""
-
-    key: tuple[float, float, float, float]
-    way: Way
-    timeline: Timeline
+from fxpipe.schedule.tried import Tried
 
 
 class Results:
     """The candidates so far, and the best of them.
 
-    ``smallest``: the smallest limit that a schedule kept with as much offload as possible.  ``woven``: the
-    drafts with vocabulary stages, with their orders of all stages.
+    ``smallest``: the smallest limit that a schedule kept with as much offload as possible.  ``inserted``: the
+    candidates with vocabulary stages, each with its orders of all stages.
     """
 
-    def __init__(self, objective: Objective) -> None:
-        self.objective: Objective = objective
-        self.best: Entry | None = None
+    def __init__(self) -> None:
+        self.best: SearchResult | None = None
         self.smallest = inf
-        self.tried: dict[tuple[Way, str], Candidate] = {}
-        self.woven: dict[Draft, list[Task]] = {}
+        self.tried: dict[tuple[Problem, str], Tried] = {}
+        self.inserted: list[tuple[Candidate, list[Candidate]]] = []
 
     def is_beaten(self, least: float) -> bool:
         """Whether the best schedule is faster than one that takes ``least`` seconds or more."""
         return self.best is not None and least > self.best.key[0] * (1 + 1e-9)
 
-    def leave_out(self, way: Way, family: str, why: str) -> None:
-        self.tried[way, family] = _candidate(family, way.setting, why)
+    def leave_out(self, problem: Problem, family: str, why: str) -> None:
+        stages, shape, barriers, recompute = problem.setting
+        row = Tried(family, stages, shape, why=why, barriers=barriers, recompute=recompute)
+        self.tried[problem, family] = row
 
-    def complete(self, draft: Draft) -> None:
-        """Add the draft's schedule with vocabulary stages, and with transfers if it is not beaten by then."""
-        way, vocabulary = draft.way, draft.way.setting.vocabulary
-        if vocabulary is None:
-            self._add(draft, draft.order)
+    def complete(self, candidate: Candidate) -> None:
+        """Add the schedule with vocabulary stages, and with transfers if it is not beaten by then."""
+        if candidate.problem.vocabulary is None:
+            self._add(candidate, candidate.order.ops)
             return
-        costs, limits = way.setting.costs, way.limits_without_offload
         try:
-            tasks = weavings(way.problem, draft.order, costs, vocabulary, limits, self.objective)
+            orders = insertions(candidate.problem, candidate.family, candidate.order)
         except ScheduleError as error:
-            self.leave_out(way, draft.family, str(error))
+            self.leave_out(candidate.problem, candidate.family, str(error))
         else:
-            self.woven[draft] = tasks
-            self._add(draft, woven(tasks, vocabulary))
+            self.inserted.append((candidate, orders))
+            self._add(candidate, best_of(orders))
 
     def anneal(self, effort: float | None, seed: int) -> None:
-        """Anneal the orders with vocabulary stages: all in one pool, but for those that offload to keep a
-        limit, since one of them that is slow without the transfers may be the fastest with them.
+        """Anneal the orders with vocabulary stages together.  Orders that need offload to keep a limit are
+        annealed one by one, since transfers can change which is fastest.
         """
-        together, alone = list[list[Task]](), list[Task]()
-        for draft, tasks in self.woven.items():
-            if not draft.way.offloads_to_fit:
-                together.append(tasks)
-            elif not self.is_beaten(draft.least):
-                alone += tasks
-        if together:
-            anneal_all([task for tasks in together for task in tasks], effort, seed)
-            # The pool has no work for an order that needs less memory than one at the bound.
-            alone += min(together, key=lambda tasks: min(task.seconds for task in tasks))
-        anneal_each(alone, seed)
-        for draft, tasks in self.woven.items():
-            vocabulary = draft.way.setting.vocabulary
-            assert vocabulary is not None, "stages are woven into its order"
-            self._add(draft, woven(tasks, vocabulary))
+        together, alone = list[list[Candidate]](), list[Candidate]()
+        for candidate, orders in self.inserted:
+            if candidate.problem.offload is None or not candidate.problem.is_limited:
+                together.append(orders)
+            elif not self.is_beaten(candidate.seconds):
+                alone += orders
+        best = {one.problem: one for _, orders in self.inserted for one in orders}
 
-    def _add(self, draft: Draft, order: Order) -> None:
-        """``order``: of all stages."""
+        def now(orders: Iterable[Candidate]) -> list[Candidate]:
+            return [best[one.problem] for one in orders]
+
+        if together:
+            annealed = anneal_all([one for orders in together for one in orders], effort, seed)
+            best.update((one.problem, one) for one in annealed)
+            # The pool has no work for an order that needs less memory than one at the bound.
+            alone += min(together, key=lambda orders: min(one.seconds for one in now(orders)))
+        best.update((one.problem, one) for one in anneal_each(now(alone), seed))
+        for candidate, orders in self.inserted:
+            self._add(candidate, best_of(now(orders)))
+
+    def _add(self, candidate: Candidate, ops: RankOps) -> None:
+        """``ops``: of all stages."""
+        problem, family = candidate.problem, candidate.family
         try:
-            entry = self._entry(draft, order)
+            found = self._completed(problem, family, ops)
         except ScheduleError as error:
             if isinstance(error, LimitError):
                 self.smallest = min(self.smallest, error.smallest)
-            if (draft.way, draft.family) not in self.tried:
-                self.leave_out(draft.way, draft.family, str(error))
+            if (problem, family) not in self.tried:
+                self.leave_out(problem, family, str(error))
             return
-        self.tried[draft.way, draft.family] = _tried(entry)
-        self.best = entry if self.best is None else min(self.best, entry, key=lambda entry: entry.key)
+        self.tried[problem, family] = _row(found)
+        self.best = found if self.best is None else min(self.best, found, key=lambda one: one.key)
 
-    def _entry(self, draft: Draft, order: Order) -> Entry:
-        way, setting = draft.way, draft.way.setting
-        schedule = Schedule(draft.family, way.placement, way.problem.microbatches, order, setting.vocabulary)
-        timeline = simulate(schedule, setting.costs)
-        if way.offload is not None:
-            if self.is_beaten(least := _key(timeline, self.objective)[0]):
-                raise ScheduleError(f"not offloaded: {self.compared(least)}")
-            timeline = with_offload(timeline, way.offload, way.limits)
-        return Entry(_key(timeline, self.objective), way, timeline)
+    def _completed(self, problem: Problem, family: str, ops: RankOps) -> SearchResult:
+        found = SearchResult(problem, simulate(problem.schedule(family, ops), problem.costs))
+        if problem.offload is None:
+            return found
+        if self.is_beaten(least := found.key[0]):
+            raise ScheduleError(f"not offloaded: {self.compared(least)}")
+        return SearchResult(problem, with_offload(found.timeline, problem.offload, problem.limits))
 
     def compared(self, least: float) -> str:
         assert self.best is not None, "there is something to compare with"
         return f"it takes {least:g} or more, and another takes {self.best.key[0]:g}"
 
 
-def _key(timeline: Timeline, objective: Objective) -> tuple[float, float, float, float]:
-    """What is compared: the objective first."""
-    seconds, span, peak = (
-        float(f"{x:.9g}") for x in (timeline.seconds, timeline.span, max(timeline.peak_memory))
-    )
-    moved = timeline.moved
-    return (seconds, moved, peak, span) if objective == "makespan" else (span, seconds, moved, peak)
-
-
-def _tried(entry: Entry) -> Candidate:
-    timeline = entry.timeline
-    return replace(
-        _candidate(timeline.schedule.name, entry.way.setting),
-        seconds=timeline.seconds,
-        span_bubble=timeline.span_bubble,
-        peak_memory=max(timeline.peak_memory),
+def _row(found: SearchResult) -> Tried:
+    timeline = found.timeline
+    stages, shape, barriers, recompute = found.problem.setting
+    return Tried(
+        timeline.schedule.name,
+        stages,
+        shape,
+        timeline.seconds,
+        timeline.span_bubble,
+        max(timeline.peak_memory),
+        barriers=barriers,
+        recompute=recompute,
         offloaded=timeline.moved,
     )
-
-
-def _candidate(name: str, setting: Setting, why: str = "") -> Candidate:
-    barriers = 0 if setting.vocabulary is None else setting.vocabulary.barriers
-    shape = setting.stages_per_rank, setting.placement
-    return Candidate(name, *shape, barriers=barriers, recompute=setting.recompute, why=why)
