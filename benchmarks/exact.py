@@ -15,10 +15,10 @@ import argparse
 import time
 from pathlib import Path
 
+from exact_block import exact_block
 from report import Report
 
 from fxpipe.schedule.costs import StageCost, chain
-from fxpipe.schedule.exact.block import exact_block
 from fxpipe.schedule.exact.order import exact
 from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.placement import place

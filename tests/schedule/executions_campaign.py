@@ -13,11 +13,13 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise, product
 from math import inf
+
+from races import Access, Places, races
 
 from fxpipe.codegen.collectives import collectives
 from fxpipe.errors import ScheduleError
@@ -25,19 +27,15 @@ from fxpipe.ir.sections import SectionEdge
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
 from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.lowering.deadlock import prove
-from fxpipe.schedule.lowering.execution import DEVICES, Access, execution
 from fxpipe.schedule.lowering.lower import AllReduceGradient, Programs, lower, with_gradients
-from fxpipe.schedule.lowering.races import races
 from fxpipe.schedule.offload.memory_pool import pools
 from fxpipe.schedule.offload.planner import FULL, HALF, offload, with_link
-from fxpipe.schedule.ops import Activation, Color, Phase, Schedule
+from fxpipe.schedule.ops import Color, Phase, Schedule
 from fxpipe.schedule.search.build import build
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.stages import Vocabulary
 from fxpipe.schedule.vocabulary_costs import with_output_shards
 
-#: With nothing but what streams and events promise.
-FREE = replace(DEVICES, run_ahead=None)
 STAGES = [(1, "plain"), (2, "plain"), (2, "v"), (4, "plain")]
 #: Output shards with so many barriers, and embedding shards beside them.
 VOCABULARIES = [None, (1, False), (2, False), (1, True), (2, True)]
@@ -130,9 +128,6 @@ def _schedule_of(case: Case) -> tuple[Schedule, Costs] | None:
     return schedule, costs
 
 
-Places = Sequence[Mapping[Activation, Sequence[tuple[int, int]]]]
-
-
 def lowered(case: Case) -> tuple[Programs, Schedule, Places] | None:
     """The programs with what they do at the end, and per rank the parts of the pool of each activation."""
     found = _schedule_of(replace(case, share=None))
@@ -175,7 +170,7 @@ def check(case: Case) -> list[tuple[Access, Access]] | None:
         return None
     programs, schedule, places = found
     prove(programs, schedule.placement)
-    return races(execution(programs, schedule.placement, FREE, places=places))
+    return races(programs, schedule.placement, places)
 
 
 def main() -> None:

@@ -8,9 +8,9 @@ from itertools import product
 
 import pytest
 
+from benchmarks.exact_block import exact_block
 from fxpipe.errors import DeadlockError, FxpipeError, ScheduleError
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
-from fxpipe.schedule.exact.block import exact_block
 from fxpipe.schedule.exact.order import exact
 from fxpipe.schedule.ops import Color, Op, OpKind, Phase, Schedule
 from fxpipe.schedule.placement import place

@@ -11,15 +11,13 @@ The programs end if and only if the graph has no cycle.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 
 from fxpipe.schedule.lowering.channels import Channel, channel_of
 from fxpipe.schedule.lowering.lower import (
     AllReduceGradient,
     Collective,
-    CollectiveKind,
     Compute,
     DivideGradients,
     Instruction,
@@ -32,7 +30,7 @@ from fxpipe.schedule.lowering.lower import (
     WaitCollective,
     WaitTransfer,
 )
-from fxpipe.schedule.ops import PHASES, Activation, Color, Direction, Op, OpKind, arrival
+from fxpipe.schedule.ops import Activation, Direction
 
 Connections = Sequence[Sequence[Channel | Collective]]
 """Per rank what it connects before its program, in its order."""
@@ -43,41 +41,17 @@ class Machine:
     """How ranks wait.
 
     ``hosts_wait``: a wait blocks the host, which runs the ops itself, as on a CPU; else it holds up the
-    stream of the ops.  ``one_queue``: the streams of a rank share one queue of the device, in the order in
-    which its host started kernels; the first that may not begin holds up those behind it.  ``run_ahead``: the
-    host waits until at most that many ops are started and not over.
-
-    For backends and runtimes that fxpipe does not have.  ``kernels``: of each message; 0: one for all that an
-    instruction sends or receives.  ``sends_wait``: ops wait for the sends before them.  ``divides_at_once``:
-    gradients are divided while they are sent.  ``loads``: the kernels of a section are loaded when it first
-    runs, for which the driver waits until all that was started on the device is over.
+    stream of the ops.  ``run_ahead``: the host waits until at most that many ops are started and not over.
     """
 
     name: str
     hosts_wait: bool = False
-    one_queue: bool = False
     run_ahead: int | None = None
-    kernels: int = 0
-    sends_wait: bool = False
-    divides_at_once: bool = False
-    loads: bool = False
 
 
 HOSTS = Machine("CPUs", hosts_wait=True)
 #: Each stream has a queue of its own, which the runtime makes sure of.
 DEVICES = Machine("devices", run_ahead=4)
-
-
-@dataclass(frozen=True, slots=True)
-class Access:
-    """A kernel of ``rank`` reads or writes a storage of that rank, between two nodes of the graph."""
-
-    rank: int
-    storage: Hashable
-    writes: bool
-    begun: int
-    over: int
-    what: Instruction | str
 
 
 @dataclass(eq=False)
@@ -92,7 +66,6 @@ class Execution:
     at: list[tuple[int, int]] = field(default_factory=list)
     hosts: list[int] = field(default_factory=list)
     streams: dict[int, tuple[Hashable, int]] = field(default_factory=dict)
-    accesses: list[Access] = field(default_factory=list)
 
     def order(self) -> list[int]:
         """The nodes that come to be over, each behind those that it waits for."""
@@ -110,31 +83,6 @@ class Execution:
         return found
 
 
-def execution(
-    programs: Programs,
-    placement: Sequence[int],
-    machine: Machine,
-    connections: Connections | None = None,
-    places: Sequence[Mapping[Activation, Iterable[Hashable]]] | None = None,
-) -> Execution:
-    """The graph of the programs of all ranks, whose messages and collectives match.
-
-    connections: what is not among them is connected where it is first used, which blocks the hosts until all
-    of its ranks are there.  By default everything is connected.
-    places: per rank the parts of the offload pool that an activation takes.
-    """
-    graph, meetings = Execution(), _Meetings()
-    for number, program in enumerate(programs):
-        own = None if places is None else places[number]
-        rank = _Rank(number, placement, machine, graph, meetings, program, own)
-        if connections is not None:
-            rank.connect(connections[number])
-        for position, instruction in enumerate(program):
-            rank.run(position, instruction)
-        rank.end()
-    return graph
-
-
 @dataclass(eq=False)
 class _Meetings:
     """What several ranks come to: the node at which all are there, by key and turn; the turns of a key come
@@ -149,7 +97,7 @@ class _Meetings:
         return self.turns[key] - 1
 
 
-class _Rank:
+class Rank:
     """Adds the nodes of one rank.  ``ops``: the nodes that the next kernel comes behind."""
 
     def __init__(
@@ -160,23 +108,18 @@ class _Rank:
         graph: Execution,
         meetings: _Meetings,
         program: Sequence[Instruction],
-        places: Mapping[Activation, Iterable[Hashable]] | None,
     ) -> None:
         self.number, self.placement, self.machine = number, placement, machine
-        self.graph, self.meetings, self.places = graph, meetings, places
-        self.read = _read_by(program, placement, number)
+        self.graph, self.meetings, self.program = graph, meetings, program
         self.position = -1
-        self.host = self._host([])
+        self.host = self.host_node([])
         self.ops: list[int] = []
         self.tails: dict[Hashable, int] = {}
-        self.queue: list[int] = []
         self.ended: list[int] = []
         self.sent: list[int] = []
         self.received: dict[Hashable, int] = {}
         self.moved: dict[Activation, int] = {}
-        self.summed: list[str] = []
         self.connected: set[Channel | Collective] | None = None  # None: all
-        self.loaded: set[tuple[int, OpKind]] = set()
 
     def connect(self, connections: Sequence[Channel | Collective]) -> None:
         self.connected = set()
@@ -185,59 +128,48 @@ class _Rank:
 
     def run(self, position: int, instruction: Instruction) -> None:
         self.position = position
-        self.host = self._host([self.host])
+        self.host = self.host_node([self.host])
         match instruction:
-            case Compute(op):
-                if self.machine.loads and (op.stage, op.kind) not in self.loaded:
-                    self.loaded.add((op.stage, op.kind))
-                    self.host = self._host([self.host, *self.tails.values()])
-                self._op(instruction, [(storage, False) for storage in self.read.get(op, ())])
+            case Compute():
+                self.op()
             case PostRecv(messages):
                 channel = channel_of(messages[0], self.placement)
-                self.received[messages] = self._message(channel, False, messages, instruction)
+                self.received[messages] = self.message(channel, False, len(messages))
             case Send(messages):
-                self._message(channel_of(messages[0], self.placement), True, messages, instruction)
+                self.message(channel_of(messages[0], self.placement), True, len(messages))
             case Wait(messages):
                 self._wait_for(messages)
             case StartCollective(collective, m):
                 self._use(collective)
                 turn = self.meetings.next((collective, self.number))
-                receives = _receives(collective, self.placement, self.number)
-                storage = "collective" if receives else "contribution", collective.number, m
-                over = self._kernel(
-                    collective, [(storage, receives)], instruction, meets=[(("collective", collective), turn)]
-                )
+                over = self.kernel(collective, meets=[(("collective", collective), turn)])
                 self.received[collective, m] = over
                 self.sent.append(over)
             case WaitCollective(collective, m):
                 self._wait_for((collective, m))
             case StartTransfer(transfer):
-                self._transfer(transfer.activation, transfer.direction, instruction)
+                waits = [self.moved[transfer.activation]] if transfer.direction is Direction.IN else []
+                self.moved[transfer.activation] = self.kernel(("transfer", transfer.direction), waits=waits)
             case WaitTransfer(transfer):
-                self._wait(self.moved[transfer.activation])
-                if transfer.direction is Direction.OUT:  # its memory is free for what comes next
-                    self._touch([(("saved", transfer.activation), True)], f"reuse {transfer}")
-            case AllReduceGradient(name, ranks):
-                self._all_reduce(name, ranks)
+                self.wait(self.moved[transfer.activation])
+            case AllReduceGradient(_, ranks):
+                self._all_reduce(ranks)
             case DivideGradients():
-                self._end(waits=not self.machine.divides_at_once, what=instruction)
+                self.end()
 
     def end(self) -> None:
-        """The optimizer writes the gradients that were sent."""
-        self._end(waits=True, what="the optimizer")
+        """An op that writes the gradients that were sent: of the optimizer, or of what divides them."""
+        for over in self.sent:
+            self.wait(over)
+        self.op()
 
-    def _end(self, waits: bool, what: Instruction | str) -> None:
-        for over in self.sent if waits else ():
-            self._wait(over)
-        self._op(what, [(("gradient", name), True) for name in self.summed])
-
-    def _node(self, before: Iterable[int]) -> int:
+    def node(self, before: Iterable[int]) -> int:
         self.graph.before.append(list(before))
         self.graph.at.append((self.number, self.position))
         return len(self.graph.before) - 1
 
-    def _host(self, before: Iterable[int]) -> int:
-        node = self._node(before)
+    def host_node(self, before: Iterable[int]) -> int:
+        node = self.node(before)
         self.graph.hosts.append(node)
         return node
 
@@ -245,7 +177,7 @@ class _Rank:
         """The node at which all ranks have begun that meet at this key for this turn."""
         nodes = self.meetings.nodes
         if (key, turn) not in nodes:
-            nodes[key, turn] = node = self._node([nodes[key, turn - 1]] if (key, turn - 1) in nodes else [])
+            nodes[key, turn] = node = self.node([nodes[key, turn - 1]] if (key, turn - 1) in nodes else [])
             self.graph.streams[node] = key, turn
         self.graph.before[nodes[key, turn]].append(begun)
         return nodes[key, turn]
@@ -255,132 +187,89 @@ class _Rank:
         if self.connected is not None and what not in self.connected:
             self.connected.add(what)
             # A device may have to be idle when memory for a communicator is allocated.
-            begun = self._node([self.host, *self.tails.values()])
-            self.host = self._host([self._meet(("connect", what), 0, begun)])
+            begun = self.node([self.host, *self.tails.values()])
+            self.host = self.host_node([self._meet(("connect", what), 0, begun)])
 
-    def _kernel(
-        self,
-        stream: Hashable,
-        accesses: Iterable[tuple[Hashable, bool]],
-        what: Instruction | str,
-        *,
-        meets: Sequence[tuple[Hashable, int]] = (),
-        waits: Iterable[int] = (),
+    def kernel(
+        self, stream: Hashable, *, meets: Sequence[tuple[Hashable, int]] = (), waits: Iterable[int] = ()
     ) -> int:
-        """Start a kernel; return the node at which it is over.
-
-        accesses: storages, and whether it writes; each of a kernel that meets others at one of ``meets``.
-        """
+        """Start a kernel; return the node at which it is over.  That node comes behind the one at which the
+        kernel has begun, and behind those at which it meets others."""
         key = self.number, stream
-        before = [self.host, *self.ops, *waits, *self.queue]
+        before = [self.host, *self.ops, *waits]
         if key in self.tails:
             before.append(self.tails[key])
-        begun = self._node(before)
-        if self.machine.one_queue:
-            self.queue = [begun]
+        begun = self.node(before)
         met = [self._meet(*meeting, begun) for meeting in meets]
-        over = self._node([begun, *met])
+        over = self.node([begun, *met])
         self.graph.streams[over] = key, self.meetings.next(key)
         self.tails[key] = over
-        for (storage, writes), done in zip(accesses, met or repeat(over), strict=False):
-            self.graph.accesses.append(Access(self.number, storage, writes, begun, done, what))
         return over
 
-    def _op(self, what: Instruction | str, accesses: Iterable[tuple[Hashable, bool]] = ()) -> None:
+    def op(self) -> None:
+        """Start a kernel on the stream of the ops."""
         ahead = self.machine.run_ahead
         if ahead is not None and len(self.ended) >= ahead:
-            self.host = self._host([self.host, self.ended[-ahead]])
-        over = self._touch(accesses, what)
+            self.host = self.host_node([self.host, self.ended[-ahead]])
+        over = self.kernel("ops")
+        self.ops = [over]
         self.ended.append(over)
         if self.machine.hosts_wait:
-            self.host = self._host([over])
+            self.host = self.host_node([over])
 
-    def _touch(self, accesses: Iterable[tuple[Hashable, bool]], what: Instruction | str) -> int:
-        """A kernel on the stream of the ops."""
-        over = self._kernel("ops", accesses, what)
-        self.ops = [over]
-        return over
-
-    def _wait(self, over: int) -> None:
+    def wait(self, over: int) -> None:
         if self.machine.hosts_wait:
-            self.host = self._host([self.host, over])
+            self.host = self.host_node([self.host, over])
         else:
             self.ops = [*self.ops, over]
 
     def _wait_for(self, key: Hashable) -> None:
         """Wait for what was posted or joined; for ever, if it was not."""
         if key not in self.received:
-            never = self._node([])
+            never = self.node([])
             self.graph.before[never].append(never)
             self.received[key] = never
-        self._wait(self.received[key])
+        self.wait(self.received[key])
 
-    def _message(
-        self, channel: Channel, sends: bool, storages: Sequence[Hashable], what: Instruction | str
-    ) -> int:
-        """Send or receive messages: the storages that they are read from or written to."""
+    def message(self, channel: Channel, sends: bool, number: int = 1) -> int:
+        """Send or receive so many messages with one kernel."""
         self._use(channel)
-        over = -1
-        kernels = self.machine.kernels
-        for group in [[s] for s in storages for _ in range(kernels)] if kernels else [list(storages)]:
-            turns = [(("message", channel), self.meetings.next((channel, sends))) for _ in group]
-            over = self._kernel(channel, [(storage, not sends) for storage in group], what, meets=turns)
+        turns = [(("message", channel), self.meetings.next((channel, sends))) for _ in range(number)]
+        over = self.kernel(channel, meets=turns)
         if sends:
             self.sent.append(over)
-            if self.machine.sends_wait:
-                self._wait(over)
         return over
 
-    def _transfer(self, activation: Activation, way: Direction, what: Instruction | str) -> None:
-        out = way is Direction.OUT
-        accesses: list[tuple[Hashable, bool]] = [(("saved" if out else "reloaded", activation), not out)]
-        if self.places is not None:
-            accesses += [(("pool", place), out) for place in self.places[activation]]
-        waits = [] if out else [self.moved[activation]]
-        self.moved[activation] = self._kernel(("transfer", way), accesses, what, waits=waits)
-
-    def _all_reduce(self, name: str, ranks: tuple[int, ...]) -> None:
-        first, own, gradient = ranks[0], self.number, ("gradient", name)
-        self.summed.append(name)
+    def _all_reduce(self, ranks: tuple[int, ...]) -> None:
+        first, own = ranks[0], self.number
         if own != first:
-            self._message((own, first), True, [gradient], f"send the gradient of {name}")
+            self.message((own, first), True)
         for other in ranks[1:] if own == first else ranks[:1]:
-            buffer, what = ("sum", name, other), f"the gradient of {name} from rank {other}"
-            self._wait(self._message((other, own), False, [buffer], f"receive {what}"))
-            self._op(f"take {what}", [(buffer, False), (gradient, True)])
+            self.wait(self.message((other, own), False))
+            self.op()
         for other in ranks[1:] if own == first else ():
-            self._message((own, other), True, [gradient], f"send the sum of the gradients of {name}")
+            self.message((own, other), True)
 
 
-def _receives(collective: Collective, placement: Sequence[int], rank: int) -> bool:
-    """Whether a rank gets values from a collective; the source of a broadcast has them."""
-    gives, takes = (
-        any(placement[color.stage] == rank for color in colors)
-        for colors in (collective.sources, collective.targets)
-    )
-    return takes and not (gives and collective.kind is CollectiveKind.BROADCAST)
+def execution(
+    programs: Programs,
+    placement: Sequence[int],
+    machine: Machine,
+    connections: Connections | None = None,
+    rank: Callable[..., Rank] = Rank,
+) -> Execution:
+    """The graph of the programs of all ranks, whose messages and collectives match.
 
-
-def _read_by(program: Sequence[Instruction], placement: Sequence[int], rank: int) -> dict[Op, list[Hashable]]:
-    """Per op of a program the storages that it reads: messages, results of collectives, reloaded values."""
-    ops = {
-        (Color(i.op.stage, phase), i.op.microbatch): i.op
-        for i in program
-        if isinstance(i, Compute)
-        for phase in PHASES[i.op.kind]
-    }
-    found: defaultdict[Op, list[Hashable]] = defaultdict(list)
-    for instruction in program:
-        match instruction:
-            case PostRecv(messages):
-                for message in messages:
-                    user = ops[arrival(message.edge.target), message.microbatch]
-                    found[user].append(message)
-            case StartCollective(collective, m) if _receives(collective, placement, rank):
-                for color in collective.targets:
-                    if placement[color.stage] == rank:
-                        found[ops[color, m]].append(("collective", collective.number, m))
-            case StartTransfer(transfer) if transfer.direction is Direction.IN:
-                user = ops[Color(transfer.stage, transfer.user), transfer.microbatch]
-                found[user].append(("reloaded", transfer.activation))
-    return found
+    connections: what is not among them is connected where it is first used, which blocks the hosts until all
+    of its ranks are there.  By default everything is connected.
+    rank: makes a :class:`Rank`, or a subclass for a runtime that fxpipe does not have.
+    """
+    graph, meetings = Execution(), _Meetings()
+    for number, program in enumerate(programs):
+        own = rank(number, placement, machine, graph, meetings, program)
+        if connections is not None:
+            own.connect(connections[number])
+        for position, instruction in enumerate(program):
+            own.run(position, instruction)
+        own.end()
+    return graph
