@@ -25,14 +25,16 @@ from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from statistics import median
+from unittest import mock
 
-from drawn_settings import drawn_settings
+from drawn_settings import Drawn, drawn_settings
 from report import Report
 from rich.progress import track
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.candidate import SearchResult
 from fxpipe.schedule.costs import Costs, StageCost, chain
+from fxpipe.schedule.families import starts
 from fxpipe.schedule.families.greedy import zero_bubble, zero_bubble_v
 from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.offload.planner import FULL, HALF, offload, with_link
@@ -129,6 +131,7 @@ def main() -> None:
         "limits": limits,
         "aims": aims,
         "draw": draw,
+        "ablation": ablation,
         "frontier": frontier,
         "uneven": uneven,
         "torch": torch_orders,
@@ -136,7 +139,9 @@ def main() -> None:
         "offload": away,
         "huge": huge,
     }
-    parser.add_argument("--only", nargs="+", choices=parts, default=[p for p in parts if p != "huge"])
+    parser.add_argument(
+        "--only", nargs="+", choices=parts, default=[p for p in parts if p not in ("huge", "ablation")]
+    )
     parser.add_argument("--seeds", type=int, default=10, help="searches for a row")
     parser.add_argument("--draw", type=int, default=1, metavar="N", help="which settings are drawn")
     parser.add_argument("--settings", type=int, default=30, help="how many are drawn")
@@ -292,19 +297,8 @@ def draw(report: Report, options: argparse.Namespace) -> None:
     others = {row["setting"]: row for row in given}
     rows, kept, ratios, spent = [], [], [], [0.0, 0.0]
     for drawn in track(drawn_settings(options.settings, options.draw), "settings", transient=True):
-        began, spans = time.process_time(), []
-        for seed in range(options.seeds):
-            schedule = build(
-                "zb",
-                ranks=drawn.ranks,
-                microbatches=drawn.microbatches,
-                costs=drawn.costs,
-                stages_per_rank=drawn.stages_per_rank,
-                placement=drawn.placement,
-                memory_limit=drawn.limit,
-                seed=seed,
-            )
-            spans.append(simulate(schedule, drawn.costs).span)
+        began = time.process_time()
+        spans = _spans(drawn, options.seeds)
         cpu = (time.process_time() - began) / options.seeds
         kept.append({"setting": drawn.label, "spans": sorted(spans), "cpu": cpu})
         row = [drawn.label, f"{median(spans):.4f}", f"{max(spans):.4f}", f"{cpu:.1f}"]
@@ -323,6 +317,45 @@ def draw(report: Report, options: argparse.Namespace) -> None:
         )
     if options.json is not None:
         options.json.write_text(json.dumps(kept, indent=1))
+
+
+def ablation(report: Report, options: argparse.Namespace) -> None:
+    """With one stage a rank, and two in V placement; under the drawn limit and that of 1F1B."""
+    report.line(
+        f"\nThe search without the greedy orders of 2401.10241 among its starts (draw {options.draw}), zb: "
+        "median span with them, without, difference"
+    )
+    for greedy, chunks, shape in (("zero_bubble", 1, "plain"), ("zero_bubble_v", 2, "v")):
+        drawn = drawn_settings(20 * options.settings, options.draw)
+        kept = [one for one in drawn if (one.stages_per_rank, one.placement) == (chunks, shape)]
+        rows, ratios = [], []
+        for one in track(kept[: options.settings], "settings", transient=True):
+            for limit in (one.limit, float(one.ranks)):
+                limited = replace(one, limit=limit)
+                with_them = median(_spans(limited, options.seeds))
+                with mock.patch.object(starts, greedy, lambda *_: []):
+                    without = median(_spans(limited, options.seeds))
+                ratios.append(without / with_them - 1)
+                rows.append([limited.label, f"{with_them:.4f}", f"{without:.4f}", f"{ratios[-1]:+.2%}"])
+        report.table([greedy, "with", "without", "difference"], rows)
+        report.line(f"difference: mean {sum(ratios) / len(ratios):+.2%}, worst {max(ratios):+.2%}")
+
+
+def _spans(drawn: Drawn, seeds: int) -> list[float]:
+    spans = []
+    for seed in range(seeds):
+        schedule = build(
+            "zb",
+            ranks=drawn.ranks,
+            microbatches=drawn.microbatches,
+            costs=drawn.costs,
+            stages_per_rank=drawn.stages_per_rank,
+            placement=drawn.placement,
+            memory_limit=drawn.limit,
+            seed=seed,
+        )
+        spans.append(simulate(schedule, drawn.costs).span)
+    return spans
 
 
 def frontier(report: Report, options: argparse.Namespace) -> None:

@@ -362,7 +362,7 @@ def _programs(plan: Plan, cut: Cut, instructions: Programs, pools: tuple[Pool, .
                     instructions=instructions[rank],
                     outputs=requested_outputs(cut.graph),
                     tensors=fakes,
-                    places=pools[rank].places if pools else {},
+                    places=pools[rank].offsets if pools else {},
                     compiled=compiled,
                 )
             )

@@ -327,7 +327,7 @@ def test_places_in_the_pool_do_not_overlap_while_they_are_needed(name, ranks, mi
     for t in schedule.transfers:
         if t.direction is Direction.IN:
             rank = schedule.placement[t.stage]
-            at = found[rank].places[t.activation]
+            at = found[rank].offsets[t.activation]
             end = at + sizes[t.stage, t.user]
             assert 0 <= at < end <= found[rank].bytes
             times[rank].append((out[t.activation], t.end, at, end))

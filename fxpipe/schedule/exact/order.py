@@ -197,13 +197,13 @@ class _Model:
     def order(self, value: Any) -> RankOps:
         """The ops of each rank by start time; ops that take no time, in dependency order."""
 
-        def place(section: int, microbatch: int) -> tuple[int, int, int]:
+        def key(section: int, microbatch: int) -> tuple[int, int, int]:
             start = value(self.starts[section][microbatch])
             return start, start + self.durations[section], self.turn[section]
 
         ranks = []
         for own in self.owns:
-            values = sorted((place(s, j), s, j) for s in own for j in range(self.microbatches))
+            values = sorted((key(s, j), s, j) for s in own for j in range(self.microbatches))
             ranks.append(
                 tuple(op_of_value(s * self.microbatches + j, self.microbatches) for _, s, j in values)
             )

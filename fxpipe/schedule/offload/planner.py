@@ -174,8 +174,8 @@ class _Planner:
         }
         first: dict[tuple[int, int], float] = {}  # rank, position -> start of its first reload
         for lifetime, (_, begin) in positions.items():
-            place = self._rank(lifetime), begin
-            first[place] = min(back[lifetime], first.get(place, inf))
+            position = self._rank(lifetime), begin
+            first[position] = min(back[lifetime], first.get(position, inf))
         for lifetime, (end, begin) in positions.items():
             if out[lifetime] > first.get((self._rank(lifetime), end), inf) + self.epsilon:
                 positions[lifetime] = end + 1, begin

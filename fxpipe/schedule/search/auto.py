@@ -37,23 +37,23 @@ def search(
     """
     if not problems:
         raise ScheduleError("nothing to search: give at least one problem")
-    results, drafts, bounds = Results(), list[Candidate](), dict[Problem, float]()
+    results, candidates, bounds = Results(), list[Candidate](), dict[Problem, float]()
 
     def build_all(problems: Sequence[Problem]) -> None:
         new = {variant: variant.bound for problem in problems for variant in variants(problem)}
-        drafts.extend(_built(new, results))
+        candidates.extend(_built(new, results))
         bounds.update(new)
 
     build_all(problems)
     if more is not None:
         build_all(more(inf if results.best is None else results.best.key[0]))
-    drafts += _searched(bounds, results, effort, seed)
-    for draft in sorted(drafts, key=lambda draft: draft.seconds):
-        if draft.problem.is_extended and results.is_beaten(draft.seconds):
-            why = f"not completed: by estimate {results.compared(draft.seconds)}"
-            results.leave_out(draft.problem, draft.family, why)
+    candidates += _searched(bounds, results, effort, seed)
+    for one in sorted(candidates, key=lambda one: one.seconds):
+        if one.problem.is_extended and results.is_beaten(one.seconds):
+            why = f"not completed: by estimate {results.compared(one.seconds)}"
+            results.leave_out(one.problem, one.family, why)
         else:
-            results.complete(draft)
+            results.complete(one)
     if results.inserted:
         results.anneal(effort, seed)
     if results.best is None:
@@ -98,7 +98,7 @@ def _built(bounds: Mapping[Problem, float], results: Results) -> list[Candidate]
 
     bounds: of each variant.
     """
-    drafts = []
+    candidates = []
     for variant in sorted(bounds, key=bounds.__getitem__):
         beaten = variant.is_extended and results.is_beaten(bounds[variant])
         own = []
@@ -109,17 +109,17 @@ def _built(bounds: Mapping[Problem, float], results: Results) -> list[Candidate]
                 results.leave_out(variant, family.name, f"not built: {results.compared(bounds[variant])}")
                 continue
             try:
-                own.append(_draft(variant, family.name, order_of(family, variant.model)))
+                own.append(_candidate(variant, family.name, order_of(family, variant.model)))
             except ScheduleError as error:
                 results.leave_out(variant, family.name, str(error))
-        own.sort(key=lambda draft: draft.seconds)
-        for draft in own[:1]:
-            results.complete(draft)
-        drafts += own[1:]
-    return drafts
+        own.sort(key=lambda one: one.seconds)
+        for one in own[:1]:
+            results.complete(one)
+        candidates += own[1:]
+    return candidates
 
 
-def _draft(problem: Problem, family: str, order: Order) -> Candidate:
+def _candidate(problem: Problem, family: str, order: Order) -> Candidate:
     """An order of the model's own stages, with an estimate from below of its seconds when it is extended.
 
     No bound: where vocabulary stages are added, list scheduling may change the order.
@@ -143,14 +143,14 @@ def _searched(
             able.append(variant)
         else:
             results.leave_out(variant, SEARCHED, why)
-    drafts = []
+    candidates = []
     for is_beyond in (False, True):
         alike = [variant for variant in able if (variant.offload is not None) == is_beyond]
         found = find([variant.model for variant in alike], effort, seed) if alike else []
         for variant, one in zip(alike, found, strict=True):
             assert one is not None, "the search has an order where a microbatch fits"
-            drafts.append(_draft(variant, SEARCHED, one.order))
-    return drafts
+            candidates.append(_candidate(variant, SEARCHED, one.order))
+    return candidates
 
 
 def _nothing_fits(variants: Sequence[Problem], offloaded: float) -> str:

@@ -69,14 +69,14 @@ def find(problems: Sequence[Problem], effort: float | None = None, seed: int = 0
     ops = sum(problem.ops for problem in able)
     work = _SPEED * (min(_EFFORT, _EFFORT_PER_OP * ops) if effort is None else effort)
     drawn = _DRAWN if work > _ANNEALED * ops else 1.0
-    best, drafts = _Best(), list[list[Candidate]]()
+    best, candidates = _Best(), list[list[Candidate]]()
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         for problem in able:
             best.keep(judged(problem, SEARCHED, order) for order in starts(problem))
-            drafts.append(_draw(problem, best, int(drawn * work / len(able)), seed, threads))
+            candidates.append(_draw(problem, best, int(drawn * work / len(able)), seed, threads))
         # Two of every problem and the best others: draws say little about what annealing makes of them.
-        pool = [found for own in drafts for found in own[:2]]
-        others = sorted((found for own in drafts for found in own[2:]), key=_KEY)
+        pool = [found for own in candidates for found in own[:2]]
+        others = sorted((found for own in candidates for found in own[2:]), key=_KEY)
         pool += others[: max(0, _WIDTH - len(pool))]
         _halve(pool, best, int((1 - drawn) * work), seed, threads)
     return [best.get(problem) for problem in problems]
