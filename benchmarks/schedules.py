@@ -333,7 +333,7 @@ def ablation(report: Report, options: argparse.Namespace) -> None:
             for limit in (one.limit, float(one.ranks)):
                 limited = replace(one, limit=limit)
                 with_them = median(_spans(limited, options.seeds))
-                with mock.patch.object(starts, greedy, lambda *_: []):
+                with mock.patch.object(starts, greedy, return_value=[]):
                     without = median(_spans(limited, options.seeds))
                 ratios.append(without / with_them - 1)
                 rows.append([limited.label, f"{with_them:.4f}", f"{without:.4f}", f"{ratios[-1]:+.2%}"])

@@ -11,7 +11,7 @@ from fxpipe.errors import ScheduleError
 from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.engine.arrays import ScheduleArrays, least_period, schedule_arrays
-from fxpipe.schedule.engine.kernel import SHARE, score
+from fxpipe.schedule.engine.kernel import TIE_BREAK, score
 from fxpipe.schedule.engine.order import Order, Run
 from fxpipe.schedule.offload.planner import Share
 from fxpipe.schedule.ops import Objective, RankOps, Schedule
@@ -164,7 +164,7 @@ class Problem:
     @property
     def good_enough(self) -> float:
         """A search ends when the value is at most this."""
-        return self.bound * (1 + SHARE) * (1 + 1e-9)
+        return self.bound * (1 + TIE_BREAK) * (1 + 1e-9)
 
     def excess_and_times(self, order: Order) -> tuple[float, float, float]:
         """The most by which an order exceeds a limit, its span, its makespan; compared in this order."""

@@ -12,7 +12,7 @@ from fxpipe.cli.command import main
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.candidate import SearchResult
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
-from fxpipe.schedule.offload.planner import FULL, HALF, Offload, offload, offload_within, with_link
+from fxpipe.schedule.offload.planner import FULL, HALF, OffloadPlan, offload, offload_within, with_link
 from fxpipe.schedule.ops import PHASES, Color, Direction, Phase, Transfer
 from fxpipe.schedule.problem import Problem
 from fxpipe.schedule.search.auto import search
@@ -41,7 +41,7 @@ def timeline(
     return simulate(schedule, with_link(costs, k, sharing))
 
 
-def check(plan: Offload, before: Timeline) -> None:
+def check(plan: OffloadPlan, before: Timeline) -> None:
     """Nothing waits, a link carries one transfer at a time each way, memory is freed and taken again."""
     found, placement = plan.timeline, before.schedule.placement
     assert found.seconds == pytest.approx(before.seconds)

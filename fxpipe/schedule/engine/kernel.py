@@ -17,7 +17,7 @@ from fxpipe.schedule.engine.compiled import compiled
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-SHARE = 1e-3  # of the ranks' mean span in a value, to tell equals apart
+TIE_BREAK = 1e-3  # of the ranks' mean span in a value, to tell equals apart
 _REACH = 8  # ops that a move may pass, about
 _BLOCK = 0.8  # of the moves are out of a run of ops of one rank on the critical path
 
@@ -145,7 +145,7 @@ def score(first, free, by_makespan):
     total = 0.0
     for rank in range(len(free)):
         total += free[rank] - first[rank]
-    return _objective(first, free, by_makespan) + SHARE * total / len(free)
+    return _objective(first, free, by_makespan) + TIE_BREAK * total / len(free)
 
 
 @compiled

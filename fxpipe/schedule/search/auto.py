@@ -12,8 +12,8 @@ from fxpipe.schedule.engine.order import Order
 from fxpipe.schedule.families.registry import order_of
 from fxpipe.schedule.offload.planner import keeps
 from fxpipe.schedule.problem import Limit, Problem, per_rank
+from fxpipe.schedule.search.comparison import Comparison
 from fxpipe.schedule.search.pool import SEARCHED, find, reason_against
-from fxpipe.schedule.search.results import Results
 from fxpipe.schedule.search.variants import families_of, variants
 
 More = Callable[[float], Sequence[Problem]]
@@ -37,29 +37,29 @@ def search(
     """
     if not problems:
         raise ScheduleError("nothing to search: give at least one problem")
-    results, candidates, bounds = Results(), list[Candidate](), dict[Problem, float]()
+    comparison, candidates, bounds = Comparison(), list[Candidate](), dict[Problem, float]()
 
     def build_all(problems: Sequence[Problem]) -> None:
         new = {variant: variant.bound for problem in problems for variant in variants(problem)}
-        candidates.extend(_built(new, results))
+        candidates.extend(_built(new, comparison))
         bounds.update(new)
 
     build_all(problems)
     if more is not None:
-        build_all(more(inf if results.best is None else results.best.key[0]))
-    candidates += _searched(bounds, results, effort, seed)
+        build_all(more(inf if comparison.best is None else comparison.best.key[0]))
+    candidates += _searched(bounds, comparison, effort, seed)
     for one in sorted(candidates, key=lambda one: one.seconds):
-        if one.problem.is_extended and results.is_beaten(one.seconds):
-            why = f"not completed: by estimate {results.compared(one.seconds)}"
-            results.leave_out(one.problem, one.family, why)
+        if one.problem.is_extended and comparison.is_beaten(one.seconds):
+            why = f"not completed: by estimate {comparison.compared(one.seconds)}"
+            comparison.leave_out(one.problem, one.family, why)
         else:
-            results.complete(one)
-    if results.inserted:
-        results.anneal(effort, seed)
-    if results.best is None:
-        raise ScheduleError(_nothing_fits([*bounds], results.smallest))
-    tried = (results.tried[variant, family.name] for variant in bounds for family in families_of(variant))
-    return replace(results.best, tried=tuple(tried))
+            comparison.complete(one)
+    if comparison.inserted:
+        comparison.anneal(effort, seed)
+    if comparison.best is None:
+        raise ScheduleError(_nothing_fits([*bounds], comparison.smallest))
+    tried = (comparison.tried[variant, family.name] for variant in bounds for family in families_of(variant))
+    return replace(comparison.best, tried=tuple(tried))
 
 
 def frontier(
@@ -92,7 +92,7 @@ def frontier(
     return choices
 
 
-def _built(bounds: Mapping[Problem, float], results: Results) -> list[Candidate]:
+def _built(bounds: Mapping[Problem, float], comparison: Comparison) -> list[Candidate]:
     """The orders that are built by rule, in the variants that are not beaten; the shortest order of each
     variant is completed at once, in the variant with the least bound first.
 
@@ -100,21 +100,23 @@ def _built(bounds: Mapping[Problem, float], results: Results) -> list[Candidate]
     """
     candidates = []
     for variant in sorted(bounds, key=bounds.__getitem__):
-        beaten = variant.is_extended and results.is_beaten(bounds[variant])
+        beaten = variant.is_extended and comparison.is_beaten(bounds[variant])
         own = []
         for family in families_of(variant):
             if family.is_searched:
                 continue
             if beaten:
-                results.leave_out(variant, family.name, f"not built: {results.compared(bounds[variant])}")
+                comparison.leave_out(
+                    variant, family.name, f"not built: {comparison.compared(bounds[variant])}"
+                )
                 continue
             try:
                 own.append(_candidate(variant, family.name, order_of(family, variant.model)))
             except ScheduleError as error:
-                results.leave_out(variant, family.name, str(error))
+                comparison.leave_out(variant, family.name, str(error))
         own.sort(key=lambda one: one.seconds)
         for one in own[:1]:
-            results.complete(one)
+            comparison.complete(one)
         candidates += own[1:]
     return candidates
 
@@ -131,18 +133,18 @@ def _candidate(problem: Problem, family: str, order: Order) -> Candidate:
 
 
 def _searched(
-    bounds: Mapping[Problem, float], results: Results, effort: float | None, seed: int
+    bounds: Mapping[Problem, float], comparison: Comparison, effort: float | None, seed: int
 ) -> list[Candidate]:
     """The orders that the search finds, in the variants that are not beaten; ``bounds``: of each variant."""
     able = []
     for variant, bound in bounds.items():
         why = reason_against(variant.model)
-        if why is None and results.is_beaten(bound):
-            why = f"not searched: {results.compared(bound)}"
+        if why is None and comparison.is_beaten(bound):
+            why = f"not searched: {comparison.compared(bound)}"
         if why is None:
             able.append(variant)
         else:
-            results.leave_out(variant, SEARCHED, why)
+            comparison.leave_out(variant, SEARCHED, why)
     candidates = []
     for is_beyond in (False, True):
         alike = [variant for variant in able if (variant.offload is not None) == is_beyond]

@@ -14,14 +14,14 @@ from fxpipe.schedule.engine.dispatch_kernel import Timetable
 from fxpipe.schedule.engine.kernel import Floats
 from fxpipe.schedule.problem import Problem
 
-_SHARE, _FAR = 0.2, 0.1  # of the numbers that are moved where two timetables are crossed, and how far
+_MOVED, _FAR = 0.2, 0.1  # of the numbers that are moved where two timetables are crossed, and how far
 
 
 def cross(parents: Floats, number: int, random: np.random.Generator) -> Floats:
     """Points, one a row, each with the numbers of two of the parents, some of them moved a little."""
     one, other = parents[random.integers(len(parents), size=(2, number))]
     mixed = np.where(random.random(one.shape) < 0.5, one, other)
-    moved = (random.random(one.shape) < _SHARE) * random.normal(0, _FAR, one.shape)
+    moved = (random.random(one.shape) < _MOVED) * random.normal(0, _FAR, one.shape)
     points: Floats = np.clip(mixed + moved, 0, 1)
     return points
 

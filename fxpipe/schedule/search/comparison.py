@@ -16,7 +16,7 @@ from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.tried import Tried
 
 
-class Results:
+class Comparison:
     """The candidates so far, and the best of them.
 
     ``smallest``: the smallest limit that a schedule kept with as much offload as possible.  ``inserted``: the
