@@ -90,6 +90,7 @@ def _half(x):
 def dispatch_ops(t, m, due, limits, lookahead, order):
     """Writes ``order``: see ``dispatch.py``.  False if no op can run, as the needs form a cycle."""
     sections, ranks = len(t.seconds), len(limits)
+    # The same instant, reached by sums over different paths, differs by rounding.
     epsilon = 0.0
     for seconds in t.seconds:
         epsilon += 1e-9 * seconds
@@ -130,6 +131,7 @@ def dispatch_ops(t, m, due, limits, lookahead, order):
                     continue
                 op = section * m + j
                 if missing[op]:
+                    # Not known yet; it cannot come before what it needs has run.
                     coming[later], comes[later] = op, now + t.lead[section]
                     later += 1
                 elif kind == 0 and not _has_memory(t, rank, at, live[rank], held, limits[rank] * (1 + 1e-9)):

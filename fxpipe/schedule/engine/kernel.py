@@ -69,6 +69,7 @@ def run_ops(t, order, m, since, end, cause, first, free):
         begin, stop = low, high
         if since <= 0:
             high = low
+        # Ends rise along a rank's order, so the ops that stay as they are come first.
         while low < high:
             middle = (low + high) // 2
             if end[order[middle]] < since:
@@ -79,6 +80,8 @@ def run_ops(t, order, m, since, end, cause, first, free):
         free[rank] = end[order[low - 1]] if low > begin else 0.0
         for i in range(low, stop):
             end[order[i]] = -1.0
+    # A stack of ranks: one that waits leaves it, and the op that it waits for puts it back.  So each op is
+    # looked at about once, in whatever order the ranks take turns.
     waits_for = np.empty(ranks, np.int64)
     runnable = np.empty(ranks, np.int64)
     for rank in range(ranks):
@@ -193,7 +196,7 @@ def anneal(t, order, m, limits, by_makespan, good_enough, work, seed, hot, cold)
     arcs, blocks = _critical(t, order, m, end, cause, first, free, by_makespan, befores, afters, heads, lasts)
     cool, spent, temperature, next_cooling = np.log(cold / hot), 0, hot, 0
     while arcs and spent < work and best > good_enough:
-        if spent >= next_cooling:
+        if spent >= next_cooling:  # in steps, since an exponential for every move takes time
             temperature = hot * np.exp(cool * spent / work)
             next_cooling = spent + work // 1000
         if random.random() < _BLOCK:
@@ -224,6 +227,7 @@ def anneal(t, order, m, limits, by_makespan, good_enough, work, seed, hot, cold)
             continue
         low, high = min(source, target), max(source, target)
         since, until = end[order[low]] - t.seconds[t.section[order[low]]], end[order[high]]
+        # The most that is accepted (Metropolis), drawn first, so that the estimate alone can reject.
         most = value - temperature * np.log(random.random())
         _shift(order, pos, source, target)
         new = inf
@@ -237,7 +241,7 @@ def anneal(t, order, m, limits, by_makespan, good_enough, work, seed, hot, cold)
                 copy(cause, new_cause)
                 copy(first, new_first)
                 copy(free, new_free)
-                spent += ops // 2
+                spent += ops // 2  # on the average a move changes what comes behind half of the ops
                 if run_ops(t, order, m, since, new_end, new_cause, new_first, new_free):
                     new = score(new_first, new_free, by_makespan)
         if new > most:
@@ -370,7 +374,7 @@ def _critical(t, order, m, end, cause, first, free, by_makespan, befores, afters
     for rank in range(len(free)):
         if free[rank] - (0.0 if by_makespan else first[rank]) >= worst:
             equals += 1
-            if random.random() * equals < 1:
+            if random.random() * equals < 1:  # each of the worst ranks is as likely
                 at = rank
     op, arcs, blocks = order[3 * m * t.own_at[at + 1] - 1], 0, 0
     last = op

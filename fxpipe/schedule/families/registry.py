@@ -127,6 +127,9 @@ def _check_two_in_v(problem: Problem) -> None:
 _CHUNKS = (range(2, 1024), ("plain",))
 _TWO_IN_V = ((2,), ("v",))
 
+SEARCHED = "zb"
+"""The family that ``auto`` searches in place of all searched families: the others are cases of it."""
+
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (

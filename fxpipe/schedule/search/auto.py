@@ -9,11 +9,11 @@ from math import inf
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.candidate import Candidate, SearchResult
 from fxpipe.schedule.engine.order import Order
-from fxpipe.schedule.families.registry import order_of
+from fxpipe.schedule.families.registry import SEARCHED, order_of
 from fxpipe.schedule.offload.planner import keeps
 from fxpipe.schedule.problem import Limit, Problem, per_rank
 from fxpipe.schedule.search.comparison import Comparison
-from fxpipe.schedule.search.pool import SEARCHED, find, reason_against
+from fxpipe.schedule.search.pool import find, reason_against
 from fxpipe.schedule.search.variants import families_of, variants
 
 More = Callable[[float], Sequence[Problem]]

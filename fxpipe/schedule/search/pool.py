@@ -18,13 +18,11 @@ from fxpipe.schedule.engine.dispatch import check_one_microbatch_fits
 from fxpipe.schedule.engine.dispatch_kernel import NUMBERS, draw_ops
 from fxpipe.schedule.engine.kernel import Floats, judge_ops
 from fxpipe.schedule.engine.order import Order
+from fxpipe.schedule.families.registry import SEARCHED
 from fxpipe.schedule.families.starts import starts
 from fxpipe.schedule.problem import Problem
 from fxpipe.schedule.search.due_dates import cross, timetable
 from fxpipe.schedule.search.local_search import improve
-
-SEARCHED = "zb"
-"""The family that is searched in place of all searched families: the others are cases of it."""
 
 _EFFORT, _EFFORT_PER_OP = 8.0, 2e-3  # the default: seconds of one core at most, and for every op of a problem
 _EFFORT_TO_ANNEAL, _EFFORT_PER_ORDER = 1.0, 1 / 15  # the same of orders that are given, and for each of them

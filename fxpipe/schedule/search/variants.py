@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
-from fxpipe.schedule.families.registry import FAMILIES, Family
+from fxpipe.schedule.families.registry import FAMILIES, SEARCHED, Family
 from fxpipe.schedule.offload.planner import AUTO
 from fxpipe.schedule.problem import Problem
-from fxpipe.schedule.search.pool import SEARCHED
 
 _TWICE = 2.0
 
