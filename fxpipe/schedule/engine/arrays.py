@@ -170,8 +170,8 @@ def least_period(arrays: ScheduleArrays, costs: Costs, limits: Sequence[float]) 
 
 
 def _held_at_least(arrays: ScheduleArrays, costs: Costs) -> list[float]:
-    """Per rank: memory · seconds of one microbatch. What is held from one section to another is held for
-    as long as the longest way between them takes.
+    """Per rank: memory · seconds of one microbatch. A value that is held from one section to another is held
+    for at least the longest path between them.
     """
     seconds = np.array(arrays.seconds)
     # From the start of one section to that of another.

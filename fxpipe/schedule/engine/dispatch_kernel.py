@@ -15,7 +15,7 @@ from fxpipe.schedule.engine.kernel import Floats, Ints
 
 
 class Timetable(NamedTuple):
-    """What the due dates of a problem are made of: see :mod:`fxpipe.schedule.search.due_dates`.
+    """The numbers from which the due dates of a problem follow: see :mod:`fxpipe.schedule.search.due_dates`.
 
     Per section: when it starts if there is one microbatch alone, and on which step of its way, of ``steps``.
     Per rank: its limit.
@@ -106,7 +106,7 @@ def dispatch_ops(t, m, due, limits, lookahead, order):
         filled[rank] = 3 * m * t.own_at[rank]
     wakes = np.zeros(ranks)  # when each rank may next be able to go on
     ready, coming = np.empty(sections, np.int64), np.empty(sections, np.int64)
-    comes = np.empty(sections)  # when, of what is coming
+    comes = np.empty(sections)  # when each op of ``coming`` arrives
     now, waits, left = 0.0, True, sections * m
     while left:
         rank = 0
@@ -114,7 +114,7 @@ def dispatch_ops(t, m, due, limits, lookahead, order):
             if wakes[other] < wakes[rank]:
                 rank = other
         if wakes[rank] == inf:
-            # All ranks wait for what is due earlier and has no memory: let go what is there.
+            # All ranks wait for ops that are due earlier and have no memory: start those that have.
             if not waits:
                 return False
             waits = False
@@ -131,7 +131,7 @@ def dispatch_ops(t, m, due, limits, lookahead, order):
                     continue
                 op = section * m + j
                 if missing[op]:
-                    # Not known yet; it cannot come before what it needs has run.
+                    # Its arrival is not known yet; ``lead`` bounds it from below.
                     coming[later], comes[later] = op, now + t.lead[section]
                     later += 1
                 elif kind == 0 and not _has_memory(t, rank, at, live[rank], held, limits[rank] * (1 + 1e-9)):

@@ -26,8 +26,8 @@ class Tables(NamedTuple):
     """The loops' arrays.  Per op: its ``section``, since division is slow; per section: ``seconds`` to
     ``at_end``; per stage: ``hold`` and ``kept``.
 
-    What a section needs is ``need[need_at[section]:need_at[section + 1]]``, with the seconds that it takes to
-    arrive beside it in ``need_delay``; what it feeds likewise.  Of rank r are the stages
+    A section needs ``need[need_at[section]:need_at[section + 1]]``; ``need_delay`` has the seconds that their
+    values take to arrive.  ``feed`` has the sections that need it, likewise.  Of rank r are the stages
     ``own[own_at[r]:own_at[r + 1]]``; in an order of op ids its ops begin at ``3 · own_at[r] · microbatches``.
     """
 
@@ -59,8 +59,7 @@ def copy(source, target):
 def run_ops(t, order, m, since, end, cause, first, free):
     """Run every op as early as its rank's order allows; False if the orders block each other.
 
-    What ended before ``since`` stays as it is in the last four, which are per op and per rank; the rest of
-    them is written.
+    Writes the last four, which are per op and per rank, but for the ops that ended before ``since``.
     """
     ranks = len(free)
     at = np.empty(ranks, np.int64)
@@ -241,7 +240,7 @@ def anneal(t, order, m, limits, by_makespan, good_enough, work, seed, hot, cold)
                 copy(cause, new_cause)
                 copy(first, new_first)
                 copy(free, new_free)
-                spent += ops // 2  # on the average a move changes what comes behind half of the ops
+                spent += ops // 2  # on the average a move changes the times of half of the ops
                 if run_ops(t, order, m, since, new_end, new_cause, new_first, new_free):
                     new = score(new_first, new_free, by_makespan)
         if new > most:

@@ -6,7 +6,7 @@ first op on. A W is inserted
 
 - while the rank has no memory for its next F,
 - into a gap that holds it whole,
-- into a smaller gap, which delays what comes after it, where the gap is longer than the rank's *slack*: the
+- into a smaller gap, which delays the ops after it, where the gap is longer than the rank's *slack*: the
   largest idle time of any rank less its own.
 
 All combinations of their switches are tried; the caller takes the best order that keeps its limits. Both
@@ -61,8 +61,8 @@ def _v(
 
 class _State(NamedTuple):
     """Per op: ``end``, infinite before it ran, ``order``, and ``pending``: the W ops that may run. Per
-    rank: where the next op goes (``filled``), its clock, live memory, idle time, and what part of its
-    pending ops ran.
+    rank: the position of its next op (``filled``), its clock, live memory and idle time, the end of its
+    pending ops (``queued``) and of those that ran (``ran``).
     """
 
     end: Floats

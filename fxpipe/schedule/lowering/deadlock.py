@@ -44,7 +44,7 @@ def prove(programs: Programs, placement: tuple[int, ...]) -> None:
 
 
 def connections_of(programs: Programs, placement: Sequence[int]) -> Connections:
-    """What each rank connects before the first step: its channels in the order of all, then collectives."""
+    """Per rank its connections before the first step: its channels in the order of all, then collectives."""
     channels = channels_of(programs, placement)
     joint = sorted(
         {i.collective for i in programs[0] if isinstance(i, StartCollective)}, key=lambda c: c.number

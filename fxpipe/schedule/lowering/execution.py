@@ -1,4 +1,4 @@
-"""An execution of lowered programs on hosts and devices, as a graph: what must be over before what begins.
+"""An execution of lowered programs on hosts and devices, as a graph: each node comes behind others.
 
 A host runs a rank's instructions in order and starts kernels on streams of its device: one stream for the
 ops, one for each channel, each collective, and each direction of transfers.  A kernel begins behind the one
@@ -33,7 +33,7 @@ from fxpipe.schedule.lowering.lower import (
 from fxpipe.schedule.ops import Activation, Direction
 
 Connections = Sequence[Sequence[Channel | Collective]]
-"""Per rank what it connects before its program, in its order."""
+"""Per rank the channels and collectives that it connects before its program, in its order."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,7 @@ class Execution:
 
 @dataclass(eq=False)
 class _Meetings:
-    """What several ranks come to: the node at which all are there, by key and turn; the turns of a key come
-    one after the other."""
+    """The nodes at which several ranks meet, by key and turn; the turns of a key come one after the other."""
 
     nodes: dict[tuple[Hashable, int], int] = field(default_factory=dict)
     turns: defaultdict[Hashable, int] = field(default_factory=lambda: defaultdict(int))
@@ -158,7 +157,7 @@ class Rank:
                 self.end()
 
     def end(self) -> None:
-        """An op that writes the gradients that were sent: of the optimizer, or of what divides them."""
+        """Start an op that writes the gradients: it divides them, or the optimizer clears them."""
         for over in self.sent:
             self.wait(over)
         self.op()
@@ -224,7 +223,7 @@ class Rank:
             self.ops = [*self.ops, over]
 
     def _wait_for(self, key: Hashable) -> None:
-        """Wait for what was posted or joined; for ever, if it was not."""
+        """Wait for messages or a collective; for ever, if they were not posted or joined."""
         if key not in self.received:
             never = self.node([])
             self.graph.before[never].append(never)
@@ -260,8 +259,8 @@ def execution(
 ) -> Execution:
     """The graph of the programs of all ranks, whose messages and collectives match.
 
-    connections: what is not among them is connected where it is first used, which blocks the hosts until all
-    of its ranks are there.  By default everything is connected.
+    connections: a channel or collective that is not among them is connected where it is first used, which
+        blocks the hosts until all of its ranks are there.  By default all are connected.
     rank: makes a :class:`Rank`, or a subclass for a runtime that fxpipe does not have.
     """
     graph, meetings = Execution(), _Meetings()

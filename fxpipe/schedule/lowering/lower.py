@@ -1,6 +1,6 @@
 """Lowers a schedule to the instructions of each rank: compute, post receives, wait for them, send.
 
-A *message* is what one edge carries for one microbatch, where the edge's stages lie on different
+A *message* has the values of one edge for one microbatch, where the edge's stages lie on different
 ranks.  A *channel* is an ordered pair of ranks; its messages travel in the order in which they are
 sent, and receives are posted in that same order.
 
@@ -81,7 +81,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What an edge carries for a microbatch."""
+    """The values of an edge for a microbatch."""
 
     edge: Edge
     microbatch: int
@@ -167,7 +167,7 @@ class DivideGradients:
 Local = Compute | StartTransfer | WaitTransfer
 """Instructions that involve no other rank."""
 AtEnd = AllReduceGradient | DivideGradients
-"""What is done with the gradients of the whole batch, behind all other instructions."""
+"""Instructions on the gradients of the batch, behind all others."""
 
 Instruction = Local | PostRecv | Wait | Send | StartCollective | WaitCollective | AtEnd
 Programs = tuple[tuple[Instruction, ...], ...]
@@ -181,10 +181,10 @@ def lower(schedule: Schedule, edges: tuple[Edge, ...], collectives: tuple[Collec
     after it, its results are sent, and transfers are started or waited for as the schedule says.
 
     If a channel's messages are needed in another order than they are sent in, messages sent before a needed
-    one are posted together with it.  What an op needs of a channel, and what it sends on one, is a single
-    operation: a second one would wait on its device for the first, and hold up whatever shares its queue.
-    Edges within a rank need no instructions, and edges of ``collectives``
-    no messages.  A rank joins a collective as soon as its own contribution is computed.  A rank that only
+    one are posted together with it.  The messages that an op needs of a channel are a single operation, as
+    are those that it sends on one: a second operation would wait on its device for the first, and hold up all
+    that shares its queue.  Edges within a rank need no instructions, and edges of ``collectives`` no
+    messages.  A rank joins a collective as soon as its own contribution is computed.  A rank that only
     receives a broadcast joins one broadcast ahead, and before any op that runs in a later round
     (:mod:`.levels`) than the broadcast's source: so a rank that waits for a broadcast never waits for an op
     that waits for this broadcast.
@@ -196,7 +196,10 @@ def lower(schedule: Schedule, edges: tuple[Edge, ...], collectives: tuple[Collec
 
 
 def with_gradients(programs: Programs, tied: Sequence[AllReduceGradient], divides: bool) -> Programs:
-    """The programs with what they do at the end.  ``divides``: whether the loss is a (sum, count)."""
+    """The programs with the instructions on gradients behind all others.
+
+    divides: whether the loss is a (sum, count).
+    """
     end = (DivideGradients(),) if divides else ()
     return tuple(
         (*program, *(sums for sums in tied if rank in sums.ranks), *end)

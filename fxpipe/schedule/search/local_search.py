@@ -1,9 +1,8 @@
 """Local search on an order: an op of the critical path jumps over some of its neighbors, the memory
 limits kept.
 
-Simulated annealing. What a jump does to the longest path through the ops that it moves is estimated
-first, as in job shop scheduling (Balas and Vazirani 1998); only where the estimate is accepted are the
-ops run again.
+Simulated annealing. The longest path through the moved ops is estimated first, as in job shop scheduling
+(Balas and Vazirani 1998); the ops are run again only if the estimate is accepted.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from fxpipe.schedule.problem import Problem
 
 # How much worse an order may be: at first, of a mean op's time; at last, of that at first.
 _HOT, _COLD = 0.8, 0.1
-_GAIN = 0.4  # the same of what there is to gain
+_GAIN = 0.4  # the same, of the distance to the bound
 _SHORT = 2e-4  # the same for each look at an op: in the heat of a short search a good order would be lost
 
 

@@ -72,7 +72,7 @@ def find(problems: Sequence[Problem], effort: float | None = None, seed: int = 0
         for problem in able:
             best.keep(judged(problem, SEARCHED, order) for order in starts(problem))
             candidates.append(_draw(problem, best, int(drawn * work / len(able)), seed, threads))
-        # Two of every problem and the best others: draws say little about what annealing makes of them.
+        # Two of every problem and the best others: annealing may change which problem has the fastest order.
         pool = [found for own in candidates for found in own[:2]]
         others = sorted((found for own in candidates for found in own[2:]), key=_KEY)
         pool += others[: max(0, _WIDTH - len(pool))]
