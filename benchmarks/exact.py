@@ -20,8 +20,9 @@ from report import Report
 
 from fxpipe.schedule.costs import StageCost, chain
 from fxpipe.schedule.exact.order import exact
-from fxpipe.schedule.families.registry import FAMILIES, build
+from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.placement import place
+from fxpipe.schedule.search.build import build
 from fxpipe.schedule.simulation.simulator import simulate
 
 #: ranks, (F, B, W) of a chunk, share that W needs, period ÷ work

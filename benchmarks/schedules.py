@@ -25,21 +25,25 @@ from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from statistics import median
+from unittest import mock
 
-from drawn_settings import drawn_settings
+from drawn_settings import Drawn, drawn_settings
 from report import Report
 from rich.progress import track
 
 from fxpipe import ScheduleError
+from fxpipe.schedule.candidate import SearchResult
 from fxpipe.schedule.costs import Costs, StageCost, chain
-from fxpipe.schedule.engine.arrays import run
+from fxpipe.schedule.families import starts
 from fxpipe.schedule.families.greedy import zero_bubble, zero_bubble_v
-from fxpipe.schedule.families.registry import FAMILIES, build
+from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.offload.planner import FULL, HALF, offload, with_link
+from fxpipe.schedule.ops import Objective
 from fxpipe.schedule.placement import place
-from fxpipe.schedule.problem import Problem
-from fxpipe.schedule.search.auto import Objective, SearchResult, Setting, search
+from fxpipe.schedule.problem import Limit, Problem, per_rank
 from fxpipe.schedule.search.auto import frontier as search_frontier
+from fxpipe.schedule.search.auto import search
+from fxpipe.schedule.search.build import build
 from fxpipe.schedule.search.fastest import STAGES_PER_RANK
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
@@ -127,6 +131,7 @@ def main() -> None:
         "limits": limits,
         "aims": aims,
         "draw": draw,
+        "ablation": ablation,
         "frontier": frontier,
         "uneven": uneven,
         "torch": torch_orders,
@@ -134,7 +139,9 @@ def main() -> None:
         "offload": away,
         "huge": huge,
     }
-    parser.add_argument("--only", nargs="+", choices=parts, default=[p for p in parts if p != "huge"])
+    parser.add_argument(
+        "--only", nargs="+", choices=parts, default=[p for p in parts if p not in ("huge", "ablation")]
+    )
     parser.add_argument("--seeds", type=int, default=10, help="searches for a row")
     parser.add_argument("--draw", type=int, default=1, metavar="N", help="which settings are drawn")
     parser.add_argument("--settings", type=int, default=30, help="how many are drawn")
@@ -194,21 +201,17 @@ def found(
     chunks: Sequence[int] = STAGES_PER_RANK,
     seed: int = 0,
 ) -> SearchResult:
-    return search(
-        settings_of(model, chunks),
-        ranks=model.ranks,
-        microbatches=model.microbatches,
-        memory_limit=limit,
-        objective=objective,
-        seed=seed,
-    )
+    return search(problems_of(model, limit, objective, chunks), seed=seed)
 
 
-def settings_of(model: Model, chunks: Sequence[int] = STAGES_PER_RANK) -> list[Setting]:
+def problems_of(
+    model: Model, limit: Limit, objective: Objective, chunks: Sequence[int] = STAGES_PER_RANK
+) -> list[Problem]:
+    p, m, limits = model.ranks, model.microbatches, per_rank(limit, model.ranks)
     return [
-        Setting(v, placement, model.costs(v))
+        Problem(p, m, v, shape, model.costs(v), limits, objective=objective)
         for v in chunks
-        for placement in (("plain", "v") if v > 1 else ("plain",))
+        for shape in (("plain", "v") if v > 1 else ("plain",))
     ]
 
 
@@ -239,15 +242,13 @@ def heuristics(report: Report, options: argparse.Namespace) -> None:
     for model in HEURISTICS:
         p = model.ranks
         for name, chunks, limit in (("zb", 1, p), ("zb", 1, 2 * p), ("zb-v", 2, p)):
-            costs, placement = model.costs(chunks), "v" if chunks == 2 else "plain"
-            problem = Problem(
-                name, model.ranks, model.microbatches, chunks, placement, costs, (limit,) * model.ranks
-            )
+            costs, shape = model.costs(chunks), "v" if chunks == 2 else "plain"
+            problem = Problem(p, model.microbatches, chunks, shape, costs, (limit,) * p)
             publish = zero_bubble_v if chunks == 2 else zero_bubble
             spans = [
                 done.span
-                for order in publish(problem.arrays, model.microbatches, problem.limits)
-                if (done := run(problem.arrays, order, model.microbatches)) is not None
+                for order in publish(problem.arrays, problem.limits)
+                if (done := order.run()) is not None
             ]
             mark = 1 - model.microbatches * problem.arrays.period / min(spans)
             result = tried(name, model, limit, options.seeds)
@@ -296,19 +297,8 @@ def draw(report: Report, options: argparse.Namespace) -> None:
     others = {row["setting"]: row for row in given}
     rows, kept, ratios, spent = [], [], [], [0.0, 0.0]
     for drawn in track(drawn_settings(options.settings, options.draw), "settings", transient=True):
-        began, spans = time.process_time(), []
-        for seed in range(options.seeds):
-            schedule = build(
-                "zb",
-                ranks=drawn.ranks,
-                microbatches=drawn.microbatches,
-                costs=drawn.costs,
-                stages_per_rank=drawn.stages_per_rank,
-                placement=drawn.placement,
-                memory_limit=drawn.limit,
-                seed=seed,
-            )
-            spans.append(simulate(schedule, drawn.costs).span)
+        began = time.process_time()
+        spans = _spans(drawn, options.seeds)
         cpu = (time.process_time() - began) / options.seeds
         kept.append({"setting": drawn.label, "spans": sorted(spans), "cpu": cpu})
         row = [drawn.label, f"{median(spans):.4f}", f"{max(spans):.4f}", f"{cpu:.1f}"]
@@ -329,18 +319,50 @@ def draw(report: Report, options: argparse.Namespace) -> None:
         options.json.write_text(json.dumps(kept, indent=1))
 
 
+def ablation(report: Report, options: argparse.Namespace) -> None:
+    """With one stage a rank, and two in V placement; under the drawn limit and that of 1F1B."""
+    report.line(
+        f"\nThe search without the greedy orders of 2401.10241 among its starts (draw {options.draw}), zb: "
+        "median span with them, without, difference"
+    )
+    for greedy, chunks, shape in (("zero_bubble", 1, "plain"), ("zero_bubble_v", 2, "v")):
+        drawn = drawn_settings(20 * options.settings, options.draw)
+        kept = [one for one in drawn if (one.stages_per_rank, one.placement) == (chunks, shape)]
+        rows, ratios = [], []
+        for one in track(kept[: options.settings], "settings", transient=True):
+            for limit in (one.limit, float(one.ranks)):
+                limited = replace(one, limit=limit)
+                with_them = median(_spans(limited, options.seeds))
+                with mock.patch.object(starts, greedy, return_value=[]):
+                    without = median(_spans(limited, options.seeds))
+                ratios.append(without / with_them - 1)
+                rows.append([limited.label, f"{with_them:.4f}", f"{without:.4f}", f"{ratios[-1]:+.2%}"])
+        report.table([greedy, "with", "without", "difference"], rows)
+        report.line(f"difference: mean {sum(ratios) / len(ratios):+.2%}, worst {max(ratios):+.2%}")
+
+
+def _spans(drawn: Drawn, seeds: int) -> list[float]:
+    spans = []
+    for seed in range(seeds):
+        schedule = build(
+            "zb",
+            ranks=drawn.ranks,
+            microbatches=drawn.microbatches,
+            costs=drawn.costs,
+            stages_per_rank=drawn.stages_per_rank,
+            placement=drawn.placement,
+            memory_limit=drawn.limit,
+            seed=seed,
+        )
+        spans.append(simulate(schedule, drawn.costs).span)
+    return spans
+
+
 def frontier(report: Report, options: argparse.Namespace) -> None:
     report.line("\nThe frontier in one call: span bubble under a limit; ! where a lower limit has less")
     for model in (B62, LONG):
         limits = FRONTIER[model.ranks]
-        choices = search_frontier(
-            settings_of(model),
-            ranks=model.ranks,
-            microbatches=model.microbatches,
-            memory_limits=limits,
-            objective="span",
-            effort=1.0,
-        )
+        choices = search_frontier(problems_of(model, None, "span"), limits, effort=1.0)
         rows, least = [], inf
         for limit, choice in zip(limits, choices, strict=True):
             if isinstance(choice, ScheduleError):
@@ -413,7 +435,7 @@ def torch_orders(report: Report, options: argparse.Namespace) -> None:
                     f"{timeline.seconds / work:.4f}",
                     f"{timeline.span / work:.4f}",
                     f"{max(timeline.peak_memory):.4g}",
-                    choice.setting.placement,
+                    choice.problem.shape,
                     f"{seconds:.1f}",
                 ]
             )

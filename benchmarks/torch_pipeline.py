@@ -11,9 +11,9 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
 from fxpipe.schedule.costs import StageCost, chain
-from fxpipe.schedule.families.registry import build
 from fxpipe.schedule.ops import Op, OpKind, Schedule
 from fxpipe.schedule.placement import place
+from fxpipe.schedule.search.build import build
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from fxpipe.codegen.expressions import variable
 from fxpipe.errors import CaptureError, printable
 from fxpipe.ir import names
 from fxpipe.schedule.costs import StageCost, chain
-from fxpipe.schedule.families.registry import build
+from fxpipe.schedule.search.build import build
 from fxpipe.viz import labels
 from fxpipe.viz.explanation import explain
 from fxpipe.viz.frontier_picture import Point, frontier_svg

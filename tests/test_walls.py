@@ -20,6 +20,7 @@ BROKEN = {
     "Running a pipeline needs its plan and no compiler": ("training.save", "ir.storage"),
     "The compiler knows no ranks": ("codegen.program", "runtime.ranks.connect"),
     "A plan is data: of schedules it knows the words": ("plan.artifact", "schedule.search.pool"),
+    "Published orders are built without a search": ("schedule.families.weights", "schedule.search.pool"),
     "The compiled loops are the search's and the families'": ("cli.compare", "schedule.engine.kernel"),
     "Programs need no processes, processes no transports": ("runtime.program.comm", "runtime.job.digest"),
     "Programs run without the compiler's libraries": ("runtime.job.process", "networkx"),

@@ -10,14 +10,14 @@ from rich.table import Table
 
 from fxpipe.cli.sources import CostSource
 from fxpipe.schedule.exact.order import Exact
-from fxpipe.schedule.offload.planner import Offload
+from fxpipe.schedule.offload.planner import OffloadPlan
 from fxpipe.schedule.placement import stages_of
 from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.viz.terminal import ROWS, terminal, timeline_text
 from fxpipe.viz.units import Units
 
 
-def figures(timeline: Timeline, best: Exact | None, moved: Offload | None = None) -> dict[str, Any]:
+def figures(timeline: Timeline, best: Exact | None, moved: OffloadPlan | None = None) -> dict[str, Any]:
     """The object that ``--json`` prints.  Lists have one entry per rank.
 
     ``memory``: (time, live memory from then on).  ``transfers`` of ``offload``: (transfer, start, end).
@@ -65,7 +65,7 @@ def print_timeline(
     timeline: Timeline,
     source: CostSource,
     best: Exact | None,
-    moved: tuple[Timeline, Offload] | None = None,
+    moved: tuple[Timeline, OffloadPlan] | None = None,
 ) -> None:
     """``moved``: what was offloaded, and the timeline before that."""
     schedule, units = timeline.schedule, source.units
@@ -90,7 +90,7 @@ def print_timeline(
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
-def _moved(before: Timeline, moved: Offload, units: Units) -> str:
+def _moved(before: Timeline, moved: OffloadPlan, units: Units) -> str:
     timeline = moved.timeline
     what = f"offload: {moved.moved} of {moved.asked} activations"
     if moved.moved < moved.asked:

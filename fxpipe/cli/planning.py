@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fxpipe.cli.sources import CostSource
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.families.registry import FAMILIES
-from fxpipe.schedule.search.auto import Objective, SearchResult, Setting, frontier
+from fxpipe.schedule.ops import Objective
+from fxpipe.schedule.problem import Problem, per_rank
+from fxpipe.schedule.search.auto import frontier
 from fxpipe.schedule.search.fastest import AUTO, fastest, stages_and_placements
 from fxpipe.schedule.simulation.timeline import Timeline
 
@@ -27,18 +29,11 @@ class ScheduleRequest:
 def plan(name: str, source: CostSource, request: ScheduleRequest) -> Timeline:
     """The simulated schedule of a family, or of the search for the fastest.
 
-    Raises ScheduleError as :func:`fxpipe.schedule.families.registry.build` and ``search`` do.
+    Raises ScheduleError as :func:`fxpipe.schedule.search.build.build` and ``search`` do.
     """
     if name not in (*FAMILIES, AUTO):
         raise ScheduleError(f"unknown schedule {name!r}; known: {', '.join((*FAMILIES, AUTO))}")
-    return fastest(
-        name,
-        _settings(name, source, request),
-        ranks=source.ranks,
-        microbatches=source.microbatches,
-        objective=request.objective,
-        effort=request.effort,
-    ).timeline
+    return fastest(name, _problems(name, source, request), effort=request.effort).timeline
 
 
 def plan_within(
@@ -48,20 +43,22 @@ def plan_within(
 
     More memory never costs time.
     """
-    results = frontier(
-        _settings(AUTO, source, replace(request, memory_limit=None)),
-        ranks=source.ranks,
-        microbatches=source.microbatches,
-        memory_limits=limits,
-        objective=request.objective,
-        effort=request.effort,
-    )
-    return [found.timeline if isinstance(found, SearchResult) else found for found in results]
+    results = frontier(_problems(AUTO, source, request), limits, effort=request.effort)
+    return [found if isinstance(found, ScheduleError) else found.timeline for found in results]
 
 
-def _settings(name: str, source: CostSource, request: ScheduleRequest) -> list[Setting]:
+def _problems(name: str, source: CostSource, request: ScheduleRequest) -> list[Problem]:
     given = request.stages_per_rank or source.stages_per_rank
     return [
-        Setting(stages, placement, source.costs(stages), request.memory_limit, source.vocabulary)
-        for stages, placement in stages_and_placements(name, given, request.placement)
+        Problem(
+            source.ranks,
+            source.microbatches,
+            stages,
+            shape,
+            source.costs(stages),
+            per_rank(request.memory_limit, source.ranks),
+            source.vocabulary,
+            objective=request.objective,
+        )
+        for stages, shape in stages_and_placements(name, given, request.placement)
     ]

@@ -18,7 +18,7 @@ from fxpipe.errors import FxpipeError, ScheduleError
 from fxpipe.schedule.exact.order import Exact, exact
 from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.formats.handwritten import read_schedule
-from fxpipe.schedule.offload.planner import FULL, HALF, Offload, offload, offload_within, with_link
+from fxpipe.schedule.offload.planner import FULL, HALF, OffloadPlan, offload, offload_within, with_link
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.search.fastest import AUTO
 from fxpipe.schedule.simulation.simulator import simulate
@@ -142,7 +142,7 @@ def _share(text: str) -> float | str:
     return named[text] if text in named else share(text)
 
 
-def _offload(options: argparse.Namespace, timeline: Timeline) -> Offload | None:
+def _offload(options: argparse.Namespace, timeline: Timeline) -> OffloadPlan | None:
     if options.offload_time is None:
         for name in ("offload", "ranks_per_link"):
             if getattr(options, name) is not None:

@@ -18,8 +18,8 @@ from fxpipe.schedule.costs import Costs, StageCost, chain
 from fxpipe.schedule.formats.costs_file import read_costs
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.placement import PLACEMENTS
-from fxpipe.schedule.search.vocabulary_passes import with_output_shards
 from fxpipe.schedule.stages import Vocabulary
+from fxpipe.schedule.vocabulary_costs import with_output_shards
 from fxpipe.viz.units import PHYSICAL, PLAIN, Units
 
 TIMES = ("forward", "backward_input", "backward_weight")

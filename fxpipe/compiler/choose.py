@@ -26,8 +26,9 @@ from fxpipe.errors import LimitError, ScheduleError
 from fxpipe.ir.liveness import Liveness, liveness
 from fxpipe.passes.recompute import Level
 from fxpipe.schedule.bound import lower_bound
+from fxpipe.schedule.candidate import SearchResult
 from fxpipe.schedule.costs import Link
-from fxpipe.schedule.search.auto import SearchResult, Setting
+from fxpipe.schedule.problem import Problem, per_rank
 from fxpipe.schedule.search.fastest import fastest
 
 
@@ -49,12 +50,12 @@ def choose(
     Raises ScheduleError where no schedule keeps the memory limit.
     """
     first, *levels = tried.levels
-    settings: dict[Setting, tuple[Cut, Liveness]] = {}
+    cuts: dict[tuple[int, str, int, str], tuple[Cut, Liveness]] = {}  # by the problem's setting
     bounds: dict[Stages, float] = {}  # seconds, at the first level
     too_heavy: list[LimitError] = []
-    held_always: list[int] = []  # bytes, of any rank in any setting
+    held_always: list[int] = []  # bytes, of any rank in any problem
 
-    def at_level(of: Stages, level: Level | None) -> Iterator[Setting]:
+    def at_level(of: Stages, level: Level | None) -> Iterator[Problem]:
         cut = cut_at_level(of, level, phase)
         if options.costs == "measured":
             overhead = cluster.first.stage_overhead
@@ -82,36 +83,36 @@ def choose(
             costs = section_costs(live, seconds, cluster, rank_of_stage, options.ranks_per_machine)
             if options.offload.share is not None:
                 costs = replace(costs, link=Link(1 / bandwidth, options.offload.ranks_per_link))
-            setting = Setting(
-                stages_per_rank=cut.stages // options.ranks,
-                placement=name,
-                costs=costs,
-                limits=limits,
-                vocabulary=cut.vocabulary,
+            problem = Problem(
+                options.ranks,
+                options.microbatches,
+                cut.stages // options.ranks,
+                name,
+                costs,
+                per_rank(limits, options.ranks),
+                cut.vocabulary,
                 offload=options.offload.share,
                 recompute=cut.recompute or "",
             )
             if level == first:
                 bound = lower_bound(costs, rank_of_stage, options.microbatches)
                 bounds[of] = min(bound, bounds.get(of, inf))
-            settings[setting] = cut, live
-            yield setting
+            cuts[problem.setting] = cut, live
+            yield problem
 
-    def recomputing(beat: float) -> list[Setting]:
+    def recomputing(beat: float) -> list[Problem]:
         """The other levels, of stages that can be as fast: recomputation adds to the work of each."""
         able = [of for of, bound in bounds.items() if bound <= beat]
         phase.expect(2 + 2 * len(able) * len(levels))
-        return [setting for of in able for level in levels for setting in at_level(of, level)]
+        return [problem for of in able for level in levels for problem in at_level(of, level)]
 
-    without = [setting for of in stages for setting in at_level(of, first)]
+    without = [problem for of in stages for problem in at_level(of, first)]
     if not without:
         raise min(too_heavy, key=lambda error: error.smallest)
     try:
         found = fastest(
             options.schedule,
             without,
-            ranks=options.ranks,
-            microbatches=options.microbatches,
             effort=options.effort,
             more=recomputing if levels else None,
         )
@@ -119,7 +120,7 @@ def choose(
         if options.memory_limit is None:
             raise
         raise _with_weights(error, options.memory_limit, held_always) from error
-    return *settings[found.setting], found
+    return *cuts[found.problem.setting], found
 
 
 def _with_weights(error: ScheduleError, limit: float, weights: Sequence[int]) -> ScheduleError:

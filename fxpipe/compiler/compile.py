@@ -48,13 +48,13 @@ from fxpipe.ir.storage import call_nodes, graph_outputs, node_bytes
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.runtime.program.offload import aligned
 from fxpipe.schedule.costs import Costs
-from fxpipe.schedule.families.registry import build
 from fxpipe.schedule.lowering.deadlock import prove
 from fxpipe.schedule.lowering.lower import Collective, Programs, lower, with_gradients
 from fxpipe.schedule.offload.memory_pool import Pool
 from fxpipe.schedule.offload.memory_pool import pools as make_pools
 from fxpipe.schedule.ops import PHASES, Schedule
 from fxpipe.schedule.placement import PLACEMENTS, place
+from fxpipe.schedule.search.build import build
 from fxpipe.schedule.search.fastest import AUTO
 from fxpipe.schedule.simulation.simulator import simulate
 
@@ -125,7 +125,7 @@ def compile_model(
         bandwidth = _bandwidth(options, cluster, device)
         known = known_tensors(model, example, captured.constants)
         cut, live, found = choose(options, stages, tried, model, cluster, device, known, bandwidth, phase)
-        schedule, costs = found.schedule, found.setting.costs
+        schedule, costs = found.schedule, found.problem.costs
         _check_buffer_order(cut.graph, schedule)
         joint = _collectives(cut, schedule)
         instructions = lower(schedule, costs.edges, joint, found.timeline.spans)
@@ -368,7 +368,7 @@ def _programs(plan: Plan, cut: Cut, instructions: Programs, pools: tuple[Pool, .
                     instructions=instructions[rank],
                     outputs=requested_outputs(cut.graph),
                     tensors=fakes,
-                    places=pools[rank].places if pools else {},
+                    places=pools[rank].offsets if pools else {},
                     compiled=compiled,
                 )
             )

@@ -17,10 +17,10 @@ from fxpipe.plan.step import StepSpec, Tier
 from fxpipe.plan.tensors import Dtype, GradDtype, Shape, Size, dtype_of, gradient_dtype, is_dense
 from fxpipe.plan.version import __version__
 from fxpipe.plan.work import PlanWork
-from fxpipe.schedule.candidate import Candidate, Recompute
 from fxpipe.schedule.costs import MOST_STAGES, Costs
 from fxpipe.schedule.ops import Schedule, Transfer, parse_ops
 from fxpipe.schedule.stages import Vocabulary
+from fxpipe.schedule.tried import Recompute, Tried
 from fxpipe.strict import Fits, Misfit, NonNegative, Share, entries, parse_json, shown, structure, unstructure
 
 FORMAT = 2
@@ -126,7 +126,7 @@ class Plan:
     vocabulary: Vocabulary | None = None
     collectives: int = 0
     work: PlanWork | None = None
-    tried: Annotated[tuple[Candidate, ...], entries(0, MOST_TRIED)] = ()
+    tried: Annotated[tuple[Tried, ...], entries(0, MOST_TRIED)] = ()
     recompute: Recompute = ""
     transfers: tuple[Transfer, ...] = ()
     tier: Tier | None = None

@@ -1,33 +1,59 @@
-"""The record of a candidate plan, from the search to the plan and the command line."""
+"""The records of a search: an order that keeps the limits of its problem, and a complete schedule."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from functools import cached_property
 
-from fxpipe.strict import Fits, NonNegative, Share, at_least, between
+from fxpipe.schedule.engine.order import Order
+from fxpipe.schedule.ops import Schedule
+from fxpipe.schedule.problem import Problem
+from fxpipe.schedule.simulation.timeline import Timeline
+from fxpipe.schedule.tried import Tried
 
-Recompute = Annotated[str, Fits(("", "norms", "full").__contains__, "empty, 'norms' or 'full'")]
-"""A level of recomputation."""
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Candidate:
-    """A schedule that was tried: its simulated costs, or the reason (``why``) that it was left out.
+    """An order for a problem, made for the family called ``family``.
 
-    ``seconds`` a step; ``peak_memory``: of the rank that needs the most.  ``stages_per_rank`` are the model's
-    own.  ``barriers``: a microbatch, of vocabulary layers split over the ranks, 0 if they are not.
-    ``recompute``: the level of recomputation, empty for none.  ``offloaded``: memory offloaded in a step.
-    Memory is in the unit of the costs: bytes for a compiled model.
+    ``seconds``: its objective; for an order of the model's own stages that is to be extended, an estimate
+    from below.  ``peak``: the memory of the rank that needs the most.
     """
 
-    schedule: str
-    stages_per_rank: Annotated[int, at_least(1)]
-    placement: str
-    seconds: NonNegative | None = None
-    span_bubble: Share | None = None
-    peak_memory: NonNegative | None = None
-    why: str = ""
-    barriers: Annotated[int, between(0, 2)] = 0
-    recompute: Recompute = ""
-    offloaded: NonNegative = 0.0
+    problem: Problem
+    family: str
+    order: Order
+    seconds: float
+    peak: float
+
+    @property
+    def key(self) -> tuple[float, float]:
+        """The least is the best."""
+        return self.seconds, self.peak
+
+    @property
+    def is_optimal(self) -> bool:
+        return self.seconds <= self.problem.bound * (1 + 1e-9)
+
+
+@dataclass(frozen=True, eq=False)
+class SearchResult:
+    """The fastest schedule and its problem; all candidates (of a named schedule none are kept)."""
+
+    problem: Problem
+    timeline: Timeline
+    tried: tuple[Tried, ...] = ()
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.timeline.schedule
+
+    @cached_property
+    def key(self) -> tuple[float, float, float, float]:
+        """The least is the best: the objective first."""
+        timeline = self.timeline
+        seconds, span, peak = (
+            float(f"{x:.9g}") for x in (timeline.seconds, timeline.span, max(timeline.peak_memory))
+        )
+        moved = timeline.moved
+        return (seconds, moved, peak, span) if self.problem.by_makespan else (span, seconds, moved, peak)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.stages import Vocabulary
@@ -68,8 +69,12 @@ class Op:
         return f"{self.kind}{self.stage}.{self.microbatch}"
 
 
-Order = tuple[tuple[Op, ...], ...]
+RankOps = tuple[tuple[Op, ...], ...]
 """The ops of each rank, in order."""
+
+
+Objective = Literal["makespan", "span"]
+"""The span is the longest of the ranks' times from their first op's start to their last op's end."""
 
 
 Activation = tuple[int, int, Phase]
@@ -116,7 +121,7 @@ class Schedule:
     name: str
     placement: tuple[int, ...]
     microbatches: int
-    order: Order
+    order: RankOps
     vocabulary: Vocabulary | None = None
     transfers: tuple[Transfer, ...] = ()
 
@@ -156,11 +161,11 @@ def parse_ops(line: str) -> tuple[Op, ...]:
     return tuple(parse_op(word[0]) for word in re.finditer(r"\S+", line))
 
 
-def parse_order(text: str) -> Order:
+def parse_order(text: str) -> RankOps:
     """One line a rank (empty lines are skipped); the inverse of :func:`order_text`."""
     return tuple(parse_ops(line) for line in text.splitlines() if line.strip())
 
 
-def order_text(order: Order) -> str:
+def order_text(order: RankOps) -> str:
     """One line a rank."""
     return "\n".join(" ".join(map(str, ops)) for ops in order)

@@ -1,4 +1,4 @@
-"""A scheduling problem: sizes, costs and memory limits."""
+"""A scheduling problem: the stages of a step on ranks, their costs, the memory limits, the objective."""
 
 from __future__ import annotations
 
@@ -8,37 +8,58 @@ from functools import cached_property
 from math import inf
 
 from fxpipe.errors import ScheduleError
+from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.costs import Costs
-from fxpipe.schedule.engine.arrays import OpIds, ScheduleArrays, decode, encode, peaks, run, schedule_arrays
-from fxpipe.schedule.ops import Order
+from fxpipe.schedule.engine.arrays import ScheduleArrays, least_period, schedule_arrays
+from fxpipe.schedule.engine.kernel import TIE_BREAK, score
+from fxpipe.schedule.engine.order import Order, Run
+from fxpipe.schedule.offload.planner import Share
+from fxpipe.schedule.ops import Objective, RankOps, Schedule
 from fxpipe.schedule.placement import place
+from fxpipe.schedule.stages import Vocabulary
+from fxpipe.schedule.vocabulary_costs import budget_for_model_stages, model_stage_costs
 
 Limit = float | Sequence[float] | None
 """One memory limit for all ranks, one for each rank, or none; in the unit of the costs' memory."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Problem:
-    """``costs`` has ``ranks · stages_per_rank`` stages; ``limits`` are per rank, infinite for no limit.
+    """Stages on ranks, their costs there, and the memory for activations.
 
+    ``stages_per_rank`` are the model's own, in the placement called ``shape``; with ``vocabulary`` the costs
+    are of its stages as well.  ``limits``: per rank, infinite for no limit.
+    ``offload``: the share to offload over the costs' link.  ``slack``: before it is offloaded, an order may
+    take so many times the limits.
+    ``recompute``: the level of recomputation in the costs.
     ``group``: the number of microbatches in a group, for a family with groups; None leaves it to the family.
-    ``effort``: about the seconds of one core that a search may take.  ``seed``: of its random numbers.
     """
 
-    name: str
     ranks: int
     microbatches: int
     stages_per_rank: int
     shape: str
     costs: Costs
     limits: tuple[float, ...]
+    vocabulary: Vocabulary | None = None
+    offload: Share = None
+    slack: float = 1.0
+    recompute: str = ""
+    objective: Objective = "makespan"
     group: int | None = None
-    effort: float | None = None
-    seed: int = 0
+
+    @property
+    def setting(self) -> tuple[int, str, int, str]:
+        """The decisions by which the problems of a step differ: stages per rank, placement, barriers a
+        microbatch (0 if vocabulary layers are not split), and the level of recomputation."""
+        barriers = 0 if self.vocabulary is None else self.vocabulary.barriers
+        return self.stages_per_rank, self.shape, barriers, self.recompute
 
     @cached_property
     def placement(self) -> tuple[int, ...]:
-        return place(self.shape, self.ranks, self.stages_per_rank)
+        """The rank of each stage, vocabulary stages included."""
+        own = place(self.shape, self.ranks, self.stages_per_rank)
+        return own if self.vocabulary is None else self.vocabulary.placement(own)
 
     @property
     def is_v(self) -> bool:
@@ -50,27 +71,70 @@ class Problem:
         return min(self.limits) < inf
 
     @property
+    def is_even(self) -> bool:
+        return len(set(self.costs.stages)) == 1
+
+    @property
+    def is_extended(self) -> bool:
+        """Are vocabulary stages or transfers added to an order of the model's stages?"""
+        return self.vocabulary is not None or self.offload is not None
+
+    @property
+    def limits_before_offload(self) -> tuple[float, ...]:
+        """The limits of an order of all stages to which transfers are added afterwards, if any are."""
+        return self.limits if self.offload is None else (inf,) * self.ranks
+
+    @cached_property
+    def model(self) -> Problem:
+        """The problem of the model's own stages: without vocabulary stages, with the memory that they leave,
+        and without offload."""
+        if not self.is_extended:
+            return self
+        costs, limits = self.costs, tuple(self.slack * limit for limit in self.limits)
+        if self.vocabulary is not None:
+            limits = budget_for_model_stages(costs, self.vocabulary, limits)
+            costs = model_stage_costs(costs, self.vocabulary)
+        return replace(self, costs=costs, limits=limits, vocabulary=None, offload=None, slack=1.0)
+
+    @cached_property
+    def arrays(self) -> ScheduleArrays:
+        return schedule_arrays(self.costs, self.placement, self.microbatches)
+
+    @property
     def ops(self) -> int:
         """The number of ops: F, B and W of all stages and microbatches."""
         return self.arrays.sections * self.microbatches
 
-    @cached_property
-    def arrays(self) -> ScheduleArrays:
-        return schedule_arrays(self.costs, self.placement)
+    @property
+    def work(self) -> float:
+        """Seconds of the busiest rank."""
+        return self.microbatches * self.arrays.period
 
-    def with_limits(
-        self, *, limits: tuple[float, ...] | None = None, microbatches: int | None = None
-    ) -> Problem:
-        """The same problem with other limits or microbatches."""
-        m, limits = microbatches or self.microbatches, self.limits if limits is None else limits
-        other = replace(self, limits=limits, microbatches=m)
-        other.__dict__["arrays"] = self.arrays  # they depend on neither
+    @cached_property
+    def bound(self) -> float:
+        """A lower bound on the objective, whatever is offloaded."""
+        bounds = [self.work]
+        if self.objective == "makespan":
+            bounds.append(lower_bound(self.costs, self.placement, self.microbatches))
+        if not self.is_extended:
+            bounds.append(self.microbatches * self.least_period)
+        return max(bounds)
+
+    @cached_property
+    def least_period(self) -> float:
+        """A lower bound on the mean time from microbatch to microbatch within the limits."""
+        return least_period(self.arrays, self.costs, self.limits)
+
+    def limited(self, limits: tuple[float, ...]) -> Problem:
+        """The same problem with other limits."""
+        other = replace(self, limits=limits)
+        other.__dict__["arrays"] = self.arrays  # they do not depend on the limits
         return other
 
     def capped_to(self, microbatches: float) -> Problem:
         """The same problem with limits of at most so many microbatches' activations."""
-        caps = [microbatches * self.arrays.smallest_limit(rank) for rank in range(self.ranks)]
-        return self.with_limits(limits=tuple(map(min, self.limits, caps)))
+        caps = (microbatches * least for least in self.arrays.smallest_limits)
+        return self.limited(tuple(map(min, self.limits, caps)))
 
     def with_mean_costs(self) -> Problem:
         """The same problem with the mean times for all stages; memory stays."""
@@ -79,26 +143,40 @@ class Problem:
         mean = {name: sum(getattr(stage, name) for stage in stages) / len(stages) for name in names}
         return replace(self, costs=replace(self.costs, stages=tuple(replace(s, **mean) for s in stages)))
 
-    @property
-    def is_even(self) -> bool:
-        return len(set(self.costs.stages)) == 1
+    def order(self, ops: RankOps) -> Order:
+        return Order.of(self.arrays, ops)
 
-    def score(self, op_ids: OpIds) -> tuple[float, float, float]:
+    def schedule(self, name: str, ops: RankOps) -> Schedule:
+        return Schedule(name, self.placement, self.microbatches, ops, self.vocabulary)
+
+    def time(self, done: Run) -> float:
+        """The objective."""
+        return done.makespan if self.by_makespan else done.span
+
+    def value(self, done: Run) -> float:
+        """The objective, and at most 0.1% more that tells equals apart."""
+        return float(score(done.first, done.free, self.by_makespan))
+
+    @property
+    def by_makespan(self) -> bool:
+        return self.objective == "makespan"
+
+    @property
+    def good_enough(self) -> float:
+        """A search ends when the value is at most this."""
+        return self.bound * (1 + TIE_BREAK) * (1 + 1e-9)
+
+    def excess_and_times(self, order: Order) -> tuple[float, float, float]:
         """The most by which an order exceeds a limit, its span, its makespan; compared in this order."""
-        arrays, m = self.arrays, self.microbatches
-        over = (p - limit for p, limit in zip(peaks(arrays, op_ids, m), self.limits, strict=True))
+        over = (peak - limit for peak, limit in zip(order.peaks(), self.limits, strict=True))
         excess = max(x if x > 1e-9 * limit else 0.0 for x, limit in zip(over, self.limits, strict=True))
-        done = run(arrays, op_ids, m)
-        assert done is not None, f"the order of {self.name} cannot progress"
+        done = order.run()
+        assert done is not None, "an order that is built can progress"
         return excess, done.span, done.makespan
 
     def fastest(self, orders: Iterable[Order]) -> Order:
         """The order with the shortest span within the limits, else the one that exceeds them least."""
-        return min(orders, key=lambda order: self.score(encode(order, self.microbatches)))
-
-    def fastest_of(self, orders: Iterable[OpIds]) -> Order:
-        """``fastest`` for orders given as op ids."""
-        return decode(self.arrays, min(orders, key=self.score), self.microbatches)
+        return min(orders, key=self.excess_and_times)
 
 
 def per_rank(limit: Limit, ranks: int) -> tuple[float, ...]:

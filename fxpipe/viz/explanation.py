@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.table import Table
 
 from fxpipe.plan.artifact import Plan
-from fxpipe.schedule.candidate import Candidate
 from fxpipe.schedule.offload.transfers import offload_bytes
 from fxpipe.schedule.ops import Direction
+from fxpipe.schedule.tried import Tried
 from fxpipe.viz.terminal import terminal
 from fxpipe.viz.units import bytes_text, seconds_text
 
@@ -58,7 +58,7 @@ def _moved(plan: Plan) -> str:
     return f"; {moved} of the {most} that might leave the ranks in a step do, in {transfers}"
 
 
-def _table(tried: tuple[Candidate, ...]) -> Table:
+def _table(tried: tuple[Tried, ...]) -> Table:
     spread = any(candidate.barriers for candidate in tried)
     again = any(candidate.recompute for candidate in tried)
     moved = any(candidate.offloaded for candidate in tried)
@@ -78,11 +78,11 @@ def _table(tried: tuple[Candidate, ...]) -> Table:
     return table
 
 
-def _vocabulary(candidate: Candidate) -> str:
+def _vocabulary(candidate: Tried) -> str:
     return f"spread, {candidate.barriers}-barrier" if candidate.barriers else "whole"
 
 
-def _name(candidate: Candidate) -> str:
+def _name(candidate: Tried) -> str:
     vocabulary = f", vocabulary {_vocabulary(candidate)}" if candidate.barriers else ""
     again = f", recompute {candidate.recompute}" if candidate.recompute else ""
     return (

@@ -20,10 +20,10 @@ from fxpipe.errors import ScheduleError, SizeError
 from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
 from fxpipe.schedule.engine.arrays import schedule_arrays
-from fxpipe.schedule.families.registry import build
 from fxpipe.schedule.formats.costs_file import read_costs, write_costs
 from fxpipe.schedule.ops import Color, Phase
 from fxpipe.schedule.placement import place
+from fxpipe.schedule.search.build import build
 from fxpipe.schedule.simulation.simulator import simulate
 
 STAGE = StageCost(1, 1, 1, 1, 1)
@@ -57,7 +57,7 @@ def test_simulated():
 def test_the_arrays_of_the_search_have_the_delay_of_each_edge(name):
     placement = place(name, 4, 2)
     costs = chain([STAGE] * 8, 0.25, inter_seconds=2.0, ranks_per_machine=2)
-    arrays = schedule_arrays(costs, placement)
+    arrays = schedule_arrays(costs, placement, 1)
     for stage in range(1, 8):
         found = dict(arrays.needs[3 * stage])[3 * (stage - 1)]
         source, target = placement[stage - 1], placement[stage]

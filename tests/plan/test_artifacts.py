@@ -30,9 +30,9 @@ from fxpipe.errors import ArtifactError, BatchError, FxpipeError, RunError, Sche
 from fxpipe.plan.artifact import FORMAT
 from fxpipe.plan.files import read_plan
 from fxpipe.plan.step import BatchSpec, Leaf
-from fxpipe.schedule.candidate import Candidate
 from fxpipe.schedule.formats.costs_file import read_costs
 from fxpipe.schedule.formats.handwritten import parse_schedule, read_schedule
+from fxpipe.schedule.tried import Tried
 from fxpipe.viz.explanation import explain
 
 MICROBATCHES = 4
@@ -51,7 +51,7 @@ def save_all(directory: Path) -> None:
     sized = fxpipe.compile(
         Chain(4), numbers(2), ranks=2, microbatches=MICROBATCHES, schedule="1f1b", dimensions={}
     )
-    candidate = Candidate("1f1b", 1, "plain", 0.1, 0.2, 300.0, "")
+    candidate = Tried("1f1b", 1, "plain", 0.1, 0.2, 300.0, "")
     plan = replace(sized.plan, tried=(candidate, replace(candidate, seconds=None, why="no room")))
     replace(sized, artifact=replace(sized.artifact, plan=plan)).save(directory / "sized")
     fxpipe.ir.liveness.SMALLEST = smallest

@@ -26,11 +26,11 @@ from fxpipe.ir.graph import offload, reload
 from fxpipe.ir.storage import call_nodes, storage_root
 from fxpipe.ir.verify import verify
 from fxpipe.schedule.costs import StageCost, chain
-from fxpipe.schedule.families.registry import build
 from fxpipe.schedule.offload.memory_pool import pools
 from fxpipe.schedule.offload.planner import offload as plan_offload
 from fxpipe.schedule.offload.planner import with_link
 from fxpipe.schedule.ops import Direction, Phase
+from fxpipe.schedule.search.build import build
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
 
@@ -318,7 +318,7 @@ def test_places_in_the_pool_do_not_overlap_while_they_are_needed(name, ranks, mi
     for t in schedule.transfers:
         if t.direction is Direction.IN:
             rank = schedule.placement[t.stage]
-            at = found[rank].places[t.activation]
+            at = found[rank].offsets[t.activation]
             end = at + sizes[t.stage, t.user]
             assert 0 <= at < end <= found[rank].bytes
             times[rank].append((out[t.activation], t.end, at, end))

@@ -13,31 +13,29 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise, product
 from math import inf
 
-from races import Access, races
+from races import Access, Places, races
 
 from fxpipe.codegen.collectives import collectives
 from fxpipe.errors import ScheduleError
 from fxpipe.ir.sections import SectionEdge
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
-from fxpipe.schedule.families.registry import FAMILIES, build
+from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.lowering.deadlock import prove
-from fxpipe.schedule.lowering.execution import DEVICES
 from fxpipe.schedule.lowering.lower import AllReduceGradient, Programs, lower, with_gradients
 from fxpipe.schedule.offload.memory_pool import pools
 from fxpipe.schedule.offload.planner import FULL, HALF, offload, with_link
-from fxpipe.schedule.ops import Activation, Color, Phase, Schedule
-from fxpipe.schedule.search.vocabulary_passes import with_output_shards
+from fxpipe.schedule.ops import Color, Phase, Schedule
+from fxpipe.schedule.search.build import build
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.stages import Vocabulary
+from fxpipe.schedule.vocabulary_costs import with_output_shards
 
-#: With nothing but what streams and events promise.
-FREE = replace(DEVICES, run_ahead=None)
 STAGES = [(1, "plain"), (2, "plain"), (2, "v"), (4, "plain")]
 #: Output shards with so many barriers, and embedding shards beside them.
 VOCABULARIES = [None, (1, False), (2, False), (1, True), (2, True)]
@@ -130,9 +128,6 @@ def _schedule_of(case: Case) -> tuple[Schedule, Costs] | None:
     return schedule, costs
 
 
-Places = Sequence[Mapping[Activation, Sequence[tuple[int, int]]]]
-
-
 def lowered(case: Case) -> tuple[Programs, Schedule, Places] | None:
     """The programs with what they do at the end, and per rank the parts of the pool of each activation."""
     found = _schedule_of(replace(case, share=None))
@@ -144,9 +139,7 @@ def lowered(case: Case) -> tuple[Programs, Schedule, Places] | None:
         timeline = simulate(schedule, with_link(costs, TIMES[1]))
         schedule = offload(timeline, case.share).timeline.schedule
         places = pool_parts(schedule, timeline.costs)
-    edges = tuple(
-        SectionEdge(e.source, e.target, (f"{e.source}",), {f"{e.source}": "sum"}) for e in costs.edges
-    )
+    edges = tuple(SectionEdge(e.source, e.target, (f"{e.source}",)) for e in costs.edges)
     shards = frozenset(stage for stage in range(schedule.stages) if schedule.is_vocabulary(stage))
     programs = lower(schedule, costs.edges, collectives(edges, schedule.placement, shards))
     tied = [AllReduceGradient("tied", tuple(range(case.ranks)))] if case.ranks > 1 else []
@@ -164,7 +157,7 @@ def pool_parts(schedule: Schedule, costs: Costs) -> Places:
         sizes[transfer.stage, transfer.user] = round(512 * size) * (1 + transfer.stage % 3)
     found = []
     for pool in pools(schedule, sizes):
-        spans = {own: (at, at + sizes[own[0], own[2]]) for own, at in pool.places.items()}
+        spans = {own: (at, at + sizes[own[0], own[2]]) for own, at in pool.offsets.items()}
         parts = list(pairwise(sorted({edge for span in spans.values() for edge in span})))
         found.append({own: [p for p in parts if at <= p[0] < end] for own, (at, end) in spans.items()})
     return found
@@ -177,7 +170,7 @@ def check(case: Case) -> list[tuple[Access, Access]] | None:
         return None
     programs, schedule, places = found
     prove(programs, schedule.placement)
-    return races(programs, schedule.placement, FREE, places)
+    return races(programs, schedule.placement, places)
 
 
 def main() -> None:

@@ -7,13 +7,14 @@ stream, and of messages of each channel, that are over before it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations, repeat
 
 import numpy as np
 
-from fxpipe.schedule.lowering.execution import Execution, Kernel, Machine, Work, execution
+from fxpipe.schedule.lowering.execution import DEVICES, Execution, Rank, execution
 from fxpipe.schedule.lowering.lower import (
     AllReduceGradient,
     Collective,
@@ -30,8 +31,14 @@ from fxpipe.schedule.lowering.lower import (
 )
 from fxpipe.schedule.ops import PHASES, Activation, Color, Direction, Op, arrival
 
+#: With nothing but what streams and events promise.
+FREE = replace(DEVICES, run_ahead=None)
+
 Places = Sequence[Mapping[Activation, Iterable[Hashable]]]
 """Per rank the parts of the offload pool that an activation takes."""
+
+Accesses = list[tuple[Hashable, bool]]
+"""Of a kernel: storages, and whether it writes; each of a kernel that meets others at one of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,76 +50,128 @@ class Access:
     writes: bool
     begun: int
     over: int
-    what: Work
+    what: Instruction | str
+
+
+class Recorded(Rank):
+    """A rank that adds the accesses of its kernels to ``found``.
+
+    ``coming``: of the kernels that the instruction is about to start.
+    """
+
+    def __init__(self, *arguments, found: list[Access], places: Places | None) -> None:
+        super().__init__(*arguments)
+        self.found, self.places = found, None if places is None else places[self.number]
+        self.read = _read_by(self.program, self.placement, self.number)
+        self.summed: list[str] = []
+        self.what: Instruction | str = ""
+        self.coming: Iterator[tuple[Accesses, Instruction | str]] = iter(())
+
+    def run(self, position: int, instruction: Instruction) -> None:
+        self.what, self.coming = instruction, self._of(instruction)
+        super().run(position, instruction)
+        match instruction:
+            case WaitTransfer(transfer) if transfer.direction is Direction.OUT:
+                # Its memory is free for what comes next.
+                self.coming = iter([([(("saved", transfer.activation), True)], f"reuse {transfer}")])
+                self.ops = [self.kernel("ops")]
+        self.what = "the optimizer"
+
+    def end(self) -> None:
+        self.coming = iter([([(("gradient", name), True) for name in self.summed], self.what)])
+        super().end()
+
+    def kernel(self, stream: Hashable, **options) -> int:
+        over = super().kernel(stream, **options)
+        accesses, what = next(self.coming)
+        begun, *met = self.graph.before[over]
+        for (storage, writes), done in zip(accesses, met or repeat(over), strict=False):
+            self.found.append(Access(self.number, storage, writes, begun, done, what))
+        return over
+
+    def _of(self, instruction: Instruction) -> Iterator[tuple[Accesses, Instruction | str]]:
+        match instruction:
+            case Compute(op):
+                yield [(storage, False) for storage in self.read.get(op, ())], instruction
+            case PostRecv(messages):
+                yield [(message, True) for message in messages], instruction
+            case Send(messages):
+                yield [(message, False) for message in messages], instruction
+            case StartCollective(collective, m):
+                receives = _receives(collective, self.placement, self.number)
+                storage = "collective" if receives else "contribution", collective.number, m
+                yield [(storage, receives)], instruction
+            case StartTransfer(transfer):
+                out, activation = transfer.direction is Direction.OUT, transfer.activation
+                own: Accesses = [(("saved" if out else "reloaded", activation), not out)]
+                if self.places is not None:
+                    own += [(("pool", place), out) for place in self.places[activation]]
+                yield own, instruction
+            case AllReduceGradient(name, ranks):
+                self.summed.append(name)
+                yield from self._of_sum(name, ranks)
+
+    def _of_sum(self, name: str, ranks: tuple[int, ...]) -> Iterator[tuple[Accesses, str]]:
+        is_first, gradient = self.number == ranks[0], ("gradient", name)
+        if not is_first:
+            yield [(gradient, False)], f"send the gradient of {name}"
+        for other in ranks[1:] if is_first else ranks[:1]:
+            buffer, what = ("sum", name, other), f"the gradient of {name} from rank {other}"
+            yield [(buffer, True)], f"receive {what}"
+            yield [(buffer, False), (gradient, True)], f"take {what}"
+        for _ in ranks[1:] if is_first else ():
+            yield [(gradient, False)], f"send the sum of the gradients of {name}"
+
+
+class DividesAtOnce(Recorded):
+    """Divides gradients while they are sent."""
+
+    def end(self) -> None:
+        sent = self.sent
+        if isinstance(self.what, DivideGradients):
+            self.sent = []
+        super().end()
+        self.sent = sent
 
 
 def races(
-    programs: Programs, placement: Sequence[int], machine: Machine, places: Places | None = None
+    programs: Programs,
+    placement: Sequence[int],
+    places: Places | None = None,
+    rank: Callable[..., Recorded] = Recorded,
 ) -> list[tuple[Access, Access]]:
-    """The pairs of accesses that nothing orders, in an execution that ends."""
-    graph = execution(programs, placement, machine)
+    """The pairs of accesses that nothing orders, in programs that end."""
+    accesses: list[Access] = []
+    graph = execution(programs, placement, FREE, rank=partial(rank, found=accesses, places=places))
     clocks = _clocks(graph)
-    ranks = [_Storages(programs[k], placement, k, places[k] if places else {}) for k in range(len(programs))]
     found: defaultdict[tuple[int, Hashable], list[Access]] = defaultdict(list)
-    for kernel in graph.kernels:
-        for access in ranks[kernel.rank].accesses(kernel):
-            found[access.rank, access.storage].append(access)
+    for access in accesses:
+        found[access.rank, access.storage].append(access)
 
     def is_before(a: Access, b: Access) -> bool:
         return bool((clocks[b.begun] >= clocks[a.over]).all())
 
     return [
         (a, b)
-        for accesses in found.values()
-        for a, b in combinations(accesses, 2)
+        for own in found.values()
+        for a, b in combinations(own, 2)
         if (a.writes or b.writes) and not is_before(a, b) and not is_before(b, a)
     ]
 
 
-class _Storages:
-    """The storages of a rank, and the kernels that access them."""
-
-    def __init__(
-        self,
-        program: Sequence[Instruction],
-        placement: Sequence[int],
-        rank: int,
-        places: Mapping[Activation, Iterable[Hashable]],
-    ) -> None:
-        self.placement, self.rank, self.places = placement, rank, places
-        self.read = _read_by(program, placement, rank)
-        self.summed = [i.name for i in program if isinstance(i, AllReduceGradient)]
-
-    def accesses(self, kernel: Kernel) -> Iterator[Access]:
-        over = kernel.over if kernel.carries else repeat(kernel.over[0])
-        for (storage, writes), done in zip(self._touched(kernel), over, strict=False):
-            yield Access(self.rank, storage, writes, kernel.begun, done, kernel.what)
-
-    def _touched(self, kernel: Kernel) -> list[tuple[Hashable, bool]]:
-        """The storages that a kernel accesses, and whether it writes them."""
-        match kernel.what:
-            case Compute(op):
-                return [(storage, False) for storage in self.read[op]]
-            case PostRecv() | Send():
-                return [(message, isinstance(kernel.what, PostRecv)) for message in kernel.carries]
-            case StartCollective(collective, m):
-                receives = _receives(collective, self.placement, self.rank)
-                return [(("collective" if receives else "contribution", collective.number, m), receives)]
-            case StartTransfer(transfer):
-                activation, out = transfer.activation, transfer.direction is Direction.OUT
-                pool = [(("pool", place), out) for place in self.places.get(activation, ())]
-                return [(("saved" if out else "reloaded", activation), not out), *pool]
-            case WaitTransfer(transfer):
-                return [(("saved", transfer.activation), True)]
-            case ("send", AllReduceGradient(name, _), _):
-                return [(("gradient", name), False)]
-            case ("receive", AllReduceGradient(name, _), other):
-                return [(("sum", name, other), True)]
-            case ("take", AllReduceGradient(name, _), other):
-                return [(("sum", name, other), False), (("gradient", name), True)]
-            case DivideGradients() | str():
-                return [(("gradient", name), True) for name in self.summed]
-        raise AssertionError(kernel)
+def _clocks(execution: Execution) -> list[np.ndarray]:
+    """Per node, by stream and channel, the number of what is over when the node is."""
+    columns = {key: k for k, key in enumerate({stream for stream, _ in execution.streams.values()})}
+    clocks = [np.zeros(len(columns), np.int32)] * len(execution.before)
+    for node in execution.order():
+        clock = np.zeros(len(columns), np.int32)
+        for other in execution.before[node]:
+            np.maximum(clock, clocks[other], out=clock)
+        if node in execution.streams:
+            stream, position = execution.streams[node]
+            clock[columns[stream]] = position + 1
+        clocks[node] = clock
+    return clocks
 
 
 def _receives(collective: Collective, placement: Sequence[int], rank: int) -> bool:
@@ -147,18 +206,3 @@ def _read_by(program: Sequence[Instruction], placement: Sequence[int], rank: int
                 user = ops[Color(transfer.stage, transfer.user), transfer.microbatch]
                 found[user].append(("reloaded", transfer.activation))
     return found
-
-
-def _clocks(execution: Execution) -> list[np.ndarray]:
-    """Per node, by stream and channel, the number of what is over when the node is."""
-    columns = {key: k for k, key in enumerate({stream for stream, _ in execution.streams.values()})}
-    clocks = [np.zeros(len(columns), np.int32)] * len(execution.before)
-    for node in execution.order():
-        clock = np.zeros(len(columns), np.int32)
-        for other in execution.before[node]:
-            np.maximum(clock, clocks[other], out=clock)
-        if node in execution.streams:
-            stream, position = execution.streams[node]
-            clock[columns[stream]] = position + 1
-        clocks[node] = clock
-    return clocks

@@ -12,9 +12,9 @@ from benchmarks.exact_block import exact_block
 from fxpipe.errors import DeadlockError, FxpipeError, ScheduleError
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
 from fxpipe.schedule.exact.order import exact
-from fxpipe.schedule.families.registry import build
 from fxpipe.schedule.ops import Color, Op, OpKind, Phase, Schedule
 from fxpipe.schedule.placement import place
+from fxpipe.schedule.search.build import build
 from fxpipe.schedule.simulation.simulator import simulate
 
 pytestmark = pytest.mark.slow

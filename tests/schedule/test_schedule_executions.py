@@ -4,18 +4,26 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from executions_campaign import FREE, SHARES, VOCABULARIES, cases, check
-from races import races
+from executions_campaign import SHARES, VOCABULARIES, cases, check
+from races import DividesAtOnce, races
 from test_schedule_lowering import HEADS, hand, head_edges
 
 from fxpipe.schedule.costs import StageCost, chain
-from fxpipe.schedule.families.registry import FAMILIES, build
+from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.lowering.channels import in_rounds
 from fxpipe.schedule.lowering.deadlock import connections_of, prove, stuck_at
-from fxpipe.schedule.lowering.execution import DEVICES
-from fxpipe.schedule.lowering.lower import AllReduceGradient, Wait, WaitCollective, lower, with_gradients
+from fxpipe.schedule.lowering.execution import DEVICES, Rank
+from fxpipe.schedule.lowering.lower import (
+    AllReduceGradient,
+    Compute,
+    Wait,
+    WaitCollective,
+    lower,
+    with_gradients,
+)
 from fxpipe.schedule.offload.memory_pool import pools
 from fxpipe.schedule.ops import Direction, Phase, Schedule, Transfer
+from fxpipe.schedule.search.build import build
 
 MICROBATCHES = (1, 2, 3, 4, 8, 16)
 RANKS = (2, 3, 4, 8)
@@ -48,7 +56,7 @@ def test_collectives_end_without_races():
     edges, collectives = head_edges()
     programs = lower(schedule, edges, collectives)
     prove(programs, schedule.placement)
-    assert races(programs, schedule.placement, FREE) == []
+    assert races(programs, schedule.placement) == []
 
 
 @pytest.mark.parametrize("kind", [Wait, WaitCollective])
@@ -59,7 +67,7 @@ def test_what_is_read_without_a_wait_races(kind):
         for at, wait in enumerate(program):
             if isinstance(wait, kind):
                 changed = (*programs[:rank], program[:at] + program[at + 1 :], *programs[rank + 1 :])
-                found = races(changed, schedule.placement, FREE)
+                found = races(changed, schedule.placement)
                 assert {a.rank for a, _ in found} == {rank}, str(wait)
 
 
@@ -90,34 +98,82 @@ def test_ranks_that_connect_in_different_orders_block():
     assert stuck_at(programs, placement, DEVICES, connections) is not None
 
 
+class SendsWait(Rank):
+    """Ops wait for the sends before them."""
+
+    def message(self, channel, sends, number=1):
+        over = super().message(channel, sends, number)
+        if sends:
+            self.wait(over)
+        return over
+
+
 def test_ops_that_wait_for_the_sends_before_them_block():
     """What a thread that waits for sends does on a GPU, whose compute stream is that of all threads."""
     programs, placement = programs_of("zb-v", 4, 8)
-    assert stuck_at(programs, placement, replace(DEVICES, sends_wait=True)) is not None
+    assert stuck_at(programs, placement, DEVICES, rank=SendsWait) is not None
     assert stuck_at(programs, placement, DEVICES) is None
+
+
+class Loads(Rank):
+    """The kernels of a section are loaded when it first runs, for which the driver waits until all that was
+    started on the device is over."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.loaded = set()
+
+    def run(self, position, instruction):
+        if isinstance(instruction, Compute):
+            section = instruction.op.stage, instruction.op.kind
+            if section not in self.loaded:
+                self.loaded.add(section)
+                self.position = position
+                self.host = self.host_node([self.host, *self.tails.values()])
+        super().run(position, instruction)
 
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), [("1f1b", 4, 1), ("dualpipe-v", 4, 4)])
 def test_kernels_that_are_loaded_in_the_step_block(name, ranks, microbatches):
     """The driver waits for the receives that are posted ahead; a dry run loads them before."""
     programs, placement = programs_of(name, ranks, microbatches)
-    assert stuck_at(programs, placement, replace(DEVICES, loads=True)) is not None
+    assert stuck_at(programs, placement, DEVICES, rank=Loads) is not None
     assert stuck_at(programs, placement, DEVICES) is None
+
+
+class OneQueue(Rank):
+    """The streams of a rank share one queue of the device, in the order in which its host started kernels;
+    the first that may not begin holds up those behind it."""
+
+    queue = ()
+
+    def kernel(self, stream, **options):
+        over = super().kernel(stream, **options)
+        begun, *_ = self.graph.before[over]
+        self.graph.before[begun] += self.queue
+        self.queue = (begun,)
+        return over
+
+
+class TwoKernels(OneQueue):
+    """Each message has two kernels."""
+
+    def message(self, channel, sends, number=1):
+        return [super(TwoKernels, self).message(channel, sends) for _ in range(2 * number)][-1]
 
 
 def test_two_kernels_a_message_block_in_one_queue():
     programs, placement = programs_of("1f1b", 4, 8)
-    one_queue = replace(DEVICES, one_queue=True)
-    assert stuck_at(programs, placement, one_queue) is None
-    assert stuck_at(programs, placement, replace(one_queue, kernels=2)) is not None
+    assert stuck_at(programs, placement, DEVICES, rank=OneQueue) is None
+    assert stuck_at(programs, placement, DEVICES, rank=TwoKernels) is not None
 
 
 def test_gradients_that_are_divided_while_they_are_sent_race():
     """Three ranks hold the parameter: the first sends its sum to two others."""
     programs, placement = programs_of("1f1b", 3, 2)
     programs = with_gradients(programs, [AllReduceGradient("weight", (0, 1, 2))], True)
-    assert races(programs, placement, FREE) == []
-    found = races(programs, placement, replace(FREE, divides_at_once=True))
+    assert races(programs, placement) == []
+    found = races(programs, placement, rank=DividesAtOnce)
     assert {(a.rank, a.storage) for a, _ in found} == {(0, ("gradient", "weight"))}
     assert {str(b.what) for _, b in found} == {"divide the gradients"}
 
@@ -153,9 +209,9 @@ def test_places_of_the_pool_are_used_again_without_races():
     schedule = offloading()
     programs = lower(schedule, chain([StageCost(1, 1, 1)] * 3).edges)
     (pool,) = pools(schedule, {(0, schedule.transfers[0].user): 512})
-    offsets = {activation: (at, 512) for activation, at in pool.places.items()}
+    offsets = {activation: (at, 512) for activation, at in pool.offsets.items()}
     assert len({at for at, _ in offsets.values()}) == 1, "the second is offloaded after the first is back"
-    assert races(programs, schedule.placement, FREE, places(schedule, offsets)) == []
+    assert races(programs, schedule.placement, places(schedule, offsets)) == []
 
 
 def test_one_place_for_two_activations_at_a_time_is_a_race():
@@ -170,7 +226,7 @@ def test_one_place_for_two_activations_at_a_time_is_a_race():
     order = [i for i in rest if i is not begins[2]]
     at = order.index(begins[1])
     swapped = ((first, *order[:at], begins[2], *order[at:]),)
-    found = races(swapped, schedule.placement, FREE, places(schedule, offsets))
+    found = races(swapped, schedule.placement, places(schedule, offsets))
     assert {a.storage for a, _ in found} == {("pool", (0, 512))}
 
 

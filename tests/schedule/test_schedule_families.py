@@ -5,10 +5,11 @@ from marks import slow_except
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.costs import Costs, StageCost, chain
-from fxpipe.schedule.engine.arrays import decode, encode, schedule_arrays
-from fxpipe.schedule.families.registry import FAMILIES, build
+from fxpipe.schedule.engine.arrays import schedule_arrays
+from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.families.weights import Gap, delay_weights, fill_bubbles
-from fxpipe.schedule.ops import Order, order_text, parse_order
+from fxpipe.schedule.ops import RankOps, order_text, parse_order
+from fxpipe.schedule.search.build import build
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
 
@@ -221,7 +222,7 @@ def test_groups_of_gis():
     costs = even(8, 2)
     asked = build("gis", ranks=8, microbatches=24, costs=costs, group=6)
     assert max(simulate(asked, costs).peak_memory) == 7
-    with pytest.raises(ScheduleError, match="gis on 8 ranks has groups of 4 to 8 microbatches, not 3"):
+    with pytest.raises(ScheduleError, match="gis: on 8 ranks it has groups of 4 to 8 microbatches, not 3"):
         build("gis", ranks=8, microbatches=24, costs=costs, group=3)
 
 
@@ -236,7 +237,7 @@ def test_gis_takes_the_best_group_that_fits():
 
 
 def test_v_placement_has_two_stages_a_rank():
-    with pytest.raises(ScheduleError, match="zb-h1 in V placement has 2 stages per rank, not 3"):
+    with pytest.raises(ScheduleError, match="zb-h1: in V placement it has 2 stages per rank, not 3"):
         run("zb-h1", 2, 2, 3, "v")
 
 
@@ -250,11 +251,10 @@ def test_lag():
     """)
 
 
-def filled(fb_order: Order, costs: Costs, chunks: int, gap: Gap) -> list[str]:
+def filled(fb_order: RankOps, costs: Costs, chunks: int, gap: Gap) -> list[str]:
     """Per rank, for two microbatches in two stages."""
-    arrays = schedule_arrays(costs, (0, 1))
-    op_ids = fill_bubbles(encode(fb_order, 2), (4, 4), 2, arrays, chunks, gap)
-    return order_text(decode(arrays, op_ids, 2)).splitlines()
+    (order,) = fill_bubbles(fb_order, schedule_arrays(costs, (0, 1), 2), chunks, [gap])
+    return order_text(order.ops).splitlines()
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ import pytest
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.costs import StageCost, chain
-from fxpipe.schedule.families.registry import build
 from fxpipe.schedule.formats.handwritten import parse_schedule, read_schedule, write_csv, write_text
 from fxpipe.schedule.ops import order_text
+from fxpipe.schedule.search.build import build
 
 OURS = """
 # a note

@@ -7,7 +7,7 @@ from fxpipe.schedule.costs import Edge, StageCost, chain
 from fxpipe.schedule.lowering.deadlock import prove
 from fxpipe.schedule.lowering.lower import Collective, CollectiveKind, Message, PostRecv, Wait, lower
 from fxpipe.schedule.ops import Color, Phase, Schedule, parse_order
-from fxpipe.schedule.search.vocabulary_passes import with_output_shards
+from fxpipe.schedule.vocabulary_costs import with_output_shards
 
 F, B, W = Phase.F, Phase.B, Phase.W
 

@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 
 from fxpipe.cli.command import main
 from fxpipe.errors import ScheduleError
+from fxpipe.schedule.candidate import SearchResult
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
-from fxpipe.schedule.families.registry import build
-from fxpipe.schedule.offload.planner import FULL, HALF, Offload, offload, offload_within, with_link
+from fxpipe.schedule.offload.planner import FULL, HALF, OffloadPlan, offload, offload_within, with_link
 from fxpipe.schedule.ops import PHASES, Color, Direction, Phase, Transfer
-from fxpipe.schedule.search.auto import SearchResult, Setting, search
+from fxpipe.schedule.problem import Problem
+from fxpipe.schedule.search.auto import search
+from fxpipe.schedule.search.build import build
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
 
@@ -39,7 +41,7 @@ def timeline(
     return simulate(schedule, with_link(costs, k, sharing))
 
 
-def check(plan: Offload, before: Timeline) -> None:
+def check(plan: OffloadPlan, before: Timeline) -> None:
     """Nothing waits, a link carries one transfer at a time each way, memory is freed and taken again."""
     found, placement = plan.timeline, before.schedule.placement
     assert found.seconds == pytest.approx(before.seconds)
@@ -150,8 +152,8 @@ def test_the_search_offloads_where_the_limit_costs_time_otherwise():
         for chunks, placement in ((1, "plain"), (2, "plain"), (2, "v")):
             stage = StageCost(*(1 / chunks,) * 4, 0.5 / chunks)
             costs = with_link(chain([stage] * (4 * chunks)), 0.1)
-            choices.append(Setting(chunks, placement, costs, limit, None, offload))
-        return search(choices, ranks=4, microbatches=16, effort=0.5)
+            choices.append(Problem(4, 16, chunks, placement, costs, (limit,) * 4, offload=offload))
+        return search(choices, effort=0.5)
 
     best, with_none, with_some = found(9, "auto"), found(1.5, None), found(1.5, "auto")
     assert best.timeline.moved == with_none.timeline.moved == 0 < with_some.timeline.moved

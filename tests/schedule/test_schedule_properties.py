@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 from fxpipe.codegen.collectives import collectives
 from fxpipe.ir import sections
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
-from fxpipe.schedule.families.registry import FAMILIES, build
+from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.lowering.deadlock import prove
 from fxpipe.schedule.lowering.lower import Compute, Message, PostRecv, Send, Wait, lower
 from fxpipe.schedule.ops import PHASES, Color, Phase, Schedule
-from fxpipe.schedule.search.vocabulary_passes import with_output_shards
+from fxpipe.schedule.search.build import build
 from fxpipe.schedule.simulation.critical import critical_path
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.stages import Vocabulary
+from fxpipe.schedule.vocabulary_costs import with_output_shards
 
 pytestmark = pytest.mark.slow
 
@@ -226,7 +227,7 @@ def with_lookups(
 
 @settings(max_examples=80, deadline=None)
 @given(problems_with_vocabulary())
-def test_vocabulary_stages_are_woven_into_every_family(problem):
+def test_vocabulary_stages_are_inserted_into_every_family(problem):
     """Whole, not below the bound, within memory, and proved to end with its exchanges."""
     schedule, costs, limit = problem
     timeline = simulate(schedule, costs)

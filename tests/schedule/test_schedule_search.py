@@ -5,14 +5,16 @@ from dataclasses import replace
 import pytest
 
 from fxpipe.errors import ScheduleError
+from fxpipe.schedule.candidate import SearchResult
 from fxpipe.schedule.check import check
 from fxpipe.schedule.costs import Costs, StageCost, chain
 from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.placement import place
-from fxpipe.schedule.search.auto import SearchResult, Setting, search
+from fxpipe.schedule.problem import Limit, Problem, per_rank
+from fxpipe.schedule.search.auto import search
 from fxpipe.schedule.search.fastest import fastest
-from fxpipe.schedule.search.vocabulary_passes import with_output_shards
 from fxpipe.schedule.stages import Vocabulary
+from fxpipe.schedule.vocabulary_costs import with_output_shards
 
 pytestmark = pytest.mark.slow
 
@@ -22,13 +24,14 @@ def costs(ranks: int, chunks: int, times=(1.0, 1.0, 1.0), kept: float = 0.5) -> 
     return chain([StageCost(forward, backward, weight, 1 / chunks, kept / chunks)] * (ranks * chunks), 0.05)
 
 
-def settings(ranks: int, **options) -> list[Setting]:
+def problems(ranks: int, microbatches: int, limit: Limit = None, **options) -> list[Problem]:
     kinds = ((1, "plain"), (2, "plain"), (2, "v"))
-    return [Setting(v, placement, costs(ranks, v, **options)) for v, placement in kinds]
+    limits = per_rank(limit, ranks)
+    return [Problem(ranks, microbatches, v, shape, costs(ranks, v, **options), limits) for v, shape in kinds]
 
 
 def test_the_fastest_of_what_was_tried_or_better():
-    found = search(settings(4), ranks=4, microbatches=6)
+    found = search(problems(4, 6))
     check(found.schedule)
     tried = {(t.schedule, t.stages_per_rank, t.placement): t for t in found.tried}
     searched = {family.name for family in FAMILIES.values() if family.is_searched} - {"zb"}
@@ -36,106 +39,108 @@ def test_the_fastest_of_what_was_tried_or_better():
     assert {name for name, _, _ in tried} == FAMILIES.keys() - searched - for_offload
     assert {name for (name, _, _), candidate in tried.items() if candidate.why} <= {"zb"}
     assert found.timeline.seconds <= min(t.seconds for t in found.tried if t.seconds)
-    setting = found.setting
-    assert found.schedule.placement == place(setting.placement, 4, setting.stages_per_rank)
+    problem = found.problem
+    assert found.schedule.placement == place(problem.shape, 4, problem.stages_per_rank)
 
 
 def test_the_objective():
     """The ranks may start one after the other without a cost to the span. The work of a rank is 6 · 3."""
-    span = search(settings(4), ranks=4, microbatches=6, objective="span").timeline
-    makespan = search(settings(4), ranks=4, microbatches=6, objective="makespan").timeline
+    span = search([replace(p, objective="span") for p in problems(4, 6)]).timeline
+    makespan = search(problems(4, 6)).timeline
     assert 18 <= span.span < makespan.span
     assert makespan.seconds <= span.seconds
 
 
-def split(ranks: int, barriers: int, **options) -> list[Setting]:
+def split(barriers: int, **options) -> list[Problem]:
     return [
         replace(
-            setting,
-            costs=with_output_shards(setting.costs, ranks, 0.5, barriers, 0.05, saved=0.25),
-            vocabulary=Vocabulary(output_shards=ranks, barriers=barriers),
+            problem,
+            costs=with_output_shards(problem.costs, 4, 0.5, barriers, 0.05, saved=0.25),
+            vocabulary=Vocabulary(output_shards=4, barriers=barriers),
         )
-        for setting in settings(ranks, **options)
+        for problem in problems(4, 8, **options)
     ]
 
 
-def check_left_out(asked: list[Setting], found: SearchResult, why: str, microbatches: int) -> None:
+def check_left_out(asked: list[Problem], found: SearchResult, why: str) -> None:
     """Some candidates were left out for this reason, and none of them is faster than what was found."""
     left = [candidate for candidate in found.tried if why in candidate.why]
     assert left
-    by_kind = {(s.stages_per_rank, s.placement, s.recompute): s for s in asked}
-    for candidate in left:
-        setting = by_kind[candidate.stages_per_rank, candidate.placement, candidate.recompute]
-        ranks = len(setting.costs.stages) // setting.stages_per_rank
-        if setting.vocabulary is not None:
-            ranks = setting.vocabulary.output_shards
-        alone = fastest(candidate.schedule, [setting], ranks=ranks, microbatches=microbatches)
+    by_setting = {problem.setting: problem for problem in asked}
+    for row in left:
+        problem = by_setting[row.stages_per_rank, row.placement, row.barriers, row.recompute]
+        alone = fastest(row.schedule, [problem])
         assert found.timeline.seconds <= alone.timeline.seconds * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("barriers", [1, 2])
 def test_what_is_not_completed_is_no_faster(barriers):
     """Orders get their vocabulary stages only while they can still be the fastest by estimate."""
-    asked = split(4, barriers)
-    check_left_out(asked, search(asked, ranks=4, microbatches=8), "not completed", 8)
+    asked = split(barriers)
+    check_left_out(asked, search(asked), "not completed")
 
 
 def test_what_is_not_built_is_no_faster():
     """Vocabulary stages are added in the settings whose bound the best does not reach; here, of those with a
     third more work in F, in none."""
-    slower = [replace(s, recompute="full") for s in split(4, 1, times=(1.0, 2.0, 1.0))]
-    asked = [*split(4, 1), *slower]
-    found = search(asked, ranks=4, microbatches=8)
-    check_left_out(asked, found, "not built", 8)
+    slower = [replace(problem, recompute="full") for problem in split(1, times=(1.0, 2.0, 1.0))]
+    asked = [*split(1), *slower]
+    found = search(asked)
+    check_left_out(asked, found, "not built")
     assert {c.why.partition(":")[0] for c in found.tried if c.recompute} == {"not built", "not searched"}
 
 
 def test_what_is_not_searched_is_no_faster():
-    asked = [*settings(4), *(replace(s, recompute="full") for s in settings(4, times=(1.0, 2.0, 1.0)))]
-    found = search(asked, ranks=4, microbatches=8)
-    check_left_out(asked, found, "not searched", 8)
+    slower = [replace(problem, recompute="full") for problem in problems(4, 8, times=(1.0, 2.0, 1.0))]
+    asked = [*problems(4, 8), *slower]
+    found = search(asked)
+    check_left_out(asked, found, "not searched")
     searched = [c for c in found.tried if c.schedule == "zb" and c.seconds]
     assert searched
     assert not any(candidate.recompute for candidate in searched)
 
 
 def test_what_does_not_fit_is_left_out():
-    found = search(settings(4), ranks=4, microbatches=6, memory_limit=2.5)
+    found = search(problems(4, 6, 2.5))
     assert max(found.timeline.peak_memory) <= 2.5
     left_out = {t.schedule: t.why for t in found.tried if t.why}
     assert "needs 6 of memory on rank 0, and the limit is 2.5" in left_out["gpipe"]
     assert all(t.seconds is None for t in found.tried if t.why)
 
 
-def test_each_setting_has_its_own_limit():
-    kinds = settings(4)
-    small = [Setting(s.stages_per_rank, s.placement, s.costs, 0.5) for s in kinds[1:]]
-    found = search([kinds[0], *small], ranks=4, microbatches=6)
-    assert found.setting is kinds[0]
+def test_a_family_that_cannot_be_built_is_named():
+    found = search([Problem(2, 2, 4, "v", costs(2, 4), per_rank(None, 2))], effort=0.01)
+    why = {row.schedule: row.why for row in found.tried}
+    assert why["1f1b"] == "schedule 1f1b: in V placement it has 2 stages per rank, not 4"
+
+
+def test_each_problem_has_its_own_limit():
+    found = search([problems(4, 6)[0], *problems(4, 6, 0.5)[1:]])
+    assert found.problem.setting == (1, "plain", 0, "")
 
 
 def test_nothing_fits():
     with pytest.raises(
         ScheduleError, match=r"limit of 0\.5; the smallest that one can keep is 1, .* offload"
     ):
-        search(settings(4), ranks=4, microbatches=6, memory_limit=0.5)
+        search(problems(4, 6, 0.5))
     with pytest.raises(ScheduleError, match="nothing to search"):
-        search([], ranks=4, microbatches=6)
+        search([])
 
 
 def test_below_the_fixed_orders_of_torch():
     """F, B, W = 1, 1.2, 0.6 on 8 ranks, 16 microbatches: 1.094 m(F+B+W) for ZBVZeroBubble there."""
-    kinds = [Setting(2, name, chain([StageCost(0.5, 0.6, 0.3, 0.5, 0.5)] * 16)) for name in ("plain", "v")]
-    found = search(kinds, ranks=8, microbatches=16)
+    costs, limits = chain([StageCost(0.5, 0.6, 0.3, 0.5, 0.5)] * 16), per_rank(None, 8)
+    found = search([Problem(8, 16, 2, shape, costs, limits) for shape in ("plain", "v")])
     work = 16 * 2.8
     assert found.timeline.seconds < 1.094 * work
     assert found.timeline.span < 1.094 * work
 
 
-def test_where_one_setting_is_as_good_as_can_be_the_others_still_get_an_order():
+def test_where_one_problem_is_as_good_as_can_be_the_others_still_get_an_order():
     table = {v: chain([StageCost(1 / v, 1 / v, 1 / v, 1 / v, 0.5 / v)] * (4 * v)) for v in (1, 2, 4)}
-    settings = [Setting(2, "v", table[2]), Setting(1, "plain", table[1]), Setting(4, "plain", table[4])]
-    choice = search(settings, ranks=4, microbatches=12, memory_limit=4.3, objective="span")
+    kinds = ((2, "v"), (1, "plain"), (4, "plain"))
+    choice = search([Problem(4, 12, v, shape, table[v], (4.3,) * 4, objective="span") for v, shape in kinds])
     assert choice.timeline.span_bubble == pytest.approx(0)
     found = {tried.stages_per_rank: tried for tried in choice.tried if tried.schedule == "zb"}
     assert found.keys() == {1, 2, 4}

@@ -5,8 +5,8 @@ import pytest
 from fxpipe.errors import DeadlockError, ScheduleError
 from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
-from fxpipe.schedule.families.registry import build
 from fxpipe.schedule.ops import Color, Phase, Schedule, parse_order
+from fxpipe.schedule.search.build import build
 from fxpipe.schedule.simulation.critical import critical_path
 from fxpipe.schedule.simulation.simulator import simulate
 

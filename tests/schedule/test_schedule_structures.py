@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from fxpipe.ir.verify import may_feed
 from fxpipe.schedule.costs import Costs, Edge, StageCost
-from fxpipe.schedule.families.registry import FAMILIES, build
+from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.lowering.deadlock import prove
 from fxpipe.schedule.lowering.levels import levels
 from fxpipe.schedule.lowering.lower import lower
 from fxpipe.schedule.ops import Color, Phase, Schedule
 from fxpipe.schedule.problem import Problem
+from fxpipe.schedule.search.build import build
 from fxpipe.schedule.simulation.simulator import simulate
 
 pytestmark = pytest.mark.slow
@@ -64,8 +65,8 @@ def made(name: str, chunks: int, ranks: int, microbatches: int, costs: Costs, li
 def needed(name: str, chunks: int, ranks: int, microbatches: int, costs: Costs) -> float:
     """What one microbatch takes on the rank that needs the most."""
     shape = FAMILIES[name].placement
-    problem = Problem(name, ranks, microbatches, chunks, shape, costs, (float("inf"),) * ranks)
-    return max(problem.arrays.smallest_limit(rank) for rank in range(ranks))
+    problem = Problem(ranks, microbatches, chunks, shape, costs, (float("inf"),) * ranks)
+    return max(problem.arrays.smallest_limits)
 
 
 @settings(max_examples=100, deadline=None)

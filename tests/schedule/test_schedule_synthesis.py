@@ -13,21 +13,20 @@ import pytest
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
-from fxpipe.schedule.engine.arrays import OpIds, ScheduleArrays, decode, encode, peaks, run, schedule_arrays
+from fxpipe.schedule.engine.arrays import ScheduleArrays, schedule_arrays
 from fxpipe.schedule.engine.dispatch import dispatch
 from fxpipe.schedule.engine.dispatch_kernel import LATE, NUMBERS, draw_ops
 from fxpipe.schedule.engine.kernel import Floats, judge_ops, run_ops
+from fxpipe.schedule.engine.order import Order
 from fxpipe.schedule.families.greedy import zero_bubble, zero_bubble_v
-from fxpipe.schedule.families.registry import build
 from fxpipe.schedule.ops import Color, Phase, order_text, parse_order
 from fxpipe.schedule.placement import place
 from fxpipe.schedule.problem import Problem, per_rank
-from fxpipe.schedule.search.auto import Setting, frontier, search
-from fxpipe.schedule.search.due_dates import cross, least_period, start_alone, timetable
-from fxpipe.schedule.search.goal import Goal
+from fxpipe.schedule.search.auto import frontier, search
+from fxpipe.schedule.search.build import build
+from fxpipe.schedule.search.due_dates import cross, start_alone, timetable
 from fxpipe.schedule.search.local_search import improve
 from fxpipe.schedule.search.pool import find
-from fxpipe.schedule.search.starts import starts
 from fxpipe.schedule.simulation.simulator import simulate
 
 pytestmark = pytest.mark.slow
@@ -43,70 +42,74 @@ def v_costs(ranks: int, **costs) -> Costs:
     return even_costs(ranks, 2, **costs)
 
 
-def v_arrays(ranks: int, **costs) -> ScheduleArrays:
-    return schedule_arrays(v_costs(ranks, **costs), place("v", ranks, 2))
+def v_arrays(ranks: int, microbatches: int, **costs) -> ScheduleArrays:
+    return schedule_arrays(v_costs(ranks, **costs), place("v", ranks, 2), microbatches)
 
 
 LARGE = {"times": (29.718, 29.444, 19.927), "comm": 0.527, "kept": 16 / 37}  # 6.2B of 2401.10241
 
 
 def test_a_lone_microbatch_flows_down_and_up():
-    times = start_alone(schedule_arrays(chain([StageCost(1, 2, 3), StageCost(4, 5, 6)], seconds=0.5), (0, 1)))
+    times = start_alone(
+        schedule_arrays(chain([StageCost(1, 2, 3), StageCost(4, 5, 6)], seconds=0.5), (0, 1), 1)
+    )
     assert times.tolist() == [0, 11, 13, 1.5, 5.5, 10.5]
 
 
 def test_dispatch_follows_due_dates_and_memory():
-    arrays = schedule_arrays(chain([StageCost(1, 1, 1, 1, 1)] * 2), (0, 1))
+    arrays = schedule_arrays(chain([StageCost(1, 1, 1, 1, 1)] * 2), (0, 1), 3)
     due = [*range(9), *range(9)]
-    early = dispatch(arrays, 3, due, (inf, inf), (0, 0, 0))
-    first = order_text(decode(arrays, early, 3)).splitlines()[0]
+    early = dispatch(arrays, due, (inf, inf), (0, 0, 0))
+    first = order_text(early.ops).splitlines()[0]
     assert first == "F0.0 F0.1 F0.2 B0.0 B0.1 B0.2 W0.0 W0.1 W0.2"
-    narrow = dispatch(arrays, 3, due, (2, 1), (0, 0, 0))
-    assert peaks(arrays, narrow, 3) == [2, 1]
+    narrow = dispatch(arrays, due, (2, 1), (0, 0, 0))
+    assert narrow.peaks() == [2, 1]
     with pytest.raises(ScheduleError, match=r"rank 1 has a memory limit of 0\.5, but one microbatch takes 1"):
-        dispatch(arrays, 3, due, (2, 0.5), (0, 0, 0))
+        dispatch(arrays, due, (2, 0.5), (0, 0, 0))
 
 
 @pytest.mark.parametrize("limit", [1.0, 1.3, 2.0])
 def test_dispatch_ends_however_little_memory_there_is_and_whatever_is_due(limit):
     """The later chunk due last: without a place kept for it the first chunk would fill the memory."""
-    arrays, m = v_arrays(4), 6
+    m = 6
+    arrays = v_arrays(4, m)
     for sign in (1, -1):
         due = [float(sign * section) for section in range(arrays.sections) for _ in range(m)]
         for lookahead in ((0, 0, 0), (1, 1, 1), (3, 3, 3)):
-            op_ids = dispatch(arrays, m, due, (limit,) * 4, lookahead)
-            assert sorted(op_ids) == list(range(arrays.sections * m))
-            assert max(peaks(arrays, op_ids, m)) <= limit * (1 + 1e-9)
-            assert run(arrays, op_ids, m) is not None
+            order = dispatch(arrays, due, (limit,) * 4, lookahead)
+            assert sorted(order.op_ids) == list(range(arrays.sections * m))
+            assert max(order.peaks()) <= limit * (1 + 1e-9)
+            assert order.run() is not None
 
 
 def test_run_agrees_with_the_simulator():
     costs = v_costs(4, **LARGE)
     schedule = build("zb-v", ranks=4, microbatches=6, costs=costs, effort=0.01)
-    arrays, timeline = schedule_arrays(costs, schedule.placement), simulate(schedule, costs)
-    op_ids = encode(schedule.order, 6)
-    done = run(arrays, op_ids, 6)
+    timeline = simulate(schedule, costs)
+    order = Order.of(schedule_arrays(costs, schedule.placement, 6), schedule.order)
+    done = order.run()
     assert done.span == pytest.approx(timeline.span)
     assert done.makespan == pytest.approx(timeline.seconds)
-    assert peaks(arrays, op_ids, 6) == pytest.approx(list(timeline.peak_memory))
-    assert decode(arrays, op_ids, 6) == schedule.order
+    assert order.peaks() == pytest.approx(list(timeline.peak_memory))
+    assert Order(order.arrays, order.op_ids).ops == schedule.order
 
 
 def test_what_did_not_change_need_not_run_again():
     costs = v_costs(4, **LARGE)
     schedule = build("zb-v", ranks=4, microbatches=8, costs=costs, effort=0.01)
-    arrays, random = schedule_arrays(costs, schedule.placement), Random(3)
-    old = encode(schedule.order, 8)
-    known = run(arrays, old, 8)
+    arrays, random = schedule_arrays(costs, schedule.placement, 8), Random(3)
+    old = Order.of(arrays, schedule.order)
+    known = old.run()
     compared = 0
     for _ in range(200):
-        new = old.copy()
-        its = arrays.ops_of(random.randrange(4), new, 8)
+        new = Order(arrays, old.op_ids.copy())
+        its = new.of_rank(random.randrange(4))
         at = random.randrange(len(its) - 1)
         since = known.end[its[at]] - arrays.seconds[its[at] // 8]
         its[at : at + 2] = its[at : at + 2][::-1].copy()
-        fresh, again = run(arrays, new, 8), deepcopy(known)
-        runs = run_ops(arrays.tables(8), new, 8, since, again.end, again.cause, again.first, again.free)
+        fresh, again = new.run(), deepcopy(known)
+        times = again.end, again.cause, again.first, again.free
+        runs = run_ops(arrays.tables, new.op_ids, 8, since, *times)
         assert runs == (fresh is not None)
         if fresh is None:
             continue
@@ -117,9 +120,9 @@ def test_what_did_not_change_need_not_run_again():
 
 
 def test_orders_that_block_each_other_do_not_run():
-    arrays = schedule_arrays(chain([StageCost(1, 1, 1)] * 2), (0, 1))
-    order = parse_order("F0.0 B0.0 F0.1 B0.1 W0.0 W0.1\nF1.0 F1.1 B1.0 B1.1 W1.0 W1.1")
-    assert run(arrays, encode(order, 2), 2) is None
+    arrays = schedule_arrays(chain([StageCost(1, 1, 1)] * 2), (0, 1), 2)
+    ops = parse_order("F0.0 B0.0 F0.1 B0.1 W0.0 W0.1\nF1.0 F1.1 B1.0 B1.1 W1.0 W1.1")
+    assert Order.of(arrays, ops).run() is None
 
 
 # Bubbles of the published schedulers on the same times, at the same peak memory.
@@ -195,12 +198,11 @@ def test_limits_per_rank():
 
 def test_improvement_moves_a_weight_gradient_off_the_critical_path():
     costs = chain([StageCost(1, 1, 1, 1, 1)] * 2)
-    problem = Problem("hand", 2, 2, 1, "plain", costs, (inf, inf))
-    slow = parse_order("F0.0 F0.1 B0.0 W0.0 B0.1 W0.1\nF1.0 B1.0 W1.0 F1.1 B1.1 W1.1")
-    goal = Goal.for_problem(problem, "makespan")
-    better = improve(problem.arrays, encode(slow, 2), 2, problem.limits, goal, 5_000)
-    assert problem.score(encode(slow, 2))[2] == 8
-    assert problem.score(better)[2] == 7
+    problem = Problem(2, 2, 1, "plain", costs, (inf, inf))
+    ops = parse_order("F0.0 F0.1 B0.0 W0.0 B0.1 W0.1\nF1.0 B1.0 W1.0 F1.1 B1.1 W1.1")
+    slow = problem.order(ops)
+    assert slow.run().makespan == 8
+    assert improve(problem, slow, 5_000).run().makespan == 7
 
 
 @pytest.mark.parametrize("objective", ["span", "makespan"])
@@ -211,23 +213,23 @@ def test_improvement_gives_a_whole_order_that_keeps_the_limits_and_is_never_slow
     objective, chunks, placement, limit
 ):
     m = 9
-    problem = Problem("zb", 4, m, chunks, placement, even_costs(4, chunks, **LARGE), (limit,) * 4)
-    arrays, goal = problem.arrays, Goal.for_problem(problem, objective)
+    costs = even_costs(4, chunks, **LARGE)
+    problem = Problem(4, m, chunks, placement, costs, (limit,) * 4, objective=objective)
     for seed, order in enumerate(drawn_orders(problem, np.random.default_rng(0).random((5, NUMBERS)))):
-        better = improve(arrays, order, m, problem.limits, goal, 200_000, seed)
-        for rank, own in enumerate(arrays.own):
+        better = improve(problem, order, 200_000, seed)
+        for rank, own in enumerate(problem.arrays.own):
             ops = [
                 m * section + j
                 for stage in own
                 for section in range(3 * stage, 3 * stage + 3)
                 for j in range(m)
             ]
-            its = arrays.ops_of(rank, better, m).tolist()
+            its = better.of_rank(rank).tolist()
             assert sorted(its) == sorted(ops)
             for section in {op // m for op in ops}:
                 assert [op % m for op in its if op // m == section] == list(range(m))
-        assert max(peaks(arrays, better, m)) <= limit * (1 + 1e-9)
-        assert goal.time(run(arrays, better, m)) <= goal.time(run(arrays, order, m))
+        assert max(better.peaks()) <= limit * (1 + 1e-9)
+        assert problem.time(better.run()) <= problem.time(order.run())
 
 
 # F, B, W, transfer of 2401.10241's models; ZB-1p and ZB-2p by its heuristic.
@@ -244,13 +246,11 @@ PUBLISHED = [
 @pytest.mark.parametrize(("ranks", "m", "times", "comm", "one", "two"), PUBLISHED)
 def test_the_published_heuristic_gives_the_published_bubbles(ranks, m, times, comm, one, two):
     for mark, limit in ((one, ranks), (two, 2 * ranks)):
-        problem = Problem(
-            "zb", ranks, m, 1, "plain", even_costs(ranks, 1, times, comm, 0.45), (limit,) * ranks
-        )
-        orders = zero_bubble(problem.arrays, m, problem.limits)
+        problem = Problem(ranks, m, 1, "plain", even_costs(ranks, 1, times, comm, 0.45), (limit,) * ranks)
+        orders = zero_bubble(problem.arrays, problem.limits)
         assert len(orders) == 8
-        assert all(max(peaks(problem.arrays, order, m)) <= limit * (1 + 1e-9) for order in orders)
-        spans = [run(problem.arrays, order, m).span for order in orders]
+        assert all(max(order.peaks()) <= limit * (1 + 1e-9) for order in orders)
+        spans = [order.run().span for order in orders]
         assert round(1 - m * problem.arrays.period / min(spans), 4) == mark
 
 
@@ -264,8 +264,8 @@ def test_the_published_heuristic_gives_the_published_bubbles(ranks, m, times, co
 )
 def test_the_published_heuristic_gives_the_published_bubbles_of_zb_v(m, times, comm, mark):
     costs = v_costs(16, times=tuple(2 * time for time in times), comm=comm)
-    problem = Problem("zb-v", 16, m, 2, "v", costs, (16,) * 16)
-    spans = [run(problem.arrays, order, m).span for order in zero_bubble_v(problem.arrays, m, problem.limits)]
+    problem = Problem(16, m, 2, "v", costs, (16,) * 16)
+    spans = [order.run().span for order in zero_bubble_v(problem.arrays, problem.limits)]
     assert round(1 - m * problem.arrays.period / min(spans), 4) == mark
 
 
@@ -274,39 +274,39 @@ def test_heuristics_take_uneven_stages_few_microbatches_and_tight_limits():
     stages = [StageCost(t, 1.1 * t, 0.7 * t, t, 0.4 * t) for t in times]
     for m in (1, 2, 3, 9):
         for limit in (1.3, 2.0, 4.1, 9.0):
-            one = Problem("zb", 4, m, 1, "plain", chain(stages, 0.05), (limit,) * 4)
-            assert zero_bubble(one.arrays, m, one.limits)
-            two = Problem("zb-v", 4, m, 2, "v", chain([*stages, *stages[::-1]], 0.05), (2 * limit,) * 4)
-            orders = zero_bubble(one.arrays, m, one.limits), zero_bubble_v(two.arrays, m, two.limits)
+            one = Problem(4, m, 1, "plain", chain(stages, 0.05), (limit,) * 4)
+            assert zero_bubble(one.arrays, one.limits)
+            two = Problem(4, m, 2, "v", chain([*stages, *stages[::-1]], 0.05), (2 * limit,) * 4)
+            orders = zero_bubble(one.arrays, one.limits), zero_bubble_v(two.arrays, two.limits)
             for problem, made in zip((one, two), orders, strict=True):
                 for order in made:
-                    assert sorted(order.tolist()) == list(range(problem.ops))
-                    assert run(problem.arrays, order, m) is not None
+                    assert sorted(order.op_ids.tolist()) == list(range(problem.ops))
+                    assert order.run() is not None
 
 
 def test_a_search_starts_no_worse_than_what_is_published():
     """With hardly any effort of its own."""
     for ranks, m, times, comm, one, _ in PUBLISHED[::3]:
-        problem = Problem(
-            "zb", ranks, m, 1, "plain", even_costs(ranks, 1, times, comm, 0.45), (ranks,) * ranks
-        )
-        (found,) = find([problem], starts, "span", effort=1e-6)
+        costs = even_costs(ranks, 1, times, comm, 0.45)
+        problem = Problem(ranks, m, 1, "plain", costs, (ranks,) * ranks, objective="span")
+        (found,) = find([problem], effort=1e-6)
         assert round(1 - m * problem.arrays.period / found.seconds, 4) <= one
 
 
 def test_no_schedule_has_a_shorter_period_than_the_bound():
     """By hand: 2 ranks, times 1, one microbatch held from F to B and half of it from B to W."""
     costs = chain([StageCost(1, 1, 1, 1, 0.5)] * 2, 0.25)
-    limited = Problem("zb", 2, 4, 1, "plain", costs, (1.0, 1.0))
-    assert least_period(limited) == pytest.approx(4 + 0.5 + 0.5)  # F0, there, F1, B1, back, B0; half of W0
-    assert least_period(replace(limited, limits=(inf, inf))) == 3
-    (found,) = find([limited], starts, "span", effort=0.05)
+    limited = Problem(2, 4, 1, "plain", costs, (1.0, 1.0), objective="span")
+    assert limited.least_period == pytest.approx(4 + 0.5 + 0.5)  # F0, there, F1, B1, back, B0; half of W0
+    assert replace(limited, limits=(inf, inf)).least_period == 3
+    (found,) = find([limited], effort=0.05)
     assert found.seconds >= 4 * 5 - 1e-9 - 2.5
 
 
-def drawn_orders(problem: Problem, points: Floats) -> OpIds:
-    m = problem.microbatches
-    return draw_ops(problem.arrays.tables(m), timetable(problem, least_period(problem)), m, points)
+def drawn_orders(problem: Problem, points: Floats) -> list[Order]:
+    arrays = problem.arrays
+    drawn = draw_ops(arrays.tables, timetable(problem), problem.microbatches, points)
+    return [Order(arrays, order) for order in drawn]
 
 
 def test_draws_are_points_of_the_unit_cube():
@@ -327,34 +327,34 @@ def test_draws_are_points_of_the_unit_cube():
 )
 def test_drawn_orders_are_whole_keep_the_limits_and_do_not_block(chunks, placement, limit):
     m = 7
-    problem = Problem("zb", 4, m, chunks, placement, even_costs(4, chunks, **LARGE), (limit,) * 4)
+    problem = Problem(4, m, chunks, placement, even_costs(4, chunks, **LARGE), (limit,) * 4)
     orders = drawn_orders(problem, np.random.default_rng(1).random((50, NUMBERS)))
     limits = np.array(problem.limits)
     for order in orders:
-        assert sorted(order) == list(range(problem.ops))
-        assert max(peaks(problem.arrays, order, m)) <= limit * (1 + 1e-9)
-        done = run(problem.arrays, order, m)
+        assert sorted(order.op_ids) == list(range(problem.ops))
+        assert max(order.peaks()) <= limit * (1 + 1e-9)
+        done = order.run()
         for by_makespan, seconds in ((True, done.makespan), (False, done.span)):
-            judged = judge_ops(problem.arrays.tables(m), order, m, limits, by_makespan)
-            assert judged == (seconds, max(peaks(problem.arrays, order, m)))
-    assert len(np.unique(orders, axis=0)) > (40 if limit == inf else 1)
+            judged = judge_ops(problem.arrays.tables, order.op_ids, m, limits, by_makespan)
+            assert judged == (seconds, max(order.peaks()))
+    assert len({tuple(order.op_ids) for order in orders}) > (40 if limit == inf else 1)
 
 
 def test_the_due_dates_of_a_point():
     """By hand: on one rank, without slowing, waits or a faster head, F, B, W take turns every period."""
-    problem = Problem("zb", 1, 3, 1, "plain", chain([StageCost(1, 1, 1, 1, 1)]), (inf,))
+    problem = Problem(1, 3, 1, "plain", chain([StageCost(1, 1, 1, 1, 1)]), (inf,))
     plain = np.zeros((1, NUMBERS))
     (order,) = drawn_orders(problem, plain)
-    assert order.tolist() == [0, 3, 6, 1, 4, 7, 2, 5, 8]
+    assert order.op_ids.tolist() == [0, 3, 6, 1, 4, 7, 2, 5, 8]
     late = plain.copy()
     late[0, LATE] = 1.0  # the W of the last two microbatches behind all else
     (order,) = drawn_orders(problem, late)
-    assert order.tolist() == [0, 3, 6, 1, 4, 2, 5, 7, 8]
+    assert order.op_ids.tolist() == [0, 3, 6, 1, 4, 2, 5, 7, 8]
 
 
 def test_an_order_that_breaks_a_limit_or_blocks_takes_forever():
-    arrays = schedule_arrays(chain([StageCost(1, 1, 1, 1, 1)] * 2), (0, 1))
-    tables, order = arrays.tables(1), np.arange(6)
+    arrays = schedule_arrays(chain([StageCost(1, 1, 1, 1, 1)] * 2), (0, 1), 1)
+    tables, order = arrays.tables, np.arange(6)
     assert judge_ops(tables, order, 1, np.array([1.0, 1.0]), True) == (5.0, 1.0)
     assert judge_ops(tables, order, 1, np.array([1.0, 0.9]), True)[0] == inf
     order[:2] = 1, 0  # rank 0: B before F
@@ -363,26 +363,26 @@ def test_an_order_that_breaks_a_limit_or_blocks_takes_forever():
 
 def test_the_seed_and_the_number_of_threads(monkeypatch):
     """The same seed gives the same order on any number of cores; other seeds are other searches."""
-    problem = Problem("zb", 4, 8, 2, "v", v_costs(4, **LARGE), (2.3,) * 4)
-    found = {seed: find([problem], starts, "span", 0.1, seed)[0] for seed in range(4)}
-    assert len({tuple(one.order.tolist()) for one in found.values()}) > 1
+    problem = Problem(4, 8, 2, "v", v_costs(4, **LARGE), (2.3,) * 4, objective="span")
+    found = {seed: find([problem], 0.1, seed)[0] for seed in range(4)}
+    assert len({tuple(one.order.op_ids.tolist()) for one in found.values()}) > 1
     for cores in (1, 3, 16):
         monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
-        again = find([problem], starts, "span", 0.1, 2)[0]
-        assert again.order.tolist() == found[2].order.tolist()
+        again = find([problem], 0.1, 2)[0]
+        assert again.order.op_ids.tolist() == found[2].order.op_ids.tolist()
 
 
 def test_edges_in_a_cycle_are_an_error():
     back = Edge(Color(1, Phase.F), Color(0, Phase.F))
     costs = chain([StageCost(1, 1, 1, 1, 1)] * 2)
-    cyclic = Problem("zb", 2, 2, 1, "plain", replace(costs, edges=(*costs.edges, back)), (inf, inf))
+    cyclic = Problem(2, 2, 1, "plain", replace(costs, edges=(*costs.edges, back)), (inf, inf))
     with pytest.raises(ScheduleError, match=r"form a cycle: .*F0"):
-        find([cyclic], starts, "span")
+        find([cyclic])
 
 
 def test_more_effort_finds_more():
-    problem = Problem("zb", 8, 24, 2, "v", v_costs(8, **LARGE), (5.0,) * 8)
-    little, much = (find([problem], starts, "span", effort)[0].seconds for effort in (0.01, 2.0))
+    problem = Problem(8, 24, 2, "v", v_costs(8, **LARGE), (5.0,) * 8, objective="span")
+    little, much = (find([problem], effort)[0].seconds for effort in (0.01, 2.0))
     assert much < 0.99 * little
 
 
@@ -403,8 +403,11 @@ def test_a_step_where_nothing_is_saved():
 @pytest.mark.parametrize(("limit", "mark"), [(4, 0.2400), (5, 0.1440), (6, 0.1110)])
 def test_auto_under_a_limit_is_at_most_what_is_published(limit, mark):
     kinds = ((1, "plain"), (2, "plain"), (2, "v"), (4, "plain"), (4, "v"))
-    settings = [Setting(chunks, name, even_costs(8, chunks, **LARGE)) for chunks, name in kinds]
-    found = search(settings, ranks=8, microbatches=24, memory_limit=limit, objective="span", effort=2.0)
+    problems = [
+        Problem(8, 24, chunks, name, even_costs(8, chunks, **LARGE), (limit,) * 8, objective="span")
+        for chunks, name in kinds
+    ]
+    found = search(problems, effort=2.0)
     assert max(found.timeline.peak_memory) <= limit * (1 + 1e-9)
     assert found.timeline.span_bubble <= mark
 
@@ -418,10 +421,10 @@ def test_more_memory_never_costs_time(objective):
         v: chain([StageCost(1 / v, 1 / v, 0.7 / v, saved / v, 0.4 / v)] * (4 * v), 0.01)
         for v, saved in ((1, 1.1), (2, 1.0))
     }
-    settings = [Setting(1, "plain", costs[1]), Setting(2, "v", costs[2])]
+    kinds, free = ((1, "plain"), (2, "v")), (inf,) * 4
+    problems = [Problem(4, 6, v, name, costs[v], free, objective=objective) for v, name in kinds]
     limits = [3, 1, 1.07, 1.2, 1.5, 1.9, 2, 2.2, 2.25, 2.6, 0.9]
-    make = {"ranks": 4, "microbatches": 6, "objective": objective, "effort": 0.01}
-    choices = dict(zip(limits, frontier(settings, memory_limits=limits, **make), strict=True))
+    choices = dict(zip(limits, frontier(problems, limits, effort=0.01), strict=True))
     assert "limit of 0.9" in str(choices.pop(0.9))
     spans = []
     for limit, choice in sorted(choices.items()):

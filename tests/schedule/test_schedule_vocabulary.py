@@ -3,12 +3,12 @@
 import pytest
 
 from fxpipe.schedule.costs import Costs, StageCost, chain
-from fxpipe.schedule.families.registry import build
 from fxpipe.schedule.ops import Schedule
-from fxpipe.schedule.search.vocabulary_passes import with_output_shards
+from fxpipe.schedule.search.build import build
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.schedule.stages import Vocabulary
+from fxpipe.schedule.vocabulary_costs import with_output_shards
 from tests.schedule.test_schedule_properties import with_lookups
 
 pytestmark = pytest.mark.slow
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 PERIOD = 4.0  # of a microbatch on a rank: F, B, W and its part of the output layer, of 1 each
 
 
-def woven(
+def spread(
     name: str, ranks: int, microbatches: int, barriers: int, stages: int = 1, shape: str = "plain"
 ) -> Timeline:
     """The timeline of a family; memory is the number of microbatches between F and B."""
@@ -55,7 +55,7 @@ IN_FLIGHT = {  # on rank r of p, without vocabulary stages
 @pytest.mark.parametrize("name", IN_FLIGHT)
 def test_one_microbatch_more_for_each_barrier_hides_it(name, ranks, microbatches, barriers):
     """A barrier delays the backward by one period at most, while the rank computes on the microbatch more."""
-    found = woven(name, ranks, microbatches, barriers)
+    found = spread(name, ranks, microbatches, barriers)
     for rank, peak in enumerate(found.peak_memory):
         assert peak <= min(microbatches, IN_FLIGHT[name](ranks, rank, microbatches) + barriers)
     fill = (ranks - 1) * (1 + 1 + 1)  # until the last rank has its first F, and from its last B to the end
@@ -75,7 +75,7 @@ def test_one_microbatch_more_for_each_barrier_hides_it(name, ranks, microbatches
 def test_no_microbatch_more_without_a_gain(name, ranks, stages, shape, in_flight, barriers):
     """The microbatches that the family holds anyway suffice for a span without a bubble."""
     microbatches = 12
-    found = woven(name, ranks, microbatches, barriers, stages, shape)
+    found = spread(name, ranks, microbatches, barriers, stages, shape)
     assert found.span == pytest.approx(microbatches * PERIOD)
     assert max(found.peak_memory) == in_flight
 

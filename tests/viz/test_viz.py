@@ -16,9 +16,9 @@ from fxpipe.ir.sections import edges_between
 from fxpipe.ir.storage import call_nodes
 from fxpipe.ir.text import shape_text
 from fxpipe.schedule.costs import StageCost, chain
-from fxpipe.schedule.families.registry import build
 from fxpipe.schedule.offload.planner import offload, with_link
 from fxpipe.schedule.ops import Color, Phase, Schedule, parse_order
+from fxpipe.schedule.search.build import build
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.viz.boxes import Place, collapse
 from fxpipe.viz.graph_picture import graph_picture

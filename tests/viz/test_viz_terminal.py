@@ -3,7 +3,7 @@
 from rich.style import Style
 
 from fxpipe.schedule.costs import StageCost, chain
-from fxpipe.schedule.families.registry import build
+from fxpipe.schedule.search.build import build
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.viz.palette import PHASES, tint
 from fxpipe.viz.terminal import timeline_text

@@ -278,8 +278,7 @@ def test_memory_is_as_simulated_and_a_microbatch_more_for_each_barrier(schedule:
         timeline = pipe.simulate()
         simulated = timeline.peak_memory
         measured = pipe.run_local(case.data(MICROBATCHES), measure_memory=True).peak_saved
-        own = schedule_arrays(timeline.costs, timeline.schedule.placement)
-        one = max(own.smallest_limit(rank) for rank in (0, 1))
+        one = max(schedule_arrays(timeline.costs, timeline.schedule.placement, MICROBATCHES).smallest_limits)
         # Without, both families hold p = 2 microbatches at most.
         assert max(simulated) <= (2 + barriers) * one
         for found, expected in zip(measured, simulated, strict=True):

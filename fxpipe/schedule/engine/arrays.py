@@ -1,7 +1,6 @@
-"""Costs and placement as arrays, and orders as op ids: the data that the searches compute on.
+"""Costs and placement as arrays: the data that the searches compute on.
 
-Sections are numbered as in :mod:`fxpipe.schedule.dependencies`, 3·stage + 0, 1, 2 for F, B, W.  An *op id* is
-the number of the op's value, section · microbatches + microbatch.
+Sections are numbered as in :mod:`fxpipe.schedule.dependencies`, 3·stage + 0, 1, 2 for F, B, W.
 """
 
 from __future__ import annotations
@@ -12,20 +11,18 @@ from functools import cached_property
 
 import numpy as np
 
+from fxpipe.schedule.bound import in_order
 from fxpipe.schedule.costs import Costs
-from fxpipe.schedule.dependencies import SECTION_KINDS, SECTIONS_PER_STAGE, Needs, durations, needs
-from fxpipe.schedule.engine.kernel import Floats, Ints, Tables, peak_of, run_ops
-from fxpipe.schedule.ops import Op, OpKind, Order, Phase
+from fxpipe.schedule.dependencies import SECTION_KINDS, SECTIONS_PER_STAGE, Needs, durations, index, needs
+from fxpipe.schedule.engine.kernel import Floats, Ints, Tables
+from fxpipe.schedule.ops import Phase
 from fxpipe.schedule.placement import stages_of
 from fxpipe.schedule.simulation.memory import memory_changes
-
-OpIds = Ints
-"""An order as op ids: the ops of rank 0 in order, then those of rank 1, …"""
 
 
 @dataclass(frozen=True)
 class ScheduleArrays:
-    """Costs and placement as arrays.
+    """Costs, placement and number of microbatches as arrays.
 
     Per section: ``seconds`` to ``rank``, and the memory changes ``at_start`` and ``at_end``.  Per rank: its
     stages (``own``).  Per stage: ``hold`` and ``kept``, the most that a rank holds from F to B and from B to
@@ -34,6 +31,7 @@ class ScheduleArrays:
 
     ranks: int
     stages: int
+    microbatches: int
     seconds: tuple[float, ...]
     needs: tuple[tuple[tuple[int, float], ...], ...]
     feeds: tuple[tuple[tuple[int, float], ...], ...]
@@ -59,25 +57,15 @@ class ScheduleArrays:
         """The work of the busiest rank on one microbatch: a lower bound on a repeated block."""
         return max(self.work(rank) for rank in range(self.ranks))
 
-    def tables(self, microbatches: int) -> Tables:
+    @cached_property
+    def tables(self) -> Tables:
         """The arrays in the layout of the compiled loops."""
-        if microbatches not in self._tables:
-            section = np.repeat(np.arange(self.sections), microbatches)
-            self._tables[microbatches] = self._some_tables._replace(section=section)
-        return self._tables[microbatches]
-
-    @cached_property
-    def _tables(self) -> dict[int, Tables]:
-        return {}
-
-    @cached_property
-    def _some_tables(self) -> Tables:
         own_at = np.cumsum([0, *map(len, self.own)])
         own = np.array([stage for stages in self.own for stage in stages])
         need_at, need, need_delay = _rows(self.needs)
         feed_at, feed, feed_delay = _rows(self.feeds)
         return Tables(
-            section=np.empty(0, np.int64),
+            section=np.repeat(np.arange(self.sections), self.microbatches),
             seconds=np.array(self.seconds, np.float64),
             rank=np.array(self.rank),
             lead=np.array(self.lead, np.float64),
@@ -95,21 +83,13 @@ class ScheduleArrays:
             own=own,
         )
 
-    def ops_of(self, rank: int, op_ids: OpIds, microbatches: int) -> OpIds:
-        """The op ids of one rank."""
-        at = self._some_tables.own_at
-        return op_ids[3 * microbatches * at[rank] : 3 * microbatches * at[rank + 1]]
-
-    def smallest_limit(self, rank: int) -> float:
-        """The memory with which a rank can always progress: one microbatch in all its stages."""
-        return self._least[rank]
-
     @cached_property
-    def _least(self) -> tuple[float, ...]:
+    def smallest_limits(self) -> tuple[float, ...]:
+        """Per rank the memory with which it can always progress: one microbatch in all its stages."""
         return tuple(sum(self.hold[stage] for stage in stages) for stages in self.own)
 
 
-def schedule_arrays(costs: Costs, placement: tuple[int, ...]) -> ScheduleArrays:
+def schedule_arrays(costs: Costs, placement: tuple[int, ...], microbatches: int) -> ScheduleArrays:
     """The arrays of costs and placement.  Raises ScheduleError if the two do not agree."""
     stages, waits, lasts = range(len(placement)), needs(costs, placement), durations(costs)
     table = _in_model_order([waits[kind][stage] for stage in stages for kind in SECTION_KINDS], placement)
@@ -129,6 +109,7 @@ def schedule_arrays(costs: Costs, placement: tuple[int, ...]) -> ScheduleArrays:
     return ScheduleArrays(
         ranks=max(placement) + 1,
         stages=len(placement),
+        microbatches=microbatches,
         seconds=seconds,
         needs=table,
         feeds=tuple(map(tuple, feeds)),
@@ -178,75 +159,34 @@ def _rows(table: Sequence[Sequence[tuple[int, float]]]) -> tuple[Ints, Ints, Flo
     )
 
 
-def decode(arrays: ScheduleArrays, op_ids: OpIds, microbatches: int) -> Order:
-    """Op ids to ops."""
-    table = [
-        Op(kind, stage, microbatch)
-        for stage in range(arrays.stages)
-        for kind in SECTION_KINDS
-        for microbatch in range(microbatches)
-    ]
-    ranks = range(arrays.ranks)
-    return tuple(tuple(table[op] for op in arrays.ops_of(rank, op_ids, microbatches)) for rank in ranks)
+def least_period(arrays: ScheduleArrays, costs: Costs, limits: Sequence[float]) -> float:
+    """No schedule's mean time from microbatch to microbatch is shorter.
+
+    It is the work of the busiest rank; or the memory · seconds that a microbatch takes on a rank at
+    least, by the rank's limit.  Raises ScheduleError if the sections need each other in a cycle.
+    """
+    held = zip(_held_at_least(arrays, costs), limits, strict=True)
+    return max([arrays.period, *(area / limit for area, limit in held if area)])
 
 
-def encode(order: Order, microbatches: int) -> OpIds:
-    """Ops to op ids; a BW becomes its B and its W."""
-    m, op_ids = microbatches, list[int]()
-    for ops in order:
-        for op in ops:
-            first = SECTIONS_PER_STAGE * op.stage
-            match op.kind:
-                case OpKind.F:
-                    op_ids.append(first * m + op.microbatch)
-                case OpKind.B:
-                    op_ids.append((first + 1) * m + op.microbatch)
-                case OpKind.W:
-                    op_ids.append((first + 2) * m + op.microbatch)
-                case OpKind.BW:
-                    op_ids.append((first + 1) * m + op.microbatch)
-                    op_ids.append((first + 2) * m + op.microbatch)
-    return np.array(op_ids, np.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """The times of an order.  Per op: ``end``, and ``cause``: the op whose end let it start, or -1.  Per
-    rank: ``first``, the start of its first op, and ``free``, the end of its last."""
-
-    first: Floats
-    free: Floats
-    end: Floats
-    cause: Ints
-
-    @property
-    def span(self) -> float:
-        return float((self.free - self.first).max())
-
-    @property
-    def makespan(self) -> float:
-        return float(self.free.max())
-
-
-def run(arrays: ScheduleArrays, op_ids: OpIds, microbatches: int) -> Run | None:
-    """Run every op as early as its rank's order allows; None if the orders deadlock."""
-    done = Run(
-        np.zeros(arrays.ranks), np.zeros(arrays.ranks), np.full(len(op_ids), -1.0), np.full(len(op_ids), -1)
-    )
-    if run_ops(
-        arrays.tables(microbatches), op_ids, microbatches, 0.0, done.end, done.cause, done.first, done.free
-    ):
-        return done
-    return None
-
-
-def peaks(arrays: ScheduleArrays, op_ids: OpIds, microbatches: int) -> list[float]:
-    """Per rank the maximum live memory; it depends on the rank's own order alone."""
-    parts = (arrays.ops_of(rank, op_ids, microbatches) for rank in range(arrays.ranks))
-    return [peak_of(arrays.tables(microbatches), ops) for ops in parts]
-
-
-def fits(arrays: ScheduleArrays, op_ids: OpIds, microbatches: int, limits: Sequence[float]) -> bool:
-    """Whether all ranks are within their limits, up to rounding."""
-    own = peaks(arrays, op_ids, microbatches)
-    return all(peak <= limit * (1 + 1e-9) for peak, limit in zip(own, limits, strict=True))
+def _held_at_least(arrays: ScheduleArrays, costs: Costs) -> list[float]:
+    """Per rank: memory · seconds of one microbatch. A value that is held from one section to another is held
+    for at least the longest path between them.
+    """
+    seconds = np.array(arrays.seconds)
+    # From the start of one section to that of another.
+    way = np.full((arrays.sections, arrays.sections), -np.inf)
+    for section in in_order(arrays.needs):
+        way[section, section] = 0.0
+        for source, delay in arrays.needs[section]:
+            np.maximum(way[:, section], way[:, source] + seconds[source] + delay, out=way[:, section])
+    areas = [0.0] * arrays.ranks
+    for stage, cost in enumerate(costs.stages):
+        f, b, w = (SECTIONS_PER_STAGE * stage + kind for kind in range(3))
+        area = cost.saved_activations * (way[f, b] + seconds[b]) + cost.saved_for_weight * seconds[w]
+        areas[arrays.rank[f]] += float(area)
+    for edge in costs.edges:
+        source, target = index(edge.source), index(edge.target)
+        if arrays.rank[source] == arrays.rank[target] and edge.bytes:
+            areas[arrays.rank[source]] += edge.bytes * max(0.0, float(way[source, target] - seconds[source]))
+    return areas

@@ -15,19 +15,19 @@ from collections.abc import Sequence
 import numpy as np
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedule.engine.arrays import OpIds, ScheduleArrays
+from fxpipe.schedule.engine.arrays import ScheduleArrays
 from fxpipe.schedule.engine.dispatch_kernel import dispatch_ops
 from fxpipe.schedule.engine.kernel import Floats
+from fxpipe.schedule.engine.order import Order
 
 
 def dispatch(
     arrays: ScheduleArrays,
-    microbatches: int,
     due: Sequence[float] | Floats,
     limits: Sequence[float],
     lookahead: tuple[float, float, float] = (1.0, 1.0, 1.0),
-) -> OpIds:
-    """The order that follows from ``due``, one number per op (see :mod:`fxpipe.schedule.engine.arrays`).
+) -> Order:
+    """The order that follows from ``due``, one number per op (see :mod:`.order`).
 
     ``lookahead``, for F, B and W: the share of an op that must fit before the arrival of an op with an
     earlier due date.  With 0 a rank never idles while it could compute; with 1 no op delays an op with an
@@ -36,27 +36,16 @@ def dispatch(
     """
     check_one_microbatch_fits(arrays, limits)
     due, bounds, shares = (np.asarray(row, np.float64) for row in (due, limits, lookahead))
-    op_ids = np.empty(arrays.sections * microbatches, np.int64)
-    if not dispatch_ops(arrays.tables(microbatches), microbatches, due, bounds, shares, op_ids):
+    op_ids = np.empty(arrays.sections * arrays.microbatches, np.int64)
+    if not dispatch_ops(arrays.tables, arrays.microbatches, due, bounds, shares, op_ids):
         raise ScheduleError("no op can run: the edges between the sections form a cycle")
-    return op_ids
-
-
-def one_microbatch_fits(arrays: ScheduleArrays, limits: Sequence[float]) -> bool:
-    """Whether one microbatch fits on every rank."""
-    return _rank_without_memory(arrays, limits) is None
+    return Order(arrays, op_ids)
 
 
 def check_one_microbatch_fits(arrays: ScheduleArrays, limits: Sequence[float]) -> None:
     """Raise ScheduleError if a limit is below the memory of one microbatch on the rank."""
-    rank = _rank_without_memory(arrays, limits)
-    if rank is not None:
-        raise ScheduleError(
-            f"rank {rank} has a memory limit of {limits[rank]:g}, but one microbatch takes "
-            f"{arrays.smallest_limit(rank):g} on it"
-        )
-
-
-def _rank_without_memory(arrays: ScheduleArrays, limits: Sequence[float]) -> int | None:
-    small = (r for r, limit in enumerate(limits) if limit * (1 + 1e-9) < arrays.smallest_limit(r))
-    return next(small, None)
+    for rank, (limit, least) in enumerate(zip(limits, arrays.smallest_limits, strict=True)):
+        if limit * (1 + 1e-9) < least:
+            raise ScheduleError(
+                f"rank {rank} has a memory limit of {limit:g}, but one microbatch takes {least:g} on it"
+            )

@@ -15,7 +15,7 @@ from fxpipe.schedule.engine.kernel import Floats, Ints
 
 
 class Timetable(NamedTuple):
-    """What the due dates of a problem are made of: see :mod:`fxpipe.schedule.search.due_dates`.
+    """The numbers from which the due dates of a problem follow: see :mod:`fxpipe.schedule.search.due_dates`.
 
     Per section: when it starts if there is one microbatch alone, and on which step of its way, of ``steps``.
     Per rank: its limit.
@@ -90,6 +90,7 @@ def _half(x):
 def dispatch_ops(t, m, due, limits, lookahead, order):
     """Writes ``order``: see ``dispatch.py``.  False if no op can run, as the needs form a cycle."""
     sections, ranks = len(t.seconds), len(limits)
+    # The same instant, reached by sums over different paths, differs by rounding.
     epsilon = 0.0
     for seconds in t.seconds:
         epsilon += 1e-9 * seconds
@@ -105,7 +106,7 @@ def dispatch_ops(t, m, due, limits, lookahead, order):
         filled[rank] = 3 * m * t.own_at[rank]
     wakes = np.zeros(ranks)  # when each rank may next be able to go on
     ready, coming = np.empty(sections, np.int64), np.empty(sections, np.int64)
-    comes = np.empty(sections)  # when, of what is coming
+    comes = np.empty(sections)  # when each op of ``coming`` arrives
     now, waits, left = 0.0, True, sections * m
     while left:
         rank = 0
@@ -113,7 +114,7 @@ def dispatch_ops(t, m, due, limits, lookahead, order):
             if wakes[other] < wakes[rank]:
                 rank = other
         if wakes[rank] == inf:
-            # All ranks wait for what is due earlier and has no memory: let go what is there.
+            # All ranks wait for ops that are due earlier and have no memory: start those that have.
             if not waits:
                 return False
             waits = False
@@ -130,6 +131,7 @@ def dispatch_ops(t, m, due, limits, lookahead, order):
                     continue
                 op = section * m + j
                 if missing[op]:
+                    # Its arrival is not known yet; ``lead`` bounds it from below.
                     coming[later], comes[later] = op, now + t.lead[section]
                     later += 1
                 elif kind == 0 and not _has_memory(t, rank, at, live[rank], held, limits[rank] * (1 + 1e-9)):

@@ -17,7 +17,7 @@ from fxpipe.schedule.engine.compiled import compiled
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-SHARE = 1e-3  # of the ranks' mean span in a value, to tell equals apart
+TIE_BREAK = 1e-3  # of the ranks' mean span in a value, to tell equals apart
 _REACH = 8  # ops that a move may pass, about
 _BLOCK = 0.8  # of the moves are out of a run of ops of one rank on the critical path
 
@@ -26,8 +26,8 @@ class Tables(NamedTuple):
     """The loops' arrays.  Per op: its ``section``, since division is slow; per section: ``seconds`` to
     ``at_end``; per stage: ``hold`` and ``kept``.
 
-    What a section needs is ``need[need_at[section]:need_at[section + 1]]``, with the seconds that it takes to
-    arrive beside it in ``need_delay``; what it feeds likewise.  Of rank r are the stages
+    A section needs ``need[need_at[section]:need_at[section + 1]]``; ``need_delay`` has the seconds that their
+    values take to arrive.  ``feed`` has the sections that need it, likewise.  Of rank r are the stages
     ``own[own_at[r]:own_at[r + 1]]``; in an order of op ids its ops begin at ``3 · own_at[r] · microbatches``.
     """
 
@@ -59,8 +59,7 @@ def copy(source, target):
 def run_ops(t, order, m, since, end, cause, first, free):
     """Run every op as early as its rank's order allows; False if the orders block each other.
 
-    What ended before ``since`` stays as it is in the last four, which are per op and per rank; the rest of
-    them is written.
+    Writes the last four, which are per op and per rank, but for the ops that ended before ``since``.
     """
     ranks = len(free)
     at = np.empty(ranks, np.int64)
@@ -69,6 +68,7 @@ def run_ops(t, order, m, since, end, cause, first, free):
         begin, stop = low, high
         if since <= 0:
             high = low
+        # Ends rise along a rank's order, so the ops that stay as they are come first.
         while low < high:
             middle = (low + high) // 2
             if end[order[middle]] < since:
@@ -79,6 +79,8 @@ def run_ops(t, order, m, since, end, cause, first, free):
         free[rank] = end[order[low - 1]] if low > begin else 0.0
         for i in range(low, stop):
             end[order[i]] = -1.0
+    # A stack of ranks: one that waits leaves it, and the op that it waits for puts it back.  So each op is
+    # looked at about once, in whatever order the ranks take turns.
     waits_for = np.empty(ranks, np.int64)
     runnable = np.empty(ranks, np.int64)
     for rank in range(ranks):
@@ -145,7 +147,7 @@ def score(first, free, by_makespan):
     total = 0.0
     for rank in range(len(free)):
         total += free[rank] - first[rank]
-    return _objective(first, free, by_makespan) + SHARE * total / len(free)
+    return _objective(first, free, by_makespan) + TIE_BREAK * total / len(free)
 
 
 @compiled
@@ -193,7 +195,7 @@ def anneal(t, order, m, limits, by_makespan, good_enough, work, seed, hot, cold)
     arcs, blocks = _critical(t, order, m, end, cause, first, free, by_makespan, befores, afters, heads, lasts)
     cool, spent, temperature, next_cooling = np.log(cold / hot), 0, hot, 0
     while arcs and spent < work and best > good_enough:
-        if spent >= next_cooling:
+        if spent >= next_cooling:  # in steps, since an exponential for every move takes time
             temperature = hot * np.exp(cool * spent / work)
             next_cooling = spent + work // 1000
         if random.random() < _BLOCK:
@@ -224,6 +226,7 @@ def anneal(t, order, m, limits, by_makespan, good_enough, work, seed, hot, cold)
             continue
         low, high = min(source, target), max(source, target)
         since, until = end[order[low]] - t.seconds[t.section[order[low]]], end[order[high]]
+        # The most that is accepted (Metropolis), drawn first, so that the estimate alone can reject.
         most = value - temperature * np.log(random.random())
         _shift(order, pos, source, target)
         new = inf
@@ -237,7 +240,7 @@ def anneal(t, order, m, limits, by_makespan, good_enough, work, seed, hot, cold)
                 copy(cause, new_cause)
                 copy(first, new_first)
                 copy(free, new_free)
-                spent += ops // 2
+                spent += ops // 2  # on the average a move changes the times of half of the ops
                 if run_ops(t, order, m, since, new_end, new_cause, new_first, new_free):
                     new = score(new_first, new_free, by_makespan)
         if new > most:
@@ -370,7 +373,7 @@ def _critical(t, order, m, end, cause, first, free, by_makespan, befores, afters
     for rank in range(len(free)):
         if free[rank] - (0.0 if by_makespan else first[rank]) >= worst:
             equals += 1
-            if random.random() * equals < 1:
+            if random.random() * equals < 1:  # each of the worst ranks is as likely
                 at = rank
     op, arcs, blocks = order[3 * m * t.own_at[at + 1] - 1], 0, 0
     last = op

@@ -19,9 +19,8 @@ from fxpipe.schedule.costs import Costs, Edge, StageCost
 from fxpipe.schedule.dependencies import SECTION_KINDS, Needs, index, needs, op_of_value, sections_of
 from fxpipe.schedule.dependencies import durations as seconds_of
 from fxpipe.schedule.exact.solver import cp_sat, rounded_down, rounded_up, solve, unit_of
-from fxpipe.schedule.ops import PHASES, Color, Order, Phase, Schedule
+from fxpipe.schedule.ops import PHASES, Color, Objective, Phase, RankOps, Schedule
 from fxpipe.schedule.placement import stages_of
-from fxpipe.schedule.search.goal import Objective
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
 
@@ -195,16 +194,16 @@ class _Model:
                     self.model.add_hint(self.starts[section][op.microbatch], at)
                     at += self.durations[section]
 
-    def order(self, value: Any) -> Order:
+    def order(self, value: Any) -> RankOps:
         """The ops of each rank by start time; ops that take no time, in dependency order."""
 
-        def place(section: int, microbatch: int) -> tuple[int, int, int]:
+        def key(section: int, microbatch: int) -> tuple[int, int, int]:
             start = value(self.starts[section][microbatch])
             return start, start + self.durations[section], self.turn[section]
 
         ranks = []
         for own in self.owns:
-            values = sorted((place(s, j), s, j) for s in own for j in range(self.microbatches))
+            values = sorted((key(s, j), s, j) for s in own for j in range(self.microbatches))
             ranks.append(
                 tuple(op_of_value(s * self.microbatches + j, self.microbatches) for _, s, j in values)
             )

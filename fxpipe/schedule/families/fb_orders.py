@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable
 
-from fxpipe.schedule.ops import Op, OpKind, Order
+from fxpipe.schedule.ops import Op, OpKind, RankOps
 from fxpipe.schedule.placement import stages_of
 
 
-def breadth_first(placement: tuple[int, ...], microbatches: int, backward: OpKind) -> Order:
+def breadth_first(placement: tuple[int, ...], microbatches: int, backward: OpKind) -> RankOps:
     """All forwards, a stage at a time, then all backwards (GPipe, 1811.06965; looped: 2211.05953)."""
     return tuple(
         (
@@ -31,7 +31,7 @@ def interleaved(
     backward: OpKind,
     in_flight: Callable[[int], int],
     group: int | None = None,
-) -> Order:
+) -> RankOps:
     """One forward, one backward, over any number of chunks per rank (2104.04473).
 
     Microbatches run in groups of ``group`` (default p), each group through one chunk after the other.
@@ -51,7 +51,7 @@ def interleaved(
     return tuple(order)
 
 
-def zero_bubble_v(ranks: int, microbatches: int, backward: OpKind) -> Order:
+def zero_bubble_v(ranks: int, microbatches: int, backward: OpKind) -> RankOps:
     """The order of ZB-V (2401.10241): two chunks a rank in V placement, at most 2p of them in flight."""
     return tuple(_zero_bubble_v(rank, ranks, microbatches, backward) for rank in range(ranks))
 
@@ -79,7 +79,7 @@ def _zero_bubble_v(rank: int, ranks: int, microbatches: int, backward: OpKind) -
     return tuple(op for op in ops if op.microbatch < microbatches)
 
 
-def dual_pipe_v(ranks: int, microbatches: int) -> Order:
+def dual_pipe_v(ranks: int, microbatches: int) -> RankOps:
     """DualPipeV (DeepSeek's DualPipe, cut in half): V placement, one model copy, two chunks a rank.
 
     Overlapped forwards and backwards run one after the other here.  A backward is one BW, unless the

@@ -31,7 +31,7 @@ def fill_ops(t, m, fb_order, fb_order_at, chunks, gap):
     while len(events):
         now, rank = heapq.heappop(events)
         if free[rank] > now + epsilon:
-            continue
+            continue  # the event is older than the op that the rank runs; the end of that op is another event
         begin, chosen, ready, full = 3 * m * t.own_at[rank], -1, inf, False
         waiting = begin + ran[rank] < queued[rank]
         if following[rank] < fb_order_at[rank + 1]:
@@ -47,6 +47,8 @@ def fill_ops(t, m, fb_order, fb_order_at, chunks, gap):
             if _arrival(t, end, op, m) <= now + epsilon:
                 suits = full or gap == 0 or now + seconds <= ready + epsilon
                 if gap == 2 and not suits:
+                    # The rank that idles the most sets the time: only if this rank would do so is it worth to
+                    # delay its next op.
                     most = 0.0
                     for other in range(ranks):
                         most = max(most, idle[other])

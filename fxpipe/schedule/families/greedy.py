@@ -6,7 +6,7 @@ first op on. A W is inserted
 
 - while the rank has no memory for its next F,
 - into a gap that holds it whole,
-- into a smaller gap, which delays what comes after it, where the gap is longer than the rank's *slack*: the
+- into a smaller gap, which delays the ops after it, where the gap is longer than the rank's *slack*: the
   largest idle time of any rank less its own.
 
 All combinations of their switches are tried; the caller takes the best order that keeps its limits. Both
@@ -23,53 +23,46 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fxpipe.schedule.engine.arrays import OpIds, ScheduleArrays
+from fxpipe.schedule.engine.arrays import ScheduleArrays
 from fxpipe.schedule.engine.compiled import compiled
 from fxpipe.schedule.engine.kernel import Floats, Ints
+from fxpipe.schedule.engine.order import Order
 
 _IMPROVED = 20  # maximum number of ZB-V runs, each given the idle times of the run before
 
 
-def zero_bubble(arrays: ScheduleArrays, microbatches: int, limits: Sequence[float]) -> list[OpIds]:
+def zero_bubble(arrays: ScheduleArrays, limits: Sequence[float]) -> list[Order]:
     """ZB's orders for one stage per rank that keep the limits: at most eight."""
-    m, bounds = microbatches, np.asarray(limits, np.float64)
+    m, bounds = arrays.microbatches, np.asarray(limits, np.float64)
     switches = product((False, True), repeat=3)
-    orders = (zero_bubble_ops(arrays.tables(m), m, bounds, *chosen) for chosen in switches)
-    return [order for order in orders if len(order)]
+    orders = (zero_bubble_ops(arrays.tables, m, bounds, *chosen) for chosen in switches)
+    return [Order(arrays, order) for order in orders if len(order)]
 
 
-def zero_bubble_v(arrays: ScheduleArrays, microbatches: int, limits: Sequence[float]) -> list[OpIds]:
+def zero_bubble_v(arrays: ScheduleArrays, limits: Sequence[float]) -> list[Order]:
     """ZB-V's orders for two stages per rank in V placement: at most four."""
-    return [
-        order
-        for switches in product((False, True), repeat=2)
-        for order in _v(arrays, microbatches, limits, *switches)
-    ]
+    return [order for switches in product((False, True), repeat=2) for order in _v(arrays, limits, *switches)]
 
 
 def _v(
-    arrays: ScheduleArrays,
-    microbatches: int,
-    limits: Sequence[float],
-    fill_forward: bool,
-    fill_backward: bool,
-) -> Iterator[OpIds]:
+    arrays: ScheduleArrays, limits: Sequence[float], fill_forward: bool, fill_backward: bool
+) -> Iterator[Order]:
     """The last of the runs, each with the idle times of the one before, that shortens the largest of them."""
-    m, bounds = microbatches, np.asarray(limits, np.float64)
+    m, bounds = arrays.microbatches, np.asarray(limits, np.float64)
     best, allowed, least = None, np.full(arrays.ranks, -1.0), inf
     for _ in range(_IMPROVED):
-        order, idle = zero_bubble_v_ops(arrays.tables(m), m, bounds, fill_forward, fill_backward, allowed)
+        order, idle = zero_bubble_v_ops(arrays.tables, m, bounds, fill_forward, fill_backward, allowed)
         if not len(order) or idle.max() >= least:
             break
         best, allowed, least = order, idle, idle.max()
     if best is not None:
-        yield best
+        yield Order(arrays, best)
 
 
 class _State(NamedTuple):
     """Per op: ``end``, infinite before it ran, ``order``, and ``pending``: the W ops that may run. Per
-    rank: where the next op goes (``filled``), its clock, live memory, idle time, and what part of its
-    pending ops ran.
+    rank: the position of its next op (``filled``), its clock, live memory and idle time, the end of its
+    pending ops (``queued``) and of those that ran (``ran``).
     """
 
     end: Floats

@@ -12,31 +12,31 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import gcd
 
-from fxpipe.schedule.engine.arrays import decode, schedule_arrays
+from fxpipe.schedule.engine.arrays import schedule_arrays
 from fxpipe.schedule.engine.dispatch import dispatch
-from fxpipe.schedule.ops import Order
+from fxpipe.schedule.ops import RankOps
 from fxpipe.schedule.problem import Problem
 
 SHARE = 0.9
 """The share of their average memory that the late chunks get; less costs time."""
 
 
-def staggered(problem: Problem) -> Order:
+def staggered(problem: Problem) -> RankOps:
     p, v, m = problem.ranks, problem.stages_per_rank, problem.microbatches
     late = range(p * (v // 2), p * v)
     light = tuple(
         cost if stage in late else replace(cost, saved_activations=0.0, saved_for_weight=0.0)
         for stage, cost in enumerate(problem.costs.stages)
     )
-    arrays = schedule_arrays(replace(problem.costs, stages=light), problem.placement)
+    arrays = schedule_arrays(replace(problem.costs, stages=light), problem.placement, m)
     hop = next(d for d in range(p, p + v + 1) if gcd(d, v) == 1)  # slots between a rank's chunks: no clash
     memory = [0.0] * p
     for stage in late:
         # The slots for which a chunk is live, over v slots from one microbatch to the next.
         turns = (2 * (v - 1 - stage // p) * hop + 2 * (p - 1 - stage % p) + 1) / v
         memory[stage % p] += turns * arrays.hold[stage]
-    limits = [max(SHARE * mean, arrays.smallest_limit(rank)) for rank, mean in enumerate(memory)]
-    return decode(arrays, dispatch(arrays, m, list(_due(p, v, m, hop)), limits, (0.0, 0.0, 0.0)), m)
+    limits = [max(SHARE * mean, least) for mean, least in zip(memory, arrays.smallest_limits, strict=True)]
+    return dispatch(arrays, list(_due(p, v, m, hop)), limits, (0.0, 0.0, 0.0)).ops
 
 
 def _due(p: int, v: int, m: int, hop: int) -> Iterator[float]:

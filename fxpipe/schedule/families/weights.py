@@ -7,14 +7,15 @@ anywhere after its B: into a bubble, or before an F that needs its memory.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 
 import numpy as np
 
-from fxpipe.schedule.engine.arrays import OpIds, ScheduleArrays
+from fxpipe.schedule.engine.arrays import ScheduleArrays
+from fxpipe.schedule.engine.order import Order, encode
 from fxpipe.schedule.families.fill_kernel import fill_ops
-from fxpipe.schedule.ops import Op, OpKind, Order
+from fxpipe.schedule.ops import Op, OpKind, RankOps
 
 
 class Gap(StrEnum):
@@ -25,7 +26,7 @@ class Gap(StrEnum):
     BALANCED = "balanced"  # shorter ones too, if this rank's idle time would otherwise become the largest
 
 
-def delay_weights(fb_order: Order, behind: Callable[[int], int]) -> Order:
+def delay_weights(fb_order: RankOps, behind: Callable[[int], int]) -> RankOps:
     """Insert each W ``behind(rank)`` B ops after its own B."""
     return tuple(_delay_weights(ops, behind(rank)) for rank, ops in enumerate(fb_order))
 
@@ -43,15 +44,17 @@ def _delay_weights(ops: Sequence[Op], behind: int) -> tuple[Op, ...]:
 
 
 def fill_bubbles(
-    fb_order: OpIds, lengths: Sequence[int], microbatches: int, arrays: ScheduleArrays, chunks: int, gap: Gap
-) -> OpIds:
-    """Insert W ops into the bubbles of an fb_order, given as op ids (the heuristic of 2401.10241).
+    fb_order: RankOps, arrays: ScheduleArrays, chunks: int, gaps: Iterable[Gap] = Gap
+) -> list[Order]:
+    """Insert W ops into the bubbles of an fb_order (the heuristic of 2401.10241): an order by each rule.
 
-    ``lengths``: the number of ops of each rank in the fb_order.  A rank holds at most ``chunks`` between F
-    and W: then a W runs before the next F.
+    A rank holds at most ``chunks`` between F and W: then a W runs before the next F.
     """
-    table, starts = arrays.tables(microbatches), np.cumsum([0, *lengths])
-    order: OpIds
-    order, whole = fill_ops(table, microbatches, fb_order, starts, chunks, list(Gap).index(gap))
-    assert whole, "an order of F and B within the chunks can progress"
-    return order
+    m, op_ids = arrays.microbatches, encode(fb_order, arrays.microbatches)
+    starts = np.cumsum([0, *map(len, fb_order)])
+    orders = []
+    for gap in gaps:
+        order, whole = fill_ops(arrays.tables, m, op_ids, starts, chunks, list(Gap).index(gap))
+        assert whole, "an order of F and B within the chunks can progress"
+        orders.append(Order(arrays, order))
+    return orders

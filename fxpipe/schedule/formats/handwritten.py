@@ -17,7 +17,7 @@ from pathlib import Path
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.check import check
 from fxpipe.schedule.formats.torch_csv import csv_text, looks_like_csv, parse_csv
-from fxpipe.schedule.ops import Order, Schedule, order_text, parse_order
+from fxpipe.schedule.ops import RankOps, Schedule, order_text, parse_order
 from fxpipe.strict import MEBIBYTE, Misfit, read_text
 
 MOST_BYTES = 16 * MEBIBYTE
@@ -70,7 +70,7 @@ def write_csv(schedule: Schedule, path: Path) -> None:
     path.write_text(csv_text(schedule.order), newline="")
 
 
-def _placement(name: str, order: Order) -> tuple[int, ...]:
+def _placement(name: str, order: RankOps) -> tuple[int, ...]:
     rank_of_stage: dict[int, int] = {}
     for rank, ops in enumerate(order):
         for op in ops:

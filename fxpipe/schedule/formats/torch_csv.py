@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedule.ops import NUMBER, Op, OpKind, Order
+from fxpipe.schedule.ops import NUMBER, Op, OpKind, RankOps
 from fxpipe.strict import shown
 
 _KINDS = {"F": OpKind.F, "I": OpKind.B, "W": OpKind.W, "B": OpKind.BW}
@@ -30,7 +30,7 @@ def looks_like_csv(text: str) -> bool:
     return bool(re.match(r"[0-9(]", first))
 
 
-def parse_csv(text: str) -> Order:
+def parse_csv(text: str) -> RankOps:
     """Parse the ops of each rank.  Raises ScheduleError, naming row and cell, unless a cell is an action."""
     try:
         return tuple(
@@ -41,7 +41,7 @@ def parse_csv(text: str) -> Order:
         raise ScheduleError(f"the schedule is not valid CSV: {error}") from error
 
 
-def csv_text(order: Order) -> str:
+def csv_text(order: RankOps) -> str:
     """The CSV of an order: one row per rank, without pauses."""
     rows = (",".join(f"{op.stage}{_LETTERS[op.kind]}{op.microbatch}" for op in ops) + "\r\n" for ops in order)
     return "".join(rows)

@@ -8,12 +8,12 @@ of the ops.  It is made for CPUs, whose hosts wait, and for devices, whose strea
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
 from fxpipe.errors import DeadlockError
 from fxpipe.schedule.lowering.channels import Channel, channel_of, channels_of
-from fxpipe.schedule.lowering.execution import DEVICES, HOSTS, Connections, Machine, execution
+from fxpipe.schedule.lowering.execution import DEVICES, HOSTS, Connections, Machine, Rank, execution
 from fxpipe.schedule.lowering.lower import (
     Compute,
     Instruction,
@@ -43,7 +43,7 @@ def prove(programs: Programs, placement: tuple[int, ...]) -> None:
 
 
 def connections_of(programs: Programs, placement: Sequence[int]) -> Connections:
-    """What each rank connects before the first step: its channels in the order of all, then collectives."""
+    """Per rank its connections before the first step: its channels in the order of all, then collectives."""
     channels = channels_of(programs, placement)
     joint = sorted(
         {i.collective for i in programs[0] if isinstance(i, StartCollective)}, key=lambda c: c.number
@@ -56,18 +56,19 @@ def stuck_at(
     placement: Sequence[int],
     machine: Machine,
     connections: Connections | None = None,
+    rank: Callable[..., Rank] = Rank,
 ) -> list[int] | None:
     """Per rank the position of the first instruction that is never over (its length, if all are); None if all
     programs end."""
-    graph = execution(programs, placement, machine, connections)
+    graph = execution(programs, placement, machine, connections, rank)
     done = set(graph.order())
     if len(done) == len(graph.before):
         return None
     found = [len(program) for program in programs]
     for node in reversed(graph.hosts):
-        rank, position = graph.at[node]
+        at, position = graph.at[node]
         if node not in done:
-            found[rank] = max(position, 0)
+            found[at] = max(position, 0)
     return found
 
 

@@ -1,6 +1,6 @@
 """Lowers a schedule to the instructions of each rank: compute, post receives, wait for them, send.
 
-A *message* is what one edge carries for one microbatch, where the edge's stages lie on different
+A *message* has the values of one edge for one microbatch, where the edge's stages lie on different
 ranks.  A *channel* is an ordered pair of ranks; its messages travel in the order in which they are
 sent, and receives are posted in that same order.
 
@@ -87,7 +87,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What an edge carries for a microbatch."""
+    """The values of an edge for a microbatch."""
 
     edge: Edge
     microbatch: int
@@ -173,7 +173,7 @@ class DivideGradients:
 Local = Compute | StartTransfer | WaitTransfer
 """Instructions that involve no other rank."""
 AtEnd = AllReduceGradient | DivideGradients
-"""What is done with the gradients of the whole batch, behind all other instructions."""
+"""Instructions on the gradients of the batch, behind all others."""
 
 Instruction = Local | PostRecv | Wait | Send | StartCollective | WaitCollective | AtEnd
 Programs = tuple[tuple[Instruction, ...], ...]
@@ -210,7 +210,10 @@ def lower(
 
 
 def with_gradients(programs: Programs, tied: Sequence[AllReduceGradient], divides: bool) -> Programs:
-    """The programs with what they do at the end.  ``divides``: whether the loss is a (sum, count)."""
+    """The programs with the instructions on gradients behind all others.
+
+    divides: whether the loss is a (sum, count).
+    """
     end = (DivideGradients(),) if divides else ()
     return tuple(
         (*program, *(sums for sums in tied if rank in sums.ranks), *end)

@@ -10,16 +10,16 @@ from fxpipe.schedule.ops import Activation, Direction, Phase, Schedule
 
 @dataclass(frozen=True)
 class Pool:
-    """The size of the pool, and the offset of each activation in it."""
+    """The size of the pool, and the offset of each activation in it, in bytes."""
 
     bytes: int
-    places: Mapping[Activation, int]
+    offsets: Mapping[Activation, int]
 
 
 def pools(schedule: Schedule, sizes: Mapping[tuple[int, Phase], int]) -> tuple[Pool, ...]:
     """The pool of each rank.  ``sizes``: bytes that a stage offloads per microbatch, by stage and user."""
     until = {t.activation: t.end for t in schedule.transfers if t.direction is Direction.IN}
-    ends, places = [0] * schedule.ranks, [dict[Activation, int]() for _ in range(schedule.ranks)]
+    ends, offsets = [0] * schedule.ranks, [dict[Activation, int]() for _ in range(schedule.ranks)]
     taken: list[list[tuple[int, int, int]]] = [[] for _ in range(schedule.ranks)]  # begin, end, until when
     for transfer in sorted(schedule.transfers, key=lambda t: t.begin):
         if transfer.direction is Direction.IN:
@@ -32,6 +32,6 @@ def pools(schedule: Schedule, sizes: Mapping[tuple[int, Phase], int]) -> tuple[P
                 break
             at = max(at, end)
         taken[rank] = [*live, (at, at + size, until[transfer.activation])]
-        places[rank][transfer.activation] = at
+        offsets[rank][transfer.activation] = at
         ends[rank] = max(ends[rank], at + size)
-    return tuple(Pool(end, own) for end, own in zip(ends, places, strict=True))
+    return tuple(Pool(end, own) for end, own in zip(ends, offsets, strict=True))

@@ -31,7 +31,7 @@ _STEPS = 32  # resolution of the shares that are tried for a memory limit
 
 
 @dataclass(frozen=True)
-class Offload:
+class OffloadPlan:
     """``timeline`` includes the transfers; ``asked`` and ``moved`` count activations: one for each stage,
     microbatch and user (B or W)."""
 
@@ -58,7 +58,7 @@ class Lifetime(NamedTuple):
         return self.end - self.begin
 
 
-def offload(timeline: Timeline, share: float) -> Offload:
+def offload(timeline: Timeline, share: float) -> OffloadPlan:
     """Offload this share of each rank's activations, or as much of it as the links carry.
 
     Stage by stage, the longest lifetimes first; of the last stage, microbatches evenly spread.
@@ -69,7 +69,7 @@ def offload(timeline: Timeline, share: float) -> Offload:
     return _Planner(timeline).plan([share] * timeline.schedule.ranks)
 
 
-def offload_within(timeline: Timeline, limits: Sequence[float]) -> Offload:
+def offload_within(timeline: Timeline, limits: Sequence[float]) -> OffloadPlan:
     """Offload about the smallest share that keeps every rank within its memory limit.
 
     Raises ScheduleError, naming the smallest limit that can be kept, if offloading as much as the links carry
@@ -140,7 +140,7 @@ class _Planner:
         self.lifetimes = [_lifetimes(timeline, rank) for rank in ranks]
         self.epsilon = 1e-9 * timeline.seconds
 
-    def plan(self, shares: Sequence[float]) -> Offload:
+    def plan(self, shares: Sequence[float]) -> OffloadPlan:
         wanted = [_spread(lifetimes, share) for lifetimes, share in zip(self.lifetimes, shares, strict=True)]
         carried = [
             s for link in self.links for s in self._carried([s for rank in link for s in wanted[rank]])
@@ -157,7 +157,7 @@ class _Planner:
                 transfers += [(lifetime.begin, lifetime, gone), (back[lifetime], lifetime, there)]
         transfers.sort(key=lambda entry: entry[:2])
         schedule = replace(self.timeline.schedule, transfers=tuple(t for _, _, t in transfers))
-        return Offload(simulate(schedule, self.timeline.costs), sum(map(len, wanted)), len(carried))
+        return OffloadPlan(simulate(schedule, self.timeline.costs), sum(map(len, wanted)), len(carried))
 
     def _rank(self, lifetime: Lifetime) -> int:
         return self.timeline.schedule.placement[lifetime.stage]
@@ -174,8 +174,8 @@ class _Planner:
         }
         first: dict[tuple[int, int], float] = {}  # rank, position -> start of its first reload
         for lifetime, (_, begin) in positions.items():
-            place = self._rank(lifetime), begin
-            first[place] = min(back[lifetime], first.get(place, inf))
+            position = self._rank(lifetime), begin
+            first[position] = min(back[lifetime], first.get(position, inf))
         for lifetime, (end, begin) in positions.items():
             if out[lifetime] > first.get((self._rank(lifetime), end), inf) + self.epsilon:
                 positions[lifetime] = end + 1, begin

@@ -1,6 +1,6 @@
 """The search for a fast schedule within memory limits: docs/schedules.md explains it.
 
-:mod:`.starts` has the published orders, :mod:`.due_dates` those of list scheduling; :mod:`.local_search`
-improves an order; :mod:`.pool` divides the work among all; :mod:`.auto` searches all settings of a step, in
-the :mod:`.ways` to keep their limits, and :mod:`.results` completes and compares what it finds.
+:mod:`.due_dates` draws orders of list scheduling; :mod:`.local_search` improves an order; :mod:`.pool`
+divides the work among these and the published orders; :mod:`.auto` searches all problems of a step, each in
+the :mod:`.variants` that keep its limits, and :mod:`.comparison` completes and compares the candidates.
 """

@@ -3,223 +3,168 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import replace
 from math import inf
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedule.candidate import Candidate
-from fxpipe.schedule.engine.arrays import decode
-from fxpipe.schedule.engine.dispatch import check_one_microbatch_fits
-from fxpipe.schedule.families.registry import Family, order_of
+from fxpipe.schedule.candidate import Candidate, SearchResult
+from fxpipe.schedule.engine.order import Order
+from fxpipe.schedule.families.registry import SEARCHED, order_of
 from fxpipe.schedule.offload.planner import keeps
-from fxpipe.schedule.ops import Schedule
-from fxpipe.schedule.problem import Limit, Problem
-from fxpipe.schedule.search.goal import Objective as Objective
-from fxpipe.schedule.search.pool import find
-from fxpipe.schedule.search.results import Draft, Entry, Results
-from fxpipe.schedule.search.starts import starts
-from fxpipe.schedule.search.ways import SEARCHED, Way, limits_of, ways_of
-from fxpipe.schedule.search.ways import Setting as Setting
-from fxpipe.schedule.simulation.timeline import Timeline
+from fxpipe.schedule.problem import Limit, Problem, per_rank
+from fxpipe.schedule.search.comparison import Comparison
+from fxpipe.schedule.search.pool import find, reason_against
+from fxpipe.schedule.search.variants import families_of, variants
 
-More = Callable[[float], Sequence[Setting]]
-"""Further settings, given the objective of the best schedule before the search (inf if there is none)."""
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """The fastest schedule, its setting, and all candidates; of a named schedule no candidates are kept."""
-
-    timeline: Timeline
-    setting: Setting
-    tried: tuple[Candidate, ...] = ()
-
-    @property
-    def schedule(self) -> Schedule:
-        return self.timeline.schedule
+More = Callable[[float], Sequence[Problem]]
+"""Further problems, given the objective of the best schedule before the search (inf if there is none)."""
 
 
 def search(
-    settings: Sequence[Setting],
-    *,
-    ranks: int,
-    microbatches: int,
-    memory_limit: Limit = None,
-    objective: Objective = "makespan",
-    effort: float | None = None,
-    seed: int = 0,
-    more: More | None = None,
+    problems: Sequence[Problem], *, effort: float | None = None, seed: int = 0, more: More | None = None
 ) -> SearchResult:
     """The schedule with the least makespan, or the shortest span of a rank, within the memory limits.
 
-    Among equally fast schedules, one that needs the least memory.  ``memory_limit``, in the unit of the
-    costs' memory, holds for all settings in addition to their own limits.  Every family is built in every
-    setting, and one search covers all settings (``effort``: see :func:`.pool.find`).  ``seed``: of its random
-    numbers.  ``more``: asked for the settings that are worth making only if they can beat the best schedule
-    that is built without a search.  Raises ScheduleError if no schedule fits, with the smallest limit that a
-    schedule can keep.
+    problems: with the same objective; among equally fast schedules, one that needs the least memory is taken.
+    Every family is built in every problem, and one search covers all problems.
+    effort: see :func:`.pool.find`.  seed: of the random numbers.
+    more: asked for the problems that are worth making only if they can beat the best schedule that is built
+        without a search.
+
+    A variant of a problem is left out if its bound is above the best schedule so far; at first that is the
+    best of those that are built by rule, in the variant with the least bound.
+    Raises ScheduleError if no schedule fits, with the smallest limit that a schedule can keep.
     """
-    (found,) = frontier(
-        settings,
-        ranks=ranks,
-        microbatches=microbatches,
-        memory_limits=[memory_limit],
-        objective=objective,
-        effort=effort,
-        seed=seed,
-        more=more,
-    )
-    if isinstance(found, ScheduleError):
-        raise found
-    return found
+    if not problems:
+        raise ScheduleError("nothing to search: give at least one problem")
+    comparison, candidates, bounds = Comparison(), list[Candidate](), dict[Problem, float]()
+
+    def build_all(problems: Sequence[Problem]) -> None:
+        new = {variant: variant.bound for problem in problems for variant in variants(problem)}
+        candidates.extend(_built(new, comparison))
+        bounds.update(new)
+
+    build_all(problems)
+    if more is not None:
+        build_all(more(inf if comparison.best is None else comparison.best.key[0]))
+    candidates += _searched(bounds, comparison, effort, seed)
+    for one in sorted(candidates, key=lambda one: one.seconds):
+        if one.problem.is_extended and comparison.is_beaten(one.seconds):
+            why = f"not completed: by estimate {comparison.compared(one.seconds)}"
+            comparison.leave_out(one.problem, one.family, why)
+        else:
+            comparison.complete(one)
+    if comparison.inserted:
+        comparison.anneal(effort, seed)
+    if comparison.best is None:
+        raise ScheduleError(_nothing_fits([*bounds], comparison.smallest))
+    tried = (comparison.tried[variant, family.name] for variant in bounds for family in families_of(variant))
+    return replace(comparison.best, tried=tuple(tried))
 
 
 def frontier(
-    settings: Sequence[Setting],
-    *,
-    ranks: int,
-    microbatches: int,
+    problems: Sequence[Problem],
     memory_limits: Sequence[Limit],
-    objective: Objective = "makespan",
+    *,
     effort: float | None = None,
     seed: int = 0,
-    more: More | None = None,
 ) -> list[SearchResult | ScheduleError]:
-    """The result of ``search`` under each limit, or the error that it raises.
+    """The result of ``search`` under each limit in place of the problems' own, or the error that it raises.
 
     A schedule found under one limit is a candidate under every other limit that it keeps, so more memory
     never costs time.  ``effort`` is per limit.
     """
-    if not settings:
-        raise ScheduleError("nothing to search: give at least one setting")
-    under: list[tuple[Entry, tuple[Candidate, ...]] | ScheduleError] = []
+    under: list[SearchResult | ScheduleError] = []
     for limit in memory_limits:
-        ways = partial(ways_of, ranks=ranks, microbatches=microbatches, limit=limit)
         try:
-            under.append(_under(ways, settings, more, objective, effort, seed))
+            limited = [replace(problem, limits=per_rank(limit, problem.ranks)) for problem in problems]
+            under.append(search(limited, effort=effort, seed=seed))
         except ScheduleError as error:
             under.append(error)
-    best = [own[0] for own in under if not isinstance(own, ScheduleError)]
+    best = [own for own in under if isinstance(own, SearchResult)]
     choices: list[SearchResult | ScheduleError] = []
     for own, limit in zip(under, memory_limits, strict=True):
-        if isinstance(own, ScheduleError):
+        if isinstance(own, SearchResult):
+            kept = [one for one in best if keeps(one.timeline, per_rank(limit, one.problem.ranks))]
+            choices.append(replace(min((own, *kept), key=lambda found: found.key), tried=own.tried))
+        else:
             choices.append(own)
-            continue
-        kept = [one for one in best if keeps(one.timeline, limits_of(one.way.setting, limit, ranks))]
-        top = min((own[0], *kept), key=lambda entry: entry.key)
-        choices.append(SearchResult(top.timeline, top.way.setting, own[1]))
     return choices
 
 
-def _under(
-    ways_in: Callable[[Setting], list[Way]],
-    settings: Sequence[Setting],
-    more: More | None,
-    objective: Objective,
-    effort: float | None,
-    seed: int,
-) -> tuple[Entry, tuple[Candidate, ...]]:
-    """The best schedule of all ways in the settings, and all candidates.  Raises ScheduleError as ``search``
-    does.
+def _built(bounds: Mapping[Problem, float], comparison: Comparison) -> list[Candidate]:
+    """The orders that are built by rule, in the variants that are not beaten; the shortest order of each
+    variant is completed at once, in the variant with the least bound first.
 
-    A way is left out if its bound is above the best schedule so far; at first that is the best of those that
-    are built by rule, in the way with the least bound.
+    bounds: of each variant.
     """
-    results, drafts, bounds = Results(objective), list[Draft](), dict[Way, float]()
-
-    def build_all(settings: Sequence[Setting]) -> None:
-        ways = {way: way.bound(objective) for setting in settings for way in ways_in(setting)}
-        drafts.extend(_built(ways, results))
-        bounds.update(ways)
-
-    build_all(settings)
-    if more is not None:
-        build_all(more(inf if results.best is None else results.best.key[0]))
-    drafts += _searched(bounds, results, effort, seed)
-    for draft in sorted(drafts, key=lambda draft: draft.least):
-        if draft.way.is_extended and results.is_beaten(draft.least):
-            why = f"not completed: by estimate {results.compared(draft.least)}"
-            results.leave_out(draft.way, draft.family, why)
-        else:
-            results.complete(draft)
-    if results.woven:
-        results.anneal(effort, seed)
-    if results.best is None:
-        raise ScheduleError(_nothing_fits([*bounds], results.smallest))
-    names = [(way, family.name) for way in bounds for family in way.families]
-    return results.best, tuple(results.tried[name] for name in names)
+    candidates = []
+    for variant in sorted(bounds, key=bounds.__getitem__):
+        beaten = variant.is_extended and comparison.is_beaten(bounds[variant])
+        own = []
+        for family in families_of(variant):
+            if family.is_searched:
+                continue
+            if beaten:
+                comparison.leave_out(
+                    variant, family.name, f"not built: {comparison.compared(bounds[variant])}"
+                )
+                continue
+            try:
+                own.append(_candidate(variant, family.name, order_of(family, variant.model)))
+            except ScheduleError as error:
+                comparison.leave_out(variant, family.name, str(error))
+        own.sort(key=lambda one: one.seconds)
+        for one in own[:1]:
+            comparison.complete(one)
+        candidates += own[1:]
+    return candidates
 
 
-def _built(bounds: Mapping[Way, float], results: Results) -> list[Draft]:
-    """The orders that are built by rule, in the ways that are not beaten; the shortest order of each way is
-    completed at once, in the way with the least bound first.
+def _candidate(problem: Problem, family: str, order: Order) -> Candidate:
+    """An order of the model's own stages, with an estimate from below of its seconds when it is extended.
 
-    bounds: of each way.
+    No bound: where vocabulary stages are added, list scheduling may change the order.
     """
-    drafts = []
-    for way in sorted(bounds, key=bounds.__getitem__):
-        families = [family for family in way.families if not family.is_searched]
-        if way.is_extended and results.is_beaten(bounds[way]):
-            for family in families:
-                results.leave_out(way, family.name, f"not built: {results.compared(bounds[way])}")
-            continue
-        own = [draft for family in families if (draft := _draft(way, family, results))]
-        own.sort(key=lambda draft: draft.least)
-        for draft in own[:1]:
-            results.complete(draft)
-        drafts += own[1:]
-    return drafts
+    done, work = order.run(), problem.work
+    # The arrays need the stages of a rank in the model's order, which the costs do not: an order may block.
+    seconds = work if done is None else max(work, problem.time(done))
+    return Candidate(problem, family, order, seconds, max(order.peaks()))
 
 
-def _draft(way: Way, family: Family, results: Results) -> Draft | None:
-    """An order of the family; None, with the reason in the results, where it cannot be built."""
-    try:
-        order = order_of(family, way.problem)
-    except ScheduleError as error:
-        results.leave_out(way, family.name, str(error))
-        return None
-    return Draft(family.name, way, order, way.least(order, results.objective))
-
-
-def _searched(bounds: Mapping[Way, float], results: Results, effort: float | None, seed: int) -> list[Draft]:
-    """The orders that the search finds, in the ways that are not beaten; ``bounds``: of each way."""
+def _searched(
+    bounds: Mapping[Problem, float], comparison: Comparison, effort: float | None, seed: int
+) -> list[Candidate]:
+    """The orders that the search finds, in the variants that are not beaten; ``bounds``: of each variant."""
     able = []
-    for way in bounds:
-        try:
-            check_one_microbatch_fits(way.problem.arrays, way.problem.limits)
-        except ScheduleError as error:
-            results.leave_out(way, SEARCHED, str(error))
-            continue
-        if results.is_beaten(bounds[way]):
-            results.leave_out(way, SEARCHED, f"not searched: {results.compared(bounds[way])}")
+    for variant, bound in bounds.items():
+        why = reason_against(variant.model)
+        if why is None and comparison.is_beaten(bound):
+            why = f"not searched: {comparison.compared(bound)}"
+        if why is None:
+            able.append(variant)
         else:
-            able.append(way)
-    drafts = []
+            comparison.leave_out(variant, SEARCHED, why)
+    candidates = []
     for is_beyond in (False, True):
-        alike = [way for way in able if (way.offload is not None) == is_beyond]
-        problems = [way.problem for way in alike]
-        found = find(problems, starts, results.objective, effort, seed) if alike else []
-        for way, one in zip(alike, found, strict=True):
+        alike = [variant for variant in able if (variant.offload is not None) == is_beyond]
+        found = find([variant.model for variant in alike], effort, seed) if alike else []
+        for variant, one in zip(alike, found, strict=True):
             assert one is not None, "the search has an order where a microbatch fits"
-            order = decode(way.problem.arrays, one.order, way.problem.microbatches)
-            drafts.append(Draft(SEARCHED, way, order, way.least(order, results.objective)))
-    return drafts
+            candidates.append(_candidate(variant, SEARCHED, one.order))
+    return candidates
 
 
-def _nothing_fits(ways: Sequence[Way], offloaded: float) -> str:
+def _nothing_fits(variants: Sequence[Problem], offloaded: float) -> str:
     """``offloaded``: the smallest limit that can be kept with as much offload as possible."""
-
-    def needed(problem: Problem) -> float:
-        return max(map(problem.arrays.smallest_limit, range(problem.ranks)))
-
-    at = min((way.problem for way in ways), key=needed)
-    limit = max(min(way.limits) for way in ways)
-    if offloaded < needed(at):
+    needed = {variant: max(variant.model.arrays.smallest_limits) for variant in variants}
+    at = min(needed, key=needed.__getitem__)
+    limit = max(min(variant.limits) for variant in variants)
+    if offloaded < needed[at]:
         found = f"{offloaded:g}, with as much offload as the links carry. To need less, recompute activations"
     else:
         shape = f"{at.stages_per_rank} stages per rank in {at.shape} placement"
-        found = f"{needed(at):g}, with {shape}. To need less, offload or recompute activations"
+        found = f"{needed[at]:g}, with {shape}. To need less, offload or recompute activations"
     return (
         f"no schedule keeps the memory limit of {limit:g}; the smallest that one can keep is {found}, make "
         "microbatches smaller, or use more stages per rank"

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from math import inf
 
 from fxpipe.errors import LimitError, ScheduleError
-from fxpipe.schedule.families.registry import FAMILIES, build
-from fxpipe.schedule.offload.planner import AUTO as AS_NEEDED
-from fxpipe.schedule.offload.planner import Share, with_offload
+from fxpipe.schedule.candidate import SearchResult
+from fxpipe.schedule.families.registry import FAMILIES
+from fxpipe.schedule.offload.planner import with_offload
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.placement import PLACEMENTS
-from fxpipe.schedule.problem import Limit, per_rank
-from fxpipe.schedule.search.auto import More, SearchResult, Setting, search
-from fxpipe.schedule.search.goal import Objective
+from fxpipe.schedule.problem import Problem
+from fxpipe.schedule.search.auto import More, search
+from fxpipe.schedule.search.build import schedule_of
+from fxpipe.schedule.search.variants import variants
 from fxpipe.schedule.simulation.simulator import simulate
 
 AUTO = "auto"
@@ -44,53 +45,34 @@ def stages_and_placements(
 
 def fastest(
     schedule: str | Schedule,
-    settings: Sequence[Setting],
+    problems: Sequence[Problem],
     *,
-    ranks: int,
-    microbatches: int,
-    objective: Objective = "makespan",
     effort: float | None = None,
     more: More | None = None,
 ) -> SearchResult:
-    """The setting in which the schedule is the fastest; with ``AUTO`` the fastest schedule of all settings.
+    """The problem in which the schedule is the fastest; with ``AUTO`` the fastest schedule of all problems.
 
-    ``more``: see ``search``.  A given schedule has one setting.  Raises ScheduleError where nothing fits: for
-    a family by name, with the smallest limit that a setting can keep, or the reason of the last one.
+    ``more``: see ``search``.  A given schedule has one problem.  Raises ScheduleError where nothing fits: for
+    a family by name, with the smallest limit that a problem can keep, or the reason of the last one.
     """
     if schedule == AUTO:
-        return search(
-            settings, ranks=ranks, microbatches=microbatches, objective=objective, effort=effort, more=more
-        )
+        return search(problems, effort=effort, more=more)
     found: list[SearchResult] = []
     errors: list[ScheduleError] = []
 
-    def attempt(settings: Sequence[Setting]) -> None:
-        for setting in settings:
-            for limits, share in _limits_and_shares(schedule, setting):
-                try:
-                    if isinstance(schedule, Schedule):
-                        made = schedule
-                    else:
-                        made = build(
-                            schedule,
-                            ranks=ranks,
-                            microbatches=microbatches,
-                            costs=setting.costs,
-                            stages_per_rank=setting.stages_per_rank,
-                            placement=setting.placement,
-                            memory_limit=limits,
-                            effort=effort,
-                            vocabulary=setting.vocabulary,
-                        )
-                    timeline = simulate(made, setting.costs)
-                    if share is not None:
-                        timeline = with_offload(timeline, share, per_rank(setting.limits, ranks))
-                except ScheduleError as error:
-                    errors.append(error)
-                else:
-                    found.append(SearchResult(timeline, setting))
+    def attempt(problems: Sequence[Problem]) -> None:
+        for problem in (variant for given in problems for variant in _variants(schedule, given)):
+            try:
+                made = schedule if isinstance(schedule, Schedule) else schedule_of(schedule, problem, effort)
+                timeline = simulate(made, problem.costs)
+                if problem.offload is not None:
+                    timeline = with_offload(timeline, problem.offload, problem.limits)
+            except ScheduleError as error:
+                errors.append(error)
+            else:
+                found.append(SearchResult(problem, timeline))
 
-    attempt(settings)
+    attempt(problems)
     if more is not None:
         attempt(more(min((result.timeline.seconds for result in found), default=inf)))
     if not found:
@@ -99,15 +81,8 @@ def fastest(
     return min(found, key=lambda result: result.timeline.seconds)
 
 
-def _limits_and_shares(schedule: str | Schedule, setting: Setting) -> list[tuple[Limit, Share]]:
-    """The memory limits to build a schedule for, each with the share to offload then.
-
-    Within the setting's limits without offload, or without limits and with as much offload as they then need.
-    """
-    without: list[tuple[Limit, Share]] = [(setting.limits, None)]
-    beyond: list[tuple[Limit, Share]] = [(None, setting.offload)]
-    if setting.offload is None:
-        return without
-    if setting.offload != AS_NEEDED or isinstance(schedule, Schedule):
-        return beyond
-    return without + beyond
+def _variants(schedule: str | Schedule, problem: Problem) -> list[Problem]:
+    """Within the limits without offload, or without limits and then with offload: of a given schedule, which
+    cannot be built within the limits, as much as they need."""
+    own = [variant for variant in variants(problem) if variant.slack in (1, inf)]
+    return own[-1:] if isinstance(schedule, Schedule) else own

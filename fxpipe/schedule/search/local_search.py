@@ -1,45 +1,36 @@
 """Local search on an order: an op of the critical path jumps over some of its neighbors, the memory
 limits kept.
 
-Simulated annealing. What a jump does to the longest path through the ops that it moves is estimated
-first, as in job shop scheduling (Balas and Vazirani 1998); only where the estimate is accepted are the
-ops run again.
+Simulated annealing. The longest path through the moved ops is estimated first, as in job shop scheduling
+(Balas and Vazirani 1998); the ops are run again only if the estimate is accepted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from fxpipe.schedule.engine.arrays import OpIds, ScheduleArrays, run
 from fxpipe.schedule.engine.kernel import anneal
-from fxpipe.schedule.search.goal import Goal
+from fxpipe.schedule.engine.order import Order
+from fxpipe.schedule.problem import Problem
 
 # How much worse an order may be: at first, of a mean op's time; at last, of that at first.
 _HOT, _COLD = 0.8, 0.1
-_GAIN = 0.4  # the same of what there is to gain
+_GAIN = 0.4  # the same, of the distance to the bound
 _SHORT = 2e-4  # the same for each look at an op: in the heat of a short search a good order would be lost
 
 
-def improve(
-    arrays: ScheduleArrays,
-    order: OpIds,
-    microbatches: int,
-    limits: Sequence[float],
-    goal: Goal,
-    work: int,
-    seed: int = 0,
-) -> OpIds:
+def improve(problem: Problem, order: Order, work: int, seed: int = 0) -> Order:
     """The best order that annealing meets within ``work``, the number of ops that it may look at.
 
-    ``order`` keeps the limits.  On every stage the ops of a kind keep their order.
+    ``order`` keeps the problem's limits.  On every stage the ops of a kind keep their order.
     """
-    done = run(arrays, order, microbatches)
+    done, arrays = order.run(), order.arrays
     assert done is not None, "an order to improve can progress"
     unit = float(np.mean(arrays.seconds))
-    gain, short = goal.time(done) - goal.bound, work / len(order)
+    gain, short = problem.time(done) - problem.bound, work / len(order.op_ids)
     hot = max(1e-3 * unit, min(_HOT * unit, _GAIN * gain, _SHORT * unit * short))
-    bounds = np.asarray(limits, np.float64)
-    tables, m = arrays.tables(microbatches), microbatches
-    return anneal(tables, order, m, bounds, goal.by_makespan, goal.good_enough, work, seed, hot, _COLD * hot)
+    limits, goal = np.asarray(problem.limits, np.float64), (problem.by_makespan, problem.good_enough)
+    op_ids = anneal(
+        arrays.tables, order.op_ids, arrays.microbatches, limits, *goal, work, seed, hot, _COLD * hot
+    )
+    return Order(arrays, op_ids)

@@ -1,4 +1,4 @@
-"""The account of live memory: what each section allocates and frees on its rank."""
+"""Live memory: the bytes that each section allocates and frees on its rank."""
 
 from __future__ import annotations
 

@@ -7,39 +7,39 @@ from math import ceil
 
 import numpy as np
 
-from fxpipe.schedule.engine.arrays import OpIds, encode
 from fxpipe.schedule.engine.dispatch import dispatch
 from fxpipe.schedule.engine.kernel import Floats
+from fxpipe.schedule.engine.order import Order
 from fxpipe.schedule.families import fb_orders
 from fxpipe.schedule.families.greedy import zero_bubble, zero_bubble_v
-from fxpipe.schedule.families.weights import Gap, delay_weights, fill_bubbles
-from fxpipe.schedule.ops import OpKind, Order
+from fxpipe.schedule.families.weights import delay_weights, fill_bubbles
+from fxpipe.schedule.ops import OpKind
 from fxpipe.schedule.problem import Problem
 
 
-def starts(problem: Problem) -> list[OpIds]:
+def starts(problem: Problem) -> list[Order]:
     """The orders that are published for its stages a rank and its placement, whatever memory they need."""
     if problem.is_v:
         return [*two_in_v(problem)] if problem.stages_per_rank == 2 else []
     return [*one_a_rank(problem)] if problem.stages_per_rank == 1 else [*interleaved(problem)]
 
 
-def one_a_rank(problem: Problem) -> Iterator[OpIds]:
+def one_a_rank(problem: Problem) -> Iterator[Order]:
     """1F1B, ZB-H1, ZB-H2, and ZB under the limits."""
     p, m, placement = problem.ranks, problem.microbatches, problem.placement
     for warm, behind in ((1, 0), (1, 1), (2, 2)):
         order = fb_orders.interleaved(placement, m, OpKind.B, lambda rank, w=warm: w * (p - rank) - w + 1)  # type: ignore[misc]
-        yield encode(delay_weights(order, lambda rank, b=behind: b * rank), m)  # type: ignore[misc]
-    yield from zero_bubble(problem.arrays, m, problem.limits)
+        yield problem.order(delay_weights(order, lambda rank, b=behind: b * rank))  # type: ignore[misc]
+    yield from zero_bubble(problem.arrays, problem.limits)
 
 
-def interleaved(problem: Problem) -> Iterator[OpIds]:
+def interleaved(problem: Problem) -> Iterator[Order]:
     """Interleaved 1F1B, and GIS in groups of p to p/2."""
     p, m, v = problem.ranks, problem.microbatches, problem.stages_per_rank
     order = fb_orders.interleaved(
         problem.placement, m, OpKind.B, lambda rank: p * (v - 1) + 2 * (p - rank) - 1
     )
-    yield encode(delay_weights(order, lambda rank: 0), m)
+    yield problem.order(delay_weights(order, lambda rank: 0))
     for group in groups(p):
         yield from gis(group, problem)
 
@@ -50,33 +50,31 @@ def groups(ranks: int) -> list[int]:
     return [*range(ranks, least, -max(1, ranks // 8)), least]
 
 
-def gis(group: int, problem: Problem) -> list[OpIds]:
+def gis(group: int, problem: Problem) -> list[Order]:
     """W after as many B as the rank is far from the first, and in the gaps by all rules."""
     most = group * (problem.stages_per_rank - 1) + problem.ranks
     order = fb_orders.interleaved(
         problem.placement, problem.microbatches, OpKind.B, lambda rank: most - rank, group
     )
     return [
-        encode(delay_weights(order, lambda rank: rank), problem.microbatches),
-        *filled(order, most, problem),
+        problem.order(delay_weights(order, lambda rank: rank)),
+        *fill_bubbles(order, problem.arrays, most),
     ]
 
 
-def two_in_v(problem: Problem) -> Iterator[OpIds]:
+def two_in_v(problem: Problem) -> Iterator[Order]:
     """ZB-V, and the repeated blocks of V-Min and V-Half (2405.15362)."""
-    yield from zero_bubble_v(problem.arrays, problem.microbatches, problem.limits)
+    yield from zero_bubble_v(problem.arrays, problem.limits)
     yield from zb_v(problem)
     for block in (v_min, v_half):
         if problem.is_limited:
-            yield dispatch(
-                problem.arrays, problem.microbatches, _repeated(problem, block(problem.ranks)), problem.limits
-            )
+            yield dispatch(problem.arrays, _repeated(problem, block(problem.ranks)), problem.limits)
 
 
-def zb_v(problem: Problem) -> list[OpIds]:
+def zb_v(problem: Problem) -> list[Order]:
     """ZB-V's order of F and B, and W in the gaps by all rules."""
     order = fb_orders.zero_bubble_v(problem.ranks, problem.microbatches, OpKind.B)
-    return filled(order, 2 * problem.ranks, problem)
+    return fill_bubbles(order, problem.arrays, 2 * problem.ranks)
 
 
 def v_min(ranks: int) -> list[tuple[int, int, int, int]]:
@@ -101,9 +99,3 @@ def _repeated(problem: Problem, block: list[tuple[int, int, int, int]]) -> Float
         start[high : high + 3] = second, back, back + 1
     pace = 6 * np.arange(problem.microbatches)
     return slot * (start[:, None] + pace).ravel()
-
-
-def filled(order: Order, chunks: int, problem: Problem) -> list[OpIds]:
-    """W in the gaps by each rule, with so many chunks between F and W on a rank at most."""
-    op_ids, lengths, m = encode(order, problem.microbatches), [*map(len, order)], problem.microbatches
-    return [fill_bubbles(op_ids, lengths, m, problem.arrays, chunks, gap) for gap in Gap]

@@ -1,0 +1,101 @@
+"""Orders as op ids, with the costs and the placement that they are run on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from fxpipe.schedule.dependencies import SECTION_KINDS, SECTIONS_PER_STAGE
+from fxpipe.schedule.engine.arrays import ScheduleArrays
+from fxpipe.schedule.engine.kernel import Floats, Ints, peak_of, run_ops
+from fxpipe.schedule.ops import Op, OpKind, RankOps
+
+OpIds = Ints
+"""The ops of rank 0 in order, then those of rank 1, …; an op's id is section · microbatches + microbatch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The times of an order.  Per op: ``end``, and ``cause``: the op whose end let it start, or -1.  Per
+    rank: ``first``, the start of its first op, and ``free``, the end of its last."""
+
+    first: Floats
+    free: Floats
+    end: Floats
+    cause: Ints
+
+    @property
+    def span(self) -> float:
+        return float((self.free - self.first).max())
+
+    @property
+    def makespan(self) -> float:
+        return float(self.free.max())
+
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """The F, B and W of all ranks, in order, on the arrays of their costs and placement."""
+
+    arrays: ScheduleArrays
+    op_ids: OpIds
+
+    @classmethod
+    def of(cls, arrays: ScheduleArrays, ops: RankOps) -> Order:
+        """The order of these ops, with a BW as its B and its W; ``ops`` keeps it as BW."""
+        order = cls(arrays, encode(ops, arrays.microbatches))
+        order.__dict__["ops"] = ops
+        return order
+
+    @cached_property
+    def ops(self) -> RankOps:
+        arrays = self.arrays
+        table = [
+            Op(kind, stage, microbatch)
+            for stage in range(arrays.stages)
+            for kind in SECTION_KINDS
+            for microbatch in range(arrays.microbatches)
+        ]
+        return tuple(tuple(table[op] for op in self.of_rank(rank)) for rank in range(arrays.ranks))
+
+    def of_rank(self, rank: int) -> OpIds:
+        """The op ids of one rank."""
+        m, at = self.arrays.microbatches, self.arrays.tables.own_at
+        return self.op_ids[3 * m * at[rank] : 3 * m * at[rank + 1]]
+
+    def run(self) -> Run | None:
+        """Run every op as early as its rank's order allows; None if the ranks block each other."""
+        ranks, ops, m = self.arrays.ranks, len(self.op_ids), self.arrays.microbatches
+        done = Run(np.zeros(ranks), np.zeros(ranks), np.full(ops, -1.0), np.full(ops, -1))
+        ends = run_ops(self.arrays.tables, self.op_ids, m, 0.0, done.end, done.cause, done.first, done.free)
+        return done if ends else None
+
+    def peaks(self) -> list[float]:
+        """Per rank the maximum live memory; it depends on the rank's own order alone."""
+        return [peak_of(self.arrays.tables, self.of_rank(rank)) for rank in range(self.arrays.ranks)]
+
+    def fits(self, limits: Sequence[float]) -> bool:
+        """Whether all ranks are within their limits, up to rounding."""
+        return all(peak <= limit * (1 + 1e-9) for peak, limit in zip(self.peaks(), limits, strict=True))
+
+
+def encode(ops: RankOps, microbatches: int) -> OpIds:
+    """Ops to op ids; a BW becomes its B and its W."""
+    m, op_ids = microbatches, list[int]()
+    for own in ops:
+        for op in own:
+            first = SECTIONS_PER_STAGE * op.stage
+            match op.kind:
+                case OpKind.F:
+                    op_ids.append(first * m + op.microbatch)
+                case OpKind.B:
+                    op_ids.append((first + 1) * m + op.microbatch)
+                case OpKind.W:
+                    op_ids.append((first + 2) * m + op.microbatch)
+                case OpKind.BW:
+                    op_ids.append((first + 1) * m + op.microbatch)
+                    op_ids.append((first + 2) * m + op.microbatch)
+    return np.array(op_ids, np.int64)

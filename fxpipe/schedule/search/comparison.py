@@ -1,0 +1,118 @@
+"""The candidates of a search, completed with vocabulary stages and transfers, and the best of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import inf
+
+from fxpipe.errors import LimitError, ScheduleError
+from fxpipe.schedule.candidate import Candidate, SearchResult
+from fxpipe.schedule.offload.planner import with_offload
+from fxpipe.schedule.ops import RankOps
+from fxpipe.schedule.problem import Problem
+from fxpipe.schedule.search.pool import anneal_all, anneal_each
+from fxpipe.schedule.search.vocabulary_passes import best_of, insertions
+from fxpipe.schedule.simulation.simulator import simulate
+from fxpipe.schedule.tried import Tried
+
+
+class Comparison:
+    """The candidates so far, and the best of them.
+
+    ``smallest``: the smallest limit that a schedule kept with as much offload as possible.  ``inserted``: the
+    candidates with vocabulary stages, each with its orders of all stages.
+    """
+
+    def __init__(self) -> None:
+        self.best: SearchResult | None = None
+        self.smallest = inf
+        self.tried: dict[tuple[Problem, str], Tried] = {}
+        self.inserted: list[tuple[Candidate, list[Candidate]]] = []
+
+    def is_beaten(self, least: float) -> bool:
+        """Whether the best schedule is faster than one that takes ``least`` seconds or more."""
+        return self.best is not None and least > self.best.key[0] * (1 + 1e-9)
+
+    def leave_out(self, problem: Problem, family: str, why: str) -> None:
+        stages, shape, barriers, recompute = problem.setting
+        row = Tried(family, stages, shape, why=why, barriers=barriers, recompute=recompute)
+        self.tried[problem, family] = row
+
+    def complete(self, candidate: Candidate) -> None:
+        """Add the schedule with vocabulary stages, and with transfers if it is not beaten by then."""
+        if candidate.problem.vocabulary is None:
+            self._add(candidate, candidate.order.ops)
+            return
+        try:
+            orders = insertions(candidate.problem, candidate.family, candidate.order)
+        except ScheduleError as error:
+            self.leave_out(candidate.problem, candidate.family, str(error))
+        else:
+            self.inserted.append((candidate, orders))
+            self._add(candidate, best_of(orders))
+
+    def anneal(self, effort: float | None, seed: int) -> None:
+        """Anneal the orders with vocabulary stages together.  Orders that need offload to keep a limit are
+        annealed one by one, since transfers can change which is fastest.
+        """
+        together, alone = list[list[Candidate]](), list[Candidate]()
+        for candidate, orders in self.inserted:
+            if candidate.problem.offload is None or not candidate.problem.is_limited:
+                together.append(orders)
+            elif not self.is_beaten(candidate.seconds):
+                alone += orders
+        best = {one.problem: one for _, orders in self.inserted for one in orders}
+
+        def now(orders: Iterable[Candidate]) -> list[Candidate]:
+            return [best[one.problem] for one in orders]
+
+        if together:
+            annealed = anneal_all([one for orders in together for one in orders], effort, seed)
+            best.update((one.problem, one) for one in annealed)
+            # The pool has no work for an order that needs less memory than one at the bound.
+            alone += min(together, key=lambda orders: min(one.seconds for one in now(orders)))
+        best.update((one.problem, one) for one in anneal_each(now(alone), seed))
+        for candidate, orders in self.inserted:
+            self._add(candidate, best_of(now(orders)))
+
+    def _add(self, candidate: Candidate, ops: RankOps) -> None:
+        """``ops``: of all stages."""
+        problem, family = candidate.problem, candidate.family
+        try:
+            found = self._completed(problem, family, ops)
+        except ScheduleError as error:
+            if isinstance(error, LimitError):
+                self.smallest = min(self.smallest, error.smallest)
+            if (problem, family) not in self.tried:
+                self.leave_out(problem, family, str(error))
+            return
+        self.tried[problem, family] = _row(found)
+        self.best = found if self.best is None else min(self.best, found, key=lambda one: one.key)
+
+    def _completed(self, problem: Problem, family: str, ops: RankOps) -> SearchResult:
+        found = SearchResult(problem, simulate(problem.schedule(family, ops), problem.costs))
+        if problem.offload is None:
+            return found
+        if self.is_beaten(least := found.key[0]):
+            raise ScheduleError(f"not offloaded: {self.compared(least)}")
+        return SearchResult(problem, with_offload(found.timeline, problem.offload, problem.limits))
+
+    def compared(self, least: float) -> str:
+        assert self.best is not None, "there is something to compare with"
+        return f"it takes {least:g} or more, and another takes {self.best.key[0]:g}"
+
+
+def _row(found: SearchResult) -> Tried:
+    timeline = found.timeline
+    stages, shape, barriers, recompute = found.problem.setting
+    return Tried(
+        timeline.schedule.name,
+        stages,
+        shape,
+        timeline.seconds,
+        timeline.span_bubble,
+        max(timeline.peak_memory),
+        barriers=barriers,
+        recompute=recompute,
+        offloaded=timeline.moved,
+    )

@@ -1,0 +1,33 @@
+"""A candidate of a search as ``plan.json`` and ``fxpipe explain`` have it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from fxpipe.strict import Fits, NonNegative, Share, at_least, between
+
+Recompute = Annotated[str, Fits(("", "norms", "full").__contains__, "empty, 'norms' or 'full'")]
+"""A level of recomputation."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A schedule that was tried: its simulated costs, or the reason (``why``) that it was left out.
+
+    ``seconds`` a step; ``peak_memory``: of the rank that needs the most.  ``stages_per_rank`` are the model's
+    own.  ``barriers``: a microbatch, of vocabulary layers split over the ranks, 0 if they are not.
+    ``recompute``: the level of recomputation, empty for none.  ``offloaded``: memory offloaded in a step.
+    Memory is in the unit of the costs: bytes for a compiled model.
+    """
+
+    schedule: str
+    stages_per_rank: Annotated[int, at_least(1)]
+    placement: str
+    seconds: NonNegative | None = None
+    span_bubble: Share | None = None
+    peak_memory: NonNegative | None = None
+    why: str = ""
+    barriers: Annotated[int, between(0, 2)] = 0
+    recompute: Recompute = ""
+    offloaded: NonNegative = 0.0

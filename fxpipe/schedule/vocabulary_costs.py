@@ -1,0 +1,71 @@
+"""The costs of vocabulary stages beside the model's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fxpipe.schedule.costs import Costs, Edge, StageCost
+from fxpipe.schedule.ops import Color, Phase
+from fxpipe.schedule.stages import Vocabulary
+
+
+def model_stage_costs(costs: Costs, vocabulary: Vocabulary) -> Costs:
+    """The costs of the model's own stages."""
+    return some_stages(costs, vocabulary.embedding_shards, len(costs.stages) - vocabulary.output_shards)
+
+
+def some_stages(costs: Costs, first: int, last: int) -> Costs:
+    """The costs of the stages from ``first`` to before ``last``, renumbered from 0."""
+
+    def moved(color: Color) -> Color:
+        return Color(color.stage - first, color.phase)
+
+    edges = tuple(
+        replace(edge, source=moved(edge.source), target=moved(edge.target))
+        for edge in costs.edges
+        if first <= edge.source.stage < last and first <= edge.target.stage < last
+    )
+    return replace(costs, stages=costs.stages[first:last], edges=edges, link=None)
+
+
+def budget_for_model_stages(
+    costs: Costs, vocabulary: Vocabulary, limits: Sequence[float]
+) -> tuple[float, ...]:
+    """Per rank the memory left for the model's stages if the vocabulary stages hold one microbatch."""
+    taken = [0.0] * len(limits)
+    count = len(costs.stages)
+    for stage in (*range(vocabulary.embedding_shards), *range(count - vocabulary.output_shards, count)):
+        rank = stage if stage < vocabulary.embedding_shards else stage - (count - vocabulary.output_shards)
+        taken[rank] += max(costs.stages[stage].saved_activations, costs.stages[stage].saved_for_weight)
+    return tuple(limit - own for limit, own in zip(limits, taken, strict=True))
+
+
+def with_output_shards(
+    costs: Costs,
+    ranks: int,
+    seconds: float,
+    barriers: int,
+    transfer: float,
+    saved: float = 0.0,
+    inter_transfer: float | None = None,
+) -> Costs:
+    """The costs of a model with a sharded output layer: every rank spends ``seconds`` per microbatch on it, a
+    third each on the logits and the two gradients, and holds ``saved`` from pass S to pass T.
+
+    transfer, inter_transfer: the seconds of a message within a machine and between two (by default the same).
+    """
+
+    def edge(source: Color, target: Color) -> Edge:
+        return Edge(source, target, seconds=transfer, inter_seconds=inter_transfer)
+
+    third, last = seconds / 3, len(costs.stages) - 1
+    before = 2 * third if barriers == 1 else third
+    head = StageCost(before, max(0.0, seconds - third - before), third, saved, saved)
+    shards, edges = range(last + 1, last + 1 + ranks), list(costs.edges)
+    for own in shards:
+        edges.append(edge(Color(last, Phase.F), Color(own, Phase.F)))
+        others = [Color(other, Phase.B) for other in shards if other != own]
+        edges += [edge(Color(own, Phase.F), other) for other in others]
+        edges.append(edge(Color(own, Phase.B), Color(last, Phase.B)))
+    return replace(costs, stages=(*costs.stages, *(head,) * ranks), edges=tuple(edges))
