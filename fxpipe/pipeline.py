@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import fx
 
+from fxpipe.cost.nodes import node_flops
 from fxpipe.cost.plan_costs import costs_of, expressions, known_work
 from fxpipe.errors import RunError
 from fxpipe.plan import files
@@ -418,7 +419,7 @@ class Pipeline:
         """
         from fxpipe.viz.pictures import draw
 
-        return draw(self, Path(path), expand)
+        return draw(self, Path(path), node_flops, expand)
 
 
 if TYPE_CHECKING:

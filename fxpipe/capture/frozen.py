@@ -19,7 +19,8 @@ import numpy as np
 from torch import nn
 
 from fxpipe.capture.number import NumberOfData
-from fxpipe.capture.snapshot import PLAIN, Snapshot, State
+from fxpipe.capture.places import State
+from fxpipe.capture.snapshot import PLAIN, Snapshot
 
 
 class Watch:

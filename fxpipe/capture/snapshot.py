@@ -8,7 +8,6 @@ that belongs neither to torch nor to the standard library.
 from __future__ import annotations
 
 import array
-import contextlib
 import contextvars
 import copy
 import functools
@@ -27,7 +26,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fxpipe.ir.compat import no_modes
+from fxpipe.capture.places import Names, Opaque, State, read_place
 
 CONTAINERS = (dict, list, set, deque)
 _VALUES = (str, bytes, int, float, complex, torch.Tensor, torch.dtype, torch.device, type(None))
@@ -51,90 +50,6 @@ _ITERATORS: tuple[type, ...] = (itertools.count, *map(type, map(iter, ([], (), "
 _INSTALLED = (*{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}, "<")
 #: Types of values that are compared rather than identified.
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-_ABSENT: Any = object()
-
-
-@dataclass(frozen=True, eq=False)
-class Names:
-    """Some attributes of an object, a class or a cell, or some globals, as one container."""
-
-    of: Any
-    names: tuple[str, ...]
-
-    def read(self) -> dict[str, Any]:
-        if isinstance(self.of, dict):
-            return {name: self.of[name] for name in self.names if name in self.of}
-        if isinstance(self.of, type):
-            return {name: x for name, x in vars(self.of).items() if not name.startswith("__")}
-        if isinstance(self.of, contextvars.ContextVar):
-            value = self.of.get(_ABSENT)
-            return {} if value is _ABSENT else {"value": value}
-        found = {}
-        for name in self.names:
-            with contextlib.suppress(AttributeError, ValueError):  # ValueError: a variable without a value
-                found[name] = getattr(self.of, name)
-        return found
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if isinstance(self.of, dict):
-            self.of[name] = value
-        elif isinstance(self.of, contextvars.ContextVar):
-            self.of.set(value)
-        else:
-            setattr(self.of, name, value)
-
-    def __delitem__(self, name: str) -> None:
-        if isinstance(self.of, dict):
-            del self.of[name]
-        elif not isinstance(self.of, contextvars.ContextVar):  # which cannot lose its value
-            delattr(self.of, name)
-
-
-class Opaque:
-    """An array, or a generator of random numbers, with its contents when this is made."""
-
-    def __init__(self, of: Any):
-        self.of, self._before = of, _contents(of)
-
-    def read(self) -> bytes:
-        return _bytes(_contents(self.of))
-
-    def restore(self) -> None:
-        match self.of:
-            case np.ndarray():
-                self.of[...] = self._before
-            case random.Random():
-                self.of.setstate(self._before)
-            case np.random.Generator():
-                self.of.bit_generator.state = self._before
-            case _:
-                self.of.set_state(self._before)
-
-
-@dataclass(frozen=True, eq=False)
-class State:
-    """The contents of one place before the trace.
-
-    place: a dict, list, set or deque, ``Names`` or ``Opaque``.
-    label: an entry's name for messages, with "*" for its key.
-    owner: the module whose attribute leads to the place; None if another way does.
-    attribute: that attribute; empty for the module's own ``__dict__``, whose keys are attributes.
-    """
-
-    place: Any
-    before: Any
-    label: str
-    owner: nn.Module | None
-    attribute: str
-
-    def now(self) -> Any:
-        return _read(self.place)
-
-    def called(self, key: Any = "") -> str:
-        return self.label.replace("*", str(key))
-
-    def restore(self) -> None:
-        _put_back(self.place, self.before)
 
 
 @dataclass(eq=False)
@@ -177,7 +92,7 @@ class Snapshot:
                     used.add(name)
                     todo += waiting.pop(name, ())
             for place, label in _places(found):
-                before = _read(place)
+                before = read_place(place)
                 snapshot.states.append(State(place, before, label, found.owner, found.attribute))
                 entries = before.items() if isinstance(before, dict) else ((None, x) for x in before or ())
                 for key, x in () if isinstance(before, bytes) else entries:
@@ -363,73 +278,3 @@ def _names_in(code: types.CodeType) -> set[str]:
     """The names of globals and attributes in a function and those within it."""
     inner = (_names_in(x) for x in code.co_consts if isinstance(x, types.CodeType))
     return set(code.co_names).union(*inner)
-
-
-def _contents(opaque: Any) -> Any:
-    match opaque:
-        case np.ndarray():
-            return opaque.copy()
-        case random.Random():
-            return opaque.getstate()
-        case np.random.Generator():
-            return opaque.bit_generator.state
-        case np.random.RandomState():
-            return opaque.get_state(legacy=False)
-        case _:
-            return opaque.get_state()
-
-
-def _bytes(contents: Any) -> bytes:
-    match contents:
-        case np.ndarray():
-            return contents.tobytes()
-        case torch.Tensor():
-            with no_modes():
-                return bytes(contents.numpy())
-        case dict():
-            return b"".join(map(_bytes, contents.values()))
-        case _:
-            return repr(contents).encode()
-
-
-def _read(place: Any) -> Any:
-    # A subclass of dict or list may have a constructor and methods of its own: only its contents are kept.
-    match place:
-        case Names() | Opaque():
-            return place.read()
-        case dict():
-            return dict(place.items())
-        case set():
-            return set(place)
-        case _:
-            return list(place)
-
-
-def _put_back(place: Any, before: Any) -> None:
-    match place:
-        case Names():
-            now = place.read()
-            for name, value in before.items():
-                if value is not now.get(name, _ABSENT):
-                    place[name] = value
-            for name in now.keys() - before.keys():
-                del place[name]
-        case Opaque():
-            if place.read() != before:
-                place.restore()
-        case dict():
-            if list(place) != list(before):
-                place.clear()
-                place.update(before)
-            now = dict(place.items())  # an item that is read may be made for that
-            for key, value in before.items():
-                if now[key] is not value:
-                    place[key] = value
-        case set():
-            if place != before:
-                place.clear()
-                place |= before
-        case _:
-            if len(place) != len(before) or any(a is not b for a, b in zip(place, before, strict=True)):
-                place.clear()
-                place.extend(before)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import count, groupby
 
 from fxpipe.ir.sections import SectionEdge
-from fxpipe.schedule.lowering.lower import Collective, CollectiveKind
+from fxpipe.schedule.lowering.instructions import Collective, CollectiveKind
 from fxpipe.schedule.ops import Color
 
 

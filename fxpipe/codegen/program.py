@@ -17,7 +17,7 @@ from fxpipe.ir.casts import cast_of
 from fxpipe.ir.graph import Kind, Section, Value
 from fxpipe.ir.names import docstring, text_literal
 from fxpipe.ir.sections import SectionEdge
-from fxpipe.schedule.lowering.lower import (
+from fxpipe.schedule.lowering.instructions import (
     AtEnd,
     CollectiveKind,
     Compute,

@@ -49,7 +49,8 @@ from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.runtime.program.offload import aligned
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.lowering.deadlock import prove
-from fxpipe.schedule.lowering.lower import Collective, Programs, lower, with_gradients
+from fxpipe.schedule.lowering.instructions import Collective, Programs
+from fxpipe.schedule.lowering.lower import lower, with_gradients
 from fxpipe.schedule.offload.memory_pool import Pool
 from fxpipe.schedule.offload.memory_pool import pools as make_pools
 from fxpipe.schedule.ops import PHASES, Schedule

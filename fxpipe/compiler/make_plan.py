@@ -29,7 +29,7 @@ from fxpipe.plan.step import StepSpec
 from fxpipe.plan.version import __version__
 from fxpipe.runtime.program.batch import batch_spec
 from fxpipe.schedule.lowering.channels import in_rounds
-from fxpipe.schedule.lowering.lower import Collective
+from fxpipe.schedule.lowering.instructions import Collective
 from fxpipe.schedule.ops import Color, Phase, order_text
 from fxpipe.schedule.simulation.timeline import Timeline
 

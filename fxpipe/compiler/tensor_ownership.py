@@ -16,7 +16,7 @@ from fxpipe.plan.kept import kept_tensors
 from fxpipe.plan.rows import rows_of, whole_name
 from fxpipe.plan.step import OutputSpec
 from fxpipe.plan.tensors import gradient_dtype
-from fxpipe.schedule.lowering.lower import AllReduceGradient
+from fxpipe.schedule.lowering.instructions import AllReduceGradient
 
 
 def check_names(model: nn.Module) -> None:

@@ -35,6 +35,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from fxpipe.plan.tensors import sum_over_ranks as sum_over_ranks  # an op of the graph and of the runtime
 from fxpipe.schedule.ops import Color as Color  # words of the graph, too
 from fxpipe.schedule.ops import Phase as Phase
 

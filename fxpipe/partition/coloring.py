@@ -19,12 +19,10 @@ from torch import fx
 from fxpipe.cost.nodes import NodeSeconds
 from fxpipe.cost.recomputable import Free, recomputable_nodes
 from fxpipe.errors import PartitionError
-from fxpipe.ir.graph import read_buffer
+from fxpipe.ir.graph import Color, Phase, read_buffer, sum_over_ranks
 from fxpipe.ir.storage import call_nodes, graph_outputs, is_view, node_bytes, storage_root
 from fxpipe.partition.cuts import choose_cuts
 from fxpipe.partition.following import following_cuts
-from fxpipe.plan.tensors import sum_over_ranks
-from fxpipe.schedule.ops import Color, Phase
 
 aten = torch.ops.aten
 _Amount = TypeVar("_Amount", int, float)

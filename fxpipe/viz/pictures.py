@@ -7,10 +7,12 @@ timeline.svg                    the simulated schedule
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import graphviz
+from torch import fx
 
 from fxpipe.errors import FxpipeError
 from fxpipe.ir.graph import Section
@@ -25,16 +27,22 @@ if TYPE_CHECKING:
     from fxpipe.pipeline import Pipeline
 
 
-def draw(pipe: Pipeline, path: Path, expand: tuple[int, str] | None = None) -> list[Path]:
+def draw(
+    pipe: Pipeline,
+    path: Path,
+    flops: Callable[[fx.Node], int],
+    expand: tuple[int, str] | None = None,
+) -> list[Path]:
     """Write the pictures into a directory, which is made if necessary; return the files.
 
+    flops: of an op.
     expand: (stage, phase) of a section that is also drawn node by node.
     A loaded pipeline has no graph, so only its timeline is drawn.
     Raises FxpipeError for a section that does not exist.
     """
     graphs: dict[str, graphviz.Digraph] = {}
     if pipe.graph is not None:
-        graphs["graph"] = graph_picture(collapse(pipe.graph), _title(pipe), _stages(pipe))
+        graphs["graph"] = graph_picture(collapse(pipe.graph, flops), _title(pipe), _stages(pipe))
     if expand is not None:
         section = _section(pipe, *expand)
         name = f"stage{section.stage}_{section.phase}"

@@ -27,7 +27,8 @@ from fxpipe.ir.sections import SectionEdge
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
 from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.lowering.deadlock import prove
-from fxpipe.schedule.lowering.lower import AllReduceGradient, Programs, lower, with_gradients
+from fxpipe.schedule.lowering.instructions import AllReduceGradient, Programs
+from fxpipe.schedule.lowering.lower import lower, with_gradients
 from fxpipe.schedule.offload.memory_pool import pools
 from fxpipe.schedule.offload.planner import FULL, HALF, offload, with_link
 from fxpipe.schedule.ops import Color, Phase, Schedule

@@ -15,7 +15,7 @@ from itertools import combinations, repeat
 import numpy as np
 
 from fxpipe.schedule.lowering.execution import DEVICES, Execution, Rank, execution
-from fxpipe.schedule.lowering.lower import (
+from fxpipe.schedule.lowering.instructions import (
     AllReduceGradient,
     Collective,
     CollectiveKind,

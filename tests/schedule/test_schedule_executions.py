@@ -13,14 +13,8 @@ from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.lowering.channels import in_rounds
 from fxpipe.schedule.lowering.deadlock import connections_of, prove, stuck_at
 from fxpipe.schedule.lowering.execution import DEVICES, Rank
-from fxpipe.schedule.lowering.lower import (
-    AllReduceGradient,
-    Compute,
-    Wait,
-    WaitCollective,
-    lower,
-    with_gradients,
-)
+from fxpipe.schedule.lowering.instructions import AllReduceGradient, Compute, Wait, WaitCollective
+from fxpipe.schedule.lowering.lower import lower, with_gradients
 from fxpipe.schedule.offload.memory_pool import pools
 from fxpipe.schedule.ops import Direction, Phase, Schedule, Transfer
 from fxpipe.schedule.search.build import build

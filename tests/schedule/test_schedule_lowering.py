@@ -5,7 +5,8 @@ import pytest
 from fxpipe.errors import DeadlockError, ScheduleError
 from fxpipe.schedule.costs import Edge, StageCost, chain
 from fxpipe.schedule.lowering.deadlock import prove
-from fxpipe.schedule.lowering.lower import Collective, CollectiveKind, Message, PostRecv, Wait, lower
+from fxpipe.schedule.lowering.instructions import Collective, CollectiveKind, Message, PostRecv, Wait
+from fxpipe.schedule.lowering.lower import lower
 from fxpipe.schedule.ops import Color, Phase, Schedule, parse_order
 from fxpipe.schedule.vocabulary_costs import with_output_shards
 

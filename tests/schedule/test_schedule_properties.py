@@ -13,7 +13,8 @@ from fxpipe.ir import sections
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
 from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.lowering.deadlock import prove
-from fxpipe.schedule.lowering.lower import Compute, Message, PostRecv, Send, Wait, lower
+from fxpipe.schedule.lowering.instructions import Compute, Message, PostRecv, Send, Wait
+from fxpipe.schedule.lowering.lower import lower
 from fxpipe.schedule.ops import PHASES, Color, Phase, Schedule
 from fxpipe.schedule.search.build import build
 from fxpipe.schedule.simulation.critical import critical_path

@@ -1,7 +1,4 @@
-"""The inner loops of the searches, compiled by numba: running orders and local search.
-
-Ops and sections are numbers as in :mod:`fxpipe.schedule.engine.arrays`.
-"""
+"""The inner loops of the searches, compiled by numba, on ops and sections as numbers (``arrays.py``)."""
 
 from __future__ import annotations
 

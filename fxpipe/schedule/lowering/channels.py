@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from fxpipe.schedule.lowering.lower import AllReduceGradient, Message, PostRecv, Programs, Send
+from fxpipe.schedule.lowering.instructions import AllReduceGradient, Message, PostRecv, Programs, Send
 
 Channel = tuple[int, int]
 

@@ -14,7 +14,7 @@ from itertools import zip_longest
 from fxpipe.errors import DeadlockError
 from fxpipe.schedule.lowering.channels import Channel, channel_of, channels_of
 from fxpipe.schedule.lowering.execution import DEVICES, HOSTS, Connections, Machine, Rank, execution
-from fxpipe.schedule.lowering.lower import (
+from fxpipe.schedule.lowering.instructions import (
     Compute,
     Instruction,
     Message,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from fxpipe.schedule.lowering.channels import Channel, channel_of
-from fxpipe.schedule.lowering.lower import (
+from fxpipe.schedule.lowering.instructions import (
     AllReduceGradient,
     Collective,
     Compute,

@@ -1,183 +1,36 @@
-"""Lowers a schedule to the instructions of each rank: compute, post receives, wait for them, send.
-
-A *message* has the values of one edge for one microbatch, where the edge's stages lie on different
-ranks.  A *channel* is an ordered pair of ranks; its messages travel in the order in which they are
-sent, and receives are posted in that same order.
-
-A *collective* replaces the messages of many edges between all ranks.
-
-A *transfer* offloads an activation that F saved, or reloads it.
-"""
+"""Lowers a schedule to the instructions of each rank."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 from itertools import groupby, takewhile
 from math import inf
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.check import check
 from fxpipe.schedule.costs import Edge
+from fxpipe.schedule.lowering.instructions import (
+    AllReduceGradient,
+    Collective,
+    CollectiveKind,
+    Compute,
+    DivideGradients,
+    Instruction,
+    Message,
+    PostRecv,
+    Programs,
+    Send,
+    StartCollective,
+    StartTransfer,
+    Wait,
+    WaitCollective,
+    WaitTransfer,
+)
 from fxpipe.schedule.lowering.levels import levels
 from fxpipe.schedule.ops import PHASES, Color, Direction, Op, Schedule, Transfer, arrival
 from fxpipe.schedule.simulation.timeline import Span
-
-
-class CollectiveKind(StrEnum):
-    BROADCAST = "broadcast"  # one section's values to a section on every rank
-    REDUCE = "reduce"  # the sum of a value of a section on every rank to one section
-    ALL_GATHER = "all-gather"  # a value of a section on every rank to a section on every rank
-
-
-@dataclass(frozen=True, slots=True)
-class Collective:
-    """``sources`` and ``targets``: one section, or one on every rank in the ranks' order.
-
-    ``number`` identifies the collective.
-    """
-
-    kind: CollectiveKind
-    number: int
-    sources: tuple[Color, ...]
-    targets: tuple[Color, ...]
-
-    @property
-    def group(self) -> int:
-        """The number of its communicator.  Sums, which are several operations, have one of their own."""
-        return int(self.kind is CollectiveKind.REDUCE)
-
-    def __str__(self) -> str:
-        source, target = self.sources[0], self.targets[0]
-        return f"{self.kind} {source.phase}{source.stage} … -> {target.phase}{target.stage} …"
-
-
-@dataclass(frozen=True, slots=True)
-class StartCollective:
-    """Join a collective; does not block."""
-
-    collective: Collective
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"join {self.collective}, microbatch {self.microbatch}"
-
-
-@dataclass(frozen=True, slots=True)
-class WaitCollective:
-    """Block until a collective has delivered its values."""
-
-    collective: Collective
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"collect {self.collective}, microbatch {self.microbatch}"
-
-
-@dataclass(frozen=True, slots=True)
-class Compute:
-    op: Op
-
-    def __str__(self) -> str:
-        return f"compute {self.op}"
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """The values of an edge for a microbatch."""
-
-    edge: Edge
-    microbatch: int
-
-    def __str__(self) -> str:
-        source, target = self.edge.source, self.edge.target
-        values = f"{source.phase}{source.stage} -> {target.phase}{target.stage}"
-        return f"{values}, microbatch {self.microbatch}"
-
-
-@dataclass(frozen=True, slots=True)
-class _OnChannel:
-    """``messages``: of one channel, in its order."""
-
-    messages: tuple[Message, ...]
-    verb: ClassVar[str]
-
-    def __str__(self) -> str:
-        return f"{self.verb} {' and '.join(map(str, self.messages))}"
-
-
-@dataclass(frozen=True, slots=True)
-class PostRecv(_OnChannel):
-    """Allocate the buffers of messages and start to receive them, as one operation; does not block."""
-
-    verb = "post"
-
-
-@dataclass(frozen=True, slots=True)
-class Wait(_OnChannel):
-    """Block until the messages of a post have arrived."""
-
-    verb = "wait"
-
-
-@dataclass(frozen=True, slots=True)
-class Send(_OnChannel):
-    """Start to send messages, as one operation; does not block."""
-
-    verb = "send"
-
-
-@dataclass(frozen=True, slots=True)
-class StartTransfer:
-    """Start to offload or reload an activation; does not block."""
-
-    transfer: Transfer
-
-    def __str__(self) -> str:
-        return f"begin {self.transfer}"
-
-
-@dataclass(frozen=True, slots=True)
-class WaitTransfer:
-    """Block until an activation is offloaded and its memory free, or reloaded and ready for use."""
-
-    transfer: Transfer
-
-    def __str__(self) -> str:
-        return f"end {self.transfer}"
-
-
-@dataclass(frozen=True, slots=True)
-class AllReduceGradient:
-    """Sum the gradient of a parameter that several ranks hold; the first of ``ranks`` receives the others'
-    and sends them the sum."""
-
-    name: str
-    ranks: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"all-reduce the gradient of {self.name}"
-
-
-@dataclass(frozen=True, slots=True)
-class DivideGradients:
-    """Wait until all messages are sent; then divide the gradients by the count of the batch."""
-
-    def __str__(self) -> str:
-        return "divide the gradients"
-
-
-Local = Compute | StartTransfer | WaitTransfer
-"""Instructions that involve no other rank."""
-AtEnd = AllReduceGradient | DivideGradients
-"""Instructions on the gradients of the batch, behind all others."""
-
-Instruction = Local | PostRecv | Wait | Send | StartCollective | WaitCollective | AtEnd
-Programs = tuple[tuple[Instruction, ...], ...]
-"""The instructions of each rank, in order."""
 
 
 def lower(
