@@ -87,6 +87,8 @@ class Provenance(compat.TorchDispatchMode):
         self._entered = None
         while self._handles:
             self._handles.pop().remove()
+        # Their tensors' history has hooks that lead back here, through cycles that Python cannot see.
+        self.calls, self._replay = [], None
 
     def __deepcopy__(self, memo: Any) -> Provenance:
         return self  # its hooks hang on the modules of which the forward makes copies
@@ -128,7 +130,6 @@ class Provenance(compat.TorchDispatchMode):
         self._backward, self._seq, self._last_seq = False, None, None
         self._paths.clear()
         self.answers.count_again()
-        self.calls.clear()
         self._replay = Replay(calls, self.calls, inputs, values)
 
     def backward_from(self, loss: torch.Tensor) -> None:

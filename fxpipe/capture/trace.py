@@ -303,7 +303,7 @@ class _Function:
         if backward:
             named |= {f"the gradient of {name!r}": x for name, x in gradients.items()}
         nodes = {name: compat.traced_node(x) for name, x in named.items() if x is not None}
-        return _Step(results, gradients, buffers, state, backward, Run([*self.provenance.calls], nodes))
+        return _Step(results, gradients, buffers, state, backward, Run(self.provenance.calls, nodes))
 
     def _repeat(
         self,

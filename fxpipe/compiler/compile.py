@@ -58,6 +58,7 @@ from fxpipe.schedule.placement import PLACEMENTS, place
 from fxpipe.schedule.search.build import build
 from fxpipe.schedule.search.fastest import AUTO
 from fxpipe.schedule.simulation.simulator import simulate
+from fxpipe.schedule.simulation.timeline import Timeline
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,27 +127,16 @@ def compile_model(
         bandwidth = _bandwidth(options, cluster, device)
         known = known_tensors(model, example, captured.constants)
         cut, live, found = choose(options, stages, tried, model, cluster, device, known, bandwidth, phase)
-        schedule, costs = found.schedule, found.problem.costs
-        _check_buffer_order(cut.graph, schedule)
-        joint = _collectives(cut, schedule)
-        instructions = lower(schedule, costs.edges, joint, found.timeline.spans)
         work = None
         if cut.resized is not None:
-            work = work_for_any_size(live, cut.graph, cut.resized, cluster, schedule.placement)
+            work = work_for_any_size(live, cut.graph, cut.resized, cluster, found.schedule.placement)
+
+    def completed(plan: Plan) -> Plan:
+        measured = ", sections measured" if options.costs == "measured" else ""
+        return replace(plan, work=work, tried=found.tried, device=cluster.name + measured)
 
     with phase("codegen"):
-        # The last passes, now that the schedule says which values are offloaded.
-        cut, pools = _finished(cut, live, schedule)
-        plan = make_plan(model, example, captured.constants, options, cut, found.timeline, joint)
-        measured = ", sections measured" if options.costs == "measured" else ""
-        plan = replace(plan, work=work, tried=found.tried, device=cluster.name + measured)
-        if pools:
-            plan = replace(plan, tier=options.tier, pools=tuple(pool.bytes for pool in pools))
-        # The instructions of all ranks, proved to end.
-        instructions = with_gradients(instructions, tied_gradients(plan.tensors), plan.step.has_count)
-        prove(instructions, schedule.placement)
-        programs = _programs(plan, cut, instructions, pools)
-    artifact = Artifact(plan, programs, captured.constants, plan.number)
+        cut, artifact = _generate(model, example, captured, options, cut, live, found.timeline, completed)
     return Compiled(artifact, cluster, cut.graph, cut.sections)
 
 
@@ -190,16 +180,42 @@ def compile_evaluation(
     costs = section_costs(live, seconds, cluster, plan.placement, options.ranks_per_machine)
     timelines = [simulate(schedule, costs) for schedule in _forward_schedules(plan.ordered, costs)]
     timeline = min(timelines, key=lambda found: found.seconds)
+
+    def of_training(made: Plan) -> Plan:
+        made = replace(made, model=f"{made.model}, evaluation", device=cluster.name)
+        return with_tensors_of(made, cut.sections, plan)
+
+    return _generate(model, example, captured, options, cut, live, timeline, of_training)[1]
+
+
+def _generate(
+    model: nn.Module,
+    example: Any,
+    captured: Captured,
+    options: Options,
+    cut: Cut,
+    live: Liveness,
+    timeline: Timeline,
+    completed: Callable[[Plan], Plan],
+) -> tuple[Cut, Artifact]:
+    """The last passes, now that the schedule says which values are offloaded; the plan and the programs.
+
+    completed: the plan with its optional fields.
+    """
     schedule = timeline.schedule
     _check_buffer_order(cut.graph, schedule)
     joint = _collectives(cut, schedule)
-    instructions = lower(schedule, costs.edges, joint, timeline.spans)
+    cut, pools = _finished(cut, live, schedule)
+    plan = completed(make_plan(model, example, captured.constants, options, cut, timeline, joint))
+    if pools:
+        plan = replace(plan, tier=options.tier, pools=tuple(pool.bytes for pool in pools))
+    # The instructions of all ranks, proved to end.
+    instructions = lower(schedule, timeline.costs.edges, joint, timeline.spans)
+    divides = plan.step.has_count and options.gradients
+    instructions = with_gradients(instructions, tied_gradients(plan.tensors), divides)
     prove(instructions, schedule.placement)
-    cut = finished(cut, {})
-    made = make_plan(model, example, captured.constants, options, cut, timeline, joint)
-    made = replace(made, model=f"{made.model}, evaluation", device=cluster.name)
-    made = with_tensors_of(made, cut.sections, plan)
-    return Artifact(made, _programs(made, cut, instructions, ()), captured.constants, made.number)
+    programs = _programs(plan, cut, instructions, pools)
+    return cut, Artifact(plan, programs, captured.constants, plan.number)
 
 
 def _forward_schedules(trained: Schedule, costs: Costs) -> Iterator[Schedule]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from torch import fx
 
@@ -16,8 +17,10 @@ from fxpipe.ir.liveness import Liveness
 from fxpipe.ir.resized import ResizedTraces
 from fxpipe.ir.storage import call_nodes, node_bytes
 from fxpipe.plan.work import PlanWork, Rates, StageWork, Terms, Work
-from fxpipe.schedule.costs import Costs, Edge, StageCost
+from fxpipe.schedule.costs import Costs, Edge, StageBytes, StageCost
 from fxpipe.schedule.ops import Color, Phase
+
+_T = TypeVar("_T")
 
 SecondsOfRanks = Sequence[Mapping[Color, float]]
 """Per rank the seconds of every section, if it runs there."""
@@ -56,13 +59,18 @@ def section_costs(
     stages = []
     for stage, rank in enumerate(placement):
         times = [seconds[rank].get(Color(stage, phase), 0.0) for phase in Phase]
-        stages.append(StageCost(*times, *map(size, live.held(stage))))
+        stages.append(StageCost(*times, **_sized(live.held(stage), size)))
     edges = []
     for edge, values in zip(live.edges, live.sent, strict=True):
         moved = size(values)
         ends = placement[edge.source.stage], placement[edge.target.stage]
         edges.append(Edge(edge.source, edge.target, moved, *cluster.message_seconds(moved, *ends)))
     return Costs(tuple(stages), tuple(edges), ranks_per_machine=ranks_per_machine)
+
+
+def _sized(held: StageBytes[Iterable[fx.Node]], size: Callable[[Iterable[fx.Node]], _T]) -> dict[str, _T]:
+    """The fields of a stage's memory."""
+    return {name: size(roots) for name, roots in held._asdict().items()}
 
 
 def work_for_any_size(
@@ -91,7 +99,7 @@ def work_for_any_size(
 
     stages = [
         StageWork(
-            work(stage, Phase.F), work(stage, Phase.B), work(stage, Phase.W), *map(size, live.held(stage))
+            work(stage, Phase.F), work(stage, Phase.B), work(stage, Phase.W), **_sized(live.held(stage), size)
         )
         for stage in range(len(live.saved_activations))
     ]

@@ -17,6 +17,7 @@ from fxpipe.ir.graph import Kind, Section
 from fxpipe.ir.sections import SectionEdge
 from fxpipe.ir.storage import call_nodes, is_view, node_bytes, root_within, storage_root
 from fxpipe.plan.tensors import is_dense
+from fxpipe.schedule.costs import StageBytes
 from fxpipe.schedule.ops import Color, Phase
 
 SMALLEST = 4096
@@ -42,10 +43,10 @@ class Liveness:
     offloadable: tuple[dict[Phase, list[fx.Node]], ...]
     edges: tuple[SectionEdge, ...]
 
-    def held(self, stage: int) -> tuple[Iterable[fx.Node], ...]:
-        """The storages behind the byte counts of a ``StageCost``, in their order."""
+    def held(self, stage: int) -> StageBytes[Iterable[fx.Node]]:
+        """The storages behind the byte counts of a ``StageCost``."""
         offloadable = self.offloadable[stage]
-        return (
+        return StageBytes(
             self.saved_activations[stage],
             self.saved_for_weight[stage],
             offloadable[Phase.B],

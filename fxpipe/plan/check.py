@@ -15,9 +15,9 @@ from fxpipe.errors import FxpipeError
 from fxpipe.plan.rows import Rows, rows_of
 from fxpipe.plan.step import Leaf
 from fxpipe.plan.tensors import IS_DTYPE, IS_FLOATING
-from fxpipe.plan.work import MEMORY_FIELDS, PHASE_FIELDS, PlanWork, Terms
+from fxpipe.plan.work import PHASE_FIELDS, PlanWork, Terms
 from fxpipe.schedule.check import check_costs, check_whole
-from fxpipe.schedule.costs import Costs
+from fxpipe.schedule.costs import Costs, StageBytes
 from fxpipe.strict import Misfit, between, require, shown, structure, unstructure
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def _terms(work: PlanWork) -> Iterator[tuple[str, Terms]]:
     for k, edge in enumerate(work.edges):
         yield f"edges[{k}]", edge
     for k, stage in enumerate(work.stages):
-        for name in MEMORY_FIELDS:
+        for name in StageBytes._fields:
             yield f"stages[{k}].{name}", getattr(stage, name)
         for phase in PHASE_FIELDS:
             for i, op in enumerate(getattr(stage, phase)):

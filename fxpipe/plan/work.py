@@ -12,11 +12,10 @@ from math import prod
 from typing import Annotated, Any
 
 from fxpipe.errors import SizeError
-from fxpipe.schedule.costs import Costs, Edge
+from fxpipe.schedule.costs import Costs, Edge, StageBytes
 from fxpipe.strict import Fits, NonNegative, at_least, between, entries
 
 PHASE_FIELDS = ("forward", "backward", "weight")
-MEMORY_FIELDS = ("saved_activations", "saved_for_weight", "offloadable", "offloadable_for_weight")
 MOST_LENGTH, MOST_POWER, MOST_TERMS = 1 << 31, 16, 1024
 
 
@@ -54,7 +53,7 @@ def _at(terms: Terms, lengths: Sequence[Any]) -> Any:
 
 
 def _held(work: StageWork, lengths: Sequence[Any]) -> dict[str, float]:
-    return {name: float(_at(getattr(work, name), lengths)) for name in MEMORY_FIELDS}
+    return {name: float(_at(getattr(work, name), lengths)) for name in StageBytes._fields}
 
 
 @dataclass(frozen=True)

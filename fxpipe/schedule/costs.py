@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Generic, NamedTuple, TypeVar
 
 from fxpipe.schedule.ops import Color, Phase
 from fxpipe.strict import NonNegative, at_least, entries
 
 MOST_STAGES = 1 << 31
+
+_T = TypeVar("_T")
+
+
+class StageBytes(NamedTuple, Generic[_T]):
+    """One thing for each kind of memory in a ``StageCost``: its storages, or an expression of its bytes."""
+
+    saved_activations: _T
+    saved_for_weight: _T
+    offloadable: _T
+    offloadable_for_weight: _T
 
 
 @dataclass(frozen=True, slots=True)
