@@ -7,14 +7,14 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import torch
 from torch import fx
 
-from fxpipe.cost.nodes import node_flops
 from fxpipe.cost.plan_costs import costs_of, expressions, known_work
 from fxpipe.errors import RunError
+from fxpipe.ir.graph import Section
 from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.work import Expressions, PlanWork
@@ -417,13 +417,10 @@ class Pipeline:
 
         expand: (stage, phase), say ``(1, "B")``: one section, drawn node by node as well.
         """
+        from fxpipe.cost.nodes import node_flops
         from fxpipe.viz.pictures import draw
 
         return draw(self, Path(path), node_flops, expand)
-
-
-if TYPE_CHECKING:
-    from fxpipe.ir.graph import Section
 
 
 def _loss(result: StepResult) -> torch.Tensor:
