@@ -329,6 +329,7 @@ def test_one_rank_looks_at_all_others_for_all():
         assert store.asked == 2 * 6
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_gone_while_it_looks():
     store = Counted()
     ranks = [Failures(store, rank, 4) for rank in range(4)]

@@ -100,6 +100,7 @@ def test_a_sum_has_the_bits_of_one_process(ranks, tmp_path):
     run(ranks, sums, logs=tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 6])
 def test_a_rank_holds_no_more_with_more_ranks(ranks, tmp_path):
     """Its own, the slices of all, which are as large as one, and their sum; the result takes their place."""
