@@ -59,7 +59,7 @@ def copy_to_model(state: ModelState, model: nn.Module | None) -> None:
     names = state.plan.layouts.keys() & _all_names(state.plan)
     known = _tensors_of(target)
     kept = kept_tensors(target, names - known.keys())
-    known |= kept
+    slots, known = kept_slots(target) if kept else {}, known | kept
     for name in names:
         tensor, shape = known.get(name), state.plan.layouts[name].shape
         if tensor is None or tensor.is_meta or tuple(tensor.shape) != shape:
@@ -68,7 +68,7 @@ def copy_to_model(state: ModelState, model: nn.Module | None) -> None:
         rows = rows_of(name)
         part = known[rows.table][rows.begin : rows.end] if rows else known[name]
         if part.data_ptr() != value.data_ptr() and name in kept:
-            kept_slots(target)[name].put(value.to(part.device, copy=True))
+            slots[name].put(value.to(part.device, copy=True))
         elif part.data_ptr() != value.data_ptr():
             part.copy_(value)
     state.synchronized = target is own
