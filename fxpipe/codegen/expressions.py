@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import cmath
 import keyword
+import math
 import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -52,14 +54,24 @@ def variable(name: str) -> str:
 class Names:
     """The aliases of ops that a program's head declares: ``addmm = torch.ops.aten.addmm.default``.
 
-    No alias is the name of a variable.
+    No alias is the name of a variable or of a function.
     """
 
     def __init__(self, sections: Iterable[Section]) -> None:
         self.ops: dict[str, str] = {}  # alias -> dotted name
         self.uses_keyed = False
         self.uses_expect = False
+        self.uses_within = False
         self._variables = {variable(node.name) for s in sections for node in s.graph.nodes}
+
+    def new(self, name: str) -> str:
+        """A name that resembles this one and that nothing else has."""
+        found, number = name, 1
+        while not self._is_free(found) or found in self.ops:
+            number += 1
+            found = f"{name}_{number}"
+        self._variables.add(found)
+        return found
 
     def op(self, target: Any) -> str:
         packet, overload = target.overloadpacket, target._overloadname
@@ -84,57 +96,76 @@ def _alias(op: str, overload: str) -> str:
     return f"{alias}_" if bare.endswith("_") else alias
 
 
-def expression(node: fx.Node, names: Names) -> str:
-    """The right-hand side for one op."""
-    if node.target is operator.getitem:
-        return f"{literal(node.args[0], names)}[{node.args[1]}]"
-    if node.target is read_buffer:
-        return literal(node.args[0], names)
-    if node.target is expect:
-        names.uses_expect = True
-        callee = "expect"
-    elif node.target is keyed:
-        names.uses_keyed = True
-        callee = "keyed"
-    else:
-        callee = names.op(node.target)
-    arguments = [literal(a, names) for a in node.args]
-    arguments += [f"{k}={literal(v, names)}" for k, v in node.kwargs.items()]
-    return f"{callee}({', '.join(arguments)})"
+@dataclass(frozen=True)
+class Scope:
+    """How the values of nodes are called in a function.
+
+    ``names``: the aliases of ops, of the whole program.  ``texts``: values that are not called by their node's
+    name.  ``numbers``: by node, the expressions for its :func:`.free_numbers`.
+    """
+
+    names: Names
+    texts: Mapping[fx.Node, str] = field(default_factory=dict)
+    numbers: Mapping[fx.Node, tuple[str, ...]] = field(default_factory=dict)
+
+    def text(self, node: fx.Node) -> str:
+        """A node's value: a variable, or an item of a container."""
+        if node in self.texts:
+            return self.texts[node]
+        given = node.meta.get("input") if node.op == "placeholder" else None
+        if not isinstance(given, Input):
+            return variable(node.name)
+        return "key" if given.kind is Kind.KEY else item(given.kind, given.name)
+
+    def expression(self, node: fx.Node) -> str:
+        """The right-hand side for one op."""
+        if node.target is operator.getitem:
+            return f"{self._literal(node.args[0])}[{node.args[1]}]"
+        if node.target is read_buffer:
+            return self._literal(node.args[0])
+        given = self.numbers.get(node)
+        numbers = None if given is None else iter(given[1:] if node.target is keyed else given)
+        arguments = [self._literal(a, numbers) for a in node.args]
+        if given is not None and node.target is keyed:
+            arguments[1] = given[0]
+        arguments += [f"{k}={self._literal(v, numbers)}" for k, v in node.kwargs.items()]
+        return f"{self._callee(node)}({', '.join(arguments)})"
+
+    def _callee(self, node: fx.Node) -> str:
+        if node.target is expect:
+            self.names.uses_expect = True
+            return "expect"
+        if node.target is keyed:
+            self.names.uses_keyed = True
+            return "keyed"
+        return self.names.op(node.target)
+
+    def _literal(self, value: Any, numbers: Iterator[str] | None = None) -> str:
+        """An argument as source."""
+        match value:
+            case fx.Node():
+                return self.text(value)
+            case list() | tuple():
+                return f"[{', '.join(self._literal(v, numbers) for v in value)}]"
+            case OpOverload():
+                return self.names.op(value)
+            case float():
+                return number(value) if numbers is None else next(numbers)
+            case complex() if not cmath.isfinite(value):
+                return f'complex("{value}")'
+            case str():
+                return text_literal(value)
+            case torch.device():  # of the rank, so without the index of the process that traced the model
+                return f'torch.device("{value.type}")'
+            case None | bool() | int() | complex() | torch.dtype() | torch.memory_format() | torch.layout():
+                return repr(value)
+        raise TypeError(f"No source for an argument of type {type(value).__name__}: {value!r}")
 
 
-def literal(value: Any, names: Names) -> str:
-    """An argument as source: a node as its variable, an input as an item of its container."""
-    match value:
-        case fx.Node(op="placeholder") if isinstance(value.meta.get("input"), Input):
-            given = value.meta["input"]
-            if given.kind is Kind.KEY:
-                return "key"
-            return f"{CONTAINERS[given.kind]}[{text_literal(given.name)}]"
-        case fx.Node():
-            return variable(value.name)
-        case list() | tuple():
-            inner = ", ".join(literal(v, names) for v in value)
-            return f"[{inner}]"
-        case OpOverload():
-            return names.op(value)
-        case float() if value in (float("inf"), float("-inf")) or value != value:
-            return f'float("{value}")'
-        case complex() if not cmath.isfinite(value):
-            return f'complex("{value}")'
-        case str():
-            return text_literal(value)
-        case torch.device():  # of the rank, so without the index of the process that traced the model
-            return f'torch.device("{value.type}")'
-        case (
-            None
-            | bool()
-            | int()
-            | float()
-            | complex()
-            | torch.dtype()
-            | torch.memory_format()
-            | torch.layout()
-        ):
-            return repr(value)
-    raise TypeError(f"No source for an argument of type {type(value).__name__}: {value!r}")
+def item(kind: Kind, name: str) -> str:
+    """An item of a container, as source."""
+    return f"{CONTAINERS[kind]}[{text_literal(name)}]"
+
+
+def number(value: float) -> str:
+    return repr(value) if math.isfinite(value) else f'float("{value}")'

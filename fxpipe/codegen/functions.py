@@ -1,4 +1,4 @@
-"""One Python function for each section.
+"""One Python function for each section, and one for the layers that repeat in them.
 
 Values that pass between two phases of one stage travel in one list (``saved`` from
 F to B, ``saved_for_weight`` from F to W, ``gradients`` from B to W), which the receiver empties, so that
@@ -8,17 +8,21 @@ travel in lists of their own (``offloaded``, ``offloaded_for_weight``).
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from pathlib import PurePath
 
 from torch import fx
 
-from fxpipe.codegen.expressions import CONTAINERS, Names, expression, variable
+from fxpipe.codegen.expressions import CONTAINERS, Names, Scope, variable
+from fxpipe.codegen.layers import Layers, Loop, base_name
+from fxpipe.codegen.lines import Line, body
+from fxpipe.codegen.lists import Layout, Stack, Taken, later, layout, taken
+from fxpipe.codegen.nodes import node_lines, place
+from fxpipe.codegen.outline import Analysis, Repeated
 from fxpipe.codegen.wrapping import wrapped
 from fxpipe.ir.graph import Kind, Section, Value, offload, reload
-from fxpipe.ir.names import comment
 from fxpipe.ir.storage import call_nodes
 from fxpipe.schedule.ops import Color, Phase
 
@@ -89,91 +93,201 @@ def _signature(section: Section, consumers: list[tuple[Color, Value]]) -> Signat
     )
 
 
-def function_source(section: Section, signature: Signature, names: Names) -> str:
-    """The section as a Python function."""
-    arguments = [*signature.containers, *signature.lists_in, *map(variable, signature.values_in)]
-    lines = [f"def {signature.name}({', '.join(arguments)}):"]
-    reloaded = {n.all_input_nodes[0].name: n.name for n in call_nodes(section.graph) if n.target is reload}
-    for name, values in signature.lists_in.items():
-        values = tuple(variable(reloaded.get(v, v)) for v in values)
-        lines.append(
-            f"    ({values[0]},) = {name}" if len(values) == 1 else f"    {', '.join(values)} = {name}"
-        )
-        lines.append(f"    {name}.clear()")
-    results, returned = _returned(section, signature)
-    lines += _body(section, names, returned)
-    if results:
-        lines.append(f"    return {', '.join(results)}")
-    return "\n".join(wrapped(line) for line in lines)
+def function_sources(
+    sections: Sequence[Section], calls: Mapping[Color, Signature], names: Names, whole: AbstractSet[Color]
+) -> tuple[list[str], dict[Color, str]]:
+    """The functions of layers, and that of each section; the sections in ``whole`` have all their ops
+    themselves."""
+    layers = Layers(names)
+    lists = _Lists(sections, calls, names, whole)
+    found = {s.color: _Function(s, calls[s.color], names, lists, layers).source() for s in sections}
+    return [function.source() for function in layers.functions.values()], found
 
 
-def _returned(section: Section, signature: Signature) -> tuple[list[str], set[str]]:
-    """The expressions that are returned, in order, and the names that they use."""
-    by_value = dict(zip(section.outputs, section.graph.output_node().args[0], strict=True))  # type: ignore
-    results = [variable(v) for v in signature.values_out]
-    results += [variable(by_value[v].name) for v in signature.results]
-    used = set(results)
-    offloaded = {n.name: n.all_input_nodes[0].name for n in call_nodes(section.graph) if n.target is offload}
-    for values in signature.lists_out.values():
-        values = tuple(variable(offloaded.get(v, v)) for v in values)
-        results.append(f"[{', '.join(values)}]")
-        used.update(values)
-    return results, used
+class _Lists:
+    """The runs of a rank's sections, and the entries of the lists between these."""
+
+    def __init__(
+        self,
+        sections: Sequence[Section],
+        calls: Mapping[Color, Signature],
+        names: Names,
+        whole: AbstractSet[Color],
+    ) -> None:
+        self.names = names
+        self.runs = {s.color: [] if s.color in whole else _runs(s, calls[s.color]) for s in sections}
+        self.layouts: dict[tuple[int, str], Layout] = {}
+        self._stacks: dict[tuple[Stack | Taken, str], str] = {}
+        for (giver, taker, _), name in LISTS.items():
+            for section in sections:
+                values = calls[section.color].lists_out.get(name, ())
+                if section.phase is giver and values:
+                    ends = (self.runs.get(Color(section.stage, phase), []) for phase in (giver, taker))
+                    self.layouts[section.stage, name] = layout(values, name, *ends)
+
+    def variable(self, stack: Stack | Taken, container: str) -> str:
+        """The variable of a stack, in all functions."""
+        key = stack, container
+        if key not in self._stacks:
+            self._stacks[key] = self.names.new(f"{container or 'collected'}_{base_name(stack.run)}")
+        return self._stacks[key]
 
 
-def _body(section: Section, names: Names, returned: set[str]) -> list[str]:
-    """One line per node, with a comment for each source line of the model, after which dead names are
-    deleted."""
-    lines: list[str] = []
-    nodes = [n for n in call_nodes(section.graph) if n.target not in (offload, reload)]
-    last_use = {n: user for user in nodes for n in user.all_input_nodes}
-    ends: dict[fx.Node, list[str]] = {}
-    for n, user in last_use.items():
-        is_value = n.meta.get("input") is None
-        if is_value and variable(n.name) not in returned and not _is_unpacked(n):
-            ends.setdefault(user, []).append(variable(n.name))
-    heading: tuple[str, str] | None = None
-    dead: list[str] = []
+def _runs(section: Section, call: Signature) -> list[Repeated]:
+    lists_in = {value: name for name, values in call.lists_in.items() for value in values}
+    lists_out: dict[str, tuple[str, ...]] = {}
+    for name, values in call.lists_out.items():
+        lists_out |= {value: (*lists_out.get(value, ()), name) for value in values}
+    return Analysis(section, lists_in, lists_out).runs()
+
+
+class _Function:
+    """The function of one section."""
+
+    def __init__(
+        self, section: Section, signature: Signature, names: Names, lists: _Lists, layers: Layers
+    ) -> None:
+        self.section, self.signature, self.lists, self.layers = section, signature, lists, layers
+        self.nodes = call_nodes(section.graph)
+        self.scope = Scope(names, _renamed(self.nodes))
+        self.runs = {run.run.begin: run for run in lists.runs[section.color]}
+        self.by_name = {node.name: node for node in section.graph.nodes}
+        entries = {name: lists.layouts[section.stage, name] for name in signature.lists_in}
+        self.takes = {begin: taken(run, entries) for begin, run in self.runs.items()}
+
+    def source(self) -> str:
+        call = self.signature
+        arguments = [*call.containers, *call.lists_in, *map(variable, call.values_in)]
+        lines = [line for name in call.lists_in for line in self._unpacked(name)]
+        lines += [line for found in self.takes.values() for each in found for line in self._stacked(each)]
+        lines += self._ops()
+        results = self._results()
+        end = [f"    return {', '.join(results)}"] if results else []
+        head = f"def {call.name}({', '.join(arguments)}):"
+        return "\n".join(wrapped(line) for line in [head, *body(lines, self._returned), *end])
+
+    def _unpacked(self, name: str) -> Iterator[Line]:
+        """A list from another phase, and those of its records that no run takes."""
+        entries = self.lists.layouts[self.section.stage, name]
+        singles = [self._text(entry) for entry in entries if isinstance(entry, str)]
+        stacks = [entry for entry in entries if isinstance(entry, Stack)]
+        if name.startswith("offloaded"):  # flat, for the offload store
+            yield from self._sliced(name, singles, stacks)
+        else:
+            names = [*singles, *(self.lists.variable(stack, name) for stack in stacks)]
+            yield Line(f"{', '.join(names)}{',' if len(names) == 1 else ''} = {name}")
+            yield Line(f"{name}.clear()")
+        for stack in stacks:
+            yield from self._leftover(stack, self.lists.variable(stack, name))
+
+    def _sliced(self, name: str, singles: Sequence[str], stacks: Sequence[Stack]) -> Iterator[Line]:
+        begin = len(singles)
+        if singles:
+            yield Line(f"{', '.join(singles)}{',' if begin == 1 else ''} = {name}[:{begin}]")
+        for stack in stacks:
+            size, end = len(stack.positions), begin + len(stack.positions) * len(stack.records)
+            slices = f"[{name}[k : k + {size}] for k in range({begin}, {end}, {size})]"
+            yield Line(f"{self.lists.variable(stack, name)} = {slices}")
+            begin = end
+        yield Line(f"{name}.clear()")
+
+    def _leftover(self, stack: Stack, variable: str) -> Iterator[Line]:
+        """Unpack the records that the run which takes the stack does not take."""
+        taker = next((each for each in self._taken() if each.stack is stack), None)
+        numbers = {} if taker is None else {name: k for k, record in enumerate(stack.records) for name in record}
+        own = {numbers[taker.record(k)[0]] for k in range(taker.first, taker.last + 1)} if taker else set()
+        for number, record in reversed(list(enumerate(stack.records))):
+            if number > max(own, default=-1):
+                yield self._popped(record, f"{variable}.pop()")
+        for number, record in enumerate(stack.records):
+            if own and number < min(own):
+                yield self._popped(record, f"{variable}.pop(0)")
+
+    def _popped(self, record: Sequence[str], popped: str) -> Line:
+        names = ", ".join(map(self._text, record))
+        return Line(f"{names}{',' if len(record) == 1 else ''} = {popped}", (popped.partition(".")[0],))
+
+    def _stacked(self, taken: Taken) -> Iterator[Line]:
+        """Bring the records that a run takes into the order in which it pops them."""
+        name, times = self._variable(taken), taken.run.run.times
+        if taken.stack is None:
+            yield Line(f"{name} = []")
+        elif taken.ascending:
+            yield Line(f"{name}.reverse()", (name,))
+        for period in reversed(range(taken.first)):
+            yield self._built(taken, period, f"{name}.append(")
+        for period in range(taken.last + 1, times):
+            yield self._built(taken, period, f"{name}.insert(0, ")
+
+    def _built(self, taken: Taken, period: int, call: str) -> Line:
+        values = [self._text(name) for name in taken.record(period)]
+        return Line(f"{call}[{', '.join(values)}])", (*values, self._variable(taken)))
+
+    def _taken(self) -> Iterator[Taken]:
+        return (each for found in self.takes.values() for each in found)
+
+    def _variable(self, taken: Taken) -> str:
+        return self.lists.variable(taken.stack or taken, taken.container)
+
+    def _ops(self) -> Iterator[Line]:
+        position = 0
+        while position < len(self.nodes):
+            if position in self.runs:
+                run = self.runs[position]
+                yield from self._loop(run)
+                position = run.run.end
+                continue
+            end = next((k for k in range(position, len(self.nodes)) if k in self.runs), len(self.nodes))
+            yield from node_lines(self.nodes[position:end], self.scope, place)
+            position = end
+
+    def _loop(self, run: Repeated) -> Iterator[Line]:
+        takes = [(each, self._variable(each)) for each in self.takes[run.run.begin]]
+        gives = [
+            (name, entry, self.lists.variable(entry, name))
+            for name in self.signature.lists_out
+            for entry in self.lists.layouts[self.section.stage, name]
+            if isinstance(entry, Stack) and entry.run is run
+        ]
+        if positions := later(run):
+            stack = Stack(run, positions)
+            gives.append(("", stack, self.lists.variable(stack, "")))
+        phase = PHASE_NAMES[self.section.phase]
+        yield from Loop(run, phase, self.scope, takes, gives, self.layers).lines()
+
+    def _results(self) -> list[str]:
+        """The expressions that are returned, in order."""
+        (nodes,) = self.section.graph.output_node().args
+        by_value = dict(zip(self.section.outputs, nodes, strict=True))  # type: ignore[arg-type]
+        results = [self._text(name) for name in self.signature.values_out]
+        results += [self.scope.text(by_value[value]) for value in self.signature.results]
+        for name in self.signature.lists_out:
+            entries = self.lists.layouts[self.section.stage, name]
+            results.append(f"[{', '.join(self._entry(entry, name) for entry in entries)}]")
+        return results
+
+    def _entry(self, entry: str | Stack, name: str) -> str:
+        if isinstance(entry, str):
+            return self._text(entry)
+        stack = self.lists.variable(entry, name)
+        return f"*sum({stack}, [])" if name.startswith("offloaded") else stack
+
+    @property
+    def _returned(self) -> set[str]:
+        return {word for result in self._results() for word in re.findall(r"\w+", result)}
+
+    def _text(self, name: str) -> str:
+        return self.scope.text(self.by_name[name])
+
+
+def _renamed(nodes: Sequence[fx.Node]) -> dict[fx.Node, str]:
+    """Offloaded values have the name of the value itself, reloaded ones that of the ``reload``."""
+    texts: dict[fx.Node, str] = {}
     for node in nodes:
-        origin = node.meta["origin"]
-        if (origin.path, origin.source) != heading:
-            lines += _deletion(dead)
-            dead = []
-            heading = (origin.path, origin.source)
-            lines.append(f"    {comment(_place(origin.path, origin.source))}")
-        if not _is_item_of_unpacked(node):
-            lines.append(f"    {_targets(node)}{expression(node, names)}")
-        dead += ends.get(node, [])
-    return lines + _deletion(dead)
-
-
-def _targets(node: fx.Node) -> str:
-    """The left-hand side with its ``=``; empty for an op that only writes to its arguments."""
-    if _is_unpacked(node):
-        items = {int(u.args[1]): variable(u.name) for u in node.users}  # type: ignore[arg-type]
-        return ", ".join(items.get(i, "_") for i in range(len(node.meta["val"]))) + " = "
-    return f"{variable(node.name)} = " if node.users else ""
-
-
-def _is_unpacked(node: fx.Node) -> bool:
-    """Whether the op's tuple is unpacked in the line that computes it."""
-    val = node.meta.get("val")
-    if node.op != "call_function" or not isinstance(val, (tuple, list)) or len(val) < 2:
-        return False
-    return all(user.target is operator.getitem for user in node.users)
-
-
-def _is_item_of_unpacked(node: fx.Node) -> bool:
-    return node.target is operator.getitem and _is_unpacked(node.args[0])  # type: ignore[arg-type]
-
-
-def _deletion(dead: Iterable[str]) -> list[str]:
-    unique = list(dict.fromkeys(dead))
-    return [f"    del {', '.join(unique)}"] if unique else []
-
-
-def _place(path: str, source: str) -> str:
-    if not path and not source:
-        return "autograd"
-    file, _, line = source.rpartition(":")
-    return f"{path or 'the model itself'}  ({PurePath(file).name}:{line})" if source else path
+        if node.target is offload:
+            (value,) = node.all_input_nodes
+            texts[node] = texts.get(value, variable(value.name))
+        elif node.target is reload:
+            (value,) = node.all_input_nodes
+            texts[value] = texts[node] = variable(node.name)
+    return texts

@@ -11,7 +11,7 @@ import torch
 
 from fxpipe.codegen.collectives import sums, values
 from fxpipe.codegen.expressions import Names, variable
-from fxpipe.codegen.functions import LISTS, Signature, function_source, signatures
+from fxpipe.codegen.functions import LISTS, Signature, function_sources, signatures
 from fxpipe.codegen.wrapping import wrapped
 from fxpipe.ir.casts import cast_of
 from fxpipe.ir.graph import Kind, Section, Value
@@ -74,9 +74,10 @@ def program_source(plan: RankPlan) -> str:
     calls = signatures(plan.sections)
     own = [s for s in plan.sections if plan.placement[s.stage] == plan.rank]
     names = Names(own)
-    functions = []
+    layers, sources = function_sources(own, calls, names, plan.compiled)
+    functions = list(layers)
     for section in own:
-        source = function_source(section, calls[section.color], names)
+        source = sources[section.color]
         functions.append(f"@inductor\n{source}" if section.color in plan.compiled else source)
     step = _step_source(plan, calls)
     return "\n\n\n".join([_head(plan, own, names), *functions, step]) + "\n"
@@ -87,7 +88,7 @@ def _head(plan: RankPlan, own: list[Section], names: Names) -> str:
     lines = [docstring([*plan.title, "", note]), ""]
     lines += ["import torch"]
     compiles = any(plan.placement[color.stage] == plan.rank for color in plan.compiled)
-    if names.uses_expect or names.uses_keyed or compiles:
+    if names.uses_expect or names.uses_keyed or names.uses_within or compiles:
         lines.append("")
     if names.uses_expect:
         lines.append("from fxpipe.runtime.program.checks import expect")
@@ -95,6 +96,8 @@ def _head(plan: RankPlan, own: list[Section], names: Names) -> str:
         lines.append("from fxpipe.runtime.program.inductor import inductor")
     if names.uses_keyed:
         lines.append("from fxpipe.runtime.program.random import keyed")
+    if names.uses_within:
+        lines.append("from fxpipe.runtime.program.within import within")
     lines += ["", *(f"{alias} = {dotted}" for alias, dotted in sorted(names.ops.items()))]
     casts = sorted({v.name for s in own for v in s.inputs if v.kind is Kind.CAST})
     if casts:

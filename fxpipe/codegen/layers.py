@@ -1,0 +1,336 @@
+"""A run as a function of its own, called in a loop: the layers of a model are written once.
+
+    def blocks_forward(params, key, position, blocks_in):
+        …
+        return add, [norm_mean, …], [act_relu, …]
+
+    for i in range(2, 14):
+        blocks_13_add, saved, … = blocks_forward(within(params, f"blocks.{i}"), key, 2 * i, blocks_13_add)
+        saved_blocks.append(saved)
+        …
+
+Runs whose functions have the same text share one, in all sections of a program.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from torch import fx
+
+from fxpipe.codegen.expressions import CONTAINERS, Names, Scope, item, number, variable
+from fxpipe.codegen.lines import Line, body
+from fxpipe.codegen.lists import Stack, Taken, later
+from fxpipe.codegen.nodes import node_lines, source_line
+from fxpipe.codegen.outline import Repeated, Slot, Source
+from fxpipe.codegen.repeats import free_numbers
+from fxpipe.codegen.sequences import Values, loop_head
+from fxpipe.codegen.wrapping import wrapped
+from fxpipe.ir.graph import Input, Origin, offload, reload
+from fxpipe.ir.names import comment, identifier
+
+CARRY = "carry"  # the list of carried values that the next period frees
+
+
+@dataclass(frozen=True)
+class Function:
+    """``blocks``: the modules that it is called for."""
+
+    name: str
+    arguments: tuple[str, ...]
+    body: tuple[str, ...]
+    blocks: list[str]
+
+    def source(self) -> str:
+        about = comment(_from_to(self.blocks))
+        return "\n".join([wrapped(f"def {self.name}({', '.join(self.arguments)}):"), f"    {about}", *self.body])
+
+
+@dataclass
+class Layers:
+    """The functions of a program's runs."""
+
+    names: Names
+    functions: dict[tuple[tuple[str, ...], tuple[str, ...]], Function] = field(default_factory=dict)
+
+    def function(
+        self, like: str, arguments: Sequence[str], lines: Sequence[str], blocks: Iterable[str]
+    ) -> str:
+        """The name of the function with this text: a new one only if the text is new."""
+        key = tuple(arguments), tuple(lines)
+        if key not in self.functions:
+            self.functions[key] = Function(self.names.new(like), *key, [])
+        known = self.functions[key].blocks
+        known += [block for block in blocks if block not in known]
+        return self.functions[key].name
+
+
+@dataclass
+class _Arguments:
+    """The arguments of a function, and of its call in the loop; those of a call may have one value that varies,
+    between two texts."""
+
+    inner: list[str] = field(default_factory=list)
+    outer: list[tuple[str, str | None, str]] = field(default_factory=list)
+
+    def add(self, inner: str, before: str, varies: str | None = None, behind: str = "") -> None:
+        self.inner.append(inner)
+        self.outer.append((before, varies, behind))
+
+    def of_call(self, texts: Mapping[str, str]) -> str:
+        return ", ".join(a + (texts[varies] if varies else "") + b for a, varies, b in self.outer)
+
+
+class Loop:
+    """The lines of a run.  ``stacks``: what it gives, by the name of the list, with the variable of each."""
+
+    def __init__(
+        self,
+        run: Repeated,
+        phase: str,
+        scope: Scope,
+        takes: Sequence[tuple[Taken, str]],
+        gives: Sequence[tuple[str, Stack, str]],
+        layers: Layers,
+    ) -> None:
+        self.run, self.phase, self.scope, self.layers = run, phase, scope, layers
+        self.takes, self.gives = takes, gives
+        self.paths = [_common_path(run.period(k)) for k in range(run.run.times)]
+        self.path = self.paths[1]
+        self.base = base_name(run)
+        self.texts: dict[fx.Node, str] = {}
+        self.numbers: dict[fx.Node, tuple[str, ...]] = {}
+        self.varying: dict[str, Values] = {}
+        self.used: set[str] = {CARRY}
+        self.arguments = _Arguments()
+        self.carried = [slot for slot in run.carried if not run.is_moved(slot)]
+        self.moved = [slot for slot in run.carried if run.is_moved(slot)]
+
+    def lines(self) -> Iterator[Line]:
+        """The loop in its section, with what comes before and after it."""
+        self._of_rank()
+        self._shared()
+        self._numbers()
+        unpacked = self._given()
+        returned, targets, after = self._results()
+        name = self._function(unpacked, returned)
+        times = self.run.run.times
+        heading = comment(_from_to(self.paths))
+        yield from self._before(heading)
+        head, texts = loop_head(times, self.varying)
+        call = f"{name}({self.arguments.of_call(texts)})"
+        left = f"{', '.join(targets)} = " if targets else ""
+        inner = [f"    {left}{call}", *(f"    {text}" for text in after)]
+        reads = [self._outer(slot.nodes[0]) for slot in self.run.slots if slot.source is Source.SHARED]
+        reads += [variable for _, variable in self.takes]
+        yield Line("\n".join([head, *inner]), tuple(x for x in reads if x.isidentifier()), heading)
+        yield from self._behind(heading)
+
+    # Arguments
+
+    def _of_rank(self) -> None:
+        """The rank's tensors: those of a module by their names within it, others one by one."""
+        slots = [slot for slot in self.run.slots if slot.source is Source.OF_RANK]
+        split = {slot: _split([_input(node).name for node in slot.nodes]) for slot in slots}
+        modules = Counter(paths for paths, _ in split.values() if all(paths))
+        module = modules.most_common(1)[0][0] if modules else ()
+        kinds = dict.fromkeys(_input(slot.example).kind for slot in slots if split[slot][0] == module)
+        for kind in sorted(kinds, key=list(CONTAINERS).index):
+            self.varying["at"] = module
+            self.layers.names.uses_within = True
+            self.arguments.add(CONTAINERS[kind], f"within({CONTAINERS[kind]}, ", "at", ")")
+        for slot in slots:
+            kind, (paths, name) = _input(slot.example).kind, split[slot]
+            if paths == module:
+                self.texts[slot.example] = item(kind, name)
+            else:
+                own = self._new(identifier(name or "tensor"))
+                self.varying[own] = tuple(_input(node).name for node in slot.nodes)
+                self.arguments.add(own, f"{CONTAINERS[kind]}[", own, "]")
+                self.texts[slot.example] = own
+
+    def _shared(self) -> None:
+        for slot in self.run.slots:
+            if slot.source is Source.SHARED:
+                outer = self._outer(slot.example)
+                own = "key" if outer == "key" else self._new(self._local(slot.example))
+                self.arguments.add(own, outer)
+                self.texts[slot.example] = own
+
+    def _numbers(self) -> None:
+        """Numbers that differ from period to period; such that differ alike are one argument."""
+        known: dict[tuple[float | int, ...], str] = {}
+        for position, node in enumerate(self.run.body):
+            rows = [free_numbers(self.run.period(k)[position]) for k in range(self.run.run.times)]
+            texts = []
+            for values in zip(*rows, strict=True):
+                if len(set(map(repr, values))) == 1:
+                    texts.append(number(values[0]))
+                    continue
+                offset = values[0] if isinstance(values[0], int) else 0
+                alike = tuple(value - offset for value in values)
+                if alike not in known:
+                    own = self._new("position" if isinstance(values[0], int) else "number")
+                    self.varying[own] = values
+                    self.arguments.add(own, "", own)
+                    known[alike] = own
+                ahead = offset - int(self.varying[known[alike]][0]) if isinstance(values[0], int) else 0
+                texts.append(known[alike] + (f" + {ahead}" if ahead else ""))
+            if rows[0]:
+                self.numbers[node] = tuple(texts)
+
+    def _given(self) -> list[tuple[str, list[str]]]:
+        """The lists that the function unpacks: name, and the names of its values."""
+        for slot in self.carried:
+            own = self.texts[slot.example] = self._new(self._prefix(slot.example) + f"{self.base}_in")
+            self.arguments.add(own, self._final(slot))
+        unpacked: list[tuple[str, list[str]]] = []
+        if self.moved:
+            for slot in self.moved:
+                self.texts[slot.example] = self._new(self._prefix(slot.example) + f"{self.base}_in")
+            self.arguments.add(CARRY, CARRY)
+            unpacked.append((CARRY, [self.texts[slot.example] for slot in self.moved]))
+        for taken, stack in self.takes:
+            for slot in taken.slots:
+                self.texts[slot.example] = self._new(self._local(slot.example))
+            own = self._new(taken.container)
+            self.arguments.add(own, f"{stack}.pop()")
+            unpacked.append((own, [self.texts[slot.example] for slot in taken.slots]))
+        return unpacked
+
+    def _results(self) -> tuple[list[str], list[str], list[str]]:
+        """What the function returns, the variables that get it, and what the loop does with those."""
+        for node in self.run.body:
+            if node.target in (offload, reload):
+                self.texts[node] = self.texts[node.all_input_nodes[0]]
+            else:
+                self.texts[node] = self._new(self._local(node))
+        returned = [self._result(slot.result) for slot in self.carried]
+        targets = [self._final(slot) for slot in self.carried]
+        if self.moved:
+            returned.append(f"[{', '.join(self._result(slot.result) for slot in self.moved)}]")
+            targets.append(CARRY)
+        after = []
+        for container, stack, name in self.gives:
+            returned.append(f"[{', '.join(self._result(j) for j in stack.positions)}]")
+            target = container or "collected"
+            target += f"_{len(targets)}" if target in targets else ""
+            targets.append(target)
+            after.append(f"{name}.append({target})")
+        return returned, targets, after
+
+    def _function(self, unpacked: list[tuple[str, list[str]]], returned: list[str]) -> str:
+        scope = Scope(self.scope.names, self.texts, self.numbers)
+        lines = [Line(text) for name, own in unpacked for text in _unpacking(own, name)]
+        lines += node_lines(self.run.body, scope, self._place)
+        own = {name for _, names in unpacked for name in names} | {self.texts[n] for n in self.run.body}
+        positions = {slot.result for slot in self.run.carried}
+        positions |= {j for _, stack, _ in self.gives for j in stack.positions}
+        kept = {self._result(j) for j in positions}
+        deletable = [Line(x.text, tuple(r for r in x.reads if r in own), x.heading) for x in lines]
+        text = [wrapped(line) for line in body(deletable, kept)]
+        if returned:
+            text.append(wrapped(f"    return {', '.join(returned)}"))
+        return self.layers.function(f"{self.base}_{self.phase}", self.arguments.inner, text, self.paths)
+
+    # In the section
+
+    def _before(self, heading: str) -> Iterator[Line]:
+        for slot in self.carried:
+            first, final = self._outer(slot.nodes[0]), self._final(slot)
+            yield Line(f"{final} = {first}", (first,) if first.isidentifier() else (), heading)
+        if self.moved:
+            first = [self._outer(slot.nodes[0]) for slot in self.moved]
+            yield Line(f"{CARRY} = [{', '.join(first)}]", tuple(x for x in first if x.isidentifier()), heading)
+        for _, _, name in self.gives:
+            yield Line(f"{name} = []", (), heading)
+
+    def _behind(self, heading: str) -> Iterator[Line]:
+        if self.moved:
+            yield Line(f"{', '.join(map(self._final, self.moved))}, = {CARRY}", (CARRY,), heading)
+        for container, stack, name in self.gives:
+            if not container:
+                records = (f"({', '.join(map(variable, record))},)" for record in stack.records)
+                yield Line(f"{', '.join(records)}, = {name}", (name,), heading)
+
+    def _final(self, slot: Slot) -> str:
+        """The variable of a carried value in the section: that of the last period's result."""
+        return self.scope.text(self.run.results(slot.result)[-1])
+
+    def _outer(self, node: fx.Node) -> str:
+        return self.scope.text(node)
+
+    # Names
+
+    def _result(self, position: int) -> str:
+        return self.texts[self.run.body[position]]
+
+    def _new(self, name: str) -> str:
+        found = name = variable(name)
+        number = 1
+        while found in self.used:
+            found, number = f"{name}_{number}", number + 1
+        self.used.add(found)
+        return found
+
+    def _local(self, node: fx.Node) -> str:
+        """The name of a node without the path of the period's module."""
+        origin = node.meta.get("origin") or Origin()
+        name, words = node.name, origin.path.split(".") if origin.path else []
+        bare = name.removeprefix("d_")
+        known = (identifier(".".join(words[k:])) for k in range(len(words)))
+        prefix = next((word for word in known if bare.startswith(f"{word}_")), None)
+        if prefix is None:
+            return name
+        within = origin.path.removeprefix(self.path).strip(".") if origin.path.startswith(self.path) else prefix
+        return f"{self._prefix(node)}{identifier(within) if within else self.base}{bare[len(prefix):]}"
+
+    @staticmethod
+    def _prefix(node: fx.Node) -> str:
+        return "d_" if node.name.startswith("d_") else ""
+
+    def _place(self, origin: Origin) -> str:
+        if not origin.path and not origin.source:
+            return "autograd"
+        path = origin.path
+        if self.path and (path + ".").startswith(f"{self.path}."):
+            path = path[len(self.path) :] or self.base
+        return f"{path}  {source_line(origin)}".rstrip()
+
+
+def _unpacking(names: Sequence[str], container: str) -> list[str]:
+    return [f"{', '.join(names)}{',' if len(names) == 1 else ''} = {container}", f"{container}.clear()"]
+
+
+def base_name(run: Repeated) -> str:
+    """The name of the modules of a run, without their number: ``blocks``."""
+    words = [word for word in _common_path(run.body).split(".") if word and not word.isdigit()]
+    return identifier(words[-1]) if words else "block"
+
+
+def _input(node: fx.Node) -> Input:
+    given: Input = node.meta["input"]
+    return given
+
+
+def _split(names: Sequence[str]) -> tuple[tuple[str, ...], str]:
+    """Names as paths of modules, and the name within a module that all of them end with."""
+    words = [name.split(".") for name in names]
+    backwards = zip(*(reversed(own) for own in words), strict=False)
+    common = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, backwards))
+    return tuple(".".join(own[: len(own) - common]) for own in words), ".".join(words[0][len(words[0]) - common :])
+
+
+def _common_path(nodes: Iterable[fx.Node]) -> str:
+    """The innermost module around all nodes of a module."""
+    paths = [node.meta["origin"].path.split(".") for node in nodes if node.meta["origin"].path]
+    common = takewhile(lambda column: len(set(column)) == 1, zip(*paths, strict=False))
+    return ".".join(column[0] for column in common)
+
+
+def _from_to(paths: Sequence[str]) -> str:
+    first, last = (path or "the model itself" for path in (paths[0], paths[-1]))
+    return first if first == last else f"{first} … {last}"

@@ -1,0 +1,127 @@
+"""The lists in which values pass between two phases of a stage, where one phase repeats.
+
+What a period of a run gives for a list is one *record*, a list of its own; the records of a run are a *stack*.
+A run that takes values takes a record a period.  Where the periods of both agree, the receiver takes the stack as
+it is; other records are unpacked, and made anew.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fxpipe.codegen.outline import LATER, Repeated, Slot, Source
+
+
+@dataclass(frozen=True, eq=False)
+class Stack:
+    """``positions``: of the values of a record, in a period of ``run``.  ``records``: their names, by period."""
+
+    run: Repeated
+    positions: tuple[int, ...]
+
+    @property
+    def records(self) -> list[tuple[str, ...]]:
+        periods = (self.run.period(k) for k in range(self.run.run.times))
+        return [tuple(period[j].name for j in self.positions) for period in periods]
+
+
+Layout = tuple["str | Stack", ...]
+"""The entries of a list: values by name, and stacks."""
+
+
+@dataclass(frozen=True, eq=False)
+class Taken:
+    """What the periods of a run take from a list, one record each.
+
+    ``slots``: in the order of a record.  ``stack``: that has the records of the periods ``first`` to ``last``, in
+    the order of the periods if ``ascending``.
+    """
+
+    run: Repeated
+    container: str
+    slots: tuple[Slot, ...]
+    stack: Stack | None = None
+    first: int = 0
+    last: int = -1
+    ascending: bool = False
+
+    def record(self, period: int) -> tuple[str, ...]:
+        return tuple(slot.nodes[period].name for slot in self.slots)
+
+
+def layout(values: Sequence[str], container: str, runs: Iterable[Repeated], takers: Iterable[Repeated]) -> Layout:
+    """The entries of a list.  ``runs``: of the section that gives it; ``takers``: of the section that takes it."""
+    takes: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+    for number, taker in enumerate(takers):
+        for slot in taker.slots:
+            for period, node in enumerate(slot.nodes):
+                if slot.source is Source.LISTED:
+                    takes[node.name].append((number, period))
+    stacks: list[Stack] = []
+    for run in runs:
+        together: defaultdict[Any, list[int]] = defaultdict(list)
+        for position, given in run.given.items():
+            if container in given:
+                together[_relation([takes[node.name] for node in run.results(position)])].append(position)
+        stacks += [Stack(run, tuple(positions)) for positions in together.values()]
+    stacked = {name for stack in stacks for record in stack.records for name in record}
+    return (*(name for name in values if name not in stacked), *stacks)
+
+
+def later(run: Repeated) -> tuple[int, ...]:
+    """The positions of the values that are used behind the run and are not carried."""
+    carried = {slot.result for slot in run.carried}
+    return tuple(j for j, given in run.given.items() if LATER in given and j not in carried)
+
+
+def _relation(takes: list[list[tuple[int, int]]]) -> Any:
+    """How the periods that take a value, by the period that gives it, follow from that."""
+    pairs = [(k, *found[0]) for k, found in enumerate(takes) if len(found) == 1]
+    if not pairs or any(len(found) > 1 for found in takes) or len({taker for _, taker, _ in pairs}) > 1:
+        return None
+    for sign in (-1, 1):
+        if len({period + sign * k for k, _, period in pairs}) == 1:
+            return pairs[0][1], sign, pairs[0][2] + sign * pairs[0][0]
+    return None
+
+
+def taken(run: Repeated, layouts: Mapping[str, Layout]) -> tuple[Taken, ...]:
+    """The records that a run takes.  ``layouts``: of the lists that its section takes."""
+    entries = {name: stack for stack in _stacks(layouts) for record in stack.records for name in record}
+    together: defaultdict[tuple[str, Stack | None], list[Slot]] = defaultdict(list)
+    for slot in run.slots:
+        if slot.source is Source.LISTED:
+            found = Counter(entries.get(node.name) for node in slot.nodes)
+            together[slot.container, found.most_common(1)[0][0]].append(slot)
+    return tuple(_taken(run, name, stack, tuple(slots)) for (name, stack), slots in together.items())
+
+
+def _stacks(layouts: Mapping[str, Layout]) -> Iterator[Stack]:
+    return (entry for found in layouts.values() for entry in found if isinstance(entry, Stack))
+
+
+def _taken(run: Repeated, container: str, stack: Stack | None, slots: tuple[Slot, ...]) -> Taken:
+    """With the stack, if it has the records of consecutive periods."""
+    built = Taken(run, container, slots)
+    if stack is None:
+        return built
+    numbers = {record: k for k, record in enumerate(map(frozenset, stack.records))}
+    found = [numbers.get(frozenset(built.record(k))) for k in range(run.run.times)]
+    have = [k for k, number in enumerate(found) if number is not None]
+    if not have or have != list(range(have[0], have[-1] + 1)):
+        return built
+    of_stack = [number for number in found if number is not None]
+    steps = {b - a for a, b in zip(of_stack, of_stack[1:], strict=False)} or {-1}
+    flat = {name for record in stack.records for name in record}
+    if steps not in ({1}, {-1}) or any(
+        not flat.isdisjoint(built.record(k)) for k, number in enumerate(found) if number is None
+    ):
+        return built
+    order = {name: j for j, name in enumerate(stack.records[of_stack[0]])}
+    ordered = tuple(sorted(slots, key=lambda slot: order[slot.nodes[have[0]].name]))
+    direct = Taken(run, container, ordered, stack, have[0], have[-1], steps == {1})
+    agree = all(direct.record(k) == stack.records[number] for k, number in zip(have, of_stack, strict=True))
+    return direct if agree else built

@@ -1,0 +1,199 @@
+"""Analyses the runs of a section: what each period takes from outside of itself, and what it gives.
+
+The periods of a run are calls of one function.  What all periods take alike is written into the function or
+given to each; what a period takes of the one before is *carried*; tensors of the rank (parameters, …), and the
+values that another phase of the stage computed, differ from period to period.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from torch import fx
+
+from fxpipe.codegen.repeats import Run, leaves, repeats
+from fxpipe.ir.graph import Kind, Section
+from fxpipe.ir.storage import call_nodes
+
+_OF_RANK = {Kind.PARAMETER, Kind.CAST, Kind.BUFFER, Kind.CONSTANT, Kind.GRADIENT}
+_LISTED = {Kind.VALUE, Kind.OFFLOADED}
+LATER = ""  # the use of a value behind its run, in place of a list's name
+
+
+class Source(StrEnum):
+    SHARED = "shared"  # the same node for all periods
+    CARRIED = "carried"  # computed by the period before; for the first, before the run
+    OF_RANK = "of the rank"  # one of the rank's tensors
+    LISTED = "listed"  # a value of another phase of the stage
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A value that the periods of a run take from outside of themselves.
+
+    ``nodes``: by period.  ``result``: of a carried one, its position in the period that computes it.
+    ``container``: of a listed one, the name of its list.
+    """
+
+    source: Source
+    nodes: tuple[fx.Node, ...]
+    result: int = -1
+    container: str = ""
+
+    @property
+    def example(self) -> fx.Node:
+        """The node in the second period, the first that all others are like."""
+        return self.nodes[1]
+
+
+@dataclass(frozen=True, eq=False)
+class Repeated:
+    """A run with its ``slots`` in order of use, and ``given``: by position in a period, the lists in which its
+    value travels, and whether it is used behind the run (``LATER``).
+    """
+
+    nodes: Sequence[fx.Node]
+    run: Run
+    slots: tuple[Slot, ...]
+    given: Mapping[int, frozenset[str]]
+
+    def period(self, number: int) -> Sequence[fx.Node]:
+        begin = self.run.begin + number * self.run.period
+        return self.nodes[begin : begin + self.run.period]
+
+    @property
+    def body(self) -> Sequence[fx.Node]:
+        """The period that stands for all: the second, since the first takes no values of another."""
+        return self.period(1)
+
+    def results(self, position: int) -> tuple[fx.Node, ...]:
+        """The nodes at a position, by period."""
+        return tuple(self.period(k)[position] for k in range(self.run.times))
+
+    @cached_property
+    def carried(self) -> tuple[Slot, ...]:
+        return tuple(slot for slot in self.slots if slot.source is Source.CARRIED)
+
+    def is_moved(self, slot: Slot) -> bool:
+        """Whether a carried value is used by the next period alone, which may then free it."""
+        return not self.given[slot.result]
+
+
+class Analysis:
+    """Of one section: ``lists_in`` and ``lists_out`` are the lists of its signature, by value."""
+
+    def __init__(
+        self, section: Section, lists_in: Mapping[str, str], lists_out: Mapping[str, tuple[str, ...]]
+    ) -> None:
+        self.nodes = call_nodes(section.graph)
+        self.index = {node: k for k, node in enumerate(self.nodes)}
+        self.lists_in = lists_in
+        self.lists_out = lists_out
+        (returned,) = section.graph.output_node().args
+        named = list(zip(returned, section.outputs, strict=True))  # type: ignore[arg-type]
+        #: What is returned beside the lists.
+        self.leaving = {n for n, v in named if v.name not in lists_out or v.kind not in _LISTED}
+
+    def runs(self) -> list[Repeated]:
+        return [self._repeated(run) for run in repeats(self.nodes, self._times)]  # type: ignore[misc]
+
+    def _times(self, run: Run) -> int:
+        """The periods that can be written as calls of one function."""
+        while run.times > 1:
+            found = self._repeated(run)
+            if isinstance(found, Repeated):
+                return run.times
+            run = run._replace(times=found)
+        return 0
+
+    def _repeated(self, run: Run) -> Repeated | int:
+        """The run, or the number of its periods that are alike."""
+        slots: dict[tuple[fx.Node, ...], Slot] = {}
+        for position in range(run.period):
+            rows = [list(_operands(self.nodes[run.begin + k * run.period + position])) for k in range(run.times)]
+            for nodes in zip(*rows, strict=True):
+                slot = self._slot(run, nodes)
+                if isinstance(slot, int):
+                    return slot
+                if slot is not None:
+                    slots[nodes] = slot
+        if len({slot.example for slot in slots.values()}) < len(slots):
+            return 0  # two that differ in the first period alone
+        carried = {slot.result for slot in slots.values() if slot.source is Source.CARRIED}
+        given = {}
+        for position in range(run.period):
+            uses = [self._uses(run, k, position) for k in range(run.times)]
+            if position in carried:
+                *uses, last = uses  # there behind the run, for any use
+                if last is None or uses[0] is None or not last | {LATER} >= uses[0]:
+                    return run.times - 1
+            alike = next((k for k, use in enumerate(uses) if use is None or use != uses[0]), None)
+            if alike is not None:
+                return alike
+            given[position] = uses[0] or frozenset()
+        return Repeated(self.nodes, run, tuple(slots.values()), given)
+
+    def _slot(self, run: Run, nodes: tuple[fx.Node, ...]) -> Slot | int | None:
+        """A value by period; None if each period computes its own; the number of periods that are alike."""
+        places = [self._place(run, k, node) for k, node in enumerate(nodes)]
+        period, result = places[1]
+        if period == 1 or places[0][0] == 0:
+            alike = _until(k for k, (own, where) in enumerate(places) if (own - k, where) != (0, result))
+            return alike
+        if all(node is nodes[0] for node in nodes):
+            return Slot(Source.SHARED, nodes)
+        if period == 0:
+            alike = _until(
+                k for k, (own, where) in enumerate(places) if k and (own - k, where) != (-1, result)
+            )
+            return Slot(Source.CARRIED, nodes, result) if alike is None else alike
+        kinds = [self._kind(node) for node in nodes]
+        alike = _until(k for k, kind in enumerate(kinds) if kind is None or kind != kinds[0])
+        if alike is not None:
+            return alike or next(k for k, node in enumerate(nodes) if node is not nodes[0])
+        if isinstance(kinds[0], Kind):
+            return Slot(Source.OF_RANK, nodes)
+        return Slot(Source.LISTED, nodes, container=kinds[0] or "")
+
+    def _place(self, run: Run, period: int, node: fx.Node) -> tuple[int, int]:
+        """The period that computes a node, and its position there; -2 for a node outside of the run."""
+        where = self.index.get(node, -1) - run.begin
+        if not 0 <= where < run.period * run.times:
+            return -2, 0
+        return divmod(where, run.period)
+
+    def _kind(self, node: fx.Node) -> Kind | str | None:
+        """The kind of a tensor of the rank, the name of a value's list, or None."""
+        if node.op != "placeholder":
+            return None
+        if node.name in self.lists_in:
+            return self.lists_in[node.name]
+        given = node.meta.get("input")
+        return given.kind if given is not None and given.kind in _OF_RANK else None
+
+    def _uses(self, run: Run, period: int, position: int) -> frozenset[str] | None:
+        """The uses of a period's value outside of it and of the next one; None if there is one in another."""
+        node = self.nodes[run.begin + period * run.period + position]
+        found = set(self.lists_out.get(node.name, ()))
+        if node in self.leaving:
+            found.add(LATER)
+        for user in node.users:
+            if user.op == "output":
+                continue
+            where, _ = self._place(run, period, user)
+            if where == -2:
+                found.add(LATER)
+            elif where not in (period, period + 1):
+                return None
+        return frozenset(found)
+
+
+def _operands(node: fx.Node) -> Iterator[fx.Node]:
+    return (x for x in leaves(node) if isinstance(x, fx.Node))
+
+
+def _until(unlike: Iterator[int]) -> int | None:
+    return next(unlike, None)

@@ -1,0 +1,140 @@
+"""Finds runs of nodes that repeat: the layers of a model, in the code of a section.
+
+Two nodes are *alike* if their ops, their literals but for some numbers, and the shapes and dtypes of operands and
+results agree.  A *run* is a stretch of nodes that are alike to those one *period* later, for at least two periods.
+Module names play no part in it, but that of all rotations of a run one is preferred that begins at the border
+of a module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import fx
+
+from fxpipe.runtime.program.random import keyed
+
+#: Fewest nodes that a run must save: below, a function and a loop are longer than what they replace.
+FEWEST = 8
+
+
+class Run(NamedTuple):
+    """``times`` periods of ``period`` nodes from the position ``begin`` on."""
+
+    begin: int
+    period: int
+    times: int
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.period * self.times
+
+
+_Tokens = npt.NDArray[np.int64]
+Check = Callable[[Run], int]
+"""The number of periods of a run, from its first on, that can be written as calls of one function."""
+
+
+def repeats(nodes: Sequence[fx.Node], check: Check) -> list[Run]:
+    """The runs that do not overlap and save most nodes, in order."""
+    numbers: dict[Any, int] = {}
+    tokens = np.array([numbers.setdefault(_token(n), len(numbers)) for n in nodes], dtype=np.int64)
+    return sorted(_best(nodes, tokens, Run(0, len(nodes), 1), check))
+
+
+def _best(nodes: Sequence[fx.Node], tokens: _Tokens, within: Run, check: Check) -> Iterator[Run]:
+    """The best run within a stretch of nodes, and then those beside it."""
+    for run in _candidates(tokens, within.begin, within.end):
+        for rotated in _rotations(nodes, tokens, run, within.end):
+            times = check(rotated)
+            if times > 1 and (times - 1) * run.period >= FEWEST:
+                found = rotated._replace(times=times)
+                yield found
+                yield from _best(nodes, tokens, Run(within.begin, found.begin - within.begin, 1), check)
+                yield from _best(nodes, tokens, Run(found.end, within.end - found.end, 1), check)
+                return
+
+
+def _candidates(tokens: _Tokens, begin: int, end: int) -> list[Run]:
+    """Runs of equal tokens: first those that save most, of those the shortest periods."""
+    found = []
+    for period in range(2, (end - begin) // 2 + 1):
+        same = tokens[begin : end - period] == tokens[begin + period : end]
+        edges = np.flatnonzero(np.diff(np.concatenate(([False], same, [False])).astype(np.int8)))
+        for start, stop in edges.reshape(-1, 2):
+            times = int(stop - start) // period + 1
+            if (times - 1) * period >= FEWEST:
+                found.append(Run(begin + int(start), period, times))
+    return sorted(found, key=lambda run: (-(run.times - 1) * run.period, run.period, run.begin))
+
+
+def _rotations(nodes: Sequence[fx.Node], tokens: _Tokens, run: Run, end: int) -> Iterator[Run]:
+    """The same run from other positions of its first period: first those at the border of a module, if they
+    lose at most one period."""
+    alike = run.begin
+    while alike + run.period < end and tokens[alike] == tokens[alike + run.period]:
+        alike += 1
+    rotated = []
+    for begin in range(run.begin, min(run.begin + run.period, alike)):
+        times = (alike - begin) // run.period + 1
+        if times >= max(2, run.times - 1):
+            rotated.append((_depth(nodes, begin), -times, begin))
+    return (Run(begin, run.period, -times) for _, times, begin in sorted(rotated))
+
+
+def _depth(nodes: Sequence[fx.Node], position: int) -> int:
+    """The number of modules around both the node and the one before it."""
+    if position == 0:
+        return 0
+    before, after = (nodes[k].meta["origin"].path.split(".") for k in (position - 1, position))
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
+
+
+def free_numbers(node: fx.Node) -> list[float | int]:
+    """The numbers among the arguments in which alike nodes may differ, in the order of a call: floats, and the
+    position of a random op."""
+    position: list[Any] = [node.args[1]] if node.target is keyed else []
+    return position + [x for x in leaves(node) if isinstance(x, float)]
+
+
+def leaves(node: fx.Node) -> Iterator[Any]:
+    """The arguments of a node, those in lists one by one."""
+    todo = [*node.args, *node.kwargs.values()][::-1]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, (list, tuple)):
+            todo += value[::-1]
+        else:
+            yield value
+
+
+def _token(node: fx.Node) -> Any:
+    is_random = node.target is keyed
+    args = (int if is_random and k == 1 else _fixed(x) for k, x in enumerate(node.args))
+    kwargs = ((name, _fixed(x)) for name, x in node.kwargs.items())
+    return node.target, _layout(node.meta.get("val")), *args, *kwargs
+
+
+def _fixed(value: Any) -> Any:
+    """What must agree of an argument."""
+    match value:
+        case fx.Node():
+            return _layout(value.meta.get("val"))
+        case list() | tuple():
+            return tuple(map(_fixed, value))
+        case float():
+            return float
+    return type(value), value
+
+
+def _layout(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_layout, value))
+    return type(value)
