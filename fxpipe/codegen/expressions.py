@@ -100,8 +100,8 @@ def _alias(op: str, overload: str) -> str:
 class Scope:
     """How the values of nodes are called in a function.
 
-    ``names``: the aliases of ops, of the whole program.  ``texts``: values that are not called by their node's
-    name.  ``numbers``: by node, the expressions for its :func:`.free_numbers`.
+    ``names``: the aliases of ops, of the whole program.  ``texts``: of values that are not called by the name
+    of their node.  ``numbers``: by node, the expressions for its :func:`.free_numbers`.
     """
 
     names: Names

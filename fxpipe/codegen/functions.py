@@ -17,8 +17,8 @@ from torch import fx
 
 from fxpipe.codegen.expressions import CONTAINERS, Names, Scope, variable
 from fxpipe.codegen.layers import Layers, Loop, base_name
-from fxpipe.codegen.lines import Line, body
-from fxpipe.codegen.lists import Layout, Stack, Taken, later, layout, taken
+from fxpipe.codegen.lines import Line, body, unpacking
+from fxpipe.codegen.lists import Layout, Stack, Taken, layout, taken
 from fxpipe.codegen.nodes import node_lines, place
 from fxpipe.codegen.outline import Analysis, Repeated
 from fxpipe.codegen.wrapping import wrapped
@@ -175,7 +175,7 @@ class _Function:
             yield from self._sliced(name, singles, stacks)
         else:
             names = [*singles, *(self.lists.variable(stack, name) for stack in stacks)]
-            yield Line(f"{', '.join(names)}{',' if len(names) == 1 else ''} = {name}")
+            yield Line(unpacking(names, name))
             yield Line(f"{name}.clear()")
         for stack in stacks:
             yield from self._leftover(stack, self.lists.variable(stack, name))
@@ -183,7 +183,7 @@ class _Function:
     def _sliced(self, name: str, singles: Sequence[str], stacks: Sequence[Stack]) -> Iterator[Line]:
         begin = len(singles)
         if singles:
-            yield Line(f"{', '.join(singles)}{',' if begin == 1 else ''} = {name}[:{begin}]")
+            yield Line(unpacking(singles, f"{name}[:{begin}]"))
         for stack in stacks:
             size, end = len(stack.positions), begin + len(stack.positions) * len(stack.records)
             slices = f"[{name}[k : k + {size}] for k in range({begin}, {end}, {size})]"
@@ -193,19 +193,18 @@ class _Function:
 
     def _leftover(self, stack: Stack, variable: str) -> Iterator[Line]:
         """Unpack the records that the run which takes the stack does not take."""
-        taker = next((each for each in self._taken() if each.stack is stack), None)
-        numbers = {} if taker is None else {name: k for k, record in enumerate(stack.records) for name in record}
-        own = {numbers[taker.record(k)[0]] for k in range(taker.first, taker.last + 1)} if taker else set()
+        direct = [each for each in self._taken() if each.stack is stack]
+        numbers = {name: k for k, record in enumerate(stack.records) for name in record}
+        own = [numbers[each.record(k)[0]] for each in direct for k in range(each.first, each.last + 1)]
         for number, record in reversed(list(enumerate(stack.records))):
             if number > max(own, default=-1):
                 yield self._popped(record, f"{variable}.pop()")
         for number, record in enumerate(stack.records):
-            if own and number < min(own):
+            if number < min(own, default=0):
                 yield self._popped(record, f"{variable}.pop(0)")
 
     def _popped(self, record: Sequence[str], popped: str) -> Line:
-        names = ", ".join(map(self._text, record))
-        return Line(f"{names}{',' if len(record) == 1 else ''} = {popped}", (popped.partition(".")[0],))
+        return Line(unpacking([self._text(name) for name in record], popped), (popped.partition(".")[0],))
 
     def _stacked(self, taken: Taken) -> Iterator[Line]:
         """Bring the records that a run takes into the order in which it pops them."""
@@ -249,8 +248,8 @@ class _Function:
             for entry in self.lists.layouts[self.section.stage, name]
             if isinstance(entry, Stack) and entry.run is run
         ]
-        if positions := later(run):
-            stack = Stack(run, positions)
+        if run.later:
+            stack = Stack(run, run.later)
             gives.append(("", stack, self.lists.variable(stack, "")))
         phase = PHASE_NAMES[self.section.phase]
         yield from Loop(run, phase, self.scope, takes, gives, self.layers).lines()

@@ -14,16 +14,17 @@ Runs whose functions have the same text share one, in all sections of a program.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import chain, count, takewhile
 
 from torch import fx
 
 from fxpipe.codegen.expressions import CONTAINERS, Names, Scope, item, number, variable
-from fxpipe.codegen.lines import Line, body
-from fxpipe.codegen.lists import Stack, Taken, later
+from fxpipe.codegen.lines import Line, body, unpacking
+from fxpipe.codegen.lists import Stack, Taken
 from fxpipe.codegen.nodes import node_lines, source_line
 from fxpipe.codegen.outline import Repeated, Slot, Source
 from fxpipe.codegen.repeats import free_numbers
@@ -46,7 +47,9 @@ class Function:
 
     def source(self) -> str:
         about = comment(_from_to(self.blocks))
-        return "\n".join([wrapped(f"def {self.name}({', '.join(self.arguments)}):"), f"    {about}", *self.body])
+        return "\n".join(
+            [wrapped(f"def {self.name}({', '.join(self.arguments)}):"), f"    {about}", *self.body]
+        )
 
 
 @dataclass
@@ -70,8 +73,7 @@ class Layers:
 
 @dataclass
 class _Arguments:
-    """The arguments of a function, and of its call in the loop; those of a call may have one value that varies,
-    between two texts."""
+    """The arguments of a function, and of its call in the loop: texts around a value that may vary."""
 
     inner: list[str] = field(default_factory=list)
     outer: list[tuple[str, str | None, str]] = field(default_factory=list)
@@ -147,7 +149,7 @@ class Loop:
             if paths == module:
                 self.texts[slot.example] = item(kind, name)
             else:
-                own = self._new(identifier(name or "tensor"))
+                own = self._new(identifier(name or re.sub(r"\d+", "", paths[0].rpartition(".")[2])))
                 self.varying[own] = tuple(_input(node).name for node in slot.nodes)
                 self.arguments.add(own, f"{CONTAINERS[kind]}[", own, "]")
                 self.texts[slot.example] = own
@@ -196,7 +198,7 @@ class Loop:
         for taken, stack in self.takes:
             for slot in taken.slots:
                 self.texts[slot.example] = self._new(self._local(slot.example))
-            own = self._new(taken.container)
+            own = self._unused(taken.container)
             self.arguments.add(own, f"{stack}.pop()")
             unpacked.append((own, [self.texts[slot.example] for slot in taken.slots]))
         return unpacked
@@ -217,14 +219,15 @@ class Loop:
         for container, stack, name in self.gives:
             returned.append(f"[{', '.join(self._result(j) for j in stack.positions)}]")
             target = container or "collected"
-            target += f"_{len(targets)}" if target in targets else ""
+            times = sum(1 for x in targets if x.startswith(target)) + 1
+            target += f"_{times}" if times > 1 else ""
             targets.append(target)
             after.append(f"{name}.append({target})")
         return returned, targets, after
 
     def _function(self, unpacked: list[tuple[str, list[str]]], returned: list[str]) -> str:
         scope = Scope(self.scope.names, self.texts, self.numbers)
-        lines = [Line(text) for name, own in unpacked for text in _unpacking(own, name)]
+        lines = [Line(text) for name, own in unpacked for text in (unpacking(own, name), f"{name}.clear()")]
         lines += node_lines(self.run.body, scope, self._place)
         own = {name for _, names in unpacked for name in names} | {self.texts[n] for n in self.run.body}
         positions = {slot.result for slot in self.run.carried}
@@ -243,18 +246,19 @@ class Loop:
             first, final = self._outer(slot.nodes[0]), self._final(slot)
             yield Line(f"{final} = {first}", (first,) if first.isidentifier() else (), heading)
         if self.moved:
-            first = [self._outer(slot.nodes[0]) for slot in self.moved]
-            yield Line(f"{CARRY} = [{', '.join(first)}]", tuple(x for x in first if x.isidentifier()), heading)
+            given = [self._outer(slot.nodes[0]) for slot in self.moved]
+            variables = tuple(text for text in given if text.isidentifier())
+            yield Line(f"{CARRY} = [{', '.join(given)}]", variables, heading)
         for _, _, name in self.gives:
             yield Line(f"{name} = []", (), heading)
 
     def _behind(self, heading: str) -> Iterator[Line]:
         if self.moved:
-            yield Line(f"{', '.join(map(self._final, self.moved))}, = {CARRY}", (CARRY,), heading)
+            yield Line(unpacking([self._final(slot) for slot in self.moved], CARRY), (CARRY,), heading)
         for container, stack, name in self.gives:
             if not container:
-                records = (f"({', '.join(map(variable, record))},)" for record in stack.records)
-                yield Line(f"{', '.join(records)}, = {name}", (name,), heading)
+                records = [f"({', '.join(map(variable, record))},)" for record in stack.records]
+                yield Line(unpacking(records, name), (name,), heading)
 
     def _final(self, slot: Slot) -> str:
         """The variable of a carried value in the section: that of the last period's result."""
@@ -269,10 +273,11 @@ class Loop:
         return self.texts[self.run.body[position]]
 
     def _new(self, name: str) -> str:
-        found = name = variable(name)
-        number = 1
-        while found in self.used:
-            found, number = f"{name}_{number}", number + 1
+        return self._unused(variable(name))
+
+    def _unused(self, name: str) -> str:
+        numbered = (f"{name}_{number}" for number in count(2))
+        found = next(text for text in chain([name], numbered) if text not in self.used)
         self.used.add(found)
         return found
 
@@ -285,8 +290,10 @@ class Loop:
         prefix = next((word for word in known if bare.startswith(f"{word}_")), None)
         if prefix is None:
             return name
-        within = origin.path.removeprefix(self.path).strip(".") if origin.path.startswith(self.path) else prefix
-        return f"{self._prefix(node)}{identifier(within) if within else self.base}{bare[len(prefix):]}"
+        within = (
+            origin.path.removeprefix(self.path).strip(".") if origin.path.startswith(self.path) else prefix
+        )
+        return f"{self._prefix(node)}{identifier(within) if within else self.base}{bare[len(prefix) :]}"
 
     @staticmethod
     def _prefix(node: fx.Node) -> str:
@@ -295,14 +302,15 @@ class Loop:
     def _place(self, origin: Origin) -> str:
         if not origin.path and not origin.source:
             return "autograd"
-        path = origin.path
-        if self.path and (path + ".").startswith(f"{self.path}."):
-            path = path[len(self.path) :] or self.base
+        within = self._within(origin.path)
+        path = origin.path if within is None else f".{within}" if within else self.base
         return f"{path}  {source_line(origin)}".rstrip()
 
-
-def _unpacking(names: Sequence[str], container: str) -> list[str]:
-    return [f"{', '.join(names)}{',' if len(names) == 1 else ''} = {container}", f"{container}.clear()"]
+    def _within(self, path: str) -> str | None:
+        """A module's path within that of the period; None for one outside."""
+        if path == self.path:
+            return ""
+        return path.removeprefix(f"{self.path}.") if path.startswith(f"{self.path}.") else None
 
 
 def base_name(run: Repeated) -> str:
@@ -321,7 +329,9 @@ def _split(names: Sequence[str]) -> tuple[tuple[str, ...], str]:
     words = [name.split(".") for name in names]
     backwards = zip(*(reversed(own) for own in words), strict=False)
     common = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, backwards))
-    return tuple(".".join(own[: len(own) - common]) for own in words), ".".join(words[0][len(words[0]) - common :])
+    return tuple(".".join(own[: len(own) - common]) for own in words), ".".join(
+        words[0][len(words[0]) - common :]
+    )
 
 
 def _common_path(nodes: Iterable[fx.Node]) -> str:

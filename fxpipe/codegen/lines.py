@@ -1,4 +1,4 @@
-"""Lines of a generated function, with the variables that each reads; those are deleted after their last line."""
+"""Lines of a generated function, with the variables that each reads, to delete these after their last use."""
 
 from __future__ import annotations
 
@@ -35,6 +35,11 @@ def body(lines: Sequence[Line], kept: Iterable[str]) -> list[str]:
         found += line.text.split("\n") if line.text else []
         dead += [name for name in line.reads if last.get(name) is line]
     return [f"    {text}" for text in found + _deletion(dead)]
+
+
+def unpacking(names: Sequence[str], value: str) -> str:
+    """``a, b = value``."""
+    return f"({names[0]},) = {value}" if len(names) == 1 else f"{', '.join(names)} = {value}"
 
 
 def _deletion(dead: Sequence[str]) -> list[str]:

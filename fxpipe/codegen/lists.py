@@ -1,8 +1,8 @@
 """The lists in which values pass between two phases of a stage, where one phase repeats.
 
-What a period of a run gives for a list is one *record*, a list of its own; the records of a run are a *stack*.
-A run that takes values takes a record a period.  Where the periods of both agree, the receiver takes the stack as
-it is; other records are unpacked, and made anew.
+What a period of a run gives for a list is one *record*, a list of its own; the records of a run are a
+*stack*.  A run that takes values takes a record a period.  Where the periods of both agree, the receiver
+takes the stack as it is; other records are unpacked, and made anew.
 """
 
 from __future__ import annotations
@@ -10,20 +10,23 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
-from fxpipe.codegen.outline import LATER, Repeated, Slot, Source
+from fxpipe.codegen.outline import Repeated, Slot, Source
 
 
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """``positions``: of the values of a record, in a period of ``run``.  ``records``: their names, by period."""
+    """``positions``: of a record's values, in a period of ``run``."""
 
     run: Repeated
     positions: tuple[int, ...]
 
-    @property
+    @cached_property
     def records(self) -> list[tuple[str, ...]]:
+        """The names of the values, by period."""
         periods = (self.run.period(k) for k in range(self.run.run.times))
         return [tuple(period[j].name for j in self.positions) for period in periods]
 
@@ -36,8 +39,8 @@ Layout = tuple["str | Stack", ...]
 class Taken:
     """What the periods of a run take from a list, one record each.
 
-    ``slots``: in the order of a record.  ``stack``: that has the records of the periods ``first`` to ``last``, in
-    the order of the periods if ``ascending``.
+    ``slots``: in the order of a record.  ``stack``: has the records of the periods ``first`` to ``last``, in
+    their order if ``ascending``.
     """
 
     run: Repeated
@@ -52,14 +55,16 @@ class Taken:
         return tuple(slot.nodes[period].name for slot in self.slots)
 
 
-def layout(values: Sequence[str], container: str, runs: Iterable[Repeated], takers: Iterable[Repeated]) -> Layout:
-    """The entries of a list.  ``runs``: of the section that gives it; ``takers``: of the section that takes it."""
+def layout(
+    values: Sequence[str], container: str, runs: Iterable[Repeated], takers: Iterable[Repeated]
+) -> Layout:
+    """The entries of a list.  ``runs``: of the section that gives it; ``takers``: of that which takes it."""
     takes: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
     for number, taker in enumerate(takers):
         for slot in taker.slots:
             for period, node in enumerate(slot.nodes):
                 if slot.source is Source.LISTED:
-                    takes[node.name].append((number, period))
+                    takes[node.name] += [(number, period)] * (1 if taker.has_alone(slot, period) else 2)
     stacks: list[Stack] = []
     for run in runs:
         together: defaultdict[Any, list[int]] = defaultdict(list)
@@ -69,12 +74,6 @@ def layout(values: Sequence[str], container: str, runs: Iterable[Repeated], take
         stacks += [Stack(run, tuple(positions)) for positions in together.values()]
     stacked = {name for stack in stacks for record in stack.records for name in record}
     return (*(name for name in values if name not in stacked), *stacks)
-
-
-def later(run: Repeated) -> tuple[int, ...]:
-    """The positions of the values that are used behind the run and are not carried."""
-    carried = {slot.result for slot in run.carried}
-    return tuple(j for j, given in run.given.items() if LATER in given and j not in carried)
 
 
 def _relation(takes: list[list[tuple[int, int]]]) -> Any:
@@ -106,7 +105,8 @@ def _stacks(layouts: Mapping[str, Layout]) -> Iterator[Stack]:
 def _taken(run: Repeated, container: str, stack: Stack | None, slots: tuple[Slot, ...]) -> Taken:
     """With the stack, if it has the records of consecutive periods."""
     built = Taken(run, container, slots)
-    if stack is None:
+    alone = all(run.has_alone(slot, k) for slot in slots for k in range(run.run.times))
+    if stack is None or not alone:
         return built
     numbers = {record: k for k, record in enumerate(map(frozenset, stack.records))}
     found = [numbers.get(frozenset(built.record(k))) for k in range(run.run.times)]
@@ -114,7 +114,7 @@ def _taken(run: Repeated, container: str, stack: Stack | None, slots: tuple[Slot
     if not have or have != list(range(have[0], have[-1] + 1)):
         return built
     of_stack = [number for number in found if number is not None]
-    steps = {b - a for a, b in zip(of_stack, of_stack[1:], strict=False)} or {-1}
+    steps = {b - a for a, b in pairwise(of_stack)} or {-1}
     flat = {name for record in stack.records for name in record}
     if steps not in ({1}, {-1}) or any(
         not flat.isdisjoint(built.record(k)) for k, number in enumerate(found) if number is None

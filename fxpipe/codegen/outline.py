@@ -1,8 +1,8 @@
 """Analyses the runs of a section: what each period takes from outside of itself, and what it gives.
 
-The periods of a run are calls of one function.  What all periods take alike is written into the function or
-given to each; what a period takes of the one before is *carried*; tensors of the rank (parameters, …), and the
-values that another phase of the stage computed, differ from period to period.
+The periods of a run are calls of one function.  What all periods take alike is given to each; what a period
+takes of the one before is *carried*; tensors of the rank (parameters, …), and the values that another phase
+of the stage computed, differ from period to period.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import cached_property
 
 from torch import fx
 
-from fxpipe.codegen.repeats import Run, leaves, repeats
+from fxpipe.codegen.repeats import FEWEST, Run, leaves, repeats
 from fxpipe.ir.graph import Kind, Section
 from fxpipe.ir.storage import call_nodes
 
@@ -51,8 +51,8 @@ class Slot:
 
 @dataclass(frozen=True, eq=False)
 class Repeated:
-    """A run with its ``slots`` in order of use, and ``given``: by position in a period, the lists in which its
-    value travels, and whether it is used behind the run (``LATER``).
+    """A run with its ``slots``, in order of use.  ``given``: by position in a period, the lists in which the
+    value there travels, with ``LATER`` if it is used behind the run.
     """
 
     nodes: Sequence[fx.Node]
@@ -73,9 +73,23 @@ class Repeated:
         """The nodes at a position, by period."""
         return tuple(self.period(k)[position] for k in range(self.run.times))
 
+    def has_alone(self, slot: Slot, number: int) -> bool:
+        """Whether nothing outside of a period uses what the period takes there."""
+        return set(slot.nodes[number].users) <= set(self.period(number))
+
     @cached_property
     def carried(self) -> tuple[Slot, ...]:
         return tuple(slot for slot in self.slots if slot.source is Source.CARRIED)
+
+    @property
+    def later(self) -> tuple[int, ...]:
+        """The positions of values of all periods that are used behind the run."""
+        return tuple(position for position, uses in self.given.items() if LATER in uses)
+
+    @property
+    def saved(self) -> int:
+        """About how many lines the program is shorter by."""
+        return (self.run.times - 1) * self.run.period - self.run.times * len(self.later)
 
     def is_moved(self, slot: Slot) -> bool:
         """Whether a carried value is used by the next period alone, which may then free it."""
@@ -105,7 +119,7 @@ class Analysis:
         while run.times > 1:
             found = self._repeated(run)
             if isinstance(found, Repeated):
-                return run.times
+                return run.times if found.saved >= FEWEST else 0
             run = run._replace(times=found)
         return 0
 
@@ -113,7 +127,9 @@ class Analysis:
         """The run, or the number of its periods that are alike."""
         slots: dict[tuple[fx.Node, ...], Slot] = {}
         for position in range(run.period):
-            rows = [list(_operands(self.nodes[run.begin + k * run.period + position])) for k in range(run.times)]
+            rows = [
+                list(_operands(self.nodes[run.begin + k * run.period + position])) for k in range(run.times)
+            ]
             for nodes in zip(*rows, strict=True):
                 slot = self._slot(run, nodes)
                 if isinstance(slot, int):
@@ -130,9 +146,9 @@ class Analysis:
                 *uses, last = uses  # there behind the run, for any use
                 if last is None or uses[0] is None or not last | {LATER} >= uses[0]:
                     return run.times - 1
-            alike = next((k for k, use in enumerate(uses) if use is None or use != uses[0]), None)
-            if alike is not None:
-                return alike
+            unlike = next((k for k, use in enumerate(uses) if use is None or use != uses[0]), None)
+            if unlike is not None:
+                return unlike
             given[position] = uses[0] or frozenset()
         return Repeated(self.nodes, run, tuple(slots.values()), given)
 

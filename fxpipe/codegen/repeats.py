@@ -1,9 +1,9 @@
 """Finds runs of nodes that repeat: the layers of a model, in the code of a section.
 
-Two nodes are *alike* if their ops, their literals but for some numbers, and the shapes and dtypes of operands and
-results agree.  A *run* is a stretch of nodes that are alike to those one *period* later, for at least two periods.
-Module names play no part in it, but that of all rotations of a run one is preferred that begins at the border
-of a module.
+Two nodes are *alike* if their ops, their literals but for some numbers, and the shapes and dtypes of operands
+and results agree.  A *run* is a stretch of nodes that are alike to those one *period* later, for at least two
+periods.  Module names play no part in it, but that of all rotations of a run one is preferred that begins at
+the border of a module.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import fx
 
 from fxpipe.runtime.program.random import keyed
 
-#: Fewest nodes that a run must save: below, a function and a loop are longer than what they replace.
-FEWEST = 8
+#: Fewest nodes that a run must save: a function and a loop of its calls have lines of their own.
+FEWEST = 16
 
 
 class Run(NamedTuple):
@@ -96,8 +96,8 @@ def _depth(nodes: Sequence[fx.Node], position: int) -> int:
 
 
 def free_numbers(node: fx.Node) -> list[float | int]:
-    """The numbers among the arguments in which alike nodes may differ, in the order of a call: floats, and the
-    position of a random op."""
+    """The numbers among the arguments in which alike nodes may differ: the position of a random op, and
+    floats, in the order of a call."""
     position: list[Any] = [node.args[1]] if node.target is keyed else []
     return position + [x for x in leaves(node) if isinstance(x, float)]
 

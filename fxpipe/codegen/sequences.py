@@ -1,7 +1,7 @@
 """What differs from period to period of a loop, as the head of a ``for`` and expressions of its variables.
 
-    for i in range(2, 14):                                         numbers that advance evenly, also in names
-    for at, rate in (("blocks.2", 0.1), ("blocks.3", 0.2)):        others
+for i in range(2, 14):                                         numbers that advance evenly, also in names
+for at, rate in (("blocks.2", 0.1), ("blocks.3", 0.2)):        others
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ def _of_index(found: _Advancing | None, index: _Advancing | None) -> str | None:
     text = scaled + (f" + {offset}" if offset > 0 else f" - {-offset}" if offset else "")
     if not found.is_text:
         return text
-    prefix, suffix = (_literal(x)[1:-1].replace("{", "{{").replace("}", "}}") for x in (found.prefix, found.suffix))
+    prefix, suffix = (
+        _literal(x)[1:-1].replace("{", "{{").replace("}", "}}") for x in (found.prefix, found.suffix)
+    )
     return f'f"{prefix}{{{text}}}{suffix}"'
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import fxpipe
 import fxpipe.runtime.job.process as joined
-from fxpipe.codegen.expressions import Names, literal
+from fxpipe.codegen.expressions import Names, Scope
 from fxpipe.runtime.job.backend import Choice, Place, choose
 from fxpipe.runtime.job.process import Process
 from fxpipe.runtime.program.accelerator import check_supported, communicator_settings, queues
@@ -116,7 +116,7 @@ def test_the_environment_of_communicators_is_theirs_alone(monkeypatch):
 
 
 def test_programs_name_no_gpu_by_its_index():
-    assert literal(torch.device("cuda:3"), Names([])) == 'torch.device("cuda")'
+    assert Scope(Names([]))._literal(torch.device("cuda:3")) == 'torch.device("cuda")'
 
 
 def test_other_kinds_of_devices_are_refused():
