@@ -14,6 +14,7 @@ from functools import cached_property
 
 from torch import fx
 
+from fxpipe.codegen.nodes import is_unpacked
 from fxpipe.codegen.repeats import FEWEST, Run, leaves, repeats
 from fxpipe.ir.graph import Kind, Section
 from fxpipe.ir.storage import call_nodes
@@ -159,6 +160,8 @@ class Analysis:
         if period == 1 or places[0][0] == 0:
             alike = _until(k for k, (own, where) in enumerate(places) if (own - k, where) != (0, result))
             return alike
+        if any(map(is_unpacked, nodes)):
+            return 0  # the variables of its items are those of the line that computes it
         if all(node is nodes[0] for node in nodes):
             return Slot(Source.SHARED, nodes)
         if period == 0:
@@ -204,7 +207,7 @@ class Analysis:
                 found.add(LATER)
             elif where not in (period, period + 1):
                 return None
-        return frozenset(found)
+        return None if found and is_unpacked(node) else frozenset(found)
 
 
 def _operands(node: fx.Node) -> Iterator[fx.Node]:
