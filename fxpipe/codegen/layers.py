@@ -100,7 +100,7 @@ class Loop:
     ) -> None:
         self.run, self.phase, self.scope, self.layers = run, phase, scope, layers
         self.takes, self.gives = takes, gives
-        self.paths = [_common_path(run.period(k)) for k in range(run.run.times)]
+        self.paths = [_module(run.period(k)) for k in range(run.run.times)]
         self.path = self.paths[1]
         self.base = base_name(run)
         self.texts: dict[fx.Node, str] = {}
@@ -285,8 +285,8 @@ class Loop:
         """The name of a node without the path of the period's module."""
         origin = node.meta.get("origin") or Origin()
         name, words = node.name, origin.path.split(".") if origin.path else []
-        bare = name.removeprefix("d_")
-        known = (identifier(".".join(words[k:])) for k in range(len(words)))
+        bare = name.removeprefix("d_").lstrip("_")
+        known = (identifier(".".join(words[k:])).lstrip("_") for k in range(len(words)))
         prefix = next((word for word in known if bare.startswith(f"{word}_")), None)
         if prefix is None:
             return name
@@ -303,19 +303,16 @@ class Loop:
         if not origin.path and not origin.source:
             return "autograd"
         within = self._within(origin.path)
-        path = origin.path if within is None else f".{within}" if within else self.base
-        return f"{path}  {source_line(origin)}".rstrip()
+        return f"{f'.{within}' if within else self.base}  {source_line(origin)}".rstrip()
 
-    def _within(self, path: str) -> str | None:
-        """A module's path within that of the period; None for one outside."""
-        if path == self.path:
-            return ""
-        return path.removeprefix(f"{self.path}.") if path.startswith(f"{self.path}.") else None
+    def _within(self, path: str) -> str:
+        """A module's path within that of the period; nothing for that itself, and for one outside."""
+        return path.removeprefix(f"{self.path}.") if path.startswith(f"{self.path}.") else ""
 
 
 def base_name(run: Repeated) -> str:
     """The name of the modules of a run, without their number: ``blocks``."""
-    words = [word for word in _common_path(run.body).split(".") if word and not word.isdigit()]
+    words = [word for word in _module(run.body).split(".") if word and not word.isdigit()]
     return identifier(words[-1]) if words else "block"
 
 
@@ -334,11 +331,12 @@ def _split(names: Sequence[str]) -> tuple[tuple[str, ...], str]:
     )
 
 
-def _common_path(nodes: Iterable[fx.Node]) -> str:
-    """The innermost module around all nodes of a module."""
-    paths = [node.meta["origin"].path.split(".") for node in nodes if node.meta["origin"].path]
-    common = takewhile(lambda column: len(set(column)) == 1, zip(*paths, strict=False))
-    return ".".join(column[0] for column in common)
+def _module(nodes: Sequence[fx.Node]) -> str:
+    """The innermost module around most of the nodes."""
+    paths = [tuple(path.split(".")) for node in nodes if (path := node.meta["origin"].path)]
+    around = Counter(path[:k] for path in paths for k in range(1, len(path) + 1))
+    most = [path for path, number in around.items() if 2 * number > len(paths)]
+    return ".".join(max([(), *most], key=len))
 
 
 def _from_to(paths: Sequence[str]) -> str:

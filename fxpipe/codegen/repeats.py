@@ -20,7 +20,7 @@ from torch import fx
 from fxpipe.runtime.program.random import keyed
 
 #: Fewest nodes that a run must save: a function and a loop of its calls have lines of their own.
-FEWEST = 16
+FEWEST = 12
 
 
 class Run(NamedTuple):
@@ -74,13 +74,13 @@ def _candidates(tokens: _Tokens, begin: int, end: int) -> list[Run]:
 
 
 def _rotations(nodes: Sequence[fx.Node], tokens: _Tokens, run: Run, end: int) -> Iterator[Run]:
-    """The same run from other positions of its first period: first those at the border of a module, if they
-    lose at most one period."""
+    """The same run from other positions that lose at most one period: first those at the border of a
+    module."""
     alike = run.begin
     while alike + run.period < end and tokens[alike] == tokens[alike + run.period]:
         alike += 1
     rotated = []
-    for begin in range(run.begin, min(run.begin + run.period, alike)):
+    for begin in range(run.begin, min(run.begin + 2 * run.period, alike)):
         times = (alike - begin) // run.period + 1
         if times >= max(2, run.times - 1):
             rotated.append((_depth(nodes, begin), -times, begin))

@@ -78,6 +78,7 @@ PROGRAMS: dict[str, Callable[[], tuple[str, ...]]] = {
     "inductor": lambda: programs(golden_models().Noisy, numbers(), ["second"], backend="inductor"),
     "counts": counts,
     "outputs": outputs,
+    "layers": lambda: programs(golden_models().Layers, numbers(), ["blocks.4"]),
     "mixed": lambda: programs(golden_models().Mixed, numbers(8), ["last"]),
     "v_placement": lambda: programs(
         golden_models().Deep,

@@ -110,3 +110,24 @@ class Mixed(nn.Module):
             hidden = torch.tanh(self.first(x))
             result = self.last(hidden)
         return F.mse_loss(result.float(), y)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner, self.outer = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + F.dropout(self.outer(F.gelu(self.inner(self.norm(x)))), 0.5)
+
+
+class Layers(nn.Module):
+    """Blocks that repeat, four on each of two ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[Block() for _ in range(8)])
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, x, y):
+        return F.mse_loss(self.last(self.blocks(x)), y)

@@ -1,0 +1,161 @@
+"""Layers that repeat are written once, and the step is the same bit for bit."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from zoo import CASES
+
+import fxpipe
+from fxpipe.codegen import outline, repeats
+from fxpipe.codegen.sequences import loop_head
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    def __init__(self, rate: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.inner, self.outer = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+        self.rate = rate
+
+    def forward(self, x):
+        return x + (1 - self.rate) * self.outer(F.gelu(self.inner(self.norm(x))))
+
+
+class Layers(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks or [Block() for _ in range(8)])
+
+    def forward(self, x, y):
+        for block in self.blocks:
+            x = block(x)
+        return F.mse_loss(x, y)
+
+
+class Noisy(Layers):
+    """Each block draws random numbers at a position of its own."""
+
+    def forward(self, x, y):
+        for block in self.blocks:
+            x = F.dropout(block(x), 0.5)
+        return F.mse_loss(x, y)
+
+
+class Balanced(Layers):
+    """Each block has a part in the loss, as layers of experts have."""
+
+    def forward(self, x, y):
+        parts = []
+        for block in self.blocks:
+            x = block(x)
+            parts.append(x.abs().mean())
+        return F.mse_loss(x, y) + torch.stack(parts).sum()
+
+
+class Named(Layers):
+    """Modules with names that an f-string must not evaluate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict({f'{{x}}"{k}"': Block() for k in range(8)})
+
+    def forward(self, x, y):
+        for block in self.blocks.values():
+            x = block(x)
+        return F.mse_loss(x, y)
+
+
+def compiled(model, **options):
+    torch.manual_seed(0)
+    example = {"x": torch.randn(2, WIDTH), "y": torch.randn(2, WIDTH)}
+    options = {"ranks": 2, "microbatches": 2, "schedule": "zb-h1"} | options
+    return fxpipe.compile(model(), example, **options)
+
+
+def run(pipe):
+    torch.manual_seed(1)
+    return pipe.run_local({"x": torch.randn(4, WIDTH), "y": torch.randn(4, WIDTH)}, measure_memory=True)
+
+
+def written_out(monkeypatch):
+    for module in (repeats, outline):
+        monkeypatch.setattr(module, "FEWEST", 10**9)
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        (Layers, {}),
+        (Layers, {"schedule": "1f1b", "recompute": "full"}),
+        (Layers, {"schedule": "gpipe", "offload": fxpipe.Offload(bandwidth=1e12)}),
+        (Noisy, {}),
+        (Balanced, {}),
+        (Named, {}),
+        (lambda: Layers(*map(Block, (0.1, 0.3, 0.2, 0.5, 0.7, 0.2, 0.4, 0.6))), {}),
+    ],
+    ids=["plain", "recompute", "offload", "random", "losses", "names", "rates"],
+)
+def test_a_step_is_the_same(monkeypatch, model, options):
+    monkeypatch.setattr(fxpipe.ir.liveness, "SMALLEST", 1)
+    pipe = compiled(model, **options)
+    assert all(re.search(r"\n    for .* in ", program) for program in pipe.artifact.programs)
+    found = run(pipe)
+    written_out(monkeypatch)
+    whole = compiled(model, **options)
+    assert not any("\n    for " in program for program in whole.artifact.programs)
+    expected = run(whole)
+    assert torch.equal(found.loss, expected.loss)
+    assert found.grads.keys() == expected.grads.keys()
+    for name, grad in expected.grads.items():
+        assert torch.equal(found.grads[name], grad), name
+    assert found.peak_saved == expected.peak_saved
+
+
+@pytest.mark.parametrize("name", ["reversible", "integer_crossing", "checkpointed_reentrant", "multi_output"])
+def test_runs_with_other_uses_of_their_values(monkeypatch, name):
+    """With a threshold at which short runs become loops, too."""
+    for module in (repeats, outline):
+        monkeypatch.setattr(module, "FEWEST", 4)
+    case, results = CASES[name], []
+    for _ in range(2):
+        pipe = fxpipe.compile(
+            case.build(), case.example(), loss_fn=case.loss_fn, ranks=2, microbatches=2, schedule="zb-h1"
+        )
+        results.append(pipe.run_local(case.data(2)))
+        written_out(monkeypatch)
+    found, expected = results
+    assert torch.equal(found.loss, expected.loss)
+    assert all(torch.equal(found.grads[name], expected.grads[name]) for name in expected.grads)
+
+
+def test_a_graph_in_which_nothing_repeats_has_no_loop():
+    programs = compiled(lambda: Layers(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, WIDTH))).artifact.programs
+    assert not any("\n    for " in program for program in programs)
+
+
+@pytest.mark.parametrize(
+    ("values", "head", "texts"),
+    [
+        ({}, "for _ in range(3):", {}),
+        ({"at": ["b.2", "b.3", "b.4"]}, "for i in range(2, 5):", {"at": 'f"b.{i}"'}),
+        ({"at": ["b.4", "b.3", "b.2"]}, "for i in range(4, 1, -1):", {"at": 'f"b.{i}"'}),
+        (
+            {"at": ["b.1.c", "b.2.c", "b.3.c"], "position": [4, 7, 10]},
+            "for i in range(1, 4):",
+            {"at": 'f"b.{i}.c"', "position": "3 * i + 1"},
+        ),
+        ({"at": ["b.01", "b.02", "b.03"]}, 'for at in ("b.01", "b.02", "b.03"):', {"at": "at"}),
+        (
+            {"at": ["a", "b", "c"], "rate": [0.1, float("inf"), 0.2]},
+            'for at, rate in (("a", 0.1), ("b", float("inf")), ("c", 0.2)):',
+            {"at": "at", "rate": "rate"},
+        ),
+        ({"at": ['{"1', '{"2', '{"3']}, "for i in range(1, 4):", {"at": 'f"{{\\"{i}"'}),
+    ],
+)
+def test_heads_of_loops(values, head, texts):
+    assert loop_head(3, values) == (head, texts)
