@@ -17,7 +17,7 @@ from torch import fx
 
 from fxpipe.codegen.expressions import CONTAINERS, Names, Scope, variable
 from fxpipe.codegen.layers import Layers, Loop, base_name
-from fxpipe.codegen.lines import Line, body, unpacking
+from fxpipe.codegen.statements import Line, body, unpacking
 from fxpipe.codegen.lists import Layout, Stack, Taken, layout, taken
 from fxpipe.codegen.nodes import node_lines, place
 from fxpipe.codegen.outline import Analysis, Repeated

@@ -23,7 +23,7 @@ from itertools import chain, count, takewhile
 from torch import fx
 
 from fxpipe.codegen.expressions import CONTAINERS, Names, Scope, item, number, variable
-from fxpipe.codegen.lines import Line, body, unpacking
+from fxpipe.codegen.statements import Line, body, unpacking
 from fxpipe.codegen.lists import Stack, Taken
 from fxpipe.codegen.nodes import node_lines, source_line
 from fxpipe.codegen.outline import Repeated, Slot, Source
@@ -336,7 +336,7 @@ def _module(nodes: Sequence[fx.Node]) -> str:
     paths = [tuple(path.split(".")) for node in nodes if (path := node.meta["origin"].path)]
     around = Counter(path[:k] for path in paths for k in range(1, len(path) + 1))
     most = [path for path, number in around.items() if 2 * number > len(paths)]
-    return ".".join(max([(), *most], key=len))
+    return ".".join(max(most, key=lambda path: (len(path), path), default=()))
 
 
 def _from_to(paths: Sequence[str]) -> str:

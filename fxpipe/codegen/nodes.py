@@ -9,7 +9,7 @@ from pathlib import PurePath
 from torch import fx
 
 from fxpipe.codegen.expressions import Scope
-from fxpipe.codegen.lines import Line
+from fxpipe.codegen.statements import Line
 from fxpipe.ir.graph import Origin, offload, reload
 from fxpipe.ir.names import comment
 
