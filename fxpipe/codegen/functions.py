@@ -15,6 +15,7 @@ from pathlib import PurePath
 
 from torch import fx
 
+from fxpipe.codegen.comments import input_comments, shape_comment
 from fxpipe.codegen.expressions import CONTAINERS, Names, expression, variable
 from fxpipe.codegen.wrapping import wrapped
 from fxpipe.ir.graph import Kind, Section, Value, offload, reload
@@ -93,6 +94,7 @@ def function_source(section: Section, signature: Signature, names: Names) -> str
     """The section as a Python function."""
     arguments = [*signature.containers, *signature.lists_in, *map(variable, signature.values_in)]
     lines = [f"def {signature.name}({', '.join(arguments)}):"]
+    lines += input_comments(section, signature.values_in)
     reloaded = {n.all_input_nodes[0].name: n.name for n in call_nodes(section.graph) if n.target is reload}
     for name, values in signature.lists_in.items():
         values = tuple(variable(reloaded.get(v, v)) for v in values)
@@ -142,7 +144,7 @@ def _body(section: Section, names: Names, returned: set[str]) -> list[str]:
             heading = (origin.path, origin.source)
             lines.append(f"    {comment(_place(origin.path, origin.source))}")
         if not _is_item_of_unpacked(node):
-            lines.append(f"    {_targets(node)}{expression(node, names)}")
+            lines.append(f"    {_targets(node)}{expression(node, names)}{shape_comment(node)}")
         dead += ends.get(node, [])
     return lines + _deletion(dead)
 
