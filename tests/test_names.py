@@ -9,6 +9,7 @@ import copy
 import os
 import re
 import shutil
+import textwrap
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
@@ -290,6 +291,14 @@ def test_lines_break_at_commas_outside_of_texts(texts, length):
         assert leaves(source) == leaves(line)
         longest = max(len(source_line) for source_line in source.splitlines())
         assert longest <= max(layout.WIDTH, 20 + max(map(len, literals)) + 2 * length)
+
+
+def test_a_comment_stays_behind_the_first_line_of_its_statement():
+    line = f"    h = mm({'x' * 60}, {'y' * 60})  # f32[2, 16]"
+    first, *_ = layout.wrapped(line).splitlines()
+    assert first == "    h = mm(  # f32[2, 16]"
+    assert leaves(textwrap.dedent(layout.wrapped(line))) == leaves(line.strip())
+    assert layout.wrapped(f"    h = mm(x, y)  # {'z' * 110}") == f"    h = mm(x, y)  # {'z' * 110}"
 
 
 def leaves(source: str) -> list[str]:

@@ -18,6 +18,7 @@ from torch import fx
 
 from fxpipe.capture.buffers import check_buffers
 from fxpipe.capture.functional import is_mutating, writes_to_a_parameter
+from fxpipe.capture.node_names import SAME_VALUE, node_name, short_paths
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph import Input, Kind, Origin, Outputs
 from fxpipe.ir.names import identifier
@@ -26,7 +27,6 @@ from fxpipe.runtime.program.checks import expect, expect_op
 
 aten = torch.ops.aten
 
-_SAME_VALUE = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default}
 _NO_VALUE = {aten._assert_tensor_metadata.default, aten._assert_async.msg, aten._assert_async.default}
 
 
@@ -39,7 +39,7 @@ def clean(
     name (the key encoder of a momentum encoder).
     """
     _place_sums(module.graph)
-    short = _short_paths({n.meta["origin"].path for n in module.graph.nodes if "origin" in n.meta})
+    short = short_paths({n.meta["origin"].path for n in module.graph.nodes if "origin" in n.meta})
     graph = fx.Graph()
     constants: dict[str, torch.Tensor] = {}
     names = {given.name for given in inputs}
@@ -80,7 +80,7 @@ def clean(
             new[node].target = expect
             checks.append(new[node])
             continue
-        if node.target in _SAME_VALUE:
+        if node.target in SAME_VALUE:
             new[node] = fx.map_arg(node.args[0], new.__getitem__)
         elif node.target is aten.t.default and new[node.args[0]].target is aten.t.default:
             new[node] = new[node.args[0]].args[0]  # type: ignore[assignment]
@@ -120,7 +120,7 @@ def _placeholder(graph: fx.Graph, given: Input, val: Any) -> fx.Node:
 def _copied(graph: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node], short: dict[str, str]) -> fx.Node:
     args, kwargs = (fx.map_arg(x, new.__getitem__) for x in (node.args, node.kwargs))
     origin = node.meta.get("origin", Origin())
-    name = _name(node, origin, short)
+    name = node_name(node, origin, short)
     copy = graph.create_node("call_function", node.target, args, kwargs, name=name)  # type: ignore[arg-type]
     copy.meta.update(origin=origin, val=node.meta.get("val"))
     if "random_position" in node.meta:
@@ -135,26 +135,6 @@ def _place_sums(graph: fx.Graph) -> None:
         if origin is not None and origin.backward and not origin.path and not origin.source:
             user = next((u.meta["origin"] for u in sorted(node.users) if "origin" in u.meta), origin)
             node.meta["origin"] = replace(origin, path=user.path, source=user.source)
-
-
-def _short_paths(paths: set[str]) -> dict[str, str]:
-    """Module paths for names: without the first component if the rest is unambiguous."""
-    owners: dict[str, set[str]] = {}
-    for path in paths:
-        first, _, rest = path.partition(".")
-        owners.setdefault((rest or first).partition(".")[0], set()).add(first)
-    short = {}
-    for path in paths:
-        first, _, rest = path.partition(".")
-        unambiguous = rest and len(owners[rest.partition(".")[0]]) == 1
-        short[path] = rest if unambiguous else path
-    return short
-
-
-def _name(node: fx.Node, origin: Origin, short: dict[str, str]) -> str:
-    op = "item" if not hasattr(node.target, "overloadpacket") else node.target.overloadpacket.__name__
-    path = short.get(origin.path) or "model"
-    return identifier(f"{'d_' if origin.backward else ''}{path}.{op.strip('_')}")
 
 
 def _outputs(

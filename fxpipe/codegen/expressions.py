@@ -31,10 +31,10 @@ CONTAINERS = {
 }
 
 
-#: Names that a program uses itself: imports, definitions, arguments, and variables without their ``_m0``.
+#: Names that a program uses itself: imports, definitions, arguments and variables.
 _OWN = re.compile(
     r"rt|step|torch|keyed|expect|inductor|float|complex|MESSAGES|CASTS|params|casts|buffers|constants"
-    r"|batch|batches|grads|key"
+    r"|batch|batches|grads|key|m"
     r"|loss|count|from_[A-Z]\d+_to_[A-Z]\d+"
     r"|(saved|saved_for_weight|offloaded|offloaded_for_weight|gradients)\d*|collective\d+_\d+"
     r"|stage\d+_(forward|backward|weight)"

@@ -1,96 +1,25 @@
-"""One Python function for each section, and one for the layers that repeat in them.
-
-Values that pass between two phases of one stage travel in one list (``saved`` from
-F to B, ``saved_for_weight`` from F to W, ``gradients`` from B to W), which the receiver empties, so that
-each value is freed after its last use and not when the call returns.  Values that can be offloaded
-travel in lists of their own (``offloaded``, ``offloaded_for_weight``).
-"""
+"""One Python function for each section, and one for the layers that repeat in it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 
 from torch import fx
 
-from fxpipe.codegen.expressions import CONTAINERS, Names, Scope, variable
+from fxpipe.codegen.comments import input_comments
+from fxpipe.codegen.expressions import Names, Scope, variable
 from fxpipe.codegen.layers import Layers, Loop, base_name
-from fxpipe.codegen.statements import Line, body, unpacking
 from fxpipe.codegen.lists import Layout, Stack, Taken, layout, taken
 from fxpipe.codegen.nodes import node_lines, place
 from fxpipe.codegen.outline import Analysis, Repeated
+from fxpipe.codegen.signatures import LISTS, PHASE_NAMES, Signature
+from fxpipe.codegen.statements import Line, body, unpacking
 from fxpipe.codegen.wrapping import wrapped
-from fxpipe.ir.graph import Kind, Section, Value, offload, reload
+from fxpipe.ir.graph import Section, offload, reload
 from fxpipe.ir.storage import call_nodes
-from fxpipe.schedule.ops import Color, Phase
-
-PHASE_NAMES = {Phase.F: "forward", Phase.B: "backward", Phase.W: "weight"}
-LISTS = {
-    (Phase.F, Phase.B, Kind.VALUE): "saved",
-    (Phase.F, Phase.W, Kind.VALUE): "saved_for_weight",
-    (Phase.F, Phase.B, Kind.OFFLOADED): "offloaded",
-    (Phase.F, Phase.W, Kind.OFFLOADED): "offloaded_for_weight",
-    (Phase.B, Phase.W, Kind.VALUE): "gradients",
-}
-
-
-@dataclass(frozen=True)
-class Signature:
-    """The signature of a section's function.
-
-    ``containers``: the dicts that it reads (``params``, …) and ``key``.  ``lists_in``, ``lists_out``: the
-    lists from and to other phases of its own stage, with the values in each.  ``values_in``, ``values_out``:
-    the values from and to other stages, with those that the user asks for.  ``results``: loss, count and
-    buffers.
-    """
-
-    name: str
-    containers: tuple[str, ...]
-    lists_in: dict[str, tuple[str, ...]]
-    values_in: tuple[str, ...]
-    values_out: tuple[str, ...]
-    results: tuple[Value, ...]
-    lists_out: dict[str, tuple[str, ...]]
-
-
-def signatures(sections: tuple[Section, ...]) -> dict[Color, Signature]:
-    consumers: dict[Color, list[tuple[Color, Value]]] = {s.color: [] for s in sections}
-    for section in sections:
-        for value in (source for given in section.inputs for source in given.sources):
-            if value.producer is not None:
-                consumers[value.producer].append((section.color, value))
-    return {s.color: _signature(s, consumers[s.color]) for s in sections}
-
-
-def _signature(section: Section, consumers: list[tuple[Color, Value]]) -> Signature:
-    kinds = {v.kind for v in section.inputs}
-    containers = [text for kind, text in CONTAINERS.items() if kind in kinds]
-    if Kind.KEY in kinds:
-        containers.append("key")
-    lists_in: dict[str, list[str]] = {}
-    for v in section.inputs:
-        if v.producer is not None and v.producer.stage == section.stage:
-            lists_in.setdefault(LISTS[v.producer.phase, section.phase, v.kind], []).append(v.name)
-    lists_out: dict[str, list[str]] = {}
-    for color, v in consumers:
-        if color.stage == section.stage:
-            lists_out.setdefault(LISTS[section.phase, color.phase, v.kind], []).append(v.name)
-    abroad = {v.name for color, v in consumers if color.stage != section.stage}
-    leaving = [v.name for v in section.outputs if v.kind is Kind.VALUE and v.name in abroad]
-    leaving += [v.name for v in section.outputs if v.kind is Kind.OUTPUT and v.name not in abroad]
-    return Signature(
-        name=f"stage{section.stage}_{PHASE_NAMES[section.phase]}",
-        containers=tuple(containers),
-        lists_in={k: tuple(v) for k, v in lists_in.items()},
-        values_in=tuple(
-            v.name for v in section.inputs if v.producer is not None and v.producer.stage != section.stage
-        ),
-        values_out=tuple(leaving),
-        results=tuple(v for v in section.outputs if v.kind in (Kind.LOSS, Kind.COUNT, Kind.BUFFER)),
-        lists_out={k: tuple(v) for k, v in lists_out.items()},
-    )
+from fxpipe.schedule.ops import Color
 
 
 def function_sources(
@@ -164,7 +93,8 @@ class _Function:
         results = self._results()
         end = [f"    return {', '.join(results)}"] if results else []
         head = f"def {call.name}({', '.join(arguments)}):"
-        return "\n".join(wrapped(line) for line in [head, *body(lines, self._returned), *end])
+        about = input_comments(self.section, call.values_in)
+        return "\n".join(wrapped(line) for line in [head, *about, *body(lines, self._returned), *end])
 
     def _unpacked(self, name: str) -> Iterator[Line]:
         """A list from another phase, and those of its records that no run takes."""

@@ -23,12 +23,12 @@ from itertools import chain, count, takewhile
 from torch import fx
 
 from fxpipe.codegen.expressions import CONTAINERS, Names, Scope, item, number, variable
-from fxpipe.codegen.statements import Line, body, unpacking
 from fxpipe.codegen.lists import Stack, Taken
 from fxpipe.codegen.nodes import node_lines, source_line
 from fxpipe.codegen.outline import Repeated, Slot, Source
 from fxpipe.codegen.repeats import free_numbers
 from fxpipe.codegen.sequences import Values, loop_head
+from fxpipe.codegen.statements import Line, body, unpacking
 from fxpipe.codegen.wrapping import wrapped
 from fxpipe.ir.graph import Input, Origin, offload, reload
 from fxpipe.ir.names import comment, identifier

@@ -8,6 +8,7 @@ from pathlib import PurePath
 
 from torch import fx
 
+from fxpipe.codegen.comments import shape_comment
 from fxpipe.codegen.expressions import Scope
 from fxpipe.codegen.statements import Line
 from fxpipe.ir.graph import Origin, offload, reload
@@ -19,7 +20,8 @@ def node_lines(nodes: Iterable[fx.Node], scope: Scope, place: Callable[[Origin],
     for node in nodes:
         if node.target not in (offload, reload) and not is_item_of_unpacked(node):
             heading = comment(place(node.meta["origin"]))
-            yield Line(f"{_targets(node, scope)}{scope.expression(node)}", reads(node, scope), heading)
+            text = f"{_targets(node, scope)}{scope.expression(node)}{shape_comment(node)}"
+            yield Line(text, reads(node, scope), heading)
 
 
 def reads(node: fx.Node, scope: Scope) -> tuple[str, ...]:

@@ -10,12 +10,17 @@ _STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"')  # as names.text_literal write
 
 
 def wrapped(line: str) -> str:
-    """Break a long statement at its commas; a list without brackets gets a pair."""
+    """Break a long statement at its commas; a list without brackets gets a pair.  A comment stays behind its
+    first line, and has no width."""
     text = line.lstrip()
     if len(line) <= WIDTH or text.startswith(("#", '"')):
         return line
+    end = _blank(line).find("  # ")
+    if end >= 0:
+        first, *rest = wrapped(line[:end]).split("\n")
+        return "\n".join([first + line[end:], *rest])
     indent = line[: len(line) - len(text)]
-    blank = _STRING.sub(lambda string: "s" * len(string.group()), text)  # the same columns, no strings
+    blank = _blank(text)
     keyword = re.match(r"(return|del) ", text)
     if keyword:
         return f"{indent}{keyword.group()}{_bracketed(text, blank, keyword.end(), len(text), indent)}"
@@ -31,6 +36,11 @@ def wrapped(line: str) -> str:
         return first + text[call:]
     arguments = _bracketed(text, blank, opening + 1, closing, indent)
     return f"{first}{text[call:opening]}{arguments}{text[closing + 1 :]}"
+
+
+def _blank(text: str) -> str:
+    """The same columns without strings."""
+    return _STRING.sub(lambda string: "s" * len(string.group()), text)
 
 
 def _bracketed(text: str, blank: str, begin: int, end: int, indent: str) -> str:

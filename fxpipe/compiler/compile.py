@@ -24,7 +24,8 @@ from fxpipe.capture.resized import named_lengths, sample
 from fxpipe.capture.trace import Captured, capture
 from fxpipe.capture.underflow import warn_of_float16
 from fxpipe.codegen.collectives import collectives
-from fxpipe.codegen.program import RankPlan, program_source
+from fxpipe.codegen.program import program_source
+from fxpipe.codegen.rank_plan import RankPlan
 from fxpipe.compiler.choose import choose
 from fxpipe.compiler.cut import Cut, Stages, finished, split, stages_of
 from fxpipe.compiler.cut import cut as cut_at_level

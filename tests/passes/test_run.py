@@ -66,7 +66,7 @@ def test_the_graph_after_a_pass_is_printed(capsys):
     head, *lines = capsys.readouterr().out.splitlines()
     assert head == "After split_backward, stages: 1"
     assert '    _0 = batch["0"] : f32[2, 4]' in lines
-    assert "F0  _0_t = t(_0_weight) : f32[4, 4]" in lines
+    assert "F0  model_0_t = t(_0_weight) : f32[4, 4]" in lines
     with pytest.raises(OptionError, match=f"print_after is 'unite' and .*: {', '.join(PASS_NAMES)}"):
         compiled(print_after="unite")
 

@@ -236,8 +236,8 @@ MISFITS = {
         rf"{re.escape(LAYOUT)} in that of rank 1",
     ),
     "one message less": (
-        lambda source: re.sub(r"    rt\.send\(.*\n", "", source, count=1),
-        rf"Message 3 of a step from rank 0 to rank 1 is none in the program of rank 0, and '\w+', "
+        lambda source: re.sub(r" +rt\.send\(.*\n", "", source, count=1),
+        rf"Message 0 of a step from rank 0 to rank 1 is none in the program of rank 0, and '\w+', "
         rf"{re.escape(LAYOUT)}, in that of rank 1",
     ),
 }

@@ -146,13 +146,13 @@ def test_an_edited_program_of_evaluation(saved, tmp_path):
     ("line", "edited", "said"),
     [
         (
-            'rt.add_output("logits", {}, microbatch=2)',
-            "pass",
+            'rt.add_output("logits", {0}, microbatch=m)',
+            'if m != 2: rt.add_output("logits", {0}, microbatch=m)',
             "for 3 microbatches of 4, and the plan has it on rank 1",
         ),
         (
-            'rt.add_output("logits", {}, microbatch=2)',
-            'rt.add_output("logits", {}[:1], microbatch=2)',
+            'rt.add_output("logits", {0}, microbatch=m)',
+            'rt.add_output("logits", {0}[:1] if m == 2 else {0}, microbatch=m)',
             r"of shape \(1, 8\); the plan has torch.float64 of shape \(3, 8\)",
         ),
     ],
@@ -161,7 +161,7 @@ def test_an_edit_of_an_output(saved, tmp_path, line, edited, said):
     shutil.copytree(saved[0], tmp_path / "edited")
     program = tmp_path / "edited" / "evaluation" / "rank1.py"
     text = program.read_text()
-    variable = re.search(r'rt.add_output\("logits", (\w+), microbatch=2\)', text)[1]
+    variable = re.search(r'rt.add_output\("logits", (\w+), microbatch=m\)', text)[1]
     program.write_text(text.replace(line.format(variable), edited.format(variable)))
     with pytest.warns(match=r"evaluation/rank1\.py was edited"):
         pipe = fxpipe.load(tmp_path / "edited").evaluation

@@ -2,7 +2,7 @@
 
 Messages carry no headers, which would cost time in every step, and gloo and nccl do not compare sizes: they
 deliver whatever bytes arrive, or end the process.  The messages of a program are found in its source: the
-layouts in ``MESSAGES``, and the calls of ``rt`` in ``step``, in order.
+layouts in ``MESSAGES``, and the calls of ``rt`` in ``step`` and in its functions, in order.
 
 Ranks compare a digest of the messages of each channel.  The messages themselves, whose number grows with the
 microbatches, are gathered from the two ranks of a channel where their digests differ, for the error.
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from fxpipe.errors import RunError
+from fxpipe.runtime.ranks.step_text import StepText
 
 _COLLECTIVES = ("broadcast", "gather", "all_gather", "reduce")
 _PEER = {"send": "to", "receive": "source", "gather": "to", "reduce": "to", "broadcast": "source"}
@@ -67,15 +68,17 @@ def traffic(tree: ast.Module, namespace: Mapping[str, Any]) -> Traffic:
         )
     layouts = {str(name): _layout(name, given) for name, given in messages.items()}
     step = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "step"][-1]
-    values = [n.value for n in step.body if isinstance(n, ast.Expr | ast.Assign)]
-    found = [call for value in values if (call := _call(value)) and layouts.keys() >= set(call.names)]
+    text = StepText(step)
+    found = {id(v): call for v in text.shown() if (call := _call(v)) and layouts.keys() >= set(call.names)}
     nodes = list(ast.walk(step))
     names = [node for node in nodes if isinstance(node, ast.Name) and node.id == "rt"]
     asked = [name for node in nodes if (name := _attribute_of_rt(node))]
     # Complete if ``rt`` is used for attributes only, and ``found`` has every call that sends or receives.
     plain = len(asked) == len(names) and step.args.args[:1] and step.args.args[0].arg == "rt"
     complete = sum(attribute in _VERBS or attribute == "comm" for attribute in asked) == len(found)
-    return Traffic(layouts, tuple(found) if plain and complete else None)
+    if not (plain and complete and text.is_complete):
+        return Traffic(layouts, None)
+    return Traffic(layouts, tuple(found[id(value)] for value, _ in text.values() if id(value) in found))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 from fxpipe.errors import ArtifactError, RunError
 from fxpipe.runtime.program.comm import Layout
 from fxpipe.runtime.ranks.agreement import Traffic, traffic
+from fxpipe.runtime.ranks.step_text import StepText, text_of
 
 #: Modules that saved programs import, under the names that they had in earlier versions.
 _EARLIER = {f"fxpipe.runtime.{name}": f"fxpipe.runtime.program.{name}" for name in ("random", "inductor")}
@@ -76,7 +77,13 @@ def load_program(source: str, filename: str) -> Program:
 
 
 def _ops(step: ast.FunctionDef) -> tuple[str, ...]:
-    """The names in the calls ``rt.op("F1.0")``."""
-    calls = [n.value for n in step.body if isinstance(n, ast.Expr) and isinstance(n.value, ast.Call)]
-    named = [c.args[0] for c in calls if ast.unparse(c.func) == "rt.op" and len(c.args) == 1]
-    return tuple(str(name.value) for name in named if isinstance(name, ast.Constant))
+    """The names in the calls ``rt.op("F1.0")``, or ``rt.op(f"F1.{m}")`` in the function ``F1``."""
+    found = (_op(value, arguments) for value, arguments in StepText(step).values())
+    return tuple(name for name in found if name is not None)
+
+
+def _op(value: ast.expr, arguments: Mapping[str, object]) -> str | None:
+    match value:
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="rt"), attr="op"), args=[name], keywords=[]):
+            return text_of(name, arguments)
+    return None

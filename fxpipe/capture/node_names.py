@@ -1,0 +1,87 @@
+"""The names of nodes: the module that computes a value, and the op, or the op's name for the value."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Set
+
+import torch
+from torch import fx
+
+from fxpipe.ir.compat import OpOverload
+from fxpipe.ir.graph import Origin
+from fxpipe.ir.names import identifier
+
+aten = torch.ops.aten
+
+#: Ops whose result is their operand.
+SAME_VALUE = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default}
+
+
+def node_name(node: fx.Node, origin: Origin, short: dict[str, str]) -> str:
+    """``d_h_3_ln_1_layer_norm``: the gradient of h.3.ln_1 that its op computes.  short: by module path."""
+    what = _item(node) if node.target is operator.getitem else _op(node.target)
+    if isinstance(node.meta.get("val"), tuple | list):
+        what += "_results"  # so that the first of them can have the op's name
+    return identifier(f"{'d_' if origin.backward else ''}{short.get(origin.path) or 'model'}.{what}")
+
+
+def short_paths(paths: Set[str]) -> dict[str, str]:
+    """Module paths for names: the shortest end that no other path has, with all numbers, and none in front.
+
+    Paths that differ in numbers alone are shortened alike: transformer.h.3.attn is h.3.attn, in every layer.
+    """
+    owners: defaultdict[tuple[str, ...], set[tuple[str, ...]]] = defaultdict(set)
+    for path in paths:
+        blank = _blank(path)
+        for end in _ends(blank):
+            owners[end].add(blank)
+    return {path: _short(path, owners) for path in paths}
+
+
+def _short(path: str, owners: dict[tuple[str, ...], set[tuple[str, ...]]]) -> str:
+    blank = _blank(path)
+    for end in _ends(blank):
+        keeps_numbers = end.count("#") == blank.count("#") and end[0] != "#"
+        if keeps_numbers and len(owners[end]) == 1:
+            return ".".join(path.split(".")[-len(end) :])
+    return f"model.{path}" if path[:1].isdigit() else path
+
+
+def _blank(path: str) -> tuple[str, ...]:
+    return tuple("#" if part.isdigit() else part for part in path.split("."))
+
+
+def _ends(parts: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    return (parts[-length:] for length in range(1, len(parts) + 1))
+
+
+def _op(target: object) -> str:
+    return target.overloadpacket.__name__.strip("_") if isinstance(target, OpOverload) else "item"
+
+
+def _item(node: fx.Node) -> str:
+    """The name of one of an op's results: in the op's schema, else in that of its backward, as ``rstd`` of a
+    layer norm, else that of the op."""
+    source, number = node.args
+    assert isinstance(source, fx.Node)
+    assert isinstance(number, int)
+    op = _op(source.target)
+    returns = source.target._schema.returns if isinstance(source.target, OpOverload) else []
+    if len(returns) > 1 and returns[number].name:
+        return str(returns[number].name)
+    for reader, place in _readers(node):
+        if _op(reader.target) == f"{op}_backward":
+            return str(reader.target._schema.arguments[place].name)  # type: ignore[union-attr]
+    return re.sub("^native_|_backward$", "", op)
+
+
+def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
+    """The ops that read a value, and as which of their arguments."""
+    for user in node.users:
+        if user.target in SAME_VALUE:
+            yield from _readers(user)
+        else:
+            yield from ((user, place) for place, value in enumerate(user.args) if value is node)

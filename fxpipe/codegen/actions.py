@@ -1,0 +1,208 @@
+"""The instructions of a rank as actions on microbatches: all instructions of a kind are one action."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import count, groupby
+from typing import NamedTuple
+
+from fxpipe.codegen.lines import Line, OfMicrobatch, lines_of, place, text
+from fxpipe.codegen.rank_plan import RankPlan
+from fxpipe.schedule.lowering.instructions import (
+    AtEnd,
+    Collective,
+    Compute,
+    Instruction,
+    PostRecv,
+    Send,
+    StartCollective,
+    StartTransfer,
+    Wait,
+    WaitCollective,
+    WaitTransfer,
+)
+from fxpipe.schedule.ops import Color, Direction, Op, arrival
+
+
+class Role(Enum):
+    """The place of an action in the function of an op, if each op of that kind has it there."""
+
+    BEFORE = "before"
+    OP = "op"
+    AFTER = "after"
+    APART = "apart"
+
+
+@dataclass(frozen=True, eq=False)
+class Action:
+    """``name``, ``doc``, ``parameters``: of its function, if it has one of its own; beside the microbatch."""
+
+    name: str
+    doc: str
+    role: Role
+    lines: tuple[Line, ...]
+    parameters: tuple[str, ...] = ()
+
+
+class Done(NamedTuple):
+    """An action for one microbatch."""
+
+    action: Action
+    microbatch: int
+    arguments: tuple[int, ...] = ()
+
+
+def actions(plan: RankPlan) -> list[Done]:
+    """The rank's instructions in order, but those on the gradients of the whole batch."""
+    known: dict[object, Action] = {}
+    found = []
+    for together in _together(plan.instructions):
+        first, key = together[0], tuple(map(_key, together))
+        if key not in known:
+            known[key] = _action(plan, together, {action.name for action in known.values()})
+        found.append(Done(known[key], _microbatch(first), _arguments(plan, together)))
+    return found
+
+
+def _together(instructions: Sequence[Instruction]) -> Iterator[list[OfMicrobatch]]:
+    """The instructions of each action: one, or the transfers of a stage's microbatch that come together."""
+
+    def which(numbered: tuple[int, Instruction]) -> tuple[object, ...]:
+        number, i = numbered
+        if isinstance(i, StartTransfer | WaitTransfer):
+            return type(i), i.transfer.direction, i.transfer.stage, i.transfer.microbatch
+        return (number,)
+
+    for _, group in groupby(enumerate(instructions), which):
+        found = [i for _, i in group if not isinstance(i, AtEnd)]
+        if found:
+            yield found
+
+
+def _key(instruction: OfMicrobatch) -> tuple[object, ...]:
+    """The same for instructions that differ only in the microbatch, or in where in the pool they offload."""
+    match instruction:
+        case Compute(op):
+            return Compute, op.kind, op.stage
+        case PostRecv(messages) | Wait(messages) | Send(messages):
+            return type(instruction), *(message.edge for message in messages)
+        case StartCollective(collective) | WaitCollective(collective):
+            return type(instruction), collective.number
+        case StartTransfer(t) | WaitTransfer(t):
+            return type(instruction), t.direction, t.stage, t.user
+
+
+def _microbatch(instruction: OfMicrobatch) -> int:
+    match instruction:
+        case Compute(op):
+            return op.microbatch
+        case PostRecv(messages) | Wait(messages) | Send(messages):
+            return messages[0].microbatch
+        case StartCollective(_, m) | WaitCollective(_, m):
+            return m
+        case StartTransfer(transfer) | WaitTransfer(transfer):
+            return transfer.microbatch
+
+
+def _arguments(plan: RankPlan, together: Sequence[OfMicrobatch]) -> tuple[int, ...]:
+    offloads = (i.transfer for i in together if isinstance(i, StartTransfer))
+    return tuple(plan.places[t.activation] for t in offloads if t.direction is Direction.OUT)
+
+
+def _action(plan: RankPlan, together: Sequence[OfMicrobatch], taken: set[str]) -> Action:
+    offloads = [i.transfer for i in together if isinstance(i, StartTransfer)]
+    return Action(
+        next(name for name in _numbered(_name(plan, together)) if name not in taken),
+        _doc(plan, together),
+        _role(together[0]),
+        tuple(line for i in together for line in lines_of(plan, i)),
+        tuple(place(t) for t in offloads if t.direction is Direction.OUT),
+    )
+
+
+def _numbered(name: str) -> Iterator[str]:
+    yield name
+    for number in count(2):
+        yield f"{name}_{number}"
+
+
+def _role(instruction: OfMicrobatch) -> Role:
+    match instruction:
+        case Compute():
+            return Role.OP
+        case Wait() | WaitCollective():
+            return Role.BEFORE
+        case WaitTransfer(transfer) if transfer.direction is Direction.IN:
+            return Role.BEFORE
+        case Send() | StartCollective():
+            return Role.AFTER
+    return Role.APART
+
+
+def _name(plan: RankPlan, together: Sequence[OfMicrobatch]) -> str:
+    """A name with an upper-case letter, as no variable has."""
+    match together[0]:
+        case Compute(Op(kind, stage)):
+            return f"{kind}{stage}"
+        case PostRecv((message, *_)):
+            return f"receive_{text(arrival(message.edge.target))}"
+        case Wait((message, *_)):
+            return f"wait_{text(arrival(message.edge.target))}"
+        case Send((message, *_)):
+            return f"send_{text(message.edge.source)}"
+        case StartCollective(collective):
+            return f"start_{_named(plan, collective)}"
+        case WaitCollective(collective):
+            return f"wait_{_named(plan, collective)}"
+        case StartTransfer(transfer):
+            verb = str(transfer.direction)
+        case WaitTransfer(transfer):
+            verb = f"wait_{transfer.direction}"
+    users = _users(together)
+    return f"{verb}_{users[0].stage if len(users) > 1 else text(users[0])}"
+
+
+def _users(together: Sequence[OfMicrobatch]) -> list[Color]:
+    """The sections for which transfers move what F saved."""
+    transfers = (i.transfer for i in together if isinstance(i, StartTransfer | WaitTransfer))
+    return [Color(t.stage, t.user) for t in transfers]
+
+
+def _named(plan: RankPlan, collective: Collective) -> str:
+    """The kind of a collective with its source, of several sources that of this rank."""
+    return f"{collective.kind.replace('-', '_')}_{text(_source(plan, collective))}"
+
+
+def _source(plan: RankPlan, collective: Collective) -> Color:
+    sources = collective.sources
+    return sources[plan.rank] if len(sources) > 1 else sources[0]
+
+
+def _doc(plan: RankPlan, together: Sequence[OfMicrobatch]) -> str:
+    """What an action does, as a docstring."""
+    first = together[0]
+    match first:
+        case Compute():
+            return ""
+        case PostRecv(messages) | Wait(messages):
+            sources = " and ".join(dict.fromkeys(text(m.edge.source) for m in messages))
+            rank = plan.placement[messages[0].edge.source.stage]
+            verb = "Start to receive" if isinstance(first, PostRecv) else "Wait for"
+            return f"{verb} what {sources} on rank {rank} sends."
+        case Send(messages):
+            return f"Send to rank {plan.placement[messages[0].edge.target.stage]}."
+        case StartCollective(collective):
+            return f"Join the {collective.kind} of {text(_source(plan, collective))}."
+        case WaitCollective(collective):
+            return f"Wait for the {collective.kind} of {text(_source(plan, collective))}."
+    users = _users(together)
+    saved = f"what F{users[0].stage} saved for {' and '.join(map(text, users))}"
+    match first:
+        case StartTransfer(transfer):
+            return f"Start to {transfer.direction} {saved}."
+        case WaitTransfer(transfer) if transfer.direction is Direction.OUT:
+            return f"Wait until {saved} is offloaded, and free its memory."
+        case _:
+            return f"Wait until {saved} is reloaded."

@@ -1,0 +1,41 @@
+"""Shapes and dtypes as comments: of the inputs of a section, and of the ops that a reader looks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from fxpipe.codegen.expressions import variable
+from fxpipe.cost.nodes import node_flops
+from fxpipe.ir.compat import OpOverload
+from fxpipe.ir.graph import Kind, Section
+from fxpipe.ir.names import text_literal
+from fxpipe.ir.text import shape_text
+
+
+def shape_comment(node: fx.Node) -> str:
+    """``  # f32[2, 128, 768]`` behind a product, and behind an op that gives statistics beside its result, as
+    norms and attentions do; "" behind others.  A trace's sizes."""
+    value = node.meta.get("val")
+    if isinstance(value, (tuple, list)):
+        value = next((part for part in value if part is not None), None)
+    is_shown = isinstance(value, torch.Tensor) and (_gives_several(node) or node_flops(node))
+    return f"  # {shape_text(value)}" if is_shown else ""
+
+
+def _gives_several(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and len(node.target._schema.returns) > 1
+
+
+def input_comments(section: Section, values_in: Iterable[str]) -> list[str]:
+    """Comments on the parts of the batch that a section reads, and on ``values_in``, from other stages."""
+    abroad, found = set(values_in), []
+    for node in section.graph.find_nodes(op="placeholder"):
+        given = node.meta.get("input")
+        if given is not None and given.kind is Kind.BATCH:
+            found.append(f"    # batch[{text_literal(given.name)}]: {shape_text(node.meta['val'])}")
+        elif node.name in abroad:
+            found.append(f"    # {variable(node.name)}: {shape_text(node.meta['val'])}")
+    return found

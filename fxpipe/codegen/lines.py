@@ -1,0 +1,208 @@
+"""Instructions as lines of Python in which the microbatch is open: ``m``, an argument of the function around.
+
+A line has holes for the values that it reads and gives; :mod:`.lifetimes` decides how they are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from enum import Enum
+from typing import NamedTuple
+
+from fxpipe.codegen.collectives import sums, values
+from fxpipe.codegen.expressions import variable
+from fxpipe.codegen.functions import LISTS, Signature
+from fxpipe.codegen.rank_plan import RankPlan
+from fxpipe.ir.graph import Kind
+from fxpipe.ir.names import text_literal
+from fxpipe.schedule.lowering.instructions import (
+    Collective,
+    CollectiveKind,
+    Compute,
+    Message,
+    PostRecv,
+    Send,
+    StartCollective,
+    StartTransfer,
+    Wait,
+    WaitCollective,
+    WaitTransfer,
+)
+from fxpipe.schedule.ops import PHASES, Color, Direction, Op, Phase, Transfer
+
+OfMicrobatch = (
+    Compute | PostRecv | Wait | Send | StartCollective | WaitCollective | StartTransfer | WaitTransfer
+)
+
+
+class Use(Enum):
+    """``PENDING``: the line uses what a receive or a collective returned in the place of a value to come."""
+
+    READ = "read"
+    GIVE = "give"
+    PENDING = "pending"
+
+
+class Hole(NamedTuple):
+    """The place of a value in a line."""
+
+    use: Use
+    name: str
+
+
+Line = tuple["str | Hole", ...]
+
+
+def lines_of(plan: RankPlan, instruction: OfMicrobatch) -> list[Line]:
+    match instruction:
+        case Compute(op):
+            return _op(plan, op)
+        case PostRecv(messages) | Wait(messages) | Send(messages):
+            return [_message(plan, instruction, messages)]
+        case StartCollective(collective):
+            return _start(plan, collective)
+        case WaitCollective(collective):
+            return _wait(plan, collective)
+        case StartTransfer(transfer) | WaitTransfer(transfer):
+            return [_transfer(instruction, transfer)]
+
+
+def _read(name: str) -> Hole:
+    return Hole(Use.READ, name)
+
+
+def _give(name: str) -> Hole:
+    return Hole(Use.GIVE, name)
+
+
+def _joined(items: Iterable[str | Hole]) -> Line:
+    """The items with commas between them."""
+    return tuple(part for item in items for part in (", ", item))[1:]
+
+
+def _listed(items: list[str | Hole]) -> Line:
+    return _joined(items) if len(items) == 1 else ("[", *_joined(items), "]")
+
+
+def _layout(name: str) -> str:
+    return f"MESSAGES[{text_literal(name)}]"
+
+
+def text(color: Color) -> str:
+    return f"{color.phase}{color.stage}"
+
+
+def _arrives(pending: str) -> Line:
+    return _give(pending), " = rt.wait(", Hole(Use.PENDING, pending), ")"
+
+
+def _message(plan: RankPlan, instruction: PostRecv | Wait | Send, messages: tuple[Message, ...]) -> Line:
+    """The line that posts messages, waits for them or sends them: of one value, or of several."""
+    edge = messages[0].edge
+    named = [(name, message.edge.target) for message in messages for name in plan.names(message.edge)]
+    arriving = [plan.arriving(name, target.stage) for name, target in named]
+    layouts = _listed([_layout(name) for name, _ in named])
+    pending = f"from_{text(edge.source)}_to_{text(edge.target)}"
+    match instruction:
+        case PostRecv():
+            left = Hole(Use.PENDING, arriving[0]) if len(named) == 1 else _give(pending)
+            return left, " = rt.receive(", *layouts, f", source={plan.placement[edge.source.stage]})"
+        case Wait() if len(named) == 1:
+            return _arrives(arriving[0])
+        case Wait():
+            return *_joined(map(_give, arriving)), " = rt.wait_all(", _read(pending), ")"
+        case Send():
+            sent = _listed([_read(variable(name)) for name, _ in named])
+            return "rt.send(", *sent, ", ", *layouts, f", to={plan.placement[edge.target.stage]})"
+
+
+def handles(transfer: Transfer) -> str:
+    """The variable of the list that is offloaded, and its place."""
+    return f"{LISTS[Phase.F, transfer.user, Kind.OFFLOADED]}{transfer.stage}"
+
+
+def place(transfer: Transfer) -> str:
+    """The parameter for the place in the pool."""
+    return f"at_{transfer.user}"
+
+
+def _transfer(instruction: StartTransfer | WaitTransfer, transfer: Transfer) -> Line:
+    values = Hole(Use.PENDING, handles(transfer))
+    match instruction, transfer.direction:
+        case WaitTransfer(), _:
+            return f"rt.wait_{transfer.direction}(", values, ")"
+        case _, Direction.IN:
+            return "rt.reload(", values, ")"
+        case _:
+            return "rt.offload(", values, f", at={place(transfer)})"
+
+
+def _start(plan: RankPlan, collective: Collective) -> list[Line]:
+    given = values(collective, plan.edges)
+    if collective.kind is CollectiveKind.BROADCAST:
+        return [_broadcast(plan, collective, name) for name in given[0]]
+    return [
+        _give_own(plan, collective, name, f"collective{collective.number}_{k}")
+        for k, name in enumerate(given[plan.rank])
+    ]
+
+
+def _broadcast(plan: RankPlan, collective: Collective, name: str) -> Line:
+    source = plan.placement[collective.sources[0].stage]
+    call = f", {_layout(name)}, source={source}, group={collective.group})"
+    if source == plan.rank:
+        return "rt.broadcast(", _read(variable(name)), call
+    return Hole(Use.PENDING, variable(name)), f" = rt.broadcast(None{call}"
+
+
+def _give_own(plan: RankPlan, collective: Collective, name: str, pending: str) -> Line:
+    """The line with which this rank gives its own value to a collective of all."""
+    own, group = _read(variable(name)), f"group={collective.group})"
+    if collective.kind is CollectiveKind.ALL_GATHER:
+        return _give(pending), " = rt.all_gather(", own, f", {_layout(name)}, {group}"
+    target = plan.placement[collective.targets[0].stage]
+    call: Line = "rt.reduce(", own, f", {_layout(name)}, to={target}, {group}"
+    total = Hole(Use.PENDING, variable(sums(plan.edges)[name]))
+    return (total, " = ", *call) if target == plan.rank else call
+
+
+def _wait(plan: RankPlan, collective: Collective) -> list[Line]:
+    given = values(collective, plan.edges)
+    if collective.kind is not CollectiveKind.ALL_GATHER:
+        summed = sums(plan.edges)
+        return [_arrives(variable(summed.get(name, name))) for name in given[0]]
+    lines: list[Line] = []
+    for k in range(len(given[0])):
+        arrived = [_give(variable(own[k])) if rank != plan.rank else "_" for rank, own in enumerate(given)]
+        pending = _read(f"collective{collective.number}_{k}")
+        lines.append((*_joined(arrived), " = rt.wait_all(", pending, ")"))
+    return lines
+
+
+def _op(plan: RankPlan, op: Op) -> list[Line]:
+    colors = [Color(op.stage, phase) for phase in PHASES[op.kind]]
+    calls = [line for c in colors if c in plan.calls for line in _call(plan, plan.calls[c], op.stage)]
+    return [(f'rt.op(f"{op.kind}{op.stage}.{{m}}")',), *calls] if calls else []
+
+
+def _call(plan: RankPlan, call: Signature, stage: int) -> Iterator[Line]:
+    """The call of one section's function."""
+    by_microbatch = {"batch": "batches[m]", "key": "rt.key(m)"}
+    arguments: list[str | Hole] = [by_microbatch.get(name, name) for name in call.containers]
+    arguments += [_read(f"{name}{stage}") for name in call.lists_in]
+    arguments += [_read(plan.arriving(name, stage)) for name in call.values_in]
+    targets: list[str | Hole] = [_give(variable(name)) for name in call.values_out]
+    for value in call.results:
+        is_buffer = value.kind is Kind.BUFFER
+        targets.append(f"buffers[{text_literal(value.name)}]" if is_buffer else _give(value.name))
+    targets += [_give(f"{name}{stage}") for name in call.lists_out]
+    left = (*_joined(targets), " = ") if targets else ()
+    yield *left, f"{call.name}(", *_joined(arguments), ")"
+    results = [_read(v.name) for v in call.results if v.kind in (Kind.LOSS, Kind.COUNT)]
+    if results:
+        yield "rt.add_loss(", *_joined(results), ")"
+    for name, value in plan.outputs.items():
+        is_result = value in call.results
+        if is_result or (value.kind is Kind.OUTPUT and value.name in call.values_out):
+            found = _read(value.name if is_result else variable(value.name))
+            yield f"rt.add_output({text_literal(name)}, ", found, ", microbatch=m)"

@@ -1,0 +1,181 @@
+"""The function ``step``: a function for each kind of op, and the schedule, one line for each op.
+
+The function of a kind of op has what all ops of the kind do: wait for values, call the section's function,
+send.  What depends on the place in the order (receives that are posted ahead, transfers, collectives) stands
+before the op of its line, in functions of its own.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from fxpipe.codegen.actions import Action, Done, Role, actions
+from fxpipe.codegen.lifetimes import Function, Lifetimes, lifetimes
+from fxpipe.codegen.lines import Hole
+from fxpipe.codegen.rank_plan import RankPlan
+from fxpipe.codegen.wrapping import WIDTH, wrapped
+from fxpipe.ir.graph import Kind
+from fxpipe.ir.names import text_literal
+from fxpipe.schedule.lowering.instructions import AtEnd, DivideGradients
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """An op with the actions between it and its neighbors in the order."""
+
+    before: list[Done]
+    op: Done
+    after: list[Done]
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """A call of a function for a microbatch."""
+
+    function: Function
+    microbatch: int
+    arguments: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.function.name}({', '.join(map(str, (self.microbatch, *self.arguments)))})"
+
+
+def step_source(plan: RankPlan) -> str:
+    schedule = _lines(actions(plan))
+    calls = [call for line in schedule for call in line]
+    functions = list(dict.fromkeys(call.function for call in calls))
+    of_microbatch: defaultdict[int, list[Function]] = defaultdict(list)
+    for call in calls:
+        of_microbatch[call.microbatch].append(call.function)
+    found = lifetimes({tuple(order) for order in of_microbatch.values()})
+    lines = [*_head(plan), *_dicts(functions, found), ""]
+    for function in functions:
+        parameters = ", ".join(("m", *function.parameters))
+        lines.append(f"    def {function.name}({parameters}):")
+        if function.doc:
+            lines.append(f'        """{function.doc}"""')
+        lines += [*(f"        {line}" for line in found.written(function)), ""]
+    lines = [wrapped(line) for line in lines]
+    lines += [text for line in schedule for text in _joined(map(str, line))]
+    ends = [f"    {_at_end(i)}" for i in plan.instructions if isinstance(i, AtEnd)]
+    return "\n".join([*lines, *(["", *ends] if ends else []), "    return rt.finish()"])
+
+
+def _head(plan: RankPlan) -> list[str]:
+    trains = any(value.kind is Kind.GRADIENT for s in plan.sections for value in s.inputs)
+    what = "one training step; return the loss of the whole batch"
+    if not trains:
+        what = "the forward; return the loss of the whole batch, if there is one"
+    lines = ["def step(rt, batch):", f'    """Run this rank\'s part of {what}."""']
+    own = [plan.calls[s.color] for s in plan.own]
+    used = {c for call in own for c in call.containers}
+    if any(value.kind is Kind.BUFFER for call in own for value in call.results):
+        used.add("buffers")  # written, whether or not it is read
+    containers = [c for c in ("params", "buffers", "constants", "grads") if c in used]
+    if containers:
+        lines.append(f"    {', '.join(containers)} = {', '.join(f'rt.{c}' for c in containers)}")
+    if "casts" in used:
+        lines.append("    casts = rt.cast_parameters(CASTS)")
+    if "batch" in used:
+        lines.append("    batches = rt.microbatches(batch)")
+    return lines
+
+
+def _dicts(functions: Iterable[Function], found: Lifetimes) -> list[str]:
+    holes = {
+        part.name: None
+        for function in functions
+        for line in function.lines
+        for part in line
+        if isinstance(part, Hole) and (function, part.name) not in found.local
+    }
+    return [
+        f"    {', '.join(names)} = {', '.join('{}' for _ in names)}  # by microbatch"
+        for names in _rows(list(holes), WIDTH - 25)
+    ]
+
+
+def _rows(names: Sequence[str], width: int) -> list[list[str]]:
+    """The names in rows that are at most so wide, with six characters beside each name."""
+    rows: list[list[str]] = []
+    for name in names:
+        if not rows or sum(len(other) + 6 for other in (*rows[-1], name)) > width:
+            rows.append([])
+        rows[-1].append(name)
+    return rows
+
+
+def _lines(done: Sequence[Done]) -> list[list[_Call]]:
+    """The calls of each line."""
+    slots = _slots(done)
+    regular = _regular(slots)
+    functions: dict[Action, Function] = {}
+    for action in dict.fromkeys(d.action for d in done):
+        before, after = regular.get(action, ((), ()))
+        body = tuple(line for a in (*before, action, *after) for line in a.lines)
+        functions[action] = Function(action.name, action.doc, action.parameters, body)
+    lines: list[list[_Call]] = []
+    begin = 0
+    for slot in slots:
+        before, after = regular[slot.op.action]
+        irregular = slot.before[begin : len(slot.before) - len(before)]
+        line = [_Call(functions[d.action], d.microbatch, d.arguments) for d in (*irregular, slot.op)]
+        lines.append([call for call in line if call.function.lines])
+        begin = len(after)
+    rest = slots[-1].after[begin:] if slots else done
+    lines.append([_Call(functions[d.action], d.microbatch, d.arguments) for d in rest])
+    return [line for line in lines if line]
+
+
+def _slots(done: Sequence[Done]) -> list[_Slot]:
+    slots: list[_Slot] = []
+    between: list[Done] = []
+    for d in done:
+        if d.action.role is Role.OP:
+            slots.append(_Slot(between, d, between := []))
+        else:
+            between.append(d)
+    return slots
+
+
+def _regular(slots: Sequence[_Slot]) -> dict[Action, tuple[tuple[Action, ...], tuple[Action, ...]]]:
+    """For each kind of op what all of its ops do directly before, and directly after."""
+    before: dict[Action, list[Action]] = {}
+    after: dict[Action, list[Action]] = {}
+    for slot in slots:
+        kind = slot.op.action
+        own = [d.action for d in _own(reversed(slot.before), slot.op, Role.BEFORE)]
+        before[kind] = _common(before.get(kind, own), own)
+        own = [d.action for d in _own(slot.after, slot.op, Role.AFTER)]
+        after[kind] = _common(after.get(kind, own), own)
+    return {kind: (tuple(reversed(before[kind])), tuple(after[kind])) for kind in before}
+
+
+def _own(done: Iterable[Done], op: Done, role: Role) -> Iterator[Done]:
+    return takewhile(lambda d: d.action.role is role and d.microbatch == op.microbatch, done)
+
+
+def _common(first: list[Action], second: list[Action]) -> list[Action]:
+    """What both begin with."""
+    return [a for a, _ in takewhile(lambda pair: pair[0] is pair[1], zip(first, second, strict=False))]
+
+
+def _joined(statements: Iterable[str]) -> list[str]:
+    """The statements on as few lines as hold them."""
+    lines = [""]
+    for statement in statements:
+        longer = f"{lines[-1]}; {statement}" if lines[-1] else f"    {statement}"
+        if len(longer) <= WIDTH or not lines[-1]:
+            lines[-1] = longer
+        else:
+            lines.append(f"    {statement}")
+    return lines
+
+
+def _at_end(instruction: AtEnd) -> str:
+    if isinstance(instruction, DivideGradients):
+        return "rt.divide_gradients_by_count()"
+    return f"rt.all_reduce_gradient({text_literal(instruction.name)}, ranks={instruction.ranks})"

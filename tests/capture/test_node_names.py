@@ -1,0 +1,52 @@
+"""Names of nodes: the module that computes a value, and the op's name for the value."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fxpipe.capture.node_names import short_paths
+from fxpipe.capture.trace import capture
+from fxpipe.ir.storage import call_nodes
+
+
+def test_short_paths_keep_their_numbers_and_what_tells_them_apart():
+    layers = [f"transformer.h.{k}.attn" for k in range(3)]
+    others = ["transformer.h.1.mlp", "transformer.wte", "encoder.2.norm", "decoder.0.norm", "0", ""]
+    assert short_paths({*layers, *others}) == {
+        **{path: f"h.{k}.attn" for k, path in enumerate(layers)},
+        "transformer.h.1.mlp": "h.1.mlp",
+        "transformer.wte": "wte",
+        "encoder.2.norm": "encoder.2.norm",
+        "decoder.0.norm": "decoder.0.norm",
+        "0": "model.0",
+        "": "",
+    }
+
+
+def test_an_end_that_two_modules_have_does_not_name_either():
+    assert short_paths({"a.b.c", "a.d.c"}) == {"a.b.c": "b.c", "a.d.c": "d.c"}
+    assert short_paths({"a.b", "b"}) == {"a.b": "a.b", "b": "b"}
+
+
+class Several(nn.Module):
+    """Ops with several results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x):
+        first, last = self.norm(x).split(3)
+        largest, _ = last.max(0)
+        attended = F.scaled_dot_product_attention(x[None, None], first[None, None], first[None, None])
+        return attended.sum() + largest.sum()
+
+
+def test_results_are_named_by_their_op():
+    """By its schema (a maximum's ``values``), else by that of its backward (``mean``), else as the op."""
+    graph = capture(Several(), {"x": torch.randn(6, 4)}, None, 1.0, torch.device("cpu")).graph
+    names = {node.name for node in call_nodes(graph)}
+    assert {"norm_layer_norm", "norm_mean", "norm_rstd"} <= names
+    assert {"model_split", "model_split_1", "model_values", "model_indices"} <= names
+    assert {"model_output", "model_logsumexp", "d_model_grad_key", "d_norm_layer_norm_1"} <= names
+    assert not [name for name in names if "item" in name]
