@@ -115,7 +115,7 @@ class _Function:
         if singles:
             yield Line(unpacking(singles, f"{name}[:{begin}]"))
         for stack in stacks:
-            size, end = len(stack.positions), begin + len(stack.positions) * len(stack.records)
+            size, end = len(stack.values), begin + len(stack.values) * len(stack.records)
             slices = f"[{name}[k : k + {size}] for k in range({begin}, {end}, {size})]"
             yield Line(f"{self.lists.variable(stack, name)} = {slices}")
             begin = end

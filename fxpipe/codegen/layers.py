@@ -128,7 +128,9 @@ class Loop:
         inner = [f"    {left}{call}", *(f"    {text}" for text in after)]
         reads = [self._outer(slot.nodes[0]) for slot in self.run.slots if slot.source is Source.SHARED]
         reads += [variable for _, variable in self.takes]
-        yield Line("\n".join([head, *inner]), tuple(x for x in reads if x.isidentifier()), heading)
+        yield Line(
+            "\n".join([head, *inner]), tuple(x for x in reads if x.isidentifier() and x != "key"), heading
+        )
         yield from self._behind(heading)
 
     # Arguments
@@ -217,7 +219,7 @@ class Loop:
             targets.append(CARRY)
         after = []
         for container, stack, name in self.gives:
-            returned.append(f"[{', '.join(self._result(j) for j in stack.positions)}]")
+            returned.append(f"[{', '.join(self._result(j) for j in stack.values)}]")
             target = container or "collected"
             times = sum(1 for x in targets if x.startswith(target)) + 1
             target += f"_{times}" if times > 1 else ""
@@ -230,9 +232,9 @@ class Loop:
         lines = [Line(text) for name, own in unpacked for text in (unpacking(own, name), f"{name}.clear()")]
         lines += node_lines(self.run.body, scope, self._place)
         own = {name for _, names in unpacked for name in names} | {self.texts[n] for n in self.run.body}
-        positions = {slot.result for slot in self.run.carried}
-        positions |= {j for _, stack, _ in self.gives for j in stack.positions}
-        kept = {self._result(j) for j in positions}
+        returned_values: list[int | Slot] = [slot.result for slot in self.run.carried]
+        returned_values += [value for _, stack, _ in self.gives for value in stack.values]
+        kept = {self._result(value) for value in returned_values}
         deletable = [Line(x.text, tuple(r for r in x.reads if r in own), x.heading) for x in lines]
         text = [wrapped(line) for line in body(deletable, kept)]
         if returned:
@@ -262,15 +264,15 @@ class Loop:
 
     def _final(self, slot: Slot) -> str:
         """The variable of a carried value in the section: that of the last period's result."""
-        return self.scope.text(self.run.results(slot.result)[-1])
+        return self.scope.text(self.run.values(slot.result)[-1])
 
     def _outer(self, node: fx.Node) -> str:
         return self.scope.text(node)
 
     # Names
 
-    def _result(self, position: int) -> str:
-        return self.texts[self.run.body[position]]
+    def _result(self, value: int | Slot) -> str:
+        return self.texts[value.example if isinstance(value, Slot) else self.run.body[value]]
 
     def _new(self, name: str) -> str:
         return self._unused(variable(name))
@@ -335,8 +337,8 @@ def _module(nodes: Sequence[fx.Node]) -> str:
     """The innermost module around most of the nodes."""
     paths = [tuple(path.split(".")) for node in nodes if (path := node.meta["origin"].path)]
     around = Counter(path[:k] for path in paths for k in range(1, len(path) + 1))
-    most = [path for path, number in around.items() if 2 * number > len(paths)]
-    return ".".join(max(most, key=lambda path: (len(path), path), default=()))
+    most = sorted((len(path), path) for path, number in around.items() if 2 * number > len(paths))
+    return ".".join(most[-1][1]) if most else ""
 
 
 def _from_to(paths: Sequence[str]) -> str:

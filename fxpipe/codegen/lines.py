@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from fxpipe.codegen.collectives import sums, values
 from fxpipe.codegen.expressions import variable
-from fxpipe.codegen.functions import LISTS, Signature
 from fxpipe.codegen.rank_plan import RankPlan
+from fxpipe.codegen.signatures import LISTS, Signature
 from fxpipe.ir.graph import Kind
 from fxpipe.ir.names import text_literal
 from fxpipe.schedule.lowering.instructions import (

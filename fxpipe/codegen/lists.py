@@ -19,16 +19,15 @@ from fxpipe.codegen.outline import Repeated, Slot, Source
 
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """``positions``: of a record's values, in a period of ``run``."""
+    """``values``: those of a record, as in ``run.given``."""
 
     run: Repeated
-    positions: tuple[int, ...]
+    values: tuple[int | Slot, ...]
 
     @cached_property
     def records(self) -> list[tuple[str, ...]]:
         """The names of the values, by period."""
-        periods = (self.run.period(k) for k in range(self.run.run.times))
-        return [tuple(period[j].name for j in self.positions) for period in periods]
+        return list(zip(*([n.name for n in self.run.values(of)] for of in self.values), strict=True))
 
 
 Layout = tuple["str | Stack", ...]
@@ -67,11 +66,11 @@ def layout(
                     takes[node.name] += [(number, period)] * (1 if taker.has_alone(slot, period) else 2)
     stacks: list[Stack] = []
     for run in runs:
-        together: defaultdict[Any, list[int]] = defaultdict(list)
-        for position, given in run.given.items():
+        together: defaultdict[Any, list[int | Slot]] = defaultdict(list)
+        for value, given in run.given.items():
             if container in given:
-                together[_relation([takes[node.name] for node in run.results(position)])].append(position)
-        stacks += [Stack(run, tuple(positions)) for positions in together.values()]
+                together[_relation([takes[node.name] for node in run.values(value)])].append(value)
+        stacks += [Stack(run, tuple(values)) for values in together.values()]
     stacked = {name for stack in stacks for record in stack.records for name in record}
     return (*(name for name in values if name not in stacked), *stacks)
 

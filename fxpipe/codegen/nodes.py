@@ -25,9 +25,9 @@ def node_lines(nodes: Iterable[fx.Node], scope: Scope, place: Callable[[Origin],
 
 
 def reads(node: fx.Node, scope: Scope) -> tuple[str, ...]:
-    """The variables that an op reads."""
+    """The variables of tensors that an op reads."""
     texts = (scope.text(n) for n in node.all_input_nodes if not is_unpacked(n))
-    return tuple(text for text in texts if text.isidentifier())
+    return tuple(text for text in texts if text.isidentifier() and text != "key")
 
 
 def _targets(node: fx.Node, scope: Scope) -> str:

@@ -52,14 +52,16 @@ class Slot:
 
 @dataclass(frozen=True, eq=False)
 class Repeated:
-    """A run with its ``slots``, in order of use.  ``given``: by position in a period, the lists in which the
-    value there travels, with ``LATER`` if it is used behind the run.
+    """A run with its ``slots``, in order of use.
+
+    ``given``: the lists in which values of each period travel, with ``LATER`` if they are used behind the run.
+    By the position of a result, or by the slot of a carried value, which the period that takes it gives.
     """
 
     nodes: Sequence[fx.Node]
     run: Run
     slots: tuple[Slot, ...]
-    given: Mapping[int, frozenset[str]]
+    given: Mapping[int | Slot, frozenset[str]]
 
     def period(self, number: int) -> Sequence[fx.Node]:
         begin = self.run.begin + number * self.run.period
@@ -70,9 +72,11 @@ class Repeated:
         """The period that stands for all: the second, since the first takes no values of another."""
         return self.period(1)
 
-    def results(self, position: int) -> tuple[fx.Node, ...]:
-        """The nodes at a position, by period."""
-        return tuple(self.period(k)[position] for k in range(self.run.times))
+    def values(self, of: int | Slot) -> tuple[fx.Node, ...]:
+        """The nodes at a position, or those of a slot, by period."""
+        if isinstance(of, Slot):
+            return of.nodes
+        return tuple(self.period(k)[of] for k in range(self.run.times))
 
     def has_alone(self, slot: Slot, number: int) -> bool:
         """Whether nothing outside of a period uses what the period takes there."""
@@ -83,9 +87,9 @@ class Repeated:
         return tuple(slot for slot in self.slots if slot.source is Source.CARRIED)
 
     @property
-    def later(self) -> tuple[int, ...]:
-        """The positions of values of all periods that are used behind the run."""
-        return tuple(position for position, uses in self.given.items() if LATER in uses)
+    def later(self) -> tuple[int | Slot, ...]:
+        """The values of all periods that are used behind the run."""
+        return tuple(value for value, uses in self.given.items() if LATER in uses)
 
     @property
     def saved(self) -> int:
@@ -94,7 +98,7 @@ class Repeated:
 
     def is_moved(self, slot: Slot) -> bool:
         """Whether a carried value is used by the next period alone, which may then free it."""
-        return not self.given[slot.result]
+        return not self.given[slot.result] and slot not in self.given
 
 
 class Analysis:
@@ -139,18 +143,23 @@ class Analysis:
                     slots[nodes] = slot
         if len({slot.example for slot in slots.values()}) < len(slots):
             return 0  # two that differ in the first period alone
-        carried = {slot.result for slot in slots.values() if slot.source is Source.CARRIED}
-        given = {}
+        carried = {slot.result: slot for slot in slots.values() if slot.source is Source.CARRIED}
+        given: dict[int | Slot, frozenset[str]] = {}
         for position in range(run.period):
             uses = [self._uses(run, k, position) for k in range(run.times)]
             if position in carried:
                 *uses, last = uses  # there behind the run, for any use
-                if last is None or uses[0] is None or not last | {LATER} >= uses[0]:
-                    return run.times - 1
             unlike = next((k for k, use in enumerate(uses) if use is None or use != uses[0]), None)
             if unlike is not None:
                 return unlike
             given[position] = uses[0] or frozenset()
+            if position in carried and given[position]:
+                slot, lists = carried[position], given[position] - {LATER}
+                if lists <= set(self.lists_out.get(slot.nodes[0].name, ())):
+                    given[position] -= lists
+                    given |= {slot: lists} if lists else {}
+                elif last is None or not lists <= last:
+                    return run.times - 1
         return Repeated(self.nodes, run, tuple(slots.values()), given)
 
     def _slot(self, run: Run, nodes: tuple[fx.Node, ...]) -> Slot | int | None:

@@ -53,11 +53,12 @@ def _same_place(operand: fx.Node, root: fx.Node, result: fx.Node) -> bool:
 
 
 def _write_over(node: fx.Node, free: list[fx.Node]) -> None:
-    """Let the op overwrite one of its operands, if it has a form that does so."""
+    """Let the op overwrite one of its operands, if it has a form that does so: the one computed last, which the
+    first of many layers has, too, where others have a value from another stage."""
     device = node.meta["val"].device.type
     if (form := _out_form(node.target, device)) is not None:
         node.target, name = form
-        node.kwargs = {**node.kwargs, name: free[0]}
+        node.kwargs = {**node.kwargs, name: max(free)}
     elif node.args and node.args[0] in free and _times(node.args[0], node) == 1:
         node.target = _in_place_form(node.target, device) or node.target
 
