@@ -67,7 +67,10 @@ def _runs(section: Section, call: Signature) -> list[Repeated]:
     lists_out: dict[str, tuple[str, ...]] = {}
     for name, values in call.lists_out.items():
         lists_out |= {value: (*lists_out.get(value, ()), name) for value in values}
-    return Analysis(section, lists_in, lists_out).runs()
+    (nodes,) = section.graph.output_node().args
+    returned = zip(nodes, section.outputs, strict=True)  # type: ignore[arg-type]
+    results = {n for n, value in returned if value.name in call.values_out or value in call.results}
+    return Analysis(section, lists_in, lists_out, results).runs()
 
 
 class _Function:

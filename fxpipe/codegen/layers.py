@@ -127,6 +127,7 @@ class Loop:
         left = f"{', '.join(targets)} = " if targets else ""
         inner = [f"    {left}{call}", *(f"    {text}" for text in after)]
         reads = [self._outer(slot.nodes[0]) for slot in self.run.slots if slot.source is Source.SHARED]
+        reads = [text for text in reads if text.isidentifier() and text != "key"]
         reads += [variable for _, variable in self.takes]
         yield Line(
             "\n".join([head, *inner]), tuple(x for x in reads if x.isidentifier() and x != "key"), heading

@@ -8,6 +8,7 @@ of the stage computed, differ from period to period.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -20,7 +21,6 @@ from fxpipe.ir.graph import Kind, Section
 from fxpipe.ir.storage import call_nodes
 
 _OF_RANK = {Kind.PARAMETER, Kind.CAST, Kind.BUFFER, Kind.CONSTANT, Kind.GRADIENT}
-_LISTED = {Kind.VALUE, Kind.OFFLOADED}
 LATER = ""  # the use of a value behind its run, in place of a list's name
 
 
@@ -54,8 +54,8 @@ class Slot:
 class Repeated:
     """A run with its ``slots``, in order of use.
 
-    ``given``: the lists in which values of each period travel, with ``LATER`` if they are used behind the run.
-    By the position of a result, or by the slot of a carried value, which the period that takes it gives.
+    ``given``: the lists in which values of each period travel, with ``LATER`` if they are used behind the
+    run: by the position of a result, or by the slot of a carried value, which the period that takes it gives.
     """
 
     nodes: Sequence[fx.Node]
@@ -102,19 +102,22 @@ class Repeated:
 
 
 class Analysis:
-    """Of one section: ``lists_in`` and ``lists_out`` are the lists of its signature, by value."""
+    """Of one section.
+
+    ``lists_in`` and ``lists_out``: the lists of its signature, by value.  ``results``: what it returns beside
+    lists.
+    """
 
     def __init__(
-        self, section: Section, lists_in: Mapping[str, str], lists_out: Mapping[str, tuple[str, ...]]
+        self,
+        section: Section,
+        lists_in: Mapping[str, str],
+        lists_out: Mapping[str, tuple[str, ...]],
+        results: AbstractSet[fx.Node],
     ) -> None:
         self.nodes = call_nodes(section.graph)
         self.index = {node: k for k, node in enumerate(self.nodes)}
-        self.lists_in = lists_in
-        self.lists_out = lists_out
-        (returned,) = section.graph.output_node().args
-        named = list(zip(returned, section.outputs, strict=True))  # type: ignore[arg-type]
-        #: What is returned beside the lists.
-        self.leaving = {n for n, v in named if v.name not in lists_out or v.kind not in _LISTED}
+        self.lists_in, self.lists_out, self.results = lists_in, lists_out, results
 
     def runs(self) -> list[Repeated]:
         return [self._repeated(run) for run in repeats(self.nodes, self._times)]  # type: ignore[misc]
@@ -206,7 +209,7 @@ class Analysis:
         """The uses of a period's value outside of it and of the next one; None if there is one in another."""
         node = self.nodes[run.begin + period * run.period + position]
         found = set(self.lists_out.get(node.name, ()))
-        if node in self.leaving:
+        if node in self.results:
             found.add(LATER)
         for user in node.users:
             if user.op == "output":

@@ -53,8 +53,11 @@ def _same_place(operand: fx.Node, root: fx.Node, result: fx.Node) -> bool:
 
 
 def _write_over(node: fx.Node, free: list[fx.Node]) -> None:
-    """Let the op overwrite one of its operands, if it has a form that does so: the one computed last, which the
-    first of many layers has, too, where others have a value from another stage."""
+    """Let the op overwrite one of its operands, if it has a form that does so: that computed last.
+
+    So the first layer of a stage, to which another stage gives a value that it must not overwrite, has the
+    same ops as the next ones.
+    """
     device = node.meta["val"].device.type
     if (form := _out_form(node.target, device)) is not None:
         node.target, name = form
