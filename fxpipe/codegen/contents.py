@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
 from fxpipe.codegen.collectives import values
-from fxpipe.codegen.lines import text
+from fxpipe.codegen.lines import color_text
 from fxpipe.codegen.rank_plan import RankPlan
 from fxpipe.codegen.wrapping import WIDTH
 from fxpipe.schedule.lowering.instructions import (
@@ -42,7 +42,7 @@ def _section(plan: RankPlan, color: Color) -> tuple[str, ...]:
         Phase.W: (cost.weight, 0, None),
     }[color.phase]
     keeps = f"keeps {bytes_text(kept)} until {user}{color.stage}" if kept else ""
-    return text(color), plan.calls[color].name, seconds_text(seconds), keeps
+    return color_text(color), plan.calls[color].name, seconds_text(seconds), keeps
 
 
 def _messages(plan: RankPlan, instruction: Instruction) -> Iterator[tuple[str, ...]]:
@@ -59,14 +59,23 @@ def _message(plan: RankPlan, message: Message, word: str, end: int) -> Iterator[
     ends = message.edge.source, message.edge.target
     rank = plan.placement[ends[end].stage]
     for name in plan.names(message.edge):
-        yield f"{text(ends[0])} -> {text(ends[1])}", f"{word} rank {rank}", name, _size(plan, name)
+        yield (
+            f"{color_text(ends[0])} -> {color_text(ends[1])}",
+            f"{word} rank {rank}",
+            name,
+            _size(plan, name),
+        )
 
 
 def _collective(plan: RankPlan, collective: Collective) -> Iterator[tuple[str, ...]]:
     given = values(collective, plan.edges)
-    ends = f"{text(collective.sources[0])} -> {text(collective.targets[0])}"
+    ends = _arrow(collective.sources[0], collective.targets[0])
     for name in given[0] if len(given) == 1 else given[plan.rank]:
         yield ends, str(collective.kind), name, _size(plan, name)
+
+
+def _arrow(source: Color, target: Color) -> str:
+    return f"{color_text(source)} -> {color_text(target)}"
 
 
 def _size(plan: RankPlan, name: str) -> str:
