@@ -13,8 +13,8 @@ from fxpipe.schedule.exact.order import Exact
 from fxpipe.schedule.offload.planner import OffloadPlan
 from fxpipe.schedule.placement import stages_of
 from fxpipe.schedule.simulation.timeline import Timeline
+from fxpipe.units import Units
 from fxpipe.viz.terminal import ROWS, terminal, timeline_text
-from fxpipe.viz.units import Units
 
 
 def figures(timeline: Timeline, best: Exact | None, moved: OffloadPlan | None = None) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.placement import PLACEMENTS
 from fxpipe.schedule.stages import Vocabulary
 from fxpipe.schedule.vocabulary_costs import with_output_shards
-from fxpipe.viz.units import PHYSICAL, PLAIN, Units
+from fxpipe.units import PHYSICAL, PLAIN, Units
 
 TIMES = ("forward", "backward_input", "backward_weight")
 EPILOG = (

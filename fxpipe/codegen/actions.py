@@ -8,7 +8,7 @@ from enum import Enum
 from itertools import count, groupby
 from typing import NamedTuple
 
-from fxpipe.codegen.lines import Line, OfMicrobatch, lines_of, place, text
+from fxpipe.codegen.lines import Line, OfMicrobatch, color_text, lines_of, place
 from fxpipe.codegen.rank_plan import RankPlan
 from fxpipe.schedule.lowering.instructions import (
     AtEnd,
@@ -147,11 +147,11 @@ def _name(plan: RankPlan, together: Sequence[OfMicrobatch]) -> str:
         case Compute(Op(kind, stage)):
             return f"{kind}{stage}"
         case PostRecv((message, *_)):
-            return f"receive_{text(arrival(message.edge.target))}"
+            return f"receive_{color_text(arrival(message.edge.target))}"
         case Wait((message, *_)):
-            return f"wait_{text(arrival(message.edge.target))}"
+            return f"wait_{color_text(arrival(message.edge.target))}"
         case Send((message, *_)):
-            return f"send_{text(message.edge.source)}"
+            return f"send_{color_text(message.edge.source)}"
         case StartCollective(collective):
             return f"start_{_named(plan, collective)}"
         case WaitCollective(collective):
@@ -161,7 +161,7 @@ def _name(plan: RankPlan, together: Sequence[OfMicrobatch]) -> str:
         case WaitTransfer(transfer):
             verb = f"wait_{transfer.direction}"
     users = _users(together)
-    return f"{verb}_{users[0].stage if len(users) > 1 else text(users[0])}"
+    return f"{verb}_{users[0].stage if len(users) > 1 else color_text(users[0])}"
 
 
 def _users(together: Sequence[OfMicrobatch]) -> list[Color]:
@@ -172,7 +172,7 @@ def _users(together: Sequence[OfMicrobatch]) -> list[Color]:
 
 def _named(plan: RankPlan, collective: Collective) -> str:
     """The kind of a collective with its source, of several sources that of this rank."""
-    return f"{collective.kind.replace('-', '_')}_{text(_source(plan, collective))}"
+    return f"{collective.kind.replace('-', '_')}_{color_text(_source(plan, collective))}"
 
 
 def _source(plan: RankPlan, collective: Collective) -> Color:
@@ -187,18 +187,18 @@ def _doc(plan: RankPlan, together: Sequence[OfMicrobatch]) -> str:
         case Compute():
             return ""
         case PostRecv(messages) | Wait(messages):
-            sources = " and ".join(dict.fromkeys(text(m.edge.source) for m in messages))
+            sources = " and ".join(dict.fromkeys(color_text(m.edge.source) for m in messages))
             rank = plan.placement[messages[0].edge.source.stage]
             verb = "Start to receive" if isinstance(first, PostRecv) else "Wait for"
             return f"{verb} what {sources} on rank {rank} sends."
         case Send(messages):
             return f"Send to rank {plan.placement[messages[0].edge.target.stage]}."
         case StartCollective(collective):
-            return f"Join the {collective.kind} of {text(_source(plan, collective))}."
+            return f"Join the {collective.kind} of {color_text(_source(plan, collective))}."
         case WaitCollective(collective):
-            return f"Wait for the {collective.kind} of {text(_source(plan, collective))}."
+            return f"Wait for the {collective.kind} of {color_text(_source(plan, collective))}."
     users = _users(together)
-    saved = f"what F{users[0].stage} saved for {' and '.join(map(text, users))}"
+    saved = f"what F{users[0].stage} saved for {' and '.join(map(color_text, users))}"
     match first:
         case StartTransfer(transfer):
             return f"Start to {transfer.direction} {saved}."

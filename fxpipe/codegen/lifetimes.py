@@ -24,7 +24,7 @@ class Function:
     lines: tuple[Line, ...]
 
 
-_Reader = tuple[Function, int, int]
+_Place = tuple[Function, int, int]
 """A function, a line of it, and the place in the line."""
 
 
@@ -36,7 +36,7 @@ class Lifetimes:
     """
 
     local: frozenset[tuple[Function, str]]
-    last: frozenset[_Reader]
+    last: frozenset[_Place]
     shared: dict[str, int]
 
     def written(self, function: Function) -> list[str]:
@@ -45,7 +45,7 @@ class Lifetimes:
         for number, line in enumerate(function.lines):
             found.append("".join(self._part(function, number, k, part) for k, part in enumerate(line)))
             given = [part.name for part in line if isinstance(part, Hole) and part.use is Use.GIVE]
-            for name in self.shared.keys() & given:
+            for name in (name for name in given if name in self.shared):
                 readers = self.shared[name]
                 found.append(f"{name}[m] = [{name}[m]] * {readers}  # one for each reader, in any order")
             dead = dict.fromkeys(
@@ -77,35 +77,31 @@ def lifetimes(orders: Iterable[tuple[Function, ...]]) -> Lifetimes:
     A value is given and read for one microbatch.
     """
     local: dict[tuple[Function, str], bool] = {}
-    ends: defaultdict[_Reader, set[bool]] = defaultdict(set)
-    readers_of: dict[str, int] = {}
+    ends: defaultdict[_Place, set[bool]] = defaultdict(set)
+    shared: dict[str, int] = {}
     for order in orders:
-        givers: dict[str, Function] = {}
-        readers: defaultdict[str, list[_Reader]] = defaultdict(list)
-        apart = set()
-        for function in order:
-            for number, line in enumerate(function.lines):
-                for place, part in enumerate(line):
-                    match part:
-                        case Hole(Use.READ, name):
-                            readers[name].append((function, number, place))
-                        case Hole(Use.GIVE, name):
-                            givers[name] = function
-                        case Hole(Use.PENDING, name):
-                            apart.add(name)
-        for name, giver in givers.items():
-            alone = name not in apart and all(function is giver for function, *_ in readers[name])
+        readers, pending = _places(order, Use.READ), _places(order, Use.PENDING)
+        for name, ((giver, *_), *_) in _places(order, Use.GIVE).items():
+            alone = name not in pending and all(reader is giver for reader, *_ in readers.get(name, ()))
             local[giver, name] = alone and local.get((giver, name), True)
         for name, found in readers.items():
-            readers_of[name] = len(found)
-            for reader in found:
-                ends[reader].add(reader == found[-1])
-    last = frozenset(reader for reader, ended in ends.items() if ended == {True})
-    either = (
-        function.lines[number][place] for (function, number, place), ended in ends.items() if len(ended) == 2
-    )
+            for place in found:
+                ends[place].add(place == found[-1])
+                if len(ends[place]) == 2:
+                    shared[name] = len(found)
     return Lifetimes(
         frozenset(key for key, alone in local.items() if alone),
-        last,
-        {part.name: readers_of[part.name] for part in either if isinstance(part, Hole)},
+        frozenset(place for place, ended in ends.items() if ended == {True}),
+        shared,
     )
+
+
+def _places(order: Iterable[Function], use: Use) -> dict[str, list[_Place]]:
+    """By name the places with such a use of the value, in their order."""
+    found: defaultdict[str, list[_Place]] = defaultdict(list)
+    for function in order:
+        for number, line in enumerate(function.lines):
+            for k, part in enumerate(line):
+                if isinstance(part, Hole) and part.use is use:
+                    found[part.name].append((function, number, k))
+    return found

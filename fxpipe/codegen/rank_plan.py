@@ -14,7 +14,7 @@ from fxpipe.codegen.expressions import variable
 from fxpipe.codegen.signatures import Signature, signatures
 from fxpipe.ir.graph import Section, Value
 from fxpipe.ir.sections import SectionEdge
-from fxpipe.schedule.costs import Edge
+from fxpipe.schedule.costs import Costs, Edge
 from fxpipe.schedule.lowering.instructions import Instruction, PostRecv, Send, StartCollective
 from fxpipe.schedule.ops import Activation, Color
 
@@ -32,6 +32,7 @@ class RankPlan:
     outputs: Mapping[str, Value]  # requested by the user, by name
     tensors: dict[str, torch.Tensor]  # fake tensors of the values that cross between stages
     places: Mapping[Activation, int]  # the offsets of offloaded values in the rank's pool
+    costs: Costs  # predicted
     compiled: frozenset[Color] = frozenset()  # the sections that Inductor compiles
 
     @cached_property

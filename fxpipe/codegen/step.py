@@ -50,7 +50,7 @@ def step_source(plan: RankPlan) -> str:
     of_microbatch: defaultdict[int, list[Function]] = defaultdict(list)
     for call in calls:
         of_microbatch[call.microbatch].append(call.function)
-    found = lifetimes({tuple(order) for order in of_microbatch.values()})
+    found = lifetimes(dict.fromkeys(map(tuple, of_microbatch.values())))
     lines = [*_head(plan), *_dicts(functions, found), ""]
     for function in functions:
         parameters = ", ".join(("m", *function.parameters))

@@ -387,6 +387,7 @@ def _programs(plan: Plan, cut: Cut, instructions: Programs, pools: tuple[Pool, .
                     outputs=requested_outputs(cut.graph),
                     tensors=fakes,
                     places=pools[rank].offsets if pools else {},
+                    costs=plan.costs,
                     compiled=compiled,
                 )
             )

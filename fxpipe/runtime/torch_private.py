@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch.autograd import profiler as autograd_profiler
 from torch.distributed.rendezvous import rendezvous
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
@@ -32,6 +33,7 @@ __all__ = [
     "fake_tensors",
     "gradient_hooks",
     "hooks_registered",
+    "is_profiling",
     "is_watched",
     "module_hooks",
     "no_modes",
@@ -84,6 +86,11 @@ def hooks_registered() -> int:
 def is_watched() -> bool:
     """Whether a TorchDispatchMode sees the ops of this thread."""
     return torch._C._len_torch_dispatch_stack() > 0
+
+
+def is_profiling() -> bool:
+    """Whether torch's profiler runs, on whatever thread it was started."""
+    return bool(autograd_profiler._is_profiler_enabled)
 
 
 def fake_tensors() -> contextlib.AbstractContextManager[Any]:

@@ -11,8 +11,8 @@ from fxpipe.plan.artifact import Plan
 from fxpipe.schedule.offload.transfers import offload_bytes
 from fxpipe.schedule.ops import Direction
 from fxpipe.schedule.tried import Tried
+from fxpipe.units import bytes_text, seconds_text
 from fxpipe.viz.terminal import terminal
-from fxpipe.viz.units import bytes_text, seconds_text
 
 
 def explain(plan: Plan, console: Console) -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from fxpipe.errors import printable
 from fxpipe.schedule.ops import Phase
+from fxpipe.units import PHYSICAL, Units, ticks
 from fxpipe.viz.palette import PHASES
-from fxpipe.viz.units import PHYSICAL, Units, ticks
 
 WIDTH, HEIGHT = 760, 420  # of the plot, in pixels
 LEFT, TOP, RIGHT, BOTTOM = 76, 64, 130, 56

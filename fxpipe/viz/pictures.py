@@ -16,12 +16,12 @@ from torch import fx
 
 from fxpipe.errors import FxpipeError
 from fxpipe.ir.graph import Section
+from fxpipe.units import bytes_text, seconds_text
 from fxpipe.viz.boxes import collapse
 from fxpipe.viz.graph_picture import graph_picture
 from fxpipe.viz.render import render
 from fxpipe.viz.section_picture import section_picture
 from fxpipe.viz.timeline_picture import timeline_svg
-from fxpipe.viz.units import bytes_text, seconds_text
 
 if TYPE_CHECKING:
     from fxpipe.pipeline import Pipeline

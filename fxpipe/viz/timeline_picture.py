@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from fxpipe.errors import printable
 from fxpipe.schedule.ops import Direction, Op, Phase
 from fxpipe.schedule.simulation.timeline import Span, Timeline, TransferSpan
+from fxpipe.units import PHYSICAL, Units, ticks
 from fxpipe.viz.palette import OFFLOADED, PHASES, tint
 from fxpipe.viz.roles import MEANING, Role, color, role
-from fxpipe.viz.units import PHYSICAL, Units, ticks
 
 BAR = 22  # heights, in pixels
 MEMORY = 26
@@ -47,7 +47,7 @@ def timeline_svg(timeline: Timeline, title: str, units: Units = PHYSICAL) -> str
     """The source of the picture.
 
     title: the name of the model or the costs; schedule, sizes, bubbles and peaks are added to it.
-    units: the units of times and memory (``fxpipe.viz.units.PLAIN`` for times without a unit).
+    units: the units of times and memory (``fxpipe.units.PLAIN`` for times without a unit).
     Memory has one scale for all ranks: the largest peak fills its strip.
     """
     ranks = timeline.schedule.ranks

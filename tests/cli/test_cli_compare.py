@@ -7,8 +7,8 @@ import pytest
 
 from fxpipe.cli import main
 from fxpipe.schedule.families.registry import FAMILIES
+from fxpipe.units import PLAIN
 from fxpipe.viz.frontier_picture import Point, frontier, frontier_svg
-from fxpipe.viz.units import PLAIN
 
 pytestmark = pytest.mark.slow
 

@@ -130,3 +130,13 @@ def test_programs(name, update):
 def test_no_golden_file_is_left_over():
     expected = {f"{name}_rank{rank}.py.golden" for name in PROGRAMS for rank in range(2)}
     assert {file.name for file in GOLDEN.glob("*.golden")} == expected
+
+
+def test_a_further_op_is_a_further_line():
+    """And no line of the contents, which shortens a long order."""
+    few, many = (perceptron(microbatches=m) for m in (32, 64))
+    for a, b in zip(few, many, strict=True):
+        ops = b.count("\n") - a.count("\n")
+        assert ops == 32 * len(set(re.findall(r"rt\.op\(f\"(\w+)\.", a)))
+        assert "… 32 more …" in a
+        assert "… 128 more …" in b

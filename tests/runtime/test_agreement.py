@@ -10,8 +10,9 @@ import pytest
 from zoo import CASES, Shape, compiled
 
 from fxpipe.errors import RunError
-from fxpipe.runtime.ranks.agreement import Traffic, check_agreement
+from fxpipe.runtime.ranks.agreement import check_agreement
 from fxpipe.runtime.ranks.load_program import load_program
+from fxpipe.runtime.ranks.program_text import Traffic
 
 RANKS = 3
 

@@ -1,6 +1,7 @@
 """Times of ops, of a device that is behind its host."""
 
 import pytest
+import torch
 
 from fxpipe.runtime.program import record
 from fxpipe.runtime.program.record import RUN_AHEAD, DeviceClock, Record
@@ -90,3 +91,27 @@ def test_events_are_told_in_seconds_of_the_host(monkeypatch):
     (_, *first), (_, *second) = found.spans
     assert first == pytest.approx([5.0, 5.002])
     assert second == pytest.approx([5.010, 5.0115])
+
+
+def test_ops_are_ranges_of_the_profiler():
+    """From their begin to their end, without the waits between them; nothing while no profiler runs."""
+    found, x = Record(), torch.ones(3)
+    found.begin("F0.0")
+    assert found._range is None
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        found.keep_up()
+        found.begin("F1.3")
+        x.add(1)
+        found.pause()
+        x.mul(2)
+        found.keep_up()
+        found.begin("B1.3")
+        x.sub(1)
+        found.end()
+        x.div(2)
+    parents = {event.name: event.cpu_parent and event.cpu_parent.name for event in profile.events()}
+    assert {"F1.3", "B1.3"} <= parents.keys()
+    assert parents["aten::add"] == "F1.3"
+    assert parents["aten::sub"] == "B1.3"
+    assert parents["aten::mul"] is parents["aten::div"] is None
+    assert [name for name, *_ in found.spans] == ["F1.3", "B1.3"]

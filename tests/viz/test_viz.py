@@ -21,13 +21,13 @@ from fxpipe.schedule.offload.planner import offload, with_link
 from fxpipe.schedule.ops import Color, Phase, Schedule, parse_order
 from fxpipe.schedule.search.build import build
 from fxpipe.schedule.simulation.simulator import simulate
+from fxpipe.units import PLAIN, bytes_text, flops_text, number_text, seconds_text, ticks
 from fxpipe.viz.boxes import Place, collapse
 from fxpipe.viz.graph_picture import graph_picture
 from fxpipe.viz.layout import lay_out
 from fxpipe.viz.pictures import draw
 from fxpipe.viz.section_picture import section_picture
 from fxpipe.viz.timeline_picture import timeline_svg
-from fxpipe.viz.units import PLAIN, bytes_text, flops_text, number_text, seconds_text, ticks
 
 F, B, W = Phase.F, Phase.B, Phase.W
 SVG = "{http://www.w3.org/2000/svg}"

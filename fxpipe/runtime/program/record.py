@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch.profiler import record_function
 
 from fxpipe.runtime.program.accelerator import current_stream, event
+from fxpipe.runtime.torch_private import is_profiling
 
 #: Ops that a host starts before it waits for the first of them to be over.  Enough to hide the host; more
 #: would hold the messages of all those ops in memory, which is free only when their streams are seen to be.
@@ -70,7 +72,8 @@ class DeviceClock:
 class Record:
     """The ops of the last step.
 
-    A program waits for messages between its ops; that time does not count for any op.  For measurements
+    A program waits for messages between its ops; that time does not count for any op.  While torch's profiler
+    runs, each op is a range of it.  For measurements
     ``at_op`` is called with the name of each op before it runs, ``at_arrival`` with each message, and
     ``at_cast`` with parameters that are cast for the whole step.
     """
@@ -82,6 +85,7 @@ class Record:
     _closed: list[tuple[str, Any, Any]] = field(default_factory=list)  # name, marks of begin and end
     _open: tuple[str, Any] | None = None
     _over: bool = True  # the step
+    _range: record_function | None = None
 
     @property
     def spans(self) -> list[tuple[str, float, float]]:
@@ -100,6 +104,9 @@ class Record:
     def begin(self, name: str) -> None:
         """Record the start of an op, behind ``keep_up``."""
         self._open = name, self.clock.mark()
+        if is_profiling():
+            self._range = record_function(name)
+            self._range.__enter__()
         if self.at_op is not None:
             self.at_op(name)
 
@@ -108,6 +115,9 @@ class Record:
         if self._open is not None:
             self._closed.append((*self._open, self.clock.mark()))
             self._open = None
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None
 
     def end(self) -> None:
         """Record the end of the step."""

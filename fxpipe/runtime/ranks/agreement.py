@@ -10,75 +10,18 @@ microbatches, are gathered from the two ranks of a channel where their digests d
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
-from typing import Any
-
-import torch
 
 from fxpipe.errors import RunError
-from fxpipe.runtime.ranks.step_text import StepText
-
-_COLLECTIVES = ("broadcast", "gather", "all_gather", "reduce")
-_PEER = {"send": "to", "receive": "source", "gather": "to", "reduce": "to", "broadcast": "source"}
-_VERBS = frozenset((*_PEER, *_COLLECTIVES))
+from fxpipe.runtime.ranks.program_text import Call, Traffic
 
 _Pair = tuple[tuple[int, str], tuple[int, str]]
 """Two ranks whose messages should be the same, each with the key of these in its summary."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call of the method ``verb`` of ``rt``, with the names of the layouts of one message.
-
-    ``peer``: the other rank, or the root of a collective; -1 for an all-gather.  ``group``: the number of a
-    collective's communicator, else -1.
-    """
-
-    verb: str
-    names: tuple[str, ...]
-    peer: int
-    group: int
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """The messages of one program.
-
-    ``layouts``: message -> shape, strides and dtype as text.  ``calls``: in order; None if an edited ``step``
-    does not show them, as calls in a loop or with a layout that is not in ``MESSAGES``.
-    """
-
-    layouts: dict[str, str]
-    calls: tuple[Call, ...] | None
-
-
-def traffic(tree: ast.Module, namespace: Mapping[str, Any]) -> Traffic:
-    """The messages of a program.  Raises RunError if ``MESSAGES`` is not a dict of layouts."""
-    messages = namespace.get("MESSAGES", {})
-    if not isinstance(messages, dict):
-        raise RunError(
-            f"MESSAGES is a {type(messages).__name__} and must be a dict of layouts. "
-            "Undo the edit, or save again."
-        )
-    layouts = {str(name): _layout(name, given) for name, given in messages.items()}
-    step = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "step"][-1]
-    text = StepText(step)
-    found = {id(v): call for v in text.shown() if (call := _call(v)) and layouts.keys() >= set(call.names)}
-    nodes = list(ast.walk(step))
-    names = [node for node in nodes if isinstance(node, ast.Name) and node.id == "rt"]
-    asked = [name for node in nodes if (name := _attribute_of_rt(node))]
-    # Complete if ``rt`` is used for attributes only, and ``found`` has every call that sends or receives.
-    plain = len(asked) == len(names) and step.args.args[:1] and step.args.args[0].arg == "rt"
-    complete = sum(attribute in _VERBS or attribute == "comm" for attribute in asked) == len(found)
-    if not (plain and complete and text.is_complete):
-        return Traffic(layouts, None)
-    return Traffic(layouts, tuple(found[id(value)] for value, _ in text.values() if id(value) in found))
 
 
 @dataclass(frozen=True)
@@ -184,44 +127,3 @@ def _joined(call: Call, own: Traffic) -> str:
 def _described(call: Call, own: Traffic) -> list[str]:
     """The values of a message; the other rank may send or receive them in other groups."""
     return [f"{name!r}, {own.layouts[name]}," for name in call.names]
-
-
-def _layout(name: Any, given: Any) -> str:
-    match given:
-        case (tuple() as shape, tuple() as stride, torch.dtype() as dtype):
-            if all(type(n) is int for n in (*shape, *stride)):
-                return f"{shape} {stride} {dtype}"
-    raise RunError(
-        f"MESSAGES[{name!r}] is {given!r:.80} and must be a tuple of shape, strides and torch dtype. "
-        "Undo the edit, or save again."
-    )
-
-
-def _attribute_of_rt(node: ast.AST) -> str:
-    match node:
-        case ast.Attribute(value=ast.Name(id="rt"), attr=name):
-            return name
-    return ""
-
-
-def _call(node: ast.AST) -> Call | None:
-    """The call that an expression makes; None if its text does not show message, peer and group."""
-    verb = _attribute_of_rt(node.func) if isinstance(node, ast.Call) else ""
-    if not (isinstance(node, ast.Call) and verb in _VERBS):
-        return None
-    names: list[str] = []
-    for argument in node.args:
-        for item in argument.elts if isinstance(argument, ast.List) else [argument]:
-            match item:
-                case ast.Subscript(value=ast.Name(id="MESSAGES"), slice=ast.Constant(value=str(name))):
-                    names.append(name)
-    numbers = {
-        k.arg: k.value.value
-        for k in node.keywords
-        if isinstance(k.value, ast.Constant) and type(k.value.value) is int
-    }
-    wanted = {_PEER[verb]} if verb in _PEER else set()
-    wanted |= {"group"} if verb in _COLLECTIVES else set()
-    if not names or numbers.keys() != wanted:
-        return None
-    return Call(verb, tuple(names), numbers.get(_PEER.get(verb, ""), -1), numbers.get("group", -1))

@@ -10,8 +10,7 @@ from typing import Any
 
 from fxpipe.errors import ArtifactError, RunError
 from fxpipe.runtime.program.comm import Layout
-from fxpipe.runtime.ranks.agreement import Traffic, traffic
-from fxpipe.runtime.ranks.step_text import StepText, text_of
+from fxpipe.runtime.ranks.program_text import StepText, Traffic, text_of, traffic
 
 #: Modules that saved programs import, under the names that they had in earlier versions.
 _EARLIER = {f"fxpipe.runtime.{name}": f"fxpipe.runtime.program.{name}" for name in ("random", "inductor")}
