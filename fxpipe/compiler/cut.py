@@ -51,12 +51,11 @@ def split(step: Step, options: CutOptions) -> Step:
     Raises VocabularyError as ``split_vocabulary`` does.
     """
     own = replace(step, graph=_copied(step.graph))
-    run_passes(PASSES.captured, own, options)
     if step.resized is not None:
-        others = [Step(_copied(other), None) for other in step.resized.graphs]
-        for other in others:
-            run_passes(PASSES.captured, other, replace(options, print_after=None))
-        own.resized = step.resized.after_rewrite(own.graph, [other.graph for other in others])
+        own.resized = replace(step.resized, graphs=tuple(map(_copied, step.resized.graphs)))
+    run_passes(PASSES.captured, own, options)
+    if own.resized is not None:
+        own.resized = own.resized.after_rewrite(own.graph, own.resized.graphs)
     return own
 
 

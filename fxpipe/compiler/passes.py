@@ -31,8 +31,10 @@ from fxpipe.passes.inplace import use_inplace_ops
 from fxpipe.passes.insert_offload import insert_offload
 from fxpipe.passes.keep_for_weight import mincut_saved_for_weight
 from fxpipe.passes.key_random_ops import key_random_ops
+from fxpipe.passes.merge_equal import merge_equal
 from fxpipe.passes.read_once import read_once
 from fxpipe.passes.recompute import Level, recompute
+from fxpipe.passes.simplify import simplify
 from fxpipe.passes.sink_cheap_values import sink_cheap_values
 from fxpipe.passes.split_backward import split_backward
 from fxpipe.passes.strides import accept_any_strides
@@ -81,6 +83,11 @@ class Step:
     vocabulary: Vocabulary | None = None
     offloaded: Offloaded = field(default_factory=dict)
 
+    @property
+    def graphs(self) -> tuple[fx.Graph, ...]:
+        """The graph and its traces at other sizes."""
+        return self.graph, *(self.resized.graphs if self.resized is not None else ())
+
 
 @dataclass(frozen=True)
 class Pass:
@@ -124,9 +131,20 @@ def _of_graph(rewrite: Callable[[fx.Graph], None]) -> Pass:
     return Pass(rewrite.__name__, lambda step, options: rewrite(step.graph))
 
 
+def _of_graphs(rewrite: Callable[[fx.Graph], None]) -> Pass:
+    """The same, for the graph and its traces at other sizes."""
+
+    def run(step: Step, options: CutOptions) -> None:
+        for graph in step.graphs:
+            rewrite(graph)
+
+    return Pass(rewrite.__name__, run)
+
+
 def _split_vocabulary(step: Step, options: CutOptions) -> None:
     if options.barriers is not None:
-        step.vocabulary = split_vocabulary(step.graph, options.ranks, options.barriers)
+        found = [split_vocabulary(graph, options.ranks, options.barriers) for graph in step.graphs]
+        step.vocabulary = found[0]
 
 
 def _partition(step: Step, options: CutOptions) -> None:
@@ -163,11 +181,12 @@ def _insert_offload(step: Step, options: CutOptions) -> None:
 
 PASSES = Passes(
     captured=(
-        _of_graph(compute_conjugates),
-        _of_graph(key_random_ops),
-        _of_graph(tensors_for_numbers),
-        _of_graph(read_once),
-        _of_graph(hoist_updates),
+        _of_graphs(compute_conjugates),
+        _of_graphs(key_random_ops),
+        _of_graphs(tensors_for_numbers),
+        _of_graphs(read_once),
+        _of_graphs(hoist_updates),
+        Pass("simplify", lambda step, options: simplify(step.graphs)),
         Pass("split_vocabulary", _split_vocabulary),
     ),
     partition=(Pass("partition", _partition),),
@@ -178,6 +197,7 @@ PASSES = Passes(
         _of_graph(split_backward),
         _of_graph(cast_once),
         Pass("sink_cheap_values", lambda step, options: sink_cheap_values(step.graph, options.seconds)),
+        Pass("merge_equal", lambda step, options: merge_equal(step.graph, step.resized)),
     ),
     level=(
         Pass("recompute", _recompute),
@@ -200,6 +220,8 @@ def run_passes(group: Sequence[Pass], step: Step, options: CutOptions) -> None:
     """Run a group; print the graph after ``options.print_after``."""
     for each in group:
         each.run(step, options)
-        verify(step.graph, each.name, colored=each not in PASSES.captured)
+        colored = each not in PASSES.captured
+        for graph in (step.graph,) if colored else step.graphs:
+            verify(graph, each.name, colored)
         if each.name == options.print_after:
             print(f"After {each.name}, stages: {options.stages}\n{graph_text(step.graph)}\n")
