@@ -29,6 +29,7 @@ from fxpipe.passes.count_beside_loss import count_beside_loss
 from fxpipe.passes.hoist_updates import hoist_updates
 from fxpipe.passes.inplace import use_inplace_ops
 from fxpipe.passes.insert_offload import insert_offload
+from fxpipe.passes.join_backward import join_backward
 from fxpipe.passes.keep_for_weight import mincut_saved_for_weight
 from fxpipe.passes.key_random_ops import key_random_ops
 from fxpipe.passes.merge_equal import merge_equal
@@ -76,12 +77,16 @@ class CutOptions:
 
 @dataclass(eq=False)
 class Step:
-    """The graph that the passes rewrite, its traces at other sizes, and the stages that were added to it."""
+    """The graph that the passes rewrite, its traces at other sizes, and the stages that were added to it.
+
+    ``offloaded``, ``joined``: known for the chosen cut alone: see ``Offloaded`` and ``join_backward``.
+    """
 
     graph: fx.Graph
     resized: ResizedTraces | None
     vocabulary: Vocabulary | None = None
     offloaded: Offloaded = field(default_factory=dict)
+    joined: frozenset[int] = frozenset()
 
     @property
     def graphs(self) -> tuple[fx.Graph, ...]:
@@ -111,10 +116,11 @@ class Passes(NamedTuple):
     colored    next.  Colors, with the rules that ``verify`` has.
     level      for each level of recomputation.  W is split off, gradients are untied, cheap values are sunk.
                Costs are computed next.
-    chosen     for the chosen cut; for every cut, before its costs, where these depend on it (measured costs,
-               and ops that are cheaper in place).  Accumulation is fused, so ops write to accumulators; the
-               ops are those that will run.  ``accept_any_strides`` makes the graph valid for any strides,
-               which the passes after it must keep, and those may write over dead values.
+    chosen     for the chosen cut, whose schedule is known; before that for a copy of every cut, if its costs
+               depend on it (measured costs, and ops that are cheaper in place).  Accumulation is fused, so
+               ops write to accumulators; the ops are those that will run.  ``accept_any_strides`` makes the
+               graph valid for any strides, which the passes after it must keep, and those may write over
+               dead values.
     scheduled  for the chosen cut.  The offloads of its schedule are known.
     """
 
@@ -197,7 +203,7 @@ PASSES = Passes(
         _of_graph(split_backward),
         _of_graph(cast_once),
         Pass("sink_cheap_values", lambda step, options: sink_cheap_values(step.graph, options.seconds)),
-        Pass("merge_equal", lambda step, options: merge_equal(step.graph, step.resized)),
+        Pass("merge_equal", lambda step, options: merge_equal(step.graph, resized=step.resized)),
     ),
     level=(
         Pass("recompute", _recompute),
@@ -206,6 +212,7 @@ PASSES = Passes(
         Pass("fuse_accumulation", lambda step, options: fuse_accumulation(step.graph, options.grad_dtype)),
     ),
     chosen=(
+        Pass("join_backward", lambda step, options: join_backward(step.graph, step.joined)),
         _of_graph(accept_any_strides),
         Pass("use_inplace_ops", lambda step, options: use_inplace_ops(step.graph, options.backend)),
         _of_graph(accumulate_together),

@@ -199,7 +199,7 @@ def _readers(root: fx.Node) -> Iterator[fx.Node]:
 
 def _is_attended(source: fx.Node, copy: fx.Node) -> bool:
     """Whether a value in another layout than its copy gives the same results.  Attention reads keys and
-    values by their strides, and its results have the queries' layout; a copy into a given layout reads any."""
+    values by their strides, and its results have the queries' layout.  A copy to one layout reads any."""
     value = source.meta["val"]
     rows = value.dim() > 0 and value.stride(-1) == 1
     return rows and _holds_no_more(source, copy) and all(_reads_by_stride(u, copy) for u in copy.users)

@@ -10,33 +10,39 @@ the example's sizes alone stay apart, since costs at other sizes would be wrong.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Set
 from typing import Any
 
 from torch import fx
 
 from fxpipe.ir.graph import read_buffer
 from fxpipe.ir.resized import ResizedTraces
-from fxpipe.ir.storage import call_nodes, may_draw_numbers, tensors
+from fxpipe.ir.storage import call_nodes, may_draw_numbers, tensors, written
 from fxpipe.plan.tensors import sum_over_ranks
 from fxpipe.runtime.program.checks import expect
 from fxpipe.runtime.program.random import keyed
+from fxpipe.schedule.ops import Color
 
 _EACH_ITS_OWN = (keyed, expect, read_buffer, sum_over_ranks)
 
 
-def merge_equal(graph: fx.Graph, resized: ResizedTraces | None = None) -> None:
-    """resized: the traces at other sizes."""
+def merge_equal(
+    graph: fx.Graph, sections: Set[Color] | None = None, resized: ResizedTraces | None = None
+) -> None:
+    """sections: where to merge, by default everywhere.  resized: the traces at other sizes."""
     first: dict[Hashable, fx.Node] = {}
     for node in call_nodes(graph):
-        if _may_merge(node) and (equal := first.setdefault(_value(node, resized), node)) is not node:
+        if (sections is not None and node.meta["color"] not in sections) or not _may_merge(node):
+            continue
+        equal = first.setdefault(_value(node, resized), node)
+        if equal is not node:
             node.replace_all_uses_with(equal)
             graph.erase_node(node)
 
 
 def _may_merge(node: fx.Node) -> bool:
-    is_result = any(user.op == "output" for user in node.users)
-    return not is_result and node.target not in _EACH_ITS_OWN and not may_draw_numbers(node.target)
+    is_own = node.target in _EACH_ITS_OWN or may_draw_numbers(node.target) or bool(written(node.target))
+    return not is_own and not any(user.op == "output" for user in node.users)
 
 
 def _value(node: fx.Node, resized: ResizedTraces | None) -> Hashable:

@@ -118,7 +118,8 @@ class Words(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """offloaded: name of a value of stage 0 that its B reloads.  options: of ``CutOptions``."""
+    """offloaded: name of a value of stage 0 that its B reloads.  joined: stages whose B and W are one op.
+    options: of ``CutOptions``."""
 
     model: Callable[[], nn.Module] = Net
     stages: int = 1
@@ -126,6 +127,7 @@ class Case:
     loss_fn: Callable[..., Any] | None = None
     outputs: tuple[str, ...] = ()
     offloaded: str = ""
+    joined: frozenset[int] = frozenset()
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -154,6 +156,7 @@ CASES = {
     "mincut_saved_for_weight": Case(),
     "make_contiguous": Case(lambda: Net(lambda x: x[:1].expand(2, -1)), stages=2),
     "fuse_accumulation": Case(lambda: Net(bias=True)),
+    "join_backward": Case(lambda: Net(F.gelu), joined=frozenset({0})),
     "accept_any_strides": Case(lambda: Net(lambda x: F.gelu(x.view(4, 2)).view(2, 4))),
     "use_inplace_ops": Case(),
     "accumulate_together": Case(lambda: Net(bias=True)),
@@ -165,7 +168,7 @@ def changed(name: str, case: Case) -> str:
     """The lines of the graph that the pass removes (-) and adds (+), with a line before and after."""
     example = {"x": torch.ones(2, WIDTH)}
     asked = case.loss_fn, 0.5, torch.device("cpu"), case.gradients, (), case.outputs
-    step = Step(capture(case.model(), example, *asked).graph, None)
+    step = Step(capture(case.model(), example, *asked).graph, None, joined=case.joined)
     split_points = ["last"] if case.stages > 1 else None
     options = CutOptions(case.stages, 2, NodeSeconds(CPU), split_points, **{"barriers": None, **case.options})
     for each in itertools.chain(*PASSES):
@@ -190,9 +193,9 @@ def test_a_pass_changes(name, request):
     assert found == file.read_text()
 
 
-@pytest.mark.parametrize("name", ["split_vocabulary", "recompute", "insert_offload"])
+@pytest.mark.parametrize("name", ["split_vocabulary", "recompute", "join_backward", "insert_offload"])
 def test_a_pass_changes_nothing_unasked(name):
-    case = replace(CASES[name], options={}, offloaded="")
+    case = replace(CASES[name], options={}, offloaded="", joined=frozenset())
     assert changed(name, case) == ""
 
 
