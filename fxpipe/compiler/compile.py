@@ -44,7 +44,7 @@ from fxpipe.errors import PartitionError, ScheduleError, VocabularyError
 from fxpipe.ir.casts import parameter_of
 from fxpipe.ir.graph import Kind, Section
 from fxpipe.ir.liveness import Liveness, liveness
-from fxpipe.ir.sections import is_compiled, requested_outputs
+from fxpipe.ir.sections import compiles, is_compiled, requested_outputs
 from fxpipe.ir.storage import call_nodes, graph_outputs, node_bytes
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.runtime.program.offload import aligned
@@ -54,7 +54,7 @@ from fxpipe.schedule.lowering.instructions import Collective, Programs
 from fxpipe.schedule.lowering.lower import lower, with_gradients
 from fxpipe.schedule.offload.memory_pool import Pool
 from fxpipe.schedule.offload.memory_pool import pools as make_pools
-from fxpipe.schedule.ops import PHASES, Schedule
+from fxpipe.schedule.ops import PHASES, OpKind, Phase, Schedule
 from fxpipe.schedule.placement import PLACEMENTS, place
 from fxpipe.schedule.search.build import build
 from fxpipe.schedule.search.fastest import AUTO
@@ -359,7 +359,15 @@ def _finished(cut: Cut, live: Liveness, schedule: Schedule) -> tuple[Cut, tuple[
     moved = {(t.stage, t.user) for t in schedule.transfers}
     roots = {(stage, user): live.offloadable[stage][user] for stage, user in sorted(moved)}
     sizes = {key: sum(aligned(node_bytes(root)) for root in found) for key, found in roots.items()}
-    return finished(cut, roots), make_pools(schedule, sizes) if moved else ()
+    joined = frozenset() if compiles(cut.options.backend, Phase.B) else joined_stages(schedule)
+    return finished(cut, joined, roots), make_pools(schedule, sizes) if moved else ()
+
+
+def joined_stages(schedule: Schedule) -> frozenset[int]:
+    """The stages that run every B and W as one op, and reload nothing for W alone."""
+    apart = {op.stage for ops in schedule.order for op in ops if op.kind in (OpKind.B, OpKind.W)}
+    apart |= {transfer.stage for transfer in schedule.transfers if transfer.user is Phase.W}
+    return frozenset(range(schedule.stages)) - apart
 
 
 def _programs(plan: Plan, cut: Cut, instructions: Programs, pools: tuple[Pool, ...]) -> tuple[str, ...]:

@@ -23,8 +23,8 @@ from fxpipe.schedule.stages import Vocabulary
 class Cut:
     """The step cut into stages; ``vocabulary``: the stages beside the model's own.
 
-    ``edges``: the values that sections of different stages need of each other.
-    ``is_final``: whether the passes of the chosen cut have run.
+    ``graph``, ``sections``: as the costs need them.  ``edges``: the values that sections of different stages
+    need of each other.  ``before_chosen``: the graph without the passes of the chosen cut.
     """
 
     options: CutOptions
@@ -33,7 +33,7 @@ class Cut:
     sections: tuple[Section, ...]
     edges: tuple[SectionEdge, ...]
     resized: ResizedTraces | None
-    is_final: bool
+    before_chosen: fx.Graph
 
     @property
     def stages(self) -> int:
@@ -51,12 +51,11 @@ def split(step: Step, options: CutOptions) -> Step:
     Raises VocabularyError as ``split_vocabulary`` does.
     """
     own = replace(step, graph=_copied(step.graph))
-    run_passes(PASSES.captured, own, options)
     if step.resized is not None:
-        others = [Step(_copied(other), None) for other in step.resized.graphs]
-        for other in others:
-            run_passes(PASSES.captured, other, replace(options, print_after=None))
-        own.resized = step.resized.after_rewrite(own.graph, [other.graph for other in others])
+        own.resized = replace(step.resized, graphs=tuple(map(_copied, step.resized.graphs)))
+    run_passes(PASSES.captured, own, options)
+    if own.resized is not None:
+        own.resized = own.resized.after_rewrite(own.graph, own.resized.graphs)
     return own
 
 
@@ -88,13 +87,14 @@ def cut(stages: Stages, level: Level | None, phase: Phases) -> Cut:
     with phase("passes"):
         own = replace(stages.step, graph=_copied(stages.step.graph))
         run_passes(PASSES.level, own, options)
-        is_final = options.runnable or _is_costed(own.graph)
-        if is_final:
-            run_passes(PASSES.chosen, own, options)
+        before_chosen = own.graph
+        if options.runnable or _is_costed(own.graph):
+            own.graph = _copied(own.graph)
+            run_passes(PASSES.chosen, own, replace(options, print_after=None))
     with phase("extract"):
         sections = extract(own.graph)
         found = edges_between(sections)
-    return Cut(options, own.vocabulary, own.graph, sections, found, own.resized, is_final)
+    return Cut(options, own.vocabulary, own.graph, sections, found, own.resized, before_chosen)
 
 
 def _is_costed(graph: fx.Graph) -> bool:
@@ -102,13 +102,17 @@ def _is_costed(graph: fx.Graph) -> bool:
     return any(graph.find_nodes(op="call_function", target=op) for op in CHEAPER_IN_PLACE)
 
 
-def finished(cut: Cut, offloaded: Offloaded) -> Cut:
-    """The cut after all passes; its graph is rewritten in place, its sections are extracted again."""
-    step = Step(cut.graph, cut.resized, cut.vocabulary, offloaded)
-    if not cut.is_final:
-        run_passes(PASSES.chosen, step, cut.options)
+def finished(cut: Cut, joined: frozenset[int], offloaded: Offloaded) -> Cut:
+    """The cut after all passes; its sections are extracted again.
+
+    joined: the stages whose B and W are one op.  offloaded: values of the cut's graph.
+    """
+    step = Step(cut.before_chosen, cut.resized, cut.vocabulary, joined=joined)
+    run_passes(PASSES.chosen, step, cut.options)
+    named = {node.name: node for node in step.graph.nodes}
+    step.offloaded = {key: [named[root.name] for root in roots] for key, roots in offloaded.items()}
     run_passes(PASSES.scheduled, step, cut.options)
-    return replace(cut, sections=extract(cut.graph), is_final=True)
+    return replace(cut, graph=step.graph, sections=extract(step.graph))
 
 
 def _copied(graph: fx.Graph) -> fx.Graph:

@@ -29,10 +29,13 @@ from fxpipe.passes.count_beside_loss import count_beside_loss
 from fxpipe.passes.hoist_updates import hoist_updates
 from fxpipe.passes.inplace import use_inplace_ops
 from fxpipe.passes.insert_offload import insert_offload
+from fxpipe.passes.join_backward import join_backward
 from fxpipe.passes.keep_for_weight import mincut_saved_for_weight
 from fxpipe.passes.key_random_ops import key_random_ops
+from fxpipe.passes.merge_equal import merge_equal
 from fxpipe.passes.read_once import read_once
 from fxpipe.passes.recompute import Level, recompute
+from fxpipe.passes.simplify import simplify
 from fxpipe.passes.sink_cheap_values import sink_cheap_values
 from fxpipe.passes.split_backward import split_backward
 from fxpipe.passes.strides import accept_any_strides
@@ -74,12 +77,21 @@ class CutOptions:
 
 @dataclass(eq=False)
 class Step:
-    """The graph that the passes rewrite, its traces at other sizes, and the stages that were added to it."""
+    """The graph that the passes rewrite, its traces at other sizes, and the stages that were added to it.
+
+    ``offloaded``, ``joined``: known for the chosen cut alone: see ``Offloaded`` and ``join_backward``.
+    """
 
     graph: fx.Graph
     resized: ResizedTraces | None
     vocabulary: Vocabulary | None = None
     offloaded: Offloaded = field(default_factory=dict)
+    joined: frozenset[int] = frozenset()
+
+    @property
+    def graphs(self) -> tuple[fx.Graph, ...]:
+        """The graph and its traces at other sizes."""
+        return self.graph, *(self.resized.graphs if self.resized is not None else ())
 
 
 @dataclass(frozen=True)
@@ -104,10 +116,11 @@ class Passes(NamedTuple):
     colored    next.  Colors, with the rules that ``verify`` has.
     level      for each level of recomputation.  W is split off, gradients are untied, cheap values are sunk.
                Costs are computed next.
-    chosen     for the chosen cut; for every cut, before its costs, where these depend on it (measured costs,
-               and ops that are cheaper in place).  Accumulation is fused, so ops write to accumulators; the
-               ops are those that will run.  ``accept_any_strides`` makes the graph valid for any strides,
-               which the passes after it must keep, and those may write over dead values.
+    chosen     for the chosen cut, whose schedule is known; before that for a copy of every cut, if its costs
+               depend on it (measured costs, and ops that are cheaper in place).  Accumulation is fused, so
+               ops write to accumulators; the ops are those that will run.  ``accept_any_strides`` makes the
+               graph valid for any strides, which the passes after it must keep, and those may write over
+               dead values.
     scheduled  for the chosen cut.  The offloads of its schedule are known.
     """
 
@@ -124,9 +137,20 @@ def _of_graph(rewrite: Callable[[fx.Graph], None]) -> Pass:
     return Pass(rewrite.__name__, lambda step, options: rewrite(step.graph))
 
 
+def _of_graphs(rewrite: Callable[[fx.Graph], None]) -> Pass:
+    """The same, for the graph and its traces at other sizes."""
+
+    def run(step: Step, options: CutOptions) -> None:
+        for graph in step.graphs:
+            rewrite(graph)
+
+    return Pass(rewrite.__name__, run)
+
+
 def _split_vocabulary(step: Step, options: CutOptions) -> None:
     if options.barriers is not None:
-        step.vocabulary = split_vocabulary(step.graph, options.ranks, options.barriers)
+        found = [split_vocabulary(graph, options.ranks, options.barriers) for graph in step.graphs]
+        step.vocabulary = found[0]
 
 
 def _partition(step: Step, options: CutOptions) -> None:
@@ -163,11 +187,12 @@ def _insert_offload(step: Step, options: CutOptions) -> None:
 
 PASSES = Passes(
     captured=(
-        _of_graph(compute_conjugates),
-        _of_graph(key_random_ops),
-        _of_graph(tensors_for_numbers),
-        _of_graph(read_once),
-        _of_graph(hoist_updates),
+        _of_graphs(compute_conjugates),
+        _of_graphs(key_random_ops),
+        _of_graphs(tensors_for_numbers),
+        _of_graphs(read_once),
+        _of_graphs(hoist_updates),
+        Pass("simplify", lambda step, options: simplify(step.graphs)),
         Pass("split_vocabulary", _split_vocabulary),
     ),
     partition=(Pass("partition", _partition),),
@@ -178,6 +203,7 @@ PASSES = Passes(
         _of_graph(split_backward),
         _of_graph(cast_once),
         Pass("sink_cheap_values", lambda step, options: sink_cheap_values(step.graph, options.seconds)),
+        Pass("merge_equal", lambda step, options: merge_equal(step.graph, resized=step.resized)),
     ),
     level=(
         Pass("recompute", _recompute),
@@ -186,6 +212,7 @@ PASSES = Passes(
         Pass("fuse_accumulation", lambda step, options: fuse_accumulation(step.graph, options.grad_dtype)),
     ),
     chosen=(
+        Pass("join_backward", lambda step, options: join_backward(step.graph, step.joined)),
         _of_graph(accept_any_strides),
         Pass("use_inplace_ops", lambda step, options: use_inplace_ops(step.graph, options.backend)),
         _of_graph(accumulate_together),
@@ -200,6 +227,8 @@ def run_passes(group: Sequence[Pass], step: Step, options: CutOptions) -> None:
     """Run a group; print the graph after ``options.print_after``."""
     for each in group:
         each.run(step, options)
-        verify(step.graph, each.name, colored=each not in PASSES.captured)
+        colored = each not in PASSES.captured
+        for graph in (step.graph,) if colored else step.graphs:
+            verify(graph, each.name, colored)
         if each.name == options.print_after:
             print(f"After {each.name}, stages: {options.stages}\n{graph_text(step.graph)}\n")

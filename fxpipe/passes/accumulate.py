@@ -6,7 +6,8 @@ after:  addmm_(grad_w, a, b)      grad_w: the accumulator of w, an input of W
 A product of float16 or bfloat16 is added to an accumulator of float32 by ``addmm.dtype_out``, without being
 rounded, where the device has that op.  Casts to the accumulator's dtype are left out, as additions promote.
 An embedding's gradient adds only the rows that were looked up.  Other gradients are added as they are.  These
-are the only nodes that write to an input.
+are the only nodes that write to an input.  Each stands where its gradient is ready, so that the operands die
+at once; several for one accumulator keep their order, on which its bits depend.
 """
 
 from __future__ import annotations
@@ -41,8 +42,12 @@ def fuse_accumulation(graph: fx.Graph, grad_dtype: torch.dtype | None = None) ->
         val = parts[0].meta["val"]
         val = val.to(gradient_dtype(val.dtype, grad_dtype))
         into.meta.update(input=Input(Kind.GRADIENT, name), val=val, origin=Origin())
-        with graph.inserting_before(graph.output_node()):
-            fused[name] = tuple(_accumulated(graph, into, part, times[part] == 1) for part in parts)
+        last: dict[Color, fx.Node] = {}
+        for part in parts:
+            color = Color(part.meta["color"].stage, Phase.W)
+            with graph.inserting_before(max(part, last.get(color, part)).next):
+                last[color] = _accumulated(graph, into, part, times[part] == 1)
+            fused[name] = (*fused.get(name, ()), last[color])
     set_outputs(graph, grads=fused)
     drop_dead(graph)
 

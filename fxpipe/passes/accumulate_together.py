@@ -1,14 +1,18 @@
-"""Adds the small gradients of a stage, those of biases and norms, to their accumulators in one op.
+"""Adds the small gradients of a layer, those of biases and norms, to their accumulators in one op.
 
 before: add_(grad_a, a);  add_(grad_b, b)
 after:  _foreach_add_([grad_a, grad_b], [a, b])
 
-The sums are the same, bit for bit.  All operands live until the one op: large ones keep their own.
+The sums are the same, bit for bit.  All operands live until the one op, in the place of the last: large ones
+keep their own.  Layers are the outermost modules that stand side by side with the same parameters, as ``h.0``
+and ``h.1`` of a language model: so W runs layer after layer.  The gradients of a stage that belong to no
+layer are added together.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -25,14 +29,47 @@ LARGEST = 1 << 16
 
 
 def accumulate_together(graph: fx.Graph) -> None:
+    sums = [n for n in graph.find_nodes(op="call_function", target=aten.add_.Tensor) if _is_small_sum(n)]
+    layer_of = layers(_parameter(node) for node in sums)
     alike: defaultdict[Any, list[fx.Node]] = defaultdict(list)
-    for node in graph.find_nodes(op="call_function", target=aten.add_.Tensor):
-        if _is_small_sum(node):
-            total = node_arg(node, 0).meta["val"]
-            alike[node.meta["color"], total.dtype, total.device].append(node)
-    for nodes in alike.values():
+    for node in sums:
+        total = node_arg(node, 0).meta["val"]
+        layer = layer_of[_parameter(node)]
+        alike[node.meta["color"], total.dtype, total.device, layer].append(node)
+    for (*_, layer), nodes in alike.items():
         if len(nodes) > 1:
-            _join(graph, nodes)
+            _join(graph, nodes, layer)
+
+
+def layers(parameters: Iterable[str]) -> dict[str, str]:
+    """Parameter -> the path of its layer, which has several of them; "" for one that belongs to none."""
+    within: defaultdict[str, list[str]] = defaultdict(list)  # module -> its parameters, from there
+    paths = {name: _modules(name) for name in parameters}
+    for name, modules in paths.items():
+        for module in modules:
+            within[module].append(name.removeprefix(f"{module}."))
+    kinds = {module: (_parent(module), tuple(sorted(own))) for module, own in within.items() if len(own) > 1}
+    count = Counter(kinds.values())
+    return {
+        name: next((m for m in modules if m in kinds and count[kinds[m]] > 1), "")
+        for name, modules in paths.items()
+    }
+
+
+def _modules(parameter: str) -> list[str]:
+    """The paths of the modules that a parameter is in, the outermost first."""
+    parts = parameter.split(".")
+    return [".".join(parts[:k]) for k in range(1, len(parts))]
+
+
+def _parent(module: str) -> str:
+    return module.rpartition(".")[0]
+
+
+def _parameter(node: fx.Node) -> str:
+    """The parameter of the accumulator that a sum is added to."""
+    name: str = node_arg(node, 0).meta["input"].name
+    return name
 
 
 def _is_small_sum(node: fx.Node) -> bool:
@@ -44,12 +81,12 @@ def _is_small_sum(node: fx.Node) -> bool:
     return (a.dtype, a.shape) == (b.dtype, b.shape) and node_bytes(storage_root(part)) <= LARGEST
 
 
-def _join(graph: fx.Graph, sums: list[fx.Node]) -> None:
+def _join(graph: fx.Graph, sums: list[fx.Node], layer: str) -> None:
     """Replace the ops by one in the place of the last."""
     totals, parts = ([node_arg(node, k) for node in sums] for k in (0, 1))
     with graph.inserting_after(sums[-1]):
         joined = graph.call_function(aten._foreach_add_.List, (totals, parts))
-    joined.meta.update(color=sums[0].meta["color"], origin=Origin(backward=True), val=None)
+    joined.meta.update(color=sums[0].meta["color"], origin=Origin(layer, backward=True), val=None)
     for node in sums:
         node.replace_all_uses_with(joined)
         graph.erase_node(node)

@@ -6,7 +6,7 @@ from torch import fx, nn
 
 import fxpipe
 from fxpipe.cost.nodes import node_flops
-from fxpipe.ir.graph import Kind
+from fxpipe.ir.graph import Color, Kind, Origin, Outputs, Phase
 from fxpipe.passes import accumulate, accumulate_together
 
 aten = torch.ops.aten
@@ -135,3 +135,62 @@ def test_small_gradients_of_a_stage_are_added_in_one_op(monkeypatch):
     one, other = joined.run_local(data).grads, apart.run_local(data).grads
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_weight_gradients_are_added_where_they_are_ready():
+    """Each addition stands behind the last of its operands, before any op of the next layer."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
+    pipe = fxpipe.compile(
+        model, rows(2), loss_fn=lambda y, _: y.square().sum(), ranks=1, microbatches=2, schedule="zb-h1"
+    )
+    assert pipe.graph is not None
+    ops = [
+        n.target.__name__
+        for n in pipe.graph.nodes
+        if n.op == "call_function" and n.meta["color"].phase == "W"
+    ]
+    assert ops == ["t.default", "addmm_.default"] * 3
+
+
+def test_the_summands_of_one_accumulator_keep_their_order():
+    """That of ``Outputs.grads``, whichever is ready first."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    first, second = (graph.call_function(op, (x,)) for op in (aten.sin.default, aten.cos.default))
+    for node in graph.nodes:
+        node.meta.update(val=torch.ones(2), origin=Origin(), color=Color(0, Phase.W))
+    graph.output(Outputs(None, None, {}, {"w": (second, first)}, {}))
+    accumulate.fuse_accumulation(graph)
+    sums = graph.find_nodes(op="call_function", target=aten.add_.Tensor)
+    assert [node.args[1] for node in sums] == [second, first]
+
+
+def test_the_layers_of_a_model():
+    """The outermost modules that have siblings with the same parameters, at least two of them."""
+    block = ["norm.weight", "norm.bias", "mlp.up.bias", "mlp.down.bias"]
+    names = [f"encoder.{k}.{name}" for k in range(2) for name in block]
+    names += [f"decoder.h{k}.{name}" for k in range(2) for name in (*block, "cross.bias")]
+    names += ["final.weight", "final.bias", "scale"]
+    found = accumulate_together.layers(names)
+    assert {found[name] for name in names} == {"encoder.0", "encoder.1", "decoder.h0", "decoder.h1", ""}
+    assert all(name.startswith(layer) for name, layer in found.items())
+    assert set(accumulate_together.layers([f"{k}.bias" for k in range(4)]).values()) == {""}
+
+
+def test_small_gradients_are_added_layer_by_layer():
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return self.linear(self.norm(x))
+
+    model = nn.Sequential(*(Layer() for _ in range(3)))
+    pipe = fxpipe.compile(
+        model, rows(2), loss_fn=lambda y, _: y.square().sum(), ranks=1, microbatches=2, schedule="zb-h1"
+    )
+    assert pipe.graph is not None
+    joined = pipe.graph.find_nodes(op="call_function", target=aten._foreach_add_.List)
+    assert [node.meta["origin"].path for node in joined] == ["2", "1", "0"]
+    assert [len(node.args[0]) for node in joined] == [3, 3, 3]

@@ -118,7 +118,8 @@ class Words(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """offloaded: name of a value of stage 0 that its B reloads.  options: of ``CutOptions``."""
+    """offloaded: name of a value of stage 0 that its B reloads.  joined: stages whose B and W are one op.
+    options: of ``CutOptions``."""
 
     model: Callable[[], nn.Module] = Net
     stages: int = 1
@@ -126,6 +127,7 @@ class Case:
     loss_fn: Callable[..., Any] | None = None
     outputs: tuple[str, ...] = ()
     offloaded: str = ""
+    joined: frozenset[int] = frozenset()
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -135,6 +137,7 @@ CASES = {
     "tensors_for_numbers": Case(Wave),
     "read_once": Case(Counter),
     "hoist_updates": Case(Remembers),
+    "simplify": Case(lambda: Net(lambda x: torch.cat([x[:0], x.view(4, 2).view(2, 4)]) * 1)),
     "split_vocabulary": Case(Words, gradients=False, options={"barriers": 1}),
     "partition": Case(stages=2),
     "copy_given_results": Case(Labeled, outputs=("labels",)),
@@ -148,11 +151,13 @@ CASES = {
     "split_backward": Case(stages=2),
     "cast_once": Case(Autocast),
     "sink_cheap_values": Case(Masked, stages=2),
+    "merge_equal": Case(lambda: Net(lambda x: x.tanh() * x.tanh())),
     "recompute": Case(lambda: Net(F.gelu), options={"recompute": "norms"}),
     "mincut_saved_for_weight": Case(),
     "make_contiguous": Case(lambda: Net(lambda x: x[:1].expand(2, -1)), stages=2),
     "fuse_accumulation": Case(lambda: Net(bias=True)),
-    "accept_any_strides": Case(lambda: Net(lambda x: F.gelu(x).view(4, 2).view(2, 4))),
+    "join_backward": Case(lambda: Net(F.gelu), joined=frozenset({0})),
+    "accept_any_strides": Case(lambda: Net(lambda x: F.gelu(x.view(4, 2)).view(2, 4))),
     "use_inplace_ops": Case(),
     "accumulate_together": Case(lambda: Net(bias=True)),
     "insert_offload": Case(offloaded="model_tanh"),
@@ -163,7 +168,7 @@ def changed(name: str, case: Case) -> str:
     """The lines of the graph that the pass removes (-) and adds (+), with a line before and after."""
     example = {"x": torch.ones(2, WIDTH)}
     asked = case.loss_fn, 0.5, torch.device("cpu"), case.gradients, (), case.outputs
-    step = Step(capture(case.model(), example, *asked).graph, None)
+    step = Step(capture(case.model(), example, *asked).graph, None, joined=case.joined)
     split_points = ["last"] if case.stages > 1 else None
     options = CutOptions(case.stages, 2, NodeSeconds(CPU), split_points, **{"barriers": None, **case.options})
     for each in itertools.chain(*PASSES):
@@ -188,22 +193,23 @@ def test_a_pass_changes(name, request):
     assert found == file.read_text()
 
 
-@pytest.mark.parametrize("name", ["split_vocabulary", "recompute", "insert_offload"])
+@pytest.mark.parametrize("name", ["split_vocabulary", "recompute", "join_backward", "insert_offload"])
 def test_a_pass_changes_nothing_unasked(name):
-    case = replace(CASES[name], options={}, offloaded="")
+    case = replace(CASES[name], options={}, offloaded="", joined=frozenset())
     assert changed(name, case) == ""
 
 
 def test_the_example_of_contributing(monkeypatch):
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    (source,) = re.findall(r'^```python\n("""A reshape.*?)^```', text, re.MULTILINE | re.DOTALL)
+    (source,) = re.findall(r'^```python\n("""A sum.*?)^```', text, re.MULTILINE | re.DOTALL)
     (shown,) = re.findall(r"^```\n( F0 .*?)^```", text, re.MULTILINE | re.DOTALL)
     defined: dict[str, Any] = {}
     exec(source, defined)
-    example = Pass("fold_views", lambda step, options: defined["fold_views"](step.graph))
+    example = Pass("subtract", lambda step, options: defined["subtract"](step.graph))
     first, *rest = PASSES.chosen
     monkeypatch.setattr(sys.modules[__name__], "PASSES", PASSES._replace(chosen=(first, example, *rest)))
-    assert changed("fold_views", CASES["accept_any_strides"]).startswith(shown)
+    case = Case(lambda: Net(lambda x: x.cos() + -x.sin()))
+    assert changed("subtract", case).startswith(shown)
 
 
 def test_every_pass_has_its_golden():

@@ -1,0 +1,251 @@
+"""The rules of ``simplify``: ops whose result is one of their operands, bit for bit, or that give the same
+result with simpler arguments.
+
+Each row of ``RULES`` is what an op looks like, what takes its place, and the function that finds it.  A rule
+looks at one op of one graph, and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from fxpipe.ir.graph import Kind
+from fxpipe.ir.storage import is_view, node_bytes, storage_root
+
+aten = torch.ops.aten
+
+Instead = fx.Node | tuple[Any, ...] | None
+"""A node: use it instead of the result.  A tuple: the arguments to use instead.  None: leave the op."""
+
+
+class Rule(NamedTuple):
+    before: str
+    after: str
+    ops: tuple[Any, ...]
+    find: Callable[[fx.Node], Instead]
+
+
+def _view_of_all(node: fx.Node) -> Instead:
+    """A view with the layout of what it is a view of has the same elements in the same places."""
+    source = _operand(node)
+    return source if source is not None and _is_alike(source, node) else None
+
+
+def _copy_of_all(node: fx.Node) -> Instead:
+    """The op copies its operand; no op needs the copy, as none writes to a value."""
+    source = _operand(node)
+    return source if source is not None and _can_stand_for(source, node) else None
+
+
+def _view_of_view(node: fx.Node) -> Instead:
+    """Only where the first view has no other use: else a cut between the two would send both."""
+    inner = _operand(node)
+    if inner is None or inner.target not in _RESHAPES or len(inner.users) > 1:
+        return None
+    source, val = _operand(inner), node.meta["val"]
+    if source is None or not _has_strides(source, inner, val):
+        return None
+    return (source, *node.args[1:])
+
+
+def _has_strides(source: fx.Node, inner: fx.Node, val: torch.Tensor) -> bool:
+    """Whether a view of ``source`` has the layout of ``val``, as the view of ``inner`` has."""
+    given = source.meta["val"]
+    if given.is_contiguous() and inner.meta["val"].is_contiguous():
+        return val.is_contiguous()
+    try:
+        return _strides(given.view(val.shape)) == _strides(val)
+    except RuntimeError:  # the strides of the first view are those of a copy
+        return False
+
+
+def _exchanged_twice(node: fx.Node) -> Instead:
+    inner = _operand(node)
+    if inner is None or inner.target is not node.target or inner.args[1:] != node.args[1:]:
+        return None
+    source = _operand(inner)
+    return source if source is not None and _is_alike(source, node) else None
+
+
+def _permuted_back(node: fx.Node) -> Instead:
+    inner = _operand(node)
+    if inner is None or inner.target is not aten.permute.default:
+        return None
+    source, first, second = _operand(inner), _dims(inner), _dims(node)
+    back = [first[dim] for dim in second] == sorted(first)
+    return source if source is not None and back and _is_alike(source, node) else None
+
+
+def _dims(node: fx.Node) -> list[int]:
+    dims: Any = node.args[1]
+    return [dim % len(dims) for dim in dims]
+
+
+def _cat_with_nothing(node: fx.Node) -> Instead:
+    """The other operands must have the result's dtype, as an empty one takes part in the promotion."""
+    given: Any = node.args[0]
+    full = [n for n in given if n.meta["val"].numel()]
+    same = all(n.meta["val"].dtype == node.meta["val"].dtype for n in full)
+    if not full or not same or (len(full) == len(given) and len(full) > 1):
+        return None
+    if len(full) > 1:
+        return (full, *node.args[1:])
+    source: fx.Node = full[0]
+    if _can_stand_for(source, node) or (_shape(source) == _shape(node) and _is_attended(source, node)):
+        return source
+    return None
+
+
+def _with_neutral(neutral: Callable[[Any, torch.dtype], bool]) -> Callable[[fx.Node], Instead]:
+    """The rule for ``op(x, number)`` where the number is neutral for ``x``, and does not promote it."""
+
+    def find(node: fx.Node) -> Instead:
+        source, number = _operand(node), node.args[1]
+        if source is None or type(number) not in (bool, int, float) or node.kwargs.keys() - {"alpha"}:
+            return None
+        if not neutral(number, node.meta["val"].dtype):
+            return None
+        return source if _can_stand_for(source, node) else None
+
+    return find
+
+
+def _is_zero(number: Any, dtype: torch.dtype) -> bool:
+    """-0.0 + 0 is 0.0: a float needs -0.0, which a trace has nowhere."""
+    return number == 0 and not _is_inexact(dtype)
+
+
+def _is_minus_zero(number: Any, dtype: torch.dtype) -> bool:
+    """x - 0 is x for all floats, -0.0 included, and for integers."""
+    return number == 0 and str(number) != "-0.0" and not dtype.is_complex
+
+
+def _is_one(number: Any, dtype: torch.dtype) -> bool:
+    """A complex product with 1 + 0j makes NaN of infinities."""
+    return number == 1 and not dtype.is_complex
+
+
+def _is_inexact(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _undone(node: fx.Node) -> Instead:
+    inner = _operand(node)
+    if inner is None or inner.target is not node.target:
+        return None
+    source = _operand(inner)
+    return source if source is not None and _can_stand_for(source, node) else None
+
+
+# -- what the rules ask ----------------------------------------------------------------------------------
+
+
+def _operand(node: fx.Node) -> fx.Node | None:
+    """The first argument, if it is a tensor's node."""
+    first = node.args[0] if node.args else None
+    return first if isinstance(first, fx.Node) and isinstance(first.meta.get("val"), torch.Tensor) else None
+
+
+def _shape(node: fx.Node) -> torch.Size:
+    shape: torch.Size = node.meta["val"].shape
+    return shape
+
+
+def _strides(value: torch.Tensor) -> list[int]:
+    """Without those of dimensions that have one element, which say nothing."""
+    return [stride for stride, length in zip(value.stride(), value.shape, strict=True) if length != 1]
+
+
+def _is_alike(source: fx.Node, node: fx.Node) -> bool:
+    """Whether two values have the same shape, dtype, device and layout."""
+    a, b = source.meta["val"], node.meta["val"]
+    same = (a.shape, a.dtype, a.device, a.layout) == (b.shape, b.dtype, b.device, b.layout)
+    return same and _strides(a) == _strides(b) and not _is_parameter(source)
+
+
+def _is_parameter(node: fx.Node) -> bool:
+    """A parameter in place of a value that one stage computes from it would be held by several."""
+    root = storage_root(node)
+    return root.op == "placeholder" and root.meta["input"].kind is Kind.PARAMETER
+
+
+def _can_stand_for(source: fx.Node, copy: fx.Node) -> bool:
+    return _is_alike(source, copy) and _holds_no_more(source, copy)
+
+
+def _holds_no_more(source: fx.Node, copy: fx.Node) -> bool:
+    """Whether saving ``source`` takes no more bytes than saving its copy.  A view keeps all of its storage:
+    that is no loss if it is an input, or kept for the backward anyway."""
+    root = storage_root(source)
+    if root.op == "placeholder" or node_bytes(root) <= node_bytes(copy):
+        return True
+    return any(user is not copy and user.meta["origin"].backward for user in _readers(root))
+
+
+def _readers(root: fx.Node) -> Iterator[fx.Node]:
+    """The ops that read a value or a view of it."""
+    todo = [root]
+    while todo:
+        for user in todo.pop().users:
+            if user.op == "call_function":
+                yield user
+                if is_view(user) or not isinstance(user.meta["val"], torch.Tensor):
+                    todo.append(user)
+
+
+def _is_attended(source: fx.Node, copy: fx.Node) -> bool:
+    """Whether a value in another layout than its copy gives the same results.  Attention reads keys and
+    values by their strides, and its results have the queries' layout.  A copy to one layout reads any."""
+    value = source.meta["val"]
+    rows = value.dim() > 0 and value.stride(-1) == 1
+    return rows and _holds_no_more(source, copy) and all(_reads_by_stride(u, copy) for u in copy.users)
+
+
+def _reads_by_stride(user: fx.Node, value: fx.Node) -> bool:
+    if user.op != "call_function":
+        return False
+    if user.target in _ANY_STRIDES:
+        return all(_reads_by_stride(reader, user) for reader in user.users)
+    if user.target is aten.clone.default:
+        return user.kwargs.get("memory_format") is torch.contiguous_format
+    return _is_attention(user.target) and value in user.args[1:]
+
+
+def _is_attention(target: Any) -> bool:
+    name = getattr(target, "__name__", "")
+    return name.startswith("_scaled_dot_product_") and "_attention" in name and "_math" not in name
+
+
+_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+_ANY_STRIDES = (
+    aten.unsqueeze.default,
+    aten.expand.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.slice.Tensor,
+)
+
+RULES = (
+    Rule("view(x, shape of x)", "x", _RESHAPES, _view_of_all),
+    Rule("view(view(x, …), shape)", "view(x, shape)", _RESHAPES, _view_of_view),
+    Rule("expand(x, shape of x)", "x", (aten.expand.default,), _view_of_all),
+    Rule("slice(x, …), all of it", "x", (aten.slice.Tensor,), _view_of_all),
+    Rule("squeeze(x), nothing to squeeze", "x", (aten.squeeze.dim, aten.squeeze.dims), _view_of_all),
+    Rule("t(t(x))", "x", (aten.t.default, aten.transpose.int), _exchanged_twice),
+    Rule("permute(permute(x, …), back)", "x", (aten.permute.default,), _permuted_back),
+    Rule("slice_backward(x, …), all of it", "x", (aten.slice_backward.default,), _copy_of_all),
+    Rule("clone(x), in x's layout", "x", (aten.clone.default,), _copy_of_all),
+    Rule("_to_copy(x, dtype of x)", "x", (aten._to_copy.default,), _copy_of_all),
+    Rule("cat([x, empty], …)", "x", (aten.cat.default,), _cat_with_nothing),
+    Rule("x + 0, integers", "x", (aten.add.Tensor, aten.add.Scalar), _with_neutral(_is_zero)),
+    Rule("x - 0", "x", (aten.sub.Tensor, aten.sub.Scalar), _with_neutral(_is_minus_zero)),
+    Rule("x * 1", "x", (aten.mul.Tensor, aten.mul.Scalar), _with_neutral(_is_one)),
+    Rule("x / 1", "x", (aten.div.Tensor, aten.div.Scalar), _with_neutral(_is_one)),
+    Rule("x ** 1", "x", (aten.pow.Tensor_Scalar,), _with_neutral(_is_one)),
+    Rule("-(-x)", "x", (aten.neg.default,), _undone),
+    Rule("not not x", "x", (aten.logical_not.default, aten.bitwise_not.default), _undone),
+)
