@@ -338,7 +338,7 @@ def _module(nodes: Sequence[fx.Node]) -> str:
     """The innermost module around most of the nodes."""
     paths = [tuple(path.split(".")) for node in nodes if (path := node.meta["origin"].path)]
     around = Counter(path[:k] for path in paths for k in range(1, len(path) + 1))
-    most = sorted((len(path), path) for path, number in around.items() if 2 * number > len(paths))
+    most = sorted((len(path), path) for path, number in around.items() if 5 * number > 4 * len(paths))
     return ".".join(most[-1][1]) if most else ""
 
 
