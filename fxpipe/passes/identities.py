@@ -88,16 +88,18 @@ def _dims(node: fx.Node) -> list[int]:
 def _cat_with_nothing(node: fx.Node) -> Instead:
     """The other operands must have the result's dtype, as an empty one takes part in the promotion."""
     given: Any = node.args[0]
-    full = [n for n in given if n.meta["val"].numel()]
-    same = all(n.meta["val"].dtype == node.meta["val"].dtype for n in full)
-    if not full or not same or (len(full) == len(given) and len(full) > 1):
+    full: list[fx.Node] = [n for n in given if n.meta["val"].numel()]
+    if not full or any(n.meta["val"].dtype != node.meta["val"].dtype for n in full):
         return None
-    if len(full) > 1:
-        return (full, *node.args[1:])
-    source: fx.Node = full[0]
-    if _can_stand_for(source, node) or (_shape(source) == _shape(node) and _is_attended(source, node)):
+    source = full[0]
+    if len(full) == 1 and (_can_stand_for(source, node) or _is_attended(source, node)):
         return source
-    return None
+    return (full, *node.args[1:]) if len(full) < len(given) and _joins_alike(full, node) else None
+
+
+def _joins_alike(full: list[fx.Node], node: fx.Node) -> bool:
+    joined = aten.cat.default([n.meta["val"] for n in full], *node.args[1:])
+    return _strides(joined) == _strides(node.meta["val"])
 
 
 def _with_neutral(neutral: Callable[[Any, torch.dtype], bool]) -> Callable[[fx.Node], Instead]:
@@ -150,11 +152,6 @@ def _operand(node: fx.Node) -> fx.Node | None:
     return first if isinstance(first, fx.Node) and isinstance(first.meta.get("val"), torch.Tensor) else None
 
 
-def _shape(node: fx.Node) -> torch.Size:
-    shape: torch.Size = node.meta["val"].shape
-    return shape
-
-
 def _strides(value: torch.Tensor) -> list[int]:
     """Without those of dimensions that have one element, which say nothing."""
     return [stride for stride, length in zip(value.stride(), value.shape, strict=True) if length != 1]
@@ -201,7 +198,7 @@ def _is_attended(source: fx.Node, copy: fx.Node) -> bool:
     """Whether a value in another layout than its copy gives the same results.  Attention reads keys and
     values by their strides, and its results have the queries' layout.  A copy to one layout reads any."""
     value = source.meta["val"]
-    rows = value.dim() > 0 and value.stride(-1) == 1
+    rows = value.dim() > 0 and value.stride(-1) == 1 and value.shape == copy.meta["val"].shape
     return rows and _holds_no_more(source, copy) and all(_reads_by_stride(u, copy) for u in copy.users)
 
 

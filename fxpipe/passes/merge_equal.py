@@ -4,6 +4,7 @@ needs:  W split off, cheap values sunk: then no section needs more values of oth
 before: a = unsqueeze(cos, 1)   (layer 0)      b = unsqueeze(cos, 1)   (layer 1)
 after:  a                                      a
 
+What layers share stands before the first of them, so that they stay alike.
 Random ops, checks, reads of buffers and results of the step are never merged.  Two values that are equal at
 the example's sizes alone stay apart, since costs at other sizes would be wrong.
 """
@@ -31,13 +32,76 @@ def merge_equal(
 ) -> None:
     """sections: where to merge, by default everywhere.  resized: the traces at other sizes."""
     first: dict[Hashable, fx.Node] = {}
+    paths: dict[fx.Node, list[str]] = {}  # of the modules that share a value
     for node in call_nodes(graph):
         if (sections is not None and node.meta["color"] not in sections) or not _may_merge(node):
             continue
         equal = first.setdefault(_value(node, resized), node)
         if equal is not node:
+            paths.setdefault(equal, [equal.meta["origin"].path]).append(node.meta["origin"].path)
             node.replace_all_uses_with(equal)
             graph.erase_node(node)
+    _before_their_layers(graph, paths)
+
+
+def _before_their_layers(graph: fx.Graph, paths: dict[fx.Node, list[str]]) -> None:
+    """Move values that several modules share, and what leads to them, before the first of these modules."""
+    layers = {node: _first_layer(own) for node, own in paths.items() if len(set(own)) > 1}
+    given = _given(graph) if layers else set()
+    moved = _leading_to([node for node in layers if node in given])
+    begins: dict[tuple[Color, str], fx.Node] = {}
+    for node in call_nodes(graph) if moved else ():
+        if node not in moved:
+            for module in _modules(node.meta["origin"].path):
+                begins.setdefault((node.meta["color"], module), node)
+    for node, layer in layers.items():
+        begin = begins.get((node.meta["color"], layer))
+        if node in moved and begin is not None:
+            _move(node, begin)
+
+
+def _leading_to(nodes: list[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    while nodes:
+        node = nodes.pop()
+        if node not in found:
+            found.add(node)
+            nodes += node.all_input_nodes
+    return found
+
+
+def _first_layer(paths: list[str]) -> str:
+    """The module of the first path that the others are not in: ``h.0`` of ``h.0.attn`` and ``h.1.attn``."""
+    for module in _modules(paths[0]):
+        if not all(path == module or path.startswith(f"{module}.") for path in paths):
+            return module
+    return paths[0]
+
+
+def _modules(path: str) -> list[str]:
+    """The modules that a path leads through, the outermost first."""
+    parts = path.split(".")
+    return [".".join(parts[: k + 1]) for k in range(len(parts))]
+
+
+def _given(graph: fx.Graph) -> set[fx.Node]:
+    """The ops that lead from inputs of the step to values, within one section."""
+    given: set[fx.Node] = set()
+    for node in graph.nodes:
+        color = node.meta.get("color")
+        if node.op == "placeholder" or (
+            node.op == "call_function"
+            and all(n in given and n.meta.get("color", color) == color for n in node.all_input_nodes)
+        ):
+            given.add(node)
+    return given
+
+
+def _move(node: fx.Node, place: fx.Node) -> None:
+    if node.op == "call_function" and place < node:
+        for source in node.all_input_nodes:
+            _move(source, place)
+        place.prepend(node)
 
 
 def _may_merge(node: fx.Node) -> bool:

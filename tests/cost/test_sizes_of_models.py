@@ -39,5 +39,6 @@ def test_encoder_decoder_with_two_lengths():
     )
     model, split = hf.T5ForConditionalGeneration(config), "decoder.block.0.layer.1"
     pipe = two_stages(model, text(2, 10, 7), split, dimensions={"source": 10, "target": 7})
-    fresh = two_stages(model, text(3, 9, 21), split)
-    check_against_fresh(pipe, fresh, {"microbatch": 3, "source": 9, "target": 21})
+    # At these sizes the same masks are cheap enough to be computed again.
+    fresh = two_stages(model, text(3, 9, 14), split)
+    check_against_fresh(pipe, fresh, {"microbatch": 3, "source": 9, "target": 14})

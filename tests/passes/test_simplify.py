@@ -48,6 +48,7 @@ LEFT_OUT = {
     "_to_copy": (lambda x: aten._to_copy(x, dtype=torch.float32), FLOATS, []),
     "cat": (lambda x: torch.cat([x[:0], x, x.new_empty(0)]), FLOATS, []),
     "cat of two": (lambda x: torch.cat([x[:1], x[:0], x[1:]]), FLOATS, ["slice", "slice", "cat"]),
+    "cat, another layout": (lambda x: torch.cat([x[:0].t(), x.t()], 1), FLOATS, ["t", "cat"]),
     "x + 0": (lambda x: x + 0, INTEGERS, []),
     "x - 0": (lambda x: x - 0, FLOATS, []),
     "x * 1": (lambda x: x * 1.0, FLOATS, []),
@@ -71,7 +72,7 @@ LEFT_IN = {
     "other dimensions": (lambda x: x.view(2, 2, 2).transpose(0, 1).transpose(1, 2), FLOATS),
     "permuted on": (lambda x: x.view(2, 2, 2).permute(1, 2, 0).permute(1, 2, 0), FLOATS),
     "an empty one of more bits": (lambda x: torch.cat([x[:0].double(), x]), FLOATS),
-    "another layout": (lambda x: torch.cat([x[:0].t(), x.t()], 1), FLOATS),
+    "another layout": (lambda x: x.t().clone(memory_format=torch.contiguous_format), FLOATS),
     "another dtype": (lambda x: x.double(), FLOATS),
     "a small part of a large value": (lambda x: (x.exp()[:1]).clone(), FLOATS),
 }

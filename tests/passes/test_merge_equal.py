@@ -1,0 +1,85 @@
+"""What a section computes once, and where it stands."""
+
+import itertools
+
+import torch
+from torch import nn
+
+import fxpipe
+from fxpipe.ir.storage import call_nodes
+
+aten = torch.ops.aten
+WIDTH = 4
+
+
+class Rotary(nn.Module):
+    """Each layer makes the same table and the same mask, and draws its own numbers."""
+
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(depth)])
+        for layer in self.layers:
+            layer.register_forward_hook(self.after)
+
+    def after(self, module, args, x):
+        table = torch.arange(WIDTH).float().cos()
+        return nn.functional.dropout(x * table, 0.5).masked_fill(torch.ones(WIDTH, WIDTH).triu(1) > 0, 0.0)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def compiled(model: nn.Module | None = None, **options) -> fxpipe.Pipeline:
+    given = {"ranks": 1, "microbatches": 2, "schedule": "zb-h1"}
+    return fxpipe.compile(model or Rotary(), (torch.ones(WIDTH, WIDTH),), **given | options)
+
+
+def ops(pipe: fxpipe.Pipeline, phase: str, path: str | None = None) -> list[str]:
+    assert pipe.graph is not None
+    nodes = [n for n in call_nodes(pipe.graph) if n.meta["color"].phase == phase]
+    return [getattr(n.target, "__name__", "") for n in nodes if path in (None, n.meta["origin"].path)]
+
+
+def test_layers_share_their_tables_and_masks():
+    forward = ops(compiled(), "F")
+    for op in ("arange.default", "cos.out", "triu_.default", "ones.default"):
+        assert forward.count(op) == 1, forward
+
+
+def test_random_numbers_are_each_drawn():
+    assert ops(compiled(), "F").count("keyed") == 3
+
+
+def test_shared_values_stand_before_the_layers():
+    """So the first layer has the ops of the others."""
+    pipe = compiled()
+    assert pipe.graph is not None
+    forward = [n for n in call_nodes(pipe.graph) if n.meta["color"].phase == "F"]
+    assert forward[0].target is aten.arange.default
+    begins = next(k for k, n in enumerate(forward) if n.target is aten.t.default)
+    products = [k for k, n in enumerate(forward) if n.target is aten.addmm.default]
+    layers = [[n.target for n in forward[a - 1 : b - 1]] for a, b in itertools.pairwise(products)]
+    assert begins == products[0] - 1
+    assert layers[0] == layers[1]
+
+
+def test_values_that_are_equal_at_one_size_stay_apart():
+    """Two tables of four entries: one an entry a position, the other always four."""
+
+    class Tables(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            position, always = torch.arange(x.shape[1]).float(), torch.arange(WIDTH).float()
+            return (self.weight * x * position.cos().sum() * always.cos().sum()).mean()
+
+    for dimensions, tables in ((None, 1), ({"sequence": WIDTH}, 2)):
+        example = (torch.ones(2, WIDTH),)
+        pipe = fxpipe.compile(
+            Tables(), example, ranks=1, microbatches=2, schedule="zb-h1", dimensions=dimensions
+        )
+        assert ops(pipe, "F").count("arange.default") == tables
