@@ -83,14 +83,12 @@ def _rotations(nodes: Sequence[fx.Node], tokens: _Tokens, run: Run, end: int) ->
     for begin in range(run.begin, min(run.begin + 2 * run.period, alike)):
         times = (alike - begin) // run.period + 1
         if times >= max(2, run.times - 1):
-            rotated.append((_depth(nodes, begin), -times, begin))
+            rotated.append((_depth(nodes, begin + run.period), -times, begin))
     return (Run(begin, run.period, -times) for _, times, begin in sorted(rotated))
 
 
 def _depth(nodes: Sequence[fx.Node], position: int) -> int:
     """The number of modules around both the node and the one before it."""
-    if position == 0:
-        return 0
     before, after = (nodes[k].meta["origin"].path.split(".") for k in (position - 1, position))
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
 
