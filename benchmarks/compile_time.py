@@ -179,7 +179,7 @@ def compile_once(
         memory_limit=memory_limit,
         costs="analytic",
         seed=0,
-        offload=as_offload(offload, {}, torch.device("cpu")),
+        offload=as_offload(offload, torch.device("cpu")),
         **settings,
     )
     phase = Phases("")
