@@ -74,17 +74,23 @@ def _candidates(tokens: _Tokens, begin: int, end: int) -> list[Run]:
 
 
 def _rotations(nodes: Sequence[fx.Node], tokens: _Tokens, run: Run, end: int) -> Iterator[Run]:
-    """The same run from other positions that lose at most one period: first those at the border of a
-    module."""
+    """The same run from other positions that lose at most one period: first those near a module's border.
+
+    A node away from the border counts as four that are not part of the run, since other phases repeat from
+    the border, too.
+    """
     alike = run.begin
     while alike + run.period < end and tokens[alike] == tokens[alike + run.period]:
         alike += 1
+    depths = [_depth(nodes, run.begin + k) for k in range(1, run.period + 1)]
+    border = run.begin + 1 + depths.index(min(depths))
     rotated = []
     for begin in range(run.begin, min(run.begin + 2 * run.period, alike)):
         times = (alike - begin) // run.period + 1
         if times >= max(2, run.times - 1):
-            rotated.append((_depth(nodes, begin + run.period), -times, begin))
-    return (Run(begin, run.period, -times) for _, times, begin in sorted(rotated))
+            away = min((begin - border) % run.period, (border - begin) % run.period)
+            rotated.append((4 * away - times * run.period, begin, times))
+    return (Run(begin, run.period, times) for _, begin, times in sorted(rotated))
 
 
 def _depth(nodes: Sequence[fx.Node], position: int) -> int:

@@ -11,6 +11,7 @@ the example's sizes alone stay apart, since costs at other sizes would be wrong.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Set
 from typing import Any
 
@@ -46,27 +47,32 @@ def merge_equal(
 
 def _before_their_layers(graph: fx.Graph, paths: dict[fx.Node, list[str]]) -> None:
     """Move values that several modules share, and what leads to them, before the first of these modules."""
-    layers = {node: _first_layer(own) for node, own in paths.items() if len(set(own)) > 1}
-    given = _given(graph) if layers else set()
-    moved = _leading_to([node for node in layers if node in given])
-    begins: dict[tuple[Color, str], fx.Node] = {}
-    for node in call_nodes(graph) if moved else ():
-        if node not in moved:
-            for module in _modules(node.meta["origin"].path):
-                begins.setdefault((node.meta["color"], module), node)
-    for node, layer in layers.items():
-        begin = begins.get((node.meta["color"], layer))
-        if node in moved and begin is not None:
-            _move(node, begin)
+    shared: defaultdict[tuple[Color, str], list[fx.Node]] = defaultdict(list)
+    for node, own in paths.items():
+        if len(set(own)) > 1:
+            shared[node.meta["color"], _first_layer(own)].append(node)
+    given = _given(graph) if shared else set()
+    inside: defaultdict[tuple[Color, str], list[fx.Node]] = defaultdict(list)
+    for node in call_nodes(graph) if shared else ():
+        for module in _modules(node.meta["origin"].path):
+            inside[node.meta["color"], module].append(node)
+    for layer, values in shared.items():
+        movable = [value for value in values if value in given]
+        moved = _leading_to(movable)
+        begin = next((node for node in inside[layer] if node not in moved), None)
+        if begin is not None:
+            for value in movable:
+                _move(value, begin)
 
 
 def _leading_to(nodes: list[fx.Node]) -> set[fx.Node]:
     found: set[fx.Node] = set()
-    while nodes:
-        node = nodes.pop()
+    todo = list(nodes)
+    while todo:
+        node = todo.pop()
         if node not in found:
             found.add(node)
-            nodes += node.all_input_nodes
+            todo += node.all_input_nodes
     return found
 
 
