@@ -12,7 +12,7 @@ from fxpipe.codegen.comments import input_comments
 from fxpipe.codegen.expressions import Names, Scope, variable
 from fxpipe.codegen.layers import Layers, Loop, base_name
 from fxpipe.codegen.lists import Layout, Stack, Taken, layout, taken
-from fxpipe.codegen.nodes import node_lines, place
+from fxpipe.codegen.nodes import node_lines, place, storages
 from fxpipe.codegen.outline import Analysis, Repeated
 from fxpipe.codegen.signatures import LISTS, PHASE_NAMES, Signature
 from fxpipe.codegen.statements import Line, body, unpacking
@@ -97,7 +97,10 @@ class _Function:
         end = [f"    return {', '.join(results)}"] if results else []
         head = f"def {call.name}({', '.join(arguments)}):"
         about = input_comments(self.section, call.values_in)
-        return "\n".join(wrapped(line) for line in [head, *about, *body(lines, self._returned), *end])
+        return "\n".join(
+            wrapped(line)
+            for line in [head, *about, *body(lines, self._returned, storages(self.nodes, self.scope)), *end]
+        )
 
     def _unpacked(self, name: str) -> Iterator[Line]:
         """A list from another phase, and those of its records that no run takes."""

@@ -24,7 +24,7 @@ from torch import fx
 
 from fxpipe.codegen.expressions import CONTAINERS, Names, Scope, item, number, variable
 from fxpipe.codegen.lists import Stack, Taken
-from fxpipe.codegen.nodes import node_lines, source_line
+from fxpipe.codegen.nodes import node_lines, source_line, storages
 from fxpipe.codegen.outline import Repeated, Slot, Source
 from fxpipe.codegen.repeats import free_numbers
 from fxpipe.codegen.sequences import Values, loop_head
@@ -236,8 +236,9 @@ class Loop:
         returned_values: list[int | Slot] = [slot.result for slot in self.run.carried]
         returned_values += [value for _, stack, _ in self.gives for value in stack.values]
         kept = {self._result(value) for value in returned_values}
-        deletable = [Line(x.text, tuple(r for r in x.reads if r in own), x.heading) for x in lines]
-        text = [wrapped(line) for line in body(deletable, kept)]
+        same = storages(self.run.body, scope)
+        freed = {name: same.get(name, name) for name in own} | dict.fromkeys(self.used - own, "")
+        text = [wrapped(line) for line in body(lines, kept, freed)]
         if returned:
             text.append(wrapped(f"    return {', '.join(returned)}"))
         return self.layers.function(f"{self.base}_{self.phase}", self.arguments.inner, text, self.paths)

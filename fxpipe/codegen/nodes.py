@@ -13,6 +13,7 @@ from fxpipe.codegen.expressions import Scope
 from fxpipe.codegen.statements import Line
 from fxpipe.ir.graph import Origin, offload, reload
 from fxpipe.ir.names import comment
+from fxpipe.ir.storage import is_view, written_arguments
 
 
 def node_lines(nodes: Iterable[fx.Node], scope: Scope, place: Callable[[Origin], str]) -> Iterator[Line]:
@@ -28,6 +29,18 @@ def reads(node: fx.Node, scope: Scope) -> tuple[str, ...]:
     """The variables of tensors that an op reads."""
     texts = (scope.text(n) for n in node.all_input_nodes if not is_unpacked(n))
     return tuple(text for text in texts if text.isidentifier() and text != "key")
+
+
+def storages(nodes: Iterable[fx.Node], scope: Scope) -> dict[str, str]:
+    """By the variable of each op's result, the variable or item of a container with the same storage."""
+    found: dict[str, str] = {}
+    for node in nodes:
+        written = written_arguments(node.target, node.args, node.kwargs)
+        same = node.args[0] if is_view(node) else next(iter(written), None)
+        if isinstance(same, fx.Node):
+            text = scope.text(same)
+            found[scope.text(node)] = found.get(text, text)
+    return found
 
 
 def _targets(node: fx.Node, scope: Scope) -> str:

@@ -8,8 +8,9 @@ the border of a module.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,29 +75,30 @@ def _candidates(tokens: _Tokens, begin: int, end: int) -> list[Run]:
 
 
 def _rotations(nodes: Sequence[fx.Node], tokens: _Tokens, run: Run, end: int) -> Iterator[Run]:
-    """The same run from other positions that lose at most one period: first those near a module's border.
+    """The same run from other positions that lose at most one period: first those whose periods are modules.
 
-    A node away from the border counts as four that are not part of the run, since other phases repeat from
-    the border, too.
+    A node of another module than most of its period counts as four that are not part of the run, since other
+    phases repeat by modules, too.
     """
     alike = run.begin
     while alike + run.period < end and tokens[alike] == tokens[alike + run.period]:
         alike += 1
-    depths = [_depth(nodes, run.begin + k) for k in range(1, run.period + 1)]
-    border = run.begin + 1 + depths.index(min(depths))
+    paths = [node.meta["origin"].path.split(".") for node in nodes[run.begin : alike + run.period]]
+    depth = 1 + min(_common(*pair) for pair in pairwise(paths[: run.period + 1]))
+    modules = [tuple(path[:depth]) for path in paths]
     rotated = []
     for begin in range(run.begin, min(run.begin + 2 * run.period, alike)):
         times = (alike - begin) // run.period + 1
         if times >= max(2, run.times - 1):
-            away = min((begin - border) % run.period, (border - begin) % run.period)
-            rotated.append((4 * away - times * run.period, begin, times))
+            own = Counter(modules[begin - run.begin :][: run.period])
+            strange = run.period - max(own.values())
+            rotated.append((4 * strange - times * run.period, begin, times))
     return (Run(begin, run.period, times) for _, begin, times in sorted(rotated))
 
 
-def _depth(nodes: Sequence[fx.Node], position: int) -> int:
-    """The number of modules around both the node and the one before it."""
-    before, after = (nodes[k].meta["origin"].path.split(".") for k in (position - 1, position))
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False)))
+def _common(path: Sequence[str], other: Sequence[str]) -> int:
+    """The number of modules around both."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(path, other, strict=False)))
 
 
 def free_numbers(node: fx.Node) -> list[float | int]:

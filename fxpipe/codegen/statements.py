@@ -1,8 +1,8 @@
-"""Lines of a generated function, with the variables that each reads, to delete these after their last use."""
+"""Lines of a generated function, with the variables that each reads, to free these after their last use."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -18,22 +18,34 @@ class Line:
     heading: str | None = None
 
 
-def body(lines: Sequence[Line], kept: Iterable[str]) -> list[str]:
-    """The lines, indented; the variables that they read are deleted under their last heading, but those
-    ``kept``."""
-    last = {name: line for line in lines for name in line.reads}
-    for name in kept:
-        last.pop(name, None)
+def body(lines: Sequence[Line], kept: Iterable[str], storages: Mapping[str, str]) -> list[str]:
+    """The lines, indented, with each storage freed under the heading of its last use.
+
+    storages: of each variable, the one that it is a view of, or something else for what the function cannot
+    free.  A storage with a variable that is ``kept`` stays.
+    """
+    last: dict[str, int] = {}
+    users: dict[str, dict[str, None]] = {}
+    for number, line in enumerate(lines):
+        for name in line.reads:
+            storage = storages.get(name, name)
+            last[storage] = number
+            users.setdefault(storage, {})[name] = None
+    stay = {storages.get(name, name) for name in kept}
+    ends: dict[int, list[str]] = {}
+    for storage, own in users.items():
+        if storage not in stay and storage.isidentifier():
+            ends.setdefault(last[storage], []).extend(own)
     found: list[str] = []
     dead: list[str] = []
     heading: str | None = None
-    for line in lines:
+    for number, line in enumerate(lines):
         if line.heading != heading:
             found += _deletion(dead)
             dead, heading = [], line.heading
             found += [heading] if heading else []
         found += line.text.split("\n") if line.text else []
-        dead += [name for name in line.reads if last.get(name) is line]
+        dead += ends.get(number, [])
     return [f"    {text}" for text in found + _deletion(dead)]
 
 
