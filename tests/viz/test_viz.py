@@ -46,7 +46,7 @@ class Block(nn.Module):
 def blocks(count: int, ranks: int = 2, **options):
     model = nn.Sequential(*(Block(8) for _ in range(count)))
     example = (torch.zeros(4, 8),)
-    options = {"microbatches": 4, "schedule": "1f1b"} | options
+    options = {"microbatches": 4, "schedule": "zb-h1"} | options
     return fxpipe.compile(
         model, example, ranks=ranks, loss_fn=lambda out, batch: out.pow(2).mean(), **options
     )
