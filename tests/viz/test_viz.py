@@ -54,7 +54,7 @@ def blocks(count: int, ranks: int = 2, **options):
 
 @pytest.fixture(scope="module")
 def pipe():
-    return blocks(4, split_points=["2"])
+    return blocks(4, split_points=["2"], schedule="zb-h1")
 
 
 def place(stage: int, phase: Phase, path: str) -> Place:
