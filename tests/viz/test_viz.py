@@ -46,7 +46,7 @@ class Block(nn.Module):
 def blocks(count: int, ranks: int = 2, **options):
     model = nn.Sequential(*(Block(8) for _ in range(count)))
     example = (torch.zeros(4, 8),)
-    options = {"microbatches": 4, "schedule": "zb-h1"} | options
+    options = {"microbatches": 4, "schedule": "1f1b"} | options
     return fxpipe.compile(
         model, example, ranks=ranks, loss_fn=lambda out, batch: out.pow(2).mean(), **options
     )
@@ -331,7 +331,7 @@ def test_pictures_with_dot(pipe, tmp_path):
     drawn = texts((tmp_path / "new" / "graph.svg").read_text())
     assert "stage 1 on rank 1" in drawn
     assert "Sequential: one microbatch of a training step" in drawn
-    assert "schedule 1f1b, 2 ranks, 2 stages, 4 microbatches" in drawn
+    assert "schedule zb-h1, 2 ranks, 2 stages, 4 microbatches" in drawn
     assert "batch: 0" in drawn
 
 
