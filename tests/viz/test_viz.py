@@ -54,7 +54,7 @@ def blocks(count: int, ranks: int = 2, **options):
 
 @pytest.fixture(scope="module")
 def pipe():
-    return blocks(4, split_points=["2"])
+    return blocks(4, split_points=["2"], schedule="zb-h1")
 
 
 def place(stage: int, phase: Phase, path: str) -> Place:
@@ -331,7 +331,7 @@ def test_pictures_with_dot(pipe, tmp_path):
     drawn = texts((tmp_path / "new" / "graph.svg").read_text())
     assert "stage 1 on rank 1" in drawn
     assert "Sequential: one microbatch of a training step" in drawn
-    assert "schedule 1f1b, 2 ranks, 2 stages, 4 microbatches" in drawn
+    assert "schedule zb-h1, 2 ranks, 2 stages, 4 microbatches" in drawn
     assert "batch: 0" in drawn
 
 
