@@ -10,6 +10,7 @@ of the same step: ``make_fx`` of loss and gradients on fake tensors.
 
     python benchmarks/compile_time.py --output benchmarks/results/compile_time.txt
     python benchmarks/compile_time.py --hard --beside ../older    # in turns with another checkout
+    python benchmarks/compile_time.py --against ../older    # large models, by phase
     python benchmarks/compile_time.py --layers 24 --schedules zb-h1 --profile build/compile.prof
 """
 
@@ -25,9 +26,11 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 from report import ROOT, Report, revision
 
@@ -63,6 +66,28 @@ HARD = (
 )
 
 
+@dataclass(frozen=True)
+class Large:
+    """A case that is compared with another revision, and the share of its time that it may take."""
+
+    layers: int
+    width: int
+    ranks: int
+    microbatches: int
+    schedule: str
+    bar: float
+
+    def __str__(self) -> str:
+        return f"{self.layers} × {self.width}, {self.ranks} ranks, m = {self.microbatches}, {self.schedule}"
+
+
+LARGE = (
+    Large(48, 256, 4, 16, "zb-h1", 0.75),
+    Large(48, 256, 4, 16, "auto", 0.75),
+    Large(96, 12288, 64, 256, "zb-h1", 0.6),
+)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -73,12 +98,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="compilations of each; the median is shown")
     parser.add_argument("--hard", action="store_true", help="only the cases that take long")
     parser.add_argument("--beside", type=Path, help="a checkout of another revision, for what takes long")
+    parser.add_argument("--against", type=Path, help="another checkout, for large models in turns with it")
     parser.add_argument("--output", type=Path, help="keep what is printed in this file")
     parser.add_argument("--profile", type=Path, help="compile once and keep where the time goes")
     parser.add_argument("--once", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.once is not None:
-        print(json.dumps(compile_once(**json.loads(options.once))))
+        given = json.loads(options.once)
+        print(json.dumps(compile_large(**given) if "width" in given else compile_once(**given)))
+    elif options.against is not None:
+        against(options.against, options.rounds, options.output)
     elif options.profile is not None:
         profile(options.layers[0], options.schedules[0], options.dropout, options.profile)
     else:
@@ -91,6 +120,33 @@ def measure(options: argparse.Namespace) -> None:
         _depths(report, options)
     _hard(report, options.rounds, options.beside)
     report.save(options.output)
+
+
+def against(other: Path, rounds: int, output: Path | None) -> None:
+    """The processor's seconds by phase of the large cases, of two revisions in turns."""
+    report = Report("Compile time, in turns")
+    report.line(f"\nGPT-2 on the meta device: the processor's seconds, medians of {rounds}")
+    checkouts = {revision(other): other, revision(ROOT): ROOT}
+    columns, rows = ("total", *PHASES), []
+    for case in LARGE:
+        runs: dict[str, list[dict[str, float]]] = {name: [] for name in checkouts}
+        for _ in range(rounds):
+            for name, root in checkouts.items():
+                runs[name].append(_in_fresh_process(root, script=Path(__file__), **_settings(case)))
+        medians = {
+            name: [statistics.median(run.get(column, 0.0) for run in found) for column in columns]
+            for name, found in runs.items()
+        }
+        rows += [[str(case), name, *(f"{s:.2f}" for s in found), ""] for name, found in medians.items()]
+        before, after = medians.values()
+        ratios = [f"{b / a:.2f}" if a else "" for a, b in zip(before, after, strict=True)]
+        rows.append(["", "ratio", *ratios, f"{case.bar}"])
+    report.table(["case", "fxpipe", *columns, "bar"], rows)
+    report.save(output)
+
+
+def _settings(case: Large) -> dict[str, Any]:
+    return {name: value for name, value in asdict(case).items() if name != "bar"}
 
 
 def _hard(report: Report, rounds: int, beside: Path | None) -> None:
@@ -137,14 +193,15 @@ def _depths(report: Report, options: argparse.Namespace) -> None:
         report.line(f"{last / first:.1f} times the layers take {growth:.1f} times as long, at most")
 
 
-def _in_fresh_process(root: Path = ROOT, **settings: Any) -> dict[str, float]:
-    """The result of ``compile_once`` of a checkout."""
+def _in_fresh_process(root: Path = ROOT, script: Path | None = None, **settings: Any) -> dict[str, float]:
+    """The result of ``compile_once`` of a checkout, or of this script with the checkout's fxpipe."""
+    script = script or root / "benchmarks" / "compile_time.py"
     done = subprocess.run(
-        [sys.executable, root / "benchmarks" / "compile_time.py", "--once", json.dumps(settings)],
+        [sys.executable, script, "--once", json.dumps(settings)],
         stdout=subprocess.PIPE,
         text=True,
         check=True,
-        env={**os.environ, "PYTHONPATH": str(root)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])},
     )
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -189,6 +246,33 @@ def compile_once(
     return {"total": total, "processor": processor, **phase.seconds}
 
 
+def compile_large(layers: int, width: int, ranks: int, microbatches: int, schedule: str) -> dict[str, float]:
+    """The processor's seconds of ``fxpipe.compile``, in total and in each phase, whatever the revision."""
+    import fxpipe
+
+    try:
+        from fxpipe.compiler import progress
+    except ImportError:  # of 1eb9f1b
+        from fxpipe import progress  # type: ignore[attr-defined, no-redef]
+
+    made, example = _gpt2(layers, 0.1, width)
+    noted: list[Any] = []
+    begin = progress.Phases.__init__
+
+    def noting(self: Any, title: str) -> None:
+        begin(self, title)
+        noted.append(self)
+
+    with (
+        patch.object(progress.Phases, "__init__", noting),
+        patch.object(progress, "time", SimpleNamespace(perf_counter=time.process_time)),
+    ):
+        before = time.process_time()
+        fxpipe.compile(made, example, ranks=ranks, microbatches=microbatches, schedule=schedule)
+        total = time.process_time() - before
+    return {"total": total, **noted[0].seconds}
+
+
 def _torch_trace(model: Any, example: dict[str, Any]) -> float:
     """The processor's seconds of a trace of loss and gradients, with Python's garbage collector paused."""
     import torch
@@ -214,14 +298,14 @@ def _torch_trace(model: Any, example: dict[str, Any]) -> float:
     return time.process_time() - before
 
 
-def _gpt2(layers: int, dropout: float) -> tuple[Any, dict[str, Any]]:
+def _gpt2(layers: int, dropout: float, width: int = 256) -> tuple[Any, dict[str, Any]]:
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
         n_layer=layers,
-        n_embd=256,
+        n_embd=width,
         n_head=4,
         vocab_size=8192,
         n_positions=256,

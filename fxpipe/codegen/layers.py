@@ -248,11 +248,11 @@ class Loop:
     def _before(self, heading: str) -> Iterator[Line]:
         for slot in self.carried:
             first, final = self._outer(slot.nodes[0]), self._final(slot)
-            yield Line(f"{final} = {first}", (first,) if first.isidentifier() else (), heading)
+            yield Line(f"{final} = {first}", (first,) if first.isidentifier() else (), heading, frees=True)
         if self.moved:
             given = [self._outer(slot.nodes[0]) for slot in self.moved]
             variables = tuple(text for text in given if text.isidentifier())
-            yield Line(f"{CARRY} = [{', '.join(given)}]", variables, heading)
+            yield Line(f"{CARRY} = [{', '.join(given)}]", variables, heading, frees=True)
         for _, _, name in self.gives:
             yield Line(f"{name} = []", (), heading)
 

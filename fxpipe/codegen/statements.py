@@ -10,12 +10,14 @@ from dataclasses import dataclass
 class Line:
     """One statement, or several that belong together.
 
-    ``heading``: a comment above it; lines that follow with the same one share it.
+    ``heading``: a comment above it; lines that follow with the same one share it.  ``frees``: whether what is
+    dead behind the line is freed there, and not behind all lines of the heading.
     """
 
     text: str
     reads: tuple[str, ...] = ()
     heading: str | None = None
+    frees: bool = False
 
 
 def body(lines: Sequence[Line], kept: Iterable[str], storages: Mapping[str, str]) -> list[str]:
@@ -46,6 +48,9 @@ def body(lines: Sequence[Line], kept: Iterable[str], storages: Mapping[str, str]
             found += [heading] if heading else []
         found += line.text.split("\n") if line.text else []
         dead += ends.get(number, [])
+        if line.frees:
+            found += _deletion(dead)
+            dead = []
     return [f"    {text}" for text in found + _deletion(dead)]
 
 

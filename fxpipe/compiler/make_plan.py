@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,7 +31,7 @@ from fxpipe.plan.version import __version__
 from fxpipe.runtime.program.batch import batch_spec
 from fxpipe.schedule.lowering.channels import in_rounds
 from fxpipe.schedule.lowering.instructions import Collective
-from fxpipe.schedule.ops import Color, Phase, order_text
+from fxpipe.schedule.ops import Phase, order_text
 from fxpipe.schedule.simulation.timeline import Timeline
 
 
@@ -129,10 +130,16 @@ def with_tensors_of(plan: Plan, sections: Sequence[Section], trained: Plan) -> P
 def _stage_plans(
     graph: fx.Graph, sections: tuple[Section, ...], placement: tuple[int, ...]
 ) -> tuple[StagePlan, ...]:
-    plans = []
-    for stage, rank in enumerate(placement):
-        paths = [n.meta["origin"].path for n in call_nodes(graph) if n.meta["color"] == Color(stage, Phase.F)]
-        paths = [p for p in paths if p] or [""]
-        held = {name for s in sections if s.stage == stage for v in s.inputs if (name := parameter_of(v))}
-        plans.append(StagePlan(stage, rank, paths[0], paths[-1], tuple(sorted(held))))
-    return tuple(plans)
+    paths: defaultdict[int, list[str]] = defaultdict(list)
+    for node in call_nodes(graph):
+        color, path = node.meta["color"], node.meta["origin"].path
+        if color.phase is Phase.F and path:
+            paths[color.stage].append(path)
+    held: defaultdict[int, set[str]] = defaultdict(set)
+    for section in sections:
+        held[section.stage].update(name for v in section.inputs if (name := parameter_of(v)))
+    return tuple(
+        StagePlan(stage, rank, own[0], own[-1], tuple(sorted(held[stage])))
+        for stage, rank in enumerate(placement)
+        for own in [paths[stage] or [""]]
+    )

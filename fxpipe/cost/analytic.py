@@ -38,9 +38,7 @@ def analytic_seconds(graph: fx.Graph, node_seconds: NodeSeconds) -> dict[Color, 
 
 def seconds_on(cluster: Cluster, graph: fx.Graph) -> SecondsOfRanks:
     """``analytic_seconds`` of every section on each rank."""
-    found = {
-        device: analytic_seconds(graph, cluster.node_seconds(r)) for r, device in enumerate(cluster.devices)
-    }
+    found = {seconds.device: analytic_seconds(graph, seconds) for seconds in cluster.distinct}
     return tuple(found[device] for device in cluster.devices)
 
 

@@ -48,6 +48,11 @@ class Cluster:
         """The seconds of ops on a rank; one object for all ranks with the same device."""
         return self._by_device[self.devices[rank]]
 
+    @property
+    def distinct(self) -> Sequence[NodeSeconds]:
+        """The seconds of ops on each device that some ranks have."""
+        return tuple(self._by_device.values())
+
     def slowness(self, graph: fx.Graph) -> tuple[float, ...]:
         """Per rank the time of all ops of a graph, relative to rank 0's."""
         if len(self._by_device) == 1:

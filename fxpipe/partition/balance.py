@@ -19,7 +19,7 @@ from fxpipe.schedule.families.registry import one_f_one_b
 from fxpipe.schedule.ops import Color, Phase
 from fxpipe.schedule.problem import Problem, per_rank
 
-#: The share by which the largest stage may exceed the smallest possible one, if no lighter cut is worth more.
+#: The share by which the largest stage may exceed the smallest possible one, whatever a step loses.
 SLACK = 0.02
 #: All that are tried.
 SLACKS = (SLACK, 0.0, 0.005, 0.01, 0.03, 0.05, 0.08, 0.12)

@@ -159,3 +159,11 @@ def test_a_graph_in_which_nothing_repeats_has_no_loop():
 )
 def test_heads_of_loops(values, head, texts):
     assert loop_head(3, values) == (head, texts)
+
+
+def test_lines_do_not_grow_with_the_number_of_layers():
+    def lines(layers):
+        program = compiled(lambda: Layers(*[Block() for _ in range(layers)])).artifact.programs[0]
+        return program.count("\n")
+
+    assert lines(24) <= lines(12) + 10
