@@ -161,7 +161,6 @@ def compile_evaluation(
     asked = CutOptions(
         len(own),
         options.ranks,
-        options.microbatches,
         cluster.node_seconds(),
         None,
         plan.vocabulary.barriers if plan.vocabulary is not None else None,
@@ -291,7 +290,6 @@ def _stages(
             asked = CutOptions(
                 stages,
                 options.ranks,
-                options.microbatches,
                 cluster.node_seconds(),
                 options.split_points,
                 barriers,

@@ -62,7 +62,6 @@ class CutOptions:
 
     stages: int
     ranks: int
-    microbatches: int
     seconds: NodeSeconds
     split_points: Sequence[str] | None
     barriers: int | None
@@ -160,7 +159,6 @@ def _partition(step: Step, options: CutOptions) -> None:
         partition(
             step.graph,
             options.stages,
-            options.microbatches,
             options.seconds,
             options.split_points,
             before=beside.embedding_shards,

@@ -6,30 +6,31 @@ op that it differentiates (autograd's sequence number), whatever its operands ar
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence, Set
 from functools import cache
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from torch import fx
 
 from fxpipe.cost.nodes import NodeSeconds
-from fxpipe.cost.recomputable import recomputable_nodes
+from fxpipe.cost.recomputable import Free, recomputable_nodes
 from fxpipe.errors import PartitionError
-from fxpipe.ir.graph import Color, Phase, read_buffer
-from fxpipe.ir.storage import call_nodes, graph_outputs
-from fxpipe.partition.balance import Chain, best_cuts
-from fxpipe.partition.crossing import buffer_spans, crossing_values, nesting
+from fxpipe.ir.graph import Color, Phase, read_buffer, sum_over_ranks
+from fxpipe.ir.storage import call_nodes, graph_outputs, is_view, node_bytes, storage_root
+from fxpipe.partition.cuts import choose_cuts
 from fxpipe.partition.following import following_cuts
 
 aten = torch.ops.aten
+_Amount = TypeVar("_Amount", int, float)
 
 
 def partition(
     graph: fx.Graph,
     stages: int,
-    microbatches: int,
     node_seconds: NodeSeconds,
     split_points: Sequence[str] | None = None,
     before: int = 0,
@@ -39,7 +40,6 @@ def partition(
 ) -> None:
     """Give every op without a color its stage, and phase F or B; negative stages count from the last one.
 
-    microbatches: of a step, for what it loses by uneven stages.
     split_points: module paths; each begins a new stage (None: cuts are chosen by cost).
     before, behind: the numbers of stages beside the model's own, whose ops have colors.
     held: per stage the names of its parameters and buffers, of a forward that follows another step's stages.
@@ -53,12 +53,11 @@ def partition(
     for node in forward:
         by_seq.setdefault(node.meta["origin"].seq, position[node])
     free = recomputable_nodes(graph, node_seconds)
-    repeated = free.in_stage | free.anywhere
     if held is not None:
-        crossing = crossing_values(graph, position, dict(position), repeated)
-        cuts = following_cuts(forward, crossing.bytes, repeated, held)
+        bytes = _crossing_bytes(graph, position, dict(position), free.in_stage | free.anywhere)
+        cuts = following_cuts(forward, bytes, free.in_stage | free.anywhere, held)
     elif split_points is None:
-        cuts = _cuts_by_cost(graph, position, by_seq, stages, microbatches, node_seconds, repeated, slowness)
+        cuts = _cuts_by_cost(graph, position, by_seq, stages, node_seconds, free, slowness)
     else:
         cuts = _cuts_by_path(forward, stages, split_points)
     starts = {c + 1 for c in cuts}
@@ -106,30 +105,27 @@ def _cuts_by_cost(
     position: dict[fx.Node, int],
     by_seq: dict[int, int],
     stages: int,
-    microbatches: int,
     node_seconds: NodeSeconds,
-    free: Set[fx.Node],
+    free: Free,
     slowness: Sequence[float],
 ) -> tuple[int, ...]:
-    forward, backward = [0.0] * len(position), [0.0] * len(position)
+    seconds = [0.0] * len(position)
     home = dict(position)  # forward and backward ops alike: the position whose stage they go with
     accumulated = {node for parts in graph_outputs(graph).grads.values() for node in parts}
     for node in _without_color(graph):
-        seconds = forward
         if node.meta["origin"].backward:
-            at, seconds = by_seq.get(node.meta["origin"].seq), backward
+            at = by_seq.get(node.meta["origin"].seq)
             if at is None and node not in accumulated:  # a sum that autograd's engine made
                 at = min((home[n] for n in node.all_input_nodes if n in home), default=None)
             if at is None:
                 continue
             home[node] = at
         seconds[home[node]] += node_seconds(node)
-    crossing = crossing_values(graph, position, home, free)
-    chain = Chain(forward, backward, crossing, nesting(list(position), free))
+    bytes = _crossing_bytes(graph, position, home, free.in_stage | free.anywhere)
     try:
-        return best_cuts(chain, stages, microbatches, node_seconds.device, slowness)
+        return choose_cuts(seconds, bytes, stages, slowness)
     except PartitionError as error:
-        spans = buffer_spans(graph, home)
+        spans = _buffer_spans(graph, home)
         wide = [name for name, (first, last) in spans.items() if last - first > len(position) // 4]
         if not wide:
             raise
@@ -138,6 +134,58 @@ def _cuts_by_cost(
             f"is much of the model for {', '.join(wide[:3])}: a module that is called all along it, or a "
             "value that is read early and written late."
         ) from error
+
+
+def _crossing_bytes(
+    graph: fx.Graph, position: dict[fx.Node, int], home: dict[fx.Node, int], free: Set[fx.Node]
+) -> list[float]:
+    """For every position the bytes that a cut after it would send, or inf if no cut is allowed."""
+    steps = [0.0] * (len(position) + 1)
+    barred = [0] * (len(position) + 1)
+    last_use: dict[fx.Node, int] = {}
+    for node, at in position.items():
+        uses = [home[u] for u in node.users if u in home]
+        if isinstance(node.meta.get("val"), (tuple, list)):
+            _add(barred, at, max([*uses, at]), 1)
+        elif node not in free:
+            root = storage_root(node)
+            last_use[root] = max([last_use.get(root, at), *uses])
+    for root, last in last_use.items():
+        if root in position:
+            _add(steps, position[root], last, node_bytes(root))
+    for first, last in _buffer_spans(graph, home).values():
+        _add(barred, first, last, 1)
+    crossing, closed = list(accumulate(steps)), list(accumulate(barred))
+    last = max((i for node, i in position.items() if node not in free), default=0)
+    # Behind a view, a sum over ranks or a free value there is nothing to gain, and the stage in between might
+    # be empty; so would be a last stage of free values alone, which each stage that needs them computes for
+    # itself.
+    return [
+        math.inf
+        if closed[i] or i == last or node in free or is_view(node) or node.target is sum_over_ranks
+        else crossing[i]
+        for node, i in position.items()
+    ]
+
+
+def _buffer_spans(graph: fx.Graph, home: dict[fx.Node, int]) -> dict[str, tuple[int, int]]:
+    """The first and last positions at which the forward reads or writes each changed buffer."""
+    spans = {}
+    reads = {
+        n.args[0].meta["input"].name: n for n in graph.find_nodes(op="call_function", target=read_buffer)
+    }
+    for name, value in graph_outputs(graph).buffers.items():
+        touched = [home[n] for n in (reads.get(name), value) if n in home]
+        if touched:
+            spans[name] = (min(touched), max(touched))
+    return spans
+
+
+def _add(steps: list[_Amount], first: int, last: int, amount: _Amount) -> None:
+    """Add ``amount`` to every cut between positions ``first`` and ``last``."""
+    if last > first:
+        steps[first] += amount
+        steps[last] -= amount
 
 
 def _cuts_by_path(forward: list[fx.Node], stages: int, split_points: Sequence[str]) -> tuple[int, ...]:

@@ -1,55 +1,49 @@
-"""Cuts a chain of costs into contiguous stages, by dynamic programming: balance against messages.
+"""Cuts a chain of costs into contiguous stages, by dynamic programming.
 
-First the smallest possible largest stage is found; then, for each share by which the largest may exceed it,
-the cuts whose messages cost the least.
+First the smallest possible largest stage is found; then, among all partitions whose largest stage is
+within ``SLACK`` of it, the one whose cuts move the fewest bytes.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 
 from fxpipe.errors import PartitionError
 
-_Array = np.ndarray
+SLACK = 0.02
 
 
-def lightest_cuts(
-    seconds: Sequence[float],
-    weights: Sequence[float],
-    stages: int,
-    slacks: Sequence[float],
-    slowness: Sequence[float] = (),
-) -> list[tuple[int, ...]]:
-    """Return for each of ``slacks`` the positions (ascending) after which to cut a chain into ``stages``
-    parts: the cuts of least total weight whose largest part exceeds the smallest possible one by at most that
-    share.
+def choose_cuts(
+    seconds: Sequence[float], bytes: Sequence[float], stages: int, slowness: Sequence[float] = ()
+) -> tuple[int, ...]:
+    """Return the positions (ascending) after which to cut a chain into ``stages`` parts.
 
     seconds: cost of each position, all phases together.
-    weights: of a cut after each position; ``inf`` where no cut may be.
+    bytes: sent across a cut after each position; ``inf`` where no cut may be.
     slowness: per stage, what its costs are to be multiplied by; by default all are alike.
     Raises PartitionError if there are fewer places to cut than needed.
     """
-    places = [i for i, weight in enumerate(weights[:-1]) if weight != np.inf]
+    places = [i for i, b in enumerate(bytes[:-1]) if b != float("inf")]
     if len(places) < stages - 1:
         raise PartitionError(
             f"The model can be cut into {len(places) + 1} stages at most, and {stages} are asked for. "
             "Use fewer ranks or fewer stages per rank."
         )
     if stages == 1:
-        return [()] * len(slacks)
-    total = np.cumsum(seconds)
+        return ()
+    total = np.concatenate([[0.0], np.cumsum(seconds)])
     # block k lies between place k-1 and place k; ends[k] is the cost up to and with block k
-    ends = total[[*places, len(total) - 1]]
+    ends = np.array([total[i + 1] for i in places] + [total[-1]])
     speeds = 1 / np.array(slowness or [1.0] * stages)
-    smallest = _smallest_maximum(ends, speeds)
-    own = np.array([weights[i] for i in places])
-    limits = [smallest * (1 + slack) * (1 + 1e-9) * speeds for slack in slacks]
-    return [tuple(places[k] for k in _lightest(ends, own, limit)) for limit in limits]
+    limits = _smallest_maximum(ends, speeds) * (1 + SLACK) * speeds
+    weights = [float(bytes[i]) for i in places] + [0.0]
+    return tuple(places[k] for k in _lightest(ends, weights, limits.tolist()))
 
 
-def _smallest_maximum(ends: _Array, speeds: _Array) -> float:
+def _smallest_maximum(ends: np.ndarray, speeds: np.ndarray) -> float:
     """The smallest possible time of the slowest part (bisection)."""
     low, high = float(ends[-1] / speeds.sum()), float(ends[-1] / speeds.min())
     for _ in range(60):
@@ -63,7 +57,7 @@ def _smallest_maximum(ends: _Array, speeds: _Array) -> float:
     return high
 
 
-def _suffices(ends: _Array, limits: _Array) -> bool:
+def _suffices(ends: np.ndarray, limits: np.ndarray) -> bool:
     """Whether parts of at most these costs, each as large as it can be, take all blocks and none is empty."""
     last = -1  # the last block that is taken
     for left, limit in zip(range(len(limits) - 1, -1, -1), limits, strict=True):
@@ -75,37 +69,33 @@ def _suffices(ends: _Array, limits: _Array) -> bool:
     return last == len(ends) - 1
 
 
-def _lightest(ends: _Array, weights: _Array, limits: _Array) -> list[int]:
+def _lightest(ends: np.ndarray, weights: list[float], limits: Sequence[float]) -> list[int]:
     """The block indices after which to cut: minimum total weight, no empty part, all within ``limits``."""
-    blocks = np.arange(len(ends))
-    best = np.where(ends <= limits[0], 0.0, np.inf)  # of the parts so far, if the last ends with block k
-    steps: list[tuple[_Array, _Array]] = []
+    count, stages = len(ends), len(limits)
+    best = [0.0 if e <= limits[0] else float("inf") for e in ends]  # one part that ends with block k
+    back: list[list[int]] = []
     for limit in limits[1:]:
-        cut = best[:-1] + weights  # the same, and a cut behind block k
-        first = np.searchsorted(ends, ends - limit)  # of the blocks behind which the part may begin
-        steps.append((cut, first))
-        best = _window_minima(cut, first, blocks)
-    if best[-1] == np.inf:
+        nxt, came = [float("inf")] * count, [-1] * count
+        window: deque[int] = deque()  # candidates j < k for the cut before, lightest first
+        for k in range(1, count):
+            cost = best[k - 1] + weights[k - 1]
+            while window and best[window[-1]] + weights[window[-1]] >= cost:
+                window.pop()
+            window.append(k - 1)
+            while window and ends[k] - ends[window[0]] > limit:
+                window.popleft()
+            if window:
+                nxt[k] = best[window[0]] + weights[window[0]]
+                came[k] = window[0]
+        best = nxt
+        back.append(came)
+    if best[-1] == float("inf"):
         raise PartitionError(
-            f"The model has {len(ends)} pieces between places to cut, too uneven to give each of "
-            f"{len(limits)} stages one. Use fewer ranks or fewer stages per rank."
+            f"The model has {count} pieces between places to cut, too uneven to give each of {stages} "
+            "stages one. Use fewer ranks or fewer stages per rank."
         )
-    cuts, k = [], len(ends) - 1
-    for cut, first in reversed(steps):
-        k = int(first[k] + cut[first[k] : k].argmin())
+    cuts, k = [], count - 1
+    for came in reversed(back):
+        k = came[k]
         cuts.append(k)
     return cuts[::-1]
-
-
-def _window_minima(values: _Array, begins: _Array, ends: _Array) -> _Array:
-    """The minimum of ``values[begin:end]`` for each begin and end; inf where there is none.
-
-    The minima of all windows of 1, 2, 4, … values are found first: any window is two of them.
-    """
-    found = np.full(len(ends), np.inf)
-    lengths, width = ends - begins, 1
-    while len(values):
-        which = (lengths >= width) & (lengths < 2 * width)
-        found[which] = np.minimum(values[begins[which]], values[ends[which] - width])
-        values, width = np.minimum(values[:-width], values[width:]), 2 * width
-    return found

@@ -1,4 +1,4 @@
-"""The choice of cuts in a chain of costs: balance, light messages, and what a step loses by them."""
+"""The choice of cuts in a chain of costs: balance first, then few bytes."""
 
 import itertools
 import math
@@ -9,15 +9,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fxpipe.cost.known_devices import CPU
 from fxpipe.errors import PartitionError
-from fxpipe.partition.balance import SLACK, Chain, best_cuts
-from fxpipe.partition.crossing import Crossing
-from fxpipe.partition.cuts import lightest_cuts
-
-
-def choose_cuts(seconds: Sequence[float], weights: Sequence[float], stages: int) -> tuple[int, ...]:
-    return lightest_cuts(seconds, weights, stages, [SLACK])[0]
+from fxpipe.partition.cuts import SLACK, choose_cuts
 
 
 def parts(seconds: Sequence[float], cuts: Sequence[int]) -> list[float]:
@@ -74,52 +67,6 @@ def test_cuts_are_balanced_and_then_light(chain):
 def test_within_the_slack_fewer_bytes_win():
     assert choose_cuts([1.0] * 100 + [0.5] + [1.0] * 100, [9.0] * 101 + [1.0] + [9.0] * 99, 2) == (101,)
     assert choose_cuts([1.0] * 100 + [0.5] + [1.0] * 100, [9.0] * 110 + [1.0] + [9.0] * 90, 2) != (110,)
-
-
-def test_a_larger_slack_gives_lighter_cuts():
-    weights = [9.0] * 45 + [4.0] + [9.0] * 2 + [6.0] + [9.0] * 51
-    assert lightest_cuts([1.0] * 100, weights, 2, [0.0, 0.03, 0.1]) == [(49,), (48,), (45,)]
-
-
-def chain(seconds: Sequence[float], bytes: dict[int, float], values: dict[int, int] | None = None) -> Chain:
-    """Where ``bytes`` has no position, no cut may be."""
-    places = range(len(seconds))
-    crossing = Crossing([bytes.get(i, math.inf) for i in places], [(values or {}).get(i, 1) for i in places])
-    return Chain([s / 3 for s in seconds], [s * 2 / 3 for s in seconds], crossing, [0] * len(seconds))
-
-
-@pytest.mark.parametrize(
-    ("behind", "microbatches", "cut"),
-    [
-        # The larger stage is the first one, which does some of its work while it would wait for the second.
-        (52, 4, 52),
-        # With many microbatches its own work decides: a step is 5% longer.
-        (52, 64, 49),
-        # The larger one is the last one, whose work decides.
-        (46, 4, 49),
-    ],
-)
-def test_balance_gives_way_to_light_messages_where_the_step_is_no_longer(behind, microbatches, cut):
-    found = best_cuts(chain([0.01] * 100, {49: 4e6, behind: 1e3}), 2, microbatches, CPU)
-    assert found == (cut,)
-
-
-def test_fewer_values_win_among_equal_bytes():
-    even = chain([0.01] * 200, {99: 3e4, 100: 2e4, 98: 2e4}, values={98: 2, 100: 1, 99: 1})
-    assert best_cuts(even, 2, 8, CPU) == (100,)
-
-
-def test_of_equal_messages_those_between_outer_modules_win():
-    even = chain([0.01] * 200, {99: 2e4, 100: 2e4})
-    even.nesting[99] = 3
-    assert best_cuts(even, 2, 8, CPU) == (100,)
-    even.nesting[100] = 4
-    assert best_cuts(even, 2, 8, CPU) == (99,)
-
-
-def test_of_equal_cuts_the_more_even_wins():
-    """The slack buys lighter messages, and nothing else."""
-    assert best_cuts(chain([0.01] * 200, {98: 2e4, 99: 2e4, 100: 2e4}), 2, 8, CPU) == (99,)
 
 
 def test_one_stage_is_not_cut():

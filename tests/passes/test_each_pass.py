@@ -170,9 +170,7 @@ def changed(name: str, case: Case) -> str:
     asked = case.loss_fn, 0.5, torch.device("cpu"), case.gradients, (), case.outputs
     step = Step(capture(case.model(), example, *asked).graph, None, joined=case.joined)
     split_points = ["last"] if case.stages > 1 else None
-    options = CutOptions(
-        case.stages, 2, 2, NodeSeconds(CPU), split_points, **{"barriers": None, **case.options}
-    )
+    options = CutOptions(case.stages, 2, NodeSeconds(CPU), split_points, **{"barriers": None, **case.options})
     for each in itertools.chain(*PASSES):
         before = graph_text(step.graph)
         if each.name == "insert_offload":

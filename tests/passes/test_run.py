@@ -106,7 +106,7 @@ def test_costs_do_not_depend_on_the_passes_that_only_the_chosen_cut_goes_through
     build, example, options, depend = CASES[name]
     captured = capture(build(), example(), None, 1.0, torch.device("cpu"))
     seconds = NodeSeconds(CPU)
-    asked = CutOptions(2, 2, 2, seconds, None, **options)
+    asked = CutOptions(2, 2, seconds, None, **options)
     stages = run.stages_of(run.split(Step(captured.graph, None), asked), asked, Phases(""))
     for level in (None, "norms", "full"):
         cut = run.cut(stages, level, Phases(""))
@@ -136,7 +136,7 @@ def test_recomputation_adds_work_to_each_stage(barriers):
     """``choose`` rewrites a cut for a level of recomputation only where the cut without it could win."""
     captured = capture(gpt2(), words(2), None, 1.0, torch.device("cpu"))
     seconds = NodeSeconds(CPU)
-    asked = CutOptions(2, 2, 2, seconds, None, barriers)
+    asked = CutOptions(2, 2, seconds, None, barriers)
     stages = run.stages_of(run.split(Step(captured.graph, None), asked), asked, Phases(""))
 
     def work(level):
