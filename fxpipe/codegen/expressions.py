@@ -120,8 +120,8 @@ def literal(value: Any, names: Names) -> str:
             return names.op(value)
         case float() if value in (float("inf"), float("-inf")) or value != value:
             return f'float("{value}")'
-        case complex() if not cmath.isfinite(value):
-            return f'complex("{value}")'
+        case complex() if not cmath.isfinite(value) or (not value.real and str(value)[0] in "-("):
+            return f'complex("{value}")'  # as a literal, -7j has the real part -0.0
         case str():
             return text_literal(value)
         case torch.device():  # of the rank, so without the index of the process that traced the model

@@ -50,10 +50,10 @@ def split(step: Step, options: CutOptions) -> Step:
 
     Raises VocabularyError as ``split_vocabulary`` does.
     """
-    own = replace(step, graph=_copied(step.graph))
+    own = replace(step, graph=copied(step.graph))
     run_passes(PASSES.captured, own, options)
     if step.resized is not None:
-        others = [Step(_copied(other), None) for other in step.resized.graphs]
+        others = [Step(copied(other), None) for other in step.resized.graphs]
         for other in others:
             run_passes(PASSES.captured, other, replace(options, print_after=None))
         own.resized = step.resized.after_rewrite(own.graph, [other.graph for other in others])
@@ -74,7 +74,7 @@ def stages_of(step: Step, options: CutOptions, phase: Phases) -> Stages:
     step: the result of ``split``, which stays as it is.
     Raises PartitionError as ``partition`` does.
     """
-    own = replace(step, graph=_copied(step.graph))
+    own = replace(step, graph=copied(step.graph))
     with phase("partition"):
         run_passes(PASSES.partition, own, options)
     with phase("passes"):
@@ -86,7 +86,7 @@ def cut(stages: Stages, level: Level | None, phase: Phases) -> Cut:
     """A cut with a level of recomputation, up to the passes that its costs need; two phases."""
     options = replace(stages.options, recompute=level)
     with phase("passes"):
-        own = replace(stages.step, graph=_copied(stages.step.graph))
+        own = replace(stages.step, graph=copied(stages.step.graph))
         run_passes(PASSES.level, own, options)
         is_final = options.runnable or _is_costed(own.graph)
         if is_final:
@@ -111,7 +111,7 @@ def finished(cut: Cut, offloaded: Offloaded) -> Cut:
     return replace(cut, sections=extract(cut.graph), is_final=True)
 
 
-def _copied(graph: fx.Graph) -> fx.Graph:
+def copied(graph: fx.Graph) -> fx.Graph:
     """A copy with the same nodes, names and metadata; fake tensors are shared."""
     copy = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}

@@ -1,0 +1,134 @@
+"""What a program holds in the place of tensors: a term, its microbatch, and the memory that it is in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import ReferenceType
+
+from fxpipe.certificate.terms import Term
+
+
+class Memory:
+    """A storage.  ``version``: how often an op wrote to it; ``written``: the line of the last write.
+    ``keeper``: who may still read it, so that no op may write to it ("a message on its way"); "" for none.
+
+    ``root``: the value that it was made for.
+
+    It counts in ``held`` from ``count`` on until nothing of the program refers to it.
+    """
+
+    __slots__ = ("__weakref__", "bytes", "held", "keeper", "root", "version", "written")
+
+    def __init__(self, keeper: str = "", *, root: Term | None = None, bytes: int = 0) -> None:
+        self.bytes, self.keeper, self.root = bytes, keeper, root
+        self.held: Held | None = None
+        self.version, self.written = 0, ""
+
+    def count(self, held: Held) -> None:
+        if self.held is None:
+            self.held = held
+            held.bytes += self.bytes
+
+    def __del__(self) -> None:
+        if self.held is not None:
+            self.held.bytes -= self.bytes
+
+
+@dataclass(eq=False)
+class Held:
+    """The bytes that a rank's program holds; ``peak``: the most between two ops.
+
+    A message that has arrived for the next op does not count before that op has begun.
+    """
+
+    bytes: int = 0
+    peak: int = 0
+    peak_op: str = ""
+    arrived: list[ReferenceType[Memory]] = field(default_factory=list)
+
+    def before(self, op: str) -> None:
+        """Measure before an op."""
+        if self.bytes > self.peak:
+            self.peak, self.peak_op = self.bytes, op
+        for reference in self.arrived:
+            memory = reference()
+            if memory is not None:
+                memory.count(self)
+        self.arrived.clear()
+
+
+class Value:
+    """A tensor of a program.  ``term`` of ``microbatch`` (None: of all alike) in ``memory``.
+
+    It reads the memory as it was when ``memory.version`` was ``version``.
+    """
+
+    __slots__ = ("memory", "microbatch", "term", "version")
+
+    def __init__(self, term: Term, microbatch: int | None, memory: Memory) -> None:
+        self.term, self.memory, self.version = term, memory, memory.version
+        self.microbatch = microbatch if term.varies else None
+
+    @property
+    def is_stale(self) -> bool:
+        return self.version != self.memory.version
+
+
+@dataclass(eq=False)
+class Sum:
+    """The accumulator of a gradient, or its transposed view."""
+
+    name: str
+    transposed: bool = False
+
+
+@dataclass(eq=False)
+class Leaves:
+    """The leaves of a microbatch, by name."""
+
+    microbatch: int
+    read: Callable[[str, int], Value]
+
+    def __getitem__(self, name: str) -> Value:
+        return self.read(name, self.microbatch)
+
+
+@dataclass(eq=False)
+class Container:
+    """A dict of ``rt``, by its kind (``params``, ``grads`` …), or the leaves of a microbatch in a section."""
+
+    kind: str
+    read: Callable[[str], Any]
+    write: Callable[[str, Any], None] | None = None
+
+    def __getitem__(self, name: str) -> Any:
+        return self.read(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if self.write is None:
+            raise TypeError(f"a program does not replace {self.kind}")
+        self.write(name, value)
+
+
+@dataclass(eq=False)
+class Offloaded:
+    """A handle in the place of a value: ``value`` without its memory, the bytes ``at`` … ``end`` of the pool.
+    ``state``: leaving, out or coming."""
+
+    value: Value
+    at: int
+    end: int
+    state: str = "leaving"
+
+
+@dataclass(eq=False)
+class Pending:
+    """What a program waits for: the messages with these keys, one a tensor, in these layouts.  ``adds``:
+    whether their sum is what arrives.  ``line``: that posted it."""
+
+    keys: list[Any]
+    layouts: list[Any]
+    line: Any
+    adds: bool = False
