@@ -137,9 +137,9 @@ class Calls:
         targets = [given.get("self"), given.get("out")]
         if schema.name in ("aten.t", "aten.transpose"):
             return Sum(own.name, not own.transposed)
-        if own not in targets or any(isinstance(v, Sum) and v is not own for v in given.values()):
+        if own not in targets or any(isinstance(v, Sum) and v != own for v in given.values()):
             return self.read(own)
-        given = {name: value for name, value in given.items() if value is not own}
+        given = {name: value for name, value in given.items() if value != own}
         term = self._summand(schema, own, given)
         if own.transposed:
             term = permuted(self.terms, term, (1, 0))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
+import torch
+
 from fxpipe.certificate.problems import Line, Problem
 from fxpipe.certificate.reference import Reference
 from fxpipe.certificate.runtime import COLLECTIVE, TermRuntime
@@ -13,6 +15,7 @@ from fxpipe.certificate.values import Value
 from fxpipe.certificate.world import World
 from fxpipe.plan.artifact import Plan, holders
 from fxpipe.plan.rows import whole_name
+from fxpipe.plan.tensors import dtype_of
 
 Ranks = Sequence[TermRuntime]
 
@@ -99,7 +102,7 @@ def _gradients(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Probl
         elif rt.divided is not None and not divides:
             yield _at(rt.divided, "divides the gradients, and the loss has no count")
     for name, own in held.items():
-        expected = GradientSum.of(reference.grads.get(name, ()))
+        expected = GradientSum.of(reference.grads.get(name, ()), _accumulated_in(plan, name))
         for rank in own:
             rt = ranks[rank]
             if len(own) > 1 and name not in rt.totals:
@@ -107,6 +110,10 @@ def _gradients(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Probl
                 continue
             total = rt.totals[name] if name in rt.totals else rt.summands(name)
             yield from expected.problems(reference, plan.step.microbatches, name, total, rt.last)
+
+
+def _accumulated_in(plan: Plan, name: str) -> torch.dtype:
+    return plan.gradient_dtype(dtype_of(plan.layouts[name].dtype))
 
 
 def _buffers(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Problem]:

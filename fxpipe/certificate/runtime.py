@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import ref
 
 from fxpipe.certificate.calls import Calls
 from fxpipe.certificate.layouts import layout_of
@@ -182,9 +181,6 @@ class TermRuntime:
         ]
         if pending.adds:
             found = [self._summed(found)]
-        own = (COLLECTIVE, self.rank)  # a gathered tensor of its own a rank leaves in the message
-        theirs = [v for v, key in zip(found, pending.keys, strict=False) if (key[0], key[-1]) != own]
-        self.held.arrived.extend(ref(value.memory) for value in theirs)
         return found
 
     def _arrived(self, key: Any, layout: Any) -> Value:

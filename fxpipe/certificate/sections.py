@@ -172,6 +172,8 @@ class Sections:
         """The results for the microbatch of this call, and what it does to its arguments."""
         line = str(self.calls.line()) if found.writes else ""
         before = [memory.version for memory in given.memories]
+        for memory in given.memories:
+            memory.count(self.held)
         for k, times in found.writes.items():
             if k >= 0:
                 given.memories[k].version += times

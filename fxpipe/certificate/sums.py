@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
 from fxpipe.certificate.identities import CAST, PERMUTE, ROWS, permuted, rows_added
 from fxpipe.certificate.problems import Line, Problem
-from fxpipe.certificate.terms import Term, Terms
+from fxpipe.certificate.terms import Term, Terms, canonical
 
 if TYPE_CHECKING:
     from fxpipe.certificate.reference import Reference
@@ -32,8 +34,14 @@ def leaves(term: Term) -> Iterator[Term]:
         yield term
 
 
+def added_forms(terms: Terms, term: Term, dtype: torch.dtype) -> list[Term]:
+    """A summand, and what may be added in its place to an accumulator of a dtype."""
+    wide = terms.make("aten._to_copy", {"self": term, "dtype": canonical(dtype)})
+    return list(dict.fromkeys([term, *forms(terms, wide)]))
+
+
 def forms(terms: Terms, term: Term) -> list[Term]:
-    """A summand, and what may be added in its place: without its casts."""
+    """A value, and the same without its last casts."""
     found = [term]
     if term.op == CAST:
         source = term["self"]
@@ -51,13 +59,14 @@ def forms(terms: Terms, term: Term) -> list[Term]:
 
 @dataclass(frozen=True)
 class GradientSum:
-    """``times``: how often each summand is due with every microbatch."""
+    """``times``: how often each summand is due with every microbatch.  ``dtype``: of the accumulator."""
 
     times: Counter[Term]
+    dtype: torch.dtype
 
     @staticmethod
-    def of(summands: Sequence[Term]) -> GradientSum:
-        return GradientSum(Counter(leaf for term in summands for leaf in leaves(term)))
+    def of(summands: Sequence[Term], dtype: torch.dtype) -> GradientSum:
+        return GradientSum(Counter(leaf for term in summands for leaf in leaves(term)), dtype)
 
     def problems(
         self,
@@ -68,7 +77,7 @@ class GradientSum:
         end: Line | None,
     ) -> Iterator[Problem]:
         """What differs in a sum that a program has made."""
-        known = {form: term for term in self.times for form in reversed(forms(reference.terms, term))}
+        known = {form: term for term in self.times for form in added_forms(reference.terms, term, self.dtype)}
         found: dict[Term, list[tuple[int | None, Line]]] = {}
         for term, calls in total.items():
             for leaf in leaves(term):

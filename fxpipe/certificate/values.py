@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-from weakref import ReferenceType
 
 from fxpipe.certificate.terms import Term
 
@@ -38,25 +37,19 @@ class Memory:
 
 @dataclass(eq=False)
 class Held:
-    """The bytes that a rank's program holds; ``peak``: the most between two ops.
+    """The bytes that a rank's program holds; ``peak``: the most between two ops, before ``peak_op``.
 
-    A message that has arrived for the next op does not count before that op has begun.
+    As in the plan, a message counts from the first section on that uses it.
     """
 
     bytes: int = 0
     peak: int = 0
     peak_op: str = ""
-    arrived: list[ReferenceType[Memory]] = field(default_factory=list)
 
     def before(self, op: str) -> None:
         """Measure before an op."""
         if self.bytes > self.peak:
             self.peak, self.peak_op = self.bytes, op
-        for reference in self.arrived:
-            memory = reference()
-            if memory is not None:
-                memory.count(self)
-        self.arrived.clear()
 
 
 class Value:
@@ -76,7 +69,7 @@ class Value:
         return self.version != self.memory.version
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class Sum:
     """The accumulator of a gradient, or its transposed view."""
 
