@@ -113,7 +113,7 @@ def _certificate(
         buffers=len(reference.buffers),
         outputs=len(reference.outputs),
         ranks=tuple(
-            RankProof(rt.calls.count, rt.sections.number, rt.sent, rt.held.peak, int(predicted[rt.rank]))
+            RankProof(rt.calls.count, rt.sections.number, rt.sent, rt.held.peak[0], int(predicted[rt.rank]))
             for rt in ranks
         ),
         problems=tuple(dict.fromkeys(sorted(problems)))[:MOST_PROBLEMS],

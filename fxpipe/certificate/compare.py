@@ -177,8 +177,9 @@ def _messages(world: World, ranks: Ranks) -> Iterator[Problem]:
 
 def _memory(plan: Plan, ranks: Ranks) -> Iterator[Problem]:
     for rt, predicted in zip(ranks, plan.prediction.peak_memory, strict=True):
-        if rt.held.peak > predicted:
+        held, op = rt.held.peak
+        if held > predicted:
             yield _at(
                 rt.last,
-                f"holds {rt.held.peak} bytes before {rt.held.peak_op}, and the plan has {predicted:.0f}",
+                f"holds {held} bytes before {op}, and the plan has {predicted:.0f}",
             )

@@ -123,7 +123,7 @@ class TermRuntime:
     # -- what it does between its sections -----------------------------------------------------------------
 
     def op(self, name: str) -> None:
-        self.held.before(name)
+        self.held.ops.append(name)
 
     def add_loss(self, loss: Value, count: Value | None = None) -> None:
         self.losses.append(
@@ -211,7 +211,7 @@ class TermRuntime:
         key = self._join(group, "broadcast", source)
         if self.rank != source:
             return self._posted([(*key, source)], [layout])
-        self._send((*key, source), tensor, layout)
+        self._give((*key, source), tensor, layout)
         return None
 
     def gather(self, tensor: Any, layout: Any, to: int, group: int) -> Pending | None:
@@ -229,9 +229,14 @@ class TermRuntime:
     def _collect(self, verb: str, tensor: Any, layout: Any, to: int, group: int) -> Pending | None:
         """Send a tensor to one rank, or to all with -1, which get those of all ranks."""
         key = self._join(group, verb, to)
-        self._send((*key, self.rank), tensor, layout)
+        self._give((*key, self.rank), tensor, layout)
         everyone = [(*key, rank) for rank in range(self.plan.ranks)]
         return self._posted(everyone, [layout] * len(everyone)) if to in (-1, self.rank) else None
+
+    def _give(self, key: Any, value: Any, layout: Any) -> None:
+        """Send a part of a collective."""
+        self._send(key, value, layout)
+        value.memory.count_from_now()
 
     def _posted(self, keys: list[Any], layouts: list[Any]) -> Pending:
         pending = Pending(keys, layouts, self.calls.line())
@@ -348,7 +353,7 @@ class TermRuntime:
     def finish(self) -> None:
         self.ended = True
         self.last = self.calls.line()
-        self.held.before("the end")
+        self.held.ops.append("the end")
 
 
 def joined(parts: Iterable[Summands]) -> Summands:

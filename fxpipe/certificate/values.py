@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fxpipe.certificate.terms import Term
@@ -18,38 +19,49 @@ class Memory:
     It counts in ``held`` from ``count`` on until nothing of the program refers to it.
     """
 
-    __slots__ = ("__weakref__", "bytes", "held", "keeper", "root", "version", "written")
+    __slots__ = ("__weakref__", "bytes", "held", "keeper", "root", "since", "version", "written")
 
     def __init__(self, keeper: str = "", *, root: Term | None = None, bytes: int = 0) -> None:
         self.bytes, self.keeper, self.root = bytes, keeper, root
         self.held: Held | None = None
-        self.version, self.written = 0, ""
+        self.since, self.version, self.written = 0, 0, ""
 
     def count(self, held: Held) -> None:
         if self.held is None:
-            self.held = held
-            held.bytes += self.bytes
+            self.held, self.since = held, len(held.ops)
+            held.changes[self.since] += self.bytes
+
+    def count_from_now(self) -> None:
+        """Not before: until now it was a part of a collective that had not begun."""
+        if self.held is not None:
+            self.held.changes[self.since] -= self.bytes
+            self.since = len(self.held.ops)
+            self.held.changes[self.since] += self.bytes
 
     def __del__(self) -> None:
         if self.held is not None:
-            self.held.bytes -= self.bytes
+            self.held.changes[len(self.held.ops)] -= self.bytes
 
 
 @dataclass(eq=False)
 class Held:
-    """The bytes that a rank's program holds; ``peak``: the most between two ops, before ``peak_op``.
+    """The bytes that a rank's program holds between its ops.  ``changes``: behind so many ``ops``.
 
-    As in the plan, a message counts from the first section on that uses it.
+    As in the plan, a message counts from the first section on that uses it, and a part of a collective not
+    before that has begun.
     """
 
-    bytes: int = 0
-    peak: int = 0
-    peak_op: str = ""
+    ops: list[str] = field(default_factory=list)
+    changes: Counter[int] = field(default_factory=Counter)
 
-    def before(self, op: str) -> None:
-        """Measure before an op."""
-        if self.bytes > self.peak:
-            self.peak, self.peak_op = self.bytes, op
+    @property
+    def peak(self) -> tuple[int, str]:
+        """The most bytes, and the op before which they are held."""
+        held, most = 0, (0, "")
+        for number, op in enumerate(self.ops):
+            held += self.changes[number]
+            most = max(most, (held, op), key=lambda found: found[0])
+        return most
 
 
 class Value:
