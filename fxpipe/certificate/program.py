@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import builtins
 import sys
 from collections.abc import Callable
@@ -65,7 +64,7 @@ def file_of(rank: int) -> str:
 def parsed(source: str, line: Line) -> CodeType:
     """Raises Rejected for a text that is no program."""
     try:
-        return builtins.compile(ast.parse(source), file_of(line.rank), "exec")
+        return builtins.compile(source, file_of(line.rank), "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         number = getattr(error, "lineno", None) or 0
         raise Rejected(Line(line.rank, number), f"is no Python program: {error}") from error
