@@ -11,6 +11,7 @@ from fxpipe.certificate.problems import Line, Problem
 from fxpipe.certificate.reference import Reference
 from fxpipe.certificate.runtime import COLLECTIVE, TermRuntime
 from fxpipe.certificate.sums import GradientSum
+from fxpipe.certificate.terms import Term
 from fxpipe.certificate.values import Value
 from fxpipe.certificate.world import World
 from fxpipe.plan.artifact import Plan, holders
@@ -30,6 +31,7 @@ def compared(plan: Plan, reference: Reference, world: World, ranks: Ranks) -> li
         *_checks(plan, reference, ranks),
         *_messages(world, ranks),
         *_memory(plan, ranks),
+        *reference.problems(),
     ]
 
 
@@ -74,9 +76,9 @@ def _losses(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Problem]
             continue
         assert reference.loss is not None
         for loss, count, line in rt.losses:
-            yield from _result(reference, "the loss", loss, reference.loss, line)
+            _result(reference, "the loss", loss, reference.loss, line)
             if reference.count is not None and count is not None:
-                yield from _result(reference, "the count", count, reference.count, line)
+                _result(reference, "the count", count, reference.count, line)
                 if count.microbatch not in (None, loss.microbatch):
                     yield _at(line, "adds the loss and the count of different microbatches")
             elif (count is None) != (reference.count is None):
@@ -84,9 +86,9 @@ def _losses(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Problem]
         yield from _once("the loss", [(loss.microbatch, line) for loss, _, line in rt.losses], plan, rt.last)
 
 
-def _result(reference: Reference, what: str, value: Value, expected: object, line: Line) -> Iterator[Problem]:
+def _result(reference: Reference, what: str, value: Value, expected: Term, line: Line) -> None:
     if value.term is not expected:
-        yield _at(line, f"{what} {reference.difference(value.term, expected)}")  # type: ignore[arg-type]
+        reference.note_difference(what, line, value.term, expected)
 
 
 def _gradients(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Problem]:
@@ -136,7 +138,7 @@ def _outputs(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Problem
             if name not in own:
                 yield _at(line, f"gives the output {name!r}, which is not this rank's")
                 continue
-            yield from _result(reference, f"the output {name!r}", value, reference.outputs[name], line)
+            _result(reference, f"the output {name!r}", value, reference.outputs[name], line)
             if value.microbatch not in (None, microbatch):
                 yield _at(
                     line, f"gives the output {name!r} of microbatch {value.microbatch} for {microbatch}"

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+from fxpipe.certificate.identities import IN_ANY_ORDER
+from fxpipe.certificate.problems import Line
 from fxpipe.certificate.terms import Term, shown
 
 _DEEPEST = 10_000
 
 
-def difference(known: int, found: Term, expected: Term) -> str:
-    """The first op that differs, with its line, for two terms that differ.
+class Difference(NamedTuple):
+    """``line``: that computes another value, if a program alone has that; ``text``: what, and what is due."""
+
+    line: Line | None
+    text: str
+
+
+def difference(known: int, found: Term, expected: Term) -> Difference:
+    """The first op that differs, for two terms that differ.
 
     known: the number of terms of the captured step; all others are a program's alone.
     """
     one, other = _apart(known, found, expected)
-    where = f"{one.line} computes " if one.line is not None and one.number >= known else "is "
+    own = one.line is not None and one.number >= known
     name = f" for {other.name}" if other.name else ""
-    return f"{where}{_written(one)}, where the captured step has {_written(other)}{name}"
+    verb = "computes" if own else "takes"
+    text = f"{verb} {_written(one)}, where the captured step has {_written(other)}{name}"
+    return Difference(one.line if own else None, text)
 
 
 def _written(term: Term) -> str:
@@ -42,6 +53,8 @@ def _operands_apart(known: int, found: Term, expected: Term) -> tuple[Term, Term
     if found.op != expected.op or found.number < known or found.op == "shifted":
         return None
     ones, others = dict(found.arguments), dict(expected.arguments)
+    if found.op in IN_ANY_ORDER and (ones["self"] is others["other"] or ones["other"] is others["self"]):
+        ones = {**ones, "self": ones["other"], "other": ones["self"]}
     if ones.keys() != others.keys():
         return None
     pairs = [pair for name in ones for pair in _pairs(ones[name], others[name])]

@@ -29,6 +29,17 @@ from fxpipe.certificate.terms import Layout, Term, Terms, canonical
 
 Rule = Callable[[Terms, str, dict[str, Any]], Term | None]
 
+IN_ANY_ORDER = (
+    "aten.add",
+    "aten.mul",
+    "aten.bitwise_and",
+    "aten.bitwise_or",
+    "aten.bitwise_xor",
+    "aten.logical_and",
+    "aten.logical_or",
+    "aten.maximum",
+    "aten.minimum",
+)
 RESHAPE, PERMUTE, CAST, ROWS = "reshape", "permute", "cast", "rows_added"
 
 
@@ -274,18 +285,7 @@ RULES: dict[str, Rule] = {
     "aten.div": _div,
     "aten.add": _add,
     "aten.sub": _sub,
-    **dict.fromkeys(
-        (
-            "aten.bitwise_and",
-            "aten.bitwise_or",
-            "aten.bitwise_xor",
-            "aten.logical_and",
-            "aten.logical_or",
-            "aten.maximum",
-            "aten.minimum",
-        ),
-        _in_any_order,
-    ),
+    **dict.fromkeys(IN_ANY_ORDER[2:], _in_any_order),
     "aten.embedding_dense_backward": _lookup_gradient,
 }
 """By functional name of the op."""

@@ -15,7 +15,7 @@ from fxpipe.certificate.calls import Checked
 from fxpipe.certificate.problems import Line, Rejected
 from fxpipe.certificate.sections import Sections
 from fxpipe.certificate.terms import canonical
-from fxpipe.certificate.values import Value
+from fxpipe.certificate.values import Announced, Value
 
 #: Modules that a program may import beside torch and fxpipe's own.
 _HARMLESS = (
@@ -151,6 +151,8 @@ def loaded(
     """Run the top level of a program; its ``step``.  Its other functions are sections."""
     found = namespace(sections, buffer)
     exec(parsed(source, Line(rank, 0)), found)
+    if isinstance(found.get("MESSAGES"), dict):
+        found["MESSAGES"] = {name: Announced(name, layout) for name, layout in found["MESSAGES"].items()}
     step = found.get("step")
     if not isinstance(step, FunctionType):
         raise Rejected(Line(rank, 0), "has no function step(rt, batch)")

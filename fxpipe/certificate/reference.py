@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from fxpipe.certificate.calls import keyed_term, op_term
 from fxpipe.certificate.captured import decoded, op_named
-from fxpipe.certificate.difference import difference
+from fxpipe.certificate.difference import Difference, difference
 from fxpipe.certificate.layouts import Unknown
+from fxpipe.certificate.problems import Line, Problem
 from fxpipe.certificate.schemas import draws, schema_of
 from fxpipe.certificate.terms import Layout, Term, Terms, canonical
-from fxpipe.certificate.values import Value
 from fxpipe.errors import ArtifactError
 from fxpipe.plan.captured import CapturedInput, CapturedOp, CapturedStep
 from fxpipe.plan.tensors import dtype_of
@@ -22,7 +22,7 @@ from fxpipe.strict import Misfit
 @dataclass(eq=False)
 class Reference:
     """``loss`` … ``checks``: terms, as ``Outputs`` in ``ir/graph.py`` says.  A term is the reference's if its
-    number is below ``size``."""
+    number is below ``size``.  ``causes``: of the results that differ."""
 
     terms: Terms
     loss: Term | None = None
@@ -31,6 +31,7 @@ class Reference:
     grads: dict[str, tuple[Term, ...]] = field(default_factory=dict)
     buffers: dict[str, Term] = field(default_factory=dict)
     checks: tuple[tuple[Term, Any], ...] = ()
+    causes: dict[Difference, list[tuple[str, Line]]] = field(default_factory=dict)
     size: int = 0
 
     def input(self, kind: str, name: str) -> Term:
@@ -38,17 +39,22 @@ class Reference:
         varies = kind in ("batch", "key") or (kind == "buffer" and name in self.buffers)
         return self.terms.input(kind, name, None, varies)
 
-    def compare(
-        self, note: Callable[[str], None], what: str, value: Value, microbatch: int, expected: Term
-    ) -> None:
-        """Note a problem unless a value is ``expected`` of a microbatch."""
-        if value.term is not expected:
-            note(f"{what} of microbatch {microbatch} {self.difference(value.term, expected)}")
-        elif value.microbatch not in (None, microbatch):
-            note(f"{what} is of microbatch {value.microbatch}, where that of {microbatch} is due")
+    def note_difference(self, what: str, line: Line, found: Term, expected: Term) -> None:
+        """Keep why a result is not what it should be: the first op that differs.
 
-    def difference(self, found: Term, expected: Term) -> str:
-        return difference(self.size, found, expected)
+        line: where the result is given.
+        """
+        cause = difference(self.size, found, expected)
+        self.causes.setdefault(cause, []).append((what, line))
+
+    def problems(self) -> Iterator[Problem]:
+        """One for each difference, however many results it changes."""
+        for cause, changed in self.causes.items():
+            what, line = changed[0]
+            others = len({name for name, _ in changed}) - 1
+            so = f"{what} and {others} others" if others else what
+            at = cause.line or line
+            yield Problem(at.rank, at.number, f"{cause.text}: changes {so}")
 
 
 def reference_of(step: CapturedStep, terms: Terms) -> Reference:

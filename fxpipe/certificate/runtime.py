@@ -13,7 +13,17 @@ from fxpipe.certificate.problems import Line, Rejected
 from fxpipe.certificate.reference import Reference
 from fxpipe.certificate.sections import Sections
 from fxpipe.certificate.terms import Layout, Term, canonical
-from fxpipe.certificate.values import Container, Held, Leaves, Memory, Offloaded, Pending, Sum, Value
+from fxpipe.certificate.values import (
+    Announced,
+    Container,
+    Held,
+    Leaves,
+    Memory,
+    Offloaded,
+    Pending,
+    Sum,
+    Value,
+)
 from fxpipe.certificate.world import Message, World
 from fxpipe.plan.artifact import Plan, RankTensors
 
@@ -89,7 +99,11 @@ class TermRuntime:
         if not isinstance(value, Value) or expected is None:
             self.calls.note(f"gives the buffer {name!r} a value, and the step does not change it")
             return
-        self.reference.compare(self.calls.note, f"the buffer {name!r}", value, number, expected)
+        what = f"the buffer {name!r}"
+        if value.term is not expected:
+            self.reference.note_difference(what, self.calls.line(), value.term, expected)
+        elif value.microbatch not in (None, number):
+            self.calls.note(f"gives {what} of microbatch {value.microbatch}, where that of {number} is due")
         self.versions[name] += 1
         memory = Memory("a buffer")
         self._buffers[name] = Value(self.reference.input("buffer", name), number + 1, memory)
@@ -191,10 +205,9 @@ class TermRuntime:
         else:
             what = f"collective {key[2]} of group {key[1]}, from rank {key[3]}"
             message = self.world.look(key, self.rank, line, what)
-        if tuple(message.layout) != tuple(layout):
-            self.calls.note(
-                f"expects {_written(layout)}, and {message.line} sends {_written(message.layout)}"
-            )
+        is_shared = key[0] == COLLECTIVE  # each rank has a name of its own for its part
+        if message.layout != layout or not (is_shared or _name(message.layout) == _name(layout)):
+            self.calls.note(f"expects {layout}, and {message.line} sends {message.layout}")
         value = message.content
         return Value(value.term, value.microbatch, self._new_memory(value))
 
@@ -356,6 +369,11 @@ class TermRuntime:
         self.held.ops.append("the end")
 
 
+def _name(layout: Any) -> str:
+    """Of a layout of ``MESSAGES``."""
+    return layout.name if isinstance(layout, Announced) else ""
+
+
 def joined(parts: Iterable[Summands]) -> Summands:
     """Summands of several ranks."""
     found: Summands = {}
@@ -363,7 +381,3 @@ def joined(parts: Iterable[Summands]) -> Summands:
         for term, times in part.items():
             found.setdefault(term, []).extend(times)
     return found
-
-
-def _written(layout: Any) -> str:
-    return " ".join(map(str, layout))

@@ -83,20 +83,17 @@ class GradientSum:
             for leaf in leaves(term):
                 found.setdefault(known.get(leaf, leaf), []).extend(calls)
         foreign = {term: calls for term, calls in found.items() if term not in self.times}
-        due = {term: times for term, times in self.times.items() if term not in found}
-        for (term, calls), expected in zip(foreign.items(), due, strict=False):
-            text = f"the gradient of {name} {reference.difference(term, expected)}"
+        short = [term for term in self.times if self._is_short(term, found.get(term, []), microbatches)]
+        for (term, calls), expected in zip(foreign.items(), short, strict=False):
+            reference.note_difference(f"the gradient of {name}", calls[0][1], term, expected)
+        for term, calls in [*foreign.items()][len(short) :]:
+            text = f"the gradient of {name} has {term.written()}, which the captured step does not add"
             yield _at(calls[0][1], text)
-        for term, calls in [*foreign.items()][len(due) :]:
-            yield _at(
-                calls[0][1],
-                f"the gradient of {name} has {term.written()}, which the captured step does not add",
-            )
-        for term in [*due][len(foreign) :]:
-            yield _at(end, f"the gradient of {name} is missing {term}")
-        for term, times in self.times.items():
-            if term in found:
-                yield from _uneven(name, term, times, found[term], microbatches)
+        for term in self.times.keys() - {*short[: len(foreign)]}:
+            yield from _uneven(name, term, self.times[term], found.get(term, []), microbatches, end)
+
+    def _is_short(self, term: Term, calls: list[tuple[int | None, Line]], microbatches: int) -> bool:
+        return len(calls) < self.times[term] * microbatches
 
 
 def _at(line: Line | None, text: str) -> Problem:
@@ -104,10 +101,18 @@ def _at(line: Line | None, text: str) -> Problem:
 
 
 def _uneven(
-    name: str, term: Term, times: int, calls: list[tuple[int | None, Line]], microbatches: int
+    name: str,
+    term: Term,
+    times: int,
+    calls: list[tuple[int | None, Line]],
+    microbatches: int,
+    end: Line | None,
 ) -> Iterator[Problem]:
     """Microbatches of which a summand was added too seldom or too often."""
-    at = partial(_at, calls[-1][1])
+    at = partial(_at, calls[-1][1] if calls else end)
+    if not calls:
+        yield at(f"the gradient of {name} is missing {term}")
+        return
     if not term.varies:
         if len(calls) != times * microbatches:
             yield at(

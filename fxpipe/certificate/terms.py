@@ -48,6 +48,8 @@ class Term:
 
     def __getitem__(self, name: str) -> Any:
         """An argument; None where it is not given."""
+        if type(name) is not str:
+            raise TypeError("a tensor stands in the place of a list")  # Python would iterate by numbers
         return next((value for key, value in self.arguments if key == name), None)
 
     def __str__(self) -> str:
@@ -59,7 +61,10 @@ class Term:
             return self.op
         if self.op in INPUTS:
             return str(self["name"])
-        given = ", ".join(shown(value) for _, value in self.arguments)
+        values = [value for _, value in self.arguments]
+        if self.op == "keyed":
+            values = [*values[:3], *(value for _, value in values[3])]
+        given = ", ".join(map(shown, values))
         return f"{self.op.removeprefix('aten.')}({given})"
 
 
@@ -71,7 +76,7 @@ def shown(argument: Any, depth: int = 2) -> str:
     match argument:
         case Term():
             return argument.name or (argument.written() if depth and len(argument.arguments) < 5 else "…")
-        case ("bool" | "complex" | "str" | "torch", value):
+        case ("bool" | "complex" | "str" | "torch" | "op", value):
             return repr(value) if argument[0] == "str" else str(value)
         case ("float", str(text)):
             return str(float.fromhex(text))
@@ -99,7 +104,9 @@ def canonical(argument: Any) -> Any:
             return tuple(map(canonical, argument))
         case torch.device():
             return ("torch", argument.type)
-    return ("torch", str(argument))
+        case torch.dtype() | torch.layout() | torch.memory_format():
+            return ("torch", str(argument))
+    raise TypeError(f"{type(argument).__name__} is no argument of an op")
 
 
 def operands(argument: Any) -> Iterator[Term]:

@@ -128,6 +128,20 @@ class Offloaded:
     state: str = "leaving"
 
 
+class Announced(tuple[Any, ...]):
+    """A layout of ``MESSAGES``: shape, strides and dtype, with the name that both ends have for it."""
+
+    name: str
+
+    def __new__(cls, name: str, layout: Any) -> Announced:
+        found = super().__new__(cls, layout)
+        found.name = name
+        return found
+
+    def __str__(self) -> str:
+        return " ".join(map(str, (self.name, *self)))
+
+
 @dataclass(eq=False)
 class Pending:
     """What a program waits for: the messages with these keys, one a tensor, in these layouts.  ``adds``:
