@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fxpipe.certificate.terms import canonical
+from fxpipe.certificate.terms import Term, canonical, operands
 
 _SILENT_VIEWS = (
     "aten._unsafe_view",
@@ -26,12 +26,15 @@ _OF_MEMORY = ("memory_format", "pin_memory", "non_blocking", "layout")
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """``is_out``: it only says where the result goes.  ``is_tensor``: a number in its place is one."""
+    """``default``: ``...`` for none.  ``is_out``: it only says where the result goes.  ``is_tensor``: a
+    number in its place is one.  ``is_plain``: it takes no tensors."""
 
     name: str
     default: Any
     is_out: bool
     is_tensor: bool
+    is_plain: bool
+    is_keyword: bool
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -48,9 +51,20 @@ class Schema:
     may_draw: bool
 
     def bind(self, args: Any, kwargs: Any) -> dict[str, Any]:
-        """Name -> argument, as they were given."""
-        given = {p.name: value for p, value in zip(self.parameters, args, strict=False)}
-        return {**given, **kwargs}
+        """Name -> argument, as they were given.  Raises TypeError where torch would."""
+        positional = [p for p in self.parameters if not p.is_keyword]
+        if len(args) > len(positional):
+            raise TypeError(f"{self.name} takes {len(positional)} arguments, not {len(args)}")
+        given = {p.name: value for p, value in zip(positional, args, strict=False)}
+        known = {p.name for p in self.parameters}
+        for name in kwargs:
+            if name not in known or name in given:
+                raise TypeError(f"{self.name} takes no argument {name}, or has it already")
+        given.update(kwargs)
+        for p in self.parameters:
+            if p.default is ... and p.name not in given:
+                raise TypeError(f"{self.name} lacks the argument {p.name}")
+        return given
 
 
 def packet_name(name: str) -> str:
@@ -72,6 +86,8 @@ def schema_of(op: Any) -> Schema:
             canonical(a.default_value) if a.has_default_value() else ...,
             a.name in outs or a.name in _OF_MEMORY,
             isinstance(a.type, torch.TensorType),
+            "Tensor" not in str(a.type),
+            a.kwarg_only,
         )
         for a in schema.arguments
     )
@@ -108,7 +124,8 @@ def draws(schema: Schema, given: dict[str, Any]) -> bool:
     """Whether the op draws random numbers with these arguments."""
     if not schema.may_draw:
         return False
-    values = {p.name: p.default for p in schema.parameters} | {k: canonical(v) for k, v in given.items()}
+    values = {p.name: p.default for p in schema.parameters}
+    values |= {name: canonical(given[name]) for name in _STILL if name in given}
     return not any(name in values and values[name] == canonical(still) for name, still in _STILL.items())
 
 
@@ -126,6 +143,10 @@ def arguments_of(schema: Schema, given: dict[str, Any], as_tensor: Any) -> dict[
             found[p.name] = as_tensor(value, _NUMBERS[type(value)])
             continue
         value = canonical(value)
+        if p.is_plain and any(True for _ in operands(value)):
+            raise TypeError(f"{schema.name} takes no tensor for {p.name}")
+        if p.is_tensor and not isinstance(value, Term):
+            raise TypeError(f"{schema.name} takes a tensor for {p.name}")
         if value != p.default:
             found[p.name] = value
     return found
