@@ -7,7 +7,7 @@
 ``--settings``: models of ``tests/zoo.py`` and ``tests/models.py`` in random settings, each of which must be
 accepted.  ``--mutations``: random edits of their programs (``mutations.py``).  An edit that is accepted is
 run, and must give the same bits of loss, gradients and outputs, the same messages, and hold no more memory
-than the plan has.
+than the plan has, to 5%.
 ``--large``: GPT-2 of 96 layers, 64 ranks and 256 microbatches on the meta device.
 """
 
@@ -213,7 +213,7 @@ def _difference(done: Run | str, expected: Run | str, predicted: tuple[float, ..
     if done.messages != expected.messages:
         return "other messages"
     most = [max(pair) for pair in zip(expected.memory, predicted, strict=True)]
-    more = [rank for rank, (a, b) in enumerate(zip(done.memory, most, strict=True)) if a > b + _LOSSES]
+    more = [rank for rank, (a, b) in enumerate(zip(done.memory, most, strict=True)) if a > 1.05 * b + _LOSSES]
     return f"more memory: {done.memory} instead of {most}" if more else ""
 
 
