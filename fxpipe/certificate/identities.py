@@ -11,7 +11,7 @@ it.  Beside these, terms are equal only if the same ops are applied to equal ope
     parts and joins     a slice of all = x;  expand to x's own shape = x;  expand(expand(x)) = one
                         cat without empty parts;  cat of one = x
     arithmetic          x * 1 = x / 1 = x - 0 = x;  x + 0 = x for integers
-                        a + b = b + a, a * b = b * a (also bitwise, logical, maximum, minimum)
+                        a + b = b + a, a * b = b * a but for complex (also bitwise, logical, maximum …)
     embeddings          embedding_dense_backward(g, i) = rows of g, added at i (as ``index_add_`` does)
     masks of results    a result of an op with ``output_mask`` does not depend on the others of the mask
 """
@@ -201,11 +201,16 @@ def _in_any_order(terms: Terms, op: str, given: dict[str, Any]) -> Term:
     return terms.plain(op, given)
 
 
+def _is_complex(terms: Terms, given: dict[str, Any]) -> bool:
+    return any(layout_of(terms, given[name]).dtype.is_complex for name in ("self", "other"))
+
+
 def _mul(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
     for one, other in (("self", "other"), ("other", "self")):
         if number(given[other]) == 1 and _keeps_dtype(terms, given[one], given[other]):
             return given[one]  # type: ignore[no-any-return]
-    return _in_any_order(terms, op, given)
+    # Products of complex numbers are rounded differently: one of two products is added without rounding.
+    return None if _is_complex(terms, given) else _in_any_order(terms, op, given)
 
 
 def _div(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
