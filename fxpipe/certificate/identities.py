@@ -8,9 +8,9 @@ it.  Beside these, terms are equal only if the same ops are applied to equal ope
     reshapes            view, _unsafe_view, reshape, squeeze, unsqueeze … = reshape to the shape of the result
                         reshape(reshape(x)) = reshape(x);  reshape to x's own shape = x
     permutations        t, transpose = permute;  permute(permute(x)) = one;  one that moves none = x
-    parts and joins     a slice of all = x;  expand to x's own shape = x;  expand(expand(x)) = one
+    parts and joins     a slice of all, or its backward = x;  expand to x's own shape = x;  of two one counts
                         cat without empty parts;  cat of one = x
-    arithmetic          x * 1 = x / 1 = x - 0 = x;  x + 0 = x for integers
+    arithmetic          x * 1 = x / 1 = x - 0 = x ** 1 = -(-x) = not not x = x;  x + 0 = x for integers
                         a + b = b + a, a * b = b * a but for complex (also bitwise, logical, maximum …)
     embeddings          embedding_dense_backward(g, i) = rows of g, added at i (as ``index_add_`` does)
     masks of results    a result of an op with ``output_mask`` does not depend on the others of the mask
@@ -169,29 +169,36 @@ def _cat(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
 # -- arithmetic -------------------------------------------------------------------------------------------
 
 
-def number(term: Any) -> Any:
-    """The number that a term is a tensor of; None for other terms."""
-    if isinstance(term, Term) and term.op == "aten.scalar_tensor":
-        value = term["s"]
-        if isinstance(value, int):
-            return value
-        if isinstance(value, tuple) and value[0] == "float" and value[1] != "nan":
-            return float.fromhex(value[1])
+def number(argument: Any) -> Any:
+    """The number that an argument is, or is a tensor of; None for other arguments."""
+    if isinstance(argument, Term):
+        return number(argument["s"]) if argument.op == "aten.scalar_tensor" else None
+    if isinstance(argument, int):
+        return argument
+    if isinstance(argument, tuple) and argument[:1] == ("float",) and argument[1] != "nan":
+        return float.fromhex(argument[1])
     return None
 
 
-def _is_floating(terms: Terms, term: Term) -> bool:
-    dtype = layout_of(terms, term).dtype
-    return dtype.is_floating_point or dtype.is_complex
+def _is(argument: Any, wanted: int) -> bool:
+    """Whether an argument is this number, and not -0.0."""
+    found = number(argument)
+    return found is not None and found == wanted and str(found) != "-0.0"
 
 
-def _keeps_dtype(terms: Terms, source: Any, other: Any) -> bool:
-    """Whether arithmetic with the number ``other`` has the dtype of ``source``."""
+def _keeps(terms: Terms, source: Any, other: Any) -> bool:
+    """Whether arithmetic of ``source`` with the number ``other`` has the dtype of ``source``, and is not that
+    of complex numbers, which makes NaN of infinities."""
     if not isinstance(source, Term) or number(source) is not None:
         return False
-    return _is_floating(terms, source) or (
-        isinstance(number(other), int) and layout_of(terms, source).dtype is not torch.bool
-    )
+    dtype = layout_of(terms, source).dtype
+    whole = isinstance(number(other), int) and dtype is not torch.bool
+    return not dtype.is_complex and (dtype.is_floating_point or whole)
+
+
+def _is_complex(terms: Terms, given: dict[str, Any]) -> bool:
+    found = (given["self"], given["other"])
+    return any(layout_of(terms, term).dtype.is_complex for term in found if isinstance(term, Term))
 
 
 def _in_any_order(terms: Terms, op: str, given: dict[str, Any]) -> Term:
@@ -201,39 +208,57 @@ def _in_any_order(terms: Terms, op: str, given: dict[str, Any]) -> Term:
     return terms.plain(op, given)
 
 
-def _is_complex(terms: Terms, given: dict[str, Any]) -> bool:
-    return any(layout_of(terms, given[name]).dtype.is_complex for name in ("self", "other"))
-
-
 def _mul(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
     for one, other in (("self", "other"), ("other", "self")):
-        if number(given[other]) == 1 and _keeps_dtype(terms, given[one], given[other]):
+        if _is(given[other], 1) and _keeps(terms, given[one], given[other]):
             return given[one]  # type: ignore[no-any-return]
     # Products of complex numbers are rounded differently: one of two products is added without rounding.
     return None if _is_complex(terms, given) else _in_any_order(terms, op, given)
 
 
 def _div(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
-    plain = "rounding_mode" not in given and isinstance(given["self"], Term)
-    if plain and number(given["other"]) == 1 and _is_floating(terms, given["self"]):
-        return given["self"]  # type: ignore[no-any-return]
-    return None
+    source = given["self"]
+    if "rounding_mode" in given or not (_is(given["other"], 1) and _keeps(terms, source, given["other"])):
+        return None
+    return source if layout_of(terms, source).dtype.is_floating_point else None
 
 
 def _add(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
     if "alpha" in given:
         return None
     for one, other in (("self", "other"), ("other", "self")):
-        zero = number(given[other]) == 0 and isinstance(number(given[other]), int)
-        # In floats -0.0 + 0 is 0.0.
-        if zero and _keeps_dtype(terms, given[one], given[other]) and not _is_floating(terms, given[one]):
-            return given[one]  # type: ignore[no-any-return]
+        zero = isinstance(number(given[other]), int) and _is(given[other], 0)
+        if zero and _keeps(terms, given[one], given[other]):
+            source: Term = given[one]
+            if not layout_of(terms, source).dtype.is_floating_point:  # -0.0 + 0 is 0.0
+                return source
     return _in_any_order(terms, op, given)
 
 
 def _sub(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
-    zero = "alpha" not in given and number(given["other"]) == 0
-    return given["self"] if zero and _keeps_dtype(terms, given["self"], given["other"]) else None
+    zero = "alpha" not in given and _is(given["other"], 0)
+    return given["self"] if zero and _keeps(terms, given["self"], given["other"]) else None
+
+
+def _pow(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
+    base, exponent = given["self"], given["exponent"]
+    return base if _is(exponent, 1) and _keeps(terms, base, exponent) else None
+
+
+def _undone(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
+    """-(-x), not not x; ``logical_not`` makes booleans of numbers."""
+    inner = given["self"]
+    if not isinstance(inner, Term) or inner.op != op:
+        return None
+    source: Term = inner["self"]
+    return source if layout_of(terms, source).dtype == layout_of(terms, inner).dtype else None
+
+
+def _slice_backward(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
+    """The gradient of a slice of all."""
+    source: Term = given["grad_output"]
+    whole = layout_of(terms, source).shape == given["input_sizes"] and given["step"] == 1
+    return source if whole else None
 
 
 def _lookup_gradient(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
@@ -290,6 +315,9 @@ RULES: dict[str, Rule] = {
     "aten.div": _div,
     "aten.add": _add,
     "aten.sub": _sub,
+    "aten.pow": _pow,
+    **dict.fromkeys(("aten.neg", "aten.logical_not", "aten.bitwise_not"), _undone),
+    "aten.slice_backward": _slice_backward,
     **dict.fromkeys(IN_ANY_ORDER[2:], _in_any_order),
     "aten.embedding_dense_backward": _lookup_gradient,
 }
