@@ -67,6 +67,7 @@ def compile(
     backend: str = "eager",
     timeout: float | timedelta | None = None,
     print_after: str | None = None,
+    check: bool = True,
 ) -> Pipeline:
     """Compile a model into one program per rank.
 
@@ -130,6 +131,8 @@ def compile(
         process group: the first call makes that, and a group that exists keeps its own.
     print_after: the name of a rewrite, after which the graph is printed, one line a node, for each candidate
         (``"untie"``; docs/architecture.md lists them, and so does the error for another name).
+    check: prove that the programs are the captured step (docs/certificate.md).  False leaves it to
+        ``pipe.check()`` and ``fxpipe check``.
 
     Where the forward branches on other data, the example decides, and each microbatch is checked to decide
     alike, else RunError, which names the line.
@@ -141,7 +144,8 @@ def compile(
     """
     # Imported here, as ``load`` needs neither the compiler nor the schedule search with its compiled kernels.
     from fxpipe.compiler.compile import compile_evaluation, compile_model
-    from fxpipe.compiler.options import Options, as_offload, check, parse_bytes
+    from fxpipe.compiler.options import Options, as_offload, parse_bytes
+    from fxpipe.compiler.options import check as check_options
     from fxpipe.compiler.progress import Phases
     from fxpipe.schedule.formats.handwritten import read_schedule
 
@@ -186,8 +190,9 @@ def compile(
             ranks_per_machine=_torchrun_ranks() if ranks_per_machine is None else ranks_per_machine,
             backend=backend,
             print_after=print_after,
+            check=check,
         )
-        check(options)
+        check_options(options)
         if options.offload.share is not None:
             check_tier(options.tier, device, options.offload_directory)
         own = {} if process is None else _arguments(model, example, loss_fn, options)
@@ -272,7 +277,11 @@ def load(
     with agreed(process, f"load {directory}"):
         programs = range(plan.ranks) if leads else own  # rank 0 saves those of all
         artifact, *forward = (
-            replace(artifact, programs=files.read_programs(path, artifact.plan, programs))
+            replace(
+                artifact,
+                programs=files.read_programs(path, artifact.plan, programs),
+                captured=files.read_captured(path) if leads else "",
+            )
             for path, artifact in zip(texts, artifacts, strict=True)
         )
         parameters, buffers, constants = _read_tensors(directory, plan, process, device)

@@ -12,6 +12,8 @@ from typing import Any, overload
 import torch
 from torch import fx
 
+from fxpipe.certificate.check import check_artifact
+from fxpipe.certificate.problems import Certificate
 from fxpipe.cost.plan_costs import costs_of, expressions, known_work
 from fxpipe.errors import RunError
 from fxpipe.ir.graph import Section
@@ -402,6 +404,16 @@ class Pipeline:
         forward = None if self.evaluation is None else self.evaluation.artifact
         draw = self.draw if self.graph is not None else None
         save(self.artifact, forward, self.model_state, self.step_number, Path(path), draw)
+
+    def check(self) -> Certificate:
+        """Check the programs of all ranks, as they are now, against the captured step (docs/certificate.md).
+
+        It runs their text, not on tensors but on terms.  Raises RunError on other ranks than the first, which
+        alone has all programs, and for a pipeline that was saved by an earlier version.
+        """
+        if self.process is not None and self.process.rank != 0:
+            raise RunError("Rank 0 alone has the programs of all ranks: call check() there.")
+        return check_artifact(self.artifact)
 
     def explain(self) -> None:
         """Print the reasons for the schedule: the candidates of ``schedule="auto"``, the fastest first, with

@@ -151,8 +151,8 @@ class Scope:
                 return self.names.op(value)
             case float():
                 return number(value) if numbers is None else next(numbers)
-            case complex() if not cmath.isfinite(value):
-                return f'complex("{value}")'
+            case complex() if not cmath.isfinite(value) or (not value.real and str(value)[0] in "-("):
+                return f'complex("{value}")'  # as a literal, -7j has the real part -0.0
             case str():
                 return text_literal(value)
             case torch.device():  # of the rank, so without the index of the process that traced the model

@@ -1,6 +1,6 @@
 """The compiler, from top to bottom: a model and an example microbatch in, a program for each rank out.
 
-capture ► (vocabulary ► partition ► passes ► extract) ► choose ► lower ► prove ► offload ► codegen
+capture ► (vocabulary ► partition ► passes ► extract) ► choose ► lower ► prove ► offload ► codegen ► check
 
 The phases in brackets are run for every candidate: number of stages, barriers, level of recomputation (a
 level only where it may give the fastest step).
@@ -26,6 +26,7 @@ from fxpipe.capture.underflow import warn_of_float16
 from fxpipe.codegen.collectives import collectives
 from fxpipe.codegen.program import program_source
 from fxpipe.codegen.rank_plan import RankPlan
+from fxpipe.compiler.certify import captured_as_data, certified
 from fxpipe.compiler.choose import choose
 from fxpipe.compiler.cut import Cut, Stages, finished, split, stages_of
 from fxpipe.compiler.cut import cut as cut_at_level
@@ -120,7 +121,7 @@ def compile_model(
     cluster = _cluster(options, device, devices, captured.graph)
     # Cut into stages, once for each number of them and of barriers (compiler/passes.py has all rewrites).
     stages = _stages(Step(captured.graph, resized), tried, options, cluster, phase)
-    phase.expect(2 + 2 * len(stages))
+    phase.expect(3 + 2 * len(stages))
 
     with phase("schedule"):
         # Rewritten and extracted with each level of recomputation that may be the fastest; the candidate and
@@ -137,7 +138,9 @@ def compile_model(
         return replace(plan, work=work, tried=found.tried, device=cluster.name + measured)
 
     with phase("codegen"):
-        cut, artifact = _generate(model, example, captured, options, cut, live, found.timeline, completed)
+        cut, artifact = _generate(
+            model, example, captured, options, cut, live, found.timeline, completed, phase
+        )
     return Compiled(artifact, cluster, cut.graph, cut.sections)
 
 
@@ -168,7 +171,7 @@ def compile_evaluation(
         backend=options.backend,
         print_after=options.print_after,
     )
-    phase.expect(5)
+    phase.expect(6)
     with phase("evaluation"), _in_eval_mode(model):
         scale = 1 / options.microbatches
         kept = {name for held in plan.tensors for name in held.buffers}
@@ -186,7 +189,7 @@ def compile_evaluation(
         made = replace(made, model=f"{made.model}, evaluation", device=cluster.name)
         return with_tensors_of(made, cut.sections, plan)
 
-    return _generate(model, example, captured, options, cut, live, timeline, of_training)[1]
+    return _generate(model, example, captured, options, cut, live, timeline, of_training, phase)[1]
 
 
 def _generate(
@@ -198,6 +201,7 @@ def _generate(
     live: Liveness,
     timeline: Timeline,
     completed: Callable[[Plan], Plan],
+    phase: Phases,
 ) -> tuple[Cut, Artifact]:
     """The last passes, now that the schedule says which values are offloaded; the plan and the programs.
 
@@ -216,7 +220,12 @@ def _generate(
     instructions = with_gradients(instructions, tied_gradients(plan.tensors), divides)
     prove(instructions, schedule.placement)
     programs = _programs(plan, cut, instructions, pools)
-    return cut, Artifact(plan, programs, captured.constants, plan.number)
+    with phase("check"):
+        step = captured_as_data(captured.graph, cut)
+        if step is not None and options.check:
+            certified(plan, programs, step)
+    text = "" if step is None else step.to_json()
+    return cut, Artifact(plan, programs, captured.constants, plan.number, captured=text)
 
 
 def _forward_schedules(trained: Schedule, costs: Costs) -> Iterator[Schedule]:

@@ -50,9 +50,9 @@ def split(step: Step, options: CutOptions) -> Step:
 
     Raises VocabularyError as ``split_vocabulary`` does.
     """
-    own = replace(step, graph=_copied(step.graph))
+    own = replace(step, graph=copied(step.graph))
     if step.resized is not None:
-        own.resized = replace(step.resized, graphs=tuple(map(_copied, step.resized.graphs)))
+        own.resized = replace(step.resized, graphs=tuple(map(copied, step.resized.graphs)))
     run_passes(PASSES.captured, own, options)
     if own.resized is not None:
         own.resized = own.resized.after_rewrite(own.graph, own.resized.graphs)
@@ -73,7 +73,7 @@ def stages_of(step: Step, options: CutOptions, phase: Phases) -> Stages:
     step: the result of ``split``, which stays as it is.
     Raises PartitionError as ``partition`` does.
     """
-    own = replace(step, graph=_copied(step.graph))
+    own = replace(step, graph=copied(step.graph))
     with phase("partition"):
         run_passes(PASSES.partition, own, options)
     with phase("passes"):
@@ -85,11 +85,11 @@ def cut(stages: Stages, level: Level | None, phase: Phases) -> Cut:
     """A cut with a level of recomputation, up to the passes that its costs need; two phases."""
     options = replace(stages.options, recompute=level)
     with phase("passes"):
-        own = replace(stages.step, graph=_copied(stages.step.graph))
+        own = replace(stages.step, graph=copied(stages.step.graph))
         run_passes(PASSES.level, own, options)
         before_chosen = own.graph
         if options.runnable or _is_costed(own.graph):
-            own.graph = _copied(own.graph)
+            own.graph = copied(own.graph)
             run_passes(PASSES.chosen, own, replace(options, print_after=None))
     with phase("extract"):
         sections = extract(own.graph)
@@ -115,7 +115,7 @@ def finished(cut: Cut, joined: frozenset[int], offloaded: Offloaded) -> Cut:
     return replace(cut, graph=step.graph, sections=extract(step.graph))
 
 
-def _copied(graph: fx.Graph) -> fx.Graph:
+def copied(graph: fx.Graph) -> fx.Graph:
     """A copy with the same nodes, names and metadata; fake tensors are shared."""
     copy = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}

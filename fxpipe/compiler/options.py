@@ -89,6 +89,7 @@ class Options:
     ranks_per_machine: int | None = None
     backend: str = "eager"
     print_after: str | None = None
+    check: bool = True
 
     @property
     def tier(self) -> Tier:

@@ -187,7 +187,8 @@ class Artifact:
 
     Under torchrun only rank 0 has all of it.  The other ranks have their own constants and program (the texts
     of the others are empty), and a plan without ``order`` and ``transfers``, which grow with ranks times
-    microbatches.  ``ask``: gives them the whole plan; ``number``: that of the whole plan.
+    microbatches.  ``ask``: gives them the whole plan; ``number``: that of the whole plan.  ``captured``: the
+    captured step as JSON (``captured.py``), on rank 0 alone; empty where an earlier version saved it.
     """
 
     plan: Plan
@@ -195,6 +196,7 @@ class Artifact:
     constants: dict[str, torch.Tensor]
     number: int
     ask: Callable[[], Plan] | None = None
+    captured: str = ""
 
     @cached_property
     def whole_plan(self) -> Plan:

@@ -1,6 +1,6 @@
 """Writes and reads a compiled pipeline (:mod:`fxpipe.plan.artifact`) as a directory.
 
-    rank0.py …  rank0.safetensors …  rank0.sha256 …  plan.json
+    rank0.py …  rank0.safetensors …  rank0.sha256 …  plan.json  captured.json
 
 Nothing is pickled.  A directory is written under a temporary name and renamed when it is complete.  Reading
 does not trust a directory: the plan is checked field by field, the programs are not run, and ``rank0.sha256``
@@ -28,7 +28,7 @@ from fxpipe.plan.tensors import dtype_of, in_strides
 from fxpipe.strict import MEBIBYTE, Misfit, open_regular, read_text, shown
 
 MOST_PLAN_BYTES, MOST_PROGRAM_BYTES = 32 * MEBIBYTE, 64 * MEBIBYTE
-STEP = "step_number"
+STEP, CAPTURED = "step_number", "captured.json"
 AGAIN = "Save the pipeline again."
 
 
@@ -55,6 +55,8 @@ def write_programs(artifact: Artifact, directory: Path) -> None:
     """Write plan and programs.  Raises ArtifactError if a file would be too large to be read again."""
     texts = {f"rank{rank}.py": source.encode() for rank, source in enumerate(artifact.programs)}
     texts["plan.json"] = artifact.plan.to_json().encode()
+    if artifact.captured:
+        texts[CAPTURED] = artifact.captured.encode()
     for name, text in texts.items():
         most = MOST_PLAN_BYTES if name == "plan.json" else MOST_PROGRAM_BYTES
         if len(text) > most:
@@ -151,6 +153,17 @@ def _plan_text(directory: Path) -> str:
         raise ArtifactError(f"{directory} holds no saved pipeline: there is no plan.json in it.")
     try:
         return read_text(path, MOST_PLAN_BYTES)
+    except Misfit as error:
+        raise ArtifactError(f"{path} {error}. {AGAIN}") from error
+
+
+def read_captured(directory: Path) -> str:
+    """The captured step of a saved pipeline, as text; "" where an earlier version saved it."""
+    path = directory / CAPTURED
+    if not os.path.exists(path):
+        return ""
+    try:
+        return read_text(path, MOST_PROGRAM_BYTES)
     except Misfit as error:
         raise ArtifactError(f"{path} {error}. {AGAIN}") from error
 

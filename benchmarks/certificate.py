@@ -1,0 +1,279 @@
+"""The certificate (``fxpipe/certificate/``): what it accepts, what it rejects, and how long it takes.
+
+    python benchmarks/certificate.py --settings 100 --output benchmarks/results/certificate_settings.txt
+    python benchmarks/certificate.py --mutations 10000 --output benchmarks/results/certificate_mutations.txt
+    python benchmarks/certificate.py --large --output benchmarks/results/certificate_large.txt
+
+``--settings``: models of ``tests/zoo.py`` and ``tests/models.py`` in random settings, each of which must be
+accepted.  ``--mutations``: random edits of their programs (``mutations.py``).  An edit that is accepted is
+run, and must give the same bits of loss, gradients and outputs, the same messages, and hold no more memory
+than the plan has, to 5%.
+``--large``: GPT-2 of 96 layers, 64 ranks and 256 microbatches on the meta device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import random
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from mutations import mutated
+from report import ROOT, Report
+
+import fxpipe
+from fxpipe.certificate.check import check, check_artifact
+from fxpipe.errors import FxpipeError, PartitionError, ScheduleError
+from fxpipe.plan.captured import CapturedStep
+from fxpipe.runtime.ranks.local import LocalComm
+
+sys.path.insert(0, str(ROOT / "tests"))
+from models import MODELS, next_word_loss
+from zoo import CASES, EFFORT, Case, captured_once
+
+import fxpipe.ir.liveness
+
+#: Models with a vocabulary layer.
+_LOSSES = 256  # bytes of losses that a rank keeps until its end, which the plan does not count
+FAMILIES = ("gpt2", "llama", "qwen3", "gemma2", "gpt_neox", "opt", "mixtral")
+SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-v", "v-half", "interleaved-1f1b")
+
+
+@dataclass(frozen=True)
+class Setting:
+    name: str
+    microbatches: int
+    options: dict[str, Any]
+
+    def __str__(self) -> str:
+        options = {key: value for key, value in self.options.items() if value not in (None, False)}
+        given = ", ".join(f"{key}={value}" for key, value in options.items())
+        return f"{self.name}: m={self.microbatches}, {given}"
+
+
+def drawn(generator: random.Random) -> Setting:
+    """A model, an order, and how memory is saved."""
+    name = generator.choice((*FAMILIES, "tied_head", "tied_thrice", *CASES))
+    words = name in (*FAMILIES, "tied_head")
+    share = generator.choice((False, False, 0.5, True))
+    options = {
+        "ranks": generator.choice((1, 2, 2, 3, 4)),
+        "schedule": generator.choice(SCHEDULES),
+        "vocab_parallel": generator.choice((False, "1-barrier", "2-barrier")) if words else False,
+        "recompute": generator.choice((False, False, "norms", "full")),
+        "offload": fxpipe.Offload(share, bandwidth=1e12) if share else False,
+        "grad_dtype": generator.choice((None, None, torch.float64)),
+    }
+    return Setting(name, generator.choice((2, 3, 6)), options)
+
+
+def case_of(setting: Setting) -> Case:
+    if setting.name in CASES:
+        return CASES[setting.name]
+    case = MODELS[setting.name]
+    return Case(case.model, case.batch, next_word_loss, case.rows)
+
+
+def pipeline(setting: Setting) -> fxpipe.Pipeline | None:
+    """None where the model does not fit the setting: too few places to cut, barriers in an order without."""
+    case = case_of(setting)
+    with warnings.catch_warnings(), captured_once(setting.name, setting.microbatches):
+        warnings.simplefilter("ignore")
+        try:
+            return fxpipe.compile(
+                case.build(),
+                case.example(),
+                loss_fn=case.loss_fn,
+                microbatches=setting.microbatches,
+                effort=EFFORT,
+                check=False,
+                **setting.options,
+            )
+        except (PartitionError, ScheduleError, fxpipe.VocabularyError):
+            return None
+
+
+def pipelines(seed: int) -> Iterator[tuple[Setting, fxpipe.Pipeline]]:
+    generator = random.Random(seed)
+    while True:
+        setting = drawn(generator)
+        pipe = pipeline(setting)
+        if pipe is not None:
+            yield setting, pipe
+
+
+def try_settings(report: Report, count: int, seed: int) -> None:
+    rejected = 0
+    seconds = []
+    for _, (setting, pipe) in zip(range(count), pipelines(seed), strict=False):
+        before = time.perf_counter()
+        found = check_artifact(pipe.artifact)
+        seconds.append(time.perf_counter() - before)
+        if not found.holds:
+            rejected += 1
+            report.line(f"rejected: {setting}\n{found}")
+    report.line(f"{count} settings, {rejected} rejected; a check takes {1e3 * sum(seconds) / count:.0f} ms")
+
+
+# -- mutations --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """The bits of all results, of all messages in order, and the memory that the ranks hold between ops."""
+
+    results: str
+    messages: str
+    memory: tuple[int, ...]
+
+
+def run(pipe: fxpipe.Pipeline, batch: Any) -> Run | str:
+    """A step of all ranks; the error as text if it fails."""
+    sent: dict[tuple[int, int], list[str]] = {}
+    send = LocalComm.send
+
+    def noted(self: LocalComm, tensors: Any, to: int) -> None:
+        sent.setdefault((self._rank, to), []).extend(map(_bits, tensors))
+        send(self, tensors, to)
+
+    state = {name: tensor.clone() for name, tensor in pipe.buffers.items()}
+    with mock.patch.object(LocalComm, "send", noted):
+        try:
+            done = pipe.run_local(batch, measure_memory=True, outputs=pipe.outputs)
+        except (FxpipeError, AssertionError, RuntimeError) as error:
+            return f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
+    tensors = {**done.grads, **{f"output {n}": x for n, x in done.outputs.items()}, **pipe.buffers}
+    bits = [_bits(done.loss), *(f"{name} {_bits(tensor)}" for name, tensor in sorted(tensors.items()))]
+    with torch.no_grad():
+        for name, tensor in pipe.buffers.items():
+            tensor.copy_(state[name])
+    return Run("\n".join(bits), repr(sorted(sent.items())), done.peak_saved)
+
+
+def _bits(tensor: torch.Tensor) -> str:
+    data = tensor.detach().contiguous().cpu()
+    flat = torch.view_as_real(data) if data.is_complex() else data
+    return f"{tuple(tensor.shape)} {hashlib.sha1(flat.numpy().tobytes()).hexdigest()}"
+
+
+def edited(pipe: fxpipe.Pipeline, programs: tuple[str, ...]) -> fxpipe.Pipeline:
+    return replace(pipe, artifact=replace(pipe.artifact, programs=programs))
+
+
+def try_mutations(report: Report, count: int, seed: int, each: int) -> None:
+    """``each`` edits of every program."""
+    generator, found = random.Random(seed), Counter[tuple[str, str]]()
+    seconds, escaped = 0.0, 0
+    made = pipelines(seed)
+    for number in range(-(-count // each)):
+        setting, pipe = next(made)
+        step = CapturedStep.from_json(pipe.artifact.captured, "captured.json")
+        batch = case_of(setting).data(setting.microbatches)
+        expected: Run | str | None = None
+        print(f"{number * each} edits, {escaped} escaped; {setting}", file=sys.stderr, flush=True)
+        for _ in range(min(each, count - number * each)):
+            rank = generator.randrange(pipe.plan.ranks)
+            programs = [*pipe.artifact.programs]
+            kind, done, programs[rank] = mutated(programs[rank], generator)
+            before = time.perf_counter()
+            holds = check(pipe.plan, programs, step).holds
+            seconds += time.perf_counter() - before
+            if not holds:
+                found[kind, "rejected"] += 1
+                continue
+            expected = run(pipe, batch) if expected is None else expected
+            accepted = run(edited(pipe, tuple(programs)), batch)
+            difference = _difference(accepted, expected, pipe.plan.prediction.peak_memory)
+            found[kind, "equal" if not difference else "escaped"] += 1
+            if difference:
+                escaped += 1
+                report.line(f"escaped: {kind}, rank {rank}: {done}\n  {setting}\n  {difference}")
+    kinds = sorted({kind for kind, _ in found})
+    columns = ("rejected", "equal", "escaped")
+    report.table(["edit", *columns], [[kind, *(str(found[kind, c]) for c in columns)] for kind in kinds])
+    report.line(f"{count} edits, {escaped} escaped; a check takes {1e3 * seconds / count:.0f} ms")
+
+
+def _difference(done: Run | str, expected: Run | str, predicted: tuple[float, ...]) -> str:
+    """What an accepted edit changes; "" for nothing."""
+    if isinstance(done, str) or isinstance(expected, str):
+        return f"{str(done)[:100]} instead of {str(expected)[:100]}" if done != expected else ""
+    if done.results != expected.results:
+        return "other results"
+    if done.messages != expected.messages:
+        return "other messages"
+    most = [max(pair) for pair in zip(expected.memory, predicted, strict=True)]
+    more = [rank for rank, (a, b) in enumerate(zip(done.memory, most, strict=True)) if a > 1.05 * b + _LOSSES]
+    return f"more memory: {done.memory} instead of {most}" if more else ""
+
+
+# -- a large step -----------------------------------------------------------------------------------------
+
+
+def try_large(report: Report, layers: int, ranks: int, microbatches: int) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_layer=layers, n_embd=12288, n_head=96, vocab_size=50304, n_positions=2048)
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(config).train()
+    ids = torch.zeros(1, 2048, dtype=torch.long)
+    before = time.perf_counter()
+    pipe = fxpipe.compile(
+        model,
+        {"input_ids": ids, "labels": ids},
+        ranks=ranks,
+        microbatches=microbatches,
+        schedule="zb-h1",
+        check=False,
+    )
+    compiled, processor = time.perf_counter(), time.process_time()
+    found = check_artifact(pipe.artifact)
+    seconds, processor = time.perf_counter() - compiled, time.process_time() - processor
+    report.line(
+        f"{layers} layers, {ranks} ranks, {microbatches} microbatches: compiled in {compiled - before:.1f} s"
+    )
+    report.line(f"checked in {seconds:.1f} s ({processor:.1f} s of the processor)")
+    report.line("\n".join(str(found).splitlines()[:3]))
+    lines = sum(program.count("\n") for program in pipe.artifact.programs)
+    report.line(f"{lines} lines of programs; captured.json has {len(pipe.artifact.captured) / 1e6:.1f} MB")
+
+
+def main() -> None:
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--settings", type=int, default=0)
+    parser.add_argument("--mutations", type=int, default=0)
+    parser.add_argument("--each", type=int, default=100, help="mutations of one pipeline")
+    parser.add_argument("--large", action="store_true")
+    parser.add_argument(
+        "--size", type=int, nargs=3, default=(96, 64, 256), help="layers, ranks, microbatches"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, help="keep what is printed in this file")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    fxpipe.ir.liveness.SMALLEST = 1  # small values are offloaded, too
+    report = Report("The certificate")
+    if options.settings:
+        try_settings(report, options.settings, options.seed)
+    if options.mutations:
+        try_mutations(report, options.mutations, options.seed, options.each)
+    if options.large:
+        try_large(report, *options.size)
+    report.save(options.output)
+
+
+if __name__ == "__main__":
+    main()

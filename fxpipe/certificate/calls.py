@@ -1,0 +1,195 @@
+"""The ops that a program calls, on terms: what they give, what they write to, what they add to gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fxpipe.certificate.identities import permuted, rows_added
+from fxpipe.certificate.layouts import results_of
+from fxpipe.certificate.problems import Line, Rejected
+from fxpipe.certificate.schemas import Schema, arguments_of, draws, schema_of
+from fxpipe.certificate.terms import Layout, Term, Terms, canonical
+from fxpipe.certificate.values import Memory, Offloaded, Pending, Sum, Value
+
+
+@dataclass(frozen=True)
+class Added:
+    """A summand that an op adds to the accumulator of a gradient."""
+
+    name: str
+    term: Term
+    line: Line
+
+
+@dataclass(frozen=True)
+class Checked:
+    """An ``expect`` of a program: the value, and all that it says of it."""
+
+    term: Term
+    says: Any
+
+
+@dataclass(eq=False)
+class Effects:
+    """What a section does beside its results, of its own microbatch."""
+
+    added: list[Added] = field(default_factory=list)
+    checked: list[Checked] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Calls:
+    """``line``: of the program that runs.  ``note``: reports a problem there.  ``shapes``: of accumulators.
+    ``effects``: of the section that runs."""
+
+    terms: Terms
+    line: Callable[[], Line]
+    note: Callable[[str], None]
+    shapes: dict[str, tuple[int, ...]]
+    effects: Effects = field(default_factory=Effects)
+    count: int = 0
+
+    def call(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """Call an OpOverload on values; a Value, a tuple of them, or None."""
+        self.count += 1
+        schema = schema_of(op)
+        given = schema.bind(args, kwargs)
+        if schema.name == "aten._foreach_add":
+            return self._each(given)
+        if any(isinstance(value, Sum) for value in given.values()):
+            return self._to_sum(schema, given)
+        if draws(schema, given):
+            self.note(f"draws random numbers without a key: {schema.name}")
+        return self._result(schema, given, self._made(schema, given))
+
+    def keyed(self, key: Any, position: int, op: Any, args: Any, kwargs: Any) -> Any:
+        """A random op with its key."""
+        self.count += 1
+        schema = schema_of(op.overload)
+        given = schema.bind(args, kwargs)
+        return self._result(
+            schema, given, keyed_term(self.terms, self.read(key), position, schema, self._terms_of(given))
+        )
+
+    def read(self, value: Any) -> Any:
+        """The term of a value that an op reads; of lists of them alike."""
+        match value:
+            case Value():
+                if value.is_stale:
+                    self.note(f"reads {value.term}, whose memory {value.memory.written} has overwritten")
+                return value.term
+            case list() | tuple():
+                return [self.read(each) for each in value]
+            case Offloaded():
+                raise Rejected(self.line(), f"reads {value.value.term}, which is offloaded")
+            case Pending():
+                raise Rejected(self.line(), "reads a message before it has waited for it")
+            case Sum():
+                raise Rejected(self.line(), f"reads the gradient of {value.name}, which is not complete")
+        return value
+
+    def _terms_of(self, given: dict[str, Any]) -> dict[str, Any]:
+        return {name: self.read(value) for name, value in given.items()}
+
+    def _made(self, schema: Schema, given: dict[str, Any]) -> Term:
+        return op_term(self.terms, schema, self._terms_of(given))
+
+    def _result(self, schema: Schema, given: dict[str, Any], term: Term) -> Any:
+        memory = self._memory(schema, given)
+        if schema.results == 1:
+            return Value(term, 0, memory or Memory(root=term))
+        number = schema.results if schema.results > 2 else results_of(self.terms, term)
+        if schema.results == 0 and not schema.written:
+            raise Rejected(self.line(), f"calls {schema.name}, which gives nothing")
+        items = [self.terms.item(term, k) for k in range(number)]
+        return tuple(Value(item, 0, memory or Memory(root=item)) for item in items)
+
+    def _memory(self, schema: Schema, given: dict[str, Any]) -> Memory | None:
+        """That of an argument, which the op views or writes to; None for new memory."""
+        if len(schema.written) > 1:
+            raise Rejected(
+                self.line(), f"{schema.name} writes to several values, which the certificate does not know"
+            )
+        if schema.written and schema.written[0] in given:
+            return self._write(given[schema.written[0]])
+        viewed = given.get(schema.viewed) if schema.viewed is not None else None
+        return viewed.memory if isinstance(viewed, Value) else None
+
+    def _write(self, target: Any) -> Memory:
+        if not isinstance(target, Value):
+            raise Rejected(self.line(), "writes to what is no tensor")
+        memory = target.memory
+        if memory.keeper:
+            self.note(f"writes to {target.term}, which is {memory.keeper}")
+        memory.version += 1
+        memory.written = str(self.line())
+        return memory
+
+    # -- gradients ----------------------------------------------------------------------------------------
+
+    def _to_sum(self, schema: Schema, given: dict[str, Any]) -> Any:
+        """An op on an accumulator: a transposed view, or an addition."""
+        own = next(value for value in given.values() if isinstance(value, Sum))
+        targets = [given.get("self"), given.get("out")]
+        if schema.name in ("aten.t", "aten.transpose"):
+            return Sum(own.name, not own.transposed)
+        if own not in targets or any(isinstance(v, Sum) and v != own for v in given.values()):
+            return self.read(own)
+        given = {name: value for name, value in given.items() if value != own}
+        term = self._summand(schema, own, given)
+        if own.transposed:
+            term = permuted(self.terms, term, (1, 0))
+        self.effects.added.append(Added(own.name, term, self.line()))
+        return own
+
+    def _summand(self, schema: Schema, own: Sum, given: dict[str, Any]) -> Term:
+        terms = self._terms_of(given)
+        make = self.terms.make
+        match schema.name:
+            case "aten.add" if terms.keys() == {"other"} and isinstance(terms["other"], Term):
+                return terms["other"]
+            case "aten.addmm" if terms.keys() <= {"mat1", "mat2", "out_dtype"} and schema.written:
+                wide = {"out_dtype": canonical(terms["out_dtype"])} if "out_dtype" in terms else {}
+                return make("aten.mm", {"self": terms["mat1"], "mat2": terms["mat2"], **wide})
+            case "aten.index_add" if terms.keys() == {"dim", "index", "source"} and terms["dim"] == 0:
+                return rows_added(self.terms, terms["index"], terms["source"], self.shapes[own.name][0])
+        raise Rejected(
+            self.line(), f"does {schema.name} to the gradient of {own.name}: ops add to it, and nothing else"
+        )
+
+    def _each(self, given: dict[str, Any]) -> None:
+        """``_foreach_add_``: to each accumulator its summand."""
+        if given.keys() != {"self", "other"} or len(given["self"]) != len(given["other"]):
+            raise Rejected(self.line(), "adds lists of different lengths, or a multiple")
+        for own, part in zip(given["self"], given["other"], strict=True):
+            if not isinstance(own, Sum):
+                raise Rejected(self.line(), "adds to a value that is no gradient")
+            self._to_sum(_ADD, {"self": own, "other": part})
+
+
+_ADD = schema_of(torch.ops.aten.add_.Tensor)
+
+
+def op_term(terms: Terms, schema: Schema, given: dict[str, Any]) -> Term:
+    """The term of an op on terms and plain arguments.  Raises Unknown where it cannot be."""
+
+    def as_tensor(value: Any, dtype: torch.dtype) -> Term:
+        found = terms.plain("aten.scalar_tensor", {"s": canonical(value), "dtype": canonical(dtype)})
+        found.layout = found.layout or Layout((), dtype)
+        return found
+
+    return terms.make(schema.name, arguments_of(schema, given, as_tensor))
+
+
+def keyed_term(terms: Terms, key: Term, position: int, schema: Schema, given: dict[str, Any]) -> Term:
+    """The term of a random op: of its key, its position and its arguments."""
+    plain = op_term(terms, schema, given)
+    parts = {"key": key, "position": position, "op": ("op", plain.op), "given": plain.arguments}
+    found = terms.plain("keyed", parts)
+    if found.layout is None and found.results is None:
+        found.layout, found.results = plain.layout, plain.results
+    return found

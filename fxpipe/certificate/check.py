@@ -1,0 +1,121 @@
+"""Proves that the programs of all ranks are the captured step, or says where they are not.
+
+The programs run on terms, all ranks in turns (``world.py``), and what they give at the end is compared with
+the captured step's own terms, of every microbatch.  Nothing here is shared with the passes, the lowering and
+the code generation.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from fxpipe.certificate.calls import Calls
+from fxpipe.certificate.compare import compared
+from fxpipe.certificate.identities import RULES
+from fxpipe.certificate.layouts import Unknown
+from fxpipe.certificate.problems import Certificate, Problem, RankProof, Rejected
+from fxpipe.certificate.program import Lines, loaded
+from fxpipe.certificate.reference import Reference, reference_of
+from fxpipe.certificate.runtime import TermRuntime
+from fxpipe.certificate.sections import Sections
+from fxpipe.certificate.terms import Terms
+from fxpipe.certificate.values import Held
+from fxpipe.certificate.world import World
+from fxpipe.errors import RunError
+from fxpipe.plan.artifact import Artifact, Plan
+from fxpipe.plan.captured import CapturedStep
+
+MOST_PROBLEMS = 100
+
+
+def check(plan: Plan, programs: Sequence[str], captured: CapturedStep) -> Certificate:
+    """Check the programs of all ranks, one text a rank, against the step that was captured.
+
+    Raises ArtifactError if the captured step names ops that do not exist.
+    """
+    with _collector_paused():
+        reference = reference_of(captured, Terms(RULES))
+        reference.terms.line = Lines(plan.ranks)
+        world = World(plan.ranks)
+        ranks = [_rank(rank, plan, reference, world) for rank in range(plan.ranks)]
+        world.run([_main(rank, source) for rank, source in zip(ranks, programs, strict=True)])
+        if all(rank.ended for rank in ranks):
+            world.problems += compared(plan, reference, world, ranks)
+        return _certificate(plan, reference, ranks, world.problems, captured.split)
+
+
+def check_artifact(artifact: Artifact, where: str = "captured.json") -> Certificate:
+    """Check the programs of an artifact that has them all.
+
+    where: the name of the captured step's file, for messages.  Raises RunError where there is none.
+    """
+    if not artifact.captured:
+        raise RunError(
+            "The pipeline does not hold its captured step: it was saved by an earlier version. Compile it "
+            "again."
+        )
+    return check(artifact.plan, artifact.programs, CapturedStep.from_json(artifact.captured, where))
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Terms live until the end: scans for garbage would find none."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _rank(rank: int, plan: Plan, reference: Reference, world: World) -> TermRuntime:
+    lines, held = reference.terms.line, Held()
+
+    def note(text: str) -> None:
+        line = lines()
+        world.problems.append(Problem(line.rank, line.number, text))
+
+    shapes = {name: plan.layouts[name].shape for name in plan.tensors[rank].gradients}
+    calls = Calls(reference.terms, lines, note, shapes)
+    return TermRuntime(rank, plan, reference, world, calls, Sections(calls, held=held), held)
+
+
+def _main(rt: TermRuntime, source: str) -> Callable[[], None]:
+    """Runs the program of a rank."""
+    lines = Lines(rt.plan.ranks)
+
+    def main() -> None:
+        try:
+            step = loaded(source, rt.rank, rt.sections, rt.buffer)
+            step(rt, None)
+        except Rejected:
+            raise
+        except Unknown as error:
+            raise Rejected(lines.of(error, rt.rank), str(error)) from error
+        except Exception as error:  # an edited program may raise anything
+            text = f"fails: {type(error).__name__}: {error}"
+            raise Rejected(lines.of(error, rt.rank), text) from error
+
+    return main
+
+
+def _certificate(
+    plan: Plan, reference: Reference, ranks: Sequence[TermRuntime], problems: list[Problem], split: bool
+) -> Certificate:
+    predicted = plan.prediction.peak_memory
+    return Certificate(
+        microbatches=plan.step.microbatches,
+        values=reference.size,
+        gradients=len(reference.grads),
+        buffers=len(reference.buffers),
+        outputs=len(reference.outputs),
+        ranks=tuple(
+            RankProof(rt.calls.count, rt.sections.number, rt.sent, rt.held.peak[0], int(predicted[rt.rank]))
+            for rt in ranks
+        ),
+        problems=tuple(dict.fromkeys(sorted(problems)))[:MOST_PROBLEMS],
+        split=split,
+    )

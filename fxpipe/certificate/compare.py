@@ -1,0 +1,189 @@
+"""Compares what the programs of all ranks give at the end with the captured step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from fxpipe.certificate.problems import Line, Problem
+from fxpipe.certificate.reference import Reference
+from fxpipe.certificate.runtime import COLLECTIVE, TermRuntime
+from fxpipe.certificate.sums import GradientSum
+from fxpipe.certificate.terms import Term
+from fxpipe.certificate.values import Value
+from fxpipe.certificate.world import World
+from fxpipe.plan.artifact import Plan, holders
+from fxpipe.plan.rows import whole_name
+from fxpipe.plan.tensors import dtype_of
+
+Ranks = Sequence[TermRuntime]
+ACCURACY = 1.05
+"""Of the plan's memory: a storage that two stages of a rank save counts for one of them there."""
+
+
+def compared(plan: Plan, reference: Reference, world: World, ranks: Ranks) -> list[Problem]:
+    """All problems of steps that ran to their ends."""
+    return [
+        *_losses(plan, reference, ranks),
+        *_gradients(plan, reference, ranks),
+        *_buffers(plan, reference, ranks),
+        *_outputs(plan, reference, ranks),
+        *_checks(plan, reference, ranks),
+        *_messages(world, ranks),
+        *_memory(plan, ranks),
+        *reference.problems(),
+    ]
+
+
+def _at(line: Line | None, text: str) -> Problem:
+    return Problem(line.rank, line.number, text) if line is not None else Problem(0, 0, text)
+
+
+def _times(microbatches: Iterable[int], count: int) -> tuple[list[int], list[int]]:
+    """The microbatches that are missing, and those that are there twice."""
+    found = Counter(microbatches)
+    return [m for m in range(count) if not found[m]], [m for m, times in found.items() if times > 1]
+
+
+def named(microbatches: Sequence[int]) -> str:
+    """For messages: "microbatch 3", "microbatches 1, 2"."""
+    shown = ", ".join(map(str, microbatches[:8])) + (", …" if len(microbatches) > 8 else "")
+    return f"microbatch{'es' if len(microbatches) > 1 else ''} {shown}"
+
+
+def _once(
+    what: str, given: Sequence[tuple[int | None, Line]], plan: Plan, end: Line | None
+) -> Iterator[Problem]:
+    """A value must be given once for each microbatch; None: of a value that is the same for all."""
+    count = plan.step.microbatches
+    if any(m is None for m, _ in given):
+        if len(given) != count:
+            yield _at(given[-1][1], f"gives {what} {len(given)} times for {count} microbatches")
+        return
+    missing, twice = _times((m for m, _ in given if m is not None), count)
+    if missing:
+        yield _at(given[-1][1] if given else end, f"{what} is missing for {named(missing)}")
+    for m in twice:
+        yield _at([line for other, line in given if other == m][-1], f"gives {what} of microbatch {m} again")
+
+
+def _losses(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Problem]:
+    for rt in ranks:
+        own = rt.rank == plan.step.loss_rank and reference.loss is not None
+        if not own:
+            for _, _, line in rt.losses:
+                yield _at(line, "adds a loss, which is another rank's")
+            continue
+        assert reference.loss is not None
+        for loss, count, line in rt.losses:
+            _result(reference, "the loss", loss, reference.loss, line)
+            if reference.count is not None and count is not None:
+                _result(reference, "the count", count, reference.count, line)
+                if count.microbatch not in (None, loss.microbatch):
+                    yield _at(line, "adds the loss and the count of different microbatches")
+            elif (count is None) != (reference.count is None):
+                yield _at(line, "adds a loss without its count" if count is None else "adds a count")
+        yield from _once("the loss", [(loss.microbatch, line) for loss, _, line in rt.losses], plan, rt.last)
+
+
+def _result(reference: Reference, what: str, value: Value, expected: Term, line: Line) -> None:
+    if value.term is not expected:
+        reference.note_difference(what, line, value.term, expected)
+
+
+def _gradients(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Problem]:
+    held = holders(each.gradients for each in plan.tensors)
+    known = {whole_name(name) for name in held}
+    for name in reference.grads:
+        if name not in held and whole_name(name) not in known:
+            yield _at(None, f"no rank has the gradient of {name}")
+    divides = reference.count is not None and bool(reference.grads)
+    for rt in ranks:
+        if rt.divided is None and divides:
+            yield _at(rt.last, "the gradients are not divided by the count")
+        elif rt.divided is not None and not divides:
+            yield _at(rt.divided, "divides the gradients, and the loss has no count")
+    for name, own in held.items():
+        expected = GradientSum.of(reference.grads.get(name, ()), _accumulated_in(plan, name))
+        for rank in own:
+            rt = ranks[rank]
+            if len(own) > 1 and name not in rt.totals:
+                yield _at(rt.last, f"the gradient of {name} is not summed over the ranks {own}")
+                continue
+            total = rt.totals[name] if name in rt.totals else rt.summands(name)
+            yield from expected.problems(reference, plan.step.microbatches, name, total, rt.last)
+
+
+def _accumulated_in(plan: Plan, name: str) -> torch.dtype:
+    return plan.gradient_dtype(dtype_of(plan.layouts[name].dtype))
+
+
+def _buffers(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Problem]:
+    for name in reference.buffers:
+        for rt in ranks:
+            given = rt.versions[name]
+            if name in plan.tensors[rt.rank].buffers and given != plan.step.microbatches:
+                text = (
+                    f"gives the buffer {name!r} {given} new values for {plan.step.microbatches} microbatches"
+                )
+                yield _at(rt.last, text)
+        if not any(name in each.buffers for each in plan.tensors):
+            yield _at(None, f"no rank has the buffer {name!r}")
+
+
+def _outputs(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Problem]:
+    for rt in ranks:
+        own = {output.name for output in plan.step.outputs if output.rank == rt.rank}
+        for name, value, microbatch, line in rt.outputs:
+            if name not in own:
+                yield _at(line, f"gives the output {name!r}, which is not this rank's")
+                continue
+            _result(reference, f"the output {name!r}", value, reference.outputs[name], line)
+            if value.microbatch not in (None, microbatch):
+                yield _at(
+                    line, f"gives the output {name!r} of microbatch {value.microbatch} for {microbatch}"
+                )
+        for name in sorted(own):
+            given = [(m, line) for other, _, m, line in rt.outputs if other == name]
+            yield from _once(f"the output {name!r}", given, plan, rt.last)
+
+
+def _checks(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Problem]:
+    """Each check of the captured step must run, with each microbatch."""
+    found: dict[object, list[tuple[int | None, Line]]] = {}
+    for rt in ranks:
+        for summary in rt.sections.known.values():
+            for checked in summary.effects.checked:
+                found.setdefault((checked.term, checked.says), []).extend(summary.calls)
+    for term, says in reference.checks:
+        calls = found.pop((term, says), [])
+        missing = _times((m for m, _ in calls if m is not None), plan.step.microbatches)[0]
+        if missing and not (calls and not term.varies):
+            line = calls[-1][1] if calls else ranks[0].last
+            yield _at(line, f"the check of {term} is missing for {named(missing)}")
+    for calls in found.values():
+        yield _at(calls[-1][1], "makes a check that the captured step does not have")
+
+
+def _messages(world: World, ranks: Ranks) -> Iterator[Problem]:
+    for key, message in world.sent.items():
+        if key[0] != COLLECTIVE:
+            yield _at(message.line, f"sends message {key[2]} to rank {key[1]}, which does not take it")
+    for rt in ranks:
+        for pending in rt.pending:
+            yield _at(pending.line, "posts a message that it never waits for")
+    for (group, number), joined in world.joined.items():
+        if len(joined) != len(ranks):
+            yield _at(joined[0][2], f"{len(joined)} ranks take part in collective {number} of group {group}")
+
+
+def _memory(plan: Plan, ranks: Ranks) -> Iterator[Problem]:
+    for rt, predicted in zip(ranks, plan.prediction.peak_memory, strict=True):
+        held, op = rt.held.peak
+        if held > ACCURACY * predicted:
+            yield _at(
+                rt.last,
+                f"holds {held} bytes before {op}, and the plan has {predicted:.0f}",
+            )

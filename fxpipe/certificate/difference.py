@@ -1,0 +1,76 @@
+"""Explains the difference between what a program computes and what it should."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from fxpipe.certificate.identities import IN_ANY_ORDER
+from fxpipe.certificate.problems import Line
+from fxpipe.certificate.terms import Term, shown
+
+_DEEPEST = 10_000
+
+
+class Difference(NamedTuple):
+    """``line``: that computes another value, if a program alone has that; ``text``: what, and what is due."""
+
+    line: Line | None
+    text: str
+
+
+def difference(known: int, found: Term, expected: Term) -> Difference:
+    """The first op that differs, for two terms that differ.
+
+    known: the number of terms of the captured step; all others are a program's alone.
+    """
+    one, other = _apart(known, found, expected)
+    own = one.line is not None and one.number >= known
+    name = f" for {other.name}" if other.name else ""
+    verb = "computes" if own else "takes"
+    text = f"{verb} {_written(one)}, where the captured step has {_written(other)}{name}"
+    return Difference(one.line if own else None, text)
+
+
+def _written(term: Term) -> str:
+    if term.op == "shifted":
+        by = term["by"]
+        return f"{shown(term['self'])} of the microbatch {abs(by)} {'later' if by > 0 else 'earlier'}"
+    return term.written()
+
+
+def _apart(known: int, found: Term, expected: Term) -> tuple[Term, Term]:
+    """The deepest pair of terms of which one stands in the place of the other."""
+    for _ in range(_DEEPEST):
+        pair = _operands_apart(known, found, expected)
+        if pair is None:
+            break
+        found, expected = pair
+    return found, expected
+
+
+def _operands_apart(known: int, found: Term, expected: Term) -> tuple[Term, Term] | None:
+    """The one pair of operands that differ, where all else is alike; the first of several."""
+    if found.op != expected.op or found.number < known or found.op == "shifted":
+        return None
+    ones, others = dict(found.arguments), dict(expected.arguments)
+    if found.op in IN_ANY_ORDER and (ones["self"] is others["other"] or ones["other"] is others["self"]):
+        ones = {**ones, "self": ones["other"], "other": ones["self"]}
+    if ones.keys() != others.keys():
+        return None
+    pairs = [pair for name in ones for pair in _pairs(ones[name], others[name])]
+    if any(pair is None for pair in pairs):
+        return None
+    apart = [pair for pair in pairs if pair is not None and pair[0] is not pair[1]]
+    # Exchanged operands are told as they are.
+    if len(apart) > 1 and {id(a) for a, _ in apart} == {id(b) for _, b in apart}:
+        return None
+    return apart[0] if apart else None
+
+
+def _pairs(one: Any, other: Any) -> list[tuple[Term, Term] | None]:
+    """Terms in the same places of two arguments; None where the arguments differ otherwise."""
+    if isinstance(one, Term) and isinstance(other, Term):
+        return [(one, other)]
+    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
+        return [pair for a, b in zip(one, other, strict=True) for pair in _pairs(a, b)]
+    return [] if one == other else [None]

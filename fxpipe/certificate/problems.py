@@ -1,0 +1,104 @@
+"""The result of a check: what was proved of each rank, and what a program does otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Line(NamedTuple):
+    """A line of a rank's program; 0 for the program as a whole."""
+
+    rank: int
+    number: int
+
+    def __str__(self) -> str:
+        return f"rank{self.rank}.py:{self.number}" if self.number else f"rank{self.rank}.py"
+
+
+@dataclass(frozen=True, order=True)
+class Problem:
+    """``text``: what the program does at that line, and what the captured step does."""
+
+    rank: int
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{Line(self.rank, self.line)}: {self.text}"
+
+
+@dataclass(frozen=True)
+class RankProof:
+    """What one rank's program was found to do.
+
+    ``ops``: distinct ops on terms.  ``calls``: of its sections.  ``messages``: sent.  ``peak_bytes``: the
+    most that it holds between two ops; ``predicted_bytes``: by the plan.
+    """
+
+    ops: int
+    calls: int
+    messages: int
+    peak_bytes: int
+    predicted_bytes: int
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """``ranks``: one entry each.  ``problems``: empty if the programs are the captured step.
+
+    ``split``: whether the step was taken with its vocabulary layers split, which is not proved here.
+    """
+
+    microbatches: int
+    values: int
+    gradients: int
+    buffers: int
+    outputs: int
+    ranks: tuple[RankProof, ...]
+    problems: tuple[Problem, ...]
+    split: bool = False
+
+    @property
+    def holds(self) -> bool:
+        return not self.problems
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+class Rejected(Exception):
+    """Ends the check: a program does what no runtime would."""
+
+    def __init__(self, line: Line, text: str) -> None:
+        super().__init__(text)
+        self.problem = Problem(line.rank, line.number, text)
+
+
+Report = Callable[[str], None]
+"""Notes a problem at the line of the program that runs."""
+
+_MIB = 1 << 20
+
+
+def _lines(found: Certificate) -> list[str]:
+    if found.problems:
+        return [
+            f"The programs are not the captured step: {len(found.problems)} problems",
+            *map(str, found.problems),
+        ]
+    lines = [
+        "The programs of all ranks compute the captured step: the loss, "
+        f"{found.gradients} gradients, {found.buffers} buffers and {found.outputs} outputs, "
+        f"once for each of {found.microbatches} microbatches ({found.values} values)."
+    ]
+    for rank, proof in enumerate(found.ranks):
+        lines.append(
+            f"rank {rank}: {proof.ops} ops, {proof.calls} calls of sections, {proof.messages} tensors sent; "
+            f"holds at most {proof.peak_bytes / _MIB:.2f} MiB between ops, "
+            f"of {proof.predicted_bytes / _MIB:.2f} predicted"
+        )
+    if found.split:
+        lines.append("Taken as given: the split of the vocabulary layers (docs/certificate.md).")
+    return lines

@@ -1,0 +1,127 @@
+"""The captured step on terms: what the programs of all ranks must compute, of every microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from fxpipe.certificate.calls import keyed_term, op_term
+from fxpipe.certificate.captured import decoded, op_named
+from fxpipe.certificate.difference import Difference, difference
+from fxpipe.certificate.layouts import Unknown
+from fxpipe.certificate.problems import Line, Problem
+from fxpipe.certificate.schemas import draws, schema_of
+from fxpipe.certificate.terms import Layout, Term, Terms, canonical
+from fxpipe.errors import ArtifactError
+from fxpipe.plan.captured import CapturedInput, CapturedOp, CapturedStep
+from fxpipe.plan.tensors import dtype_of
+from fxpipe.strict import Misfit
+
+
+@dataclass(eq=False)
+class Reference:
+    """``loss`` … ``checks``: terms, as ``Outputs`` in ``ir/graph.py`` says.  A term is the reference's if its
+    number is below ``size``.  ``causes``: of the results that differ."""
+
+    terms: Terms
+    loss: Term | None = None
+    count: Term | None = None
+    outputs: dict[str, Term] = field(default_factory=dict)
+    grads: dict[str, tuple[Term, ...]] = field(default_factory=dict)
+    buffers: dict[str, Term] = field(default_factory=dict)
+    checks: tuple[tuple[Term, Any], ...] = ()
+    causes: dict[Difference, list[tuple[str, Line]]] = field(default_factory=dict)
+    size: int = 0
+
+    def input(self, kind: str, name: str) -> Term:
+        """The term of an input, also of one that the captured step does not have."""
+        varies = kind in ("batch", "key") or (kind == "buffer" and name in self.buffers)
+        return self.terms.input(kind, name, None, varies)
+
+    def note_difference(self, what: str, line: Line, found: Term, expected: Term) -> None:
+        """Keep why a result is not what it should be: the first op that differs.
+
+        line: where the result is given.
+        """
+        cause = difference(self.size, found, expected)
+        self.causes.setdefault(cause, []).append((what, line))
+
+    def problems(self) -> Iterator[Problem]:
+        """One for each difference, however many results it changes."""
+        for cause, changed in self.causes.items():
+            what, line = changed[0]
+            others = len({name for name, _ in changed}) - 1
+            so = f"{what} and {others} others" if others else what
+            at = cause.line or line
+            yield Problem(at.rank, at.number, f"{cause.text}: changes {so}")
+
+
+def reference_of(step: CapturedStep, terms: Terms) -> Reference:
+    """Raises ArtifactError where an op does not exist, or does not fit its arguments."""
+    found = Reference(terms, buffers=dict.fromkeys(step.buffers))  # type: ignore[arg-type]
+    values: list[Any] = [_input(found, given) for given in step.inputs]
+    checks: dict[int, tuple[Term, Any]] = {}
+    for op in step.ops:
+        try:
+            if op.target == "expect":
+                value, *says = decoded(op.args, values)
+                checks[len(values)] = value, canonical(says)
+                values.append(None)
+            else:
+                values.append(_op(terms, op, values, found))
+        except (Misfit, Unknown, KeyError, TypeError, IndexError, AttributeError) as error:
+            raise ArtifactError(
+                f"The captured step has an op that does not fit, {op.name}: {error}."
+            ) from error
+    found.loss = None if step.loss is None else values[step.loss]
+    found.count = None if step.count is None else values[step.count]
+    found.outputs = {name: values[k] for name, k in step.outputs.items()}
+    found.grads = {name: tuple(values[k] for k in ks) for name, ks in step.grads.items()}
+    found.buffers = {name: values[k] for name, k in step.buffers.items()}
+    found.checks = tuple(checks[k] for k in step.checks)
+    found.size = len(terms.known)
+    return found
+
+
+def _layout(given: CapturedInput | CapturedOp) -> Layout | None:
+    return None if given.shape is None or given.dtype is None else Layout(given.shape, dtype_of(given.dtype))
+
+
+def _input(reference: Reference, given: CapturedInput) -> Term:
+    term = reference.input(given.kind, given.name)
+    term.layout = _layout(given)
+    return term
+
+
+def _op(terms: Terms, op: CapturedOp, values: list[Any], reference: Reference) -> Term:
+    args = decoded(op.args, values)
+    kwargs = {name: decoded(argument, values) for name, argument in op.kwargs.items()}
+    term = _term(terms, op, args, kwargs, reference)
+    term.name = term.name or op.name
+    if term.layout is None:
+        term.layout = _layout(op)
+    if term.results is None:
+        term.results = op.results
+    return term
+
+
+def _term(
+    terms: Terms, op: CapturedOp, args: list[Any], kwargs: dict[str, Any], reference: Reference
+) -> Term:
+    match op.target:
+        case "getitem":
+            return terms.item(args[0], args[1])
+        case "read_buffer":
+            return args[0]  # type: ignore[no-any-return]
+        case "sum_over_ranks":
+            return terms.plain("sum_over_ranks", {"parts": tuple(args)})
+        case "keyed":
+            key, position, target, *own = args
+            schema = schema_of(target)
+            return keyed_term(terms, key, position, schema, schema.bind(own, kwargs))
+    schema = schema_of(op_named(op.target))
+    given = schema.bind(args, kwargs)
+    if op.position is not None and draws(schema, given):
+        return keyed_term(terms, reference.input("key", "key"), op.position, schema, given)
+    return op_term(terms, schema, given)

@@ -1,0 +1,313 @@
+"""The functions of a program, run once for the same inputs, whatever the microbatch.
+
+A section is a function of its arguments.  Its first call runs its lines on terms; a later call with equal
+terms, of another microbatch, has the same results, of that one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fxpipe.certificate.calls import Calls, Effects
+from fxpipe.certificate.layouts import layout_of
+from fxpipe.certificate.problems import Line
+from fxpipe.certificate.terms import Term
+from fxpipe.certificate.values import Container, Held, Leaves, Memory, Offloaded, Sum, Value
+
+
+@dataclass(frozen=True, eq=False)
+class Leaf:
+    """A value that a section gives: its term, and the memory it is in: that of an argument, by its number, or
+    a new one, counted from -1 downwards, of so many bytes and with a keeper.  ``versions``: how often the
+    section had written to an argument's memory when it made the value."""
+
+    term: Term
+    memory: int
+    bytes: int
+    keeper: str
+    versions: int
+
+
+@dataclass(eq=False)
+class Summary:
+    """A call, for any microbatch.  ``result``, ``lists``: of ``Leaf``s: what it returns, and what its list
+    arguments hold afterwards.  ``writes``: by the number of a memory, how often it writes to it.
+    ``calls``: the microbatches for which it was called, each with the line of the call."""
+
+    name: str
+    result: Any
+    lists: list[Any]
+    writes: dict[int, int]
+    effects: Effects
+    calls: list[tuple[int | None, Line]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Given:
+    """The arguments of a call, in a form that is equal for calls of other microbatches."""
+
+    own: int | None
+    values: list[Value] = field(default_factory=list)
+    memories: list[Memory] = field(default_factory=list)
+    lists: list[list[Any]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Sections:
+    """The summaries of one rank.  ``buffers``: gives the value of a buffer that the step changes."""
+
+    calls: Calls
+    known: dict[Any, Summary] = field(default_factory=dict)
+    held: Held = field(default_factory=Held)
+    running: bool = False
+    number: int = 0
+    read_buffers: dict[Any, set[str]] = field(default_factory=dict)
+
+    def wrapped(self, function: Callable[..., Any], buffer: Callable[[str], Value]) -> Callable[..., Any]:
+        """The function as its program calls it."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.running:  # of another section
+                return function(*args, **kwargs)
+            self.number += 1
+            return self.call(function, [*args, *kwargs.values()], tuple(kwargs), buffer)
+
+        call.__name__ = function.__name__
+        return call
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        args: list[Any],
+        names: tuple[str, ...],
+        buffer: Callable[[str], Value],
+    ) -> Any:
+        """Call a function, the last arguments by their names."""
+        given = _Given(_microbatch(args))
+        form = function, names, tuple(self._form(given, each) for each in args)
+        changed = sorted(self.read_buffers.get(form, ()))
+        key = form, tuple(self._form(given, buffer(name)) for name in changed)
+        found = self.known.get(key)
+        if found is None:
+            found = self._run(function, args, names, given, form, buffer)
+            # A buffer that the function was not known to read is a part of the key of later calls.
+            changed = sorted(self.read_buffers.get(form, ()))
+            given = _Given(given.own)
+            form = function, names, tuple(self._form(given, each) for each in args)
+            self.known[form, tuple(self._form(given, buffer(name)) for name in changed)] = found
+        found.calls.append((given.own, self.calls.line()))
+        return self._applied(found, given)
+
+    def _form(self, given: _Given, argument: Any) -> Any:
+        """An argument for comparison; its values, memories and lists are entered into ``given``."""
+        match argument:
+            case Value():
+                memory = argument.memory
+                if memory not in given.memories:
+                    given.memories.append(memory)
+                given.values.append(argument)
+                place = given.memories.index(memory), argument.version - memory.version, memory.keeper
+                return self._own_term(argument, given.own), place
+            case Leaves():
+                return "leaves", None if given.own is None else argument.microbatch - given.own
+            case Container():
+                return argument.kind
+            case list():
+                given.lists.append(argument)
+                return ("list", *(self._form(given, each) for each in argument))
+            case tuple():
+                return ("tuple", *(self._form(given, each) for each in argument))
+            case dict():
+                return ("dict", *((name, self._form(given, each)) for name, each in argument.items()))
+            case Offloaded():
+                return "offloaded", self._own_term(argument.value, given.own)
+            case Sum():
+                return "sum", argument.name, argument.transposed
+        return type(argument), argument
+
+    def _own_term(self, value: Value, own: int | None) -> Term:
+        """The term of a value, marked if it is of another microbatch than ``own``."""
+        if value.microbatch is None or value.microbatch == own or own is None:
+            return value.term
+        by = value.microbatch - own
+        found = self.calls.terms.plain("shifted", {"self": value.term, "by": by})
+        found.layout = found.layout or value.term.layout
+        return found
+
+    def _run(
+        self,
+        function: Callable[..., Any],
+        args: list[Any],
+        names: tuple[str, ...],
+        given: _Given,
+        form: Any,
+        buffer: Callable[[str], Value],
+    ) -> Summary:
+        """Run the function on copies of its arguments."""
+        memories = {memory: Memory(memory.keeper) for memory in given.memories}
+        for old, new in memories.items():
+            new.written = old.written
+        copied = _Copies(self, given, memories, buffer, self.read_buffers.setdefault(form, set()))
+        own = [copied.of(each) for each in args]
+        self.calls.effects, self.running = Effects(), True
+        positional = len(own) - len(names)
+        try:
+            result = function(*own[:positional], **dict(zip(names, own[positional:], strict=True)))
+        finally:
+            self.running = False
+        places = {memories[memory]: k for k, memory in enumerate(given.memories)}
+        leaves = _AsLeaves(self.calls, places)
+        return Summary(
+            function.__name__,
+            leaves.of(result),
+            [leaves.of(each) for each in copied.lists],
+            {k: memory.version for memory, k in places.items() if memory.version},
+            self.calls.effects,
+        )
+
+    def _applied(self, found: Summary, given: _Given) -> Any:
+        """The results for the microbatch of this call, and what it does to its arguments."""
+        line = str(self.calls.line()) if found.writes else ""
+        before = [memory.version for memory in given.memories]
+        for memory in given.memories:
+            memory.count(self.held)
+        for k, times in found.writes.items():
+            if k >= 0:
+                given.memories[k].version += times
+                given.memories[k].written = f"{found.name} at {line}"
+        new: dict[int, Memory] = {}
+        for values, after in zip(given.lists, found.lists, strict=True):
+            values[:] = _rebuilt(after, given, before, new, self.held)
+        return _rebuilt(found.result, given, before, new, self.held)
+
+
+def _microbatch(args: Any) -> int | None:
+    """The microbatch that most of the arguments are of."""
+    count: Counter[int] = Counter(_microbatches(args))
+    return count.most_common(1)[0][0] if count else None
+
+
+def _microbatches(argument: Any) -> Any:
+    match argument:
+        case Value():
+            if argument.microbatch is not None:
+                yield argument.microbatch
+        case Leaves():
+            yield argument.microbatch
+        case Offloaded():
+            yield from _microbatches(argument.value)
+        case list() | tuple():
+            for each in argument:
+                yield from _microbatches(each)
+        case dict():
+            yield from _microbatches([*argument.values()])
+
+
+class _Copies:
+    """The arguments of a call as its function gets them: of no microbatch, in memories of their own."""
+
+    def __init__(
+        self,
+        sections: Sections,
+        given: _Given,
+        memories: dict[Memory, Memory],
+        buffer: Callable[[str], Value],
+        read: set[str],
+    ) -> None:
+        self._sections, self._given, self._memories = sections, given, memories
+        self._buffer, self._read = buffer, read
+        self.lists: list[list[Any]] = []
+
+    def of(self, argument: Any) -> Any:
+        match argument:
+            case Value():
+                return self._value(argument)
+            case Leaves():
+                return Container("leaves", lambda name: self._value(argument[name]))
+            case Container(kind="buffers"):
+                return Container("buffers", self._of_buffers)
+            case Container():
+                return Container(argument.kind, lambda name: self._kept(argument[name]))
+            case list():
+                copy: list[Any] = []
+                self.lists.append(copy)
+                copy += [self.of(each) for each in argument]
+                return copy
+            case tuple():
+                return tuple(self.of(each) for each in argument)
+            case dict():
+                return {name: self.of(each) for name, each in argument.items()}
+        return argument
+
+    def _value(self, value: Value) -> Value:
+        term = self._sections._own_term(value, self._given.own)
+        memory = self._memories.setdefault(value.memory, Memory(value.memory.keeper))
+        copy = Value(term, 0, memory)
+        copy.version = memory.version + value.version - value.memory.version
+        return copy
+
+    def _kept(self, value: Any) -> Any:
+        """A parameter or the like: the same for all microbatches."""
+        return value
+
+    def _of_buffers(self, name: str) -> Value:
+        value = self._buffer(name)
+        if value.term.varies:
+            self._read.add(name)
+        return self._value(value)
+
+
+class _AsLeaves:
+    """Results as a summary keeps them."""
+
+    def __init__(self, calls: Calls, places: dict[Memory, int]) -> None:
+        self._calls, self._places, self._new = calls, places, 0
+
+    def of(self, result: Any) -> Any:
+        match result:
+            case Value():
+                if result.is_stale:
+                    self._calls.note(
+                        f"gives {result.term}, whose memory {result.memory.written} has overwritten"
+                    )
+                place = self._places.get(result.memory)
+                if place is None:
+                    self._new -= 1
+                    place = self._places[result.memory] = self._new
+                size = 0 if place >= 0 or result.memory.keeper else self._bytes(result)
+                return Leaf(result.term, place, size, result.memory.keeper, result.version)
+            case list():
+                return [self.of(each) for each in result]
+            case tuple():
+                return tuple(self.of(each) for each in result)
+            case dict():
+                return {name: self.of(each) for name, each in result.items()}
+        return result
+
+    def _bytes(self, value: Value) -> int:
+        return layout_of(self._calls.terms, value.memory.root or value.term).bytes
+
+
+def _rebuilt(part: Any, given: _Given, before: list[int], new: dict[int, Memory], held: Held) -> Any:
+    """Results of a summary as values of the microbatch of the call."""
+    match part:
+        case Leaf():
+            if part.memory >= 0:
+                value = Value(part.term, given.own, given.memories[part.memory])
+                value.version = before[part.memory] + part.versions
+                return value
+            memory = new.get(part.memory)
+            if memory is None:
+                memory = new[part.memory] = Memory(part.keeper, bytes=part.bytes)
+                memory.count(held)
+            return Value(part.term, given.own, memory)
+        case list():
+            return [_rebuilt(each, given, before, new, held) for each in part]
+        case tuple():
+            return tuple(_rebuilt(each, given, before, new, held) for each in part)
+        case dict():
+            return {name: _rebuilt(each, given, before, new, held) for name, each in part.items()}
+    return part

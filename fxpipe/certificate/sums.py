@@ -1,0 +1,130 @@
+"""Gradients as sums: the summands that the ranks may add, in any order.
+
+A gradient is the sum of its summands over all uses of its parameter, microbatches and ranks.  The order of
+these additions is the program's own, and so is that of the additions that autograd made of several uses: a
+sum is taken apart into its summands.  A summand may lose a cast on its way to the accumulator, which has at
+least as many bits: the accumulator rounds later.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from fxpipe.certificate.identities import CAST, PERMUTE, ROWS, permuted, rows_added
+from fxpipe.certificate.problems import Line, Problem
+from fxpipe.certificate.terms import Term, Terms, canonical
+
+if TYPE_CHECKING:
+    from fxpipe.certificate.reference import Reference
+    from fxpipe.certificate.runtime import Summands
+
+
+def leaves(term: Term) -> Iterator[Term]:
+    """The summands of a sum."""
+    if term.op == "aten.add" and "alpha" not in dict(term.arguments):
+        for name in ("self", "other"):
+            yield from leaves(term[name])
+    else:
+        yield term
+
+
+def added_forms(terms: Terms, term: Term, dtype: torch.dtype) -> list[Term]:
+    """A summand, and what may be added in its place to an accumulator of a dtype."""
+    wide = terms.make("aten._to_copy", {"self": term, "dtype": canonical(dtype)})
+    return list(dict.fromkeys([term, *forms(terms, wide)]))
+
+
+def forms(terms: Terms, term: Term) -> list[Term]:
+    """A value, and the same without its last casts."""
+    found = [term]
+    if term.op == CAST:
+        source = term["self"]
+        found += forms(terms, source)
+        if source.op == "aten.mm":
+            wide = {**dict(source.arguments), "out_dtype": term["dtype"]}
+            found.append(terms.plain("aten.mm", wide))
+        if source.op == ROWS:
+            values = terms.make("aten._to_copy", {"self": source["values"], "dtype": term["dtype"]})
+            found.append(rows_added(terms, source["rows"], values, source["size"]))
+    elif term.op == PERMUTE:
+        found += [permuted(terms, inner, term["dims"]) for inner in forms(terms, term["self"])[1:]]
+    return found
+
+
+@dataclass(frozen=True)
+class GradientSum:
+    """``times``: how often each summand is due with every microbatch.  ``dtype``: of the accumulator."""
+
+    times: Counter[Term]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(summands: Sequence[Term], dtype: torch.dtype) -> GradientSum:
+        return GradientSum(Counter(leaf for term in summands for leaf in leaves(term)), dtype)
+
+    def problems(
+        self,
+        reference: Reference,
+        microbatches: int,
+        name: str,
+        total: Summands,
+        end: Line | None,
+    ) -> Iterator[Problem]:
+        """What differs in a sum that a program has made."""
+        known = {form: term for term in self.times for form in added_forms(reference.terms, term, self.dtype)}
+        found: dict[Term, list[tuple[int | None, Line]]] = {}
+        for term, calls in total.items():
+            for leaf in leaves(term):
+                found.setdefault(known.get(leaf, leaf), []).extend(calls)
+        foreign = {term: calls for term, calls in found.items() if term not in self.times}
+        short = [term for term in self.times if self._is_short(term, found.get(term, []), microbatches)]
+        for (term, calls), expected in zip(foreign.items(), short, strict=False):
+            reference.note_difference(f"the gradient of {name}", calls[0][1], term, expected)
+        for term, calls in [*foreign.items()][len(short) :]:
+            text = f"the gradient of {name} has {term.written()}, which the captured step does not add"
+            yield _at(calls[0][1], text)
+        for term in self.times.keys() - {*short[: len(foreign)]}:
+            yield from _uneven(name, term, self.times[term], found.get(term, []), microbatches, end)
+
+    def _is_short(self, term: Term, calls: list[tuple[int | None, Line]], microbatches: int) -> bool:
+        return len(calls) < self.times[term] * microbatches
+
+
+def _at(line: Line | None, text: str) -> Problem:
+    return Problem(0, 0, text) if line is None else Problem(line.rank, line.number, text)
+
+
+def _uneven(
+    name: str,
+    term: Term,
+    times: int,
+    calls: list[tuple[int | None, Line]],
+    microbatches: int,
+    end: Line | None,
+) -> Iterator[Problem]:
+    """Microbatches of which a summand was added too seldom or too often."""
+    at = partial(_at, calls[-1][1] if calls else end)
+    if not calls:
+        yield at(f"the gradient of {name} is missing {term}")
+        return
+    if not term.varies:
+        if len(calls) != times * microbatches:
+            yield at(
+                f"the gradient of {name} has {term} {len(calls)} times, and {times * microbatches} are due"
+            )
+        return
+    count = Counter(m for m, _ in calls)
+    for m in range(microbatches):
+        if count[m] < times:
+            yield at(f"the gradient of {name} is missing {term} of microbatch {m}")
+        elif count[m] > times:
+            line = [line for other, line in calls if other == m][-1]
+            yield _at(
+                line, f"the gradient of {name} has {term} of microbatch {m} {count[m]} times, not {times}"
+            )

@@ -1,0 +1,161 @@
+"""Terms: values as the ops that compute them, each kept once, so that equal values are one object.
+
+A term is of any microbatch: where it depends on the data, a random key or a buffer that the step changes, it
+``varies``, and says nothing of which microbatch it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Arguments = tuple[tuple[str, Any], ...]
+"""Name -> canonical argument, without those that have their default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Shape and dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        size = self.dtype.itemsize
+        for length in self.shape:
+            size *= length
+        return size
+
+
+@dataclass(eq=False, slots=True)
+class Term:
+    """``op``: the functional name of an op, ``"aten.add"``, or the kind of an input.  ``name``: of the value
+    in the captured graph, "" where it has none.  ``layout``: if it is known.  ``results``: the number of its
+    items, of an op that gives several.  ``line``: of the program that was the first to compute it."""
+
+    number: int
+    op: str
+    arguments: Arguments
+    varies: bool
+    layout: Layout | None = None
+    name: str = ""
+    results: int | None = None
+    line: Any = None
+
+    def __getitem__(self, name: str) -> Any:
+        """An argument; None where it is not given."""
+        if type(name) is not str:
+            raise TypeError("a tensor stands in the place of a list")  # Python would iterate by numbers
+        return next((value for key, value in self.arguments if key == name), None)
+
+    def __str__(self) -> str:
+        return self.name or self.written()
+
+    def written(self) -> str:
+        """The term as one call, its operands by their names, or as calls of names."""
+        if not self.arguments:
+            return self.op
+        if self.op in INPUTS:
+            return str(self["name"])
+        values = [value for _, value in self.arguments]
+        if self.op == "keyed":
+            values = [*values[:3], *(value for _, value in values[3])]
+        given = ", ".join(map(shown, values))
+        return f"{self.op.removeprefix('aten.')}({given})"
+
+
+INPUTS = ("parameter", "buffer", "constant", "batch", "key")
+
+
+def shown(argument: Any, depth: int = 2) -> str:
+    """A canonical argument for a message."""
+    match argument:
+        case Term():
+            return argument.name or (argument.written() if depth and len(argument.arguments) < 5 else "…")
+        case ("bool" | "complex" | "str" | "torch" | "op", value):
+            return repr(value) if argument[0] == "str" else str(value)
+        case ("float", str(text)):
+            return str(float.fromhex(text))
+        case tuple():
+            return f"[{', '.join(shown(each, depth - 1) for each in argument)}]"
+    return str(argument)
+
+
+def canonical(argument: Any) -> Any:
+    """An argument in a form in which equal ones are equal and others are not (1, 1.0 and True differ)."""
+    match argument:
+        case Term() | None:
+            return argument
+        case bool():
+            return ("bool", argument)
+        case int():
+            return argument
+        case float():
+            return ("float", "nan" if argument != argument else argument.hex())
+        case complex():
+            return ("complex", repr(argument))
+        case str():
+            return ("str", argument)
+        case list() | tuple():
+            return tuple(map(canonical, argument))
+        case torch.device():
+            return ("torch", argument.type)
+        case torch.dtype() | torch.layout() | torch.memory_format():
+            return ("torch", str(argument))
+    raise TypeError(f"{type(argument).__name__} is no argument of an op")
+
+
+def operands(argument: Any) -> Iterator[Term]:
+    """The terms in a canonical argument, or in all arguments of a term."""
+    if isinstance(argument, Term):
+        yield argument
+    elif isinstance(argument, tuple):
+        for each in argument:
+            yield from operands(each)
+
+
+@dataclass(eq=False)
+class Terms:
+    """The table of all terms.  ``rules``: by op, identities (``identities.py``): functions that give a
+    simpler term for arguments, or None.  ``line``: gives the line of the program that runs."""
+
+    rules: dict[str, Callable[[Terms, str, dict[str, Any]], Term | None]]
+    line: Callable[[], Any] = lambda: None
+    known: dict[tuple[str, Arguments], Term] = field(default_factory=dict)
+
+    def make(self, op: str, arguments: dict[str, Any]) -> Term:
+        """The term of an op with canonical arguments, after the identities."""
+        rule = self.rules.get(op)
+        found = None if rule is None else rule(self, op, arguments)
+        return found if found is not None else self.plain(op, arguments)
+
+    def plain(self, op: str, arguments: dict[str, Any]) -> Term:
+        """The term as it is written."""
+        key = op, tuple(arguments.items())
+        found = self.known.get(key)
+        if found is None:
+            varies = any(term.varies for term in operands(key[1]))
+            found = Term(len(self.known), op, key[1], varies, line=self.line())
+            self.known[key] = found
+        return found
+
+    def input(self, kind: str, name: str, layout: Layout | None, varies: bool) -> Term:
+        found = self.plain(kind, {"name": name})
+        found.varies = varies
+        found.layout, found.name = found.layout or layout, found.name or name
+        return found
+
+    def item(self, term: Term, index: int) -> Term:
+        """One of the results of an op that gives several: of one with a mask of results, as if it gave that
+        one alone."""
+        mask = term["output_mask"]
+        if mask is not None and index < len(mask) and mask[index] == ("bool", True):
+            alone = tuple(("bool", k == index) for k in range(len(mask)))
+            one = self.plain(term.op, {**dict(term.arguments), "output_mask": alone})
+            one.results, one.name = term.results, one.name or term.name
+            term = one
+        return self.plain("item", {"of": term, "index": index})

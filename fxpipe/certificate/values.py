@@ -1,0 +1,153 @@
+"""What a program holds in the place of tensors: a term, its microbatch, and the memory that it is in."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fxpipe.certificate.terms import Term
+
+
+class Memory:
+    """A storage.  ``version``: how often an op wrote to it; ``written``: the line of the last write.
+    ``keeper``: who may still read it, so that no op may write to it ("a message on its way"); "" for none.
+
+    ``root``: the value that it was made for.
+
+    It counts in ``held`` from ``count`` on until nothing of the program refers to it.
+    """
+
+    __slots__ = ("__weakref__", "bytes", "held", "keeper", "root", "since", "version", "written")
+
+    def __init__(self, keeper: str = "", *, root: Term | None = None, bytes: int = 0) -> None:
+        self.bytes, self.keeper, self.root = bytes, keeper, root
+        self.held: Held | None = None
+        self.since, self.version, self.written = 0, 0, ""
+
+    def count(self, held: Held) -> None:
+        if self.held is None:
+            self.held, self.since = held, len(held.ops)
+            held.changes[self.since] += self.bytes
+
+    def count_from_now(self) -> None:
+        """Not before: until now it was a part of a collective that had not begun."""
+        if self.held is not None:
+            self.held.changes[self.since] -= self.bytes
+            self.since = len(self.held.ops)
+            self.held.changes[self.since] += self.bytes
+
+    def __del__(self) -> None:
+        if self.held is not None:
+            self.held.changes[len(self.held.ops)] -= self.bytes
+
+
+@dataclass(eq=False)
+class Held:
+    """The bytes that a rank's program holds between its ops.  ``changes``: behind so many ``ops``.
+
+    As in the plan, a message counts from the first section on that uses it, and a part of a collective not
+    before that has begun.
+    """
+
+    ops: list[str] = field(default_factory=list)
+    changes: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def peak(self) -> tuple[int, str]:
+        """The most bytes, and the op before which they are held."""
+        held, most = 0, (0, "")
+        for number, op in enumerate(self.ops):
+            held += self.changes[number]
+            most = max(most, (held, op), key=lambda found: found[0])
+        return most
+
+
+class Value:
+    """A tensor of a program.  ``term`` of ``microbatch`` (None: of all alike) in ``memory``.
+
+    It reads the memory as it was when ``memory.version`` was ``version``.
+    """
+
+    __slots__ = ("memory", "microbatch", "term", "version")
+
+    def __init__(self, term: Term, microbatch: int | None, memory: Memory) -> None:
+        self.term, self.memory, self.version = term, memory, memory.version
+        self.microbatch = microbatch if term.varies else None
+
+    @property
+    def is_stale(self) -> bool:
+        return self.version != self.memory.version
+
+
+@dataclass(frozen=True)
+class Sum:
+    """The accumulator of a gradient, or its transposed view."""
+
+    name: str
+    transposed: bool = False
+
+
+@dataclass(eq=False)
+class Leaves:
+    """The leaves of a microbatch, by name."""
+
+    microbatch: int
+    read: Callable[[str, int], Value]
+
+    def __getitem__(self, name: str) -> Value:
+        return self.read(name, self.microbatch)
+
+
+@dataclass(eq=False)
+class Container:
+    """A dict of ``rt``, by its kind (``params``, ``grads`` …), or the leaves of a microbatch in a section."""
+
+    kind: str
+    read: Callable[[str], Any]
+    write: Callable[[str, Any], None] | None = None
+
+    def __getitem__(self, name: str) -> Any:
+        return self.read(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if self.write is None:
+            raise TypeError(f"a program does not replace {self.kind}")
+        self.write(name, value)
+
+
+@dataclass(eq=False)
+class Offloaded:
+    """A handle in the place of a value: ``value`` without its memory, the bytes ``at`` … ``end`` of the pool.
+    ``state``: leaving, out or coming."""
+
+    value: Value
+    at: int
+    end: int
+    state: str = "leaving"
+
+
+class Announced(tuple[Any, ...]):
+    """A layout of ``MESSAGES``: shape, strides and dtype, with the name that both ends have for it."""
+
+    name: str
+
+    def __new__(cls, name: str, layout: Any) -> Announced:
+        found = super().__new__(cls, layout)
+        found.name = name
+        return found
+
+    def __str__(self) -> str:
+        return " ".join(map(str, (self.name, *self)))
+
+
+@dataclass(eq=False)
+class Pending:
+    """What a program waits for: the messages with these keys, one a tensor, in these layouts.  ``adds``:
+    whether their sum is what arrives.  ``line``: that posted it."""
+
+    keys: list[Any]
+    layouts: list[Any]
+    line: Any
+    adds: bool = False

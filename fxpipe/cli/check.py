@@ -1,0 +1,41 @@
+"""``fxpipe check``: proves that a saved pipeline's programs are the captured step, or says where not."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from fxpipe.certificate.check import check_artifact
+from fxpipe.errors import RunError, printable
+from fxpipe.plan import files
+from fxpipe.plan.artifact import Artifact
+
+
+def add_to(commands: Any, line: str) -> None:
+    parser = commands.add_parser(
+        "check",
+        help=line,
+        description="Runs the programs of all ranks on terms in the place of tensors, and compares the loss, "
+        "each gradient, buffer and output with the captured step, for every microbatch.",
+    )
+    parser.set_defaults(command=_check)
+    parser.add_argument("directory", type=Path, help="a saved pipeline")
+
+
+def _check(options: argparse.Namespace) -> None:
+    directory: Path = options.directory
+    evaluation = files.evaluation_directory(directory)
+    holds = [_is_checked(each) for each in (directory, evaluation) if each == directory or each.exists()]
+    if not all(holds):
+        raise RunError("The programs are not the captured step.")
+
+
+def _is_checked(directory: Path) -> bool:
+    """Print the certificate of one directory of programs."""
+    plan = files.read_plan(directory)
+    programs = files.read_programs(directory, plan, range(plan.ranks))
+    artifact = Artifact(plan, programs, {}, plan.number, captured=files.read_captured(directory))
+    found = check_artifact(artifact, str(directory / files.CAPTURED))
+    print("\n".join(printable(line) for line in [f"{directory}:", *str(found).splitlines()]))
+    return found.holds

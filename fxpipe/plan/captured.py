@@ -1,0 +1,110 @@
+"""The captured step as data: the ops of one microbatch that the programs of all ranks compute together.
+
+A saved pipeline keeps it beside its plan, so that its programs can be checked against it at any time
+(``fxpipe check``).  Arguments are JSON: a value is ``{"value": 7}``, a dtype ``{"torch": "torch.float32"}``,
+a number that JSON lacks ``{"float": "inf"}``.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fxpipe.errors import ArtifactError
+from fxpipe.plan.tensors import Dtype, Shape
+from fxpipe.strict import Fits, Misfit, between, entries, parse_json, structure, unstructure
+
+CAPTURED_FORMAT = 1
+MOST_OPS = 1 << 20
+
+Index = Annotated[int, between(0, 2 * MOST_OPS)]
+"""The number of a value: first the inputs, then the ops' results, in order."""
+
+
+@dataclass(frozen=True)
+class CapturedInput:
+    """An input of the step; ``kind`` and ``name`` as in ``ir/graph.py``."""
+
+    kind: str
+    name: str
+    shape: Shape | None
+    dtype: Dtype | None
+
+
+@dataclass(frozen=True)
+class CapturedOp:
+    """One op.  ``target``: as text, ``"aten.addmm.default"``.  ``shape``, ``dtype``: of a result that is one
+    tensor.  ``results``: the number of those of an op that gives several.  ``position``: of an op that may
+    draw random numbers, among those of the step."""
+
+    name: str
+    target: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    shape: Shape | None = None
+    dtype: Dtype | None = None
+    results: Annotated[int, between(0, MOST_OPS)] | None = None
+    position: Annotated[int, between(0, MOST_OPS)] | None = None
+
+
+@dataclass(frozen=True)
+class CapturedStep:
+    """The step of one microbatch, with its results by the number of their values; ``Outputs`` in
+    ``ir/graph.py`` says what they are.
+
+    ``split``: whether its vocabulary layers are split over the ranks.
+    """
+
+    format: int
+    inputs: Annotated[tuple[CapturedInput, ...], entries(0, MOST_OPS)]
+    ops: Annotated[tuple[CapturedOp, ...], entries(0, MOST_OPS)]
+    loss: Index | None
+    count: Index | None
+    outputs: dict[str, Index]
+    grads: dict[str, tuple[Index, ...]]
+    buffers: dict[str, Index]
+    checks: tuple[Index, ...]
+    split: bool = False
+
+    def to_json(self) -> str:
+        return json.dumps(unstructure(self), separators=(",", ":"))
+
+    @staticmethod
+    def from_json(text: str, where: str) -> CapturedStep:
+        """Raises ArtifactError, naming ``where`` and the field, for a text that is no captured step."""
+        try:
+            step = structure(parse_json(text), CapturedStep)
+            _check(step)
+        except Misfit as error:
+            raise ArtifactError(
+                f"{where} is damaged: {error}. Undo the edit, or save the pipeline again."
+            ) from error
+        return step
+
+
+def _check(step: CapturedStep) -> None:
+    """Raise Misfit for another format, and for a value that nothing computes, or nothing before its use."""
+    Fits(lambda found: found == CAPTURED_FORMAT, f"{CAPTURED_FORMAT}").check(step.format, "format")
+    known = len(step.inputs)
+    for number, op in enumerate(step.ops):
+        for index in values_in([*op.args, *op.kwargs.values()]):
+            if not isinstance(index, int) or not 0 <= index < known:
+                raise Misfit(f"uses the value {index!r}, which does not come before it", f"ops[{number}]")
+        known += 1
+    results = [step.loss, step.count, *step.outputs.values(), *step.buffers.values(), *step.checks]
+    results += [index for summands in step.grads.values() for index in summands]
+    for index in results:
+        if index is not None and index >= known:
+            raise Misfit(f"has the result {index}, which no op computes")
+
+
+def values_in(argument: Any) -> list[Any]:
+    """The numbers of the values in an op's arguments."""
+    if isinstance(argument, dict):
+        if argument.keys() == {"value"}:
+            return [argument["value"]]
+        return [index for entry in argument.values() for index in values_in(entry)]
+    if isinstance(argument, list | tuple):
+        return [index for entry in argument for index in values_in(entry)]
+    return []

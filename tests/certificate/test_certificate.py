@@ -1,0 +1,174 @@
+"""The certificate: what it accepts, and what it says of an edited program."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import zoo
+from zoo import Case, Dropout, Shape, compiled, numbers
+
+import fxpipe
+import fxpipe.ir.liveness
+from fxpipe.certificate.check import check, check_artifact
+from fxpipe.certificate.identities import RULES
+from fxpipe.certificate.reference import reference_of
+from fxpipe.certificate.terms import Terms
+from fxpipe.errors import ArtifactError, RunError
+from fxpipe.plan.captured import CapturedStep
+
+MICROBATCHES = 3
+CASES = {**zoo.CASES, "noisy": Case(Dropout, numbers)}
+SHAPES = {
+    "tied_head": Shape(2, "zb-h1"),
+    "noisy": Shape(2, "gpipe", offload=True),
+    "batch_norm": Shape(2, "1f1b"),
+}
+
+
+@cache
+def pipeline(name: str) -> fxpipe.Pipeline:
+    """A pipeline that was accepted, and whose small values are offloaded, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fxpipe.ir.liveness, "SMALLEST", 1)
+        return compiled(CASES[name], CASES[name].build(), MICROBATCHES, SHAPES[name])
+
+
+def problems(name: str, rank: int, pattern: str, by: str, number: int = 0) -> tuple[int, list[str]]:
+    """Edit the match of a pattern in a program: its line, and what the certificate says."""
+    artifact = pipeline(name).artifact
+    programs = [*artifact.programs]
+    match = [*re.finditer(pattern, programs[rank], re.MULTILINE)][number]
+    line = 1 + programs[rank].count("\n", 0, match.start())
+    programs[rank] = programs[rank][: match.start()] + match.expand(by) + programs[rank][match.end() :]
+    found = check(artifact.plan, programs, CapturedStep.from_json(artifact.captured, ""))
+    assert not found.holds
+    return line, [str(problem) for problem in found.problems]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_programs_are_the_captured_step(name):
+    pipe = pipeline(name)
+    found = pipe.check()
+    assert found.problems == ()
+    assert found.microbatches == MICROBATCHES
+    assert found.gradients == len(list(CASES[name].build().parameters()))
+    if name != "noisy":  # offloads may end earlier than the plan assumes
+        assert [rank.peak_bytes for rank in found.ranks] == list(pipe.plan.prediction.peak_memory)
+
+
+#: Model, rank, what is replaced (the first match, or that of a number), by what; what is said of it, "LINE"
+#: for the line of the edit.
+EDITS = {
+    "a W is missing": (
+        ("tied_head", 0, r"^    stage0_weight\(.*m1\)\n", ""),
+        r"rank0.py:\d+: the gradient of .* is missing .* of microbatch 1",
+    ),
+    "a W runs twice": (
+        ("tied_head", 1, r"^    (addmm_\(.*\)\n)", r"    \1    \1"),
+        r"rank1.py:\d+: the gradient of .* has .* 2 times, not 1",
+    ),
+    "operands are exchanged": (
+        ("tied_head", 0, r"= mm\((\w+), (\w+.*)\)$", r"= mm(\2, \1)"),
+        r"rank0.py:\d+: mm\(.* has no shape",
+    ),
+    "a literal is another": (
+        ("tied_head", 1, r"1e-05", "1e-06"),
+        r"rank1.py:\d+: computes native_layer_norm\(.*1e-06\), where the captured step has .*1e-05",
+    ),
+    "another microbatch's batch": (
+        ("tied_head", 0, r"batches\[1\]", "batches[2]"),
+        r"rank1.py:\d+: the loss is missing for microbatch 1",
+    ),
+    "a message is sent twice": (
+        ("tied_head", 0, r"^(    rt.send\(.*)$", r"\1\n\1"),
+        r"rank1.py:\d+: expects the gradient of embedding.weight, and rank0.py:\d+ sends another",
+    ),
+    "a message is not sent": (
+        ("tied_head", 0, r"^    rt.send\(.*\n", "", 2),
+        r"rank1.py:\d+: waits forever for message 4 of rank 0",
+    ),
+    "a message is read before it is there": (
+        ("tied_head", 1, r"rt\.wait_all\((\w+)\)", r"\1, 0"),
+        r"rank1.py:\d+: reads a message before it has waited for it",
+    ),
+    "a value is freed early": (
+        ("tied_head", 0, r"^    del (\w+)$", r"    del \1, \1_", 1),
+        r"rank0.py:LINE: fails: (NameError|UnboundLocalError)",
+    ),
+    "a gradient is not summed over the ranks": (
+        ("tied_head", 0, r"rt.all_reduce_gradient\(.*\)", "pass"),
+        r"rank1.py:\d+: waits forever for the gradient of embedding.weight of rank 0",
+    ),
+    "a key of another microbatch": (
+        ("noisy", 0, r"rt\.key\(1\)", "rt.key(0)"),
+        r"rank0.py:LINE: computes key of the microbatch 1 earlier, where the captured step has key",
+    ),
+    "a random op at another position": (
+        ("noisy", 0, r"keyed\(key, 0,", "keyed(key, 7,"),
+        r"rank0.py:LINE: computes keyed\(key, 7, .* captured step has keyed\(key, 0, .* and 36 others",
+    ),
+    "an offload over another": (
+        ("noisy", 0, r"rt.offload\((\w+), at=[1-9]\d*\)", r"rt.offload(\1, at=0)"),
+        r"rank0.py:LINE: offloads \w+ over \w+",
+    ),
+    "an offloaded value is read": (
+        ("noisy", 0, r"^    rt.wait_reload\(.*\n", ""),
+        r"rank0.py:\d+: reads \w+, which is offloaded",
+    ),
+    "a buffer gets no new value": (
+        ("batch_norm", 0, r"buffers\[\"layers.1.running_mean\"\], buffers", "_, buffers"),
+        r"the buffer|gives the buffer 'layers.1.running_mean'|computes",
+    ),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edit_is_told_with_its_line(edit):
+    edited, expected = EDITS[edit]
+    line, found = problems(*edited)
+    assert any(re.search(expected.replace("LINE", str(line)), text) for text in found), found
+
+
+def test_memory_that_an_op_wrote_to_is_not_read_again():
+    pattern = r"^    \w+ = add_out\(\w+, (\w+), out=\1\)$"
+    line, found = problems("tied_head", 0, pattern, r"\g<0>\n    again = t(\1)")
+    assert any(f"rank0.py:{line + 1}: reads " in text and "has overwritten" in text for text in found), found
+
+
+def test_values_that_are_never_freed_are_more_than_the_plan_has():
+    artifact = pipeline("tied_head").artifact
+    program = re.sub(r"^    del _3_norm_item_m\d, _2_add_m\d\n", "", artifact.programs[0], flags=re.MULTILINE)
+    (problem,) = check_artifact(replace(artifact, programs=(program, artifact.programs[1]))).problems
+    assert re.fullmatch(r"holds \d+ bytes before \S+, and the plan has \d+", problem.text)
+
+
+def test_what_a_program_is_not_allowed():
+    for text, wrong in (
+        ("import os", "imports os"),
+        ("open('x')", "NameError"),
+        ("step = 1", "no function step"),
+    ):
+        artifact = pipeline("tied_head").artifact
+        programs = (f"{artifact.programs[0]}\n{text}\n", *artifact.programs[1:])
+        found = check_artifact(replace(artifact, programs=programs))
+        assert any(wrong in str(problem) for problem in found.problems), (text, found)
+
+
+def test_a_captured_step_that_is_no_step():
+    text = pipeline("tied_head").artifact.captured
+    for edit, wrong in (
+        (('"format":1', '"format":2'), "format"),
+        (("aten.mm.default", "aten.mmm.default"), "mmm"),
+        (('"value":', '"valve":'), "valve"),
+        (('"loss":', '"loss":9'), "no op computes"),
+    ):
+        with pytest.raises(ArtifactError, match=wrong):
+            reference_of(CapturedStep.from_json(text.replace(*edit), "captured.json"), Terms(RULES))
+
+
+def test_a_pipeline_of_an_earlier_version_cannot_be_checked():
+    with pytest.raises(RunError, match="earlier version"):
+        check_artifact(replace(pipeline("tied_head").artifact, captured=""))

@@ -1,0 +1,61 @@
+"""Where the identities on terms hold, and where a bit would change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fxpipe.certificate.calls import op_term
+from fxpipe.certificate.identities import RULES
+from fxpipe.certificate.schemas import schema_of
+from fxpipe.certificate.terms import Layout, Terms
+
+aten = torch.ops.aten
+FLOAT, WHOLE, COMPLEX = torch.float32, torch.int64, torch.complex64
+
+
+def same(dtype, one, other):
+    """Whether two functions of ``call`` and of two inputs give one term."""
+    terms = Terms(RULES)
+
+    def call(op, *args, **kwargs):
+        schema = schema_of(op)
+        return op_term(terms, schema, schema.bind(args, kwargs))
+
+    x, y = (terms.input("batch", name, Layout((2, 3), dtype), True) for name in "xy")
+    return one(call, x, y) is other(call, x, y)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "made", "holds"),
+    [
+        (FLOAT, lambda call, x, y: call(aten.mul.Tensor, x, 1), True),
+        (COMPLEX, lambda call, x, y: call(aten.mul.Tensor, x, 1), False),  # infinities
+        (WHOLE, lambda call, x, y: call(aten.mul.Tensor, x, 1.0), False),  # becomes a float
+        (WHOLE, lambda call, x, y: call(aten.add.Tensor, x, 0), True),
+        (FLOAT, lambda call, x, y: call(aten.add.Tensor, x, 0), False),  # -0.0
+        (FLOAT, lambda call, x, y: call(aten.sub.Tensor, x, 0), True),
+        (FLOAT, lambda call, x, y: call(aten.sub.Tensor, x, -0.0), False),
+        (FLOAT, lambda call, x, y: call(aten.view.default, call(aten.view.default, x, [6]), [2, 3]), True),
+        (FLOAT, lambda call, x, y: call(aten.t.default, call(aten.transpose.int, x, 0, -1)), True),
+        (FLOAT, lambda call, x, y: call(aten.slice.Tensor, x, 1, 0, 9), True),
+        (FLOAT, lambda call, x, y: call(aten.slice.Tensor, x, 1, 0, 2), False),
+        (FLOAT, lambda call, x, y: call(aten._to_copy.default, x, dtype=FLOAT), True),
+        (FLOAT, lambda call, x, y: call(aten.neg.default, call(aten.neg.default, x)), True),
+    ],
+)
+def test_a_value_is_its_operand(dtype, made, holds):
+    assert same(dtype, made, lambda call, x, y: x) is holds
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op", "out", "holds"),
+    [
+        (FLOAT, aten.mul.Tensor, aten.mul.out, True),
+        (COMPLEX, aten.mul.Tensor, aten.mul.out, False),  # one of its two products is not rounded
+        (FLOAT, aten.sub.Tensor, aten.sub.out, False),
+    ],
+)
+def test_operands_have_no_order_where_no_bit_depends_on_it(dtype, op, out, holds):
+    exchanged = same(dtype, lambda call, x, y: call(op, x, y), lambda call, x, y: call(out, y, x, out=x))
+    assert exchanged is holds
