@@ -15,7 +15,7 @@ from fxpipe.certificate.calls import Checked
 from fxpipe.certificate.problems import Line, Rejected
 from fxpipe.certificate.sections import Sections
 from fxpipe.certificate.terms import canonical
-from fxpipe.certificate.values import Announced, Value
+from fxpipe.certificate.values import Announced, Value, Within
 
 #: Modules that a program may import beside torch and fxpipe's own.
 _HARMLESS = (
@@ -133,6 +133,7 @@ def namespace(sections: Sections, buffer: Callable[[str], Value]) -> dict[str, A
         modules[f"{place}.random"] = SimpleNamespace(keyed=keyed)
         modules[f"{place}.checks"] = SimpleNamespace(expect=expect)
         modules[f"{place}.inductor"] = SimpleNamespace(inductor=lambda function: function)
+        modules[f"{place}.within"] = SimpleNamespace(within=Within)
 
     def imported(name: str, *rest: Any) -> Any:
         if name in modules:

@@ -7,7 +7,7 @@ terms, of another microbatch, has the same results, of that one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -160,10 +160,11 @@ class Sections:
             self.running = False
         places = {memories[memory]: k for k, memory in enumerate(given.memories)}
         leaves = _AsLeaves(self.calls, places)
+        held = {id(each) for each in _lists_within(own)}
         return Summary(
             function.__name__,
             leaves.of(result),
-            [leaves.of(each) for each in copied.lists],
+            [leaves.of(each if id(each) in held else []) for each in copied.lists],
             {k: memory.version for memory, k in places.items() if memory.version},
             self.calls.effects,
         )
@@ -182,6 +183,15 @@ class Sections:
         for values, after in zip(given.lists, found.lists, strict=True):
             values[:] = _rebuilt(after, given, before, new, self.held)
         return _rebuilt(found.result, given, before, new, self.held)
+
+
+def _lists_within(arguments: Any) -> Iterator[list[Any]]:
+    """The lists that arguments still hold; one that was popped from another is free with all its values."""
+    for each in arguments:
+        if isinstance(each, list):
+            yield each
+        if isinstance(each, list | tuple):
+            yield from _lists_within(each)
 
 
 def _microbatch(args: Any) -> int | None:

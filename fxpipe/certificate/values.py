@@ -151,3 +151,14 @@ class Pending:
     layouts: list[Any]
     line: Any
     adds: bool = False
+
+
+@dataclass(frozen=True)
+class Within:
+    """Of a container, the values of a module by their names within it."""
+
+    container: Container
+    module: str
+
+    def __getitem__(self, name: str) -> Any:
+        return self.container[f"{self.module}.{name}"]
