@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from fxpipe.certificate.calls import Calls
-from fxpipe.certificate.compare import compared
+from fxpipe.certificate.compare import compared, larger_memory
 from fxpipe.certificate.identities import RULES
 from fxpipe.certificate.layouts import Unknown
 from fxpipe.certificate.problems import Certificate, Problem, RankProof, Rejected
@@ -118,4 +118,5 @@ def _certificate(
         ),
         problems=tuple(dict.fromkeys(sorted(problems)))[:MOST_PROBLEMS],
         split=split,
+        larger=tuple(larger_memory(plan, ranks)),
     )

@@ -32,7 +32,6 @@ def compared(plan: Plan, reference: Reference, world: World, ranks: Ranks) -> li
         *_outputs(plan, reference, ranks),
         *_checks(plan, reference, ranks),
         *_messages(world, ranks),
-        *_memory(plan, ranks),
         *reference.problems(),
     ]
 
@@ -179,7 +178,8 @@ def _messages(world: World, ranks: Ranks) -> Iterator[Problem]:
             yield _at(joined[0][2], f"{len(joined)} ranks take part in collective {number} of group {group}")
 
 
-def _memory(plan: Plan, ranks: Ranks) -> Iterator[Problem]:
+def larger_memory(plan: Plan, ranks: Ranks) -> Iterator[Problem]:
+    """Where ranks hold more than the plan predicts."""
     for rt, predicted in zip(ranks, plan.prediction.peak_memory, strict=True):
         held, op = rt.held.peak
         if held > ACCURACY * predicted:

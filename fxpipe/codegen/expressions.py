@@ -34,7 +34,7 @@ CONTAINERS = {
 #: Names that a program uses itself: imports, definitions, arguments and variables.
 _OWN = re.compile(
     r"rt|step|torch|keyed|expect|inductor|float|complex|MESSAGES|CASTS|params|casts|buffers|constants"
-    r"|batch|batches|grads|key|m"
+    r"|batch|batches|grads|key|m|i|at|carry|collected|within|range|record|x"
     r"|loss|count|from_[A-Z]\d+_to_[A-Z]\d+"
     r"|(saved|saved_for_weight|offloaded|offloaded_for_weight|gradients)\d*|collective\d+_\d+"
     r"|stage\d+_(forward|backward|weight)"

@@ -205,7 +205,7 @@ class _Function:
         if isinstance(entry, str):
             return self._text(entry)
         stack = self.lists.variable(entry, name)
-        return f"*sum({stack}, [])" if name.startswith("offloaded") else stack
+        return f"*(x for record in {stack} for x in record)" if name.startswith("offloaded") else stack
 
     @property
     def _returned(self) -> set[str]:

@@ -63,15 +63,15 @@ def test_programs_are_the_captured_step(name):
 #: for the line of the edit.
 EDITS = {
     "a W is missing": (
-        ("tied_head", 0, r"^    stage0_weight\(.*m1\)\n", ""),
+        ("tied_head", 0, r"W0\(1\)$", "pass"),
         r"rank0.py:\d+: the gradient of .* is missing .* of microbatch 1",
     ),
     "a W runs twice": (
-        ("tied_head", 1, r"^    (addmm_\(.*\)\n)", r"    \1    \1"),
+        ("tied_head", 1, r"^    (addmm_\(.*\).*\n)", r"    \1    \1"),
         r"rank1.py:\d+: the gradient of .* has .* 2 times, not 1",
     ),
     "operands are exchanged": (
-        ("tied_head", 0, r"= mm\((\w+), (\w+.*)\)$", r"= mm(\2, \1)"),
+        ("tied_head", 0, r"= mm\((\w+), ([^()]+)\)", r"= mm(\2, \1)"),
         r"rank0.py:\d+: mm\(.* has no shape",
     ),
     "a literal is another": (
@@ -79,19 +79,19 @@ EDITS = {
         r"rank1.py:\d+: computes native_layer_norm\(.*1e-06\), where the captured step has .*1e-05",
     ),
     "another microbatch's batch": (
-        ("tied_head", 0, r"batches\[1\]", "batches[2]"),
+        ("tied_head", 0, r"batches\[m\]", "batches[2 if m == 1 else m]"),
         r"rank1.py:\d+: the loss is missing for microbatch 1",
     ),
     "a message is sent twice": (
-        ("tied_head", 0, r"^(    rt.send\(.*)$", r"\1\n\1"),
+        ("tied_head", 0, r"^( +rt.send\([^()]*\)$)", r"\1\n\1"),
         r"rank1.py:\d+: expects the gradient of embedding.weight, and rank0.py:\d+ sends another",
     ),
     "a message is not sent": (
-        ("tied_head", 0, r"^    rt.send\(.*\n", "", 2),
-        r"rank1.py:\d+: waits forever for message 4 of rank 0",
+        ("tied_head", 0, r"^ +rt.send\([^()]*\)$", ""),
+        r"rank1.py:\d+: waits forever for message 0 of rank 0",
     ),
     "a message is read before it is there": (
-        ("tied_head", 1, r"rt\.wait_all\((\w+)\)", r"\1, 0"),
+        ("tied_head", 1, r"rt\.wait_all\((.*)\)", r"\1, 0"),
         r"rank1.py:\d+: reads a message before it has waited for it",
     ),
     "a value is freed early": (
@@ -103,7 +103,7 @@ EDITS = {
         r"rank1.py:\d+: waits forever for the gradient of embedding.weight of rank 0",
     ),
     "a key of another microbatch": (
-        ("noisy", 0, r"rt\.key\(1\)", "rt.key(0)"),
+        ("noisy", 0, r"rt\.key\(m\)", "rt.key(0 if m == 1 else m)"),
         r"rank0.py:LINE: computes key of the microbatch 1 earlier, where the captured step has key",
     ),
     "a random op at another position": (
@@ -111,11 +111,11 @@ EDITS = {
         r"rank0.py:LINE: computes keyed\(key, 7, .* captured step has keyed\(key, 0, .* and 36 others",
     ),
     "an offload over another": (
-        ("noisy", 0, r"rt.offload\((\w+), at=[1-9]\d*\)", r"rt.offload(\1, at=0)"),
-        r"rank0.py:LINE: offloads \w+ over \w+",
+        ("noisy", 0, r"offload_0\(1, \d+, (\d+)\)", r"offload_0(1, 0, \1)"),
+        r"rank0.py:\d+: offloads \w+ over \w+",
     ),
     "an offloaded value is read": (
-        ("noisy", 0, r"^    rt.wait_reload\(.*\n", ""),
+        ("noisy", 0, r"rt.wait_reload\(.*\)", "pass"),
         r"rank0.py:\d+: reads \w+, which is offloaded",
     ),
     "a buffer gets no new value": (
@@ -140,9 +140,12 @@ def test_memory_that_an_op_wrote_to_is_not_read_again():
 
 def test_values_that_are_never_freed_are_more_than_the_plan_has():
     artifact = pipeline("tied_head").artifact
-    program = re.sub(r"^    del _3_norm_item_m\d, _2_add_m\d\n", "", artifact.programs[0], flags=re.MULTILINE)
-    (problem,) = check_artifact(replace(artifact, programs=(program, artifact.programs[1]))).problems
-    assert re.fullmatch(r"holds \d+ bytes before \S+, and the plan has \d+", problem.text)
+    program = artifact.programs[0].replace("saved0.pop(m)", "[*saved0[m]]")
+    found = check_artifact(replace(artifact, programs=(program, artifact.programs[1])))
+    assert found.holds
+    (larger,) = found.larger
+    assert re.fullmatch(r"holds \d+ bytes before \S+, and the plan has \d+", larger.text)
+    assert str(larger) in str(found)
 
 
 def test_what_a_program_is_not_allowed():
