@@ -10,8 +10,9 @@ from torch import fx
 
 from fxpipe.codegen.comments import input_comments
 from fxpipe.codegen.expressions import Names, Scope, variable
-from fxpipe.codegen.layers import Layers, Loop, base_name
+from fxpipe.codegen.layers import Layers
 from fxpipe.codegen.lists import Layout, Stack, Taken, layout, taken
+from fxpipe.codegen.loops import Loop, base_name
 from fxpipe.codegen.nodes import node_lines, place, storages
 from fxpipe.codegen.outline import Analysis, Repeated
 from fxpipe.codegen.signatures import LISTS, PHASE_NAMES, Signature

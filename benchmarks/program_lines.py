@@ -1,0 +1,64 @@
+"""The length of generated programs, by the layers of a stage and by microbatches.
+
+    python benchmarks/program_lines.py --output benchmarks/results/program_lines.txt
+
+GPT-2 and Llama as transformers writes them, on the meta device, 2 ranks, ZB-H1.  A row a rank: its lines, those
+of its functions, and those of ``step``; the rest is the head.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from pathlib import Path
+
+import torch
+from report import Report
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import fxpipe
+
+RANKS, LENGTH, WORDS = 2, 64, 1024
+
+
+def gpt2(layers: int) -> nn.Module:
+    return GPT2LMHeadModel(GPT2Config(n_layer=layers, vocab_size=WORDS, n_positions=LENGTH))
+
+
+def llama(layers: int) -> nn.Module:
+    config = LlamaConfig(num_hidden_layers=layers, hidden_size=512, intermediate_size=1536, vocab_size=WORDS)
+    return LlamaForCausalLM(config)
+
+
+def programs(model: nn.Module, microbatches: int) -> tuple[str, ...]:
+    ids = torch.zeros(1, LENGTH, dtype=torch.int64, device="meta")
+    batch = {"input_ids": ids, "labels": ids}
+    options = {"ranks": RANKS, "microbatches": microbatches, "schedule": "zb-h1", "check": False}
+    return fxpipe.compile(model, batch, **options).artifact.programs
+
+
+def counted(program: str) -> tuple[str, ...]:
+    """The lines of all, of the functions and of ``step``."""
+    _, *functions = program.split("\n\n\n")
+    parts = program, "\n\n\n".join(functions[:-1]), functions[-1]
+    return tuple(str(part.count("\n") + 1) for part in parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--output", type=Path)
+    given = parser.parse_args()
+    report, rows = Report("Lines of generated programs"), []
+    for build, layers, microbatches in itertools.product((gpt2, llama), (12, 48), (8, 32)):
+        with torch.device("meta"):
+            model = build(layers * RANKS)
+        for rank, program in enumerate(programs(model, microbatches)):
+            name = f"{build.__name__}, {layers} layers a stage, m = {microbatches}, rank {rank}"
+            rows.append((name, *counted(program)))
+    report.table(["model", "lines", "functions", "step"], rows)
+    report.save(given.output)
+
+
+if __name__ == "__main__":
+    main()
