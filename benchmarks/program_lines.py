@@ -2,8 +2,8 @@
 
     python benchmarks/program_lines.py --output benchmarks/results/program_lines.txt
 
-GPT-2 and Llama as transformers writes them, on the meta device, 2 ranks, ZB-H1.  A row a rank: its lines, those
-of its functions, and those of ``step``; the rest is the head.
+GPT-2 and Llama as transformers writes them, on the meta device, 2 ranks, ZB-H1.  A row a rank: its lines,
+those of its functions, and those of ``step``; the rest is the head.
 """
 
 from __future__ import annotations

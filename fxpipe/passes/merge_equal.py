@@ -91,13 +91,14 @@ def _modules(path: str) -> list[str]:
 
 
 def _given(graph: fx.Graph) -> set[fx.Node]:
-    """The ops that lead from inputs of the step to values, within one section."""
+    """The ops that lead to values from what is there when their section begins: inputs of the step, and
+    values of other sections."""
     given: set[fx.Node] = set()
     for node in graph.nodes:
         color = node.meta.get("color")
         if node.op == "placeholder" or (
             node.op == "call_function"
-            and all(n in given and n.meta.get("color", color) == color for n in node.all_input_nodes)
+            and all(n in given or n.meta.get("color", color) != color for n in node.all_input_nodes)
         ):
             given.add(node)
     return given
