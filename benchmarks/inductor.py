@@ -150,11 +150,11 @@ def measured(
         before = now()
         float(step())
         taken.append(now() - before)
-    peak = _peak(step, device) if alone or device != "cpu" else None
+    peak = peak_bytes(step, device) if alone or device != "cpu" else None
     return {"seconds": min(taken), "peak": peak, "first": first, "loss": loss}
 
 
-def _peak(step: Callable[[], Any], device: str) -> int:
+def peak_bytes(step: Callable[[], Any], device: str) -> int:
     """The largest number of bytes that a step allocates beyond those that are there before it."""
     import torch
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
@@ -43,6 +44,7 @@ class TorchPipeline:
     """One rank of it.
 
     part: stage -> the module of that stage.  loss_fn: (output of the last stage, its target) -> loss.
+    group: of its ranks; by default all processes.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class TorchPipeline:
         microbatches: int,
         part: Callable[[int], nn.Module],
         loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.name, self.entry = name, SCHEDULES[name]
         self.placement = place(self.entry.placement, ranks, self.entry.stages_per_rank)
@@ -62,7 +65,8 @@ class TorchPipeline:
         self.parts = nn.ModuleList(part(stage) for stage in held)
         cpu = torch.device("cpu")
         stages = [
-            PipelineStage(p, s, len(self.placement), cpu) for p, s in zip(self.parts, held, strict=True)
+            PipelineStage(p, s, len(self.placement), cpu, group=group)
+            for p, s in zip(self.parts, held, strict=True)
         ]
         given = stages if self.entry.stages_per_rank > 1 else stages[0]
         self.schedule = self.entry.cls(given, microbatches, loss_fn=loss_fn)

@@ -24,7 +24,6 @@ from fxpipe.errors import (
     VerifyError,
     VocabularyError,
 )
-from fxpipe.plan.version import __version__
 
 # The streams of a GPU that share one of its queues wait for each other, those of messages for ever.  The
 # driver reads it when the GPU is used first: where it was, runtime/ranks/connect.py finds that it is not set.
@@ -35,7 +34,9 @@ if TYPE_CHECKING:
     from fxpipe.api import compile, load
     from fxpipe.compiler.options import Offload
     from fxpipe.pipeline import Pipeline
+    from fxpipe.plan.version import __version__
     from fxpipe.runtime.program.outputs import StepResult
+    from fxpipe.runtime.ranks.local_mesh import local_lanes
     from fxpipe.schedule.ops import Schedule
     from fxpipe.training.checkpoint.checkpointer import Checkpointer
     from fxpipe.training.checkpoint.read import Checkpoint, read_checkpoint
@@ -63,10 +64,12 @@ __all__ = [
     "__version__",
     "compile",
     "load",
+    "local_lanes",
     "read_checkpoint",
 ]
 
 _LAZY = {
+    "__version__": "fxpipe.plan.version",
     "Checkpoint": "fxpipe.training.checkpoint.read",
     "Checkpointer": "fxpipe.training.checkpoint.checkpointer",
     "Offload": "fxpipe.compiler.options",
@@ -75,6 +78,7 @@ _LAZY = {
     "StepResult": "fxpipe.runtime.program.outputs",
     "compile": "fxpipe.api",
     "load": "fxpipe.api",
+    "local_lanes": "fxpipe.runtime.ranks.local_mesh",
     "read_checkpoint": "fxpipe.training.checkpoint.read",
 }
 

@@ -18,18 +18,25 @@ from fxpipe.errors import CaptureError, FxpipeError, PartitionError
 from fxpipe.pipeline import Pipeline
 from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact, Plan
+from fxpipe.plan.dtensors import is_dtensor, local
 from fxpipe.plan.kept import kept_tensors
+from fxpipe.plan.number import number
 from fxpipe.plan.rows import whole, whole_name
+from fxpipe.plan.step import Shard
 from fxpipe.plan.tensors import in_strides
 from fxpipe.runtime.job.failure import in_short
+from fxpipe.runtime.job.mesh import ranks_and_replicas
 from fxpipe.runtime.job.process import Process, agreed, as_timeout, own_ranks, under_torchrun
 from fxpipe.runtime.program.accelerator import check_supported, default_device
 from fxpipe.runtime.program.batch import batch_leaves
 from fxpipe.runtime.program.offload import check_tier
 from fxpipe.schedule.ops import Schedule
 from fxpipe.training import parts
+from fxpipe.training.accumulators import check_buckets
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from fxpipe.compiler.compile import Compiled
     from fxpipe.compiler.options import Offload, Options
     from fxpipe.cost.device import Device
@@ -39,7 +46,9 @@ def compile(
     model: nn.Module,
     example: Mapping[str, Any] | tuple[Any, ...] | list[Any],
     *,
-    ranks: int,
+    ranks: int | DeviceMesh,
+    replicas: int | None = None,
+    shard: Shard | None = None,
     microbatches: int,
     # the step
     loss_fn: Callable[..., Any] | None = None,
@@ -71,8 +80,14 @@ def compile(
 ) -> Pipeline:
     """Compile a model into one program per rank.
 
-    model: any module, on the CPU, a GPU, or the meta device; it is not changed.
+    model: any module, on the CPU, a GPU, or the meta device; it is not changed.  With DTensors, as torch's
+        ``parallelize_module`` makes them, each rank has as many processes as their mesh (docs/lanes.md).
     example: one microbatch, a mapping of keyword arguments, or a tuple or list of arguments.
+    ranks: of a pipeline, a process each; or a DeviceMesh of (replicas, ranks), or of the ranks of a replica.
+    replicas: the number of pipelines that train together, each on its own rows (docs/mesh.md); by default as
+        many as torchrun started processes for.  ``run_local`` runs so many, 1 by default.
+    shard: what the replicas divide between them: ``"optimizer"``, its state (ZeRO 1), ``"gradients"``, these
+        too (ZeRO 2), or ``"parameters"``, these too (ZeRO 3); by default each replica has all of it.
 
     loss_fn: ``(output, microbatch) -> loss``, a scalar, or ``-> (sum, count)`` for an exact mean over
         all counts of the batch; either with a mapping of metrics behind it, ``-> (loss, {"accuracy": …})``.
@@ -140,10 +155,11 @@ def compile(
     Under torchrun all ranks must call it with the same arguments; rank 0 compiles, and each of the others
     receives its program.  Each tensor that several ranks hold gets the values of the first of them.
     Raises CaptureError, PartitionError, VocabularyError or ScheduleError, each with what to do, and RunError
-    where the number of processes is not ``ranks``.
+    where the number of processes is no multiple of ``ranks``, or not that of ``replicas`` * ``ranks``.
     """
     # Imported here, as ``load`` needs neither the compiler nor the schedule search with its compiled kernels.
-    from fxpipe.compiler.compile import compile_evaluation, compile_model
+    from fxpipe.capture.dtensors import mesh_of
+    from fxpipe.compiler.compile import compile_evaluation, compile_model, last_lane_as_text
     from fxpipe.compiler.options import Options, as_offload, parse_bytes
     from fxpipe.compiler.options import check as check_options
     from fxpipe.compiler.progress import Phases
@@ -153,9 +169,12 @@ def compile(
         raise CaptureError(f"The model is a {type(model).__name__}; fxpipe compiles an nn.Module.")
     device = _device_of(model)
     check_supported(device)
+    pipeline_ranks, replicas = ranks_and_replicas(ranks, replicas)
     process = Process.join(device, as_timeout(timeout)) if under_torchrun() else None
+    mesh = mesh_of(model)
     if process is not None:
-        process.check_ranks(ranks)
+        process = process.with_ranks(pipeline_ranks, replicas, 1 if mesh is None else mesh.size())
+        process.check_mesh(mesh)
         process.backend(device)
     with agreed(process, "compile"):
         if isinstance(split_points, str):
@@ -168,7 +187,7 @@ def compile(
         if isinstance(example, list):  # as DataLoaders give them
             example = tuple(example)
         options = Options(
-            ranks=ranks,
+            ranks=pipeline_ranks,
             microbatches=microbatches,
             schedule=read_schedule(schedule) if isinstance(schedule, Path) else schedule,
             stages_per_rank=stages_per_rank,
@@ -177,6 +196,8 @@ def compile(
             memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
             costs=tuple(costs) if isinstance(costs, list | tuple) else costs,  # type: ignore[arg-type]
             seed=seed,
+            shard=shard,
+            replicas=(replicas or 1) if process is None else process.replicas,
             vocab_parallel=vocab_parallel,
             gradients=gradients,
             grad_dtype=grad_dtype,
@@ -187,7 +208,11 @@ def compile(
             outputs=tuple(dict.fromkeys(outputs)),
             evaluation=evaluation,
             effort=effort,
-            ranks_per_machine=_torchrun_ranks() if ranks_per_machine is None else ranks_per_machine,
+            ranks_per_machine=(
+                _torchrun_ranks(1 if process is None else process.lanes)
+                if ranks_per_machine is None
+                else ranks_per_machine
+            ),
             backend=backend,
             print_after=print_after,
             check=check,
@@ -198,6 +223,9 @@ def compile(
         own = {} if process is None else _arguments(model, example, loss_fn, options)
     if process is not None:
         process.check_alike(own, "the arguments of fxpipe.compile", "Call it with the same on all ranks.")
+
+    if process is not None and process.lanes > 1:
+        _check_lanes(process, lambda: last_lane_as_text(model, example, loss_fn, options, device))
 
     devices: tuple[Device, ...] = ()
     if process is not None and costs == "analytic" and process.has_different_devices(device):
@@ -212,7 +240,7 @@ def compile(
 
     compiled: Compiled | None = None
     forward: Artifact | None = None
-    if process is None or process.rank == 0:
+    if process is None or process.leads:
         compiled, forward = compiled_here() if process is None else _compiled_for_all(compiled_here, process)
         artifact = compiled.artifact
     else:
@@ -262,7 +290,7 @@ def load(
     process = Process.join(device, as_timeout(timeout)) if under_torchrun() else None
     if process is not None:
         process.backend(device)
-    leads = process is None or process.rank == 0
+    leads = process is None or process.leads
     with agreed(process, f"load {directory}"):
         texts = files.plan_texts(directory)
         plans = files.checked_plans(texts) if leads else []
@@ -271,7 +299,7 @@ def load(
     else:
         process.check_same(files.checksum_of(texts), f"{directory / 'plan.json'}")
         artifacts = parts.share_plans(plans, process)
-        process.check_ranks(artifacts[0].plan.ranks)
+        process = process.with_ranks(artifacts[0].plan.ranks)
     plan = artifacts[0].plan
     own = own_ranks(process, plan.ranks)
     with agreed(process, f"load {directory}"):
@@ -286,6 +314,8 @@ def load(
         )
         parameters, buffers, constants = _read_tensors(directory, plan, process, device)
         step_number = files.read_step_number(directory, own[0])
+        if process is not None and process.replicas > 1:
+            check_buckets(plan)
         evaluation = files.evaluation_directory(directory)
         forward = [replace(a, constants=files.read_constants(evaluation, a.plan, own)) for a in forward]
     pipe = Pipeline(
@@ -317,12 +347,29 @@ def _arguments(
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         frozen = ", frozen" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
         shape = "" if is_lazy(tensor) else f" {tuple(tensor.shape)}"
-        own[f"model.{name}"] = f"{tensor.dtype}{shape}{frozen}"
+        placed = f" {getattr(tensor, 'placements', '')}" if is_dtensor(tensor) else ""
+        own[f"model.{name}"] = f"{tensor.dtype}{shape}{placed}{frozen}"
     return own
 
 
 #: Options that differ between machines.
 _OWN = ("ranks_per_machine", "offload")
+
+
+def _check_lanes(process: Process, traced: Callable[[], str]) -> None:
+    """Raise CaptureError on all processes unless the model of the first, as the last lane of its rank would
+    run it, is what the model of that lane runs: code may have kept the number of its process."""
+    last, own = process.lanes - 1, b""
+    with process.agreed("trace its model"), process.unhurried():
+        if process.world_rank in (0, last):
+            own = str(number(traced().encode())).encode()
+    found = process.gather(own)
+    if found[0] != found[last]:
+        raise CaptureError(
+            f"The model of process {last}, the last lane of rank 0, runs other ops than that of process 0 "
+            "would on that lane. All lanes run one program: let a module keep neither the number of its "
+            "process nor what follows from it, and ask mesh.get_local_rank() in the forward."
+        )
 
 
 def _read_tensors(
@@ -358,11 +405,11 @@ def _held_of(
     names |= set(map(whole_name, names))
     # Frozen parameters that the step changes are buffers of the pipeline.
     changed = {name for held in plan.tensors for name in held.buffers}
-    parameters = {n: p for n, p in model.named_parameters() if n in names and n not in changed}
-    buffers: dict[str, torch.Tensor] = {
-        n: p for n, p in model.named_parameters() if n in names and n in changed
-    }
-    buffers |= {n: b for n, b in model.named_buffers() if n in names}
+    registered = (*model.named_parameters(), *model.named_buffers())
+    held = {n: _held_part(n, t, plan, rank is None) for n, t in registered if n in names}
+    trained = {n for n, _ in model.named_parameters()} - changed
+    parameters: dict[str, Any] = {n: t for n, t in held.items() if n in trained}
+    buffers = {n: t for n, t in held.items() if n not in trained}
     kept = {n for held in needed for n in held.buffers} - buffers.keys()
     buffers |= kept_tensors(model, kept)
     if missing := kept - buffers.keys():
@@ -373,10 +420,20 @@ def _held_of(
     return parameters, buffers
 
 
-def _torchrun_ranks() -> int | None:
+def _held_part(name: str, tensor: torch.Tensor, plan: Plan, alone: bool) -> torch.Tensor:
+    """Of a DTensor the part of this process; the whole of it, without values yet, where it runs all lanes."""
+    if not is_dtensor(tensor):
+        return tensor
+    part = local(tensor).detach()
+    if alone and name in plan.lanes.shards:
+        part = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return nn.Parameter(part, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else part
+
+
+def _torchrun_ranks(lanes: int = 1) -> int | None:
     """The number of ranks that torchrun started on this machine; None under another launcher or none."""
     number = os.environ.get("LOCAL_WORLD_SIZE")
-    return int(number) if number is not None and under_torchrun() else None
+    return max(1, int(number) // lanes) if number is not None and under_torchrun() else None
 
 
 def _explain_on_terminal(plan: Plan) -> None:

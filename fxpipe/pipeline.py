@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +27,8 @@ from fxpipe.schedule.costs import StageCost
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
+from fxpipe.training.given_values import InMemory
+from fxpipe.training.initialize import initialize_held
 from fxpipe.training.make_optimizer import make_optimizer
 from fxpipe.training.model_state import ModelState
 from fxpipe.training.optimizer import PipelineOptimizer
@@ -132,6 +133,21 @@ class Pipeline:
     def plan(self) -> Plan:
         """All decisions and predictions; under torchrun the ops of other ranks are fetched here, once."""
         return self.artifact.whole_plan
+
+    @property
+    def replicas(self) -> int:
+        """The number of replicas that train together: of processes, or of those of ``run_local``."""
+        return self.artifact.plan.replicas if self.process is None else self.process.replicas
+
+    @property
+    def replica(self) -> int:
+        """The number of the replica that this process belongs to: it takes the rows of that."""
+        return 0 if self.process is None else self.process.replica
+
+    @property
+    def lanes(self) -> int:
+        """The number of processes that share each op of a rank: 1 of a model without DTensors."""
+        return self.artifact.plan.lanes.number
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -241,9 +257,10 @@ class Pipeline:
                     "compile model.eval() once more with gradients=False."
                 )
             pipe = self
-        if outputs is None:
-            return pipe.step(batch)
-        return pipe.step(batch, outputs=outputs, outputs_on=outputs_on)
+        with pipe.model_state.borrowing(self._runner.gather_parameters()):
+            if outputs is None:
+                return pipe.step(batch)
+            return pipe.step(batch, outputs=outputs, outputs_on=outputs_on)
 
     def ask_to_stop(self) -> None:
         """Ask all ranks to end the run, as a SIGTERM does where a Checkpointer is: ``stops`` tells, on all
@@ -346,11 +363,33 @@ class Pipeline:
         strict: raise ArtifactError for names that are missing or that the model does not have.
         Raises ArtifactError for another shape, and for two values of one tensor.
         """
-        with agreed(self.process, "load the state dict"), ExitStack() as stack:
-            if isinstance(state, (str, Path)):
-                state = stack.enter_context(closing(Pretrained(Path(state))))
-            load_state_dict(self.model_state, state, strict)
+        with agreed(self.process, "load the state dict"):
+            given = Pretrained(Path(state)) if isinstance(state, (str, Path)) else InMemory(state)
+            load_state_dict(self.model_state, given, strict)
         self.share_values()
+
+    def initialize(self, fn: Callable[[torch.nn.Module], object] | None = None, *, seed: int = 0) -> None:
+        """Give a model on the meta device its initial values, each on the ranks that hold it.
+
+        As where a model is made on a device: all modules reset themselves (``reset_parameters``), then those
+        of Hugging Face run ``_init_weights``, then ``fn(module)`` is called for each module, as by
+        ``model.apply(fn)``.  Tensors that have values keep them.
+
+        seed: with it, the name of a module decides the numbers that its functions draw, on devices of one
+            model: the values are the same for any number of ranks, lanes, stages and split tables.
+
+        Call it on all ranks, as long as the model lives, before ``optimizer`` and the first ``step``.  A rank
+        makes the tensors that it holds in their places; of a split table, or a lane's share of a tensor, it
+        makes the whole for a moment, before all others, and keeps its part.
+        Raises RunError, naming it, for a parameter or buffer that none of these functions writes.
+        """
+        if self.process is not None:
+            own = {"seed": repr(seed), "fn": getattr(fn, "__qualname__", type(fn).__name__)}
+            self.process.check_alike(own, "pipe.initialize", "Call it with the same on all ranks.")
+        with agreed(self.process, "initialize the model"):
+            initialize_held(self.model_state, fn, seed)
+        if self.process is not None and self.process.has_different_devices(self.device):
+            self.share_values()  # their generators may differ
 
     def export(
         self, directory: str | Path, like: str | Path | None = None, *, largest_file: str = "5GB"
@@ -390,9 +429,13 @@ class Pipeline:
             return
         with self.process.agreed("use its model"):
             self.model_state.follow_model()
-        params, buffers = self.model_state.held_by(self.process.rank)
-        own = {**self.artifact.constants, **params, **buffers}
-        share_values(self.process, self.artifact.plan.tensors, own)
+        state, plan = self.model_state, self.artifact.plan
+        if not state.divides_parameters:
+            self._runner.gather_parameters()
+        stored = state.stored_by(self.process.rank).state
+        own = self.artifact.constants | {name: state.held(name) for name in stored}
+        tensors = state.owned if state.divides_parameters else self.process.of_each(plan.tensors)
+        share_values(self.process, tensors, own, plan.lanes.shards)
 
     def save(self, path: str | Path) -> None:
         """Write programs, plan, weights with their checksums, and pictures to a new directory.
@@ -400,6 +443,11 @@ class Pipeline:
         Under torchrun every rank calls it; rank 0 writes the files of all.  Raises ArtifactError, on all
         ranks, if the directory is not empty or cannot be written; then nothing is left in it.
         """
+        if self.lanes > 1:
+            raise RunError(
+                "A pipeline whose model has DTensors cannot be saved yet. Keep pipe.full_state_dict(), "
+                "compile the model again, and give it the values with pipe.load_state_dict(…)."
+            )
         self.check_alike()
         forward = None if self.evaluation is None else self.evaluation.artifact
         draw = self.draw if self.graph is not None else None
@@ -411,7 +459,7 @@ class Pipeline:
         It runs their text, not on tensors but on terms.  Raises RunError on other ranks than the first, which
         alone has all programs, and for a pipeline that was saved by an earlier version.
         """
-        if self.process is not None and self.process.rank != 0:
+        if self.process is not None and not self.process.leads:
             raise RunError("Rank 0 alone has the programs of all ranks: call check() there.")
         return check_artifact(self.artifact)
 

@@ -167,7 +167,10 @@ class Blocking(dist.ProcessGroup):
     def _collective(self, kind: str, root: int, start: Callable[..., Any], *arguments: Any) -> All:
         sizes = [tensor.nbytes for tensor in arguments[-2]]
         self._first_use(f"{kind} {root} {sizes}")
-        return All([start(*arguments)])
+        work = All([start(*arguments)])
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
 
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> All:
         return self._collective("broadcast", options.rootRank, self._gloo.broadcast, tensors, options)

@@ -50,6 +50,13 @@ FAMILIES = {
     "v-min": [(2, "v")],
     "dualpipe-v": [(2, "v")],
 }
+#: Of two replicas: what they divide, and sums and gathers while other ops run.
+REPLICAS = [
+    Shape(2, "zb-h1", replicas=2),
+    Shape(2, "1f1b", replicas=2, shard="optimizer"),
+    Shape(2, "interleaved", 2, replicas=2, shard="gradients"),
+    Shape(2, "zb-v", 2, "v", replicas=2, shard="parameters"),
+]
 #: Seconds after which a rank that waits for another one gives up.
 LIMIT_OF_A_HANG = 4.0
 
@@ -135,15 +142,15 @@ def _step(shape: Shape, microbatches: int) -> None:
     model, pipe = built_and_compiled(case, microbatches, shape)
     assert pipe.process is not None
     assert pipe.process.backend(pipe.device) == blocking_backend.NAME
-    batch = case.data(microbatches)
-    expected = eager(model, batch, microbatches)
+    batch = case.data(pipe.replicas * microbatches)
+    expected = eager(model, batch, pipe.replicas * microbatches)
     messages = _watch(pipe.runtime.comm)
     before = _operations(pipe)
-    loss = pipe.step(batch)
+    loss = pipe.step({name: x.chunk(pipe.replicas)[pipe.replica] for name, x in batch.items()})
     assert _operations(pipe) - before == len(messages) - messages.count("wait"), "a message is one operation"
     assert abs(loss - expected.loss) <= LIMIT * expected.loss, shape
     found, wanted = {}, {}
-    for name in pipe.plan.tensors[pipe.process.rank].gradients:
+    for name in pipe.model_state.owned_by(pipe.process.rank).gradients:
         rows = rows_of(name)
         found[name] = pipe.parameter(name).grad
         whole = expected.grads[name if rows is None else rows.table]
@@ -220,7 +227,7 @@ def _watch(comm: Any) -> list[str]:
 
 def _operations(pipe: fxpipe.Pipeline) -> int:
     """Those on messages of this rank, of all pipelines so far."""
-    groups = {id(g): g for (_, what), g in pipe.process.groups.items() if not isinstance(what, int)}
+    groups = {id(g): g for (*_, what), g in pipe.process.groups.items() if isinstance(what, tuple)}
     return sum(g.operations for g in groups.values() if isinstance(g, blocking_backend.Blocking))
 
 

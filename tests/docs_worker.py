@@ -1,9 +1,10 @@
-"""Runs the Python of a page, block by block, on names that the page's text takes for granted."""
+"""Runs the Python of pages, block by block, on names that their text takes for granted."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -51,7 +52,7 @@ def blocks(page: str) -> list[str]:
     return [block for block in found if "…" not in block.replace("# rank0.py … rank3.py", "")]
 
 
-def run(page: str, directory: str) -> None:
+def run(pages: Sequence[str], directory: str) -> None:
     os.chdir(directory)
     torch.manual_seed(0)
     rows = torch.randint(WORDS, (2 * MICROBATCHES * ROWS, LENGTH))
@@ -62,6 +63,7 @@ def run(page: str, directory: str) -> None:
         **{"model": Model(), "example": example, "loader": batches, "batch": batches[0]},
         **{"batch_of": lambda step: batches[step % 2], "steps": 3, "data": list(rows)},
     }
-    for block in blocks(page):
-        exec(compile(block, page, "exec"), names)
-        print("ran", block.splitlines()[0])
+    for page in pages:
+        for block in blocks(page):
+            exec(compile(block, page, "exec"), names)
+            print("ran", block.splitlines()[0])

@@ -19,16 +19,16 @@ DROPOUT = Case(Dropout, numbers)
 
 
 class Mixed(nn.Module):
-    """Few kernels, with dropout and a weight that both stages use."""
+    """Few kernels: layers with dropout, and a weight that both stages use."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(8, 8)
-        self.after = nn.Linear(8, 8)
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(6)])
 
     def forward(self, x, y):
-        x = F.dropout(F.gelu(self.layer(x)), 0.3)
-        return F.mse_loss(self.layer(self.after(x)), y)
+        for layer in self.layers:
+            x = F.dropout(F.gelu(layer(x)), 0.3)
+        return F.mse_loss(self.layers[0](x), y)
 
 
 REAL = Case(Mixed, numbers), Shape(2, "zb-h1", backend="inductor")

@@ -156,6 +156,25 @@ def meta(rank: Rank) -> None:
     rank.tensors("meta", held(pipe, rank))
 
 
+def random_(module: nn.Module) -> None:
+    """For what the modules of ``Shared`` leave out."""
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        tensor.normal_()
+
+
+def initialized(rank: Rank) -> None:
+    with torch.device("meta"):
+        model = Shared()
+    pipe = compiled(SHARED, model, MICROBATCHES, SHAPES["vocabulary"])
+    rank.error("nothing writes", pipe.initialize)
+    rank.error("other seed", pipe.initialize, random_, seed=rank.number)
+    pipe.initialize(random_, seed=5)
+    rank.tensors("initialized", held(pipe, rank))
+    rank.tensors("initialized loss", {"loss": pipe.step(batch_of(0))})
+    del model
+    rank.error("no model", pipe.initialize, random_)
+
+
 def other_files(rank: Rank) -> None:
     """Rank 1 loads a damaged copy, and then another pipeline."""
     own = rank.directory / f"copy {rank.number}"
@@ -215,6 +234,7 @@ def agree(rank: Rank) -> None:
     constant_that_cannot_be_sent(rank)
     lists(rank)
     meta(rank)
+    initialized(rank)
     other_files(rank)
     full_disk(rank)
     slow_rank(rank)

@@ -1,4 +1,4 @@
-"""The Python of README.md runs as it stands there, on four ranks."""
+"""The Python of pages runs as it stands there, on four processes."""
 
 import docs_worker
 import pytest
@@ -8,8 +8,12 @@ from launch import forked
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
 
-def test_readme(tmp_path):
-    page = "README.md"
-    ran = forked(4, docs_worker.run, page, str(tmp_path), dtype=torch.float32, logs=tmp_path / "logs")
+#: The number of blocks that are whole, by page.
+PAGES = {"README.md": 2, "docs/mesh.md": 2}
+
+
+def test_pages(tmp_path):
+    ran = forked(4, docs_worker.run, [*PAGES], str(tmp_path), dtype=torch.float32, logs=tmp_path / "logs")
     assert ran.code == 0, ran
-    assert all(out.count("ran ") == len(docs_worker.blocks(page)) == 2 for out in ran.stdout), ran
+    assert {page: len(docs_worker.blocks(page)) for page in PAGES} == PAGES
+    assert all(out.count("ran ") == sum(PAGES.values()) for out in ran.stdout), ran

@@ -132,6 +132,8 @@ class Shape:
     grad_dtype: torch.dtype | None = None
     recompute: bool | str = False
     backend: str = "eager"
+    replicas: int | None = None
+    shard: str | None = None
 
 
 def compiled(case: Case, model: nn.Module, microbatches: int, shape: Shape) -> fxpipe.Pipeline:
@@ -139,6 +141,8 @@ def compiled(case: Case, model: nn.Module, microbatches: int, shape: Shape) -> f
         model,
         case.example(),
         ranks=shape.ranks,
+        replicas=shape.replicas,
+        shard=shape.shard,
         microbatches=microbatches,
         schedule=shape.schedule,
         stages_per_rank=shape.stages_per_rank,

@@ -52,6 +52,11 @@ class Example:
         Raises CaptureError for a value that varies with random numbers, and for tensors without values.
         """
         needed = _needed(node, at)
+        if any(getattr(n.target, "namespace", "") == "_c10d_functional" for n in needed):
+            raise CaptureError(
+                f"The model's code reads a value that lanes have summed or gathered, at {place}. A trace has "
+                "the values of one of them: keep it a tensor (no .item(), no Python branch there)."
+            )
         given = self._given(needed)
         sources = frozenset(x for x, _ in given.values())
         with compat.no_modes(), torch.no_grad():

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpipe.capture.dtensors import like
 from fxpipe.capture.registered import registered
 from fxpipe.errors import BatchError, CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.graph import Input, Kind
+from fxpipe.plan.dtensors import local
 from fxpipe.plan.tensors import is_dense
 from fxpipe.runtime.program.batch import batch_leaves
 
@@ -25,11 +27,16 @@ LARGEST_FIXED = 4096
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """One placeholder of the trace, with its tensor."""
+    """One placeholder of the trace, with its tensor.
+
+    ``fake``: the tensor in the model's hands, a DTensor where the model has one.  ``local``: the one of the
+    trace, which is the same where it is none.
+    """
 
     input: Input
     real: torch.Tensor
     fake: torch.Tensor
+    local: torch.Tensor
     storage: int  # of the fake tensor, before the trace
     fixed: bool = False  # its values are part of the program
 
@@ -75,10 +82,11 @@ def inputs(
         fix = kind is Kind.BATCH and name in fixed
         for attribute, value in vars(real).items():  # set by the model on the tensor
             setattr(stand_in, attribute, value)
-        given.append(Given(Input(kind, name), real, stand_in, stand_in.untyped_storage()._cdata, fix))
+        own = local(stand_in)
+        given.append(Given(Input(kind, name), real, stand_in, own, own.untyped_storage()._cdata, fix))
 
     for found in registered(model, kept):
-        stand_in = fake(found.name, found.tensor)
+        stand_in = like(found.tensor, fake(found.name, found.local))
         if found.kind is Kind.PARAMETER:
             stand_in.requires_grad_(found.tensor.requires_grad)
             compat.mark_as_parameter(stand_in)

@@ -29,6 +29,7 @@ from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.graph import Input, Origin
 from fxpipe.ir.storage import written_arguments
+from fxpipe.plan.dtensors import is_dtensor_type
 
 _LIBRARY = tuple(f"{Path(file).parents[up]}{os.sep}" for file, up in ((torch.__file__, 0), (__file__, 1)))
 
@@ -151,6 +152,8 @@ class Provenance(compat.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], compat.FakeTensor):
             return args[0].device  # it knows, and is asked about twice an op
+        if any(map(is_dtensor_type, types)):
+            return NotImplemented  # it comes back with ops on the parts
         if not compat.is_tracing():
             return func(*args, **(kwargs or {}))
         with self.answers.noting_refusals():

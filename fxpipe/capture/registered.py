@@ -12,6 +12,7 @@ from torch import nn
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.graph import Kind
+from fxpipe.plan.dtensors import local
 from fxpipe.plan.kept import Slot, kept_slots
 from fxpipe.plan.tensors import storage_bytes
 
@@ -29,6 +30,10 @@ class Registered:
     tensor: torch.Tensor
     slots: tuple[Slot, ...]
     is_kept: bool = False
+
+    @property
+    def local(self) -> torch.Tensor:
+        return local(self.tensor)
 
     def now(self) -> list[torch.Tensor | None]:
         """The current tensors, one for each slot."""
@@ -76,9 +81,10 @@ def overlapping(tensors: Iterable[Registered]) -> list[tuple[Registered, Registe
     tensors = list(tensors)
     spans = []
     for place, x in enumerate(tensors):
-        if not x.tensor.is_meta and x.tensor.layout is torch.strided and x.tensor.numel():
-            begin = x.tensor.data_ptr()
-            spans.append((x.tensor.device.type, begin, begin + storage_bytes(x.tensor), place))
+        own = x.local
+        if not own.is_meta and own.layout is torch.strided and own.numel():
+            begin = own.data_ptr()
+            spans.append((own.device.type, begin, begin + storage_bytes(own), place))
     spans.sort(key=lambda span: span[:3])
     pairs = []
     for k, (device, _, end, a) in enumerate(spans):

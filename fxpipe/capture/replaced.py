@@ -12,6 +12,7 @@ from fxpipe.capture.inputs import Given
 from fxpipe.capture.registered import Registered
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph import Kind
+from fxpipe.plan.dtensors import local
 
 
 def replaced_buffers(
@@ -21,7 +22,7 @@ def replaced_buffers(
     replaced = {}
     for r, x in zip(tensors, given, strict=False):
         kind = r.kind.value
-        if x.fake.untyped_storage()._cdata != x.storage:
+        if x.local.untyped_storage()._cdata != x.storage:
             raise CaptureError(
                 f"The forward gives the {kind} {r.name!r} other memory (set_ or resize_). Copy into it "
                 "instead; or, if the first batch alone does it, run the model on one batch before you "
@@ -32,7 +33,7 @@ def replaced_buffers(
             if assigned.data(x.fake) is not None:
                 if r.tensor.requires_grad:
                     raise writes_to_a_parameter(r.name, assigned.place(x.fake))
-                replaced[r.name] = x.fake.detach()
+                replaced[r.name] = local(x.fake).detach()
             continue
         new = now[0]
         if r.kind is Kind.PARAMETER or new is None or any(t is not new for t in now):
@@ -41,9 +42,10 @@ def replaced_buffers(
                 f"The forward gives the {kind} {r.name!r} {what}. Replace parameters outside of the "
                 "forward, and write to a shared buffer in place."
             )
-        if (new.shape, new.dtype, new.device) != (x.fake.shape, x.fake.dtype, x.fake.device):
+        new = local(new)
+        if (new.shape, new.dtype, new.device) != (x.local.shape, x.local.dtype, x.local.device):
             raise CaptureError(
-                f"The forward changes the buffer {r.name!r} from {kind_of(x.fake)} to "
+                f"The forward changes the buffer {r.name!r} from {kind_of(x.local)} to "
                 f"{kind_of(new)}. A program keeps shapes and dtypes: give the buffer those that it has "
                 "later on from the start, or run the model on one batch before you compile it."
             )

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fxpipe.capture.dtensors import whole
 from fxpipe.errors import CaptureError
 
 #: The name of a model's output that is one tensor.
@@ -110,6 +111,7 @@ def _no_loss(who: str, returned: Any) -> CaptureError:
 
 
 def _checked(loss: torch.Tensor, source: str, gradients: bool) -> torch.Tensor:
+    loss = whole(loss)
     if loss.numel() != 1:
         raise CaptureError(
             f"The loss is not a scalar: {source} a tensor of shape {tuple(loss.shape)}. "
@@ -126,7 +128,7 @@ def _checked(loss: torch.Tensor, source: str, gradients: bool) -> torch.Tensor:
 
 
 def _count(given: Any, gradients: bool) -> torch.Tensor:
-    count: torch.Tensor = torch.as_tensor(given)
+    count: torch.Tensor = whole(torch.as_tensor(given))
     if count.numel() != 1 or count.is_complex():
         raise CaptureError(
             "The count that loss_fn returned is no number, but "
@@ -158,7 +160,7 @@ def _requested(
             raise CaptureError(f"There is no output {name!r}. Known: {_listed(found)}.")
         if found[name].layout is not torch.strided or found[name].is_nested:
             raise CaptureError(f"The output {name!r} is sparse or nested: return a dense tensor.")
-    return {name: found[name] for name in asked}
+    return {name: whole(found[name]) for name in asked}
 
 
 def _named_tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:

@@ -24,6 +24,7 @@ from fxpipe.capture.borrow import borrowed
 from fxpipe.capture.checkpoint import recorded_checkpoints
 from fxpipe.capture.clean import clean
 from fxpipe.capture.constants import check_constants
+from fxpipe.capture.dtensors import local_gradient
 from fxpipe.capture.failures import explained, in_another_thread
 from fxpipe.capture.frozen import Watch
 from fxpipe.capture.functional import KeepsState, check_unwritten, declare_writes, functionalize
@@ -44,6 +45,8 @@ from fxpipe.ir import compat
 from fxpipe.ir.compat import pytree
 from fxpipe.ir.graph import Kind, Origin
 from fxpipe.ir.storage import graph_outputs
+from fxpipe.plan.dtensors import local
+from fxpipe.plan.lanes import NO_LANES, LanePlan
 from fxpipe.runtime.program.checks import expect_op
 
 
@@ -53,10 +56,12 @@ class Captured:
 
     ``graph``'s placeholders carry an ``Input``; its output is an ``Outputs``.
     ``constants`` are the tensors that the model made from nothing or held outside parameters and buffers.
+    ``lanes``: where the model has DTensors.
     """
 
     graph: fx.Graph
     constants: dict[str, torch.Tensor]
+    lanes: LanePlan = NO_LANES
 
     @property
     def checks(self) -> int:
@@ -143,7 +148,7 @@ def _traced(
     step = _Function(model, example, loss_fn, scale, given, gradients, outputs, most_checks, kept)
     mode.source = step.provenance.source
     fakes = {id(r.tensor): x.fake for r, x in zip(step.registered, given, strict=False)}
-    values = [x.fake for x in given]
+    values = [x.local for x in given]
     with borrowed(model, loss_fn, fakes) as snapshot:
         watch = Watch(snapshot)
         step.snapshot = snapshot
@@ -242,7 +247,7 @@ class _Function:
         self.registered = registered(model, kept)
         self.constants = Constants(model, kept)
         self.leaves, self.spec = pytree.tree_flatten(example)
-        self.provenance = Provenance(model, [(x.input, x.real) for x in given], most_checks)
+        self.provenance = Provenance(model, [(x.input, local(x.real)) for x in given], most_checks)
         self.snapshot = Snapshot([], [])  # of the model, before the trace
         self.difference = ""  # of a second run from the traced one
         self.layout: dict[str, Any] = {}  # what the flat outputs of the traced graph are
@@ -323,7 +328,7 @@ class _Function:
             self.given, compat.traced_graph().find_nodes(op="placeholder"), strict=False
         ):
             x.fake.grad = None
-            compat.track(x.fake, placeholder)
+            compat.track(x.local, placeholder)
         self.snapshot.begin_again()
         kept = {}
         for name, tensor in self.snapshot.new_tensors():
@@ -336,9 +341,9 @@ class _Function:
                         f"({node.meta.get('origin', Origin())}): no step would train it. Make it beforehand, "
                         "or run the model on one batch before you compile it."
                     )
-        inputs = [(x.input, x.real) for x in self.given]
+        inputs = [(x.input, local(x.real)) for x in self.given]
         values = partial(Values, inputs, first.run.results)
-        self.provenance.repeat(first.run.calls, [x.fake for x in self.given], values)
+        self.provenance.repeat(first.run.calls, [x.local for x in self.given], values)
         questions.again = True
         with warnings.catch_warnings(), self.provenance, questions:
             warnings.simplefilter("ignore")  # they were given in the first run
@@ -400,10 +405,12 @@ class _Function:
         for (r, _), grad in zip(carried, grads[len(wanted) :], strict=True):
             if grad is not None:
                 raise carries_gradients(r)
-        total = {name: grad for name, grad in zip(wanted, grads, strict=False) if grad is not None}
+        found = zip(wanted.items(), grads, strict=False)
+        total = {name: local_gradient(grad, x) for (name, x), grad in found if grad is not None}
         for name, value in wanted.items():
             if value.grad is not None:  # the backward of a custom function called backward()
-                total[name] = total[name] + value.grad if name in total else value.grad
+                added = local_gradient(value.grad, value)
+                total[name] = total[name] + added if name in total else added
         if not total:
             raise CaptureError(
                 "No trainable parameter gets a gradient: the loss does not depend on any of them. "

@@ -7,9 +7,7 @@ the code generation.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 from fxpipe.certificate.calls import Calls
 from fxpipe.certificate.compare import compared, larger_memory
@@ -24,6 +22,7 @@ from fxpipe.certificate.terms import Terms
 from fxpipe.certificate.values import Held
 from fxpipe.certificate.world import World
 from fxpipe.errors import RunError
+from fxpipe.garbage import collector_paused
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.captured import CapturedStep
 
@@ -35,7 +34,7 @@ def check(plan: Plan, programs: Sequence[str], captured: CapturedStep) -> Certif
 
     Raises ArtifactError if the captured step names ops that do not exist.
     """
-    with _collector_paused():
+    with collector_paused():
         reference = reference_of(captured, Terms(RULES))
         reference.terms.line = Lines(plan.ranks)
         world = World(plan.ranks)
@@ -57,18 +56,6 @@ def check_artifact(artifact: Artifact, where: str = "captured.json") -> Certific
             "again."
         )
     return check(artifact.plan, artifact.programs, CapturedStep.from_json(artifact.captured, where))
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Terms live until the end: scans for garbage would find none."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _rank(rank: int, plan: Plan, reference: Reference, world: World) -> TermRuntime:

@@ -104,6 +104,7 @@ def _gradients(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Probl
             yield _at(rt.last, "the gradients are not divided by the count")
         elif rt.divided is not None and not divides:
             yield _at(rt.divided, "divides the gradients, and the loss has no count")
+        yield from _sums_over_replicas(plan, rt)
     for name, own in held.items():
         expected = GradientSum.of(reference.grads.get(name, ()), _accumulated_in(plan, name))
         for rank in own:
@@ -113,6 +114,20 @@ def _gradients(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Probl
                 continue
             total = rt.totals[name] if name in rt.totals else rt.summands(name)
             yield from expected.problems(reference, plan.step.microbatches, name, total, rt.last)
+
+
+def _sums_over_replicas(plan: Plan, rt: TermRuntime) -> Iterator[Problem]:
+    """Each gradient must be summed over the replicas once, behind all that is added to it."""
+    names = [name for bucket in plan.tensors[rt.rank].buckets for name in bucket.gradients]
+    for name in names:
+        if name not in rt.summed:
+            yield _at(rt.last, f"the gradient of {name} is not summed over the replicas")
+            continue
+        line, number = rt.summed[name]
+        if number < rt.number_of_summands(name):
+            yield _at(line, f"sums the gradient of {name} over the replicas before all is added to it")
+    if names and rt.waited is None:
+        yield _at(rt.last, "does not wait for the sums over the replicas")
 
 
 def _accumulated_in(plan: Plan, name: str) -> torch.dtype:

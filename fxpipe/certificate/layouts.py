@@ -34,8 +34,8 @@ def results_of(terms: Terms, term: Term) -> int:
 def _compute(terms: Terms, term: Term) -> None:
     try:
         value = _run(terms, term["of"])[term["index"]] if term.op == "item" else _run(terms, term)
-    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
-        raise Unknown(f"{term.written()} has no shape: {str(error).splitlines()[0]}") from error
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise Unknown(f"{term.written()} has no shape: {str(error).partition(chr(10))[0]}") from error
     if isinstance(value, torch.Tensor):
         term.layout = Layout(tuple(value.shape), value.dtype)
     elif isinstance(value, tuple | list):

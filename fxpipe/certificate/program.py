@@ -133,6 +133,7 @@ def namespace(sections: Sections, buffer: Callable[[str], Value]) -> dict[str, A
         modules[f"{place}.random"] = SimpleNamespace(keyed=keyed)
         modules[f"{place}.checks"] = SimpleNamespace(expect=expect)
         modules[f"{place}.inductor"] = SimpleNamespace(inductor=lambda function: function)
+        modules[f"{place}.lanes"] = SimpleNamespace()  # the ops that it registers are torch's then
         modules[f"{place}.within"] = SimpleNamespace(within=Within)
 
     def imported(name: str, *rest: Any) -> Any:

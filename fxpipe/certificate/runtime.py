@@ -36,8 +36,11 @@ Summands = dict[Term, list[tuple[int | None, Line]]]
 @dataclass(eq=False)
 class TermRuntime:
     """One rank.  ``losses``, ``outputs``: what the program gives, with the lines.  ``versions``: how often
-    it has given a buffer a new value.  ``totals``: the gradients that were summed over ranks.  ``divided``:
-    the line that divided the gradients by the count.  ``last``: the line of its end."""
+    it has given a buffer a new value.  ``totals``: the gradients that were summed over ranks.  ``summed``:
+    those whose sums over the replicas have begun, with the line and the number of their summands so far.
+    ``waited``: the line that waited for these.  ``gathering``: the buckets of parameters that are gathered
+    from other replicas, ``gathered``: the parameters that have arrived.  ``divided``: the line that divided
+    the gradients by the count.  ``last``: the line of its end."""
 
     rank: int
     plan: Plan
@@ -50,6 +53,10 @@ class TermRuntime:
     outputs: list[tuple[str, Value, Any, Line]] = field(default_factory=list)
     versions: Counter[str] = field(default_factory=Counter)
     totals: dict[str, Summands] = field(default_factory=dict)
+    summed: dict[str, tuple[Line, int]] = field(default_factory=dict)
+    waited: Line | None = None
+    gathering: set[int] = field(default_factory=set)
+    gathered: set[str] = field(default_factory=set)
     divided: Line | None = None
     ended: bool = False
     last: Line | None = None
@@ -62,7 +69,7 @@ class TermRuntime:
 
     @property
     def params(self) -> Container:
-        return Container("params", lambda name: self._input("parameter", name, self._tensors.parameters))
+        return Container("params", self._parameter)
 
     @property
     def constants(self) -> Container:
@@ -75,6 +82,12 @@ class TermRuntime:
     @property
     def grads(self) -> Container:
         return Container("grads", self._gradient)
+
+    def _parameter(self, name: str) -> Value:
+        found = self._input("parameter", name, self._tensors.parameters)
+        if self.plan.shard and name in self._tensors.gradients and name not in self.gathered:
+            self.calls.note(f"reads the parameter {name!r} before its rows of other replicas are there")
+        return found
 
     @property
     def _tensors(self) -> RankTensors:
@@ -126,8 +139,13 @@ class TermRuntime:
     def key(self, microbatch: int) -> Value:
         return Value(self.reference.input("key", "key"), microbatch, Memory("a key"))
 
+    def lane_key(self, microbatch: int) -> Value:
+        return Value(self.reference.input("key", "lane_key"), microbatch, Memory("a key"))
+
     def cast_parameters(self, casts: Mapping[str, tuple[str, Any]]) -> Container:
         found = {}
+        for bucket in [*self.gathering]:
+            self.wait_parameters(bucket)
         for name, (parameter, dtype) in casts.items():
             source = self.params[parameter].term
             term = self.calls.terms.make("aten._to_copy", {"self": source, "dtype": canonical(dtype)})
@@ -328,12 +346,48 @@ class TermRuntime:
                     found.setdefault(added.term, []).extend((m, line) for m, line in summary.calls)
         return found
 
+    def gather_parameters(self, bucket: int) -> None:
+        self._bucket(bucket, "gathers")
+        self.gathering.add(bucket)
+
+    def wait_parameters(self, bucket: int) -> None:
+        names = self._bucket(bucket, "waits for")
+        if bucket not in self.gathering:
+            self.calls.note(f"waits for the parameters of bucket {bucket}, which it does not gather")
+        self.gathering.discard(bucket)
+        self.gathered.update(names)
+
+    def free_parameters(self, bucket: int) -> None:
+        self.gathered.difference_update(self._bucket(bucket, "frees the parameters of"))
+
+    def _bucket(self, bucket: int, verb: str) -> tuple[str, ...]:
+        buckets = self._tensors.buckets
+        if not 0 <= bucket < len(buckets):
+            raise Rejected(self.calls.line(), f"{verb} the bucket {bucket}, which the plan does not have")
+        return buckets[bucket].gradients
+
+    def reduce_gradients(self, bucket: int) -> None:
+        """All replicas run this program, so the sum is over the same terms of other batches."""
+        line = self.calls.line()
+        for name in self._bucket(bucket, "sums"):
+            if name in self.summed and self.plan.shard != "parameters":
+                self.calls.note(f"sums the gradient of {name} over the replicas again")
+            self.summed[name] = line, self.number_of_summands(name)
+
+    def wait_gradients(self) -> None:
+        self.waited = self.calls.line()
+
+    def number_of_summands(self, name: str) -> int:
+        return sum(map(len, self.summands(name).values()))
+
     def all_reduce_gradient(self, name: str, ranks: tuple[int, ...]) -> None:
         """The first rank adds up those of the others, and sends them the sum."""
         line = self.calls.line()
         self._gradient(name)
         if self.divided is not None or name in self.totals:
             self.calls.note(f"sums the gradient of {name} again, or after its division")
+        if self._tensors.buckets and self.waited is None:
+            self.calls.note(f"sums the gradient of {name} over ranks before that over the replicas is over")
         own, first = self.summands(name), ranks[0]
         if self.rank != first:
             self.world.send(self.world.next_key("from", self.rank, first), Message((name, own), "", line))
@@ -361,6 +415,8 @@ class TermRuntime:
     def divide_gradients_by_count(self) -> None:
         if self.divided is not None:
             self.calls.note("divides the gradients again")
+        if self._tensors.buckets and self.waited is None:
+            self.calls.note("divides the gradients before their sums over the replicas are over")
         self.divided = self.calls.line()
 
     def finish(self) -> None:

@@ -239,8 +239,6 @@ class _Copies:
                 return Container("leaves", lambda name: self._value(argument[name]))
             case Container(kind="buffers"):
                 return Container("buffers", self._of_buffers)
-            case Container():
-                return Container(argument.kind, lambda name: self._kept(argument[name]))
             case list():
                 copy: list[Any] = []
                 self.lists.append(copy)
@@ -258,10 +256,6 @@ class _Copies:
         copy = Value(term, 0, memory)
         copy.version = memory.version + value.version - value.memory.version
         return copy
-
-    def _kept(self, value: Any) -> Any:
-        """A parameter or the like: the same for all microbatches."""
-        return value
 
     def _of_buffers(self, name: str) -> Value:
         value = self._buffer(name)

@@ -35,17 +35,26 @@ class Data(Protocol):
 class FileData:
     """The rows of a safetensors file with one tensor for each leaf of the batch, under the leaf's name.
 
-    Each step takes the next rows; after the last whole batch it continues with the first.  Only the rows of a
-    step are in memory.
+    Each step takes the next rows, each replica its part of them in turn; after the last whole batch of all
+    replicas it continues with the first.  Only the rows of a step are in memory.
     """
 
-    def __init__(self, path: Path, spec: BatchSpec, microbatches: int, leaves: Iterable[str] | None = None):
-        """leaves: those that this process needs; all if None.
+    def __init__(
+        self,
+        path: Path,
+        spec: BatchSpec,
+        microbatches: int,
+        leaves: Iterable[str] | None = None,
+        replica: int = 0,
+        replicas: int = 1,
+    ):
+        """microbatches: of a replica.  leaves: those that this process needs; all if None.
 
         Raises BatchError if the file cannot be read, lacks a leaf or has fewer rows than a batch.
         """
         self.state: dict[str, Stateful] = {}
         self._rows = microbatches * next((leaf.shape[0] for leaf in spec.leaves if leaf.shape), 1)
+        self._replica, self._replicas = replica, replicas
         names = None if leaves is None else set(leaves)
         self._leaves = [leaf for leaf in spec.leaves if names is None or leaf.name in names]
         self._fixed = {leaf.name: _fixed_value(leaf) for leaf in self._leaves if leaf.shape is None}
@@ -64,16 +73,18 @@ class FileData:
         self._whole = {leaf.name: file.get_tensor(leaf.name) for leaf in tensors if not leaf.shape}
         # Of all leaves in the file: a rank that needs none must make as many steps as the others.
         shapes = [file.get_slice(leaf.name).get_shape() for leaf in spec.leaves if leaf.name in held]
-        total = min((shape[0] for shape in shapes if shape), default=self._rows)
-        self.once: int | None = total // self._rows if shapes else None
+        whole = self._rows * replicas
+        total = min((shape[0] for shape in shapes if shape), default=whole)
+        self.once: int | None = total // whole if shapes else None
         if self.once == 0:
+            of = "this pipeline" if replicas == 1 else f"{replicas} replicas of this pipeline"
             raise BatchError(
-                f"{path} has {total} rows, but one batch of this pipeline takes {self._rows}: give more "
-                "rows, or compile for fewer microbatches."
+                f"{path} has {total} rows, but one batch of {of} takes {whole}: give more rows, or compile "
+                "for fewer microbatches."
             )
 
     def batch(self, step: int) -> dict[str, Any]:
-        start = step % (self.once or 1) * self._rows
+        start = (step % (self.once or 1) * self._replicas + self._replica) * self._rows
         rows = {name: s[start : start + self._rows] for name, s in self._slices.items() if s.get_shape()}
         return {**rows, **self._whole, **self._fixed}
 
@@ -81,15 +92,18 @@ class FileData:
 class LoaderData:
     """What ``module:function`` returns: an iterable of batches, a DataLoader for example; again when it ends.
 
+    Of several replicas each takes its own rows: the function is called with the keyword arguments ``replica``
+    and ``replicas``.
     After a restart an iterable with ``state_dict`` and ``load_state_dict`` goes on where it was; another one
     is asked for the batches that were used, which are thrown away.
     """
 
-    def __init__(self, where: str):
+    def __init__(self, where: str, replica: int = 0, replicas: int = 1):
         """Raises BatchError, before it calls it, if there is no such function or it is none that gives a
         loader, and if it gives nothing to take batches from."""
         self.once: int | None = None
-        loader: Any = _function(where)()
+        arguments = {} if replicas == 1 else {"replica": replica, "replicas": replicas}
+        loader: Any = _function(where, arguments)(**arguments)
         if not isinstance(loader, Iterable) or isinstance(loader, (str, bytes, Mapping, torch.Tensor)):
             raise BatchError(f"{where} gives a {type(loader).__name__}; it must give an iterable of batches.")
         self._loader: Iterable[Any] = loader
@@ -118,8 +132,8 @@ class LoaderData:
         raise BatchError(f"{self._where} gives no batches.")
 
 
-def _function(where: str) -> Callable[[], Any]:
-    """A function that is written in Python, and can be called without arguments."""
+def _function(where: str, arguments: Mapping[str, int]) -> Callable[..., Any]:
+    """A function that is written in Python, and can be called with these arguments alone."""
     module, _, name = where.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -127,22 +141,31 @@ def _function(where: str) -> Callable[[], Any]:
         found = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise BatchError(f"There is no function {where}: {error}.") from error
-    wanted = "It must be a Python function, without arguments, that returns an iterable of batches."
+    given = f"with the arguments {' and '.join(arguments)}" if arguments else "without arguments"
+    wanted = f"It must be a Python function, {given}, that returns an iterable of batches."
+    wanted += " Each replica takes rows of its own." if arguments else ""
     if not callable(found) or inspect.isbuiltin(found):
         raise BatchError(f"{where} is {shown(found)}. {wanted}")
     try:
-        inspect.signature(found).bind()
+        inspect.signature(found).bind(**arguments)
     except (TypeError, ValueError) as error:
-        raise BatchError(f"{where} cannot be called without arguments: {error}. {wanted}") from error
-    function: Callable[[], Any] = found
+        raise BatchError(f"{where} cannot be called {given}: {error}. {wanted}") from error
+    function: Callable[..., Any] = found
     return function
 
 
-def data_from(given: str, spec: BatchSpec, microbatches: int, leaves: Iterable[str] | None = None) -> Data:
+def data_from(
+    given: str,
+    spec: BatchSpec,
+    microbatches: int,
+    leaves: Iterable[str] | None = None,
+    replica: int = 0,
+    replicas: int = 1,
+) -> Data:
     """The data of ``--data``: a file, or ``module:function``."""
     if ":" in given and not Path(given).exists():
-        return LoaderData(given)
-    return FileData(Path(given), spec, microbatches, leaves)
+        return LoaderData(given, replica, replicas)
+    return FileData(Path(given), spec, microbatches, leaves, replica, replicas)
 
 
 def _fixed_value(leaf: Leaf) -> Any:

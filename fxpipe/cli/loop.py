@@ -81,7 +81,9 @@ def train(pipe: Pipeline, data: Data, settings: Settings, evaluated: Data | None
         raise RunError(
             "The pipeline has no programs for evaluation: compile and save it with evaluation=True."
         )
-    leads = pipe.runtime.rank == 0
+    leads = pipe.process is None or pipe.process.leads
+    if leads and pipe.process is not None and pipe.replicas > 1:
+        logger.info("%d replicas x %d ranks", pipe.replicas, pipe.artifact.plan.ranks)
     optimizer = pipe.optimizer(
         torch.optim.AdamW,
         lr=settings.lr,
@@ -130,7 +132,7 @@ def train(pipe: Pipeline, data: Data, settings: Settings, evaluated: Data | None
         at_end = begun < steps and (settings.every is None or steps % settings.every != 0)
         if checkpoints is not None and at_end:
             checkpoints.save()
-    if settings.record is not None:
+    if settings.record is not None and pipe.replica == 0:
         write_spans(settings.record, pipe.runtime.rank, pipe.runtime.record.spans)
     if settings.save is not None:
         pipe.save(settings.save)
@@ -171,7 +173,8 @@ def _factor(settings: Settings, step: int, steps: int) -> float:
 
 
 def _speed(pipe: Pipeline, seconds: float) -> dict[str, float]:
-    """Tokens a second (rows, where no leaf holds tokens), and the bubble, measured and predicted."""
+    """Tokens a second of all replicas (rows, where no leaf holds tokens), and the bubble, measured and
+    predicted."""
     spec = pipe.artifact.plan.step
     shaped = [(leaf.shape, leaf.dtype) for leaf in spec.batch.leaves if leaf.shape]
     tokens = [shape for shape, dtype in shaped if "int" in dtype and len(shape) > 1]
@@ -180,10 +183,12 @@ def _speed(pipe: Pipeline, seconds: float) -> dict[str, float]:
     spans = pipe.runtime.record.spans
     busy = sum(end - start for _, start, end in spans)
     idle = torch.tensor(1 - busy / (spans[-1][2] - spans[0][1]), dtype=torch.float64)
+    replicas = 1
     if pipe.process is not None:
         pipe.process.all_reduce_(idle, largest=True)
+        replicas = pipe.replicas
     return {
-        "tokens/s" if tokens else "rows/s": per_microbatch * spec.microbatches / seconds,
+        "tokens/s" if tokens else "rows/s": per_microbatch * spec.microbatches * replicas / seconds,
         "bubble": float(idle),
         "predicted": pipe.artifact.plan.prediction.span_bubble,
     }

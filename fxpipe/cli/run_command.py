@@ -22,7 +22,8 @@ def add_to(commands: Any, line: str) -> None:
     parser = commands.add_parser(
         "run",
         help=line,
-        description="Trains a saved pipeline: torchrun --nproc-per-node RANKS -m fxpipe run DIR --data FILE",
+        description="Trains a saved pipeline: torchrun --nproc-per-node RANKS -m fxpipe run DIR --data FILE. "
+        "With a multiple of its ranks, replicas of it train together, each on its own rows of the data.",
     )
     parser.set_defaults(command=_run)
     add = parser.add_argument
@@ -32,7 +33,7 @@ def add_to(commands: Any, line: str) -> None:
         required=True,
         metavar="FILE",
         help="safetensors file with one tensor for each input of the batch, or MODULE:FUNCTION, a Python "
-        "function that returns an iterable of batches",
+        "function that returns an iterable of batches (of several replicas it takes replica= and replicas=)",
     )
     add("--steps", type=positive_int, metavar="N", help="number of steps (default: once through the data)")
     add("--lr", type=positive, default=3e-4, metavar="X", help="learning rate of AdamW (default 3e-4)")
@@ -117,8 +118,9 @@ def _run(options: argparse.Namespace) -> None:
 
 def _data(given: str, pipe: Pipeline) -> Data:
     """The data that this process needs for a pipeline."""
-    step = pipe.artifact.plan.step
-    return data_from(given, step.batch, step.microbatches, None if pipe.process is None else pipe.leaves())
+    step, leaves = pipe.artifact.plan.step, None if pipe.process is None else pipe.leaves()
+    replicas = 1 if pipe.process is None else pipe.replicas
+    return data_from(given, step.batch, step.microbatches, leaves, pipe.replica, replicas)
 
 
 def _log_to_stdout() -> None:

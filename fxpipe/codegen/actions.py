@@ -14,13 +14,18 @@ from fxpipe.schedule.lowering.instructions import (
     AtEnd,
     Collective,
     Compute,
+    FreeParameters,
+    GatherParameters,
     Instruction,
+    OfBucket,
     PostRecv,
+    ReduceGradients,
     Send,
     StartCollective,
     StartTransfer,
     Wait,
     WaitCollective,
+    WaitParameters,
     WaitTransfer,
 )
 from fxpipe.schedule.ops import Color, Direction, Op, arrival
@@ -37,7 +42,8 @@ class Role(Enum):
 
 @dataclass(frozen=True, eq=False)
 class Action:
-    """``name``, ``doc``, ``parameters``: of its function, if it has one of its own; beside the microbatch."""
+    """``name``, ``doc``, ``parameters``: of its function, if it has one of its own; beside the microbatch.
+    One without ``lines`` does nothing, unless its name is a method of ``rt``."""
 
     name: str
     doc: str
@@ -47,7 +53,7 @@ class Action:
 
 
 class Done(NamedTuple):
-    """An action for one microbatch."""
+    """An action for one microbatch, or for one bucket of gradients."""
 
     action: Action
     microbatch: int
@@ -59,6 +65,9 @@ def actions(plan: RankPlan) -> list[Done]:
     known: dict[object, Action] = {}
     found = []
     for together in _together(plan.instructions):
+        if not isinstance(together, list):
+            found.append(Done(_OF_RT[type(together)], together.bucket))
+            continue
         first, key = together[0], tuple(map(_key, together))
         if key not in known:
             known[key] = _action(plan, together, {action.name for action in known.values()})
@@ -66,8 +75,25 @@ def actions(plan: RankPlan) -> list[Done]:
     return found
 
 
-def _together(instructions: Sequence[Instruction]) -> Iterator[list[OfMicrobatch]]:
-    """The instructions of each action: one, or the transfers of a stage's microbatch that come together."""
+_OF_RT = {
+    kind: Action(f"rt.{name}", "", Role.APART, ())
+    for kind, name in (
+        (GatherParameters, "gather_parameters"),
+        (WaitParameters, "wait_parameters"),
+        (FreeParameters, "free_parameters"),
+        (ReduceGradients, "reduce_gradients"),
+    )
+}
+
+
+def _together(
+    instructions: Sequence[Instruction],
+) -> Iterator[list[OfMicrobatch] | OfBucket]:
+    """The instructions of each action: one, or the transfers of a stage's microbatch that come together.
+
+    Without those at the head and the end of a step.
+    """
+    instructions = instructions[number_at_head(instructions) :]
 
     def which(numbered: tuple[int, Instruction]) -> tuple[object, ...]:
         number, i = numbered
@@ -76,9 +102,19 @@ def _together(instructions: Sequence[Instruction]) -> Iterator[list[OfMicrobatch
         return (number,)
 
     for _, group in groupby(enumerate(instructions), which):
-        found = [i for _, i in group if not isinstance(i, AtEnd)]
+        found = []
+        for _, i in group:
+            if isinstance(i, OfBucket):
+                yield i
+            elif not isinstance(i, AtEnd):
+                found.append(i)
         if found:
             yield found
+
+
+def number_at_head(instructions: Sequence[Instruction]) -> int:
+    """Of the gathers with which a step begins, before its functions."""
+    return next((k for k, i in enumerate(instructions) if not isinstance(i, GatherParameters)), 0)
 
 
 def _key(instruction: OfMicrobatch) -> tuple[object, ...]:

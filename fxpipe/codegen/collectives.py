@@ -22,20 +22,6 @@ def collectives(
     )
 
 
-def sums(edges: tuple[SectionEdge, ...]) -> dict[str, str]:
-    """By summand the name of the sum."""
-    return {name: total for edge in edges for name, total in edge.sums.items()}
-
-
-def values(collective: Collective, edges: tuple[SectionEdge, ...]) -> tuple[tuple[str, ...], ...]:
-    """Per source the names of the values that it sends."""
-    given: dict[Color, tuple[str, ...]] = {}
-    for edge in edges:
-        if edge.source in collective.sources and edge.target in collective.targets:
-            given[edge.source] = edge.names
-    return tuple(given[source] for source in collective.sources)
-
-
 def _found(
     edges: tuple[SectionEdge, ...], placement: tuple[int, ...], vocabulary: frozenset[int]
 ) -> Iterator[tuple[CollectiveKind, tuple[Color, ...], tuple[Color, ...]]]:

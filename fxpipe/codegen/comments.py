@@ -15,14 +15,14 @@ from fxpipe.ir.names import text_literal
 from fxpipe.ir.text import shape_text
 
 
-def shape_comment(node: fx.Node) -> str:
-    """``  # f32[2, 128, 768]`` behind a product, and behind an op that gives statistics beside its result, as
-    norms and attentions do; "" behind others.  A trace's sizes."""
+def shape_of(node: fx.Node) -> str:
+    """``f32[2, 128, 768]`` of a product, and of an op that gives statistics beside its result, as norms and
+    attentions do; "" of others.  A trace's sizes."""
     value = node.meta.get("val")
     if isinstance(value, (tuple, list)):
         value = next((part for part in value if part is not None), None)
     is_shown = isinstance(value, torch.Tensor) and (_gives_several(node) or node_flops(node))
-    return f"  # {shape_text(value)}" if is_shown else ""
+    return shape_text(value) if is_shown else ""
 
 
 def _gives_several(node: fx.Node) -> bool:

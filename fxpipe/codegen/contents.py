@@ -5,7 +5,6 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
-from fxpipe.codegen.collectives import values
 from fxpipe.codegen.lines import color_text
 from fxpipe.codegen.rank_plan import RankPlan
 from fxpipe.codegen.wrapping import WIDTH
@@ -68,7 +67,7 @@ def _message(plan: RankPlan, message: Message, word: str, end: int) -> Iterator[
 
 
 def _collective(plan: RankPlan, collective: Collective) -> Iterator[tuple[str, ...]]:
-    given = values(collective, plan.edges)
+    given = plan.collected[collective]
     ends = _arrow(collective.sources[0], collective.targets[0])
     for name in given[0] if len(given) == 1 else given[plan.rank]:
         yield ends, str(collective.kind), name, _size(plan, name)

@@ -29,12 +29,17 @@ CONTAINERS = {
     Kind.BATCH: "batch",
     Kind.GRADIENT: "grads",
 }
+#: The arguments of a section's function by which it takes such inputs, and the random key.
+ARGUMENTS = {**CONTAINERS, Kind.KEY: "key"}
 
+
+#: The variables of keys of random ops: that of a microbatch, and that of a lane in it.
+KEYS = ("key", "lane_key")
 
 #: Names that a program uses itself: imports, definitions, arguments and variables.
 _OWN = re.compile(
     r"rt|step|torch|keyed|expect|inductor|float|complex|MESSAGES|CASTS|params|casts|buffers|constants"
-    r"|batch|batches|grads|key|m|i|at|carry|collected|within|range|record|x"
+    r"|batch|batches|grads|key|lane_key|m|i|at|carry|collected|within|range"
     r"|loss|count|from_[A-Z]\d+_to_[A-Z]\d+"
     r"|(saved|saved_for_weight|offloaded|offloaded_for_weight|gradients)\d*|collective\d+_\d+"
     r"|stage\d+_(forward|backward|weight)"
@@ -62,6 +67,7 @@ class Names:
         self.uses_keyed = False
         self.uses_expect = False
         self.uses_within = False
+        self.uses_inductor = False
         self._variables = {variable(node.name) for s in sections for node in s.graph.nodes}
 
     def new(self, name: str) -> str:
@@ -70,6 +76,12 @@ class Names:
         while not self._is_free(found) or found in self.ops:
             number += 1
             found = f"{name}_{number}"
+        self._variables.add(found)
+        return found
+
+    def local(self, name: str) -> str:
+        """The name as a variable of some functions, in which it hides no op."""
+        found = f"{name}_" if name in self.ops else name
         self._variables.add(found)
         return found
 
@@ -115,20 +127,20 @@ class Scope:
         given = node.meta.get("input") if node.op == "placeholder" else None
         if not isinstance(given, Input):
             return variable(node.name)
-        return "key" if given.kind is Kind.KEY else item(given.kind, given.name)
+        return given.name if given.kind is Kind.KEY else item(given.kind, given.name)
 
     def expression(self, node: fx.Node) -> str:
         """The right-hand side for one op."""
         if node.target is operator.getitem:
-            return f"{self._literal(node.args[0])}[{node.args[1]}]"
+            return f"{self.literal(node.args[0])}[{node.args[1]}]"
         if node.target is read_buffer:
-            return self._literal(node.args[0])
+            return self.literal(node.args[0])
         given = self.numbers.get(node)
         numbers = None if given is None else iter(given[1:] if node.target is keyed else given)
-        arguments = [self._literal(a, numbers) for a in node.args]
+        arguments = [self.literal(a, numbers) for a in node.args]
         if given is not None and node.target is keyed:
             arguments[1] = given[0]
-        arguments += [f"{k}={self._literal(v, numbers)}" for k, v in node.kwargs.items()]
+        arguments += [f"{k}={self.literal(v, numbers)}" for k, v in node.kwargs.items()]
         return f"{self._callee(node)}({', '.join(arguments)})"
 
     def _callee(self, node: fx.Node) -> str:
@@ -140,13 +152,13 @@ class Scope:
             return "keyed"
         return self.names.op(node.target)
 
-    def _literal(self, value: Any, numbers: Iterator[str] | None = None) -> str:
+    def literal(self, value: Any, numbers: Iterator[str] | None = None) -> str:
         """An argument as source."""
         match value:
             case fx.Node():
                 return self.text(value)
             case list() | tuple():
-                return f"[{', '.join(self._literal(v, numbers) for v in value)}]"
+                return f"[{', '.join(self.literal(v, numbers) for v in value)}]"
             case OpOverload():
                 return self.names.op(value)
             case float():

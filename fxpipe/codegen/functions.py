@@ -5,18 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from itertools import count
 
 from torch import fx
 
 from fxpipe.codegen.comments import input_comments
 from fxpipe.codegen.expressions import Names, Scope, variable
-from fxpipe.codegen.layers import Layers
+from fxpipe.codegen.layers import INDUCTOR, Layers
 from fxpipe.codegen.lists import Layout, Stack, Taken, layout, taken
 from fxpipe.codegen.loops import Loop, base_name
 from fxpipe.codegen.nodes import node_lines, place, storages
 from fxpipe.codegen.outline import Analysis, Repeated
 from fxpipe.codegen.signatures import LISTS, PHASE_NAMES, Signature
 from fxpipe.codegen.statements import Line, body, unpacking
+from fxpipe.codegen.stretches import call_lines, is_worth_compiling
 from fxpipe.codegen.wrapping import wrapped
 from fxpipe.ir.graph import Section, offload, reload
 from fxpipe.ir.storage import call_nodes
@@ -24,28 +26,25 @@ from fxpipe.schedule.ops import Color
 
 
 def function_sources(
-    sections: Sequence[Section], calls: Mapping[Color, Signature], names: Names, whole: AbstractSet[Color]
-) -> tuple[list[str], dict[Color, str]]:
-    """The functions of layers, and that of each section; the sections in ``whole`` have all their ops
-    themselves."""
+    sections: Sequence[Section], calls: Mapping[Color, Signature], names: Names, compiled: AbstractSet[Color]
+) -> list[str]:
+    """The functions of layers, and then that of each section.
+
+    ``compiled``: the sections that Inductor compiles, as a whole, or the layers and the stretches between.
+    """
     layers = Layers(names)
-    lists = _Lists(sections, calls, names, whole)
-    found = {s.color: _Function(s, calls[s.color], names, lists, layers).source() for s in sections}
-    return [function.source() for function in layers.functions.values()], found
+    lists = _Lists(sections, calls, names)
+    found = [_Function(s, calls[s.color], names, lists, layers, s.color in compiled) for s in sections]
+    own = [function.source() for function in found]
+    return [*(function.source() for function in layers.functions.values()), *own]
 
 
 class _Lists:
     """The runs of a rank's sections, and the entries of the lists between these."""
 
-    def __init__(
-        self,
-        sections: Sequence[Section],
-        calls: Mapping[Color, Signature],
-        names: Names,
-        whole: AbstractSet[Color],
-    ) -> None:
+    def __init__(self, sections: Sequence[Section], calls: Mapping[Color, Signature], names: Names) -> None:
         self.names = names
-        self.runs = {s.color: [] if s.color in whole else _runs(s, calls[s.color]) for s in sections}
+        self.runs = {s.color: _runs(s, calls[s.color]) for s in sections}
         self.layouts: dict[tuple[int, str], Layout] = {}
         self._stacks: dict[tuple[Stack | Taken, str], str] = {}
         for (giver, taker, _), name in LISTS.items():
@@ -78,15 +77,25 @@ class _Function:
     """The function of one section."""
 
     def __init__(
-        self, section: Section, signature: Signature, names: Names, lists: _Lists, layers: Layers
+        self,
+        section: Section,
+        signature: Signature,
+        names: Names,
+        lists: _Lists,
+        layers: Layers,
+        compiled: bool,
     ) -> None:
         self.section, self.signature, self.lists, self.layers = section, signature, lists, layers
+        self.compiled = compiled
         self.nodes = call_nodes(section.graph)
         self.scope = Scope(names, _renamed(self.nodes))
         self.runs = {run.run.begin: run for run in lists.runs[section.color]}
         self.by_name = {node.name: node for node in section.graph.nodes}
         entries = {name: lists.layouts[section.stage, name] for name in signature.lists_in}
-        self.takes = {begin: taken(run, entries) for begin, run in self.runs.items()}
+        self.takes: dict[int, tuple[Taken, ...]] = {}
+        for begin, run in self.runs.items():
+            others = {each.stack for each in self._taken() if each.stack is not None}
+            self.takes[begin] = taken(run, entries, others)
 
     def source(self) -> str:
         call = self.signature
@@ -96,12 +105,12 @@ class _Function:
         lines += self._ops()
         results = self._results()
         end = [f"    return {', '.join(results)}"] if results else []
-        head = f"def {call.name}({', '.join(arguments)}):"
-        about = input_comments(self.section, call.values_in)
-        return "\n".join(
-            wrapped(line)
-            for line in [head, *about, *body(lines, self._returned, storages(self.nodes, self.scope)), *end]
-        )
+        head = [f"def {call.name}({', '.join(arguments)}):", *input_comments(self.section, call.values_in)]
+        if self.compiled and not self.runs:
+            head.insert(0, INDUCTOR)
+            self.layers.names.uses_inductor = True
+        inner = body(lines, self._returned, storages(self.nodes, self.scope))
+        return "\n".join(wrapped(line) for line in [*head, *inner, *end])
 
     def _unpacked(self, name: str) -> Iterator[Line]:
         """A list from another phase, and those of its records that no run takes."""
@@ -130,9 +139,9 @@ class _Function:
 
     def _leftover(self, stack: Stack, variable: str) -> Iterator[Line]:
         """Unpack the records that the run which takes the stack does not take."""
-        direct = [each for each in self._taken() if each.stack is stack]
+        taker = next((each for each in self._taken() if each.stack is stack), None)
         numbers = {name: k for k, record in enumerate(stack.records) for name in record}
-        own = [numbers[each.record(k)[0]] for each in direct for k in range(each.first, each.last + 1)]
+        own = [numbers[taker.record(k)[0]] for k in range(taker.first, taker.last + 1)] if taker else []
         for number, record in reversed(list(enumerate(stack.records))):
             if number > max(own, default=-1):
                 yield self._popped(record, f"{variable}.pop()")
@@ -166,15 +175,28 @@ class _Function:
         return self.lists.variable(taken.stack or taken, taken.container)
 
     def _ops(self) -> Iterator[Line]:
+        parts = [*self._parts()]
+        numbers = count(1)
+        for k, (nodes, lines) in enumerate(parts):
+            if self.compiled and self.runs and is_worth_compiling(nodes):
+                behind = (line.reads for _, lines in parts[k + 1 :] for line in lines)
+                name = f"{self.signature.name}_{next(numbers)}"
+                yield from call_lines(nodes, name, self.scope, self._returned.union(*behind), self.layers)
+            else:
+                yield from lines
+
+    def _parts(self) -> Iterator[tuple[Sequence[fx.Node], Sequence[Line]]]:
+        """The stretches with their nodes, and the loops between these without."""
         position = 0
         while position < len(self.nodes):
             if position in self.runs:
                 run = self.runs[position]
-                yield from self._loop(run)
+                yield (), [*self._loop(run)]
                 position = run.run.end
                 continue
             end = next((k for k in range(position, len(self.nodes)) if k in self.runs), len(self.nodes))
-            yield from node_lines(self.nodes[position:end], self.scope, place)
+            nodes = self.nodes[position:end]
+            yield nodes, [*node_lines(nodes, self.scope, place)]
             position = end
 
     def _loop(self, run: Repeated) -> Iterator[Line]:
@@ -189,7 +211,7 @@ class _Function:
             stack = Stack(run, run.later)
             gives.append(("", stack, self.lists.variable(stack, "")))
         phase = PHASE_NAMES[self.section.phase]
-        yield from Loop(run, phase, self.scope, takes, gives, self.layers).lines()
+        yield from Loop(run, phase, self.scope, takes, gives, self.layers, self.compiled).lines()
 
     def _results(self) -> list[str]:
         """The expressions that are returned, in order."""

@@ -24,10 +24,12 @@ def _imports(plan: RankPlan, names: Names) -> list[str]:
     lines = []
     if names.uses_expect:
         lines.append("from fxpipe.runtime.program.checks import expect")
-    if any(s.color in plan.compiled for s in plan.own):
+    if names.uses_inductor:
         lines.append("from fxpipe.runtime.program.inductor import inductor")
     if names.uses_keyed:
         lines.append("from fxpipe.runtime.program.random import keyed")
+    if any(dotted.startswith("torch.ops.lanes.") for dotted in names.ops.values()):
+        lines.append("import fxpipe.runtime.program.lanes  # torch.ops.lanes")
     if names.uses_within:
         lines.append("from fxpipe.runtime.program.within import within")
     return ["", *lines] if lines else []

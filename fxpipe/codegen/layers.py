@@ -12,21 +12,23 @@ from fxpipe.codegen.expressions import Names
 from fxpipe.codegen.wrapping import wrapped
 from fxpipe.ir.names import comment
 
+INDUCTOR = "@inductor"  # the line above a function that Inductor compiles
+
 
 @dataclass(frozen=True)
 class Function:
-    """``blocks``: the modules that it is called for."""
+    """``blocks``: the modules that it is called for.  ``compiled``: whether by Inductor."""
 
     name: str
     arguments: tuple[str, ...]
     body: tuple[str, ...]
+    compiled: bool
     blocks: list[str]
 
     def source(self) -> str:
         about = comment(from_to(self.blocks))
-        return "\n".join(
-            [wrapped(f"def {self.name}({', '.join(self.arguments)}):"), f"    {about}", *self.body]
-        )
+        head = wrapped(f"def {self.name}({', '.join(self.arguments)}):")
+        return "\n".join([*[INDUCTOR] * self.compiled, head, f"    {about}", *self.body])
 
 
 @dataclass
@@ -34,13 +36,19 @@ class Layers:
     """The functions of a program's runs."""
 
     names: Names
-    functions: dict[tuple[tuple[str, ...], tuple[str, ...]], Function] = field(default_factory=dict)
+    functions: dict[tuple[tuple[str, ...], tuple[str, ...], bool], Function] = field(default_factory=dict)
 
     def function(
-        self, like: str, arguments: Sequence[str], lines: Sequence[str], blocks: Iterable[str]
+        self,
+        like: str,
+        arguments: Sequence[str],
+        lines: Sequence[str],
+        blocks: Iterable[str],
+        compiled: bool,
     ) -> str:
         """The name of the function with this text: a new one only if the text is new."""
-        key = tuple(arguments), tuple(lines)
+        key = tuple(arguments), tuple(lines), compiled
+        self.names.uses_inductor |= compiled
         if key not in self.functions:
             self.functions[key] = Function(self.names.new(like), *key, [])
         known = self.functions[key].blocks

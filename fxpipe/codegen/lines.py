@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 from enum import Enum
 from typing import NamedTuple
 
-from fxpipe.codegen.collectives import sums, values
 from fxpipe.codegen.expressions import variable
 from fxpipe.codegen.rank_plan import RankPlan
 from fxpipe.codegen.signatures import LISTS, Signature
@@ -138,7 +137,7 @@ def _transfer(instruction: StartTransfer | WaitTransfer, transfer: Transfer) -> 
 
 
 def _start(plan: RankPlan, collective: Collective) -> list[Line]:
-    given = values(collective, plan.edges)
+    given = plan.collected[collective]
     if collective.kind is CollectiveKind.BROADCAST:
         return [_broadcast(plan, collective, name) for name in given[0]]
     return [
@@ -162,15 +161,14 @@ def _give_own(plan: RankPlan, collective: Collective, name: str, pending: str) -
         return _give(pending), " = rt.all_gather(", own, f", {_layout(name)}, {group}"
     target = plan.placement[collective.targets[0].stage]
     call: Line = "rt.reduce(", own, f", {_layout(name)}, to={target}, {group}"
-    total = Hole(Use.PENDING, variable(sums(plan.edges)[name]))
+    total = Hole(Use.PENDING, variable(plan.sums[name]))
     return (total, " = ", *call) if target == plan.rank else call
 
 
 def _wait(plan: RankPlan, collective: Collective) -> list[Line]:
-    given = values(collective, plan.edges)
+    given = plan.collected[collective]
     if collective.kind is not CollectiveKind.ALL_GATHER:
-        summed = sums(plan.edges)
-        return [_arrives(variable(summed.get(name, name))) for name in given[0]]
+        return [_arrives(variable(plan.sums.get(name, name))) for name in given[0]]
     lines: list[Line] = []
     for k in range(len(given[0])):
         arrived = [_give(variable(own[k])) if rank != plan.rank else "_" for rank, own in enumerate(given)]
@@ -187,7 +185,7 @@ def _op(plan: RankPlan, op: Op) -> list[Line]:
 
 def _call(plan: RankPlan, call: Signature, stage: int) -> Iterator[Line]:
     """The call of one section's function."""
-    by_microbatch = {"batch": "batches[m]", "key": "rt.key(m)"}
+    by_microbatch = {"batch": "batches[m]", "key": "rt.key(m)", "lane_key": "rt.lane_key(m)"}
     arguments: list[str | Hole] = [by_microbatch.get(name, name) for name in call.containers]
     arguments += [_read(f"{name}{stage}") for name in call.lists_in]
     arguments += [_read(plan.arriving(name, stage)) for name in call.values_in]

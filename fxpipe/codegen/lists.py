@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -86,15 +87,21 @@ def _relation(takes: list[list[tuple[int, int]]]) -> Any:
     return None
 
 
-def taken(run: Repeated, layouts: Mapping[str, Layout]) -> tuple[Taken, ...]:
-    """The records that a run takes.  ``layouts``: of the lists that its section takes."""
+def taken(run: Repeated, layouts: Mapping[str, Layout], others: AbstractSet[Stack]) -> tuple[Taken, ...]:
+    """The records that a run takes.
+
+    layouts: of the lists that its section takes.  others: the stacks that other runs take as they are.
+    """
     entries = {name: stack for stack in _stacks(layouts) for record in stack.records for name in record}
     together: defaultdict[tuple[str, Stack | None], list[Slot]] = defaultdict(list)
     for slot in run.slots:
         if slot.source is Source.LISTED:
             found = Counter(entries.get(node.name) for node in slot.nodes)
             together[slot.container, found.most_common(1)[0][0]].append(slot)
-    return tuple(_taken(run, name, stack, tuple(slots)) for (name, stack), slots in together.items())
+    return tuple(
+        _taken(run, name, None if stack in others else stack, tuple(slots))
+        for (name, stack), slots in together.items()
+    )
 
 
 def _stacks(layouts: Mapping[str, Layout]) -> Iterator[Stack]:

@@ -20,10 +20,10 @@ from itertools import chain, count, takewhile
 
 from torch import fx
 
-from fxpipe.codegen.expressions import CONTAINERS, Scope, item, number, variable
+from fxpipe.codegen.expressions import CONTAINERS, KEYS, Scope, item, number, variable
 from fxpipe.codegen.layers import Layers, from_to
 from fxpipe.codegen.lists import Stack, Taken
-from fxpipe.codegen.nodes import node_lines, source_line, storages
+from fxpipe.codegen.nodes import node_lines, place, storages
 from fxpipe.codegen.outline import Repeated, Slot, Source
 from fxpipe.codegen.repeats import free_numbers
 from fxpipe.codegen.sequences import Values, loop_head
@@ -31,6 +31,7 @@ from fxpipe.codegen.statements import Line, body, unpacking
 from fxpipe.codegen.wrapping import wrapped
 from fxpipe.ir.graph import Input, Origin, offload, reload
 from fxpipe.ir.names import comment, identifier
+from fxpipe.ir.sections import computing
 
 CARRY = "carry"  # the list of carried values that the next period frees
 
@@ -51,7 +52,11 @@ class _Arguments:
 
 
 class Loop:
-    """The lines of a run.  ``stacks``: what it gives, by the name of the list, with the variable of each."""
+    """The lines of a run.
+
+    ``takes``, ``gives``: what it takes, and what it gives by the name of the list, with the variable of each.
+    ``compiled``: whether Inductor compiles its section.
+    """
 
     def __init__(
         self,
@@ -61,11 +66,14 @@ class Loop:
         takes: Sequence[tuple[Taken, str]],
         gives: Sequence[tuple[str, Stack, str]],
         layers: Layers,
+        compiled: bool,
     ) -> None:
         self.run, self.phase, self.scope, self.layers = run, phase, scope, layers
+        self.compiled = compiled and any(computing(run.body))
         self.takes, self.gives = takes, gives
         self.paths = [_module(run.period(k)) for k in range(run.run.times)]
-        self.path = self.paths[1]
+        self.around = _alike([_words(path) for path in self.paths])
+        self.origins = {nodes[1]: nodes for nodes in (run.values(j) for j in range(run.run.period))}
         self.base = base_name(run)
         self.texts: dict[fx.Node, str] = {}
         self.numbers: dict[fx.Node, tuple[str, ...]] = {}
@@ -91,11 +99,9 @@ class Loop:
         left = f"{', '.join(targets)} = " if targets else ""
         inner = [f"    {left}{call}", *(f"    {text}" for text in after)]
         reads = [self._outer(slot.nodes[0]) for slot in self.run.slots if slot.source is Source.SHARED]
-        reads = [text for text in reads if text.isidentifier() and text != "key"]
+        reads = [text for text in reads if text.isidentifier() and text not in KEYS]
         reads += [variable for _, variable in self.takes]
-        yield Line(
-            "\n".join([head, *inner]), tuple(x for x in reads if x.isidentifier() and x != "key"), heading
-        )
+        yield Line("\n".join([head, *inner]), tuple(reads), heading)
         yield from self._behind(heading)
 
     # Arguments
@@ -125,13 +131,13 @@ class Loop:
         for slot in self.run.slots:
             if slot.source is Source.SHARED:
                 outer = self._outer(slot.example)
-                own = "key" if outer == "key" else self._new(self._local(slot.example))
+                own = outer if outer in KEYS else self._new(self._local(slot.nodes))
                 self.arguments.add(own, outer)
                 self.texts[slot.example] = own
 
     def _numbers(self) -> None:
         """Numbers that differ from period to period; such that differ alike are one argument."""
-        known: dict[tuple[float | int, ...], str] = {}
+        known: dict[tuple[str, ...], str] = {}
         for position, node in enumerate(self.run.body):
             rows = [free_numbers(self.run.period(k)[position]) for k in range(self.run.run.times)]
             texts = []
@@ -140,7 +146,7 @@ class Loop:
                     texts.append(number(values[0]))
                     continue
                 offset = values[0] if isinstance(values[0], int) else 0
-                alike = tuple(value - offset for value in values)
+                alike = tuple(repr(value - offset) for value in values)  # 0, 0.0 and -0.0 differ
                 if alike not in known:
                     own = self._new("position" if isinstance(values[0], int) else "number")
                     self.varying[own] = values
@@ -164,7 +170,7 @@ class Loop:
             unpacked.append((CARRY, [self.texts[slot.example] for slot in self.moved]))
         for taken, stack in self.takes:
             for slot in taken.slots:
-                self.texts[slot.example] = self._new(self._local(slot.example))
+                self.texts[slot.example] = self._new(self._local(slot.nodes))
             own = self._unused(taken.container)
             self.arguments.add(own, f"{stack}.pop()")
             unpacked.append((own, [self.texts[slot.example] for slot in taken.slots]))
@@ -176,7 +182,7 @@ class Loop:
             if node.target in (offload, reload):
                 self.texts[node] = self.texts[node.all_input_nodes[0]]
             else:
-                self.texts[node] = self._new(self._local(node))
+                self.texts[node] = self._new(self._local(self.origins[node]))
         returned = [self._result(slot.result) for slot in self.carried]
         targets = [self._final(slot) for slot in self.carried]
         if self.moved:
@@ -205,7 +211,8 @@ class Loop:
         text = [wrapped(line) for line in body(lines, kept, freed)]
         if returned:
             text.append(wrapped(f"    return {', '.join(returned)}"))
-        return self.layers.function(f"{self.base}_{self.phase}", self.arguments.inner, text, self.paths)
+        name = f"{self.base}_{self.phase}"
+        return self.layers.function(name, self.arguments.inner, text, self.paths, self.compiled)
 
     # In the section
 
@@ -241,7 +248,7 @@ class Loop:
         return self.texts[value.example if isinstance(value, Slot) else self.run.body[value]]
 
     def _new(self, name: str) -> str:
-        return self._unused(variable(name))
+        return self._unused(self.scope.names.local(variable(name)))
 
     def _unused(self, name: str) -> str:
         numbered = (f"{name}_{number}" for number in count(2))
@@ -249,39 +256,59 @@ class Loop:
         self.used.add(found)
         return found
 
-    def _local(self, node: fx.Node) -> str:
-        """The name of a node without the path of the period's module."""
-        origin = node.meta.get("origin") or Origin()
-        name, words = node.name, origin.path.split(".") if origin.path else []
-        bare = name.removeprefix("d_").lstrip("_")
-        known = (identifier(".".join(words[k:])).lstrip("_") for k in range(len(words)))
+    def _local(self, nodes: Sequence[fx.Node]) -> str:
+        """The name of a value, by period, without the path of the period's module; that of a module outside,
+        which counts the ops of all periods, also without a number."""
+        node, own = nodes[1], _path(nodes[1])
+        bare = node.name.removeprefix("d_").lstrip("_")
+        known = (identifier(".".join(own[k:])).lstrip("_") for k in range(len(own)))
         prefix = next((word for word in known if bare.startswith(f"{word}_")), None)
         if prefix is None:
-            return name
-        within = (
-            origin.path.removeprefix(self.path).strip(".") if origin.path.startswith(self.path) else prefix
-        )
-        return f"{self._prefix(node)}{identifier(within) if within else self.base}{bare[len(prefix) :]}"
+            return self._prefix(node) + _without_number(bare)
+        rest, within = bare[len(prefix) :], self._within(nodes)
+        rest = rest if len({*map(_path, nodes)}) > 1 else _without_number(rest)
+        return f"{self._prefix(node)}{identifier(within) if within else self.base}{rest}"
 
     @staticmethod
     def _prefix(node: fx.Node) -> str:
         return "d_" if node.name.startswith("d_") else ""
 
-    def _place(self, origin: Origin) -> str:
-        if not origin.path and not origin.source:
-            return "autograd"
-        within = self._within(origin.path)
-        return f"{f'.{within}' if within else self.base}  {source_line(origin)}".rstrip()
+    def _place(self, node: fx.Node) -> str:
+        if not any(_path(node)) and not node.meta["origin"].source:
+            return place(node)
+        within = self._within(self.origins[node])
+        return f".{within}" if within else self.base
 
-    def _within(self, path: str) -> str:
-        """A module's path within that of the period; nothing for that itself, and for one outside."""
-        return path.removeprefix(f"{self.path}.") if path.startswith(f"{self.path}.") else ""
+    def _within(self, nodes: Sequence[fx.Node]) -> str:
+        """The path of a module within that of the period, without the numbers of periods; nothing for that
+        itself, and for one outside."""
+        paths = [_path(node) for node in nodes]
+        words, depth = _alike(paths), len(self.around)
+        is_inside = len({*paths}) > 1 and words[:depth] == self.around
+        return ".".join(words[depth:]) if is_inside else ""
 
 
 def base_name(run: Repeated) -> str:
     """The name of the modules of a run, without their number: ``blocks``."""
     words = [word for word in _module(run.body).split(".") if word and not word.isdigit()]
     return identifier(words[-1]) if words else "block"
+
+
+def _path(node: fx.Node) -> tuple[str, ...]:
+    return _words((node.meta.get("origin") or Origin()).path)
+
+
+def _words(path: str) -> tuple[str, ...]:
+    return tuple(path.split(".")) if path else ()
+
+
+def _alike(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """The words of paths in which all agree."""
+    return tuple(column[0] for column in zip(*paths, strict=False) if len(set(column)) == 1)
+
+
+def _without_number(name: str) -> str:
+    return re.sub(r"_\d+$", "", name)
 
 
 def _input(node: fx.Node) -> Input:

@@ -11,7 +11,5 @@ from fxpipe.codegen.step import step_source
 
 def program_source(plan: RankPlan) -> str:
     names = Names(plan.own)
-    functions, sections = function_sources(plan.own, plan.calls, names, plan.compiled)
-    for color, source in sections.items():
-        functions.append(f"@inductor\n{source}" if color in plan.compiled else source)
+    functions = function_sources(plan.own, plan.calls, names, plan.compiled)
     return "\n\n\n".join([head_source(plan, names), *functions, step_source(plan)]) + "\n"

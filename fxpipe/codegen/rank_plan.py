@@ -9,13 +9,12 @@ from functools import cached_property
 
 import torch
 
-from fxpipe.codegen.collectives import values
 from fxpipe.codegen.expressions import variable
 from fxpipe.codegen.signatures import Signature, signatures
 from fxpipe.ir.graph import Section, Value
 from fxpipe.ir.sections import SectionEdge
 from fxpipe.schedule.costs import Costs, Edge
-from fxpipe.schedule.lowering.instructions import Instruction, PostRecv, Send, StartCollective
+from fxpipe.schedule.lowering.instructions import Collective, Instruction, PostRecv, Send, StartCollective
 from fxpipe.schedule.ops import Activation, Color
 
 
@@ -48,11 +47,7 @@ class RankPlan:
     def arrives_twice(self) -> frozenset[str]:
         """Values that other ranks send to more than one stage of this rank."""
         joint = {
-            (a, b)
-            for i in self.instructions
-            if isinstance(i, StartCollective)
-            for a in i.collective.sources
-            for b in i.collective.targets
+            (a, b) for collective in self.collected for a in collective.sources for b in collective.targets
         }
         count: Counter[str] = Counter()
         for edge in self.edges:
@@ -71,6 +66,20 @@ class RankPlan:
         """The values of a message of this edge."""
         return self._names[edge.source, edge.target]
 
+    @cached_property
+    def sums(self) -> dict[str, str]:
+        """By summand the name of the sum."""
+        return {name: total for edge in self.edges for name, total in edge.sums.items()}
+
+    @cached_property
+    def collected(self) -> dict[Collective, tuple[tuple[str, ...], ...]]:
+        """Per collective and source of it, the names of the values that it sends, the same to all targets."""
+        joined = {i.collective for i in self.instructions if isinstance(i, StartCollective)}
+        return {c: tuple(self._sent(source, c.targets) for source in c.sources) for c in joined}
+
+    def _sent(self, source: Color, targets: tuple[Color, ...]) -> tuple[str, ...]:
+        return next(self._names[source, target] for target in targets if (source, target) in self._names)
+
     def arriving(self, name: str, stage: int) -> str:
         """The variable of a received value for ``stage``; two stages of a rank may receive the same value."""
         return f"{variable(name)}_s{stage}" if name in self.arrives_twice else variable(name)
@@ -83,6 +92,6 @@ class RankPlan:
                 case PostRecv(messages) | Send(messages):
                     found.update(name for message in messages for name in self.names(message.edge))
                 case StartCollective():
-                    given = values(instruction.collective, self.edges)
+                    given = self.collected[instruction.collective]
                     found.update(given[0] if len(given) == 1 else given[self.rank])
         return sorted(found)

@@ -28,7 +28,7 @@ LISTS = {
 class Signature:
     """The signature of a section's function.
 
-    ``containers``: the dicts that it reads (``params``, …) and ``key``.  ``lists_in``, ``lists_out``: the
+    ``containers``: the dicts that it reads (``params``, …) and keys.  ``lists_in``, ``lists_out``: the
     lists from and to other phases of its own stage, with the values in each.  ``values_in``, ``values_out``:
     the values from and to other stages, with those that the user asks for.  ``results``: loss, count and
     buffers.
@@ -55,8 +55,7 @@ def signatures(sections: tuple[Section, ...]) -> dict[Color, Signature]:
 def _signature(section: Section, consumers: list[tuple[Color, Value]]) -> Signature:
     kinds = {v.kind for v in section.inputs}
     containers = [text for kind, text in CONTAINERS.items() if kind in kinds]
-    if Kind.KEY in kinds:
-        containers.append("key")
+    containers += [v.name for v in section.inputs if v.kind is Kind.KEY]
     lists_in: dict[str, list[str]] = {}
     for v in section.inputs:
         if v.producer is not None and v.producer.stage == section.stage:

@@ -21,7 +21,8 @@ class Line:
 
 
 def body(lines: Sequence[Line], kept: Iterable[str], storages: Mapping[str, str]) -> list[str]:
-    """The lines, indented, with each storage freed under the heading of its last use.
+    """The lines, indented, with each storage freed under the heading of its last use, but for those that the
+    function's end frees.
 
     storages: of each variable, the one that it is a view of, or something else for what the function cannot
     free.  A storage with a variable that is ``kept`` stays.
@@ -48,10 +49,10 @@ def body(lines: Sequence[Line], kept: Iterable[str], storages: Mapping[str, str]
             found += [heading] if heading else []
         found += line.text.split("\n") if line.text else []
         dead += ends.get(number, [])
-        if line.frees:
+        if line.frees and number < len(lines) - 1:
             found += _deletion(dead)
             dead = []
-    return [f"    {text}" for text in found + _deletion(dead)]
+    return [f"    {text}" for text in found]
 
 
 def unpacking(names: Sequence[str], value: str) -> str:

@@ -12,14 +12,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from fxpipe.codegen.actions import Action, Done, Role, actions
+from fxpipe.codegen.actions import Action, Done, Role, actions, number_at_head
 from fxpipe.codegen.lifetimes import Function, Lifetimes, lifetimes
 from fxpipe.codegen.lines import Hole
 from fxpipe.codegen.rank_plan import RankPlan
 from fxpipe.codegen.wrapping import WIDTH, wrapped
 from fxpipe.ir.graph import Kind
 from fxpipe.ir.names import text_literal
-from fxpipe.schedule.lowering.instructions import AtEnd, DivideGradients
+from fxpipe.schedule.lowering.instructions import (
+    AllReduceGradient,
+    AtEnd,
+    DivideGradients,
+    GatherParameters,
+    WaitGradients,
+)
 
 
 @dataclass(frozen=True)
@@ -46,10 +52,11 @@ class _Call:
 def step_source(plan: RankPlan) -> str:
     schedule = _lines(actions(plan))
     calls = [call for line in schedule for call in line]
-    functions = list(dict.fromkeys(call.function for call in calls))
+    functions = list(dict.fromkeys(call.function for call in calls if call.function.lines))
     of_microbatch: defaultdict[int, list[Function]] = defaultdict(list)
     for call in calls:
-        of_microbatch[call.microbatch].append(call.function)
+        if call.function.lines:
+            of_microbatch[call.microbatch].append(call.function)
     found = lifetimes(dict.fromkeys(map(tuple, of_microbatch.values())))
     lines = [*_head(plan), *_dicts(functions, found), ""]
     for function in functions:
@@ -70,6 +77,8 @@ def _head(plan: RankPlan) -> list[str]:
     if not trains:
         what = "the forward; return the loss of the whole batch, if there is one"
     lines = ["def step(rt, batch):", f'    """Run this rank\'s part of {what}."""']
+    head = plan.instructions[: number_at_head(plan.instructions)]
+    lines += [f"    rt.gather_parameters({i.bucket})" for i in head if isinstance(i, GatherParameters)]
     own = [plan.calls[s.color] for s in plan.own]
     used = {c for call in own for c in call.containers}
     if any(value.kind is Kind.BUFFER for call in own for value in call.results):
@@ -123,7 +132,7 @@ def _lines(done: Sequence[Done]) -> list[list[_Call]]:
         before, after = regular[slot.op.action]
         irregular = slot.before[begin : len(slot.before) - len(before)]
         line = [_Call(functions[d.action], d.microbatch, d.arguments) for d in (*irregular, slot.op)]
-        lines.append([call for call in line if call.function.lines])
+        lines.append([call for call in line if call.function.lines or call.function.name.startswith("rt.")])
         begin = len(after)
     rest = slots[-1].after[begin:] if slots else done
     lines.append([_Call(functions[d.action], d.microbatch, d.arguments) for d in rest])
@@ -176,6 +185,10 @@ def _joined(statements: Iterable[str]) -> list[str]:
 
 
 def _at_end(instruction: AtEnd) -> str:
-    if isinstance(instruction, DivideGradients):
-        return "rt.divide_gradients_by_count()"
-    return f"rt.all_reduce_gradient({text_literal(instruction.name)}, ranks={instruction.ranks})"
+    match instruction:
+        case WaitGradients():
+            return "rt.wait_gradients()"
+        case AllReduceGradient(name, ranks):
+            return f"rt.all_reduce_gradient({text_literal(name)}, ranks={ranks})"
+        case DivideGradients():
+            return "rt.divide_gradients_by_count()"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
-WIDTH = 110
+WIDTH = 120
 _STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"')  # as names.text_literal writes all of them
 
 
 def wrapped(line: str) -> str:
-    """Break a long statement at its commas; a list without brackets gets a pair.  A comment stays behind its
-    first line, and has no width."""
+    """Break a long statement at its commas; a list without brackets gets a pair, and ``del`` becomes several.
+    A comment stays behind the first line, and has no width."""
     text = line.lstrip()
     if len(line) <= WIDTH or text.startswith(("#", '"')):
         return line
@@ -21,15 +21,18 @@ def wrapped(line: str) -> str:
         return "\n".join([first + line[end:], *rest])
     indent = line[: len(line) - len(text)]
     blank = _blank(text)
-    keyword = re.match(r"(return|del) ", text)
-    if keyword:
-        return f"{indent}{keyword.group()}{_bracketed(text, blank, keyword.end(), len(text), indent)}"
+    if text.startswith("del "):
+        rows = _rows(text, blank, 4, len(text), f"{indent}del")
+        return "\n".join(row.removesuffix(",") for row in rows)
+    if text.startswith("return "):
+        return f"{indent}return {_bracketed(text, blank, 7, len(text), indent)}"
     equals = blank.find(" = ")
     call = equals + 3 if equals >= 0 else 0
     opening, closing = blank.find("(", call), blank.rfind(")")
     first = indent + text[:call]
     if call and (len(indent) + equals > WIDTH - 30 or opening < 0):
-        first = f"{indent}{_bracketed(text, blank, 0, equals, indent)} = "
+        targets = _bracketed(text, blank, 0, equals, indent).removesuffix(")")
+        first = f"{indent}{targets}\n{indent}) = "
         if len(indent) + 4 + len(text) - call <= WIDTH:
             return first + text[call:]
     if opening < 0:
@@ -45,12 +48,17 @@ def _blank(text: str) -> str:
 
 def _bracketed(text: str, blank: str, begin: int, end: int, indent: str) -> str:
     """The comma-separated items between two columns, in round brackets, as many on a line as fit."""
-    lines, current = [], indent + "   "
+    return "(\n" + "\n".join(_rows(text, blank, begin, end, f"{indent}   ")) + ")"
+
+
+def _rows(text: str, blank: str, begin: int, end: int, start: str) -> list[str]:
+    """Lines of the items between two columns, each after ``start``; one column is left for a bracket."""
+    rows, current = [], start
     after_commas = [comma.end() for comma in re.compile(", ").finditer(blank, begin, end)]
-    for start, stop in pairwise([begin, *after_commas, end]):
-        item = text[start:stop].rstrip(" ")
-        if len(current) + len(item) + 1 > WIDTH and current.strip():
-            lines.append(current)
-            current = indent + "   "
+    for first, stop in pairwise([begin, *after_commas, end]):
+        item = text[first:stop].rstrip(" ")
+        if len(current) + len(item) + 2 > WIDTH and current != start:
+            rows.append(current)
+            current = start
         current += " " + item
-    return "(\n" + "\n".join([*lines, current]) + f"\n{indent})"
+    return [*rows, current]

@@ -15,12 +15,15 @@ from fxpipe.compiler.options import Candidates, Options
 from fxpipe.compiler.progress import Phases
 from fxpipe.compiler.tensor_ownership import (
     activation_budget,
+    gradient_bytes,
     result_bytes,
     tensor_ownership,
     weight_bytes,
+    with_replicas,
 )
 from fxpipe.cost.analytic import SecondsOfRanks, seconds_on, section_costs
 from fxpipe.cost.cluster import Cluster
+from fxpipe.cost.exchange import exchanges
 from fxpipe.cost.profile import Known, measured_seconds
 from fxpipe.errors import LimitError, ScheduleError
 from fxpipe.ir.liveness import Liveness, liveness
@@ -72,6 +75,10 @@ def choose(
                 try:
                     held = tensor_ownership(model, cut.sections, rank_of_stage, options.ranks)
                     weights = weight_bytes(model, held, options.grad_dtype)
+                    if options.replicas > 1:
+                        sizes = gradient_bytes(model, held, cut.sections, options.grad_dtype)
+                        divided = options.replicas, options.shard, options.per_use
+                        weights = with_replicas(weights, sizes, rank_of_stage, *divided)
                     results = result_bytes(cut.graph, rank_of_stage, options.ranks, options.microbatches)
                     both = [a + b for a, b in zip(weights, results, strict=True)]
                     limits = activation_budget(options.memory_limit, both)
@@ -81,6 +88,11 @@ def choose(
                     continue
             live = liveness(cut.graph, cut.sections, cut.edges, rank_of_stage)
             costs = section_costs(live, seconds, cluster, rank_of_stage, options.ranks_per_machine)
+            if options.replicas > 1:
+                held = tensor_ownership(model, cut.sections, rank_of_stage, options.ranks)
+                sizes = gradient_bytes(model, held, cut.sections, options.grad_dtype)
+                asked = options.replicas, options.shard or "", options.per_use, options.ranks_per_machine
+                costs = replace(costs, exchanges=exchanges(cluster, rank_of_stage, sizes, *asked))
             if options.offload.share is not None:
                 costs = replace(costs, link=Link(1 / bandwidth, options.offload.ranks_per_link))
             problem = Problem(

@@ -9,7 +9,6 @@ level only where it may give the fastest step).
 from __future__ import annotations
 
 import contextlib
-import gc
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -20,21 +19,24 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fxpipe.capture.dtensors import mesh_of
+from fxpipe.capture.lanes import capture_lanes, lane_as_text
 from fxpipe.capture.resized import named_lengths, sample
 from fxpipe.capture.trace import Captured, capture
 from fxpipe.capture.underflow import warn_of_float16
 from fxpipe.codegen.collectives import collectives
 from fxpipe.codegen.program import program_source
 from fxpipe.codegen.rank_plan import RankPlan
+from fxpipe.compiler.buckets import bucket_uses
 from fxpipe.compiler.certify import captured_as_data, certified
 from fxpipe.compiler.choose import choose
 from fxpipe.compiler.cut import Cut, Stages, finished, split, stages_of
 from fxpipe.compiler.cut import cut as cut_at_level
 from fxpipe.compiler.make_plan import make_plan, with_tensors_of
-from fxpipe.compiler.options import Candidates, Offload, Options, candidates
+from fxpipe.compiler.options import Candidates, Offload, Options, candidates, check_lanes
 from fxpipe.compiler.passes import CutOptions, Step
 from fxpipe.compiler.progress import Phases
-from fxpipe.compiler.tensor_ownership import check_names, tied_gradients
+from fxpipe.compiler.tensor_ownership import check_names, check_state_of_replicas, tied_gradients
 from fxpipe.cost.analytic import seconds_on, section_costs, work_for_any_size
 from fxpipe.cost.cluster import Cluster, of_stages
 from fxpipe.cost.describe import describe
@@ -42,6 +44,7 @@ from fxpipe.cost.device import Device
 from fxpipe.cost.known_devices import device_named
 from fxpipe.cost.profile import known_tensors, measured_bandwidth
 from fxpipe.errors import PartitionError, ScheduleError, VocabularyError
+from fxpipe.garbage import collector_paused
 from fxpipe.ir.casts import parameter_of
 from fxpipe.ir.graph import Kind, Section
 from fxpipe.ir.liveness import Liveness, liveness
@@ -74,20 +77,7 @@ class Compiled:
     sections: tuple[Section, ...]
 
 
-@contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Without Python's cyclic garbage collector.  Graphs are many small objects that refer to each other and
-    live until the end: repeated scans of them take a sixth of the time and find no garbage."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@_collector_paused()
+@collector_paused()
 def compile_model(
     model: nn.Module,
     example: Any,
@@ -104,16 +94,16 @@ def compile_model(
     phase.expect(3 + ways + 4 * len(tried.placements) * ways)
 
     def traced(example: Any) -> Captured:
-        scale = 1 / options.microbatches
-        return capture(
-            model, example, loss_fn, scale, device, options.gradients, options.fixed, options.outputs
-        )
+        return _traced(model, example, loss_fn, options, device)
 
     # One graph of the training step, and its traces at other sizes.
     with phase("capture"):
         lengths = None if options.dimensions is None else named_lengths(example, options.dimensions)
-        captured = traced(example)
+        captured = capture_lanes(model, lambda: traced(example))
+        check_lanes(options, captured.lanes)
         warn_of_float16(captured.graph)
+        if options.replicas > 1:
+            check_state_of_replicas(model, captured.graph)
         resized = None
         if lengths is not None:
             resized = sample(captured.graph, example, lengths, lambda resized: traced(resized).graph)
@@ -128,7 +118,14 @@ def compile_model(
         # the schedule with the shortest simulated step.
         bandwidth = _bandwidth(options, cluster, device)
         known = known_tensors(model, example, captured.constants)
-        cut, live, found = choose(options, stages, tried, model, cluster, device, known, bandwidth, phase)
+        given = stages, tried, model, cluster, device, known, bandwidth, phase
+        try:
+            cut, live, found = choose(options, *given)
+        except ScheduleError:
+            if options.shard != "parameters" or options.memory_limit is None:
+                raise
+            options = replace(options, per_use=True)
+            cut, live, found = choose(options, *given)
         work = None
         if cut.resized is not None:
             work = work_for_any_size(live, cut.graph, cut.resized, cluster, found.schedule.placement)
@@ -144,7 +141,23 @@ def compile_model(
     return Compiled(artifact, cluster, cut.graph, cut.sections)
 
 
-@_collector_paused()
+def _traced(
+    model: nn.Module, example: Any, loss_fn: Callable[..., Any] | None, options: Options, device: torch.device
+) -> Captured:
+    scale = 1 / options.microbatches
+    return capture(model, example, loss_fn, scale, device, options.gradients, options.fixed, options.outputs)
+
+
+@collector_paused()
+def last_lane_as_text(
+    model: nn.Module, example: Any, loss_fn: Callable[..., Any] | None, options: Options, device: torch.device
+) -> str:
+    """What the last lane runs of a model with DTensors, on this process."""
+    number = mesh_of(model).size()
+    return lane_as_text(model, lambda: _traced(model, example, loss_fn, options, device), number - 1)
+
+
+@collector_paused()
 def compile_evaluation(
     model: nn.Module,
     example: Any,
@@ -159,7 +172,9 @@ def compile_evaluation(
     Raises PartitionError where the forward cannot be cut as the training step was.
     """
     cluster, plan = trained.cluster, trained.artifact.plan
-    options = replace(options, gradients=False, grad_dtype=None, offload=Offload(share=None), recompute=False)
+    options = replace(
+        options, gradients=False, grad_dtype=None, shard=None, offload=Offload(share=None), recompute=False
+    )
     own = _model_stages(plan.ordered)
     asked = CutOptions(
         len(own),
@@ -175,8 +190,11 @@ def compile_evaluation(
     with phase("evaluation"), _in_eval_mode(model):
         scale = 1 / options.microbatches
         kept = {name for held in plan.tensors for name in held.buffers}
-        captured = capture(
-            model, example, loss_fn, scale, device, False, options.fixed, options.outputs, kept
+        captured = capture_lanes(
+            model,
+            lambda: capture(
+                model, example, loss_fn, scale, device, False, options.fixed, options.outputs, kept
+            ),
         )
     cut = cut_at_level(stages_of(split(Step(captured.graph, None), asked), asked, phase), None, phase)
     live = liveness(cut.graph, cut.sections, cut.edges, plan.placement)
@@ -211,13 +229,14 @@ def _generate(
     _check_buffer_order(cut.graph, schedule)
     joint = _collectives(cut, schedule)
     cut, pools = _finished(cut, live, schedule)
-    plan = completed(make_plan(model, example, captured.constants, options, cut, timeline, joint))
+    plan = completed(make_plan(model, example, captured, options, cut, timeline, joint))
     if pools:
         plan = replace(plan, tier=options.tier, pools=tuple(pool.bytes for pool in pools))
     # The instructions of all ranks, proved to end.
     instructions = lower(schedule, timeline.costs.edges, joint, timeline.spans)
     divides = plan.step.has_count and options.gradients
-    instructions = with_gradients(instructions, tied_gradients(plan.tensors), divides)
+    buckets = bucket_uses(plan, cut.sections, schedule, per_use=options.per_use)
+    instructions = with_gradients(instructions, buckets, tied_gradients(plan.tensors), divides)
     prove(instructions, schedule.placement)
     programs = _programs(plan, cut, instructions, pools)
     with phase("check"):

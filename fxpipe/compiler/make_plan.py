@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fxpipe.capture.trace import Captured
+from fxpipe.compiler.buckets import with_buckets
 from fxpipe.compiler.cut import Cut
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.tensor_ownership import (
@@ -38,7 +40,7 @@ from fxpipe.schedule.simulation.timeline import Timeline
 def make_plan(
     model: nn.Module,
     example: Any,
-    constants: dict[str, torch.Tensor],
+    captured: Captured,
     options: Options,
     cut: Cut,
     timeline: Timeline,
@@ -46,7 +48,8 @@ def make_plan(
 ) -> Plan:
     """The plan of a cut under a simulated schedule, without the optional fields, which the compiler adds.
 
-    constants: tensors that the model made itself.  collectives: the messages that are sent as collectives.
+    captured: with the constants that the model made itself, and its lanes.  collectives: the messages that
+    are sent as collectives.
     """
     loss, count = graph_outputs(cut.graph).loss, graph_outputs(cut.graph).count
     schedule, placement = timeline.schedule, timeline.schedule.placement
@@ -59,6 +62,7 @@ def make_plan(
     }
     for tied in tied_gradients(tensors):
         channels |= {(a, b) for r in tied.ranks[1:] for a, b in ((r, tied.ranks[0]), (tied.ranks[0], r))}
+    layouts = layouts_of(model, tensors, captured.constants)
     return Plan(
         format=FORMAT,
         version=__version__,
@@ -84,14 +88,17 @@ def make_plan(
         channels=in_rounds((a, b) for a, b in channels if a != b),
         vocabulary=cut.vocabulary,
         collectives=max((1 + each.group for each in collectives), default=0),
-        tensors=tensors,
-        layouts=layouts_of(model, tensors, constants),
+        tensors=with_buckets(tensors, cut.sections, schedule, layouts, options.grad_dtype),
+        layouts=layouts,
         prediction=Prediction(
             timeline.seconds, timeline.span_bubble, timeline.makespan_bubble, timeline.peak_memory
         ),
         recompute=cut.recompute or "",
         transfers=schedule.transfers,
+        replicas=options.replicas,
+        shard=options.shard or "",
         state=state_names(model),
+        lanes=captured.lanes,
         grad_dtype="" if options.grad_dtype is None else str(options.grad_dtype),
     )
 

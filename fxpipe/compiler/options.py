@@ -15,7 +15,8 @@ from fxpipe.cost.known_devices import device_names, is_device_name
 from fxpipe.errors import OptionError, ScheduleError
 from fxpipe.ir.sections import BACKENDS
 from fxpipe.passes.recompute import LEVELS, Level
-from fxpipe.plan.step import TIERS, Tier
+from fxpipe.plan.lanes import LanePlan
+from fxpipe.plan.step import SHARDS, TIERS, Shard, Tier
 from fxpipe.plan.tensors import GRAD_DTYPES
 from fxpipe.runtime.program.offload import default_tier
 from fxpipe.schedule.families.registry import FAMILIES
@@ -76,6 +77,9 @@ class Options:
     memory_limit: float | None
     costs: str | tuple[str, ...]
     seed: int
+    replicas: int = 1
+    shard: Shard | None = None
+    per_use: bool = False  # of parameters that replicas divide: gathered for single ops, to keep the limit
     vocab_parallel: str | bool = False
     gradients: bool = True
     grad_dtype: torch.dtype | None = None
@@ -111,11 +115,23 @@ def check(options: Options) -> None:
         raise OptionError(
             f"print_after is {options.print_after!r} and must be the name of a pass: {', '.join(PASS_NAMES)}."
         )
-    for name in ("ranks", "microbatches", "stages_per_rank", "ranks_per_machine", "ranks_per_link"):
+    for name in (
+        "ranks",
+        "replicas",
+        "microbatches",
+        "stages_per_rank",
+        "ranks_per_machine",
+        "ranks_per_link",
+    ):
         value = getattr(options.offload if name == "ranks_per_link" else options, name)
         chosen = name in ("stages_per_rank", "ranks_per_machine") and value is None
         if not chosen and (not isinstance(value, int) or value < 1):
             raise ScheduleError(f"{name} is {value!r} and must be a whole number, at least 1.")
+    if options.shard not in (None, *SHARDS):
+        raise OptionError(
+            f"shard is {options.shard!r} and must be None or {' or '.join(map(repr, SHARDS))}: what replicas "
+            "divide between them."
+        )
     if type(options.seed) is not int or not -(2**63) <= options.seed < 2**63:
         raise OptionError(f"seed is {options.seed!r} and must be a whole number of 64 bits.")
     effort = options.effort
@@ -151,6 +167,20 @@ def check(options: Options) -> None:
         _check_given(options, options.schedule)
     elif options.schedule not in (AUTO, *FAMILIES):
         raise ScheduleError(f"Unknown schedule {options.schedule!r}. Known: {AUTO}, {', '.join(FAMILIES)}.")
+
+
+def check_lanes(options: Options, lanes: LanePlan) -> None:
+    """Raise OptionError for an option that a model with DTensors cannot have."""
+    refused = {
+        "vocab_parallel": options.vocab_parallel is not False,
+        'backend="inductor"': options.backend != "eager",
+        'costs="measured"': options.costs == "measured",
+        "dimensions": options.dimensions is not None,
+        "shard": bool(options.shard),
+    }
+    for name, is_asked in refused.items() if lanes.number > 1 else ():
+        if is_asked:
+            raise OptionError(f"The model has DTensors, and lanes do not go with {name} yet: leave it out.")
 
 
 def _check_costs(options: Options) -> None:

@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx, nn
 
+from fxpipe.compiler.buckets import MOST_BYTES
 from fxpipe.errors import CaptureError, LimitError
 from fxpipe.ir.casts import parameter_of
 from fxpipe.ir.graph import Kind, Section
 from fxpipe.ir.storage import graph_outputs
 from fxpipe.plan.artifact import RankTensors, TensorLayout, holders
-from fxpipe.plan.kept import kept_tensors
+from fxpipe.plan.dtensors import local
+from fxpipe.plan.kept import kept_tensors, own_of_each_replica
 from fxpipe.plan.rows import rows_of, whole_name
 from fxpipe.plan.step import OutputSpec
 from fxpipe.plan.tensors import gradient_dtype
@@ -75,6 +77,13 @@ def state_names(model: nn.Module) -> tuple[tuple[str, str], ...]:
     return found + tuple((name, name) for name in sorted(left))  # of a model that writes its own state dict
 
 
+def check_state_of_replicas(model: nn.Module, graph: fx.Graph) -> None:
+    """Raise CaptureError for a tensor that the step changes and that is in no state dict of the model."""
+    own = graph_outputs(graph).buffers.keys() - {name for _, name in state_names(model)}
+    if own:
+        raise CaptureError(own_of_each_replica(min(own)))
+
+
 def leaves_used(
     sections: tuple[Section, ...], placement: tuple[int, ...], ranks: int
 ) -> tuple[tuple[str, ...], ...]:
@@ -102,6 +111,49 @@ def weight_bytes(
         return parameter.numel() * gradient_dtype(parameter.dtype, grad_dtype).itemsize
 
     return tuple(sum(tensors[n].nbytes for n in h.state) + sum(map(of_gradient, h.gradients)) for h in held)
+
+
+def with_replicas(
+    weights: Sequence[int],
+    stages: Mapping[int, tuple[int, int]],
+    placement: Sequence[int],
+    replicas: int,
+    shard: str | None,
+    per_use: bool,
+) -> tuple[int, ...]:
+    """Per rank the bytes of ``weight_bytes`` as they are in a step of replicas, with those of exchanges.
+
+    stages: as ``gradient_bytes`` gives them.  per_use: whether a replica has its rows alone, and whole
+    parameters and gradients of the stage that runs, and of the next one.
+    """
+    found = []
+    for rank, whole in enumerate(weights):
+        own = [stages[stage] for stage, home in enumerate(placement) if home == rank and stage in stages]
+        largest = sorted((sum(both) for both in own), reverse=True)
+        divided = sum(largest)
+        if per_use:
+            whole += divided // replicas - divided + sum(largest[:2])
+        elif shard == "parameters":  # its rows, beside all that are gathered
+            whole += sum(parameters for _, parameters in own) // replicas
+        found.append(whole + min(MOST_BYTES, max((both[0] for both in own), default=0)))
+    return tuple(found)
+
+
+def gradient_bytes(
+    model: nn.Module,
+    held: tuple[RankTensors, ...],
+    sections: Sequence[Section],
+    grad_dtype: torch.dtype | None,
+) -> dict[int, tuple[int, int]]:
+    """By stage the bytes of the gradients that it makes, and of their parameters."""
+    tensors = _tensors(model, held)
+    found: dict[int, tuple[int, int]] = {}
+    for section in sections:
+        for name in (value.name for value in section.inputs if value.kind is Kind.GRADIENT):
+            parameter, (gradients, parameters) = tensors[name], found.get(section.stage, (0, 0))
+            size = parameter.numel() * gradient_dtype(parameter.dtype, grad_dtype).itemsize
+            found[section.stage] = gradients + size, parameters + parameter.nbytes
+    return found
 
 
 def outputs_of(graph: fx.Graph, placement: Sequence[int]) -> tuple[OutputSpec, ...]:
@@ -157,7 +209,7 @@ def layouts_of(
 
 
 def _tensors(model: nn.Module, held: tuple[RankTensors, ...]) -> dict[str, torch.Tensor]:
-    tensors = {n: t.detach() for n, t in (*model.named_parameters(), *model.named_buffers())}
+    tensors = {n: local(t).detach() for n, t in (*model.named_parameters(), *model.named_buffers())}
     tensors |= kept_tensors(model, {n for h in held for n in h.buffers} - tensors.keys())
     for name in {n for h in held for n in h.parameters}:
         if rows := rows_of(name):

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from torch import fx
 
-from fxpipe.cost.device import Device
+from fxpipe.cost.device import Device, Interconnect
 from fxpipe.cost.nodes import NodeSeconds
 from fxpipe.ir.storage import call_nodes
 
@@ -67,6 +67,13 @@ class Cluster:
         of both ranks' links."""
         ends = self.devices[source], self.devices[target]
         return max(end.intra.seconds(bytes) for end in ends), max(end.inter.seconds(bytes) for end in ends)
+
+    def link_of_replicas(self, rank: int, replicas: int, ranks_per_machine: int | None) -> Interconnect:
+        """The link over which a rank of all replicas exchanges: between machines, if they are on several."""
+        last = rank + (replicas - 1) * len(self.devices)
+        size = ranks_per_machine or last + 1
+        device = self.devices[rank]
+        return device.intra if rank // size == last // size else device.inter
 
 
 def of_stages(of_ranks: Sequence[float], placement: Sequence[int]) -> tuple[float, ...]:

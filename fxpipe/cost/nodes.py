@@ -15,6 +15,7 @@ from fxpipe.cost.arithmetic import arithmetic_of
 from fxpipe.cost.device import Device
 from fxpipe.ir.storage import is_view, node_bytes
 from fxpipe.plan.tensors import sum_over_ranks
+from fxpipe.runtime.program.lanes import is_between_lanes
 
 aten = torch.ops.aten
 
@@ -35,8 +36,8 @@ _FREE = NodeCost(0, 0, 0.0)
 
 def node_cost(node: fx.Node, device: Device) -> NodeCost:
     """FLOPs (matrix products and convolutions, as ``torch.utils.flop_counter`` counts them), bytes
-    read and written, and the roofline time on the device.  Views, placeholders and sums over
-    ranks cost nothing."""
+    read and written, and the roofline time on the device; of an op between lanes the time of the link.
+    Views, placeholders and sums over ranks cost nothing."""
     if is_free(node):
         return _FREE
     if node.target is aten._foreach_add_.List:  # as apart: plans do not depend on what is added together
@@ -44,6 +45,8 @@ def node_cost(node: fx.Node, device: Device) -> NodeCost:
         seconds = [device.seconds(0, moved, "float32") for moved in sizes]
         return NodeCost(0, sum(sizes), sum(seconds))
     flops, moved = node_flops(node), bytes_moved(node)
+    if is_between_lanes(node.target):
+        return NodeCost(0, moved, device.intra.seconds(sent_between_lanes(node)))
     return NodeCost(flops, moved, device.seconds(flops, moved, arithmetic_of(node)))
 
 
@@ -64,6 +67,17 @@ class NodeSeconds:
         if key not in self._known:  # with the values, whose ids are theirs as long as they live
             self._known[key] = node_cost(node, self.device).seconds, values
         return self._known[key][0]
+
+
+def sent_between_lanes(node: fx.Node) -> float:
+    """The bytes that a lane sends to the others, each of which has a share: twice for a sum that all get.
+
+    Lanes are neighbors, so the link is that within a machine.
+    """
+    lanes, value = node.args[-1], node.args[0]
+    largest = max(node_bytes(node), node_bytes(cast(fx.Node, value)))
+    rounds = 2 if node.target is torch.ops.lanes.all_reduce.default else 1
+    return rounds * largest * (cast(int, lanes) - 1) / cast(int, lanes)
 
 
 def is_free(node: fx.Node) -> bool:

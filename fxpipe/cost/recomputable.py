@@ -10,6 +10,7 @@ from torch import fx
 from fxpipe.cost.nodes import NodeSeconds, node_flops
 from fxpipe.ir.graph import Kind
 from fxpipe.ir.storage import call_nodes, graph_outputs, node_bytes
+from fxpipe.runtime.program.lanes import is_between_lanes
 from fxpipe.runtime.program.random import keyed
 
 #: A value is free if all ops that lead to it take at most this share of the whole step, or no longer than
@@ -69,4 +70,5 @@ def _found(
 
 
 def _may_repeat(node: fx.Node) -> bool:
-    return node.op == "call_function" and not node.meta["origin"].backward and node.target is not keyed
+    once = node.target is keyed or is_between_lanes(node.target)
+    return node.op == "call_function" and not node.meta["origin"].backward and not once

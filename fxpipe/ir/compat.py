@@ -35,6 +35,7 @@ __all__ = [
     "FakeTensor",
     "OpOverload",
     "TorchDispatchMode",
+    "as_lane",
     "compiling_flag",
     "copy_node",
     "current_sequence_number",
@@ -269,6 +270,41 @@ def plain_kernels() -> Iterator[None]:
     finally:
         torch._C._set_mkldnn_enabled(before[0])
         torch._C._set_cudnn_enabled(before[1])
+
+
+@contextlib.contextmanager
+def as_lane(meshes: Any, number: int, lane: int) -> Iterator[None]:
+    """Let DTensors on meshes of one dimension, of so many processes, and code that asks for the number of its
+    process, compute as one of these does.
+
+    meshes: the class DeviceMesh.  A plan has several equal meshes, in the hooks of modules among others.
+    """
+
+    def coordinate(mesh: Any) -> Any:
+        own = vars(mesh)["_coordinate_on_dim"]
+        return type(own)((lane,)) if own is not None and tuple(mesh.shape) == (number,) else own
+
+    def assign(mesh: Any, own: Any) -> None:
+        vars(mesh)["_coordinate_on_dim"] = own
+
+    def local_rank(mesh: Any, mesh_dim: Any = None) -> int:
+        own: int = before(mesh, mesh_dim)
+        return lane if tuple(mesh.shape) == (number,) else own
+
+    def rank(group: Any = None) -> int:
+        own: int = get_rank(group)
+        is_of_lanes = group is None or torch.distributed.get_world_size(group) == number
+        return own - own_lane + lane if is_of_lanes else own
+
+    before, get_rank = meshes.get_local_rank, torch.distributed.get_rank
+    own_lane = get_rank() % number  # lanes are innermost
+    meshes._coordinate_on_dim, meshes.get_local_rank = property(coordinate, assign), local_rank
+    torch.distributed.get_rank = rank
+    try:
+        yield
+    finally:
+        del meshes._coordinate_on_dim
+        meshes.get_local_rank, torch.distributed.get_rank = before, get_rank
 
 
 def has_kernel(op: OpOverload, device: str) -> bool:

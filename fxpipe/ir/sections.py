@@ -7,8 +7,9 @@ after:  sections with named inputs and outputs; a value that a stage gets from a
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -16,7 +17,7 @@ from torch import fx
 
 from fxpipe.errors import VerifyError
 from fxpipe.ir.compat import copy_node
-from fxpipe.ir.graph import Kind, Section, Value, offload, read_buffer
+from fxpipe.ir.graph import Kind, Section, Value, offload, read_buffer, reload
 from fxpipe.ir.storage import call_nodes, graph_outputs, is_view
 from fxpipe.plan.tensors import sum_over_ranks
 from fxpipe.runtime.program.checks import expect
@@ -24,6 +25,7 @@ from fxpipe.schedule.ops import Color, Phase, arrival
 
 #: How a program runs its sections: op by op, or F and B as Inductor compiles them.
 BACKENDS = ("eager", "inductor")
+_NO_WORK = (read_buffer, expect, offload, reload, operator.getitem)
 ORDER = (Phase.F, Phase.B, Phase.W)
 
 
@@ -149,9 +151,12 @@ def compiles(backend: str, phase: Phase) -> bool:
 
 def is_compiled(section: Section, backend: str) -> bool:
     """Whether a backend compiles the section: it has an op that computes something."""
-    return compiles(backend, section.phase) and any(
-        n.target not in (read_buffer, expect) and not is_view(n) for n in call_nodes(section.graph)
-    )
+    return compiles(backend, section.phase) and any(computing(call_nodes(section.graph)))
+
+
+def computing(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
+    """The ops that compute something: no views, no items of results, no transfers."""
+    return (n for n in nodes if n.target not in _NO_WORK and not is_view(n))
 
 
 def requested_outputs(graph: fx.Graph) -> dict[str, Value]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from functools import cache
 from itertools import accumulate
 from typing import TypeVar
@@ -121,7 +121,8 @@ def _cuts_by_cost(
                 continue
             home[node] = at
         seconds[home[node]] += node_seconds(node)
-    bytes = _crossing_bytes(graph, position, home, free.in_stage | free.anywhere)
+    whole = _trained_spans(graph, position, by_seq, free.in_stage)
+    bytes = _crossing_bytes(graph, position, home, free.in_stage | free.anywhere, whole)
     try:
         return choose_cuts(seconds, bytes, stages, slowness)
     except PartitionError as error:
@@ -137,9 +138,16 @@ def _cuts_by_cost(
 
 
 def _crossing_bytes(
-    graph: fx.Graph, position: dict[fx.Node, int], home: dict[fx.Node, int], free: Set[fx.Node]
+    graph: fx.Graph,
+    position: dict[fx.Node, int],
+    home: dict[fx.Node, int],
+    free: Set[fx.Node],
+    whole: Iterable[tuple[int, int]] = (),
 ) -> list[float]:
-    """For every position the bytes that a cut after it would send, or inf if no cut is allowed."""
+    """For every position the bytes that a cut after it would send, or inf if no cut is allowed.
+
+    whole: the first and last positions between which no cut may be.
+    """
     steps = [0.0] * (len(position) + 1)
     barred = [0] * (len(position) + 1)
     last_use: dict[fx.Node, int] = {}
@@ -153,7 +161,7 @@ def _crossing_bytes(
     for root, last in last_use.items():
         if root in position:
             _add(steps, position[root], last, node_bytes(root))
-    for first, last in _buffer_spans(graph, home).values():
+    for first, last in (*_buffer_spans(graph, home).values(), *whole):
         _add(barred, first, last, 1)
     crossing, closed = list(accumulate(steps)), list(accumulate(barred))
     last = max((i for node, i in position.items() if node not in free), default=0)
@@ -166,6 +174,25 @@ def _crossing_bytes(
         else crossing[i]
         for node, i in position.items()
     ]
+
+
+def _trained_spans(
+    graph: fx.Graph, position: dict[fx.Node, int], by_seq: dict[int, int], of_parameters: Set[fx.Node]
+) -> Iterator[tuple[int, int]]:
+    """From the first node of each forward op to its node that reads a trained parameter.
+
+    An op on DTensors is several nodes.  Its backward goes with the first: a cut between the two would put the
+    parameter on two ranks.  of_parameters: values of parameters alone, which are computed at their uses.
+    """
+    grads = graph_outputs(graph).grads
+    trained = {n for n in graph.find_nodes(op="placeholder") if n.meta["input"].name in grads}
+    for node, at in position.items():
+        if trained.isdisjoint(node.all_input_nodes):
+            continue
+        if node in of_parameters:
+            trained.add(node)
+        else:
+            yield by_seq.get(node.meta["origin"].seq, at), at
 
 
 def _buffer_spans(graph: fx.Graph, home: dict[fx.Node, int]) -> dict[str, tuple[int, int]]:

@@ -22,6 +22,7 @@ from fxpipe.ir.storage import call_nodes, drop_dead, is_view, node_bytes
 from fxpipe.passes.mincut import to_repeat
 from fxpipe.passes.rewrite import clone_into
 from fxpipe.plan.tensors import sum_over_ranks
+from fxpipe.runtime.program.lanes import is_between_lanes
 from fxpipe.schedule.ops import Color, Phase
 
 Level = Literal["norms", "full"]
@@ -71,6 +72,8 @@ def _made_again(backward: list[fx.Node], stage: int, level: Level) -> set[fx.Nod
     @cache
     def may(node: fx.Node) -> bool:
         if node.meta["color"] != forward or node.target in (read_buffer, sum_over_ranks):
+            return False
+        if is_between_lanes(node.target):  # to communicate again costs more than to recompute
             return False
         return level == "full" or not node_flops(node)
 

@@ -50,8 +50,8 @@ def accept_any_strides(graph: fx.Graph) -> None:
 
 
 def _is_custom(target: Any) -> bool:
-    """Whether an op is none of torch's own: its code may read memory in any way."""
-    return isinstance(target, OpOverload) and target.namespace not in ("aten", "prims")
+    """Whether an op is neither torch's own nor one between lanes: its code may read memory in any way."""
+    return isinstance(target, OpOverload) and target.namespace not in ("aten", "prims", "lanes")
 
 
 def _format(value: Any) -> torch.memory_format | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated
 
@@ -12,8 +12,9 @@ import torch
 
 from fxpipe.errors import ArtifactError
 from fxpipe.plan.check import check_plan
+from fxpipe.plan.lanes import NO_LANES, LanePlan
 from fxpipe.plan.number import number
-from fxpipe.plan.step import StepSpec, Tier
+from fxpipe.plan.step import MOST_RANKS, Shard, StepSpec, Tier
 from fxpipe.plan.tensors import Dtype, GradDtype, Shape, Size, dtype_of, gradient_dtype, is_dense
 from fxpipe.plan.version import __version__
 from fxpipe.plan.work import PlanWork
@@ -21,7 +22,18 @@ from fxpipe.schedule.costs import MOST_STAGES, Costs
 from fxpipe.schedule.ops import Schedule, Transfer, parse_ops
 from fxpipe.schedule.stages import Vocabulary
 from fxpipe.schedule.tried import Recompute, Tried
-from fxpipe.strict import Fits, Misfit, NonNegative, Share, entries, parse_json, shown, structure, unstructure
+from fxpipe.strict import (
+    Fits,
+    Misfit,
+    NonNegative,
+    Share,
+    between,
+    entries,
+    parse_json,
+    shown,
+    structure,
+    unstructure,
+)
 
 FORMAT = 2
 MOST_TRIED = 4096
@@ -39,13 +51,28 @@ class StagePlan:
 
 
 @dataclass(frozen=True)
+class Bucket:
+    """Gradients of a rank, of one dtype, that are summed over the replicas together, in this order.
+
+    ``before``: the first op that uses one of their parameters, ``after``: the last one that adds to one of
+    them, as text.
+    """
+
+    before: str
+    after: str
+    gradients: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class RankTensors:
-    """The names of one rank's tensors; ``gradients``: the parameters that it accumulates gradients for."""
+    """The names of one rank's tensors; ``gradients``: the parameters that it accumulates gradients for;
+    ``buckets`` have each of these once (none in pipelines that earlier versions saved)."""
 
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
     constants: tuple[str, ...]
     gradients: tuple[str, ...]
+    buckets: tuple[Bucket, ...] = ()
 
     @property
     def state(self) -> tuple[str, ...]:
@@ -106,8 +133,10 @@ class Plan:
     tensor with two names, none for a buffer that is not persistent).  ``work``: the costs for other sizes,
     where dimensions were named.  ``tried``: the candidates of ``auto``.  ``transfers``: offloads and reloads,
     ``tier``: the offload store, ``pools``: the bytes of each rank in it.  ``device``: the device whose
-    description the costs are from, as text.  ``grad_dtype``: the dtype of gradients, as text; empty for that
-    of each parameter.
+    description the costs are from, as text.  ``replicas``: for so many the schedule was made, and
+    ``run_local`` runs them; other numbers can run the programs.  ``shard``: what replicas divide between
+    them.  ``grad_dtype``: the dtype of gradients, as text; empty for that of each parameter.  ``lanes``:
+    where the model has DTensors; then ``layouts`` are those of one lane.
     """
 
     format: int
@@ -134,6 +163,9 @@ class Plan:
     state: tuple[tuple[str, str], ...] = ()
     device: str = ""
     grad_dtype: GradDtype = ""
+    replicas: Annotated[int, between(1, MOST_RANKS)] = 1
+    shard: Shard = ""
+    lanes: LanePlan = NO_LANES
 
     @property
     def ranks(self) -> int:
@@ -142,6 +174,14 @@ class Plan:
     def gradient_dtype(self, parameter: torch.dtype) -> torch.dtype:
         """The dtype in which the gradient of a parameter of this dtype is accumulated."""
         return gradient_dtype(parameter, dtype_of(self.grad_dtype))
+
+    def whole_layout(self, name: str) -> TensorLayout:
+        """The layout of a parameter or buffer of all lanes together."""
+        own = self.layouts[name]
+        if name not in self.lanes.shards:
+            return own
+        shape = self.lanes.whole_shape(name, own.shape)
+        return replace(own, shape=shape, stride=torch.empty(shape, device="meta").stride())
 
     @cached_property
     def ordered(self) -> Schedule:
@@ -187,8 +227,9 @@ class Artifact:
 
     Under torchrun only rank 0 has all of it.  The other ranks have their own constants and program (the texts
     of the others are empty), and a plan without ``order`` and ``transfers``, which grow with ranks times
-    microbatches.  ``ask``: gives them the whole plan; ``number``: that of the whole plan.  ``captured``: the
-    captured step as JSON (``captured.py``), on rank 0 alone; empty where an earlier version saved it.
+    microbatches, ``tried``, and the edges of ``costs``.  ``ask``: gives them the whole plan; ``number``: that
+    of the whole plan.  ``captured``: the captured step as JSON (``captured.py``), on rank 0 alone; empty
+    where an earlier version saved it.
     """
 
     plan: Plan

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 from fxpipe.errors import FxpipeError
 from fxpipe.plan.rows import Rows, rows_of
 from fxpipe.plan.step import Leaf
-from fxpipe.plan.tensors import IS_DTYPE, IS_FLOATING
+from fxpipe.plan.tensors import IS_DTYPE, IS_FLOATING, dtype_of
 from fxpipe.plan.work import PHASE_FIELDS, PlanWork, Terms
 from fxpipe.schedule.check import check_costs, check_whole
 from fxpipe.schedule.costs import Costs, StageBytes
 from fxpipe.strict import Misfit, between, require, shown, structure, unstructure
 
 if TYPE_CHECKING:
-    from fxpipe.plan.artifact import Plan, TensorLayout
+    from fxpipe.plan.artifact import Plan, RankTensors, TensorLayout
 
 
 def check_plan(plan: Plan) -> None:
@@ -100,6 +100,7 @@ def _tensors(plan: Plan) -> None:
         for kind in ("parameters", "buffers", "constants"):
             _known(f"{path}.{kind}", getattr(held, kind), plan.layouts, "a name in layouts")
         _known(f"{path}.gradients", held.gradients, set(held.parameters), f"a parameter of rank {rank}")
+        _buckets(f"{path}.buckets", held, plan)
         for name in held.gradients:
             IS_FLOATING.check(plan.layouts[name].dtype, f"layouts[{name!r}].dtype")
         for name in held.parameters:
@@ -111,6 +112,23 @@ def _tensors(plan: Plan) -> None:
     spare = plan.layouts.keys() - {name for held in plan.tensors for name in held.names} - set(tables)
     if spare:
         raise Misfit(f"has {shown(min(spare))}, which no rank holds", "layouts")
+
+
+def _buckets(path: str, held: RankTensors, plan: Plan) -> None:
+    """Check that the buckets of a rank have each of its gradients once."""
+    ops = set(" ".join(plan.order).split())
+    found = [name for bucket in held.buckets for name in bucket.gradients]
+    for k, bucket in enumerate(held.buckets):
+        dtypes = {
+            plan.gradient_dtype(dtype_of(plan.layouts[n].dtype))
+            for n in bucket.gradients
+            if n in held.gradients
+        }
+        require(f"{path}[{k}].before", bucket.before, bucket.before in ops, "an op in order")
+        require(f"{path}[{k}].after", bucket.after, bucket.after in ops, "an op in order")
+        require(f"{path}[{k}].gradients", bucket.gradients, len(dtypes) == 1, "gradients of one dtype")
+    fits = not held.buckets or sorted(found) == sorted(held.gradients)
+    require(path, held.buckets, fits, "of each name in gradients once")
 
 
 def _rows(table: str, parts: Sequence[Rows], layouts: dict[str, TensorLayout]) -> None:

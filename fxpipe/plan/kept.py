@@ -64,6 +64,15 @@ def kept_tensors(model: nn.Module, names: Collection[str]) -> dict[str, torch.Te
     return {name: x.detach() if x.requires_grad else x for name, x in found.items() if x is not None}
 
 
+def own_of_each_replica(name: str) -> str:
+    """Why a tensor that a step changes, and that is in no state dict, is not for several replicas."""
+    return (
+        f"The step changes {name}, which is in no state dict of the model: each replica would go on with its "
+        "own, as it depends on the rows that it was given. Train it with one replica, or register it as a "
+        "buffer, of which all take the values of replica 0."
+    )
+
+
 def _entries(thing: Any) -> Any:
     """A container, by its keys."""
     return vars(thing) if dataclasses.is_dataclass(thing) and hasattr(thing, "__dict__") else thing

@@ -15,6 +15,12 @@ TIERS: tuple[Tier, ...] = ("host", "disk")
 """The offload stores: pinned memory beside a GPU, a file beside the CPU."""
 
 
+Shard = Literal["", "optimizer", "gradients", "parameters"]
+"""What replicas divide between them, with all that stands before it: the optimizer's state, the gradients
+behind their sum, the parameters between their uses.  Empty: nothing."""
+SHARDS: tuple[Shard, ...] = ("optimizer", "gradients", "parameters")
+
+
 @dataclass(frozen=True)
 class Leaf:
     """One leaf of the example microbatch.  ``shape`` and ``dtype`` for a tensor, else ``value`` as text."""

@@ -30,6 +30,7 @@ __all__ = [
     "compile_by_inductor",
     "decompositions",
     "default_store",
+    "fake_store",
     "fake_tensors",
     "gradient_hooks",
     "hooks_registered",
@@ -91,6 +92,13 @@ def is_watched() -> bool:
 def is_profiling() -> bool:
     """Whether torch's profiler runs, on whatever thread it was started."""
     return bool(autograd_profiler._is_profiler_enabled)
+
+
+def fake_store() -> Store:
+    """For a process group of torch's fake backend, which sends nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # which registers the backend
+
+    return FakeStore()
 
 
 def fake_tensors() -> contextlib.AbstractContextManager[Any]:

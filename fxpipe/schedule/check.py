@@ -119,6 +119,8 @@ def check_costs(costs: Costs, path: str = "") -> None:
 
     path: of the costs in their file, such as ``costs.``.
     """
+    number = len(costs.exchanges)
+    require(f"{path}exchanges", number, number in (0, len(costs.stages)), "one of each stage, or none")
     for k, edge in enumerate(costs.edges):
         for name, end in (("source", edge.source), ("target", edge.target)):
             wanted = f"from 0 to {len(costs.stages) - 1}, one of the stages"

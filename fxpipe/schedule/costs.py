@@ -74,9 +74,24 @@ class Link:
     ranks: Annotated[int, at_least(1)] = 1
 
 
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """The seconds in which replicas exchange what they have of one stage.
+
+    ``sum``: of its gradients, behind the last op that makes one.  ``gather``: of its parameters, before the
+    first op; 0 where each replica has all of them.  ``per_use``: both for all ops that follow each other,
+    instead of once a step.
+    """
+
+    sum: NonNegative
+    gather: NonNegative = 0.0
+    per_use: bool = False
+
+
 @dataclass(frozen=True)
 class Costs:
-    """The costs of a step.  ``link``: None if nothing can be offloaded.
+    """The costs of a step.  ``link``: None if nothing can be offloaded.  ``exchanges``: of each stage; empty
+    for a pipeline without replicas.
 
     ``ranks_per_machine``: the first so many ranks share a machine, the next so many another one; None if all
     ranks share one.
@@ -86,6 +101,7 @@ class Costs:
     edges: tuple[Edge, ...]
     link: Link | None = None
     ranks_per_machine: Annotated[int, at_least(1)] | None = None
+    exchanges: tuple[Exchange, ...] = ()
 
     def message_seconds(self, edge: Edge, placement: tuple[int, ...]) -> float:
         """The time of an edge's message if stage s runs on rank ``placement[s]``; 0 within a rank."""

@@ -44,8 +44,10 @@ class Course:
     _shared: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        held = holders(held.state for held in self.state.plan.tensors).items()
-        self._shared = [name for name, ranks in held if len(ranks) > 1] if self.compares else []
+        shards = self.state.plan.lanes.shards  # of which each lane has other values
+        held = holders(held.state for held in self.state.owned).items()
+        alike = [name for name, processes in held if len(processes) > 1 and name not in shards]
+        self._shared = alike if self.compares else []
 
     @property
     def optimizer(self) -> PipelineOptimizer | None:
@@ -84,7 +86,7 @@ class Course:
 
     def _added(self) -> int:
         """The steps whose gradients the next one adds to, and one; ABSENT without gradients."""
-        names = self.state.plan.tensors[self.rank].gradients
+        names = self.state.owned_by(self.rank).gradients
         if not names:
             return ABSENT
         zeroed = self._zeroed if self._counts is None else self._counts.zeroed
@@ -117,7 +119,10 @@ class Course:
 
         turn: take some rows of large ones, each time others; None for all of them.
         """
-        own, device = {*self.state.plan.tensors[self.rank].state}, self.state.device
+        own, device = {*self.state.owned_by(self.rank).state}, self.state.device
+        process = self.state.process
+        if process is not None and process.lane and is_accelerator(device):
+            own = set()  # where kernels add in any order, lanes differ in the last bits of what they all hold
         held = [self.state.held(name) if name in own else None for name in names]
         absent = torch.full((), ABSENT, device=device)
         found = [absent if t is None or t.is_meta else digest(_rows(t, turn)) for t in held]

@@ -35,18 +35,27 @@ def make_optimizer(
 
     clipping: ``clip_grad_norm``, ``norm_type`` and ``skip_nonfinite`` of ``PipelineOptimizer``.
     """
-    plan, process = state.plan, state.process
+    process, lanes = state.process, state.plan.lanes
+
+    def is_counted(name: str, processes: Sequence[int]) -> bool:
+        """Whether this process counts a gradient in the norm; processes: that have it, or ranks."""
+        if process is None:
+            return processes[0] == rank
+        first = processes[process.lane] if name in lanes.shards else processes[0]
+        return first == process.world_rank
+
     with agreed(process, "make its optimizer"):
         state.follow_model()
-        held = {name: state.parameter(name) for name in plan.tensors[rank].gradients}
-        trained = holders(tensors.gradients for tensors in plan.tensors)
-        if plan.ranks > 1:
-            check_separable(cls, options, state.device, tables=any(map(rows_of, trained)))
+        held = {name: state.parameter(name) for name in state.owned_by(rank).gradients}
+        trained = holders(tensors.gradients for tensors in state.owned)
+        if len(state.owned) > 1:
+            divided = any(map(rows_of, trained)) or not lanes.shards.keys().isdisjoint(trained)
+            check_separable(cls, options, state.device, tables=divided)
         updated = with_masters(held) if master_weights else held
         optimizer = PipelineOptimizer(
             made(cls, grouped(updated, groups, {*map(whole_name, trained)}), options),
             {parameter: name for name, parameter in updated.items()},
-            [parameter for name, parameter in held.items() if trained[name][0] == rank],
+            [p for name, p in held.items() if is_counted(name, trained[name])],
             process,
             masters={updated[name]: own for name, own in held.items() if updated[name] is not own},
             **clipping,
@@ -55,7 +64,7 @@ def make_optimizer(
         given = {"groups": repr([group.get("params") for group in groups])}
         given |= {"master_weights": str(bool(master_weights))}
         process.check_alike(optimizer.options() | given, "its optimizer", SAME_OPTIONS)
-    optimizer.register_step_post_hook(lambda *_: state.changed())
+    optimizer.register_step_post_hook(lambda *_: state.updated())
     return optimizer
 
 
@@ -150,6 +159,6 @@ def check_separable(
     if tables and not torch.allclose(updated([slice(0, 8)]), apart, rtol=1e-4):
         raise RunError(
             f"{name} updates a row of a table by the values of other rows, which other ranks hold with "
-            "vocab_parallel. Compile without it, or take an optimizer that updates each element by itself, "
-            "such as AdamW."
+            "vocab_parallel or shard. Compile without them, or take an optimizer that updates each element "
+            "by itself, such as AdamW."
         )

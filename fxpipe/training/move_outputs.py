@@ -19,7 +19,8 @@ def move_outputs(
     microbatches: int,
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
-    """The outputs that this rank is to have; unless ``on`` is None, all ranks call it alike.
+    """The outputs that this rank is to have, of its replica's rows; unless ``on`` is None, all ranks call it
+    alike.
 
     found: those that this rank computed.
     """
@@ -32,9 +33,10 @@ def move_outputs(
             value = joined(empty(spec, microbatches, device))
         data = value.view(-1).view(torch.uint8)  # gloo does not know all dtypes
         if on == "all":
-            process.broadcast_(data, spec.rank)
+            process.broadcast_in_replica_(data, spec.rank)
         elif spec.rank != on and process.rank in (spec.rank, on):
-            process.send_to(data, spec.rank, on)
+            ranks = process.of_replica(process.replica)
+            process.send_to(data, ranks[spec.rank], ranks[on])
         if on in ("all", process.rank):
             moved[name] = value
     return moved

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import uuid
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from safetensors.torch import load as tensors_from_bytes
 from safetensors.torch import save as tensors_to_bytes
@@ -27,7 +29,7 @@ def share_plans(plans: Sequence[Plan], process: Process) -> list[Artifact]:
 
     Returns artifacts without programs and constants.
     """
-    if process.rank != 0:
+    if not process.leads:
         return _received_plans(process)
     artifacts = [Artifact(plan, (), {}, plan.number) for plan in plans]
     _send_plans(artifacts, process)
@@ -39,18 +41,24 @@ def _send_plans(artifacts: Sequence[Artifact], process: Process) -> None:
     for artifact in artifacts:
         plan, key = artifact.plan, f"plan/{uuid.uuid4().hex}"
         process.keep(key, plan.to_json())
-        own = unstructure(replace(plan, order=(), transfers=()))
-        plans.append({"plan": own, "number": artifact.number, "key": key})
-    process.broadcast_bytes(json.dumps({"plans": plans}).encode())
+        # Not the orders, nor the edges, of which a split vocabulary has one for every two ranks.
+        own = replace(plan, order=(), transfers=(), tried=(), costs=replace(plan.costs, edges=()))
+        plans.append({"plan": unstructure(own), "number": artifact.number, "key": key})
+    process.broadcast_bytes(_packed({"plans": plans}))
 
 
 def send_error(text: str, process: Process) -> None:
     """Let ``received_artifacts`` raise RunError on the other ranks."""
-    process.broadcast_bytes(json.dumps({"error": text}).encode())
+    process.broadcast_bytes(_packed({"error": text}))
+
+
+def _packed(data: Any) -> bytes:
+    """As JSON, whose names of tensors, those of all ranks, are alike: a tenth of it, compressed."""
+    return zlib.compress(json.dumps(data).encode())
 
 
 def _received_plans(process: Process) -> list[Artifact]:
-    data = json.loads(process.broadcast_bytes(None))
+    data = json.loads(zlib.decompress(process.broadcast_bytes(None)))
     if "error" in data:
         raise RunError(f"Rank 0 could not compile the model: {data['error']}")
     found = []
@@ -64,8 +72,12 @@ def send_artifacts(artifacts: Sequence[Artifact], process: Process) -> None:
     """Give each rank its part of artifacts, on rank 0; the others call ``received_artifacts``."""
     _send_plans(artifacts, process)
     for artifact in artifacts:
-        process.scatter(program.encode() for program in artifact.programs)
-        held = ({n: artifact.constants[n] for n in own.constants} for own in artifact.plan.tensors)
+        programs = (zlib.compress(program.encode()) for program in artifact.programs)
+        process.scatter(process.of_each(tuple(programs)))
+        held = (
+            {n: artifact.constants[n] for n in own.constants}
+            for own in process.of_each(artifact.plan.tensors)
+        )
         process.scatter(tensors_to_bytes(files.apart(tensors)) for tensors in held)
 
 
@@ -73,7 +85,7 @@ def received_artifacts(process: Process) -> list[Artifact]:
     """The artifacts that rank 0 sends.  Raises RunError if it could not compile the model."""
     found = []
     for artifact in _received_plans(process):
-        program = process.scatter(None).decode()
+        program = zlib.decompress(process.scatter(None)).decode()
         constants = tensors_from_bytes(process.scatter(None))
         programs = tuple(program if rank == process.rank else "" for rank in range(process.ranks))
         laid_out = files.laid_out(constants, artifact.plan)

@@ -3,45 +3,75 @@ config.json."""
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from fxpipe.errors import ArtifactError
 from fxpipe.plan.files import open_tensors
+from fxpipe.plan.rows import Rows
 from fxpipe.strict import MEBIBYTE, Misfit, parse_json, read_text, shown, structure
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+#: The bytes of a piece.  A file is opened anew for each: the pages that were read are the process's as long
+#: as the file is mapped.
+PIECE = 32 * MEBIBYTE
 
 
-class Pretrained(Mapping[str, torch.Tensor]):
-    """The tensors of a safetensors file, or of a directory of them, each read when it is asked for."""
+_Layout = tuple[tuple[int, ...], torch.dtype]
+
+
+class Pretrained:
+    """The tensors of a safetensors file, or of a directory of them, as :class:`GivenValues`."""
 
     def __init__(self, path: Path):
         """Raises ArtifactError if there is no such file, or one that cannot be read."""
+        self._path = path
         self._files = _files_of(path)
-        self._open = ExitStack()
-        opened = ((file, self._open.enter_context(open_tensors(file))) for file in set(self._files.values()))
-        self._held = dict(opened)
-        for name, file in self._files.items():
-            if name not in self._held[file].keys():  # noqa: SIM118 - a safetensors file, not a dict
-                raise ArtifactError(f"{file} does not hold {shown(name)}, which the index says it does.")
+        self._layouts: dict[Path, dict[str, _Layout]] = {}
 
-    def __getitem__(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._held[self._files[name]].get_tensor(name)
-        return tensor
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._files)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
+    def source(self, name: str) -> str:
+        return str(self._files.get(name, self._path))
 
-    def __len__(self) -> int:
-        return len(self._files)
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._layout(name)[0]
 
-    def close(self) -> None:
-        self._open.close()
+    def dtype(self, name: str) -> torch.dtype:
+        return self._layout(name)[1]
+
+    def _layout(self, name: str) -> _Layout:
+        file = self._files[name]
+        if file not in self._layouts:
+            with open_tensors(file) as held:
+                self._layouts[file] = {n: _layout_in(held, n) for n in held.keys()}  # noqa: SIM118 - no dict
+        if name not in self._layouts[file]:
+            raise ArtifactError(f"{file} does not hold {shown(name)}, which the index says it does.")
+        return self._layouts[file][name]
+
+    def parts(self, name: str, rows: Rows | None) -> Iterator[torch.Tensor]:
+        shape, dtype = self._layout(name)
+        begin, end = (rows.begin, rows.end) if rows else (0, shape[0] if shape else 1)
+        step = max(1, PIECE // max(1, math.prod(shape[1:]) * dtype.itemsize))
+        for first in range(begin, end, step):
+            with open_tensors(self._files[name]) as held:
+                piece = (
+                    held.get_slice(name)[first : min(first + step, end)] if shape else held.get_tensor(name)
+                )
+            yield piece
+            del piece
+
+
+def _layout_in(held: Any, name: str) -> _Layout:
+    piece = held.get_slice(name)
+    shape = tuple(piece.get_shape())
+    return shape, (piece[0:0] if shape else held.get_tensor(name)).dtype
 
 
 def _files_of(path: Path) -> dict[str, Path]:

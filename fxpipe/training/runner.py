@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -13,26 +14,40 @@ import torch
 
 from fxpipe.errors import FxpipeError, RunError, printable
 from fxpipe.plan.artifact import Artifact, Plan
+from fxpipe.plan.lanes import LanePlan
 from fxpipe.plan.rows import whole
 from fxpipe.runtime.job.process import Process
 from fxpipe.runtime.program.accelerator import is_accelerator
 from fxpipe.runtime.program.ambient import as_traced
-from fxpipe.runtime.program.batch import batch_leaves, given_leaves
+from fxpipe.runtime.program.batch import batch_leaves, given_leaves, rows_of_replica
 from fxpipe.runtime.program.comm import Comm, NoAnswer
+from fxpipe.runtime.program.lanes import running
 from fxpipe.runtime.program.offload import TIMEOUT, Offloader, check_tier, open_store
 from fxpipe.runtime.program.outputs import Collected, On, StepResult, requested
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.program.record import DeviceClock, HostClock, Record
-from fxpipe.runtime.ranks.agreement import check_agreement
+from fxpipe.runtime.ranks.agreement import check_agreement, check_replicas
 from fxpipe.runtime.ranks.connect import connect
 from fxpipe.runtime.ranks.heap import give_back_large_tensors
+from fxpipe.runtime.ranks.lanes import LocalLanes
 from fxpipe.runtime.ranks.load_program import Collective, Program, load_program
 from fxpipe.runtime.ranks.local import LocalComm, LocalWorld, run_all
+from fxpipe.runtime.ranks.local_replicas import LocalReplicas
+from fxpipe.runtime.ranks.replicas import DistributedReplicas
 from fxpipe.runtime.ranks.tracked_memory import SavedBytes
+from fxpipe.training.accumulators import accumulators, sharded_bucket, zero_buckets
 from fxpipe.training.course import Course
 from fxpipe.training.model_state import ModelState
 from fxpipe.training.move_outputs import move_outputs
-from fxpipe.training.same_batch import SAME_OPTIONS, Facts, any_stops, difference, options_differ, words
+from fxpipe.training.same_batch import (
+    SAME_OPTIONS,
+    Facts,
+    all_alike,
+    any_stops,
+    difference,
+    options_differ,
+    words,
+)
 from fxpipe.training.warm_up import WarmUp
 
 
@@ -88,7 +103,7 @@ class Runner:
         self, batch: Any, step: int, threads: int, measure_memory: bool, outputs: Sequence[str]
     ) -> LocalResult:
         """See ``Pipeline.run_local``."""
-        if self.process is not None and self.plan.ranks > 1:
+        if self.process is not None and self.plan.ranks * self.plan.lanes.number > 1:
             raise RunError(
                 "run_local runs all ranks in this process, which under torchrun holds the tensors of one of "
                 "them. Call pipe.step(batch) on all ranks, or start the script as one process."
@@ -102,38 +117,66 @@ class Runner:
         spec = self.plan.step
         wanted = requested(outputs, None, spec.outputs, spec.ranks)
         self.state.check_unchanged(self.state.follow_model())
-        world = LocalWorld(self.plan.ranks)
-        runtimes = tuple(
-            self._runtime_of(
-                rank, LocalComm(world, rank), self.state.zero_gradients(rank), self._offloader(rank)
-            )
-            for rank in range(self.plan.ranks)
-        )
-        for runtime in runtimes:
-            runtime.step_number = step
-            runtime.collected = Collected(wanted)
-        mains: list[Callable[[], Any]] = [
-            partial(self._local_programs[rt.rank].step, rt, batch) for rt in runtimes
+        world = LocalWorld(self.plan.ranks, self.plan.replicas, self.plan.lanes.number)
+        runtimes = [
+            self._local_runtime(world, rank, replica, lane)
+            for replica in range(world.replicas)
+            for rank in range(world.ranks)
+            for lane in range(world.lanes)
         ]
+        mains: list[Callable[[], Any]] = []
+        for number, rt in enumerate(runtimes):
+            rt.step_number = step
+            rt.collected = Collected(wanted)
+            replica = number // (world.ranks * world.lanes)
+            rows = rows_of_replica(spec.batch, batch, spec.microbatches, replica, world.replicas)
+            mains.append(partial(self._run_program, self._local_programs[rt.rank], rt, rows))
         meters = [SavedBytes(self._given(rt, batch)) for rt in runtimes] if measure_memory else []
-        for runtime, meter in zip(runtimes, meters, strict=False):
-            mains[runtime.rank] = partial(_metered, mains[runtime.rank], runtime, meter)
+        for number, meter in enumerate(meters):
+            mains[number] = partial(_metered, mains[number], runtimes[number], meter)
         losses = run_all(
-            world, mains, lambda rank: runtimes[rank].current_op or "its start", threads, self.device
+            world, mains, lambda number: runtimes[number].current_op or "its start", threads, self.device
         )
-        found = whole({name: grad for rt in reversed(runtimes) for name, grad in rt.grads.items()})
-        for runtime in runtimes:
+        first = runtimes[: world.ranks * world.lanes]
+        ranks = [first[begin : begin + world.lanes] for begin in range(0, len(first), world.lanes)]
+        gradients = [_whole_gradients(self.plan.lanes, [rt.grads for rt in own]) for own in ranks]
+        found = whole({name: grad for own in reversed(gradients) for name, grad in own.items()})
+        for runtime in first:
             self.state.store_buffers(runtime)
         grads = {name: found[name] for name in self.state.parameters if name in found}
-        given = [rt.collected.joined(rt.rank, spec.microbatches) for rt in runtimes]
-        collected = {name: value for own in given for name, value in own.items()}
+        given = [rt.collected.joined(rt.rank, spec.microbatches) for rt in runtimes[:: world.lanes]]
+        collected = {
+            name: torch.cat([own[name] for own in given if name in own])
+            for name in {name for own in given for name in own}
+        }
         return LocalResult(
             losses[0],
             grads,
-            runtimes,
+            tuple(runtimes),
             tuple(m.peak for m in meters),
             {name: collected[name] for name in wanted},
         )
+
+    def _local_runtime(self, world: LocalWorld, rank: int, replica: int, lane: int) -> Runtime:
+        comm, offloader = LocalComm(world, rank, replica, lane), self._offloader(rank)
+        self.state.check_values(rank)
+        state = self.state.of_lane(lane)
+        if world.replicas == 1:
+            rt = self._runtime_of(rank, comm, state.zero_gradients(rank), offloader, state)
+        else:
+            grads, buckets = zero_buckets(state, rank, world.replicas)
+            rt = self._runtime_of(rank, comm, grads, offloader, state)
+            rt.replicas, rt.buckets = LocalReplicas(world, rank, replica, lane), buckets
+        rt.lanes = LocalLanes(world, rank, replica, lane) if world.lanes > 1 else None
+        return rt
+
+    def _run_program(self, program: Program, rt: Runtime, batch: Any) -> torch.Tensor | None:
+        """Run a step of a program; return its loss."""
+        with running(rt.lanes):
+            loss: torch.Tensor | None = program.step(rt, batch)
+        if rt.replicas is not None:
+            self.state.follow_first_replica(rt)
+        return loss
 
     def step(self, batch: Any, outputs: Sequence[str], outputs_on: On) -> StepResult:
         """See ``Pipeline.step``."""
@@ -155,19 +198,40 @@ class Runner:
                 self._warm_up.settle(rt, program, batch)
                 asked = "" if outputs_on is None else f"{sorted(rt.collected.wanted)} on {outputs_on}"
                 compare = self._begin_comparison(batch, number, asked)
-                earlier = self.state.accumulators(rt)
+                finish = accumulators(self.state, rt)
                 with self._warm_up.memory(number):
-                    loss = program.step(rt, batch)
+                    loss = self._run_program(program, rt, batch)
+                self.state.stale = False
                 compare()
                 found = self._outputs(rt, outputs_on)
             except NoAnswer as error:
                 raise self._no_answer(error) from None
             except Exception as error:
                 raise self._failure(error, rt, number) from error
-        for name, grad in earlier.items():
-            grad.add_(rt.grads[name])
+        finish()
         self.state.store_buffers(rt)
         return StepResult(loss, found)
+
+    def gather_parameters(self) -> dict[str, torch.Tensor]:
+        """Get the rows of parameters that other replicas own, and have updated since the last step.  All
+        ranks call it alike.
+
+        Returns the parameters that this process does not keep, by name.
+        """
+        state, process = self.state, self.process
+        if process is None or process.replicas == 1 or not (state.stale or state.divides_parameters):
+            return {}
+        shards = self.runtime.shards
+        assert shards is not None
+        found: dict[str, torch.Tensor] = {}
+        with process.watch.collective():
+            for names, division in state.divisions(process.rank):
+                bucket = sharded_bucket(state, names, division, process.replica)
+                given = bucket.parameters or (bucket.own_rows(),)
+                shards.wait(shards.gather(given, bucket.begins))
+                found |= {} if bucket.parameters else bucket.views(given[0])
+        state.stale = False
+        return found
 
     def _outputs(self, rt: Runtime, on: On) -> dict[str, torch.Tensor]:
         """The outputs of the last step that this rank is to have."""
@@ -186,22 +250,48 @@ class Runner:
             offloader = self._offloader(self.process.rank)
             collectives = self._own_collectives()
             comm = connect(self.process, self.device, plan.channels, plan.collectives, collectives)
-            return self._runtime_of(self.process.rank, comm, {}, offloader)
-        if plan.ranks > 1:
+            rt = self._runtime_of(self.process.rank, comm, {}, offloader)
+            rt.replicas, rt.lanes = comm.abreast, comm.lanes
+            rt.shards = comm.abreast if plan.shard else None
+            if comm.on_streams and comm.abreast is not None:
+                self._exchange_once(comm.abreast)
+            if comm.lanes is not None:
+                comm.lanes.waits = partial(setattr, rt, "waiting")
+            return rt
+        if plan.ranks * plan.lanes.number > 1:
+            lanes = plan.lanes.number
+            of_lanes = f" of {lanes} lanes" if lanes > 1 else ""
             raise RunError(
-                f"This pipeline has {plan.ranks} ranks and this is one process. Start the script with "
-                f"torchrun --nproc-per-node {plan.ranks}, or run all ranks here with pipe.run_local(batch)."
+                f"This pipeline has {plan.ranks} ranks{of_lanes} and this is one process. Start the script "
+                f"with torchrun --nproc-per-node {plan.ranks * lanes}, or run all ranks here with "
+                "pipe.run_local(batch)."
             )
         return self._runtime_of(0, LocalComm(LocalWorld(1), 0), {}, self._offloader(0))
+
+    def _exchange_once(self, replicas: DistributedReplicas) -> None:
+        """Exchange zeros of the size of each bucket: a communicator connects for each kind and size."""
+        assert self.process is not None
+        with self.process.watch.collective():
+            for names, division in self.state.divisions(self.process.rank):
+                bucket = sharded_bucket(self.state, names, division, self.process.replica)
+                replicas.wait(replicas.reduce(bucket.whole, bucket.begins, bucket.whole, mean=False))
+                if self.plan.shard:
+                    replicas.wait(replicas.gather((bucket.whole,), bucket.begins))
 
     def _constants(self, rank: int) -> dict[str, torch.Tensor]:
         return {n: self.artifact.constants[n].to(self.device) for n in self.plan.tensors[rank].constants}
 
     def _runtime_of(
-        self, rank: int, comm: Comm, grads: dict[str, torch.Tensor], offloader: Offloader | None
+        self,
+        rank: int,
+        comm: Comm,
+        grads: dict[str, torch.Tensor],
+        offloader: Offloader | None,
+        state: ModelState | None = None,
     ) -> Runtime:
+        """state: that of one lane, where this process runs several."""
         self.state.check_values(rank)
-        params, buffers = self.state.held_by(rank)
+        params, buffers = (state or self.state).held_by(rank)
         return Runtime(
             rank=rank,
             spec=self.plan.step,
@@ -241,14 +331,18 @@ class Runner:
     @cached_property
     def _checked_program(self) -> tuple[Program, bool]:
         """The program of this process's rank, and whether the traffic of all ranks' programs is known."""
-        assert self.process is not None
-        with self.process.agreed("read its program"):
-            program = self._program(self.process.rank)
-        return program, check_agreement({self.process.rank: program.traffic}, self._gather_texts)
+        process = self.process
+        assert process is not None
+        with process.agreed("read its program"):
+            program = self._program(process.rank)
+        if process.replicas > 1:
+            text = self.artifact.programs[process.rank]
+            check_replicas(text, process.world_rank, process.ranks, process.lanes, process.gather)
+        return program, check_agreement({process.rank: program.traffic}, self._gather_texts)
 
     def _gather_texts(self, own: list[str]) -> list[str]:
         assert self.process is not None
-        return [data.decode() for data in self.process.gather(own[0].encode())]
+        return [data.decode() for data in self.process.gather_in_replica(own[0].encode())]
 
     def _own_collectives(self) -> list[Collective]:
         """The collectives of a step; none if an edited program does not show them."""
@@ -274,7 +368,9 @@ class Runner:
     def course(self) -> Course:
         """Of this process's rank, under torchrun."""
         assert self.process is not None
-        return Course(self.state, self.process.rank, not self.process.has_different_devices(self.device))
+        # What is gathered for an evaluation alone is compared as training's.
+        compares = not self.process.has_different_devices(self.device) and not self.state.borrowed
+        return Course(self.state, self.process.rank, compares)
 
     def _begin_comparison(self, batch: Any, number: int, asked: str) -> Callable[[], None]:
         """Start to compare batch and training with the other ranks; return the function that ends it.
@@ -292,13 +388,16 @@ class Runner:
         def compare() -> None:
             ranks = gathered()
             self.stops = any_stops(ranks)
-            problem = difference(ranks, leaves, step, facts.names)
+            problem = difference(ranks, leaves, step, facts.names, process.replicas)
             if problem is not None:
                 optimizer = self.course.optimizer
                 if options_differ(ranks):
                     options = {} if optimizer is None else optimizer.options()
                     process.check_alike(options, f"the optimizer in {step}", SAME_OPTIONS)
                 raise RunError(problem)
+            first = number == self.first_step and process.leads and process.replicas > 1
+            if first and all_alike(ranks, leaves, process.replicas):
+                warnings.warn(_ALL_ALIKE.format(step=step), stacklevel=2)
 
         return compare
 
@@ -328,10 +427,23 @@ class Runner:
         """Notify the other ranks of an error on this rank; return the error to raise."""
         name = self._named(step)
         where = f"in {rt.current_op} of {name}" if rt.current_op else f"at the start of {name}"
-        message = f"Rank {rt.rank} failed {where}: {type(error).__name__}: {error}"
+        lane = "" if rt.lanes is None else f", lane {rt.lanes.index},"
+        number = f"{rt.rank}{lane}" if self.process is None else self.process.world_rank
+        message = f"Rank {number} failed {where}: {type(error).__name__}: {error}"
         if self.process is not None:
             self.process.watch.failures.leave(message)
         return error if isinstance(error, FxpipeError) else RunError(message)
+
+
+_ALL_ALIKE = (
+    "All replicas have the same batch in {step}: what one learns, they all do. Give each its own rows: a "
+    "DistributedSampler takes num_replicas=pipe.replicas and rank=pipe.replica."
+)
+
+
+def _whole_gradients(lanes: LanePlan, given: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Those of a rank, from those of its lanes."""
+    return {name: lanes.joined(name, [grads[name] for grads in given]) for name in given[0]}
 
 
 def _metered(main: Callable[[], Any], rt: Runtime, meter: SavedBytes) -> Any:

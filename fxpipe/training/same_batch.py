@@ -72,11 +72,15 @@ def options_differ(ranks: torch.Tensor) -> bool:
 
 
 def difference(
-    ranks: torch.Tensor, leaves: Sequence[str], step: str = "this step", names: Sequence[str] = ()
+    ranks: torch.Tensor,
+    leaves: Sequence[str],
+    step: str = "this step",
+    names: Sequence[str] = (),
+    replicas: int = 1,
 ) -> str | None:
     """The first difference between the ranks' words, a row for each, as a message; None if there is none.
 
-    step: as text.  names: see ``Facts``.
+    step: as text.  names: see ``Facts``.  replicas: whose ranks follow each other, with other batches.
     """
     table: list[list[int]] = ranks.tolist()
     if rank := _other([row[PLAN] for row in table]):
@@ -88,13 +92,27 @@ def difference(
         )
     compared = [(slot, text, "") for slot, text in _OPTIMIZER.items()]
     compared += [(slot, _VALUES, name) for slot, name in enumerate(names, SHARED)]
-    compared += [(slot, _BATCH, " or ".join(map(repr, several))) for slot, several in _slots(leaves)]
     for slot, text, name in compared:
         rank, first = _other_present([row[slot] for row in table])
         if rank:
             own, theirs = table[rank][slot] - 1, table[first][slot] - 1
             return text.format(rank=rank, first=first, own=own, theirs=theirs, step=step, name=name)
+    size = len(table) // replicas
+    for begin in range(0, len(table), size):
+        for slot, several in _slots(leaves):
+            rank, first = _other_present([row[slot] for row in table[begin : begin + size]])
+            if rank:
+                text, name = _BATCH if replicas == 1 else _ROWS, " or ".join(map(repr, several))
+                return text.format(rank=begin + rank, first=begin + first, step=step, name=name)
     return None
+
+
+def all_alike(ranks: torch.Tensor, leaves: Sequence[str], replicas: int) -> bool:
+    """Whether all replicas have the same batch, from the words of all ranks."""
+    slots = [slot for slot, _ in _slots(leaves)]
+    own = ranks[:, slots].view(replicas, -1, len(slots))
+    found = torch.where(own.amax(1) > 0, own.amax(1), own.amin(1))  # a rank of a replica has it, or ABSENT
+    return bool(slots) and bool((found == found[0]).all())
 
 
 SAME_OPTIONS = "Give all ranks the same optimizer, and change its learning rate, or step a scheduler, on all."
@@ -118,6 +136,12 @@ _BATCH = (
     "order: seed the sampler alike (a DataLoader that shuffles takes "
     "generator=torch.Generator().manual_seed(…)), and do not divide the data between the ranks of a "
     "pipeline, as a DistributedSampler does."
+)
+
+_ROWS = (
+    "Rank {rank} has another {name} than rank {first} of the same replica in {step}. Give all ranks of a "
+    "replica the same batches in the same order: a DistributedSampler takes num_replicas=pipe.replicas and "
+    "rank=pipe.replica, and not the number of the process."
 )
 
 

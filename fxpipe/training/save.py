@@ -11,6 +11,7 @@ import torch
 
 from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact
+from fxpipe.plan.rows import rows_of
 from fxpipe.runtime.job.process import Process, agreed, own_ranks
 from fxpipe.training.model_state import ModelState
 
@@ -29,7 +30,7 @@ def save(
     a graph.
     """
     process = state.process
-    leads = process is None or process.rank == 0
+    leads = process is None or process.leads
     with agreed(process, "save"):
         state.follow_model()
         for rank in own_ranks(process, artifact.plan.ranks):
@@ -51,7 +52,7 @@ def _write(
     path: the name of the whole, for messages.
     """
     process = state.process
-    leads = process is None or process.rank == 0
+    leads = process is None or process.leads
     for rank, (program, held) in enumerate(zip(artifact.programs, artifact.plan.tensors, strict=True)):
         names = held.constants if step_number is None else held.names
         tensors = _on_first(artifact, state, rank, names)
@@ -70,18 +71,53 @@ def _on_first(
     """On rank 0, tensors of a rank, which sends them; the pipeline may have been loaded, and each rank then
     holds its own constants alone."""
     process, constants = state.process, artifact.plan.tensors[rank].constants
-    if process is not None and process.rank not in (0, rank):
-        return {}
     found = {}
     for name in names:
-        if process is None or process.rank == rank:
-            tensor = artifact.constants[name] if name in constants else state.held(name)
-        else:
-            tensor = artifact.plan.layouts[name].empty(state.device)
-        if process is not None and rank != 0:
-            process.send_to(tensor, rank, 0)
-        found[name] = tensor
+        owners = [(rank, name)] if name in constants else state.pieces(name)
+        if process is None or owners == [(0, name)]:
+            if process is None or process.leads:
+                found[name] = artifact.constants[name] if name in constants else state.held(name)
+            continue
+        whole = state.layout(name).empty(state.device) if process.leads else None
+        for owner, piece in owners:
+            _send(
+                artifact, state, process, owner, piece, None if whole is None else _rows(whole, name, piece)
+            )
+        if whole is not None:
+            found[name] = whole
     return found
+
+
+def _send(
+    artifact: Artifact,
+    state: ModelState,
+    process: Process,
+    owner: int,
+    name: str,
+    target: torch.Tensor | None,
+) -> None:
+    """Copy a tensor of an owner to its place on the first process; the others do nothing."""
+    held = artifact.constants.get(name) if process.world_rank == owner else None
+    if process.world_rank == owner and held is None:
+        held = state.held(name)
+    if owner == 0 and target is not None and held is not None:
+        target.copy_(held)
+    elif process.world_rank == owner and held is not None:
+        process.send_to(held, owner, 0)
+    elif target is not None:
+        value = target.contiguous()
+        process.send_to(value, owner, 0)
+        if value is not target:
+            target.copy_(value)
+
+
+def _rows(tensor: torch.Tensor, name: str, piece: str) -> torch.Tensor:
+    """The rows of a tensor that a piece of it is."""
+    rows, held = rows_of(piece), rows_of(name)
+    if rows is None or piece == name:
+        return tensor
+    first = 0 if held is None else held.begin
+    return tensor[rows.begin - first : rows.end - first]
 
 
 @contextlib.contextmanager
@@ -93,7 +129,7 @@ def new_directory(path: Path, process: Process | None) -> Iterator[Path]:
     """
     path = path.absolute()
     draft = path.with_name(f".{path.name}.draft")
-    leads = process is None or process.rank == 0
+    leads = process is None or process.leads
     with agreed(process, "save"), files.writing(path):
         if leads:
             files.check_free(path)

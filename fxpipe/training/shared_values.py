@@ -7,7 +7,7 @@ weight has the same gradient on all of its ranks, and would stay different for e
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 
@@ -15,17 +15,23 @@ from fxpipe.plan.artifact import RankTensors, holders
 from fxpipe.runtime.job.process import Process
 
 
-def share_values(process: Process, tensors: Sequence[RankTensors], own: Mapping[str, torch.Tensor]) -> None:
-    """Give each tensor that several ranks hold the values of the first of them.  All ranks must call this.
+def share_values(
+    process: Process,
+    tensors: Sequence[RankTensors],
+    own: Mapping[str, torch.Tensor],
+    shards: Container[str] = (),
+) -> None:
+    """Give each tensor that several processes hold the values of the first.  All must call this.
 
-    tensors: the names by rank.  own: the tensors of this rank, overwritten in place.  Those without values on
-    one of the ranks (on the meta device) are left out.
+    tensors: the names by process.  own: the tensors of this one, overwritten in place.  Those without values
+    on one of them (on the meta device) are left out.  shards: the names of those of which each lane has
+    another share: it gets that of the same lane.
     """
     empty = process.gather(json.dumps([name for name, t in own.items() if t.is_meta]).encode())
     without = {name for names in empty for name in json.loads(names)}
-    for name, (first, *others) in holders(held.names for held in tensors).items():
-        if name in without:
-            continue
-        for rank in others:
-            if process.rank in (first, rank):
-                process.send_to(own[name].detach(), first, rank)
+    for name, found in holders(held.names for held in tensors).items():
+        lanes = range(process.lanes if name in shards else 1)
+        for first, *others in (found[lane :: len(lanes)] for lane in lanes) if name not in without else ():
+            for other in others:
+                if process.world_rank in (first, other):
+                    process.send_to(own[name].detach(), first, other)

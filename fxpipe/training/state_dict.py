@@ -9,10 +9,13 @@ import torch
 from torch import nn
 
 from fxpipe.errors import ArtifactError, RunError
-from fxpipe.plan.artifact import Plan
+from fxpipe.plan.artifact import Plan, TensorLayout
+from fxpipe.plan.dtensors import local
 from fxpipe.plan.kept import kept_slots, kept_tensors
 from fxpipe.plan.rows import rows_of, whole_name
-from fxpipe.training.fresh_buffers import fresh_buffers
+from fxpipe.plan.tensors import dtype_of
+from fxpipe.training.given_values import GivenValues, InMemory, are_equal, copy_to
+from fxpipe.training.initial_values import initialize
 from fxpipe.training.model_state import ModelState
 
 
@@ -20,7 +23,8 @@ def state_dict(state: ModelState) -> dict[str, torch.Tensor]:
     """See ``Pipeline.state_dict``."""
     state.follow_model()
     held = dict(state.parameters) | state.buffers
-    if state.process is not None and state.process.ranks > 1:
+    process = state.process
+    if process is not None and (process.ranks * process.lanes > 1 or state.stale):
         model = state.of()
         if not state.synchronized or model is None:
             raise RunError(
@@ -33,7 +37,7 @@ def state_dict(state: ModelState) -> dict[str, torch.Tensor]:
 
 def full_state_dict(state: ModelState, rank: int | None) -> dict[str, torch.Tensor]:
     """See ``Pipeline.full_state_dict``."""
-    wanted = state.process is None or rank in (None, state.process.rank)
+    wanted = state.process is None or rank in (None, state.process.world_rank)
     values: dict[str, torch.Tensor] = {}
     for name, value in state.gathered():
         if not wanted:
@@ -57,16 +61,18 @@ def copy_to_model(state: ModelState, model: nn.Module | None) -> None:
     if target is None:
         raise RunError("This pipeline has no model. Give one to copy to: pipe.synchronize(model).")
     names = state.plan.layouts.keys() & _all_names(state.plan)
-    known = _tensors_of(target)
+    known = {name: local(tensor) for name, tensor in _tensors_of(target).items()}
     kept = kept_tensors(target, names - known.keys())
     slots, known = kept_slots(target) if kept else {}, known | kept
     for name in names:
         tensor, shape = known.get(name), state.plan.layouts[name].shape
         if tensor is None or tensor.is_meta or tuple(tensor.shape) != shape:
             raise RunError(f"The model has no {name} of shape {shape} with memory to copy to.")
+    lanes = state.plan.lanes
     for name, value in state.gathered():
         rows = rows_of(name)
         part = known[rows.table][rows.begin : rows.end] if rows else known[name]
+        value = lanes.share(name, value, 0 if state.process is None else state.process.lane)
         if part.data_ptr() != value.data_ptr() and name in kept:
             slots[name].put(value.to(part.device, copy=True))
         elif part.data_ptr() != value.data_ptr():
@@ -74,83 +80,99 @@ def copy_to_model(state: ModelState, model: nn.Module | None) -> None:
     state.synchronized = target is own
 
 
-def load_state_dict(state: ModelState, given: Mapping[str, torch.Tensor], strict: bool) -> None:
-    """See ``Pipeline.load_state_dict``."""
+def load_state_dict(state: ModelState, given: GivenValues, strict: bool) -> None:
+    """See ``Pipeline.load_state_dict``.  All is checked before anything changes; then values are read, and
+    each is where it belongs before the next one is read."""
     state.follow_model()
-    held = set(map(whole_name, (*state.parameters, *state.buffers)))
-    values = _values(state.plan, given, strict, held)
-    values |= _not_persistent(state, held - values.keys())
-    for name in [*state.parameters, *state.buffers]:
-        value = values.get(whole_name(name))
-        if value is not None:
-            rows = rows_of(name)
-            _load(state, name, value[rows.begin : rows.end] if rows else value)
+    names = [*state.parameters, *state.buffers]
+    held = set(map(whole_name, names))
+    keys = _keys(state.plan, given, strict, held)
+    made = InMemory(_not_persistent(state, held - keys.keys()))
+    for name in names:
+        table = whole_name(name)
+        if table in keys:
+            _load(state, name, given, keys[table])
+        elif table in made.names():
+            _load(state, name, made, table)
     state.forget_rows()
+    state.changed()
 
 
-def _load(state: ModelState, name: str, value: torch.Tensor) -> None:
-    if name in state.buffers:
-        old = state.buffers[name]
-        if old.is_meta:
-            state.buffers[name] = value.to(state.device, old.dtype, copy=True)
-        else:
-            state.write({name: value.to(old.dtype)})
-        return
-    parameter = state.parameters[name]
-    if not parameter.is_meta:
-        parameter.data.copy_(value)
-        return
+def _load(state: ModelState, name: str, given: GivenValues, key: str) -> None:
+    """Give a parameter or buffer that the state has, or the rows of it that this rank holds, its values."""
     parts = state.rows_held(name)
-    if parts:
+    for part in parts or [name]:
+        with state.filling(part) as target:
+            copy_to(target, state.shares_of(given, name), key, rows_of(part))
+    if parts and state.parameters[name].is_meta:
         del state.parameters[name]
-    for part, rows in parts.items() if parts else {name: slice(None)}.items():
-        own = value[rows].to(state.device, parameter.dtype, copy=True)
-        state.parameters[part] = nn.Parameter(own, parameter.requires_grad)
 
 
-def _values(
-    plan: Plan, given: Mapping[str, torch.Tensor], strict: bool, held: set[str]
-) -> dict[str, torch.Tensor]:
-    """The given values of the tensors that this process holds, checked; the others are not read."""
+def _keys(plan: Plan, given: GivenValues, strict: bool, held: set[str]) -> dict[str, str]:
+    """Name -> the given one, of the tensors that this process holds, checked."""
     names, known = dict(plan.state), _all_names(plan)
     if strict:
-        for key in given:
-            if names.get(key, key) not in known:
-                raise ArtifactError(f"The state dict holds {key}, which the model does not have.")
-        present = {names.get(key, key) for key in given}
-        for name in sorted(set(names.values()) - present):
-            shape = plan.layouts[name].shape
-            raise ArtifactError(f"{name}, of shape {shape}, is missing in the state dict.")
-    values: dict[str, torch.Tensor] = {}
-    for key in given:
+        _check_names(plan, given, names, known)
+    keys: dict[str, str] = {}
+    for key in given.names():
         name = names.get(key, key)
         if name not in held:
             continue
-        value = given[key]
-        shape = plan.layouts[name].shape
-        if tuple(value.shape) != shape:
-            raise ArtifactError(f"{key}, of shape {shape}, has shape {tuple(value.shape)} in the state dict.")
-        if name in values and not torch.equal(values[name], value):
+        _check_layout(plan.whole_layout(name), given, key)
+        if name in keys and not are_equal(given, keys[name], key):
             raise ArtifactError(
-                f"{key} and {name} are one tensor in the model, and have two values in the state dict."
+                f"{key} and {keys[name]} are one tensor in the model, and have two values in "
+                f"{given.source(key)}."
             )
-        values[name] = value
-    return values
+        keys[name] = key
+    return keys
+
+
+def _check_names(plan: Plan, given: GivenValues, names: Mapping[str, str], known: set[str]) -> None:
+    for key in given.names():
+        if names.get(key, key) not in known:
+            raise ArtifactError(
+                f"{given.source(key)} holds {key}, which the model does not have.{_hint(key, known)}"
+            )
+    present = {names.get(key, key) for key in given.names()}
+    for name in sorted(set(names.values()) - present):
+        shape = plan.whole_layout(name).shape
+        raise ArtifactError(f"{name}, of shape {shape}, is missing in {given.source(name)}.")
+
+
+def _hint(key: str, known: set[str]) -> str:
+    """For a name that another beginning makes one of the model's."""
+    for name in sorted(known):
+        if name.endswith(f".{key}") or key.endswith(f".{name}"):
+            return f" The model's {name} begins otherwise: compile the model that was saved, or rename them."
+    return ""
+
+
+def _check_layout(layout: TensorLayout, given: GivenValues, key: str) -> None:
+    shape, dtype, source = given.shape(key), given.dtype(key), given.source(key)
+    if shape != layout.shape:
+        raise ArtifactError(f"{key}, of shape {layout.shape}, has shape {shape} in {source}.")
+    if not torch.can_cast(dtype, dtype_of(layout.dtype)):
+        raise ArtifactError(
+            f"{key}, of {layout.dtype}, is of {dtype} in {source}, which does not cast to it."
+        )
 
 
 def _not_persistent(state: ModelState, names: set[str]) -> dict[str, torch.Tensor]:
     """Values of buffers on the meta device that no state dict holds."""
     wanted = sorted(name for name in names if name in state.buffers and state.buffers[name].is_meta)
     model = state.of()
-    made = [name for name in wanted if name not in state.kept]
-    found = {} if model is None or not made else fresh_buffers(model, made, state.device)
+    made = [name for name in wanted if name not in state.kept and model is not None]
+    values = {name: state.plan.layouts[name].empty(state.device) for name in made}
+    written = initialize(model, values) if model is not None and values else set()
     for name in wanted:
-        if name not in found:
+        if name not in written:
+            kept = "" if model is not None else ", or keep the model until its weights are loaded"
             raise ArtifactError(
                 f"{name} is on the meta device, and missing in the state dict. Add its value, or make the "
-                "model with real buffers."
+                f"model with real buffers{kept}."
             )
-    return found
+    return values
 
 
 def _all_names(plan: Plan) -> set[str]:

@@ -58,11 +58,13 @@ class WarmUp:
             with process.agreed(RUN_ALONE), process.unhurried():
                 before()
                 grads = self.state.zero_gradients(rt.rank)
+                rt.params |= self.state.stand_ins(rt.rank)
                 with step_memory(self.device).use() if on_streams else contextlib.nullcontext():
                     events = dry_run(rt, program.step, batch, grads)
                 del grads
+                rt.params = {}
         if on_streams:
-            ranks = [events_from(data) for data in process.gather(as_bytes(events))]
+            ranks = [events_from(data) for data in process.gather_in_replica(as_bytes(events))]
             known = [own for own in ranks if own is not None]
             self._releases = releases(known)[rt.rank] if len(known) == len(ranks) else ()
             assert isinstance(rt.comm, DistributedComm)
@@ -79,6 +81,8 @@ class WarmUp:
         if self._settled_at == memory.grown:
             return
         grads = self.state.zero_gradients(rt.rank)
+        rt.params, _ = self.state.held_by(rt.rank)
+        rt.params |= self.state.stand_ins(rt.rank)
         for _ in range(MOST_RUNS):
             before = memory.grown
             with memory.use():
@@ -86,6 +90,7 @@ class WarmUp:
             if memory.grown == before:
                 break
         self._settled_at = memory.grown
+        rt.params, _ = self.state.held_by(rt.rank)
 
     @contextlib.contextmanager
     def memory(self, number: int) -> Iterator[None]:

@@ -10,6 +10,7 @@ from rich.table import Table
 from fxpipe.plan.artifact import Plan
 from fxpipe.schedule.offload.transfers import offload_bytes
 from fxpipe.schedule.ops import Direction
+from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.tried import Tried
 from fxpipe.units import bytes_text, seconds_text
 from fxpipe.viz.terminal import terminal
@@ -20,6 +21,8 @@ def explain(plan: Plan, console: Console) -> None:
     console.print(terminal(_reason(plan)), soft_wrap=True)
     if plan.device:
         console.print(terminal(f"Costs of the device {plan.device}{_machines(plan)}."), soft_wrap=True)
+    if plan.replicas > 1:
+        console.print(terminal(_exchanged(plan)), soft_wrap=True)
     if plan.tried:
         console.print(_table(plan.tried))
     for candidate in plan.tried:
@@ -36,6 +39,17 @@ def _reason(plan: Plan) -> str:
     ahead = f"; the next other takes {others[0] / plan.prediction.seconds - 1:.1%} longer" if others else ""
     chosen = f"{what}, as its simulated step of {step} is the shortest within the memory limit{ahead}"
     return f"{chosen}{_moved(plan)}."
+
+
+def _exchanged(plan: Plan) -> str:
+    timeline = simulate(plan.ordered, plan.costs)
+    longest = max(sum(end - start for *_, start, end in own) for own in timeline.exchanges)
+    what = {"": "sum gradients", "optimizer": "sum gradients and gather parameters"}
+    does = what.get(plan.shard, what["optimizer"])
+    return (
+        f"{plan.replicas} replicas, which {does} for {seconds_text(longest)} of a step on the busiest rank; "
+        f"{seconds_text(timeline.exposed_exchange)} of it come behind the last op."
+    )
 
 
 def _machines(plan: Plan) -> str:

@@ -20,11 +20,12 @@ from fxpipe.errors import ArtifactError, RunError
 from fxpipe.plan.captured import CapturedStep
 
 MICROBATCHES = 3
-CASES = {**zoo.CASES, "noisy": Case(Dropout, numbers)}
+CASES = {**zoo.CASES, "noisy": Case(Dropout, numbers), "sharded": zoo.CASES["tied_head"]}
 SHAPES = {
     "tied_head": Shape(2, "zb-h1"),
     "noisy": Shape(2, "gpipe", offload=True),
     "batch_norm": Shape(2, "1f1b"),
+    "sharded": Shape(2, "zb-h1", replicas=2, shard="parameters"),
 }
 
 
@@ -117,6 +118,26 @@ EDITS = {
     "an offloaded value is read": (
         ("noisy", 0, r"rt.wait_reload\(.*\)", "pass"),
         r"rank0.py:\d+: reads \w+, which is offloaded",
+    ),
+    "a bucket is summed before its last gradient": (
+        ("tied_head", 0, r"^    W0\(2\)\n    (rt\.reduce_gradients\(0\))", r"    \1\n    W0(2)\n    pass"),
+        r"rank0.py:LINE: sums the gradient of .* before",
+    ),
+    "a bucket is never summed": (
+        ("tied_head", 1, r"rt\.reduce_gradients\(0\)", "pass"),
+        r"rank1.py:\d+: the gradient of .* is not summed over the replicas",
+    ),
+    "a bucket is summed twice": (
+        ("tied_head", 0, r"(rt\.reduce_gradients\(0\))", r"\1; \1"),
+        r"rank0.py:LINE: sums the gradient of .* over the replicas again",
+    ),
+    "parameters are read before they are gathered": (
+        ("sharded", 0, r"rt\.wait_parameters\(0\)", "pass"),
+        r"rank0.py:\d+: reads the parameter .* before its rows of other replicas are there",
+    ),
+    "parameters are waited for and not gathered": (
+        ("sharded", 1, r"rt\.gather_parameters\(0\)", "pass"),
+        r"rank1.py:\d+: waits for the parameters of bucket 0, which it does not gather",
     ),
     "a buffer gets no new value": (
         ("batch_norm", 0, r"buffers\[\"layers.1.running_mean\"\], buffers", "_, buffers"),

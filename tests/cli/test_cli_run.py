@@ -16,7 +16,7 @@ import fxpipe
 from fxpipe.cli import loop, main
 from fxpipe.cli.data import data_from
 from fxpipe.cli.loop import Settings, train
-from fxpipe.errors import RunError
+from fxpipe.errors import BatchError, RunError
 from fxpipe.training.checkpoint import files as checkpoint_files
 
 pytestmark = pytest.mark.slow
@@ -121,6 +121,43 @@ def test_ranks_that_need_no_data_make_as_many_steps(data, tmp_path):
     assert losses(run.stdout[0]) == pytest.approx(eager_course(2, 0.02, 1e9)[0], abs=1e-4)
 
 
+def test_replicas_train_on_rows_of_their_own(saved, data, tmp_path):
+    """Two batches are one of two replicas."""
+    command = ["run", str(saved), "--data", str(data), "--lr", "0.02", "--steps", "3"]
+    run = forked(4, main, command, dtype=torch.float32, logs=tmp_path / "logs")
+    assert run.code == 0, run
+    assert run.stdout[0].startswith("2 replicas x 2 ranks\n")
+    assert run.stdout[1:] == run.stderr[1:] == ("", "", "")
+    model = CASE.build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    course = []
+    whole = {name: x[: 2 * ROWS] for name, x in rows(2 * ROWS + 3).items()}
+    for _ in range(3):
+        parts = cut(whole, 2 * MICROBATCHES)
+        loss = torch.stack([model(**part) for part in parts]).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        course.append(loss.item())
+    assert losses(run.stdout[0]) == pytest.approx(course, abs=1e-4)
+
+
+def test_the_rows_of_replicas(saved, data, alone):
+    spec = fxpipe.load(saved).plan.step.batch
+    own = [data_from(str(data), spec, MICROBATCHES // 2, None, replica, 2) for replica in range(2)]
+    assert [found.once for found in own] == [2, 2]
+    whole = data_from(str(data), spec, MICROBATCHES)
+    for step in range(3):
+        halves = [found.batch(step) for found in own]
+        assert all(torch.cat([h[name] for h in halves]).equal(x) for name, x in whole.batch(step).items())
+    with pytest.raises(BatchError, match=f"2 replicas of this pipeline takes {4 * ROWS}: give more"):
+        data_from(str(data), spec, 2 * MICROBATCHES, None, 1, 2)
+    with pytest.raises(BatchError, match="loaders:plain cannot be called with the arguments replica and rep"):
+        data_from("loaders:plain", spec, MICROBATCHES, None, 1, 2)
+    divided = data_from("loaders:divided", spec, MICROBATCHES, None, 1, 2)
+    assert divided.batch(0)["ids"].equal(load_file("data.safetensors")["ids"][ROWS : 2 * ROWS])
+
+
 def test_ranks_with_other_numbers_of_batches():
     found = [b"3", b"null", b"2"]
     process = types.SimpleNamespace(gather=lambda own: found)
@@ -158,6 +195,9 @@ def plain():
 
 def resumable():
     return Resumable(plain().tensors)
+
+def divided(replica, replicas):
+    return [*plain()][replica::replicas]
 
 def nothing():
     return []

@@ -45,6 +45,29 @@ class Noisy(Layers):
         return F.mse_loss(x, y)
 
 
+class Counted(Layers):
+    """A number that advances as the position of the random op does."""
+
+    def forward(self, x, y):
+        for number, block in enumerate(self.blocks):
+            x = F.dropout(block(x) + float(number), 0.5)
+        return F.mse_loss(x, y)
+
+
+class Hooked(Block):
+    def forward(self, x):
+        hidden = F.gelu(self.inner(self.norm(x)))
+        result = self.outer(hidden)
+        for value in (hidden, result):
+            value.register_hook(lambda grad: grad * 3)
+        return x + 1.0 * result
+
+
+def interrupted():
+    """The forward of all blocks is alike, and the backward of one in the middle like no other."""
+    return Layers(*[Hooked() if k == 4 else Block() for k in range(9)])
+
+
 class Balanced(Layers):
     """Each block has a part in the loss, as layers of experts have."""
 
@@ -93,11 +116,13 @@ def written_out(monkeypatch):
         (Layers, {"schedule": "1f1b", "recompute": "full"}),
         (Layers, {"schedule": "gpipe", "offload": fxpipe.Offload(bandwidth=1e12)}),
         (Noisy, {}),
+        (Counted, {}),
+        (interrupted, {"ranks": 1}),
         (Balanced, {}),
         (Named, {}),
         (lambda: Layers(*map(Block, (0.1, 0.3, 0.2, 0.5, 0.7, 0.2, 0.4, 0.6))), {}),
     ],
-    ids=["plain", "recompute", "offload", "random", "losses", "names", "rates"],
+    ids=["plain", "recompute", "offload", "random", "numbers", "interrupted", "losses", "names", "rates"],
 )
 def test_a_step_is_the_same(monkeypatch, model, options):
     monkeypatch.setattr(fxpipe.ir.liveness, "SMALLEST", 1)
@@ -167,3 +192,10 @@ def test_lines_do_not_grow_with_the_number_of_layers():
         return program.count("\n")
 
     assert lines(24) <= lines(12) + 10
+
+
+def test_stages_of_a_rank_share_the_functions_of_their_layers():
+    """Also where the model itself draws random numbers, as its ops have other numbers in each stage."""
+    program = compiled(lambda: Noisy(*[Block() for _ in range(16)]), schedule="zb-v").artifact.programs[1]
+    assert re.findall(r"def (blocks\w+)", program) == ["blocks_forward", "blocks_backward", "blocks_weight"]
+    assert [program.count(f" {name}(") for name in ("blocks_forward", "blocks_backward")] == [3, 3]

@@ -63,13 +63,12 @@ def agree(sources: Sequence[str]) -> tuple[list[bool | str], list[list[str]]]:
         return [*pool.map(check, range(RANKS))], gathered.texts[:-1]
 
 
-def test_the_texts_of_ranks_do_not_grow_with_the_microbatches():
-    sizes = []
+def test_ranks_that_agree_give_three_numbers_once():
+    """However many microbatches, messages and other ranks there are."""
     for microbatches in (4, 12):
         results, (texts,) = agree(programs(microbatches))
         assert results == [True] * RANKS
-        sizes.append([*map(len, texts)])
-    assert sizes[0] == sizes[1]
+        assert max(map(len, texts)) < 240
 
 
 #: The rank whose program is edited, the edit, and the error of all ranks.

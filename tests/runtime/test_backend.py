@@ -116,7 +116,7 @@ def test_the_environment_of_communicators_is_theirs_alone(monkeypatch):
 
 
 def test_programs_name_no_gpu_by_its_index():
-    assert Scope(Names([]))._literal(torch.device("cuda:3")) == 'torch.device("cuda")'
+    assert Scope(Names([])).literal(torch.device("cuda:3")) == 'torch.device("cuda")'
 
 
 def test_other_kinds_of_devices_are_refused():
@@ -161,7 +161,7 @@ def test_each_tensor_of_a_message_is_kept_once(monkeypatch):
     monkeypatch.setattr("fxpipe.runtime.ranks.distributed.dist.get_group_rank", lambda group, rank: rank)
     cpu, given = torch.device("cpu"), [torch.zeros(2), torch.ones(3)]
     sent = Sent()
-    DistributedComm(cpu, cpu, 0, 2, {(0, 1): Group()}, [], None, sent).send(given, 1)
+    DistributedComm(cpu, cpu, 0, 2, [0, 1], {(0, 1): Group()}, [], None, sent).send(given, 1)
     assert [work for work, _ in sent.kept] == ["sent to 1"] * 2
     assert all(kept is tensor for (_, kept), tensor in zip(sent.kept, given, strict=True))
 

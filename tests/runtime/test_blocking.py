@@ -34,6 +34,12 @@ def test_all_families_end_with_the_gradients_of_eager(ranks, tmp_path):
     assert run.code == 0, run
 
 
+def test_replicas_end_with_the_gradients_of_eager(tmp_path):
+    """Sums and gathers over them block at first, while the ranks of a pipeline wait for each other."""
+    run = forked(4, worker.run, worker.REPLICAS, [3], dtype=torch.float64, logs=tmp_path / "logs")
+    assert run.code == 0, run
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_is_undone_hangs(name, tmp_path):
     fault, shape, microbatches = FAULTS[name]

@@ -13,6 +13,7 @@ from typing import Any
 import inductor_worker as worker
 import pytest
 import torch
+import torch.nn.functional as F
 from inductor_worker import MICROBATCHES, REAL
 from launch import forked
 from safetensors.torch import load_file
@@ -27,6 +28,8 @@ from fxpipe.ir.sections import is_compiled
 from fxpipe.ir.storage import call_nodes, written
 from fxpipe.runtime.program.checks import expect
 from fxpipe.runtime.program.inductor import compiled_functions, inductor
+from fxpipe.runtime.program.random import keyed
+from fxpipe.runtime.program.within import within
 from fxpipe.runtime.ranks.dry_run import dry_run
 from fxpipe.runtime.ranks.local import LocalComm, LocalWorld
 from fxpipe.runtime.ranks.tracked_memory import SavedBytes
@@ -66,6 +69,13 @@ class Checked(Chain):
 
     def between(self, x, i):
         return x * 2 if i == 2 and (x.abs() < 100).all() else x
+
+
+class Noisy(Chain):
+    """Draws random numbers twice in each layer."""
+
+    def between(self, x, i):
+        return F.dropout(x + 0.1 * torch.randn_like(x), 0.3)
 
 
 # -- the same numbers ---------------------------------------------------------------------------------------
@@ -133,26 +143,52 @@ def test_inductor_itself(tmp_path):
         assert {name for rank in found for name in rank} == expected.keys()
         assert [n for rank in found for n, t in rank.items() if not torch.equal(t, expected[n])] == []
     own, others = ((tmp_path / f"error.{rank}").read_text() for rank in (1, 0))
-    assert own.startswith("Inductor cannot compile stage1_forward (OSError: no compiler). ")
+    assert own.startswith("Inductor cannot compile blocks_forward (OSError: no compiler). ")
     assert others == f"Rank 1 could not run its program alone: {own}"
 
 
 # -- programs -----------------------------------------------------------------------------------------------
 
 
-def sections(program: str) -> list[tuple[str, bool]]:
+def functions(program: str) -> dict[str, bool]:
     """The functions of a program, and whether Inductor compiles them."""
     lines = program.splitlines()
-    found = [k for k, line in enumerate(lines) if line.startswith("def stage")]
-    return [(lines[k].split("(")[0].removeprefix("def "), lines[k - 1] == "@inductor") for k in found]
+    found = [k for k, line in enumerate(lines) if line.startswith("def ")]
+    return {lines[k].split("(")[0].removeprefix("def "): lines[k - 1] == "@inductor" for k in found}
 
 
-def test_forwards_and_backwards_are_marked_in_the_program():
-    case, shape = SAME["plain"]
-    _, pipe = both(case, shape)
-    for rank, program in enumerate(pipe.artifact.programs):
-        expected = {f"stage{rank}_{name}": name != "weight" for name in ("forward", "backward", "weight")}
-        assert dict(sections(program)) == expected
+def test_what_is_compiled_is_marked_in_the_program():
+    """Forward and backward of what repeats, of the stretches beside it, and of a section without loops; one
+    op alone, the loss, runs as it is."""
+    _, pipe = both(*SAME["plain"])
+    whole = {"stage0_forward": True, "stage0_backward": True, "stage0_weight": False, "step": False}
+    layers = {"blocks_forward": True, "blocks_backward": True, "stage1_backward_1": True}
+    eager = ["blocks_weight", "stage1_forward", "stage1_backward", "stage1_weight", "step"]
+    assert [functions(p) for p in pipe.artifact.programs] == [whole, layers | dict.fromkeys(eager, False)]
+    assert "\n    model_mse_loss = mse_loss(" in pipe.artifact.programs[1]
+
+
+def test_a_section_forgets_what_its_stretch_frees():
+    _, pipe = both(*SAME["plain"])
+    assert (
+        "    carry = [blocks_5_add]\n"
+        "    del blocks_5_add\n"
+        "    d_model_mse_loss_backward = stage1_backward_1(batch, carry)\n"
+    ) in pipe.artifact.programs[1]
+
+
+def test_layers_are_compiled_once(interpreted):
+    """As many functions for eight layers as for four, of layers that draw random numbers, too; and the
+    programs are proved to be the step."""
+    numbers_compiled = []
+    for depth in (4, 8):
+        case, shape = Case(lambda depth=depth: Noisy(depth), numbers), Shape(1, "zb-h1", backend="inductor")
+        pipe = compiled(case, case.build(), MICROBATCHES, shape)
+        assert pipe.check().problems == ()
+        interpreted.number = 0
+        pipe.run_local(case.data(MICROBATCHES))
+        numbers_compiled.append(interpreted.number)
+    assert numbers_compiled == [5, 5]
 
 
 def test_a_section_of_views_alone_is_not_compiled():
@@ -180,13 +216,13 @@ def test_a_saved_program_is_compiled_when_it_is_loaded_and_edits_hold(interprete
     batch = case.data(MICROBATCHES)
     expected = eager.run_local(batch).grads
     assert too_far(fxpipe.load(tmp_path / "saved").run_local(batch).grads, expected, 0.0) == {}
-    assert interpreted.number == 4
+    assert interpreted.number == 5
     file = tmp_path / "saved" / "rank1.py"
-    file.write_text(file.read_text().replace("@inductor\ndef stage1_forward", "def stage1_forward"))
+    file.write_text(file.read_text().replace("@inductor\ndef blocks_forward", "def blocks_forward"))
     with pytest.warns(UserWarning, match="was edited"):
         edited = fxpipe.load(tmp_path / "saved")
     assert too_far(edited.run_local(batch).grads, expected, 0.0) == {}
-    assert interpreted.number == 7
+    assert interpreted.number == 9
 
 
 def test_a_dry_run_compiles_every_function(interpreted):
@@ -196,9 +232,9 @@ def test_a_dry_run_compiles_every_function(interpreted):
     for rank in range(2):
         rt = runner._runtime_of(rank, LocalComm(LocalWorld(2), rank), {}, None)
         dry_run(rt, runner._local_programs[rank].step, batch, runner.state.zero_gradients(rank))
-    assert interpreted.number == 4
+    assert interpreted.number == 5
     pipe.run_local(batch)
-    assert interpreted.number == 4
+    assert interpreted.number == 5
 
 
 # -- functions ----------------------------------------------------------------------------------------------
@@ -258,6 +294,32 @@ def test_another_layout_is_compiled_anew(interpreted):
         result, _ = function({"w": weight}, [torch.zeros(2, 3), torch.ones(2)])
         assert result.dtype == weight.dtype
         assert result.tolist() == [[2.0] * 3] * 2
+    assert interpreted.number == 3
+
+
+def shifted(params: dict[str, torch.Tensor], key: int, position: int, rate: float) -> list[torch.Tensor]:
+    drawn = keyed(key, position + 1, aten.bernoulli.p, params["w"], 0.5)
+    return [aten.add.Tensor(drawn, rate), aten.mul.Tensor(params["w"], 2.0)]
+
+
+def test_layers_with_their_own_tensors_and_positions_are_compiled_once(interpreted):
+    """Random bits are those of the op run alone; a key of 64 bits, too."""
+    params = {f"layers.{k}.w": torch.full((64,), float(k)) for k in range(4)} | {"other": torch.ones(2)}
+    function, key = inductor(shifted), (1 << 64) - 5
+    for k in range(4):
+        module = within(params, f"layers.{k}")
+        drawn, doubled = function(module, key, 3 * k, 0.25)
+        assert torch.equal(drawn, keyed(key, 3 * k + 1, aten.bernoulli.p, module["w"], 0.5) + 0.25)
+        assert doubled.tolist() == [2.0 * k] * 64
+    assert interpreted.number == 1
+
+
+def test_another_float_is_compiled_anew(interpreted):
+    """It is a part of the kernel; 0.0 and -0.0 differ."""
+    function = inductor(shifted)
+    for rate in (0.5, 0.0, -0.0, 0.5):
+        drawn, _ = function({"w": torch.ones(64)}, 1, 2, rate)
+        assert torch.equal(drawn, keyed(1, 3, aten.bernoulli.p, torch.ones(64), 0.5) + rate)
     assert interpreted.number == 3
 
 

@@ -160,6 +160,27 @@ def test_a_model_without_values_gets_shared_ones(agree):
         assert all(torch.equal(own[name], expected[name]) for own in found if name in own)
 
 
+def test_a_model_is_initialized_as_in_one_process(agree):
+    with torch.device("meta"):
+        model = worker.Shared()
+    pipe = compiled(worker.SHARED, model, MICROBATCHES, Shape(1, "1f1b"))
+    pipe.initialize(worker.random_, seed=5)
+    whole = {**pipe.parameters, **pipe.buffers}
+    for found in tensors(agree[0], "initialized"):
+        assert "embedding.weight[" in "".join(found)
+        assert all(torch.equal(tensor, part(whole, name)) for name, tensor in found.items())
+    loss = pipe.run_local(worker.batch_of(0)).loss
+    assert all(torch.allclose(f["loss"], loss) for f in tensors(agree[0], "initialized loss"))
+
+
+def test_ranks_that_cannot_initialize_a_model(agree):
+    for message in text(agree[0], "nothing writes"):
+        assert re.search(r"Nothing initializes (frozen|mask): Shared has no reset_parameters\(\)", message)
+    for message in text(agree[0], "other seed"):
+        assert "Rank 1 has seed=1 in pipe.initialize, and rank 0 seed=0" in message
+    assert all("Keep the model until pipe.initialize()" in message for message in text(agree[0], "no model"))
+
+
 def test_a_file_that_is_damaged_on_one_rank(agree):
     first, second, third = text(agree[0], "damaged")
     assert second.startswith("ArtifactError: ")

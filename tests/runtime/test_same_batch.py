@@ -21,7 +21,7 @@ from fxpipe.runtime.job.failure import Failures
 from fxpipe.runtime.job.process import as_timeout
 from fxpipe.runtime.job.survey import shared_survey
 from fxpipe.runtime.program.batch import batch_spec, microbatches_of
-from fxpipe.training.same_batch import WORDS, Facts, any_stops, difference, words
+from fxpipe.training.same_batch import WORDS, Facts, all_alike, any_stops, difference, words
 
 SOON = timedelta(seconds=20)
 
@@ -123,6 +123,22 @@ def test_leaves_that_a_rank_was_not_given():
     last["mask"] = last["mask"] + 1
     assert table(first, {}, last).startswith("Rank 2 has another 'mask' than rank 0")
     assert table({}, first, last).startswith("Rank 2 has another 'mask' than rank 1")
+
+
+def test_replicas_have_batches_of_their_own():
+    first = batch()
+    second = {name: x + 1 for name, x in first.items()}
+    rows = [words(Facts(1), LEAVES, given) for given in (first, first, second, second)]
+    assert difference(torch.stack(rows), LEAVES, replicas=2) is None
+    assert not all_alike(torch.stack(rows), LEAVES, 2)
+    message = difference(torch.stack([*rows[:3], rows[0]]), LEAVES, "step 0", replicas=2)
+    assert message is not None
+    assert message.startswith("Rank 3 has another 'ids' than rank 2 of the same replica in step 0. ")
+    absent = words(Facts(1), LEAVES, {})  # of a rank that needs none of them
+    for sign in (1, -1):  # digests have both
+        one, other = sign * rows[0].abs(), sign * rows[2].abs()
+        assert all_alike(torch.stack([one, absent, absent, one]), LEAVES, 2)
+        assert not all_alike(torch.stack([one, absent, absent, other]), LEAVES, 2)
 
 
 OTHERS = {

@@ -45,7 +45,7 @@ def joined() -> DistributedComm:
     dist.init_process_group("gloo")
     groups = [dist.new_group() for _ in range(2)]
     own = dist.get_rank(), dist.get_world_size()
-    return DistributedComm(CPU, CPU, *own, {}, groups, dist.group.WORLD, SentByThread())
+    return DistributedComm(CPU, CPU, *own, range(own[1]), {}, groups, dist.group.WORLD, SentByThread())
 
 
 def parts_of(shape: tuple[int, ...], dtype: torch.dtype, ranks: int) -> list[torch.Tensor]:

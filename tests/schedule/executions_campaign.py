@@ -19,13 +19,14 @@ from functools import lru_cache
 from itertools import pairwise, product
 from math import inf
 
-from races import Access, Places, races
+from races import Access, Places, last_gradients, races
 
 from fxpipe.codegen.collectives import collectives
 from fxpipe.errors import ScheduleError
 from fxpipe.ir.sections import SectionEdge
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
 from fxpipe.schedule.families.registry import FAMILIES
+from fxpipe.schedule.lowering.bucket_use import once
 from fxpipe.schedule.lowering.deadlock import prove
 from fxpipe.schedule.lowering.instructions import AllReduceGradient, Programs
 from fxpipe.schedule.lowering.lower import lower, with_gradients
@@ -146,7 +147,8 @@ def lowered(case: Case) -> tuple[Programs, Schedule, Places] | None:
     tied = [AllReduceGradient("tied", tuple(range(case.ranks)))] if case.ranks > 1 else []
     if case.ranks > 2:
         tied.append(AllReduceGradient("ends", (0, case.ranks - 1)))
-    return with_gradients(programs, tied, divides=True), schedule, places
+    buckets = [[once(None, op) for op in last_gradients(ops)] for ops in schedule.order]
+    return with_gradients(programs, buckets, tied, divides=True), schedule, places
 
 
 def pool_parts(schedule: Schedule, costs: Costs) -> Places:

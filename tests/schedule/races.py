@@ -24,12 +24,13 @@ from fxpipe.schedule.lowering.instructions import (
     Instruction,
     PostRecv,
     Programs,
+    ReduceGradients,
     Send,
     StartCollective,
     StartTransfer,
     WaitTransfer,
 )
-from fxpipe.schedule.ops import PHASES, Activation, Color, Direction, Op, arrival
+from fxpipe.schedule.ops import PHASES, Activation, Color, Direction, Op, Phase, arrival
 
 #: With nothing but what streams and events promise.
 FREE = replace(DEVICES, run_ahead=None)
@@ -63,7 +64,8 @@ class Recorded(Rank):
         super().__init__(*arguments)
         self.found, self.places = found, None if places is None else places[self.number]
         self.read = _read_by(self.program, self.placement, self.number)
-        self.summed: list[str] = []
+        self.summed: list[Hashable] = []
+        self.buckets = {op.stage: k for k, op in enumerate(last_gradients(_ops(self.program)))}
         self.what: Instruction | str = ""
         self.coming: Iterator[tuple[Accesses, Instruction | str]] = iter(())
 
@@ -78,7 +80,8 @@ class Recorded(Rank):
         self.what = "the optimizer"
 
     def end(self) -> None:
-        self.coming = iter([([(("gradient", name), True) for name in self.summed], self.what)])
+        changed = [("gradient", name) for name in self.summed] + self._summed_in_buckets()
+        self.coming = iter([([(storage, True) for storage in changed], self.what)])
         super().end()
 
     def kernel(self, stream: Hashable, **options) -> int:
@@ -89,10 +92,18 @@ class Recorded(Rank):
             self.found.append(Access(self.number, storage, writes, begun, done, what))
         return over
 
+    def _summed_in_buckets(self) -> list[Hashable]:
+        return [("bucket", i.bucket) for i in self.program if isinstance(i, ReduceGradients)]
+
     def _of(self, instruction: Instruction) -> Iterator[tuple[Accesses, Instruction | str]]:
         match instruction:
             case Compute(op):
-                yield [(storage, False) for storage in self.read.get(op, ())], instruction
+                own: Accesses = [(storage, False) for storage in self.read.get(op, ())]
+                if Phase.W in PHASES[op.kind]:
+                    own.append((("bucket", self.buckets[op.stage]), True))
+                yield own, instruction
+            case ReduceGradients(bucket):
+                yield [(("bucket", bucket), True)], instruction
             case PostRecv(messages):
                 yield [(message, True) for message in messages], instruction
             case Send(messages):
@@ -103,7 +114,7 @@ class Recorded(Rank):
                 yield [(storage, receives)], instruction
             case StartTransfer(transfer):
                 out, activation = transfer.direction is Direction.OUT, transfer.activation
-                own: Accesses = [(("saved" if out else "reloaded", activation), not out)]
+                own = [(("saved" if out else "reloaded", activation), not out)]
                 if self.places is not None:
                     own += [(("pool", place), out) for place in self.places[activation]]
                 yield own, instruction
@@ -121,6 +132,15 @@ class Recorded(Rank):
             yield [(buffer, False), (gradient, True)], f"take {what}"
         for _ in ranks[1:] if is_first else ():
             yield [(gradient, False)], f"send the sum of the gradients of {name}"
+
+
+def last_gradients(ops: Iterable[Op]) -> list[Op]:
+    """Of each stage the last op that adds to its gradients, in their order."""
+    return sorted({op.stage: op for op in ops if Phase.W in PHASES[op.kind]}.values(), key=[*ops].index)
+
+
+def _ops(program: Iterable[Instruction]) -> list[Op]:
+    return [i.op for i in program if isinstance(i, Compute)]
 
 
 class DividesAtOnce(Recorded):

@@ -5,15 +5,24 @@ from itertools import pairwise
 
 import pytest
 from executions_campaign import SHARES, VOCABULARIES, cases, check
-from races import DividesAtOnce, races
+from races import DividesAtOnce, last_gradients, races
 from test_schedule_lowering import HEADS, hand, head_edges
 
 from fxpipe.schedule.costs import StageCost, chain
 from fxpipe.schedule.families.registry import FAMILIES
+from fxpipe.schedule.lowering.bucket_use import once
 from fxpipe.schedule.lowering.channels import in_rounds
 from fxpipe.schedule.lowering.deadlock import connections_of, prove, stuck_at
 from fxpipe.schedule.lowering.execution import DEVICES, Rank
-from fxpipe.schedule.lowering.instructions import AllReduceGradient, Compute, Wait, WaitCollective
+from fxpipe.schedule.lowering.instructions import (
+    AllReduceGradient,
+    Compute,
+    Programs,
+    ReduceGradients,
+    Wait,
+    WaitCollective,
+    WaitGradients,
+)
 from fxpipe.schedule.lowering.lower import lower, with_gradients
 from fxpipe.schedule.offload.memory_pool import pools
 from fxpipe.schedule.ops import Direction, Phase, Schedule, Transfer
@@ -165,11 +174,42 @@ def test_two_kernels_a_message_block_in_one_queue():
 def test_gradients_that_are_divided_while_they_are_sent_race():
     """Three ranks hold the parameter: the first sends its sum to two others."""
     programs, placement = programs_of("1f1b", 3, 2)
-    programs = with_gradients(programs, [AllReduceGradient("weight", (0, 1, 2))], True)
+    programs = with_gradients(programs, [[]] * 3, [AllReduceGradient("weight", (0, 1, 2))], True)
     assert races(programs, placement) == []
     found = races(programs, placement, rank=DividesAtOnce)
     assert {(a.rank, a.storage) for a, _ in found} == {(0, ("gradient", "weight"))}
     assert {str(b.what) for _, b in found} == {"divide the gradients"}
+
+
+def with_sums(programs: Programs) -> Programs:
+    """Programs that sum their gradients over replicas."""
+    ops = ([i.op for i in program if isinstance(i, Compute)] for program in programs)
+    buckets = [[once(None, op) for op in last_gradients(own)] for own in ops]
+    return with_gradients(programs, buckets, [], False)
+
+
+def test_sums_over_replicas_race_with_nothing():
+    programs, placement = programs_of("interleaved", 2, 4)
+    programs = with_sums(programs)
+    assert [sum(isinstance(i, ReduceGradients) for i in program) for program in programs] == [2, 2]
+    assert races(programs, placement) == []
+
+
+def test_a_bucket_summed_before_its_last_gradient_races():
+    programs, placement = programs_of("interleaved", 2, 4)
+    first, second = with_sums(programs)
+    at = first.index(ReduceGradients(1))
+    last = max(k for k, i in enumerate(first[:at]) if isinstance(i, Compute))
+    early = (*first[:last], first[at], *first[last:at], *first[at + 1 :])
+    found = races((early, second), placement)
+    assert {(a.rank, a.storage) for a, _ in found} == {(0, ("bucket", 1))}
+
+
+def test_an_optimizer_that_does_not_wait_for_the_sums_races():
+    programs, placement = programs_of("1f1b", 2, 4)
+    first, second = with_sums(programs)
+    found = races((first, tuple(i for i in second if i != WaitGradients())), placement)
+    assert {(a.rank, a.storage) for a, _ in found} == {(1, ("bucket", 0))}
 
 
 # -- transfers ----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""This process as one of the ranks that torchrun started, and their collectives outside of steps."""
+"""This process as one of those that torchrun started, and their collectives outside of steps."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,8 +30,10 @@ from fxpipe.runtime.program.accelerator import select
 from fxpipe.runtime.program.comm import NoAnswer, answered
 from fxpipe.runtime.torch_private import PrefixStore, default_store, rendezvous
 
-Connection = tuple[int, int] | int
-"""A channel, or the number of a collective."""
+T = TypeVar("T")
+Connection = tuple[int, int] | int | Literal["replicas", "lanes"]
+"""A channel, the number of a collective of all ranks, or the group of a rank of all replicas, or of its
+lanes."""
 
 #: Maximum time that a rank waits for another one, by default.
 TIMEOUT = timedelta(minutes=10)
@@ -41,26 +44,37 @@ _SHORT = 8 * (SPACE - 1)  # bytes that come along with their number
 
 
 def under_torchrun() -> bool:
-    """Whether this process is one of several ranks: a process group or torchrun's variables exist."""
-    return dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1
+    """Whether this process is one of several: a process group or torchrun's variables exist.
+
+    A fake group, under which one process makes a model with DTensors, has no other processes.
+    """
+    if dist.is_initialized():
+        return dist.get_backend() != "fake"
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 @dataclass(frozen=True, eq=False)
 class Process:
-    """``timeout``: the longest time that this rank waits for another one.
+    """The processes are replicas of a pipeline of ``ranks``, each with ``lanes`` processes: that of number
+    ``world_rank`` is (replica * ranks + rank) * lanes + lane.  Before a pipeline is known, all are of one.
+    Outside of steps, and in messages, processes have the numbers of torchrun: "rank 5" of ``world_size``.
+
+    ``timeout``: the longest time that this rank waits for another one.
 
     ``control``: a group of all ranks over gloo alone, for whatever is not a message of a step: no backend of
-    an accelerator ever carries it, wherever its tensors are.  ``given``: the default group if it was there
-    before; else this process made it.  ``groups``: of the messages between two ranks, and of collectives by
-    number.  ``of``: the pipeline whose calls these are, as text; "" for those of none yet.  ``tag``: of its
-    messages, which no other pipeline's are taken for.
+    an accelerator ever carries it, wherever its tensors are.  ``pipeline``: the same for the ranks of this
+    replica and lane alone.  ``given``: the default group if it was there before; else this process made it.
+    ``groups``: those of connections, by device and numbers of ranks and lanes; None for one that this process
+    has no part in.  ``of``: the pipeline whose calls these are, as text; "" for those of none yet.  ``tag``:
+    of its messages, which no other pipeline's are taken for.
 
     What ranks exchange begins with the call that they make (:mod:`fxpipe.runtime.job.calls`): that of
     ``begin_gather``, ``gather``, ``broadcast_bytes`` and ``all_reduce_``, which raise CallsDifferError on all
     ranks where they make different calls.  ``scatter``, ``broadcast_`` and ``send_to`` follow one of those.
     """
 
-    rank: int
+    world_rank: int
+    world_size: int
     ranks: int
     timeout: timedelta
     control: dist.ProcessGroup
@@ -70,7 +84,11 @@ class Process:
     _pipelines: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     of: str = ""
     tag: int = 0
-    groups: dict[tuple[torch.device, Connection], dist.ProcessGroup] = field(default_factory=dict)
+    lanes: int = 1
+    groups: dict[tuple[torch.device, int, int, Connection], dist.ProcessGroup | None] = field(
+        default_factory=dict
+    )
+    _pipeline_groups: dict[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
     _backends: dict[torch.device, str] = field(default_factory=dict)
     _places: dict[torch.device, list[Place]] = field(default_factory=dict)
 
@@ -105,11 +123,114 @@ class Process:
         # A store of its own, as one that waits for a key answers no other thread.
         hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
         failures = Failures(PrefixStore(f"fxpipe/{attempt}", store.clone()), rank, ranks, hosts)
-        process = Process(rank, ranks, limit, control, given, Watch(failures, limit))
+        process = Process(rank, ranks, ranks, limit, control, given, Watch(failures, limit))
         _joined = dist.group.WORLD, process
         if given is None:
             atexit.register(process._leave)
         return process
+
+    @property
+    def rank(self) -> int:
+        """Of this process in its pipeline."""
+        return self.world_rank // self.lanes % self.ranks
+
+    @property
+    def lane(self) -> int:
+        return self.world_rank % self.lanes
+
+    @property
+    def replica(self) -> int:
+        return self.world_rank // (self.ranks * self.lanes)
+
+    @property
+    def replicas(self) -> int:
+        return self.world_size // (self.ranks * self.lanes)
+
+    @property
+    def leads(self) -> bool:
+        """Whether it is the first of all processes."""
+        return self.world_rank == 0
+
+    def number(self, replica: int, rank: int, lane: int) -> int:
+        """The number of a process in the world."""
+        return (replica * self.ranks + rank) * self.lanes + lane
+
+    def of_replica(self, replica: int, lane: int | None = None) -> list[int]:
+        """The processes of a replica, in the order of their ranks; of one lane, by default this one's."""
+        own = self.lane if lane is None else lane
+        return [self.number(replica, rank, own) for rank in range(self.ranks)]
+
+    def of_rank(self, rank: int, lane: int) -> list[int]:
+        """The processes that have this rank and lane of their pipelines, in the order of the replicas."""
+        return [self.number(replica, rank, lane) for replica in range(self.replicas)]
+
+    def of_each(self, parts: Sequence[T]) -> list[T]:
+        """What each process gets of the parts of the ranks, in the order of the processes."""
+        return [part for _ in range(self.replicas) for part in parts for _ in range(self.lanes)]
+
+    def of_lanes(self, replica: int, rank: int) -> list[int]:
+        """The lanes of a rank, in their order."""
+        return [self.number(replica, rank, lane) for lane in range(self.lanes)]
+
+    def with_ranks(self, ranks: int, replicas: int | None = None, lanes: int = 1) -> Process:
+        """The same process for pipelines of so many ranks, each with so many lanes.
+
+        replicas: the number that there must be; any by default.
+        Raises RunError where the processes are no such number of pipelines.
+        """
+        found = replace(self, ranks=ranks, lanes=lanes)
+        if self.world_size % (ranks * lanes) or replicas not in (None, found.replicas):
+            wanted = lanes * (ranks if replicas is None else ranks * replicas)
+            several = "" if replicas is not None else ", or a multiple of it for replicas"
+            of_lanes = f" of {lanes} lanes" if lanes > 1 else ""
+            raise RunError(
+                f"The pipeline has {ranks} ranks{of_lanes}{_replicas(replicas)} and there are "
+                f"{self.world_size} processes. Start it with torchrun --nproc-per-node {wanted}{several}, or "
+                f"compile with ranks={self.world_size // lanes}{'' if replicas is None else ', replicas=1'}."
+            )
+        if (ranks, lanes) not in self._pipeline_groups and found.world_size > ranks:
+            own = found.group_of_each(found.members(0))
+            assert own is not None
+            self._pipeline_groups[ranks, lanes] = own
+        return found
+
+    def check_mesh(self, mesh: Any) -> None:
+        """Raise RunError unless the mesh of this process's DTensors, if there is one, is the lanes of its
+        rank."""
+        wanted = self.of_lanes(self.replica, self.rank)
+        if mesh is not None and mesh.mesh.tolist() != wanted:
+            raise RunError(
+                f"The mesh of the model's DTensors has the processes {mesh.mesh.tolist()}, and the lanes of "
+                f"rank {self.rank} are the processes {wanted}. Lanes are the last dimension: "
+                f'init_device_mesh(…, ({self.world_size // self.lanes}, {self.lanes}), mesh_dim_names=("pp", '
+                '"tp"))["tp"].'
+            )
+
+    @property
+    def pipeline(self) -> dist.ProcessGroup:
+        """The processes of this replica, for whatever ``control`` is for."""
+        return self._pipeline_groups.get((self.ranks, self.lanes), self.control)
+
+    def group_of_each(
+        self, members: Iterable[list[int]], backend: str = "gloo", **options: Any
+    ) -> dist.ProcessGroup | None:
+        """Make a group for each list of processes, which have none in common; return that of this process.
+
+        All processes must call it alike.
+        """
+        made = [dist.new_group(own, self.timeout, backend, **options) for own in members]
+        return next((group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER), None)
+
+    def members(self, what: Connection) -> list[list[int]]:
+        """The processes of a connection, for each replica and lane; of one of replicas or lanes, for each of
+        the others."""
+        lanes, ranks, replicas = range(self.lanes), range(self.ranks), range(self.replicas)
+        if what == "replicas":
+            return [self.of_rank(rank, lane) for rank in ranks for lane in lanes]
+        if what == "lanes":
+            return [self.of_lanes(replica, rank) for replica in replicas for rank in ranks]
+        pipelines = [self.of_replica(replica, lane) for replica in replicas for lane in lanes]
+        return pipelines if isinstance(what, int) else [[own[rank] for rank in what] for own in pipelines]
 
     def for_pipeline(self, model: str) -> Process:
         """The same process for the calls of a new pipeline, which all ranks make."""
@@ -135,7 +256,7 @@ class Process:
         if device not in self._backends:
             places = [Place(**json.loads(given)) for given in self.gather(_as_json(Place.of(device)))]
             choice = choose(places, None if self.given is None else backend_of(self.given, device.type))
-            if self.rank == 0:
+            if self.leads:
                 for text in choice.warnings:
                     warnings.warn(text, stacklevel=3)
             self._backends[device], self._places[device] = choice.backend, places
@@ -145,14 +266,6 @@ class Process:
         """Whether the ranks compute on devices of different models.  All ranks must call it."""
         self.backend(device)
         return len({(place.name, place.memory) for place in self._places[device]}) > 1
-
-    def check_ranks(self, ranks: int) -> None:
-        """Raise RunError if the pipeline has another number of ranks."""
-        if ranks != self.ranks:
-            raise RunError(
-                f"The pipeline has {ranks} ranks and there are {self.ranks} processes. "
-                f"Start it with torchrun --nproc-per-node {ranks}, or compile with ranks={self.ranks}."
-            )
 
     @contextlib.contextmanager
     def agreed(self, what: str) -> Iterator[None]:
@@ -208,8 +321,8 @@ class Process:
         try:
             yield
         finally:
-            self.watch.failures.store.set(f"ready/{turn}/{self.rank}", "")
-            for rank in range(self.ranks):
+            self.watch.failures.store.set(f"ready/{turn}/{self.world_rank}", "")
+            for rank in range(self.world_size):
                 self._wait_for(f"ready/{turn}/{rank}", rank)
 
     def _wait_for(self, key: str, rank: int) -> None:
@@ -219,7 +332,7 @@ class Process:
         with self.watch.collective():
             while not failures.store.check([key]):
                 if message := failures.find():
-                    raise RunError(f"{message} (Rank {self.rank} {self.watch.doing()}.)")
+                    raise RunError(f"{message} (Rank {self.world_rank} {self.watch.doing()}.)")
                 now, before = time.monotonic(), beat
                 beat = failures.seen(rank).beat
                 last = now if beat != before else last
@@ -283,10 +396,15 @@ class Process:
             return [short for _, short in found]
         own = torch.zeros(longest, dtype=torch.uint8)
         own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else own[:0]
-        padded = [torch.empty_like(own) for _ in range(self.ranks)]
+        padded = [torch.empty_like(own) for _ in range(self.world_size)]
         with self.watch.collective():
             dist.all_gather(padded, own, self.control)
         return [p[:size].numpy().tobytes() for p, (size, _) in zip(padded, found, strict=True)]
+
+    def gather_in_replica(self, data: bytes) -> list[bytes]:
+        """Gather the bytes of every rank of this replica on its ranks.  All processes call it."""
+        found = self.gather(data)
+        return [found[rank] for rank in self.of_replica(self.replica)]
 
     def _exchange(self, data: bytes) -> list[tuple[int, bytes]]:
         """The number of bytes of every rank, and the bytes where they are short enough to come along."""
@@ -305,7 +423,7 @@ class Process:
         ranks make, as text.
         """
         own = with_call(f"{call} of {self.of}" if self.of else call, words)
-        found = torch.empty((self.ranks, len(own)), dtype=own.dtype)
+        found = torch.empty((self.world_size, len(own)), dtype=own.dtype)
         work = dist.all_gather([*found], own, self.control, async_op=True)
 
         def compared() -> str | None:
@@ -332,9 +450,16 @@ class Process:
 
     def broadcast_(self, tensor: torch.Tensor, source: int) -> None:
         """Overwrite a tensor with its values on rank ``source``."""
+        self._broadcast(tensor, source, self.control)
+
+    def broadcast_in_replica_(self, tensor: torch.Tensor, rank: int) -> None:
+        """Overwrite a tensor with its values on a rank of this replica; all of its ranks call it."""
+        self._broadcast(tensor, self.of_replica(self.replica)[rank], self.pipeline)
+
+    def _broadcast(self, tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
         value = tensor.contiguous().cpu()
         with self.watch.collective():
-            dist.broadcast(value, source, self.control)
+            dist.broadcast(value, source, group)
         if value is not tensor:
             tensor.copy_(value)
 
@@ -343,7 +468,7 @@ class Process:
         value = tensor.contiguous().cpu()
         flat = value.reshape(-1).view(torch.uint8)  # gloo does not take all dtypes
         with self.watch.collective():
-            if self.rank == source:
+            if self.world_rank == source:
                 dist.send(flat, target, self.control)
                 return
             dist.recv(flat, source, self.control)
@@ -359,6 +484,10 @@ class Process:
 
 #: The default process group, and this process as a member of it.
 _joined: tuple[dist.ProcessGroup | None, Process] | None = None
+
+
+def _replicas(number: int | None) -> str:
+    return "" if number is None else f" in {number} replica{'s' * (number > 1)}"
 
 
 def _entry(entries: Mapping[str, str], name: str) -> str:

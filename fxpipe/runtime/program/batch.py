@@ -72,6 +72,22 @@ def microbatches_of(
     return cut
 
 
+def rows_of_replica(spec: BatchSpec, batch: Any, microbatches: int, replica: int, replicas: int) -> Any:
+    """The rows that a replica takes of the batch of all replicas.
+
+    microbatches: of each replica.  Raises BatchError, naming the leaf, if the batch is unlike the example.
+    """
+    if replicas == 1:
+        return batch
+    whole = microbatches_of(spec, batch, microbatches * replicas, (), None)
+    own = whole[replica * microbatches : (replica + 1) * microbatches]
+    kinds = {leaf.name: leaf.shape for leaf in spec.leaves}
+    found = [
+        torch.cat([one[name] for one in own]) if kinds[name] else value for name, value in batch_leaves(batch)
+    ]
+    return pytree.tree_unflatten(found, pytree.tree_flatten(batch)[1])
+
+
 def given_leaves(spec: BatchSpec, batch: Any) -> dict[str, Any]:
     """The leaves of a batch that are there; None in the place of a tensor stands for one that is not.
 

@@ -93,7 +93,8 @@ class Comm(Protocol):
     def reduce(self, tensor: torch.Tensor, layout: Layout, to: int, group: int) -> Pending | None: ...
 
     def broadcast_numbers(self, tensor: torch.Tensor | None, source: int) -> torch.Tensor:
-        """Broadcast two float64 numbers on the CPU; only rank ``source`` passes them."""
+        """Give all ranks two float64 numbers of rank ``source``, which alone passes them, on the CPU: their
+        sums over the replicas."""
         ...
 
     def flush(self) -> None:

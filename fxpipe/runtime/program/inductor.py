@@ -1,7 +1,8 @@
 """Functions of a program that Inductor, PyTorch's own compiler, fuses into few kernels.
 
 ``@inductor`` above a function says so; without that line the function runs op by op.  Nothing of Inductor is
-loaded before.
+loaded before.  The function of a layer is compiled once for all layers: their tensors and the positions of
+their random ops are its inputs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import fx
 from fxpipe.errors import RunError
 from fxpipe.runtime.program.checks import expect, expect_op
 from fxpipe.runtime.program.random import as_tensor
+from fxpipe.runtime.program.within import within
 from fxpipe.runtime.torch_private import (
     compile_by_inductor,
     decompositions,
@@ -26,34 +28,40 @@ from fxpipe.runtime.torch_private import (
     pytree,
 )
 
-Place = tuple[int, Any]
-"""Of an input: the number of the argument, and the key or index in it; None if the argument is the input."""
+Place = tuple[Any, ...]
+"""Of a value among the arguments: the number of the argument, and the keys and indices in it."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Compiled:
     """A function as compiled for inputs of some layouts.
 
-    ``places``: of its inputs, the tensors among its arguments that it uses.  ``run``: takes a list of them,
+    ``places``: of its inputs, the tensors and integers among its arguments that it uses.  ``numbers``: the
+    floats among the arguments, which are parts of kernels, by place.  ``run``: takes a list of the inputs,
     which it empties, and gives the function's results (None for a function without) and the values that its
     checks read.  ``tree``: of the results.  ``checks``: the other arguments of each ``expect``.
     """
 
     places: tuple[Place, ...]
     layouts: list[Any]
+    numbers: tuple[tuple[Place, str], ...]
     run: Callable[[list[torch.Tensor]], Sequence[Any]]
     tree: Any
     checks: tuple[tuple[Any, ...], ...]
 
-    def inputs(self, args: Sequence[Any]) -> list[torch.Tensor]:
-        found = [args[number] if key is None else args[number][key] for number, key in self.places]
-        return [as_tensor(value) if isinstance(value, int) else value for value in found]
+    def inputs(self, args: Sequence[Any]) -> list[torch.Tensor] | None:
+        """None if the function was compiled for other arguments."""
+        if any(repr(_at(args, place)) != number for place, number in self.numbers):
+            return None
+        found = [_at(args, place) for place in self.places]
+        inputs = [as_tensor(value) if isinstance(value, int) else value for value in found]
+        return inputs if _layouts(inputs) == self.layouts else None
 
 
 class inductor:
-    """A function of tensors, and of dicts and lists of tensors, as Inductor compiles it.
+    """A function of tensors, of dicts and lists of tensors, and of numbers, as Inductor compiles it.
 
-    The first call compiles, and so does a call with a tensor of another layout.
+    The first call compiles, and so does a call with a tensor of another layout, or with another float.
     Lists among the arguments are emptied, and their tensors freed after their last use, as by the function.
 
     Raises RunError if the function cannot be traced or compiled.
@@ -64,13 +72,7 @@ class inductor:
         self._known: list[_Compiled] = []
 
     def __call__(self, *args: Any) -> Any:
-        for compiled in self._known:
-            inputs = compiled.inputs(args)
-            if _layouts(inputs) == compiled.layouts:
-                break
-        else:
-            compiled = self._compiled_for(args)
-            inputs = compiled.inputs(args)
+        compiled, inputs = self._for(args)
         for argument in args:
             if isinstance(argument, list):
                 argument.clear()
@@ -81,6 +83,17 @@ class inductor:
         for value, check in zip(results[own:], compiled.checks, strict=True):
             expect(value, *check)
         return pytree.tree_unflatten(results[:own], compiled.tree)
+
+    def _for(self, args: Sequence[Any]) -> tuple[_Compiled, list[torch.Tensor]]:
+        """The function as compiled for these arguments, and its inputs among them."""
+        for compiled in self._known:
+            inputs = compiled.inputs(args)
+            if inputs is not None:
+                return compiled, inputs
+        compiled = self._compiled_for(args)
+        inputs = compiled.inputs(args)
+        assert inputs is not None
+        return compiled, inputs
 
     def _compiled_for(self, args: Sequence[Any]) -> _Compiled:
         try:
@@ -113,39 +126,54 @@ def _layouts(tensors: Sequence[torch.Tensor]) -> list[Any]:
 def _compile(function: Callable[..., Any], args: Sequence[Any]) -> _Compiled:
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    paths, tree = pytree.tree_flatten_with_path(tuple(args))
+    given = [argument.tensors_by_name() if isinstance(argument, within) else argument for argument in args]
+    found, tree = pytree.tree_flatten_with_path(tuple(given))
+    values = [value for _, value in found]
+    varying = [k for k, value in enumerate(values) if not isinstance(value, float)]
     result_tree: Any = None
 
-    def flat(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    def flat(*inputs: torch.Tensor) -> list[torch.Tensor]:
         nonlocal result_tree
-        results, result_tree = pytree.tree_flatten(function(*pytree.tree_unflatten(tensors, tree)))
+        own = [*values]
+        for k, value in zip(varying, inputs, strict=True):
+            own[k] = value
+        results, result_tree = pytree.tree_flatten(function(*pytree.tree_unflatten(own, tree)))
         return results
 
     with fake_tensors():
-        fakes = [_fake(value) for _, value in paths]
+        fakes = [_fake(values[k]) for k in varying]
         # Views in the trace must fit the strides of what Inductor's own decompositions of ops give.
         traced = make_fx(flat, decomposition_table=decompositions())(*fakes)
         checks = _take_out_checks(traced.graph)
         used = [i for i, n in enumerate(traced.graph.find_nodes(op="placeholder")) if n.users]
         _drop_unused_inputs(traced.graph)
         traced.recompile()
+    places = [tuple(_key(step) for step in path) for path, _ in found]
     inputs = [fakes[i] for i in used]
     return _Compiled(
-        tuple(_place(paths[i][0]) for i in used),
+        tuple(places[varying[i]] for i in used),
         _layouts(inputs),
+        tuple((places[k], repr(value)) for k, value in enumerate(values) if isinstance(value, float)),
         compile_by_inductor(traced, inputs),
         result_tree,
         checks,
     )
 
 
-def _place(path: tuple[Any, ...]) -> Place:
-    number, *rest = path
-    return number.idx, (rest[0].key if hasattr(rest[0], "key") else rest[0].idx) if rest else None
+def _at(args: Sequence[Any], place: Place) -> Any:
+    value: Any = args
+    for key in place:
+        value = value[key]
+    return value
+
+
+def _key(step: Any) -> Any:
+    """A step of a path within the arguments, as the key or index that it stands for."""
+    return step.key if hasattr(step, "key") else step.idx
 
 
 def _fake(value: torch.Tensor | int) -> torch.Tensor:
-    """A new tensor of the same layout; for a random key, an int, that of ``as_tensor``."""
+    """A new tensor of the same layout; for a random key or a position, an int, that of ``as_tensor``."""
     if isinstance(value, int):
         return torch.empty((), dtype=torch.int64)
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)

@@ -27,17 +27,24 @@ def fold(key: int, number: int) -> int:
     return z ^ (z >> 31)
 
 
-def keyed(key: int | torch.Tensor, position: int, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def keyed(
+    key: int | torch.Tensor,
+    position: int | torch.Tensor,
+    op: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Run a random op as if its device's generator had been seeded with ``key`` and ``position``.
 
-    The generator's state is restored.  In a trace the key is a tensor (0-d, int64): the trace sees one op,
-    whose result depends on its arguments alone.
+    The generator's state is restored.  In a trace the key is a tensor (0-d, int64), and so is a position that
+    differs from layer to layer: the trace sees one op, whose result depends on its arguments alone.
     """
     if isinstance(key, torch.Tensor):
-        return _as_one_op(op)(key, position, *args, **kwargs)
+        kind = "Tensor" if isinstance(position, torch.Tensor) else "int"
+        return _as_one_op(op, kind)(key, position, *args, **kwargs)
     drawn_from = generator(_device(args, kwargs))
     before = drawn_from.get_state()
-    drawn_from.manual_seed(fold(key, position) & 0x7FFFFFFFFFFFFFFF)
+    drawn_from.manual_seed(fold(key, int(position)) & 0x7FFFFFFFFFFFFFFF)
     try:
         return op(*args, **kwargs)
     finally:
@@ -45,21 +52,24 @@ def keyed(key: int | torch.Tensor, position: int, op: Callable[..., Any], *args:
 
 
 def as_tensor(key: int) -> torch.Tensor:
-    """A key as a trace takes it: ``fold`` mixes the same bits."""
+    """A key or a position as a trace takes it: ``fold`` mixes the same bits."""
     return torch.tensor(key - (1 << 64) if key >> 63 else key)
 
 
 @cache
-def _as_one_op(op: Any) -> Any:
-    """``keyed`` of an ATen op as an op of its own, with the key and the position before its arguments."""
-    name = f"keyed_{re.sub(r'[^a-zA-Z0-9]+', '_', op.name())}"
-    arguments_and_result = str(op._schema).partition("(")[2]
-    _library.define(f"{name}(Tensor key, int position, {arguments_and_result}")
+def _as_one_op(op: Any, kind: str) -> Any:
+    """``keyed`` of an ATen op as an op of its own, with the key and the position before its arguments.
 
-    def run(key: torch.Tensor, position: int, *args: Any, **kwargs: Any) -> Any:
+    ``kind``: of the position, "int" or "Tensor".
+    """
+    name = f"keyed{'_at' if kind == 'Tensor' else ''}_{re.sub(r'[^a-zA-Z0-9]+', '_', op.name())}"
+    arguments_and_result = str(op._schema).partition("(")[2]
+    _library.define(f"{name}(Tensor key, {kind} position, {arguments_and_result}")
+
+    def run(key: torch.Tensor, position: int | torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return keyed(int(key), position, op, *args, **kwargs)
 
-    def fake(key: torch.Tensor, position: int, *args: Any, **kwargs: Any) -> Any:
+    def fake(key: torch.Tensor, position: int | torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return op(*args, **kwargs)
 
     _library.impl(name, run, "CompositeExplicitAutograd")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,33 +18,46 @@ from fxpipe.runtime.program.outputs import Collected
 from fxpipe.runtime.program.random import fold
 from fxpipe.runtime.program.record import Record
 
+if TYPE_CHECKING:  # most programs run without them
+    from fxpipe.runtime.program.lanes import Lanes
+    from fxpipe.runtime.program.replicas import GradientBucket, Replicas, Shards
+
 
 @dataclass(eq=False)
 class Runtime:
     """The tensors of one rank, and its communication with other ranks.
 
     ``params`` and ``grads`` (accumulators) by parameter name; ``buffers``, ``constants`` by name.
-    Gradients accumulate; zero them before the step if needed.  ``device``: where the program runs; None if
-    the batch is always there.  ``waiting``: the rank, transfer or device that the rank waits for, as text.
+    Gradients accumulate; zero them before the step if needed.  ``replicas``: this rank of all replicas, where
+    there are several; ``shards``: the same, if they own rows of parameters; ``buckets``: the accumulators, as
+    they are summed over replicas.  ``lanes``: those that share each op with this process, where there are
+    several.  ``device``: where the program runs; None if the batch is always there.  ``waiting``: the rank,
+    transfer or device that the rank waits for, as text.
     """
 
     rank: int
     spec: StepSpec
     comm: Comm
-    params: Mapping[str, torch.Tensor]
+    params: dict[str, torch.Tensor]
     grads: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
     constants: Mapping[str, torch.Tensor]
     offloader: Offloader | None = None
+    lanes: Lanes | None = None
     record: Record = field(default_factory=Record)
     step_number: int = 0
     current_op: str = ""
     device: torch.device | None = None
     waiting: str | None = None
     collected: Collected = field(default_factory=Collected)
+    replicas: Replicas | None = None
+    shards: Shards | None = None
+    buckets: Sequence[GradientBucket] = ()
     _losses: list[torch.Tensor] = field(default_factory=list)
     _counts: list[torch.Tensor] = field(default_factory=list)
     _shared: list[float] | None = None
+    _sums: list[Any] = field(default_factory=list)
+    _gathers: dict[int, Any] = field(default_factory=dict)
 
     def start(self) -> None:
         """Begin a step, also after one that failed."""
@@ -52,6 +65,7 @@ class Runtime:
         self.comm.start()
         self.current_op, self.waiting = "", None
         self._losses, self._counts, self._shared = [], [], None
+        self._sums, self._gathers = [], {}
 
     def op(self, name: str) -> None:
         """Record that op ``name`` begins ("F1.3": forward of stage 1, microbatch 3)."""
@@ -66,11 +80,22 @@ class Runtime:
         return microbatches_of(spec.batch, batch, spec.microbatches, spec.leaves[self.rank], self.device)
 
     def key(self, microbatch: int) -> int:
-        """The random-number key of one microbatch of this step."""
-        return fold(fold(fold(0, self.spec.seed), self.step_number), microbatch)
+        """The random-number key of one microbatch of this step; those of all replicas have other keys."""
+        before = 0 if self.replicas is None else self.replicas.index * self.spec.microbatches
+        return fold(fold(fold(0, self.spec.seed), self.step_number), before + microbatch)
+
+    def lane_key(self, microbatch: int) -> int:
+        """The key of this lane, for values of which each lane has another share."""
+        assert self.lanes is not None, "a program of lanes runs with them"
+        return fold(self.key(microbatch), self.lanes.index)
 
     def cast_parameters(self, casts: Mapping[str, tuple[str, torch.dtype]]) -> dict[str, torch.Tensor]:
-        """The parameters in other dtypes, for the whole step: name -> (name of the parameter, dtype)."""
+        """The parameters in other dtypes, for the whole step: name -> (name of the parameter, dtype).
+
+        Waits for what other replicas have updated of any.
+        """
+        for bucket in [*self._gathers]:
+            self.wait_parameters(bucket)
         found = {name: self.params[parameter].to(dtype) for name, (parameter, dtype) in casts.items()}
         if self.record.at_cast is not None:
             self.record.at_cast(found.values())
@@ -157,12 +182,61 @@ class Runtime:
         """Keep an output of one microbatch, if this step was asked for it."""
         self.collected.add(name, value, microbatch, self.spec.microbatches)
 
+    def reduce_gradients(self, bucket: int) -> None:
+        """Start to sum a bucket of gradients over the replicas.
+
+        Those of a mean are divided by the number of replicas.
+        """
+        if self.replicas is None:
+            return
+        own, mean = self.buckets[bucket], not self.spec.has_count
+        whole, into = own.begin_sum(self.replicas.index)
+        if own.flat is None:  # the accumulators go when they are summed
+            for name in own.names:
+                self.grads.pop(name, None)
+        self._sums.append(self.replicas.reduce(whole, own.begins, into, mean=mean))
+
+    def wait_gradients(self) -> None:
+        """Wait for the sums over the replicas."""
+        self.record.pause()
+        self.waiting = "the other replicas"
+        for work in self._sums:
+            assert self.replicas is not None
+            self.replicas.wait(work)
+        self._sums, self.waiting = [], None
+
+    def gather_parameters(self, bucket: int) -> None:
+        """Start to give this replica the rows of parameters that other replicas own."""
+        if self.shards is not None:
+            own = self.buckets[bucket]
+            given = own.parameters or (own.own_rows(),)
+            self._gathers[bucket] = given, self.shards.gather(given, own.begins)
+
+    def wait_parameters(self, bucket: int) -> None:
+        """Wait for the rows that other replicas own."""
+        if bucket not in self._gathers:
+            return
+        assert self.shards is not None
+        (first, *_), work = self._gathers.pop(bucket)
+        self.record.pause()
+        self.waiting = "the other replicas"
+        self.shards.wait(work)
+        self.waiting = None
+        if not self.buckets[bucket].parameters:
+            self.params |= self.buckets[bucket].views(first)
+
+    def free_parameters(self, bucket: int) -> None:
+        """Free the parameters of a bucket, but for the rows that this replica owns."""
+        if self.shards is not None:
+            for name in self.buckets[bucket].names:
+                del self.params[name]
+
     def all_reduce_gradient(self, name: str, ranks: tuple[int, ...]) -> None:
         """Sum the gradient of a parameter that several ranks hold; all of them get the same bits.
 
         The first of ``ranks`` adds the gradients in rank order and sends the sum back.
         """
-        grad = self.grads[name]
+        grad = self._summed(name)
         layout: Layout = (tuple(grad.shape), grad.contiguous().stride(), grad.dtype)
         first = ranks[0]
         if self.rank != first:
@@ -178,8 +252,14 @@ class Runtime:
         """Turn gradients of a sum into those of the mean, for losses given as (sum, count)."""
         _, count = self._total()
         self._flush()  # gradients of tied parameters may still be on their way to other ranks
-        for grad in self.grads.values():
+        summed = (own.summed for own in self.buckets if own.summed is not None)
+        for grad in self.grads.values() if self.replicas is None else summed:
             grad.div_(count)
+
+    def _summed(self, name: str) -> torch.Tensor:
+        """The gradient of a parameter, or what this replica has of it after the sum over replicas."""
+        own = next((own.summed for own in self.buckets if name in own.names), None)
+        return self.grads[name] if own is None else own
 
     def finish(self) -> torch.Tensor | None:
         """End the step: wait until all messages are sent; return the loss of the batch, on every rank, if

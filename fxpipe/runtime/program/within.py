@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class within(Mapping[str, _T]):
+class within(Generic[_T]):
     """Of ``tensors``, those of a module: ``within(params, "blocks.3")["att.weight"]`` is
     ``params["blocks.3.att.weight"]``."""
 
@@ -20,9 +20,8 @@ class within(Mapping[str, _T]):
     def __getitem__(self, name: str) -> _T:
         return self.tensors[f"{self.module}.{name}"]
 
-    def __iter__(self) -> Iterator[str]:
+    def tensors_by_name(self) -> dict[str, _T]:
+        """Those of the module, by their names within it."""
         start = f"{self.module}."
-        return (name.removeprefix(start) for name in self.tensors if name.startswith(start))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+        own = (name for name in self.tensors if name.startswith(start))
+        return {name.removeprefix(start): self.tensors[name] for name in own}

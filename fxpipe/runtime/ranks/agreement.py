@@ -4,8 +4,13 @@ Messages carry no headers, which would cost time in every step, and gloo and ncc
 deliver whatever bytes arrive, or end the process.  The messages of a program are found in its source: the
 layouts in ``MESSAGES``, and the calls of ``rt`` in ``step`` and in its functions, in order.
 
-Ranks compare a digest of the messages of each channel.  The messages themselves, whose number grows with the
-microbatches, are gathered from the two ranks of a channel where their digests differ, for the error.
+Each rank gives three short numbers.  In the sum over all ranks a channel counts with its digest where it is
+sent on, and against it where it is received, so the sum is 0 if all pairs of ranks agree.  Only where it is
+not do ranks gather what they send and receive: the digest of each channel, and of the two ranks of a channel
+whose digests differ the messages, whose number grows with the microbatches, for the error.
+
+Replicas run the same program for a rank: they sum the same buckets in the same order.  That is compared
+first, so that all of them go on alike.
 """
 
 from __future__ import annotations
@@ -45,8 +50,11 @@ def check_agreement(own: Mapping[int, Traffic], gather: Callable[[list[str]], li
     Returns whether the calls of all ranks are known.
     """
     messages = {rank: _messages(rank, traffic) for rank, traffic in own.items()}
-    texts = [json.dumps(asdict(_summary(own[rank], messages[rank]))) for rank in own]
-    ranks = [Summary(**json.loads(text)) for text in gather(texts)]
+    summaries = [_summary(own[rank], messages[rank]) for rank in own]
+    known, balances, groups = zip(*map(json.loads, gather([*map(_in_short, summaries)])), strict=True)
+    if all(known) and not sum(balances) and len({*groups}) == 1:
+        return True
+    ranks = [Summary(**json.loads(text)) for text in gather([json.dumps(asdict(s)) for s in summaries])]
     _check_layouts(ranks)
     for what, pair in _differences(ranks):
         asked = [{key: messages[rank].get(key, []) for r, key in pair if r == rank} for rank in own]
@@ -59,6 +67,31 @@ def check_agreement(own: Mapping[int, Traffic], gather: Callable[[list[str]], li
                     f"{other}. Edit both programs alike."
                 )
     return all(rank.is_known for rank in ranks)
+
+
+def check_replicas(
+    program: str, process: int, ranks: int, lanes: int, gather: Callable[[bytes], list[bytes]]
+) -> None:
+    """Raise RunError on all processes, naming the first line that differs, if replicas run other programs.
+
+    program: the text that this process runs; process: its number.  ranks, lanes: of a replica, and of a rank.
+    gather: gives the bytes of all processes.
+    """
+    digests = gather(hashlib.sha256(program.encode()).digest())
+    like = [number // lanes % ranks * lanes for number in range(len(digests))]  # which runs the same
+    other = next((number for number, own in enumerate(digests) if own != digests[like[number]]), None)
+    if other is None:
+        return
+    first = like[other]
+    texts = gather(program.encode() if process in (first, other) else b"")
+    theirs, ours = (texts[number].decode().splitlines(keepends=True) for number in (other, first))
+    lines = enumerate(zip_longest(theirs, ours, fillvalue="its end"), 1)
+    line, (found, expected) = next((k, pair) for k, pair in lines if pair[0] != pair[1])
+    raise RunError(
+        f"Rank {other}, of replica {other // (ranks * lanes)}, runs another rank{first // lanes}.py than "
+        f"rank {first}, of replica 0: line {line} is {found[:100]!r}, and there {expected[:100]!r}. Give all "
+        "machines the same files: replicas run the same programs."
+    )
 
 
 def _messages(rank: int, own: Traffic) -> dict[str, list[str]]:
@@ -78,6 +111,19 @@ def _summary(own: Traffic, messages: Mapping[str, list[str]]) -> Summary:
     return Summary(
         own.layouts, own.calls is not None, {key: _digest(found) for key, found in messages.items()}
     )
+
+
+def _in_short(own: Summary) -> str:
+    """Whether the calls are known, the sum over channels, and a digest of the collectives."""
+    balance, groups = 0, []
+    for key, digest in own.digests.items():
+        kind, _, ends = key.partition(" ")
+        if kind == "group":
+            groups.append(f"{key} {digest}")
+        else:
+            number = int(_digest([ends, digest]), 16)
+            balance += number if kind == "send" else -number
+    return json.dumps([own.is_known, balance, _digest(sorted(groups))])
 
 
 def _digest(messages: list[str]) -> str:

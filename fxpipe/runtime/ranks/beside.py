@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache
+from typing import Literal
 
 import torch
 
@@ -17,9 +18,11 @@ from fxpipe.runtime.program.accelerator import current_stream, is_accelerator, s
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """``wait``: lets the ops that come next wait until the function is over; raises what it raised."""
+    """``wait``: lets the ops that come next wait until the function is over; raises what it raised.
+    ``is_over``: whether it is, on the device too."""
 
     wait: Callable[[], object]
+    is_over: Callable[[], bool]
 
 
 class OnStream:
@@ -34,7 +37,7 @@ class OnStream:
             self._stream.wait_event(ready)
             function()
             over = self._stream.record_event()
-        return Work(lambda: current_stream(self._device).wait_event(over))
+        return Work(lambda: current_stream(self._device).wait_event(over), over.query)
 
 
 class InThread:
@@ -52,7 +55,7 @@ class InThread:
     def run(self, function: Callable[[], None]) -> Work:
         over = Future[None]()
         self._tasks.put((function, over))
-        return Work(over.result)
+        return Work(over.result, over.done)
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
@@ -65,6 +68,6 @@ class InThread:
 
 
 @cache
-def beside(device: torch.device) -> OnStream | InThread:
+def beside(device: torch.device, what: Literal["sums", "replicas"] = "sums") -> OnStream | InThread:
     """That of a device, for all programs of the process: they run one after the other."""
-    return OnStream(device) if is_accelerator(device) else InThread("fxpipe-sums")
+    return OnStream(device) if is_accelerator(device) else InThread(f"fxpipe-{what}")

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +32,9 @@ from fxpipe.runtime.program.accelerator import (
 )
 from fxpipe.runtime.program.comm import NoAnswer, answered
 from fxpipe.runtime.ranks.distributed import DistributedComm
+from fxpipe.runtime.ranks.lanes import DistributedLanes
 from fxpipe.runtime.ranks.load_program import Collective
+from fxpipe.runtime.ranks.replicas import DistributedReplicas
 from fxpipe.runtime.ranks.sent import SentByThread, SentOnStreams
 from fxpipe.runtime.torch_private import communicator_error
 
@@ -41,6 +42,8 @@ from fxpipe.runtime.torch_private import communicator_error
 MOST_QUEUES = 32
 #: Streams of a rank beside those of its communicators: of ops, offloads and reloads; and one of sums.
 OWN_STREAMS = 3
+REPLICAS: Connection = "replicas"
+LANES: Connection = "lanes"
 
 
 def connect(
@@ -60,30 +63,47 @@ def connect(
     """
     backend, numbers = process.backend(device), range(groups)
     known = process.groups
-    new = [what for what in (*channels, *numbers) if (device, what) not in known]
+    place = device, process.ranks, process.lanes
+    wanted = [*channels, *numbers, *([REPLICAS] if process.replicas > 1 else [])]
+    wanted += [LANES] if process.lanes > 1 else []
+    new = [what for what in wanted if (*place, what) not in known]
     if backend == "gloo":
-        known |= {(device, pair): process.control for pair in channels}
+        known |= {(*place, pair): process.control for pair in channels}
     elif new:
-        all_of_device = [what for place, what in known if place == device] + new
+        all_of_device = [what for *other, what in known if tuple(other) == place] + new
         _check_streams(all_of_device, process.ranks, queues(device))
         _warn_of_few_queues(device)
         with process.watch.collective(), answered(), communicator_settings(), _unbound(process.given):
             _make_communicators(process, backend, device, new)
             _wait_for_all(process, device)
+
     # Messages of gloo have tags, and its collectives have none: two pipelines share no group of them.
-    joint = [_group(process, backend) if backend == "gloo" else known[device, number] for number in numbers]
+    def joint(what: Connection) -> dist.ProcessGroup:
+        group = process.group_of_each(process.members(what)) if backend == "gloo" else known[*place, what]
+        assert group is not None
+        return group
+
     comm = DistributedComm(
         device=device,
         wire=torch.device("cpu") if backend == "gloo" else device,
         rank=process.rank,
         ranks=process.ranks,
-        channels={pair: known[device, pair] for pair in channels},
-        joint=joint,
-        control=process.control,
+        processes=process.of_replica(process.replica),
+        channels={pair: group for pair in channels if (group := known[*place, pair]) is not None},
+        joint=[joint(number) for number in numbers],
+        pipeline=process.pipeline,
         sent=SentByThread() if backend == "gloo" else SentOnStreams(),
         on_streams=backend != "gloo",
         tag=process.tag,
     )
+    if process.replicas > 1:
+        abreast = process.group_of_each(process.members(REPLICAS))
+        assert abreast is not None
+        comm.abreast = DistributedReplicas(
+            process.replica, process.replicas, comm.wire, joint(REPLICAS), abreast, comm.on_streams
+        )
+    if process.lanes > 1:
+        comm.lanes = DistributedLanes(process.lane, process.lanes, comm.wire, joint(LANES))
     if backend != "gloo" and collectives:
         with process.watch.collective():
             _run_once(comm, collectives)
@@ -114,15 +134,17 @@ def _make_communicators(
 ) -> None:
     one = torch.zeros(1, dtype=torch.uint8, device=device)
     for what in connections:
-        ranks = None if isinstance(what, int) else list(what)
-        group = _group(process, backend, ranks, **communicator_options(device))
-        process.groups[device, what] = group
-        if ranks is None or process.rank in ranks:
-            _follow(process, group, device, _described(what, backend))
-        if isinstance(what, int):
+        members = process.members(what)
+        group = process.group_of_each(members, backend, **communicator_options(device))
+        process.groups[device, process.ranks, process.lanes, what] = group
+        if group is None:
+            continue
+        _follow(process, group, device, _described(what, backend))
+        if isinstance(what, tuple):
+            own = next(pair for pair in members if process.world_rank in pair)
+            _first_message(group, one, process.world_rank, *own)
+        else:
             _first_broadcast(group, one)
-        elif process.rank in what:
-            _first_message(group, one, process.rank, *what)
 
 
 def _wait_for_all(process: Process, device: torch.device) -> None:
@@ -150,14 +172,9 @@ def _run_once(comm: DistributedComm, collectives: Sequence[Collective]) -> None:
 def _described(what: Connection, backend: str) -> str:
     if isinstance(what, int):
         return f"collective {what} of all ranks, by {backend},"
+    if what in (REPLICAS, LANES):
+        return f"an operation of the {what} of this rank, by {backend},"
     return f"a message from rank {what[0]} to rank {what[1]}, by {backend},"
-
-
-def _group(
-    process: Process, backend: str, ranks: list[int] | None = None, **options: Any
-) -> dist.ProcessGroup:
-    group: dist.ProcessGroup = dist.new_group(ranks, process.timeout, backend, **options)
-    return group
 
 
 def _follow(process: Process, group: dist.ProcessGroup, device: torch.device, what: str) -> None:
@@ -193,20 +210,21 @@ def _first_message(group: dist.ProcessGroup, one: torch.Tensor, rank: int, sourc
 
 
 def _first_broadcast(group: dist.ProcessGroup, one: torch.Tensor) -> None:
-    dist.broadcast(one, 0, group)
+    dist.broadcast(one, group=group, group_src=0)
 
 
 def _check_streams(connections: Sequence[Connection], ranks: int, queues: int | None) -> None:
     """Raise RunError where streams of a rank would have to share a stream, or a queue of its device."""
     for rank in range(ranks):
-        number = sum(isinstance(what, int) or rank in what for what in connections)
+        own = [what for what in connections if not isinstance(what, tuple) or rank in what]
+        number = len(own)
         fewer = "Use fewer stages a rank, or tie fewer parameters."
         if number > STREAMS:
             raise RunError(
                 f"Rank {rank} has {number} communicators, and torch has {STREAMS} streams for them: two "
                 f"would share one, and wait for each other. {fewer}"
             )
-        needed = number + OWN_STREAMS + any(isinstance(what, int) for what in connections)
+        needed = number + OWN_STREAMS + len({type(what) for what in own if not isinstance(what, tuple)})
         if queues is not None and queues < needed:
             raise RunError(
                 f"CUDA_DEVICE_MAX_CONNECTIONS={queues} makes the {needed} streams of rank {rank} share "

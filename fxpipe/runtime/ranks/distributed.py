@@ -20,6 +20,8 @@ from fxpipe.runtime.program.comm import (
     on_wire,
 )
 from fxpipe.runtime.ranks.beside import beside
+from fxpipe.runtime.ranks.lanes import DistributedLanes
+from fxpipe.runtime.ranks.replicas import DistributedReplicas
 from fxpipe.runtime.ranks.sent import Sent
 from fxpipe.runtime.torch_private import all_gather_single, as_one
 
@@ -28,22 +30,27 @@ from fxpipe.runtime.torch_private import all_gather_single, as_one
 class DistributedComm:
     """``device``: of the program; ``wire``: the one from whose memory the process groups send.
 
+    Ranks are those of a pipeline; ``processes``: of each the number of its process.
     ``channels``: (from, to) -> the process group of its messages.  ``joint``: those of the collectives.
-    ``control``: over gloo.  ``on_streams``: whether the process groups send on streams of a device; they get
-    the memory of a message alone, which is kept alive here.  ``tag``: of its messages, for backends that tell
-    messages apart by one.
+    ``pipeline``: of all ranks, over gloo.  ``abreast``: this rank of all replicas, and ``lanes``:
+    all lanes of it, if there are several.
+    ``on_streams``: whether the process groups send on streams of a device; they get the memory of a message
+    alone, which is kept alive here.  ``tag``: of its messages, for backends that tell messages apart by one.
     """
 
     device: torch.device
     wire: torch.device
     rank: int
     ranks: int
+    processes: Sequence[int]
     channels: Mapping[tuple[int, int], dist.ProcessGroup]
     joint: Sequence[dist.ProcessGroup]
-    control: dist.ProcessGroup
+    pipeline: dist.ProcessGroup
     sent: Sent
     on_streams: bool = False
     tag: int = 0
+    abreast: DistributedReplicas | None = None
+    lanes: DistributedLanes | None = None
 
     def start(self) -> None:
         self.sent.start()
@@ -51,7 +58,7 @@ class DistributedComm:
     def receive(self, layouts: Sequence[Layout], source: int) -> Pending:
         buffers = [self._buffer(layout) for layout in layouts]
         group = self.channels[source, self.rank]
-        peer = dist.get_group_rank(group, source)
+        peer = dist.get_group_rank(group, self.processes[source])
         # The group's method directly: torch.distributed.irecv repeats checks that always pass here.
         started = self._each(group, lambda buffer: group.recv([self._wired(buffer)], peer, self.tag), buffers)
         return Pending(buffers, source, [work for work, _ in started])
@@ -67,7 +74,7 @@ class DistributedComm:
 
     def send(self, tensors: Sequence[torch.Tensor], to: int) -> None:
         group = self.channels[self.rank, to]
-        peer = dist.get_group_rank(group, to)
+        peer = dist.get_group_rank(group, self.processes[to])
         flat = [self._flat(tensor) for tensor in tensors]
         for work, sent in self._each(group, lambda t: group.send([self._wired(t)], peer, self.tag), flat):
             self.sent.add(work, sent)
@@ -78,7 +85,7 @@ class DistributedComm:
         buffer = self._buffer(layout) if tensor is None else tensor
         flat = buffer if tensor is None else self._flat(tensor)
         with answered():
-            work = dist.broadcast(self._wired(flat), source, self.joint[group], async_op=True)
+            work = dist.broadcast(self._wired(flat), group=self.joint[group], async_op=True, group_src=source)
         if tensor is None:
             return Pending([buffer], source, [work])
         self.sent.add(work, [flat])
@@ -89,7 +96,7 @@ class DistributedComm:
         buffers = [self._buffer(layout) for _ in range(self.ranks)] if self.rank == to else []
         into = [self._wired(buffer) for buffer in buffers] or None
         with answered():
-            work = dist.gather(self._wired(flat), into, to, self.joint[group], async_op=True)
+            work = dist.gather(self._wired(flat), into, group=self.joint[group], async_op=True, group_dst=to)
         if buffers:
             return Pending(buffers, -1, [work], flat)
         self.sent.add(work, [flat])
@@ -120,8 +127,10 @@ class DistributedComm:
 
     def broadcast_numbers(self, tensor: torch.Tensor | None, source: int) -> torch.Tensor:
         value = torch.empty(2, dtype=torch.float64) if tensor is None else tensor
+        if tensor is not None and self.abreast is not None:
+            value = self.abreast.sum_numbers(tensor)
         with answered():
-            dist.broadcast(value, source, self.control)
+            dist.broadcast(value, group=self.pipeline, group_src=source)
         return value
 
     def flush(self) -> None:

@@ -23,6 +23,7 @@ from fxpipe.errors import FxpipeError
 from fxpipe.runtime.program.accelerator import is_accelerator, synchronize
 from fxpipe.runtime.program.checks import unchecked
 from fxpipe.runtime.program.comm import Layout, Pending, add_up, new_buffer, new_buffers
+from fxpipe.runtime.program.lanes import AloneLane, running
 from fxpipe.runtime.program.outputs import Collected
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.program.record import Record
@@ -51,15 +52,20 @@ def dry_run(
         rt,
         comm=comm,
         grads=grads,
+        replicas=None,
+        shards=None,
         buffers=dict(rt.buffers),
         record=Record(rt.record.clock),
         collected=Collected(),
         _losses=[],
         _counts=[],
         _shared=None,
+        _sums=[],
+        _gathers={},
     )
     try:
-        with unchecked():
+        lane = None if rt.lanes is None else AloneLane(rt.lanes.index, rt.lanes.number)
+        with unchecked(), running(lane):
             step(alone, batch)
         synchronize(rt.device)
     except (FxpipeError, RuntimeError):  # those of torch are RuntimeErrors

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,33 +21,43 @@ from fxpipe.runtime.torch_private import no_modes
 
 
 @dataclass(frozen=True, eq=False)
-class _Contents:
+class Contents:
     """The contents of a message in flight: a flat copy, and its layout."""
 
     flat: torch.Tensor
     layout: Layout
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> _Contents:
+    def of(tensor: torch.Tensor) -> Contents:
         with no_modes():  # a mode on this thread must see this rank's own tensors only
             flat = in_memory_order(tensor).clone()
-        return _Contents(flat, (tuple(tensor.shape), tensor.stride(), tensor.dtype))
+        return Contents(flat, (tuple(tensor.shape), tensor.stride(), tensor.dtype))
 
 
 class LocalWorld:
-    """State shared by the ranks of one process: the messages between them, and the rank whose turn it is."""
+    """State shared by the ranks of one process: the messages between them, and the rank whose turn it is.
 
-    def __init__(self, ranks: int):
-        self.ranks = ranks
+    With replicas and lanes it is a world of ``ranks`` * ``replicas`` * ``lanes``, and its ranks have their
+    numbers in that.
+    """
+
+    def __init__(self, ranks: int, replicas: int = 1, lanes: int = 1):
+        self.ranks, self.replicas, self.lanes = ranks, replicas, lanes
+        self.size = ranks * replicas * lanes
         self.turn = threading.Condition()  # held by the rank that runs
-        self.messages: dict[tuple[int, int, int], _Contents] = {}  # (from, to, number) -> a tensor
+        self.messages: dict[tuple[int, int, int], Contents] = {}  # (from, to, number) -> a tensor
         # (group, number) -> the tensors by rank, and the number of ranks that have not taken them yet
-        self.joint: dict[tuple[int, int], dict[int, _Contents]] = {}
-        self.takers: dict[tuple[int, int], int] = {}
+        self.joint: dict[tuple[Hashable, int], dict[int, Contents]] = {}
+        self.takers: dict[tuple[Hashable, int], int] = {}
+        #: (lanes of a rank, number) -> what each lane has given
+        self.between: dict[tuple[Hashable, int], dict[int, list[torch.Tensor]]] = {}
         self.shared: dict[int, torch.Tensor] = {}  # broadcast by the loss rank, until all ranks have it
         self.waiting: dict[int, str] = {}
-        self.running = ranks
+        self.running = self.size
         self.failed: tuple[int, BaseException] | None = None
+
+    def number(self, rank: int, replica: int, lane: int) -> int:
+        return (replica * self.ranks + rank) * self.lanes + lane
 
     def wait_until(self, ready: Callable[[], bool], rank: int, what: str) -> None:
         while not ready():
@@ -74,7 +84,7 @@ def _expected(layout: Layout) -> torch.Tensor:
         return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
 
-def _text(layout: Layout) -> str:
+def text_of(layout: Layout) -> str:
     return " ".join(map(str, layout))
 
 
@@ -83,10 +93,12 @@ class _Stopped(Exception):
 
 
 class LocalComm:
-    """Communication between the ranks of a LocalWorld."""
+    """Communication between the ranks of a replica in a LocalWorld."""
 
-    def __init__(self, world: LocalWorld, rank: int):
-        self._world, self._rank = world, rank
+    def __init__(self, world: LocalWorld, rank: int, replica: int = 0, lane: int = 0):
+        self._world, self._rank, self._lane = world, rank, lane
+        self._numbers = [world.number(k, replica, lane) for k in range(world.ranks)]  # in the world
+        self._own = self._numbers[rank]
         self._received: Counter[int] = Counter()
         self._sent: Counter[int] = Counter()
         self._joined: Counter[int] = Counter()
@@ -105,23 +117,24 @@ class LocalComm:
         if isinstance(pending.work, tuple):
             return self._wait_for_collective(pending)
         messages, source = self._world.messages, pending.source
-        keys = [(source, self._rank, number) for number in pending.work]
-        self._world.wait_until(lambda: all(key in messages for key in keys), self._rank, f"rank {source}")
+        sender = self._numbers[source]
+        keys = [(sender, self._own, number) for number in pending.work]
+        self._world.wait_until(lambda: all(key in messages for key in keys), self._own, f"rank {sender}")
         pairs = zip(keys, pending.buffers, strict=True)
         return [self._received_as(messages.pop(key), expected, source) for key, expected in pairs]
 
-    def _received_as(self, sent: _Contents, expected: torch.Tensor, source: int) -> torch.Tensor:
+    def _received_as(self, sent: Contents, expected: torch.Tensor, source: int) -> torch.Tensor:
         layout = (tuple(expected.shape), expected.stride(), expected.dtype)
         if sent.layout != layout:
             raise RunError(
-                f"Rank {source} sent a tensor of shape, strides and dtype {_text(sent.layout)}, and rank "
-                f"{self._rank} expects {_text(layout)}. Edit both programs alike."
+                f"Rank {source} sent a tensor of shape, strides and dtype {text_of(sent.layout)}, and rank "
+                f"{self._rank} expects {text_of(layout)}. Edit both programs alike."
             )
         return sent.flat.as_strided(expected.shape, expected.stride())
 
     def send(self, tensors: Sequence[torch.Tensor], to: int) -> None:
         for tensor in tensors:
-            self._world.messages[self._rank, to, self._sent[to]] = _Contents.of(tensor)
+            self._world.messages[self._own, self._numbers[to], self._sent[to]] = Contents.of(tensor)
             self._sent[to] += 1
         self._world.woken()
 
@@ -145,17 +158,17 @@ class LocalComm:
         pending = self.gather(tensor, layout, to, group)
         return None if pending is None else replace(pending, adds=True)
 
-    def _join(self, tensor: torch.Tensor | None, group: int) -> tuple[int, int]:
+    def _join(self, tensor: torch.Tensor | None, group: int) -> tuple[Hashable, int]:
         """Join a collective: the n-th of a group on one rank is the n-th of that group on all ranks."""
-        key = group, self._joined[group]
+        key = (self._numbers[0], group), self._joined[group]
         self._joined[group] += 1
         if tensor is not None:
-            self._world.joint.setdefault(key, {})[self._rank] = _Contents.of(tensor)
+            self._world.joint.setdefault(key, {})[self._rank] = Contents.of(tensor)
             self._world.woken()
         return key
 
     def _pending(
-        self, layout: Layout, source: int, key: tuple[int, int], ranks: list[int], takers: int
+        self, layout: Layout, source: int, key: tuple[Hashable, int], ranks: list[int], takers: int
     ) -> Pending:
         self._world.takers.setdefault(key, takers)
         return Pending([_expected(layout)] * len(ranks), source, (key, ranks))
@@ -163,7 +176,7 @@ class LocalComm:
     def _wait_for_collective(self, pending: Pending) -> list[torch.Tensor]:
         key, ranks = pending.work
         joint, what = self._world.joint, "all ranks" if pending.source < 0 else f"rank {pending.source}"
-        self._world.wait_until(lambda: all(r in joint.get(key, {}) for r in ranks), self._rank, what)
+        self._world.wait_until(lambda: all(r in joint.get(key, {}) for r in ranks), self._own, what)
         self._world.takers[key] -= 1
         given = joint.pop(key) if not self._world.takers[key] else joint[key]
         found = [
@@ -174,10 +187,13 @@ class LocalComm:
 
     def broadcast_numbers(self, tensor: torch.Tensor | None, source: int) -> torch.Tensor:
         if tensor is not None:
-            self._world.shared[source] = tensor
+            self._world.shared[self._own] = tensor
             self._world.woken()
-        self._world.wait_until(lambda: source in self._world.shared, self._rank, f"the loss of rank {source}")
-        return self._world.shared[source]
+        world, shared = self._world, self._world.shared
+        sources = [world.number(source, replica, self._lane) for replica in range(world.replicas)]
+        what = f"the loss of rank {' and '.join(map(str, sources))}"
+        self._world.wait_until(lambda: shared.keys() >= {*sources}, self._own, what)
+        return torch.stack([shared[rank] for rank in sources]).sum(0)
 
     def flush(self) -> None:
         pass
@@ -190,12 +206,12 @@ def run_all(
     threads: int,
     device: torch.device,
 ) -> list[Any]:
-    """Run one function per rank; return their results.
+    """Run one function per rank of the world; return their results.
 
     where: rank -> the op that it is running, for the message of the RunError if the rank fails.
     threads: number of intra-op threads of each rank.  device: on which all of them compute.
     """
-    results: list[Any] = [None] * world.ranks
+    results: list[Any] = [None] * world.size
 
     def main(rank: int) -> None:
         with world.turn:
@@ -215,7 +231,7 @@ def run_all(
 
     workers = [
         threading.Thread(target=main, args=(r,), name=f"fxpipe-rank{r}", daemon=True)
-        for r in range(world.ranks)
+        for r in range(world.size)
     ]
     for worker in workers:
         worker.start()

@@ -20,14 +20,19 @@ from fxpipe.schedule.lowering.instructions import (
     Collective,
     Compute,
     DivideGradients,
+    FreeParameters,
+    GatherParameters,
     Instruction,
     PostRecv,
     Programs,
+    ReduceGradients,
     Send,
     StartCollective,
     StartTransfer,
     Wait,
     WaitCollective,
+    WaitGradients,
+    WaitParameters,
     WaitTransfer,
 )
 from fxpipe.schedule.ops import Activation, Direction
@@ -116,6 +121,8 @@ class Rank:
         self.tails: dict[Hashable, int] = {}
         self.ended: list[int] = []
         self.sent: list[int] = []
+        self.sums: list[int] = []
+        self.gathers: dict[int, int] = {}
         self.received: dict[Hashable, int] = {}
         self.moved: dict[Activation, int] = {}
         self.connected: set[Channel | Collective] | None = None  # None: all
@@ -152,6 +159,18 @@ class Rank:
                 self.moved[transfer.activation] = self.kernel(("transfer", transfer.direction), waits=waits)
             case WaitTransfer(transfer):
                 self.wait(self.moved[transfer.activation])
+            # The other replicas run the same program: they come to what they do together as this one does.
+            case ReduceGradients():
+                self.sums.append(self.kernel("replicas"))
+            case GatherParameters(bucket):
+                self.gathers[bucket] = self.kernel("replicas")
+            case WaitParameters(bucket):
+                self.wait(self.gathers[bucket])
+            case FreeParameters():
+                pass  # in the order of the stream of the ops
+            case WaitGradients():
+                for over in self.sums:
+                    self.wait(over)
             case AllReduceGradient(_, ranks):
                 self._all_reduce(ranks)
             case DivideGradients():

@@ -42,6 +42,9 @@ class Collective:
         """The number of its communicator.  Sums, which are several operations, have one of their own."""
         return int(self.kind is CollectiveKind.REDUCE)
 
+    def __hash__(self) -> int:
+        return self.number  # and not of all sections, whose number grows with the ranks
+
     def __str__(self) -> str:
         source, target = self.sources[0], self.targets[0]
         return f"{self.kind} {source.phase}{source.stage} … -> {target.phase}{target.stage} …"
@@ -143,6 +146,53 @@ class WaitTransfer:
 
 
 @dataclass(frozen=True, slots=True)
+class _OfBucket:
+    """``bucket``: the number of a bucket of gradients and their parameters."""
+
+    bucket: int
+    verb: ClassVar[str]
+
+    def __str__(self) -> str:
+        return f"{self.verb} bucket {self.bucket}"
+
+
+@dataclass(frozen=True, slots=True)
+class GatherParameters(_OfBucket):
+    """Start to get the rows of a bucket's parameters that other replicas have updated; does not block."""
+
+    verb = "gather the parameters of"
+
+
+@dataclass(frozen=True, slots=True)
+class WaitParameters(_OfBucket):
+    """Block until all rows of a bucket's parameters are there."""
+
+    verb = "wait for the parameters of"
+
+
+@dataclass(frozen=True, slots=True)
+class FreeParameters(_OfBucket):
+    """Free the rows of a bucket's parameters that other replicas own."""
+
+    verb = "free the parameters of"
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceGradients(_OfBucket):
+    """Start to sum a bucket of gradients over the replicas; does not block."""
+
+    verb = "sum over the replicas"
+
+
+@dataclass(frozen=True, slots=True)
+class WaitGradients:
+    """Wait for the sums over the replicas."""
+
+    def __str__(self) -> str:
+        return "wait for the sums over the replicas"
+
+
+@dataclass(frozen=True, slots=True)
 class AllReduceGradient:
     """Sum the gradient of a parameter that several ranks hold; the first of ``ranks`` receives the others'
     and sends them the sum."""
@@ -164,9 +214,12 @@ class DivideGradients:
 
 Local = Compute | StartTransfer | WaitTransfer
 """Instructions that involve no other rank."""
-AtEnd = AllReduceGradient | DivideGradients
+AtEnd = WaitGradients | AllReduceGradient | DivideGradients
 """Instructions on the gradients of the batch, behind all others."""
 
-Instruction = Local | PostRecv | Wait | Send | StartCollective | WaitCollective | AtEnd
+OfBucket = GatherParameters | WaitParameters | FreeParameters | ReduceGradients
+"""Instructions that involve this rank of the other replicas."""
+
+Instruction = Local | PostRecv | Wait | Send | StartCollective | WaitCollective | OfBucket | AtEnd
 Programs = tuple[tuple[Instruction, ...], ...]
 """The instructions of each rank, in order."""

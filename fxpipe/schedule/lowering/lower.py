@@ -4,28 +4,34 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby, takewhile
+from itertools import groupby, pairwise, takewhile
 from math import inf
 from typing import NamedTuple
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.check import check
 from fxpipe.schedule.costs import Edge
+from fxpipe.schedule.lowering.bucket_use import BucketUse
 from fxpipe.schedule.lowering.instructions import (
     AllReduceGradient,
     Collective,
     CollectiveKind,
     Compute,
     DivideGradients,
+    FreeParameters,
+    GatherParameters,
     Instruction,
     Message,
     PostRecv,
     Programs,
+    ReduceGradients,
     Send,
     StartCollective,
     StartTransfer,
     Wait,
     WaitCollective,
+    WaitGradients,
+    WaitParameters,
     WaitTransfer,
 )
 from fxpipe.schedule.lowering.levels import levels
@@ -62,16 +68,58 @@ def lower(
     return _Lowering(schedule, edges, collectives, spans).programs()
 
 
-def with_gradients(programs: Programs, tied: Sequence[AllReduceGradient], divides: bool) -> Programs:
-    """The programs with the instructions on gradients behind all others.
+def with_gradients(
+    programs: Programs,
+    buckets: Sequence[Sequence[BucketUse]],
+    tied: Sequence[AllReduceGradient],
+    divides: bool,
+) -> Programs:
+    """The programs with the instructions on gradients, and on what replicas have of each other.
 
+    buckets: of each rank.  What an op needs of other replicas is asked for before the op ahead of it, and
+        what is needed at first at the start.  Gradients are summed behind their op, as soon as what others
+        wait for is sent.
     divides: whether the loss is a (sum, count).
     """
     end = (DivideGradients(),) if divides else ()
     return tuple(
-        (*program, *(sums for sums in tied if rank in sums.ranks), *end)
-        for rank, program in enumerate(programs)
+        (*_with_buckets(program, own), *(sums for sums in tied if rank in sums.ranks), *end)
+        for rank, (program, own) in enumerate(zip(programs, buckets, strict=True))
     )
+
+
+def _with_buckets(program: Sequence[Instruction], buckets: Sequence[BucketUse]) -> Iterator[Instruction]:
+    ops = [i.op for i in program if isinstance(i, Compute)]
+    needed, freed, summed = (defaultdict[Op, list[int]](list) for _ in range(3))
+    for k, use in enumerate(buckets):
+        for first, last in use.spans:
+            needed[first].append(k)
+            if use.frees:
+                freed[last].append(k)
+        for op in use.sums:
+            summed[op].append(k)
+    # With spans until the end of the step nothing is gained by a later start.
+    ahead = {op: before for before, op in pairwise(ops)}
+    if not any(use.frees for use in buckets):
+        yield from (GatherParameters(k) for op in ops for k in needed.get(op, ()))
+        ahead = {}
+    elif ops:
+        yield from map(GatherParameters, needed.get(ops[0], ()))
+    gathers = {before: needed[op] for op, before in ahead.items() if op in needed}
+    due: list[Instruction] = []
+    for instruction in program:
+        if isinstance(instruction, Compute):
+            yield from map(GatherParameters, gathers.get(instruction.op, ()))
+            yield from map(WaitParameters, needed.get(instruction.op, ()))
+        if not isinstance(instruction, Send | StartCollective):
+            yield from due
+            due = []
+        yield instruction
+        if isinstance(instruction, Compute):
+            due = [*map(FreeParameters, freed[instruction.op]), *map(ReduceGradients, summed[instruction.op])]
+    yield from due
+    if buckets:
+        yield WaitGradients()
 
 
 class _Lowering:

@@ -1,7 +1,8 @@
 """Runs a schedule on costs: every op starts as soon as its rank is free and its values have arrived.
 
 A message is a delay: as in the model of 2401.10241, the channel between two ranks carries any number of
-messages at a time.  The link for offloaded activations carries one transfer at a time in each direction.
+messages at a time.  The link for offloaded activations carries one transfer at a time in each direction, and
+that to the other replicas of a rank one exchange.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.dependencies import SECTIONS_PER_STAGE, durations, needs, op_of_value, sections
 from fxpipe.schedule.offload.transfers import link_queues, transfer_seconds
 from fxpipe.schedule.ops import Direction, Schedule, Transfer
+from fxpipe.schedule.simulation.exchanges import Exchanges
 from fxpipe.schedule.simulation.run_loop import RunLoop
 from fxpipe.schedule.simulation.timeline import Span, Timeline, TransferSpan
 
@@ -43,6 +45,7 @@ class _Run:
         self.ended: list[float | None] = [None] * (self.values + len(schedule.transfers))
         self.spans: list[list[Span]] = [[] for _ in schedule.order]
         self.stalled = [0.0] * schedule.ranks
+        self.exchanges = [Exchanges(ops, costs) for ops in schedule.order]
         self.link_queues = link_queues(schedule, costs)
         self.loop = RunLoop[int](schedule.ranks + len(self.link_queues))
         self.carried: list[list[TransferSpan]] = [[] for _ in self.link_queues]
@@ -62,9 +65,9 @@ class _Run:
         carried: list[list[TransferSpan]] = [[] for _ in self.spans]
         for span in (span for queue in self.carried for span in queue):
             carried[self.schedule.placement[span.transfer.stage]].append(span)
-        return Timeline(
-            self.schedule, self.costs, spans, tuple(tuple(own) for own in carried), tuple(self.stalled)
-        )
+        exchanges = tuple(tuple(own.spans) for own in self.exchanges)
+        transfers = tuple(map(tuple, carried))
+        return Timeline(self.schedule, self.costs, spans, transfers, tuple(self.stalled), exchanges)
 
     def _advance(self, actor: int) -> int | None:
         ranks = self.schedule.ranks
@@ -93,7 +96,9 @@ class _Run:
                         return value
                     start = max(start, end)
                 self.stalled[rank] += start - ready
+            start = self.exchanges[rank].begin(op, start)
             free = start + self.durations[op.kind][op.stage]
+            self.exchanges[rank].end(op, free)
             spans.append(Span(op, start, free))
             for section in self.sections[op.kind][op.stage]:
                 self._end(section * microbatches + op.microbatch, free)

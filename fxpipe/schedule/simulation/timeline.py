@@ -36,12 +36,21 @@ class TransferSpan(NamedTuple):
     end: float
 
 
+class ExchangeSpan(NamedTuple):
+    """When the replicas of a rank exchanged what they have of a stage."""
+
+    what: str  # "sum" or "gather"
+    stage: int
+    start: float
+    end: float
+
+
 @dataclass(frozen=True)
 class Timeline:
     """``spans[rank]`` are the ops that the rank ran, in order.  Times and bytes have the units of ``costs``.
 
     ``transfers``: the offloads and reloads of each rank.  ``stalled``: per rank the seconds in which its next
-    op waited for a transfer alone.
+    op waited for a transfer alone.  ``exchanges``: with the other replicas, of each rank.
     """
 
     schedule: Schedule
@@ -49,13 +58,20 @@ class Timeline:
     spans: tuple[tuple[Span, ...], ...]
     transfers: tuple[tuple[TransferSpan, ...], ...] = ()
     stalled: tuple[float, ...] = ()
+    exchanges: tuple[tuple[ExchangeSpan, ...], ...] = ()
 
     @cached_property
     def seconds(self) -> float:
-        """The makespan: from the first op's start to the last op's end over all ranks."""
-        return max(spans[-1].end for spans in self.spans if spans) - min(
-            spans[0].start for spans in self.spans if spans
-        )
+        """The makespan: from the first start of an op or an exchange to the last end, over all ranks."""
+        ends = [(own[0].start, own[-1].end) for own in self.spans if own]
+        ends += [(own[0].start, own[-1].end) for own in self.exchanges if own]
+        return max(end for _, end in ends) - min(start for start, _ in ends)
+
+    @cached_property
+    def exposed_exchange(self) -> float:
+        """Seconds of the makespan in which all ops are over and replicas still exchange."""
+        ops = max(own[-1].end for own in self.spans if own)
+        return max(0.0, max((own[-1].end for own in self.exchanges if own), default=0.0) - ops)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:

@@ -29,6 +29,7 @@ from fxpipe.training.checkpoint.plain import from_json, to_json
 from fxpipe.training.checkpoint.restore import contents_for, restore
 from fxpipe.training.checkpoint.tensor_store import Part
 from fxpipe.training.checkpoint.training_state import Kind, Record, Stateful, kinds_of, record_of, tensors_of
+from fxpipe.training.checkpoint.user_state import kept_state, own_state
 from fxpipe.training.optimizer import PipelineOptimizer
 
 if TYPE_CHECKING:
@@ -63,7 +64,9 @@ class Checkpointer:
     ):
         """directory: on a disk that all ranks see.
         state: objects with ``state_dict`` and ``load_state_dict``, by name (schedulers, loaders).  Rank 0's
-            state of them is kept, and all ranks get it, as all ranks take the same batches.
+            state of them is kept, and all ranks get it, as all ranks of a pipeline take the same batches.
+            Where replicas have different ones, that of the first rank of each is kept, for its ranks: such
+            a checkpoint resumes with as many replicas.
         every: steps from one checkpoint to the next; None for those of ``save`` alone, and of a SIGTERM.
         keep: the number of checkpoints that are kept.
         asynchronous: copy the tensors and write them in the background, while training goes on.
@@ -75,7 +78,12 @@ class Checkpointer:
         self.pipe, self.optimizer, self.user = pipe, optimizer, dict(state or {})
         self.directory, self.every, self.keep, self.asynchronous = Path(directory), every, keep, asynchronous
         self._process = pipe.process
-        self._rank = 0 if self._process is None else self._process.rank
+        self._number = 0 if self._process is None else self._process.world_rank
+        if pipe.lanes > 1:
+            raise RunError(
+                "Checkpoints of a pipeline whose model has DTensors are not written yet. Keep "
+                "pipe.full_state_dict(), which pipe.load_state_dict(…) takes on any mesh."
+            )
         if self._process is None and pipe.artifact.plan.ranks > 1:
             raise RunError("Checkpoints are of a run under torchrun, or of a pipeline of one rank.")
         self._check_directory()
@@ -103,7 +111,7 @@ class Checkpointer:
         Raises ArtifactError, before anything has changed, for one that is damaged, naming the file, and for
         one of another model, naming the first tensor that differs.
         """
-        found = files.newest(self.directory) if self._rank == 0 else None
+        found = files.newest(self.directory) if self._number == 0 else None
         name = self._from_first("" if found is None else found.name)
         if not name:
             return False
@@ -111,7 +119,7 @@ class Checkpointer:
         with agreed(self._process, f"resume from {path}"):
             record = self._verified(path)
         with agreed(self._process, f"resume from {path}"):
-            contents = contents_for(state, self.optimizer, self.user, path, record, self._rank)
+            contents = contents_for(state, self.optimizer, self.user, path, record, self._held)
         restore(state, self.optimizer, self.user, contents)
         self.pipe.step_number = contents.step_number
         return True
@@ -192,7 +200,7 @@ class Checkpointer:
         if self._is_own:
             return
         with agreed(self._process, "write a checkpoint"):
-            path = files.newest(self.directory) if self._rank == 0 else None
+            path = files.newest(self.directory) if self._number == 0 else None
             if (
                 path is not None
                 and Record.from_json(files.read_state(path), path).run != self.pipe.model_state.run
@@ -211,9 +219,11 @@ class Checkpointer:
         tensors: dict[str, torch.Tensor | Part] = {}
         with agreed(self._process, f"begin the checkpoint of step {step}"):
             state.follow_model()
-            own = self.user if self._rank == 0 else {}
-            record = record_of(state, self.optimizer, step, own, tensors)
-            tensors |= tensors_of(state, self.optimizer, self._rank)
+            own = own_state(self._process, self.user)
+        user = kept_state(self._process, own)
+        with agreed(self._process, f"begin the checkpoint of step {step}"):
+            record = record_of(state, self.optimizer, step, user, tensors)
+            tensors |= tensors_of(state, self.optimizer, self._held)
             if self.asynchronous:
                 tensors = {name: _staged(tensor) for name, tensor in tensors.items()}
         self._writing = self._background.submit(self._write, step, record, tensors)
@@ -223,12 +233,12 @@ class Checkpointer:
         try:
             return self._written(step, record, tensors)
         finally:
-            if self._rank == 0:
+            if self._number == 0:
                 files.discard(self.directory, step)
 
     def _written(self, step: int, record: Record, tensors: dict[str, torch.Tensor | Part]) -> Path:
         with self._agreed("begin"):
-            if self._rank == 0:
+            if self._number == 0:
                 files.begin(self.directory, step)
         draft = files.draft_of(self.directory, step)
         with answered():  # an error of this rank's own is a CheckpointException
@@ -245,13 +255,22 @@ class Checkpointer:
             fields |= from_json(held, {})
             kinds |= structure(stored, dict[str, Kind])
         with self._agreed("complete"):
-            if self._rank == 0:
+            if self._number == 0:
                 encoded = to_json(fields, None, "", "the optimizer's state")
                 whole = dataclasses.replace(record, fields=encoded, tensors=kinds)
                 state = json.dumps(unstructure(whole), indent=1)
                 files.complete(self.directory, step, state, sums)
                 files.keep_newest(self.directory, self.keep)
         return files.path_of(self.directory, step)
+
+    @property
+    def _held(self) -> int:
+        """The rank whose tensors this process holds."""
+        return 0 if self._process is None else self._process.rank
+
+    @property
+    def _processes(self) -> int:
+        return 1 if self._process is None else self._process.world_size
 
     def _agreed(self, what: str) -> AbstractContextManager[None]:
         """``Process.agreed``, in the background thread."""
@@ -260,13 +279,11 @@ class Checkpointer:
     def _sums(self, path: Path) -> dict[str, str]:
         """Checksums of the files that this rank looks at; the ranks share them."""
         names = sorted(p.name for p in path.glob("*.safetensors"))
-        ranks = 1 if self._process is None else self._process.ranks
-        return {name: checksum(path / name) for name in names[self._rank :: ranks]}
+        return {name: checksum(path / name) for name in names[self._number :: self._processes]}
 
     def _verified(self, path: Path) -> Record:
         sums = files.read_sums(path)
-        ranks = 1 if self._process is None else self._process.ranks
-        names = sorted(sums)[self._rank :: ranks]
+        names = sorted(sums)[self._number :: self._processes]
         files.verify(path, {name: sums[name] for name in names})
         return Record.from_json(files.read_state(path), path)
 
@@ -274,7 +291,7 @@ class Checkpointer:
         """All ranks must see what rank 0 writes."""
         probe = self.directory / f".probe-{self._from_first(secrets.token_hex(8))}"
         with agreed(self._process, f"write to {self.directory}"), writing(self.directory):
-            if self._rank == 0:
+            if self._number == 0:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 self._lock = files.Lock(self.directory)
                 files.put_back(self.directory)
@@ -285,26 +302,26 @@ class Checkpointer:
                 while not probe.exists():
                     if time.monotonic() > end:
                         raise ArtifactError(
-                            f"Rank {self._rank} does not see what rank 0 writes to "
+                            f"Rank {self._number} does not see what rank 0 writes to "
                             f"{self.directory.absolute()}. "
                             "Name a directory on a disk that all machines have."
                         )
                     time.sleep(0.1)
         finally:
-            if self._rank == 0:
+            if self._number == 0:
                 probe.unlink(missing_ok=True)
 
     def _from_first(self, text: str) -> str:
         """Rank 0's text, on every rank."""
         if self._process is None:
             return text
-        return self._process.broadcast_bytes(text.encode() if self._rank == 0 else None).decode()
+        return self._process.broadcast_bytes(text.encode() if self._number == 0 else None).decode()
 
     def _gather(self, data: bytes) -> list[bytes]:
         """The bytes of every rank, in the background thread."""
         if self._process is None:
             return [data]
-        found: list[Any] = [None] * self._process.ranks
+        found: list[Any] = [None] * self._processes
         with answered():
             dist.all_gather_object(found, data, self._group)
         return found

@@ -18,7 +18,7 @@ from fxpipe.training.checkpoint.training_state import MODEL, OPTIMIZER, Record
 class Checkpoint:
     """``model``: parameters and buffers by the model's names; of a tensor with two names, one.
     ``optimizer``: parameter -> the optimizer's state of it.  ``groups``: the options of the optimizer's
-    groups.  ``state``: the user's state by name."""
+    groups.  ``state``: the user's state by name, of replica 0 where replicas have different ones."""
 
     step_number: int
     model: dict[str, torch.Tensor]

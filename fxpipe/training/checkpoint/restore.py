@@ -24,7 +24,7 @@ from fxpipe.errors import ArtifactError
 from fxpipe.plan.artifact import Plan
 from fxpipe.plan.rows import Rows, rows_of, whole_name
 from fxpipe.runtime.job.failure import in_short
-from fxpipe.runtime.job.process import agreed
+from fxpipe.runtime.job.process import Process, agreed
 from fxpipe.strict import Misfit, shown
 from fxpipe.training.checkpoint import files, tensor_store
 from fxpipe.training.checkpoint.plain import from_json
@@ -57,6 +57,7 @@ class Held:
     groups: list[dict[str, Any]]
     fields: dict[str, dict[str, Any]]
     user: dict[str, Any]
+    by_replica: dict[str, tuple[Any, ...]]
     tensors: Mapping[str, Stored]
     state: Mapping[str, list[str]]
 
@@ -93,6 +94,10 @@ def held_in(path: Path, record: Record) -> Held:
             _decoded(name, given, extra)
             for name, given in (("groups", record.groups), ("fields", record.fields), ("user", record.user))
         )
+        by_replica = {
+            name: tuple(_plain(own, extra, _at("by_replica", name, k)) for k, own in enumerate(found))
+            for name, found in record.by_replica.items()
+        }
         state: dict[str, list[str]] = {}
         for key in tensors:
             if key.startswith(OPTIMIZER):
@@ -102,7 +107,7 @@ def held_in(path: Path, record: Record) -> Held:
             for entry in own:
                 if entry in state.get(name, ()):
                     raise Misfit(f"holds {shown(entry)}, which is a tensor", _at("fields", name))
-        return Held(path, record, groups, fields, user, tensors, state)
+        return Held(path, record, groups, fields, user, by_replica, tensors, state)
 
 
 def contents_for(
@@ -125,14 +130,15 @@ def contents_for(
         if name not in held.user:
             known = ", ".join(sorted(held.user)) or "none"
             raise ArtifactError(f"{path} holds no state {name!r}; it holds {known}.")
+    given = held.user | _of_replica(held, user, model.process)
     if optimizer is not None:
         _check_optimizer(plan, optimizer, held)
     with files.reading(path):
         for name, own in user.items():
             if isinstance(own, LRScheduler):  # which takes whatever it is given
-                if not isinstance(held.user[name], dict):
-                    raise Misfit(f"is {shown(held.user[name])} and must be an object", _at("user", name))
-                _check_options(held.user[name], own.state_dict(), (), _at("user", name))
+                if not isinstance(given[name], dict):
+                    raise Misfit(f"is {shown(given[name])} and must be an object", _at("user", name))
+                _check_options(given[name], own.state_dict(), (), _at("user", name))
     if record.seed != plan.step.seed:
         warnings.warn(
             f"{path} is of a run with seed {record.seed}, and this pipeline was compiled with "
@@ -140,11 +146,11 @@ def contents_for(
             stacklevel=4,
         )
     with files.reading(path):
-        names = plan.tensors[rank].state
+        names = model.stored_by(rank).state
         read = tensor_store.read(held.tensors, [(MODEL + whole_name(name), rows_of(name)) for name in names])
         values = dict(zip(names, read, strict=True))
         state = {} if optimizer is None else _optimizer_state(plan, optimizer, held, values)
-    return Contents(path, record.step_number, record.run, values, state, held.user)
+    return Contents(path, record.step_number, record.run, values, state, given)
 
 
 def restore(
@@ -169,7 +175,8 @@ def restore(
                 back()
         raise
     for name, value in contents.values.items():
-        model.give(name, value)
+        with torch.no_grad(), model.filling(name) as target:
+            target.copy_(value)
     model.changed()
     model.run = contents.run
 
@@ -188,11 +195,28 @@ def _at(field: str, *keys: str | int) -> str:
     return f"{files.STATE}: {field}" + "".join(f"[{key!r}]" for key in keys)
 
 
-def _decoded(name: str, given: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def _of_replica(held: Held, user: Collection[str], process: Process | None) -> dict[str, Any]:
+    """The states that each replica has its own of, by name.  Raises ArtifactError for other replicas."""
+    replica, replicas = (0, 1) if process is None else (process.replica, process.replicas)
+    found = {name: states for name, states in held.by_replica.items() if name in user}
+    for name, states in found.items():
+        if len(states) != replicas:
+            raise ArtifactError(
+                f"{held.path} holds another state {name!r} for each of {len(states)} replicas, and this run "
+                f"has {replicas}. Start as many replicas, or leave {name!r} out of state=."
+            )
+    return {name: states[replica] for name, states in found.items()}
+
+
+def _plain(given: Any, tensors: Mapping[str, torch.Tensor], at: str) -> Any:
     try:
-        found = from_json(given, {} if name == "fields" else tensors)
+        return from_json(given, tensors)
     except Misfit as error:
-        raise Misfit(str(error), _at(name)) from error
+        raise Misfit(str(error), at) from error
+
+
+def _decoded(name: str, given: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    found = _plain(given, {} if name == "fields" else tensors, _at(name))
     objects = {"groups": found, "fields": [found, *_values(found)], "user": [found]}[name]
     if not isinstance(objects, list) or not all(
         isinstance(entry, dict) and all(isinstance(key, str) for key in entry) for entry in objects
@@ -335,7 +359,7 @@ def _optimizer_state(
         state.setdefault(k, {})[entry] = value
     for k, parameter in enumerate(parameters):
         if parameter in optimizer.masters:
-            state.setdefault(k, {}).setdefault(MASTER, values[names[k]])
+            state.setdefault(k, {}).setdefault(MASTER, _value_of(names[k], values))
     numbers = iter(range(len(parameters)))
     return {
         "state": state,
@@ -344,3 +368,15 @@ def _optimizer_state(
             for options, group in zip(held.groups, optimizer.param_groups, strict=True)
         ],
     }
+
+
+def _value_of(name: str, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The value of a parameter, or of rows of one that this process has, or of which it has more rows."""
+    rows = rows_of(name)
+    if rows is None or name in values:
+        return values[name]
+    for other, value in values.items():
+        held = rows_of(other) or Rows(other, 0, 0)
+        if held.table == rows.table and held.begin <= rows.begin and rows.end - held.begin <= len(value):
+            return value[rows.begin - held.begin : rows.end - held.begin]
+    raise KeyError(name)

@@ -38,6 +38,16 @@ class Stateful(Protocol):
 
 
 @dataclass(frozen=True)
+class UserState:
+    """As ``plain.py`` gives it, by name.  ``first``: of rank 0.  ``by_replica``: of each replica, in order,
+    where it is not the same for all.  ``tensors``: those that this process writes."""
+
+    first: dict[str, Any] = field(default_factory=dict)
+    by_replica: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Kind:
     """Of a tensor; ``dtype`` as text: "torch.float32"."""
 
@@ -51,8 +61,9 @@ class Record:
 
     ``optimizer``: the name of its class; None if there is none.
     ``groups``: the options of the optimizer's groups.  ``fields``: parameter -> its state that is no tensor.
-    ``user``: the user's state by name.  These three are as ``plain.py`` gives them.
-    ``tensors``: those in the files; ``run``: a name of the run.  Checkpoints of earlier versions lack both.
+    ``user``: the user's state by name, on rank 0.  These three are as ``plain.py`` gives them.
+    ``tensors``: those in the files; ``run``: a name of the run; ``by_replica``: the user's state of each
+    replica, by name, where these differ.  Checkpoints of earlier versions lack these three.
     """
 
     format: int
@@ -66,6 +77,7 @@ class Record:
     user: Any
     tensors: dict[str, Kind] = field(default_factory=dict)
     run: str = ""
+    by_replica: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
     @staticmethod
     def from_json(text: str, path: Path) -> Record:
@@ -89,7 +101,7 @@ def tensors_of(
     """The tensors that a rank holds, by their names in a checkpoint."""
     plan = state.plan
     found = {
-        MODEL + whole_name(name): part_of(plan, name, state.held(name)) for name in plan.tensors[rank].state
+        MODEL + whole_name(name): part_of(plan, name, state.held(name)) for name in state.owned_by(rank).state
     }
     for name, fields in _state_of(optimizer):
         for key, value in fields.items():
@@ -143,11 +155,12 @@ def record_of(
     state: ModelState,
     optimizer: PipelineOptimizer | None,
     step_number: int,
-    user: Mapping[str, Stateful],
+    user: UserState,
     tensors: dict[str, Any],
 ) -> Record:
     """The record, with the fields of this rank's parameters.  tensors: gets those of the groups and the
     user."""
+    tensors |= user.tensors
     groups = [] if optimizer is None else optimizer.param_groups
     options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     return Record(
@@ -159,8 +172,9 @@ def record_of(
         optimizer=class_of(optimizer),
         groups=to_json(options, tensors, GROUPS, "the optimizer's groups"),
         fields=to_json(_plain_fields(optimizer), None, "", "the optimizer's state"),
-        user=to_json({name: own.state_dict() for name, own in user.items()}, tensors, USER, "state"),
+        user={"dict": user.first},
         run=state.run,
+        by_replica=user.by_replica,
     )
 
 

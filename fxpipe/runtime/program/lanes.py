@@ -1,0 +1,168 @@
+"""Lanes: processes that share each op of a rank, as tensor parallelism does, and the ops between them.
+
+All lanes of a rank run one program.  An op of ``torch.ops.lanes`` is called by all of them at the same place
+of that program, and gives values of all lanes to each.  Sums are added in the lanes' order, in single
+precision at least, so they have the same bits on every lane, under torchrun and in one process.
+
+``all_reduce(x, "sum", n)``           the sum of all n lanes' tensors (or "avg", "max", "min")
+``all_gather(x, n)``                  all lanes' tensors, one behind the other in the first dimension
+``reduce_scatter(x, "sum", n)``       this lane's share of the sum: of n in the first dimension
+``all_to_all(x, n)``                  a share from each lane, for one of n in the first dimension to each
+``part(x, dim, n)``                   this lane's share of a tensor that all lanes have
+``number(first, step)``               first + step * (number of this lane), 0-d
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, Protocol
+
+import torch
+
+from fxpipe.errors import RunError
+from fxpipe.plan.tensors import sum_over_ranks
+
+
+class Lanes(Protocol):
+    """``index``: of this lane of its rank, and ``number``: of all.  All lanes call the same, in one order."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def number(self) -> int: ...
+
+    def exchange(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Give each lane its part, contiguous; return what each gave this one, in the lanes' order.
+
+        The part of this lane for itself has the shape of what each of the others gives it.
+        """
+        ...
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of all lanes, contiguous and of one shape, in their order."""
+        ...
+
+
+@dataclass(frozen=True)
+class AloneLane:
+    """A lane without the others: each of them gives what this one gives."""
+
+    index: int
+    number: int
+
+    def exchange(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [parts[self.index]] * self.number
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [tensor] * self.number
+
+
+class _Running(threading.local):
+    lanes: Lanes | None = None
+
+
+_running = _Running()
+
+
+@contextlib.contextmanager
+def running(lanes: Lanes | None) -> Iterator[None]:
+    """Within it the ops of this thread are between these lanes."""
+    before, _running.lanes = _running.lanes, lanes
+    try:
+        yield
+    finally:
+        _running.lanes = before
+
+
+def _lanes() -> Lanes:
+    if _running.lanes is None:
+        raise RunError(
+            "An op between lanes ran outside of a step, where there are none. Run the program by pipe.step "
+            "or pipe.run_local."
+        )
+    return _running.lanes
+
+
+_REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": sum_over_ranks,
+    "avg": lambda *parts: sum_over_ranks(*parts) / len(parts),
+    "max": lambda *parts: reduce(torch.maximum, parts),
+    "min": lambda *parts: reduce(torch.minimum, parts),
+}
+REDUCTIONS = tuple(_REDUCTIONS)
+
+
+def _all_reduce(x: torch.Tensor, op: str, n: int) -> torch.Tensor:
+    lanes, flat = _lanes(), x.contiguous().view(-1)
+    slices = [part.contiguous() for part in flat.tensor_split(n)]
+    own = _REDUCTIONS[op](*lanes.exchange(slices))
+    longest = slices[0].numel()  # of slices that differ by one element
+    padded = own.new_zeros(longest)
+    padded[: own.numel()] = own
+    found = [part[: given.numel()] for part, given in zip(lanes.gather(padded), slices, strict=True)]
+    return torch.cat(found).view(x.shape)
+
+
+def _all_gather(x: torch.Tensor, n: int) -> torch.Tensor:
+    return torch.cat(_lanes().gather(x.contiguous()))
+
+
+def _reduce_scatter(x: torch.Tensor, op: str, n: int) -> torch.Tensor:
+    return _REDUCTIONS[op](*_lanes().exchange([part.contiguous() for part in x.chunk(n)]))
+
+
+def _all_to_all(x: torch.Tensor, n: int) -> torch.Tensor:
+    return torch.cat(_lanes().exchange([part.contiguous() for part in x.chunk(n)]))
+
+
+def _part(x: torch.Tensor, dim: int, n: int) -> torch.Tensor:
+    return x.chunk(n, dim)[_lanes().index].clone(memory_format=torch.contiguous_format)
+
+
+def _number(first: int, step: int, device: torch.device) -> torch.Tensor:
+    return torch.tensor(first + step * _lanes().index, device=device)
+
+
+def _resized(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    return x.new_empty([*x.shape[:dim], length, *x.shape[dim + 1 :]])
+
+
+_library = torch.library.Library("lanes", "DEF")
+
+#: schema -> the op, and the layout of its result
+_OPS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
+    "all_reduce(Tensor x, str op, int n) -> Tensor": (_all_reduce, lambda x, op, n: x.new_empty(x.shape)),
+    "all_gather(Tensor x, int n) -> Tensor": (_all_gather, lambda x, n: _resized(x, 0, len(x) * n)),
+    "reduce_scatter(Tensor x, str op, int n) -> Tensor": (
+        _reduce_scatter,
+        lambda x, op, n: _resized(x, 0, len(x) // n),
+    ),
+    "all_to_all(Tensor x, int n) -> Tensor": (_all_to_all, lambda x, n: x.new_empty(x.shape)),
+    "part(Tensor x, int dim, int n) -> Tensor": (
+        _part,
+        lambda x, dim, n: _resized(x, dim % x.dim(), x.shape[dim] // n),
+    ),
+    "number(int first, int step, *, Device device) -> Tensor": (
+        _number,
+        lambda first, step, device: torch.empty((), dtype=torch.int64, device=device),
+    ),
+}
+
+for _schema, (_run, _layout) in _OPS.items():
+    _name = _schema.partition("(")[0]
+    _library.define(_schema)
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"lanes::{_name}", _layout, lib=_library)
+
+
+def is_between_lanes(target: Any) -> bool:
+    """Whether an op communicates: all lanes must call it together."""
+    return getattr(target, "namespace", "") == "lanes" and target not in (
+        torch.ops.lanes.part.default,
+        torch.ops.lanes.number.default,
+    )

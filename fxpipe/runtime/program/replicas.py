@@ -1,0 +1,164 @@
+"""The same rank of all replicas of a pipeline: sums of gradients over them, and gathers of their shards.
+
+A *bucket* is the memory of several gradients, or parameters, one behind the other.  Each replica owns a slice
+of it, its *shard*: it gets that slice of all replicas, and adds them up in the replicas' order.  So all of
+them have the same bits, and the work is spread over them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+
+from fxpipe.plan.step import Shard
+from fxpipe.plan.tensors import sum_over_ranks
+from fxpipe.runtime.program.comm import Exchange, in_memory_order
+
+
+@dataclass(eq=False)
+class GradientBucket:
+    """``flat``: the memory of its gradients.  ``begins``: where the shards begin, and the end of the last.
+
+    None for memory that is made when it is needed, of ``dtype`` on ``device``.  ``layouts``: the shapes and
+    strides of the gradients, and of their parameters.
+
+    ``level``: what replicas divide between them.  ``parameters``: those of the gradients, where each replica
+    has all of them and has updated rows alone.  ``owned``: else the rows of them that this replica has, each
+    with its place in the bucket, of ``parameter_dtype``.  ``summed``: the gradients that this replica has
+    after the sum.
+    """
+
+    names: tuple[str, ...]
+    layouts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    dtype: torch.dtype
+    device: torch.device
+    flat: torch.Tensor | None
+    begins: tuple[int, ...]
+    level: Shard = ""
+    parameters: tuple[torch.Tensor, ...] = ()
+    owned: tuple[tuple[slice, torch.Tensor], ...] = ()
+    parameter_dtype: torch.dtype | None = None
+    summed: torch.Tensor | None = None
+
+    @property
+    def whole(self) -> torch.Tensor:
+        """The accumulators' memory; zeros, where nothing was added yet."""
+        if self.flat is None:
+            self.flat = torch.zeros(self.begins[-1], dtype=self.dtype, device=self.device)
+        return self.flat
+
+    def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The gradients, or parameters, in a bucket's memory."""
+        found, begin = {}, flat.storage_offset()
+        for name, (shape, stride) in zip(self.names, self.layouts, strict=True):
+            found[name] = flat.as_strided(shape, stride, begin)
+            begin += math.prod(shape)
+        return found
+
+    def own_rows(self) -> torch.Tensor:
+        """New memory for all parameters, with the rows that this replica has."""
+        flat = torch.empty(self.begins[-1], dtype=self.parameter_dtype, device=self.device)
+        for place, rows in self.owned:
+            flat[place].copy_(in_memory_order(rows).view(-1))
+        return flat
+
+    def begin_sum(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What replica ``index`` gives to the sum, and the memory for what it gets.
+
+        Without accumulators between steps, only the sum keeps them from now on.
+        """
+        whole = self.whole
+        shard = shard_of(whole, self.begins, index)
+        if self.level in ("", "optimizer"):
+            self.summed = shard if self.level else whole
+            return whole, self.summed
+        self.flat = None
+        if self.summed is None:
+            self.summed = torch.zeros_like(shard)
+        return whole, self.summed
+
+
+class Accumulators(dict[str, torch.Tensor]):
+    """The accumulators of a program in buckets, each of which is made when an op first adds to it."""
+
+    def __init__(self, buckets: Sequence[GradientBucket]) -> None:
+        super().__init__()
+        self._buckets = {name: bucket for bucket in buckets for name in bucket.names}
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        bucket = self._buckets[name]
+        self.update(bucket.views(bucket.whole))
+        return self[name]
+
+
+class Replicas(Protocol):
+    """``index``: of this replica.  ``number``: of all.  All replicas call the same, in the same order."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def number(self) -> int: ...
+
+    def reduce(self, bucket: torch.Tensor, begins: Sequence[int], into: torch.Tensor, *, mean: bool) -> Any:
+        """Start to sum a bucket over all replicas, or to take its mean.
+
+        begins: where the shards begin, and the end of the last.  into: the bucket itself, to have that of
+        all; or its shard of this replica; or other memory, to which that is added.
+        Returns the handle for ``wait``.
+        """
+        ...
+
+    def wait(self, work: Any) -> None:
+        """Wait until a sum, or a gather, is over."""
+        ...
+
+    def copy_first(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Overwrite tensors with their values on replica 0."""
+        ...
+
+
+class Shards(Replicas, Protocol):
+    """Where replicas own rows of parameters."""
+
+    def gather(self, tensors: Sequence[torch.Tensor], begins: Sequence[int]) -> Any:
+        """Start to give all replicas the shards of all, in a bucket, or in dense tensors that make one."""
+        ...
+
+
+def add_shard(
+    bucket: torch.Tensor,
+    begins: Sequence[int],
+    index: int,
+    exchange: Exchange,
+    into: torch.Tensor,
+    *,
+    mean: bool,
+) -> None:
+    """Sum a shard of a bucket over all replicas, or take its mean.  into: memory for it."""
+    number = len(begins) - 1
+    sizes = [end - begin for begin, end in pairwise(begins)]
+    slices = bucket.new_empty(number * sizes[index])
+    exchange(slices, bucket, [sizes[index]] * number, sizes)
+    total = sum_over_ranks(*slices.view(number, sizes[index]))
+    into.copy_(total.div_(number) if mean else total)
+
+
+def in_bucket(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The elements of dense tensors in their memory order, one behind the other."""
+    return torch.cat([in_memory_order(tensor).view(-1) for tensor in tensors])
+
+
+def copy_from_bucket(bucket: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    parts = bucket.split([tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        in_memory_order(tensor).view(-1).copy_(part)
+
+
+def shard_of(bucket: torch.Tensor, begins: Sequence[int], index: int) -> torch.Tensor:
+    return bucket[begins[index] : begins[index + 1]]

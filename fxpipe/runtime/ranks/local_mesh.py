@@ -1,0 +1,36 @@
+"""A mesh of lanes for a process that runs all of them, to compile a model with DTensors without torchrun."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fxpipe.errors import RunError
+from fxpipe.runtime.torch_private import fake_store
+
+
+@contextlib.contextmanager
+def local_lanes(number: int, device_type: str = "cpu") -> Iterator[DeviceMesh]:
+    """A mesh of so many lanes, of which this process is the first, for ``parallelize_module``.
+
+    The others are not there: what it keeps of a tensor that is sharded is the first lane's share, and nothing
+    that it sends arrives.  So compile the model within it, give the pipeline the whole values by
+    ``pipe.load_state_dict(…)``, and run all lanes by ``pipe.run_local(…)``, within it or after it.
+
+    Raises RunError where there are other processes, as under torchrun: there
+    ``init_device_mesh(…, (ranks, lanes), mesh_dim_names=("pp", "tp"))["tp"]`` is the mesh.
+    """
+    if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise RunError(
+            "local_lanes is for a process that runs all lanes, and this one is one of several. Make the mesh "
+            'of all: init_device_mesh(…, (ranks, lanes), mesh_dim_names=("pp", "tp"))["tp"].'
+        )
+    dist.init_process_group("fake", rank=0, world_size=number, store=fake_store())
+    try:
+        yield init_device_mesh(device_type, (number,), mesh_dim_names=("tp",))
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,73 @@
+"""One rank of all replicas in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+
+from fxpipe.errors import RunError
+from fxpipe.runtime.program.replicas import add_shard, shard_of
+from fxpipe.runtime.ranks.local import Contents, LocalWorld, text_of
+
+
+class LocalReplicas:
+    """One rank of all replicas in a LocalWorld, or one of its lanes."""
+
+    def __init__(self, world: LocalWorld, rank: int, replica: int, lane: int = 0):
+        self._world, self._rank, self.index, self._lane = world, rank, replica, lane
+        self._joined = 0
+
+    @property
+    def number(self) -> int:
+        return self._world.replicas
+
+    def reduce(
+        self, bucket: torch.Tensor, begins: Sequence[int], into: torch.Tensor, *, mean: bool
+    ) -> Callable[[], None]:
+        """``into``: the bucket, as all replicas here have the same parameters."""
+        key = self._join(bucket)
+
+        def reduced() -> None:
+            given = self._taken(key, bucket)
+            for index in range(self.number):
+
+                def exchange(slices: torch.Tensor, *_: object) -> None:
+                    parts = [shard_of(own, begins, index) for own in given]  # noqa: B023 - called at once
+                    torch.cat(parts, out=slices)
+
+                add_shard(bucket, begins, index, exchange, shard_of(into, begins, index), mean=mean)
+
+        return reduced
+
+    def wait(self, work: Callable[[], None]) -> None:
+        work()
+
+    def copy_first(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            tensor.copy_(self._taken(self._join(tensor), tensor)[0])
+
+    def _join(self, tensor: torch.Tensor) -> tuple[Hashable, int]:
+        key = ("replicas", self._rank, self._lane), self._joined
+        self._joined += 1
+        self._world.takers.setdefault(key, self.number)
+        self._world.joint.setdefault(key, {})[self.index] = Contents.of(tensor)
+        self._world.woken()
+        return key
+
+    def _taken(self, key: tuple[Hashable, int], expected: torch.Tensor) -> list[torch.Tensor]:
+        """What all replicas gave, in their order.  Raises RunError where that is no tensor like this one."""
+        joint, world = self._world.joint, self._world
+        own = world.number(self._rank, self.index, self._lane)
+        what = f"rank {self._rank} of all replicas"
+        world.wait_until(lambda: len(joint.get(key, {})) == self.number, own, what)
+        world.takers[key] -= 1
+        given = joint.pop(key) if not world.takers[key] else joint[key]
+        layout = (tuple(expected.shape), expected.stride(), expected.dtype)
+        for replica, other in sorted(given.items()):
+            if other.layout != layout:
+                raise RunError(
+                    f"Replica {replica} gives {text_of(other.layout)} (shape, strides, dtype) to a sum, and "
+                    f"replica {self.index} {text_of(layout)}. Run the same program on all replicas."
+                )
+        return [given[k].flat.as_strided(expected.shape, expected.stride()) for k in range(self.number)]

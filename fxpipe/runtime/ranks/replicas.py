@@ -1,0 +1,105 @@
+"""One rank of all replicas, over torch.distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from fxpipe.runtime.program.accelerator import own
+from fxpipe.runtime.program.comm import answered, in_memory_order, on_wire
+from fxpipe.runtime.program.replicas import add_shard, copy_from_bucket, in_bucket, shard_of
+from fxpipe.runtime.ranks.beside import Work, beside
+from fxpipe.runtime.torch_private import as_one
+
+
+@dataclass(eq=False)
+class DistributedReplicas:
+    """``wire``: the device from whose memory ``group`` sends.  ``control``: of the same processes, over gloo,
+    for numbers of the host.  ``on_streams``: whether ``group`` sends on streams of a device.
+
+    What it starts runs beside the ops of the program, one after the other.
+    """
+
+    index: int
+    number: int
+    wire: torch.device
+    group: dist.ProcessGroup
+    control: dist.ProcessGroup
+    on_streams: bool
+    _kept: list[tuple[Work, tuple[torch.Tensor, ...]]] = field(default_factory=list)
+
+    def reduce(self, bucket: torch.Tensor, begins: Sequence[int], into: torch.Tensor, *, mean: bool) -> Work:
+        return self._beside(partial(self._reduce, bucket, begins, into, mean=mean), bucket)
+
+    def gather(self, tensors: Sequence[torch.Tensor], begins: Sequence[int]) -> Work:
+        return self._beside(partial(self._gather, tensors, begins), *tensors)
+
+    def wait(self, work: Work) -> None:
+        with answered():
+            work.wait()
+
+    def copy_first(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            value = tensor.to(self.wire).contiguous()
+            with answered():
+                dist.broadcast(self._wired(value), group=self.group, group_src=0)
+            if value is not tensor:
+                tensor.copy_(value)
+
+    def sum_numbers(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The sum of float64 numbers of all replicas, on the CPU."""
+        found = numbers.new_empty((self.number, *numbers.shape))
+        with answered():
+            dist.all_gather([*found], numbers, self.control)
+        return found.sum(0)
+
+    def _beside(self, run: Callable[[], None], *tensors: torch.Tensor) -> Work:
+        """Start ``run``, and keep what it works on until it is over on the device."""
+        work = beside(self.wire, "replicas").run(run)
+        self._kept = [(other, kept) for other, kept in self._kept if not other.is_over()]
+        self._kept.append((work, tensors))
+        return work
+
+    def _reduce(self, bucket: torch.Tensor, begins: Sequence[int], into: torch.Tensor, mean: bool) -> None:
+        wired, own = bucket.to(self.wire), shard_of(bucket, begins, self.index)
+        shares, adds = into is bucket, into.data_ptr() != own.data_ptr()
+        shard = shard_of(wired, begins, self.index)
+
+        def exchange(into: torch.Tensor, given: torch.Tensor, takes: list[int], gives: list[int]) -> None:
+            takes, gives = ([n * bucket.itemsize for n in sizes] for sizes in (takes, gives))
+            into, given = self._wired(into), self._wired(given)
+            dist.all_to_all_single(into, given, takes, gives, self.group, async_op=True).wait()
+
+        add_shard(wired, begins, self.index, exchange, shard, mean=mean)
+        if shares:
+            self._share(wired, begins)
+        if adds and not shares:
+            into.add_(shard.to(into.device))
+        elif wired is not bucket:
+            into.copy_(wired if shares else shard)
+
+    def _gather(self, tensors: Sequence[torch.Tensor], begins: Sequence[int]) -> None:
+        is_bucket = len(tensors) == 1 and tensors[0].device == self.wire
+        bucket = tensors[0] if is_bucket else in_bucket(tensors).to(self.wire)
+        self._share(in_memory_order(bucket).view(-1), begins)
+        if not is_bucket:
+            copy_from_bucket(bucket, tensors)
+
+    def _share(self, bucket: torch.Tensor, begins: Sequence[int]) -> None:
+        def start() -> list[dist.Work]:
+            return [
+                dist.broadcast(self._wired(shard), group=self.group, async_op=True, group_src=index)
+                for index in range(self.number)
+                if (shard := shard_of(bucket, begins, index)).numel()
+            ]
+
+        for work in [as_one(self.group, self.wire, start)] if self.on_streams else start():
+            work.wait()
+
+    def _wired(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The memory of a tensor, for a process group."""
+        return own(on_wire(tensor)) if self.on_streams else on_wire(tensor)

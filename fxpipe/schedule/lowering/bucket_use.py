@@ -1,0 +1,48 @@
+"""When the ops of a rank use the parameters of a bucket, and make its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from fxpipe.schedule.ops import Op
+
+
+class BucketUse(NamedTuple):
+    """``spans``: the first and the last op between which the parameters are needed of other replicas; none
+    where each has all of them.  ``frees``: whether they are freed behind each span.  ``sums``: the ops behind
+    which what was added to the gradients is summed over the replicas."""
+
+    spans: tuple[tuple[Op, Op], ...]
+    sums: tuple[Op, ...]
+    frees: bool = False
+
+
+def once(first: Op | None, last: Op) -> BucketUse:
+    """A bucket that is needed from its first op to the end of the step, and summed when it is complete.
+
+    first: None where each replica has all parameters.
+    """
+    return BucketUse(() if first is None else ((first, last),), (last,))
+
+
+def per_use(ops: Sequence[Op], uses: Callable[[Op], bool], adds: Callable[[Op], bool], last: Op) -> BucketUse:
+    """A bucket that replicas have whole for the ops that use it alone: once for ops that follow each other.
+
+    uses, adds: whether an op uses its parameters, and adds to its gradients.  last: the op behind which it is
+        summed if none does.
+    """
+    sums = tuple(end for _, end in _runs(ops, adds))
+    return BucketUse(tuple(_runs(ops, uses)), sums or (last,), frees=True)
+
+
+def _runs(ops: Sequence[Op], wanted: Callable[[Op], bool]) -> list[tuple[Op, Op]]:
+    """The first and the last op of each run of wanted ones, with at most one other between two of them: what
+    was freed behind one would be asked for again at once."""
+    found: list[tuple[Op, Op]] = []
+    last = -3
+    for position, op in enumerate(ops):
+        if wanted(op):
+            found.append((found.pop()[0], op) if position - last <= 2 else (op, op))
+            last = position
+    return found

@@ -1,0 +1,100 @@
+"""The rows of trained parameters that each replica owns: it alone updates them (ZeRO, arXiv 1910.02054).
+
+A bucket of gradients is divided where a row begins, so that a replica owns rows, with names of their own, as
+a rank does of a vocabulary: ``"h.3.attn.weight[0:384]"``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+
+from fxpipe.plan.artifact import Plan, RankTensors, TensorLayout
+from fxpipe.plan.rows import Rows, rows_of
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of a parameter in a bucket.  ``name``: of the rows; that of the parameter, if they are all of it.
+    ``begin``, ``end``: of its elements in the bucket."""
+
+    name: str
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Division:
+    """A bucket by replicas.  ``begins``: where their shards begin, and the end of the last.  ``pieces``: of
+    each shard."""
+
+    begins: tuple[int, ...]
+    pieces: tuple[tuple[Piece, ...], ...]
+
+
+def divide(names: Sequence[str], layouts: Mapping[str, TensorLayout], replicas: int) -> Division:
+    """Cut a bucket of these gradients into shards of about equal size, each of whole rows."""
+    sizes = {name: torch.Size(layouts[name].shape).numel() for name in names}
+    rows = {name: sizes[name] // _rows(layouts[name]) for name in names if sizes[name]}  # elements of a row
+    total = sum(sizes.values())
+    begins = [0]
+    for replica in range(1, replicas):
+        begin, target = 0, total * replica // replicas
+        for name in names:
+            if begin + sizes[name] > target:
+                begin += round((target - begin) / rows[name]) * rows[name]
+                break
+            begin += sizes[name]
+        begins.append(begin)
+    begins.append(total)
+    empty = [Piece(name, 0, 0) for name in names if not sizes[name]]
+    pieces = [(*_pieces(sizes, rows, *shard),) for shard in pairwise(begins)]
+    return Division(tuple(begins), ((*empty, *pieces[0]), *pieces[1:]))
+
+
+def _rows(layout: TensorLayout) -> int:
+    """The number of rows that lie one behind the other in memory; 1 if they do not."""
+    shape, stride = layout.shape, layout.stride
+    apart = bool(shape) and all(stride[0] >= s for s, n in zip(stride, shape, strict=True) if n > 1)
+    return shape[0] if apart and shape[0] else 1
+
+
+def _pieces(
+    sizes: Mapping[str, int],
+    rows: Mapping[str, int],
+    begin: int,
+    end: int,
+) -> Iterator[Piece]:
+    at = 0
+    for name, size in sizes.items():
+        low, high = max(at, begin), min(at + size, end)
+        if low < high:
+            held = rows_of(name) or Rows(name, 0, size // rows[name])
+            first = held.begin + (low - at) // rows[name]
+            own = Rows(held.table, first, first + (high - low) // rows[name])
+            yield Piece(name if high - low == size else str(own), low, high)
+        at += size
+
+
+def owned(plan: Plan, replicas: int) -> tuple[RankTensors, ...]:
+    """The names of the tensors that each process owns; of those that several own all have the same values.
+
+    Without shards all replicas own all tensors of their ranks.
+    """
+    if not plan.shard or replicas == 1:
+        return plan.tensors * replicas
+    divisions = [[divide(b.gradients, plan.layouts, replicas) for b in held.buckets] for held in plan.tensors]
+
+    def of(replica: int, held: RankTensors, own: Sequence[Division]) -> RankTensors:
+        pieces = [piece.name for division in own for piece in division.pieces[replica]]
+        frozen = set(held.parameters) - set(held.gradients)
+        return replace(held, parameters=(*sorted(frozen), *pieces), gradients=tuple(pieces), buckets=())
+
+    return tuple(
+        of(replica, held, own)
+        for replica in range(replicas)
+        for held, own in zip(plan.tensors, divisions, strict=True)
+    )

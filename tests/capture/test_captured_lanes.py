@@ -1,0 +1,189 @@
+"""One graph for all lanes, and what is refused, by name and line."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from tensor_parallel import Words, batch, parallelized
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import fxpipe
+from fxpipe.cost.known_devices import device_named
+from fxpipe.cost.nodes import node_cost
+from fxpipe.errors import CaptureError, OptionError, RunError
+from fxpipe.ir.storage import call_nodes
+from fxpipe.schedule.ops import Phase
+
+
+class Net(nn.Module):
+    """``between``: what the forward does between two layers, on a share of the neurons."""
+
+    def __init__(self, between=lambda x: x, width: int = 8):
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(4, width), nn.Linear(width, 4), nn.LayerNorm(4)
+        self.between = between
+
+    def forward(self, x):
+        return self.norm(self.down(self.between(self.up(x)))).square().mean()
+
+
+PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
+@pytest.fixture
+def mesh():
+    with fxpipe.local_lanes(2) as found:
+        yield found
+
+
+def compiled(model, **options):
+    given = {"ranks": 2, "microbatches": 2, "schedule": "zb-h1"} | options
+    return fxpipe.compile(model, (torch.randn(2, 4),), **given)
+
+
+def refused(model, match, error=CaptureError, **options):
+    with pytest.raises(error, match=match):
+        compiled(model, **options)
+
+
+def test_b_has_the_sum_of_the_input_gradient_and_w_no_communication(mesh):
+    pipe = compiled(parallelize_module(Net(torch.relu), mesh, PLAN))
+    found = [n for n in call_nodes(pipe.graph) if n.target is torch.ops.lanes.all_reduce.default]
+    assert [n.meta["color"].phase for n in found] == [Phase.F]  # there is nothing before ``up``
+    with parallelized(model := Words(), mesh, "columns and rows"):
+        pipe = fxpipe.compile(model, batch(2), ranks=2, microbatches=2, schedule="zb-h1")
+    found = [n for n in call_nodes(pipe.graph) if n.target is torch.ops.lanes.all_reduce.default]
+    assert [n.meta["color"].phase for n in found] == [Phase.F] * 2 + [Phase.B] * 4
+    assert pipe.check().holds
+
+
+def test_communication_is_not_recomputed(mesh):
+    plain, again = (
+        compiled(parallelize_module(Net(torch.relu), mesh, PLAN), ranks=1, recompute=level)
+        for level in (False, "full")
+    )
+    calls = [pipe.artifact.programs[0].count("all_reduce(") for pipe in (plain, again)]
+    assert calls == [1, 1]
+
+
+def test_an_op_between_lanes_takes_the_time_of_its_link(mesh):
+    pipe = compiled(parallelize_module(Net(), mesh, PLAN), ranks=1)
+    node = next(n for n in call_nodes(pipe.graph) if n.target is torch.ops.lanes.all_reduce.default)
+    device = device_named("H100 SXM")
+    sent = 2 * (1 / 2) * node.meta["val"].nbytes  # a half to the other lane, twice
+    assert node_cost(node, device).seconds == device.intra.seconds(sent)
+
+
+def test_what_lanes_compute_with_their_number_is_one_program(mesh):
+    numbers = {
+        "local rank": lambda: mesh.get_local_rank(),
+        "coordinate": lambda: mesh.get_coordinate()[0],
+        "process": lambda: torch.distributed.get_rank(),
+    }
+    for lane in numbers.values():
+        pipe = compiled(parallelize_module(Net(lambda x, lane=lane: x + lane()), mesh, PLAN))
+        assert "number(0, 1" in "".join(pipe.artifact.programs)
+
+
+def test_lanes_that_run_other_ops_are_refused_with_the_line(mesh):
+    def dropped(x):
+        return nn.functional.dropout(x, 0.1 + 0.2 * mesh.get_local_rank())
+
+    def skipped(x):
+        return x.sin() if mesh.get_local_rank() else x
+
+    for between in (dropped, skipped):
+        refused(parallelize_module(Net(between), mesh, PLAN), r"lane 1 .*test_captured_lanes.py:\d+")
+
+
+def test_constants_that_differ_are_refused(mesh):
+    def scaled(x):
+        return x * torch.tensor([1.0, 2.0][mesh.get_local_rank()])
+
+    refused(parallelize_module(Net(scaled), mesh, PLAN), r"another constant.*test_captured_lanes.py:\d+")
+
+
+def test_a_branch_on_what_lanes_have_summed_is_refused(mesh):
+    model = Net(lambda x: x)
+    model.norm.register_forward_pre_hook(lambda module, args: (args[0] * 2,) if args[0].sum() > 0 else None)
+    refused(
+        parallelize_module(model, mesh, PLAN),
+        r"lanes have summed or gathered, at .*test_captured_lanes.py:\d+",
+    )
+
+
+def test_results_that_lanes_have_not_alike_are_refused(mesh):
+    class Unreduced(Net):
+        def forward(self, x):
+            return self.up(x).square().mean()
+
+    refused(
+        parallelize_module(Unreduced(), mesh, {"up": ColwiseParallel()}), "On each lane the loss is another"
+    )
+
+    class Counting(Net):
+        def forward(self, x):
+            self.seen.add_(1)
+            return super().forward(x) + 0 * self.seen.to_local().sum()
+
+    model = parallelize_module(Counting(), mesh, PLAN)
+    model.register_buffer("seen", distribute_tensor(torch.zeros(2), mesh, [Shard(0)]))
+    refused(model, "changes the buffer 'seen', of which each lane has a share")
+
+    class Apart(Net):
+        """A norm on shares of the rows that the plan does not name: its gradient is a part of a sum."""
+
+        def forward(self, x):
+            part = self.norm(self.down(self.up(x)))
+            return DTensor.from_local(part, mesh, [Shard(0)]).full_tensor().square().mean()
+
+    plan = PLAN | {"down": RowwiseParallel(output_layouts=Shard(0))}
+    refused(parallelize_module(Apart(), mesh, plan), "the gradient of 'norm.weight' is another")
+
+
+def test_placements_and_meshes_that_lanes_do_not_have(mesh):
+    model = Net()
+    partial = DTensor.from_local(model.norm.weight.detach(), mesh, [Partial()])
+    model.norm.weight = nn.Parameter(partial)
+    refused(model, r"'norm.weight' is a DTensor with the placement")
+    refused(parallelize_module(Net(width=7), mesh, PLAN), r"'up.weight' of shape \(7, 4\).*evenly by 2 lanes")
+    two = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+    model = Net()
+    model.norm.weight = nn.Parameter(distribute_tensor(model.norm.weight.detach(), two, [Replicate()] * 2))
+    refused(model, "'norm.weight' is a DTensor on a mesh of 2 dimensions")
+    model = parallelize_module(Net(), mesh, PLAN)
+    model.norm.weight = nn.Parameter(distribute_tensor(model.norm.weight.detach(), two["b"], [Replicate()]))
+    refused(model, "'up.weight' and 'norm.weight' are DTensors on two meshes")
+
+
+@pytest.mark.parametrize(
+    "options", [{"backend": "inductor"}, {"costs": "measured"}, {"vocab_parallel": True}, {"dimensions": {}}]
+)
+def test_options_that_lanes_do_not_have(mesh, options):
+    refused(parallelize_module(Net(), mesh, PLAN), next(iter(options)), OptionError, **options)
+
+
+def test_a_pipeline_of_lanes_is_not_saved_yet_and_needs_the_whole_values(mesh, tmp_path):
+    pipe = compiled(parallelize_module(Net(), mesh, PLAN))
+    with pytest.raises(RunError, match=r"one lane's share of .* before parallelize_module"):
+        pipe.run_local((torch.randn(4, 4),))
+    with pytest.raises(RunError, match="cannot be saved yet"):
+        pipe.save(tmp_path / "saved")
+    with pytest.raises(RunError, match="not written yet"):
+        fxpipe.Checkpointer(pipe, tmp_path / "checkpoints")
+    with pytest.raises(RunError, match=r"2 ranks of 2 lanes.*nproc-per-node 4"):
+        pipe.step((torch.randn(4, 4),))
+
+
+def test_one_mesh_of_lanes_at_a_time(mesh):
+    with pytest.raises(RunError, match="init_device_mesh"), contextlib.ExitStack() as stack:
+        stack.enter_context(fxpipe.local_lanes(2))

@@ -1,0 +1,204 @@
+"""Several replicas of a pipeline, under torchrun, on the rows of one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import nn
+from zoo import EFFORT, LENGTH, WIDTH, WORDS, Block, tokens
+
+import fxpipe
+
+RANKS, REPLICAS, MICROBATCHES, ROWS, STEPS = 2, 2, 2, 2, 3
+OPTIONS = {"lr": 1e-2, "clip_grad_norm": 0.5}
+
+
+class Tied(nn.Module):
+    """A language model with dropout, whose head is its embedding; the last row of a batch is half ignored."""
+
+    def __init__(self, words: int = WORDS) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+        self.dropout = nn.Dropout(0.2)
+        self.head = nn.Linear(WIDTH, words, bias=False)
+        self.head.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.tensor(1.5))  # no rows to divide
+
+    def logits(self, ids):
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = self.dropout(block(x))
+        return self.head(x * self.scale)
+
+    def forward(self, ids, labels):
+        return F.cross_entropy(self.logits(ids).flatten(0, 1), labels.flatten())
+
+
+class Counted(Tied):
+    """Gives the sum and the number of its terms, which differs from microbatch to microbatch."""
+
+    def forward(self, ids, labels):
+        labels = torch.where(labels % 3 == 0, -100, labels)
+        total = F.cross_entropy(self.logits(ids).flatten(0, 1), labels.flatten(), reduction="sum")
+        return total, (labels != -100).sum()
+
+
+class Untied(Tied):
+    def __init__(self) -> None:
+        super().__init__(10 * WORDS)
+        self.head = nn.Linear(WIDTH, 10 * WORDS, bias=False)
+
+
+class Normed(nn.Module):
+    """Batch norm, whose running values are state that each replica would change in its own way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv1d(LENGTH, 8, 3, padding=1, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Flatten(),
+            nn.Linear(8 * WIDTH, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 4),
+        )  # fmt: skip
+
+    def forward(self, x, y):
+        return (self.layers(x) - y).square().mean()
+
+
+class Even(nn.Module):
+    """Layers of one size: with four stages a rank, two that are whole at a time are half of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(8)])
+
+    def forward(self, x, y):
+        return (self.layers(x) - y).square().mean()
+
+
+def vectors(rows: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(rows, 32), "y": torch.randn(rows, 32)}
+
+
+def numbers(rows: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(rows, LENGTH, WIDTH), "y": torch.randn(rows, 4)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """``adds``: whether gradients of two steps are added up before the first update."""
+
+    model: Callable[[], nn.Module]
+    batch: Callable[[int], dict[str, torch.Tensor]] = tokens
+    options: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float64
+    adds: bool = False
+
+    def made(self) -> nn.Module:
+        torch.manual_seed(7)
+        return self.model().to(self.dtype)
+
+    def batches(self) -> list[dict[str, torch.Tensor]]:
+        torch.manual_seed(11)
+        found = [self.batch(ROWS * MICROBATCHES * REPLICAS) for _ in range(STEPS)]
+        return [{n: x.to(self.dtype) if x.is_floating_point() else x for n, x in b.items()} for b in found]
+
+    def compiled(self, model: nn.Module, replicas: int) -> fxpipe.Pipeline:
+        example = {name: x[:ROWS] for name, x in self.batches()[0].items()}
+        options = {"schedule": "zb-h1", "effort": EFFORT, **self.options}
+        microbatches = MICROBATCHES * REPLICAS // replicas
+        return fxpipe.compile(
+            model, example, ranks=RANKS, replicas=replicas, microbatches=microbatches, **options
+        )
+
+
+#: Whole parameters for the step would break the limit.
+EACH_USE = "parameters, each use"
+HALF = {"grad_dtype": torch.float32}
+CASES = {
+    "plain": Case(Tied),
+    "optimizer": Case(Tied, options={"shard": "optimizer"}),
+    "gradients": Case(Tied, options={"shard": "gradients"}),
+    "counts": Case(Counted, options={"shard": "gradients", "schedule": "1f1b"}),
+    "counts of all": Case(Counted, options={"schedule": "1f1b"}),
+    "added": Case(Counted, adds=True),
+    "added shards": Case(Tied, options={"shard": "optimizer"}, adds=True),
+    "added gradients": Case(Tied, options={"shard": "gradients"}, adds=True),
+    "parameters": Case(Tied, options={"shard": "parameters"}),
+    "parameters, counts": Case(Counted, options={"shard": "parameters", "schedule": "1f1b"}, adds=True),
+    "parameters, zb-v": Case(Untied, options={"schedule": "zb-v", "shard": "parameters",
+                                              "vocab_parallel": True}),
+    "parameters, half": Case(Tied, options={"shard": "parameters", **HALF}, dtype=torch.bfloat16,
+                             optimizer={"master_weights": True}),
+    "parameters, evaluation": Case(Normed, numbers, options={"shard": "parameters", "evaluation": True}),
+    EACH_USE: Case(Even, vectors, options={"shard": "parameters", "schedule": "interleaved",
+                                           "stages_per_rank": 4, "memory_limit": 92_000,
+                                           "split_points": [f"layers.{k}" for k in range(1, 8)]}),
+    "vocabulary": Case(Untied, options={"vocab_parallel": True, "shard": "optimizer"}),
+    "zb-v": Case(Untied, options={"schedule": "zb-v", "shard": "gradients"}),
+    "recomputed": Case(Tied, options={"schedule": "interleaved", "recompute": "norms", "offload": 0.5}),
+    "half": Case(Tied, options={"shard": "optimizer", **HALF}, dtype=torch.bfloat16,
+                 optimizer={"master_weights": True}),
+    "batch norm": Case(Normed, numbers),
+    "evaluation": Case(Normed, numbers, options={"shard": "optimizer", "evaluation": True}),
+}  # fmt: skip
+
+
+def rows_of(batch: dict[str, torch.Tensor], pipe: fxpipe.Pipeline) -> dict[str, torch.Tensor]:
+    size = ROWS * MICROBATCHES * REPLICAS // pipe.replicas
+    return {name: x[pipe.replica * size : (pipe.replica + 1) * size] for name, x in batch.items()}
+
+
+def trained(case: Case, pipe: fxpipe.Pipeline) -> dict[str, torch.Tensor]:
+    """The losses and norms of some steps, and the state after them."""
+    optimizer = pipe.optimizer(torch.optim.AdamW, **OPTIONS, **case.optimizer)
+    found: dict[str, torch.Tensor] = {}
+    for step, batch in enumerate(case.batches()):
+        found[f"loss {step}"] = pipe.step(rows_of(batch, pipe))
+        if case.model is Normed and step == 0:
+            found["first mean"] = pipe.full_state_dict(rank=None)["layers.1.running_mean"]
+        if case.adds and step == 0:
+            continue
+        optimizer.step()
+        found[f"norm {step}"] = optimizer.last_norm
+        optimizer.zero_grad(set_to_none=step % 2 == 1)
+    if pipe.evaluation is not None:
+        found["evaluated"] = pipe.evaluate(rows_of(case.batches()[0], pipe))
+    pipe.check_alike()
+    return found | pipe.full_state_dict(rank=None)
+
+
+def train(cases: list[str], directory: Path) -> None:
+    """Train each case; each process writes what it has."""
+    for name in cases:
+        case = CASES[name]
+        pipe = case.compiled(case.made(), REPLICAS)
+        assert (name == EACH_USE) == any(exchange.per_use for exchange in pipe.plan.costs.exchanges)
+        found = trained(case, pipe)
+        assert pipe.process is not None
+        save_file({n: x.clone() for n, x in found.items()}, directory / f"{name} {pipe.process.world_rank}")
+
+
+def alone(name: str) -> str:
+    """The first case that differs in the shard level alone: one pipeline divides nothing."""
+
+    def without_level(case: Case) -> Case:
+        return replace(case, options={key: x for key, x in case.options.items() if key != "shard"})
+
+    return next(other for other in CASES if without_level(CASES[other]) == without_level(CASES[name]))
+
+
+def train_one_pipeline(cases: list[str], directory: Path) -> None:
+    """The same on one pipeline, with as many microbatches as all replicas have."""
+    for name in dict.fromkeys(map(alone, cases)):
+        case = CASES[name]
+        pipe = case.compiled(case.made(), 1)
+        found = trained(case, pipe)
+        if pipe.process.leads:
+            save_file({n: x.clone() for n, x in found.items()}, directory / f"{name} alone")

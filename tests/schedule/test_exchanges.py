@@ -1,0 +1,104 @@
+"""What replicas exchange, in the simulated step."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from fxpipe.schedule.check import check_costs
+from fxpipe.schedule.costs import Costs, Exchange, StageCost, chain
+from fxpipe.schedule.lowering.bucket_use import per_use
+from fxpipe.schedule.ops import OpKind, parse_ops
+from fxpipe.schedule.search.build import build
+from fxpipe.schedule.simulation.simulator import simulate
+from fxpipe.schedule.simulation.timeline import Timeline
+from fxpipe.strict import Misfit
+
+
+def step(
+    *exchanges: Exchange, family: str = "1f1b", microbatches: int = 2, stages_per_rank: int = 1
+) -> Timeline:
+    """Of two ranks whose F, B and W take a second each; 1F1B with two microbatches takes 9."""
+    costs = chain([StageCost(1.0, 1.0, 1.0)] * 2 * stages_per_rank)
+    options = {"ranks": 2, "microbatches": microbatches, "stages_per_rank": stages_per_rank}
+    schedule = build(family, costs=costs, **options)
+    return simulate(schedule, replace(costs, exchanges=exchanges))
+
+
+def spans(timeline: Timeline) -> list[list[tuple[str, int, float, float]]]:
+    return [[tuple(span) for span in own] for own in timeline.exchanges]
+
+
+def test_without_replicas_nothing_is_exchanged():
+    assert spans(step()) == [[], []]
+    assert step().seconds == 9.0
+
+
+def test_a_sum_begins_behind_the_last_gradient_of_its_stage():
+    timeline = step(Exchange(3.0), Exchange(3.0))
+    assert spans(timeline) == [[("sum", 0, 9.0, 12.0)], [("sum", 1, 7.0, 10.0)]]
+    assert (timeline.seconds, timeline.exposed_exchange) == (12.0, 3.0)
+
+
+def test_a_sum_that_ends_before_the_last_op_costs_nothing():
+    timeline = step(Exchange(0.0), Exchange(2.0))
+    assert (timeline.seconds, timeline.exposed_exchange) == (9.0, 0.0)
+
+
+def test_a_stage_waits_for_its_parameters():
+    """Those of all stages are asked for at the start."""
+    timeline = step(Exchange(0.0, 0.5), Exchange(0.0, 4.0))
+    assert spans(timeline) == [[("gather", 0, 0.0, 0.5)], [("gather", 1, 0.0, 4.0)]]
+    assert [own[0].start for own in timeline.spans] == [0.5, 4.0]
+    assert timeline.seconds == 9.0 + 3.0
+
+
+def test_one_exchange_at_a_time():
+    """The two stages of a rank are gathered one after the other, and so summed."""
+    timeline = step(*[Exchange(2.0, 0.25)] * 4, family="interleaved", stages_per_rank=2)
+    for own in timeline.exchanges:
+        assert [span.what for span in own] == ["gather", "gather", "sum", "sum"]
+        assert all(a.end <= b.start for a, b in pairwise(own))
+        assert [span.stage for span in own[:2]] == [span.stage for span in own[:1:-1]]
+
+
+def test_each_use_is_gathered_ahead_of_its_op():
+    """While the op ahead of it runs."""
+    each = Exchange(0.5, 0.5, per_use=True)
+    timeline = step(each, each, each, each, family="interleaved", microbatches=4, stages_per_rank=2)
+    own = timeline.exchanges[0]
+    assert sum(span.what == "gather" for span in own) > 2
+    starts = {span.op: span.start for span in timeline.spans[0]}
+    assert max(span.end for span in own if span.what == "gather") <= max(starts.values())
+    assert (
+        timeline.seconds
+        < step(
+            *[replace(each, gather=4.0)] * 4, family="interleaved", microbatches=4, stages_per_rank=2
+        ).seconds
+    )
+
+
+def test_uses_with_one_op_between_them_are_one():
+    ops = parse_ops("F0.0 F1.0 F0.1 F1.1 F1.2 B0.0 W0.0 W1.0 W1.1 W0.1")
+    use = per_use(
+        ops,
+        lambda op: op.stage == 0 and op.kind is not OpKind.W,
+        lambda op: op.stage == 0 and op.kind is OpKind.W,
+        ops[-1],
+    )
+    assert [(str(a), str(b)) for a, b in use.spans] == [("F0.0", "F0.1"), ("B0.0", "B0.0")]
+    assert list(map(str, use.sums)) == ["W0.0", "W0.1"]
+    assert use.frees
+
+
+def test_a_stage_without_gradients_is_not_summed():
+    never = per_use(ops := parse_ops("F0.0 F0.1"), lambda op: True, lambda op: False, ops[-1])
+    assert [str(op) for op in never.sums] == ["F0.1"]
+    assert never.spans == ((ops[0], ops[1]),)
+
+
+def test_costs_have_an_exchange_of_each_stage_or_none():
+
+    costs = Costs((StageCost(1.0, 1.0, 1.0),) * 2, (), exchanges=(Exchange(1.0),))
+    with pytest.raises(Misfit, match="exchanges is 1 and must be one of each stage, or none"):
+        check_costs(costs)

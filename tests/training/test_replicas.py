@@ -1,0 +1,110 @@
+"""Replicas of a pipeline train as one pipeline that takes all of their microbatches."""
+
+from pathlib import Path
+
+import pytest
+import replicas_worker as worker
+import torch
+from launch import forked
+from replicas_worker import CASES, MICROBATCHES, RANKS, REPLICAS, Case
+from safetensors.torch import load_file
+from zoo import relative_error
+
+from fxpipe.errors import OptionError
+from fxpipe.plan.artifact import TensorLayout
+from fxpipe.training.shards import divide
+
+LIMIT = 1e-12
+PROCESSES = RANKS * REPLICAS
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("replicas")
+    names = [*CASES]
+    for ranks, function in ((PROCESSES, worker.train), (RANKS, worker.train_one_pipeline)):
+        run = forked(ranks, function, names, directory, dtype=torch.float64, logs=directory / str(ranks))
+        assert run.code == 0, str(run)
+    return directory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_replicas_train_as_one_pipeline(runs, name):
+    case, expected = CASES[name], load_file(runs / f"{worker.alone(name)} alone")
+    limit = LIMIT if case.dtype == torch.float64 else 2e-2
+    for process in range(PROCESSES):
+        found = load_file(runs / f"{name} {process}")
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            if "running" in key or "num_batches" in key or key in ("evaluated", "first mean"):
+                continue  # below
+            assert relative_error(found[key].double(), value.double()) < limit, (process, key)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("name", ["batch norm", "evaluation", "parameters, evaluation"])
+def test_buffers_are_those_of_the_first_replica(runs, name):
+    """As DistributedDataParallel has them: after one step, what replica 0 has seen of it."""
+    found = [load_file(runs / f"{name} {process}") for process in range(PROCESSES)]
+    case = CASES[name]
+    model = case.made()
+    for x in case.batches()[0]["x"][: worker.ROWS * MICROBATCHES].split(worker.ROWS):
+        model.layers(x)
+    assert relative_error(found[0]["first mean"], model.layers[1].running_mean) < LIMIT
+    assert int(found[0]["layers.1.num_batches_tracked"]) == worker.STEPS * MICROBATCHES
+    assert all(own.keys() == found[0].keys() for own in found)
+    assert all(torch.equal(own[key], value) for own in found for key, value in found[0].items())
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "1f1b", "interleaved", "zb-v"])
+@pytest.mark.usefixtures("double")
+def test_the_gradients_of_replicas_in_one_process(schedule):
+    case = Case(worker.Tied, options={"schedule": schedule, "shard": "optimizer"})
+    model, batch = case.made(), case.batches()[0]
+    alone = case.compiled(model, 1).run_local(batch)
+    found = case.compiled(model, REPLICAS).run_local(batch)
+    assert relative_error(found.loss, alone.loss) < LIMIT
+    assert found.grads.keys() == alone.grads.keys()
+    for name, grad in alone.grads.items():
+        assert relative_error(found.grads[name], grad) < LIMIT, name
+
+
+@pytest.mark.usefixtures("double")
+def test_other_keys_for_each_replica():
+    """With the keys of the first replica on both, dropout would drop the same values of other rows."""
+    case = Case(worker.Tied)
+    pipe, batch = case.compiled(case.made(), REPLICAS), case.batches()[0]
+    keys = [rt.key(0) for rt in pipe.run_local(batch).runtimes]
+    assert keys[0] == keys[1] != keys[RANKS] == keys[RANKS + 1]
+
+
+def test_shards_are_of_whole_rows():
+    layouts = {
+        "a": TensorLayout((6, 4), (4, 1), "torch.float32"),
+        "b": TensorLayout((), (), "torch.float32"),
+        "c[8:12]": TensorLayout((4, 2), (2, 1), "torch.float32"),
+        "across": TensorLayout((3, 3), (1, 3), "torch.float32"),
+    }
+    division = divide([*layouts], layouts, 3)
+    assert division.begins == (0, 16, 29, 42)
+    names = [[piece.name for piece in own] for own in division.pieces]
+    assert names == [["a[0:4]"], ["a[4:6]", "b", "c[8:10]"], ["c[10:12]", "across"]]
+    assert [(p.begin, p.end) for p in division.pieces[1]] == [(16, 24), (24, 25), (25, 29)]
+
+
+def test_more_replicas_than_rows():
+    layouts = {
+        "a": TensorLayout((2, 8), (8, 1), "torch.float32"),
+        "none": TensorLayout((0,), (1,), "torch.float32"),
+    }
+    division = divide([*layouts], layouts, 4)
+    names = [piece.name for own in division.pieces for piece in own]
+    assert sorted(names) == ["a[0:1]", "a[1:2]", "none"]
+
+
+def test_an_unknown_level():
+    case = Case(worker.Normed, worker.numbers, options={"shard": "weights"})
+    with pytest.raises(OptionError, match="shard is 'weights' and must be None or 'optimizer'"):
+        case.compiled(case.made(), 2)

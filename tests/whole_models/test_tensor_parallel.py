@@ -1,0 +1,114 @@
+"""Models with DTensors: all lanes of all ranks, in one process, against the plain model in eager."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from equality import eager_step
+from tensor_parallel import PLANS, Words, batch, parallelized
+from torch import nn
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from zoo import captured_once, relative_error, too_far
+
+import fxpipe
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("double")]
+LIMIT = 1e-12
+
+
+def compiled(plan: str, lanes: int = 2, ranks: int = 2, dropout: float = 0.0, **options) -> fxpipe.Pipeline:
+    """With the values of the first of the seeds; microbatches of 2 rows."""
+    torch.manual_seed(0)
+    model = Words(dropout)
+    whole = {name: value.clone() for name, value in model.state_dict().items()}
+    given = {"microbatches": 3, "schedule": "zb-h1"} | options
+    with fxpipe.local_lanes(lanes) as mesh, parallelized(model, mesh, plan):
+        pipe = fxpipe.compile(model, batch(2), ranks=ranks, **given)
+    pipe.load_state_dict(whole)
+    return pipe
+
+
+def check_against_eager(pipe: fxpipe.Pipeline, microbatches: int = 3) -> None:
+    torch.manual_seed(0)
+    expected, data = Words(), batch(2 * microbatches)
+    loss, grads = eager_step(expected, data, microbatches, None)
+    found = pipe.run_local(data)
+    assert relative_error(found.loss, loss) <= LIMIT
+    assert found.grads.keys() == grads.keys()
+    assert too_far(found.grads, grads, LIMIT) == {}
+
+
+@pytest.mark.parametrize("plan", [name for name in PLANS if name != "columns and rows"])
+def test_each_plan_of_torch_equals_eager(plan):
+    check_against_eager(compiled(plan))
+
+
+def test_every_family_equals_eager():
+    with captured_once("lanes"):
+        for schedule in ("1f1b", "interleaved", "zb-h1", "zb-v"):
+            check_against_eager(compiled("columns and rows", schedule=schedule))
+
+
+def test_three_lanes_share_what_three_divides():
+    check_against_eager(compiled("vocabulary", lanes=3))
+
+
+def test_random_numbers_depend_on_neither_ranks_nor_replicas_nor_recomputation():
+    data = batch(8)
+    options = {"ranks": 1, "microbatches": 4, "schedule": "1f1b"}
+    first = compiled("columns and rows", dropout=0.5, **options).run_local(data)
+    for options in ({"replicas": 2, "microbatches": 2}, {"microbatches": 4, "recompute": "full"}):
+        found = compiled("columns and rows", dropout=0.5, **options).run_local(data)
+        assert relative_error(found.loss, first.loss) <= LIMIT
+        assert too_far(found.grads, first.grads, LIMIT) == {}
+
+
+def test_sharded_values_draw_by_lane_and_replicated_ones_alike():
+    model = nn.Sequential(nn.Linear(4, 64), nn.Dropout(), nn.Linear(64, 64), nn.Dropout())
+    whole = {name: value.clone() for name, value in model.state_dict().items()}
+    with fxpipe.local_lanes(2) as mesh:
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        pipe = fxpipe.compile(
+            model, (torch.ones(1, 4),), ranks=1, microbatches=1, loss_fn=lambda output, _: output.sum()
+        )
+    pipe.load_state_dict(whole)
+    found = pipe.run_local((torch.ones(1, 4),))
+    kept = found.grads["0.bias"] != 0  # what the first mask has left
+    assert 16 < kept.sum() < 48
+    assert not torch.equal(*kept.view(2, -1))
+    of_lanes = [rt.grads["2.bias"] for rt in found.runtimes]  # where the second mask kept the sum
+    assert torch.equal(*of_lanes)
+    assert 0 < (of_lanes[0] != 0).sum() < 64
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_buffer_that_all_lanes_hold_changes_alike(in_place):
+    class Counting(nn.Sequential):
+        def forward(self, x):
+            found = super().forward(x)
+            if in_place:
+                self.steps.add_(1)
+            else:
+                self.steps = self.steps + 1
+            return found.square().mean()
+
+    model = Counting(nn.Linear(4, 8), nn.Linear(8, 4))
+    model.register_buffer("steps", torch.zeros(2))
+    whole = {name: value.clone() for name, value in model.state_dict().items()}
+    with fxpipe.local_lanes(2) as mesh:
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        model.steps = distribute_tensor(model.steps, mesh, [Replicate()])
+        pipe = fxpipe.compile(model, (torch.ones(1, 4),), ranks=2, microbatches=3, schedule="1f1b")
+    pipe.load_state_dict(whole)
+    pipe.run_local((torch.ones(3, 4),))
+    assert pipe.full_state_dict()["steps"].tolist() == [3, 3]
+
+
+def test_evaluation_and_the_whole_state():
+    pipe = compiled("vocabulary", evaluation=True)
+    torch.manual_seed(0)
+    model, data = Words(), batch(6)
+    assert relative_error(pipe.evaluation.run_local(data).loss, model(**data)) <= LIMIT
+    for name, value in pipe.full_state_dict().items():
+        assert torch.equal(value, model.state_dict()[name])
