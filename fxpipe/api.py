@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fxpipe.errors import CaptureError, FxpipeError, PartitionError
+from fxpipe.errors import CaptureError, FxpipeError
 from fxpipe.pipeline import Pipeline
 from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact, Plan
@@ -31,6 +31,7 @@ from fxpipe.runtime.program.accelerator import check_supported, default_device
 from fxpipe.runtime.program.batch import batch_leaves
 from fxpipe.runtime.program.offload import check_tier
 from fxpipe.schedule.ops import Schedule
+from fxpipe.tracebacks import brief
 from fxpipe.training import parts
 from fxpipe.training.accumulators import check_buckets
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from fxpipe.cost.device import Device
 
 
+@brief
 def compile(
     model: nn.Module,
     example: Mapping[str, Any] | tuple[Any, ...] | list[Any],
@@ -112,7 +114,7 @@ def compile(
 
     schedule: the name of a family (``fxpipe simulate --help`` lists them); ``auto``, the one with the
         shortest simulated step over all families, placements and one, two or four stages per rank; a
-        Schedule; or the path of a schedule as text or as torch's CSV.
+        Schedule; or the path of a schedule as text or as torch's CSV (``"mine.txt"``).
     stages_per_rank, placement: ``plain`` (stage s on rank s mod ranks) or ``v`` (down the ranks and back
         up).  By default the schedule's own.
     split_points: module paths that begin the second and later stages, instead of cuts by cost.
@@ -154,58 +156,54 @@ def compile(
 
     Under torchrun all ranks must call it with the same arguments; rank 0 compiles, and each of the others
     receives its program.  Each tensor that several ranks hold gets the values of the first of them.
-    Raises CaptureError, PartitionError, VocabularyError or ScheduleError, each with what to do, and RunError
+    Raises OptionError, CaptureError, PartitionError, VocabularyError or ScheduleError, each with what to do, and RunError
     where the number of processes is no multiple of ``ranks``, or not that of ``replicas`` * ``ranks``.
     """
     # Imported here, as ``load`` needs neither the compiler nor the schedule search with its compiled kernels.
+    from fxpipe.capture.call import check_call
     from fxpipe.capture.dtensors import mesh_of
     from fxpipe.compiler.compile import compile_evaluation, compile_model, last_lane_as_text
-    from fxpipe.compiler.options import Options, as_offload, parse_bytes
+    from fxpipe.compiler.options import Options, as_offload, names_of, parse_bytes
     from fxpipe.compiler.options import check as check_options
     from fxpipe.compiler.progress import Phases
-    from fxpipe.schedule.formats.handwritten import read_schedule
+    from fxpipe.schedule.formats.handwritten import is_file_name, read_schedule
 
     if not isinstance(model, nn.Module):
         raise CaptureError(f"The model is a {type(model).__name__}; fxpipe compiles an nn.Module.")
     device = _device_of(model)
     check_supported(device)
     pipeline_ranks, replicas = ranks_and_replicas(ranks, replicas)
-    process = Process.join(device, as_timeout(timeout)) if under_torchrun() else None
+    limit = as_timeout(timeout)
+    process = Process.join(device, limit) if under_torchrun() else None
     mesh = mesh_of(model)
     if process is not None:
         process = process.with_ranks(pipeline_ranks, replicas, 1 if mesh is None else mesh.size())
         process.check_mesh(mesh)
         process.backend(device)
     with agreed(process, "compile"):
-        if isinstance(split_points, str):
-            raise PartitionError(f"split_points is a list of module paths: give [{split_points!r}].")
-        if isinstance(outputs, str) or not all(isinstance(name, str) for name in outputs):
-            names = [outputs] if isinstance(outputs, str) else [str(name) for name in outputs]
-            raise CaptureError(f"outputs is a list of names: give {names}.")
-        if isinstance(fixed, str):
-            raise CaptureError(f"fixed is a list of names: give [{fixed!r}].")
+        check_call(model, example, loss_fn)
         if isinstance(example, list):  # as DataLoaders give them
             example = tuple(example)
         options = Options(
             ranks=pipeline_ranks,
             microbatches=microbatches,
-            schedule=read_schedule(schedule) if isinstance(schedule, Path) else schedule,
+            schedule=read_schedule(schedule) if is_file_name(schedule) else schedule,
             stages_per_rank=stages_per_rank,
             placement=placement,
-            split_points=None if split_points is None else tuple(split_points),
+            split_points=None if split_points is None else names_of(split_points, "split_points"),
             memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
             costs=tuple(costs) if isinstance(costs, list | tuple) else costs,  # type: ignore[arg-type]
             seed=seed,
             shard=shard,
-            replicas=(replicas or 1) if process is None else process.replicas,
+            replicas=(1 if replicas is None else replicas) if process is None else process.replicas,
             vocab_parallel=vocab_parallel,
             gradients=gradients,
             grad_dtype=grad_dtype,
             recompute=recompute,
             offload=as_offload(offload, device),
             dimensions=dimensions,
-            fixed=tuple(fixed),
-            outputs=tuple(dict.fromkeys(outputs)),
+            fixed=names_of(fixed, "fixed"),
+            outputs=names_of(outputs, "outputs"),
             evaluation=evaluation,
             effort=effort,
             ranks_per_machine=(
@@ -267,6 +265,7 @@ def compile(
     return pipe
 
 
+@brief
 def load(
     path: str | Path,
     *,
@@ -285,9 +284,9 @@ def load(
     was edited since it was saved, and of weights that were replaced.  Raises ArtifactError, naming file and
     field, for a directory that holds no pipeline, is cut short or damaged, or was written by another version.
     """
-    directory = Path(path).absolute()
+    directory, limit = files.as_path(path, "fxpipe.load").absolute(), as_timeout(timeout)
     device = default_device()
-    process = Process.join(device, as_timeout(timeout)) if under_torchrun() else None
+    process = Process.join(device, limit) if under_torchrun() else None
     if process is not None:
         process.backend(device)
     leads = process is None or process.leads

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, NoReturn, overload
 
 import torch
 from torch import fx
@@ -14,7 +14,7 @@ from torch import fx
 from fxpipe.certificate.check import check_artifact
 from fxpipe.certificate.problems import Certificate
 from fxpipe.cost.plan_costs import costs_of, expressions, known_work
-from fxpipe.errors import RunError
+from fxpipe.errors import OptionError, RunError
 from fxpipe.ir.graph import Section
 from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact, Plan
@@ -27,6 +27,7 @@ from fxpipe.schedule.costs import StageCost
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
+from fxpipe.tracebacks import brief_methods
 from fxpipe.training.given_values import InMemory
 from fxpipe.training.initialize import initialize_held
 from fxpipe.training.make_optimizer import make_optimizer
@@ -61,6 +62,7 @@ class Stage:
         return expressions(known_work(self.work), self.index)
 
 
+@brief_methods
 @dataclass(eq=False)
 class Pipeline:
     """The result of ``fxpipe.compile`` and ``fxpipe.load``.
@@ -89,6 +91,18 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         self._then = Traced(self.parameters, self.of())
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        raise RunError(
+            "A pipeline is not called like a model: pipe.step(batch) trains under torchrun, "
+            "pipe.run_local(batch) runs all ranks here, pipe.evaluate(batch) gives the loss alone."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RunError(
+            "A pipeline cannot be pickled or copied, as torch.save and copy.deepcopy do: pipe.save(path) writes "
+            "it for fxpipe.load(path), and pipe.state_dict() has its weights."
+        )
 
     def with_evaluation(self, artifact: Artifact) -> Pipeline:
         """The pipeline with one for the forward alone, which works on the same tensors."""
@@ -364,7 +378,9 @@ class Pipeline:
         Raises ArtifactError for another shape, and for two values of one tensor.
         """
         with agreed(self.process, "load the state dict"):
-            given = Pretrained(Path(state)) if isinstance(state, (str, Path)) else InMemory(state)
+            if not isinstance(state, Mapping | str | Path):
+                raise OptionError(f"state is {state!r:.60} and must be a mapping of tensors or a path.")
+            given = Pretrained(Path(state)) if isinstance(state, str | Path) else InMemory(state)
             load_state_dict(self.model_state, given, strict)
         self.share_values()
 
@@ -400,7 +416,8 @@ class Pipeline:
             ``from_pretrained`` opens the new one.  largest_file: weights beyond it are split over several.
         Raises ArtifactError, on all ranks, where the directory is not empty or cannot be written.
         """
-        source, target = None if like is None else Path(like), Path(directory)
+        source = None if like is None else Path(like)
+        target = files.as_path(directory, "pipe.export")
         with new_directory(target, self.process) as draft:
             state = self.full_state_dict()
             with agreed(self.process, "export"), files.writing(target):
@@ -451,7 +468,9 @@ class Pipeline:
         self.check_alike()
         forward = None if self.evaluation is None else self.evaluation.artifact
         draw = self.draw if self.graph is not None else None
-        save(self.artifact, forward, self.model_state, self.step_number, Path(path), draw)
+        save(
+            self.artifact, forward, self.model_state, self.step_number, files.as_path(path, "pipe.save"), draw
+        )
 
     def check(self) -> Certificate:
         """Check the programs of all ranks, as they are now, against the captured step (docs/certificate.md).
@@ -480,7 +499,9 @@ class Pipeline:
         from fxpipe.cost.nodes import node_flops
         from fxpipe.viz.pictures import draw
 
-        return draw(self, Path(path), node_flops, expand)
+        directory = files.as_path(path, "pipe.draw")
+        with files.writing(directory):
+            return draw(self, directory, node_flops, expand)
 
 
 def _loss(result: StepResult) -> torch.Tensor:

@@ -21,6 +21,7 @@ from torch import fx, nn
 
 from fxpipe.capture.assigned import Assigned
 from fxpipe.capture.borrow import borrowed
+from fxpipe.capture.call import arguments, described
 from fxpipe.capture.checkpoint import recorded_checkpoints
 from fxpipe.capture.clean import clean
 from fxpipe.capture.constants import check_constants
@@ -167,7 +168,9 @@ def _traced(
                 if isinstance(error, KeepsState) and error.tensor is not None:
                     error.names = step.constants.like(error.tensor)
                 raise (
-                    error if isinstance(error, CaptureError) else explained(error, step.provenance)
+                    error
+                    if isinstance(error, CaptureError)
+                    else explained(error, step.provenance, step.of_loss)
                 ) from error
         if mode.elsewhere:
             raise in_another_thread(mode.elsewhere)
@@ -250,6 +253,7 @@ class _Function:
         self.provenance = Provenance(model, [(x.input, local(x.real)) for x in given], most_checks)
         self.snapshot = Snapshot([], [])  # of the model, before the trace
         self.difference = ""  # of a second run from the traced one
+        self.of_loss = ""  # while loss_fn runs: its arguments, as text
         self.layout: dict[str, Any] = {}  # what the flat outputs of the traced graph are
 
     def __call__(self, *values: torch.Tensor) -> list[torch.Tensor]:
@@ -359,9 +363,14 @@ class _Function:
 
     def _forward(self, wanted: dict[str, torch.Tensor]) -> Results:
         example = self._example()
-        args, kwargs = (example, {}) if isinstance(example, tuple) else ((), dict(example))
+        args, kwargs = arguments(example)
         output = self.model(*args, **kwargs)
+        if self.loss_fn is not None:
+            self.of_loss = (
+                f"It gets the output, {described([output])}, and the microbatch, {described([example])}."
+            )
         results = find_results(output, example, self.loss_fn, self.gradients, self.outputs)
+        self.of_loss = ""
         for name, value in wanted.items():
             if value.grad is not None:
                 raise CaptureError(

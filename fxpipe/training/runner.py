@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fxpipe.errors import FxpipeError, RunError, printable
+from fxpipe.errors import FxpipeError, OptionError, RunError, printable
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.lanes import LanePlan
 from fxpipe.plan.rows import whole
@@ -115,6 +115,8 @@ class Runner:
         self, batch: Any, step: int, threads: int, measure_memory: bool, outputs: Sequence[str]
     ) -> LocalResult:
         spec = self.plan.step
+        if type(threads) is not int or threads < 1:
+            raise OptionError(f"threads is {threads!r} and must be a whole number, at least 1.")
         wanted = requested(outputs, None, spec.outputs, spec.ranks)
         self.state.check_unchanged(self.state.follow_model())
         world = LocalWorld(self.plan.ranks, self.plan.replicas, self.plan.lanes.number)

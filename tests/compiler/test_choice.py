@@ -20,7 +20,7 @@ from zoo import (
 import fxpipe
 from fxpipe.cli import main
 from fxpipe.cost.known_devices import CPU
-from fxpipe.errors import ScheduleError
+from fxpipe.errors import LimitError, OptionError, ScheduleError
 from fxpipe.runtime.ranks.load_program import load_program
 from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.ops import Schedule, parse_order
@@ -96,7 +96,7 @@ def test_a_schedule_of_torch(tmp_path: Path):
 )
 def test_a_schedule_by_hand_that_does_not_go_with_the_rest(options, message):
     given = Schedule("by-hand", (0, 1), 3, parse_order(BY_HAND))
-    with pytest.raises(ScheduleError, match=message):
+    with pytest.raises(OptionError, match=message):
         compiled(**{"microbatches": 3, "schedule": given, **options})
 
 
@@ -213,7 +213,7 @@ def test_the_limit_is_kept(schedule):
     ],
 )
 def test_limits_that_cannot_be(limit, message):
-    with pytest.raises(ScheduleError, match=message):
+    with pytest.raises((OptionError, LimitError), match=message):
         compiled(schedule="auto", memory_limit=limit)
 
 

@@ -16,7 +16,7 @@ from fxpipe import api
 from fxpipe.cli import main
 from fxpipe.cost.known_devices import device_named
 from fxpipe.cost.nodes import is_free
-from fxpipe.errors import ScheduleError, SizeError
+from fxpipe.errors import OptionError, ScheduleError, SizeError
 from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
 from fxpipe.schedule.engine.arrays import schedule_arrays
@@ -170,7 +170,7 @@ def test_a_plan_for_another_device_has_its_times():
     ],
 )
 def test_bad_options(options, message):
-    with pytest.raises(ScheduleError, match=message):
+    with pytest.raises(OptionError, match=message):
         compiled(**options)
 
 
