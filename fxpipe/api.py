@@ -34,6 +34,7 @@ from fxpipe.schedule.ops import Schedule
 from fxpipe.tracebacks import brief
 from fxpipe.training import parts
 from fxpipe.training.accumulators import check_buckets
+from fxpipe.units import is_decimal
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -156,14 +157,15 @@ def compile(
 
     Under torchrun all ranks must call it with the same arguments; rank 0 compiles, and each of the others
     receives its program.  Each tensor that several ranks hold gets the values of the first of them.
-    Raises OptionError, CaptureError, PartitionError, VocabularyError or ScheduleError, each with what to do, and RunError
-    where the number of processes is no multiple of ``ranks``, or not that of ``replicas`` * ``ranks``.
+    Raises OptionError, CaptureError, PartitionError, VocabularyError or ScheduleError, each with what to
+    do, and RunError where the number of processes is no multiple of ``ranks``, or not that of ``replicas`` *
+    ``ranks``.
     """
     # Imported here, as ``load`` needs neither the compiler nor the schedule search with its compiled kernels.
     from fxpipe.capture.call import check_call
     from fxpipe.capture.dtensors import mesh_of
     from fxpipe.compiler.compile import compile_evaluation, compile_model, last_lane_as_text
-    from fxpipe.compiler.options import Options, as_offload, names_of, parse_bytes
+    from fxpipe.compiler.options import Options, as_offload, limit_of, names_of
     from fxpipe.compiler.options import check as check_options
     from fxpipe.compiler.progress import Phases
     from fxpipe.schedule.formats.handwritten import is_file_name, read_schedule
@@ -191,7 +193,8 @@ def compile(
             stages_per_rank=stages_per_rank,
             placement=placement,
             split_points=None if split_points is None else names_of(split_points, "split_points"),
-            memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
+            memory_limit=None if memory_limit is None else limit_of(memory_limit),
+            is_decimal=is_decimal(str(memory_limit)),
             costs=tuple(costs) if isinstance(costs, list | tuple) else costs,  # type: ignore[arg-type]
             seed=seed,
             shard=shard,

@@ -100,8 +100,8 @@ class Pipeline:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise RunError(
-            "A pipeline cannot be pickled or copied, as torch.save and copy.deepcopy do: pipe.save(path) writes "
-            "it for fxpipe.load(path), and pipe.state_dict() has its weights."
+            "A pipeline cannot be pickled or copied, as torch.save and copy.deepcopy do: pipe.save(path) "
+            "writes it for fxpipe.load(path), and pipe.state_dict() has its weights."
         )
 
     def with_evaluation(self, artifact: Artifact) -> Pipeline:

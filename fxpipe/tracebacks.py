@@ -49,8 +49,10 @@ def brief_methods(cls: type[T]) -> type[T]:
 
 
 def shorten(error: BaseException) -> None:
-    """Leave in the errors that led to this one the frames of the user's code; errors without any, and those of
-    fxpipe, whose messages are in this one's, are left out."""
+    """Leave in the errors that led to this one the frames of the user's code.
+
+    Errors without any are left out, and those of fxpipe, whose messages are in this one's.
+    """
     chain, link, seen = [error], _before(error), {id(error)}
     while link is not None and id(link) not in seen:
         seen.add(id(link))

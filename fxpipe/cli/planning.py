@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fxpipe.cli.sources import CostSource
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.families.registry import FAMILIES
+from fxpipe.schedule.memory_text import MemoryText
 from fxpipe.schedule.ops import Objective
 from fxpipe.schedule.problem import Problem, per_rank
 from fxpipe.schedule.search.auto import frontier
@@ -59,6 +60,7 @@ def _problems(name: str, source: CostSource, request: ScheduleRequest) -> list[P
             per_rank(request.memory_limit, source.ranks),
             source.vocabulary,
             objective=request.objective,
+            text=MemoryText(source.units),
         )
         for stages, shape in stages_and_placements(name, given, request.placement)
     ]

@@ -25,14 +25,16 @@ from fxpipe.cost.analytic import SecondsOfRanks, seconds_on, section_costs
 from fxpipe.cost.cluster import Cluster
 from fxpipe.cost.exchange import exchanges
 from fxpipe.cost.profile import Known, measured_seconds
-from fxpipe.errors import LimitError, ScheduleError
+from fxpipe.errors import LimitError
 from fxpipe.ir.liveness import Liveness, liveness
 from fxpipe.passes.recompute import Level
 from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.candidate import SearchResult
 from fxpipe.schedule.costs import Link
+from fxpipe.schedule.memory_text import MemoryText
 from fxpipe.schedule.problem import Problem, per_rank
 from fxpipe.schedule.search.fastest import fastest
+from fxpipe.units import DECIMAL, PHYSICAL
 
 
 def choose(
@@ -56,7 +58,7 @@ def choose(
     cuts: dict[tuple[int, str, int, str], tuple[Cut, Liveness]] = {}  # by the problem's setting
     bounds: dict[Stages, float] = {}  # seconds, at the first level
     too_heavy: list[LimitError] = []
-    held_always: list[int] = []  # bytes, of any rank in any problem
+    units = DECIMAL if options.is_decimal else PHYSICAL
 
     def at_level(of: Stages, level: Level | None) -> Iterator[Problem]:
         cut = cut_at_level(of, level, phase)
@@ -70,7 +72,7 @@ def choose(
             rank_of_stage = tried.placements[of.options.stages][name]
             if cut.vocabulary is not None:
                 rank_of_stage = cut.vocabulary.placement(rank_of_stage)
-            limits = None
+            limits, text = None, MemoryText(units)
             if options.memory_limit is not None:
                 try:
                     held = tensor_ownership(model, cut.sections, rank_of_stage, options.ranks)
@@ -81,8 +83,8 @@ def choose(
                         weights = with_replicas(weights, sizes, rank_of_stage, *divided)
                     results = result_bytes(cut.graph, rank_of_stage, options.ranks, options.microbatches)
                     both = [a + b for a, b in zip(weights, results, strict=True)]
-                    limits = activation_budget(options.memory_limit, both)
-                    held_always.extend(both)
+                    limits = activation_budget(options.memory_limit, both, units)
+                    text = MemoryText(units, tuple(both))
                 except LimitError as error:
                     too_heavy.append(error)
                     continue
@@ -105,6 +107,7 @@ def choose(
                 cut.vocabulary,
                 offload=options.offload.share,
                 recompute=cut.recompute or "",
+                text=text,
             )
             if level == first:
                 bound = lower_bound(costs, rank_of_stage, options.microbatches)
@@ -121,28 +124,5 @@ def choose(
     without = [problem for of in stages for problem in at_level(of, first)]
     if not without:
         raise min(too_heavy, key=lambda error: error.smallest)
-    try:
-        found = fastest(
-            options.schedule,
-            without,
-            effort=options.effort,
-            more=recomputing if levels else None,
-        )
-    except ScheduleError as error:
-        if options.memory_limit is None:
-            raise
-        raise _with_weights(error, options.memory_limit, held_always) from error
+    found = fastest(options.schedule, without, effort=options.effort, more=recomputing if levels else None)
     return *cuts[found.problem.setting], found
-
-
-def _with_weights(error: ScheduleError, limit: float, weights: Sequence[int]) -> ScheduleError:
-    """The error of a search, whose limits are of activations, with what a rank holds beside them."""
-    most = max(weights)
-    text = (
-        f"{str(error).removesuffix('.')}. These bytes are of activations: of memory_limit={limit:.0f}, "
-        f"parameters, gradients, buffers and outputs take {min(weights)} to {most} on each rank."
-    )
-    if not isinstance(error, LimitError):
-        return ScheduleError(text)
-    enough = error.smallest + most
-    return LimitError(f"{text} memory_limit={enough:.0f} is enough.", enough)

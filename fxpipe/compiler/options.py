@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import inf
@@ -24,14 +23,9 @@ from fxpipe.schedule.offload.planner import FULL
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.placement import PLACEMENTS, place
 from fxpipe.schedule.search.fastest import AUTO, stages_and_placements, unknown_schedule
+from fxpipe.units import BYTES, parse_bytes
 
 BARRIERS: dict[str | bool, int] = {"1-barrier": 1, "2-barrier": 2, True: 1}
-
-_UNITS = {"": 1, "B": 1} | {
-    f"{letter}{infix}B": base**power
-    for infix, base in (("", 1000), ("i", 1024))
-    for power, letter in enumerate("kMGT" if not infix else "KMGT", start=1)
-}
 
 
 @dataclass(frozen=True)
@@ -94,6 +88,7 @@ class Options:
     backend: str = "eager"
     print_after: str | None = None
     check: bool = True
+    is_decimal: bool = False  # whether the memory limit is written in powers of 1000
 
     @property
     def tier(self) -> Tier:
@@ -243,7 +238,7 @@ def _check_given(options: Options, schedule: Schedule) -> None:
 
 
 def names_of(given: Iterable[str], option: str) -> tuple[str, ...]:
-    """The names that an option lists, each once.  Raises OptionError for a text alone, and for anything else."""
+    """The names that an option lists, each once.  Raises OptionError for anything else, and for one text."""
     if isinstance(given, str):
         raise OptionError(f"{option} is a list of names: give {[given]}.")
     names = tuple(given) if isinstance(given, Iterable) else None
@@ -252,18 +247,15 @@ def names_of(given: Iterable[str], option: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def parse_bytes(limit: float | str) -> float:
+def limit_of(given: float | str) -> float:
     """``"16GiB"``, ``"800 MB"`` or a number, in bytes.  Raises OptionError for any other text."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", str(limit).strip())
-    unit: int | None = (
-        None if match is None else {name.lower(): n for name, n in _UNITS.items()}.get(match[2].lower())
-    )
-    if match is None or unit is None or float(match[1]) == 0:
+    limit = parse_bytes(str(given))
+    if limit is None:
         raise OptionError(
-            f"The memory limit is {limit!r}; give a number of bytes above 0 or a text such as '16GiB' "
-            f"(units: {', '.join(name for name in _UNITS if name)})."
+            f"The memory limit is {given!r}; give a number of bytes above 0 or a text such as '16GiB' "
+            f"(units: {', '.join(name for name in BYTES if name)})."
         )
-    return float(match[1]) * unit
+    return limit
 
 
 @dataclass(frozen=True)

@@ -228,7 +228,7 @@ def test_a_saved_pipeline_on_another_device(tmp_path, capsys):
     assert far["seconds"] > expected
     assert main(["simulate", *map(str, at), "--device", "B200"]) == 0
     assert "planned times on B200" in capsys.readouterr().out
-    assert "No device is called 'B2000'. Known: cpu" in refusal(capsys, *at, "--device", "B2000")
+    assert "No device is called 'B2000'. Did you mean 'B200'?" in refusal(capsys, *at, "--device", "B2000")
     both = (*TIMES, "--ranks", 2, "--microbatches", 1, "--device", "B200")
     assert "--device needs --costs" in refusal(capsys, *both)
 

@@ -75,7 +75,7 @@ def fastest(
                 made = schedule if isinstance(schedule, Schedule) else schedule_of(schedule, problem, effort)
                 timeline = simulate(made, problem.costs)
                 if problem.offload is not None:
-                    timeline = with_offload(timeline, problem.offload, problem.limits)
+                    timeline = with_offload(timeline, problem.offload, problem.limits, problem.text)
             except ScheduleError as error:
                 errors.append(error)
             else:

@@ -63,7 +63,7 @@ def find(problems: Sequence[Problem], effort: float | None = None, seed: int = 0
     """
     able = [problem for problem in problems if reason_against(problem) is None]
     if not able:
-        check_one_microbatch_fits(problems[0].arrays, problems[0].limits)
+        check_one_microbatch_fits(problems[0].arrays, problems[0].limits, problems[0].text)
     ops = sum(problem.ops for problem in able)
     work = _SPEED * (min(_EFFORT, _EFFORT_PER_OP * ops) if effort is None else effort)
     drawn = _DRAWN if work > _ANNEALED * ops else 1.0
@@ -83,7 +83,7 @@ def find(problems: Sequence[Problem], effort: float | None = None, seed: int = 0
 def reason_against(problem: Problem) -> str | None:
     """The rank on which one microbatch does not fit, as a sentence; None if it fits on all."""
     try:
-        check_one_microbatch_fits(problem.arrays, problem.limits)
+        check_one_microbatch_fits(problem.arrays, problem.limits, problem.text)
     except ScheduleError as error:
         return str(error)
     return None
