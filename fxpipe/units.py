@@ -62,6 +62,11 @@ def limit_text(number: float) -> str:
     return f"{number:.9g}"
 
 
+def bubble_text(share: float) -> str:
+    """``0.2632`` to ``26.32%``."""
+    return f"{share:.2%}"
+
+
 def flops_text(count: float) -> str:
     """``2_000_000`` to ``2 MFLOP``."""
     return _scaled(count, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"))

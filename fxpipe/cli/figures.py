@@ -13,7 +13,7 @@ from fxpipe.schedule.exact.order import Exact
 from fxpipe.schedule.offload.planner import OffloadPlan
 from fxpipe.schedule.placement import stages_of
 from fxpipe.schedule.simulation.timeline import Timeline
-from fxpipe.units import Units
+from fxpipe.units import Units, bubble_text
 from fxpipe.viz.terminal import ROWS, terminal, timeline_text
 
 
@@ -80,7 +80,8 @@ def print_timeline(
     on_path = sum(span.end - span.start for span in timeline.critical_path)
     lines = [
         f"time {units.time(timeline.seconds)}, lower bound {units.time(timeline.lower_bound)}",
-        f"span bubble {timeline.span_bubble:.4f}, makespan bubble {timeline.makespan_bubble:.4f}",
+        f"span bubble {bubble_text(timeline.span_bubble)}, "
+        f"makespan bubble {bubble_text(timeline.makespan_bubble)}",
         f"critical path: {kinds}; {units.time(timeline.seconds - on_path)} of it in transfers",
     ]
     if moved is not None:
@@ -129,6 +130,6 @@ def _compared(timeline: Timeline, best: Exact, units: Units) -> str:
     peak = units.memory(max(best.timeline.peak_memory))
     what = "proven optimal" if best.proven else f"lower bound {units.time(best.bound)}"
     return (
-        f"exact: {units.time(best.value)} ({what}), span bubble {best.timeline.span_bubble:.4f}, "
-        f"makespan bubble {best.timeline.makespan_bubble:.4f}, peak memory {peak}"
+        f"exact: {units.time(best.value)} ({what}), span bubble {bubble_text(best.timeline.span_bubble)}, "
+        f"makespan bubble {bubble_text(best.timeline.makespan_bubble)}, peak memory {peak}"
     )

@@ -12,7 +12,7 @@ from fxpipe.schedule.memory_text import MemoryText
 from fxpipe.schedule.ops import Objective
 from fxpipe.schedule.problem import Problem, per_rank
 from fxpipe.schedule.search.auto import frontier
-from fxpipe.schedule.search.fastest import AUTO, fastest, stages_and_placements
+from fxpipe.schedule.search.fastest import AUTO, fastest, stages_and_placements, unknown_schedule
 from fxpipe.schedule.simulation.timeline import Timeline
 
 
@@ -33,7 +33,7 @@ def plan(name: str, source: CostSource, request: ScheduleRequest) -> Timeline:
     Raises ScheduleError as :func:`fxpipe.schedule.search.build.build` and ``search`` do.
     """
     if name not in (*FAMILIES, AUTO):
-        raise ScheduleError(f"unknown schedule {name!r}; known: {', '.join((*FAMILIES, AUTO))}")
+        raise ScheduleError(unknown_schedule(name))
     return fastest(name, _problems(name, source, request), effort=request.effort).timeline
 
 

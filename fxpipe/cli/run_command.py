@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ from fxpipe.api import load
 from fxpipe.cli.arguments import positive, positive_int
 from fxpipe.cli.data import Data, data_from
 from fxpipe.cli.loop import DECAYS, Settings, train
-from fxpipe.errors import ArtifactError, printable
+from fxpipe.errors import ArtifactError, RunError, printable
 from fxpipe.pipeline import Pipeline
-from fxpipe.plan.files import check_free
-from fxpipe.runtime.job.process import reported
+from fxpipe.plan.files import check_free, read_plan
+from fxpipe.runtime.job.process import reported, under_torchrun
 
 
 def add_to(commands: Any, line: str) -> None:
@@ -66,6 +67,7 @@ def add_to(commands: Any, line: str) -> None:
         metavar="N",
         help="steps from one evaluation to the next (default: once, at the end)",
     )
+    add("--log", type=Path, metavar="FILE.jsonl", help="append the figures of the log, one object a line")
     add("--tensorboard", type=Path, metavar="DIR", help="write the figures of the log for TensorBoard")
     add("--save", type=Path, metavar="DIR", help="save the trained pipeline to this directory")
     add(
@@ -88,6 +90,14 @@ def add_to(commands: Any, line: str) -> None:
 
 
 def _run(options: argparse.Namespace) -> None:
+    if options.tensorboard is not None and find_spec("tensorboard") is None:
+        raise RunError("--tensorboard needs TensorBoard: pip install tensorboard.")
+    ranks = read_plan(options.directory).ranks
+    if ranks > 1 and not under_torchrun():
+        raise RunError(
+            f"{options.directory} has {ranks} ranks, and this is one process. Start it with "
+            f"torchrun --nproc-per-node {ranks} -m fxpipe run {options.directory} …"
+        )
     if options.save is not None:
         check_free(options.save.absolute())
     if options.every is not None and options.checkpoints is None:
@@ -109,6 +119,7 @@ def _run(options: argparse.Namespace) -> None:
         record=options.directory if options.record else None,
         save=options.save,
         tensorboard=options.tensorboard,
+        log=options.log,
     )
     with reported(pipe.process):
         data = _data(options.data, pipe)

@@ -12,7 +12,7 @@ from fxpipe.schedule.offload.transfers import offload_bytes
 from fxpipe.schedule.ops import Direction
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.tried import Tried
-from fxpipe.units import bytes_text, seconds_text
+from fxpipe.units import bubble_text, bytes_text, seconds_text
 from fxpipe.viz.terminal import terminal
 
 
@@ -84,7 +84,7 @@ def _table(tried: tuple[Tried, ...]) -> Table:
         if a.seconds is None or a.span_bubble is None or a.peak_memory is None:
             figures = ["left out", "", ""]
         else:
-            figures = [seconds_text(a.seconds), f"{a.span_bubble:.4f}", bytes_text(a.peak_memory)]
+            figures = [seconds_text(a.seconds), bubble_text(a.span_bubble), bytes_text(a.peak_memory)]
         beside = [*[_vocabulary(a)] * spread, *[a.recompute or "nothing"] * again]
         beside += [bytes_text(a.offloaded) if a.offloaded else "nothing"] * moved
         row = (a.schedule, str(a.stages_per_rank), a.placement, *beside, *figures)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fxpipe.errors import printable
 from fxpipe.schedule.ops import Direction, Op, Phase
 from fxpipe.schedule.simulation.timeline import Span, Timeline, TransferSpan
-from fxpipe.units import PHYSICAL, Units, ticks
+from fxpipe.units import PHYSICAL, Units, bubble_text, ticks
 from fxpipe.viz.palette import OFFLOADED, PHASES, tint
 from fxpipe.viz.roles import MEANING, Role, color, role
 
@@ -95,8 +95,8 @@ def _head(svg: ET.Element, timeline: Timeline, title: str, units: Units) -> None
         svg,
         12,
         42,
-        f"step {units.time(timeline.seconds)}, span bubble {timeline.span_bubble:.1%}, "
-        f"makespan bubble {timeline.makespan_bubble:.1%}, "
+        f"step {units.time(timeline.seconds)}, span bubble {bubble_text(timeline.span_bubble)}, "
+        f"makespan bubble {bubble_text(timeline.makespan_bubble)}, "
         f"peak memory {units.memory(peaks[fullest])} (rank {fullest})",
     )
     x = 12.0

@@ -220,9 +220,7 @@ def test_limits_that_cannot_be(limit, message):
 def test_a_limit_that_nothing_keeps_names_what_is_needed():
     pipe = compiled(schedule="1f1b")
     limit = max(held(pipe)) + 1
-    with pytest.raises(
-        ScheduleError, match=r"the smallest that one can keep is .*\(\d+ bytes\).*offload or recompute"
-    ):
+    with pytest.raises(ScheduleError, match=r"the smallest that one can keep is .*\(\d+ bytes\).*offload"):
         compiled(schedule="auto", memory_limit=limit, stages_per_rank=1)
 
 

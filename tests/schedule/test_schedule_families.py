@@ -182,7 +182,7 @@ def test_one_rank_has_no_bubble(name):
     [
         (
             {"name": "zb-h9"},
-            r"unknown schedule 'zb-h9'\. Did you mean 'zb-h2'\? Known: gpipe, 1f1b, interleaved, gis",
+            r"unknown schedule 'zb-h9'\. Did you mean 'zb-h2'\? Known: gpipe, 1f1b, ",
         ),
         ({"ranks": 0}, "ranks is 0; it must be at least 1"),
         ({"microbatches": 0}, "microbatches is 0; it must be at least 1"),
