@@ -34,7 +34,6 @@ from fxpipe.schedule.ops import Schedule
 from fxpipe.tracebacks import brief
 from fxpipe.training import parts
 from fxpipe.training.accumulators import check_buckets
-from fxpipe.units import is_decimal
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -189,12 +188,12 @@ def compile(
         options = Options(
             ranks=pipeline_ranks,
             microbatches=microbatches,
-            schedule=read_schedule(schedule) if is_file_name(schedule) else schedule,
+            schedule=read_schedule(schedule) if is_file_name(schedule) else schedule,  # type: ignore[arg-type]
             stages_per_rank=stages_per_rank,
             placement=placement,
             split_points=None if split_points is None else names_of(split_points, "split_points"),
             memory_limit=None if memory_limit is None else limit_of(memory_limit),
-            is_decimal=is_decimal(str(memory_limit)),
+            limit_text="" if memory_limit is None else str(memory_limit),
             costs=tuple(costs) if isinstance(costs, list | tuple) else costs,  # type: ignore[arg-type]
             seed=seed,
             shard=shard,

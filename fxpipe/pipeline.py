@@ -18,6 +18,7 @@ from fxpipe.errors import OptionError, RunError
 from fxpipe.ir.graph import Section
 from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact, Plan
+from fxpipe.plan.memory import rank_memory
 from fxpipe.plan.work import Expressions, PlanWork
 from fxpipe.runtime.job.place import called_function
 from fxpipe.runtime.job.process import Process, agreed
@@ -39,9 +40,16 @@ from fxpipe.training.save import new_directory, save
 from fxpipe.training.shared_values import share_values
 from fxpipe.training.state_dict import copy_to_model, full_state_dict, load_state_dict, state_dict
 from fxpipe.training.unchanged import Traced
+from fxpipe.units import bytes_text, seconds_text
+
+#: What the classes of fxpipe use of a pipeline, and its users do not.
+_INTERNAL = {
+    "artifact", "directory", "first_step", "is_evaluation", "let_model_go", "model_state", "of",
+    "offload_directory", "process", "with_evaluation",
+}  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Stage:
     """One stage: the names of its parameters, the costs with which the schedule was made, and its sections
     (none if the pipeline was loaded, or compiled by another rank)."""
@@ -61,9 +69,17 @@ class Stage:
         """
         return expressions(known_work(self.work), self.index)
 
+    def __repr__(self) -> str:
+        cost = self.costs
+        f, b, w = map(seconds_text, (cost.forward, cost.backward, cost.weight))
+        return (
+            f"Stage({self.index}, rank {self.rank}: {len(self.parameters)} parameters; F {f}, B {b}, W {w}; "
+            f"saves {bytes_text(cost.saved_activations)} a microbatch)"
+        )
+
 
 @brief_methods
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Pipeline:
     """The result of ``fxpipe.compile`` and ``fxpipe.load``.
 
@@ -91,6 +107,25 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         self._then = Traced(self.parameters, self.of())
+
+    def __repr__(self) -> str:
+        from fxpipe.viz.summary import summary
+
+        lines = summary(self.artifact.plan)
+        if self.process is not None:
+            lines.append(f"this process is rank {self.process.rank} of replica {self.replica}")
+        return "\n  ".join([f"Pipeline of {lines[0]}", *lines[1:]])
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the same with the memory of each rank."""
+        from fxpipe.viz.summary import as_html, memory_rows, summary
+
+        plan = self.artifact.plan
+        memory = rank_memory(plan, plan.prediction.peak_memory)
+        return as_html(summary(plan), memory_rows(memory, plan.memory_limit))
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in _INTERNAL]
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
         raise RunError(

@@ -17,7 +17,8 @@ from typing import ParamSpec, TypeVar
 
 from fxpipe.errors import FxpipeError, VerifyError
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _FXPIPE = f"{Path(__file__).parent}{os.sep}"
 #: With this variable set, errors keep all frames.

@@ -113,5 +113,11 @@ PHYSICAL = Units(seconds_text, bytes_text, bytes_limit_text)
 DECIMAL = Units(seconds_text, decimal_bytes_text, decimal_bytes_limit_text)
 """Seconds, and bytes in powers of 1000."""
 
+
+def units_of(limit: str) -> Units:
+    """Those in which a limit is written."""
+    return DECIMAL if is_decimal(limit) else PHYSICAL
+
+
 PLAIN = Units(number_text, number_text, limit_text)
 """Any one unit of each."""

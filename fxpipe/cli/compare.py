@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from fxpipe.cli.arguments import memory, picture, write_picture
+from fxpipe.cli.arguments import Memory, memory, picture, write_picture
 from fxpipe.cli.planning import ScheduleRequest, plan, plan_within
 from fxpipe.cli.sources import EPILOG, CostSource, add_cost_arguments, source_of
 from fxpipe.errors import FxpipeError, ScheduleError
@@ -90,7 +90,7 @@ def _compare(options: argparse.Namespace) -> None:
 
 
 def _outcomes(
-    source: CostSource, request: ScheduleRequest, limits: Sequence[float]
+    source: CostSource, request: ScheduleRequest, limits: Sequence[Memory]
 ) -> Iterator[tuple[str, Outcome]]:
     """The outcome of each family, then of ``auto`` under each limit."""
     console = Console(stderr=True)

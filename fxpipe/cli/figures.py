@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -14,10 +15,16 @@ from fxpipe.schedule.offload.planner import OffloadPlan
 from fxpipe.schedule.placement import stages_of
 from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.units import Units, bubble_text
+from fxpipe.viz.gap import bound_within, gap_text
 from fxpipe.viz.terminal import ROWS, terminal, timeline_text
 
 
-def figures(timeline: Timeline, best: Exact | None, moved: OffloadPlan | None = None) -> dict[str, Any]:
+def figures(
+    timeline: Timeline,
+    best: Exact | None,
+    moved: OffloadPlan | None = None,
+    limits: Sequence[float] | None = None,
+) -> dict[str, Any]:
     """The object that ``--json`` prints.  Lists have one entry per rank.
 
     ``memory``: (time, live memory from then on).  ``transfers`` of ``offload``: (transfer, start, end).
@@ -30,6 +37,7 @@ def figures(timeline: Timeline, best: Exact | None, moved: OffloadPlan | None = 
         "placement": schedule.placement,
         "seconds": timeline.seconds,
         "lower_bound": timeline.lower_bound,
+        "lower_bound_within_memory": bound_within(timeline, limits),
         "span_bubble": timeline.span_bubble,
         "makespan_bubble": timeline.makespan_bubble,
         "busy": timeline.busy,
@@ -66,8 +74,9 @@ def print_timeline(
     source: CostSource,
     best: Exact | None,
     moved: tuple[Timeline, OffloadPlan] | None = None,
+    limits: Sequence[float] | None = None,
 ) -> None:
-    """``moved``: what was offloaded, and the timeline before that."""
+    """``moved``: what was offloaded, and the timeline before that.  ``limits``: of each rank, if any."""
     schedule, units = timeline.schedule, source.units
     stages = "" if schedule.stages == schedule.ranks else f", {schedule.stages} stages"
     what = f"{schedule.name}: {schedule.ranks} ranks{stages}, {schedule.microbatches} microbatches"
@@ -79,7 +88,7 @@ def print_timeline(
     kinds = ", ".join(f"{count} {kind}" for kind, count in path.items())
     on_path = sum(span.end - span.start for span in timeline.critical_path)
     lines = [
-        f"time {units.time(timeline.seconds)}, lower bound {units.time(timeline.lower_bound)}",
+        gap_text(timeline, limits, units),
         f"span bubble {bubble_text(timeline.span_bubble)}, "
         f"makespan bubble {bubble_text(timeline.makespan_bubble)}",
         f"critical path: {kinds}; {units.time(timeline.seconds - on_path)} of it in transfers",

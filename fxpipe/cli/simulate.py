@@ -86,13 +86,14 @@ def _simulate(options: argparse.Namespace) -> None:
     best = None if options.exact is None else _exact(options, timeline)
     whole, moved = timeline, _offload(options, timeline, source.units)
     timeline = timeline if moved is None else moved.timeline
+    limits = None if options.memory_limit is None else [options.memory_limit] * source.ranks
     if options.draw is not None:
         write_picture(options.draw, timeline_svg(timeline, source.note, source.units))
     if options.json:
-        print(json.dumps(figures(timeline, best, moved)))
+        print(json.dumps(figures(timeline, best, moved, limits)))
         return
     console = Console(markup=False, emoji=False)
-    print_timeline(console, timeline, source, best, None if moved is None else (whole, moved))
+    print_timeline(console, timeline, source, best, None if moved is None else (whole, moved), limits)
     if options.draw is not None:
         console.print(terminal(f"drawn: {options.draw}"), soft_wrap=True)
 

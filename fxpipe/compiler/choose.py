@@ -34,7 +34,7 @@ from fxpipe.schedule.costs import Link
 from fxpipe.schedule.memory_text import MemoryText
 from fxpipe.schedule.problem import Problem, per_rank
 from fxpipe.schedule.search.fastest import fastest
-from fxpipe.units import DECIMAL, PHYSICAL
+from fxpipe.units import units_of
 
 
 def choose(
@@ -58,7 +58,7 @@ def choose(
     cuts: dict[tuple[int, str, int, str], tuple[Cut, Liveness]] = {}  # by the problem's setting
     bounds: dict[Stages, float] = {}  # seconds, at the first level
     too_heavy: list[LimitError] = []
-    units = DECIMAL if options.is_decimal else PHYSICAL
+    units = units_of(options.limit_text)
 
     def at_level(of: Stages, level: Level | None) -> Iterator[Problem]:
         cut = cut_at_level(of, level, phase)

@@ -132,7 +132,10 @@ def compile_model(
 
     def completed(plan: Plan) -> Plan:
         measured = ", sections measured" if options.costs == "measured" else ""
-        return replace(plan, work=work, tried=found.tried, device=cluster.name + measured)
+        plan = replace(plan, work=work, tried=found.tried, device=cluster.name + measured)
+        if options.memory_limit is None:
+            return plan
+        return replace(plan, memory_limit=options.limit_text, limits=found.problem.limits)
 
     with phase("codegen"):
         cut, artifact = _generate(

@@ -88,7 +88,7 @@ class Options:
     backend: str = "eager"
     print_after: str | None = None
     check: bool = True
-    is_decimal: bool = False  # whether the memory limit is written in powers of 1000
+    limit_text: str = ""  # the memory limit as it was given
 
     @property
     def tier(self) -> Tier:

@@ -136,7 +136,8 @@ class Plan:
     description the costs are from, as text.  ``replicas``: for so many the schedule was made, and
     ``run_local`` runs them; other numbers can run the programs.  ``shard``: what replicas divide between
     them.  ``grad_dtype``: the dtype of gradients, as text; empty for that of each parameter.  ``lanes``:
-    where the model has DTensors; then ``layouts`` are those of one lane.
+    where the model has DTensors; then ``layouts`` are those of one lane.  ``memory_limit``: as it was given,
+    empty for none; ``limits``: what it leaves to the activations of each rank.
     """
 
     format: int
@@ -166,6 +167,8 @@ class Plan:
     replicas: Annotated[int, between(1, MOST_RANKS)] = 1
     shard: Shard = ""
     lanes: LanePlan = NO_LANES
+    memory_limit: str = ""
+    limits: Annotated[tuple[NonNegative, ...], entries(0, MOST_RANKS)] = ()
 
     @property
     def ranks(self) -> int:

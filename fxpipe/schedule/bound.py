@@ -24,11 +24,8 @@ def lower_bound(costs: Costs, placement: tuple[int, ...], microbatches: int) -> 
     plus all its work, plus the shortest path from its last op to the end of the step.
     Raises ScheduleError if the edges form a cycle.
     """
-    table, times = needs(costs, placement), durations(costs)
-    stages = range(len(placement))
-    waits = [table[kind][stage] for stage in stages for kind in SECTION_KINDS]
-    lasts = [times[kind][stage] for stage in stages for kind in SECTION_KINDS]
-    head, tail = _distances(waits, lasts)
+    lasts, waits = work_and_waits(costs, placement)
+    head, tail = distances(waits, lasts)
     bounds = [h + last + t for h, last, t in zip(head, lasts, tail, strict=True)]
     own: dict[int, list[int]] = {}
     for section in range(len(lasts)):
@@ -39,7 +36,15 @@ def lower_bound(costs: Costs, placement: tuple[int, ...], microbatches: int) -> 
     return max(bounds)
 
 
-def _distances(waits: list[Needs], lasts: list[float]) -> tuple[list[float], list[float]]:
+def work_and_waits(costs: Costs, placement: tuple[int, ...]) -> tuple[list[float], list[Needs]]:
+    """By section, its seconds and its dependencies."""
+    table, times = needs(costs, placement), durations(costs)
+    stages = range(len(placement))
+    waits = [table[kind][stage] for stage in stages for kind in SECTION_KINDS]
+    return [times[kind][stage] for stage in stages for kind in SECTION_KINDS], waits
+
+
+def distances(waits: list[Needs], lasts: list[float]) -> tuple[list[float], list[float]]:
     """The longest path to each section's start, and from its end to the end of the step."""
     order = in_order(waits)
     head, tail = [0.0] * len(lasts), [0.0] * len(lasts)

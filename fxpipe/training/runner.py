@@ -23,7 +23,7 @@ from fxpipe.runtime.program.batch import batch_leaves, given_leaves, rows_of_rep
 from fxpipe.runtime.program.comm import Comm, NoAnswer
 from fxpipe.runtime.program.lanes import running
 from fxpipe.runtime.program.offload import TIMEOUT, Offloader, check_tier, open_store
-from fxpipe.runtime.program.outputs import Collected, On, StepResult, requested
+from fxpipe.runtime.program.outputs import MOST_SHOWN, Collected, On, StepResult, requested, shown
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.program.record import DeviceClock, HostClock, Record
 from fxpipe.runtime.ranks.agreement import check_agreement, check_replicas
@@ -51,7 +51,7 @@ from fxpipe.training.same_batch import (
 from fxpipe.training.warm_up import WarmUp
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LocalResult:
     """``loss``: of the whole batch, 0-d.  ``grads``: parameter name -> gradient of the mean loss.
     ``runtimes``: the ranks' runtimes, with their records.  ``peak_saved``: per rank the maximum number of
@@ -63,6 +63,13 @@ class LocalResult:
     runtimes: tuple[Runtime, ...]
     peak_saved: tuple[int, ...]
     outputs: dict[str, torch.Tensor]
+
+    def __repr__(self) -> str:
+        elements = sum(grad.numel() for grad in self.grads.values())
+        parts = [f"grads of {len(self.grads)} parameters with {elements} elements"] if self.grads else []
+        if self.peak_saved:
+            parts.append(f"peak_saved={[*self.peak_saved[:MOST_SHOWN]]}")
+        return f"LocalResult({', '.join([*shown(self.loss, self.outputs), *parts])})"
 
 
 @dataclass(eq=False)

@@ -8,26 +8,37 @@ from rich.console import Console
 from rich.table import Table
 
 from fxpipe.plan.artifact import Plan
+from fxpipe.plan.memory import rank_memory
 from fxpipe.schedule.offload.transfers import offload_bytes
 from fxpipe.schedule.ops import Direction
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.tried import Tried
-from fxpipe.units import bubble_text, bytes_text, seconds_text
-from fxpipe.viz.terminal import terminal
+from fxpipe.units import bubble_text, bytes_text, seconds_text, units_of
+from fxpipe.viz.gap import gap_text
+from fxpipe.viz.summary import memory_rows
+from fxpipe.viz.terminal import ROWS, terminal
 
 
 def explain(plan: Plan, console: Console) -> None:
-    """Print the choice and the other candidates, the fastest first, and why the rest were excluded."""
+    """Print the choice and the other candidates, the fastest first, why the rest were excluded, how far the
+    choice is from what is possible, and the memory of each rank."""
     console.print(terminal(_reason(plan)), soft_wrap=True)
     if plan.device:
         console.print(terminal(f"Costs of the device {plan.device}{_machines(plan)}."), soft_wrap=True)
     if plan.replicas > 1:
         console.print(terminal(_exchanged(plan)), soft_wrap=True)
+    timeline = simulate(plan.ordered, plan.costs)
+    limits = plan.limits if len(plan.limits) == plan.ranks else None
+    units = units_of(plan.memory_limit)
+    console.print(terminal(f"{plan.schedule}: {gap_text(timeline, limits, units)}."), soft_wrap=True)
     if plan.tried:
-        console.print(_table(plan.tried))
+        console.print(_table(plan))
     for candidate in plan.tried:
         if candidate.why:
             console.print(terminal(f"{_name(candidate)}: {candidate.why}"), soft_wrap=True, style="dim")
+    console.print(_memory(plan))
+    if plan.memory_limit:
+        console.print(terminal(f"The memory limit is {plan.memory_limit} on each rank."), soft_wrap=True)
 
 
 def _reason(plan: Plan) -> str:
@@ -35,10 +46,39 @@ def _reason(plan: Plan) -> str:
     what = f"{plan.model} on {plan.ranks} ranks, {plan.step.microbatches} microbatches: {plan.schedule}"
     if not plan.tried:
         return f"{what}, as it was asked for; a step is simulated to take {step}{_moved(plan)}."
-    others = sorted({a.seconds for a in plan.tried if a.seconds is not None and a.schedule != plan.schedule})
-    ahead = f"; the next other takes {others[0] / plan.prediction.seconds - 1:.1%} longer" if others else ""
-    chosen = f"{what}, as its simulated step of {step} is the shortest within the memory limit{ahead}"
+    _, *others = _sorted(plan.tried)
+    ahead = ""
+    if others and others[0].seconds is not None:
+        ahead = f"; the next one takes {_longer(others[0], plan)} longer"
+    within = " within the memory limit" if plan.memory_limit else ""
+    chosen = f"{what}, as its simulated step of {step} is the shortest{within}{ahead}"
     return f"{chosen}{_moved(plan)}."
+
+
+def _sorted(tried: tuple[Tried, ...]) -> list[Tried]:
+    """The fastest first; among equals in the order in which they were tried."""
+    return sorted(tried, key=lambda a: inf if a.seconds is None else a.seconds)
+
+
+def _longer(candidate: Tried, plan: Plan) -> str:
+    """By how much a candidate's step is longer than the fastest."""
+    assert candidate.seconds is not None
+    best = _sorted(plan.tried)[0].seconds
+    return f"{candidate.seconds / best - 1:.1%}" if best else "–"
+
+
+def _memory(plan: Plan) -> Table:
+    """The memory of each rank: of many, the first and the last."""
+    head, *rows = memory_rows(rank_memory(plan, plan.prediction.peak_memory), plan.memory_limit)
+    table = Table(*head)
+    for column in table.columns:
+        column.justify = "right"
+    for rank, row in enumerate(rows):
+        if not ROWS // 2 <= rank < len(rows) - ROWS // 2:
+            table.add_row(*row)
+        elif rank == ROWS // 2:
+            table.add_row("…")
+    return table
 
 
 def _exchanged(plan: Plan) -> str:
@@ -72,21 +112,24 @@ def _moved(plan: Plan) -> str:
     return f"; {moved} of the {most} that might leave the ranks in a step do, in {transfers}"
 
 
-def _table(tried: tuple[Tried, ...]) -> Table:
+def _table(plan: Plan) -> Table:
+    tried, memory = plan.tried, units_of(plan.memory_limit).memory
     spread = any(candidate.barriers for candidate in tried)
     again = any(candidate.recompute for candidate in tried)
     moved = any(candidate.offloaded for candidate in tried)
     names = ["schedule", "stages a rank", "placement", *["vocabulary"] * spread, *["recomputed"] * again]
-    table = Table(*names, *["offloaded"] * moved, "step", "span bubble", "peak memory")
+    table = Table(*names, *["offloaded"] * moved, "step", "longer", "span bubble", "activations")
+    table.columns[0].no_wrap = True
     for column in (*table.columns[1:2], *table.columns[len(names) :]):
         column.justify = "right"
-    for a in sorted(tried, key=lambda a: inf if a.seconds is None else a.seconds):
+    for a in _sorted(tried):
         if a.seconds is None or a.span_bubble is None or a.peak_memory is None:
-            figures = ["left out", "", ""]
+            figures = ["left out", "", "", ""]
         else:
-            figures = [seconds_text(a.seconds), bubble_text(a.span_bubble), bytes_text(a.peak_memory)]
+            figures = [seconds_text(a.seconds), _longer(a, plan), bubble_text(a.span_bubble)]
+            figures.append(memory(a.peak_memory))
         beside = [*[_vocabulary(a)] * spread, *[a.recompute or "nothing"] * again]
-        beside += [bytes_text(a.offloaded) if a.offloaded else "nothing"] * moved
+        beside += [memory(a.offloaded) if a.offloaded else "nothing"] * moved
         row = (a.schedule, str(a.stages_per_rank), a.placement, *beside, *figures)
         table.add_row(*map(terminal, row))
     return table
