@@ -117,7 +117,7 @@ def _table(plan: Plan) -> Table:
     spread = any(candidate.barriers for candidate in tried)
     again = any(candidate.recompute for candidate in tried)
     moved = any(candidate.offloaded for candidate in tried)
-    names = ["schedule", "stages a rank", "placement", *["vocabulary"] * spread, *["recomputed"] * again]
+    names = ["schedule", "stages a rank", "placed", *["vocabulary"] * spread, *["recomputed"] * again]
     table = Table(*names, *["offloaded"] * moved, "step", "longer", "span bubble", "activations")
     table.columns[0].no_wrap = True
     for column in (*table.columns[1:2], *table.columns[len(names) :]):
