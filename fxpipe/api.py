@@ -182,7 +182,6 @@ def compile(
         process.check_mesh(mesh)
         process.backend(device)
     with agreed(process, "compile"):
-        check_call(model, example, loss_fn)
         if isinstance(example, list):  # as DataLoaders give them
             example = tuple(example)
         options = Options(
@@ -234,6 +233,7 @@ def compile(
         devices = described_everywhere(device, process.gather)
 
     def compiled_here() -> tuple[Compiled, Artifact | None]:
+        check_call(model, example, loss_fn)
         given = model, example, loss_fn, options, device, Phases(f"fxpipe {type(model).__name__}")
         training = compile_model(*given, devices)
         return training, compile_evaluation(*given, training) if evaluation else None

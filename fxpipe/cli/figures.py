@@ -15,7 +15,7 @@ from fxpipe.schedule.offload.planner import OffloadPlan
 from fxpipe.schedule.placement import stages_of
 from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.units import Units, bubble_text
-from fxpipe.viz.gap import bound_within, gap_text
+from fxpipe.viz.gap import bound_within, gap_texts
 from fxpipe.viz.terminal import ROWS, terminal, timeline_text
 
 
@@ -88,7 +88,7 @@ def print_timeline(
     kinds = ", ".join(f"{count} {kind}" for kind, count in path.items())
     on_path = sum(span.end - span.start for span in timeline.critical_path)
     lines = [
-        gap_text(timeline, limits, units),
+        *gap_texts(timeline, limits, units),
         f"span bubble {bubble_text(timeline.span_bubble)}, "
         f"makespan bubble {bubble_text(timeline.makespan_bubble)}",
         f"critical path: {kinds}; {units.time(timeline.seconds - on_path)} of it in transfers",

@@ -14,7 +14,7 @@ from fxpipe.schedule.ops import Direction
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.tried import Tried
 from fxpipe.units import bubble_text, bytes_text, seconds_text, units_of
-from fxpipe.viz.gap import gap_text
+from fxpipe.viz.gap import gap_texts
 from fxpipe.viz.summary import memory_rows
 from fxpipe.viz.terminal import ROWS, terminal
 
@@ -29,8 +29,8 @@ def explain(plan: Plan, console: Console) -> None:
         console.print(terminal(_exchanged(plan)), soft_wrap=True)
     timeline = simulate(plan.ordered, plan.costs)
     limits = plan.limits if len(plan.limits) == plan.ranks else None
-    units = units_of(plan.memory_limit)
-    console.print(terminal(f"{plan.schedule}: {gap_text(timeline, limits, units)}."), soft_wrap=True)
+    bounds, gains = gap_texts(timeline, limits, units_of(plan.memory_limit))
+    console.print(terminal(f"{plan.schedule}: {bounds}; {gains}."), soft_wrap=True)
     if plan.tried:
         console.print(_table(plan))
     for candidate in plan.tried:

@@ -22,8 +22,8 @@ def bound_within(timeline: Timeline, limits: Sequence[float] | None) -> float:
     return timeline.lower_bound if found == inf else found  # by rounding alone: the schedule keeps its limits
 
 
-def gap_text(timeline: Timeline, limits: Sequence[float] | None, units: Units) -> str:
-    """``time 57, lower bound 54 within the memory limit: …``"""
+def gap_texts(timeline: Timeline, limits: Sequence[float] | None, units: Units) -> tuple[str, str]:
+    """``time 57, lower bound 54 within the memory limit, 51 with any``, and the gains that this leaves."""
     free, within = timeline.lower_bound, bound_within(timeline, limits)
     memory = "its own peak memory" if limits is None else "the memory limit"
     text = f"time {units.time(timeline.seconds)}, lower bound {units.time(within)} within {memory}"
@@ -31,9 +31,9 @@ def gap_text(timeline: Timeline, limits: Sequence[float] | None, units: Units) -
         text += f", {units.time(free)} with any"
     search, more = (1 - bound / timeline.seconds for bound in (within, free))
     if more < LEAST:
-        return f"{text}: no schedule of these stages is faster"
+        return text, "no schedule of these stages is faster"
     if search < LEAST:
-        return f"{text}: only more memory can gain, at most {more:.1%}"
+        return text, f"only more memory can gain, at most {more:.1%}"
     if more < search + LEAST:
-        return f"{text}: a longer search or more memory can gain at most {search:.1%}"
-    return f"{text}: a longer search can gain at most {search:.1%}, more memory at most {more:.1%}"
+        return text, f"a longer search or more memory can gain at most {search:.1%}"
+    return text, f"a longer search can gain at most {search:.1%}, more memory at most {more:.1%}"
