@@ -106,7 +106,7 @@ class Pipeline:
     _then: Traced = field(init=False)
 
     def __post_init__(self) -> None:
-        self._then = Traced(self.parameters, self.of())
+        self._then = Traced(self.parameters, self.of(), self.artifact.plan.own_hooks)
 
     def __repr__(self) -> str:
         from fxpipe.viz.summary import summary

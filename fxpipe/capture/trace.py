@@ -49,6 +49,7 @@ from fxpipe.ir.storage import graph_outputs
 from fxpipe.plan.dtensors import local
 from fxpipe.plan.lanes import NO_LANES, LanePlan
 from fxpipe.runtime.program.checks import expect_op
+from fxpipe.runtime.torch_private import hook_functions
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,11 +59,13 @@ class Captured:
     ``graph``'s placeholders carry an ``Input``; its output is an ``Outputs``.
     ``constants`` are the tensors that the model made from nothing or held outside parameters and buffers.
     ``lanes``: where the model has DTensors.
+    ``own_hooks``: the functions of hooks that the forward registered by itself.
     """
 
     graph: fx.Graph
     constants: dict[str, torch.Tensor]
     lanes: LanePlan = NO_LANES
+    own_hooks: tuple[str, ...] = ()
 
     @property
     def checks(self) -> int:
@@ -151,7 +154,7 @@ def _traced(
     fakes = {id(r.tensor): x.fake for r, x in zip(step.registered, given, strict=False)}
     values = [x.local for x in given]
     with borrowed(model, loss_fn, fakes) as snapshot:
-        watch = Watch(snapshot)
+        watch, before = Watch(snapshot), hook_functions(model)
         step.snapshot = snapshot
         put_back(step.registered, given)
 
@@ -172,6 +175,7 @@ def _traced(
                     if isinstance(error, CaptureError)
                     else explained(error, step.provenance, step.of_loss)
                 ) from error
+        after = hook_functions(model)
         if mode.elsewhere:
             raise in_another_thread(mode.elsewhere)
         mode.source = str  # the other one leads to the model, and the graph's tensors to the mode
@@ -183,7 +187,8 @@ def _traced(
     with compat.plain_kernels(), compat.modules_without_code(), mode:
         module = functionalize(module, values)
     frozen = {r.name for r in step.registered if not r.tensor.requires_grad}
-    captured = Captured(*clean(module, [x.input for x in given], step.layout, frozen))
+    cleaned = clean(module, [x.input for x in given], step.layout, frozen)
+    captured = Captured(*cleaned, own_hooks=tuple(sorted(after - before)))
     _check_written(captured.graph, step.registered, replaced)
     return captured
 

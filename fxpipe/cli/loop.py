@@ -234,7 +234,7 @@ class _Log:
         console = Console(stderr=True)
         self._progress = Progress(console=console, disable=not console.is_terminal)
         self._bar = self._progress.add_task("train", total=steps, completed=done)
-        self._board = None if settings.tensorboard is None else _board(settings.tensorboard)
+        self._board = None if settings.tensorboard is None else board_class()(str(settings.tensorboard))
         self._lines = None if settings.log is None else _opened(settings.log)
 
     def __enter__(self) -> _Log:
@@ -270,9 +270,10 @@ def _opened(file: Path) -> TextIO:
         raise RunError(f"{file} cannot be written: {error.strerror}. Name another file for --log.") from error
 
 
-def _board(directory: Path) -> Any:
+def board_class() -> Any:
+    """TensorBoard's writer.  Raises RunError where it is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise RunError("--tensorboard needs TensorBoard: pip install tensorboard.") from error
-    return SummaryWriter(str(directory))
+    return SummaryWriter

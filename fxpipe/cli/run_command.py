@@ -5,18 +5,17 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from fxpipe.api import load
 from fxpipe.cli.arguments import positive, positive_int
 from fxpipe.cli.data import Data, data_from
-from fxpipe.cli.loop import DECAYS, Settings, train
+from fxpipe.cli.loop import DECAYS, Settings, board_class, train
 from fxpipe.errors import ArtifactError, RunError, printable
 from fxpipe.pipeline import Pipeline
-from fxpipe.plan.files import check_free, read_plan
-from fxpipe.runtime.job.process import reported, under_torchrun
+from fxpipe.plan.files import check_free
+from fxpipe.runtime.job.process import reported
 
 
 def add_to(commands: Any, line: str) -> None:
@@ -90,14 +89,8 @@ def add_to(commands: Any, line: str) -> None:
 
 
 def _run(options: argparse.Namespace) -> None:
-    if options.tensorboard is not None and find_spec("tensorboard") is None:
-        raise RunError("--tensorboard needs TensorBoard: pip install tensorboard.")
-    ranks = read_plan(options.directory).ranks
-    if ranks > 1 and not under_torchrun():
-        raise RunError(
-            f"{options.directory} has {ranks} ranks, and this is one process. Start it with "
-            f"torchrun --nproc-per-node {ranks} -m fxpipe run {options.directory} …"
-        )
+    if options.tensorboard is not None:
+        board_class()  # before ranks wait for each other
     if options.save is not None:
         check_free(options.save.absolute())
     if options.every is not None and options.checkpoints is None:
@@ -124,7 +117,17 @@ def _run(options: argparse.Namespace) -> None:
     with reported(pipe.process):
         data = _data(options.data, pipe)
         evaluated = None if options.evaluate is None else _data(options.evaluate, pipe.evaluation or pipe)
+        _check_processes(pipe, options.directory)
         train(pipe, data, settings, evaluated)
+
+
+def _check_processes(pipe: Pipeline, directory: Path) -> None:
+    ranks = pipe.artifact.plan.ranks
+    if ranks > 1 and pipe.process is None:
+        raise RunError(
+            f"{directory} has {ranks} ranks, and this is one process. Start it with "
+            f"torchrun --nproc-per-node {ranks} -m fxpipe run {directory} …"
+        )
 
 
 def _data(given: str, pipe: Pipeline) -> Data:

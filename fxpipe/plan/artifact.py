@@ -136,8 +136,9 @@ class Plan:
     description the costs are from, as text.  ``replicas``: for so many the schedule was made, and
     ``run_local`` runs them; other numbers can run the programs.  ``shard``: what replicas divide between
     them.  ``grad_dtype``: the dtype of gradients, as text; empty for that of each parameter.  ``lanes``:
-    where the model has DTensors; then ``layouts`` are those of one lane.  ``memory_limit``: as it was given,
-    empty for none; ``limits``: what it leaves to the activations of each rank.
+    where the model has DTensors; then ``layouts`` are those of one lane.  ``own_hooks``: the functions of
+    hooks that the forward registers by itself.  ``memory_limit``: as it was given, empty for none;
+    ``limits``: what it leaves to the activations of each rank.
     """
 
     format: int
@@ -167,6 +168,7 @@ class Plan:
     replicas: Annotated[int, between(1, MOST_RANKS)] = 1
     shard: Shard = ""
     lanes: LanePlan = NO_LANES
+    own_hooks: tuple[str, ...] = ()
     memory_limit: str = ""
     limits: Annotated[tuple[NonNegative, ...], entries(0, MOST_RANKS)] = ()
 

@@ -110,7 +110,8 @@ def _check_options(cls: Callable[..., Optimizer], options: Mapping[str, Any], gr
         return
     names = [name for name in known if name != "params"]
     mappings = [group for group in groups if isinstance(group, Mapping)]
-    in_groups = {name for group in mappings for name in group.keys() - known.keys() if suggested(name, names)}
+    own = {name for group in mappings for name in group.keys() - {"params"} - known.keys()}
+    in_groups = {name for name in own if suggested(name, names)}
     for name in (options.keys() - known.keys()) | in_groups:
         raise OptionError(
             f"{_name(cls)} has no option {name!r}.{suggested(name, names)} It has {', '.join(names)}."

@@ -1,8 +1,10 @@
 """The command line as a whole: what is mistyped, units, pictures, completion, and the small commands."""
 
 import json
+import sys
 
 import pytest
+from safetensors.torch import save_file
 from zoo import Chain, numbers
 
 import fxpipe
@@ -107,16 +109,16 @@ def test_costs_that_are_not_there(capsys):
     assert "nope does not exist: --costs is a JSON file or" in refused(capsys, "simulate", "--costs", "nope")
 
 
-def test_running_several_ranks_in_one_process(capsys, saved):
-    line = refused(capsys, "run", saved / "gpipe", "--data", "x")
+def test_running_several_ranks_in_one_process(capsys, saved, tmp_path):
+    save_file(numbers(8), tmp_path / "data.safetensors")
+    line = refused(capsys, "run", saved / "gpipe", "--data", tmp_path / "data.safetensors")
     assert f"torchrun --nproc-per-node 2 -m fxpipe run {saved / 'gpipe'}" in line
 
 
 def test_tensorboard_is_missed_before_anything_runs(capsys, saved, monkeypatch):
-    monkeypatch.setattr("fxpipe.cli.run_command.find_spec", lambda name: None)
-    assert "pip install tensorboard" in refused(
-        capsys, "run", saved / "no", "--data", "x", "--tensorboard", "y"
-    )
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    run = "run", saved / "no", "--data", "x", "--tensorboard", "y"
+    assert "pip install tensorboard" in refused(capsys, *run)
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
