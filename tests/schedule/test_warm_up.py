@@ -27,7 +27,7 @@ def test_1f1b_fills():
 
 
 def test_a_forward_behind_a_backward_cuts_those_that_need_it():
-    """F1.1 stands behind a backward of rank 1; so F2.1, of rank 0 again, is in no warm-up, nor what follows."""
+    """F1.1 stands behind a backward of rank 1; so F2.1, of rank 0 again, is in no warm-up."""
     text = """
     F0.0 F0.1 F2.0 F2.1 BW2.0 BW2.1 BW0.0 BW0.1
     F1.0 BW1.0 F1.1 BW1.1
