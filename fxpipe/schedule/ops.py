@@ -73,8 +73,15 @@ RankOps = tuple[tuple[Op, ...], ...]
 """The ops of each rank, in order."""
 
 
-Objective = Literal["makespan", "span"]
-"""The span is the longest of the ranks' times from their first op's start to their last op's end."""
+Objective = Literal["makespan", "span", "period"]
+"""The span is the longest of the ranks' times from their first op's start to their last op's end, the period
+the seconds a step of many steps with post-validation (``simulation/steps.py``)."""
+
+Validation = Literal["barrier", "post"]
+"""When the ranks update: together, when the gradients of all are known to be right (``barrier``); or one
+after the other, each when those of the ranks before it are, and the full verdict comes later (``post``)."""
+
+VALIDATIONS: tuple[Validation, ...] = ("barrier", "post")
 
 
 Activation = tuple[int, int, Phase]

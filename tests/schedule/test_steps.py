@@ -1,0 +1,144 @@
+"""Steps one behind the other: updates, the chain of verdicts, and the time a step once they repeat."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from fxpipe.errors import ScheduleError
+from fxpipe.schedule.costs import Costs, Exchange, StageCost, Update, chain
+from fxpipe.schedule.families.registry import FAMILIES
+from fxpipe.schedule.offload.planner import offload, with_link
+from fxpipe.schedule.ops import VALIDATIONS, Schedule, parse_order
+from fxpipe.schedule.search.build import build
+from fxpipe.schedule.simulation.simulator import simulate
+from fxpipe.schedule.simulation.steps import Steps, simulate_steps
+from fxpipe.schedule.stages import Vocabulary
+from fxpipe.schedule.vocabulary_costs import with_output_shards
+
+ONE = Schedule("hand", (0, 1), 1, parse_order("F0.0 B0.0 W0.0\nF1.0 B1.0 W1.0"))
+LAST_ENDS_LAST = chain([StageCost(1.0, 1.0, 0.0), StageCost(1.0, 1.0, 2.0)])
+"""Rank 0 runs from 0 to 4, and rank 1 from 1 to 5."""
+
+
+def updating(costs: Costs, *seconds: float, message: float = 0.0) -> Costs:
+    return replace(costs, update=Update(seconds, message))
+
+
+def updates(steps: Steps, step: int) -> list[tuple[float, float]]:
+    return [tuple(update) for update in steps.steps[step].updates]
+
+
+def test_ranks_update_one_after_the_other():
+    """Rank 0 has nothing to wait for; its next F runs while rank 1 still computes."""
+    steps = simulate_steps(ONE, updating(LAST_ENDS_LAST, 0.5, 0.25, message=0.125), "post")
+    assert updates(steps, 0) == [(4.0, 4.5), (5.0, 5.25)]
+    second = steps.steps[1]
+    assert [own[0].start for own in second.timeline.spans] == [4.5, 5.5]
+    assert second.verdicts == (
+        (7.5, 7.5),
+        None,
+    )  # the verdict is there at 5.125, and rank 0's B can start at 7.5
+    assert steps.period == 4.0 + 0.5  # of rank 0: its span and its update
+    assert steps.longest == steps.period
+
+
+def test_a_barrier_waits_for_all_ranks():
+    steps = simulate_steps(ONE, updating(LAST_ENDS_LAST, 0.5, 0.25, message=0.125), "barrier")
+    assert updates(steps, 0) == [(5.125, 5.625), (5.0, 5.25)]
+    assert steps.steps[1].verdicts == (None, None)
+    assert steps.period == 5.0 + 0.125 + 0.5  # the makespan, the message to rank 0, its update
+
+
+def test_the_first_op_that_is_no_warm_up_waits_for_the_verdict():
+    """Of two slow messages, to rank 1 and back, and of the one op of rank 0 behind them."""
+    steps = simulate_steps(ONE, updating(LAST_ENDS_LAST, 0.5, 0.25, message=3.0), "post", steps=3)
+    assert updates(steps, 0) == [(4.0, 4.5), (7.0, 7.25)]
+    assert steps.steps[1].verdicts == ((9.25, 10.0), None)
+    assert steps.steps[1].timeline.spans[0][0].end == 5.5  # the warm-up does not wait
+    assert updates(steps, 1) == [(11.0, 11.5), (14.0, 14.25)]
+    assert steps.steps[2].verdicts == ((16.25, 17.0), None)
+    assert steps.waits == (0.75, 0.0)
+    assert steps.period == 3.0 + 3.0 + 1.0
+
+
+def test_messages_between_machines_take_their_own_time():
+    costs = updating(LAST_ENDS_LAST, 0.5, 0.25)
+    costs = replace(costs, ranks_per_machine=1, update=replace(costs.update, inter_message=3.0))
+    assert simulate_steps(ONE, costs, "post").period == 7.0
+    assert simulate_steps(ONE, replace(costs, ranks_per_machine=2), "post").period == 4.5
+
+
+def test_replicas_sum_gradients_before_the_update_and_gather_parameters_after_it():
+    costs = replace(updating(LAST_ENDS_LAST, 0.5, 0.25), exchanges=(Exchange(2.0, 0.25), Exchange(0.5)))
+    steps = simulate_steps(ONE, costs, "post")
+    # Rank 0's first F waits for its parameters: all ops are later by 0.25 than without replicas.
+    assert updates(steps, 0) == [(4.25 + 2.0, 6.75), (6.25, 6.5)]
+    assert steps.steps[1].timeline.spans[0][0].start == 6.75 + 0.25
+    assert steps.period == 4.0 + 0.25 + 2.0 + 0.5
+
+
+def test_a_rank_without_ops_waits_for_the_verdict_before_its_update():
+    schedule = Schedule("hand", (1,), 1, ((), *parse_order("F0.0 B0.0 W0.0")))
+    costs = updating(chain([StageCost(1.0, 1.0, 1.0)]), 0.5, 0.25, message=0.125)
+    steps = simulate_steps(schedule, costs, "post", steps=2)
+    assert [updates(steps, step)[0] for step in (0, 1)] == [(0.0, 0.5), (3.125, 3.625)]
+    assert steps.period == 3.0 + 0.25
+
+
+def test_the_number_of_updates_is_that_of_the_ranks():
+    with pytest.raises(ScheduleError, match="updates of 3 ranks, and schedule hand has 2"):
+        simulate_steps(ONE, updating(LAST_ENDS_LAST, 1.0, 1.0, 1.0))
+
+
+def drawn(name: str, ranks: int, microbatches: int, seed: int) -> tuple[Schedule, Costs]:
+    """A family on uneven costs."""
+    random, family = Random(seed), FAMILIES[name]
+    stages = [
+        StageCost(*(random.uniform(0.5, 1.5) for _ in range(3)), 1.0, 0.5)
+        for _ in range(ranks * family.stages_per_rank)
+    ]
+    costs = chain(stages, 0.1)
+    schedule = build(name, ranks=ranks, microbatches=microbatches, costs=costs, effort=0.01)
+    return schedule, updating(costs, *(random.uniform(0, 2) for _ in range(ranks)), message=0.05)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family(name):
+    schedule, costs = drawn(name, 4, 6, seed=1)
+    check(schedule, costs)
+
+
+def check(schedule: Schedule, costs: Costs) -> None:
+    periods, links = {}, schedule.ranks * costs.update.message
+    for validation in VALIDATIONS:
+        steps = simulate_steps(schedule, costs, validation)
+        assert steps.steps[0].timeline == simulate(schedule, costs)
+        assert steps.period >= steps.longest - 1e-9
+        for own, rank_updates in zip(
+            zip(*(step.timeline.spans for step in steps.steps), strict=True),
+            zip(*(step.updates for step in steps.steps), strict=True),
+            strict=True,
+        ):
+            for spans, update in zip(own, rank_updates, strict=True):
+                assert spans[-1].end <= update.start
+            for update, spans in zip(rank_updates, own[1:], strict=False):
+                assert update.end <= spans[0].start
+        # Once steps repeat, so do all after them, each 12th however many are in a cycle (of 1 to 4 ranks).
+        many = simulate_steps(schedule, costs, validation, steps=len(steps.steps) + 12)
+        later = many.steps[-1].updates[0].end - many.steps[-13].updates[0].end
+        assert later == pytest.approx(12 * steps.period)
+        periods[validation] = steps.period
+    assert periods["post"] <= periods["barrier"] + links + 1e-9
+
+
+@pytest.mark.parametrize("barriers", [1, 2])
+def test_vocabulary_stages_and_offload(barriers):
+    model = chain([StageCost(1.0, 1.0, 1.0, 1.0, 0.5, 0.8, 0.4)] * 8, 0.05)
+    costs = updating(with_output_shards(model, 4, 1.0, barriers, 0.05), 0.5, 0.5, 0.5, 1.0, message=0.05)
+    vocabulary = Vocabulary(0, 4, barriers)
+    schedule = build("zb-h1", ranks=4, microbatches=6, costs=costs, stages_per_rank=2, vocabulary=vocabulary)
+    check(schedule, costs)
+    moved = offload(replace(simulate(schedule, costs), costs=with_link(costs, 0.5)), 0.5)
+    assert moved.moved
+    check(moved.timeline.schedule, moved.timeline.costs)
