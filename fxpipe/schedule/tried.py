@@ -33,3 +33,8 @@ class Tried:
     recompute: Recompute = ""
     offloaded: NonNegative = 0.0
     period: NonNegative | None = None
+
+    @property
+    def compared(self) -> float | None:
+        """The seconds by which it is compared with others."""
+        return self.seconds if self.period is None else self.period

@@ -67,6 +67,10 @@ class Steps:
         spans = zip(last.timeline.spans, last.updates, strict=True)
         return max((own[-1].end - own[0].start if own else 0.0) + end - start for own, (start, end) in spans)
 
+    def last(self, number: int) -> Steps:
+        """The last steps alone."""
+        return replace(self, steps=self.steps[-number:])
+
     @property
     def waits(self) -> tuple[float, ...]:
         """Per rank the seconds in which it waits for the verdict alone, in the last step."""
@@ -110,9 +114,24 @@ def simulate_steps(
     return Steps(validation, tuple(found), _mean(states) if period is None else period)
 
 
-def without_messages(costs: Costs) -> Costs:
-    """The costs where verdicts arrive at once."""
-    return replace(costs, update=Update(costs.update.seconds))
+class SteadyState(NamedTuple):
+    """``period``: the seconds a step of many.  ``updates``, ``messages``: by how much it would be shorter if
+    updates, or messages of verdicts, took no time."""
+
+    period: float
+    updates: float
+    messages: float
+
+
+def steady_state(schedule: Schedule, costs: Costs, validation: Validation) -> SteadyState:
+    """Raises as ``simulate_steps`` does."""
+
+    def period(update: Update) -> float:
+        return simulate_steps(schedule, replace(costs, update=update), validation).period
+
+    now = period(costs.update)
+    without = replace(costs.update, seconds=()), Update(costs.update.seconds)
+    return SteadyState(now, *(max(0.0, now - period(update)) for update in without))
 
 
 def _ready(timeline: Timeline, run: Run) -> list[float]:

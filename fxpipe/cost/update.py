@@ -1,0 +1,76 @@
+"""The time of the optimizer's update behind a step, and of the messages that tell ranks that it is right.
+
+The optimizer is unknown when a pipeline is compiled: it is taken for AdamW, with two states of a parameter's
+gradient dtype, and with master weights where that has more bits than the parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from fxpipe.cost.cluster import Cluster
+from fxpipe.cost.device import Device
+from fxpipe.plan.work import Rates
+from fxpipe.schedule.costs import Update
+
+VERDICT = 32  # bytes of a message: whether all gradients are finite, and their norm
+_STATES = 2
+
+
+class Trained(NamedTuple):
+    """A parameter that a rank updates: its elements, and the bytes of one and of one of its gradient."""
+
+    elements: int
+    parameter: int
+    gradient: int
+
+    @property
+    def copied(self) -> int:
+        """The bytes that undo an update: the parameter, its master if it has one, and its states."""
+        master = self.gradient if self.gradient > self.parameter else 0
+        return self.elements * (self.parameter + master + _STATES * self.gradient)
+
+    @property
+    def moved(self) -> int:
+        """The bytes that are read and written, each once by each op of a fused update: the gradient for the
+        norm, for the update, and when it is set to zero; the states and the parameter or its master."""
+        written = self.parameter if self.gradient > self.parameter else 0
+        return self.elements * (3 * self.gradient + 2 * (_STATES + 1) * self.gradient + written)
+
+
+def update_costs(cluster: Cluster, trained: Sequence[Sequence[Trained]], divided: int = 1) -> Update:
+    """The update of each rank's parameters, and the messages between the slowest links.
+
+    divided: the number of replicas of which each updates its rows alone; 1 if each updates all.
+    """
+    seconds = tuple(
+        _seconds(device, own, divided) for device, own in zip(cluster.devices, trained, strict=True)
+    )
+    return Update(
+        seconds,
+        max(device.intra.seconds(VERDICT) for device in cluster.devices),
+        max(device.inter.seconds(VERDICT) for device in cluster.devices),
+    )
+
+
+def _seconds(device: Device, trained: Sequence[Trained], divided: int) -> float:
+    if not trained:
+        return 0.0
+    return device.stage_overhead + sum(device.seconds(0, own.moved / divided, "float32") for own in trained)
+
+
+def update_on(update: Update, rates: Sequence[Rates], device: Device) -> Update:
+    """The update on another device.  rates: of each rank's device in ``update``."""
+
+    def there(seconds: float, own: Rates) -> float:
+        moving = max(0.0, seconds - own.stage_overhead) * own.memory / device.memory_bandwidth
+        return device.stage_overhead + moving if seconds else 0.0
+
+    return replace(
+        update,
+        seconds=tuple(map(there, update.seconds, rates)),
+        message=device.intra.seconds(VERDICT),
+        inter_message=device.inter.seconds(VERDICT),
+    )
