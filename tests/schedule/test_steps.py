@@ -1,6 +1,7 @@
 """Steps one behind the other: updates, the chain of verdicts, and the time a step once they repeat."""
 
 from dataclasses import replace
+from operator import add
 from random import Random
 
 import pytest
@@ -10,7 +11,10 @@ from fxpipe.schedule.costs import Costs, Exchange, StageCost, Update, chain
 from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.offload.planner import offload, with_link
 from fxpipe.schedule.ops import VALIDATIONS, Schedule, parse_order
+from fxpipe.schedule.problem import Problem, per_rank
 from fxpipe.schedule.search.build import build
+from fxpipe.schedule.search.fastest import fastest
+from fxpipe.schedule.search.pool import judged
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.steps import Steps, simulate_steps
 from fxpipe.schedule.stages import Vocabulary
@@ -142,3 +146,30 @@ def test_vocabulary_stages_and_offload(barriers):
     moved = offload(replace(simulate(schedule, costs), costs=with_link(costs, 0.5)), 0.5)
     assert moved.moved
     check(moved.timeline.schedule, moved.timeline.costs)
+
+
+def test_a_search_for_the_period_counts_updates():
+    """That of the last rank takes long: its span must be the shortest.  The makespan does not tell."""
+    costs = chain([StageCost(1.0, 1.1, 0.7, 1.0, 0.5)] * 4, 0.05)
+    costs = updating(costs, 0.5, 0.5, 0.5, 3.0, message=0.02)
+    periods = {}
+    for objective in ("makespan", "span", "period"):
+        problem = Problem(4, 8, 1, "plain", costs, per_rank(5.0, 4), objective=objective)
+        found = fastest("auto", [problem], effort=0.1)
+        periods[objective] = simulate_steps(found.schedule, costs, "post").period
+        (row,) = [row for row in found.tried if row.schedule == found.schedule.name]
+        assert row.period == (periods["period"] if objective == "period" else None)
+        assert row.compared == (periods["period"] if objective == "period" else found.timeline.seconds)
+    assert periods["period"] < periods["span"] < periods["makespan"]
+
+
+def test_an_order_is_judged_by_its_spans_with_updates():
+    schedule, costs = drawn("zb-h2", 4, 6, seed=2)
+    problem = Problem(4, 6, 1, "plain", costs, per_rank(None, 4), objective="period")
+    timeline = simulate(schedule, costs)
+    spans = [own[-1].end - own[0].start for own in timeline.spans]
+    longest = max(map(add, spans, costs.update.seconds))
+    assert max(spans) < longest < max(spans) + max(costs.update.seconds)
+    assert judged(problem, "zb-h2", problem.order(schedule.order)).seconds == pytest.approx(longest)
+    work = [6 * costs.stages[rank].total + costs.update.seconds[rank] for rank in range(4)]
+    assert problem.bound == pytest.approx(max(work))
