@@ -69,7 +69,7 @@ def find(problems: Sequence[Problem], effort: float | None = None, seed: int = 0
     seconds = min(_EFFORT, _EFFORT_PER_OP * ops) if effort is None else effort
     known: list[Order | None] = [None] * len(able)
     if any(len(set(problem.arrays.update)) > 1 for problem in able):
-        # The order with the shortest span is one more start: with uneven updates annealing ends in more places.
+        # The order with the shortest span is one more start: with uneven updates annealing alone finds worse.
         seconds /= 2
         shortest = find([replace(problem, objective="span") for problem in able], seconds, seed)
         both = zip(able, shortest, strict=True)
