@@ -1,7 +1,7 @@
 """The simulated time a step of many: with a barrier behind each step, and with post-validation.
 
 Costs: F 1, B 1, W 0.7 of a rank and microbatch, each stage's between 0.8 and 1.2 times as much, and updates
-between 0.3 and 1.5 (even: all 1 times, and 1); a transfer 0.05, a message of a verdict 0.02.  Seeds are fixed.
+between 0.3 and 1.5 (even: all 1); a transfer 0.05, a message of a verdict 0.02.  Seeds are fixed.
 
 Families: the makespan and the longest span of a step by itself; the periods; the largest sum of a rank's span
 and its update in steps that repeat, a lower bound; how many steps were simulated until they repeated.
@@ -57,7 +57,7 @@ def main() -> None:
         "barrier",
         "post",
         "gain",
-        "span + O",
+        "bound",
         "steps",
     )
     rows = [
@@ -91,7 +91,7 @@ def family_row(name: str, ranks: int, microbatches: int, seed: int | None, effor
     timeline = simulate(schedule, own)
     barrier, post = (simulate_steps(schedule, own, validation) for validation in ("barrier", "post"))
     figures = (timeline.seconds, timeline.span, barrier.period, post.period)
-    gain = f"{abs(barrier.period / post.period - 1):.1%}"
+    gain = f"{round(barrier.period / post.period - 1, 6) + 0.0:.1%}"  # without a sign of zero
     named = (name, str(ranks), str(microbatches), "even" if seed is None else str(seed))
     return *named, *(f"{x:.2f}" for x in figures), gain, f"{post.longest:.2f}", str(len(post.steps))
 

@@ -114,9 +114,9 @@ def compile(
     schedule: the name of a family (``fxpipe simulate --help`` lists them); ``auto``, the one with the
         shortest simulated step over all families, placements and one, two or four stages per rank; a
         Schedule; or the path of a schedule as text or as torch's CSV.
-    validation: ``"barrier"``: the ranks update together, behind the step; ``"post"``: one after the other,
-        and begin the next step before the last has updated.  The schedule is then the one with the shortest
-        simulated time a step of many, instead of that of one by itself (docs/steps.md).
+    validation: of the optimizer with which the pipeline is to train, for the schedule (docs/steps.md).  With
+        ``"post"`` a rank begins the next step before the others have ended this one: the schedule is then the
+        one with the shortest simulated time a step of many, instead of that of one by itself.
     stages_per_rank, placement: ``plain`` (stage s on rank s mod ranks) or ``v`` (down the ranks and back
         up).  By default the schedule's own.
     split_points: module paths that begin the second and later stages, instead of cuts by cost.

@@ -131,12 +131,11 @@ def trained_parameters(
 
 def copy_bytes(trained: Sequence[Sequence[Trained]], divided: int = 1) -> tuple[int, ...]:
     """Per rank the bytes that it keeps from its update until it knows that all ranks' gradients are right:
-    parameters, masters and states as they were.  The last rank knows it before its update.
+    parameters, masters and states as they were.
 
     divided: as for ``update_costs``.
     """
-    sizes = [sum(one.copied for one in own) // divided for own in trained]
-    return (*sizes[:-1], 0)
+    return tuple(sum(one.copied for one in own) // divided for own in trained)
 
 
 def with_replicas(

@@ -78,8 +78,8 @@ Objective = Literal["makespan", "span", "period"]
 the seconds a step of many steps with post-validation (``simulation/steps.py``)."""
 
 Validation = Literal["barrier", "post"]
-"""When the ranks update: together, when the gradients of all are known to be right (``barrier``); or one
-after the other, each when those of the ranks before it are, and the full verdict comes later (``post``)."""
+"""When the ranks update: when the gradients of all are known to be right (``barrier``), or each behind its
+own ops, and the verdict on all gradients comes later (``post``)."""
 
 VALIDATIONS: tuple[Validation, ...] = ("barrier", "post")
 

@@ -1,8 +1,8 @@
 """The warm-up of a step: the forwards that a rank may run before it knows that the last update was right.
 
-With post-validation the ranks update one after the other, and each begins the next step at once.  Until the
-full verdict on the gradients has come, a rank runs only ops of its warm-up, so that a wrong update costs no
-more than these forwards, which are run again.
+With post-validation each rank updates behind its own ops and begins the next step at once.  Until the verdict
+on the gradients of all ranks has come, it runs only ops of its warm-up, so that a wrong update costs no more
+than these forwards, which are run again.
 """
 
 from __future__ import annotations

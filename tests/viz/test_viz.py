@@ -369,18 +369,19 @@ def test_the_seam_between_two_steps():
     drawn = [(look, tip) for look, _, _, tip in rectangles(svg) if look in ("update", "wait")]
     # From 4.5 on, where rank 0 begins the second step; see tests/schedule/test_steps.py.
     assert drawn == [
-        ("update", "update from 6.5, 0.5"),
-        ("wait", "waits for the verdict from 4.75, 0.75"),
-        ("update", "update from 13.5, 0.5"),
-        ("wait", "waits for the verdict from 11.8, 0.75"),
-        ("update", "update from 9.5, 0.25"),
-        ("update", "update from 16.5, 0.25"),
+        ("update", "update from 4.5, 0.5"),
+        ("update", "update from 9.5, 0.5"),
+        ("update", "update from 5.5, 0.25"),
+        ("wait", "waits for the verdict from 2, 0.5"),
+        ("update", "update from 10.5, 0.25"),
+        ("wait", "waits for the verdict from 7, 0.5"),
     ]
     lines = [line for line in ET.fromstring(svg).iter(f"{SVG}line") if line.get("class") == "verdict"]
-    scale = 900 / (17 + 3 + 1.25 - 4.5)
-    assert [float(line.get("x1")) for line in lines] == pytest.approx([5.5 * scale, 12.5 * scale], abs=0.01)
+    scale = 900 / (15.25 - 4.5)
+    expected = [time * scale for time in (3.5, 8.5, 2.5, 7.5)]
+    assert [float(line.get("x1")) for line in lines] == pytest.approx(expected, abs=0.01)
     said = " ".join(texts(svg))
-    assert "2 steps of many with post-validation: 7 a step" in said
+    assert "2 steps of many with post-validation: 5 a step" in said
     assert "V wait for the verdict on the step before" in said
     barrier = " ".join(
         texts(timeline_svg(simulate_steps(schedule, costs, "barrier").last(1), "Model", PLAIN))

@@ -6,9 +6,8 @@ it ended; on the clock the steps of different ranks overlap.
 
 ``"barrier"``: each rank updates when the ops of all ranks are over and their verdicts have arrived.
 
-``"post"``: a verdict on the gradients goes from rank to rank, 0, 1, …; a rank updates as soon as it has that
-of all ranks before it, and begins its warm-up of the next step.  The last rank then knows the verdict on all
-and tells every other rank, which waits for it behind its warm-up.
+``"post"``: each rank updates behind its own ops and begins its warm-up of the next step.  Behind that it
+waits until it knows that the gradients of all ranks were right.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
 from typing import NamedTuple
 
 from fxpipe.errors import ScheduleError
@@ -99,10 +97,8 @@ def simulate_steps(
         run = Run(schedule, costs, start)
         timeline = run.finish()
         ready = _ready(timeline, run)
-        if validation == "post":
-            begins, full = _prefixes(ready, costs)
-        else:
-            begins, full = _together(ready, costs), ()
+        known = _together(ready, costs)
+        begins, full = (ready, known) if validation == "post" else (known, ())
         ends = tuple(begin + costs.update_seconds(rank) for rank, begin in enumerate(begins))
         links = tuple(
             own[-1].end if own else free for own, free in zip(run.carried, run.start.links, strict=True)
@@ -134,7 +130,7 @@ def steady_state(schedule: Schedule, costs: Costs, validation: Validation) -> St
     return SteadyState(now, *(max(0.0, now - period(update)) for update in without))
 
 
-def _ready(timeline: Timeline, run: Run) -> list[float]:
+def _ready(timeline: Timeline, run: Run) -> tuple[float, ...]:
     """Per rank when its gradients are complete, and summed over its replicas."""
     found = []
     for rank, (ops, exchanges) in enumerate(zip(timeline.spans, timeline.exchanges, strict=True)):
@@ -142,21 +138,7 @@ def _ready(timeline: Timeline, run: Run) -> list[float]:
         ends = [run.start.ranks[rank], *(own[-1].end for own in (ops, exchanges) if own)]
         # A rank whose ops are all warm-up waits before its update.
         found.append(max(ends + [until] * (waiting == len(ops))))
-    return found
-
-
-def _prefixes(ready: Sequence[float], costs: Costs) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Per rank when it knows that its own gradients and those of the ranks before it are right, and when it
-    knows that all are."""
-
-    def passed(before: float, own: tuple[int, float]) -> float:
-        rank, ready = own
-        return max(ready, before + costs.verdict_seconds(rank - 1, rank))
-
-    first, *others = enumerate(ready)
-    prefixes = tuple(accumulate(others, passed, initial=first[1]))
-    last = len(ready) - 1
-    return prefixes, tuple(prefixes[last] + costs.verdict_seconds(last, rank) for rank in range(len(ready)))
+    return tuple(found)
 
 
 def _together(ready: Sequence[float], costs: Costs) -> tuple[float, ...]:
@@ -169,8 +151,7 @@ def _together(ready: Sequence[float], costs: Costs) -> tuple[float, ...]:
 
 def _verdicts(run: Run) -> tuple[Interval | None, ...]:
     waits = zip(run.arrived, run.waits, strict=True)
-    own = [None if came is None else Interval(came, max(came, until)) for came, (_, until) in waits]
-    return (*own[:-1], None)  # the last rank makes the verdict
+    return tuple(None if came is None else Interval(came, max(came, until)) for came, (_, until) in waits)
 
 
 def _repeated(states: Sequence[tuple[float, ...]], ranks: int) -> float | None:
