@@ -82,7 +82,7 @@ def costs(ranks: int, chunks: int, seed: int | None) -> Costs:
     stages = [
         StageCost(share(), share(), 0.7 * share(), 1 / chunks, 0.5 / chunks) for _ in range(ranks * chunks)
     ]
-    return replace(chain(stages, 0.05), update=Update(updates, 0.02))
+    return replace(chain(stages, 0.05), update=Update(updates, (), 0.02))
 
 
 def family_row(name: str, ranks: int, microbatches: int, seed: int | None, effort: float) -> Sequence[str]:

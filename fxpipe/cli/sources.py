@@ -186,9 +186,9 @@ def _with_update(options: argparse.Namespace, ranks: int, costs: Costs) -> Costs
     """The costs with the asked times of updates and their messages, where these are given."""
     update = costs.update
     if options.update is not None:
-        update = replace(update, seconds=(options.update,) * ranks)
+        update = replace(update, seconds=(options.update,) * ranks, copies=())
     if options.verdict is not None:
-        update = Update(update.seconds, options.verdict)
+        update = Update(update.seconds, update.copies, options.verdict)
     return replace(costs, update=update)
 
 

@@ -1,4 +1,5 @@
-"""The time of the optimizer's update behind a step, and of the messages that tell ranks that it is right.
+"""The time of the optimizer's update behind a step, of the copies that undo it, and of the messages that tell
+ranks that it is right.
 
 The optimizer is unknown when a pipeline is compiled: it is taken for AdamW, with two states of a parameter's
 gradient dtype, and with master weights where that has more bits than the parameter.
@@ -45,20 +46,20 @@ def update_costs(cluster: Cluster, trained: Sequence[Sequence[Trained]], divided
 
     divided: the number of replicas of which each updates its rows alone; 1 if each updates all.
     """
-    seconds = tuple(
-        _seconds(device, own, divided) for device, own in zip(cluster.devices, trained, strict=True)
-    )
+    pairs = [*zip(cluster.devices, trained, strict=True)]
     return Update(
-        seconds,
+        tuple(_seconds(device, [one.moved / divided for one in own]) for device, own in pairs),
+        tuple(_seconds(device, [2 * one.copied / divided for one in own]) for device, own in pairs),
         max(device.intra.seconds(VERDICT) for device in cluster.devices),
         max(device.inter.seconds(VERDICT) for device in cluster.devices),
     )
 
 
-def _seconds(device: Device, trained: Sequence[Trained], divided: int) -> float:
-    if not trained:
+def _seconds(device: Device, moved: Sequence[float]) -> float:
+    """moved: the bytes of each parameter that are read and written."""
+    if not moved:
         return 0.0
-    return device.stage_overhead + sum(device.seconds(0, own.moved / divided, "float32") for own in trained)
+    return device.stage_overhead + sum(device.seconds(0, own, "float32") for own in moved)
 
 
 def update_on(update: Update, rates: Sequence[Rates], device: Device) -> Update:
@@ -71,6 +72,7 @@ def update_on(update: Update, rates: Sequence[Rates], device: Device) -> Update:
     return replace(
         update,
         seconds=tuple(map(there, update.seconds, rates)),
+        copies=tuple(map(there, update.copies, rates)),
         message=device.intra.seconds(VERDICT),
         inter_message=device.inter.seconds(VERDICT),
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Generic, NamedTuple, TypeVar
 
-from fxpipe.schedule.ops import Color, Phase
+from fxpipe.schedule.ops import Color, Phase, Validation
 from fxpipe.strict import NonNegative, at_least, entries
 
 MOST_STAGES = 1 << 31
@@ -92,11 +92,13 @@ class Exchange:
 class Update:
     """The update of the parameters behind a step, and the messages by which ranks learn that it is right.
 
-    ``seconds``: of the optimizer, on each rank; empty for no time.  ``message``: seconds in which a few
-    numbers travel between two ranks, ``inter_message``: between different machines (None: as ``message``).
+    ``seconds``: of the optimizer, on each rank; empty for no time.  ``copies``: the same of the copies that
+    undo an update, which post-validation makes.  ``message``: seconds in which a few numbers travel between
+    two ranks, ``inter_message``: between different machines (None: as ``message``).
     """
 
     seconds: tuple[NonNegative, ...] = ()
+    copies: tuple[NonNegative, ...] = ()
     message: NonNegative = 0.0
     inter_message: NonNegative | None = None
 
@@ -126,9 +128,11 @@ class Costs:
         """The time in which a rank tells another one what its gradients hold; 0 within a rank."""
         return self._between(source, target, self.update.message, self.update.inter_message)
 
-    def update_seconds(self, rank: int) -> float:
-        """The time of the optimizer's update on a rank."""
-        return self.update.seconds[rank] if self.update.seconds else 0.0
+    def update_seconds(self, rank: int, validation: Validation) -> float:
+        """The time of the optimizer's update on a rank, with the copies that undo it."""
+        update = self.update
+        seconds = update.seconds[rank] if update.seconds else 0.0
+        return seconds + (update.copies[rank] if update.copies and validation == "post" else 0.0)
 
     def _between(self, source: int, target: int, seconds: float, inter_seconds: float | None) -> float:
         if source == target:

@@ -42,6 +42,8 @@ def test_each_rank_updates_on_its_own_device():
             0.0,
         )
     )
+    assert found.copies[0] == pytest.approx(H100.stage_overhead + 2 * 14e9 / H100.memory_bandwidth)
+    assert found.copies[2] == 0.0
     assert found.message == max(H100.intra.seconds(32), A100.intra.seconds(32))
     assert found.inter_message == max(H100.inter.seconds(32), A100.inter.seconds(32))
     halves = update_costs(Cluster((H100,)), [[large]], divided=2)
@@ -75,6 +77,8 @@ def test_the_plan_has_the_updates_of_its_ranks(post):
     for device, update in ((CPU, post.plan.costs.update), (H100, there)):
         layer = 36 * 64 * 64 / device.memory_bandwidth
         assert update.seconds == pytest.approx([device.stage_overhead + number * layer for number in layers])
+        copied = 24 * 64 * 64 / device.memory_bandwidth  # 12 bytes, read and written
+        assert update.copies == pytest.approx([device.stage_overhead + number * copied for number in layers])
         assert update.message == device.intra.seconds(32)
 
 

@@ -26,7 +26,7 @@ LAST_ENDS_LAST = chain([StageCost(1.0, 1.0, 0.0), StageCost(1.0, 1.0, 2.0)])
 
 
 def updating(costs: Costs, *seconds: float, message: float = 0.0) -> Costs:
-    return replace(costs, update=Update(seconds, message))
+    return replace(costs, update=Update(seconds, (), message))
 
 
 def updates(steps: Steps, step: int) -> list[tuple[float, float]]:
@@ -89,6 +89,15 @@ def test_a_rank_without_ops_waits_for_the_verdict_before_its_update():
     steps = simulate_steps(schedule, costs, "post", steps=2)
     assert [updates(steps, step)[0] for step in (0, 1)] == [(0.0, 0.5), (3.125, 3.625)]
     assert steps.period == 3.0 + 0.25
+
+
+def test_copies_take_time_with_post_validation_alone():
+    costs = updating(LAST_ENDS_LAST, 0.5, 0.25)
+    costs = replace(costs, update=replace(costs.update, copies=(0.125, 1.0)))
+    steps = simulate_steps(ONE, costs, "post")
+    assert updates(steps, 0) == [(4.0, 4.625), (5.0, 6.25)]
+    assert steps.period == 4.0 + 0.25 + 1.0  # now rank 1's
+    assert updates(simulate_steps(ONE, costs, "barrier"), 0) == [(5.0, 5.5), (5.0, 5.25)]
 
 
 def test_the_number_of_updates_is_that_of_the_ranks():

@@ -364,7 +364,7 @@ def test_the_seam_between_two_steps():
     """Updates are boxes, a wait for the verdict is one with a line where the verdict comes."""
     schedule = Schedule("hand", (0, 1), 1, parse_order("F0.0 B0.0 W0.0\nF1.0 B1.0 W1.0"))
     costs = chain([StageCost(1.0, 1.0, 0.0), StageCost(1.0, 1.0, 2.0)])
-    costs = dataclasses.replace(costs, update=Update((0.5, 0.25), 3.0))
+    costs = dataclasses.replace(costs, update=Update((0.5, 0.25), (), 3.0))
     svg = timeline_svg(simulate_steps(schedule, costs, "post", 3).last(2), "Model", PLAIN)
     drawn = [(look, tip) for look, _, _, tip in rectangles(svg) if look in ("update", "wait")]
     # From 4.5 on, where rank 0 begins the second step; see tests/schedule/test_steps.py.

@@ -132,7 +132,7 @@ def schedule_arrays(
         kept=tuple(kept),
         at_start=tuple(at_start),
         at_end=tuple(at_end),
-        update=tuple(costs.update_seconds(rank) if updates else 0.0 for rank in ranks),
+        update=tuple(costs.update_seconds(rank, "post") if updates else 0.0 for rank in ranks),
     )
 
 

@@ -84,12 +84,13 @@ def simulate_steps(
     another number of ranks.
     """
     check_whole(schedule, costs)
-    number = len(costs.update.seconds)
-    if number not in (0, schedule.ranks):
-        raise ScheduleError(
-            f"the costs have the updates of {number} ranks, and schedule {schedule.name} has "
-            f"{schedule.ranks}: give update.seconds one number for each rank"
-        )
+    for name in ("seconds", "copies"):
+        number = len(getattr(costs.update, name))
+        if number not in (0, schedule.ranks):
+            raise ScheduleError(
+                f"the costs have the updates of {number} ranks, and schedule {schedule.name} has "
+                f"{schedule.ranks}: give update.{name} one number for each rank"
+            )
     lengths = warm_up_lengths(schedule, costs.edges) if validation == "post" else ()
     start: Start | None = None
     found, states, period = list[Step](), list[tuple[float, ...]](), None
@@ -99,7 +100,7 @@ def simulate_steps(
         ready = _ready(timeline, run)
         known = _together(ready, costs)
         begins, full = (ready, known) if validation == "post" else (known, ())
-        ends = tuple(begin + costs.update_seconds(rank) for rank, begin in enumerate(begins))
+        ends = tuple(begin + costs.update_seconds(rank, validation) for rank, begin in enumerate(begins))
         links = tuple(
             own[-1].end if own else free for own, free in zip(run.carried, run.start.links, strict=True)
         )
@@ -112,7 +113,7 @@ def simulate_steps(
 
 class SteadyState(NamedTuple):
     """``period``: the seconds a step of many.  ``updates``, ``messages``: by how much it would be shorter if
-    updates, or messages of verdicts, took no time."""
+    updates with their copies, or messages of verdicts, took no time."""
 
     period: float
     updates: float
@@ -126,7 +127,8 @@ def steady_state(schedule: Schedule, costs: Costs, validation: Validation) -> St
         return simulate_steps(schedule, replace(costs, update=update), validation).period
 
     now = period(costs.update)
-    without = replace(costs.update, seconds=()), Update(costs.update.seconds)
+    update = costs.update
+    without = replace(update, seconds=(), copies=()), Update(update.seconds, update.copies)
     return SteadyState(now, *(max(0.0, now - period(update)) for update in without))
 
 
