@@ -2,7 +2,8 @@
 ranks that it is right.
 
 The optimizer is unknown when a pipeline is compiled: it is taken for AdamW, with two states of a parameter's
-gradient dtype, and with master weights where that has more bits than the parameter.
+dtype; where gradients of float32 are accumulated for a parameter with fewer bits, with master weights and their
+states.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from fxpipe.schedule.costs import Update
 
 VERDICT = 32  # bytes of a message: whether all gradients are finite, and their norm
 _STATES = 2
+_SINGLE = 4
 
 
 class Trained(NamedTuple):
@@ -28,17 +30,26 @@ class Trained(NamedTuple):
     gradient: int
 
     @property
+    def master(self) -> int:
+        """The bytes of an element's master weight, in single precision; 0 where there is none."""
+        return _SINGLE if self.parameter < _SINGLE <= self.gradient else 0
+
+    @property
+    def state(self) -> int:
+        """The bytes of an element in one of the optimizer's states."""
+        return self.master or self.parameter
+
+    @property
     def copied(self) -> int:
-        """The bytes that undo an update: the parameter, its master if it has one, and its states."""
-        master = self.gradient if self.gradient > self.parameter else 0
-        return self.elements * (self.parameter + master + _STATES * self.gradient)
+        """The bytes that undo an update: the parameter, its master, the states."""
+        return self.elements * (self.parameter + self.master + _STATES * self.state)
 
     @property
     def moved(self) -> int:
-        """The bytes that are read and written, each once by each op of a fused update: the gradient for the
-        norm, for the update, and when it is set to zero; the states and the parameter or its master."""
-        written = self.parameter if self.gradient > self.parameter else 0
-        return self.elements * (3 * self.gradient + 2 * (_STATES + 1) * self.gradient + written)
+        """The bytes that a fused update reads and writes: the gradient for the norm, for the update, and when it
+        is set to zero; the states and the parameter or its master, whose value the parameter is given."""
+        given = self.parameter if self.master else 0
+        return self.elements * (3 * self.gradient + 2 * (_STATES + 1) * self.state + given)
 
 
 def update_costs(cluster: Cluster, trained: Sequence[Sequence[Trained]], divided: int = 1) -> Update:

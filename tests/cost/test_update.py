@@ -17,16 +17,17 @@ from fxpipe.errors import ArtifactError, OptionError, ScheduleError
 from fxpipe.schedule.costs import Update
 
 SINGLE, HALF, MASTERED = Trained(1000, 4, 4), Trained(1000, 2, 2), Trained(1000, 2, 4)
+SUMMED = Trained(1000, 4, 8)  # gradients of float64 are handed over in single precision
 H100, A100 = device_named("H100"), device_named("A100")
 
 
 def test_bytes_of_an_update():
     """Gradients are read for the norm and the update and set to zero; parameter and two states change."""
-    assert [one.moved for one in (SINGLE, HALF, MASTERED)] == [36_000, 18_000, 38_000]
+    assert [one.moved for one in (SINGLE, HALF, MASTERED, SUMMED)] == [36_000, 18_000, 38_000, 48_000]
 
 
 def test_bytes_that_undo_an_update():
-    assert [one.copied for one in (SINGLE, HALF, MASTERED)] == [12_000, 6_000, 14_000]
+    assert [one.copied for one in (SINGLE, HALF, MASTERED, SUMMED)] == [12_000, 6_000, 14_000, 12_000]
     assert copy_bytes([[SINGLE, HALF], [MASTERED], [MASTERED]]) == (18_000, 14_000, 14_000)
     assert copy_bytes([[SINGLE, HALF], [SINGLE]], divided=2) == (9_000, 6_000)
 
