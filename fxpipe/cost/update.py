@@ -2,8 +2,8 @@
 ranks that it is right.
 
 The optimizer is unknown when a pipeline is compiled: it is taken for AdamW, with two states of a parameter's
-dtype; where gradients of float32 are accumulated for a parameter with fewer bits, with master weights and their
-states.
+dtype; where gradients of float32 are accumulated for a parameter with fewer bits, with master weights and
+their states.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Trained(NamedTuple):
 
     @property
     def moved(self) -> int:
-        """The bytes that a fused update reads and writes: the gradient for the norm, for the update, and when it
-        is set to zero; the states and the parameter or its master, whose value the parameter is given."""
+        """The bytes that a fused update reads and writes: the gradient for the norm, for the update, and when
+        it is set to zero; the states and the parameter or its master, whose value the parameter is given."""
         given = self.parameter if self.master else 0
         return self.elements * (3 * self.gradient + 2 * (_STATES + 1) * self.state + given)
 
