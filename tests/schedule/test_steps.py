@@ -7,10 +7,10 @@ from random import Random
 import pytest
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedule.costs import Costs, Exchange, StageCost, Update, chain
+from fxpipe.schedule.costs import Costs, Exchange, Link, StageCost, Update, chain
 from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.offload.planner import offload, with_link
-from fxpipe.schedule.ops import VALIDATIONS, Schedule, parse_order
+from fxpipe.schedule.ops import VALIDATIONS, Direction, Phase, Schedule, Transfer, parse_order
 from fxpipe.schedule.problem import Problem, per_rank
 from fxpipe.schedule.search.build import build
 from fxpipe.schedule.search.fastest import fastest
@@ -81,6 +81,20 @@ def test_replicas_sum_gradients_before_the_update_and_gather_parameters_after_it
     assert updates(steps, 0) == [(4.25 + 2.0, 6.75), (5.25 + 0.5, 6.0)]
     assert steps.steps[1].timeline.spans[0][0].start == 6.75 + 0.25
     assert steps.period == 4.0 + 0.25 + 2.0 + 0.5
+
+
+def test_a_shared_link_carries_what_is_left_of_the_step_before():
+    """Rank 1's offload takes from 2 to 6; that of rank 0 in the next step could start at 5.625."""
+    pairs = zip(LAST_ENDS_LAST.stages, (0.125, 4.0), strict=True)
+    costs = chain([replace(stage, offloadable_for_weight=size) for stage, size in pairs])
+    transfers = [Transfer(Direction.OUT, stage, 0, Phase.W, 1, 2) for stage in (0, 1)]
+    transfers += [Transfer(Direction.IN, stage, 0, Phase.W, 2, 2) for stage in (0, 1)]
+    schedule = replace(ONE, transfers=tuple(transfers))
+    costs = updating(replace(costs, link=Link(1.0, ranks=2)), 0.5, 0.25)
+    first, second = simulate_steps(schedule, costs, "post", steps=2).steps[:2]
+    assert [moved[1:] for moved in first.timeline.transfers[1]] == [(2.0, 6.0), (6.0, 10.0)]
+    assert second.timeline.spans[0][0].end == 4.125 + 0.5 + 1.0
+    assert second.timeline.transfers[0][0].start == 6.0
 
 
 def test_a_rank_without_ops_waits_for_the_verdict_before_its_update():
