@@ -144,6 +144,8 @@ def _from_times(options: argparse.Namespace) -> CostSource:
     note = "F {:g}, B {:g}, W {:g}, transfer {:g}".format(*times)
     if options.inter_comm is not None:
         note += f", {options.inter_comm:g} between machines of {options.ranks_per_machine} ranks"
+    if options.update:
+        note += f", update {options.update:g}"
     vocabulary = None
     if options.vocab_time is not None:
         note += f", vocabulary {options.vocab_time:g}"
