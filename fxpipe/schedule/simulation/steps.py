@@ -126,10 +126,11 @@ def steady_state(schedule: Schedule, costs: Costs, validation: Validation) -> St
     def period(update: Update) -> float:
         return simulate_steps(schedule, replace(costs, update=update), validation).period
 
-    now = period(costs.update)
     update = costs.update
+    now = period(update)
     without = replace(update, seconds=(), copies=()), Update(update.seconds, update.copies)
-    return SteadyState(now, *(max(0.0, now - period(update)) for update in without))
+    shorter = (now - period(other) if other != update else 0.0 for other in without)
+    return SteadyState(now, *(max(0.0, part) for part in shorter))
 
 
 def _ready(timeline: Timeline, run: Run) -> tuple[float, ...]:
