@@ -26,6 +26,7 @@ from fxpipe.runtime.program.rank import Runtime
 from fxpipe.schedule.costs import StageCost
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.simulation.simulator import simulate
+from fxpipe.schedule.simulation.steps import Steps, simulate_steps
 from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.training.given_values import InMemory
 from fxpipe.training.initialize import initialize_held
@@ -181,6 +182,25 @@ class Pipeline:
         Raises SizeError for an unknown name and for a length below one, ScheduleError for an unknown device.
         """
         return simulate(self.schedule, costs_of(self.plan, sizes, device))
+
+    def simulate_steps(
+        self,
+        steps: int = 1,
+        *,
+        validation: Validation | None = None,
+        sizes: Mapping[str, int] | None = None,
+        device: str | None = None,
+    ) -> Steps:
+        """Simulate steps one behind the other, with the updates between them: ``.period`` is the seconds a
+        step once they repeat (docs/steps.md).
+
+        steps: at least so many.  validation: by default the one that the pipeline was compiled for.
+        sizes, device: as for ``simulate``, which raises the same errors.
+        """
+        plan = self.plan
+        return simulate_steps(
+            plan.ordered, costs_of(plan, sizes, device), validation or plan.validation, steps
+        )
 
     def leaves(self, rank: int | None = None) -> tuple[str, ...]:
         """The names of the leaves of a batch that a rank needs (by default this process's); its batches may
@@ -485,15 +505,16 @@ class Pipeline:
 
         explain(self.plan, Console(markup=False, emoji=False))
 
-    def draw(self, path: str | Path, expand: tuple[int, str] | None = None) -> list[Path]:
+    def draw(self, path: str | Path, expand: tuple[int, str] | None = None, *, steps: int = 1) -> list[Path]:
         """Write pictures of the graph and of the schedule into a directory; return the files.
 
         expand: (stage, phase), say ``(1, "B")``: one section, drawn node by node as well.
+        steps: the schedule of so many steps; more than one are such as repeat, with the updates behind them.
         """
         from fxpipe.cost.nodes import node_flops
         from fxpipe.viz.pictures import draw
 
-        return draw(self, Path(path), node_flops, expand)
+        return draw(self, Path(path), node_flops, expand, steps)
 
 
 def _loss(result: StepResult) -> torch.Tensor:

@@ -174,7 +174,13 @@ def compile_evaluation(
     """
     cluster, plan = trained.cluster, trained.artifact.plan
     options = replace(
-        options, gradients=False, grad_dtype=None, shard=None, offload=Offload(share=None), recompute=False
+        options,
+        gradients=False,
+        grad_dtype=None,
+        shard=None,
+        offload=Offload(share=None),
+        recompute=False,
+        validation="barrier",
     )
     own = _model_stages(plan.ordered)
     asked = CutOptions(

@@ -4,10 +4,16 @@ from itertools import takewhile
 
 import pytest
 
+from fxpipe.codegen.collectives import collectives
+from fxpipe.ir.sections import SectionEdge
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
 from fxpipe.schedule.families.registry import FAMILIES
+from fxpipe.schedule.lowering.instructions import Compute, Validate
+from fxpipe.schedule.lowering.lower import lower
+from fxpipe.schedule.lowering.validation import with_validation
 from fxpipe.schedule.ops import Color, OpKind, Phase, Schedule, parse_order
 from fxpipe.schedule.search.build import build
+from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.stages import Vocabulary
 from fxpipe.schedule.vocabulary_costs import with_output_shards
 from fxpipe.schedule.warm_up import warm_up_lengths
@@ -65,8 +71,10 @@ def largest_closed(schedule: Schedule, edges: tuple[Edge, ...]) -> tuple[int, ..
             return tuple(lengths)
 
 
-@pytest.mark.parametrize("barriers", [0, 1, 2])
-@pytest.mark.parametrize("name", FAMILIES)
+SPLIT = [(name, barriers) for name in ("1f1b", "zb-h1", "zb-v") for barriers in (1, 2)]
+
+
+@pytest.mark.parametrize(("name", "barriers"), [*((name, 0) for name in FAMILIES), *SPLIT])
 def test_it_is_the_largest_closed_set_in_every_family(name, barriers):
     family, ranks = FAMILIES[name], 4
     costs: Costs = chain([UNIT] * (ranks * family.stages_per_rank), 0.1)
@@ -78,3 +86,18 @@ def test_it_is_the_largest_closed_set_in_every_family(name, barriers):
     lengths = warm_up_lengths(schedule, costs.edges)
     assert lengths == largest_closed(schedule, costs.edges)
     assert lengths[0] > 0
+    assert lengths == in_programs(schedule, costs)
+
+
+def in_programs(schedule: Schedule, costs: Costs) -> tuple[int, ...]:
+    """The number of ops before the programs wait for the verdict."""
+    named = [(e.source, e.target, f"{e.source}") for e in costs.edges]
+    edges = tuple(SectionEdge(a, b, (name,), {name: "sum"}) for a, b, name in named)
+    special = frozenset(stage for stage in range(schedule.stages) if schedule.is_vocabulary(stage))
+    joint = collectives(edges, schedule.placement, special)
+    programs = lower(schedule, costs.edges, joint, simulate(schedule, costs).spans)
+    before = [
+        takewhile(lambda i: not isinstance(i, Validate), program)
+        for program in with_validation(programs, schedule.placement)
+    ]
+    return tuple(sum(isinstance(i, Compute) for i in own) for own in before)
