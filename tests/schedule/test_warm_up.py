@@ -155,5 +155,5 @@ def test_a_receive_ahead_of_the_verdict_is_found():
         end = next(k for k in range(end, 0, -1) if isinstance(program[k - 1], Compute | Send | PostRecv))
         left.append((*program[:end], Validate(), *program[end:]))
     prove(tuple(repeated(program, 4) for program in moved), schedule.placement)
-    with pytest.raises(DeadlockError, match="message . from rank 1 to rank 0"):
+    with pytest.raises(DeadlockError, match=r"message . from rank 1 to rank 0"):
         prove(tuple(repeated(program, 4) for program in left), schedule.placement)
