@@ -12,10 +12,13 @@ from rich.table import Table
 from fxpipe.cli.sources import CostSource
 from fxpipe.schedule.exact.order import Exact
 from fxpipe.schedule.offload.planner import OffloadPlan
+from fxpipe.schedule.ops import VALIDATIONS
 from fxpipe.schedule.placement import stages_of
+from fxpipe.schedule.simulation.steps import steady_state
 from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.units import Units, bubble_text
 from fxpipe.viz.gap import bound_within, gap_texts
+from fxpipe.viz.seam_marks import many_steps
 from fxpipe.viz.terminal import ROWS, terminal, timeline_text
 
 
@@ -27,7 +30,8 @@ def figures(
 ) -> dict[str, Any]:
     """The object that ``--json`` prints.  Lists have one entry per rank.
 
-    ``memory``: (time, live memory from then on).  ``transfers`` of ``offload``: (transfer, start, end).
+    ``steps``: a step of many.  ``memory``: (time, live memory from then on).  ``transfers`` of ``offload``:
+    (transfer, start, end).
     """
     schedule = timeline.schedule
     found = {
@@ -46,6 +50,10 @@ def figures(
         "peak_memory": timeline.peak_memory,
         "memory": timeline.memory,
         "critical_path": [(str(op), start, end) for op, start, end in timeline.critical_path],
+        "steps": {
+            validation: steady_state(schedule, timeline.costs, validation)._asdict()
+            for validation in VALIDATIONS
+        },
     }
     if moved is not None or any(timeline.transfers):
         counts = {} if moved is None else {"asked": moved.asked, "moved": moved.moved}
@@ -91,6 +99,7 @@ def print_timeline(
         *gap_texts(timeline, limits, units),
         f"span bubble {bubble_text(timeline.span_bubble)}, "
         f"makespan bubble {bubble_text(timeline.makespan_bubble)}",
+        f"many steps: {many_steps(schedule, timeline.costs, units)}",
         f"critical path: {kinds}; {units.time(timeline.seconds - on_path)} of it in transfers",
     ]
     if moved is not None:

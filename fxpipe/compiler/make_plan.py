@@ -101,6 +101,7 @@ def make_plan(
         lanes=captured.lanes,
         own_hooks=captured.own_hooks,
         grad_dtype="" if options.grad_dtype is None else str(options.grad_dtype),
+        validation=options.validation,
     )
 
 

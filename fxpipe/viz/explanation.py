@@ -15,6 +15,7 @@ from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.tried import Tried
 from fxpipe.units import bubble_text, bytes_text, seconds_text, units_of
 from fxpipe.viz.gap import gap_texts
+from fxpipe.viz.seam_marks import NAME, many_steps
 from fxpipe.viz.summary import memory_rows
 from fxpipe.viz.terminal import ROWS, terminal
 
@@ -31,6 +32,8 @@ def explain(plan: Plan, console: Console) -> None:
     limits = plan.limits if len(plan.limits) == plan.ranks else None
     bounds, gains = gap_texts(timeline, limits, units_of(plan.memory_limit))
     console.print(terminal(f"{plan.schedule}: {bounds}; {gains}."), soft_wrap=True)
+    if plan.costs.update.seconds:
+        console.print(terminal(f"Many steps: {_many_steps(plan)}."), soft_wrap=True)
     if plan.tried:
         console.print(_table(plan))
     for candidate in plan.tried:
@@ -46,9 +49,11 @@ def _reason(plan: Plan) -> str:
     what = f"{plan.model} on {plan.ranks} ranks, {plan.step.microbatches} microbatches: {plan.schedule}"
     if not plan.tried:
         return f"{what}, as it was asked for; a step is simulated to take {step}{_moved(plan)}."
-    _, *others = _sorted(plan.tried)
+    best, *others = _sorted(plan.tried)
+    if plan.validation == "post" and best.compared is not None:
+        step = f"{seconds_text(best.compared)}, one of many,"
     ahead = ""
-    if others and others[0].seconds is not None:
+    if others and others[0].compared is not None:
         ahead = f"; the next one takes {_longer(others[0], plan)} longer"
     within = " within the memory limit" if plan.memory_limit else ""
     chosen = f"{what}, as its simulated step of {step} is the shortest{within}{ahead}"
@@ -57,14 +62,19 @@ def _reason(plan: Plan) -> str:
 
 def _sorted(tried: tuple[Tried, ...]) -> list[Tried]:
     """The fastest first; among equals in the order in which they were tried."""
-    return sorted(tried, key=lambda a: inf if a.seconds is None else a.seconds)
+    return sorted(tried, key=lambda a: inf if a.compared is None else a.compared)
 
 
 def _longer(candidate: Tried, plan: Plan) -> str:
     """By how much a candidate's step is longer than the fastest."""
-    assert candidate.seconds is not None
-    best = _sorted(plan.tried)[0].seconds
-    return f"{candidate.seconds / best - 1:.1%}" if best else "–"
+    assert candidate.compared is not None
+    best = _sorted(plan.tried)[0].compared
+    return f"{candidate.compared / best - 1:.1%}" if best else "–"
+
+
+def _many_steps(plan: Plan) -> str:
+    chosen = f"; it was made for {NAME[plan.validation]}"
+    return f"{many_steps(plan.ordered, plan.costs, units_of(plan.memory_limit))}{chosen}"
 
 
 def _memory(plan: Plan) -> Table:
@@ -117,17 +127,19 @@ def _table(plan: Plan) -> Table:
     spread = any(candidate.barriers for candidate in tried)
     again = any(candidate.recompute for candidate in tried)
     moved = any(candidate.offloaded for candidate in tried)
+    many = any(candidate.period is not None for candidate in tried)
     names = ["schedule", "stages a rank", "placed", *["vocabulary"] * spread, *["recomputed"] * again]
-    table = Table(*names, *["offloaded"] * moved, "step", "longer", "span bubble", "activations")
+    figures_of = ("step", *["of many"] * many, "longer", "span bubble", "activations")
+    table = Table(*names, *["offloaded"] * moved, *figures_of)
     table.columns[0].no_wrap = True
     for column in (*table.columns[1:2], *table.columns[len(names) :]):
         column.justify = "right"
     for a in _sorted(tried):
         if a.seconds is None or a.span_bubble is None or a.peak_memory is None:
-            figures = ["left out", "", "", ""]
+            figures = ["left out", *[""] * (many + 3)]
         else:
-            figures = [seconds_text(a.seconds), _longer(a, plan), bubble_text(a.span_bubble)]
-            figures.append(memory(a.peak_memory))
+            figures = [seconds_text(a.seconds), *[seconds_text(a.period or 0.0)] * many, _longer(a, plan)]
+            figures += [bubble_text(a.span_bubble), memory(a.peak_memory)]
         beside = [*[_vocabulary(a)] * spread, *[a.recompute or "nothing"] * again]
         beside += [memory(a.offloaded) if a.offloaded else "nothing"] * moved
         row = (a.schedule, str(a.stages_per_rank), a.placement, *beside, *figures)

@@ -398,7 +398,7 @@ def test_a_backward_in_float16_is_told(autocast):
     nn.init.zeros_(model.layer.bias)
     given = {"ranks": 1, "microbatches": 2, "schedule": "1f1b", **FLOAT32}
     scale = 2.0**14
-    with pytest.warns(UserWarning, match=r"float16 \(module '', .*:\d+\).*bfloat16"):
+    with pytest.warns(UserWarning, match=r"float16 \(the model itself, .*:\d+\).*bfloat16"):
         plain = fxpipe.compile(model, (x[:2],), **given)
     with pytest.warns(UserWarning, match="GradScaler"):
         scaled = fxpipe.compile(model, (x[:2],), loss_fn=lambda loss, batch: loss * scale, **given)
