@@ -47,7 +47,7 @@ from fxpipe.units import bytes_text, seconds_text
 #: What the classes of fxpipe use of a pipeline, and its users do not.
 _INTERNAL = {
     "artifact", "directory", "first_step", "is_evaluation", "let_model_go", "model_state", "of",
-    "offload_directory", "process", "with_evaluation",
+    "offload_directory", "process", "updates", "with_evaluation",
 }  # fmt: skip
 
 

@@ -30,8 +30,9 @@ Values that are offloaded leave the limit: with a link, only bytes that cannot l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import floor, inf
 
 from fxpipe.schedule.bound import distances, in_order, lower_bound, work_and_waits
@@ -113,11 +114,33 @@ def _by_starts(step: _Step, microbatches: int, limits: Sequence[float]) -> float
                 x = max(x, end(source, j) + delay)
             x = max(x, end(s, j - 1))
             for b, ways in held.get(s, ()):
-                x = max(x, min(max(end(b, j - of_b), end(b + 1, j - of_w)) for of_b, of_w in ways))
+                x = max(x, _earliest(ways, partial(_at_once, end, b, j)))
             starts[s][j] = x
             left, last = after[s]
             longest = max(longest, x + (microbatches - j) * left + last)
     return longest
+
+
+def _at_once(end: Callable[[int, int], float], b: int, j: int, way: tuple[int, int]) -> tuple[float, float]:
+    """The ends of B and of W that a way to hold waits for."""
+    return end(b, j - way[0]), end(b + 1, j - way[1])
+
+
+def _earliest(
+    ways: Sequence[tuple[int, int]], ends: Callable[[tuple[int, int]], tuple[float, float]]
+) -> float:
+    """The least, over ways, of the later of the two ends.
+
+    From way to way B's end comes earlier.  Where W's comes later, as mostly, the least is where they cross.
+    """
+    if ways[0][1] < ways[-1][1]:
+        return min(max(ends(way)) for way in ways)
+    low, high = 0, len(ways) - 1  # the first way whose end of W is not before that of B, if there is one
+    while low < high:
+        middle = (low + high) // 2
+        b, w = ends(ways[middle])
+        low, high = (low, middle) if w >= b else (middle + 1, high)
+    return min(max(ends(way)) for way in ways[max(0, low - 1) : low + 1])
 
 
 #: By section F, for stages on their way there: B of the stage, and how many starts of F before a start B and
@@ -131,7 +154,8 @@ def _ways_to_hold(cost: StageCost, room: float, microbatches: int) -> list[tuple
     most = _fit(room, saved, microbatches)
     if most >= microbatches and _fit(room, kept, microbatches) >= microbatches:
         return None
-    numbers = [(x, _fit(room - x * saved, kept, microbatches)) for x in range(most + 1)]
+    held = range(most + 1) if kept else range(max(0, most), most + 1)  # without W, the most is the weakest
+    numbers = [(x, _fit(room - x * saved, kept, microbatches)) for x in held]
     return [(1 + x, 1 + x + y) for x, y in numbers]
 
 
