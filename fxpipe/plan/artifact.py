@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import Annotated
 
 import torch
@@ -106,6 +107,10 @@ class TensorLayout:
         """As it is, or contiguous where it does not fill its memory (a file cannot hold that)."""
         dense = tensor if is_dense(tensor) else torch.empty(tensor.shape, device="meta")
         return TensorLayout(tuple(tensor.shape), dense.stride(), str(tensor.dtype))
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
 
     def empty(self, device: torch.device) -> torch.Tensor:
         """A tensor of this layout without values."""
