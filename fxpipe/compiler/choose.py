@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from math import inf
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -18,10 +17,11 @@ from fxpipe.compiler.tensor_ownership import (
     gradient_bytes,
     result_bytes,
     tensor_ownership,
+    trained_elements,
     weight_bytes,
     with_replicas,
 )
-from fxpipe.cost.analytic import SecondsOfRanks, seconds_on, section_costs
+from fxpipe.cost.analytic import SecondsOfRanks, seconds_on, section_costs, work_for_any_size
 from fxpipe.cost.cluster import Cluster
 from fxpipe.cost.exchange import exchanges
 from fxpipe.cost.profile import Known, measured_seconds
@@ -30,95 +30,181 @@ from fxpipe.ir.liveness import Liveness, liveness
 from fxpipe.passes.recompute import Level
 from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.candidate import SearchResult
-from fxpipe.schedule.costs import Link
+from fxpipe.schedule.costs import Costs, Link
 from fxpipe.schedule.problem import Problem, per_rank
 from fxpipe.schedule.search.fastest import fastest
 
 
-def choose(
-    options: Options,
-    stages: Sequence[Stages],
-    tried: Candidates,
-    model: nn.Module,
-    cluster: Cluster,
-    device: torch.device,
-    known: Known,
-    bandwidth: float,
-    phase: Phases,
-) -> tuple[Cut, Liveness, SearchResult]:
-    """The cut with the shortest simulated step, its liveness on its ranks, and its schedule.
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A cut on its ranks, with its costs and bytes in one replica.
+
+    ``ranks``: of each stage.  ``weights``: of each rank, of its parameters, gradients and buffers.
+    ``gradients``: by stage, of those that it makes and of their parameters.  ``trained``: of each rank, the
+    elements of its parameters that an optimizer updates.
+    """
+
+    cut: Cut
+    live: Liveness
+    shape: str
+    ranks: tuple[int, ...]
+    costs: Costs
+    weights: tuple[int, ...]
+    gradients: Mapping[int, tuple[int, int]]
+    trained: tuple[int, ...]
+
+
+class Costing:
+    """The cuts of a step at each level of recomputation on their ranks, each with its costs, made once.
 
     device, known: where sections are timed, and with which tensors, if the costs are measured.
     bandwidth: bytes a second to the offload store, one way.
-    Raises ScheduleError where no schedule keeps the memory limit.
     """
-    first, *levels = tried.levels
-    cuts: dict[tuple[int, str, int, str], tuple[Cut, Liveness]] = {}  # by the problem's setting
-    bounds: dict[Stages, float] = {}  # seconds, at the first level
-    too_heavy: list[LimitError] = []
-    held_always: list[int] = []  # bytes, of any rank in any problem
 
-    def at_level(of: Stages, level: Level | None) -> Iterator[Problem]:
-        cut = cut_at_level(of, level, phase)
+    def __init__(
+        self,
+        options: Options,
+        tried: Candidates,
+        model: nn.Module,
+        cluster: Cluster,
+        device: torch.device,
+        known: Known,
+        bandwidth: float,
+        phase: Phases,
+        sizes: Mapping[str, int] | None = None,
+    ) -> None:
+        """sizes: other lengths than the example's, of a step whose dimensions have names."""
+        self._options, self.tried, self._model, self._cluster = options, tried, model, cluster
+        self._device, self._known, self._bandwidth = device, known, bandwidth
+        self.phase, self._sizes = phase, sizes
+        self._placed: dict[tuple[Stages, Level | None], list[Placed]] = {}
+
+    def __call__(self, of: Stages, level: Level | None) -> list[Placed]:
+        if (of, level) not in self._placed:
+            self._placed[of, level] = list(self._all(of, cut_at_level(of, level, self.phase)))
+        return self._placed[of, level]
+
+    def _all(self, of: Stages, cut: Cut) -> Iterator[Placed]:
+        options, cluster, model = self._options, self._cluster, self._model
         if options.costs == "measured":
             overhead = cluster.first.stage_overhead
-            measured = measured_seconds(cut.sections, device, overhead, known, options.backend)
+            measured = measured_seconds(cut.sections, self._device, overhead, self._known, options.backend)
             seconds: SecondsOfRanks = (measured,) * options.ranks
         else:
             seconds = seconds_on(cluster, cut.graph)
         for name in of.options.placements:
-            rank_of_stage = tried.placements[of.options.stages][name]
+            ranks = self.tried.placements[of.options.stages][name]
             if cut.vocabulary is not None:
-                rank_of_stage = cut.vocabulary.placement(rank_of_stage)
-            limits = None
-            if options.memory_limit is not None:
-                try:
-                    held = tensor_ownership(model, cut.sections, rank_of_stage, options.ranks)
-                    weights = weight_bytes(model, held, options.grad_dtype)
-                    if options.replicas > 1:
-                        sizes = gradient_bytes(model, held, cut.sections, options.grad_dtype)
-                        divided = options.replicas, options.shard, options.per_use
-                        weights = with_replicas(weights, sizes, rank_of_stage, *divided)
-                    results = result_bytes(cut.graph, rank_of_stage, options.ranks, options.microbatches)
-                    both = [a + b for a, b in zip(weights, results, strict=True)]
-                    limits = activation_budget(options.memory_limit, both)
-                    held_always.extend(both)
-                except LimitError as error:
-                    too_heavy.append(error)
-                    continue
-            live = liveness(cut.graph, cut.sections, cut.edges, rank_of_stage)
-            costs = section_costs(live, seconds, cluster, rank_of_stage, options.ranks_per_machine)
-            if options.replicas > 1:
-                held = tensor_ownership(model, cut.sections, rank_of_stage, options.ranks)
-                sizes = gradient_bytes(model, held, cut.sections, options.grad_dtype)
-                asked = options.replicas, options.shard or "", options.per_use, options.ranks_per_machine
-                costs = replace(costs, exchanges=exchanges(cluster, rank_of_stage, sizes, *asked))
-            if options.offload.share is not None:
-                costs = replace(costs, link=Link(1 / bandwidth, options.offload.ranks_per_link))
-            problem = Problem(
-                options.ranks,
-                options.microbatches,
-                cut.stages // options.ranks,
+                ranks = cut.vocabulary.placement(ranks)
+            held = tensor_ownership(model, cut.sections, ranks, options.ranks)
+            live = liveness(cut.graph, cut.sections, cut.edges, ranks)
+            costs = section_costs(live, seconds, cluster, ranks, options.ranks_per_machine)
+            if self._sizes is not None and cut.resized is not None:
+                work = work_for_any_size(live, cut.graph, cut.resized, cluster, ranks)
+                costs = work.costs(costs, self._sizes)
+            yield Placed(
+                cut,
+                live,
                 name,
+                ranks,
                 costs,
-                per_rank(limits, options.ranks),
-                cut.vocabulary,
-                offload=options.offload.share,
-                recompute=cut.recompute or "",
+                weight_bytes(model, held, options.grad_dtype),
+                gradient_bytes(model, held, cut.sections, options.grad_dtype),
+                trained_elements(model, held),
             )
-            if level == first:
-                bound = lower_bound(costs, rank_of_stage, options.microbatches)
-                bounds[of] = min(bound, bounds.get(of, inf))
-            cuts[problem.setting] = cut, live
-            yield problem
+
+    def problem(self, placed: Placed, options: Options) -> Problem:
+        """What a schedule has to do; ``options`` say how many replicas there are, and what they divide.
+
+        Raises LimitError where the memory limit leaves nothing for activations.
+        """
+        limits = None
+        if options.memory_limit is not None:
+            limits = activation_budget(options.memory_limit, held_bytes(placed, options))
+        costs, cut = placed.costs, placed.cut
+        if options.replicas > 1:
+            asked = options.replicas, options.shard or "", options.per_use, options.ranks_per_machine
+            found = exchanges(self._cluster, placed.ranks, placed.gradients, *asked)
+            costs = replace(costs, exchanges=found)
+        if options.offload.share is not None:
+            costs = replace(costs, link=Link(1 / self._bandwidth, options.offload.ranks_per_link))
+        return Problem(
+            options.ranks,
+            options.microbatches,
+            cut.stages // options.ranks,
+            placed.shape,
+            costs,
+            per_rank(limits, options.ranks),
+            cut.vocabulary,
+            offload=options.offload.share,
+            recompute=cut.recompute or "",
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Chosen:
+    """A cut on its ranks, its schedule, and the bytes that each rank always holds beside activations."""
+
+    placed: Placed
+    found: SearchResult
+    held: tuple[int, ...]
+
+    @property
+    def memory(self) -> float:
+        """Bytes of the rank that needs the most."""
+        return max(a + b for a, b in zip(self.held, self.found.timeline.peak_memory, strict=True))
+
+
+def held_bytes(placed: Placed, options: Options) -> tuple[int, ...]:
+    """Per rank the bytes of its parameters, gradients, buffers, outputs, and the optimizer's state."""
+    weights, d = placed.weights, options.replicas
+    if d > 1:
+        weights = with_replicas(weights, placed.gradients, placed.ranks, d, options.shard, options.per_use)
+    results = result_bytes(placed.cut.graph, placed.ranks, options.ranks, options.microbatches)
+    each = options.optimizer_bytes / (d if options.shard else 1)
+    states = [int(each * elements) for elements in placed.trained]
+    return tuple(map(sum, zip(weights, results, states, strict=True)))
+
+
+def least_step(options: Options, stages: Sequence[Stages], costing: Costing) -> float:
+    """Seconds that no schedule of the cuts without recomputation can beat.
+
+    Raises LimitError where the memory limit leaves nothing for activations.
+    """
+    problems, too_heavy = _problems(options, stages, costing, costing.tried.levels[0])
+    if not problems:
+        raise min(too_heavy, key=lambda error: error.smallest)
+    return min(problem.step_bound for _, problem in problems)
+
+
+def choose(options: Options, stages: Sequence[Stages], costing: Costing) -> Chosen:
+    """The cut with the shortest simulated step on its ranks, and its schedule.
+
+    Raises ScheduleError where no schedule keeps the memory limit.
+    """
+    first, *levels = costing.tried.levels
+    made: dict[tuple[int, str, int, str], Placed] = {}  # by the problem's setting
+    bounds: dict[Stages, float] = {}  # seconds, at the first level
+    too_heavy: list[LimitError] = []
+
+    def at_level(of: Sequence[Stages], level: Level | None) -> list[Problem]:
+        found, errors = _problems(options, of, costing, level)
+        made.update((problem.setting, placed) for placed, problem in found)
+        too_heavy.extend(errors)
+        return [problem for _, problem in found]
 
     def recomputing(beat: float) -> list[Problem]:
         """The other levels, of stages that can be as fast: recomputation adds to the work of each."""
         able = [of for of, bound in bounds.items() if bound <= beat]
-        phase.expect(2 + 2 * len(able) * len(levels))
-        return [problem for of in able for level in levels for problem in at_level(of, level)]
+        costing.phase.expect(2 + 2 * len(able) * len(levels))
+        return [problem for of in able for level in levels for problem in at_level([of], level)]
 
-    without = [problem for of in stages for problem in at_level(of, first)]
+    without = []
+    for of in stages:
+        own = at_level([of], first)
+        without += own
+        if own:
+            bounds[of] = min(lower_bound(p.costs, p.placement, p.microbatches) for p in own)
     if not without:
         raise min(too_heavy, key=lambda error: error.smallest)
     try:
@@ -131,8 +217,37 @@ def choose(
     except ScheduleError as error:
         if options.memory_limit is None:
             raise
-        raise _with_weights(error, options.memory_limit, held_always) from error
-    return *cuts[found.problem.setting], found
+        held = [number for placed in made.values() for number in held_bytes(placed, options)]
+        raise _with_weights(error, options.memory_limit, held) from error
+    placed = made[found.problem.setting]
+    return Chosen(placed, found, held_bytes(placed, options))
+
+
+def choose_uses(options: Options, stages: Sequence[Stages], costing: Costing) -> tuple[Options, Chosen]:
+    """``choose``; if replicas divide parameters, gathered once a step if that keeps the limit, else per use.
+
+    The options say which.
+    """
+    try:
+        return options, choose(options, stages, costing)
+    except ScheduleError:
+        if options.shard != "parameters" or options.memory_limit is None or options.replicas == 1:
+            raise
+        options = replace(options, per_use=True)
+        return options, choose(options, stages, costing)
+
+
+def _problems(
+    options: Options, stages: Sequence[Stages], costing: Costing, level: Level | None
+) -> tuple[list[tuple[Placed, Problem]], list[LimitError]]:
+    """The problems of all cuts, and the reasons that others cannot keep the limit."""
+    found, too_heavy = [], []
+    for placed in (placed for of in stages for placed in costing(of, level)):
+        try:
+            found.append((placed, costing.problem(placed, options)))
+        except LimitError as error:
+            too_heavy.append(error)
+    return found, too_heavy
 
 
 def _with_weights(error: ScheduleError, limit: float, weights: Sequence[int]) -> ScheduleError:

@@ -113,6 +113,12 @@ def weight_bytes(
     return tuple(sum(tensors[n].nbytes for n in h.state) + sum(map(of_gradient, h.gradients)) for h in held)
 
 
+def trained_elements(model: nn.Module, held: tuple[RankTensors, ...]) -> tuple[int, ...]:
+    """Per rank the number of elements that an optimizer updates."""
+    tensors = _tensors(model, held)
+    return tuple(sum(tensors[name].numel() for name in own.gradients) for own in held)
+
+
 def with_replicas(
     weights: Sequence[int],
     stages: Mapping[int, tuple[int, int]],

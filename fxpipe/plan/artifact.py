@@ -14,6 +14,7 @@ import torch
 from fxpipe.errors import ArtifactError
 from fxpipe.plan.check import check_plan
 from fxpipe.plan.lanes import NO_LANES, LanePlan
+from fxpipe.plan.meshes import TriedMesh
 from fxpipe.plan.number import number
 from fxpipe.plan.step import MOST_RANKS, Shard, StepSpec, Tier
 from fxpipe.plan.tensors import Dtype, GradDtype, Shape, Size, dtype_of, gradient_dtype, is_dense
@@ -141,7 +142,8 @@ class Plan:
     description the costs are from, as text.  ``replicas``: for so many the schedule was made, and
     ``run_local`` runs them; other numbers can run the programs.  ``shard``: what replicas divide between
     them.  ``grad_dtype``: the dtype of gradients, as text; empty for that of each parameter.  ``lanes``:
-    where the model has DTensors; then ``layouts`` are those of one lane.
+    where the model has DTensors; then ``layouts`` are those of one lane.  ``meshes``: those that were
+    compared to choose ranks and replicas.
     """
 
     format: int
@@ -171,6 +173,7 @@ class Plan:
     replicas: Annotated[int, between(1, MOST_RANKS)] = 1
     shard: Shard = ""
     lanes: LanePlan = NO_LANES
+    meshes: Annotated[tuple[TriedMesh, ...], entries(0, MOST_TRIED)] = ()
 
     @property
     def ranks(self) -> int:
