@@ -28,8 +28,8 @@ class Mesh:
 class TriedMesh:
     """A mesh with its simulated step, or the reason that it was left out.
 
-    ``seconds`` a step.  ``memory``: bytes of the rank that needs the most: parameters, gradients, buffers, the
-    optimizer's state if its bytes were given, and activations.  ``schedule``, ``stages_per_rank``,
+    ``seconds`` a step.  ``memory``: bytes of the rank that needs the most: parameters, gradients, buffers,
+    activations, and the optimizer's state if its bytes were given.  ``schedule``, ``stages_per_rank``,
     ``recompute``: those of the step.
     Left out are meshes that cannot be faster than another one by a hundredth (``bound``: seconds that no
     schedule beats), that do not keep the memory limit (``memory``: what they need or more, without

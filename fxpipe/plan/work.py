@@ -46,14 +46,14 @@ Rate = Annotated[float, at_least(1)]
 Length = Annotated[int, between(1, MOST_LENGTH)]
 
 
-def _at(terms: Terms, lengths: Sequence[Any]) -> Any:
+def value_at(terms: Terms, lengths: Sequence[Any]) -> Any:
     """The polynomial's value for lengths that are fractions or symbols; exact."""
     values = (n * prod(x**k for x, k in zip(lengths, powers, strict=True)) / d for n, d, *powers in terms)
     return sum(values, start=0 * lengths[0])
 
 
 def _held(work: StageWork, lengths: Sequence[Any]) -> dict[str, float]:
-    return {name: float(_at(getattr(work, name), lengths)) for name in StageBytes._fields}
+    return {name: float(value_at(getattr(work, name), lengths)) for name in StageBytes._fields}
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Work:
 
 def _bounds(op: Work, lengths: Sequence[Any], rates: Rates) -> tuple[Any, Any, float]:
     """The lower bounds of the roofline in ``cost.device``."""
-    computing, moving = _at(op.flops, lengths) / op.rate, _at(op.bytes, lengths) / rates.memory
+    computing, moving = value_at(op.flops, lengths) / op.rate, value_at(op.bytes, lengths) / rates.memory
     return computing, moving, rates.launch
 
 
@@ -168,7 +168,7 @@ class PlanWork:
     def _edges(self, costs: Costs, lengths: Sequence[Fraction]) -> tuple[Edge, ...]:
         found = []
         for edge, terms in zip(costs.edges, self.edges, strict=True):
-            moved = float(_at(terms, lengths))
+            moved = float(value_at(terms, lengths))
             ends = [self.rates_of(end.stage).with_message(edge, moved) for end in (edge.source, edge.target)]
             inter = [end.inter_seconds for end in ends if end.inter_seconds is not None]
             slower = max(end.seconds for end in ends)
@@ -191,9 +191,9 @@ class PlanWork:
             seconds(work.forward),
             seconds(work.backward),
             seconds(work.weight),
-            _at(work.saved_activations, lengths),
-            _at(work.saved_for_weight, lengths),
-            sum((op.count * _at(op.flops, lengths) for op in ops), start=none),
+            value_at(work.saved_activations, lengths),
+            value_at(work.saved_for_weight, lengths),
+            sum((op.count * value_at(op.flops, lengths) for op in ops), start=none),
         )
 
     def _checked(self, sizes: Mapping[str, int]) -> dict[str, int]:
