@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import nn
 
-from fxpipe.compiler.cut import Cut, Stages
-from fxpipe.compiler.cut import cut as cut_at_level
+from fxpipe.compiler.cut import Cut, Cuts, Stages
 from fxpipe.compiler.options import Candidates, Options
 from fxpipe.compiler.progress import Phases
 from fxpipe.compiler.tensor_ownership import (
@@ -33,6 +33,8 @@ from fxpipe.schedule.candidate import SearchResult
 from fxpipe.schedule.costs import Costs, Link
 from fxpipe.schedule.problem import Problem, per_rank
 from fxpipe.schedule.search.fastest import fastest
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +67,7 @@ class Costing:
         self,
         options: Options,
         tried: Candidates,
+        cuts: Cuts,
         model: nn.Module,
         cluster: Cluster,
         device: torch.device,
@@ -74,14 +77,15 @@ class Costing:
         sizes: Mapping[str, int] | None = None,
     ) -> None:
         """sizes: other lengths than the example's, of a step whose dimensions have names."""
-        self._options, self.tried, self._model, self._cluster = options, tried, model, cluster
+        self._options, self.tried, self._cuts = options, tried, cuts
+        self._model, self._cluster = model, cluster
         self._device, self._known, self._bandwidth = device, known, bandwidth
         self.phase, self._sizes = phase, sizes
         self._placed: dict[tuple[Stages, Level | None], list[Placed]] = {}
 
     def __call__(self, of: Stages, level: Level | None) -> list[Placed]:
         if (of, level) not in self._placed:
-            self._placed[of, level] = list(self._all(of, cut_at_level(of, level, self.phase)))
+            self._placed[of, level] = list(self._all(of, self._cuts.cut(of, level, self.phase)))
         return self._placed[of, level]
 
     def _all(self, of: Stages, cut: Cut) -> Iterator[Placed]:
@@ -166,17 +170,6 @@ def held_bytes(placed: Placed, options: Options) -> tuple[int, ...]:
     return tuple(map(sum, zip(weights, results, states, strict=True)))
 
 
-def least_step(options: Options, stages: Sequence[Stages], costing: Costing) -> float:
-    """Seconds that no schedule of the cuts without recomputation can beat.
-
-    Raises LimitError where the memory limit leaves nothing for activations.
-    """
-    problems, too_heavy = _problems(options, stages, costing, costing.tried.levels[0])
-    if not problems:
-        raise min(too_heavy, key=lambda error: error.smallest)
-    return min(problem.step_bound for _, problem in problems)
-
-
 def choose(options: Options, stages: Sequence[Stages], costing: Costing) -> Chosen:
     """The cut with the shortest simulated step on its ranks, and its schedule.
 
@@ -223,18 +216,45 @@ def choose(options: Options, stages: Sequence[Stages], costing: Costing) -> Chos
     return Chosen(placed, found, held_bytes(placed, options))
 
 
-def choose_uses(options: Options, stages: Sequence[Stages], costing: Costing) -> tuple[Options, Chosen]:
-    """``choose``; if replicas divide parameters, gathered once a step if that keeps the limit, else per use.
-
-    The options say which.
-    """
+def with_uses(options: Options, choose: Callable[[Options], _T]) -> tuple[Options, _T]:
+    """What ``choose`` gives.  Parameters that replicas divide are gathered once a step if that keeps the
+    limit, else for each use; the options say which."""
     try:
-        return options, choose(options, stages, costing)
+        return options, choose(options)
     except ScheduleError:
         if options.shard != "parameters" or options.memory_limit is None or options.replicas == 1:
             raise
         options = replace(options, per_use=True)
-        return options, choose(options, stages, costing)
+        return options, choose(options)
+
+
+def choose_below(options: Options, stages: Sequence[Stages], costing: Costing, beat: float) -> Chosen | float:
+    """``choose``, or seconds that no schedule beats, where these are not below ``beat``.
+
+    Raises LimitError where not one microbatch fits, and ScheduleError as ``choose``.
+    """
+    first, *levels = costing.tried.levels
+    found, too_heavy = list[tuple[Placed, Problem]](), list[LimitError]()
+    for of in stages:
+        own, errors = _problems(options, [of], costing, first)
+        if any(lower_bound(p.costs, p.placement, p.microbatches) < beat for _, p in own):
+            for level in levels:  # which add to the work
+                own += _problems(options, [of], costing, level)[0]
+        found, too_heavy = found + own, too_heavy + errors
+    for placed, problem in found:
+        least = problem.arrays.smallest_limits
+        if not problem.is_extended and any(a > b for a, b in zip(least, problem.limits, strict=True)):
+            need = max(map(sum, zip(held_bytes(placed, options), least, strict=True)))
+            too_heavy.append(LimitError("One microbatch needs more than the memory limit.", need))
+            found = [each for each in found if each[1] is not problem]
+    if not found:
+        raise min(too_heavy, key=lambda error: error.smallest)
+    able = {problem: placed for placed, problem in found if problem.step_bound < beat}
+    if not able:
+        return min(problem.step_bound for _, problem in found)
+    best = fastest(options.schedule, [*able], effort=options.effort)
+    placed = next(placed for problem, placed in able.items() if problem.setting == best.problem.setting)
+    return Chosen(placed, best, held_bytes(placed, options))
 
 
 def _problems(

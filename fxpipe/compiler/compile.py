@@ -29,8 +29,8 @@ from fxpipe.codegen.program import program_source
 from fxpipe.codegen.rank_plan import RankPlan
 from fxpipe.compiler.buckets import bucket_uses
 from fxpipe.compiler.certify import captured_as_data, certified
-from fxpipe.compiler.choose import Costing, choose_uses
-from fxpipe.compiler.cut import Cut, Stages, finished, split, stages_of
+from fxpipe.compiler.choose import Costing, choose, with_uses
+from fxpipe.compiler.cut import Cut, Cuts, Stages, finished, split, stages_of
 from fxpipe.compiler.cut import cut as cut_at_level
 from fxpipe.compiler.make_plan import make_plan, with_tensors_of
 from fxpipe.compiler.options import Candidates, Offload, Options, candidates, check_lanes
@@ -138,7 +138,8 @@ def compile_model(
 
     cluster = cluster_of(options, device, devices, captured.graph)
     # Cut into stages, once for each number of them and of barriers (compiler/passes.py has all rewrites).
-    stages = all_stages(Step(captured.graph, resized), tried, options, cluster, phase)
+    cuts = Cuts()
+    stages = all_stages(Step(captured.graph, resized), tried, options, cluster, cuts, phase)
     phase.expect(3 + 2 * len(stages))
 
     with phase("schedule"):
@@ -146,8 +147,8 @@ def compile_model(
         # the schedule with the shortest simulated step.
         known = known_tensors(model, example, captured.constants)
         bandwidth = offload_bandwidth(options, cluster, device)
-        costing = Costing(options, tried, model, cluster, device, known, bandwidth, phase)
-        options, chosen = choose_uses(options, stages, costing)
+        costing = Costing(options, tried, cuts, model, cluster, device, known, bandwidth, phase)
+        options, chosen = with_uses(options, lambda own: choose(own, stages, costing))
         cut, live, found = chosen.placed.cut, chosen.placed.live, chosen.found
         work = None
         if cut.resized is not None:
@@ -325,10 +326,13 @@ def cluster_of(options: Options, device: torch.device, devices: Sequence[Device]
 
 
 def all_stages(
-    captured: Step, tried: Candidates, options: Options, cluster: Cluster, phase: Phases
+    captured: Step, tried: Candidates, options: Options, cluster: Cluster, made: Cuts, phase: Phases
 ) -> list[Stages]:
     """The step cut into stages, for each number of them and of barriers, and where ranks have different
-    devices for each placement."""
+    devices for each placement.
+
+    made: the cuts of the step so far.
+    """
     cuts: list[Stages] = []
     ways = tried.barriers
     measured = options.costs == "measured"
@@ -358,8 +362,8 @@ def all_stages(
             try:
                 if barriers not in steps:
                     with phase("vocabulary"):
-                        steps[barriers] = split(captured, asked)
-                found.append(stages_of(steps[barriers], asked, phase))
+                        steps[barriers] = made.split(captured, asked)
+                found.append(made.stages_of(steps[barriers], asked, phase))
             except PartitionError:
                 if barriers is not None and options.vocab_parallel == AUTO:
                     ways = tuple(way for way in ways if way != barriers)  # nor does it fit more stages

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from fxpipe.capture.scale import LATER, choose_microbatches
-from fxpipe.compiler.choose import Chosen, Costing, choose_uses, held_bytes, least_step
+from fxpipe.compiler.choose import Chosen, Costing, choose_below, held_bytes, with_uses
 from fxpipe.compiler.compile import CapturedStep, all_stages, capture_step, cluster_of, offload_bandwidth
-from fxpipe.compiler.cut import Stages
+from fxpipe.compiler.cut import Cuts, Stages
 from fxpipe.compiler.options import Options, candidates, check
 from fxpipe.compiler.passes import Step
 from fxpipe.compiler.progress import Phases
@@ -30,13 +30,14 @@ from fxpipe.plan.step import SHARDS
 from fxpipe.plan.tensors import gradient_dtype
 from fxpipe.schedule.candidate import SearchResult
 from fxpipe.schedule.offload.planner import keeps
+from fxpipe.schedule.search.fastest import AUTO
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.units import bytes_text
 
 #: A mesh that can save a smaller part of the step than this is not searched.
 GAIN = 0.01
 #: Seconds of one core for each search; the chosen mesh is searched with all effort.
-EFFORT = 0.5
+EFFORT = 0.2
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,11 +120,11 @@ def compare_meshes(
     sizes: other lengths than the example's, of a step whose dimensions have names.
     """
     numbers = dict.fromkeys(tried.mesh.ranks for tried in wanted)
-    found, best = list[TriedMesh](), inf
+    found, best, cuts = list[TriedMesh](), inf, Cuts()
     phase.expect(len(numbers))
     for ranks in numbers:
         with phase(f"{ranks} ranks"):
-            search = _Search(planned, phase, sizes)
+            search = _Search(planned, cuts, phase, sizes)
             for given in (tried for tried in wanted if tried.mesh.ranks == ranks):
                 found.append(given if given.why else search.tried(given.mesh, best))
                 best = min(best, inf if found[-1].seconds is None else found[-1].seconds)
@@ -155,6 +156,7 @@ class _Search:
     """The meshes of one number of ranks."""
 
     planned: PlannedStep
+    made: Cuts
     phase: Phases
     sizes: Mapping[str, int] | None
     cuts: tuple[list[Stages], Costing] | None = None
@@ -165,20 +167,20 @@ class _Search:
         effort = self.planned.options.effort
         options = with_mesh(self.planned.options, mesh)
         options = replace(options, effort=EFFORT if effort is None else min(effort, EFFORT))
-        per_use = mesh.shard == "parameters" and options.memory_limit is not None
         try:
             self._check_bytes(options)
             stages, costing = self.cuts = self.cuts or self._cut(options)
             chosen = self._as_before(options)
             if chosen is None:
-                bound = least_step(replace(options, per_use=per_use), stages, costing)
-                if bound > (1 - GAIN) * best:
-                    return TriedMesh(mesh, bound=bound)
-                chosen = choose_uses(options, stages, costing)[1]
+                # Another level of a mesh with a schedule by name is as good as known.
+                beat = inf if self.found and options.schedule != AUTO else (1 - GAIN) * best
+                chosen = with_uses(options, lambda own: choose_below(own, stages, costing, beat))[1]
         except LimitError as error:
             return TriedMesh(mesh, memory=error.smallest)
         except (ScheduleError, PartitionError, VocabularyError) as error:
             return TriedMesh(mesh, why=str(error))
+        if isinstance(chosen, float):
+            return TriedMesh(mesh, bound=chosen)
         self.found.append(chosen)
         problem, timeline = chosen.found.problem, chosen.found.timeline
         return TriedMesh(
@@ -194,12 +196,13 @@ class _Search:
         planned, captured, phase = self.planned, self.planned.step.captured, self.phase
         model, device, tried = planned.model, planned.device, candidates(options)
         cluster = cluster_of(options, device, (), captured.graph)
-        stages = all_stages(Step(captured.graph, planned.step.resized), tried, options, cluster, phase)
+        step = Step(captured.graph, planned.step.resized)
+        stages = all_stages(step, tried, options, cluster, self.made, phase)
         phase.expect(2 * len(stages))
         known = known_tensors(model, planned.example, captured.constants)
         bandwidth = offload_bandwidth(options, cluster, device)
         given = model, cluster, device, known, bandwidth, phase, self.sizes
-        return stages, Costing(options, tried, *given)
+        return stages, Costing(options, tried, self.made, *given)
 
     def _check_bytes(self, options: Options) -> None:
         """Raise LimitError, before the step is cut, where some rank has too many bytes of the model: each has
@@ -220,14 +223,16 @@ class _Search:
     def _as_before(self, options: Options) -> Chosen | None:
         """The schedule of a mesh that had no less memory for it, if it keeps the limits of this one."""
         assert self.cuts is not None
+        if options.schedule != AUTO and options.memory_limit is not None:
+            return None  # a family may ask for more memory than is simulated
         for before in self.found:
             try:
                 problem = self.cuts[1].problem(before.placed, options)
             except LimitError:
                 continue
-            had = before.found.problem.limits
-            fits = all(a >= b for a, b in zip(had, problem.limits, strict=True))
-            if fits and keeps(before.found.timeline, problem.limits):
+            had, least = before.found.problem.limits, problem.arrays.smallest_limits
+            fits = all(a >= b >= c for a, b, c in zip(had, problem.limits, least, strict=True))
+            if fits and not problem.is_extended and keeps(before.found.timeline, problem.limits):
                 timeline = simulate(before.found.timeline.schedule, problem.costs)
                 found = SearchResult(problem, timeline)
                 return Chosen(before.placed, found, held_bytes(before.placed, options))
