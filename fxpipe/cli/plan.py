@@ -91,8 +91,8 @@ def add_to(commands: Any, line: str) -> None:
 def _plan(options: argparse.Namespace) -> None:
     model, example, loss_fn = _model(options.model)
     shard = None if options.shard == "none" else options.shard
-    given = options.devices, options.ranks, options.replicas, options.microbatches, options.batch
-    request = request_of(*given, shard, None) or _by_hand(options, shard)
+    numbers = options.devices, options.ranks, options.replicas, options.microbatches, options.batch
+    request = request_of(*numbers, shard, None) or _by_hand(options, shard)
     asked = _options(options, request)
     device, phase = torch.device("cpu"), Phases(f"fxpipe plan {type(model).__name__}")
     checked(asked, request.meshes(rows_of(example)))
@@ -120,9 +120,12 @@ def _plan(options: argparse.Namespace) -> None:
     for at, tried in found:
         if len(found) > 1:
             console.print(terminal("\n" + ", ".join(f"{name} {n}" for name, n in at.lengths.items())))
-        console.print(mesh_table(tried, fastest_mesh(tried).mesh, _columns(at)))
+        fits = any(one.seconds is not None for one in tried)
+        console.print(mesh_table(tried, fastest_mesh(tried).mesh if fits else None, _columns(at)))
         for line in reasons(tried):
             console.print(terminal(line), soft_wrap=True, style="dim")
+    for _, tried in found:
+        fastest_mesh(tried)
 
 
 def _columns(at: Throughput) -> dict[str, Callable[[TriedMesh], str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import TypeVar
 
 import torch
@@ -235,23 +236,31 @@ def choose_below(options: Options, stages: Sequence[Stages], costing: Costing, b
     """
     first, *levels = costing.tried.levels
     found, too_heavy = list[tuple[Placed, Problem]](), list[LimitError]()
+    bounds = []  # of cuts that are as slow without a limit; recomputation adds to their work
     for of in stages:
         own, errors = _problems(options, [of], costing, first)
-        if any(lower_bound(p.costs, p.placement, p.microbatches) < beat for _, p in own):
-            for level in levels:  # which add to the work
-                own += _problems(options, [of], costing, level)[0]
-        found, too_heavy = found + own, too_heavy + errors
+        too_heavy += errors
+        free = min((lower_bound(p.costs, p.placement, p.microbatches) for _, p in own), default=inf)
+        if own and levels and free >= beat:
+            bounds.append(free)
+            continue
+        found += own
+        for level in levels:
+            found += _problems(options, [of], costing, level)[0]
+    able: dict[Problem, Placed] = {}
     for placed, problem in found:
         least = problem.arrays.smallest_limits
         if not problem.is_extended and any(a > b for a, b in zip(least, problem.limits, strict=True)):
             need = max(map(sum, zip(held_bytes(placed, options), least, strict=True)))
             too_heavy.append(LimitError("One microbatch needs more than the memory limit.", need))
-            found = [each for each in found if each[1] is not problem]
-    if not found:
+        elif problem.step_bound >= beat:
+            bounds.append(problem.step_bound)
+        else:
+            able[problem] = placed
+    if not able and not bounds:
         raise min(too_heavy, key=lambda error: error.smallest)
-    able = {problem: placed for placed, problem in found if problem.step_bound < beat}
     if not able:
-        return min(problem.step_bound for _, problem in found)
+        return min(bounds)
     best = fastest(options.schedule, [*able], effort=options.effort)
     placed = next(placed for problem, placed in able.items() if problem.setting == best.problem.setting)
     return Chosen(placed, best, held_bytes(placed, options))

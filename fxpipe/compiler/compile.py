@@ -157,8 +157,15 @@ def compile_model(
     def completed(plan: Plan) -> Plan:
         measured = ", sections measured" if options.costs == "measured" else ""
         own = Mesh(options.ranks, options.replicas, options.microbatches, options.shard or "")
-        now = {"seconds": found.timeline.seconds, "memory": chosen.memory, "schedule": found.schedule.name}
-        compared = tuple(replace(each, **now) if each.mesh == own else each for each in meshes)
+        now = TriedMesh(
+            own,
+            found.timeline.seconds,
+            chosen.memory,
+            found.schedule.name,
+            found.problem.stages_per_rank,
+            cut.recompute or "",
+        )
+        compared = tuple(now if each.mesh == own else each for each in meshes)
         device = cluster.name + measured
         return replace(plan, work=work, tried=found.tried, meshes=compared, device=device)
 

@@ -170,7 +170,7 @@ class _Search:
         try:
             self._check_bytes(options)
             stages, costing = self.cuts = self.cuts or self._cut(options)
-            chosen = self._as_before(options)
+            chosen: Chosen | float | None = self._as_before(options)
             if chosen is None:
                 # Another level of a mesh with a schedule by name is as good as known.
                 beat = inf if self.found and options.schedule != AUTO else (1 - GAIN) * best

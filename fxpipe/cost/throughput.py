@@ -19,7 +19,7 @@ from fxpipe.cost.polynomials import Sizes
 from fxpipe.ir.resized import ResizedTraces
 from fxpipe.ir.storage import call_nodes
 from fxpipe.plan.meshes import TriedMesh
-from fxpipe.plan.work import value_at
+from fxpipe.plan.work import lengths_at, value_at
 from fxpipe.runtime.program.batch import batch_leaves
 
 
@@ -58,6 +58,7 @@ def throughputs(
     """For each of the lengths, of a captured step before rewrites: FLOPs of a recomputation do not count.
 
     device: by name.  resized: the step at other lengths, which lengths other than the example's need.
+    Raises SizeError for an unknown name, and for a length below one.
     """
     known = None if resized is None else Sizes(graph, resized)
     lengths = {} if resized is None else dict(zip(resized.names, resized.points[0], strict=True))
@@ -72,7 +73,7 @@ def throughputs(
     names = {length: name for name, length in lengths.items() if name != "microbatch"}
     found = []
     for given in sizes:
-        at = {**lengths, **given}
+        at = lengths_at(lengths, given)
         rows = at.get("microbatch", shape[0])
         others = [at.get(names.get(n, ""), n) for n in shape[1:]]
         values = [Fraction(n) for n in at.values()]

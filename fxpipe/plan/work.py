@@ -139,7 +139,7 @@ class PlanWork:
 
         Raises SizeError as ``costs`` does.
         """
-        lengths = [Fraction(n) for n in self._checked(sizes).values()]
+        lengths = [Fraction(n) for n in lengths_at(self.lengths, sizes).values()]
         stages = []
         for stage, (cost, work) in enumerate(zip(costs.stages, self.stages, strict=True)):
             found = self.stage(stage, lengths, max)
@@ -153,7 +153,9 @@ class PlanWork:
 
         Raises SizeError for an unknown name and for a length below one.
         """
-        old, new = ([Fraction(n) for n in x.values()] for x in (self.lengths, self._checked(sizes)))
+        old, new = (
+            [Fraction(n) for n in x.values()] for x in (self.lengths, lengths_at(self.lengths, sizes))
+        )
         stages = []
         for stage, (cost, work) in enumerate(zip(costs.stages, self.stages, strict=True)):
             before, after = (self.stage(stage, lengths, max) for lengths in (old, new))
@@ -196,16 +198,19 @@ class PlanWork:
             sum((op.count * value_at(op.flops, lengths) for op in ops), start=none),
         )
 
-    def _checked(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        known = ", ".join(f"{name} ({length} in the example)" for name, length in self.lengths.items())
-        for name, length in sizes.items():
-            if name not in self.lengths:
-                raise SizeError(
-                    f"No dimension is called {name!r}. Known: {known}. (microbatch exists if the example has "
-                    "two rows or more; name others in dimensions.)"
-                )
-            if not isinstance(length, int) or length < 1:
-                raise SizeError(
-                    f"{name} is {length!r} and must be a whole number, at least 1. Known: {known}."
-                )
-        return {**self.lengths, **sizes}
+
+def lengths_at(lengths: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str, int]:
+    """The lengths of all named dimensions, those of ``sizes`` in place of the example's.
+
+    Raises SizeError for an unknown name and for a length below one.
+    """
+    known = ", ".join(f"{name} ({length} in the example)" for name, length in lengths.items())
+    for name, length in sizes.items():
+        if name not in lengths:
+            raise SizeError(
+                f"No dimension is called {name!r}. Known: {known}. (microbatch exists if the example has "
+                "two rows or more; name others in dimensions.)"
+            )
+        if not isinstance(length, int) or length < 1:
+            raise SizeError(f"{name} is {length!r} and must be a whole number, at least 1. Known: {known}.")
+    return {**lengths, **sizes}

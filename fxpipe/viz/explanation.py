@@ -101,17 +101,21 @@ def _table(tried: tuple[Tried, ...]) -> Table:
 
 
 def mesh_table(
-    tried: Sequence[TriedMesh], chosen: Mesh, more: Mapping[str, Callable[[TriedMesh], str]] | None = None
+    tried: Sequence[TriedMesh],
+    chosen: Mesh | None,
+    more: Mapping[str, Callable[[TriedMesh], str]] | None = None,
 ) -> Table:
     """The meshes, the fastest first; ``*``: the chosen one.
 
     more: further columns, of what a mesh with a simulated step has.
     """
-    table = Table("mesh", "divided", "schedule", "step", "memory", *(more or {}), box=SIMPLE_HEAD)
+    names = "mesh", "divided", "schedule", "step", "memory", *(more or {})
+    table = Table(*names, box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.caption = "mesh: ranks x replicas; *: chosen; ≥: left out, it takes at least"
     table.caption_justify = "left"
     for column in table.columns[3:]:
         column.justify = "right"
+        column.no_wrap = True
     for one in sorted(tried, key=lambda one: (one.seconds or one.bound or inf, one.seconds is None)):
         mesh, least = one.mesh, "" if one.seconds is not None else "≥ "
         seconds, memory = one.bound if one.seconds is None else one.seconds, one.memory

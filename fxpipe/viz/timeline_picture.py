@@ -55,7 +55,8 @@ def timeline_svg(timeline: Timeline, title: str, units: Units = PHYSICAL) -> str
     ranks = timeline.schedule.ranks
     longest = max(map(len, timeline.spans), default=0)
     pixels = min(max(NARROWEST, longest * OP_WIDTH), WIDEST)
-    starts = [own[0].start for own in (*timeline.spans, *timeline.exchanges) if own]
+    starts = [own[0].start for own in timeline.spans if own]
+    starts += [own[0].start for own in timeline.exchanges if own]
     start = min(starts, default=0.0)
     scale = Scale(start, timeline.seconds, pixels)
     pitch = _pitch(timeline)
