@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf
 from typing import TypeVar
 
 import torch
@@ -32,6 +31,7 @@ from fxpipe.passes.recompute import Level
 from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.candidate import SearchResult
 from fxpipe.schedule.costs import Costs, Link
+from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.problem import Problem, per_rank
 from fxpipe.schedule.search.fastest import fastest
 
@@ -181,38 +181,30 @@ def choose(options: Options, stages: Sequence[Stages], costing: Costing) -> Chos
     bounds: dict[Stages, float] = {}  # seconds, at the first level
     too_heavy: list[LimitError] = []
 
-    def at_level(of: Sequence[Stages], level: Level | None) -> list[Problem]:
+    def at_level(of: Stages, level: Level | None) -> list[Problem]:
         found, errors = _problems(options, of, costing, level)
         made.update((problem.setting, placed) for placed, problem in found)
         too_heavy.extend(errors)
+        if level == first and found:
+            bounds[of] = _bound(found)
         return [problem for _, problem in found]
 
     def recomputing(beat: float) -> list[Problem]:
         """The other levels, of stages that can be as fast: recomputation adds to the work of each."""
         able = [of for of, bound in bounds.items() if bound <= beat]
         costing.phase.expect(2 + 2 * len(able) * len(levels))
-        return [problem for of in able for level in levels for problem in at_level([of], level)]
+        return [problem for of in able for level in levels for problem in at_level(of, level)]
 
-    without = []
-    for of in stages:
-        own = at_level([of], first)
-        without += own
-        if own:
-            bounds[of] = min(lower_bound(p.costs, p.placement, p.microbatches) for p in own)
+    without = [problem for of in stages for problem in at_level(of, first)]
     if not without:
         raise min(too_heavy, key=lambda error: error.smallest)
     try:
-        found = fastest(
-            options.schedule,
-            without,
-            effort=options.effort,
-            more=recomputing if levels else None,
-        )
+        more = recomputing if levels else None
+        found = fastest(options.schedule, without, effort=options.effort, more=more)
     except ScheduleError as error:
         if options.memory_limit is None:
             raise
-        held = [number for placed in made.values() for number in held_bytes(placed, options)]
-        raise _with_weights(error, options.memory_limit, held) from error
+        raise _with_weights(error, options, made.values()) from error
     placed = made[found.problem.setting]
     return Chosen(placed, found, held_bytes(placed, options))
 
@@ -234,19 +226,20 @@ def choose_below(options: Options, stages: Sequence[Stages], costing: Costing, b
 
     Raises LimitError where not one microbatch fits, and ScheduleError as ``choose``.
     """
+    if isinstance(options.schedule, Schedule):
+        return choose(options, stages, costing)
     first, *levels = costing.tried.levels
     found, too_heavy = list[tuple[Placed, Problem]](), list[LimitError]()
     bounds = []  # of cuts that are as slow without a limit; recomputation adds to their work
     for of in stages:
-        own, errors = _problems(options, [of], costing, first)
+        own, errors = _problems(options, of, costing, first)
         too_heavy += errors
-        free = min((lower_bound(p.costs, p.placement, p.microbatches) for _, p in own), default=inf)
-        if own and levels and free >= beat:
-            bounds.append(free)
+        if own and levels and _bound(own) >= beat:
+            bounds.append(_bound(own))
             continue
         found += own
         for level in levels:
-            found += _problems(options, [of], costing, level)[0]
+            found += _problems(options, of, costing, level)[0]
     able: dict[Problem, Placed] = {}
     for placed, problem in found:
         least = problem.arrays.smallest_limits
@@ -261,17 +254,27 @@ def choose_below(options: Options, stages: Sequence[Stages], costing: Costing, b
         raise min(too_heavy, key=lambda error: error.smallest)
     if not able:
         return min(bounds)
-    best = fastest(options.schedule, [*able], effort=options.effort)
+    try:
+        best = fastest(options.schedule, [*able], effort=options.effort)
+    except ScheduleError as error:
+        if options.memory_limit is None:
+            raise
+        raise _with_weights(error, options, able.values()) from error
     placed = next(placed for problem, placed in able.items() if problem.setting == best.problem.setting)
     return Chosen(placed, best, held_bytes(placed, options))
 
 
+def _bound(found: Sequence[tuple[Placed, Problem]]) -> float:
+    """Seconds that no schedule beats, whatever memory it has."""
+    return min(lower_bound(p.costs, placed.ranks, p.microbatches) for placed, p in found)
+
+
 def _problems(
-    options: Options, stages: Sequence[Stages], costing: Costing, level: Level | None
+    options: Options, stages: Stages, costing: Costing, level: Level | None
 ) -> tuple[list[tuple[Placed, Problem]], list[LimitError]]:
-    """The problems of all cuts, and the reasons that others cannot keep the limit."""
+    """The problems of a cut on all placements, and the reasons that others cannot keep the limit."""
     found, too_heavy = [], []
-    for placed in (placed for of in stages for placed in costing(of, level)):
+    for placed in costing(stages, level):
         try:
             found.append((placed, costing.problem(placed, options)))
         except LimitError as error:
@@ -279,12 +282,15 @@ def _problems(
     return found, too_heavy
 
 
-def _with_weights(error: ScheduleError, limit: float, weights: Sequence[int]) -> ScheduleError:
+def _with_weights(error: ScheduleError, options: Options, tried: Iterable[Placed]) -> ScheduleError:
     """The error of a search, whose limits are of activations, with what a rank holds beside them."""
+    assert options.memory_limit is not None
+    weights = [number for placed in tried for number in held_bytes(placed, options)]
     most = max(weights)
     text = (
-        f"{str(error).removesuffix('.')}. These bytes are of activations: of memory_limit={limit:.0f}, "
-        f"parameters, gradients, buffers and outputs take {min(weights)} to {most} on each rank."
+        f"{str(error).removesuffix('.')}. These bytes are of activations: of "
+        f"memory_limit={options.memory_limit:.0f}, parameters, gradients, buffers and outputs take "
+        f"{min(weights)} to {most} on each rank."
     )
     if not isinstance(error, LimitError):
         return ScheduleError(text)
