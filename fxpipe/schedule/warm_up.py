@@ -18,9 +18,9 @@ from fxpipe.schedule.simulation.run_loop import RunLoop
 def warm_up_lengths(schedule: Schedule, edges: Iterable[Edge]) -> tuple[int, ...]:
     """Per rank the number of ops at the beginning of its order that are its warm-up.
 
-    The warm-ups are the longest for which each op is an F, and needs by ``edges`` no value of an op that is in
-    no warm-up: then no rank needs anything of a rank that waits for its verdict.  In a schedule whose ranks
-    block each other they are the ops that could run.
+    The warm-ups are the longest for which each op is an F, and needs by ``edges`` no value of an op that is
+    in no warm-up: then no rank needs anything of a rank that waits for its verdict.  In a schedule whose
+    ranks block each other they are the ops that could run.
     """
     sources = defaultdict[int, list[Color]](list)
     for edge in edges:
