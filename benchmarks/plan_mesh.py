@@ -1,6 +1,6 @@
 """Planning Llama 3 70B for 256 devices: the table, the seconds, and the peak memory of the planning process.
 
-    python benchmarks/plan_mesh.py --output benchmarks/results/plan_mesh.txt
+python benchmarks/plan_mesh.py --output benchmarks/results/plan_mesh.txt
 """
 
 from __future__ import annotations
