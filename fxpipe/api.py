@@ -187,7 +187,8 @@ def compile(
     mesh = mesh_of(model)
     lanes = 1 if mesh is None else mesh.size()
     if process is not None:
-        given = (pipeline_ranks, replicas) if pipeline_ranks else (process.world_size // lanes, None)
+        unknown = process.world_size // lanes, None
+        given = unknown if pipeline_ranks is None else (pipeline_ranks, replicas)
         process = process.with_ranks(*given, lanes)
         process.check_mesh(mesh)
         process.backend(device)
@@ -205,8 +206,8 @@ def compile(
         if isinstance(example, list):  # as DataLoaders give them
             example = tuple(example)
         options = Options(
-            ranks=pipeline_ranks or 1,
-            microbatches=microbatches or 1,
+            ranks=1 if pipeline_ranks is None else pipeline_ranks,
+            microbatches=1 if microbatches is None else microbatches,
             schedule=read_schedule(schedule) if isinstance(schedule, Path) else schedule,
             stages_per_rank=stages_per_rank,
             placement=placement,

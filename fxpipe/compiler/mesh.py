@@ -21,8 +21,16 @@ from fxpipe.compiler.cut import Cuts, Stages
 from fxpipe.compiler.options import Options, candidates, check
 from fxpipe.compiler.passes import Step
 from fxpipe.compiler.progress import Phases
+from fxpipe.compiler.tensor_ownership import check_state_of_replicas
 from fxpipe.cost.profile import known_tensors
-from fxpipe.errors import LimitError, OptionError, PartitionError, ScheduleError, VocabularyError
+from fxpipe.errors import (
+    CaptureError,
+    LimitError,
+    OptionError,
+    PartitionError,
+    ScheduleError,
+    VocabularyError,
+)
 from fxpipe.garbage import collector_paused
 from fxpipe.ir.storage import graph_outputs
 from fxpipe.plan.meshes import Mesh, TriedMesh
@@ -168,6 +176,8 @@ class _Search:
         options = with_mesh(self.planned.options, mesh)
         options = replace(options, effort=EFFORT if effort is None else min(effort, EFFORT))
         try:
+            if mesh.replicas > 1:
+                check_state_of_replicas(self.planned.model, self.planned.step.captured.graph)
             self._check_bytes(options)
             stages, costing = self.cuts = self.cuts or self._cut(options)
             chosen: Chosen | float | None = self._as_before(options)
@@ -177,7 +187,7 @@ class _Search:
                 chosen = with_uses(options, lambda own: choose_below(own, stages, costing, beat))[1]
         except LimitError as error:
             return TriedMesh(mesh, memory=error.smallest)
-        except (ScheduleError, PartitionError, VocabularyError) as error:
+        except (ScheduleError, PartitionError, VocabularyError, CaptureError) as error:
             return TriedMesh(mesh, why=str(error))
         if isinstance(chosen, float):
             return TriedMesh(mesh, bound=chosen)

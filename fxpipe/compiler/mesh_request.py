@@ -65,13 +65,15 @@ def request_of(
     world: the number of processes that torchrun started, a lane of each rank.
     Raises OptionError for numbers that are no mesh.
     """
-    for name, value in {"devices": devices, "batch": batch, "ranks": ranks, "replicas": replicas}.items():
-        if value is not None and (type(value) is not int or value < 1):
-            raise OptionError(f"{name} is {value!r} and must be a whole number, at least 1.")
     if (microbatches is None) == (batch is None):
         raise OptionError(
             "Give microbatches, of each replica, or batch, the rows of a step over all replicas; not both."
         )
+    if ranks is not None and shard != AUTO and devices is None and batch is None:
+        return None
+    for name, value in {"devices": devices, "batch": batch, "ranks": ranks, "replicas": replicas}.items():
+        if value is not None and (type(value) is not int or value < 1):
+            raise OptionError(f"{name} is {value!r} and must be a whole number, at least 1.")
     number = devices if devices is not None else world
     if number is None and ranks is not None:
         number = ranks * (replicas or 1)
@@ -79,8 +81,6 @@ def request_of(
         raise OptionError("Give ranks, or devices, the number of processes, for which they are chosen.")
     if world is not None and number != world:
         raise OptionError(f"devices is {number}, and torchrun started {world} processes: leave out devices.")
-    if ranks is not None and shard != AUTO and devices is None and batch is None:
-        return None
     if ranks is None and batch is None:
         raise OptionError(
             "microbatches are of each replica, and their number is to be chosen: give batch, the rows of a "

@@ -166,6 +166,27 @@ def test_batches_that_no_replicas_can_share():
         compiled(batch=100)
 
 
+class Counting(Layers):
+    """Has a tensor that no state dict has, which each replica would change by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()), persistent=False)
+
+    def forward(self, x):
+        self.count += 1
+        return super().forward(x)
+
+
+def test_a_model_that_replicas_cannot_train():
+    with torch.device("meta"):
+        model, example = Counting(), {"x": torch.randn(ROWS, WIDTH)}
+    given = {"devices": 2, "batch": 8 * ROWS, "schedule": "1f1b", "costs": "H100", "check": False}
+    pipe = fxpipe.compile(model, example, **given)
+    assert chosen(pipe) == (2, 1, "")
+    assert "changes count, which is in no state dict" in table(pipe)["1 x 2"].why
+
+
 def test_nothing_fits():
     with pytest.raises(
         ScheduleError, match=r"No mesh \(ranks x replicas\) fits: the least memory is needed by"
