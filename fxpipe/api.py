@@ -257,7 +257,7 @@ def compile(
     if len(wanted) > 1:
 
         def chosen() -> MeshChoice:
-            phases = Phases(f"fxpipe {type(model).__name__}, mesh")
+            phases = Phases(f"fxpipe {type(model).__name__}, mesh", ends=False)
             return choose_mesh(model, example, loss_fn, options, wanted, device, phases)
 
         found, choice = _mesh_for_all(chosen, process)

@@ -94,7 +94,7 @@ def _plan(options: argparse.Namespace) -> None:
     numbers = options.devices, options.ranks, options.replicas, options.microbatches, options.batch
     request = request_of(*numbers, shard, None) or _by_hand(options, shard)
     asked = _options(options, request)
-    device, phase = torch.device("cpu"), Phases(f"fxpipe plan {type(model).__name__}")
+    device, phase = torch.device("cpu"), Phases(f"fxpipe plan {type(model).__name__}", ends=False)
     checked(asked, request.meshes(rows_of(example)))
     step = capture_step(model, example, loss_fn, replace(asked, microbatches=LATER), device, phase)
     planned = PlannedStep(model, example, asked, step, device)
@@ -104,6 +104,7 @@ def _plan(options: argparse.Namespace) -> None:
     for at, size in zip(throughputs(*given, sizes), sizes, strict=True):
         wanted = checked(asked, request.meshes(at.rows))
         found.append((at, compare_meshes(planned, wanted, phase, size or None)))
+    phase.finish("planned")
     if options.json:
         print(json.dumps([_as_json(at, tried) for at, tried in found]))
         return

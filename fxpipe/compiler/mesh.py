@@ -112,6 +112,7 @@ def choose_mesh(
     later = replace(options, microbatches=LATER)
     step = capture_step(model, example, loss_fn, later, device, phase)
     tried = compare_meshes(PlannedStep(model, example, options, step, device), wanted, phase)
+    phase.finish("chosen")
     mesh = fastest_mesh(tried).mesh
     resized = () if step.resized is None else step.resized.graphs
     choose_microbatches((step.captured.graph, *resized), mesh.microbatches)
@@ -207,8 +208,10 @@ class _Search:
         model, device, tried = planned.model, planned.device, candidates(options)
         cluster = cluster_of(options, device, (), captured.graph)
         step = Step(captured.graph, planned.step.resized)
+        ways = len(tried.barriers)
+        phase.expect(ways + 2 * ways * len(tried.placements))  # at most: others were made for fewer ranks
         stages = all_stages(step, tried, options, cluster, self.made, phase)
-        phase.expect(2 * len(stages))
+        phase.expect(2 * len(stages) * len(tried.levels))
         known = known_tensors(model, planned.example, captured.constants)
         bandwidth = offload_bandwidth(options, cluster, device)
         given = model, cluster, device, known, bandwidth, phase, self.sizes
