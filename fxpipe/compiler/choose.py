@@ -97,7 +97,8 @@ def choose(
                     continue
             live = liveness(cut.graph, cut.sections, cut.edges, rank_of_stage)
             costs = section_costs(live, seconds, cluster, rank_of_stage, options.ranks_per_machine)
-            costs = replace(costs, update=update_costs(cluster, trained, divided))
+            if options.gradients:
+                costs = replace(costs, update=update_costs(cluster, trained, divided))
             if options.replicas > 1:
                 mesh = options.replicas, options.shard or "", options.per_use, options.ranks_per_machine
                 costs = replace(costs, exchanges=exchanges(cluster, rank_of_stage, sizes, *mesh))
