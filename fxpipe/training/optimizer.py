@@ -79,7 +79,7 @@ class PipelineOptimizer(Optimizer):
         changed: Callable[[], None] = lambda: None,
     ):
         """counted: the parameters that this rank counts in the norm (one rank counts a tied parameter).
-        updates: of the pipeline.  changed: called behind each update.
+        updates: of the pipeline.  changed: called behind each step.
 
         Raises RunError for a norm that is no number above 0.
         """
@@ -127,6 +127,7 @@ class PipelineOptimizer(Optimizer):
             self._begin(self._ranks)
         else:
             self._finish(self.grad_norm())
+        self._changed()  # where an update was left out, too: replicas have to agree on it
         return loss
 
     @property
@@ -232,7 +233,6 @@ class PipelineOptimizer(Optimizer):
                 else:
                     set_grad(updated, grad)
         self._give_masters()
-        self._changed()
 
     @torch.no_grad()
     def _give_masters(self) -> None:
