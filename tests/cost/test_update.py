@@ -27,8 +27,8 @@ def test_bytes_of_an_update():
 
 
 def test_bytes_that_undo_an_update():
-    assert [one.copied for one in (SINGLE, HALF, MASTERED, SUMMED)] == [12_000, 6_000, 14_000, 12_000]
-    assert copy_bytes([[SINGLE, HALF], [MASTERED], [MASTERED]]) == (18_000, 14_000, 14_000)
+    assert [one.copied for one in (SINGLE, HALF, MASTERED, SUMMED)] == [12_000, 6_000, 12_000, 12_000]
+    assert copy_bytes([[SINGLE, HALF], [MASTERED], [MASTERED]]) == (18_000, 12_000, 12_000)
     assert copy_bytes([[SINGLE, HALF], [SINGLE]], divided=2) == (9_000, 6_000)
 
 
@@ -43,7 +43,7 @@ def test_each_rank_updates_on_its_own_device():
             0.0,
         )
     )
-    assert found.copies[0] == pytest.approx(H100.stage_overhead + 2 * 14e9 / H100.memory_bandwidth)
+    assert found.copies[0] == pytest.approx(H100.stage_overhead + 2 * 12e9 / H100.memory_bandwidth)
     assert found.copies[2] == 0.0
     assert found.message == max(H100.intra.seconds(32), A100.intra.seconds(32))
     assert found.inter_message == max(H100.inter.seconds(32), A100.inter.seconds(32))
