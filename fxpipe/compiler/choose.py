@@ -129,7 +129,8 @@ class Costing:
         if options.memory_limit is not None:
             limits = activation_budget(options.memory_limit, held_bytes(placed, options))
         costs, cut = placed.costs, placed.cut
-        costs = replace(costs, update=update_costs(self._cluster, placed.trained, _divided(options)))
+        if options.gradients:
+            costs = replace(costs, update=update_costs(self._cluster, placed.trained, _divided(options)))
         if options.replicas > 1:
             asked = options.replicas, options.shard or "", options.per_use, options.ranks_per_machine
             found = exchanges(self._cluster, placed.ranks, placed.gradients, *asked)

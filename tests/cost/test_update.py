@@ -72,7 +72,7 @@ class Net(nn.Module):
 
 def compiled(*widths: int, ranks: int = 2, **options) -> fxpipe.Pipeline:
     example = {"x": torch.randn(2, widths[0])}
-    given = {"microbatches": 4, "effort": 0.1, "check": False} | options
+    given = {"microbatches": 4, "effort": 0.05, "check": False, "stages_per_rank": 1} | options
     return fxpipe.compile(Net(*widths), example, ranks=ranks, **given)
 
 
