@@ -19,6 +19,8 @@ SUBCOMMANDS = {
     "compare": ("fxpipe.cli.compare", "simulate all schedules and compare them"),
     "check": ("fxpipe.cli.check", "prove that a saved pipeline's programs are the captured step"),
     "explain": ("fxpipe.cli.explain", "list the candidates that were considered for a saved pipeline"),
+    "report": ("fxpipe.cli.report", "write everything about a saved pipeline as one HTML file"),
+    "trace": ("fxpipe.cli.trace", "write a saved pipeline's step as a trace for Perfetto"),
     "run": ("fxpipe.cli.run_command", "train a saved pipeline (under torchrun)"),
 }
 

@@ -11,7 +11,8 @@ from zoo import CASES, Shape, compiled
 
 import fxpipe
 from fxpipe.cli import main
-from fxpipe.cli.recorded import read_spans, recorded_costs, write_spans
+from fxpipe.cli.recorded import recorded_costs
+from fxpipe.plan.recorded import read_spans, write_spans
 from fxpipe.errors import ArtifactError, ScheduleError
 from fxpipe.plan.files import read_plan
 from fxpipe.schedule.costs import StageCost, chain

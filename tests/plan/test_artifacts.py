@@ -25,7 +25,8 @@ import fxpipe
 import fxpipe.ir.liveness
 from fxpipe.cli import main
 from fxpipe.cli.data import FileData
-from fxpipe.cli.recorded import read_spans, recorded_costs
+from fxpipe.cli.recorded import recorded_costs
+from fxpipe.plan.recorded import read_spans
 from fxpipe.errors import ArtifactError, BatchError, FxpipeError, RunError, ScheduleError
 from fxpipe.plan.artifact import FORMAT
 from fxpipe.plan.files import read_plan
