@@ -47,7 +47,7 @@ def trace_events(source: Source) -> list[Event]:
     """All events: names of processes and threads, ops, idle spans, links, counters, flows."""
     plan, measured = source.plan, source.measured
     timeline = simulate(plan.ordered, plan.costs)
-    begin = min(own[0].start for group in (timeline.spans, timeline.exchanges) for own in group if own)
+    begin = timeline.begin
     found = [
         *_names(PREDICTED, f"predicted: {plan.model}, {plan.schedule}", plan.ranks),
         *_step(PREDICTED, timeline, timeline.spans, waits(timeline), begin, source.graph),

@@ -78,7 +78,7 @@ def _waits(
     schedule = timeline.schedule
     table = needs(timeline.costs, schedule.placement)
     made = _makers(timeline, all_spans)
-    beginning = min((spans[0].start for spans in all_spans if spans), default=0.0)
+    beginning = timeline.begin if with_delays else min(spans[0].start for spans in all_spans if spans)
     found: list[tuple[Wait, ...]] = []
     for rank, spans in enumerate(all_spans):
         due: defaultdict[int, list[tuple[float, Transfer]]] = defaultdict(list)
@@ -124,7 +124,7 @@ def passed(timeline: Timeline) -> tuple[dict[int, Passed], ...]:
         for position in reversed(range(len(spans))):
             left[spans[position].op.kind, spans[position].op.stage].append(position)
         own: dict[int, Passed] = {}
-        level, live, free = 0, 0.0, min((s[0].start for s in timeline.spans if s), default=0.0)
+        level, live, free = 0, 0.0, timeline.begin
         for position, (op, start, end) in enumerate(spans):
             left[op.kind, op.stage].pop()
             while level < len(levels) and levels[level][0] <= free:

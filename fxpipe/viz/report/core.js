@@ -20,7 +20,9 @@ function el(tag, attributes = {}, ...children) {
 
 // Put children into an element: elements, texts, and lists of them; nothing for null and false.
 function fill(element, ...children) {
-  element.replaceChildren(...children.flat(9).filter((child) => child !== null && child !== undefined && child !== false));
+  element.replaceChildren(
+    ...children.flat(9).filter((child) => child !== null && child !== undefined && child !== false),
+  );
   return element;
 }
 
@@ -47,7 +49,11 @@ const countText = (count) => scaled(count, 1000, ["", "k", "M", "G", "T"]).trim(
 const percent = (share) => `${digits(100 * share)} %`;
 
 function secondsText(seconds) {
-  for (const [unit, size] of [["s", 1], ["ms", 1e-3], ["µs", 1e-6]])
+  for (const [unit, size] of [
+    ["s", 1],
+    ["ms", 1e-3],
+    ["µs", 1e-6],
+  ])
     if (Math.abs(seconds) >= 0.9995 * size) return `${digits(seconds / size)} ${unit}`;
   return seconds ? `${digits(seconds / 1e-9)} ns` : "0 s";
 }
@@ -58,15 +64,42 @@ const color = (name) => getComputedStyle(document.documentElement).getPropertyVa
 // A table with a head; cells are texts or elements, those of columns in `right` are numbers.
 function table(heads, rows, right = []) {
   const cell = (tag, content, k) => el(tag, { class: right.includes(k) ? "n" : null }, content);
-  return el("table", {},
-    el("thead", {}, el("tr", {}, heads.map((head, k) => cell("th", head, k)))),
-    el("tbody", {}, rows.map((row) => row instanceof Element ? row : el("tr", {}, row.map((x, k) => cell("td", x, k))))));
+  return el(
+    "table",
+    {},
+    el(
+      "thead",
+      {},
+      el(
+        "tr",
+        {},
+        heads.map((head, k) => cell("th", head, k)),
+      ),
+    ),
+    el(
+      "tbody",
+      {},
+      rows.map((row) =>
+        row instanceof Element
+          ? row
+          : el(
+              "tr",
+              {},
+              row.map((x, k) => cell("td", x, k)),
+            ),
+      ),
+    ),
+  );
 }
 
 // A bar of parts side by side, each {share, class, title}.
 const bar = (parts) =>
-  el("div", { class: "bar" }, parts.map((part) => {
-    const made = el("span", { class: part.class, title: part.title });
-    made.style.width = `${100 * part.share}%`;
-    return made;
-  }));
+  el(
+    "div",
+    { class: "bar" },
+    parts.map((part) => {
+      const made = el("span", { class: part.class, title: part.title });
+      made.style.width = `${100 * part.share}%`;
+      return made;
+    }),
+  );

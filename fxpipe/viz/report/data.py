@@ -44,9 +44,8 @@ def report_data(
     """programs: of each rank, empty where it is not known.  graph: None for a pipeline that was saved by an
     earlier version."""
     timeline = simulate(plan.ordered, plan.costs)
-    begin = min(own[0].start for group in (timeline.spans, timeline.exchanges) for own in group if own)
     longest = max(timeline.seconds, _makespan(measured))
-    ticks = Ticks(begin, longest)
+    ticks = Ticks(timeline.begin, longest)
     return {
         "head": _head(plan, timeline),
         "names": {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -20,7 +20,7 @@ from fxpipe.ir.compat import OpOverload
 from fxpipe.ir.graph import Kind, Section, offload, reload
 from fxpipe.ir.liveness import Liveness, liveness
 from fxpipe.ir.sections import edges_between
-from fxpipe.ir.storage import call_nodes, is_view, node_bytes, storage_root
+from fxpipe.ir.storage import call_nodes, is_view, node_bytes, root_within, storage_root
 from fxpipe.ir.text import shape_text
 from fxpipe.plan.artifact import Plan
 from fxpipe.runtime.program.lanes import is_between_lanes
@@ -36,6 +36,7 @@ SAVED, FOR_WEIGHT, RECOMPUTED, OFFLOADED, SHARDED, SENT = (1 << bit for bit in r
 
 Number = Annotated[int, between(0, 1 << 62)]
 Column = Annotated[tuple[Number, ...], entries(0, MOST_OPS)]
+PhaseColumn = Annotated[tuple[Annotated[int, between(0, 2)], ...], entries(0, MOST_OPS)]
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class GraphRecord:
     name: Annotated[tuple[str, ...], entries(0, MOST_OPS)]
     target: Column
     stage: Column
-    phase: Column
+    phase: PhaseColumn
     path: Column
     source: Column
     shape: Column
@@ -97,7 +98,7 @@ def graph_record(graph: fx.Graph, sections: tuple[Section, ...], plan: Plan) -> 
     nodes = [node for node in call_nodes(graph) if node.target not in _PLUMBING]
     number = {node: k for k, node in enumerate(nodes)}
     texts = _Texts()
-    marks = _marks(nodes, live, plan)
+    marks = _marks(graph, nodes, live, plan)
     return GraphRecord(
         format=FORMAT,
         name=tuple(node.name for node in nodes),
@@ -117,7 +118,7 @@ def graph_record(graph: fx.Graph, sections: tuple[Section, ...], plan: Plan) -> 
             _numbers(texts(n.meta["input"].name) for n in node.all_input_nodes if _is_weight(n))
             for node in nodes
         ),
-        kept=tuple(_kept(live, number)),
+        kept=tuple(_kept(graph, live, number)),
         sent=tuple(_sent(live, number, graph)),
         texts=texts.known,
     )
@@ -165,7 +166,7 @@ def _numbers(found: Iterable[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _marks(nodes: Sequence[fx.Node], live: Liveness, plan: Plan) -> dict[fx.Node, int]:
+def _marks(graph: fx.Graph, nodes: Sequence[fx.Node], live: Liveness, plan: Plan) -> dict[fx.Node, int]:
     found: dict[fx.Node, int] = {}
 
     def mark(values: Iterable[fx.Node], bit: int) -> None:
@@ -173,31 +174,41 @@ def _marks(nodes: Sequence[fx.Node], live: Liveness, plan: Plan) -> dict[fx.Node
             if _is_op(value):
                 found[_made_by(value)] = found.get(_made_by(value), 0) | bit
 
-    offloads = {(transfer.stage, transfer.user) for transfer in plan.transfers}
     for stage in range(len(live.saved_activations)):
         mark(live.saved_activations[stage], SAVED)
         mark(live.saved_for_weight[stage], FOR_WEIGHT)
-        for user, moved in live.offloadable[stage].items():
-            mark(moved if (stage, user) in offloads else (), OFFLOADED)
+    for _, root, _ in _offloaded(graph):
+        mark([root], SAVED | OFFLOADED)
     for values in live.sent:
         mark(values, SENT)
     schedule = plan.ordered
     for node in nodes:
         color, origin = node.meta["color"], node.meta["origin"]
-        if color.phase is not Phase.F and not origin.backward:
+        if color.phase is not Phase.F and not origin.backward and not is_view(node):
             mark([node], RECOMPUTED)
         if schedule.is_vocabulary(color.stage) or is_between_lanes(node.target):
             mark([node], SHARDED)
     return found
 
 
-def _kept(live: Liveness, number: dict[fx.Node, int]) -> Iterable[Kept]:
-    for stage, saved in enumerate(live.saved_activations):
-        later = {storage_root(root) for root in live.saved_for_weight[stage]}
-        for root in sorted(saved):
-            if _is_op(root):
-                until = "W" if storage_root(root) in later else "B"
-                yield Kept(stage, number[_made_by(root)], node_bytes(root), until)
+def _kept(graph: fx.Graph, live: Liveness, number: dict[fx.Node, int]) -> Iterable[Kept]:
+    found = [
+        (stage, root, Phase.B) for stage, saved in enumerate(live.saved_activations) for root in sorted(saved)
+    ]
+    for stage, root, user in [*found, *_offloaded(graph)]:
+        if _is_op(root):
+            later = user is Phase.W or any(
+                storage_root(root) is storage_root(kept) for kept in live.saved_for_weight[stage]
+            )
+            yield Kept(stage, number[_made_by(root)], node_bytes(root), "W" if later else "B")
+
+
+def _offloaded(graph: fx.Graph) -> Iterator[tuple[int, fx.Node, Phase]]:
+    """The stage that offloads a value, the owner of its storage there, and the phase that reloads it."""
+    for node in call_nodes(graph):
+        if node.target is reload:
+            color = node.meta["color"]
+            yield color.stage, root_within(node, color.stage), color.phase
 
 
 def _sent(live: Liveness, number: dict[fx.Node, int], graph: fx.Graph) -> Iterable[Sent]:
@@ -217,8 +228,8 @@ def write_graph(record: GraphRecord, directory: Path) -> None:
         (directory / NAME).write_text(text, encoding="utf-8")
 
 
-def read_graph(directory: Path) -> GraphRecord | None:
-    """The record of a saved pipeline; None where it was saved without one.
+def read_graph(directory: Path, stages: int) -> GraphRecord | None:
+    """The record of a saved pipeline of so many stages; None where it was saved without one.
 
     Raises ArtifactError, naming the field, for a file that is damaged.
     """
@@ -227,13 +238,13 @@ def read_graph(directory: Path) -> GraphRecord | None:
         return None
     try:
         record = structure(parse_json(read_text(path, MOST_BYTES)), GraphRecord)
-        _check(record)
+        _check(record, stages)
     except Misfit as error:
         raise ArtifactError(f"{path} is damaged: {error}. Remove it, or save the pipeline again.") from error
     return record
 
 
-def _check(record: GraphRecord) -> None:
+def _check(record: GraphRecord, stages: int) -> None:
     """Raise Misfit for another format, columns of different lengths, and numbers that name nothing."""
     if record.format != FORMAT:
         raise Misfit(f"has the format {record.format}, and {FORMAT} can be read")
@@ -252,3 +263,5 @@ def _check(record: GraphRecord) -> None:
     )
     if any(k >= ops for k in used):
         raise Misfit("names an op that is not there", "inputs")
+    if any(stage >= stages for stage in [*record.stage, *(kept.stage for kept in record.kept)]):
+        raise Misfit("names a stage that is not there", "stage")

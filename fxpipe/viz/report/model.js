@@ -18,6 +18,7 @@ class Track {
     this.start = new Int32Array(n);
     this.end = new Int32Array(n);
     this.made = new Int32Array(n);
+    this.styles = []; // the positions of each kind, those of the rank's first stage and of later ones apart
     for (let k = 0, now = 0; k < n; k++) {
       this.start[k] = now += columns.gap[k];
       this.end[k] = now += columns.length[k];
@@ -25,9 +26,19 @@ class Track {
     }
   }
 
+  // The positions by style, 2 · kind + whether the stage is not the first one of its rank.
+  styled(first) {
+    if (!this.styles.length) {
+      this.styles = Array.from({ length: 8 }, () => []);
+      for (let k = 0; k < this.n; k++) this.styles[2 * this.kind[k] + (this.stage[k] !== first)].push(k);
+    }
+    return this.styles;
+  }
+
   // The last op that starts at or before a tick; -1 before the first.
   at(tick) {
-    let low = 0, high = this.n;
+    let low = 0,
+      high = this.n;
     while (low < high) {
       const middle = (low + high) >> 1;
       if (this.start[middle] <= tick) low = middle + 1;
@@ -46,7 +57,8 @@ class Layer {
     this.places = new Map(); // "F2.5" -> [rank, position]; a BW is also the B and the W in it
     for (const t of this.tracks)
       for (let k = 0; k < t.n; k++) {
-        for (const phase of PHASES_OF[t.kind[k]]) this.places.set(`${phase}${t.stage[k]}.${t.microbatch[k]}`, [t.rank, k]);
+        for (const phase of PHASES_OF[t.kind[k]])
+          this.places.set(`${phase}${t.stage[k]}.${t.microbatch[k]}`, [t.rank, k]);
         this.places.set(this.nameOf(t.rank, k), [t.rank, k]);
       }
   }
@@ -71,7 +83,10 @@ class Model {
     this.predicted = new Layer("predicted", data.predicted, data.names.kinds);
     this.measured = data.measured && new Layer("measured", data.measured, data.names.kinds);
     this.layers = [this.measured, this.predicted].filter(Boolean);
-    this.end = Math.max(...this.layers.map((layer) => layer.end), ...data.predicted.exchanges.flat().map((x) => x[2] + x[3]));
+    this.end = Math.max(
+      ...this.layers.map((layer) => layer.end),
+      ...data.predicted.exchanges.flat().map((x) => x[2] + x[3]),
+    );
     this.passed = data.predicted.passed.map((rows) => new Map(rows.map((row) => [row[0], row])));
     this.into = new Map();
     this.outOf = new Map();
@@ -95,18 +110,23 @@ class Model {
 
   // The messages of an op: {edge, op: the name of the op at the other end}.
   messages(layer, rank, k, incoming) {
-    const t = layer.tracks[rank], m = t.microbatch[k];
+    const t = layer.tracks[rank],
+      m = t.microbatch[k];
     return PHASES_OF[t.kind[k]].flatMap((phase) =>
       ((incoming ? this.into : this.outOf).get(`${phase}${t.stage[k]}`) || []).map((edge) => {
-        const place = layer.places.get(`${(incoming ? edge.source : edge.target).replace(incoming ? "" : "W", incoming ? "" : "B")}.${m}`);
+        const place = layer.places.get(
+          `${(incoming ? edge.source : edge.target).replace(incoming ? "" : "W", incoming ? "" : "B")}.${m}`,
+        );
         return { edge, place };
-      }));
+      }),
+    );
   }
 
   // The ops of a microbatch on all ranks, in order of time: [rank, position].
   course(layer, microbatch) {
     const found = [];
-    for (const t of layer.tracks) for (let k = 0; k < t.n; k++) if (t.microbatch[k] === microbatch) found.push([t.rank, k]);
+    for (const t of layer.tracks)
+      for (let k = 0; k < t.n; k++) if (t.microbatch[k] === microbatch) found.push([t.rank, k]);
     return found.sort((a, b) => layer.tracks[a[0]].start[a[1]] - layer.tracks[b[0]].start[b[1]]);
   }
 

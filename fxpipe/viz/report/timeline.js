@@ -7,48 +7,96 @@ const LABELS = 84; // pixels left of the rows
 
 class Timeline {
   constructor(model, host, events) {
-    Object.assign(this, { model, host, events, selected: null, critical: true, patterns: false, hover: null, fitted: false });
+    Object.assign(this, {
+      model,
+      host,
+      events,
+      selected: null,
+      critical: true,
+      patterns: false,
+      hover: null,
+      fitted: false,
+    });
     this.onPath = model.layers.map(() => new Set());
     this.path = model.predicted.data.critical;
     this.range = [0, model.end];
     this.place();
     this.colors();
-    this.plot = new uPlot(this.options(), [[0, model.end], [null, null]], host);
+    this.plot = new uPlot(
+      this.options(),
+      [
+        [0, model.end],
+        [null, null],
+      ],
+      host,
+    );
     this.listen();
   }
 
   // Rows from the top: per rank one for each layer, below the predicted one its links.
   place() {
-    const { model } = this, layers = model.layers.length;
+    const { model } = this,
+      layers = model.layers.length;
     const transfers = model.predicted.data.transfers.some((own) => own.length);
     const exchanges = model.predicted.data.exchanges.some((own) => own.length);
-    const thin = 5, beside = (transfers ? 2 * thin + 2 : 0) + (exchanges ? thin + 2 : 0);
-    const space = Math.max(160, this.host.parentElement.clientHeight - 270) / model.ranks - beside - (layers > 1 ? 6 : 4);
-    const height = clamp(Math.floor(space / layers), 9, 36);
+    const thin = 5,
+      beside = (transfers ? 2 * thin + 2 : 0) + (exchanges ? thin + 2 : 0);
+    const room = Math.max(160, this.host.parentElement.clientHeight - 290) / model.ranks,
+      tight = room < 36;
+    const [between, apart] = [layers > 1 ? (tight ? 1 : 2) : 0, tight ? 3 : layers > 1 ? 6 : 4]; // layers, ranks
+    const height = clamp(Math.floor((room - beside - apart) / layers) - between, layers > 1 ? 7 : 9, 40);
     this.rows = [];
     let y = 2;
     for (let rank = 0; rank < model.ranks; rank++) {
       for (const layer of model.layers) {
         this.rows.push({ rank, layer, y, height });
-        y += height + (layers > 1 ? 2 : 0);
+        y += height + between;
       }
-      if (transfers) for (const out of [1, 0]) { this.rows.push({ rank, links: "transfers", out, y: y + 1, height: thin }); y += thin + 1; }
-      if (exchanges) { this.rows.push({ rank, links: "exchanges", y: y + 1, height: thin }); y += thin + 2; }
-      y += layers > 1 ? 6 : 4;
+      if (transfers)
+        for (const out of [1, 0]) {
+          this.rows.push({ rank, links: "transfers", out, y: y + 1, height: thin });
+          y += thin + 1;
+        }
+      if (exchanges) {
+        this.rows.push({ rank, links: "exchanges", y: y + 1, height: thin });
+        y += thin + 2;
+      }
+      y += apart;
     }
     this.height = y;
   }
 
   options() {
     return {
-      width: this.host.clientWidth, height: this.height + 32, padding: [0, 10, 0, LABELS], legend: { show: false },
-      cursor: { y: false, drag: { x: false, y: false, setScale: false }, points: { show: false }, sync: { key: "time" } },
+      width: this.host.clientWidth,
+      height: this.height + 32,
+      padding: [0, 10, 0, LABELS],
+      legend: { show: false },
+      cursor: {
+        y: false,
+        drag: { x: false, y: false, setScale: false },
+        points: { show: false },
+        sync: { key: "time" },
+      },
       scales: { x: { time: false, range: () => this.range }, y: { range: [0, 1] } },
       series: [{}, { show: false }],
-      axes: [{ side: 0, size: 28, stroke: () => color("soft"), grid: { stroke: () => color("grid"), width: 1 }, ticks: { stroke: () => color("grid"), size: 4 },
-        font: "11px system-ui", values: (_, ticks) => axisTimes(ticks.map((t) => this.model.seconds(t))), splits: (u, a, low, high, step) => niceTicks(low, high, this.model.tick, u.width / 110), },
-      { show: false }],
-      hooks: { draw: [(u) => this.draw(u.ctx, u.bbox)], setCursor: [(u) => this.events.moment(u.cursor.left < 0 ? null : u.posToVal(u.cursor.left, "x"))] },
+      axes: [
+        {
+          side: 0,
+          size: 28,
+          stroke: () => color("soft"),
+          grid: { stroke: () => color("grid"), width: 1 },
+          ticks: { stroke: () => color("grid"), size: 4 },
+          font: "11px system-ui",
+          values: (_, ticks) => axisTimes(ticks.map((t) => this.model.seconds(t))),
+          splits: (u, a, low, high, step) => niceTicks(low, high, this.model.tick, u.width / 110),
+        },
+        { show: false },
+      ],
+      hooks: {
+        draw: [(u) => this.draw(u.ctx, u.bbox)],
+        setCursor: [(u) => this.events.moment(u.cursor.left < 0 ? null : u.posToVal(u.cursor.left, "x"))],
+      },
     };
   }
 
@@ -57,20 +105,54 @@ class Timeline {
     this.fill = kinds.map((kind) => color(kind));
     this.late = kinds.map((kind) => color(`${kind}-late`));
     this.ink = color("ink");
-    this.tone = { idle: color("idle"), soft: color("soft"), select: color("select"), path: color("path"), page: color("page"), out: color("offload"), in: color("reload"), exchange: color("exchange"), onBox: color("on-box"), W: color("W"), Wlate: color("W-late") };
-    this.hatches = [null, this.hatch((c) => { c.moveTo(0, 6); c.lineTo(6, 0); }), this.hatch((c) => { c.moveTo(3, 0); c.lineTo(3, 6); }), this.hatch((c) => { c.moveTo(0, 6); c.lineTo(6, 0); c.moveTo(3, 0); c.lineTo(3, 6); })];
+    this.tone = {
+      idle: color("idle"),
+      soft: color("soft"),
+      select: color("select"),
+      path: color("path"),
+      page: color("page"),
+      out: color("offload"),
+      in: color("reload"),
+      exchange: color("exchange"),
+      onBox: color("on-box"),
+      W: color("W"),
+      Wlate: color("W-late"),
+    };
+    this.hatches = [
+      null,
+      this.hatch((c) => {
+        c.moveTo(0, 6);
+        c.lineTo(6, 0);
+      }),
+      this.hatch((c) => {
+        c.moveTo(3, 0);
+        c.lineTo(3, 6);
+      }),
+      this.hatch((c) => {
+        c.moveTo(0, 6);
+        c.lineTo(6, 0);
+        c.moveTo(3, 0);
+        c.lineTo(3, 6);
+      }),
+    ];
   }
 
   hatch(lines) {
-    const tile = el("canvas", { width: 6, height: 6 }), c = tile.getContext("2d");
-    c.strokeStyle = this.tone.onBox; c.globalAlpha = 0.55; c.lineWidth = 1;
-    lines(c); c.stroke();
+    const tile = el("canvas", { width: 6, height: 6 }),
+      c = tile.getContext("2d");
+    c.strokeStyle = this.tone.onBox;
+    c.globalAlpha = 0.55;
+    c.lineWidth = 1;
+    lines(c);
+    c.stroke();
     return c.createPattern(tile, "repeat");
   }
 
   draw(ctx, box) {
-    const began = performance.now(), ratio = devicePixelRatio;
-    const [low, high] = this.range, scale = box.width / (high - low);
+    const began = performance.now(),
+      ratio = devicePixelRatio;
+    const [low, high] = this.range,
+      scale = box.width / (high - low);
     const at = { x: (tick) => box.left + (tick - low) * scale, y: (y) => box.top + y * ratio, ratio, low, high, box };
     ctx.save();
     ctx.font = `${11 * ratio}px system-ui`;
@@ -79,11 +161,13 @@ class Timeline {
     ctx.beginPath();
     ctx.rect(box.left, box.top, box.width, box.height);
     ctx.clip();
-    const chosen = this.selected && this.selected.k < this.selected.layer.tracks[this.selected.rank].n && !this.selected.gap
-      ? this.selected.layer.tracks[this.selected.rank].microbatch[this.selected.k] : null;
+    const chosen =
+      this.selected && this.selected.k < this.selected.layer.tracks[this.selected.rank].n && !this.selected.gap
+        ? this.selected.layer.tracks[this.selected.rank].microbatch[this.selected.k]
+        : null;
     for (const row of this.rows) {
       ctx.fillStyle = this.tone.idle;
-      if (row.layer) ctx.fillRect(at.x(0), at.y(row.y), (row.layer.end) * scale, row.height * ratio);
+      if (row.layer) ctx.fillRect(at.x(0), at.y(row.y), row.layer.end * scale, row.height * ratio);
       if (row.layer) this.boxes(ctx, at, row, chosen);
       else this.links(ctx, at, row);
     }
@@ -95,7 +179,8 @@ class Timeline {
   }
 
   labels(ctx, at) {
-    const step = Math.ceil(13 / (this.height / this.model.ranks)), two = this.model.layers.length > 1;
+    const step = Math.ceil(13 / (this.height / this.model.ranks)),
+      two = this.model.layers.length > 1;
     ctx.textAlign = "left";
     for (const row of this.rows) {
       const first = row.layer === this.model.layers[0];
@@ -115,52 +200,78 @@ class Timeline {
 
   // Boxes of one row, style by style; then what fits into them.
   boxes(ctx, at, row, chosen) {
-    const t = row.layer.tracks[row.rank], first = Math.max(0, t.at(at.low)), last = t.at(at.high);
-    const stages = this.model.stagesOf[row.rank], top = at.y(row.y), whole = row.height * at.ratio;
-    const x = (k) => at.x(t.start[k]), width = (k) => Math.max(0.6, at.x(t.end[k]) - at.x(t.start[k]));
-    for (let style = 0; style < 8; style++) {
-      const kind = style >> 1, late = style & 1, height = whole * HEIGHTS[kind], y = top + whole - height;
-      ctx.fillStyle = (late ? this.late : this.fill)[kind];
-      let before = -9;
-      for (let k = first; k <= last; k++) {
-        if (t.kind[k] !== kind || (t.stage[k] !== stages[0]) != late) continue;
-        const left = x(k), wide = width(k);
-        if (wide < 1 && left - before < 0.7) continue; // another box is on this pixel
-        before = left;
-        ctx.globalAlpha = chosen === null || t.microbatch[k] === chosen ? 1 : 0.28;
-        const line = wide > 4 * at.ratio ? at.ratio * 0.5 : 0;
-        ctx.fillRect(left, y, wide - line, height);
-        if (kind === 3) { // BW: B above, W below
+    const t = row.layer.tracks[row.rank],
+      first = Math.max(0, t.at(at.low)),
+      last = t.at(at.high);
+    const stages = this.model.stagesOf[row.rank],
+      top = at.y(row.y),
+      whole = row.height * at.ratio;
+    t.styled(stages[0]).forEach((positions, style) => {
+      const kind = style >> 1,
+        late = style & 1,
+        fill = (late ? this.late : this.fill)[kind];
+      const height = Math.round(whole * HEIGHTS[kind]),
+        y = Math.round(top + whole) - height;
+      ctx.fillStyle = fill;
+      let before = -1;
+      for (let i = firstFrom(positions, first); i < positions.length && positions[i] <= last; i++) {
+        const k = positions[i],
+          left = Math.round(at.x(t.start[k])),
+          right = Math.round(at.x(t.end[k]));
+        if (right <= before) continue; // another box is on this pixel
+        before = right;
+        if (chosen !== null) ctx.globalAlpha = t.microbatch[k] === chosen ? 1 : 0.28;
+        const wide = Math.max(1, right - left - (right - left > 4 * at.ratio)); // a line between wide ones
+        ctx.fillRect(left, y, wide, height);
+        if (kind === 3) {
+          // BW: B above, W below
           ctx.fillStyle = late ? this.tone.Wlate : this.tone.W;
-          ctx.fillRect(left, y + height * 0.5, wide - line, height * 0.5);
-          ctx.fillStyle = (late ? this.late : this.fill)[kind];
+          ctx.fillRect(left, y + Math.round(height * 0.5), wide, height - Math.round(height * 0.5));
+          ctx.fillStyle = fill;
         }
         if (this.patterns && wide > 3 * at.ratio && this.hatches[kind]) {
           ctx.fillStyle = this.hatches[kind];
-          ctx.fillRect(left, y, wide - line, height);
-          ctx.fillStyle = (late ? this.late : this.fill)[kind];
+          ctx.fillRect(left, y, wide, height);
+          ctx.fillStyle = fill;
         }
       }
-    }
+    });
     ctx.globalAlpha = 1;
-    if (row.height >= 9 && (last - first) * 22 * at.ratio < at.box.width * 2.5) this.texts(ctx, at, row, t, first, last, stages.length > 1, chosen);
+    if (row.height >= 7 && (last - first) * 22 * at.ratio < at.box.width * 2.5)
+      this.texts(ctx, at, row, t, first, last, stages.length > 1, chosen);
   }
 
   texts(ctx, at, row, t, first, last, several, chosen) {
-    const size = Math.min(11, row.height + 1) * at.ratio, middle = at.y(row.y + row.height / 2);
+    const size = Math.min(11, row.height + 1) * at.ratio,
+      middle = at.y(row.y + row.height / 2);
     ctx.font = `${size}px system-ui`;
     ctx.textAlign = "center";
     for (let k = first; k <= Math.min(last + 1, t.n - 1); k++) {
-      const left = Math.max(at.x(t.start[k]), at.box.left), right = Math.min(at.x(t.end[k]), at.box.left + at.box.width);
-      const kind = row.layer.kinds[t.kind[k]], long = several ? `${kind}${t.stage[k]}.${t.microbatch[k]}` : `${kind}${t.microbatch[k]}`;
+      const left = Math.max(at.x(t.start[k]), at.box.left),
+        right = Math.min(at.x(t.end[k]), at.box.left + at.box.width);
+      const kind = row.layer.kinds[t.kind[k]],
+        long = several ? `${kind}${t.stage[k]}.${t.microbatch[k]}` : `${kind}${t.microbatch[k]}`;
       const fits = (text) => text.length * size * 0.58 < right - left - 2;
-      const text = fits(long) ? long : fits(`${t.microbatch[k]}`) && !several ? `${t.microbatch[k]}` : fits(kind) ? kind : "";
+      const text = fits(long)
+        ? long
+        : fits(`${t.microbatch[k]}`) && !several
+          ? `${t.microbatch[k]}`
+          : fits(kind)
+            ? kind
+            : "";
       const low = HEIGHTS[t.kind[k]];
       ctx.fillStyle = this.tone.onBox;
       ctx.globalAlpha = chosen !== null && t.microbatch[k] !== chosen ? 0.25 : text === kind ? 0.6 : 1;
-      if (text && (low > 0.5 || row.height >= 18)) ctx.fillText(text, (left + right) / 2, low > 0.5 ? middle + (1 - low) * row.height * at.ratio * 0.5 : at.y(row.y + row.height * 0.75));
-      const [begin, end] = row.layer.gap(row.rank, k), from = Math.max(at.x(begin), at.box.left);
-      const why = waitText(this.model, row.layer, row.rank, k), space = Math.min(at.x(end), at.box.left + at.box.width) - from;
+      if (text && (low > 0.5 || row.height >= 18))
+        ctx.fillText(
+          text,
+          (left + right) / 2,
+          low > 0.5 ? middle + (1 - low) * row.height * at.ratio * 0.5 : at.y(row.y + row.height * 0.75),
+        );
+      const [begin, end] = row.layer.gap(row.rank, k),
+        from = Math.max(at.x(begin), at.box.left);
+      const why = waitText(this.model, row.layer, row.rank, k),
+        space = Math.min(at.x(end), at.box.left + at.box.width) - from;
       ctx.globalAlpha = 1;
       ctx.fillStyle = this.tone.soft;
       if (why && why.length * size * 0.5 < space - 6) ctx.fillText(why, from + space / 2, middle);
@@ -170,7 +281,8 @@ class Timeline {
 
   links(ctx, at, row) {
     for (const entry of this.model.predicted.data[row.links][row.rank]) {
-      const isTransfer = row.links === "transfers", [start, length] = isTransfer ? entry.slice(4) : entry.slice(2);
+      const isTransfer = row.links === "transfers",
+        [start, length] = isTransfer ? entry.slice(4) : entry.slice(2);
       if (isTransfer && entry[0] !== row.out) continue;
       ctx.fillStyle = isTransfer ? (row.out ? this.tone.out : this.tone.in) : this.tone.exchange;
       ctx.fillRect(at.x(start), at.y(row.y), Math.max(1, at.x(start + length) - at.x(start)), row.height * at.ratio);
@@ -188,10 +300,16 @@ class Timeline {
     let before = null;
     ctx.beginPath();
     for (const [rank, k] of this.path) {
-      const t = layer.tracks[rank], row = this.rowOf(layer, rank), y = at.y(row.y + row.height);
+      const t = layer.tracks[rank],
+        row = this.rowOf(layer, rank),
+        y = at.y(row.y + row.height);
       const [left, right] = [at.x(t.start[k]), at.x(t.end[k])];
-      if (before && before.rank !== rank) { ctx.moveTo(before.x, before.y); ctx.lineTo(left, y - row.height * at.ratio * 0.5); }
-      if (right >= at.box.left && left <= at.box.left + at.box.width) ctx.fillRect(left, y - 2 * at.ratio, right - left, 2 * at.ratio);
+      if (before && before.rank !== rank) {
+        ctx.moveTo(before.x, before.y);
+        ctx.lineTo(left, y - row.height * at.ratio * 0.5);
+      }
+      if (right >= at.box.left && left <= at.box.left + at.box.width)
+        ctx.fillRect(left, y - 2 * at.ratio, right - left, 2 * at.ratio);
       before = { rank, x: right, y: y - row.height * at.ratio * 0.5 };
     }
     ctx.stroke();
@@ -216,7 +334,8 @@ class Timeline {
   }
 
   outline(ctx, at, { layer, rank, k, gap }) {
-    const row = this.rowOf(layer, rank), t = layer.tracks[rank];
+    const row = this.rowOf(layer, rank),
+      t = layer.tracks[rank];
     const [start, end] = gap ? layer.gap(rank, k) : [t.start[k], t.end[k]];
     ctx.strokeStyle = this.tone.select;
     ctx.lineWidth = 2 * at.ratio;
@@ -231,7 +350,8 @@ class Timeline {
   }
 
   show(low, high) {
-    const all = this.model.end, size = clamp(high - low, Math.max(20, all * 1e-5), all * 1.02);
+    const all = this.model.end,
+      size = clamp(high - low, Math.max(20, all * 1e-5), all * 1.02);
     const begin = clamp(low, -0.01 * all, 1.01 * all - size);
     this.range = [begin, begin + size];
     this.redraw();
@@ -240,11 +360,14 @@ class Timeline {
 
   // Move so that something is in view, at least a little wide.
   reveal(start, end, rank) {
-    const [low, high] = this.range, size = high - low, wide = Math.max(end - start, 1);
+    const [low, high] = this.range,
+      size = high - low,
+      wide = Math.max(end - start, 1);
     if (end > start && wide < size / 250) this.show((start + end) / 2 - wide * 20, (start + end) / 2 + wide * 20);
     else if (start < low || end > high) this.show((start + end) / 2 - size / 2, (start + end) / 2 + size / 2);
     const row = this.rows.find((r) => r.rank === rank);
-    if (row.y < this.host.scrollTop || row.y + 60 > this.host.scrollTop + this.host.clientHeight) this.host.scrollTop = row.y - 60;
+    if (row.y < this.host.scrollTop || row.y + 60 > this.host.scrollTop + this.host.clientHeight)
+      this.host.scrollTop = row.y - 60;
   }
 
   redraw() {
@@ -264,11 +387,13 @@ class Timeline {
   // What is at a point of the host: an op or a gap.
   hit(event) {
     const over = this.plot.over.getBoundingClientRect();
-    const tick = this.plot.posToVal(event.clientX - over.left, "x"), y = event.clientY - over.top;
+    const tick = this.plot.posToVal(event.clientX - over.left, "x"),
+      y = event.clientY - over.top;
     const row = this.rows.find((r) => y >= r.y - 2 && y <= r.y + r.height + 2);
     if (!row) return null;
     if (event.clientX < over.left) return { rank: row.rank };
-    const layer = row.layer || this.model.predicted, t = layer.tracks[row.rank];
+    const layer = row.layer || this.model.predicted,
+      t = layer.tracks[row.rank];
     const near = t.at(tick + 1.5 / (over.width / (this.range[1] - this.range[0])));
     if (near >= 0 && tick <= t.end[near]) return { layer, rank: row.rank, k: near, gap: false };
     return tick < 0 || tick > layer.end ? { rank: row.rank } : { layer, rank: row.rank, k: near + 1, gap: true };
@@ -276,19 +401,28 @@ class Timeline {
 
   listen() {
     let drag = null;
-    this.host.addEventListener("wheel", (event) => {
-      if (event.shiftKey || event.altKey) return;
-      event.preventDefault();
-      const over = this.plot.over.getBoundingClientRect(), tick = this.plot.posToVal(event.clientX - over.left, "x");
-      if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) this.show(...this.range.map((x) => x + event.deltaX * (this.range[1] - this.range[0]) / over.width));
-      else this.zoom(Math.exp(clamp(event.deltaY, -200, 200) * 0.0025), tick);
-    }, { passive: false });
-    this.host.addEventListener("pointerdown", (event) => { if (event.button === 0) drag = { x: event.clientX, y: event.clientY, range: this.range, top: this.host.scrollTop, moved: false }; });
+    this.host.addEventListener(
+      "wheel",
+      (event) => {
+        if (event.shiftKey || event.altKey) return;
+        event.preventDefault();
+        const over = this.plot.over.getBoundingClientRect(),
+          tick = this.plot.posToVal(event.clientX - over.left, "x");
+        if (Math.abs(event.deltaX) > Math.abs(event.deltaY))
+          this.show(...this.range.map((x) => x + (event.deltaX * (this.range[1] - this.range[0])) / over.width));
+        else this.zoom(Math.exp(clamp(event.deltaY, -200, 200) * 0.0025), tick);
+      },
+      { passive: false },
+    );
+    this.host.addEventListener("pointerdown", (event) => {
+      if (event.button === 0)
+        drag = { x: event.clientX, y: event.clientY, range: this.range, top: this.host.scrollTop, moved: false };
+    });
     addEventListener("pointermove", (event) => {
       if (!drag) return;
       if (Math.hypot(event.clientX - drag.x, event.clientY - drag.y) > 3) drag.moved = true;
       if (!drag.moved) return;
-      const by = (drag.x - event.clientX) * (drag.range[1] - drag.range[0]) / this.plot.over.clientWidth;
+      const by = ((drag.x - event.clientX) * (drag.range[1] - drag.range[0])) / this.plot.over.clientWidth;
       this.show(drag.range[0] + by, drag.range[1] + by);
       this.host.scrollTop = drag.top + drag.y - event.clientY;
     });
@@ -301,22 +435,45 @@ class Timeline {
     this.host.addEventListener("dblclick", () => this.show(0, this.model.end));
     this.host.addEventListener("pointermove", (event) => {
       const hit = drag ? null : this.hit(event);
-      this.host.title = !hit || !hit.layer ? "" : hit.gap ? waitText(this.model, hit.layer, hit.rank, hit.k) || "idle" : `${hit.layer.nameOf(hit.rank, hit.k)}, ${this.model.time(hit.layer.tracks[hit.rank].end[hit.k] - hit.layer.tracks[hit.rank].start[hit.k])}`;
+      this.host.title =
+        !hit || !hit.layer
+          ? ""
+          : hit.gap
+            ? waitText(this.model, hit.layer, hit.rank, hit.k) || "idle"
+            : `${hit.layer.nameOf(hit.rank, hit.k)}, ${this.model.time(hit.layer.tracks[hit.rank].end[hit.k] - hit.layer.tracks[hit.rank].start[hit.k])}`;
     });
   }
+}
+
+// The index of the first of some rising numbers that is at least `least`.
+function firstFrom(numbers, least) {
+  let low = 0,
+    high = numbers.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (numbers[middle] < least) low = middle + 1;
+    else high = middle;
+  }
+  return low;
 }
 
 // Seconds in one unit, with as many digits as tell neighbors apart.
 function axisTimes(seconds) {
   if (seconds.length < 2) return seconds.map(secondsText);
-  const [unit, size] = [["s", 1], ["ms", 1e-3], ["µs", 1e-6], ["ns", 1e-9]].find(([, size]) => Math.abs(seconds.at(-1)) >= size) || ["ns", 1e-9];
+  const [unit, size] = [
+    ["s", 1],
+    ["ms", 1e-3],
+    ["µs", 1e-6],
+    ["ns", 1e-9],
+  ].find(([, size]) => Math.abs(seconds.at(-1)) >= size) || ["ns", 1e-9];
   const after = Math.max(0, Math.ceil(-Math.log10((seconds[1] - seconds[0]) / size) - 1e-6));
   return seconds.map((s) => `${(s / size).toFixed(after)} ${unit}`);
 }
 
 // Ticks at round numbers of seconds, which a tick of the data is not.
 function niceTicks(low, high, tick, most) {
-  const raw = ((high - low) * tick) / Math.max(2, most), power = 10 ** Math.floor(Math.log10(raw));
+  const raw = ((high - low) * tick) / Math.max(2, most),
+    power = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= raw);
   const found = [];
   for (let k = Math.ceil((low * tick) / step); k * step <= high * tick; k++) found.push((k * step) / tick);

@@ -38,7 +38,7 @@ def saved_source(directory: Path) -> Source:
     """
     plan = files.read_plan(directory)
     programs = files.read_programs(directory, plan, range(plan.ranks))
-    return Source(plan, programs, read_graph(directory), measured_step(plan, directory))
+    return Source(plan, programs, read_graph(directory, len(plan.stages)), measured_step(plan, directory))
 
 
 def live_source(pipe: Pipeline) -> Source:
@@ -47,7 +47,7 @@ def live_source(pipe: Pipeline) -> Source:
     if pipe.graph is not None:
         graph = graph_record(pipe.graph, pipe.sections, pipe.plan)
     elif pipe.directory is not None:
-        graph = read_graph(pipe.directory)
+        graph = read_graph(pipe.directory, len(pipe.plan.stages))
     return Source(pipe.plan, pipe.artifact.programs, graph, measured_step(pipe.plan, pipe.directory))
 
 
