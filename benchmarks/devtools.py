@@ -22,7 +22,7 @@ def browser() -> str | None:
 
 
 class Page:
-    """One page.  ``errors``: messages of the page's scripts that failed, or that the console has as errors."""
+    """One page.  ``errors``: what its scripts failed with, and what the console has as errors."""
 
     def __init__(self, process: subprocess.Popen[bytes], commands: int, answers: int) -> None:
         self._process, self._commands, self._answers = process, commands, answers

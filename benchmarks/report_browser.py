@@ -1,9 +1,9 @@
-"""Tries reports in a headless Chromium: loading, zoom, clicks, keys, search, unfolding, hostile names, frames.
+"""Tries reports in a headless Chromium: loading, zoom, clicks, keys, search, unfolding, names, frames.
 
 Each pipeline is compiled, saved with measured times that are the predicted ones with noise, and reported; the
 page is then used as a person would, by the mouse and the keyboard.  Ends with 1 if a check fails.
 
-    python benchmarks/report_browser.py --output benchmarks/results/report_browser.txt --screenshots /tmp/shots
+    python benchmarks/report_browser.py --output benchmarks/results/report_browser.txt
 """
 
 from __future__ import annotations
@@ -104,14 +104,22 @@ class Checks:
 
 
 _PLACES = """
-  const middle = (element) => { const b = element.getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2]; };
+  const middle = (element) => {
+    const b = element.getBoundingClientRect();
+    return [b.x + b.width / 2, b.y + b.height / 2];
+  };
   const span = (layer, rank, from, until) => {
     const t = report.timeline, row = t.rowOf(layer, rank), over = t.plot.over.getBoundingClientRect();
     return [over.x + t.plot.valToPos((from + until) / 2, "x"), over.y + row.y + row.height / 2];
   };
-  const op = (name) => { const [r, k] = report.model.predicted.places.get(name), t = report.model.predicted.tracks[r]; return span(report.model.predicted, r, t.start[k], t.end[k]); };
-  const gap = (rank, k) => span(report.model.predicted, rank, ...report.model.predicted.gap(rank, k));
+  const layer = report.model.predicted;
+  const op = (name) => {
+    const [rank, k] = layer.places.get(name), t = layer.tracks[rank];
+    return span(layer, rank, t.start[k], t.end[k]);
+  };
+  const gap = (rank, k) => span(layer, rank, ...layer.gap(rank, k));
 """
+_ENTER = "dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter'}))"
 
 
 def use(checks: Checks) -> None:
@@ -160,9 +168,7 @@ def use(checks: Checks) -> None:
     page.click(*checks.at("middle([...document.querySelectorAll('#graph-view .node.group')][0])"))
     after = page.run(boxes)
     that("a click unfolds a module", after > before)
-    page.run(
-        "document.querySelector('#graph-view .node.group').dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter'}))"
-    )
+    page.run(f"document.querySelector('#graph-view .node.group').{_ENTER}")
     unfolded = page.run(boxes)
     that("Enter unfolds, too", unfolded > after)
     page.run("[...document.querySelectorAll('.cluster-title')].at(-1).dispatchEvent(new MouseEvent('click'))")

@@ -14,8 +14,9 @@ def add_to(commands: Any, line: str) -> None:
     parser = commands.add_parser(
         "trace",
         help=line,
-        description="Writes the predicted step of a saved pipeline, and the measured one if a run was recorded "
-        "there (fxpipe run --record), as trace events, which ui.perfetto.dev and chrome://tracing open.",
+        description="Writes the predicted step of a saved pipeline, and the measured one if a run was "
+        "recorded there (fxpipe run --record), as trace events, which ui.perfetto.dev and chrome://tracing "
+        "open.",
     )
     parser.set_defaults(command=_trace)
     parser.add_argument("directory", type=Path, help="a saved pipeline")

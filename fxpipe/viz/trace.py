@@ -140,8 +140,9 @@ def _flows(
             if home == rank:
                 continue
             number += 1
-            flow = {"cat": "message", "name": _text(edge.source) + " to " + _text(edge.target), "pid": process,
-                    "id": process * 10**9 + number, "args": _message(edge, named)}  # fmt: skip
+            name = f"{_text(edge.source)} to {_text(edge.target)}"
+            flow = {"cat": "message", "name": name, "pid": process, "id": process * 10**9 + number,
+                    "args": _message(edge, named)}  # fmt: skip
             yield {"ph": "s", **flow, "tid": home + 1, "ts": _inside(source, begin, last=True)}
             yield {"ph": "f", "bp": "e", **flow, "tid": rank + 1, "ts": _inside(target, begin, last=False)}
 

@@ -2,6 +2,7 @@
 
 import json
 from collections import defaultdict
+from itertools import pairwise
 
 import pytest
 import torch
@@ -26,10 +27,10 @@ FIELDS = {
 @pytest.fixture(scope="module")
 def pipe():
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    options = {"ranks": 2, "microbatches": 3, "schedule": "1f1b", "split_points": ["2"], "check": False}
     return fxpipe.compile(
-        model, (torch.zeros(8, 16),), ranks=2, microbatches=3, schedule="1f1b", split_points=["2"], check=False,
-        loss_fn=lambda out, batch: out.pow(2).mean(),
-    )  # fmt: skip
+        model, (torch.zeros(8, 16),), loss_fn=lambda out, batch: out.pow(2).mean(), **options
+    )
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +74,7 @@ def test_spans_of_a_thread_do_not_overlap(events):
         for thread in (1, 2):
             own = spans(events, process, thread)
             assert len(own) >= 6
-            for before, after in zip(own, own[1:], strict=False):
+            for before, after in pairwise(own):
                 assert before["ts"] + before["dur"] <= after["ts"] + 1e-3
 
 
@@ -91,7 +92,7 @@ def test_ops_have_their_times(pipe, events):
 def test_idle_spans_say_what_they_wait_for(events):
     idle = [e["name"] for e in spans(events, 1, 1) if e["cat"] == "idle"]
     assert idle == [f"waits for BW1.{m} of rank 1" for m in range(3)]
-    assert [e["name"] for e in spans(events, 1, 2) if e["cat"] == "idle"][0] == "waits for F0.0 of rank 0"
+    assert next(e["name"] for e in spans(events, 1, 2) if e["cat"] == "idle") == "waits for F0.0 of rank 0"
 
 
 def test_flows_begin_and_end_in_the_spans_of_their_ops(events):

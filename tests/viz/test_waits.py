@@ -1,4 +1,4 @@
-"""Why ops begin when they do, clocks on one axis, memory by kind: on schedules that can be followed by hand."""
+"""Why ops begin when they do, clocks on one axis, memory by kind: on schedules followed by hand."""
 
 from dataclasses import replace
 from itertools import accumulate
@@ -25,7 +25,8 @@ def timeline_of(order: str, costs: Costs = TWO, placement=(0, 1), microbatches=2
 
 @pytest.fixture(scope="module")
 def one_f_one_b():
-    """rank 0: F0 0–1, F1 1–2, BW0 5–7, BW1 8–10;  rank 1: F0 1.5–2.5, BW0 2.5–4.5, F1 4.5–5.5, BW1 5.5–7.5."""
+    """rank 0: F0 0–1, F1 1–2, BW0 5–7, BW1 8–10
+    rank 1: F0 1.5–2.5, BW0 2.5–4.5, F1 4.5–5.5, BW1 5.5–7.5"""
     return timeline_of("F0.0 F0.1 BW0.0 BW0.1\nF1.0 BW1.0 F1.1 BW1.1")
 
 

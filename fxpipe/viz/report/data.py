@@ -236,7 +236,7 @@ def _unknown(plan: Plan, programs: Sequence[str], graph: GraphRecord | None, mea
     said = []
     if measured is None:
         said.append(
-            "No recorded step: there are no measured times. Record one: torchrun … -m fxpipe run DIR --record."
+            "No recorded step, so no measured times. Record one: torchrun … -m fxpipe run DIR --record."
         )
     if graph is None:
         said.append(

@@ -67,8 +67,8 @@ class GraphRecord:
     """The ops of one microbatch in order.
 
     ``target``, ``path``, ``source``, ``shape``: numbers in ``texts``.  ``phase``: 0, 1, 2 for F, B, W.
-    ``bytes``: of the storage that the op makes, 0 for a view.  ``inputs``: per op the numbers of the ops whose
-    results it reads, ``weights``: of the texts that name parameters, buffers and leaves of the batch.
+    ``bytes``: of the storage that the op makes, 0 for a view.  ``inputs``: per op the numbers of the ops
+    whose results it reads, ``weights``: of the texts that name parameters, buffers and leaves of the batch.
     """
 
     format: int

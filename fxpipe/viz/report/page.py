@@ -17,11 +17,16 @@ from fxpipe.errors import printable
 SCRIPTS = (
     "core.js",
     "model.js",
+    "rows.js",
     "timeline.js",
     "memory.js",
+    "idle.js",
     "inspect.js",
+    "modules.js",
+    "drawing.js",
     "graph.js",
     "tables.js",
+    "candidates.js",
     "search.js",
     "app.js",
 )
