@@ -1,16 +1,19 @@
-"""Where the programs of a pipeline run each op: lines of their text, found in its syntax, never run."""
+"""Where the programs of a pipeline run each op: lines of their text, which is searched and never run."""
 
 from __future__ import annotations
 
-import ast
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 MOST_LINES = 14
 """Of the text of a function that is shown."""
 
-_OP = re.compile(r"(?:F|BW|B|W)[0-9]{1,9}")
-_CALL = re.compile(rf"\b({_OP.pattern})\(([0-9]{{1,9}})\b")
+_OP = r"(?:F|BW|B|W)[0-9]{1,9}"
+_FUNCTION = re.compile(r"def (\w+)\(")
+_OF_OP = re.compile(rf"    def ({_OP})\(")
+_CALL = re.compile(rf"\b({_OP})\(([0-9]{{1,9}})\b")
 
 
 @dataclass(frozen=True)
@@ -29,41 +32,32 @@ class Place:
 
 
 def places(program: str) -> dict[str, Place]:
-    """By stage and kind (``"F1"``) where a rank's program runs its ops.
-
-    Empty for a text that is no Python, or has no function ``step``.
-    """
-    try:
-        module = ast.parse(program)
-    except SyntaxError:
-        return {}
-    functions = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
+    """By stage and kind (``"F1"``) where a rank's program runs its ops; empty for a text without them."""
+    lines = program.splitlines()
+    functions = {match[1]: k for k, line in enumerate(lines) if (match := _FUNCTION.match(line))}
     if "step" not in functions:
         return {}
-    lines, step = program.splitlines(), functions["step"]
+    step = range(
+        functions["step"] + 1, functions["step"] + 1 + len([*_body(lines, functions["step"], "    ")])
+    )
     calls: dict[str, dict[int, int]] = {}
-    for number in range(step.lineno, step.end_lineno or step.lineno):  # the line behind has this index
-        for name, microbatch in _CALL.findall(lines[number]):
-            calls.setdefault(name, {}).setdefault(int(microbatch), number + 1)
-    found = [node for node in step.body if isinstance(node, ast.FunctionDef) and _OP.fullmatch(node.name)]
-    return {
-        node.name: Place(node.lineno, _text(lines, node), calls.get(node.name, {}), _section(node, functions))
-        for node in found
-    }
+    for k in step:
+        for name, microbatch in _CALL.findall(lines[k]):
+            calls.setdefault(name, {}).setdefault(int(microbatch), k + 1)
+    found = {}
+    for k in step:
+        if match := _OF_OP.match(lines[k]):
+            own = [lines[k], *_body(lines, k, "        ")]
+            called = (functions[name] + 1 for name in re.findall(r"\w+", "\n".join(own)) if name in functions)
+            found[match[1]] = Place(k + 1, _shown(own), calls.get(match[1], {}), next(called, 0))
+    return found
 
 
-def _text(lines: list[str], node: ast.FunctionDef) -> str:
-    end = node.end_lineno or node.lineno
-    own = lines[node.lineno - 1 : min(end, node.lineno - 1 + MOST_LINES)]
-    margin = min(len(line) - len(line.lstrip()) for line in own if line.strip())
-    cut = ["…"] if end > node.lineno - 1 + MOST_LINES else []
-    return "\n".join([line[margin:] for line in own] + cut)
+def _body(lines: Sequence[str], head: int, margin: str) -> Iterator[str]:
+    """The lines behind a function's first one that belong to it."""
+    return takewhile(lambda line: not line.strip() or line.startswith(margin), lines[head + 1 :])
 
 
-def _section(node: ast.FunctionDef, functions: dict[str, ast.FunctionDef]) -> int:
-    """The line of the first function of the program that it calls."""
-    for inner in ast.walk(node):
-        match inner:
-            case ast.Call(func=ast.Name(id=name)) if name in functions:
-                return functions[name].lineno
-    return 0
+def _shown(own: Sequence[str]) -> str:
+    text = "\n".join([line[4:] for line in own[:MOST_LINES]] + ["…"] * (len(own) > MOST_LINES))
+    return text.rstrip()
