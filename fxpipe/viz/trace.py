@@ -2,7 +2,7 @@
 
     process 1, "predicted"; process 2, "measured" (if a step was recorded)
       thread r + 1, "rank r"                     ops, and idle spans "waits for F2.3 of rank 2"
-      thread 1001 + r, "rank r, offloads" …      transfers and exchanges
+      threads behind these, "rank r, offloads" … transfers and exchanges
       counters "memory of rank r"                bytes by kind
     flows from an op to the ops that take its messages, with the names and bytes of their tensors
 
@@ -30,7 +30,6 @@ from fxpipe.viz.waits import Cause, Wait, measured_waits, waits
 
 Event = dict[str, Any]
 PREDICTED, MEASURED = 1, 2  # processes
-BESIDE = 1000  # what is added to the thread of a rank, for its links
 MEANING = {"F": "forward", "B": "input gradient", "W": "weight gradient", "BW": "both gradients"}
 _LEAST = 1e-3  # microseconds: a shorter idle span is rounding
 
@@ -64,13 +63,13 @@ def _names(process: int, name: str, ranks: int) -> Iterator[Event]:
     yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
     yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
     for rank in range(ranks):
-        yield from _thread(process, rank + 1, f"rank {rank}")
+        yield from _thread(process, rank + 1, f"rank {rank}", rank)
 
 
-def _thread(process: int, thread: int, name: str) -> Iterator[Event]:
+def _thread(process: int, thread: int, name: str, order: int) -> Iterator[Event]:
     place = {"pid": process, "tid": thread}
     yield {"ph": "M", "name": "thread_name", **place, "args": {"name": name}}
-    yield {"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": thread % BESIDE}}
+    yield {"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": order}}
 
 
 def _span(process: int, thread: int, name: str, start: float, end: float, kind: str, **args: Any) -> Event:
@@ -163,21 +162,22 @@ def _inside(span: Span, begin: float, last: bool) -> float:
 
 
 def _links(timeline: Timeline, begin: float) -> Iterator[Event]:
-    for rank in range(timeline.schedule.ranks):
+    """Transfers and exchanges, in a thread for each rank and kind that has any."""
+    ranks = timeline.schedule.ranks
+    for rank in range(ranks):
         transfers = timeline.transfers[rank] if timeline.transfers else ()
-        for k, direction in enumerate(Direction):
-            own = [span for span in transfers if span.transfer.direction is direction]
-            if own:
-                yield from _thread(PREDICTED, (k + 1) * BESIDE + rank + 1, f"rank {rank}, {direction}s")
-            for transfer, start, end in own:
-                thread = (k + 1) * BESIDE + rank + 1
-                yield _span(PREDICTED, thread, str(transfer), start - begin, end - begin, str(direction))
         exchanges = timeline.exchanges[rank] if timeline.exchanges else ()
-        if exchanges:
-            yield from _thread(PREDICTED, 3 * BESIDE + rank + 1, f"rank {rank}, other replicas")
-        for what, stage, start, end in exchanges:
-            name = f"{what}, stage {stage}"
-            yield _span(PREDICTED, 3 * BESIDE + rank + 1, name, start - begin, end - begin, "exchange")
+        named = {
+            f"{direction}s": [(str(t), s, e) for t, s, e in transfers if t.direction is direction]
+            for direction in Direction
+        }
+        named["other replicas"] = [(f"{x}, stage {stage}", s, e) for x, stage, s, e in exchanges]
+        for k, (kind, own) in enumerate(named.items(), 1):
+            thread = k * ranks + rank + 1
+            if own:
+                yield from _thread(PREDICTED, thread, f"rank {rank}, {kind}", rank)
+            for name, start, end in own:
+                yield _span(PREDICTED, thread, name, start - begin, end - begin, kind)
 
 
 def _memory(source: Source, timeline: Timeline, begin: float) -> Iterator[Event]:

@@ -2,6 +2,7 @@
 
 import json
 from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -11,7 +12,9 @@ from torch import nn
 import fxpipe
 from fxpipe.cli import main
 from fxpipe.plan.recorded import write_spans
-from fxpipe.viz.report.write import saved_source
+from fxpipe.schedule.costs import Exchange, Link
+from fxpipe.schedule.ops import Direction, Phase, Transfer
+from fxpipe.viz.report.write import Source
 from fxpipe.viz.trace import trace_events
 
 #: Phase -> the fields that its events have, beside ph, name and pid, with their types.
@@ -134,9 +137,28 @@ def test_the_measured_step_is_a_process_of_its_own(pipe, events):
     assert (first["name"], first["ts"]) == ("F0.0", 0)
 
 
-def test_links_and_replicas_have_threads(saved):
-    source = saved_source(saved)
-    assert not [e for e in trace_events(source) if e.get("tid", 0) > 1000]
+def test_links_and_replicas_have_threads(pipe):
+    """The thread of a transfer and of an exchange, and what the rank waits for meanwhile."""
+    plan = pipe.plan
+    cost = replace(plan.costs.stages[0], offloadable=plan.costs.stages[0].saved_activations)
+    slow = Link(seconds=2 * plan.prediction.seconds / cost.offloadable)
+    costs = replace(
+        plan.costs, stages=(cost, plan.costs.stages[1]), link=slow, exchanges=(Exchange(1.0, 0.5),) * 2
+    )
+    moves = (Transfer(Direction.OUT, 0, 1, Phase.B, 2, 3), Transfer(Direction.IN, 0, 1, Phase.B, 3, 4))
+    order = ("F0.0 F0.1 BW0.0 F0.2 BW0.1 BW0.2", "F1.0 BW1.0 F1.1 BW1.1 F1.2 BW1.2")
+    moving = replace(plan, costs=costs, transfers=moves, order=order, tier="host")
+    events = trace_events(Source(moving, ("", ""), None, None))
+    threads = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}
+    assert threads == {
+        "rank 0": 1, "rank 1": 2, "rank 0, offloads": 3, "rank 0, reloads": 5,
+        "rank 0, other replicas": 7, "rank 1, other replicas": 8,
+    }  # fmt: skip
+    assert [e["name"] for e in spans(events, 1, 3) + spans(events, 1, 5)] == ["offload B0.1", "reload B0.1"]
+    assert [e["name"] for e in spans(events, 1, 7)] == ["gather, stage 0", "sum, stage 0"]
+    idle = [e["name"] for e in spans(events, 1, 1) if e["cat"] == "idle"]
+    assert idle[0] == "waits for the other replicas"
+    assert {"waits for offload B0.1", "waits for reload B0.1"} & {*idle}
 
 
 def test_a_live_pipeline(pipe, tmp_path):
