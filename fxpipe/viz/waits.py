@@ -90,7 +90,7 @@ def _waits(
             for section, delay in table[op.kind][op.stage]:
                 ended, home, at = made[section, op.microbatch]
                 arrived = ended + delay * with_delays
-                if home != rank and arrived > wait.over:
+                if arrived > wait.over:  # of another rank: its own ops were over before
                     wait = Wait(Cause.MESSAGE, home, at, ended, arrived)
             for over, transfer in due.get(position, ()):
                 if over > wait.over:

@@ -227,9 +227,9 @@ def test_the_measured_step_is_beside_it(pipe, data):
 
 def test_messages_have_names_shapes_and_bytes(data):
     forward = next(edge for edge in data["edges"] if edge["source"] == "F0")
-    ((name, shape, size),) = forward["values"]
+    ((name, shape, size, op),) = forward["values"]
     assert (shape, size, forward["from"], forward["to"]) == ("f32[32, 32]", 4096, 0, 1)
-    assert name in data["graph"]["name"]
+    assert data["graph"]["name"][op] == name
     assert data["links"]["messages"][0][:4] == [0, 1, 4, 4 * 4096]
 
 

@@ -107,12 +107,14 @@ def test_flows_begin_and_end_in_the_spans_of_their_ops(events):
     around = defaultdict(list)
     for flow in ends.values():
         for event in flow.values():
-            (name,) = [
-                s["name"]
+            (span,) = [
+                s
                 for s in spans(events, event["pid"], event["tid"])
                 if s["cat"] != "idle" and s["ts"] <= event["ts"] <= s["ts"] + s["dur"]
             ]
-            around[flow["s"]["id"]].append(name)
+            near = span["ts"] + span["dur"] if event["ph"] == "s" else span["ts"]
+            assert event["ts"] == pytest.approx(near, abs=0.01 * span["dur"])
+            around[flow["s"]["id"]].append(span["name"])
         assert flow["f"]["bp"] == "e"
         assert flow["s"]["args"]["bytes"] == 8 * 16 * 4
         assert flow["s"]["args"]["tensors"].endswith("f32[8, 16]")

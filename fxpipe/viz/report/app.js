@@ -119,6 +119,13 @@ class App {
       this.model.head.placement.length > this.model.ranks
         ? el("span", { class: "soft" }, "paler: a later stage of its rank")
         : null,
+      this.model.vocabulary.size
+        ? [
+            el("span", { class: "box S" }, "S"),
+            el("span", { class: "box T" }, "T"),
+            el("span", { class: "soft" }, "vocabulary, before and after its barrier"),
+          ]
+        : null,
       this.model.predicted.data.transfers.some((x) => x.length)
         ? [
             el("span", { class: "key" }, swatch("offload"), "offload"),
@@ -181,6 +188,8 @@ class App {
     this.tab("timeline");
     this.setRank(rank);
     if (tick === null) [tick, isPeak] = [this.strip.peak.tick, true];
+    this.strip.moment = tick;
+    this.strip.plot.redraw(false);
     this.timeline.selected = null;
     this.inspector.live(rank, tick, isPeak);
     this.timeline.reveal(tick, tick, rank);

@@ -182,10 +182,10 @@ def _stages(plan: Plan, timeline: Timeline, graph: GraphRecord | None) -> list[d
 
 
 def _edges(plan: Plan, graph: GraphRecord | None) -> list[dict[str, Any]]:
-    """The messages of a microbatch; ``values``: [name, shape, bytes] of each, None where they are unknown."""
+    """The messages of a microbatch; ``values``: [name, shape, bytes, op] of each, None where they are unknown."""
     values: defaultdict[tuple[str, str], list[list[Any]]] = defaultdict(list)
     for sent in graph.sent if graph is not None else ():
-        values[sent.source, sent.target].append([sent.name, sent.shape, sent.bytes])
+        values[sent.source, sent.target].append([sent.name, sent.shape, sent.bytes, sent.op])
     found = []
     for edge in plan.costs.edges:
         source, target = (f"{end.phase}{end.stage}" for end in (edge.source, edge.target))

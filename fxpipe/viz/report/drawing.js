@@ -92,7 +92,9 @@ class Drawing {
     }
     for (const name of g.edges()) {
       const { points, edge } = g.edge(name),
-        bytes = [...edge.sources].reduce((sum, op) => sum + graph.bytes[op], 0);
+        home = g.node(edge.to).item.section.stage,
+        size = (op) => this.model.sentBytes.get(`${op} ${home}`) ?? graph.bytes[op],
+        bytes = [...edge.sources].reduce((sum, op) => sum + size(op), 0);
       const stage = (id) => g.node(id).item.section.stage,
         phase = (id) => g.node(id).item.section.phase;
       const kind =
@@ -192,7 +194,7 @@ class Drawing {
     if (!w) return;
     if (!this.view) {
       const [left, top] = this.origin,
-        scale = clamp(Math.min(w / this.size[0], h / this.size[1]), 0.72, 1.15);
+        scale = clamp(Math.min(w / this.size[0], Math.max(h / this.size[1], 0.85)), 0.45, 1.15);
       this.view = {
         scale,
         x: left + Math.max(0, this.size[0] - w / scale) / 2 + Math.min(0, this.size[0] - w / scale) / 2,

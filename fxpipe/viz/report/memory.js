@@ -39,7 +39,7 @@ function memoryOf(model, rank) {
   }));
   const moving = kinds.map((kind, j) => ({
     name: kind.name,
-    key: `held${kind.k}${kind.stage !== null && stages.indexOf(kind.stage) > 0 ? "-late" : ""}`,
+    key: `held${kind.k}${kind.stage !== null && stages.indexOf(kind.stage) % 2 ? "-late" : ""}`,
     k: kind.k,
     stage: kind.stage,
     bytes: rows.map((row) => row[j]),
@@ -75,6 +75,7 @@ class MemoryStrip {
   }
 
   show(rank) {
+    this.moment = null;
     this.memory = memoryOf(this.model, rank);
     this.peak = peakOf(this.memory);
     const { times, parts } = this.memory,
@@ -139,12 +140,17 @@ class MemoryStrip {
     this.say();
   }
 
-  // A line at the peak.
+  // Lines at the peak, and at the moment that was chosen.
   mark(u) {
-    const x = u.valToPos(this.peak.tick, "x", true);
-    if (x < u.bbox.left || x > u.bbox.left + u.bbox.width) return;
-    u.ctx.fillStyle = color("path");
-    u.ctx.fillRect(x, u.bbox.top, devicePixelRatio, u.bbox.height);
+    for (const [tick, name, wide] of [
+      [this.peak.tick, "path", 1],
+      [this.moment, "select", 2],
+    ]) {
+      const x = tick === null ? -1 : u.valToPos(tick, "x", true);
+      if (x < u.bbox.left || x > u.bbox.left + u.bbox.width) continue;
+      u.ctx.fillStyle = color(name);
+      u.ctx.fillRect(x, u.bbox.top, wide * devicePixelRatio, u.bbox.height);
+    }
   }
 
   say(tick = null) {

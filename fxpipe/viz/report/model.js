@@ -4,6 +4,8 @@
 const [MESSAGE, TRANSFER, EXCHANGE] = [1, 2, 3]; // causes, as in names.causes; 0 is the rank itself
 const PHASES_OF = [["F"], ["B"], ["W"], ["B", "W"]]; // by kind: F, B, W, BW
 
+const [S, T] = [8, 9]; // styles of vocabulary stages: before and after their barrier
+
 // The ops of one rank.  Times in ticks.
 class Track {
   constructor(columns, rank) {
@@ -26,11 +28,19 @@ class Track {
     }
   }
 
-  // The positions by style, 2 · kind + whether the stage is not the first one of its rank.
-  styled(first) {
+  // The positions by style: 2 · kind + whether the stage is a later one of its rank; of vocabulary stages S, T.
+  styled(stages, vocabulary) {
     if (!this.styles.length) {
-      this.styles = Array.from({ length: 8 }, () => []);
-      for (let k = 0; k < this.n; k++) this.styles[2 * this.kind[k] + (this.stage[k] !== first)].push(k);
+      const first = stages.find((stage) => !vocabulary.has(stage));
+      this.styles = Array.from({ length: 10 }, () => []);
+      for (let k = 0; k < this.n; k++) {
+        const style = vocabulary.has(this.stage[k])
+          ? this.kind[k]
+            ? T
+            : S
+          : 2 * this.kind[k] + (this.stage[k] !== first);
+        this.styles[style].push(k);
+      }
     }
     return this.styles;
   }
@@ -90,12 +100,18 @@ class Model {
     this.passed = data.predicted.passed.map((rows) => new Map(rows.map((row) => [row[0], row])));
     this.into = new Map();
     this.outOf = new Map();
+    this.sentBytes = new Map(); // "op stage" -> bytes of the op's result that the stage receives
     for (const edge of data.edges) {
+      for (const [, , bytes, op] of edge.values || []) {
+        const key = `${op} ${edge.target.replace(/\D+/, "")}`;
+        this.sentBytes.set(key, (this.sentBytes.get(key) || 0) + bytes);
+      }
       if (edge.from === edge.to) continue;
       const arrives = edge.target.replace("W", "B"); // what W needs arrives with B
       this.into.set(arrives, [...(this.into.get(arrives) || []), edge]);
       this.outOf.set(edge.source, [...(this.outOf.get(edge.source) || []), edge]);
     }
+    this.vocabulary = new Set(data.head.vocabulary);
     this.stagesOf = Array.from({ length: this.ranks }, () => []);
     data.head.placement.forEach((rank, stage) => this.stagesOf[rank].push(stage));
   }

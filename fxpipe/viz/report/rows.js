@@ -43,6 +43,7 @@ class Rows {
     const kinds = ["F", "B", "W", "B"];
     this.fill = kinds.map((kind) => color(kind));
     this.late = kinds.map((kind) => color(`${kind}-late`));
+    this.spread = [color("S"), color("T")];
     this.ink = color("ink");
     this.tone = {
       idle: color("idle"),
@@ -145,10 +146,10 @@ class Rows {
     const stages = this.model.stagesOf[row.rank],
       top = at.y(row.y),
       whole = row.height * at.ratio;
-    t.styled(stages[0]).forEach((positions, style) => {
-      const kind = style >> 1,
-        late = style & 1,
-        fill = (late ? this.late : this.fill)[kind];
+    t.styled(stages, this.model.vocabulary).forEach((positions, style) => {
+      const kind = style >= S ? style - S : style >> 1, // S is as high as F, T as B
+        late = style < S && style & 1,
+        fill = style >= S ? this.spread[style - S] : (late ? this.late : this.fill)[kind];
       const height = Math.round(whole * HEIGHTS[kind]),
         y = Math.round(top + whole) - height;
       ctx.fillStyle = fill;
