@@ -26,18 +26,20 @@ from fxpipe.runtime.program.rank import Runtime
 from fxpipe.schedule.costs import StageCost
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.simulation.simulator import simulate
+from fxpipe.schedule.simulation.steps import Steps, simulate_steps
 from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.training.given_values import InMemory
 from fxpipe.training.initialize import initialize_held
 from fxpipe.training.make_optimizer import make_optimizer
 from fxpipe.training.model_state import ModelState
-from fxpipe.training.optimizer import PipelineOptimizer
+from fxpipe.training.optimizer import PipelineOptimizer, Validation
 from fxpipe.training.pretrained import Pretrained, export
 from fxpipe.training.runner import LocalResult, Runner
 from fxpipe.training.save import new_directory, save
 from fxpipe.training.shared_values import share_values
 from fxpipe.training.state_dict import copy_to_model, full_state_dict, load_state_dict, state_dict
 from fxpipe.training.unchanged import Traced
+from fxpipe.training.updates import Updates
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +87,7 @@ class Pipeline:
     first_step: int = 0
     evaluation: Pipeline | None = None
     is_evaluation: bool = False
+    updates: Updates = field(default_factory=Updates)
     _then: Traced = field(init=False)
 
     def __post_init__(self) -> None:
@@ -127,6 +130,7 @@ class Pipeline:
             self.offload_directory,
             self.first_step,
             is_evaluation=self.is_evaluation,
+            updates=self.updates,
         )
 
     @property
@@ -178,6 +182,25 @@ class Pipeline:
         Raises SizeError for an unknown name and for a length below one, ScheduleError for an unknown device.
         """
         return simulate(self.schedule, costs_of(self.plan, sizes, device))
+
+    def simulate_steps(
+        self,
+        steps: int = 1,
+        *,
+        validation: Validation | None = None,
+        sizes: Mapping[str, int] | None = None,
+        device: str | None = None,
+    ) -> Steps:
+        """Simulate steps one behind the other, with the updates between them: ``.period`` is the seconds a
+        step once they repeat (docs/steps.md).
+
+        steps: at least so many.  validation: by default the one that the pipeline was compiled for.
+        sizes, device: as for ``simulate``, which raises the same errors.
+        """
+        plan = self.plan
+        return simulate_steps(
+            plan.ordered, costs_of(plan, sizes, device), validation or plan.validation, steps
+        )
 
     def leaves(self, rank: int | None = None) -> tuple[str, ...]:
         """The names of the leaves of a batch that a rank needs (by default this process's); its batches may
@@ -257,6 +280,7 @@ class Pipeline:
                     "compile model.eval() once more with gradients=False."
                 )
             pipe = self
+        self.updates.settle()
         with pipe.model_state.borrowing(self._runner.gather_parameters()):
             if outputs is None:
                 return pipe.step(batch)
@@ -289,6 +313,7 @@ class Pipeline:
         norm_type: float = 2.0,
         skip_nonfinite: bool = False,
         master_weights: bool = False,
+        validation: Validation = "barrier",
         **options: Any,
     ) -> PipelineOptimizer:
         """An optimizer of this rank's parameters; all ranks must make the same.
@@ -300,7 +325,9 @@ class Pipeline:
             otherwise they are treated as by ``torch.nn.utils.clip_grad_norm_``.
         master_weights: update float32 copies of parameters with fewer bits, which get their values after each
             step.
-        Raises RunError for optimizers that update a parameter by values which other ranks hold.
+        validation: with "post" ranks do not wait for each other before they update (docs/steps.md).
+        Raises RunError for optimizers that update a parameter by values which other ranks hold, and with
+        "post" for those whose update cannot be taken back.
         """
         optimizer = make_optimizer(
             self.model_state,
@@ -309,7 +336,9 @@ class Pipeline:
             options,
             groups,
             master_weights,
-            clip_grad_norm=clip_grad_norm,
+            validation,
+            self.updates,
+            largest=clip_grad_norm,
             norm_type=norm_type,
             skip_nonfinite=skip_nonfinite,
         )
@@ -344,6 +373,7 @@ class Pipeline:
 
         Raises RunError under torchrun, where a rank holds a part of them: see ``full_state_dict``.
         """
+        self.updates.settle()
         return state_dict(self.model_state)
 
     def full_state_dict(self, rank: int | None = 0) -> dict[str, torch.Tensor]:
@@ -363,6 +393,7 @@ class Pipeline:
         strict: raise ArtifactError for names that are missing or that the model does not have.
         Raises ArtifactError for another shape, and for two values of one tensor.
         """
+        self.updates.settle()
         with agreed(self.process, "load the state dict"):
             given = Pretrained(Path(state)) if isinstance(state, (str, Path)) else InMemory(state)
             load_state_dict(self.model_state, given, strict)
@@ -413,6 +444,7 @@ class Pipeline:
 
         Each step compares this as well, of the step before; ``save`` and the like call it first.
         """
+        self.updates.settle()
         if self.process is None:
             return
         with self.process.agreed("use its model"):
@@ -425,6 +457,7 @@ class Pipeline:
         ``compile``, ``load`` and ``load_state_dict`` do it.  Call it, on all ranks, after values were changed
         in other ways.
         """
+        self.updates.settle()
         if self.process is None:
             return
         with self.process.agreed("use its model"):
@@ -472,15 +505,16 @@ class Pipeline:
 
         explain(self.plan, Console(markup=False, emoji=False))
 
-    def draw(self, path: str | Path, expand: tuple[int, str] | None = None) -> list[Path]:
+    def draw(self, path: str | Path, expand: tuple[int, str] | None = None, *, steps: int = 1) -> list[Path]:
         """Write pictures of the graph and of the schedule into a directory; return the files.
 
         expand: (stage, phase), say ``(1, "B")``: one section, drawn node by node as well.
+        steps: the schedule of so many steps; more than one are such as repeat, with the updates behind them.
         """
         from fxpipe.cost.nodes import node_flops
         from fxpipe.viz.pictures import draw
 
-        return draw(self, Path(path), node_flops, expand)
+        return draw(self, Path(path), node_flops, expand, steps)
 
     def report(self, path: str | Path) -> Path:
         """Write everything known about the pipeline as one HTML file that needs no network; return the file.

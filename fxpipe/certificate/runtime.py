@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,6 +127,10 @@ class TermRuntime:
                 self.calls.line(), f"adds to the gradient of {name!r}, which this rank does not hold"
             )
         return Sum(name)
+
+    def warm_up(self, *made: dict[int, Any]) -> Iterator[None]:
+        """Once, as where the last update stands."""
+        yield
 
     def microbatches(self, batch: Any) -> list[Leaves]:
         def read(name: str, microbatch: int) -> Value:

@@ -23,6 +23,7 @@ from fxpipe.schedule.lowering.instructions import (
     Send,
     StartCollective,
     StartTransfer,
+    Validate,
     Wait,
     WaitCollective,
     WaitParameters,
@@ -60,11 +61,18 @@ class Done(NamedTuple):
     arguments: tuple[int, ...] = ()
 
 
+VALIDATED = Done(Action("", "", Role.APART, ()), 0)
+"""The end of the warm-up, which does nothing itself."""
+
+
 def actions(plan: RankPlan) -> list[Done]:
     """The rank's instructions in order, but those on the gradients of the whole batch."""
     known: dict[object, Action] = {}
     found = []
     for together in _together(plan.instructions):
+        if isinstance(together, Validate):
+            found.append(VALIDATED)
+            continue
         if not isinstance(together, list):
             found.append(Done(_OF_RT[type(together)], together.bucket))
             continue
@@ -88,7 +96,7 @@ _OF_RT = {
 
 def _together(
     instructions: Sequence[Instruction],
-) -> Iterator[list[OfMicrobatch] | OfBucket]:
+) -> Iterator[list[OfMicrobatch] | OfBucket | Validate]:
     """The instructions of each action: one, or the transfers of a stage's microbatch that come together.
 
     Without those at the head and the end of a step.
@@ -104,7 +112,7 @@ def _together(
     for _, group in groupby(enumerate(instructions), which):
         found = []
         for _, i in group:
-            if isinstance(i, OfBucket):
+            if isinstance(i, OfBucket | Validate):
                 yield i
             elif not isinstance(i, AtEnd):
                 found.append(i)

@@ -8,11 +8,11 @@ before the op of its line, in functions of its own.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from fxpipe.codegen.actions import Action, Done, Role, actions, number_at_head
+from fxpipe.codegen.actions import VALIDATED, Action, Done, Role, actions, number_at_head
 from fxpipe.codegen.lifetimes import Function, Lifetimes, lifetimes
 from fxpipe.codegen.lines import Hole
 from fxpipe.codegen.rank_plan import RankPlan
@@ -24,6 +24,7 @@ from fxpipe.schedule.lowering.instructions import (
     AtEnd,
     DivideGradients,
     GatherParameters,
+    Validate,
     WaitGradients,
 )
 
@@ -50,8 +51,8 @@ class _Call:
 
 
 def step_source(plan: RankPlan) -> str:
-    schedule = _lines(actions(plan))
-    calls = [call for line in schedule for call in line]
+    warm_up, schedule = _lines(actions(plan))
+    calls = [call for line in (*warm_up, *schedule) for call in line]
     functions = list(dict.fromkeys(call.function for call in calls if call.function.lines))
     of_microbatch: defaultdict[int, list[Function]] = defaultdict(list)
     for call in calls:
@@ -66,9 +67,37 @@ def step_source(plan: RankPlan) -> str:
             lines.append(f'        """{function.doc}"""')
         lines += [*(f"        {line}" for line in found.written(function)), ""]
     lines = [wrapped(line) for line in lines]
+    if Validate() in plan.instructions:
+        lines += _warm_up(plan, warm_up, found)
     lines += [text for line in schedule for text in _joined(map(str, line))]
     ends = [f"    {_at_end(i)}" for i in plan.instructions if isinstance(i, AtEnd)]
     return "\n".join([*lines, *(["", *ends] if ends else []), "    return rt.finish()"])
+
+
+def _warm_up(plan: RankPlan, schedule: Sequence[Sequence[_Call]], found: Lifetimes) -> Iterator[str]:
+    """The loop over the lines that run again where the last update is undone."""
+    functions = dict.fromkeys(call.function for line in schedule for call in line if call.function.lines)
+    made = ", ".join(_in_dicts(functions, found))
+    yield wrapped(f"    for _ in rt.warm_up({made}):")
+    body = [_CASTS.strip()] if "casts" in _used(plan) else []
+    yield from (f"        {text}" for text in body)
+    yield from (text for line in schedule for text in _joined(map(str, line), "        "))
+    if not body and not schedule:
+        yield "        pass"
+    if "grads" in _used(plan):
+        yield "    grads = rt.grads"
+
+
+_CASTS = "    casts = rt.cast_parameters(CASTS)"
+
+
+def _used(plan: RankPlan) -> set[str]:
+    """The containers that the functions of this rank read or write."""
+    own = [plan.calls[s.color] for s in plan.own]
+    used = {c for call in own for c in call.containers}
+    if any(value.kind is Kind.BUFFER for call in own for value in call.results):
+        used.add("buffers")  # written, whether or not it is read
+    return used
 
 
 def _head(plan: RankPlan) -> list[str]:
@@ -79,21 +108,27 @@ def _head(plan: RankPlan) -> list[str]:
     lines = ["def step(rt, batch):", f'    """Run this rank\'s part of {what}."""']
     head = plan.instructions[: number_at_head(plan.instructions)]
     lines += [f"    rt.gather_parameters({i.bucket})" for i in head if isinstance(i, GatherParameters)]
-    own = [plan.calls[s.color] for s in plan.own]
-    used = {c for call in own for c in call.containers}
-    if any(value.kind is Kind.BUFFER for call in own for value in call.results):
-        used.add("buffers")  # written, whether or not it is read
-    containers = [c for c in ("params", "buffers", "constants", "grads") if c in used]
+    used, validates = _used(plan), Validate() in plan.instructions
+    known = ("params", "buffers", "constants", *(() if validates else ("grads",)))
+    containers = [c for c in known if c in used]
     if containers:
         lines.append(f"    {', '.join(containers)} = {', '.join(f'rt.{c}' for c in containers)}")
-    if "casts" in used:
-        lines.append("    casts = rt.cast_parameters(CASTS)")
+    if "casts" in used and not validates:
+        lines.append(_CASTS)
     if "batch" in used:
         lines.append("    batches = rt.microbatches(batch)")
     return lines
 
 
 def _dicts(functions: Iterable[Function], found: Lifetimes) -> list[str]:
+    return [
+        f"    {', '.join(names)} = {', '.join('{}' for _ in names)}  # by microbatch"
+        for names in _rows(_in_dicts(functions, found), WIDTH - 25)
+    ]
+
+
+def _in_dicts(functions: Iterable[Function], found: Lifetimes) -> list[str]:
+    """The values of functions that are in dicts by microbatch."""
     holes = {
         part.name: None
         for function in functions
@@ -101,10 +136,7 @@ def _dicts(functions: Iterable[Function], found: Lifetimes) -> list[str]:
         for part in line
         if isinstance(part, Hole) and (function, part.name) not in found.local
     }
-    return [
-        f"    {', '.join(names)} = {', '.join('{}' for _ in names)}  # by microbatch"
-        for names in _rows(list(holes), WIDTH - 25)
-    ]
+    return list(holes)
 
 
 def _rows(names: Sequence[str], width: int) -> list[list[str]]:
@@ -117,8 +149,8 @@ def _rows(names: Sequence[str], width: int) -> list[list[str]]:
     return rows
 
 
-def _lines(done: Sequence[Done]) -> list[list[_Call]]:
-    """The calls of each line."""
+def _lines(done: Sequence[Done]) -> tuple[list[list[_Call]], list[list[_Call]]]:
+    """The calls of each line: those of the warm-up, and those behind it."""
     slots = _slots(done)
     regular = _regular(slots)
     functions: dict[Action, Function] = {}
@@ -126,17 +158,30 @@ def _lines(done: Sequence[Done]) -> list[list[_Call]]:
         before, after = regular.get(action, ((), ()))
         body = tuple(line for a in (*before, action, *after) for line in a.lines)
         functions[action] = Function(action.name, action.doc, action.parameters, body)
-    lines: list[list[_Call]] = []
+    lines: list[list[Done]] = []
     begin = 0
     for slot in slots:
         before, after = regular[slot.op.action]
-        irregular = slot.before[begin : len(slot.before) - len(before)]
-        line = [_Call(functions[d.action], d.microbatch, d.arguments) for d in (*irregular, slot.op)]
-        lines.append([call for call in line if call.function.lines or call.function.name.startswith("rt.")])
+        lines.append([*slot.before[begin : len(slot.before) - len(before)], slot.op])
         begin = len(after)
-    rest = slots[-1].after[begin:] if slots else done
-    lines.append([_Call(functions[d.action], d.microbatch, d.arguments) for d in rest])
-    return [line for line in lines if line]
+    lines.append([*(slots[-1].after[begin:] if slots else done)])
+    parts: tuple[list[list[Done]], list[list[Done]]] = [], []
+    for line in lines:
+        if VALIDATED in line:
+            at = line.index(VALIDATED)
+            parts[1].append(line[:at])
+            parts[0].extend(parts[1])
+            parts[1][:] = [line[at + 1 :]]
+        else:
+            parts[1].append(line)
+    warm_up, rest = ([_calls(line, functions) for line in part] for part in parts)
+    return [line for line in warm_up if line], [line for line in rest if line]
+
+
+def _calls(line: Sequence[Done], functions: Mapping[Action, Function]) -> list[_Call]:
+    """The calls of functions that do anything."""
+    calls = [_Call(functions[d.action], d.microbatch, d.arguments) for d in line]
+    return [call for call in calls if call.function.lines or call.function.name.startswith("rt.")]
 
 
 def _slots(done: Sequence[Done]) -> list[_Slot]:
@@ -172,15 +217,15 @@ def _common(first: list[Action], second: list[Action]) -> list[Action]:
     return [a for a, _ in takewhile(lambda pair: pair[0] is pair[1], zip(first, second, strict=False))]
 
 
-def _joined(statements: Iterable[str]) -> list[str]:
+def _joined(statements: Iterable[str], indent: str = "    ") -> list[str]:
     """The statements on as few lines as hold them."""
     lines = [""]
     for statement in statements:
-        longer = f"{lines[-1]}; {statement}" if lines[-1] else f"    {statement}"
+        longer = f"{lines[-1]}; {statement}" if lines[-1] else f"{indent}{statement}"
         if len(longer) <= WIDTH or not lines[-1]:
             lines[-1] = longer
         else:
-            lines.append(f"    {statement}")
+            lines.append(f"{indent}{statement}")
     return lines
 
 

@@ -15,9 +15,11 @@ from fxpipe.compiler.options import Candidates, Options
 from fxpipe.compiler.progress import Phases
 from fxpipe.compiler.tensor_ownership import (
     activation_budget,
+    copy_bytes,
     gradient_bytes,
     result_bytes,
     tensor_ownership,
+    trained_parameters,
     weight_bytes,
     with_replicas,
 )
@@ -25,6 +27,7 @@ from fxpipe.cost.analytic import SecondsOfRanks, seconds_on, section_costs
 from fxpipe.cost.cluster import Cluster
 from fxpipe.cost.exchange import exchanges
 from fxpipe.cost.profile import Known, measured_seconds
+from fxpipe.cost.update import update_costs
 from fxpipe.errors import LimitError, ScheduleError
 from fxpipe.ir.liveness import Liveness, liveness
 from fxpipe.passes.recompute import Level
@@ -70,17 +73,23 @@ def choose(
             rank_of_stage = tried.placements[of.options.stages][name]
             if cut.vocabulary is not None:
                 rank_of_stage = cut.vocabulary.placement(rank_of_stage)
+            held = tensor_ownership(model, cut.sections, rank_of_stage, options.ranks)
+            trained = trained_parameters(model, held, options.grad_dtype)
+            divided = options.replicas if options.shard else 1
+            sizes = {}
+            if options.replicas > 1:
+                sizes = gradient_bytes(model, held, cut.sections, options.grad_dtype)
             limits = None
             if options.memory_limit is not None:
                 try:
-                    held = tensor_ownership(model, cut.sections, rank_of_stage, options.ranks)
                     weights = weight_bytes(model, held, options.grad_dtype)
                     if options.replicas > 1:
-                        sizes = gradient_bytes(model, held, cut.sections, options.grad_dtype)
-                        divided = options.replicas, options.shard, options.per_use
-                        weights = with_replicas(weights, sizes, rank_of_stage, *divided)
+                        asked = options.replicas, options.shard, options.per_use
+                        weights = with_replicas(weights, sizes, rank_of_stage, *asked)
                     results = result_bytes(cut.graph, rank_of_stage, options.ranks, options.microbatches)
                     both = [a + b for a, b in zip(weights, results, strict=True)]
+                    if options.validation == "post":
+                        both = [a + b for a, b in zip(both, copy_bytes(trained, divided), strict=True)]
                     limits = activation_budget(options.memory_limit, both)
                     held_always.extend(both)
                 except LimitError as error:
@@ -88,11 +97,10 @@ def choose(
                     continue
             live = liveness(cut.graph, cut.sections, cut.edges, rank_of_stage)
             costs = section_costs(live, seconds, cluster, rank_of_stage, options.ranks_per_machine)
+            costs = replace(costs, update=update_costs(cluster, trained, divided))
             if options.replicas > 1:
-                held = tensor_ownership(model, cut.sections, rank_of_stage, options.ranks)
-                sizes = gradient_bytes(model, held, cut.sections, options.grad_dtype)
-                asked = options.replicas, options.shard or "", options.per_use, options.ranks_per_machine
-                costs = replace(costs, exchanges=exchanges(cluster, rank_of_stage, sizes, *asked))
+                mesh = options.replicas, options.shard or "", options.per_use, options.ranks_per_machine
+                costs = replace(costs, exchanges=exchanges(cluster, rank_of_stage, sizes, *mesh))
             if options.offload.share is not None:
                 costs = replace(costs, link=Link(1 / bandwidth, options.offload.ranks_per_link))
             problem = Problem(
@@ -105,9 +113,13 @@ def choose(
                 cut.vocabulary,
                 offload=options.offload.share,
                 recompute=cut.recompute or "",
+                objective="period" if options.validation == "post" else "makespan",
             )
             if level == first:
-                bound = lower_bound(costs, rank_of_stage, options.microbatches)
+                if options.validation == "post":
+                    bound = problem.work
+                else:
+                    bound = lower_bound(costs, rank_of_stage, options.microbatches)
                 bounds[of] = min(bound, bounds.get(of, inf))
             cuts[problem.setting] = cut, live
             yield problem

@@ -56,6 +56,7 @@ from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.lowering.deadlock import prove
 from fxpipe.schedule.lowering.instructions import Collective, Programs
 from fxpipe.schedule.lowering.lower import lower, with_gradients
+from fxpipe.schedule.lowering.validation import with_validation
 from fxpipe.schedule.offload.memory_pool import Pool
 from fxpipe.schedule.offload.memory_pool import pools as make_pools
 from fxpipe.schedule.ops import PHASES, OpKind, Phase, Schedule
@@ -173,7 +174,13 @@ def compile_evaluation(
     """
     cluster, plan = trained.cluster, trained.artifact.plan
     options = replace(
-        options, gradients=False, grad_dtype=None, shard=None, offload=Offload(share=None), recompute=False
+        options,
+        gradients=False,
+        grad_dtype=None,
+        shard=None,
+        offload=Offload(share=None),
+        recompute=False,
+        validation="barrier",
     )
     own = _model_stages(plan.ordered)
     asked = CutOptions(
@@ -237,6 +244,8 @@ def _generate(
     divides = plan.step.has_count and options.gradients
     buckets = bucket_uses(plan, cut.sections, schedule, per_use=options.per_use)
     instructions = with_gradients(instructions, buckets, tied_gradients(plan.tensors), divides)
+    if any(held.gradients for held in plan.tensors):
+        instructions = with_validation(instructions, schedule.placement)
     prove(instructions, schedule.placement)
     programs = _programs(plan, cut, instructions, pools)
     with phase("check"):

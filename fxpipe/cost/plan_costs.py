@@ -8,6 +8,7 @@ from dataclasses import replace
 from fxpipe.cost.analytic import rates_of
 from fxpipe.cost.device import Device
 from fxpipe.cost.known_devices import device_named
+from fxpipe.cost.update import update_on
 from fxpipe.errors import SizeError
 from fxpipe.plan.artifact import Plan
 from fxpipe.plan.work import Expressions, PlanWork, Work
@@ -25,7 +26,11 @@ def costs_of(plan: Plan, sizes: Mapping[str, int] | None = None, device: str | N
         hardware = device_named(device)
         if costs.link is not None:
             costs = replace(costs, link=Link(1 / hardware.offload_bandwidth, costs.link.ranks))
-        return work_on(known_work(plan.work), hardware).analytic(costs, sizes or {})
+        work = known_work(plan.work)
+        own = {rank: work.rates_of(stage) for stage, rank in enumerate(plan.placement)}
+        rates = [own.get(rank, work.rates) for rank in range(plan.ranks)]
+        costs = replace(costs, update=update_on(costs.update, rates, hardware))
+        return work_on(work, hardware).analytic(costs, sizes or {})
     return costs if sizes is None else known_work(plan.work).costs(costs, sizes)
 
 

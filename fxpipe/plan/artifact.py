@@ -19,7 +19,7 @@ from fxpipe.plan.tensors import Dtype, GradDtype, Shape, Size, dtype_of, gradien
 from fxpipe.plan.version import __version__
 from fxpipe.plan.work import PlanWork
 from fxpipe.schedule.costs import MOST_STAGES, Costs
-from fxpipe.schedule.ops import Schedule, Transfer, parse_ops
+from fxpipe.schedule.ops import Schedule, Transfer, Validation, parse_ops
 from fxpipe.schedule.stages import Vocabulary
 from fxpipe.schedule.tried import Recompute, Tried
 from fxpipe.strict import (
@@ -136,7 +136,8 @@ class Plan:
     description the costs are from, as text.  ``replicas``: for so many the schedule was made, and
     ``run_local`` runs them; other numbers can run the programs.  ``shard``: what replicas divide between
     them.  ``grad_dtype``: the dtype of gradients, as text; empty for that of each parameter.  ``lanes``:
-    where the model has DTensors; then ``layouts`` are those of one lane.
+    where the model has DTensors; then ``layouts`` are those of one lane.  ``validation``: the schedule was
+    made for steps with it.
     """
 
     format: int
@@ -166,6 +167,7 @@ class Plan:
     replicas: Annotated[int, between(1, MOST_RANKS)] = 1
     shard: Shard = ""
     lanes: LanePlan = NO_LANES
+    validation: Validation = "barrier"
 
     @property
     def ranks(self) -> int:

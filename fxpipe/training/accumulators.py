@@ -16,7 +16,7 @@ from fxpipe.plan.artifact import Plan, holders
 from fxpipe.plan.tensors import dtype_of
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.program.replicas import Accumulators, GradientBucket
-from fxpipe.training.optimizer import set_grad
+from fxpipe.training.ahead import set_grad
 from fxpipe.training.shards import Division
 from fxpipe.training.zeroed import take_zeroed
 
@@ -26,8 +26,19 @@ if TYPE_CHECKING:
 Finish = Callable[[], None]
 
 
+def begin_buckets(state: ModelState, rt: Runtime) -> None:
+    """Give the program the buckets by which it gathers parameters, before it begins."""
+    rt.grads = {}
+    if rt.replicas is not None and state.plan.shard:
+        rt.buckets = [
+            sharded_bucket(state, names, division, rt.replicas.index)
+            for names, division in state.divisions(rt.rank)
+        ]
+
+
 def accumulators(state: ModelState, rt: Runtime) -> Finish:
-    """Give the program its accumulators, of the plan's dtype; return what is to be done after the step.
+    """Give the program its accumulators, of the plan's dtype, when the gradients of the last step have been
+    used; return what is to be done after the step.
 
     They are the parameters' ``.grad``.  A gradient of an earlier step is counted once by a sum over ranks,
     and is not divided by this step's count: there the step gets new accumulators, which are added to
@@ -127,22 +138,20 @@ def _sharded(state: ModelState, rt: Runtime, replica: int) -> Finish:
     between steps, and these gradients are a part of them; else each bucket has some from the first op that
     adds to it until it is summed."""
     level, kept = state.plan.shard, state.accumulators
-    made, pieces = [], []
-    for k, (names, division) in enumerate(state.divisions(rt.rank)):
-        own = division.pieces[replica]
+    made, pieces = rt.buckets, []
+    for k, (_, division) in enumerate(state.divisions(rt.rank)):
+        own, bucket = division.pieces[replica], made[k]
         for piece in own:
             parameter = state.parameter(piece.name)
             if parameter.grad is not None and take_zeroed(parameter.grad):
                 parameter.grad = None
             elif parameter.grad is not None and level == "optimizer":  # it is a part of what is zeroed here
                 set_grad(parameter, parameter.grad.clone())
-        bucket = sharded_bucket(state, names, division, replica)
         if level == "optimizer":
             bucket.flat = kept.setdefault(k, bucket.whole)
             bucket.flat.zero_()
-        made.append(bucket)
         pieces.append(own)
-    rt.buckets, rt.grads = made, Accumulators(made)
+    rt.grads = Accumulators(made)
 
     def finish() -> None:
         for bucket, own in zip(made, pieces, strict=True):

@@ -63,7 +63,7 @@ class Course:
         """Those of the step that begins.  plan: its number.  stop: whether the rank was asked to end the run.
         asked: outputs that all ranks must ask for alike, as text."""
         known = plan, stop, number(asked.encode()), *self._of_optimizer(), self._added()
-        return Facts(*known, *self._digests_of_last_step())
+        return Facts(*known, *self._known_digests())
 
     def check(self, process: Process, call: str) -> None:
         """Raise RunError, on all ranks, where their training differs between two steps.  All must call it.
@@ -95,14 +95,17 @@ class Course:
         self._steps += 1
         return self._steps
 
-    def _digests_of_last_step(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """Names, the same on all ranks, and the digests of these tensors; start those of the next ones.
+    def _known_digests(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """Names, the same on all ranks, and the digests of these tensors, of the step before.
 
-        On an accelerator a step later than they are made, so that no rank waits for its device.
+        They were begun a step ago, so that no rank waits for its device.
         """
         if self._copied is not None:
             self._copied.synchronize()
-        found = self._names, () if self._digests is None else tuple(self._digests.tolist())
+        return self._names, () if self._digests is None else tuple(self._digests.tolist())
+
+    def begin_digests(self) -> None:
+        """Begin those for the next step, when the last update stands on all ranks."""
         shared, first = self._shared, self._first
         self._names = tuple((shared * 2)[first : first + min(DIGESTS, len(shared))])
         self._first = (first + DIGESTS) % max(1, len(shared))
@@ -112,7 +115,6 @@ class Course:
             if is_accelerator(self.state.device):
                 self._copied = event(self.state.device)
                 self._copied.record()
-        return found
 
     def _digest(self, names: Sequence[str], turn: int | None = None) -> torch.Tensor:
         """The digests of these tensors, ABSENT for those that this rank does not hold.

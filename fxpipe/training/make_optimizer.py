@@ -6,7 +6,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch.nn import Parameter
@@ -17,9 +17,12 @@ from fxpipe.plan.artifact import holders
 from fxpipe.plan.rows import rows_of, whole_name
 from fxpipe.plan.tensors import gradient_dtype
 from fxpipe.runtime.job.process import agreed
+from fxpipe.training.clipping import Clipping
 from fxpipe.training.model_state import ModelState
-from fxpipe.training.optimizer import PipelineOptimizer
+from fxpipe.training.optimizer import PipelineOptimizer, Validation
 from fxpipe.training.same_batch import SAME_OPTIONS
+from fxpipe.training.undo import check_undoable
+from fxpipe.training.updates import Updates
 
 
 def make_optimizer(
@@ -29,11 +32,13 @@ def make_optimizer(
     options: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]],
     master_weights: bool,
+    validation: Validation,
+    updates: Updates,
     **clipping: Any,
 ) -> PipelineOptimizer:
     """The optimizer of a rank, after a check that all ranks make the same; see ``Pipeline.optimizer``.
 
-    clipping: ``clip_grad_norm``, ``norm_type`` and ``skip_nonfinite`` of ``PipelineOptimizer``.
+    clipping: the fields of ``Clipping``.
     """
     process, lanes = state.process, state.plan.lanes
 
@@ -51,20 +56,27 @@ def make_optimizer(
         if len(state.owned) > 1:
             divided = any(map(rows_of, trained)) or not lanes.shards.keys().isdisjoint(trained)
             check_separable(cls, options, state.device, tables=divided)
+        if validation not in get_args(Validation):
+            raise RunError(f'validation is {validation!r} and must be "barrier" or "post".')
+        if validation == "post":
+            name = getattr(cls, "__name__", str(cls))
+            check_undoable(lambda tables: made(cls, tables, options), name, state.device)
         updated = with_masters(held) if master_weights else held
         optimizer = PipelineOptimizer(
             made(cls, grouped(updated, groups, {*map(whole_name, trained)}), options),
             {parameter: name for name, parameter in updated.items()},
             [p for name, p in held.items() if is_counted(name, trained[name])],
             process,
+            Clipping(**clipping),
             masters={updated[name]: own for name, own in held.items() if updated[name] is not own},
-            **clipping,
+            validation=validation,
+            updates=updates,
+            changed=state.updated,
         )
     if process is not None:
         given = {"groups": repr([group.get("params") for group in groups])}
         given |= {"master_weights": str(bool(master_weights))}
         process.check_alike(optimizer.options() | given, "its optimizer", SAME_OPTIONS)
-    optimizer.register_step_post_hook(lambda *_: state.updated())
     return optimizer
 
 

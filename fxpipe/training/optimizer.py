@@ -6,24 +6,36 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch.nn import Parameter
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from fxpipe.errors import RunError
+from fxpipe.training.ahead import Ahead, set_grad
+from fxpipe.training.clipping import Clipping
+from fxpipe.training.undo import Undo
+from fxpipe.training.updates import Updates
 from fxpipe.training.zeroed import mark_zeroed
 
 MASTER = "master_weight"
 """The name of the master in the state of a parameter."""
 
 
+Validation = Literal["barrier", "post"]
+
+
 class Ranks(Protocol):
     """The other ranks, for the norm of all gradients."""
 
+    @property
+    def world_rank(self) -> int: ...
+
     def all_reduce_(self, value: torch.Tensor, *, largest: bool = False) -> None: ...
+
+    def begin_gather(self, words: torch.Tensor, call: str) -> Callable[[], torch.Tensor]: ...
 
 
 @dataclass(eq=False)
@@ -42,9 +54,13 @@ class PipelineOptimizer(Optimizer):
     time of the update.  With master weights the wrapped optimizer updates these, wider copies of parameters,
     and each parameter gets its copy's value.
 
+    With ``validation="post"`` a rank whose gradients are finite, and small enough if those of the other ranks
+    are as in the last step, updates at once and goes on.  When it knows of all ranks, before its first
+    backward of the next step, a wrong update is taken back and made again, or left out.  The values are those
+    of "barrier", bit for bit.
+
     ``optimizer``: the wrapped one; both have the same ``param_groups`` and ``state``, so schedulers of the
-    learning rate and hooks take this one.  ``last_norm``: the norm before clipping, 0-d, where the last step
-    computed it.  ``skipped``: the number of steps that were skipped as gradients were not finite.
+    learning rate and hooks take this one.
     ``counts``: of its calls.
     ``names``: what is updated, a parameter or its master -> the parameter's name, or that of its rows.
     ``masters``: master -> parameter.
@@ -56,26 +72,27 @@ class PipelineOptimizer(Optimizer):
         names: Mapping[Parameter, str],
         counted: Sequence[Parameter],
         ranks: Ranks | None,
-        clip_grad_norm: float | None = None,
-        norm_type: float = 2.0,
-        skip_nonfinite: bool = False,
+        clipping: Clipping = Clipping(),  # noqa: B008 - frozen
         masters: Mapping[Parameter, Parameter] | None = None,
+        validation: Validation = "barrier",
+        updates: Updates | None = None,
+        changed: Callable[[], None] = lambda: None,
     ):
         """counted: the parameters that this rank counts in the norm (one rank counts a tied parameter).
+        updates: of the pipeline.  changed: called behind each step.
 
         Raises RunError for a norm that is no number above 0.
         """
-        for name, norm in (("clip_grad_norm", clip_grad_norm), ("norm_type", norm_type)):
-            absent = norm is None and name == "clip_grad_norm"
-            if not absent and not (isinstance(norm, int | float) and norm > 0):
-                raise RunError(f"{name} is {norm!r} and must be a number above 0.")
         self.optimizer = optimizer
         self.masters = dict(masters or {})
         self.names = dict(names)
-        self.last_norm: torch.Tensor | None = None
-        self.skipped, self.counts = 0, Counts()
-        self._counted, self._ranks = counted, ranks
-        self._clip, self._norm_type, self._skip = clip_grad_norm, float(norm_type), skip_nonfinite
+        self.counts = Counts()
+        self._counted, self._ranks, self._clipping = counted, ranks, clipping
+        self._validation, self._updates, self._changed = validation, updates or Updates(), changed
+        self._last_norm: torch.Tensor | None = None
+        self._skipped = 0
+        self._ahead: Ahead | None = None
+        self._numbers: torch.Tensor | None = None  # of all ranks, of the last norm
         self._made = False
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._made = True
@@ -102,16 +119,100 @@ class PipelineOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.settle()
         self.counts.updates += 1
-        if self._clip is not None or self._skip:
-            norm = self.last_norm = self.grad_norm()
-            if self._skip and not math.isfinite(norm):
-                self.skipped += 1
-                return loss
-            if self._clip is not None:
-                clip_grads_with_norm_(self._parameters(), self._clip, norm)
-        self._update()
+        if not self._clipping.asks:
+            self._update()
+        elif self._validation == "post" and self._ranks is not None:
+            self._begin(self._ranks)
+        else:
+            self._finish(self.grad_norm())
+        self._changed()  # where an update was left out, too: replicas have to agree on it
         return loss
+
+    @property
+    def last_norm(self) -> torch.Tensor | None:
+        """The norm before clipping, 0-d, where the last step computed it.  Waits for all ranks."""
+        self.settle()
+        return self._last_norm
+
+    @property
+    def skipped(self) -> int:
+        """The number of steps that were left out as gradients were not finite.  Waits for all ranks."""
+        self.settle()
+        return self._skipped
+
+    def settle(self) -> None:
+        """Wait until the last update stands, where it was made ahead of the other ranks' verdict.
+
+        Before a user reads or changes parameters, gradients or the optimizer's state by himself; what fxpipe
+        does with them waits by itself.
+        """
+        self._updates.settle()
+
+    def _finish(self, norm: torch.Tensor) -> None:
+        """Clip and update, or leave the update out.  norm: of the gradients of all ranks."""
+        self._last_norm = norm
+        if self._clipping.leaves_out(norm):
+            self._skipped += 1
+            return
+        if self._clipping.largest is not None:
+            clip_grads_with_norm_(self._parameters(), self._clipping.largest, norm)
+        self._update()
+
+    def _begin(self, ranks: Ranks) -> None:
+        """Begin to tell all ranks of the gradients of this one; update at once if that is likely to stand."""
+        number = self._number().cpu()
+        likely = self._is_likely(number, ranks.world_rank)
+        words = torch.stack([number.view(torch.int64), torch.tensor(int(likely))])
+        gathered = ranks.begin_gather(words, "optimizer.step")
+        updated, parameters = self._updated(), self._parameters()
+        undo = Undo.of(self.optimizer) if likely else None
+        self._ahead = ahead = Ahead(gathered, undo, [p.grad for p in parameters])
+        if likely:
+            self._update()
+            for held, parameter, grad in zip(updated, parameters, ahead.grads, strict=True):
+                name = self.names[held]
+                ahead.watch(f"The parameter {name}", parameter)
+                if held is not parameter:
+                    ahead.watch(f"The master of {name}", held)
+                if grad is not None:
+                    ahead.watch(f"The gradient of {name}", grad)
+        self._updates.begin(self._settle, ahead.check)
+        if not likely:
+            self.settle()
+
+    def _is_likely(self, number: torch.Tensor, rank: int) -> bool:
+        """Whether an update is likely to stand: with the last numbers of the other ranks it would."""
+        if not math.isfinite(number) or self._clipping.largest is None:
+            return math.isfinite(number)
+        if self._numbers is None:
+            return False
+        numbers = self._numbers.clone()
+        numbers[rank] = number
+        return self._clipping.is_plain(self._norm(numbers))
+
+    def _settle(self) -> bool:
+        """Wait for the numbers of all ranks, and correct an update that was wrong.
+
+        Returns whether what the ranks have computed since then stands, the same on all of them.
+        """
+        ahead, self._ahead = self._ahead, None
+        assert ahead is not None
+        table = ahead.gathered()
+        self._numbers = table[:, 0].contiguous().view(torch.float64)
+        norm = self._last_norm = self._norm(self._numbers)
+        is_plain = self._clipping.is_plain(norm)
+        if ahead.undo is None:
+            self._finish(norm)
+        elif not is_plain:
+            with ahead.taken_back(self.optimizer, self._parameters()):
+                self._give_masters()
+                self._changed()
+                self._finish(norm)
+        if ahead.zeroes:
+            self._zero()
+        return is_plain or not table[:, 1].any()
 
     @torch.no_grad()
     def _update(self) -> None:
@@ -131,6 +232,10 @@ class PipelineOptimizer(Optimizer):
                     updated.grad = None
                 else:
                     set_grad(updated, grad)
+        self._give_masters()
+
+    @torch.no_grad()
+    def _give_masters(self) -> None:
         if self.masters:
             torch._foreach_copy_([*self.masters.values()], [*self.masters])
 
@@ -145,33 +250,46 @@ class PipelineOptimizer(Optimizer):
     @torch.no_grad()
     def grad_norm(self) -> torch.Tensor:
         """The norm of all gradients of the model, on every rank; 0-d, of dtype float64."""
-        grads = [p.grad for p in self._counted if p.grad is not None]
-        device = grads[0].device if grads else None
-        own = get_total_norm(grads, self._norm_type).to(device, torch.float64)
-        if self._ranks is None:
-            return own
-        if math.isinf(self._norm_type):
-            self._ranks.all_reduce_(own, largest=True)
-            return own
-        total = own**self._norm_type
-        self._ranks.all_reduce_(total)
-        return total ** (1 / self._norm_type)
+        total = self._number()
+        if self._ranks is not None:
+            self._ranks.all_reduce_(total, largest=self._clipping.by_largest)
+        return self._clipping.norm(total)
+
+    @torch.no_grad()
+    def _number(self) -> torch.Tensor:
+        return self._clipping.number([p.grad for p in self._counted if p.grad is not None])
+
+    def _norm(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The norm of which these are the numbers of all ranks."""
+        device = next((p.device for p in self._counted), None)
+        return self._clipping.norm(self._clipping.total(numbers).to(device))
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Zero the gradients.  They keep their memory by default, which saves its allocation in each step."""
+        """Zero the gradients.  They keep their memory by default, which saves its allocation in each step.
+
+        Those of an update that may have to be made again are zeroed when it stands.
+        """
         self.counts.zeroed += 1
-        parameters = self._parameters()
-        grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
         if set_to_none:
-            for parameter in parameters:
+            for parameter in self._parameters():
                 parameter.grad = None
-        elif grads:
+        elif self._ahead is not None:
+            self._ahead.zeroes = True
+        else:
+            self._zero()
+
+    @torch.no_grad()
+    def _zero(self) -> None:
+        grads = [grad for parameter in self._parameters() if (grad := parameter.grad) is not None]
+        if grads:
             torch._foreach_zero_(grads)
             mark_zeroed(grads)
 
     def options(self) -> dict[str, str]:
         """All that an update depends on beside parameters, gradients and state, as texts by name."""
-        own = {"clip_grad_norm": self._clip, "norm_type": self._norm_type, "skip_nonfinite": self._skip}
+        rules = self._clipping
+        own: dict[str, object] = {"clip_grad_norm": rules.largest, "norm_type": rules.norm_type}
+        own |= {"skip_nonfinite": rules.skip_nonfinite, "validation": self._validation}
         found = {"class": type(self.optimizer).__name__} | {name: _as_text(x) for name, x in own.items()}
         for k, group in enumerate(self.param_groups):
             at = f"groups[{k}]." if len(self.param_groups) > 1 else ""
@@ -180,12 +298,14 @@ class PipelineOptimizer(Optimizer):
 
     def state_of(self, updated: Parameter) -> dict[str, Any]:
         """The wrapped optimizer's state of what it updates, with the master itself."""
+        self.settle()
         master = {MASTER: updated.detach()} if updated in self.masters else {}
         return {**self.state.get(updated, {}), **master}
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state of this rank's parameters, and their masters.  ``Checkpointer`` saves
         that of all ranks, by the model's names."""
+        self.settle()
         found = self.optimizer.state_dict()
         held = {k: updated for k, updated in enumerate(self._updated()) if updated in self.masters}
         return {**found, "state": {**found["state"], **{k: self.state_of(x) for k, x in held.items()}}}
@@ -193,6 +313,7 @@ class PipelineOptimizer(Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Masters that the state does not hold get the values of the parameters."""
+        self.settle()
         states = dict(state_dict["state"])
         masters = {k: state[MASTER] for k, state in states.items() if MASTER in state}
         for k in masters:
@@ -228,11 +349,3 @@ def _as_text(value: Any) -> str:
         case list() | tuple():
             return f"({', '.join(map(_as_text, value))})"
     return type(value).__name__
-
-
-def set_grad(parameter: Parameter, grad: torch.Tensor) -> None:
-    """Set ``.grad``, of any dtype; torch wants that in ``.grad_dtype``, which no earlier ``.grad`` may differ
-    from."""
-    parameter.grad = None
-    parameter.grad_dtype = grad.dtype
-    parameter.grad = grad

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,13 @@ from fxpipe.runtime.ranks.local import LocalComm, LocalWorld, run_all
 from fxpipe.runtime.ranks.local_replicas import LocalReplicas
 from fxpipe.runtime.ranks.replicas import DistributedReplicas
 from fxpipe.runtime.ranks.tracked_memory import SavedBytes
-from fxpipe.training.accumulators import accumulators, sharded_bucket, zero_buckets
+from fxpipe.training.accumulators import (
+    Finish,
+    accumulators,
+    begin_buckets,
+    sharded_bucket,
+    zero_buckets,
+)
 from fxpipe.training.course import Course
 from fxpipe.training.model_state import ModelState
 from fxpipe.training.move_outputs import move_outputs
@@ -48,6 +54,7 @@ from fxpipe.training.same_batch import (
     options_differ,
     words,
 )
+from fxpipe.training.updates import Updates
 from fxpipe.training.warm_up import WarmUp
 
 
@@ -83,6 +90,7 @@ class Runner:
     stop_asked: bool = False
     stops: bool = False
     is_evaluation: bool = False
+    updates: Updates = field(default_factory=Updates)
 
     @property
     def plan(self) -> Plan:
@@ -116,6 +124,7 @@ class Runner:
     ) -> LocalResult:
         spec = self.plan.step
         wanted = requested(outputs, None, spec.outputs, spec.ranks)
+        self.updates.settle()
         self.state.check_unchanged(self.state.follow_model())
         world = LocalWorld(self.plan.ranks, self.plan.replicas, self.plan.lanes.number)
         runtimes = [
@@ -192,13 +201,20 @@ class Runner:
             try:
                 wanted = requested(outputs, outputs_on, spec.outputs, spec.ranks)
                 rt.collected = Collected.of(wanted, rt.rank, spec.microbatches, self.device)
+                self.updates.check()
                 self.state.check_unchanged(self.state.follow_model())
                 self.state.changed()
                 rt.params, rt.buffers = self.state.held_by(rt.rank)
                 self._warm_up.settle(rt, program, batch)
                 asked = "" if outputs_on is None else f"{sorted(rt.collected.wanted)} on {outputs_on}"
                 compare = self._begin_comparison(batch, number, asked)
-                finish = accumulators(self.state, rt)
+                begin_buckets(self.state, rt)
+                finish: list[Finish] = []
+                rt.validate = partial(self._validate, rt, finish)
+                if not program.has_warm_up:
+                    self.updates.settle()
+                if self.updates.are_settled:
+                    self._begin_gradients(rt, finish)
                 with self._warm_up.memory(number):
                     loss = self._run_program(program, rt, batch)
                 self.state.stale = False
@@ -208,9 +224,26 @@ class Runner:
                 raise self._no_answer(error) from None
             except Exception as error:
                 raise self._failure(error, rt, number) from error
-        finish()
+        for end in finish:
+            end()
         self.state.store_buffers(rt)
         return StepResult(loss, found)
+
+    def _validate(self, rt: Runtime, finish: list[Finish]) -> bool:
+        """Wait for the verdict on the last update; return whether the forwards so far stand."""
+        stand = self.updates.stand()
+        if not finish:
+            self._begin_gradients(rt, finish)
+        return stand
+
+    def _begin_gradients(self, rt: Runtime, finish: list[Finish]) -> None:
+        """Give the program its accumulators; ``finish`` gets what is to be done with them after the step.
+
+        Before the step, where the last gradients are used: inside, memory for them could not be had safely.
+        """
+        finish.append(accumulators(self.state, rt))
+        if self.process is not None:
+            self.course.begin_digests()
 
     def gather_parameters(self) -> dict[str, torch.Tensor]:
         """Get the rows of parameters that other replicas own, and have updated since the last step.  All

@@ -127,11 +127,11 @@ def written_out(monkeypatch):
 def test_a_step_is_the_same(monkeypatch, model, options):
     monkeypatch.setattr(fxpipe.ir.liveness, "SMALLEST", 1)
     pipe = compiled(model, **options)
-    assert all(re.search(r"\n    for .* in ", program) for program in pipe.artifact.programs)
+    assert all(re.search(r"\n    for i in ", program) for program in pipe.artifact.programs)
     found = run(pipe)
     written_out(monkeypatch)
     whole = compiled(model, **options)
-    assert not any("\n    for " in program for program in whole.artifact.programs)
+    assert not any("\n    for i in " in program for program in whole.artifact.programs)
     expected = run(whole)
     assert torch.equal(found.loss, expected.loss)
     assert found.grads.keys() == expected.grads.keys()
@@ -159,7 +159,7 @@ def test_runs_with_other_uses_of_their_values(monkeypatch, name):
 
 def test_a_graph_in_which_nothing_repeats_has_no_loop():
     programs = compiled(lambda: Layers(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, WIDTH))).artifact.programs
-    assert not any("\n    for " in program for program in programs)
+    assert not any("\n    for i in " in program for program in programs)
 
 
 @pytest.mark.parametrize(

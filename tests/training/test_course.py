@@ -66,7 +66,13 @@ def test_digests_are_those_of_tensors_that_several_ranks_hold():
     model, pipe = built_and_compiled(CASE, MICROBATCHES, Shape(3))
     ranks = [Course(pipe.model_state, rank, True) for rank in range(3)]
     tied = {name for name, held in pipe.plan.layouts.items() if name in dict(model.named_parameters())}
-    found = [[rank.facts(1, False, "") for rank in ranks] for _ in range(2)]
+
+    def facts(rank):
+        found = rank.facts(1, False, "")
+        rank.begin_digests()
+        return found
+
+    found = [[facts(rank) for rank in ranks] for _ in range(2)]
     assert all(facts.digests == () for facts in found[0])
     first, middle, last = found[1]
     assert set(first.names) <= tied
@@ -74,8 +80,8 @@ def test_digests_are_those_of_tensors_that_several_ranks_hold():
     assert first.digests == last.digests != middle.digests == (ABSENT,) * len(first.names)
     with torch.no_grad():
         pipe.parameter(first.names[0]).mul_(1.5)
-    ranks[0].facts(1, False, "")
-    assert ranks[0].facts(1, False, "").digests != first.digests
+    facts(ranks[0])
+    assert facts(ranks[0]).digests != first.digests
     assert Course(pipe.model_state, 0, False)._shared == []
 
 

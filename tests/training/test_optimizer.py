@@ -8,6 +8,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import RunError
+from fxpipe.training.clipping import Clipping
 from fxpipe.training.make_optimizer import check_separable, grouped
 from fxpipe.training.optimizer import PipelineOptimizer
 
@@ -198,9 +199,9 @@ def test_the_norm_is_of_all_ranks():
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.tensor([3.0, 0.0])
     inner = torch.optim.SGD([parameter], lr=1.0)
-    optimizer = PipelineOptimizer(inner, {parameter: "a"}, [parameter], OtherRanks(16.0), clip_grad_norm=1.0)
+    optimizer = PipelineOptimizer(inner, {parameter: "a"}, [parameter], OtherRanks(16.0), Clipping(1.0))
     optimizer.step()
     assert float(optimizer.last_norm) == 5.0
     torch.testing.assert_close(parameter.detach(), torch.tensor([-0.6, 0.0]))
-    largest = PipelineOptimizer(inner, {}, [parameter], OtherRanks(7.0), 1.0, norm_type=float("inf"))
+    largest = PipelineOptimizer(inner, {}, [parameter], OtherRanks(7.0), Clipping(1.0, float("inf")))
     assert float(largest.grad_norm()) == 7.0

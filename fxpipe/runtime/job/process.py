@@ -436,12 +436,14 @@ class Process:
                 return different_calls(found)
             return None
 
-        self.watch.compared = compared
+        self.watch.comparisons.append(compared)
 
         def gathered() -> torch.Tensor:
-            with self.watch.collective():
-                work.wait()
-            self.watch.compared = None
+            try:
+                with self.watch.collective():
+                    work.wait()
+            finally:
+                self.watch.comparisons.remove(compared)
             if problem := different_calls(found):
                 raise CallsDifferError(problem)
             return found[:, CALL:]

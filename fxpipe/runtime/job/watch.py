@@ -50,8 +50,8 @@ class Watch:
     would not notice a failure.  A program pays nothing for it: the thread looks at the runtime now and then.
 
     ``connections``: functions that give the error of a connection, or None.  On an accelerator a message that
-    fails raises nothing in the host, which waits for the device then.  ``compared``: gives the difference
-    between the calls that ranks make, once all of them have made one.
+    fails raises nothing in the host, which waits for the device then.  ``comparisons``: each gives the
+    difference between the calls that ranks make, once all of them have made one.
     """
 
     def __init__(self, failures: Failures, timeout: timedelta) -> None:
@@ -59,7 +59,7 @@ class Watch:
         self.failures, self._unseen = failures, UNSEEN * timeout.total_seconds()
         self.has_failed = False
         self.connections: list[Callable[[], NoAnswer | None]] = []
-        self.compared: Callable[[], str | None] | None = None
+        self.comparisons: list[Callable[[], str | None]] = []
         self._runtime: Runtime | None = None
         self._trained: Runtime | None = None
         self._name = ""
@@ -169,8 +169,9 @@ class Watch:
             while not self._over.wait(BEAT):
                 if message := self.failures.find():
                     self._end(self._elsewhere(message), GRACE / 2 if self.waits else GRACE)
-                if self._in_step and (compared := self.compared) and (message := compared()):
-                    self._end(self._elsewhere(self.failures.leave(message)), GRACE)
+                for compared in [*self.comparisons] if self._in_step else ():
+                    if message := compared():
+                        self._end(self._elsewhere(self.failures.leave(message)), GRACE)
                 for failure in filter(None, (error() for error in self.connections)):
                     self._end(self.lost(failure, self._show), GRACE)
                 self._show()

@@ -43,6 +43,10 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """The shape, strides and dtype of a message, the same for sender and receiver."""
 
 
+Numbers = Callable[[], torch.Tensor]
+"""Waits for numbers, and returns them."""
+
+
 @dataclass(eq=False)
 class Pending:
     """A message being received; ``work`` is the handle of its Comm.
@@ -92,9 +96,9 @@ class Comm(Protocol):
 
     def reduce(self, tensor: torch.Tensor, layout: Layout, to: int, group: int) -> Pending | None: ...
 
-    def broadcast_numbers(self, tensor: torch.Tensor | None, source: int) -> torch.Tensor:
-        """Give all ranks two float64 numbers of rank ``source``, which alone passes them, on the CPU: their
-        sums over the replicas."""
+    def share_numbers(self, given: Numbers | None, source: int) -> Numbers:
+        """Start to give all ranks two float64 numbers of rank ``source``, which alone passes them, on the
+        CPU: their sums over the replicas.  The function that it returns waits for them."""
         ...
 
     def flush(self) -> None:

@@ -61,6 +61,10 @@ class Collected:
         self.found[name][microbatch].copy_(value)
         self._times[name] += 1
 
+    def forget(self) -> None:
+        """Let all microbatches come again."""
+        self._times.clear()
+
     def joined(self, rank: int, microbatches: int) -> dict[str, torch.Tensor]:
         """The outputs of this rank.  Raises RunError if an edited program left one out."""
         for name, spec in self.wanted.items():

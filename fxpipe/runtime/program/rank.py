@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from fxpipe.errors import RunError
 from fxpipe.plan.step import StepSpec
 from fxpipe.plan.tensors import dtype_of
 from fxpipe.runtime.program.batch import microbatches_of
-from fxpipe.runtime.program.comm import Comm, Layout, Pending, in_layout
+from fxpipe.runtime.program.comm import Comm, Layout, Numbers, Pending, in_layout
 from fxpipe.runtime.program.offload import Offloader
 from fxpipe.runtime.program.outputs import Collected
 from fxpipe.runtime.program.random import fold
@@ -32,7 +32,8 @@ class Runtime:
     there are several; ``shards``: the same, if they own rows of parameters; ``buckets``: the accumulators, as
     they are summed over replicas.  ``lanes``: those that share each op with this process, where there are
     several.  ``device``: where the program runs; None if the batch is always there.  ``waiting``: the rank,
-    transfer or device that the rank waits for, as text.
+    transfer or device that the rank waits for, as text.  ``validate``: waits for the verdict of all ranks on
+    the last update, undoes it if it does not stand, and tells whether it does.
     """
 
     rank: int
@@ -53,9 +54,12 @@ class Runtime:
     replicas: Replicas | None = None
     shards: Shards | None = None
     buckets: Sequence[GradientBucket] = ()
+    validate: Callable[[], bool] | None = None
     _losses: list[torch.Tensor] = field(default_factory=list)
     _counts: list[torch.Tensor] = field(default_factory=list)
+    _sharing: Numbers | None = None
     _shared: list[float] | None = None
+    _ahead: dict[int, Pending] | None = None
     _sums: list[Any] = field(default_factory=list)
     _gathers: dict[int, Any] = field(default_factory=dict)
 
@@ -64,8 +68,8 @@ class Runtime:
         self.record.end()
         self.comm.start()
         self.current_op, self.waiting = "", None
-        self._losses, self._counts, self._shared = [], [], None
-        self._sums, self._gathers = [], {}
+        self._losses, self._counts, self._sharing, self._shared = [], [], None, None
+        self._sums, self._gathers, self._ahead = [], {}, None
 
     def op(self, name: str) -> None:
         """Record that op ``name`` begins ("F1.3": forward of stage 1, microbatch 3)."""
@@ -73,6 +77,48 @@ class Runtime:
         self.record.keep_up()
         self.waiting, self.current_op = None, name
         self.record.begin(name)
+
+    def warm_up(self, *made: dict[int, Any]) -> Iterator[None]:
+        """Run the ops that a rank may run before all ranks know whether the last update stands: once, and
+        again where it does not.
+
+        made: what these ops give, by microbatch.
+        """
+        buffers, gathers = dict(self.buffers), [*self._gathers]
+        self._ahead = {}
+        yield
+        ahead, self._ahead = self._ahead, None
+        self.record.pause()
+        if self.validate is not None and not self.validate():
+            self._take_back(ahead, made)
+            self.buffers.update(buffers)
+            for bucket in gathers:
+                self.gather_parameters(bucket)
+            yield
+        if self._knows_loss or self.rank != self.spec.loss_rank:
+            self._share_loss()
+
+    def _take_back(self, ahead: Mapping[int, Pending], made: Sequence[dict[int, Any]]) -> None:
+        """Forget what was computed with weights that do not stand, and what other ranks have sent of it."""
+        for pending in ahead.values():
+            self.wait_all(pending)
+        for bucket in [*self._gathers]:
+            self.wait_parameters(bucket)
+        for values in made:
+            values.clear()
+        self._losses, self._counts = [], []
+        self.collected.forget()
+        self.record.forget()
+
+    def _posted(self, pending: Pending | None) -> Pending | None:
+        """Remember what is to arrive, as long as it may have to come again."""
+        if self._ahead is not None and pending is not None:
+            self._ahead[id(pending)] = pending
+        return pending
+
+    @property
+    def _knows_loss(self) -> bool:
+        return len(self._losses) == self.spec.microbatches
 
     def microbatches(self, batch: Any) -> list[dict[str, torch.Tensor]]:
         """Cut the batch into microbatches, each a dict from leaf name to tensor."""
@@ -103,7 +149,9 @@ class Runtime:
 
     def receive(self, layouts: Layout | list[Layout], source: int) -> Pending:
         """Allocate the buffers of a message, one or a list, and start to receive it; does not block."""
-        return self.comm.receive(layouts if isinstance(layouts, list) else [layouts], source)
+        pending = self.comm.receive(layouts if isinstance(layouts, list) else [layouts], source)
+        self._posted(pending)
+        return pending
 
     def wait(self, pending: Pending) -> torch.Tensor:
         """Block until a message of one tensor has arrived; return it."""
@@ -116,6 +164,8 @@ class Runtime:
         self.record.pause()
         self.waiting = _source(pending)
         tensors = self.comm.wait(pending)
+        if self._ahead is not None:
+            self._ahead.pop(id(pending), None)
         self.waiting = None
         if self.record.at_arrival is not None:
             for tensor in tensors:
@@ -127,20 +177,22 @@ class Runtime:
     ) -> Pending | None:
         """Start to broadcast the tensor of rank ``source``; the other ranks get it by ``wait``."""
         given = None if tensor is None else in_layout(tensor, layout)
-        return self.comm.broadcast(given, layout, source, group)
+        return self._posted(self.comm.broadcast(given, layout, source, group))
 
     def gather(self, tensor: torch.Tensor, layout: Layout, to: int, group: int) -> Pending | None:
         """Start to gather every rank's tensor on rank ``to``, which gets them by ``wait_all``."""
-        return self.comm.gather(in_layout(tensor, layout), layout, to, group)
+        return self._posted(self.comm.gather(in_layout(tensor, layout), layout, to, group))
 
     def all_gather(self, tensor: torch.Tensor, layout: Layout, group: int) -> Pending:
         """Start to gather every rank's tensor on all ranks, which get them by ``wait_all``."""
-        return self.comm.all_gather(in_layout(tensor, layout), layout, group)
+        pending = self.comm.all_gather(in_layout(tensor, layout), layout, group)
+        self._posted(pending)
+        return pending
 
     def reduce(self, tensor: torch.Tensor, layout: Layout, to: int, group: int) -> Pending | None:
         """Start to add up every rank's tensor, in rank order, for rank ``to``, which gets the sum by
         ``wait``."""
-        return self.comm.reduce(in_layout(tensor, layout), layout, to, group)
+        return self._posted(self.comm.reduce(in_layout(tensor, layout), layout, to, group))
 
     def send(
         self, values: torch.Tensor | list[torch.Tensor], layouts: Layout | list[Layout], to: int
@@ -177,6 +229,8 @@ class Runtime:
         self._losses.append(loss.clone())  # a kernel may return a view of a storage as large as its input
         if count is not None:
             self._counts.append(count)
+        if self._ahead is None and self._knows_loss:
+            self._share_loss()
 
     def add_output(self, name: str, value: torch.Tensor, microbatch: int) -> None:
         """Keep an output of one microbatch, if this step was asked for it."""
@@ -287,19 +341,35 @@ class Runtime:
         self.comm.flush()
         self.waiting = None
 
+    def _share_loss(self) -> None:
+        """Start to give all ranks the loss of the batch."""
+        if self._sharing is not None:
+            return
+        own = self._own_total() if self.rank == self.spec.loss_rank else None
+        self._sharing = self.comm.share_numbers(own, self.spec.loss_rank)
+
+    def _own_total(self) -> Numbers:
+        """The sum of the losses and its divisor; the function waits until they are on the CPU."""
+        losses = self._losses if self.spec.has_loss else [torch.zeros(())]
+        total = torch.stack([x.double() for x in losses]).sum()
+        count = torch.stack(self._counts).sum() if self._counts else total.new_tensor(len(losses))
+        numbers = torch.stack([total, count.double()]).to("cpu", non_blocking=True)
+        clock, copied = self.record.clock, self.record.clock.mark()
+
+        def known() -> torch.Tensor:
+            clock.wait(copied)
+            return numbers
+
+        return known
+
     def _total(self) -> tuple[float, float]:
         """The sum of the losses and its divisor, on every rank."""
         if self._shared is None:
-            mine = None
-            if self.rank == self.spec.loss_rank:
-                losses = self._losses if self.spec.has_loss else [torch.zeros(())]
-                total = torch.stack([x.double() for x in losses]).sum()
-                count = torch.stack(self._counts).sum() if self._counts else total.new_tensor(len(losses))
-                self.waiting = "its device"
-                mine = torch.stack([total, count.double()]).cpu()  # once a step
             self.record.pause()
             self.waiting = f"the loss of rank {self.spec.loss_rank}"
-            self._shared = self.comm.broadcast_numbers(mine, self.spec.loss_rank).tolist()
+            self._share_loss()
+            assert self._sharing is not None
+            self._shared = self._sharing().tolist()
             self.waiting = None
         return self._shared[0], self._shared[1]
 

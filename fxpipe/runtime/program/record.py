@@ -119,6 +119,11 @@ class Record:
             self._range.__exit__(None, None, None)
             self._range = None
 
+    def forget(self) -> None:
+        """Forget the ops of the step so far, which run again."""
+        self.pause()
+        self._closed = []
+
     def end(self) -> None:
         """Record the end of the step."""
         self.pause()

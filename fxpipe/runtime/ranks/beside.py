@@ -68,6 +68,8 @@ class InThread:
 
 
 @cache
-def beside(device: torch.device, what: Literal["sums", "replicas"] = "sums") -> OnStream | InThread:
+def beside(
+    device: torch.device, what: Literal["sums", "replicas", "numbers"] = "sums"
+) -> OnStream | InThread:
     """That of a device, for all programs of the process: they run one after the other."""
     return OnStream(device) if is_accelerator(device) else InThread(f"fxpipe-{what}")

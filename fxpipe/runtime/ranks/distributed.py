@@ -12,6 +12,7 @@ import torch.distributed as dist
 from fxpipe.runtime.program.accelerator import own
 from fxpipe.runtime.program.comm import (
     Layout,
+    Numbers,
     Pending,
     add_up,
     answered,
@@ -125,13 +126,23 @@ class DistributedComm:
         self.sent.add(work, [flat])
         return None
 
-    def broadcast_numbers(self, tensor: torch.Tensor | None, source: int) -> torch.Tensor:
-        value = torch.empty(2, dtype=torch.float64) if tensor is None else tensor
-        if tensor is not None and self.abreast is not None:
-            value = self.abreast.sum_numbers(tensor)
-        with answered():
-            dist.broadcast(value, group=self.pipeline, group_src=source)
-        return value
+    def share_numbers(self, given: Numbers | None, source: int) -> Numbers:
+        found = torch.empty(2, dtype=torch.float64)
+
+        def share() -> None:
+            if given is not None:
+                found.copy_(given() if self.abreast is None else self.abreast.sum_numbers(given()))
+            with answered():
+                dist.broadcast(found, group=self.pipeline, group_src=source)
+
+        # In a thread: a rank gives them when it knows them, and goes on.
+        work = beside(torch.device("cpu"), "numbers").run(share)
+
+        def shared() -> torch.Tensor:
+            work.wait()
+            return found
+
+        return shared
 
     def flush(self) -> None:
         self.sent.join()

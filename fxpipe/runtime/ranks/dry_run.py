@@ -22,7 +22,7 @@ import torch
 from fxpipe.errors import FxpipeError
 from fxpipe.runtime.program.accelerator import is_accelerator, synchronize
 from fxpipe.runtime.program.checks import unchecked
-from fxpipe.runtime.program.comm import Layout, Pending, add_up, new_buffer, new_buffers
+from fxpipe.runtime.program.comm import Layout, Numbers, Pending, add_up, new_buffer, new_buffers
 from fxpipe.runtime.program.lanes import AloneLane, running
 from fxpipe.runtime.program.outputs import Collected
 from fxpipe.runtime.program.rank import Runtime
@@ -59,6 +59,8 @@ def dry_run(
         collected=Collected(),
         _losses=[],
         _counts=[],
+        validate=None,
+        _sharing=None,
         _shared=None,
         _sums=[],
         _gathers={},
@@ -153,8 +155,8 @@ class _Alone:
         self.events.append(("give", (key,)))
         return Pending([total], -1, (key,), tensor)
 
-    def broadcast_numbers(self, tensor: torch.Tensor | None, source: int) -> torch.Tensor:
-        return torch.empty(2, dtype=torch.float64).fill_(1) if tensor is None else tensor
+    def share_numbers(self, given: Numbers | None, source: int) -> Numbers:
+        return given or partial(torch.ones, 2, dtype=torch.float64)
 
     def flush(self) -> None:
         if self.sent is not None:

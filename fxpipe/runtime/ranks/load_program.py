@@ -29,12 +29,13 @@ class Collective:
 @dataclass(frozen=True)
 class Program:
     """The function ``step(rt, batch)``, the messages that it sends and receives with their layouts, and its
-    ops in order."""
+    ops in order.  ``has_warm_up``: whether it asks itself for the verdict on the last update."""
 
     step: Callable[[Any, Any], Any]
     traffic: Traffic
     layouts: Mapping[str, Layout]
     ops: tuple[str, ...]
+    has_warm_up: bool
 
     def collectives(self) -> list[Collective]:
         """Those of its step, each once, in the same order on all ranks; its traffic is known."""
@@ -72,12 +73,13 @@ def load_program(source: str, filename: str) -> Program:
             f"{filename} fails before its step: {type(error).__name__}: {error}. Mend it, or save again."
         ) from error
     found = traffic(tree, namespace)
-    return Program(namespace["step"], found, namespace.get("MESSAGES", {}), _ops(steps[-1]))
+    text = StepText(steps[-1])
+    return Program(namespace["step"], found, namespace.get("MESSAGES", {}), _ops(text), text.has_warm_up)
 
 
-def _ops(step: ast.FunctionDef) -> tuple[str, ...]:
+def _ops(text: StepText) -> tuple[str, ...]:
     """The names in the calls ``rt.op("F1.0")``, or ``rt.op(f"F1.{m}")`` in the function ``F1``."""
-    found = (_op(value, arguments) for value, arguments in StepText(step).values())
+    found = (_op(value, arguments) for value, arguments in text.values())
     return tuple(name for name in found if name is not None)
 
 

@@ -16,7 +16,7 @@ import torch
 from fxpipe.errors import DeadlockError, FxpipeError, RunError
 from fxpipe.plan.tensors import sum_over_ranks
 from fxpipe.runtime.program.accelerator import select
-from fxpipe.runtime.program.comm import Layout, Pending, in_memory_order
+from fxpipe.runtime.program.comm import Layout, Numbers, Pending, in_memory_order
 from fxpipe.runtime.torch_private import no_modes
 
 
@@ -185,15 +185,19 @@ class LocalComm:
         ]
         return [sum_over_ranks(*found)] if pending.adds else found
 
-    def broadcast_numbers(self, tensor: torch.Tensor | None, source: int) -> torch.Tensor:
-        if tensor is not None:
-            self._world.shared[self._own] = tensor
+    def share_numbers(self, given: Numbers | None, source: int) -> Numbers:
+        if given is not None:
+            self._world.shared[self._own] = given()
             self._world.woken()
         world, shared = self._world, self._world.shared
         sources = [world.number(source, replica, self._lane) for replica in range(world.replicas)]
-        what = f"the loss of rank {' and '.join(map(str, sources))}"
-        self._world.wait_until(lambda: shared.keys() >= {*sources}, self._own, what)
-        return torch.stack([shared[rank] for rank in sources]).sum(0)
+
+        def found() -> torch.Tensor:
+            what = f"the loss of rank {' and '.join(map(str, sources))}"
+            world.wait_until(lambda: shared.keys() >= {*sources}, self._own, what)
+            return torch.stack([shared[rank] for rank in sources]).sum(0)
+
+        return found
 
     def flush(self) -> None:
         pass

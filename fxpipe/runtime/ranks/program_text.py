@@ -29,6 +29,11 @@ class StepText:
     def functions(self) -> dict[str, ast.FunctionDef]:
         return {n.name: n for n in self.step.body if isinstance(n, ast.FunctionDef)}
 
+    @property
+    def has_warm_up(self) -> bool:
+        """Whether it begins with the loop in which a rank runs ahead of the verdict on the last update."""
+        return any(isinstance(n, ast.For) and _is_warm_up(n.iter) for n in self.step.body)
+
     def values(self) -> Iterator[tuple[ast.expr, Mapping[str, object]]]:
         """What is computed, in order, with the arguments of the function around."""
         for value in _values(self.step.body):
@@ -81,7 +86,17 @@ def text_of(value: ast.expr, arguments: Mapping[str, object]) -> str | None:
 
 
 def _values(body: Sequence[ast.stmt]) -> Iterator[ast.expr]:
-    return (n.value for n in body if isinstance(n, ast.Expr | ast.Assign))
+    for statement in body:
+        match statement:
+            case ast.Expr(value=value) | ast.Assign(value=value):
+                yield value
+            case ast.For(iter=loop, body=inner) if _is_warm_up(loop):
+                yield from _values(inner)
+
+
+def _is_warm_up(loop: ast.expr) -> bool:
+    """Whether a loop runs once: a second time it does all of it again."""
+    return isinstance(loop, ast.Call) and _attribute_of_rt(loop.func) == "warm_up"
 
 
 @dataclass(frozen=True)

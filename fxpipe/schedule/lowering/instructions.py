@@ -193,6 +193,15 @@ class WaitGradients:
 
 
 @dataclass(frozen=True, slots=True)
+class Validate:
+    """Wait until all ranks know whether the last update of the parameters stands.  If it does not, it is
+    undone, and the rank begins its program again."""
+
+    def __str__(self) -> str:
+        return "wait for the verdict on the last update"
+
+
+@dataclass(frozen=True, slots=True)
 class AllReduceGradient:
     """Sum the gradient of a parameter that several ranks hold; the first of ``ranks`` receives the others'
     and sends them the sum."""
@@ -220,6 +229,6 @@ AtEnd = WaitGradients | AllReduceGradient | DivideGradients
 OfBucket = GatherParameters | WaitParameters | FreeParameters | ReduceGradients
 """Instructions that involve this rank of the other replicas."""
 
-Instruction = Local | PostRecv | Wait | Send | StartCollective | WaitCollective | OfBucket | AtEnd
+Instruction = Local | PostRecv | Wait | Send | StartCollective | WaitCollective | OfBucket | Validate | AtEnd
 Programs = tuple[tuple[Instruction, ...], ...]
 """The instructions of each rank, in order."""

@@ -116,6 +116,7 @@ class Checkpointer:
         if not name:
             return False
         path, state = self.directory / name, self.pipe.model_state
+        self.pipe.updates.settle()
         with agreed(self._process, f"resume from {path}"):
             record = self._verified(path)
         with agreed(self._process, f"resume from {path}"):

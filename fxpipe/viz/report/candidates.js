@@ -4,8 +4,8 @@
 // Better in one of memory and time, and no worse in the other, than all others.
 function frontierOf(points) {
   const found = [];
-  for (const p of [...points].sort((a, b) => a.peak_memory - b.peak_memory || a.seconds - b.seconds))
-    if (!found.length || p.seconds < found.at(-1).seconds) found.push(p);
+  for (const p of [...points].sort((a, b) => a.peak_memory - b.peak_memory || a.compared - b.compared))
+    if (!found.length || p.compared < found.at(-1).compared) found.push(p);
   return found;
 }
 
@@ -16,7 +16,8 @@ function chosenOf(model, points) {
 }
 
 function candidatesTab(model, host) {
-  const all = model.candidates,
+  const all = model.candidates.map((c) => ({ ...c, compared: c.period ?? c.seconds })),
+    many = all.some((c) => c.period !== null),
     points = all.filter((c) => c.seconds !== null);
   if (!points.length) {
     host.append(
@@ -49,14 +50,14 @@ function candidatesTab(model, host) {
       el(
         "li",
         {},
-        `${bytesText(c.peak_memory - best[k].peak_memory)} more memory buys ${percent(1 - c.seconds / best[k].seconds)} of the step: `,
+        `${bytesText(c.peak_memory - best[k].peak_memory)} more memory buys ${percent(1 - c.compared / best[k].compared)} of the step: `,
         el("b", {}, name(best[k])),
         " → ",
         el("b", {}, name(c)),
       ),
     );
   const rows = [...all]
-    .sort((a, b) => (a.seconds ?? Infinity) - (b.seconds ?? Infinity))
+    .sort((a, b) => (a.compared ?? Infinity) - (b.compared ?? Infinity))
     .map((c) =>
       el(
         "tr",
@@ -64,7 +65,9 @@ function candidatesTab(model, host) {
         [
           c === chosen ? "chosen" : best.includes(c) ? "frontier" : "",
           name(c),
-          c.seconds === null ? "left out" : secondsText(c.seconds),
+          c.seconds === null
+            ? "left out"
+            : secondsText(c.seconds) + (many && c.period !== null ? `, of many ${secondsText(c.period)}` : ""),
           c.span_bubble === null ? "" : percent(c.span_bubble),
           c.peak_memory === null ? "" : bytesText(c.peak_memory),
           c.why,
@@ -142,7 +145,7 @@ function drawCandidates(host, points, best, chosen, name) {
             (u) => {
               if (u.cursor.idx !== null && u.cursor.left >= 0) {
                 const c = sorted[u.cursor.idx];
-                tip.textContent = `${name(c)}: step ${secondsText(c.seconds)}, bubble ${percent(c.span_bubble)}, ${bytesText(c.peak_memory)}`;
+                tip.textContent = `${name(c)}: step ${secondsText(c.compared)}, bubble ${percent(c.span_bubble)}, ${bytesText(c.peak_memory)}`;
               }
             },
           ],

@@ -18,6 +18,7 @@ from fxpipe.schedule.ops import Direction, OpKind
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Span, Timeline
 from fxpipe.strict import unstructure
+from fxpipe.units import PHYSICAL
 from fxpipe.viz.memory_kinds import changes, standing
 from fxpipe.viz.report.columns import (
     CAUSES,
@@ -32,6 +33,7 @@ from fxpipe.viz.report.columns import (
 )
 from fxpipe.viz.report.graph_record import GraphRecord
 from fxpipe.viz.report.program_lines import places
+from fxpipe.viz.seam_marks import many_steps
 from fxpipe.viz.waits import measured_waits, passed, waits
 
 Measured = Sequence[Sequence[Span]] | None
@@ -99,6 +101,7 @@ def _head(plan: Plan, timeline: Timeline) -> dict[str, Any]:
         "exposed_communication": list(timeline.exposed_communication),
         "exposed_exchange": timeline.exposed_exchange,
         "stalled": list(timeline.stalled),
+        "many_steps": many_steps(plan.ordered, plan.costs, PHYSICAL) if plan.costs.update.seconds else "",
         "version": __version__,
     }
 
@@ -182,7 +185,7 @@ def _stages(plan: Plan, timeline: Timeline, graph: GraphRecord | None) -> list[d
 
 
 def _edges(plan: Plan, graph: GraphRecord | None) -> list[dict[str, Any]]:
-    """The messages of a microbatch; ``values``: [name, shape, bytes, op] of each, None where they are unknown."""
+    """The messages of a microbatch; ``values``: [name, shape, bytes, op] of each, None if not known."""
     values: defaultdict[tuple[str, str], list[list[Any]]] = defaultdict(list)
     for sent in graph.sent if graph is not None else ():
         values[sent.source, sent.target].append([sent.name, sent.shape, sent.bytes, sent.op])

@@ -69,6 +69,7 @@ function stagesTab(model, host) {
       { class: "note" },
       `The busiest rank sets the pace: ranks as busy as the mean would be ${percent(longest / (sum(busy) / busy.length) - 1)} faster. No schedule of this placement takes less than ${secondsText(model.head.lower_bound)}; this one takes ${secondsText(model.head.seconds)}.`,
     ),
+    model.head.many_steps && el("p", {}, `Many steps: ${model.head.many_steps}.`),
   );
 }
 

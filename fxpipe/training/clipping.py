@@ -1,0 +1,61 @@
+"""The norm of the gradients of all ranks, and whether they are clipped, or left out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.utils import get_total_norm
+
+from fxpipe.errors import RunError
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """``largest``: the norm to which gradients are clipped, if they are.  ``norm_type``: see
+    ``torch.nn.utils.clip_grad_norm_``.  ``skip_nonfinite``: whether updates by infinities or NaN are left
+    out.
+    """
+
+    largest: float | None = None
+    norm_type: float = 2.0
+    skip_nonfinite: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises RunError for a norm that is no number above 0."""
+        for name, norm in (("clip_grad_norm", self.largest), ("norm_type", self.norm_type)):
+            absent = norm is None and name == "clip_grad_norm"
+            if not absent and not (isinstance(norm, int | float) and norm > 0):
+                raise RunError(f"{name} is {norm!r} and must be a number above 0.")
+
+    @property
+    def asks(self) -> bool:
+        """Whether an update depends on the norm."""
+        return self.largest is not None or self.skip_nonfinite
+
+    @property
+    def by_largest(self) -> bool:
+        return math.isinf(self.norm_type)
+
+    def number(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The number of one rank: the norm is of the sum over ranks, or the largest; 0-d, float64."""
+        own = get_total_norm(grads, float(self.norm_type))
+        own = own.to(grads[0].device if grads else None, torch.float64)
+        return own if self.by_largest else own**self.norm_type
+
+    def total(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Of the numbers of all ranks, in their order."""
+        return numbers.amax() if self.by_largest else numbers.sum()
+
+    def norm(self, total: torch.Tensor) -> torch.Tensor:
+        return total if self.by_largest else total ** (1 / self.norm_type)
+
+    def leaves_out(self, norm: torch.Tensor) -> bool:
+        return self.skip_nonfinite and not math.isfinite(norm)
+
+    def is_plain(self, norm: torch.Tensor) -> bool:
+        """Whether an update with gradients of this norm is made, and without clipping."""
+        is_below = self.largest is None or bool(self.largest / (norm + 1e-6) >= 1)  # as torch has it
+        return math.isfinite(norm) and is_below

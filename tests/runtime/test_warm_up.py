@@ -1,0 +1,81 @@
+"""A rank that ran ahead with weights that do not stand runs its warm-up once more."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import pytest
+import torch
+from zoo import CASES, Shape, built_and_compiled
+
+from fxpipe.runtime.program.record import Record
+from fxpipe.training.runner import Runner
+
+M = 4
+
+
+@contextmanager
+def undone_updates(model: torch.nn.Module) -> Iterator[None]:
+    """Within, all ranks begin with other weights, and get these back when they ask for the verdict."""
+    right = {name: p.detach().clone() for name, p in model.named_parameters()}
+    local_runtime = Runner._local_runtime
+
+    def with_verdict(runner: Runner, *args: object) -> object:
+        rt = local_runtime(runner, *args)  # type: ignore[arg-type]
+        # Each rank has weights of its own, as in processes of their own.
+        rt.params = {name: value + 0.5 for name, value in rt.params.items()}
+        own = {name: runner.state.parameter(name).detach() for name in rt.params}
+
+        def validate() -> bool:
+            for name, value in rt.params.items():
+                value.copy_(own[name])
+            return False
+
+        rt.validate = validate
+        return rt
+
+    with patch.object(Runner, "_local_runtime", with_verdict):
+        yield
+    assert all(torch.equal(p, right[name]) for name, p in model.named_parameters())
+
+
+CASES_AND_SHAPES = [
+    ("transformer_layer", Shape(4, "1f1b")),
+    ("transformer_layer", Shape(2, "gpipe")),
+    ("transformer_layer", Shape(4, "zb-h2")),
+    ("transformer_layer", Shape(2, "zb-v", placement="v", stages_per_rank=2)),
+    ("transformer_layer", Shape(2, "v-half", placement="v", stages_per_rank=2)),
+    ("transformer_layer", Shape(2, "interleaved", stages_per_rank=2)),
+    ("transformer_layer", Shape(2, "zb-h1", offload=True)),
+    ("transformer_layer", Shape(2, "1f1b", recompute="full")),
+    ("transformer_layer", Shape(2, "1f1b", replicas=2)),
+    ("batch_norm", Shape(3, "1f1b")),
+    ("reassigned_buffers", Shape(2, "gpipe")),
+    ("sum_and_count", Shape(2, "zb-h2")),
+    ("encoder_decoder", Shape(3, "zb-h1")),
+    ("unet", Shape(2, "zb-v", placement="v", stages_per_rank=2)),
+    ("tied_head", Shape(3, "1f1b", vocab_parallel=True)),
+    ("tied_head", Shape(3, "zb-h1", vocab_parallel="2-barrier")),
+]
+
+
+@pytest.mark.parametrize(("name", "shape"), CASES_AND_SHAPES)
+def test_a_step_whose_warm_up_runs_twice_is_the_same(name, shape):
+    case = CASES[name]
+    results, states = [], []
+    for undone in (False, True):
+        model, pipe = built_and_compiled(case, M, shape)
+        batch = case.data(M * (shape.replicas or 1))
+        if undone:
+            with undone_updates(model), patch.object(Record, "forget", autospec=True) as forget:
+                results.append(pipe.run_local(batch))
+            assert forget.call_count == shape.ranks * (shape.replicas or 1)
+        else:
+            results.append(pipe.run_local(batch))
+        states.append(dict(model.named_buffers()))
+    expected, found = results
+    assert torch.equal(found.loss, expected.loss)
+    assert found.grads.keys() == expected.grads.keys()
+    for name, grad in expected.grads.items():
+        assert torch.equal(found.grads[name], grad), name
+    assert all(torch.equal(states[1][name], value) for name, value in states[0].items())

@@ -1,0 +1,103 @@
+"""The warm-up of each rank: leading forwards that need no op outside of a warm-up."""
+
+from itertools import takewhile
+
+import pytest
+
+from fxpipe.codegen.collectives import collectives
+from fxpipe.ir.sections import SectionEdge
+from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
+from fxpipe.schedule.families.registry import FAMILIES
+from fxpipe.schedule.lowering.instructions import Compute, Validate
+from fxpipe.schedule.lowering.lower import lower
+from fxpipe.schedule.lowering.validation import with_validation
+from fxpipe.schedule.ops import Color, OpKind, Phase, Schedule, parse_order
+from fxpipe.schedule.search.build import build
+from fxpipe.schedule.simulation.simulator import simulate
+from fxpipe.schedule.stages import Vocabulary
+from fxpipe.schedule.vocabulary_costs import with_output_shards
+from fxpipe.schedule.warm_up import warm_up_lengths
+from tests.schedule.test_schedule_properties import with_lookups
+
+UNIT = StageCost(1.0, 1.0, 1.0, 1.0, 0.5)
+
+
+def hand(text: str, placement: tuple[int, ...], microbatches: int) -> Schedule:
+    return Schedule("hand", placement, microbatches, parse_order(text))
+
+
+def test_1f1b_fills():
+    """Rank r has p - r forwards before its first backward."""
+    schedule = build("1f1b", ranks=4, microbatches=8, costs=chain([UNIT] * 4))
+    assert warm_up_lengths(schedule, chain([UNIT] * 4).edges) == (4, 3, 2, 1)
+
+
+def test_a_forward_behind_a_backward_cuts_those_that_need_it():
+    """F1.1 stands behind a backward of rank 1; so F2.1, of rank 0 again, is in no warm-up."""
+    text = """
+    F0.0 F0.1 F2.0 F2.1 BW2.0 BW2.1 BW0.0 BW0.1
+    F1.0 BW1.0 F1.1 BW1.1
+    """
+    schedule = hand(text, (0, 1, 0), 2)
+    assert warm_up_lengths(schedule, chain([UNIT] * 3).edges) == (3, 1)
+    # If stage 2 needs nothing of stage 1, all leading forwards are warm-up.
+    skip = (Edge(Color(0, Phase.F), Color(2, Phase.F)),)
+    assert warm_up_lengths(schedule, skip) == (4, 1)
+
+
+def test_a_forward_that_needs_a_backward_is_no_warm_up():
+    schedule = hand("F0.0 BW0.0\nF1.0 BW1.0", (0, 1), 1)
+    edges = (Edge(Color(0, Phase.B), Color(1, Phase.F)),)
+    assert warm_up_lengths(schedule, edges) == (1, 0)
+
+
+def largest_closed(schedule: Schedule, edges: tuple[Edge, ...]) -> tuple[int, ...]:
+    """By the definition: shorten the leading forwards until nothing is needed from outside."""
+    lengths = [len([*takewhile(lambda op: op.kind is OpKind.F, ops)]) for ops in schedule.order]
+    while True:
+        inside = {
+            (Color(op.stage, Phase.F), op.microbatch)
+            for ops, length in zip(schedule.order, lengths, strict=True)
+            for op in ops[:length]
+        }
+        before = list(lengths)
+        for rank, ops in enumerate(schedule.order):
+            for position, op in enumerate(ops[: lengths[rank]]):
+                sources = [edge.source for edge in edges if edge.target == Color(op.stage, Phase.F)]
+                if any((source, op.microbatch) not in inside for source in sources):
+                    lengths[rank] = position
+                    break
+        if lengths == before:
+            return tuple(lengths)
+
+
+SPLIT = [(name, barriers) for name in ("1f1b", "zb-h1", "zb-v") for barriers in (1, 2)]
+
+
+@pytest.mark.parametrize(("name", "barriers"), [*((name, 0) for name in FAMILIES), *SPLIT])
+def test_it_is_the_largest_closed_set_in_every_family(name, barriers):
+    family, ranks = FAMILIES[name], 4
+    costs: Costs = chain([UNIT] * (ranks * family.stages_per_rank), 0.1)
+    vocabulary = None
+    if barriers:
+        costs = with_lookups(with_output_shards(costs, ranks, 1.0, barriers, 0.1), ranks, 0.0, ranks, ranks)
+        vocabulary = Vocabulary(ranks, ranks, barriers)
+    schedule = build(name, ranks=ranks, microbatches=6, costs=costs, vocabulary=vocabulary, effort=0.01)
+    lengths = warm_up_lengths(schedule, costs.edges)
+    assert lengths == largest_closed(schedule, costs.edges)
+    assert lengths[0] > 0
+    assert lengths == in_programs(schedule, costs)
+
+
+def in_programs(schedule: Schedule, costs: Costs) -> tuple[int, ...]:
+    """The number of ops before the programs wait for the verdict."""
+    named = [(e.source, e.target, f"{e.source}") for e in costs.edges]
+    edges = tuple(SectionEdge(a, b, (name,), {name: "sum"}) for a, b, name in named)
+    special = frozenset(stage for stage in range(schedule.stages) if schedule.is_vocabulary(stage))
+    joint = collectives(edges, schedule.placement, special)
+    programs = lower(schedule, costs.edges, joint, simulate(schedule, costs).spans)
+    before = [
+        takewhile(lambda i: not isinstance(i, Validate), program)
+        for program in with_validation(programs, schedule.placement)
+    ]
+    return tuple(sum(isinstance(i, Compute) for i in own) for own in before)
