@@ -105,7 +105,7 @@ def chromium() -> Iterator[Page]:
         raise RuntimeError("There is no Chromium: apt-get install chromium.")
     # The browser reads commands from its descriptor 3 and writes to 4.
     (theirs_in, commands), (answers, theirs_out) = os.pipe(), os.pipe()
-    with tempfile.TemporaryDirectory() as profile:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
                    "--remote-debugging-pipe", f"--user-data-dir={profile}"]  # fmt: skip
 

@@ -33,6 +33,7 @@ class Track {
     if (!this.styles.length) {
       const first = stages.find((stage) => !vocabulary.has(stage));
       this.styles = Array.from({ length: 10 }, () => []);
+      this.style = new Uint8Array(this.n);
       for (let k = 0; k < this.n; k++) {
         const style = vocabulary.has(this.stage[k])
           ? this.kind[k]
@@ -40,6 +41,7 @@ class Track {
             : S
           : 2 * this.kind[k] + (this.stage[k] !== first);
         this.styles[style].push(k);
+        this.style[k] = style;
       }
     }
     return this.styles;

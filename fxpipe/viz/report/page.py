@@ -17,6 +17,7 @@ from fxpipe.errors import printable
 SCRIPTS = (
     "core.js",
     "model.js",
+    "fine.js",
     "rows.js",
     "timeline.js",
     "memory.js",

@@ -44,6 +44,7 @@ class Rows {
     this.fill = kinds.map((kind) => color(kind));
     this.late = kinds.map((kind) => color(`${kind}-late`));
     this.spread = [color("S"), color("T")];
+    this.fine = new FineImage();
     this.ink = color("ink");
     this.tone = {
       idle: color("idle"),
@@ -105,12 +106,14 @@ class Rows {
       this.selected && this.selected.k < this.selected.layer.tracks[this.selected.rank].n && !this.selected.gap
         ? this.selected.layer.tracks[this.selected.rank].microbatch[this.selected.k]
         : null;
+    this.fine.begin(Math.ceil(box.width), Math.ceil(this.height * ratio));
     for (const row of this.rows) {
       ctx.fillStyle = this.tone.idle;
       if (row.layer) ctx.fillRect(at.x(0), at.y(row.y), row.layer.end * scale, row.height * ratio);
       if (row.layer) this.boxes(ctx, at, row, chosen);
       else this.links(ctx, at, row);
     }
+    this.fine.end(ctx, box.left, box.top);
     if (this.critical) this.drawPath(ctx, at);
     if (chosen !== null) this.drawCourse(ctx, at, chosen);
     if (this.selected) this.outline(ctx, at, this.selected);
@@ -146,7 +149,15 @@ class Rows {
     const stages = this.model.stagesOf[row.rank],
       top = at.y(row.y),
       whole = row.height * at.ratio;
-    t.styled(stages, this.model.vocabulary).forEach((positions, style) => {
+    const styles = t.styled(stages, this.model.vocabulary);
+    if ((last - first + 1) * FINE * at.ratio > at.x(Math.min(at.high, row.layer.end)) - at.x(Math.max(at.low, 0))) {
+      const x = (tick) => at.x(tick) - at.box.left;
+      const pixels = Math.round(whole),
+        paint = this.paints(pixels);
+      const dim = (k) => chosen !== null && t.microbatch[k] !== chosen;
+      return this.fine.row(t, first, last, x, Math.round(row.y * at.ratio), pixels, paint, dim);
+    }
+    styles.forEach((positions, style) => {
       const kind = style >= S ? style - S : style >> 1, // S is as high as F, T as B
         late = style < S && style & 1,
         fill = style >= S ? this.spread[style - S] : (late ? this.late : this.fill)[kind];
@@ -179,6 +190,17 @@ class Rows {
     ctx.globalAlpha = 1;
     if (row.height >= 7 && (last - first) * 22 * at.ratio < at.box.width * 2.5)
       this.texts(ctx, at, row, t, first, last, stages.length > 1, chosen);
+  }
+
+  // What fine rows of so many pixels have for each style.
+  paints(pixels) {
+    return Array.from({ length: 10 }, (_, style) => {
+      const kind = style >= S ? style - S : style >> 1,
+        late = style < S && style & 1;
+      const above = pixelOf(style >= S ? this.spread[kind] : (late ? this.late : this.fill)[kind]);
+      const below = kind === 3 ? pixelOf(late ? this.tone.Wlate : this.tone.W) : above;
+      return { above, below, high: Math.round(pixels * HEIGHTS[kind]) };
+    });
   }
 
   texts(ctx, at, row, t, first, last, several, chosen) {
