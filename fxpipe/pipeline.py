@@ -17,7 +17,7 @@ from fxpipe.cost.plan_costs import costs_of, expressions, known_work
 from fxpipe.errors import RunError
 from fxpipe.ir.graph import Section
 from fxpipe.plan import files
-from fxpipe.plan.artifact import Artifact, Plan
+from fxpipe.plan.artifact import Artifact, Plan, Validation
 from fxpipe.plan.work import Expressions, PlanWork
 from fxpipe.runtime.job.place import called_function
 from fxpipe.runtime.job.process import Process, agreed
@@ -32,7 +32,7 @@ from fxpipe.training.given_values import InMemory
 from fxpipe.training.initialize import initialize_held
 from fxpipe.training.make_optimizer import make_optimizer
 from fxpipe.training.model_state import ModelState
-from fxpipe.training.optimizer import PipelineOptimizer, Validation
+from fxpipe.training.optimizer import PipelineOptimizer
 from fxpipe.training.pretrained import Pretrained, export
 from fxpipe.training.runner import LocalResult, Runner
 from fxpipe.training.save import new_directory, save
@@ -313,7 +313,7 @@ class Pipeline:
         norm_type: float = 2.0,
         skip_nonfinite: bool = False,
         master_weights: bool = False,
-        validation: Validation = "barrier",
+        validation: Validation | None = None,
         **options: Any,
     ) -> PipelineOptimizer:
         """An optimizer of this rank's parameters; all ranks must make the same.
@@ -325,7 +325,8 @@ class Pipeline:
             otherwise they are treated as by ``torch.nn.utils.clip_grad_norm_``.
         master_weights: update float32 copies of parameters with fewer bits, which get their values after each
             step.
-        validation: with "post" ranks do not wait for each other before they update (docs/steps.md).
+        validation: with "post" ranks do not wait for each other before they update (docs/steps.md); by
+            default the one of ``compile``.
         Raises RunError for optimizers that update a parameter by values which other ranks hold, and with
         "post" for those whose update cannot be taken back.
         """
@@ -336,7 +337,7 @@ class Pipeline:
             options,
             groups,
             master_weights,
-            validation,
+            validation or self.artifact.plan.validation,
             self.updates,
             largest=clip_grad_norm,
             norm_type=norm_type,

@@ -19,7 +19,8 @@ from fxpipe.plan.tensors import Dtype, GradDtype, Shape, Size, dtype_of, gradien
 from fxpipe.plan.version import __version__
 from fxpipe.plan.work import PlanWork
 from fxpipe.schedule.costs import MOST_STAGES, Costs
-from fxpipe.schedule.ops import Schedule, Transfer, Validation, parse_ops
+from fxpipe.schedule.ops import Schedule, Transfer, parse_ops
+from fxpipe.schedule.ops import Validation as Validation
 from fxpipe.schedule.stages import Vocabulary
 from fxpipe.schedule.tried import Recompute, Tried
 from fxpipe.strict import (

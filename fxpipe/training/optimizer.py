@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.nn import Parameter
@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from fxpipe.errors import RunError
+from fxpipe.plan.artifact import Validation
 from fxpipe.training.ahead import Ahead, set_grad
 from fxpipe.training.clipping import Clipping
 from fxpipe.training.undo import Undo
@@ -22,9 +23,6 @@ from fxpipe.training.zeroed import mark_zeroed
 
 MASTER = "master_weight"
 """The name of the master in the state of a parameter."""
-
-
-Validation = Literal["barrier", "post"]
 
 
 class Ranks(Protocol):
