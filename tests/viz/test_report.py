@@ -267,11 +267,11 @@ def test_what_is_not_known_is_said(pipe, saved):
     assert sum("No graph" in line or "programs" in line for line in bare["unknown"]) == 2
 
 
-def test_a_step_of_another_order_is_refused(pipe, saved, tmp_path):
+def test_a_step_of_another_order_is_left_out(pipe, tmp_path):
     for rank, spans in enumerate(pipe.simulate().spans):
         write_spans(tmp_path, rank, [(str(op), s, e) for op, s, e in spans[:: -1 if rank else 1]])
-    with pytest.raises(ArtifactError, match=r"measured1.json is of another step"):
-        measured_step(pipe.plan, tmp_path)
+    with pytest.warns(UserWarning, match=r"measured1.json has other ops"):
+        assert measured_step(pipe.plan, tmp_path) is None
 
 
 # The page

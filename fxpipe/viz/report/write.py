@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fxpipe.errors import ArtifactError
 from fxpipe.plan import files
 from fxpipe.plan.artifact import Plan
 from fxpipe.plan.recorded import read_spans, recorded_ops
@@ -54,7 +54,8 @@ def live_source(pipe: Pipeline) -> Source:
 def measured_step(plan: Plan, directory: Path | None) -> Measured:
     """The recorded step in a directory, on one clock; None where there is none.
 
-    Raises ArtifactError for files that are damaged, or of a step with other ops than the plan's.
+    A step whose ops are not those of the plan, in its order, is left out with a warning: its program was
+    edited, or repeated ops.  Raises ArtifactError for files that are damaged, or of ops of other ranks.
     """
     recorded = None if directory is None else read_spans(directory, plan.ranks)
     if recorded is None:
@@ -63,10 +64,12 @@ def measured_step(plan: Plan, directory: Path | None) -> Measured:
     timeline = simulate(plan.ordered, plan.costs)
     for rank, (spans, planned) in enumerate(zip(own, timeline.spans, strict=True)):
         if [span.op for span in spans] != [span.op for span in planned]:
-            raise ArtifactError(
-                f"measured{rank}.json is of another step: its ops are not those of the plan. Record the run "
-                "again, or remove it."
+            warnings.warn(
+                f"measured{rank}.json has other ops than the plan, or another order, so the measured step is "
+                "left out. Record a run of the programs as they were saved.",
+                stacklevel=3,
             )
+            return None
     return aligned(timeline, own)
 
 
