@@ -169,8 +169,11 @@ def _from_directory(options: argparse.Namespace) -> CostSource:
     if (ranks, microbatches) == (plan.ranks, plan.step.microbatches):
         own = plan.ordered
     spans = None if options.device is not None else read_spans(options.costs, plan.ranks)
-    costs = costs_of(plan, device=options.device) if spans is None else recorded_costs(plan, spans)
-    costs = _with_update(options, ranks, _on_machines(options, costs))
+    if spans is None:
+        costs = costs_of(plan, device=options.device, ranks_per_machine=options.ranks_per_machine)
+    else:
+        costs = _on_machines(options, recorded_costs(plan, spans))
+    costs = _with_update(options, ranks, costs)
     note = f"{plan.model} in {options.costs}, {'planned' if spans is None else 'recorded'} times"
     if options.device is not None:
         note += f" on {device_named(options.device).name}"
