@@ -30,7 +30,7 @@ from fxpipe.runtime.job.process import Process, agreed, as_timeout, own_ranks, u
 from fxpipe.runtime.program.accelerator import check_supported, default_device
 from fxpipe.runtime.program.batch import batch_leaves
 from fxpipe.runtime.program.offload import check_tier
-from fxpipe.schedule.ops import Schedule
+from fxpipe.schedule.ops import Schedule, Validation
 from fxpipe.training import parts
 from fxpipe.training.accumulators import check_buckets
 
@@ -64,6 +64,7 @@ def compile(
     fixed: Sequence[str] = (),
     # the schedule
     schedule: str | Schedule | Path = "auto",
+    validation: Validation = "barrier",
     stages_per_rank: int | None = None,
     placement: str | None = None,
     split_points: Sequence[str] | None = None,
@@ -122,6 +123,9 @@ def compile(
     schedule: the name of a family (``fxpipe simulate --help`` lists them); ``auto``, the one with the
         shortest simulated step over all families, placements and one, two or four stages per rank; a
         Schedule; or the path of a schedule as text or as torch's CSV.
+    validation: of the optimizer with which the pipeline is to train, for the schedule (docs/steps.md).  With
+        ``"post"`` a rank begins the next step before the others have ended this one: the schedule is then the
+        one with the shortest simulated time a step of many, instead of that of one by itself.
     stages_per_rank, placement: ``plain`` (stage s on rank s mod ranks) or ``v`` (down the ranks and back
         up).  By default the schedule's own.
     split_points: module paths that begin the second and later stages, instead of cuts by cost.
@@ -236,6 +240,7 @@ def compile(
             backend=backend,
             print_after=print_after,
             check=check,
+            validation=validation,
         )
         wanted: list[TriedMesh] = []
         if request is None:

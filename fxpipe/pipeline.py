@@ -17,7 +17,7 @@ from fxpipe.cost.plan_costs import costs_of, expressions, known_work
 from fxpipe.errors import RunError
 from fxpipe.ir.graph import Section
 from fxpipe.plan import files
-from fxpipe.plan.artifact import Artifact, Plan
+from fxpipe.plan.artifact import Artifact, Plan, Validation
 from fxpipe.plan.work import Expressions, PlanWork
 from fxpipe.runtime.job.place import called_function
 from fxpipe.runtime.job.process import Process, agreed
@@ -26,12 +26,13 @@ from fxpipe.runtime.program.rank import Runtime
 from fxpipe.schedule.costs import StageCost
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.simulation.simulator import simulate
+from fxpipe.schedule.simulation.steps import Steps, simulate_steps
 from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.training.given_values import InMemory
 from fxpipe.training.initialize import initialize_held
 from fxpipe.training.make_optimizer import make_optimizer
 from fxpipe.training.model_state import ModelState
-from fxpipe.training.optimizer import PipelineOptimizer, Validation
+from fxpipe.training.optimizer import PipelineOptimizer
 from fxpipe.training.pretrained import Pretrained, export
 from fxpipe.training.runner import LocalResult, Runner
 from fxpipe.training.save import new_directory, save
@@ -182,6 +183,25 @@ class Pipeline:
         """
         return simulate(self.schedule, costs_of(self.plan, sizes, device))
 
+    def simulate_steps(
+        self,
+        steps: int = 1,
+        *,
+        validation: Validation | None = None,
+        sizes: Mapping[str, int] | None = None,
+        device: str | None = None,
+    ) -> Steps:
+        """Simulate steps one behind the other, with the updates between them: ``.period`` is the seconds a
+        step once they repeat (docs/steps.md).
+
+        steps: at least so many.  validation: by default the one that the pipeline was compiled for.
+        sizes, device: as for ``simulate``, which raises the same errors.
+        """
+        plan = self.plan
+        return simulate_steps(
+            plan.ordered, costs_of(plan, sizes, device), validation or plan.validation, steps
+        )
+
     def leaves(self, rank: int | None = None) -> tuple[str, ...]:
         """The names of the leaves of a batch that a rank needs (by default this process's); its batches may
         lack the others."""
@@ -293,7 +313,7 @@ class Pipeline:
         norm_type: float = 2.0,
         skip_nonfinite: bool = False,
         master_weights: bool = False,
-        validation: Validation = "barrier",
+        validation: Validation | None = None,
         **options: Any,
     ) -> PipelineOptimizer:
         """An optimizer of this rank's parameters; all ranks must make the same.
@@ -305,7 +325,8 @@ class Pipeline:
             otherwise they are treated as by ``torch.nn.utils.clip_grad_norm_``.
         master_weights: update float32 copies of parameters with fewer bits, which get their values after each
             step.
-        validation: with "post" ranks do not wait for each other before they update (docs/steps.md).
+        validation: with "post" ranks do not wait for each other before they update (docs/steps.md); by
+            default the one of ``compile``.
         Raises RunError for optimizers that update a parameter by values which other ranks hold, and with
         "post" for those whose update cannot be taken back.
         """
@@ -316,7 +337,7 @@ class Pipeline:
             options,
             groups,
             master_weights,
-            validation,
+            validation or self.artifact.plan.validation,
             self.updates,
             largest=clip_grad_norm,
             norm_type=norm_type,
@@ -485,15 +506,16 @@ class Pipeline:
 
         explain(self.plan, Console(markup=False, emoji=False))
 
-    def draw(self, path: str | Path, expand: tuple[int, str] | None = None) -> list[Path]:
+    def draw(self, path: str | Path, expand: tuple[int, str] | None = None, *, steps: int = 1) -> list[Path]:
         """Write pictures of the graph and of the schedule into a directory; return the files.
 
         expand: (stage, phase), say ``(1, "B")``: one section, drawn node by node as well.
+        steps: the schedule of so many steps; more than one are such as repeat, with the updates behind them.
         """
         from fxpipe.cost.nodes import node_flops
         from fxpipe.viz.pictures import draw
 
-        return draw(self, Path(path), node_flops, expand)
+        return draw(self, Path(path), node_flops, expand, steps)
 
 
 def _loss(result: StepResult) -> torch.Tensor:

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import math
 import random
+import re
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from launch import forked
 from torch import nn
 
 import fxpipe
+from fxpipe.runtime.program.rank import Runtime
+from fxpipe.training import make_optimizer
 from fxpipe.training.ahead import Ahead
+from fxpipe.training.optimizer import PipelineOptimizer
+from fxpipe.training.undo import Undo
+from fxpipe.training.updates import Updates
 
 RANKS, MICROBATCHES, ROWS, WIDTH = 4, 6, 2, 4
 POKES = (0.0, 0.0, 0.0, 0.0, 30.0, 3e38, math.inf, math.nan)
@@ -30,7 +41,7 @@ class _Poke(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         (poke,) = ctx.saved_tensors
-        return grad, poke.sum().reshape(1), None
+        return grad, (grad.sum() * 0 + poke.sum()).reshape(1), None  # in the stage of x
 
 
 class Poked(nn.Module):
@@ -128,21 +139,28 @@ def train(
     pipe.load_state_dict(start)
     pipe.step_number = 0
 
+    dtype = next(iter(start.values())).dtype
+
     def made() -> Any:
         own = pipe.optimizer(
             CLASSES[run.optimizer],
             groups=[{"params": "scales.*", "lr": 0.0}],
             validation=validation,
+            master_weights=dtype == torch.bfloat16,
             **run.options,
         )
         own.zero_grad(set_to_none=True)
         return own
 
+    def given(seed: int, pokes: Sequence[float]) -> dict[str, torch.Tensor]:
+        whole = batch(seed + 7 * pipe.replica, pokes)
+        return {name: x.to(dtype) for name, x in whole.items()}
+
     optimizer = made()
     for k, pokes in enumerate(run.pokes):
         event = run.events.get(k, "")
         if event == "evaluate":
-            yield pipe.evaluate(batch(1, [0.0] * RANKS))
+            yield pipe.evaluate(given(1, [0.0] * RANKS))
         elif event == "state":
             yield from optimizer.state_dict()["state"].values()
         elif event == "norm":
@@ -160,9 +178,9 @@ def train(
                 with fxpipe.Checkpointer(pipe, Path(place.decode()), optimizer=optimizer) as checkpoints:
                     assert checkpoints.resume()
                 pipe.process.gather(b"")
-        loss = pipe.step(batch(100 * run.seed + k, pokes))
+        loss = pipe.step(given(100 * run.seed + k, pokes))
         if run.accumulates and k % 2:
-            loss = pipe.step(batch(100 * run.seed + 50 + k, [0.0] * RANKS))
+            loss = pipe.step(given(100 * run.seed + 50 + k, [0.0] * RANKS))
         yield loss
         optimizer.step()
         if run.schedules:
@@ -172,16 +190,18 @@ def train(
     if run.optimizer != "Drifting":
         yield optimizer.state_dict()["state"]
     yield optimizer.last_norm, optimizer.skipped
-    yield [
-        (name, pipe.parameters[name].detach().clone())
-        for name in sorted(pipe.artifact.plan.tensors[pipe.runtime.rank].parameters)
-    ]
+    names = pipe.model_state.owned_by(pipe.process.rank).gradients
+    yield [(name, pipe.parameter(name).detach().clone()) for name in names]
 
 
 def bits(value: Any) -> Any:
     """A value whose parts are equal if their bits are."""
     if isinstance(value, torch.Tensor):
-        return tuple(value.shape), str(value.dtype), value.detach().contiguous().numpy().tobytes()
+        return (
+            tuple(value.shape),
+            str(value.dtype),
+            value.detach().reshape(-1).view(torch.uint8).numpy().tobytes(),
+        )
     if isinstance(value, dict):
         return [(key, bits(x)) for key, x in value.items()]
     if isinstance(value, list | tuple):
@@ -189,18 +209,89 @@ def bits(value: Any) -> Any:
     return repr(value)
 
 
-def compiled(tied: bool, **options: Any) -> tuple[fxpipe.Pipeline, dict[str, torch.Tensor]]:
+def compiled(
+    tied: bool, dtype: torch.dtype, **options: Any
+) -> tuple[fxpipe.Pipeline, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
-    model = Poked(tied)
+    model = Poked(tied).to(dtype)
     start = {name: x.detach().clone() for name, x in model.state_dict().items()}
-    example = {name: x[:ROWS] for name, x in batch(0, [0.0] * RANKS).items()}
+    example = {name: x[:ROWS].to(dtype) for name, x in batch(0, [0.0] * RANKS).items()}
     given = {"ranks": RANKS, "microbatches": MICROBATCHES, "schedule": "zb-h1", "effort": 0.02} | options
     return fxpipe.compile(model, example, evaluation=True, **given), start
 
 
-def check(numbers: Sequence[int], tied: bool, options: dict[str, Any]) -> int:
-    """Returns an exit code; prints what differs, and how often an update was taken back."""
-    pipe, start = compiled(tied, **options)
+FAULTS: dict[str, Callable[[], tuple[type, str, Any]]] = {}
+
+
+def fault(function: Callable[[], tuple[type, str, Any]]) -> Callable[[], tuple[type, str, Any]]:
+    """A class, the name of a method of it, and what takes its place."""
+    FAULTS[function.__name__] = function
+    return function
+
+
+@fault
+def copies_are_freed_early() -> tuple[type, str, Any]:
+    """And their memory is used for something else."""
+    before = Undo.of
+
+    def of(optimizer: Any) -> Undo:
+        undo = before(optimizer)
+        for value in undo.values:
+            value.fill_(3.0)
+        return undo
+
+    return Undo, "of", staticmethod(of)
+
+
+@fault
+def state_is_not_taken_back() -> tuple[type, str, Any]:
+    before = Undo.of
+    return Undo, "of", staticmethod(lambda optimizer: replace(before(optimizer), state=dict(optimizer.state)))
+
+
+@fault
+def options_are_those_of_now() -> tuple[type, str, Any]:
+    return Undo, "options_of_then", lambda undo, optimizer: contextlib.nullcontext()
+
+
+@fault
+def keys_are_not_those_of_the_first_time() -> tuple[type, str, Any]:
+    before = Runtime._take_back
+
+    def taken_back(rt: Runtime, *arguments: Any) -> None:
+        before(rt, *arguments)
+        rt.step_number += 1
+
+    return Runtime, "_take_back", taken_back
+
+
+@fault
+def forwards_are_not_run_again() -> tuple[type, str, Any]:
+    return Updates, "stand", lambda updates: updates._correct() is None
+
+
+@fault
+def the_verdict_is_that_of_another_step() -> tuple[type, str, Any]:
+    before, last = PipelineOptimizer._settle, []
+
+    def settled(optimizer: PipelineOptimizer) -> bool:
+        gathered = optimizer._ahead.gathered
+        last.append(gathered())
+        optimizer._ahead.gathered = lambda: last[max(0, len(last) - 2)]
+        return before(optimizer)
+
+    return PipelineOptimizer, "_settle", settled
+
+
+def check(
+    numbers: Sequence[int],
+    tied: bool,
+    options: dict[str, Any],
+    dtype: torch.dtype = torch.float32,
+    faults: Sequence[str] = (),
+) -> None:
+    """Print the settings of which a value differs, and with each fault whether one does."""
+    pipe, start = compiled(tied, dtype, **options)
     taken, before = [0], Ahead.taken_back
 
     def counted(ahead: Ahead, *arguments: Any) -> Any:
@@ -209,15 +300,57 @@ def check(numbers: Sequence[int], tied: bool, options: dict[str, Any]) -> int:
 
     Ahead.taken_back = counted  # type: ignore[method-assign]
 
-    for number in numbers:
-        run = setting(number)
-        found = {}
-        for validation in ("barrier", "post"):
-            found[validation] = [bits(x) for x in train(pipe, start, run, validation)]
-        if found["barrier"] != found["post"]:
-            pairs = zip(found["barrier"], found["post"], strict=True)
-            first = next(k for k, (a, b) in enumerate(pairs) if a != b)
-            print(f"rank {pipe.runtime.rank}, {number}: the value {first} differs: {run}", flush=True)
-            return 1
+    def values(number: int, validation: str) -> list[Any]:
+        return [bits(x) for x in train(pipe, start, setting(number), validation)]
+
+    right = {number: values(number, "barrier") for number in numbers}
+    for number, expected in right.items():
+        found = values(number, "post")
+        if found != expected:
+            first = next(k for k, (a, b) in enumerate(zip(expected, found, strict=True)) if a != b)
+            print(f"{number}: the value {first} differs: {setting(number)}", flush=True)
     print(f"taken back: {taken[0]}", flush=True)
-    return 0
+    for name in faults:
+        owner, attribute, changed = FAULTS[name]()
+        # The trial of each optimizer would find some of them.
+        no_trial = mock.patch.object(make_optimizer, "check_undoable")
+        with mock.patch.object(owner, attribute, changed), no_trial:
+            found = {number: values(number, "post") for number in numbers}
+        differs = found != right
+        if b"yes" in pipe.process.gather(b"yes" if differs else b"no"):
+            print(f"caught: {name}", flush=True)
+
+
+def campaign() -> None:
+    """Of the settings named on the command line, in all pipelines below."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--settings", type=int, nargs=2, default=[0, 1000], metavar=("FIRST", "END"))
+    first, end = parser.parse_args().settings
+    share = -(-(end - first) // len(PIPELINES))
+    for k, (name, given) in enumerate(PIPELINES.items()):
+        numbers = range(first + k * share, min(end, first + (k + 1) * share))
+        begun = time.monotonic()
+        with tempfile.TemporaryDirectory() as logs:
+            done = forked(4, check, numbers, *given, dtype=torch.float32, logs=Path(logs), limit=3600.0)
+        wrong = sum("differs" in line for out in done.stdout for line in out.splitlines())
+        taken = " ".join(re.findall(r"taken back: (\d+)", "".join(done.stdout)))
+        print(
+            f"{name}: {len(numbers)} settings, {wrong} values differ, updates taken back by rank: {taken}, "
+            f"exit code {done.code}, {time.monotonic() - begun:.0f} s",
+            flush=True,
+        )
+
+
+EACH = {"split_points": ["blocks.1", "blocks.2", "blocks.3"]}
+#: Whether the model is tied, the options of ``compile``, and the dtype.
+PIPELINES: dict[str, tuple[bool, dict[str, Any], torch.dtype]] = {
+    "zb-h1": (False, EACH, torch.float32),
+    "zb-v, tied": (True, {"schedule": "zb-v"}, torch.float32),
+    "1f1b, tied, bfloat16 with masters": (True, EACH | {"schedule": "1f1b"}, torch.bfloat16),
+    "2 replicas, ZeRO 1": (False, {"ranks": 2, "replicas": 2, "shard": "optimizer"}, torch.float32),
+    "2 replicas, ZeRO 3, tied": (True, {"ranks": 2, "replicas": 2, "shard": "parameters"}, torch.float32),
+}
+
+
+if __name__ == "__main__":
+    campaign()

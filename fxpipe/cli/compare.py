@@ -17,8 +17,10 @@ from fxpipe.cli.planning import ScheduleRequest, plan, plan_within
 from fxpipe.cli.sources import EPILOG, CostSource, add_cost_arguments, source_of
 from fxpipe.errors import FxpipeError, ScheduleError
 from fxpipe.schedule.families.registry import FAMILIES
+from fxpipe.schedule.ops import VALIDATIONS, Objective, Validation
 from fxpipe.schedule.placement import PLACEMENTS
 from fxpipe.schedule.search.fastest import AUTO
+from fxpipe.schedule.simulation.steps import simulate_steps
 from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.viz.frontier_picture import Point, frontier, frontier_svg
 from fxpipe.viz.terminal import terminal
@@ -44,6 +46,11 @@ def add_to(commands: Any, line: str) -> None:
         help=f"objective of {AUTO}, and the bubble in the picture",
     )
     add(
+        "--validation",
+        choices=VALIDATIONS,
+        help=f"also show the time of a step of many; with post, it is the objective of {AUTO}",
+    )
+    add(
         "--limits",
         type=positive,
         nargs="+",
@@ -57,31 +64,31 @@ def add_to(commands: Any, line: str) -> None:
 
 def _compare(options: argparse.Namespace) -> None:
     source = source_of(options)
+    validation: Validation | None = options.validation
+    shown: Objective = "span" if validation == "post" else options.objective
+    objective: Objective = "period" if validation == "post" else options.objective
     request = ScheduleRequest(
-        options.stages_per_rank, options.placement, options.memory_limit, options.objective, options.effort
+        options.stages_per_rank, options.placement, options.memory_limit, objective, options.effort
     )
     outcomes = dict(_outcomes(source, request, options.limits))
     found = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Timeline)}
     points = [
-        Point(name, max(timeline.peak_memory), _bubble(timeline, options.objective))
-        for name, timeline in found.items()
+        Point(name, max(timeline.peak_memory), _bubble(timeline, shown)) for name, timeline in found.items()
     ]
     if not points:
         raise FxpipeError(f"no schedule is possible: {outcomes[AUTO]}")
     sizes = f"{source.ranks} ranks, {source.microbatches} microbatches; {source.note}"
     if options.draw is not None:
-        bubble = f"{options.objective} bubble"
+        bubble = f"{shown} bubble"
         write(options.draw, frontier_svg(points, sizes, bubble, source.units))
     if options.json:
-        print(json.dumps([_figures(name, outcome) for name, outcome in outcomes.items()]))
+        print(json.dumps([_figures(name, outcome, validation) for name, outcome in outcomes.items()]))
         return
     console = Console()
     console.print(terminal(sizes), soft_wrap=True)
     best = {point.name for point in frontier(points)}
-    console.print(_table(outcomes, best, source))
-    console.print(
-        f"* no other schedule has both less memory and a smaller {options.objective} bubble", highlight=False
-    )
+    console.print(_table(outcomes, best, source, validation))
+    console.print(f"* no other schedule has both less memory and a smaller {shown} bubble", highlight=False)
     for name, outcome in outcomes.items():
         if isinstance(outcome, ScheduleError):
             console.print(terminal(f"{name}: {outcome}"), soft_wrap=True, style="dim")
@@ -109,10 +116,15 @@ def _bubble(timeline: Timeline, objective: str) -> float:
     return timeline.span_bubble if objective == "span" else timeline.makespan_bubble
 
 
-def _figures(name: str, outcome: Outcome) -> dict[str, Any]:
+def _period(timeline: Timeline, validation: Validation) -> float:
+    return simulate_steps(timeline.schedule, timeline.costs, validation).period
+
+
+def _figures(name: str, outcome: Outcome, validation: Validation | None) -> dict[str, Any]:
     if isinstance(outcome, ScheduleError):
         return {"schedule": name, "why_not": str(outcome)}
-    return {
+    many = {} if validation is None else {"period": _period(outcome, validation)}
+    return many | {
         "schedule": name,
         "placement": outcome.schedule.placement,
         "seconds": outcome.seconds,
@@ -122,15 +134,19 @@ def _figures(name: str, outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _table(outcomes: dict[str, Outcome], best: set[str], source: CostSource) -> Table:
-    numbers = ("span bubble", "makespan bubble", "peak memory", "time")
+def _table(
+    outcomes: dict[str, Outcome], best: set[str], source: CostSource, validation: Validation | None
+) -> Table:
+    numbers = ["span bubble", "makespan bubble", "peak memory", "time"]
+    if validation is not None:
+        numbers.append("of many")
     table = Table("schedule", "stages per rank", "placement", *numbers)
     table.columns[0].no_wrap = True
     for column in (table.columns[1], *table.columns[3:]):
         column.justify = "right"
     for name, outcome in outcomes.items():
         if isinstance(outcome, ScheduleError):
-            table.add_row(name, *"–" * 6, style="dim")
+            table.add_row(name, *"–" * (2 + len(numbers)), style="dim")
             continue
         schedule = outcome.schedule
         table.add_row(
@@ -141,6 +157,7 @@ def _table(outcomes: dict[str, Outcome], best: set[str], source: CostSource) -> 
             f"{outcome.makespan_bubble:.4f}",
             source.units.memory(max(outcome.peak_memory)),
             source.units.time(outcome.seconds),
+            *([] if validation is None else [source.units.time(_period(outcome, validation))]),
         )
     return table
 

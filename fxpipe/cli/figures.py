@@ -11,16 +11,20 @@ from rich.table import Table
 from fxpipe.cli.sources import CostSource
 from fxpipe.schedule.exact.order import Exact
 from fxpipe.schedule.offload.planner import OffloadPlan
+from fxpipe.schedule.ops import VALIDATIONS
 from fxpipe.schedule.placement import stages_of
+from fxpipe.schedule.simulation.steps import steady_state
 from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.units import Units
+from fxpipe.viz.seam_marks import many_steps
 from fxpipe.viz.terminal import ROWS, terminal, timeline_text
 
 
 def figures(timeline: Timeline, best: Exact | None, moved: OffloadPlan | None = None) -> dict[str, Any]:
     """The object that ``--json`` prints.  Lists have one entry per rank.
 
-    ``memory``: (time, live memory from then on).  ``transfers`` of ``offload``: (transfer, start, end).
+    ``steps``: a step of many.  ``memory``: (time, live memory from then on).  ``transfers`` of ``offload``:
+    (transfer, start, end).
     """
     schedule = timeline.schedule
     found = {
@@ -38,6 +42,10 @@ def figures(timeline: Timeline, best: Exact | None, moved: OffloadPlan | None = 
         "peak_memory": timeline.peak_memory,
         "memory": timeline.memory,
         "critical_path": [(str(op), start, end) for op, start, end in timeline.critical_path],
+        "steps": {
+            validation: steady_state(schedule, timeline.costs, validation)._asdict()
+            for validation in VALIDATIONS
+        },
     }
     if moved is not None or any(timeline.transfers):
         counts = {} if moved is None else {"asked": moved.asked, "moved": moved.moved}
@@ -81,6 +89,7 @@ def print_timeline(
     lines = [
         f"time {units.time(timeline.seconds)}, lower bound {units.time(timeline.lower_bound)}",
         f"span bubble {timeline.span_bubble:.4f}, makespan bubble {timeline.makespan_bubble:.4f}",
+        f"many steps: {many_steps(schedule, timeline.costs, units)}",
         f"critical path: {kinds}; {units.time(timeline.seconds - on_path)} of it in transfers",
     ]
     if moved is not None:

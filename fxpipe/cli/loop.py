@@ -23,6 +23,7 @@ from fxpipe.training.checkpoint.checkpointer import Checkpointer
 
 if TYPE_CHECKING:
     from fxpipe.pipeline import Pipeline
+    from fxpipe.plan.artifact import Validation
 
 logger = logging.getLogger("fxpipe.run")
 
@@ -39,7 +40,7 @@ class Settings:
     """``steps``: in all, those of earlier runs included; None takes every whole batch once.
 
     ``clip``: the largest norm of the gradients.  ``warmup``: steps in which the learning rate grows.
-    ``master_weights``: see ``Pipeline.optimizer``.
+    ``master_weights``, ``validation``: see ``Pipeline.optimizer``.
     ``decay``: its course after that, to zero at the last step; one of ``DECAYS``.
     ``checkpoints``: a directory; the run goes on from the newest one in it, and writes one at its end.
     ``every``, ``keep``: see Checkpointer.
@@ -53,6 +54,7 @@ class Settings:
     lr: float
     clip: float | None = None
     master_weights: bool = False
+    validation: Validation | None = None
     warmup: int = 0
     decay: str = "constant"
     checkpoints: Path | None = None
@@ -89,6 +91,7 @@ def train(pipe: Pipeline, data: Data, settings: Settings, evaluated: Data | None
         lr=settings.lr,
         clip_grad_norm=settings.clip,
         master_weights=settings.master_weights,
+        validation=settings.validation,
     )
     with ExitStack() as stack:
         checkpoints = None

@@ -51,6 +51,12 @@ def add_to(commands: Any, line: str) -> None:
         help="update float32 copies of parameters with fewer bits",
     )
     add(
+        "--validation",
+        choices=("barrier", "post"),
+        help="how ranks agree on an update that --clip-grad-norm may change; steps that are logged wait for "
+        "all ranks (default: as the pipeline was compiled)",
+    )
+    add(
         "--checkpoints",
         type=Path,
         metavar="DIR",
@@ -99,6 +105,7 @@ def _run(options: argparse.Namespace) -> None:
         lr=options.lr,
         clip=options.clip_grad_norm,
         master_weights=options.master_weights,
+        validation=options.validation,
         warmup=options.warmup,
         decay=options.decay,
         checkpoints=options.checkpoints,

@@ -19,9 +19,10 @@ from fxpipe.schedule.exact.order import Exact, exact
 from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.formats.handwritten import read_schedule
 from fxpipe.schedule.offload.planner import FULL, HALF, OffloadPlan, offload, offload_within, with_link
-from fxpipe.schedule.ops import Schedule
+from fxpipe.schedule.ops import VALIDATIONS, Objective, Schedule
 from fxpipe.schedule.search.fastest import AUTO
 from fxpipe.schedule.simulation.simulator import simulate
+from fxpipe.schedule.simulation.steps import Steps, simulate_steps
 from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.viz.terminal import terminal
 from fxpipe.viz.timeline_picture import timeline_svg
@@ -44,6 +45,12 @@ def add_to(commands: Any, line: str) -> None:
         choices=("makespan", "span"),
         default="makespan",
         help=f"objective of {AUTO} and --exact",
+    )
+    add(
+        "--validation",
+        choices=VALIDATIONS,
+        default="barrier",
+        help="when the ranks update: with post, searches are for the shortest time a step of many",
     )
     add(
         "--exact",
@@ -72,6 +79,7 @@ def add_to(commands: Any, line: str) -> None:
         help="number of neighboring ranks that share a link (default 1)",
     )
     add("--draw", type=Path, metavar="FILE.svg", help="write the timeline as a picture")
+    add("--steps", type=positive_int, default=1, metavar="N", help="that the picture shows (1)")
     add("--json", action="store_true", help="print one JSON object")
 
 
@@ -81,7 +89,7 @@ def _simulate(options: argparse.Namespace) -> None:
     whole, moved = timeline, _offload(options, timeline)
     timeline = timeline if moved is None else moved.timeline
     if options.draw is not None:
-        write(options.draw, timeline_svg(timeline, source.note, source.units))
+        write(options.draw, timeline_svg(_drawn(options, timeline), source.note, source.units))
     if options.json:
         print(json.dumps(figures(timeline, best, moved)))
         return
@@ -105,10 +113,17 @@ def _timeline(options: argparse.Namespace) -> tuple[CostSource, Timeline]:
     if options.schedule is None:
         raise FxpipeError("--schedule NAME or --schedule-file FILE is required")
     limit = None if options.offload == AUTO else options.memory_limit
-    request = ScheduleRequest(
-        options.stages_per_rank, options.placement, limit, options.objective, options.effort
-    )
+    objective: Objective = "period" if options.validation == "post" else options.objective
+    request = ScheduleRequest(options.stages_per_rank, options.placement, limit, objective, options.effort)
     return source, plan(options.schedule, source, request)
+
+
+def _drawn(options: argparse.Namespace, timeline: Timeline) -> Timeline | Steps:
+    """What the picture shows; more than one step are such as repeat."""
+    if options.steps == 1:
+        return timeline
+    many = simulate_steps(timeline.schedule, timeline.costs, options.validation, options.steps + 1)
+    return many.last(options.steps)
 
 
 def _simulate_written(schedule: Schedule, source: CostSource, options: argparse.Namespace) -> Timeline:

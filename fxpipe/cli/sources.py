@@ -14,7 +14,7 @@ from fxpipe.cost.known_devices import device_named
 from fxpipe.cost.plan_costs import costs_of
 from fxpipe.errors import FxpipeError
 from fxpipe.plan.files import read_plan
-from fxpipe.schedule.costs import Costs, StageCost, chain
+from fxpipe.schedule.costs import Costs, StageCost, Update, chain
 from fxpipe.schedule.formats.costs_file import read_costs
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.placement import PLACEMENTS
@@ -60,6 +60,13 @@ def add_cost_arguments(parser: Any) -> None:
         type=positive_int,
         metavar="N",
         help="the first N ranks share a machine, and so on (one machine has all)",
+    )
+    add("--update", type=non_negative, metavar="TU", help="the optimizer's update of a rank (0)")
+    add(
+        "--verdict",
+        type=non_negative,
+        metavar="TV",
+        help="one message in which a rank tells another one whether its gradients are right (0)",
     )
     add(
         "--weight-memory",
@@ -113,6 +120,9 @@ def source_of(options: argparse.Namespace) -> CostSource:
 
 def _from_times(options: argparse.Namespace) -> CostSource:
     def costs(chunks: int) -> Costs:
+        return _with_update(options, options.ranks, without_update(chunks))
+
+    def without_update(chunks: int) -> Costs:
         stage = StageCost(
             forward=options.forward / chunks,
             backward=options.backward_input / chunks,
@@ -134,6 +144,8 @@ def _from_times(options: argparse.Namespace) -> CostSource:
     note = "F {:g}, B {:g}, W {:g}, transfer {:g}".format(*times)
     if options.inter_comm is not None:
         note += f", {options.inter_comm:g} between machines of {options.ranks_per_machine} ranks"
+    if options.update:
+        note += f", update {options.update:g}"
     vocabulary = None
     if options.vocab_time is not None:
         note += f", vocabulary {options.vocab_time:g}"
@@ -144,6 +156,7 @@ def _from_times(options: argparse.Namespace) -> CostSource:
 def _from_file(options: argparse.Namespace) -> CostSource:
     _require(options, "ranks", "microbatches")
     costs = _on_machines(options, read_costs(options.costs, options.comm or 0.0, options.inter_comm))
+    costs = _with_update(options, options.ranks, costs)
     note = f"costs of {options.costs}"
     return _of_stages(options, note, options.ranks, options.microbatches, costs, PLAIN, None, None)
 
@@ -159,6 +172,7 @@ def _from_directory(options: argparse.Namespace) -> CostSource:
         costs = costs_of(plan, device=options.device, ranks_per_machine=options.ranks_per_machine)
     else:
         costs = _on_machines(options, recorded_costs(plan, spans))
+    costs = _with_update(options, ranks, costs)
     note = f"{plan.model} in {options.costs}, {'planned' if spans is None else 'recorded'} times"
     if options.device is not None:
         note += f" on {device_named(options.device).name}"
@@ -171,6 +185,16 @@ def _on_machines(options: argparse.Namespace, costs: Costs) -> Costs:
     """The costs with the asked number of ranks on a machine, if one is given."""
     size = options.ranks_per_machine
     return costs if size is None else replace(costs, ranks_per_machine=size)
+
+
+def _with_update(options: argparse.Namespace, ranks: int, costs: Costs) -> Costs:
+    """The costs with the asked times of updates and their messages, where these are given."""
+    update = costs.update
+    if options.update is not None:
+        update = replace(update, seconds=(options.update,) * ranks, copies=())
+    if options.verdict is not None:
+        update = Update(update.seconds, update.copies, options.verdict)
+    return replace(costs, update=update)
 
 
 def _of_stages(

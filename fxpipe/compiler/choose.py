@@ -14,10 +14,11 @@ from fxpipe.compiler.options import Candidates, Options
 from fxpipe.compiler.progress import Phases
 from fxpipe.compiler.tensor_ownership import (
     activation_budget,
+    copy_bytes,
     gradient_bytes,
     result_bytes,
     tensor_ownership,
-    trained_elements,
+    trained_parameters,
     weight_bytes,
     with_replicas,
 )
@@ -25,6 +26,7 @@ from fxpipe.cost.analytic import SecondsOfRanks, seconds_on, section_costs, work
 from fxpipe.cost.cluster import Cluster
 from fxpipe.cost.exchange import exchanges
 from fxpipe.cost.profile import Known, measured_seconds
+from fxpipe.cost.update import Trained, update_costs
 from fxpipe.errors import LimitError, ScheduleError
 from fxpipe.ir.liveness import Liveness, liveness
 from fxpipe.passes.recompute import Level
@@ -43,8 +45,8 @@ class Placed:
     """A cut on its ranks, with its costs and bytes in one replica.
 
     ``ranks``: of each stage.  ``weights``: of each rank, of its parameters, gradients and buffers.
-    ``gradients``: by stage, of those that it makes and of their parameters.  ``trained``: of each rank, the
-    elements of its parameters that an optimizer updates.
+    ``gradients``: by stage, of those that it makes and of their parameters.  ``trained``: the parameters that
+    each rank updates.
     """
 
     cut: Cut
@@ -54,7 +56,7 @@ class Placed:
     costs: Costs
     weights: tuple[int, ...]
     gradients: Mapping[int, tuple[int, int]]
-    trained: tuple[int, ...]
+    trained: tuple[tuple[Trained, ...], ...]
 
 
 class Costing:
@@ -115,7 +117,7 @@ class Costing:
                 costs,
                 weight_bytes(model, held, options.grad_dtype),
                 gradient_bytes(model, held, cut.sections, options.grad_dtype),
-                trained_elements(model, held),
+                trained_parameters(model, held, options.grad_dtype),
             )
 
     def problem(self, placed: Placed, options: Options) -> Problem:
@@ -126,7 +128,8 @@ class Costing:
         limits = None
         if options.memory_limit is not None:
             limits = activation_budget(options.memory_limit, held_bytes(placed, options))
-        costs, cut = placed.costs, placed.cut
+        cut, divided = placed.cut, options.replicas if options.shard else 1
+        costs = replace(placed.costs, update=update_costs(self._cluster, placed.trained, divided))
         if options.replicas > 1:
             asked = options.replicas, options.shard or "", options.per_use, options.ranks_per_machine
             found = exchanges(self._cluster, placed.ranks, placed.gradients, *asked)
@@ -143,6 +146,7 @@ class Costing:
             cut.vocabulary,
             offload=options.offload.share,
             recompute=cut.recompute or "",
+            objective="period" if options.validation == "post" else "makespan",
         )
 
 
@@ -161,14 +165,19 @@ class Chosen:
 
 
 def held_bytes(placed: Placed, options: Options) -> tuple[int, ...]:
-    """Per rank the bytes of its parameters, gradients, buffers, outputs, and the optimizer's state."""
-    weights, d = placed.weights, options.replicas
-    if d > 1:
-        weights = with_replicas(weights, placed.gradients, placed.ranks, d, options.shard, options.per_use)
+    """Per rank the bytes of its parameters, gradients, buffers, outputs, the optimizer's state, and with
+    post-validation what undoes an update."""
+    weights, divided = placed.weights, options.replicas if options.shard else 1
+    if options.replicas > 1:
+        asked = options.replicas, options.shard, options.per_use
+        weights = with_replicas(weights, placed.gradients, placed.ranks, *asked)
     results = result_bytes(placed.cut.graph, placed.ranks, options.ranks, options.microbatches)
-    each = options.optimizer_bytes / (d if options.shard else 1)
-    states = [int(each * elements) for elements in placed.trained]
-    return tuple(map(sum, zip(weights, results, states, strict=True)))
+    elements = (sum(one.elements for one in own) for own in placed.trained)
+    states = [int(options.optimizer_bytes * own / divided) for own in elements]
+    kept = [weights, results, states]
+    if options.validation == "post":
+        kept.append(copy_bytes(placed.trained, divided))
+    return tuple(map(sum, zip(*kept, strict=True)))
 
 
 def choose(options: Options, stages: Sequence[Stages], costing: Costing) -> Chosen:
@@ -266,7 +275,10 @@ def choose_below(options: Options, stages: Sequence[Stages], costing: Costing, b
 
 def _bound(found: Sequence[tuple[Placed, Problem]]) -> float:
     """Seconds that no schedule beats, whatever memory it has."""
-    return min(lower_bound(p.costs, placed.ranks, p.microbatches) for placed, p in found)
+    return min(
+        p.work if p.objective == "period" else lower_bound(p.costs, placed.ranks, p.microbatches)
+        for placed, p in found
+    )
 
 
 def _problems(

@@ -160,7 +160,7 @@ def compile_model(
         own = Mesh(options.ranks, options.replicas, options.microbatches, options.shard or "")
         now = TriedMesh(
             own,
-            found.timeline.seconds,
+            found.seconds,
             chosen.memory,
             found.schedule.name,
             found.problem.stages_per_rank,
@@ -209,7 +209,13 @@ def compile_evaluation(
     """
     cluster, plan = trained.cluster, trained.artifact.plan
     options = replace(
-        options, gradients=False, grad_dtype=None, shard=None, offload=Offload(share=None), recompute=False
+        options,
+        gradients=False,
+        grad_dtype=None,
+        shard=None,
+        offload=Offload(share=None),
+        recompute=False,
+        validation="barrier",
     )
     own = _model_stages(plan.ordered)
     asked = CutOptions(

@@ -100,6 +100,7 @@ def make_plan(
         state=state_names(model),
         lanes=captured.lanes,
         grad_dtype="" if options.grad_dtype is None else str(options.grad_dtype),
+        validation=options.validation,
     )
 
 

@@ -197,7 +197,7 @@ class _Search:
         problem, timeline = chosen.found.problem, chosen.found.timeline
         return TriedMesh(
             mesh,
-            timeline.seconds,
+            chosen.found.seconds,
             chosen.memory,
             timeline.schedule.name,
             problem.stages_per_rank,

@@ -21,7 +21,7 @@ from fxpipe.plan.tensors import GRAD_DTYPES
 from fxpipe.runtime.program.offload import default_tier
 from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.offload.planner import FULL
-from fxpipe.schedule.ops import Schedule
+from fxpipe.schedule.ops import VALIDATIONS, Schedule, Validation
 from fxpipe.schedule.placement import place
 from fxpipe.schedule.search.fastest import AUTO, stages_and_placements
 
@@ -95,6 +95,7 @@ class Options:
     backend: str = "eager"
     print_after: str | None = None
     check: bool = True
+    validation: Validation = "barrier"
 
     @property
     def tier(self) -> Tier:
@@ -139,6 +140,13 @@ def check(options: Options) -> None:
             f"optimizer_bytes is {state!r} and must be what the optimizer keeps for each element of a "
             "parameter, in bytes: 8 for AdamW in float32."
         )
+    if options.validation not in VALIDATIONS:
+        raise OptionError(
+            f"validation is {options.validation!r} and must be {' or '.join(map(repr, VALIDATIONS))}: when "
+            "ranks update their parameters."
+        )
+    if options.validation == "post" and not options.gradients:
+        raise OptionError("Without gradients nothing is updated: leave out validation.")
     if type(options.seed) is not int or not -(2**63) <= options.seed < 2**63:
         raise OptionError(f"seed is {options.seed!r} and must be a whole number of 64 bits.")
     effort = options.effort

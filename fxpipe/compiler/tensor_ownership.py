@@ -8,6 +8,7 @@ import torch
 from torch import fx, nn
 
 from fxpipe.compiler.buckets import MOST_BYTES
+from fxpipe.cost.update import Trained
 from fxpipe.errors import CaptureError, LimitError
 from fxpipe.ir.casts import parameter_of
 from fxpipe.ir.graph import Kind, Section
@@ -113,10 +114,28 @@ def weight_bytes(
     return tuple(sum(tensors[n].nbytes for n in h.state) + sum(map(of_gradient, h.gradients)) for h in held)
 
 
-def trained_elements(model: nn.Module, held: tuple[RankTensors, ...]) -> tuple[int, ...]:
-    """Per rank the number of elements that an optimizer updates."""
+def trained_parameters(
+    model: nn.Module, held: tuple[RankTensors, ...], grad_dtype: torch.dtype | None
+) -> tuple[tuple[Trained, ...], ...]:
+    """Per rank the parameters that it updates."""
     tensors = _tensors(model, held)
-    return tuple(sum(tensors[name].numel() for name in own.gradients) for own in held)
+
+    def trained(name: str) -> Trained:
+        parameter = tensors[name]
+        return Trained(
+            parameter.numel(), parameter.itemsize, gradient_dtype(parameter.dtype, grad_dtype).itemsize
+        )
+
+    return tuple(tuple(map(trained, own.gradients)) for own in held)
+
+
+def copy_bytes(trained: Sequence[Sequence[Trained]], divided: int = 1) -> tuple[int, ...]:
+    """Per rank the bytes that it keeps from its update until it knows that all ranks' gradients are right:
+    parameters, masters and states as they were.
+
+    divided: as for ``update_costs``.
+    """
+    return tuple(sum(one.copied for one in own) // divided for own in trained)
 
 
 def with_replicas(

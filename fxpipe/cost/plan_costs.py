@@ -10,6 +10,7 @@ from fxpipe.cost.cluster import Cluster
 from fxpipe.cost.device import Device
 from fxpipe.cost.exchange import exchanges
 from fxpipe.cost.known_devices import device_named
+from fxpipe.cost.update import update_on
 from fxpipe.errors import SizeError
 from fxpipe.plan.artifact import Plan
 from fxpipe.plan.tensors import dtype_of
@@ -37,7 +38,11 @@ def costs_of(
         costs = replace(costs, exchanges=_exchanges_on(plan, hardware, costs.ranks_per_machine))
         if costs.link is not None:
             costs = replace(costs, link=Link(1 / hardware.offload_bandwidth, costs.link.ranks))
-        return work_on(known_work(plan.work), hardware).analytic(costs, sizes or {})
+        work = known_work(plan.work)
+        own = {rank: work.rates_of(stage) for stage, rank in enumerate(plan.placement)}
+        rates = [own.get(rank, work.rates) for rank in range(plan.ranks)]
+        costs = replace(costs, update=update_on(costs.update, rates, hardware))
+        return work_on(work, hardware).analytic(costs, sizes or {})
     return costs if sizes is None else known_work(plan.work).costs(costs, sizes)
 
 

@@ -22,6 +22,7 @@ from fxpipe.plan.version import __version__
 from fxpipe.plan.work import PlanWork
 from fxpipe.schedule.costs import MOST_STAGES, Costs
 from fxpipe.schedule.ops import Schedule, Transfer, parse_ops
+from fxpipe.schedule.ops import Validation as Validation
 from fxpipe.schedule.stages import Vocabulary
 from fxpipe.schedule.tried import Recompute, Tried
 from fxpipe.strict import (
@@ -142,8 +143,8 @@ class Plan:
     description the costs are from, as text.  ``replicas``: for so many the schedule was made, and
     ``run_local`` runs them; other numbers can run the programs.  ``shard``: what replicas divide between
     them.  ``grad_dtype``: the dtype of gradients, as text; empty for that of each parameter.  ``lanes``:
-    where the model has DTensors; then ``layouts`` are those of one lane.  ``meshes``: those that were
-    compared to choose ranks and replicas.
+    where the model has DTensors; then ``layouts`` are those of one lane.  ``validation``: the schedule was
+    made for steps with it.  ``meshes``: those that were compared to choose ranks and replicas.
     """
 
     format: int
@@ -173,6 +174,7 @@ class Plan:
     replicas: Annotated[int, between(1, MOST_RANKS)] = 1
     shard: Shard = ""
     lanes: LanePlan = NO_LANES
+    validation: Validation = "barrier"
     meshes: Annotated[tuple[TriedMesh, ...], entries(0, MOST_TRIED)] = ()
 
     @property

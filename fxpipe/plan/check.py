@@ -60,6 +60,11 @@ def _stages(plan: Plan) -> None:
         _as_many(name, plan, plan.ranks, "rank")
     for name in ("stages", "costs.stages"):
         _as_many(name, plan, len(plan.placement), "stage of placement")
+    for name in ("seconds", "copies"):
+        number = len(getattr(plan.costs.update, name))
+        require(
+            f"costs.update.{name}", number, number in (0, plan.ranks), "one number for each rank, or none"
+        )
     for k, (held, rank) in enumerate(zip(plan.stages, plan.placement, strict=True)):
         require(f"stages[{k}].stage", held.stage, held.stage == k, f"{k}")
         require(f"stages[{k}].rank", held.rank, held.rank == rank, f"{rank}, as in placement")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Generic, NamedTuple, TypeVar
 
-from fxpipe.schedule.ops import Color, Phase
+from fxpipe.schedule.ops import Color, Phase, Validation
 from fxpipe.strict import NonNegative, at_least, entries
 
 MOST_STAGES = 1 << 31
@@ -88,10 +88,25 @@ class Exchange:
     per_use: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Update:
+    """The update of the parameters behind a step, and the messages by which ranks learn that it is right.
+
+    ``seconds``: of the optimizer, on each rank; empty for no time.  ``copies``: the same of the copies that
+    undo an update, which post-validation makes.  ``message``: seconds in which a few numbers travel between
+    two ranks, ``inter_message``: between different machines (None: as ``message``).
+    """
+
+    seconds: tuple[NonNegative, ...] = ()
+    copies: tuple[NonNegative, ...] = ()
+    message: NonNegative = 0.0
+    inter_message: NonNegative | None = None
+
+
 @dataclass(frozen=True)
 class Costs:
     """The costs of a step.  ``link``: None if nothing can be offloaded.  ``exchanges``: of each stage; empty
-    for a pipeline without replicas.
+    for a pipeline without replicas.  ``update``: behind the step.
 
     ``ranks_per_machine``: the first so many ranks share a machine, the next so many another one; None if all
     ranks share one.
@@ -102,6 +117,7 @@ class Costs:
     link: Link | None = None
     ranks_per_machine: Annotated[int, at_least(1)] | None = None
     exchanges: tuple[Exchange, ...] = ()
+    update: Update = Update()
 
     @property
     def of_ops(self) -> Costs:
@@ -111,12 +127,25 @@ class Costs:
     def message_seconds(self, edge: Edge, placement: tuple[int, ...]) -> float:
         """The time of an edge's message if stage s runs on rank ``placement[s]``; 0 within a rank."""
         source, target = placement[edge.source.stage], placement[edge.target.stage]
+        return self._between(source, target, edge.seconds, edge.inter_seconds)
+
+    def verdict_seconds(self, source: int, target: int) -> float:
+        """The time in which a rank tells another one what its gradients hold; 0 within a rank."""
+        return self._between(source, target, self.update.message, self.update.inter_message)
+
+    def update_seconds(self, rank: int, validation: Validation) -> float:
+        """The time of the optimizer's update on a rank, with the copies that undo it."""
+        update = self.update
+        seconds = update.seconds[rank] if update.seconds else 0.0
+        return seconds + (update.copies[rank] if update.copies and validation == "post" else 0.0)
+
+    def _between(self, source: int, target: int, seconds: float, inter_seconds: float | None) -> float:
         if source == target:
             return 0.0
         size = self.ranks_per_machine
-        if edge.inter_seconds is None or size is None or source // size == target // size:
-            return edge.seconds
-        return edge.inter_seconds
+        if inter_seconds is None or size is None or source // size == target // size:
+            return seconds
+        return inter_seconds
 
 
 def chain(

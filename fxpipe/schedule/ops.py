@@ -73,8 +73,15 @@ RankOps = tuple[tuple[Op, ...], ...]
 """The ops of each rank, in order."""
 
 
-Objective = Literal["makespan", "span"]
-"""The span is the longest of the ranks' times from their first op's start to their last op's end."""
+Objective = Literal["makespan", "span", "period"]
+"""The span is the longest of the ranks' times from their first op's start to their last op's end, the period
+the seconds a step of many steps with post-validation (``simulation/steps.py``)."""
+
+Validation = Literal["barrier", "post"]
+"""When the ranks update: when the gradients of all are known to be right (``barrier``), or each behind its
+own ops, and the verdict on all gradients comes later (``post``)."""
+
+VALIDATIONS: tuple[Validation, ...] = ("barrier", "post")
 
 
 Activation = tuple[int, int, Phase]

@@ -18,6 +18,7 @@ class Tried:
     ``seconds`` a step; ``peak_memory``: of the rank that needs the most.  ``stages_per_rank`` are the model's
     own.  ``barriers``: a microbatch, of vocabulary layers split over the ranks, 0 if they are not.
     ``recompute``: the level of recomputation, empty for none.  ``offloaded``: memory offloaded in a step.
+    ``period``: seconds a step of many with post-validation, where schedules are compared by it.
     Memory is in the unit of the costs: bytes for a compiled model.
     """
 
@@ -31,3 +32,9 @@ class Tried:
     barriers: Annotated[int, between(0, 2)] = 0
     recompute: Recompute = ""
     offloaded: NonNegative = 0.0
+    period: NonNegative | None = None
+
+    @property
+    def compared(self) -> float | None:
+        """The seconds by which it is compared with others."""
+        return self.seconds if self.period is None else self.period

@@ -1,8 +1,8 @@
 """The warm-up of a step: the forwards that a rank may run before it knows that the last update was right.
 
-With post-validation the ranks update one after the other, and each begins the next step at once.  Until the
-full verdict on the gradients has come, a rank runs only ops of its warm-up, so that a wrong update costs no
-more than these forwards, which are run again.
+With post-validation each rank updates behind its own ops and begins the next step at once.  Until the verdict
+on the gradients of all ranks has come, it runs only ops of its warm-up, so that a wrong update costs no more
+than these forwards, which are run again.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from fxpipe.schedule.simulation.run_loop import RunLoop
 def warm_up_lengths(schedule: Schedule, edges: Iterable[Edge]) -> tuple[int, ...]:
     """Per rank the number of ops at the beginning of its order that are its warm-up.
 
-    The warm-ups are the longest for which each op is an F, and needs by ``edges`` no value of an op that is
-    in no warm-up: then no rank needs anything of a rank that waits for its verdict.  In a schedule whose
-    ranks block each other they are the ops that could run.
+    The warm-ups are the longest for which each op is an F that needs, by ``edges``, values of ops in warm-ups
+    alone: then no rank needs anything of a rank that waits for its verdict.  In a schedule whose ranks block
+    each other they are the ops that could run.
     """
     sources = defaultdict[int, list[Color]](list)
     for edge in edges:

@@ -13,13 +13,13 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from fxpipe.errors import RunError
-from fxpipe.plan.artifact import holders
+from fxpipe.plan.artifact import Validation, holders
 from fxpipe.plan.rows import rows_of, whole_name
 from fxpipe.plan.tensors import gradient_dtype
 from fxpipe.runtime.job.process import agreed
 from fxpipe.training.clipping import Clipping
 from fxpipe.training.model_state import ModelState
-from fxpipe.training.optimizer import PipelineOptimizer, Validation
+from fxpipe.training.optimizer import PipelineOptimizer
 from fxpipe.training.same_batch import SAME_OPTIONS
 from fxpipe.training.undo import check_undoable
 from fxpipe.training.updates import Updates

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.nn import Parameter
@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from fxpipe.errors import RunError
+from fxpipe.plan.artifact import Validation
 from fxpipe.training.ahead import Ahead, set_grad
 from fxpipe.training.clipping import Clipping
 from fxpipe.training.undo import Undo
@@ -22,9 +23,6 @@ from fxpipe.training.zeroed import mark_zeroed
 
 MASTER = "master_weight"
 """The name of the master in the state of a parameter."""
-
-
-Validation = Literal["barrier", "post"]
 
 
 class Ranks(Protocol):
@@ -79,7 +77,7 @@ class PipelineOptimizer(Optimizer):
         changed: Callable[[], None] = lambda: None,
     ):
         """counted: the parameters that this rank counts in the norm (one rank counts a tied parameter).
-        updates: of the pipeline.  changed: called behind each update.
+        updates: of the pipeline.  changed: called behind each step.
 
         Raises RunError for a norm that is no number above 0.
         """
@@ -127,6 +125,7 @@ class PipelineOptimizer(Optimizer):
             self._begin(self._ranks)
         else:
             self._finish(self.grad_norm())
+        self._changed()  # where an update was left out, too: replicas have to agree on it
         return loss
 
     @property
@@ -232,7 +231,6 @@ class PipelineOptimizer(Optimizer):
                 else:
                     set_grad(updated, grad)
         self._give_masters()
-        self._changed()
 
     @torch.no_grad()
     def _give_masters(self) -> None:

@@ -212,7 +212,9 @@ class Runner:
                 finish: list[Finish] = []
                 rt.validate = partial(self._validate, rt, finish)
                 if not program.has_warm_up:
-                    rt.validate()
+                    self.updates.settle()
+                if self.updates.are_settled:
+                    self._begin_gradients(rt, finish)
                 with self._warm_up.memory(number):
                     loss = self._run_program(program, rt, batch)
                 self.state.stale = False
@@ -228,15 +230,20 @@ class Runner:
         return StepResult(loss, found)
 
     def _validate(self, rt: Runtime, finish: list[Finish]) -> bool:
-        """Wait for the verdict on the last update, then begin the gradients of this step.
-
-        finish: gets what is to be done with them after it.  Returns whether the forwards so far stand.
-        """
+        """Wait for the verdict on the last update; return whether the forwards so far stand."""
         stand = self.updates.stand()
+        if not finish:
+            self._begin_gradients(rt, finish)
+        return stand
+
+    def _begin_gradients(self, rt: Runtime, finish: list[Finish]) -> None:
+        """Give the program its accumulators; ``finish`` gets what is to be done with them after the step.
+
+        Before the step, where the last gradients are used: inside, memory for them could not be had safely.
+        """
         finish.append(accumulators(self.state, rt))
         if self.process is not None:
             self.course.begin_digests()
-        return stand
 
     def gather_parameters(self) -> dict[str, torch.Tensor]:
         """Get the rows of parameters that other replicas own, and have updated since the last step.  All

@@ -26,6 +26,10 @@ class Updates:
         """
         self._settle, self._check = settle, check
 
+    @property
+    def are_settled(self) -> bool:
+        return self._settle is None
+
     def check(self) -> None:
         if self._check is not None:
             self._check()

@@ -15,7 +15,8 @@ from fxpipe.schedule.offload.transfers import offload_bytes
 from fxpipe.schedule.ops import Direction
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.tried import Tried
-from fxpipe.units import bytes_text, seconds_text
+from fxpipe.units import PHYSICAL, bytes_text, seconds_text
+from fxpipe.viz.seam_marks import NAME, many_steps
 from fxpipe.viz.terminal import terminal
 
 
@@ -26,6 +27,8 @@ def explain(plan: Plan, console: Console) -> None:
         console.print(terminal(f"Costs of the device {plan.device}{_machines(plan)}."), soft_wrap=True)
     if plan.replicas > 1:
         console.print(terminal(_exchanged(plan)), soft_wrap=True)
+    if plan.costs.update.seconds:
+        console.print(terminal(f"Many steps: {_many_steps(plan)}."), soft_wrap=True)
     if plan.meshes:
         own = Mesh(plan.ranks, plan.replicas, plan.step.microbatches, plan.shard)
         console.print(mesh_table(plan.meshes, own))
@@ -43,10 +46,20 @@ def _reason(plan: Plan) -> str:
     what = f"{plan.model} on {plan.ranks} ranks, {plan.step.microbatches} microbatches: {plan.schedule}"
     if not plan.tried:
         return f"{what}, as it was asked for; a step is simulated to take {step}{_moved(plan)}."
-    others = sorted({a.seconds for a in plan.tried if a.seconds is not None and a.schedule != plan.schedule})
-    ahead = f"; the next other takes {others[0] / plan.prediction.seconds - 1:.1%} longer" if others else ""
+    known = [(a.compared, a.schedule) for a in plan.tried if a.compared is not None]
+    others = sorted({seconds for seconds, schedule in known if schedule != plan.schedule})
+    own = plan.prediction.seconds
+    if plan.validation == "post":
+        own = min(seconds for seconds, _ in known)
+        step = f"{seconds_text(own)}, one of many,"
+    ahead = f"; the next other takes {others[0] / own - 1:.1%} longer" if others else ""
     chosen = f"{what}, as its simulated step of {step} is the shortest within the memory limit{ahead}"
     return f"{chosen}{_moved(plan)}."
+
+
+def _many_steps(plan: Plan) -> str:
+    chosen = f"; it was made for {NAME[plan.validation]}"
+    return f"{many_steps(plan.ordered, plan.costs, PHYSICAL)}{chosen}"
 
 
 def _exchanged(plan: Plan) -> str:
@@ -84,15 +97,17 @@ def _table(tried: tuple[Tried, ...]) -> Table:
     spread = any(candidate.barriers for candidate in tried)
     again = any(candidate.recompute for candidate in tried)
     moved = any(candidate.offloaded for candidate in tried)
+    many = any(candidate.period is not None for candidate in tried)
     names = ["schedule", "stages a rank", "placement", *["vocabulary"] * spread, *["recomputed"] * again]
-    table = Table(*names, *["offloaded"] * moved, "step", "span bubble", "peak memory")
+    table = Table(*names, *["offloaded"] * moved, "step", *["of many"] * many, "span bubble", "peak memory")
     for column in (*table.columns[1:2], *table.columns[len(names) :]):
         column.justify = "right"
-    for a in sorted(tried, key=lambda a: inf if a.seconds is None else a.seconds):
+    for a in sorted(tried, key=lambda a: inf if a.compared is None else a.compared):
         if a.seconds is None or a.span_bubble is None or a.peak_memory is None:
-            figures = ["left out", "", ""]
+            figures = ["left out", *[""] * (many + 2)]
         else:
-            figures = [seconds_text(a.seconds), f"{a.span_bubble:.4f}", bytes_text(a.peak_memory)]
+            figures = [seconds_text(a.seconds), *[seconds_text(a.period or 0.0)] * many]
+            figures += [f"{a.span_bubble:.4f}", bytes_text(a.peak_memory)]
         beside = [*[_vocabulary(a)] * spread, *[a.recompute or "nothing"] * again]
         beside += [bytes_text(a.offloaded) if a.offloaded else "nothing"] * moved
         row = (a.schedule, str(a.stages_per_rank), a.placement, *beside, *figures)

@@ -12,6 +12,7 @@ PHASES: dict[Phase, str] = {
 OFFLOADED = "#7A5C99"  # offloaded values
 EXCHANGED = "#D55E00"  # between replicas
 BEFORE_BARRIER, AFTER_BARRIER = "#F0E442", "#CC79A7"
+UPDATE, VERDICT = "#444444", "#D55E00"
 
 MEANING: dict[Phase, str] = {
     Phase.F: "forward",

@@ -32,11 +32,13 @@ def draw(
     path: Path,
     flops: Callable[[fx.Node], int],
     expand: tuple[int, str] | None = None,
+    steps: int = 1,
 ) -> list[Path]:
     """Write the pictures into a directory, which is made if necessary; return the files.
 
     flops: of an op.
     expand: (stage, phase) of a section that is also drawn node by node.
+    steps: that the timeline shows.
     A loaded pipeline has no graph, so only its timeline is drawn.
     Raises FxpipeError for a section that does not exist.
     """
@@ -50,7 +52,8 @@ def draw(
     path.mkdir(parents=True, exist_ok=True)
     files = render(graphs, path)
     timeline = path / "timeline.svg"
-    timeline.write_text(timeline_svg(pipe.simulate(), pipe.plan.model), encoding="utf-8")
+    shown = pipe.simulate() if steps == 1 else pipe.simulate_steps(steps + 1).last(steps)
+    timeline.write_text(timeline_svg(shown, pipe.plan.model), encoding="utf-8")
     return [*files, timeline]
 
 

@@ -1,4 +1,4 @@
-"""A simulated step as an SVG: a row per rank with ops as rectangles, and the rank's memory below."""
+"""Simulated steps as an SVG: a row per rank with ops as rectangles, and the rank's memory below."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from fxpipe.errors import printable
 from fxpipe.schedule.ops import Direction, Op, Phase
+from fxpipe.schedule.simulation.steps import Step, Steps
 from fxpipe.schedule.simulation.timeline import ExchangeSpan, Span, Timeline, TransferSpan
 from fxpipe.units import PHYSICAL, Units, ticks
+from fxpipe.viz import seam_marks
 from fxpipe.viz.palette import EXCHANGED, OFFLOADED, PHASES, tint
 from fxpipe.viz.roles import MEANING, Role, color, role
 
@@ -30,6 +32,7 @@ STYLE = (
     f".sum{{fill:{EXCHANGED}}}.gather{{fill:{tint(EXCHANGED, 0.45)}}}"
     + "".join(f".{shown}{{fill:{fill}}}" for shown, fill in COLORS.items())
     + ".late{opacity:.62}"
+    + seam_marks.STYLE
 )
 
 
@@ -45,20 +48,19 @@ class Scale:
         return round((time - self.start) / self.seconds * self.pixels, 2) if self.seconds else 0.0
 
 
-def timeline_svg(timeline: Timeline, title: str, units: Units = PHYSICAL) -> str:
-    """The source of the picture.
+def timeline_svg(shown: Timeline | Steps, title: str, units: Units = PHYSICAL) -> str:
+    """The source of the picture: of one step, or of some with the updates behind them.
 
     title: the name of the model or the costs; schedule, sizes, bubbles and peaks are added to it.
     units: the units of times and memory (``fxpipe.units.PLAIN`` for times without a unit).
     Memory has one scale for all ranks: the largest peak fills its strip.
     """
+    steps = shown.steps if isinstance(shown, Steps) else (Step(shown, (), ()),)
+    timeline = steps[0].timeline
     ranks = timeline.schedule.ranks
-    longest = max(map(len, timeline.spans), default=0)
+    longest = len(steps) * max(map(len, timeline.spans), default=0)
     pixels = min(max(NARROWEST, longest * OP_WIDTH), WIDEST)
-    starts = [own[0].start for own in timeline.spans if own]
-    starts += [own[0].start for own in timeline.exchanges if own]
-    start = min(starts, default=0.0)
-    scale = Scale(start, timeline.seconds, pixels)
+    scale = _scale(steps, pixels)
     pitch = _pitch(timeline)
     width, height = LEFT + pixels + RIGHT, TOP + ranks * pitch + 26
     box = {"width": f"{width}", "height": f"{height}", "viewBox": f"0 0 {width} {height}"}
@@ -66,12 +68,21 @@ def timeline_svg(timeline: Timeline, title: str, units: Units = PHYSICAL) -> str
     ET.SubElement(svg, "style").text = STYLE
     _stripes(svg)
     ET.SubElement(svg, "rect", {"width": "100%", "height": "100%", "style": "fill:#fff"})
-    _head(svg, timeline, title, units)
+    _head(svg, timeline, shown if isinstance(shown, Steps) else None, title, units)
     _axis(svg, scale, TOP + ranks * pitch, units)
     for rank in range(ranks):
         row = ET.SubElement(svg, "g", {"transform": f"translate({LEFT} {TOP + rank * pitch})"})
-        _row(row, timeline, rank, scale, units)
+        _row(row, steps, rank, scale, units)
     return ET.tostring(svg, encoding="unicode") + "\n"
+
+
+def _scale(steps: tuple[Step, ...], pixels: float) -> Scale:
+    """From the first start to the last end, over all ranks."""
+    starts = [own[0].start for own in steps[0].timeline.spans if own]
+    starts += [own[0].start for own in steps[0].timeline.exchanges if own]
+    start = min(starts, default=0.0)
+    ends = [update.end for update in steps[-1].updates]
+    return Scale(start, max(ends) - start if ends else steps[0].timeline.seconds, pixels)
 
 
 def _pitch(timeline: Timeline) -> int:
@@ -85,7 +96,7 @@ def _links(timeline: Timeline) -> int:
     return lanes * LINK + 2 if lanes else 0
 
 
-def _head(svg: ET.Element, timeline: Timeline, title: str, units: Units) -> None:
+def _head(svg: ET.Element, timeline: Timeline, steps: Steps | None, title: str, units: Units) -> None:
     schedule, peaks = timeline.schedule, timeline.peak_memory
     fullest = max(range(len(peaks)), key=peaks.__getitem__)
     stages = f", {schedule.stages} stages" if schedule.stages != schedule.ranks else ""
@@ -96,14 +107,16 @@ def _head(svg: ET.Element, timeline: Timeline, title: str, units: Units) -> None
         f"{title}: {schedule.name}, {schedule.ranks} ranks{stages}, {schedule.microbatches} microbatches",
         style="font-size:15px;font-weight:bold",
     )
-    _text(
-        svg,
-        12,
-        42,
-        f"step {units.time(timeline.seconds)}, span bubble {timeline.span_bubble:.1%}, "
-        f"makespan bubble {timeline.makespan_bubble:.1%}, "
-        f"peak memory {units.memory(peaks[fullest])} (rank {fullest})",
-    )
+    peak = f"peak memory {units.memory(peaks[fullest])} (rank {fullest})"
+    if steps is None:
+        figures = (
+            f"step {units.time(timeline.seconds)}, span bubble {timeline.span_bubble:.1%}, "
+            f"makespan bubble {timeline.makespan_bubble:.1%}, {peak}"
+        )
+    else:
+        how = seam_marks.NAME[steps.validation]
+        figures = f"{len(steps.steps)} steps of many with {how}: {units.time(steps.period)} a step, {peak}"
+    _text(svg, 12, 42, figures)
     x = 12.0
     roles = {role(span.op, schedule) for spans in timeline.spans for span in spans}
     keys = [(str(shown), f"{shown} {MEANING[shown]}") for shown in Role if shown in roles]
@@ -113,6 +126,8 @@ def _head(svg: ET.Element, timeline: Timeline, title: str, units: Units) -> None
     if any(timeline.exchanges):
         exchanged = {span.what for own in timeline.exchanges for span in own}
         keys += [(what, text) for what, text in EXCHANGES.items() if what in exchanged]
+    if steps is not None:
+        keys += seam_marks.keys(steps.steps)
     for style, text in keys:
         ET.SubElement(svg, "rect", {"x": f"{x}", "y": "52", "width": "14", "height": "12", "class": style})
         _text(svg, x + 18, 62, text)
@@ -131,22 +146,24 @@ def _axis(svg: ET.Element, scale: Scale, bottom: int, units: Units) -> None:
         _text(svg, x, bottom + 14, units.time(tick), style="text-anchor:middle")
 
 
-def _row(row: ET.Element, timeline: Timeline, rank: int, scale: Scale, units: Units) -> None:
-    spans = timeline.spans[rank]
+def _row(row: ET.Element, steps: tuple[Step, ...], rank: int, scale: Scale, units: Units) -> None:
     _text(row, -LEFT + 12, 15, f"rank {rank}")
     ET.SubElement(row, "rect", {"width": f"{scale.pixels}", "height": f"{BAR}", "class": "idle"})
-    schedule = timeline.schedule
+    schedule = steps[0].timeline.schedule
     own = [stage for stage, home in enumerate(schedule.placement) if home == rank]
     model_stages = [stage for stage in own if not schedule.is_vocabulary(stage)]
-    for span in spans:
-        late = span.op.stage in model_stages[1:]
-        look = f"{role(span.op, schedule)} late" if late else str(role(span.op, schedule))
-        _op(row, span, scale, look, len(own), units)
-    for moved in timeline.transfers[rank] if timeline.transfers else ():
-        _transfer(row, moved, scale, units)
-    for exchanged in timeline.exchanges[rank] if timeline.exchanges else ():
-        _exchange(row, exchanged, BAR + 1 + 2 * LINK * any(timeline.transfers), scale, units)
-    _memory(row, timeline, rank, scale, units)
+    for step in steps:
+        for span in step.timeline.spans[rank]:
+            late = span.op.stage in model_stages[1:]
+            look = f"{role(span.op, schedule)} late" if late else str(role(span.op, schedule))
+            _op(row, span, scale, look, len(own), units)
+        for moved in step.timeline.transfers[rank] if step.timeline.transfers else ():
+            _transfer(row, moved, scale, units)
+        for exchanged in step.timeline.exchanges[rank] if step.timeline.exchanges else ():
+            _exchange(row, exchanged, BAR + 1 + 2 * LINK * any(step.timeline.transfers), scale, units)
+        if step.updates:
+            seam_marks.draw_seam(row, step, rank, BAR, scale, scale.start, units)
+    _memory(row, [step.timeline for step in steps], rank, scale, units)
 
 
 def _op(row: ET.Element, span: Span, scale: Scale, look: str, chunks: int, units: Units) -> None:
@@ -185,15 +202,15 @@ def _number(op: Op, chunks: int) -> str:
     return f"{op.stage}.{op.microbatch}" if chunks > 1 else f"{op.microbatch}"
 
 
-def _memory(row: ET.Element, timeline: Timeline, rank: int, scale: Scale, units: Units) -> None:
-    top, peak, steps = max(timeline.peak_memory), timeline.peak_memory[rank], timeline.memory[rank]
-    base = BAR + _links(timeline) + 4 + MEMORY
+def _memory(row: ET.Element, timelines: list[Timeline], rank: int, scale: Scale, units: Units) -> None:
+    top, peak = max(timelines[0].peak_memory), timelines[0].peak_memory[rank]
+    base = BAR + _links(timelines[0]) + 4 + MEMORY
 
     def y(live: float) -> float:
         return round(base - MEMORY * (live / top if top else 0.0), 2)
 
     # Memory that is freed and allocated at one moment leaves no notch: the last level at a place counts.
-    levels = {scale(time): y(live) for time, live in steps}
+    levels = {scale(time): y(live) for timeline in timelines for time, live in timeline.memory[rank]}
     path = f"M0 {base}" + "".join(f"H{x:g}V{level:g}" for x, level in levels.items())
     path += f"H{scale.pixels:g}V{base}Z"
     drawn = ET.SubElement(row, "path", {"d": path, "class": "held"})

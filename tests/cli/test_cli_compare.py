@@ -42,6 +42,22 @@ def test_limits(capsys):
     assert found["auto"]["seconds"] >= found["auto ≤ 2.5"]["seconds"] >= found["auto ≤ 3.5"]["seconds"]
 
 
+def test_many_steps(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    asked = ["--stages-per-rank", "1", "--update", "1", "--verdict", "0.1", "--effort", "0.1"]
+    post = compared(capsys, *asked, "--validation", "post")
+    barrier = compared(capsys, *asked, "--validation", "barrier")
+    periods = [own["period"] for own in post.values() if "period" in own]
+    assert post["auto"]["period"] == min(periods) < barrier["auto"]["period"]
+    assert barrier["1f1b"]["period"] == pytest.approx(2.8 * 9 + 1)
+    assert "period" not in compared(capsys, *asked)["1f1b"]
+    assert main([*SETTING, *asked, "--validation", "post"]) == 0
+    out = capsys.readouterr().out
+    assert "W 0.6, transfer 0, update 1\n" in out
+    assert "of many" in out
+    assert "a smaller span bubble" in out
+
+
 def test_table_and_picture(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     picture = tmp_path / "frontier.svg"

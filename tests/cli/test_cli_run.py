@@ -74,7 +74,8 @@ def test_trains_and_saves(saved, data, tmp_path):
     """The batches in turn, from the start again; the losses and weights of plain torch."""
     run = torchrun(
         2, "-m", "fxpipe", "run", saved, "--data", data, "--steps", 8, "--lr", 0.02,
-        "--clip-grad-norm", 0.5, "--save", tmp_path / "trained", "--timeout", 120, logs=tmp_path / "logs",
+        "--clip-grad-norm", 0.5, "--validation", "post", "--save", tmp_path / "trained", "--timeout", 120,
+        logs=tmp_path / "logs",
     )  # fmt: skip
     assert run.code == 0, run
     expected, model = eager_course(8, 0.02, 0.5)

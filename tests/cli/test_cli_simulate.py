@@ -244,3 +244,42 @@ def test_an_output_layer_spread_over_the_ranks(schedule, barriers, capsys):
 def test_barriers_without_a_vocabulary(capsys):
     assert main(f"simulate --schedule 1f1b {VOCABULARY} --vocab-barriers 2".split()) == 2
     assert "--vocab-barriers needs --vocab-time" in capsys.readouterr().err
+
+
+EVEN = {"forward": "1", "backward_input": "1", "backward_weight": "0.7", "comm": "0.05", "ranks": "4"}
+
+
+def test_many_steps(capsys, tmp_path):
+    times = {
+        **EVEN,
+        "schedule": "zb-2p",
+        "microbatches": "8",
+        "update": "1",
+        "verdict": "0.1",
+        "effort": "0.1",
+    }
+    found = figures(capsys, **times)
+    barrier, post = found["steps"]["barrier"], found["steps"]["post"]
+    assert barrier["period"] == pytest.approx(found["seconds"] + 1 + 0.1)
+    assert (barrier["updates"], barrier["messages"]) == pytest.approx((1, 0.1))
+    assert post["period"] == pytest.approx(max(found["busy"]) / (1 - found["span_bubble"]) + 1)  # the span
+    assert (post["updates"], post["messages"]) == pytest.approx((1, 0))
+    file = tmp_path / "two.svg"
+    assert main(arguments(**times, validation="post", steps="2", draw=str(file))) == 0
+    assert "many steps: " in capsys.readouterr().out
+    assert "2 steps of many with post-validation" in file.read_text()
+
+
+def test_a_search_for_many_steps(capsys):
+    asked = {
+        **EVEN,
+        "schedule": "auto",
+        "microbatches": "8",
+        "memory_limit": "4",
+        "effort": "0.5",
+        "update": "1",
+    }
+    found = [figures(capsys, **asked, validation=name) for name in ("barrier", "post")]
+    one, many = (each["steps"]["post"]["period"] for each in found)
+    assert many < one
+    assert found[0]["seconds"] <= found[1]["seconds"]

@@ -15,7 +15,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.waits]
 MICROBATCHES = {2: [3], 4: [2]}
 #: What is undone, and where it hangs.
 FAULTS = {
-    "the first message of a channel is in the step": ("lazy", Shape(2, "gpipe"), 2),
+    "the first message of a channel is in the step": (
+        "lazy",
+        Shape(2, "gpipe", vocab_parallel="1-barrier"),
+        3,
+    ),
     "the first collective of a kind is in the step": ("kinds", Shape(2, "1f1b", vocab_parallel=True), 4),
     "ops wait for sends before them": ("waits", Shape(2, "zb-h1", 2, "v"), 4),
     "ranks connect in different orders": ("order", Shape(3, "1f1b"), 2),

@@ -1,13 +1,32 @@
 """The warm-up of each rank: leading forwards that need no op outside of a warm-up."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import takewhile
 
 import pytest
 
+from fxpipe.codegen.collectives import collectives
+from fxpipe.errors import DeadlockError
+from fxpipe.ir.sections import SectionEdge
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
 from fxpipe.schedule.families.registry import FAMILIES
+from fxpipe.schedule.lowering.deadlock import prove
+from fxpipe.schedule.lowering.instructions import (
+    Compute,
+    Instruction,
+    PostRecv,
+    Send,
+    StartCollective,
+    Validate,
+    Wait,
+    WaitCollective,
+)
+from fxpipe.schedule.lowering.lower import lower
+from fxpipe.schedule.lowering.validation import with_validation
 from fxpipe.schedule.ops import Color, OpKind, Phase, Schedule, parse_order
 from fxpipe.schedule.search.build import build
+from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.stages import Vocabulary
 from fxpipe.schedule.vocabulary_costs import with_output_shards
 from fxpipe.schedule.warm_up import warm_up_lengths
@@ -65,8 +84,10 @@ def largest_closed(schedule: Schedule, edges: tuple[Edge, ...]) -> tuple[int, ..
             return tuple(lengths)
 
 
-@pytest.mark.parametrize("barriers", [0, 1, 2])
-@pytest.mark.parametrize("name", FAMILIES)
+SPLIT = [(name, barriers) for name in ("1f1b", "zb-h1", "zb-v") for barriers in (1, 2)]
+
+
+@pytest.mark.parametrize(("name", "barriers"), [*((name, 0) for name in FAMILIES), *SPLIT])
 def test_it_is_the_largest_closed_set_in_every_family(name, barriers):
     family, ranks = FAMILIES[name], 4
     costs: Costs = chain([UNIT] * (ranks * family.stages_per_rank), 0.1)
@@ -78,3 +99,61 @@ def test_it_is_the_largest_closed_set_in_every_family(name, barriers):
     lengths = warm_up_lengths(schedule, costs.edges)
     assert lengths == largest_closed(schedule, costs.edges)
     assert lengths[0] > 0
+    assert lengths == in_programs(schedule, costs)
+
+
+def in_programs(schedule: Schedule, costs: Costs) -> tuple[int, ...]:
+    """The number of ops before the programs wait for the verdict; programs that repeat them end, too."""
+    named = [(e.source, e.target, f"{e.source}") for e in costs.edges]
+    edges = tuple(SectionEdge(a, b, (name,), {name: "sum"}) for a, b, name in named)
+    special = frozenset(stage for stage in range(schedule.stages) if schedule.is_vocabulary(stage))
+    joint = collectives(edges, schedule.placement, special)
+    programs = lower(schedule, costs.edges, joint, simulate(schedule, costs).spans)
+    programs = with_validation(programs, schedule.placement)
+    prove(programs, schedule.placement)
+    prove(tuple(repeated(program, schedule.microbatches) for program in programs), schedule.placement)
+    before = [takewhile(lambda i: not isinstance(i, Validate), program) for program in programs]
+    return tuple(sum(isinstance(i, Compute) for i in own) for own in before)
+
+
+def repeated(program: Sequence[Instruction], microbatches: int) -> tuple[Instruction, ...]:
+    """The program of a rank whose last update does not stand: its warm-up, of other microbatches for the
+    proof, what it has not taken of that, and the program."""
+    begin = [*takewhile(lambda i: not isinstance(i, Validate), program)]
+    first: list[Instruction] = []
+    posted, joined = dict[PostRecv, None](), dict[WaitCollective, None]()
+    for i in begin:
+        match i:
+            case Compute(op):
+                first.append(Compute(replace(op, microbatch=op.microbatch + microbatches)))
+            case PostRecv(messages) | Send(messages) | Wait(messages):
+                later = tuple(replace(m, microbatch=m.microbatch + microbatches) for m in messages)
+                first.append(replace(i, messages=later))
+            case StartCollective(_, m) | WaitCollective(_, m):
+                first.append(replace(i, microbatch=m + microbatches))
+        match first[-1]:
+            case PostRecv() as post:
+                posted[post] = None
+            case Wait(messages):
+                del posted[PostRecv(messages)]
+            case StartCollective(collective, m):
+                if WaitCollective(collective, m - microbatches) in program:
+                    joined[WaitCollective(collective, m)] = None
+            case WaitCollective() as wait:
+                del joined[wait]
+    return (*first, Validate(), *(Wait(post.messages) for post in posted), *joined, *program)
+
+
+def test_a_receive_ahead_of_the_verdict_is_found():
+    """What the lowering posts ahead, of the first backward, would be posted twice and sent once."""
+    costs = chain([UNIT] * 2)
+    schedule = build("1f1b", ranks=2, microbatches=4, costs=costs)
+    moved = with_validation(lower(schedule, costs.edges), schedule.placement)
+    left = []
+    for program in lower(schedule, costs.edges):
+        end = next(k for k, i in enumerate(program) if isinstance(i, Compute) and i.op.kind is not OpKind.F)
+        end = next(k for k in range(end, 0, -1) if isinstance(program[k - 1], Compute | Send | PostRecv))
+        left.append((*program[:end], Validate(), *program[end:]))
+    prove(tuple(repeated(program, 4) for program in moved), schedule.placement)
+    with pytest.raises(DeadlockError, match=r"message . from rank 1 to rank 0"):
+        prove(tuple(repeated(program, 4) for program in left), schedule.placement)

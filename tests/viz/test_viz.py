@@ -16,11 +16,12 @@ from fxpipe.errors import FxpipeError
 from fxpipe.ir.sections import edges_between
 from fxpipe.ir.storage import call_nodes
 from fxpipe.ir.text import shape_text
-from fxpipe.schedule.costs import Exchange, StageCost, chain
+from fxpipe.schedule.costs import Exchange, StageCost, Update, chain
 from fxpipe.schedule.offload.planner import offload, with_link
 from fxpipe.schedule.ops import Color, Phase, Schedule, parse_order
 from fxpipe.schedule.search.build import build
 from fxpipe.schedule.simulation.simulator import simulate
+from fxpipe.schedule.simulation.steps import simulate_steps
 from fxpipe.units import PLAIN, bytes_text, flops_text, number_text, seconds_text, ticks
 from fxpipe.viz.boxes import Place, collapse
 from fxpipe.viz.graph_picture import graph_picture
@@ -379,3 +380,33 @@ def test_a_loaded_pipeline_has_a_timeline(pipe, tmp_path):
     assert [f.name for f in loaded.draw(tmp_path)] == ["timeline.svg"]
     with pytest.raises(FxpipeError, match="loaded"):
         loaded.draw(tmp_path, expand=(0, "F"))
+
+
+def test_the_seam_between_two_steps():
+    """Updates are boxes, a wait for the verdict is one with a line where the verdict comes."""
+    schedule = Schedule("hand", (0, 1), 1, parse_order("F0.0 B0.0 W0.0\nF1.0 B1.0 W1.0"))
+    costs = chain([StageCost(1.0, 1.0, 0.0), StageCost(1.0, 1.0, 2.0)])
+    costs = replace(costs, update=Update((0.5, 0.25), (), 3.0))
+    svg = timeline_svg(simulate_steps(schedule, costs, "post", 3).last(2), "Model", PLAIN)
+    drawn = [(look, tip) for look, _, _, tip in rectangles(svg) if look in ("update", "wait")]
+    # From 4.5 on, where rank 0 begins the second step; see tests/schedule/test_steps.py.
+    assert drawn == [
+        ("update", "update from 4.5, 0.5"),
+        ("update", "update from 9.5, 0.5"),
+        ("update", "update from 5.5, 0.25"),
+        ("wait", "waits for the verdict from 2, 0.5"),
+        ("update", "update from 10.5, 0.25"),
+        ("wait", "waits for the verdict from 7, 0.5"),
+    ]
+    lines = [line for line in ET.fromstring(svg).iter(f"{SVG}line") if line.get("class") == "verdict"]
+    scale = 900 / (15.25 - 4.5)
+    expected = [time * scale for time in (3.5, 8.5, 2.5, 7.5)]
+    assert [float(line.get("x1")) for line in lines] == pytest.approx(expected, abs=0.01)
+    said = " ".join(texts(svg))
+    assert "2 steps of many with post-validation: 5 a step" in said
+    assert "V wait for the verdict on the step before" in said
+    barrier = " ".join(
+        texts(timeline_svg(simulate_steps(schedule, costs, "barrier").last(1), "Model", PLAIN))
+    )
+    assert "with a barrier" in barrier
+    assert "verdict" not in barrier

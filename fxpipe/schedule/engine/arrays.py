@@ -25,8 +25,9 @@ class ScheduleArrays:
     """Costs, placement and number of microbatches as arrays.
 
     Per section: ``seconds`` to ``rank``, and the memory changes ``at_start`` and ``at_end``.  Per rank: its
-    stages (``own``).  Per stage: ``hold`` and ``kept``, the most that a rank holds from F to B and from B to
-    W, including values that the stage and later stages of its rank hand each other.
+    stages (``own``), and the seconds of its ``update`` that count as part of its span.  Per stage: ``hold``
+    and ``kept``, the most that a rank holds from F to B and from B to W, including values that the stage and
+    later stages of its rank hand each other.
     """
 
     ranks: int
@@ -42,6 +43,7 @@ class ScheduleArrays:
     kept: tuple[float, ...]
     at_start: tuple[float, ...]
     at_end: tuple[float, ...]
+    update: tuple[float, ...]
 
     @property
     def sections(self) -> int:
@@ -81,6 +83,7 @@ class ScheduleArrays:
             feed_delay=feed_delay,
             own_at=own_at,
             own=own,
+            update=np.array(self.update, np.float64),
         )
 
     @cached_property
@@ -89,8 +92,14 @@ class ScheduleArrays:
         return tuple(sum(self.hold[stage] for stage in stages) for stages in self.own)
 
 
-def schedule_arrays(costs: Costs, placement: tuple[int, ...], microbatches: int) -> ScheduleArrays:
-    """The arrays of costs and placement.  Raises ScheduleError if the two do not agree."""
+def schedule_arrays(
+    costs: Costs, placement: tuple[int, ...], microbatches: int, updates: bool = False
+) -> ScheduleArrays:
+    """The arrays of costs and placement.  updates: whether those of the costs count as part of a rank's span.
+
+    Raises ScheduleError if costs and placement do not agree.
+    """
+    ranks = range(max(placement) + 1)
     stages, waits, lasts = range(len(placement)), needs(costs, placement), durations(costs)
     table = _in_model_order([waits[kind][stage] for stage in stages for kind in SECTION_KINDS], placement)
     seconds = tuple(lasts[kind][stage] for stage in stages for kind in SECTION_KINDS)
@@ -107,7 +116,7 @@ def schedule_arrays(costs: Costs, placement: tuple[int, ...], microbatches: int)
                 kept[edge.target.stage] += edge.bytes
     at_start, at_end = memory_changes(costs, placement)
     return ScheduleArrays(
-        ranks=max(placement) + 1,
+        ranks=len(ranks),
         stages=len(placement),
         microbatches=microbatches,
         seconds=seconds,
@@ -123,6 +132,7 @@ def schedule_arrays(costs: Costs, placement: tuple[int, ...], microbatches: int)
         kept=tuple(kept),
         at_start=tuple(at_start),
         at_end=tuple(at_end),
+        update=tuple(costs.update_seconds(rank, "post") if updates else 0.0 for rank in ranks),
     )
 
 

@@ -21,7 +21,7 @@ _BLOCK = 0.8  # of the moves are out of a run of ops of one rank on the critical
 
 class Tables(NamedTuple):
     """The loops' arrays.  Per op: its ``section``, since division is slow; per section: ``seconds`` to
-    ``at_end``; per stage: ``hold`` and ``kept``.
+    ``at_end``; per stage: ``hold`` and ``kept``; per rank: ``update``, which counts as part of its span.
 
     A section needs ``need[need_at[section]:need_at[section + 1]]``; ``need_delay`` has the seconds that their
     values take to arrive.  ``feed`` has the sections that need it, likewise.  Of rank r are the stages
@@ -44,6 +44,7 @@ class Tables(NamedTuple):
     feed_delay: Floats
     own_at: Ints
     own: Ints
+    update: Floats
 
 
 @compiled
@@ -57,6 +58,7 @@ def run_ops(t, order, m, since, end, cause, first, free):
     """Run every op as early as its rank's order allows; False if the orders block each other.
 
     Writes the last four, which are per op and per rank, but for the ops that ended before ``since``.
+    ``first`` is the start of a rank's first op, less its update: so ``free`` - ``first`` is its span.
     """
     ranks = len(free)
     at = np.empty(ranks, np.int64)
@@ -109,7 +111,7 @@ def run_ops(t, order, m, since, end, cause, first, free):
             now = start + t.seconds[section]
             end[op], cause[op] = now, why
             if i == begin:
-                first[rank] = start
+                first[rank] = start - t.update[rank]
             for k in range(t.feed_at[section], t.feed_at[section + 1]):
                 other = t.rank[t.feed[k]]
                 if waits_for[other] == op:

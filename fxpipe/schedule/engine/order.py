@@ -20,7 +20,8 @@ OpIds = Ints
 @dataclass(frozen=True, slots=True)
 class Run:
     """The times of an order.  Per op: ``end``, and ``cause``: the op whose end let it start, or -1.  Per
-    rank: ``first``, the start of its first op, and ``free``, the end of its last."""
+    rank: ``first``, the start of its first op less the update that is part of its span, and ``free``, the end
+    of its last."""
 
     first: Floats
     free: Floats

@@ -62,9 +62,11 @@ def build(
 def schedule_of(name: str, problem: Problem, effort: float | None = None, seed: int = 0) -> Schedule:
     """The schedule of a named family for a problem, before offload; as ``build``.
 
-    A search is for the shortest span, whatever the problem's objective.
+    A search is for the shortest span, unless the problem's objective is the period.
     """
-    family, problem = family_called(name), replace(problem, objective="span")
+    family = family_called(name)
+    if problem.objective != "period":
+        problem = replace(problem, objective="span")
     _check_family(family, problem)
     model = problem.model
     if family.is_searched:

@@ -115,4 +115,5 @@ def _row(found: SearchResult) -> Tried:
         barriers=barriers,
         recompute=recompute,
         offloaded=timeline.moved,
+        period=found.period,
     )

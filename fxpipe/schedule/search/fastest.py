@@ -74,11 +74,11 @@ def fastest(
 
     attempt(problems)
     if more is not None:
-        attempt(more(min((result.timeline.seconds for result in found), default=inf)))
+        attempt(more(min((result.seconds for result in found), default=inf)))
     if not found:
         over = [error for error in errors if isinstance(error, LimitError)]
         raise min(over, key=lambda error: error.smallest) if over else errors[-1]
-    return min(found, key=lambda result: result.timeline.seconds)
+    return min(found, key=lambda result: result.seconds)
 
 
 def _variants(schedule: str | Schedule, problem: Problem) -> list[Problem]:

@@ -16,9 +16,9 @@ from fxpipe.schedule.simulation.timeline import ExchangeSpan
 
 
 class Exchanges:
-    """Of one rank, as its ops are run in their order.  ``spans``: those so far."""
+    """Of one rank, as its ops are run in their order from time ``begin`` on.  ``spans``: those so far."""
 
-    def __init__(self, ops: Sequence[Op], costs: Costs) -> None:
+    def __init__(self, ops: Sequence[Op], costs: Costs, begin: float = 0.0) -> None:
         self.spans: list[ExchangeSpan] = []
         self._costs = costs.exchanges
         self._ready: dict[Op, float] = {}  # when the parameters are there that it needs first
@@ -35,7 +35,7 @@ class Exchanges:
                 self._sums[op].append(stage)
             ahead += [first for first, _ in use.spans if not use.frees or first == ops[0]]
         for op in ahead:
-            self._gather(op, 0.0)
+            self._gather(op, begin)
 
     def begin(self, op: Op, start: float) -> float:
         """When an op can begin that could begin at ``start``; what the next one needs is asked for then."""

@@ -8,6 +8,7 @@ that to the other replicas of a rank one exchange.
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 
 from fxpipe.errors import DeadlockError
 from fxpipe.schedule.check import check_whole
@@ -20,6 +21,19 @@ from fxpipe.schedule.simulation.run_loop import RunLoop
 from fxpipe.schedule.simulation.timeline import Span, Timeline, TransferSpan
 
 
+@dataclass(frozen=True)
+class Start:
+    """What a step begins with: per rank the time from which on it can run, and per queue of a link the time
+    from which on that is free.
+
+    ``waits``: per rank the position of an op and a time before which that does not start; empty for none.
+    """
+
+    ranks: tuple[float, ...]
+    links: tuple[float, ...]
+    waits: tuple[tuple[int, float], ...] = ()
+
+
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """The start and end of every op and transfer.  Linear in the number of both, in time and in memory.
 
@@ -27,16 +41,17 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     DeadlockError, listing what each rank waits for, if the orders of the ranks block each other.
     """
     check_whole(schedule, costs)
-    return _Run(schedule, costs).finish()
+    return Run(schedule, costs).finish()
 
 
-class _Run:
-    """The run loop over actors: first the ranks, then the link queues.
+class Run:
+    """One step: the run loop over actors, first the ranks, then the link queues.
 
     A value is the result of a section for one microbatch; transfers are numbered after the values.
+    ``start``: None if all begins at 0.  ``arrived``: per rank when it could start the op of ``start.waits``.
     """
 
-    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+    def __init__(self, schedule: Schedule, costs: Costs, start: Start | None = None) -> None:
         self.schedule, self.costs = schedule, costs
         self.needs = needs(costs, schedule.placement)
         self.durations = durations(costs)
@@ -45,8 +60,13 @@ class _Run:
         self.ended: list[float | None] = [None] * (self.values + len(schedule.transfers))
         self.spans: list[list[Span]] = [[] for _ in schedule.order]
         self.stalled = [0.0] * schedule.ranks
-        self.exchanges = [Exchanges(ops, costs) for ops in schedule.order]
         self.link_queues = link_queues(schedule, costs)
+        self.start = start or Start((0.0,) * schedule.ranks, (0.0,) * len(self.link_queues))
+        self.waits = self.start.waits or ((-1, 0.0),) * schedule.ranks
+        self.arrived: list[float | None] = [None] * schedule.ranks
+        self.exchanges = [
+            Exchanges(ops, costs, begin) for ops, begin in zip(schedule.order, self.start.ranks, strict=True)
+        ]
         self.loop = RunLoop[int](schedule.ranks + len(self.link_queues))
         self.carried: list[list[TransferSpan]] = [[] for _ in self.link_queues]
         self.freed: list[defaultdict[int, list[int]]] = [defaultdict(list) for _ in schedule.order]
@@ -77,7 +97,8 @@ class _Run:
         """Run a rank until it needs a value that is not computed yet."""
         spans, ended, due = self.spans[rank], self.ended, self.due[rank]
         microbatches, order = self.schedule.microbatches, self.schedule.order[rank]
-        free = spans[-1].end if spans else 0.0
+        waiting, until = self.waits[rank]
+        free = spans[-1].end if spans else self.start.ranks[rank]
         for position in range(len(spans), len(order)):
             op = order[position]
             start = free
@@ -96,6 +117,9 @@ class _Run:
                         return value
                     start = max(start, end)
                 self.stalled[rank] += start - ready
+            if position == waiting:
+                self.arrived[rank] = start
+                start = max(start, until)
             start = self.exchanges[rank].begin(op, start)
             free = start + self.durations[op.kind][op.stage]
             self.exchanges[rank].end(op, free)
@@ -107,7 +131,7 @@ class _Run:
     def _carry(self, queue: int) -> int | None:
         """Run one direction of a link until a transfer waits for an op or a transfer that has not ended."""
         carried = self.carried[queue]
-        free = carried[-1].end if carried else 0.0
+        free = carried[-1].end if carried else self.start.links[queue]
         for k in self.link_queues[queue][len(carried) :]:
             transfer, start = self.schedule.transfers[k], free
             for cause in self._causes(transfer):

@@ -1,0 +1,177 @@
+"""Steps one behind the other, with the update of the parameters between them.
+
+A step depends on the one before it only through the times at which its ranks and links are free and its
+verdict comes.  So each is simulated by itself, as :func:`.simulator.simulate` does, from where the one before
+it ended; on the clock the steps of different ranks overlap.
+
+``"barrier"``: each rank updates when the ops of all ranks are over and their verdicts have arrived.
+
+``"post"``: each rank updates behind its own ops and begins its warm-up of the next step.  Behind that it
+waits until it knows that the gradients of all ranks were right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from fxpipe.errors import ScheduleError
+from fxpipe.schedule.check import check_whole
+from fxpipe.schedule.costs import Costs, Update
+from fxpipe.schedule.ops import Schedule, Validation
+from fxpipe.schedule.simulation.simulator import Run, Start
+from fxpipe.schedule.simulation.timeline import Timeline
+from fxpipe.schedule.warm_up import warm_up_lengths
+
+_MOST = 64  # steps that are simulated until they repeat
+_EQUAL = 1e-9
+
+
+class Interval(NamedTuple):
+    """A time, in the unit of the costs (seconds)."""
+
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """One of many steps; its times are on the clock of all of them.
+
+    ``updates``: the optimizer's, on each rank, behind its ops.  ``verdicts``: per rank, from where it could
+    start the op behind its warm-up to where the verdict on the step before let it; None where it needs none.
+    """
+
+    timeline: Timeline
+    updates: tuple[Interval, ...]
+    verdicts: tuple[Interval | None, ...]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """``period``: the seconds a step, once the steps repeat."""
+
+    validation: Validation
+    steps: tuple[Step, ...]
+    period: float
+
+    @cached_property
+    def longest(self) -> float:
+        """The longest time of a rank for its own ops, from the first to the last, and its update: a lower
+        bound on the period."""
+        last = self.steps[-1]
+        spans = zip(last.timeline.spans, last.updates, strict=True)
+        return max((own[-1].end - own[0].start if own else 0.0) + end - start for own, (start, end) in spans)
+
+    def last(self, number: int) -> Steps:
+        """The last steps alone."""
+        return replace(self, steps=self.steps[-number:])
+
+    @property
+    def waits(self) -> tuple[float, ...]:
+        """Per rank the seconds in which it waits for the verdict alone, in the last step."""
+        return tuple(0.0 if wait is None else wait.end - wait.start for wait in self.steps[-1].verdicts)
+
+
+def simulate_steps(
+    schedule: Schedule, costs: Costs, validation: Validation = "barrier", steps: int = 1
+) -> Steps:
+    """So many steps, or more: as many as are simulated until they repeat.
+
+    Raises ScheduleError and DeadlockError as ``simulate`` does, and where the costs have the updates of
+    another number of ranks.
+    """
+    check_whole(schedule, costs)
+    for name in ("seconds", "copies"):
+        number = len(getattr(costs.update, name))
+        if number not in (0, schedule.ranks):
+            raise ScheduleError(
+                f"the costs have the updates of {number} ranks, and schedule {schedule.name} has "
+                f"{schedule.ranks}: give update.{name} one number for each rank"
+            )
+    lengths = warm_up_lengths(schedule, costs.edges) if validation == "post" else ()
+    start: Start | None = None
+    found, states, period = list[Step](), list[tuple[float, ...]](), None
+    while len(found) < steps or (period is None and len(found) < max(_MOST, steps)):
+        run = Run(schedule, costs, start)
+        timeline = run.finish()
+        ready = _ready(timeline, run)
+        known = _together(ready, costs)
+        begins, full = (ready, known) if validation == "post" else (known, ())
+        ends = tuple(begin + costs.update_seconds(rank, validation) for rank, begin in enumerate(begins))
+        links = tuple(
+            own[-1].end if own else free for own, free in zip(run.carried, run.start.links, strict=True)
+        )
+        found.append(Step(timeline, tuple(map(Interval, begins, ends)), _verdicts(run)))
+        start = Start(ends, links, tuple(zip(lengths, full, strict=True)))
+        states.append((*ends, *full, *links))
+        period = _repeated(states, schedule.ranks) if period is None else period
+    return Steps(validation, tuple(found), _mean(states) if period is None else period)
+
+
+class SteadyState(NamedTuple):
+    """``period``: the seconds a step of many.  ``updates``, ``messages``: by how much it would be shorter if
+    updates with their copies, or messages of verdicts, took no time."""
+
+    period: float
+    updates: float
+    messages: float
+
+
+def steady_state(schedule: Schedule, costs: Costs, validation: Validation) -> SteadyState:
+    """Raises as ``simulate_steps`` does."""
+
+    def period(update: Update) -> float:
+        return simulate_steps(schedule, replace(costs, update=update), validation).period
+
+    update = costs.update
+    now = period(update)
+    without = replace(update, seconds=(), copies=()), Update(update.seconds, update.copies)
+    shorter = (now - period(other) if other != update else 0.0 for other in without)
+    return SteadyState(now, *(max(0.0, part) for part in shorter))
+
+
+def _ready(timeline: Timeline, run: Run) -> tuple[float, ...]:
+    """Per rank when its gradients are complete, and summed over its replicas."""
+    found = []
+    for rank, (ops, exchanges) in enumerate(zip(timeline.spans, timeline.exchanges, strict=True)):
+        waiting, until = run.waits[rank]
+        ends = [run.start.ranks[rank], *(own[-1].end for own in (ops, exchanges) if own)]
+        # A rank whose ops are all warm-up waits before its update.
+        found.append(max(ends + [until] * (waiting == len(ops))))
+    return tuple(found)
+
+
+def _together(ready: Sequence[float], costs: Costs) -> tuple[float, ...]:
+    """Per rank when it knows that the gradients of all ranks are right."""
+    return tuple(
+        max(end + costs.verdict_seconds(other, rank) for other, end in enumerate(ready))
+        for rank in range(len(ready))
+    )
+
+
+def _verdicts(run: Run) -> tuple[Interval | None, ...]:
+    waits = zip(run.arrived, run.waits, strict=True)
+    return tuple(None if came is None else Interval(came, max(came, until)) for came, (_, until) in waits)
+
+
+def _repeated(states: Sequence[tuple[float, ...]], ranks: int) -> float | None:
+    """The seconds a step if all times of the last state are later than in one before it by the same.
+
+    Then they are so forever: each time is the latest of some times of the step before it, plus constants.
+    """
+    for back in range(1, min(len(states), ranks + 1)):
+        later = [now - then for now, then in zip(states[-1], states[-1 - back], strict=True)]
+        if max(later) - min(later) <= _EQUAL * max(states[-1]):
+            return max(later) / back
+    return None
+
+
+def _mean(states: Sequence[tuple[float, ...]]) -> float:
+    """The seconds a step of the later half."""
+    half = len(states) // 2
+    return max(now - then for now, then in zip(states[-1], states[half - 1], strict=True)) / (
+        len(states) - half
+    )

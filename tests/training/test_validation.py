@@ -1,0 +1,157 @@
+"""``validation="post"``: updates ahead of the other ranks' verdict, with the bits of "barrier"."""
+
+import re
+
+import pytest
+import torch
+import validation_worker as worker
+from launch import forked
+from torch.nn import Parameter
+
+from fxpipe.errors import RunError
+from fxpipe.training.ahead import Ahead
+from fxpipe.training.clipping import Clipping
+from fxpipe.training.undo import Undo, check_undoable
+from fxpipe.training.updates import Updates
+
+CPU = torch.device("cpu")
+
+
+def taken_back(run):
+    assert run.code == 0, run
+    assert not any("differs" in out for out in run.stdout), run
+    return [int(n) for n in re.findall(r"taken back: (\d+)", "".join(run.stdout))]
+
+
+def test_faults_are_caught(tmp_path):
+    """In settings in which nothing differs without them."""
+    given = worker.PIPELINES["zb-h1"]
+    run = forked(
+        4, worker.check, [6, 9, 10], *given, [*worker.FAULTS], dtype=torch.float32, logs=tmp_path / "logs"
+    )
+    assert min(taken_back(run)) > 0
+    assert re.findall(r"caught: (\w+)", run.stdout[0]) == [*worker.FAULTS], run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*worker.PIPELINES][1:])
+def test_the_values_are_those_of_a_barrier(name, tmp_path):
+    run = forked(
+        4, worker.check, range(100, 106), *worker.PIPELINES[name], dtype=torch.float32, logs=tmp_path / "logs"
+    )
+    assert sum(taken_back(run)) > 0
+
+
+def parameter_with_gradient(value=1.0):
+    parameter = Parameter(torch.full((3,), 2.0))
+    parameter.grad = torch.full((3,), value)
+    return parameter
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adagrad, worker.Drifting])
+def test_an_update_is_taken_back(cls):
+    parameter = parameter_with_gradient()
+    optimizer = cls([parameter], lr=0.25)
+    optimizer.step()
+    before = parameter.detach().clone()
+    undo = Undo.of(optimizer)
+    state = {key: repr(value) for key, value in optimizer.state[parameter].items()}
+    kept = {key: x for key, x in optimizer.state[parameter].items() if isinstance(x, torch.Tensor)}
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.5
+    with undo.options_of_then(optimizer):
+        assert optimizer.param_groups[0]["lr"] == 0.25
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    undo.take_back(optimizer)
+    assert torch.equal(parameter, before)
+    assert {key: repr(value) for key, value in optimizer.state[parameter].items()} == state
+    assert all(optimizer.state[parameter][key] is x for key, x in kept.items()), "in its memory"
+    assert undo.bytes == before.nbytes + sum(x.nbytes for x in kept.values())
+
+
+def test_the_first_update_is_taken_back():
+    parameter = parameter_with_gradient()
+    optimizer = torch.optim.AdamW([parameter])
+    undo = Undo.of(optimizer)
+    optimizer.step()
+    undo.take_back(optimizer)
+    assert parameter not in optimizer.state
+    assert torch.equal(parameter, torch.full((3,), 2.0))
+
+
+class Counting(torch.optim.SGD):
+    """Its rate depends on an attribute."""
+
+    calls = 0
+
+    def step(self, closure=None):
+        self.calls += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.calls
+        super().step()
+
+
+class Noisy(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step()
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.add_(torch.randn_like(p))
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        (Counting, r"Counting .* outside of its state_dict \(in calls\)"),
+        (Noisy, "Noisy .* draws random numbers"),
+    ],
+)
+def test_what_cannot_be_undone(cls, message):
+    with pytest.raises(RunError, match=message + r'.*Take validation="barrier"'):
+        check_undoable(cls, cls.__name__, CPU)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.NAdam, worker.Drifting])
+def test_what_can_be_undone(cls):
+    check_undoable(cls, cls.__name__, CPU)
+
+
+@pytest.mark.parametrize("what", ["parameter", "gradient"])
+def test_a_change_before_the_verdict(what):
+    parameter = parameter_with_gradient()
+    ahead = Ahead(lambda: torch.zeros(1, 2), None, [parameter.grad])
+    ahead.watch("The parameter w", parameter)
+    ahead.watch("The gradient of w", parameter.grad)
+    ahead.check()
+    with torch.no_grad():
+        (parameter if what == "parameter" else parameter.grad).mul_(2)
+    with pytest.raises(RunError, match=f"The {what} .*w was changed after .* Call optimizer.settle"):
+        ahead.check()
+
+
+def test_settling_early_leaves_the_repetition_to_the_step():
+    updates, asked = Updates(), []
+    assert updates.stand()
+    updates.begin(lambda: bool(asked.append(1)), lambda: None)
+    assert not updates.are_settled
+    updates.settle()
+    updates.settle()
+    assert (asked, updates.are_settled) == ([1], True)
+    assert not updates.stand()
+    assert updates.stand()
+
+
+@pytest.mark.parametrize(
+    ("largest", "skips", "norm", "plain", "left_out"),
+    [
+        (None, True, 5.0, True, False),
+        (None, True, float("inf"), False, True),
+        (1.0, False, 0.5, True, False),
+        (1.0, False, 1.5, False, False),
+        (1.0, False, float("nan"), False, False),
+        (1.0, True, float("nan"), False, True),
+    ],
+)
+def test_clipping(largest, skips, norm, plain, left_out):
+    clipping, norm = Clipping(largest, 2.0, skips), torch.tensor(norm, dtype=torch.float64)
+    assert (clipping.is_plain(norm), clipping.leaves_out(norm)) == (plain, left_out)
