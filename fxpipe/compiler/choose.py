@@ -45,8 +45,8 @@ class Placed:
     """A cut on its ranks, with its costs and bytes in one replica.
 
     ``ranks``: of each stage.  ``weights``: of each rank, of its parameters, gradients and buffers.
-    ``gradients``: by stage, of those that it makes and of their parameters.  ``trained``: of each rank, the
-    parameters that an optimizer updates.
+    ``gradients``: by stage, of those that it makes and of their parameters.  ``trained``: the parameters that
+    each rank updates.
     """
 
     cut: Cut
@@ -128,9 +128,9 @@ class Costing:
         limits = None
         if options.memory_limit is not None:
             limits = activation_budget(options.memory_limit, held_bytes(placed, options))
-        costs, cut = placed.costs, placed.cut
+        cut, costs, divided = placed.cut, placed.costs, options.replicas if options.shard else 1
         if options.gradients:
-            costs = replace(costs, update=update_costs(self._cluster, placed.trained, _divided(options)))
+            costs = replace(costs, update=update_costs(self._cluster, placed.trained, divided))
         if options.replicas > 1:
             asked = options.replicas, options.shard or "", options.per_use, options.ranks_per_machine
             found = exchanges(self._cluster, placed.ranks, placed.gradients, *asked)
@@ -151,11 +151,6 @@ class Costing:
         )
 
 
-def _divided(options: Options) -> int:
-    """The number of replicas of which each updates its rows alone."""
-    return options.replicas if options.shard else 1
-
-
 @dataclass(frozen=True, eq=False)
 class Chosen:
     """A cut on its ranks, its schedule, and the bytes that each rank always holds beside activations."""
@@ -171,18 +166,19 @@ class Chosen:
 
 
 def held_bytes(placed: Placed, options: Options) -> tuple[int, ...]:
-    """Per rank the bytes of its parameters, gradients, buffers, outputs, the optimizer's state, and copies
-    that undo an update."""
-    weights, d = placed.weights, options.replicas
-    if d > 1:
-        weights = with_replicas(weights, placed.gradients, placed.ranks, d, options.shard, options.per_use)
+    """Per rank the bytes of its parameters, gradients, buffers, outputs, the optimizer's state, and with
+    post-validation what undoes an update."""
+    weights, divided = placed.weights, options.replicas if options.shard else 1
+    if options.replicas > 1:
+        asked = options.replicas, options.shard, options.per_use
+        weights = with_replicas(weights, placed.gradients, placed.ranks, *asked)
     results = result_bytes(placed.cut.graph, placed.ranks, options.ranks, options.microbatches)
-    each = options.optimizer_bytes / _divided(options)
-    states = [int(each * sum(one.elements for one in own)) for own in placed.trained]
-    copies = (
-        copy_bytes(placed.trained, _divided(options)) if options.validation == "post" else (0,) * len(states)
-    )
-    return tuple(map(sum, zip(weights, results, states, copies, strict=True)))
+    elements = (sum(one.elements for one in own) for own in placed.trained)
+    states = [int(options.optimizer_bytes * own / divided) for own in elements]
+    kept = [weights, results, states]
+    if options.validation == "post":
+        kept.append(copy_bytes(placed.trained, divided))
+    return tuple(map(sum, zip(*kept, strict=True)))
 
 
 def choose(options: Options, stages: Sequence[Stages], costing: Costing) -> Chosen:
@@ -280,9 +276,9 @@ def choose_below(options: Options, stages: Sequence[Stages], costing: Costing, b
 
 def _bound(found: Sequence[tuple[Placed, Problem]]) -> float:
     """Seconds that no schedule beats, whatever memory it has."""
-    by_work = found[0][1].objective == "period"
     return min(
-        p.work if by_work else lower_bound(p.costs, placed.ranks, p.microbatches) for placed, p in found
+        p.work if p.objective == "period" else lower_bound(p.costs, placed.ranks, p.microbatches)
+        for placed, p in found
     )
 
 

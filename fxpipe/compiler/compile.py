@@ -160,7 +160,7 @@ def compile_model(
         own = Mesh(options.ranks, options.replicas, options.microbatches, options.shard or "")
         now = TriedMesh(
             own,
-            found.timeline.seconds,
+            found.seconds,
             chosen.memory,
             found.schedule.name,
             found.problem.stages_per_rank,

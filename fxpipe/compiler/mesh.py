@@ -33,6 +33,7 @@ from fxpipe.errors import (
 )
 from fxpipe.garbage import collector_paused
 from fxpipe.ir.storage import graph_outputs
+from fxpipe.plan.dtensors import local
 from fxpipe.plan.meshes import Mesh, TriedMesh
 from fxpipe.plan.step import SHARDS
 from fxpipe.plan.tensors import gradient_dtype
@@ -50,13 +51,14 @@ EFFORT = 0.2
 
 @dataclass(frozen=True, eq=False)
 class PlannedStep:
-    """A captured step of a model, and the options for all of its meshes, which decide the rest."""
+    """A captured step of a model with its cuts so far, and the options for all of its meshes."""
 
     model: nn.Module
     example: Any
     options: Options
     step: CapturedStep
     device: torch.device
+    cuts: Cuts = field(default_factory=Cuts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,11 +131,11 @@ def compare_meshes(
     sizes: other lengths than the example's, of a step whose dimensions have names.
     """
     numbers = dict.fromkeys(tried.mesh.ranks for tried in wanted)
-    found, best, cuts = list[TriedMesh](), inf, Cuts()
+    found, best = list[TriedMesh](), inf
     phase.expect(len(numbers))
     for ranks in numbers:
         with phase(f"{ranks} ranks"):
-            search = _Search(planned, cuts, phase, sizes)
+            search = _Search(planned, phase, sizes)
             for given in (tried for tried in wanted if tried.mesh.ranks == ranks):
                 found.append(given if given.why else search.tried(given.mesh, best))
                 best = min(best, inf if found[-1].seconds is None else found[-1].seconds)
@@ -165,7 +167,6 @@ class _Search:
     """The meshes of one number of ranks."""
 
     planned: PlannedStep
-    made: Cuts
     phase: Phases
     sizes: Mapping[str, int] | None
     cuts: tuple[list[Stages], Costing] | None = None
@@ -196,7 +197,7 @@ class _Search:
         problem, timeline = chosen.found.problem, chosen.found.timeline
         return TriedMesh(
             mesh,
-            timeline.seconds,
+            chosen.found.seconds,
             chosen.memory,
             timeline.schedule.name,
             problem.stages_per_rank,
@@ -210,26 +211,27 @@ class _Search:
         step = Step(captured.graph, planned.step.resized)
         ways = len(tried.barriers)
         phase.expect(ways + 2 * ways * len(tried.placements))  # at most: others were made for fewer ranks
-        stages = all_stages(step, tried, options, cluster, self.made, phase)
+        stages = all_stages(step, tried, options, cluster, planned.cuts, phase)
         phase.expect(2 * len(stages) * len(tried.levels))
         known = known_tensors(model, planned.example, captured.constants)
         bandwidth = offload_bandwidth(options, cluster, device)
         given = model, cluster, device, known, bandwidth, phase, self.sizes
-        return stages, Costing(options, tried, self.made, *given)
+        return stages, Costing(options, tried, planned.cuts, *given)
 
     def _check_bytes(self, options: Options) -> None:
-        """Raise LimitError, before the step is cut, where some rank has too many bytes of the model: each has
-        its share of them or more; where they are gathered per use, two stages."""
-        if options.memory_limit is None:
+        """Raise LimitError, before the step is cut, where some rank has too many bytes of the model: its
+        share of all, or two of its stages, where parameters are gathered for single ops."""
+        tried = candidates(options)
+        if options.memory_limit is None or tried.barriers != (None,):
             return
         trained = graph_outputs(self.planned.step.captured.graph).grads
         whole = sum(
             p.nbytes + (name in trained) * p.numel() * gradient_dtype(p.dtype, options.grad_dtype).itemsize
-            for name, p in self.planned.model.named_parameters()
+            for name, p in ((name, local(p)) for name, p in self.planned.model.named_parameters())
         )
         least = whole / options.ranks
         if options.shard == "parameters":
-            least = whole * min(1.0, 2 / max(candidates(options).placements))
+            least *= min(1.0, 2 * options.ranks / max(tried.placements))
         if least > options.memory_limit:
             raise LimitError("Parameters and gradients alone need more than the memory limit.", least)
 

@@ -127,6 +127,8 @@ def mesh_table(
     names = "mesh", "divided", "schedule", "step", "memory", *(more or {})
     table = Table(*names, box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.caption = "mesh: ranks x replicas; *: chosen; ≥: left out, it takes at least"
+    if any(one.recompute for one in tried):
+        table.caption += "\nnorms, full: what is recomputed"
     table.caption_justify = "left"
     for column in table.columns[3:]:
         column.justify = "right"
@@ -139,7 +141,8 @@ def mesh_table(
         figures += [figure(one) for figure in (more or {}).values() if one.seconds is not None]
         several = f" x {one.stages_per_rank}" if one.stages_per_rank > 1 else ""
         name = f"{mesh.ranks} x {mesh.replicas}{' *' * (mesh == chosen)}"
-        row = name, mesh.shard or "nothing", one.schedule + several, *figures
+        schedule = f"{one.schedule}{several} {one.recompute}".rstrip()
+        row = name, mesh.shard or "nothing", schedule, *figures
         table.add_row(*map(terminal, row), style="dim" if least else None)
     return table
 

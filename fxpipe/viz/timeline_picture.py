@@ -78,9 +78,8 @@ def timeline_svg(shown: Timeline | Steps, title: str, units: Units = PHYSICAL) -
 
 def _scale(steps: tuple[Step, ...], pixels: float) -> Scale:
     """From the first start to the last end, over all ranks."""
-    first = steps[0].timeline
-    starts = [own[0].start for own in first.spans if own]
-    starts += [own[0].start for own in first.exchanges if own]
+    starts = [own[0].start for own in steps[0].timeline.spans if own]
+    starts += [own[0].start for own in steps[0].timeline.exchanges if own]
     start = min(starts, default=0.0)
     ends = [update.end for update in steps[-1].updates]
     return Scale(start, max(ends) - start if ends else steps[0].timeline.seconds, pixels)
@@ -124,11 +123,11 @@ def _head(svg: ET.Element, timeline: Timeline, steps: Steps | None, title: str, 
     keys += [("idle", "idle"), ("held", "memory held between ops")]
     if any(timeline.transfers):
         keys += [("offload", "offload"), ("reload", "reload")]
-    if steps is not None:
-        keys += seam_marks.keys(steps.steps)
     if any(timeline.exchanges):
         exchanged = {span.what for own in timeline.exchanges for span in own}
         keys += [(what, text) for what, text in EXCHANGES.items() if what in exchanged]
+    if steps is not None:
+        keys += seam_marks.keys(steps.steps)
     for style, text in keys:
         ET.SubElement(svg, "rect", {"x": f"{x}", "y": "52", "width": "14", "height": "12", "class": style})
         _text(svg, x + 18, 62, text)
@@ -160,9 +159,8 @@ def _row(row: ET.Element, steps: tuple[Step, ...], rank: int, scale: Scale, unit
             _op(row, span, scale, look, len(own), units)
         for moved in step.timeline.transfers[rank] if step.timeline.transfers else ():
             _transfer(row, moved, scale, units)
-        below = BAR + 1 + 2 * LINK * any(step.timeline.transfers)
         for exchanged in step.timeline.exchanges[rank] if step.timeline.exchanges else ():
-            _exchange(row, exchanged, below, scale, units)
+            _exchange(row, exchanged, BAR + 1 + 2 * LINK * any(step.timeline.transfers), scale, units)
         if step.updates:
             seam_marks.draw_seam(row, step, rank, BAR, scale, scale.start, units)
     _memory(row, [step.timeline for step in steps], rank, scale, units)
