@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -39,8 +39,10 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from fxpipe.compiler.compile import Compiled
+    from fxpipe.compiler.mesh import MeshChoice
     from fxpipe.compiler.options import Offload, Options
     from fxpipe.cost.device import Device
+    from fxpipe.plan.meshes import Mesh, TriedMesh
 
 
 @brief
@@ -48,10 +50,12 @@ def compile(
     model: nn.Module,
     example: Mapping[str, Any] | tuple[Any, ...] | list[Any],
     *,
-    ranks: int | DeviceMesh,
+    ranks: int | DeviceMesh | None = None,
     replicas: int | None = None,
-    shard: Shard | None = None,
-    microbatches: int,
+    shard: Shard | Literal["auto"] | None = None,
+    microbatches: int | None = None,
+    devices: int | None = None,
+    batch: int | None = None,
     # the step
     loss_fn: Callable[..., Any] | None = None,
     gradients: bool = True,
@@ -72,6 +76,7 @@ def compile(
     dimensions: Mapping[str, int] | None = None,
     # memory
     memory_limit: float | str | None = None,
+    optimizer_bytes: float = 0.0,
     vocab_parallel: bool | str = False,
     recompute: bool | str = False,
     offload: Offload | bool | float | str = False,
@@ -87,10 +92,14 @@ def compile(
         ``parallelize_module`` makes them, each rank has as many processes as their mesh (docs/lanes.md).
     example: one microbatch, a mapping of keyword arguments, or a tuple or list of arguments.
     ranks: of a pipeline, a process each; or a DeviceMesh of (replicas, ranks), or of the ranks of a replica.
+        By default the compiler chooses ranks and replicas, the fastest mesh within ``memory_limit``, for so
+        many ``devices`` (those that torchrun started) and a ``batch`` (docs/mesh.md).
     replicas: the number of pipelines that train together, each on its own rows (docs/mesh.md); by default as
         many as torchrun started processes for.  ``run_local`` runs so many, 1 by default.
     shard: what the replicas divide between them: ``"optimizer"``, its state (ZeRO 1), ``"gradients"``, these
-        too (ZeRO 2), or ``"parameters"``, these too (ZeRO 3); by default each replica has all of it.
+        too (ZeRO 2), or ``"parameters"``, these too (ZeRO 3); ``"auto"``, the fastest of these within
+        ``memory_limit``; by default each replica has all of it.
+    microbatches: of each replica; or ``batch``, the rows of a step over all replicas.
 
     loss_fn: ``(output, microbatch) -> loss``, a scalar, or ``-> (sum, count)`` for an exact mean over
         all counts of the batch; either with a mapping of metrics behind it, ``-> (loss, {"accuracy": …})``.
@@ -135,7 +144,10 @@ def compile(
         ``microbatch``.  The model is traced twice more, at other lengths; raises SizeError if its ops differ.
 
     memory_limit: of each rank, in bytes or as ``"16GiB"``: for its parameters, gradients and buffers, and
-        the values saved between ops.  Leave room for the optimizer's state and for the memory of a single op.
+        the values saved between ops; with ``validation="post"`` also for copies of what an update changes.
+        Leave room for the memory of a single op, and for the optimizer's state, unless ``optimizer_bytes``
+        counts it: for each element of a trained parameter, 8 for AdamW in float32, 12 with
+        ``master_weights``.
     vocab_parallel: split the output layer with its cross-entropy, and the input embedding, over all ranks:
         ``"1-barrier"`` (or True) or ``"2-barrier"`` (ranks wait for each other once or twice a microbatch;
         the second needs less work before the first barrier and holds a microbatch more), or ``"auto"``.
@@ -168,6 +180,8 @@ def compile(
     from fxpipe.capture.call import check_call
     from fxpipe.capture.dtensors import mesh_of
     from fxpipe.compiler.compile import compile_evaluation, compile_model, last_lane_as_text
+    from fxpipe.compiler.mesh import checked, choose_mesh, with_mesh
+    from fxpipe.compiler.mesh_request import request_of, rows_of
     from fxpipe.compiler.options import Options, as_offload, limit_of, names_of
     from fxpipe.compiler.options import check as check_options
     from fxpipe.compiler.progress import Phases
@@ -181,16 +195,22 @@ def compile(
     limit = as_timeout(timeout)
     process = Process.join(device, limit) if under_torchrun() else None
     mesh = mesh_of(model)
+    lanes = 1 if mesh is None else mesh.size()
     if process is not None:
-        process = process.with_ranks(pipeline_ranks, replicas, 1 if mesh is None else mesh.size())
+        unknown = process.world_size // lanes, None
+        given = unknown if pipeline_ranks is None else (pipeline_ranks, replicas)
+        process = process.with_ranks(*given, lanes)
         process.check_mesh(mesh)
         process.backend(device)
     with agreed(process, "compile"):
+        world = None if process is None else process.world_size // lanes
+        asked = pipeline_ranks, replicas, microbatches, batch, shard
+        request = request_of(devices, *asked, world)
         if isinstance(example, list):  # as DataLoaders give them
             example = tuple(example)
         options = Options(
-            ranks=pipeline_ranks,
-            microbatches=microbatches,
+            ranks=1 if pipeline_ranks is None else pipeline_ranks,
+            microbatches=1 if microbatches is None else microbatches,
             schedule=read_schedule(schedule) if is_file_name(schedule) else schedule,  # type: ignore[arg-type]
             stages_per_rank=stages_per_rank,
             placement=placement,
@@ -199,8 +219,9 @@ def compile(
             limit_text="" if memory_limit is None else str(memory_limit),
             costs=tuple(costs) if isinstance(costs, list | tuple) else costs,  # type: ignore[arg-type]
             seed=seed,
-            shard=shard,
+            shard=None if shard == "auto" else shard,
             replicas=(1 if replicas is None else replicas) if process is None else process.replicas,
+            optimizer_bytes=optimizer_bytes,
             vocab_parallel=vocab_parallel,
             gradients=gradients,
             grad_dtype=grad_dtype,
@@ -221,26 +242,45 @@ def compile(
             check=check,
             validation=validation,
         )
-        check_options(options)
+        wanted: list[TriedMesh] = []
+        if request is None:
+            check_options(options)
+        else:
+            wanted = checked(options, request.meshes(rows_of(example)))
+            options = with_mesh(options, wanted[0].mesh)
         if options.offload.share is not None:
             check_tier(options.tier, device, options.offload_directory)
         own = {} if process is None else _arguments(model, example, loss_fn, options)
+        own["mesh"] = repr((devices, *asked))
     if process is not None:
         process.check_alike(own, "the arguments of fxpipe.compile", "Call it with the same on all ranks.")
 
     if process is not None and process.lanes > 1:
         _check_lanes(process, lambda: last_lane_as_text(model, example, loss_fn, options, device))
 
-    devices: tuple[Device, ...] = ()
+    choice: MeshChoice | None = None
+    if len(wanted) > 1:
+
+        def chosen() -> MeshChoice:
+            phases = Phases(f"fxpipe {type(model).__name__}, mesh", ends=False)
+            return choose_mesh(model, example, loss_fn, options, wanted, device, phases)
+
+        found, choice = _mesh_for_all(chosen, process)
+        options = with_mesh(options, found)
+    if process is not None and request is not None:
+        process = process.with_ranks(options.ranks, options.replicas, lanes)
+
+    known: tuple[Device, ...] = ()
     if process is not None and costs == "analytic" and process.has_different_devices(device):
         from fxpipe.cost.describe import described_everywhere
 
-        devices = described_everywhere(device, process.gather)
+        known = described_everywhere(device, process.gather)
 
     def compiled_here() -> tuple[Compiled, Artifact | None]:
         check_call(model, example, loss_fn)
         given = model, example, loss_fn, options, device, Phases(f"fxpipe {type(model).__name__}")
-        training = compile_model(*given, devices)
+        compared = (None, ()) if choice is None else (choice.step, choice.tried)
+        training = compile_model(*given, known, *compared)
         return training, compile_evaluation(*given, training) if evaluation else None
 
     compiled: Compiled | None = None
@@ -478,6 +518,26 @@ def _compiled_for_all(
     process.first_is_ready()
     parts.send_artifacts(artifacts, process)
     return compiled, forward
+
+
+def _mesh_for_all(
+    choose: Callable[[], MeshChoice], process: Process | None
+) -> tuple[Mesh, MeshChoice | None]:
+    """The mesh that rank 0 chooses, and on it the whole choice."""
+    if process is not None and not process.leads:
+        process.wait_for_first()
+        return parts.received_mesh(process), None
+    try:
+        choice = choose()
+    except Exception as error:  # the model's own code may raise anything
+        if process is not None:
+            process.first_is_ready()
+            parts.send_error(in_short(error), process)
+        raise
+    if process is not None:
+        process.first_is_ready()
+        parts.send_mesh(choice.mesh, process)
+    return choice.mesh, choice
 
 
 def _received(process: Process) -> tuple[Artifact, Artifact | None]:

@@ -1,4 +1,4 @@
-"""The result of a compilation: run, train, save, simulate, draw."""
+"""The result of a compilation: run, train, save, simulate, draw, report."""
 
 from __future__ import annotations
 
@@ -536,10 +536,9 @@ class Pipeline:
             )
         self.check_alike()
         forward = None if self.evaluation is None else self.evaluation.artifact
-        draw = self.draw if self.graph is not None else None
-        save(
-            self.artifact, forward, self.model_state, self.step_number, files.as_path(path, "pipe.save"), draw
-        )
+        draw = self._write_views if self.graph is not None else None
+        directory = files.as_path(path, "pipe.save")
+        save(self.artifact, forward, self.model_state, self.step_number, directory, draw)
 
     def check(self) -> Certificate:
         """Check the programs of all ranks, as they are now, against the captured step (docs/certificate.md).
@@ -572,6 +571,33 @@ class Pipeline:
         directory = files.as_path(path, "pipe.draw")
         with files.writing(directory):
             return draw(self, directory, node_flops, expand, steps)
+
+    def report(self, path: str | Path) -> Path:
+        """Write everything known about the pipeline as one HTML file that needs no network; return the file.
+
+        It has the timeline of all ranks with what each waits for, memory by kind, the graph, stages, links
+        and candidates (docs/report.md).  A loaded pipeline's has the measured step beside the predicted one,
+        if one was recorded in its directory.
+        """
+        from fxpipe.viz.report.write import live_source, write_report
+
+        return write_report(live_source(self), Path(path))
+
+    def trace(self, path: str | Path) -> Path:
+        """Write the predicted step, and the recorded one if there is one, as a trace for Perfetto; return the
+        file."""
+        from fxpipe.viz.report.write import live_source
+        from fxpipe.viz.trace import write_trace
+
+        return write_trace(live_source(self), Path(path))
+
+    def _write_views(self, directory: Path) -> None:
+        """What ``save`` writes to be looked at: the pictures, and the graph for the report."""
+        from fxpipe.viz.report.graph_record import graph_record, write_graph
+
+        self.draw(directory)
+        assert self.graph is not None, "a pipeline without a graph has no views"
+        write_graph(graph_record(self.graph, self.sections, self.plan), directory)
 
 
 def _loss(result: StepResult) -> torch.Tensor:

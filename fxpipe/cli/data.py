@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import ast
-import inspect
-import os
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from importlib import import_module
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from fxpipe.cli.functions import python_function
 from fxpipe.errors import BatchError
 from fxpipe.plan.step import BatchSpec, Leaf
 from fxpipe.strict import Misfit, open_regular, shown
@@ -103,7 +100,8 @@ class LoaderData:
         loader, and if it gives nothing to take batches from."""
         self.once: int | None = None
         arguments = {} if replicas == 1 else {"replica": replica, "replicas": replicas}
-        loader: Any = _function(where, arguments)(**arguments)
+        returns = "an iterable of batches." + (" Each replica takes rows of its own." if arguments else "")
+        loader: Any = python_function(where, returns, BatchError, arguments)(**arguments)
         if not isinstance(loader, Iterable) or isinstance(loader, (str, bytes, Mapping, torch.Tensor)):
             raise BatchError(f"{where} gives a {type(loader).__name__}; it must give an iterable of batches.")
         self._loader: Iterable[Any] = loader
@@ -130,28 +128,6 @@ class LoaderData:
                 return batch
             self._batches = None
         raise BatchError(f"{self._where} gives no batches.")
-
-
-def _function(where: str, arguments: Mapping[str, int]) -> Callable[..., Any]:
-    """A function that is written in Python, and can be called with these arguments alone."""
-    module, _, name = where.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        found = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise BatchError(f"There is no function {where}: {error}.") from error
-    given = f"with the arguments {' and '.join(arguments)}" if arguments else "without arguments"
-    wanted = f"It must be a Python function, {given}, that returns an iterable of batches."
-    wanted += " Each replica takes rows of its own." if arguments else ""
-    if not callable(found) or inspect.isbuiltin(found):
-        raise BatchError(f"{where} is {shown(found)}. {wanted}")
-    try:
-        inspect.signature(found).bind(**arguments)
-    except (TypeError, ValueError) as error:
-        raise BatchError(f"{where} cannot be called {given}: {error}. {wanted}") from error
-    function: Callable[..., Any] = found
-    return function
 
 
 def data_from(

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from fxpipe.cli.arguments import memory, non_negative, positive, positive_int, share
-from fxpipe.cli.recorded import read_spans, recorded_costs
+from fxpipe.cli.recorded import recorded_costs
 from fxpipe.cost.known_devices import device_named
 from fxpipe.cost.plan_costs import costs_of
 from fxpipe.errors import FxpipeError
 from fxpipe.plan.files import read_plan
+from fxpipe.plan.recorded import read_spans
 from fxpipe.schedule.costs import Costs, StageCost, Update, chain
 from fxpipe.schedule.formats.costs_file import read_costs
 from fxpipe.schedule.ops import Schedule
@@ -183,8 +184,11 @@ def _from_directory(options: argparse.Namespace) -> CostSource:
     if (ranks, microbatches) == (plan.ranks, plan.step.microbatches):
         own = plan.ordered
     spans = None if options.device is not None else read_spans(options.costs, plan.ranks)
-    costs = costs_of(plan, device=options.device) if spans is None else recorded_costs(plan, spans)
-    costs = _with_update(options, ranks, _on_machines(options, costs))
+    if spans is None:
+        costs = costs_of(plan, device=options.device, ranks_per_machine=options.ranks_per_machine)
+    else:
+        costs = _on_machines(options, recorded_costs(plan, spans))
+    costs = _with_update(options, ranks, costs)
     note = f"{plan.model} in {options.costs}, {'planned' if spans is None else 'recorded'} times"
     if options.device is not None:
         note += f" on {device_named(options.device).name}"

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from math import inf
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import nn
 
-from fxpipe.compiler.cut import Cut, Stages
-from fxpipe.compiler.cut import cut as cut_at_level
+from fxpipe.compiler.cut import Cut, Cuts, Stages
 from fxpipe.compiler.options import Candidates, Options
 from fxpipe.compiler.progress import Phases
 from fxpipe.compiler.tensor_ownership import (
@@ -23,118 +22,269 @@ from fxpipe.compiler.tensor_ownership import (
     weight_bytes,
     with_replicas,
 )
-from fxpipe.cost.analytic import SecondsOfRanks, seconds_on, section_costs
+from fxpipe.cost.analytic import SecondsOfRanks, seconds_on, section_costs, work_for_any_size
 from fxpipe.cost.cluster import Cluster
 from fxpipe.cost.exchange import exchanges
 from fxpipe.cost.profile import Known, measured_seconds
-from fxpipe.cost.update import update_costs
-from fxpipe.errors import LimitError
+from fxpipe.cost.update import Trained, update_costs
+from fxpipe.errors import LimitError, ScheduleError
 from fxpipe.ir.liveness import Liveness, liveness
 from fxpipe.passes.recompute import Level
 from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.candidate import SearchResult
-from fxpipe.schedule.costs import Link
+from fxpipe.schedule.costs import Costs, Link
 from fxpipe.schedule.memory_text import MemoryText
+from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.problem import Problem, per_rank
 from fxpipe.schedule.search.fastest import fastest
 from fxpipe.units import units_of
 
+_T = TypeVar("_T")
 
-def choose(
-    options: Options,
-    stages: Sequence[Stages],
-    tried: Candidates,
-    model: nn.Module,
-    cluster: Cluster,
-    device: torch.device,
-    known: Known,
-    bandwidth: float,
-    phase: Phases,
-) -> tuple[Cut, Liveness, SearchResult]:
-    """The cut with the shortest simulated step, its liveness on its ranks, and its schedule.
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A cut on its ranks, with its costs and bytes in one replica.
+
+    ``ranks``: of each stage.  ``weights``: of each rank, of its parameters, gradients and buffers.
+    ``gradients``: by stage, of those that it makes and of their parameters.  ``trained``: the parameters that
+    each rank updates.
+    """
+
+    cut: Cut
+    live: Liveness
+    shape: str
+    ranks: tuple[int, ...]
+    costs: Costs
+    weights: tuple[int, ...]
+    gradients: Mapping[int, tuple[int, int]]
+    trained: tuple[tuple[Trained, ...], ...]
+
+
+class Costing:
+    """The cuts of a step at each level of recomputation on their ranks, each with its costs, made once.
 
     device, known: where sections are timed, and with which tensors, if the costs are measured.
     bandwidth: bytes a second to the offload store, one way.
-    Raises ScheduleError where no schedule keeps the memory limit.
     """
-    first, *levels = tried.levels
-    cuts: dict[tuple[int, str, int, str], tuple[Cut, Liveness]] = {}  # by the problem's setting
-    bounds: dict[Stages, float] = {}  # seconds, at the first level
-    too_heavy: list[LimitError] = []
-    units = units_of(options.limit_text)
 
-    def at_level(of: Stages, level: Level | None) -> Iterator[Problem]:
-        cut = cut_at_level(of, level, phase)
+    def __init__(
+        self,
+        options: Options,
+        tried: Candidates,
+        cuts: Cuts,
+        model: nn.Module,
+        cluster: Cluster,
+        device: torch.device,
+        known: Known,
+        bandwidth: float,
+        phase: Phases,
+        sizes: Mapping[str, int] | None = None,
+    ) -> None:
+        """sizes: other lengths than the example's, of a step whose dimensions have names."""
+        self._options, self.tried, self._cuts = options, tried, cuts
+        self._model, self._cluster = model, cluster
+        self._device, self._known, self._bandwidth = device, known, bandwidth
+        self.phase, self._sizes = phase, sizes
+        self._placed: dict[tuple[Stages, Level | None], list[Placed]] = {}
+
+    def __call__(self, of: Stages, level: Level | None) -> list[Placed]:
+        if (of, level) not in self._placed:
+            self._placed[of, level] = list(self._all(of, self._cuts.cut(of, level, self.phase)))
+        return self._placed[of, level]
+
+    def _all(self, of: Stages, cut: Cut) -> Iterator[Placed]:
+        options, cluster, model = self._options, self._cluster, self._model
         if options.costs == "measured":
             overhead = cluster.first.stage_overhead
-            measured = measured_seconds(cut.sections, device, overhead, known, options.backend)
+            measured = measured_seconds(cut.sections, self._device, overhead, self._known, options.backend)
             seconds: SecondsOfRanks = (measured,) * options.ranks
         else:
             seconds = seconds_on(cluster, cut.graph)
         for name in of.options.placements:
-            rank_of_stage = tried.placements[of.options.stages][name]
+            ranks = self.tried.placements[of.options.stages][name]
             if cut.vocabulary is not None:
-                rank_of_stage = cut.vocabulary.placement(rank_of_stage)
-            held = tensor_ownership(model, cut.sections, rank_of_stage, options.ranks)
-            trained = trained_parameters(model, held, options.grad_dtype)
-            divided = options.replicas if options.shard else 1
-            sizes = {}
-            if options.replicas > 1:
-                sizes = gradient_bytes(model, held, cut.sections, options.grad_dtype)
-            limits, text = None, MemoryText(units)
-            if options.memory_limit is not None:
-                try:
-                    weights = weight_bytes(model, held, options.grad_dtype)
-                    if options.replicas > 1:
-                        asked = options.replicas, options.shard, options.per_use
-                        weights = with_replicas(weights, sizes, rank_of_stage, *asked)
-                    results = result_bytes(cut.graph, rank_of_stage, options.ranks, options.microbatches)
-                    both = [a + b for a, b in zip(weights, results, strict=True)]
-                    if options.validation == "post":
-                        both = [a + b for a, b in zip(both, copy_bytes(trained, divided), strict=True)]
-                    limits = activation_budget(options.memory_limit, both, units)
-                    text = MemoryText(units, tuple(both))
-                except LimitError as error:
-                    too_heavy.append(error)
-                    continue
-            live = liveness(cut.graph, cut.sections, cut.edges, rank_of_stage)
-            costs = section_costs(live, seconds, cluster, rank_of_stage, options.ranks_per_machine)
-            costs = replace(costs, update=update_costs(cluster, trained, divided))
-            if options.replicas > 1:
-                mesh = options.replicas, options.shard or "", options.per_use, options.ranks_per_machine
-                costs = replace(costs, exchanges=exchanges(cluster, rank_of_stage, sizes, *mesh))
-            if options.offload.share is not None:
-                costs = replace(costs, link=Link(1 / bandwidth, options.offload.ranks_per_link))
-            problem = Problem(
-                options.ranks,
-                options.microbatches,
-                cut.stages // options.ranks,
+                ranks = cut.vocabulary.placement(ranks)
+            held = tensor_ownership(model, cut.sections, ranks, options.ranks)
+            live = liveness(cut.graph, cut.sections, cut.edges, ranks)
+            costs = section_costs(live, seconds, cluster, ranks, options.ranks_per_machine)
+            if self._sizes is not None and cut.resized is not None:
+                work = work_for_any_size(live, cut.graph, cut.resized, cluster, ranks)
+                costs = work.costs(costs, self._sizes)
+            yield Placed(
+                cut,
+                live,
                 name,
+                ranks,
                 costs,
-                per_rank(limits, options.ranks),
-                cut.vocabulary,
-                offload=options.offload.share,
-                recompute=cut.recompute or "",
-                text=text,
-                objective="period" if options.validation == "post" else "makespan",
+                weight_bytes(model, held, options.grad_dtype),
+                gradient_bytes(model, held, cut.sections, options.grad_dtype),
+                trained_parameters(model, held, options.grad_dtype),
             )
-            if level == first:
-                if options.validation == "post":
-                    bound = problem.work
-                else:
-                    bound = lower_bound(costs, rank_of_stage, options.microbatches)
-                bounds[of] = min(bound, bounds.get(of, inf))
-            cuts[problem.setting] = cut, live
-            yield problem
+
+    def problem(self, placed: Placed, options: Options) -> Problem:
+        """What a schedule has to do; ``options`` say how many replicas there are, and what they divide.
+
+        Raises LimitError where the memory limit leaves nothing for activations.
+        """
+        units = units_of(options.limit_text)
+        limits, text = None, MemoryText(units)
+        if options.memory_limit is not None:
+            held = held_bytes(placed, options)
+            limits, text = activation_budget(options.memory_limit, held, units), MemoryText(units, held)
+        cut, costs, divided = placed.cut, placed.costs, options.replicas if options.shard else 1
+        if options.gradients:
+            costs = replace(costs, update=update_costs(self._cluster, placed.trained, divided))
+        if options.replicas > 1:
+            asked = options.replicas, options.shard or "", options.per_use, options.ranks_per_machine
+            found = exchanges(self._cluster, placed.ranks, placed.gradients, *asked)
+            costs = replace(costs, exchanges=found)
+        if options.offload.share is not None:
+            costs = replace(costs, link=Link(1 / self._bandwidth, options.offload.ranks_per_link))
+        return Problem(
+            options.ranks,
+            options.microbatches,
+            cut.stages // options.ranks,
+            placed.shape,
+            costs,
+            per_rank(limits, options.ranks),
+            cut.vocabulary,
+            offload=options.offload.share,
+            recompute=cut.recompute or "",
+            text=text,
+            objective="period" if options.validation == "post" else "makespan",
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Chosen:
+    """A cut on its ranks, its schedule, and the bytes that each rank always holds beside activations."""
+
+    placed: Placed
+    found: SearchResult
+    held: tuple[int, ...]
+
+    @property
+    def memory(self) -> float:
+        """Bytes of the rank that needs the most."""
+        return max(a + b for a, b in zip(self.held, self.found.timeline.peak_memory, strict=True))
+
+
+def held_bytes(placed: Placed, options: Options) -> tuple[int, ...]:
+    """Per rank the bytes of its parameters, gradients, buffers, outputs, the optimizer's state, and with
+    post-validation what undoes an update."""
+    weights, divided = placed.weights, options.replicas if options.shard else 1
+    if options.replicas > 1:
+        asked = options.replicas, options.shard, options.per_use
+        weights = with_replicas(weights, placed.gradients, placed.ranks, *asked)
+    results = result_bytes(placed.cut.graph, placed.ranks, options.ranks, options.microbatches)
+    elements = (sum(one.elements for one in own) for own in placed.trained)
+    states = [int(options.optimizer_bytes * own / divided) for own in elements]
+    kept = [weights, results, states]
+    if options.validation == "post":
+        kept.append(copy_bytes(placed.trained, divided))
+    return tuple(map(sum, zip(*kept, strict=True)))
+
+
+def choose(options: Options, stages: Sequence[Stages], costing: Costing) -> Chosen:
+    """The cut with the shortest simulated step on its ranks, and its schedule.
+
+    Raises ScheduleError where no schedule keeps the memory limit.
+    """
+    first, *levels = costing.tried.levels
+    made: dict[tuple[int, str, int, str], Placed] = {}  # by the problem's setting
+    bounds: dict[Stages, float] = {}  # seconds, at the first level
+    too_heavy: list[LimitError] = []
+
+    def at_level(of: Stages, level: Level | None) -> list[Problem]:
+        found, errors = _problems(options, of, costing, level)
+        made.update((problem.setting, placed) for placed, problem in found)
+        too_heavy.extend(errors)
+        if level == first and found:
+            bounds[of] = _bound(found)
+        return [problem for _, problem in found]
 
     def recomputing(beat: float) -> list[Problem]:
         """The other levels, of stages that can be as fast: recomputation adds to the work of each."""
         able = [of for of, bound in bounds.items() if bound <= beat]
-        phase.expect(2 + 2 * len(able) * len(levels))
+        costing.phase.expect(2 + 2 * len(able) * len(levels))
         return [problem for of in able for level in levels for problem in at_level(of, level)]
 
     without = [problem for of in stages for problem in at_level(of, first)]
     if not without:
         raise min(too_heavy, key=lambda error: error.smallest)
-    found = fastest(options.schedule, without, effort=options.effort, more=recomputing if levels else None)
-    return *cuts[found.problem.setting], found
+    more = recomputing if levels else None
+    found = fastest(options.schedule, without, effort=options.effort, more=more)
+    placed = made[found.problem.setting]
+    return Chosen(placed, found, held_bytes(placed, options))
+
+
+def with_uses(options: Options, choose: Callable[[Options], _T]) -> tuple[Options, _T]:
+    """What ``choose`` gives.  Parameters that replicas divide are gathered once a step if that keeps the
+    limit, else for each use; the options say which."""
+    try:
+        return options, choose(options)
+    except ScheduleError:
+        if options.shard != "parameters" or options.memory_limit is None or options.replicas == 1:
+            raise
+        options = replace(options, per_use=True)
+        return options, choose(options)
+
+
+def choose_below(options: Options, stages: Sequence[Stages], costing: Costing, beat: float) -> Chosen | float:
+    """``choose``, or seconds that no schedule beats, where these are not below ``beat``.
+
+    Raises LimitError where not one microbatch fits, and ScheduleError as ``choose``.
+    """
+    if isinstance(options.schedule, Schedule):
+        return choose(options, stages, costing)
+    first, *levels = costing.tried.levels
+    found, too_heavy = list[tuple[Placed, Problem]](), list[LimitError]()
+    bounds = []  # of cuts that are as slow without a limit; recomputation adds to their work
+    for of in stages:
+        own, errors = _problems(options, of, costing, first)
+        too_heavy += errors
+        if own and levels and _bound(own) >= beat:
+            bounds.append(_bound(own))
+            continue
+        found += own
+        for level in levels:
+            found += _problems(options, of, costing, level)[0]
+    able: dict[Problem, Placed] = {}
+    for placed, problem in found:
+        least = problem.arrays.smallest_limits
+        if not problem.is_extended and any(a > b for a, b in zip(least, problem.limits, strict=True)):
+            need = max(map(sum, zip(held_bytes(placed, options), least, strict=True)))
+            too_heavy.append(LimitError("One microbatch needs more than the memory limit.", need))
+        elif problem.step_bound >= beat:
+            bounds.append(problem.step_bound)
+        else:
+            able[problem] = placed
+    if not able and not bounds:
+        raise min(too_heavy, key=lambda error: error.smallest)
+    if not able:
+        return min(bounds)
+    best = fastest(options.schedule, [*able], effort=options.effort)
+    placed = next(placed for problem, placed in able.items() if problem.setting == best.problem.setting)
+    return Chosen(placed, best, held_bytes(placed, options))
+
+
+def _bound(found: Sequence[tuple[Placed, Problem]]) -> float:
+    """Seconds that no schedule beats, whatever memory it has."""
+    return min(
+        p.work if p.objective == "period" else lower_bound(p.costs, placed.ranks, p.microbatches)
+        for placed, p in found
+    )
+
+
+def _problems(
+    options: Options, stages: Stages, costing: Costing, level: Level | None
+) -> tuple[list[tuple[Placed, Problem]], list[LimitError]]:
+    """The problems of a cut on all placements, and the reasons that others cannot keep the limit."""
+    found, too_heavy = [], []
+    for placed in costing(stages, level):
+        try:
+            found.append((placed, costing.problem(placed, options)))
+        except LimitError as error:
+            too_heavy.append(error)
+    return found, too_heavy

@@ -29,8 +29,8 @@ from fxpipe.codegen.program import program_source
 from fxpipe.codegen.rank_plan import RankPlan
 from fxpipe.compiler.buckets import bucket_uses
 from fxpipe.compiler.certify import captured_as_data, certified
-from fxpipe.compiler.choose import choose
-from fxpipe.compiler.cut import Cut, Stages, finished, split, stages_of
+from fxpipe.compiler.choose import Costing, choose, with_uses
+from fxpipe.compiler.cut import Cut, Cuts, Stages, finished, split, stages_of
 from fxpipe.compiler.cut import cut as cut_at_level
 from fxpipe.compiler.make_plan import make_plan, with_tensors_of
 from fxpipe.compiler.options import Candidates, Offload, Options, candidates, check_lanes
@@ -48,9 +48,11 @@ from fxpipe.garbage import collector_paused
 from fxpipe.ir.casts import parameter_of
 from fxpipe.ir.graph import Kind, Section
 from fxpipe.ir.liveness import Liveness, liveness
+from fxpipe.ir.resized import ResizedTraces
 from fxpipe.ir.sections import compiles, is_compiled, requested_outputs
 from fxpipe.ir.storage import call_nodes, graph_outputs, node_bytes
 from fxpipe.plan.artifact import Artifact, Plan
+from fxpipe.plan.meshes import Mesh, TriedMesh
 from fxpipe.runtime.program.offload import aligned
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.lowering.deadlock import prove
@@ -78,6 +80,40 @@ class Compiled:
     sections: tuple[Section, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class CapturedStep:
+    """One graph of the training step, and its traces at other sizes, if its dimensions have names."""
+
+    captured: Captured
+    resized: ResizedTraces | None
+
+
+def capture_step(
+    model: nn.Module,
+    example: Any,
+    loss_fn: Callable[..., Any] | None,
+    options: Options,
+    device: torch.device,
+    phase: Phases,
+) -> CapturedStep:
+    """The step for any number of ranks and replicas; the gradient of its loss is 1 / microbatches."""
+    check_names(model)
+
+    def traced(example: Any) -> Captured:
+        return _traced(model, example, loss_fn, options, device)
+
+    phase.expect(1)
+    with phase("capture"):
+        lengths = None if options.dimensions is None else named_lengths(example, options.dimensions)
+        captured = capture_lanes(model, lambda: traced(example))
+        check_lanes(options, captured.lanes)
+        warn_of_float16(captured.graph)
+        resized = None
+        if lengths is not None:
+            resized = sample(captured.graph, example, lengths, lambda resized: traced(resized).graph)
+    return CapturedStep(captured, resized)
+
+
 @collector_paused()
 def compile_model(
     model: nn.Module,
@@ -87,53 +123,52 @@ def compile_model(
     device: torch.device,
     phase: Phases,
     devices: Sequence[Device] = (),
+    step: CapturedStep | None = None,
+    meshes: tuple[TriedMesh, ...] = (),
 ) -> Compiled:
-    """devices: of the ranks, if they differ and the user names none."""
-    check_names(model)
+    """devices: of the ranks, if they differ and the user names none.  step: if it is captured already.
+    meshes: those that were compared.
+    """
     tried = candidates(options)
     ways = len(tried.barriers)
-    phase.expect(3 + ways + 4 * len(tried.placements) * ways)
+    phase.expect(2 + ways + 4 * len(tried.placements) * ways)
+    step = step or capture_step(model, example, loss_fn, options, device, phase)
+    captured, resized = step.captured, step.resized
+    if options.replicas > 1:
+        check_state_of_replicas(model, captured.graph)
 
-    def traced(example: Any) -> Captured:
-        return _traced(model, example, loss_fn, options, device)
-
-    # One graph of the training step, and its traces at other sizes.
-    with phase("capture"):
-        lengths = None if options.dimensions is None else named_lengths(example, options.dimensions)
-        captured = capture_lanes(model, lambda: traced(example))
-        check_lanes(options, captured.lanes)
-        warn_of_float16(captured.graph)
-        if options.replicas > 1:
-            check_state_of_replicas(model, captured.graph)
-        resized = None
-        if lengths is not None:
-            resized = sample(captured.graph, example, lengths, lambda resized: traced(resized).graph)
-
-    cluster = _cluster(options, device, devices, captured.graph)
+    cluster = cluster_of(options, device, devices, captured.graph)
     # Cut into stages, once for each number of them and of barriers (compiler/passes.py has all rewrites).
-    stages = _stages(Step(captured.graph, resized), tried, options, cluster, phase)
+    cuts = Cuts()
+    stages = all_stages(Step(captured.graph, resized), tried, options, cluster, cuts, phase)
     phase.expect(3 + 2 * len(stages))
 
     with phase("schedule"):
         # Rewritten and extracted with each level of recomputation that may be the fastest; the candidate and
         # the schedule with the shortest simulated step.
-        bandwidth = _bandwidth(options, cluster, device)
         known = known_tensors(model, example, captured.constants)
-        given = stages, tried, model, cluster, device, known, bandwidth, phase
-        try:
-            cut, live, found = choose(options, *given)
-        except ScheduleError:
-            if options.shard != "parameters" or options.memory_limit is None:
-                raise
-            options = replace(options, per_use=True)
-            cut, live, found = choose(options, *given)
+        bandwidth = offload_bandwidth(options, cluster, device)
+        costing = Costing(options, tried, cuts, model, cluster, device, known, bandwidth, phase)
+        options, chosen = with_uses(options, lambda own: choose(own, stages, costing))
+        cut, live, found = chosen.placed.cut, chosen.placed.live, chosen.found
         work = None
         if cut.resized is not None:
             work = work_for_any_size(live, cut.graph, cut.resized, cluster, found.schedule.placement)
 
     def completed(plan: Plan) -> Plan:
         measured = ", sections measured" if options.costs == "measured" else ""
-        plan = replace(plan, work=work, tried=found.tried, device=cluster.name + measured)
+        own = Mesh(options.ranks, options.replicas, options.microbatches, options.shard or "")
+        now = TriedMesh(
+            own,
+            found.seconds,
+            chosen.memory,
+            found.schedule.name,
+            found.problem.stages_per_rank,
+            cut.recompute or "",
+        )
+        compared = tuple(now if each.mesh == own else each for each in meshes)
+        device = cluster.name + measured
+        plan = replace(plan, work=work, tried=found.tried, meshes=compared, device=device)
         if options.memory_limit is None:
             return plan
         return replace(plan, memory_limit=options.limit_text, limits=found.problem.limits)
@@ -300,7 +335,7 @@ def _in_eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _cluster(options: Options, device: torch.device, devices: Sequence[Device], graph: fx.Graph) -> Cluster:
+def cluster_of(options: Options, device: torch.device, devices: Sequence[Device], graph: fx.Graph) -> Cluster:
     """The devices that the costs are of."""
     if isinstance(options.costs, tuple):
         return Cluster(tuple(map(device_named, options.costs)))
@@ -309,11 +344,14 @@ def _cluster(options: Options, device: torch.device, devices: Sequence[Device], 
     return Cluster((describe(options.costs, device, graph),) * options.ranks)
 
 
-def _stages(
-    captured: Step, tried: Candidates, options: Options, cluster: Cluster, phase: Phases
+def all_stages(
+    captured: Step, tried: Candidates, options: Options, cluster: Cluster, made: Cuts, phase: Phases
 ) -> list[Stages]:
     """The step cut into stages, for each number of them and of barriers, and where ranks have different
-    devices for each placement."""
+    devices for each placement.
+
+    made: the cuts of the step so far.
+    """
     cuts: list[Stages] = []
     ways = tried.barriers
     measured = options.costs == "measured"
@@ -343,8 +381,8 @@ def _stages(
             try:
                 if barriers not in steps:
                     with phase("vocabulary"):
-                        steps[barriers] = split(captured, asked)
-                found.append(stages_of(steps[barriers], asked, phase))
+                        steps[barriers] = made.split(captured, asked)
+                found.append(made.stages_of(steps[barriers], asked, phase))
             except PartitionError:
                 if barriers is not None and options.vocab_parallel == AUTO:
                     ways = tuple(way for way in ways if way != barriers)  # nor does it fit more stages
@@ -384,7 +422,7 @@ def _collectives(cut: Cut, schedule: Schedule) -> tuple[Collective, ...]:
     return collectives(cut.edges, schedule.placement, shards)
 
 
-def _bandwidth(options: Options, cluster: Cluster, device: torch.device) -> float:
+def offload_bandwidth(options: Options, cluster: Cluster, device: torch.device) -> float:
     """Bytes a second, one way, to the offload store."""
     offload = options.offload
     if offload.bandwidth is not None:

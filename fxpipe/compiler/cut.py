@@ -11,6 +11,7 @@ from torch import fx
 from fxpipe.compiler.passes import PASSES, CutOptions, Offloaded, Step, run_passes
 from fxpipe.compiler.progress import Phases
 from fxpipe.cost.nodes import CHEAPER_IN_PLACE
+from fxpipe.errors import PartitionError
 from fxpipe.ir.compat import copy_node
 from fxpipe.ir.graph import Section
 from fxpipe.ir.resized import ResizedTraces
@@ -95,6 +96,43 @@ def cut(stages: Stages, level: Level | None, phase: Phases) -> Cut:
         sections = extract(own.graph)
         found = edges_between(sections)
     return Cut(options, own.vocabulary, own.graph, sections, found, own.resized, before_chosen)
+
+
+class Cuts:
+    """The cuts of one captured step, each made once for all numbers of ranks: a cut into stages does not
+    depend on the ranks that have them, unless vocabulary layers are split over these."""
+
+    def __init__(self) -> None:
+        self._split: Step | None = None
+        self._stages: dict[tuple[object, ...], Stages | PartitionError] = {}
+        self._cuts: dict[tuple[Step, Level | None], Cut] = {}
+
+    def split(self, step: Step, options: CutOptions) -> Step:
+        """``split``, of the same step."""
+        if options.barriers is not None:
+            return split(step, options)
+        self._split = self._split or split(step, options)
+        return self._split
+
+    def stages_of(self, step: Step, options: CutOptions, phase: Phases) -> Stages:
+        """``stages_of``, of a result of ``split``."""
+        key = step, options.stages, options.slowness
+        if key not in self._stages:
+            try:
+                self._stages[key] = stages_of(step, options, phase)
+            except PartitionError as error:
+                self._stages[key] = error
+        found = self._stages[key]
+        if isinstance(found, PartitionError):
+            raise found
+        return Stages(found.step, options)
+
+    def cut(self, stages: Stages, level: Level | None, phase: Phases) -> Cut:
+        """``cut``, of a result of ``stages_of``."""
+        key = stages.step, level
+        if key not in self._cuts:
+            self._cuts[key] = cut(stages, level, phase)
+        return replace(self._cuts[key], options=replace(stages.options, recompute=level))
 
 
 def _is_costed(graph: fx.Graph) -> bool:

@@ -73,6 +73,7 @@ class Options:
     seed: int
     replicas: int = 1
     shard: Shard | None = None
+    optimizer_bytes: float = 0.0  # of an optimizer's state, for each element of a trained parameter
     per_use: bool = False  # of parameters that replicas divide: gathered for single ops, to keep the limit
     vocab_parallel: str | bool = False
     gradients: bool = True
@@ -139,6 +140,12 @@ def check(options: Options) -> None:
         )
     if options.validation == "post" and not options.gradients:
         raise OptionError("Without gradients nothing is updated: leave out validation.")
+    state = options.optimizer_bytes
+    if not (isinstance(state, int | float) and 0 <= state < inf):
+        raise OptionError(
+            f"optimizer_bytes is {state!r} and must be what the optimizer keeps for each element of a "
+            "parameter, in bytes: 8 for AdamW in float32."
+        )
     if type(options.seed) is not int or not -(2**63) <= options.seed < 2**63:
         raise OptionError(f"seed is {options.seed!r} and must be a whole number of 64 bits.")
     effort = options.effort

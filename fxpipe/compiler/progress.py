@@ -17,7 +17,9 @@ class Phases:
     """``with phases("capture"): …`` moves a bar through named phases; ``seconds`` keeps their times, without
     those of the phases within them."""
 
-    def __init__(self, title: str):
+    def __init__(self, title: str, *, ends: bool = True):
+        """ends: with the last phase that is expected; else ``finish`` is called."""
+        self._ends = ends
         console = Console(stderr=True)
         self._bar = Progress(
             TextColumn("{task.fields[title]}", markup=False), BarColumn(), TextColumn("{task.description}"),
@@ -46,6 +48,12 @@ class Phases:
         self.seconds[phase] += taken - self._nested
         self._nested = outer + taken
         self._bar.advance(self._task)
-        if self._bar.finished:
-            self._bar.update(self._task, description=f"compiled in {sum(self.seconds.values()):.1f} s")
-            self._bar.stop()
+        if self._ends and self._bar.finished:
+            self.finish("compiled")
+
+    def finish(self, what: str) -> None:
+        """All phases are over, also where more were expected."""
+        done = self._bar.tasks[self._task].completed
+        taken = f"{what} in {sum(self.seconds.values()):.1f} s"
+        self._bar.update(self._task, total=done, description=taken)
+        self._bar.stop()

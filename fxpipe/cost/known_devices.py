@@ -69,13 +69,26 @@ def device_named(name: str) -> Device:
 
     Raises ScheduleError, listing the known ones, for another name.
     """
+    return _described(_known_sheet(name))
+
+
+def _known_sheet(name: str) -> DataSheet:
     sheet = _sheet_named(name)
     if sheet is None:
         known = device_names()
         raise ScheduleError(
             f"No device is called {name!r}.{suggested(name, known)} Known: {', '.join(known)}."
         )
-    return _described(sheet)
+    return sheet
+
+
+def peak_rate(name: str, arithmetic: str) -> float:
+    """FLOPs a second on the data sheet of a device; an arithmetic that it lacks counts as float32.
+
+    Raises ScheduleError as ``device_named`` does.
+    """
+    peak = _known_sheet(name).peak
+    return peak.get(arithmetic, peak["float32"])
 
 
 def is_device_name(name: str) -> bool:

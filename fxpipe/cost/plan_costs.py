@@ -6,24 +6,36 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from fxpipe.cost.analytic import rates_of
+from fxpipe.cost.cluster import Cluster
 from fxpipe.cost.device import Device
+from fxpipe.cost.exchange import exchanges
 from fxpipe.cost.known_devices import device_named
 from fxpipe.cost.update import update_on
 from fxpipe.errors import SizeError
 from fxpipe.plan.artifact import Plan
+from fxpipe.plan.tensors import dtype_of
 from fxpipe.plan.work import Expressions, PlanWork, Work
-from fxpipe.schedule.costs import Costs, Link
+from fxpipe.schedule.costs import Costs, Exchange, Link
 
 
-def costs_of(plan: Plan, sizes: Mapping[str, int] | None = None, device: str | None = None) -> Costs:
+def costs_of(
+    plan: Plan,
+    sizes: Mapping[str, int] | None = None,
+    device: str | None = None,
+    ranks_per_machine: int | None = None,
+) -> Costs:
     """The plan's costs; with ``sizes`` at these lengths, with ``device`` the analytic costs on it.
 
+    ranks_per_machine: of the device's machines; by default those of the plan.
     Raises SizeError for lengths that the plan does not know, and if it knows none but the example's;
     ScheduleError for an unknown device.
     """
     costs = plan.costs
+    if ranks_per_machine is not None:
+        costs = replace(costs, ranks_per_machine=ranks_per_machine)
     if device is not None:
         hardware = device_named(device)
+        costs = replace(costs, exchanges=_exchanges_on(plan, hardware, costs.ranks_per_machine))
         if costs.link is not None:
             costs = replace(costs, link=Link(1 / hardware.offload_bandwidth, costs.link.ranks))
         work = known_work(plan.work)
@@ -32,6 +44,26 @@ def costs_of(plan: Plan, sizes: Mapping[str, int] | None = None, device: str | N
         costs = replace(costs, update=update_on(costs.update, rates, hardware))
         return work_on(work, hardware).analytic(costs, sizes or {})
     return costs if sizes is None else known_work(plan.work).costs(costs, sizes)
+
+
+def _exchanges_on(plan: Plan, device: Device, ranks_per_machine: int | None) -> tuple[Exchange, ...]:
+    """What the replicas of a plan exchange, in the time of the links between such devices."""
+    if not plan.costs.exchanges:
+        return ()
+    sizes: dict[int, tuple[float, float]] = {}
+    for stage in plan.stages:
+        trained = set(plan.tensors[stage.rank].gradients)
+        held = [plan.layouts[name] for name in stage.parameters if name in trained]
+        gradients = sum(
+            layout.elements * plan.gradient_dtype(dtype_of(layout.dtype)).itemsize for layout in held
+        )
+        sizes[stage.stage] = (
+            gradients,
+            sum(layout.elements * dtype_of(layout.dtype).itemsize for layout in held),
+        )
+    per_use = any(exchange.per_use for exchange in plan.costs.exchanges)
+    cluster = Cluster((device,) * plan.ranks)
+    return exchanges(cluster, plan.placement, sizes, plan.replicas, plan.shard, per_use, ranks_per_machine)
 
 
 def known_work(work: PlanWork | None) -> PlanWork:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import Annotated
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from fxpipe.errors import ArtifactError
 from fxpipe.plan.check import check_plan
 from fxpipe.plan.lanes import NO_LANES, LanePlan
+from fxpipe.plan.meshes import TriedMesh
 from fxpipe.plan.number import number
 from fxpipe.plan.step import MOST_RANKS, Shard, StepSpec, Tier
 from fxpipe.plan.tensors import Dtype, GradDtype, Shape, Size, dtype_of, gradient_dtype, is_dense
@@ -108,6 +110,10 @@ class TensorLayout:
         dense = tensor if is_dense(tensor) else torch.empty(tensor.shape, device="meta")
         return TensorLayout(tuple(tensor.shape), dense.stride(), str(tensor.dtype))
 
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
     def empty(self, device: torch.device) -> torch.Tensor:
         """A tensor of this layout without values."""
         return torch.empty_strided(self.shape, self.stride, dtype=dtype_of(self.dtype), device=device)
@@ -138,9 +144,9 @@ class Plan:
     ``run_local`` runs them; other numbers can run the programs.  ``shard``: what replicas divide between
     them.  ``grad_dtype``: the dtype of gradients, as text; empty for that of each parameter.  ``lanes``:
     where the model has DTensors; then ``layouts`` are those of one lane.  ``validation``: the schedule was
-    made for steps with it.  ``own_hooks``: the functions of hooks that the forward registers by itself.
-    ``memory_limit``: as it was given, empty for none; ``limits``: what it leaves to the activations of each
-    rank.
+    made for steps with it.  ``meshes``: those that were compared to choose ranks and replicas.
+    ``own_hooks``: the functions of hooks that the forward registers by itself.  ``memory_limit``: as it was
+    given, empty for none; ``limits``: what it leaves to the activations of each rank.
     """
 
     format: int
@@ -171,6 +177,7 @@ class Plan:
     shard: Shard = ""
     lanes: LanePlan = NO_LANES
     validation: Validation = "barrier"
+    meshes: Annotated[tuple[TriedMesh, ...], entries(0, MOST_TRIED)] = ()
     own_hooks: tuple[str, ...] = ()
     memory_limit: str = ""
     limits: Annotated[tuple[NonNegative, ...], entries(0, MOST_RANKS)] = ()

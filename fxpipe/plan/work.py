@@ -46,14 +46,14 @@ Rate = Annotated[float, at_least(1)]
 Length = Annotated[int, between(1, MOST_LENGTH)]
 
 
-def _at(terms: Terms, lengths: Sequence[Any]) -> Any:
+def value_at(terms: Terms, lengths: Sequence[Any]) -> Any:
     """The polynomial's value for lengths that are fractions or symbols; exact."""
     values = (n * prod(x**k for x, k in zip(lengths, powers, strict=True)) / d for n, d, *powers in terms)
     return sum(values, start=0 * lengths[0])
 
 
 def _held(work: StageWork, lengths: Sequence[Any]) -> dict[str, float]:
-    return {name: float(_at(getattr(work, name), lengths)) for name in StageBytes._fields}
+    return {name: float(value_at(getattr(work, name), lengths)) for name in StageBytes._fields}
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Work:
 
 def _bounds(op: Work, lengths: Sequence[Any], rates: Rates) -> tuple[Any, Any, float]:
     """The lower bounds of the roofline in ``cost.device``."""
-    computing, moving = _at(op.flops, lengths) / op.rate, _at(op.bytes, lengths) / rates.memory
+    computing, moving = value_at(op.flops, lengths) / op.rate, value_at(op.bytes, lengths) / rates.memory
     return computing, moving, rates.launch
 
 
@@ -139,7 +139,7 @@ class PlanWork:
 
         Raises SizeError as ``costs`` does.
         """
-        lengths = [Fraction(n) for n in self._checked(sizes).values()]
+        lengths = [Fraction(n) for n in lengths_at(self.lengths, sizes).values()]
         stages = []
         for stage, (cost, work) in enumerate(zip(costs.stages, self.stages, strict=True)):
             found = self.stage(stage, lengths, max)
@@ -153,7 +153,9 @@ class PlanWork:
 
         Raises SizeError for an unknown name and for a length below one.
         """
-        old, new = ([Fraction(n) for n in x.values()] for x in (self.lengths, self._checked(sizes)))
+        old, new = (
+            [Fraction(n) for n in x.values()] for x in (self.lengths, lengths_at(self.lengths, sizes))
+        )
         stages = []
         for stage, (cost, work) in enumerate(zip(costs.stages, self.stages, strict=True)):
             before, after = (self.stage(stage, lengths, max) for lengths in (old, new))
@@ -168,7 +170,7 @@ class PlanWork:
     def _edges(self, costs: Costs, lengths: Sequence[Fraction]) -> tuple[Edge, ...]:
         found = []
         for edge, terms in zip(costs.edges, self.edges, strict=True):
-            moved = float(_at(terms, lengths))
+            moved = float(value_at(terms, lengths))
             ends = [self.rates_of(end.stage).with_message(edge, moved) for end in (edge.source, edge.target)]
             inter = [end.inter_seconds for end in ends if end.inter_seconds is not None]
             slower = max(end.seconds for end in ends)
@@ -191,21 +193,24 @@ class PlanWork:
             seconds(work.forward),
             seconds(work.backward),
             seconds(work.weight),
-            _at(work.saved_activations, lengths),
-            _at(work.saved_for_weight, lengths),
-            sum((op.count * _at(op.flops, lengths) for op in ops), start=none),
+            value_at(work.saved_activations, lengths),
+            value_at(work.saved_for_weight, lengths),
+            sum((op.count * value_at(op.flops, lengths) for op in ops), start=none),
         )
 
-    def _checked(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        known = ", ".join(f"{name} ({length} in the example)" for name, length in self.lengths.items())
-        for name, length in sizes.items():
-            if name not in self.lengths:
-                raise SizeError(
-                    f"No dimension is called {name!r}. Known: {known}. (microbatch exists if the example has "
-                    "two rows or more; name others in dimensions.)"
-                )
-            if not isinstance(length, int) or length < 1:
-                raise SizeError(
-                    f"{name} is {length!r} and must be a whole number, at least 1. Known: {known}."
-                )
-        return {**self.lengths, **sizes}
+
+def lengths_at(lengths: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str, int]:
+    """The lengths of all named dimensions, those of ``sizes`` in place of the example's.
+
+    Raises SizeError for an unknown name and for a length below one.
+    """
+    known = ", ".join(f"{name} ({length} in the example)" for name, length in lengths.items())
+    for name, length in sizes.items():
+        if name not in lengths:
+            raise SizeError(
+                f"No dimension is called {name!r}. Known: {known}. (microbatch exists if the example has "
+                "two rows or more; name others in dimensions.)"
+            )
+        if not isinstance(length, int) or length < 1:
+            raise SizeError(f"{name} is {length!r} and must be a whole number, at least 1. Known: {known}.")
+    return {**lengths, **sizes}

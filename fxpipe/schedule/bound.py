@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from graphlib import CycleError, TopologicalSorter
 
 from fxpipe.errors import ScheduleError
-from fxpipe.schedule.costs import Costs
+from fxpipe.schedule.costs import Costs, Exchange
 from fxpipe.schedule.dependencies import (
     SECTION_KINDS,
     SECTIONS_PER_STAGE,
@@ -15,24 +15,34 @@ from fxpipe.schedule.dependencies import (
     needs,
     op_of_value,
 )
+from fxpipe.schedule.ops import OpKind
+
+_W = SECTION_KINDS.index(OpKind.W)
 
 
 def lower_bound(costs: Costs, placement: tuple[int, ...], microbatches: int) -> float:
     """A lower bound on the makespan of any schedule of this placement, in seconds.
 
     The maximum of the longest path of one microbatch, and for each rank the shortest path to its first op,
-    plus all its work, plus the shortest path from its last op to the end of the step.
+    plus all its work, plus the shortest path from its last op to the end of the step.  A path begins with the
+    gather of a stage's parameters, and behind W it goes on with the sum of its gradients.
     Raises ScheduleError if the edges form a cycle.
     """
     lasts, waits = work_and_waits(costs, placement)
-    head, tail = distances(waits, lasts)
+    exchanges = costs.exchanges or [Exchange(0.0)] * len(placement)
+    first = [exchange.gather for exchange in exchanges for _ in SECTION_KINDS]
+    # W is the last of its stage's ops, so the last op of a rank is a W.
+    behind = [exchange.sum * (kind is OpKind.W) for exchange in exchanges for kind in SECTION_KINDS]
+    head, tail = distances(waits, lasts, first, behind)
     bounds = [h + last + t for h, last, t in zip(head, lasts, tail, strict=True)]
     own: dict[int, list[int]] = {}
     for section in range(len(lasts)):
         own.setdefault(placement[section // SECTIONS_PER_STAGE], []).append(section)
     for mine in own.values():
         work = microbatches * sum(lasts[i] for i in mine)
-        bounds.append(min(head[i] for i in mine) + work + min(tail[i] for i in mine))
+        bounds.append(
+            min(head[i] for i in mine) + work + min(tail[i] for i in mine if i % SECTIONS_PER_STAGE == _W)
+        )
     return max(bounds)
 
 
@@ -44,12 +54,18 @@ def work_and_waits(costs: Costs, placement: tuple[int, ...]) -> tuple[list[float
     return [times[kind][stage] for stage in stages for kind in SECTION_KINDS], waits
 
 
-def distances(waits: list[Needs], lasts: list[float]) -> tuple[list[float], list[float]]:
-    """The longest path to each section's start, and from its end to the end of the step."""
+def distances(
+    waits: list[Needs], lasts: list[float], first: list[float], behind: list[float]
+) -> tuple[list[float], list[float]]:
+    """The longest path to each section's start, and from its end to the end of the step.
+
+    first: when a section can begin.  behind: what follows it.
+    """
     order = in_order(waits)
-    head, tail = [0.0] * len(lasts), [0.0] * len(lasts)
+    head, tail = first.copy(), behind.copy()
     for section in order:
-        head[section] = max((head[s] + lasts[s] + delay for s, delay in waits[section]), default=0.0)
+        for source, delay in waits[section]:
+            head[section] = max(head[section], head[source] + lasts[source] + delay)
     for section in reversed(order):
         for source, delay in waits[section]:
             tail[source] = max(tail[source], delay + lasts[section] + tail[section])

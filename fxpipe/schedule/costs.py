@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Generic, NamedTuple, TypeVar
 
 from fxpipe.schedule.ops import Color, Phase, Validation
@@ -118,6 +118,11 @@ class Costs:
     ranks_per_machine: Annotated[int, at_least(1)] | None = None
     exchanges: tuple[Exchange, ...] = ()
     update: Update = Update()
+
+    @property
+    def of_ops(self) -> Costs:
+        """The costs of ops and messages alone, without what replicas exchange."""
+        return replace(self, exchanges=()) if self.exchanges else self
 
     def message_seconds(self, edge: Edge, placement: tuple[int, ...]) -> float:
         """The time of an edge's message if stage s runs on rank ``placement[s]``; 0 within a rank."""

@@ -74,7 +74,8 @@ class _Step:
     @staticmethod
     def of(costs: Costs, placement: tuple[int, ...]) -> _Step:
         seconds, waits = work_and_waits(costs, placement)
-        head, tail = distances(waits, seconds)
+        none = [0.0] * len(seconds)
+        head, tail = distances(waits, seconds, none, none)
         ranks = tuple(placement[section // SECTIONS_PER_STAGE] for section in range(len(seconds)))
         return _Step(ranks, seconds, waits, in_order(waits), head, tail, _staying(costs), costs)
 

@@ -20,6 +20,7 @@ from safetensors.torch import save as tensors_to_bytes
 from fxpipe.errors import RunError
 from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact, Plan
+from fxpipe.plan.meshes import Mesh
 from fxpipe.runtime.job.process import Process
 from fxpipe.strict import structure, unstructure
 
@@ -42,7 +43,7 @@ def _send_plans(artifacts: Sequence[Artifact], process: Process) -> None:
         plan, key = artifact.plan, f"plan/{uuid.uuid4().hex}"
         process.keep(key, plan.to_json())
         # Not the orders, nor the edges, of which a split vocabulary has one for every two ranks.
-        own = replace(plan, order=(), transfers=(), tried=(), costs=replace(plan.costs, edges=()))
+        own = replace(plan, order=(), transfers=(), tried=(), meshes=(), costs=replace(plan.costs, edges=()))
         plans.append({"plan": unstructure(own), "number": artifact.number, "key": key})
     process.broadcast_bytes(_packed({"plans": plans}))
 
@@ -57,12 +58,26 @@ def _packed(data: Any) -> bytes:
     return zlib.compress(json.dumps(data).encode())
 
 
-def _received_plans(process: Process) -> list[Artifact]:
+def _received(process: Process) -> Any:
     data = json.loads(zlib.decompress(process.broadcast_bytes(None)))
     if "error" in data:
         raise RunError(f"Rank 0 could not compile the model: {data['error']}")
+    return data
+
+
+def send_mesh(mesh: Mesh, process: Process) -> None:
+    """Tell the other ranks, which call ``received_mesh``, what rank 0 chose."""
+    process.broadcast_bytes(_packed({"mesh": unstructure(mesh)}))
+
+
+def received_mesh(process: Process) -> Mesh:
+    """Raises RunError if rank 0 found none."""
+    return structure(_received(process)["mesh"], Mesh)
+
+
+def _received_plans(process: Process) -> list[Artifact]:
     found = []
-    for given in data["plans"]:
+    for given in _received(process)["plans"]:
         plan, ask = structure(given["plan"], Plan), partial(_ask, process, given["key"])
         found.append(Artifact(plan, (), {}, given["number"], ask))
     return found

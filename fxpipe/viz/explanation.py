@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from fxpipe.plan.artifact import Plan
 from fxpipe.plan.memory import rank_memory
+from fxpipe.plan.meshes import Mesh, TriedMesh
 from fxpipe.schedule.offload.transfers import offload_bytes
 from fxpipe.schedule.ops import Direction
 from fxpipe.schedule.simulation.simulator import simulate
@@ -34,6 +37,11 @@ def explain(plan: Plan, console: Console) -> None:
     console.print(terminal(f"{plan.schedule}: {bounds}; {gains}."), soft_wrap=True)
     if plan.costs.update.seconds:
         console.print(terminal(f"Many steps: {_many_steps(plan)}."), soft_wrap=True)
+    if plan.meshes:
+        own = Mesh(plan.ranks, plan.replicas, plan.step.microbatches, plan.shard)
+        console.print(mesh_table(plan.meshes, own))
+        for line in reasons(plan.meshes):
+            console.print(terminal(line), soft_wrap=True, style="dim")
     if plan.tried:
         console.print(_table(plan))
     for candidate in plan.tried:
@@ -145,6 +153,47 @@ def _table(plan: Plan) -> Table:
         row = (a.schedule, str(a.stages_per_rank), a.placement, *beside, *figures)
         table.add_row(*map(terminal, row))
     return table
+
+
+def mesh_table(
+    tried: Sequence[TriedMesh],
+    chosen: Mesh | None,
+    more: Mapping[str, Callable[[TriedMesh], str]] | None = None,
+) -> Table:
+    """The meshes, the fastest first; ``*``: the chosen one.
+
+    more: further columns, of what a mesh with a simulated step has.
+    """
+    names = "mesh", "divided", "schedule", "step", "memory", *(more or {})
+    table = Table(*names, box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.caption = "mesh: ranks x replicas; *: chosen; ≥: left out, it takes at least"
+    if any(one.recompute for one in tried):
+        table.caption += "\nnorms, full: what is recomputed"
+    table.caption_justify = "left"
+    for column in table.columns[3:]:
+        column.justify = "right"
+        column.no_wrap = True
+    for one in sorted(tried, key=lambda one: (one.seconds or one.bound or inf, one.seconds is None)):
+        mesh, least = one.mesh, "" if one.seconds is not None else "≥ "
+        seconds, memory = one.bound if one.seconds is None else one.seconds, one.memory
+        figures = ["" if seconds is None else least + seconds_text(seconds)]
+        figures.append("" if memory is None else least + bytes_text(memory))
+        figures += [figure(one) for figure in (more or {}).values() if one.seconds is not None]
+        several = f" x {one.stages_per_rank}" if one.stages_per_rank > 1 else ""
+        name = f"{mesh.ranks} x {mesh.replicas}{' *' * (mesh == chosen)}"
+        schedule = f"{one.schedule}{several} {one.recompute}".rstrip()
+        row = name, mesh.shard or "nothing", schedule, *figures
+        table.add_row(*map(terminal, row), style="dim" if least else None)
+    return table
+
+
+def reasons(tried: Sequence[TriedMesh]) -> list[str]:
+    """Why meshes were left out, those with one reason together."""
+    alike: dict[str, list[str]] = {}
+    for one in tried:
+        if one.why:
+            alike.setdefault(one.why, []).append(str(one.mesh))
+    return [f"{', '.join(meshes)}: {why}" for why, meshes in alike.items()]
 
 
 def _vocabulary(candidate: Tried) -> str:

@@ -10,6 +10,7 @@ PHASES: dict[Phase, str] = {
     Phase.W: "#009E73",
 }
 OFFLOADED = "#7A5C99"  # offloaded values
+EXCHANGED = "#D55E00"  # between replicas
 BEFORE_BARRIER, AFTER_BARRIER = "#F0E442", "#CC79A7"
 UPDATE, VERDICT = "#444444", "#D55E00"
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from fxpipe.errors import printable
 from fxpipe.schedule.ops import Direction, Op, Phase
 from fxpipe.schedule.simulation.steps import Step, Steps
-from fxpipe.schedule.simulation.timeline import Span, Timeline, TransferSpan
+from fxpipe.schedule.simulation.timeline import ExchangeSpan, Span, Timeline, TransferSpan
 from fxpipe.units import PHYSICAL, Units, bubble_text, ticks
 from fxpipe.viz import seam_marks
-from fxpipe.viz.palette import OFFLOADED, PHASES, tint
+from fxpipe.viz.palette import EXCHANGED, OFFLOADED, PHASES, tint
 from fxpipe.viz.roles import MEANING, Role, color, role
 
 BAR = 22  # heights, in pixels
 MEMORY = 26
-LINK = 7  # each direction of a rank's link, if it has transfers
+LINK = 7  # each direction of a rank's link, if it has transfers; its exchanges with other replicas
 TOP = 84
 LEFT, RIGHT = 64, 110
 LETTER = 5.2  # width of a digit in a rectangle
@@ -24,10 +24,12 @@ OP_WIDTH = 30  # average width of an op, if the maximum width of the picture per
 NARROWEST, WIDEST = 900, 3200
 
 COLORS = {shown: "url(#BW)" if shown is Role.BW else color(shown) for shown in Role}
+EXCHANGES = {"sum": "gradients summed", "gather": "parameters gathered"}  # over replicas
 STYLE = (
     "text{font:11px Helvetica,Arial,sans-serif;fill:#222}.n{font-size:9px;text-anchor:middle}"
     "rect{stroke:#fff;stroke-width:.5}.idle{fill:#ececec;stroke:none}.held{fill:#c9b8d8;stroke:#7a5c99}"
     f".offload{{fill:{OFFLOADED}}}.reload{{fill:{tint(OFFLOADED, 0.45)}}}"
+    f".sum{{fill:{EXCHANGED}}}.gather{{fill:{tint(EXCHANGED, 0.45)}}}"
     + "".join(f".{shown}{{fill:{fill}}}" for shown, fill in COLORS.items())
     + ".late{opacity:.62}"
     + seam_marks.STYLE
@@ -76,7 +78,9 @@ def timeline_svg(shown: Timeline | Steps, title: str, units: Units = PHYSICAL) -
 
 def _scale(steps: tuple[Step, ...], pixels: float) -> Scale:
     """From the first start to the last end, over all ranks."""
-    start = min((spans[0].start for spans in steps[0].timeline.spans if spans), default=0.0)
+    starts = [own[0].start for own in steps[0].timeline.spans if own]
+    starts += [own[0].start for own in steps[0].timeline.exchanges if own]
+    start = min(starts, default=0.0)
     ends = [update.end for update in steps[-1].updates]
     return Scale(start, max(ends) - start if ends else steps[0].timeline.seconds, pixels)
 
@@ -87,8 +91,9 @@ def _pitch(timeline: Timeline) -> int:
 
 
 def _links(timeline: Timeline) -> int:
-    """The height of the transfers below a rank's ops."""
-    return 2 * LINK + 2 if any(timeline.transfers) else 0
+    """The height of the transfers and exchanges below a rank's ops."""
+    lanes = 2 * any(timeline.transfers) + any(timeline.exchanges)
+    return lanes * LINK + 2 if lanes else 0
 
 
 def _head(svg: ET.Element, timeline: Timeline, steps: Steps | None, title: str, units: Units) -> None:
@@ -118,6 +123,9 @@ def _head(svg: ET.Element, timeline: Timeline, steps: Steps | None, title: str, 
     keys += [("idle", "idle"), ("held", "memory held between ops")]
     if any(timeline.transfers):
         keys += [("offload", "offload"), ("reload", "reload")]
+    if any(timeline.exchanges):
+        exchanged = {span.what for own in timeline.exchanges for span in own}
+        keys += [(what, text) for what, text in EXCHANGES.items() if what in exchanged]
     if steps is not None:
         keys += seam_marks.keys(steps.steps)
     for style, text in keys:
@@ -151,6 +159,8 @@ def _row(row: ET.Element, steps: tuple[Step, ...], rank: int, scale: Scale, unit
             _op(row, span, scale, look, len(own), units)
         for moved in step.timeline.transfers[rank] if step.timeline.transfers else ():
             _transfer(row, moved, scale, units)
+        for exchanged in step.timeline.exchanges[rank] if step.timeline.exchanges else ():
+            _exchange(row, exchanged, BAR + 1 + 2 * LINK * any(step.timeline.transfers), scale, units)
         if step.updates:
             seam_marks.draw_seam(row, step, rank, BAR, scale, scale.start, units)
     _memory(row, [step.timeline for step in steps], rank, scale, units)
@@ -168,13 +178,24 @@ def _op(row: ET.Element, span: Span, scale: Scale, look: str, chunks: int, units
 
 
 def _transfer(row: ET.Element, span: TransferSpan, scale: Scale, units: Units) -> None:
-    x, end = scale(span.start), scale(span.end)
     y = BAR + 1 + (LINK if span.transfer.direction is Direction.IN else 0)
-    place = {"x": f"{x:g}", "y": f"{y}", "width": f"{end - x:.4g}", "height": f"{LINK}"}
-    drawn = ET.SubElement(row, "rect", place | {"class": str(span.transfer.direction)})
-    start = units.time(span.start - scale.start)
-    tip = f"{span.transfer} from {start}, {units.time(span.end - span.start)}"
-    ET.SubElement(drawn, "title").text = tip
+    _on_link(row, span.start, span.end, y, str(span.transfer.direction), str(span.transfer), scale, units)
+
+
+def _exchange(row: ET.Element, span: ExchangeSpan, y: int, scale: Scale, units: Units) -> None:
+    tip = f"{EXCHANGES[span.what]}, stage {span.stage},"
+    _on_link(row, span.start, span.end, y, span.what, tip, scale, units)
+
+
+def _on_link(
+    row: ET.Element, begin: float, end: float, y: int, look: str, tip: str, scale: Scale, units: Units
+) -> None:
+    x, width = scale(begin), scale(end) - scale(begin)
+    place = {"x": f"{x:g}", "y": f"{y}", "width": f"{width:.4g}", "height": f"{LINK}"}
+    drawn = ET.SubElement(row, "rect", place | {"class": look})
+    ET.SubElement(
+        drawn, "title"
+    ).text = f"{tip} from {units.time(begin - scale.start)}, {units.time(end - begin)}"
 
 
 def _number(op: Op, chunks: int) -> str:

@@ -16,6 +16,7 @@ from fxpipe import api
 from fxpipe.cli import main
 from fxpipe.cost.known_devices import device_named
 from fxpipe.cost.nodes import is_free
+from fxpipe.cost.plan_costs import costs_of
 from fxpipe.errors import OptionError, ScheduleError, SizeError
 from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
@@ -200,6 +201,18 @@ def test_on_another_device_and_at_other_sizes():
                 assert one.total == pytest.approx(other.total, rel=1e-9)
             assert found.costs.edges == expected.costs.edges
     assert pipe.simulate(device="B200").seconds < pipe.simulate().seconds
+
+
+@pytest.mark.parametrize("shard", [None, "optimizer"])
+def test_replicas_on_another_device_exchange_over_its_links(shard):
+    """Within its machines where these have all replicas, else between them."""
+    replicas = {"replicas": 2, "shard": shard, "dimensions": {}, "check": False}
+    pipe = compiled(**replicas, ranks_per_machine=8)
+    for size in (4, 8):
+        expected = compiled(**replicas, costs="A100", ranks_per_machine=size).plan.costs.exchanges
+        assert costs_of(pipe.plan, device="A100", ranks_per_machine=size).exchanges == expected
+    on_cpu = pipe.plan.costs.exchanges[0].sum
+    assert pipe.simulate(device="A100").costs.exchanges[0].sum < on_cpu
 
 
 def test_a_measured_plan_on_another_device():

@@ -5,10 +5,12 @@ from itertools import pairwise
 
 import pytest
 
+from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.check import check_costs
 from fxpipe.schedule.costs import Costs, Exchange, StageCost, chain
 from fxpipe.schedule.lowering.bucket_use import per_use
 from fxpipe.schedule.ops import OpKind, parse_ops
+from fxpipe.schedule.problem import Problem, per_rank
 from fxpipe.schedule.search.build import build
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
@@ -102,3 +104,24 @@ def test_costs_have_an_exchange_of_each_stage_or_none():
     costs = Costs((StageCost(1.0, 1.0, 1.0),) * 2, (), exchanges=(Exchange(1.0),))
     with pytest.raises(Misfit, match="exchanges is 1 and must be one of each stage, or none"):
         check_costs(costs)
+
+
+def test_the_lower_bound_knows_gathers_and_sums():
+    """Of a rank alone: what stands before its first op and behind its last one."""
+    costs = Costs((StageCost(1.0, 1.0, 1.0),), (), exchanges=(Exchange(3.0, 0.5),))
+    assert lower_bound(costs, (0,), 4) == 0.5 + 12 + 3
+    assert lower_bound(costs.of_ops, (0,), 4) == 12
+    assert Problem(1, 4, 1, "plain", costs, per_rank(None, 1)).step_bound == 15.5
+    assert Problem(1, 4, 1, "plain", costs, per_rank(None, 1)).bound == 12, "a search does not see them"
+
+
+@pytest.mark.parametrize("family", ["1f1b", "gpipe", "zb-h1", "interleaved", "zb-v"])
+@pytest.mark.parametrize("per_use", [False, True])
+def test_no_schedule_beats_the_lower_bound(family, per_use):
+    stages = 2 if family in ("interleaved", "zb-v") else 1
+    for seconds in (0.25, 2.0, 30.0):
+        exchanges = [Exchange(seconds * (1 + k), seconds / (1 + k), per_use) for k in range(2 * stages)]
+        timeline = step(*exchanges, family=family, microbatches=4, stages_per_rank=stages)
+        assert timeline.lower_bound <= timeline.seconds * (1 + 1e-12)
+        without = replace(timeline, costs=timeline.costs.of_ops)
+        assert timeline.lower_bound > without.lower_bound

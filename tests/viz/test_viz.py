@@ -1,9 +1,9 @@
 """The pictures: what is in them, for graphs small enough to count by hand."""
 
-import dataclasses
 import re
 import shutil
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from fxpipe.errors import FxpipeError
 from fxpipe.ir.sections import edges_between
 from fxpipe.ir.storage import call_nodes
 from fxpipe.ir.text import shape_text
-from fxpipe.schedule.costs import StageCost, Update, chain
+from fxpipe.schedule.costs import Exchange, StageCost, Update, chain
 from fxpipe.schedule.offload.planner import offload, with_link
 from fxpipe.schedule.ops import Color, Phase, Schedule, parse_order
 from fxpipe.schedule.search.build import build
@@ -265,6 +265,28 @@ def test_transfers_have_lanes_of_their_own():
     assert heights[1] > heights[0]
 
 
+def test_exchanges_have_a_lane_of_their_own():
+    costs = replace(chain([StageCost(1, 1, 1)] * 2), exchanges=(Exchange(3.0, 0.5),) * 2)
+    timeline = simulate(build("1f1b", ranks=2, microbatches=2, costs=costs), costs)
+    svg = ET.fromstring(timeline_svg(timeline, "Net", PLAIN))
+    for what, seconds in (("sum", 3.0), ("gather", 0.5)):
+        _, *shown = (r for r in svg.iter(f"{SVG}rect") if r.get("class") == what)
+        pixels = [float(r.get("width")) for r in shown]
+        assert pixels == pytest.approx([900 * seconds / timeline.seconds] * 2, rel=0.01)
+    gathered, summed = (
+        next(
+            r for r in svg.iter(f"{SVG}rect") if r.get("class") == what and r.find(f"{SVG}title") is not None
+        )
+        for what in ("gather", "sum")
+    )
+    assert (gathered.get("x"), gathered.find(f"{SVG}title").text) == (
+        "0",
+        "parameters gathered, stage 0, from 0, 0.5",
+    )
+    assert summed.find(f"{SVG}title").text == "gradients summed, stage 0, from 9.5, 3"
+    assert summed.get("y") == gathered.get("y") > "22"
+
+
 def test_offloadable_values_are_seen_in_the_graph(monkeypatch):
     monkeypatch.setattr(fxpipe.ir.liveness, "SMALLEST", 1)
     model, example = nn.Sequential(Block(4), Block(4), Block(4)), (torch.randn(8, 4),)
@@ -354,7 +376,7 @@ def test_a_section_that_is_not_there(pipe, tmp_path):
 
 
 def test_a_loaded_pipeline_has_a_timeline(pipe, tmp_path):
-    loaded = dataclasses.replace(pipe, graph=None, sections=())
+    loaded = replace(pipe, graph=None, sections=())
     assert [f.name for f in loaded.draw(tmp_path)] == ["timeline.svg"]
     with pytest.raises(FxpipeError, match="loaded"):
         loaded.draw(tmp_path, expand=(0, "F"))
@@ -364,7 +386,7 @@ def test_the_seam_between_two_steps():
     """Updates are boxes, a wait for the verdict is one with a line where the verdict comes."""
     schedule = Schedule("hand", (0, 1), 1, parse_order("F0.0 B0.0 W0.0\nF1.0 B1.0 W1.0"))
     costs = chain([StageCost(1.0, 1.0, 0.0), StageCost(1.0, 1.0, 2.0)])
-    costs = dataclasses.replace(costs, update=Update((0.5, 0.25), (), 3.0))
+    costs = replace(costs, update=Update((0.5, 0.25), (), 3.0))
     svg = timeline_svg(simulate_steps(schedule, costs, "post", 3).last(2), "Model", PLAIN)
     drawn = [(look, tip) for look, _, _, tip in rectangles(svg) if look in ("update", "wait")]
     # From 4.5 on, where rank 0 begins the second step; see tests/schedule/test_steps.py.

@@ -11,7 +11,7 @@ from fxpipe.errors import OptionError
 PIPELINE = "pp"
 
 
-def ranks_and_replicas(given: int | DeviceMesh, replicas: int | None) -> tuple[int, int | None]:
+def ranks_and_replicas(given: int | DeviceMesh | None, replicas: int | None) -> tuple[int | None, int | None]:
     """``ranks`` and ``replicas`` of ``compile``, where ``ranks`` may be a mesh.
 
     A mesh of two dimensions is (replicas, ranks), and has all processes; one of one dimension is (ranks,),

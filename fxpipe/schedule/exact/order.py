@@ -181,7 +181,7 @@ class _Model:
             for section, begin in product(own, begins):
                 self.model.add(goal >= self.end(section, self.microbatches - 1) - begin)
         if objective == "makespan":
-            bound = lower_bound(self.costs, self.placement, self.microbatches)
+            bound = lower_bound(self.costs.of_ops, self.placement, self.microbatches)
             self.model.add(goal >= rounded_down(bound, self.unit))
         self.model.minimize(goal)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 
-from fxpipe.errors import ScheduleError
+from fxpipe.errors import LimitError, ScheduleError
 from fxpipe.schedule.candidate import Candidate, SearchResult
 from fxpipe.schedule.engine.order import Order
 from fxpipe.schedule.families.registry import SEARCHED, order_of
@@ -40,7 +40,7 @@ def search(
     comparison, candidates, bounds = Comparison(), list[Candidate](), dict[Problem, float]()
 
     def build_all(problems: Sequence[Problem]) -> None:
-        new = {variant: variant.bound for problem in problems for variant in variants(problem)}
+        new = {variant: variant.step_bound for problem in problems for variant in variants(problem)}
         candidates.extend(_built(new, comparison))
         bounds.update(new)
 
@@ -57,7 +57,7 @@ def search(
     if comparison.inserted:
         comparison.anneal(effort, seed)
     if comparison.best is None:
-        raise ScheduleError(_nothing_fits([*bounds], comparison.smallest))
+        raise _nothing_fits([*bounds], comparison.smallest)
     tried = (comparison.tried[variant, family.name] for variant in bounds for family in families_of(variant))
     return replace(comparison.best, tried=tuple(tried))
 
@@ -155,20 +155,22 @@ def _searched(
     return candidates
 
 
-def _nothing_fits(variants: Sequence[Problem], offloaded: float) -> str:
+def _nothing_fits(variants: Sequence[Problem], offloaded: float) -> LimitError:
     """``offloaded``: the smallest limit that can be kept with as much offload as possible."""
     least = {variant: variant.model.arrays.smallest_limits for variant in variants}
     needed = {variant: variant.text.whole(own) for variant, own in least.items()}
     at = min(needed, key=needed.__getitem__)
     widest = max(variants, key=lambda variant: min(variant.limits))
     limit, units = widest.text.limit(widest.limits), widest.text.units
+    smallest = min(offloaded, needed[at])
     if offloaded < needed[at]:
         found = f"{units.limit(offloaded)}, with as much offload as the links carry. To need less, recompute"
         found += " activations"
     else:
         shape = f"{at.stages_per_rank} stages per rank in {at.shape} placement"
         found = f"{units.limit(needed[at])}, with {shape}. To need less, offload or recompute activations"
-    return (
+    return LimitError(
         f"no schedule keeps the memory limit of {limit}; the smallest that one can keep is {found}, make "
-        "microbatches smaller, or use more stages per rank"
+        "microbatches smaller, or use more stages per rank",
+        smallest,
     )

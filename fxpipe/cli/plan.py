@@ -1,0 +1,229 @@
+"""``fxpipe plan``: what a model would cost on devices that are not here, for each mesh."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from fxpipe.capture.scale import LATER
+from fxpipe.cli.arguments import non_negative, positive, positive_int
+from fxpipe.cli.functions import python_function
+from fxpipe.compiler.compile import capture_step
+from fxpipe.compiler.mesh import PlannedStep, checked, compare_meshes, fastest_mesh
+from fxpipe.compiler.mesh_request import MeshRequest, request_of, rows_of
+from fxpipe.compiler.options import Options, as_offload, limit_of
+from fxpipe.compiler.progress import Phases
+from fxpipe.cost.known_devices import device_named, device_names
+from fxpipe.cost.throughput import Throughput, throughputs
+from fxpipe.errors import FxpipeError, OptionError
+from fxpipe.plan.meshes import TriedMesh
+from fxpipe.plan.step import SHARDS
+from fxpipe.units import number_text
+from fxpipe.viz.explanation import mesh_table, reasons
+from fxpipe.viz.terminal import terminal
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+def add_to(commands: Any, line: str) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help=line,
+        description="Compares meshes of ranks and replicas for a model on devices that need not be here. "
+        "Nothing is allocated: the function runs with tensors on the meta device.",
+    )
+    parser.set_defaults(command=_plan)
+    add = parser.add_argument
+    add(
+        "--model",
+        required=True,
+        metavar="MODULE:FUNCTION",
+        help="a Python function that returns (model, example), or (model, example, loss_fn)",
+    )
+    add("--device", required=True, metavar="NAME", help=f"one of: {', '.join(device_names())}")
+    add("--devices", type=positive_int, metavar="N", help="number of devices: ranks times replicas")
+    add("--ranks", type=positive_int, metavar="P", help="of each pipeline (what is fastest)")
+    add("--replicas", type=positive_int, metavar="D", help="pipelines that train together")
+    add("--nodes", type=positive_int, default=1, metavar="N", help="machines that have the devices (1)")
+    add("--batch", type=positive_int, metavar="ROWS", help="of a step, over all replicas")
+    add("--microbatches", type=positive_int, metavar="M", help="instead of --batch: of each replica")
+    add("--memory-limit", type=_bytes, metavar="BYTES", help="of each device, such as 80GiB (none)")
+    add(
+        "--optimizer-bytes",
+        type=non_negative,
+        default=8.0,
+        metavar="X",
+        help="optimizer state for each element of a parameter (8: AdamW in float32; 12 with master weights)",
+    )
+    add("--shard", choices=("auto", "none", *SHARDS), default="auto", help="what replicas divide (auto)")
+    add("--grad-dtype", choices=DTYPES, help="dtype of accumulated gradients (that of the parameters)")
+    add("--schedule", default="auto", metavar="NAME", help="a family of schedules (auto)")
+    add("--recompute", choices=("norms", "full", "auto"), help="recompute values in the backward (nothing)")
+    add("--vocab-parallel", choices=("1-barrier", "2-barrier", "auto"), help="split the vocabulary layers")
+    add("--effort", type=positive, metavar="S", help="of each search: about the seconds of one core")
+    add(
+        "--dimension",
+        type=_length,
+        action="append",
+        default=[],
+        metavar="NAME=N",
+        help="a name for the dimensions of the example that are N long",
+    )
+    add(
+        "--size",
+        type=_length,
+        action="append",
+        default=[],
+        metavar="NAME=N",
+        help="also plan for this length of a named dimension, or for so many rows (microbatch=N), without "
+        "tracing again",
+    )
+    add("--json", action="store_true", help="print one JSON object")
+
+
+def _plan(options: argparse.Namespace) -> None:
+    model, example, loss_fn = _model(options.model)
+    shard = None if options.shard == "none" else options.shard
+    numbers = options.devices, options.ranks, options.replicas, options.microbatches, options.batch
+    request = request_of(*numbers, shard, None) or _by_hand(options, shard)
+    asked = _options(options, request)
+    device, phase = torch.device("cpu"), Phases(f"fxpipe plan {type(model).__name__}", ends=False)
+    checked(asked, request.meshes(rows_of(example)))
+    step = capture_step(model, example, loss_fn, replace(asked, microbatches=LATER), device, phase)
+    planned = PlannedStep(model, example, asked, step, device)
+    sizes = [{}, *({name: length} for name, length in options.size)]
+    given = step.captured.graph, step.resized, example, options.device
+    found = []
+    for at, size in zip(throughputs(*given, sizes), sizes, strict=True):
+        wanted = checked(asked, request.meshes(at.rows))
+        found.append((at, compare_meshes(planned, wanted, phase, size or None)))
+    phase.finish("planned")
+    if options.json:
+        print(json.dumps([_as_json(at, tried) for at, tried in found]))
+        return
+    console = Console()
+    devices, per_node = request.devices, asked.ranks_per_machine
+    console.print(
+        terminal(
+            f"{type(model).__name__} on {devices} x {device_named(options.device).name}"
+            f"{f', {per_node} on each machine' if options.nodes > 1 else ''}; "
+            f"{_batch(request)}; optimizer state {number_text(options.optimizer_bytes)} B an element"
+        ),
+        soft_wrap=True,
+    )
+    for at, tried in found:
+        if len(found) > 1:
+            console.print(terminal("\n" + ", ".join(f"{name} {n}" for name, n in at.lengths.items())))
+        fits = any(one.seconds is not None for one in tried)
+        console.print(mesh_table(tried, fastest_mesh(tried).mesh if fits else None, _columns(at)))
+        for line in reasons(tried):
+            console.print(terminal(line), soft_wrap=True, style="dim")
+    for _, tried in found:
+        fastest_mesh(tried)
+
+
+def _columns(at: Throughput) -> dict[str, Callable[[TriedMesh], str]]:
+    return {
+        f"{at.unit}/s": lambda one: _large(at.per_second(one)),
+        "MFU": lambda one: f"{at.utilization(one):.1%}",
+    }
+
+
+def _as_json(at: Throughput, tried: Sequence[TriedMesh]) -> dict[str, Any]:
+    rows = []
+    for one in tried:
+        row = {
+            "ranks": one.mesh.ranks,
+            "replicas": one.mesh.replicas,
+            "microbatches": one.mesh.microbatches,
+            "shard": one.mesh.shard,
+            "schedule": one.schedule,
+            "stages_per_rank": one.stages_per_rank,
+            "recompute": one.recompute,
+            "seconds": one.seconds,
+            "memory": one.memory,
+            "bound": one.bound,
+            "why_not": one.why,
+        }
+        if one.seconds is not None:
+            row |= {f"{at.unit}_per_second": at.per_second(one), "mfu": at.utilization(one)}
+        rows.append(row)
+    return {"sizes": dict(at.lengths), "meshes": rows}
+
+
+def _model(where: str) -> tuple[nn.Module, Any, Callable[..., Any] | None]:
+    """What the function gives, on the meta device."""
+    returns = "(model, example) or (model, example, loss_fn)."
+    function = python_function(where, returns, OptionError, {})
+    with torch.device("meta"):
+        found = function()
+    if not isinstance(found, tuple) or len(found) not in (2, 3) or not isinstance(found[0], nn.Module):
+        raise OptionError(f"{where} gives a {type(found).__name__}; it must give {returns}")
+    model, example, *loss_fn = found
+    return model, example, loss_fn[0] if loss_fn else None
+
+
+def _options(options: argparse.Namespace, request: MeshRequest) -> Options:
+    if request.devices % options.nodes:
+        raise OptionError(f"{request.devices} devices are no multiple of {options.nodes} nodes.")
+    return Options(
+        ranks=1,
+        microbatches=1,
+        schedule=options.schedule,
+        stages_per_rank=None,
+        placement=None,
+        split_points=None,
+        memory_limit=options.memory_limit,
+        costs=options.device,
+        seed=0,
+        optimizer_bytes=options.optimizer_bytes,
+        grad_dtype=DTYPES.get(options.grad_dtype),
+        recompute=options.recompute or False,
+        vocab_parallel=options.vocab_parallel or False,
+        offload=as_offload(False, torch.device("cpu")),
+        dimensions=dict(options.dimension) if options.dimension or options.size else None,
+        effort=options.effort,
+        ranks_per_machine=request.devices // options.nodes,
+    )
+
+
+def _by_hand(options: argparse.Namespace, shard: str | None) -> MeshRequest:
+    """A mesh that leaves no choice."""
+    replicas = options.replicas or 1
+    given = options.ranks * replicas, options.ranks, replicas, None, options.microbatches
+    return MeshRequest(*given, (shard or "",))  # type: ignore[arg-type]
+
+
+def _batch(request: MeshRequest) -> str:
+    if request.rows is None:
+        return f"{request.microbatches} microbatches a replica"
+    return f"batch of {request.rows} rows"
+
+
+def _large(number: float) -> str:
+    """``1_234_567`` to ``1.23 M``."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= 0.9995 * size:
+            return f"{number_text(number / size)} {unit}"
+    return number_text(number)
+
+
+def _bytes(text: str) -> float:
+    try:
+        return limit_of(text)
+    except FxpipeError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _length(text: str) -> tuple[str, int]:
+    name, _, number = text.partition("=")
+    if not name or not number.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=N, as sequence=4096 is")
+    return name, int(number)

@@ -1,0 +1,254 @@
+"""The choice of a mesh: how many ranks and replicas, and what replicas divide, for some devices and a batch.
+
+The step is captured once.  Each number of ranks is cut once, and each mesh of it is searched with its own
+exchanges and memory, with little effort; one that cannot be faster than the best so far is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.capture.scale import LATER, choose_microbatches
+from fxpipe.compiler.choose import Chosen, Costing, choose_below, held_bytes, with_uses
+from fxpipe.compiler.compile import CapturedStep, all_stages, capture_step, cluster_of, offload_bandwidth
+from fxpipe.compiler.cut import Cuts, Stages
+from fxpipe.compiler.options import Options, candidates, check
+from fxpipe.compiler.passes import Step
+from fxpipe.compiler.progress import Phases
+from fxpipe.compiler.tensor_ownership import check_state_of_replicas
+from fxpipe.cost.profile import known_tensors
+from fxpipe.errors import (
+    CaptureError,
+    LimitError,
+    OptionError,
+    PartitionError,
+    ScheduleError,
+    VocabularyError,
+)
+from fxpipe.garbage import collector_paused
+from fxpipe.ir.storage import graph_outputs
+from fxpipe.plan.dtensors import local
+from fxpipe.plan.meshes import Mesh, TriedMesh
+from fxpipe.plan.step import SHARDS
+from fxpipe.plan.tensors import gradient_dtype
+from fxpipe.schedule.candidate import SearchResult
+from fxpipe.schedule.offload.planner import keeps
+from fxpipe.schedule.search.fastest import AUTO
+from fxpipe.schedule.simulation.simulator import simulate
+from fxpipe.units import bytes_text
+
+#: A mesh that can save a smaller part of the step than this is not searched.
+GAIN = 0.01
+#: Seconds of one core for each search; the chosen mesh is searched with all effort.
+EFFORT = 0.2
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedStep:
+    """A captured step of a model with its cuts so far, and the options for all of its meshes."""
+
+    model: nn.Module
+    example: Any
+    options: Options
+    step: CapturedStep
+    device: torch.device
+    cuts: Cuts = field(default_factory=Cuts)
+
+
+@dataclass(frozen=True, eq=False)
+class MeshChoice:
+    """The fastest mesh, the step that was captured for it, and all meshes."""
+
+    mesh: Mesh
+    step: CapturedStep
+    tried: tuple[TriedMesh, ...]
+
+
+def with_mesh(options: Options, mesh: Mesh) -> Options:
+    return replace(
+        options,
+        ranks=mesh.ranks,
+        replicas=mesh.replicas,
+        microbatches=mesh.microbatches,
+        shard=mesh.shard or None,
+    )
+
+
+def checked(options: Options, wanted: Iterable[TriedMesh]) -> list[TriedMesh]:
+    """The meshes, those that do not go with other options with the reason.
+
+    Raises that of the first if no mesh is left.
+    """
+    found, errors = list[TriedMesh](), list[Exception]()
+    for tried in wanted:
+        try:
+            check(with_mesh(options, tried.mesh))
+        except ScheduleError as error:
+            errors.append(error)
+            tried = replace(tried, why=tried.why or str(error))
+        found.append(tried)
+    if len(errors) == len(found):
+        raise errors[0]
+    if all(tried.why for tried in found):
+        raise OptionError(f"No mesh is possible: {found[-1].why}.")
+    return found
+
+
+@collector_paused()
+def choose_mesh(
+    model: nn.Module,
+    example: Any,
+    loss_fn: Callable[..., Any] | None,
+    options: Options,
+    wanted: Sequence[TriedMesh],
+    device: torch.device,
+    phase: Phases,
+) -> MeshChoice:
+    """The fastest of the meshes.  Raises ScheduleError, with the reason against each, where none fits."""
+    later = replace(options, microbatches=LATER)
+    step = capture_step(model, example, loss_fn, later, device, phase)
+    tried = compare_meshes(PlannedStep(model, example, options, step, device), wanted, phase)
+    phase.finish("chosen")
+    mesh = fastest_mesh(tried).mesh
+    resized = () if step.resized is None else step.resized.graphs
+    choose_microbatches((step.captured.graph, *resized), mesh.microbatches)
+    return MeshChoice(mesh, step, tried)
+
+
+@collector_paused()
+def compare_meshes(
+    planned: PlannedStep, wanted: Sequence[TriedMesh], phase: Phases, sizes: Mapping[str, int] | None = None
+) -> tuple[TriedMesh, ...]:
+    """The meshes, each with what it costs; those that have a reason against them stay as they are.
+
+    wanted: few ranks first; of equal ranks the shards in the order of LEVELS.
+    sizes: other lengths than the example's, of a step whose dimensions have names.
+    """
+    numbers = dict.fromkeys(tried.mesh.ranks for tried in wanted)
+    found, best = list[TriedMesh](), inf
+    phase.expect(len(numbers))
+    for ranks in numbers:
+        with phase(f"{ranks} ranks"):
+            search = _Search(planned, phase, sizes)
+            for given in (tried for tried in wanted if tried.mesh.ranks == ranks):
+                found.append(given if given.why else search.tried(given.mesh, best))
+                best = min(best, inf if found[-1].seconds is None else found[-1].seconds)
+    return tuple(found)
+
+
+def fastest_mesh(tried: Sequence[TriedMesh]) -> TriedMesh:
+    """Of equally fast ones that which divides the least.
+
+    Raises ScheduleError, with the reason against each, where there is none.
+    """
+    found = [mesh for mesh in tried if mesh.seconds is not None]
+    if not found:
+        needs = [(mesh.memory, mesh.mesh) for mesh in tried if mesh.memory is not None]
+        reasons = [f"{mesh.mesh}: {mesh.why}" for mesh in tried if mesh.memory is None]
+        if needs:
+            least, at = min(needs, key=lambda need: need[0])
+            reasons.insert(0, f"the least memory is needed by {at}, {bytes_text(least)} or more a rank")
+        raise ScheduleError(
+            f"No mesh (ranks x replicas) fits: {'; '.join(reasons)}. Take more devices, raise memory_limit, "
+            "make microbatches smaller, or let activations be recomputed (recompute) or offloaded (offload)."
+        )
+    levels = ("", *SHARDS)
+    return min(found, key=lambda one: (float(f"{one.seconds:.9g}"), levels.index(one.mesh.shard)))
+
+
+@dataclass(eq=False)
+class _Search:
+    """The meshes of one number of ranks."""
+
+    planned: PlannedStep
+    phase: Phases
+    sizes: Mapping[str, int] | None
+    cuts: tuple[list[Stages], Costing] | None = None
+    found: list[Chosen] = field(default_factory=list)
+
+    def tried(self, mesh: Mesh, best: float) -> TriedMesh:
+        """best: seconds of the fastest mesh so far."""
+        effort = self.planned.options.effort
+        options = with_mesh(self.planned.options, mesh)
+        options = replace(options, effort=EFFORT if effort is None else min(effort, EFFORT))
+        try:
+            if mesh.replicas > 1:
+                check_state_of_replicas(self.planned.model, self.planned.step.captured.graph)
+            self._check_bytes(options)
+            stages, costing = self.cuts = self.cuts or self._cut(options)
+            chosen: Chosen | float | None = self._as_before(options)
+            if chosen is None:
+                # Another level of a mesh with a schedule by name is as good as known.
+                beat = inf if self.found and options.schedule != AUTO else (1 - GAIN) * best
+                chosen = with_uses(options, lambda own: choose_below(own, stages, costing, beat))[1]
+        except LimitError as error:
+            return TriedMesh(mesh, memory=error.smallest)
+        except (ScheduleError, PartitionError, VocabularyError, CaptureError) as error:
+            return TriedMesh(mesh, why=str(error))
+        if isinstance(chosen, float):
+            return TriedMesh(mesh, bound=chosen)
+        self.found.append(chosen)
+        problem, timeline = chosen.found.problem, chosen.found.timeline
+        return TriedMesh(
+            mesh,
+            chosen.found.seconds,
+            chosen.memory,
+            timeline.schedule.name,
+            problem.stages_per_rank,
+            chosen.placed.cut.recompute or "",
+        )
+
+    def _cut(self, options: Options) -> tuple[list[Stages], Costing]:
+        planned, captured, phase = self.planned, self.planned.step.captured, self.phase
+        model, device, tried = planned.model, planned.device, candidates(options)
+        cluster = cluster_of(options, device, (), captured.graph)
+        step = Step(captured.graph, planned.step.resized)
+        ways = len(tried.barriers)
+        phase.expect(ways + 2 * ways * len(tried.placements))  # at most: others were made for fewer ranks
+        stages = all_stages(step, tried, options, cluster, planned.cuts, phase)
+        phase.expect(2 * len(stages) * len(tried.levels))
+        known = known_tensors(model, planned.example, captured.constants)
+        bandwidth = offload_bandwidth(options, cluster, device)
+        given = model, cluster, device, known, bandwidth, phase, self.sizes
+        return stages, Costing(options, tried, planned.cuts, *given)
+
+    def _check_bytes(self, options: Options) -> None:
+        """Raise LimitError, before the step is cut, where some rank has too many bytes of the model: its
+        share of all, or two of its stages, where parameters are gathered for single ops."""
+        tried = candidates(options)
+        if options.memory_limit is None or tried.barriers != (None,):
+            return
+        trained = graph_outputs(self.planned.step.captured.graph).grads
+        whole = sum(
+            p.nbytes + (name in trained) * p.numel() * gradient_dtype(p.dtype, options.grad_dtype).itemsize
+            for name, p in ((name, local(p)) for name, p in self.planned.model.named_parameters())
+        )
+        least = whole / options.ranks
+        if options.shard == "parameters":
+            least *= min(1.0, 2 * options.ranks / max(tried.placements))
+        if least > options.memory_limit:
+            raise LimitError("Parameters and gradients alone need more than the memory limit.", least)
+
+    def _as_before(self, options: Options) -> Chosen | None:
+        """The schedule of a mesh that had no less memory for it, if it keeps the limits of this one."""
+        assert self.cuts is not None
+        if options.schedule != AUTO and options.memory_limit is not None:
+            return None  # a family may ask for more memory than is simulated
+        for before in self.found:
+            try:
+                problem = self.cuts[1].problem(before.placed, options)
+            except LimitError:
+                continue
+            had, least = before.found.problem.limits, problem.arrays.smallest_limits
+            fits = all(a >= b >= c for a, b, c in zip(had, problem.limits, least, strict=True))
+            if fits and not problem.is_extended and keeps(before.found.timeline, problem.limits):
+                timeline = simulate(before.found.timeline.schedule, problem.costs)
+                found = SearchResult(problem, timeline)
+                return Chosen(before.placed, found, held_bytes(before.placed, options))
+        return None

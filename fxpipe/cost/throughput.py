@@ -1,0 +1,85 @@
+"""How much of its data, and of its devices' arithmetic, a step gets done in a second."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe.cost.arithmetic import arithmetic_of
+from fxpipe.cost.known_devices import peak_rate
+from fxpipe.cost.nodes import node_flops
+from fxpipe.cost.polynomials import Sizes
+from fxpipe.ir.resized import ResizedTraces
+from fxpipe.ir.storage import call_nodes
+from fxpipe.plan.meshes import TriedMesh
+from fxpipe.plan.work import lengths_at, value_at
+from fxpipe.runtime.program.batch import batch_leaves
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """A microbatch at some ``lengths`` of its named dimensions.
+
+    ``rows``: of its tensors.  ``count``: of its ``unit``, "tokens" where the example has a tensor of whole
+    numbers with two dimensions, else "rows".  ``peak_seconds``: in which a device at its peak computes it.
+    """
+
+    lengths: Mapping[str, int]
+    rows: int
+    count: int
+    unit: str
+    peak_seconds: float
+
+    def per_second(self, tried: TriedMesh) -> float:
+        """Of all replicas, in the simulated step."""
+        assert tried.seconds
+        return self.count * tried.mesh.microbatches * tried.mesh.replicas / tried.seconds
+
+    def utilization(self, tried: TriedMesh) -> float:
+        """The model's FLOPs (MFU), relative to what all devices could compute in the step at their peak."""
+        assert tried.seconds
+        return self.peak_seconds * tried.mesh.microbatches / (tried.mesh.ranks * tried.seconds)
+
+
+def throughputs(
+    graph: fx.Graph,
+    resized: ResizedTraces | None,
+    example: Any,
+    device: str,
+    sizes: Sequence[Mapping[str, int]],
+) -> list[Throughput]:
+    """For each of the lengths, of a captured step before rewrites: FLOPs of a recomputation do not count.
+
+    device: by name.  resized: the step at other lengths, which lengths other than the example's need.
+    Raises SizeError for an unknown name, and for a length below one.
+    """
+    known = None if resized is None else Sizes(graph, resized)
+    lengths = {} if resized is None else dict(zip(resized.names, resized.points[0], strict=True))
+    flops: defaultdict[str, Any] = defaultdict(int)
+    for node in call_nodes(graph):
+        number = node_flops(node) if known is None else node_flops(node, known.shapes)
+        if number:
+            flops[arithmetic_of(node)] += number
+    shapes = [x for _, x in batch_leaves(example) if isinstance(x, torch.Tensor) and x.dim()]
+    tokens = [x.shape for x in shapes if x.dim() == 2 and not x.dtype.is_floating_point]
+    unit, shape = ("tokens", tokens[0]) if tokens else ("rows", shapes[0].shape[:1] if shapes else (1,))
+    names = {length: name for name, length in lengths.items() if name != "microbatch"}
+    found = []
+    for given in sizes:
+        at = lengths_at(lengths, given)
+        rows = at.get("microbatch", shape[0])
+        others = [at.get(names.get(n, ""), n) for n in shape[1:]]
+        values = [Fraction(n) for n in at.values()]
+        seconds = sum(
+            (float(n) if known is None else float(value_at(known.terms(n), values))) / peak_rate(device, kind)
+            for kind, n in flops.items()
+        )
+        found.append(Throughput(at, rows, rows * prod(others), unit, seconds))
+    return found

@@ -1,0 +1,134 @@
+"""``fxpipe plan``: meshes for a model on devices that are not here."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from fxpipe.cli import main
+from fxpipe.cost.known_devices import peak_rate
+
+pytestmark = pytest.mark.slow
+
+WIDTH, WORDS, ROWS, LENGTH, BLOCKS = 512, 1000, 4, 256, 4
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, ids):
+        hidden = self.embedding(ids)
+        for block in self.blocks:
+            hidden = hidden + torch.relu(block(hidden))
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), ids.flatten())
+
+
+def words():
+    model = Words()
+    assert model.head.weight.is_meta
+    return model, {"ids": torch.zeros(ROWS, LENGTH, dtype=torch.long)}
+
+
+def numbers():
+    return nn.Linear(8, 8), (torch.zeros(2, 8),), lambda y, x: y.square().mean()
+
+
+def a_model():
+    return Words()
+
+
+GIVEN = ["plan", "--model", f"{__name__}:words", "--device", "H100", "--schedule", "1f1b"]
+
+
+def planned(capsys, *more: str) -> list[dict]:
+    assert main([*GIVEN, *more, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_throughput_and_utilization(capsys):
+    """Of all replicas; matrix products alone count, three for each of the forward but the first block's."""
+    ((entry),) = planned(capsys, "--devices", "4", "--batch", "32")
+    rows = [row for row in entry["meshes"] if row["seconds"] is not None]
+    assert {(row["ranks"], row["replicas"]) for row in entry["meshes"]} == {(1, 4), (2, 2), (4, 1)}
+    assert {row["shard"] for row in entry["meshes"]} == {"", "optimizer", "parameters"}
+    flops = 3 * 2 * 32 * LENGTH * WIDTH * (BLOCKS * WIDTH + WORDS)
+    for row in rows:
+        assert row["microbatches"] * row["replicas"] * ROWS == 32
+        assert row["tokens_per_second"] == pytest.approx(32 * LENGTH / row["seconds"])
+        utilization = flops / (4 * row["seconds"] * peak_rate("H100", "float32"))
+        assert row["mfu"] == pytest.approx(utilization)
+
+
+def test_sizes_are_planned_without_another_trace(capsys):
+    """As a plan for an example of that size; a batch has as many rows as before."""
+    given = "--devices", "2", "--ranks", "2", "--batch", "16", "--dimension", f"length={LENGTH}"
+    whole, half, rows = planned(capsys, *given, "--size", "length=128", "--size", "microbatch=2")
+    assert whole["sizes"] == {"microbatch": ROWS, "length": LENGTH}
+    (at,), (shorter,), (fewer,) = (entry["meshes"] for entry in (whole, half, rows))
+    assert (half["sizes"]["length"], rows["sizes"]["microbatch"]) == (128, 2)
+    assert (at["microbatches"], shorter["microbatches"], fewer["microbatches"]) == (4, 4, 8)
+    assert shorter["tokens_per_second"] * shorter["seconds"] == pytest.approx(16 * 128)
+    assert fewer["tokens_per_second"] * fewer["seconds"] == pytest.approx(16 * LENGTH)
+    assert shorter["seconds"] < at["seconds"]
+    assert shorter["memory"] < at["memory"]
+    flops = [entry["mfu"] * entry["seconds"] for entry in (at, shorter, fewer)]
+    assert flops == pytest.approx([flops[0], flops[0] / 2, flops[0]])
+
+
+def test_tables_fit_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    limit = "--memory-limit", "24MiB"
+    assert (
+        main([*GIVEN, "--devices", "64", "--nodes", "8", "--batch", "512", *limit, "--recompute", "auto"])
+        == 0
+    )
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.startswith(
+        "Words on 64 x H100 SXM, 8 on each machine; batch of 512 rows; optimizer state 8 B"
+    )
+    table = lines[: next(k for k, line in enumerate(lines) if line.startswith("mesh: ranks x replicas"))]
+    assert max(map(len, table)) <= 80
+    assert {"tokens/s", "MFU"} <= set(table[0].split())
+    assert sum(" * " in line for line in table) == 1
+    assert not [line for line in table[2:] if line.strip() and " x " not in line[:12]], "a row is one line"
+
+
+def test_the_table_says_what_is_missing(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([*GIVEN, "--devices", "4", "--batch", "32", "--memory-limit", "1MiB"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out.count("≥") == 7 + 1
+    assert "No mesh (ranks x replicas) fits: the least memory is needed by" in printed.err
+
+
+def test_rows_where_the_example_has_no_tokens(capsys):
+    model = ["--model", f"{__name__}:numbers", "--ranks", "1", "--replicas", "2", "--microbatches", "3"]
+    (entry,) = planned(capsys, *model)
+    assert entry["meshes"][0]["rows_per_second"] == pytest.approx(12 / entry["meshes"][0]["seconds"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batch", "8"], "Give ranks, or devices"),
+        (["--devices", "4"], "Give microbatches, of each replica, or batch"),
+        (["--devices", "4", "--batch", "32", "--nodes", "3"], "4 devices are no multiple of 3 nodes"),
+        (["--devices", "4", "--batch", "32", "--device", "H1000"], "'H1000'"),
+        (["--devices", "4", "--batch", "32", "--schedule", "2f2b"], "Unknown schedule '2f2b'"),
+        (["--devices", "4", "--batch", "32", "--size", "length=8"], "No dimension is called 'length'"),
+        (["--devices", "4", "--batch", "32", "--model", f"{__name__}:none"], "There is no function"),
+        (
+            ["--devices", "4", "--batch", "32", "--model", f"{__name__}:a_model"],
+            "it must give (model, example)",
+        ),
+    ],
+)
+def test_refused(capsys, arguments, message):
+    assert main([*GIVEN, *arguments]) == 2
+    assert message in capsys.readouterr().err
