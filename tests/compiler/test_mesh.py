@@ -214,7 +214,7 @@ def test_bad_options(options, message):
 
 
 def test_an_option_that_no_mesh_has():
-    with pytest.raises(ScheduleError, match="Unknown schedule '2f2b'"):
+    with pytest.raises(OptionError, match="Unknown schedule '2f2b'"):
         compiled(schedule="2f2b")
 
 
