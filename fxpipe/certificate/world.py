@@ -15,8 +15,8 @@ from fxpipe.certificate.problems import Line, Problem, Rejected
 
 
 class Message(NamedTuple):
-    """``content``: a Value, or a sum of gradients.  ``line``: that sent it.  ``ahead``: whether it was sent in
-    a warm-up, which may run again."""
+    """``content``: a Value, or a sum of gradients.  ``line``: that sent it.  ``ahead``: whether it was sent
+    in a warm-up, which may run again."""
 
     content: Any
     layout: Any
