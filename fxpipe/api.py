@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fxpipe.errors import CaptureError, FxpipeError, PartitionError
+from fxpipe.errors import CaptureError, FxpipeError
 from fxpipe.pipeline import Pipeline
 from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact, Plan
@@ -31,6 +31,7 @@ from fxpipe.runtime.program.accelerator import check_supported, default_device
 from fxpipe.runtime.program.batch import batch_leaves
 from fxpipe.runtime.program.offload import check_tier
 from fxpipe.schedule.ops import Schedule, Validation
+from fxpipe.tracebacks import brief
 from fxpipe.training import parts
 from fxpipe.training.accumulators import check_buckets
 
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from fxpipe.plan.meshes import Mesh, TriedMesh
 
 
+@brief
 def compile(
     model: nn.Module,
     example: Mapping[str, Any] | tuple[Any, ...] | list[Any],
@@ -122,7 +124,7 @@ def compile(
 
     schedule: the name of a family (``fxpipe simulate --help`` lists them); ``auto``, the one with the
         shortest simulated step over all families, placements and one, two or four stages per rank; a
-        Schedule; or the path of a schedule as text or as torch's CSV.
+        Schedule; or the path of a schedule as text or as torch's CSV (``"mine.txt"``).
     validation: of the optimizer with which the pipeline is to train, for the schedule (docs/steps.md).  With
         ``"post"`` a rank begins the next step before the others have ended this one: the schedule is then the
         one with the shortest simulated time a step of many, instead of that of one by itself.
@@ -170,25 +172,28 @@ def compile(
 
     Under torchrun all ranks must call it with the same arguments; rank 0 compiles, and each of the others
     receives its program.  Each tensor that several ranks hold gets the values of the first of them.
-    Raises CaptureError, PartitionError, VocabularyError or ScheduleError, each with what to do, and RunError
-    where the number of processes is no multiple of ``ranks``, or not that of ``replicas`` * ``ranks``.
+    Raises OptionError, CaptureError, PartitionError, VocabularyError or ScheduleError, each with what to
+    do, and RunError where the number of processes is no multiple of ``ranks``, or not that of ``replicas`` *
+    ``ranks``.
     """
     # Imported here, as ``load`` needs neither the compiler nor the schedule search with its compiled kernels.
+    from fxpipe.capture.call import check_call
     from fxpipe.capture.dtensors import mesh_of
     from fxpipe.compiler.compile import compile_evaluation, compile_model, last_lane_as_text
     from fxpipe.compiler.mesh import checked, choose_mesh, with_mesh
     from fxpipe.compiler.mesh_request import request_of, rows_of
-    from fxpipe.compiler.options import Options, as_offload, parse_bytes
+    from fxpipe.compiler.options import Options, as_offload, limit_of, names_of
     from fxpipe.compiler.options import check as check_options
     from fxpipe.compiler.progress import Phases
-    from fxpipe.schedule.formats.handwritten import read_schedule
+    from fxpipe.schedule.formats.handwritten import is_file_name, read_schedule
 
     if not isinstance(model, nn.Module):
         raise CaptureError(f"The model is a {type(model).__name__}; fxpipe compiles an nn.Module.")
     device = _device_of(model)
     check_supported(device)
     pipeline_ranks, replicas = ranks_and_replicas(ranks, replicas)
-    process = Process.join(device, as_timeout(timeout)) if under_torchrun() else None
+    limit = as_timeout(timeout)
+    process = Process.join(device, limit) if under_torchrun() else None
     mesh = mesh_of(model)
     lanes = 1 if mesh is None else mesh.size()
     if process is not None:
@@ -201,27 +206,21 @@ def compile(
         world = None if process is None else process.world_size // lanes
         asked = pipeline_ranks, replicas, microbatches, batch, shard
         request = request_of(devices, *asked, world)
-        if isinstance(split_points, str):
-            raise PartitionError(f"split_points is a list of module paths: give [{split_points!r}].")
-        if isinstance(outputs, str) or not all(isinstance(name, str) for name in outputs):
-            names = [outputs] if isinstance(outputs, str) else [str(name) for name in outputs]
-            raise CaptureError(f"outputs is a list of names: give {names}.")
-        if isinstance(fixed, str):
-            raise CaptureError(f"fixed is a list of names: give [{fixed!r}].")
         if isinstance(example, list):  # as DataLoaders give them
             example = tuple(example)
         options = Options(
             ranks=1 if pipeline_ranks is None else pipeline_ranks,
             microbatches=1 if microbatches is None else microbatches,
-            schedule=read_schedule(schedule) if isinstance(schedule, Path) else schedule,
+            schedule=read_schedule(schedule) if is_file_name(schedule) else schedule,  # type: ignore[arg-type]
             stages_per_rank=stages_per_rank,
             placement=placement,
-            split_points=None if split_points is None else tuple(split_points),
-            memory_limit=None if memory_limit is None else parse_bytes(memory_limit),
+            split_points=None if split_points is None else names_of(split_points, "split_points"),
+            memory_limit=None if memory_limit is None else limit_of(memory_limit),
+            limit_text="" if memory_limit is None else str(memory_limit),
             costs=tuple(costs) if isinstance(costs, list | tuple) else costs,  # type: ignore[arg-type]
             seed=seed,
             shard=None if shard == "auto" else shard,
-            replicas=(replicas or 1) if process is None else process.replicas,
+            replicas=(1 if replicas is None else replicas) if process is None else process.replicas,
             optimizer_bytes=optimizer_bytes,
             vocab_parallel=vocab_parallel,
             gradients=gradients,
@@ -229,8 +228,8 @@ def compile(
             recompute=recompute,
             offload=as_offload(offload, device),
             dimensions=dimensions,
-            fixed=tuple(fixed),
-            outputs=tuple(dict.fromkeys(outputs)),
+            fixed=names_of(fixed, "fixed"),
+            outputs=names_of(outputs, "outputs"),
             evaluation=evaluation,
             effort=effort,
             ranks_per_machine=(
@@ -278,6 +277,7 @@ def compile(
         known = described_everywhere(device, process.gather)
 
     def compiled_here() -> tuple[Compiled, Artifact | None]:
+        check_call(model, example, loss_fn)
         given = model, example, loss_fn, options, device, Phases(f"fxpipe {type(model).__name__}")
         compared = (None, ()) if choice is None else (choice.step, choice.tried)
         training = compile_model(*given, known, *compared)
@@ -312,6 +312,7 @@ def compile(
     return pipe
 
 
+@brief
 def load(
     path: str | Path,
     *,
@@ -330,9 +331,9 @@ def load(
     was edited since it was saved, and of weights that were replaced.  Raises ArtifactError, naming file and
     field, for a directory that holds no pipeline, is cut short or damaged, or was written by another version.
     """
-    directory = Path(path).absolute()
+    directory, limit = files.as_path(path, "fxpipe.load").absolute(), as_timeout(timeout)
     device = default_device()
-    process = Process.join(device, as_timeout(timeout)) if under_torchrun() else None
+    process = Process.join(device, limit) if under_torchrun() else None
     if process is not None:
         process.backend(device)
     leads = process is None or process.leads

@@ -1,7 +1,8 @@
 """The errors that fxpipe raises.  Each message says what is wrong, where, and what to do; ``printable`` shows
-any name in it on one line."""
+any name in it on one line, ``suggested`` the known name that was probably meant."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 
 
 class FxpipeError(Exception):
@@ -9,7 +10,7 @@ class FxpipeError(Exception):
 
 
 class OptionError(FxpipeError):
-    """An option has a value that does not exist."""
+    """An option has a value that it cannot have, or that does not go with another option."""
 
 
 class CaptureError(FxpipeError):
@@ -65,6 +66,17 @@ class RunError(FxpipeError):
 
 class VocabularyError(FxpipeError):
     """The vocabulary layers cannot be found, or cannot be split over the ranks."""
+
+
+def suggested(given: object, known: Iterable[str]) -> str:
+    """`` Did you mean 'zb-h1'?`` for ``ZB_H1``; empty where no known name is like the given one."""
+    plain = {_plain(name): name for name in known}
+    close = get_close_matches(_plain(str(given)), plain, 1)
+    return f" Did you mean {plain[close[0]]!r}?" if close else ""
+
+
+def _plain(name: str) -> str:
+    return name.casefold().replace("_", "-").replace(" ", "-")
 
 
 def printable(text: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, NoReturn, overload
 
 import torch
 from torch import fx
@@ -14,10 +14,11 @@ from torch import fx
 from fxpipe.certificate.check import check_artifact
 from fxpipe.certificate.problems import Certificate
 from fxpipe.cost.plan_costs import costs_of, expressions, known_work
-from fxpipe.errors import RunError
+from fxpipe.errors import OptionError, RunError
 from fxpipe.ir.graph import Section
 from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact, Plan, Validation
+from fxpipe.plan.memory import rank_memory
 from fxpipe.plan.work import Expressions, PlanWork
 from fxpipe.runtime.job.place import called_function
 from fxpipe.runtime.job.process import Process, agreed
@@ -28,6 +29,7 @@ from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.steps import Steps, simulate_steps
 from fxpipe.schedule.simulation.timeline import Timeline
+from fxpipe.tracebacks import brief_methods
 from fxpipe.training.given_values import InMemory
 from fxpipe.training.initialize import initialize_held
 from fxpipe.training.make_optimizer import make_optimizer
@@ -40,9 +42,16 @@ from fxpipe.training.shared_values import share_values
 from fxpipe.training.state_dict import copy_to_model, full_state_dict, load_state_dict, state_dict
 from fxpipe.training.unchanged import Traced
 from fxpipe.training.updates import Updates
+from fxpipe.units import bytes_text, seconds_text
+
+#: What the classes of fxpipe use of a pipeline, and its users do not.
+_INTERNAL = {
+    "artifact", "directory", "first_step", "is_evaluation", "let_model_go", "model_state", "of",
+    "offload_directory", "process", "updates", "with_evaluation",
+}  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Stage:
     """One stage: the names of its parameters, the costs with which the schedule was made, and its sections
     (none if the pipeline was loaded, or compiled by another rank)."""
@@ -62,8 +71,17 @@ class Stage:
         """
         return expressions(known_work(self.work), self.index)
 
+    def __repr__(self) -> str:
+        cost = self.costs
+        f, b, w = map(seconds_text, (cost.forward, cost.backward, cost.weight))
+        return (
+            f"Stage({self.index}, rank {self.rank}: {len(self.parameters)} parameters; F {f}, B {b}, W {w}; "
+            f"saves {bytes_text(cost.saved_activations)} a microbatch)"
+        )
 
-@dataclass(eq=False)
+
+@brief_methods
+@dataclass(eq=False, repr=False)
 class Pipeline:
     """The result of ``fxpipe.compile`` and ``fxpipe.load``.
 
@@ -91,7 +109,38 @@ class Pipeline:
     _then: Traced = field(init=False)
 
     def __post_init__(self) -> None:
-        self._then = Traced(self.parameters, self.of())
+        self._then = Traced(self.parameters, self.of(), self.artifact.plan.own_hooks)
+
+    def __repr__(self) -> str:
+        from fxpipe.viz.summary import summary
+
+        lines = summary(self.artifact.plan)
+        if self.process is not None:
+            lines.append(f"this process is rank {self.process.rank} of replica {self.replica}")
+        return "\n  ".join([f"Pipeline of {lines[0]}", *lines[1:]])
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the same with the memory of each rank."""
+        from fxpipe.viz.summary import as_html, memory_rows, summary
+
+        plan = self.artifact.plan
+        memory = rank_memory(plan, plan.prediction.peak_memory)
+        return as_html(summary(plan), memory_rows(memory, plan.memory_limit))
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in _INTERNAL]
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        raise RunError(
+            "A pipeline is not called like a model: pipe.step(batch) trains under torchrun, "
+            "pipe.run_local(batch) runs all ranks here, pipe.evaluate(batch) gives the loss alone."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RunError(
+            "A pipeline cannot be pickled or copied, as torch.save and copy.deepcopy do: pipe.save(path) "
+            "writes it for fxpipe.load(path), and pipe.state_dict() has its weights."
+        )
 
     def with_evaluation(self, artifact: Artifact) -> Pipeline:
         """The pipeline with one for the forward alone, which works on the same tensors."""
@@ -396,7 +445,9 @@ class Pipeline:
         """
         self.updates.settle()
         with agreed(self.process, "load the state dict"):
-            given = Pretrained(Path(state)) if isinstance(state, (str, Path)) else InMemory(state)
+            if not isinstance(state, Mapping | str | Path):
+                raise OptionError(f"state is {state!r:.60} and must be a mapping of tensors or a path.")
+            given = Pretrained(Path(state)) if isinstance(state, str | Path) else InMemory(state)
             load_state_dict(self.model_state, given, strict)
         self.share_values()
 
@@ -432,7 +483,8 @@ class Pipeline:
             ``from_pretrained`` opens the new one.  largest_file: weights beyond it are split over several.
         Raises ArtifactError, on all ranks, where the directory is not empty or cannot be written.
         """
-        source, target = None if like is None else Path(like), Path(directory)
+        source = None if like is None else Path(like)
+        target = files.as_path(directory, "pipe.export")
         with new_directory(target, self.process) as draft:
             state = self.full_state_dict()
             with agreed(self.process, "export"), files.writing(target):
@@ -485,7 +537,8 @@ class Pipeline:
         self.check_alike()
         forward = None if self.evaluation is None else self.evaluation.artifact
         draw = self._write_views if self.graph is not None else None
-        save(self.artifact, forward, self.model_state, self.step_number, Path(path), draw)
+        target = files.as_path(path, "pipe.save")
+        save(self.artifact, forward, self.model_state, self.step_number, target, draw)
 
     def check(self) -> Certificate:
         """Check the programs of all ranks, as they are now, against the captured step (docs/certificate.md).
@@ -515,7 +568,9 @@ class Pipeline:
         from fxpipe.cost.nodes import node_flops
         from fxpipe.viz.pictures import draw
 
-        return draw(self, Path(path), node_flops, expand, steps)
+        directory = files.as_path(path, "pipe.draw")
+        with files.writing(directory):
+            return draw(self, directory, node_flops, expand, steps)
 
     def report(self, path: str | Path) -> Path:
         """Write everything known about the pipeline as one HTML file that needs no network; return the file.

@@ -1,23 +1,70 @@
-"""Formats numbers with units, and computes the ticks of an axis."""
+"""Reads and formats numbers with units, and computes the ticks of an axis."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """The formats of a timeline's times and memory."""
+    """The formats of a timeline's times and memory; ``limit``: of memory that must be enough, not rounded."""
 
     time: Callable[[float], str]
     memory: Callable[[float], str]
+    limit: Callable[[float], str]
+
+
+#: The units of memory that users may write, with their bytes.
+BYTES = {"": 1, "B": 1} | {
+    f"{letter}{infix}B": base**power
+    for infix, base in (("", 1000), ("i", 1024))
+    for power, letter in enumerate("kMGT" if not infix else "KMGT", start=1)
+}
+
+
+def parse_bytes(text: str) -> float | None:
+    """``"16GiB"`` or ``"800 MB"``, in any case of letters, in bytes; None for any other text."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
+    unit = None if match is None else {name.lower(): n for name, n in BYTES.items()}.get(match[2].lower())
+    return None if match is None or unit is None or float(match[1]) == 0 else float(match[1]) * unit
+
+
+def is_decimal(text: str) -> bool:
+    """Whether memory is written in powers of 1000: ``"16GB"``."""
+    return re.search(r"[kmgt]b\s*$", text, re.IGNORECASE) is not None
 
 
 def bytes_text(count: float) -> str:
     """``1536`` to ``1.5 KiB``."""
     return _scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+
+
+def decimal_bytes_text(count: float) -> str:
+    """``1500`` to ``1.5 kB``."""
+    return _scaled(count, 1000, ("B", "kB", "MB", "GB", "TB"))
+
+
+def bytes_limit_text(count: float) -> str:
+    """``1536.5`` to ``1.5 KiB (1537 bytes)``."""
+    return f"{bytes_text(count)} ({math.ceil(count)} bytes)"
+
+
+def decimal_bytes_limit_text(count: float) -> str:
+    """``1536.5`` to ``1.54 kB (1537 bytes)``."""
+    return f"{decimal_bytes_text(count)} ({math.ceil(count)} bytes)"
+
+
+def limit_text(number: float) -> str:
+    """Nine significant digits."""
+    return f"{number:.9g}"
+
+
+def bubble_text(share: float) -> str:
+    """``0.2632`` to ``26.32%``."""
+    return f"{share:.2%}"
 
 
 def flops_text(count: float) -> str:
@@ -60,8 +107,17 @@ def ticks(end: float, at_most: int) -> tuple[float, ...]:
     return tuple(i * step for i in range(math.floor(end / step * (1 + 1e-9)) + 1))
 
 
-PHYSICAL = Units(seconds_text, bytes_text)
+PHYSICAL = Units(seconds_text, bytes_text, bytes_limit_text)
 """Seconds and bytes."""
 
-PLAIN = Units(number_text, number_text)
+DECIMAL = Units(seconds_text, decimal_bytes_text, decimal_bytes_limit_text)
+"""Seconds, and bytes in powers of 1000."""
+
+
+def units_of(limit: str) -> Units:
+    """Those in which a limit is written."""
+    return DECIMAL if is_decimal(limit) else PHYSICAL
+
+
+PLAIN = Units(number_text, number_text, limit_text)
 """Any one unit of each."""

@@ -132,7 +132,7 @@ def batches_on_devices() -> None:
     try:
         stepped({name: x.flip(0) if rank == 0 else x for name, x in batch.items()})
     except RunError as error:
-        assert "Rank 2 has another 'ids' than rank 0" in str(error)  # noqa: PT017 - no pytest here
+        assert "Rank 2 has other values in 'ids' of the batch than rank 0" in str(error)  # noqa: PT017 - no pytest here
     else:
         raise AssertionError("ranks with different batches agree")
 

@@ -19,7 +19,6 @@ from fxpipe.errors import (
     OptionError,
     PartitionError,
     RunError,
-    ScheduleError,
 )
 
 
@@ -113,11 +112,6 @@ def test_an_exception_of_the_model_itself():
     assert "the width is wrong" in message
 
 
-def test_wrong_arguments_of_the_forward():
-    message = error_of(CaptureError, compiled, None, {"x": torch.randn(2, WIDTH), "z": torch.randn(2, WIDTH)})
-    assert "unexpected keyword argument 'z'" in message
-
-
 def test_a_parameter_written_in_the_forward():
     class Clamps(Chain):
         def forward(self, x, y):
@@ -197,14 +191,14 @@ def test_loss_fn_returns_three_values():
 
 
 def test_unknown_schedule_lists_the_known_ones():
-    message = error_of(ScheduleError, compiled, schedule="1f2b")
+    message = error_of(OptionError, compiled, schedule="1f2b")
     assert "'1f2b'" in message
     for name in ("gpipe", "1f1b", "zb-h1", "auto"):
         assert name in message
 
 
 def test_unknown_placement_lists_the_known_ones():
-    message = error_of(ScheduleError, compiled, placement="w")
+    message = error_of(OptionError, compiled, placement="w")
     assert "'w'" in message
     assert "plain, v" in message
 
@@ -212,14 +206,14 @@ def test_unknown_placement_lists_the_known_ones():
 @pytest.mark.parametrize("value", [0, -1])
 @pytest.mark.parametrize("name", ["ranks", "microbatches", "stages_per_rank"])
 def test_numbers_below_one(name, value):
-    message = error_of(ScheduleError, compiled, **{name: value})
+    message = error_of(OptionError, compiled, **{name: value})
     assert re.search(rf"{name} is {value} .*at least 1", message)
 
 
 @pytest.mark.parametrize("value", [2.0, "2"])
 @pytest.mark.parametrize("name", ["ranks", "microbatches"])
 def test_numbers_that_are_none(name, value):
-    message = error_of(ScheduleError, compiled, **{name: value})
+    message = error_of(OptionError, compiled, **{name: value})
     assert name in message
     assert repr(value) in message
 
@@ -258,7 +252,7 @@ def test_split_point_before_everything():
 
 
 def test_split_points_given_as_one_string():
-    message = error_of(PartitionError, compiled, split_points="blocks.2")
+    message = error_of(OptionError, compiled, split_points="blocks.2")
     assert "blocks.2" in message
     assert "list" in message
 
@@ -440,8 +434,7 @@ def test_save_that_fails_half_way_leaves_nothing(tmp_path):
 
 def test_loading_what_is_not_there(tmp_path):
     message = error_of(ArtifactError, fxpipe.load, tmp_path / "nothing")
-    assert str(tmp_path / "nothing") in message
-    assert "plan.json" in message
+    assert f"{tmp_path / 'nothing'} holds no saved pipeline: there is no such directory" in message
 
 
 def test_loading_another_format(saved):

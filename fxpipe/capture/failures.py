@@ -45,10 +45,19 @@ _UNSUPPORTED = (
 )
 
 
-def explained(error: Exception, provenance: Provenance) -> CaptureError:
-    """A tracing failure with the place in the user's model where it happened."""
+#: Texts of errors of a device that is not here.
+_NO_DEVICE = ("not linked with support for", "not compiled with CUDA enabled", "No CUDA GPUs are available")
+
+
+def explained(error: Exception, provenance: Provenance, of_loss: str) -> CaptureError:
+    """A tracing failure with the place in the user's model where it happened.
+
+    of_loss: while ``loss_fn`` runs, its arguments as a sentence.
+    """
     origin = provenance.last_origin()
-    where = f"module {origin.path!r} ({_user_line(error) or origin.source or 'unknown line'})"
+    line = _user_line(error) or origin.source
+    where = "loss_fn" if of_loss else origin.module
+    where += f" ({line})" if line else ""
     if isinstance(error, compat.DATA_DEPENDENT):
         return CaptureError(
             f"The model's control flow or shapes depend on data, in {where}: {_first_line(error)}\n"
@@ -61,6 +70,16 @@ def explained(error: Exception, provenance: Provenance) -> CaptureError:
         if text in str(error) or any(text in file for file in _files(error)):
             torch.compiler.reset()  # such an operator leaves it in an inconsistent state
             return CaptureError(f"The model uses {what}, in {where}, which a program cannot hold. {remedy}")
+    if any(text in str(error) for text in _NO_DEVICE):
+        return CaptureError(
+            f"The model asks for a device that torch does not find here, in {where}: {_first_line(error)}. "
+            "Take the device of an input or a parameter there: device=x.device."
+        )
+    if of_loss:
+        return CaptureError(
+            f"loss_fn cannot be traced{f', at {line}' if line else ''}: {type(error).__name__}: "
+            f"{_first_line(error)}\n{of_loss}"
+        )
     return CaptureError(
         f"The model cannot be traced, in {where}: {type(error).__name__}: {_first_line(error)}\n"
         "See first whether it runs on the example without fxpipe, with its loss.backward(); if it does, that "

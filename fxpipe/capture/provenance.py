@@ -199,7 +199,7 @@ class Provenance(compat.TorchDispatchMode):
 
     def place(self) -> str:
         """The current place in the model's code, for messages."""
-        return f"{self.source() or 'an unknown line'} (module {self.path!r})"
+        return f"{self.source() or 'an unknown line'} ({Origin(self.path).module})"
 
     def _label_new_nodes(self) -> list[fx.Node]:
         new = compat.nodes_after(self._seen, compat.traced_graph())

@@ -62,6 +62,8 @@ def _parts(returned: Any) -> tuple[Any, Any, Mapping[str, Any]]:
     """loss, count and metrics; loss_fn returns a loss or (sum, count), with metrics behind or not."""
     parts = list(returned) if isinstance(returned, tuple) else [returned]
     metrics = parts.pop() if len(parts) > 1 and isinstance(parts[-1], Mapping) else {}
+    if len(parts) == 1 and isinstance(parts[0], tuple):  # ((sum, count), {…})
+        parts = list(parts[0])
     if len(parts) == 1:
         return parts[0], None, metrics
     if len(parts) == 2:
@@ -103,6 +105,11 @@ def _is_scalar(x: torch.Tensor) -> bool:
 def _no_loss(who: str, returned: Any) -> CaptureError:
     scalars = [name for name, x in _named_tensors(returned) if _is_scalar(x) and x is not returned]
     has = f" with the scalars {_listed(scalars)}" if scalars else ""
+    if who == "loss_fn":
+        return CaptureError(
+            f"No loss: loss_fn returned {type(returned).__name__}{has}. Let it return a scalar tensor, or "
+            "(sum, count), and behind either a mapping of metrics: (loss, {…})."
+        )
     return CaptureError(
         f"No loss: {who} returned {type(returned).__name__}{has}. Let the model return a scalar tensor, a "
         "tuple with one, or an output with a .loss (Hugging Face models: put labels into the example), or "

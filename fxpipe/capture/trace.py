@@ -21,6 +21,7 @@ from torch import fx, nn
 
 from fxpipe.capture.assigned import Assigned
 from fxpipe.capture.borrow import borrowed
+from fxpipe.capture.call import arguments, described
 from fxpipe.capture.checkpoint import recorded_checkpoints
 from fxpipe.capture.clean import clean
 from fxpipe.capture.constants import check_constants
@@ -48,6 +49,7 @@ from fxpipe.ir.storage import graph_outputs
 from fxpipe.plan.dtensors import local
 from fxpipe.plan.lanes import NO_LANES, LanePlan
 from fxpipe.runtime.program.checks import expect_op
+from fxpipe.runtime.torch_private import hook_functions
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,11 +59,13 @@ class Captured:
     ``graph``'s placeholders carry an ``Input``; its output is an ``Outputs``.
     ``constants`` are the tensors that the model made from nothing or held outside parameters and buffers.
     ``lanes``: where the model has DTensors.
+    ``own_hooks``: the functions of hooks that the forward registered by itself.
     """
 
     graph: fx.Graph
     constants: dict[str, torch.Tensor]
     lanes: LanePlan = NO_LANES
+    own_hooks: tuple[str, ...] = ()
 
     @property
     def checks(self) -> int:
@@ -150,7 +154,7 @@ def _traced(
     fakes = {id(r.tensor): x.fake for r, x in zip(step.registered, given, strict=False)}
     values = [x.local for x in given]
     with borrowed(model, loss_fn, fakes) as snapshot:
-        watch = Watch(snapshot)
+        watch, before = Watch(snapshot), hook_functions(model)
         step.snapshot = snapshot
         put_back(step.registered, given)
 
@@ -167,8 +171,11 @@ def _traced(
                 if isinstance(error, KeepsState) and error.tensor is not None:
                     error.names = step.constants.like(error.tensor)
                 raise (
-                    error if isinstance(error, CaptureError) else explained(error, step.provenance)
+                    error
+                    if isinstance(error, CaptureError)
+                    else explained(error, step.provenance, step.of_loss)
                 ) from error
+        after = hook_functions(model)
         if mode.elsewhere:
             raise in_another_thread(mode.elsewhere)
         mode.source = str  # the other one leads to the model, and the graph's tensors to the mode
@@ -180,7 +187,8 @@ def _traced(
     with compat.plain_kernels(), compat.modules_without_code(), mode:
         module = functionalize(module, values)
     frozen = {r.name for r in step.registered if not r.tensor.requires_grad}
-    captured = Captured(*clean(module, [x.input for x in given], step.layout, frozen))
+    cleaned = clean(module, [x.input for x in given], step.layout, frozen)
+    captured = Captured(*cleaned, own_hooks=tuple(sorted(after - before)))
     _check_written(captured.graph, step.registered, replaced)
     return captured
 
@@ -250,6 +258,7 @@ class _Function:
         self.provenance = Provenance(model, [(x.input, local(x.real)) for x in given], most_checks)
         self.snapshot = Snapshot([], [])  # of the model, before the trace
         self.difference = ""  # of a second run from the traced one
+        self.of_loss = ""  # while loss_fn runs: its arguments, as text
         self.layout: dict[str, Any] = {}  # what the flat outputs of the traced graph are
 
     def __call__(self, *values: torch.Tensor) -> list[torch.Tensor]:
@@ -359,9 +368,14 @@ class _Function:
 
     def _forward(self, wanted: dict[str, torch.Tensor]) -> Results:
         example = self._example()
-        args, kwargs = (example, {}) if isinstance(example, tuple) else ((), dict(example))
+        args, kwargs = arguments(example)
         output = self.model(*args, **kwargs)
+        if self.loss_fn is not None:
+            self.of_loss = (
+                f"It gets the output, {described([output])}, and the microbatch, {described([example])}."
+            )
         results = find_results(output, example, self.loss_fn, self.gradients, self.outputs)
+        self.of_loss = ""
         for name, value in wanted.items():
             if value.grad is not None:
                 raise CaptureError(

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
 from typing import NoReturn
 
 from fxpipe.errors import FxpipeError
+from fxpipe.units import parse_bytes
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,6 +41,48 @@ def non_negative(text: str) -> float:
     return number
 
 
+class Memory(float):
+    """A memory limit; ``unit`` as it was written, "" for a plain number."""
+
+    unit: str
+
+    def __new__(cls, number: float, unit: str = "") -> Memory:
+        made = super().__new__(cls, number)
+        made.unit = unit
+        return made
+
+
+def memory(text: str) -> Memory:
+    """``16GiB`` in bytes, or a number in the unit of the costs."""
+    if text.strip()[-1:].isalpha() and text.strip().lower() not in ("nan", "inf"):
+        limit = parse_bytes(text)
+        if limit is None:
+            raise argparse.ArgumentTypeError(f"{text!r} is no size such as 16GiB or 800MB, above 0")
+        return Memory(limit, text.strip())
+    return Memory(positive(text))
+
+
+def picture(text: str) -> Path:
+    """The file of a picture.  PNG needs a library, which is asked for before any work."""
+    path = Path(text)
+    if path.suffix not in (".svg", ".png"):
+        raise argparse.ArgumentTypeError(f"{text} must end with .svg or .png")
+    if path.suffix == ".png" and find_spec("resvg_py") is None:
+        raise argparse.ArgumentTypeError(f"{text} needs resvg: pip install 'fxpipe[png]', or name a .svg")
+    return path
+
+
+def write_picture(path: Path, svg: str) -> None:
+    """Write a picture as SVG or PNG, by the suffix.  Raises FxpipeError if that fails."""
+    if path.suffix == ".svg":
+        write(path, svg)
+        return
+    from resvg_py import svg_to_bytes
+
+    with writing(path):
+        path.write_bytes(bytes(svg_to_bytes(svg_string=svg, zoom=2)))
+
+
 def share(text: str) -> float:
     number = non_negative(text)
     if number > 1:
@@ -46,8 +92,14 @@ def share(text: str) -> float:
 
 def write(path: Path, text: str) -> None:
     """Write a file.  Raises FxpipeError if that fails."""
-    try:
+    with writing(path):
         path.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise FxpipeError(
             f"{path} cannot be written: {error.strerror or error}. Name another file."

@@ -1,16 +1,17 @@
-"""The entry point.  An FxpipeError becomes one line on stderr and exit code 2.
+"""The entry point.  An FxpipeError becomes one line on stderr and exit code 2; Ctrl-C one line and 130.
 
 Only the module of the subcommand that runs is imported, so that ``fxpipe --help`` does not load torch.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 from fxpipe.cli.arguments import Parser
-from fxpipe.errors import FxpipeError, printable
+from fxpipe.errors import FxpipeError, printable, suggested
 from fxpipe.plan.version import __version__
 
 #: Name -> its module, and its line in the help.
@@ -22,27 +23,58 @@ SUBCOMMANDS = {
     "explain": ("fxpipe.cli.explain", "list the candidates that were considered for a saved pipeline"),
     "report": ("fxpipe.cli.report", "write everything about a saved pipeline as one HTML file"),
     "trace": ("fxpipe.cli.trace", "write a saved pipeline's step as a trace for Perfetto"),
+    "draw": ("fxpipe.cli.draw", "draw the schedule of a saved pipeline"),
+    "diff": ("fxpipe.cli.diff", "compare the decisions of two saved pipelines"),
     "run": ("fxpipe.cli.run_command", "train a saved pipeline (under torchrun)"),
+    "completion": ("fxpipe.cli.completion", "print the completion of these commands for a shell"),
 }
+
+INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; ``arguments`` default to ``sys.argv[1:]``."""
     given = sys.argv[1:] if arguments is None else list(arguments)
-    parser = Parser(prog="fxpipe", description="A pipeline-parallel compiler for PyTorch.")
-    parser.add_argument("--version", action="version", version=f"fxpipe {__version__}")
-    commands = parser.add_subparsers(metavar="command", required=True, parser_class=Parser)
     chosen = next((argument for argument in given if not argument.startswith("-")), None)
-    for name, (module, line) in SUBCOMMANDS.items():
-        if name == chosen:
-            import_module(module).add_to(commands, line)
-        else:
-            commands.add_parser(name, help=line)
-    options = parser.parse_args(given)
+    if not given:
+        parser([]).print_help()
+        return 0
     try:
+        if chosen is not None and chosen not in SUBCOMMANDS:
+            known = ", ".join(SUBCOMMANDS)
+            raise FxpipeError(
+                f"there is no command {chosen!r}.{suggested(chosen, SUBCOMMANDS)} Commands: {known}"
+            )
+        options, unknown = parser([] if chosen is None else [chosen]).parse_known_args(given)
+        if unknown:
+            raise FxpipeError(
+                f"fxpipe {chosen or ''} has no {unknown[0]!r}.{suggested(unknown[0], _flags(options))} "
+                f"See fxpipe {chosen or ''} --help"
+            )
         options.command(options)
     except FxpipeError as error:
         message = "\n".join(map(printable, f"fxpipe: error: {error}".split("\n")))
         print(message, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("fxpipe: interrupted", file=sys.stderr)
+        return INTERRUPTED
     return 0
+
+
+def _flags(options: argparse.Namespace) -> list[str]:
+    """The options of the command that runs."""
+    return [f"--{name.replace('_', '-')}" for name in vars(options)]
+
+
+def parser(complete: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of all commands, with the options of those in ``complete``."""
+    made = Parser(prog="fxpipe", description="A pipeline-parallel compiler for PyTorch.")
+    made.add_argument("--version", action="version", version=f"fxpipe {__version__}")
+    commands = made.add_subparsers(metavar="command", required=True, parser_class=Parser)
+    for name, (module, line) in SUBCOMMANDS.items():
+        if name in complete:
+            import_module(module).add_to(commands, line)
+        else:
+            commands.add_parser(name, help=line)
+    return made

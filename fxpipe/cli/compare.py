@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from fxpipe.cli.arguments import positive, write
+from fxpipe.cli.arguments import Memory, memory, picture, write_picture
 from fxpipe.cli.planning import ScheduleRequest, plan, plan_within
 from fxpipe.cli.sources import EPILOG, CostSource, add_cost_arguments, source_of
 from fxpipe.errors import FxpipeError, ScheduleError
@@ -22,6 +21,7 @@ from fxpipe.schedule.placement import PLACEMENTS
 from fxpipe.schedule.search.fastest import AUTO
 from fxpipe.schedule.simulation.steps import simulate_steps
 from fxpipe.schedule.simulation.timeline import Timeline
+from fxpipe.units import bubble_text
 from fxpipe.viz.frontier_picture import Point, frontier, frontier_svg
 from fxpipe.viz.terminal import terminal
 
@@ -52,13 +52,13 @@ def add_to(commands: Any, line: str) -> None:
     )
     add(
         "--limits",
-        type=positive,
+        type=memory,
         nargs="+",
         default=(),
         metavar="X",
         help=f"also search with {AUTO} under each of these memory limits",
     )
-    add("--draw", type=Path, metavar="FILE.svg", help="draw bubble against memory")
+    add("--draw", type=picture, metavar="FILE", help="draw bubble against memory, as .svg or .png")
     add("--json", action="store_true", help="print one JSON object")
 
 
@@ -80,7 +80,7 @@ def _compare(options: argparse.Namespace) -> None:
     sizes = f"{source.ranks} ranks, {source.microbatches} microbatches; {source.note}"
     if options.draw is not None:
         bubble = f"{shown} bubble"
-        write(options.draw, frontier_svg(points, sizes, bubble, source.units))
+        write_picture(options.draw, frontier_svg(points, sizes, bubble, source.units))
     if options.json:
         print(json.dumps([_figures(name, outcome, validation) for name, outcome in outcomes.items()]))
         return
@@ -97,13 +97,13 @@ def _compare(options: argparse.Namespace) -> None:
 
 
 def _outcomes(
-    source: CostSource, request: ScheduleRequest, limits: Sequence[float]
+    source: CostSource, request: ScheduleRequest, limits: Sequence[Memory]
 ) -> Iterator[tuple[str, Outcome]]:
     """The outcome of each family, then of ``auto`` under each limit."""
     console = Console(stderr=True)
     for name in track([*FAMILIES, AUTO], "compare", console=console, disable=not console.is_terminal):
         if name == AUTO:
-            labels = [AUTO, *(f"{AUTO} ≤ {limit:g}" for limit in limits)]
+            labels = [AUTO, *(f"{AUTO} ≤ {limit.unit or format(limit, 'g')}" for limit in limits)]
             yield from zip(labels, plan_within([request.memory_limit, *limits], source, request), strict=True)
             continue
         try:
@@ -153,8 +153,8 @@ def _table(
             f"{name} *" if name in best else name,
             str(sum(not schedule.is_vocabulary(s) for s in range(schedule.stages)) // schedule.ranks),
             _placement(schedule.placement, schedule.ranks),
-            f"{outcome.span_bubble:.4f}",
-            f"{outcome.makespan_bubble:.4f}",
+            bubble_text(outcome.span_bubble),
+            bubble_text(outcome.makespan_bubble),
             source.units.memory(max(outcome.peak_memory)),
             source.units.time(outcome.seconds),
             *([] if validation is None else [source.units.time(_period(outcome, validation))]),

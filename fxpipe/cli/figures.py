@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -15,12 +16,18 @@ from fxpipe.schedule.ops import VALIDATIONS
 from fxpipe.schedule.placement import stages_of
 from fxpipe.schedule.simulation.steps import steady_state
 from fxpipe.schedule.simulation.timeline import Timeline
-from fxpipe.units import Units
+from fxpipe.units import Units, bubble_text
+from fxpipe.viz.gap import bound_within, gap_texts
 from fxpipe.viz.seam_marks import many_steps
 from fxpipe.viz.terminal import ROWS, terminal, timeline_text
 
 
-def figures(timeline: Timeline, best: Exact | None, moved: OffloadPlan | None = None) -> dict[str, Any]:
+def figures(
+    timeline: Timeline,
+    best: Exact | None,
+    moved: OffloadPlan | None = None,
+    limits: Sequence[float] | None = None,
+) -> dict[str, Any]:
     """The object that ``--json`` prints.  Lists have one entry per rank.
 
     ``steps``: a step of many.  ``memory``: (time, live memory from then on).  ``transfers`` of ``offload``:
@@ -34,6 +41,7 @@ def figures(timeline: Timeline, best: Exact | None, moved: OffloadPlan | None = 
         "placement": schedule.placement,
         "seconds": timeline.seconds,
         "lower_bound": timeline.lower_bound,
+        "lower_bound_within_memory": bound_within(timeline, limits),
         "span_bubble": timeline.span_bubble,
         "makespan_bubble": timeline.makespan_bubble,
         "busy": timeline.busy,
@@ -74,8 +82,9 @@ def print_timeline(
     source: CostSource,
     best: Exact | None,
     moved: tuple[Timeline, OffloadPlan] | None = None,
+    limits: Sequence[float] | None = None,
 ) -> None:
-    """``moved``: what was offloaded, and the timeline before that."""
+    """``moved``: what was offloaded, and the timeline before that.  ``limits``: of each rank, if any."""
     schedule, units = timeline.schedule, source.units
     stages = "" if schedule.stages == schedule.ranks else f", {schedule.stages} stages"
     what = f"{schedule.name}: {schedule.ranks} ranks{stages}, {schedule.microbatches} microbatches"
@@ -87,8 +96,9 @@ def print_timeline(
     kinds = ", ".join(f"{count} {kind}" for kind, count in path.items())
     on_path = sum(span.end - span.start for span in timeline.critical_path)
     lines = [
-        f"time {units.time(timeline.seconds)}, lower bound {units.time(timeline.lower_bound)}",
-        f"span bubble {timeline.span_bubble:.4f}, makespan bubble {timeline.makespan_bubble:.4f}",
+        *gap_texts(timeline, limits, units),
+        f"span bubble {bubble_text(timeline.span_bubble)}, "
+        f"makespan bubble {bubble_text(timeline.makespan_bubble)}",
         f"many steps: {many_steps(schedule, timeline.costs, units)}",
         f"critical path: {kinds}; {units.time(timeline.seconds - on_path)} of it in transfers",
     ]
@@ -138,6 +148,6 @@ def _compared(timeline: Timeline, best: Exact, units: Units) -> str:
     peak = units.memory(max(best.timeline.peak_memory))
     what = "proven optimal" if best.proven else f"lower bound {units.time(best.bound)}"
     return (
-        f"exact: {units.time(best.value)} ({what}), span bubble {best.timeline.span_bubble:.4f}, "
-        f"makespan bubble {best.timeline.makespan_bubble:.4f}, peak memory {peak}"
+        f"exact: {units.time(best.value)} ({what}), span bubble {bubble_text(best.timeline.span_bubble)}, "
+        f"makespan bubble {bubble_text(best.timeline.makespan_bubble)}, peak memory {peak}"
     )

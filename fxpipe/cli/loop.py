@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 from rich.console import Console
@@ -48,6 +48,7 @@ class Settings:
     ``evaluate_every``: steps from one evaluation to the next; None for one at the end.
     ``record``: the directory for the times of the last step; see :mod:`fxpipe.cli.recorded`.
     ``save``: the directory for the trained pipeline.  ``tensorboard``: for the figures of the log.
+    ``log``: the file to which they are appended, one JSON object a line.
     """
 
     steps: int | None
@@ -65,6 +66,7 @@ class Settings:
     record: Path | None = None
     save: Path | None = None
     tensorboard: Path | None = None
+    log: Path | None = None
 
 
 def train(pipe: Pipeline, data: Data, settings: Settings, evaluated: Data | None = None) -> None:
@@ -223,8 +225,8 @@ _FORMATS = {
     "evaluation": ".6f",
     "lr": ".2e",
     "norm": ".3g",
-    "bubble": ".0%",
-    "predicted": ".0%",
+    "bubble": ".2%",
+    "predicted": ".2%",
 }
 
 
@@ -235,7 +237,8 @@ class _Log:
         console = Console(stderr=True)
         self._progress = Progress(console=console, disable=not console.is_terminal)
         self._bar = self._progress.add_task("train", total=steps, completed=done)
-        self._board = None if settings.tensorboard is None else _board(settings.tensorboard)
+        self._board = None if settings.tensorboard is None else board_class()(str(settings.tensorboard))
+        self._lines = None if settings.log is None else _opened(settings.log)
 
     def __enter__(self) -> _Log:
         self._progress.start()
@@ -245,10 +248,16 @@ class _Log:
         self._progress.stop()
         if self._board is not None:
             self._board.close()
+        if self._lines is not None:
+            self._lines.close()
 
     def add(self, figures: dict[str, float], step: int) -> None:
         texts = (f"{name} {value:{_FORMATS.get(name, ',.0f')}}" for name, value in figures.items())
         logger.info("step %d  %s", step, "  ".join(texts))
+        if self._lines is not None:
+            finite = {name: value if math.isfinite(value) else None for name, value in figures.items()}
+            self._lines.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")
+            self._lines.flush()  # a run that is killed leaves its lines
         if self._board is not None:
             for name, value in figures.items():
                 self._board.add_scalar(name, value, step)
@@ -257,9 +266,17 @@ class _Log:
         self._progress.update(self._bar, completed=done)
 
 
-def _board(directory: Path) -> Any:
+def _opened(file: Path) -> TextIO:
+    try:
+        return file.open("a", encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"{file} cannot be written: {error.strerror}. Name another file for --log.") from error
+
+
+def board_class() -> Any:
+    """TensorBoard's writer.  Raises RunError where it is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise RunError("--tensorboard needs TensorBoard: pip install tensorboard.") from error
-    return SummaryWriter(str(directory))
+    return SummaryWriter

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from fxpipe.cli.sources import CostSource
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.families.registry import FAMILIES
+from fxpipe.schedule.memory_text import MemoryText
 from fxpipe.schedule.ops import Objective
 from fxpipe.schedule.problem import Problem, per_rank
 from fxpipe.schedule.search.auto import frontier
-from fxpipe.schedule.search.fastest import AUTO, fastest, stages_and_placements
+from fxpipe.schedule.search.fastest import AUTO, fastest, stages_and_placements, unknown_schedule
 from fxpipe.schedule.simulation.timeline import Timeline
 
 
@@ -32,7 +33,7 @@ def plan(name: str, source: CostSource, request: ScheduleRequest) -> Timeline:
     Raises ScheduleError as :func:`fxpipe.schedule.search.build.build` and ``search`` do.
     """
     if name not in (*FAMILIES, AUTO):
-        raise ScheduleError(f"unknown schedule {name!r}; known: {', '.join((*FAMILIES, AUTO))}")
+        raise ScheduleError(unknown_schedule(name))
     return fastest(name, _problems(name, source, request), effort=request.effort).timeline
 
 
@@ -59,6 +60,7 @@ def _problems(name: str, source: CostSource, request: ScheduleRequest) -> list[P
             per_rank(request.memory_limit, source.ranks),
             source.vocabulary,
             objective=request.objective,
+            text=MemoryText(source.units),
         )
         for stages, shape in stages_and_placements(name, given, request.placement)
     ]

@@ -11,8 +11,8 @@ from typing import Any
 from fxpipe.api import load
 from fxpipe.cli.arguments import positive, positive_int
 from fxpipe.cli.data import Data, data_from
-from fxpipe.cli.loop import DECAYS, Settings, train
-from fxpipe.errors import ArtifactError, printable
+from fxpipe.cli.loop import DECAYS, Settings, board_class, train
+from fxpipe.errors import ArtifactError, RunError, printable
 from fxpipe.pipeline import Pipeline
 from fxpipe.plan.files import check_free
 from fxpipe.runtime.job.process import reported
@@ -72,6 +72,7 @@ def add_to(commands: Any, line: str) -> None:
         metavar="N",
         help="steps from one evaluation to the next (default: once, at the end)",
     )
+    add("--log", type=Path, metavar="FILE.jsonl", help="append the figures of the log, one object a line")
     add("--tensorboard", type=Path, metavar="DIR", help="write the figures of the log for TensorBoard")
     add("--save", type=Path, metavar="DIR", help="save the trained pipeline to this directory")
     add(
@@ -94,6 +95,8 @@ def add_to(commands: Any, line: str) -> None:
 
 
 def _run(options: argparse.Namespace) -> None:
+    if options.tensorboard is not None:
+        board_class()  # before ranks wait for each other
     if options.save is not None:
         check_free(options.save.absolute())
     if options.every is not None and options.checkpoints is None:
@@ -116,11 +119,22 @@ def _run(options: argparse.Namespace) -> None:
         record=options.directory if options.record else None,
         save=options.save,
         tensorboard=options.tensorboard,
+        log=options.log,
     )
     with reported(pipe.process):
         data = _data(options.data, pipe)
         evaluated = None if options.evaluate is None else _data(options.evaluate, pipe.evaluation or pipe)
+        _check_processes(pipe, options.directory)
         train(pipe, data, settings, evaluated)
+
+
+def _check_processes(pipe: Pipeline, directory: Path) -> None:
+    ranks = pipe.artifact.plan.ranks
+    if ranks > 1 and pipe.process is None:
+        raise RunError(
+            f"{directory} has {ranks} ranks, and this is one process. Start it with "
+            f"torchrun --nproc-per-node {ranks} -m fxpipe run {directory} …"
+        )
 
 
 def _data(given: str, pipe: Pipeline) -> Data:

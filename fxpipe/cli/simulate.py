@@ -10,20 +10,22 @@ from typing import Any
 
 from rich.console import Console
 
-from fxpipe.cli.arguments import non_negative, positive, positive_int, share, write
+from fxpipe.cli.arguments import non_negative, picture, positive, positive_int, share, write_picture
 from fxpipe.cli.figures import figures, print_timeline
 from fxpipe.cli.planning import ScheduleRequest, plan
 from fxpipe.cli.sources import EPILOG, CostSource, add_cost_arguments, source_of
 from fxpipe.errors import FxpipeError, ScheduleError
 from fxpipe.schedule.exact.order import Exact, exact
 from fxpipe.schedule.families.registry import FAMILIES
-from fxpipe.schedule.formats.handwritten import read_schedule
+from fxpipe.schedule.formats.handwritten import is_file_name, read_schedule
+from fxpipe.schedule.memory_text import MemoryText
 from fxpipe.schedule.offload.planner import FULL, HALF, OffloadPlan, offload, offload_within, with_link
 from fxpipe.schedule.ops import VALIDATIONS, Objective, Schedule
 from fxpipe.schedule.search.fastest import AUTO
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.steps import Steps, simulate_steps
 from fxpipe.schedule.simulation.timeline import Timeline
+from fxpipe.units import Units
 from fxpipe.viz.terminal import terminal
 from fxpipe.viz.timeline_picture import timeline_svg
 
@@ -37,7 +39,11 @@ def add_to(commands: Any, line: str) -> None:
     )
     parser.set_defaults(command=_simulate)
     add = parser.add_argument
-    add("--schedule", metavar="NAME", help=f"one of: {', '.join((*FAMILIES, AUTO))}")
+    add(
+        "--schedule",
+        metavar="NAME",
+        help=f"one of: {', '.join((*FAMILIES, AUTO))}; or a file, as for --schedule-file",
+    )
     add("--schedule-file", type=Path, metavar="FILE", help="a schedule as text or as torch's CSV")
     add_cost_arguments(parser)
     add(
@@ -78,7 +84,7 @@ def add_to(commands: Any, line: str) -> None:
         metavar="N",
         help="number of neighboring ranks that share a link (default 1)",
     )
-    add("--draw", type=Path, metavar="FILE.svg", help="write the timeline as a picture")
+    add("--draw", type=picture, metavar="FILE", help="write the timeline as a picture, .svg or .png")
     add("--steps", type=positive_int, default=1, metavar="N", help="that the picture shows (1)")
     add("--json", action="store_true", help="print one JSON object")
 
@@ -86,20 +92,23 @@ def add_to(commands: Any, line: str) -> None:
 def _simulate(options: argparse.Namespace) -> None:
     source, timeline = _timeline(options)
     best = None if options.exact is None else _exact(options, timeline)
-    whole, moved = timeline, _offload(options, timeline)
+    whole, moved = timeline, _offload(options, timeline, source.units)
     timeline = timeline if moved is None else moved.timeline
+    limits = None if options.memory_limit is None else [options.memory_limit] * source.ranks
     if options.draw is not None:
-        write(options.draw, timeline_svg(_drawn(options, timeline), source.note, source.units))
+        write_picture(options.draw, timeline_svg(_drawn(options, timeline), source.note, source.units))
     if options.json:
-        print(json.dumps(figures(timeline, best, moved)))
+        print(json.dumps(figures(timeline, best, moved, limits)))
         return
     console = Console(markup=False, emoji=False)
-    print_timeline(console, timeline, source, best, None if moved is None else (whole, moved))
+    print_timeline(console, timeline, source, best, None if moved is None else (whole, moved), limits)
     if options.draw is not None:
         console.print(terminal(f"drawn: {options.draw}"), soft_wrap=True)
 
 
 def _timeline(options: argparse.Namespace) -> tuple[CostSource, Timeline]:
+    if options.schedule_file is None and is_file_name(options.schedule):
+        options.schedule_file, options.schedule = Path(options.schedule), None
     if options.schedule is not None and options.schedule_file is not None:
         raise FxpipeError("--schedule and --schedule-file exclude each other: give one of them")
     written = None if options.schedule_file is None else read_schedule(options.schedule_file)
@@ -157,7 +166,7 @@ def _share(text: str) -> float | str:
     return named[text] if text in named else share(text)
 
 
-def _offload(options: argparse.Namespace, timeline: Timeline) -> OffloadPlan | None:
+def _offload(options: argparse.Namespace, timeline: Timeline, units: Units) -> OffloadPlan | None:
     if options.offload_time is None:
         for name in ("offload", "ranks_per_link"):
             if getattr(options, name) is not None:
@@ -170,7 +179,7 @@ def _offload(options: argparse.Namespace, timeline: Timeline) -> OffloadPlan | N
         return offload(timeline, FULL if options.offload is None else options.offload)
     if options.memory_limit is None:
         raise FxpipeError("--offload auto needs --memory-limit")
-    return offload_within(timeline, [options.memory_limit] * timeline.schedule.ranks)
+    return offload_within(timeline, [options.memory_limit] * timeline.schedule.ranks, MemoryText(units))
 
 
 def _exact(options: argparse.Namespace, timeline: Timeline) -> Exact:

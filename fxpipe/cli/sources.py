@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fxpipe.cli.arguments import non_negative, positive, positive_int, share
+from fxpipe.cli.arguments import memory, non_negative, positive, positive_int, share
 from fxpipe.cli.recorded import recorded_costs
 from fxpipe.cost.known_devices import device_named
 from fxpipe.cost.plan_costs import costs_of
@@ -21,7 +21,7 @@ from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.placement import PLACEMENTS
 from fxpipe.schedule.stages import Vocabulary
 from fxpipe.schedule.vocabulary_costs import with_output_shards
-from fxpipe.units import PHYSICAL, PLAIN, Units
+from fxpipe.units import DECIMAL, PHYSICAL, PLAIN, Units, is_decimal
 
 TIMES = ("forward", "backward_input", "backward_weight")
 EPILOG = (
@@ -98,7 +98,7 @@ def add_cost_arguments(parser: Any) -> None:
     )
     add("--stages-per-rank", type=positive_int, metavar="V", help="chunks a rank holds (what suits)")
     add("--placement", choices=sorted(PLACEMENTS), help="of the chunks on the ranks (what suits)")
-    add("--memory-limit", type=positive, metavar="X", help="a real number (none)")
+    add("--memory-limit", type=memory, metavar="X", help="of activations: a number, or 16GiB (none)")
     add("--effort", type=positive, metavar="S", help="of a search: about the seconds of one core (8 at most)")
 
 
@@ -110,13 +110,28 @@ def source_of(options: argparse.Namespace) -> CostSource:
         raise FxpipeError("--inter-comm needs --ranks-per-machine")
     if options.device is not None and (options.costs is None or not options.costs.is_dir()):
         raise FxpipeError("--device needs --costs with the directory of a saved pipeline")
+    limits = [x for x in (options.memory_limit, *getattr(options, "limits", ())) if x is not None and x.unit]
     if options.costs is None:
         _require(options, "ranks", "microbatches", *TIMES)
+        if limits:
+            raise FxpipeError(
+                f"{limits[0].unit} is in bytes, and without --costs memory is in units of one microbatch's "
+                "activations on one rank: give a number of these"
+            )
         return _from_times(options)
+    if not options.costs.exists():
+        raise FxpipeError(
+            f"{options.costs} does not exist: --costs is a JSON file or the directory of a saved pipeline"
+        )
     for name in (*TIMES, "weight_memory", "vocab_time"):
         if getattr(options, name) is not None:
             raise FxpipeError(f"--costs and {_flag(name)} do not go together")
-    return _from_directory(options) if options.costs.is_dir() else _from_file(options)
+    source = _from_directory(options) if options.costs.is_dir() else _from_file(options)
+    if limits and not options.costs.is_dir():
+        source = replace(source, units=replace(source.units, memory=PHYSICAL.memory, limit=PHYSICAL.limit))
+    if any(is_decimal(limit.unit) for limit in limits):
+        source = replace(source, units=replace(source.units, memory=DECIMAL.memory, limit=DECIMAL.limit))
+    return source
 
 
 def _from_times(options: argparse.Namespace) -> CostSource:

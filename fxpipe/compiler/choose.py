@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -33,9 +33,11 @@ from fxpipe.passes.recompute import Level
 from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.candidate import SearchResult
 from fxpipe.schedule.costs import Costs, Link
+from fxpipe.schedule.memory_text import MemoryText
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.problem import Problem, per_rank
 from fxpipe.schedule.search.fastest import fastest
+from fxpipe.units import units_of
 
 _T = TypeVar("_T")
 
@@ -125,9 +127,11 @@ class Costing:
 
         Raises LimitError where the memory limit leaves nothing for activations.
         """
-        limits = None
+        units = units_of(options.limit_text)
+        limits, text = None, MemoryText(units)
         if options.memory_limit is not None:
-            limits = activation_budget(options.memory_limit, held_bytes(placed, options))
+            held = held_bytes(placed, options)
+            limits, text = activation_budget(options.memory_limit, held, units), MemoryText(units, held)
         cut, costs, divided = placed.cut, placed.costs, options.replicas if options.shard else 1
         if options.gradients:
             costs = replace(costs, update=update_costs(self._cluster, placed.trained, divided))
@@ -147,6 +151,7 @@ class Costing:
             cut.vocabulary,
             offload=options.offload.share,
             recompute=cut.recompute or "",
+            text=text,
             objective="period" if options.validation == "post" else "makespan",
         )
 
@@ -208,13 +213,7 @@ def choose(options: Options, stages: Sequence[Stages], costing: Costing) -> Chos
     without = [problem for of in stages for problem in at_level(of, first)]
     if not without:
         raise min(too_heavy, key=lambda error: error.smallest)
-    try:
-        more = recomputing if levels else None
-        found = fastest(options.schedule, without, effort=options.effort, more=more)
-    except ScheduleError as error:
-        if options.memory_limit is None:
-            raise
-        raise _with_weights(error, options, made.values()) from error
+    found = fastest(options.schedule, without, effort=options.effort, more=recomputing if levels else None)
     placed = made[found.problem.setting]
     return Chosen(placed, found, held_bytes(placed, options))
 
@@ -264,12 +263,7 @@ def choose_below(options: Options, stages: Sequence[Stages], costing: Costing, b
         raise min(too_heavy, key=lambda error: error.smallest)
     if not able:
         return min(bounds)
-    try:
-        best = fastest(options.schedule, [*able], effort=options.effort)
-    except ScheduleError as error:
-        if options.memory_limit is None:
-            raise
-        raise _with_weights(error, options, able.values()) from error
+    best = fastest(options.schedule, [*able], effort=options.effort)
     placed = next(placed for problem, placed in able.items() if problem.setting == best.problem.setting)
     return Chosen(placed, best, held_bytes(placed, options))
 
@@ -293,19 +287,3 @@ def _problems(
         except LimitError as error:
             too_heavy.append(error)
     return found, too_heavy
-
-
-def _with_weights(error: ScheduleError, options: Options, tried: Iterable[Placed]) -> ScheduleError:
-    """The error of a search, whose limits are of activations, with what a rank holds beside them."""
-    assert options.memory_limit is not None
-    weights = [number for placed in tried for number in held_bytes(placed, options)]
-    most = max(weights)
-    text = (
-        f"{str(error).removesuffix('.')}. These bytes are of activations: of "
-        f"memory_limit={options.memory_limit:.0f}, parameters, gradients, buffers and outputs take "
-        f"{min(weights)} to {most} on each rank."
-    )
-    if not isinstance(error, LimitError):
-        return ScheduleError(text)
-    enough = error.smallest + most
-    return LimitError(f"{text} memory_limit={enough:.0f} is enough.", enough)

@@ -168,7 +168,10 @@ def compile_model(
         )
         compared = tuple(now if each.mesh == own else each for each in meshes)
         device = cluster.name + measured
-        return replace(plan, work=work, tried=found.tried, meshes=compared, device=device)
+        plan = replace(plan, work=work, tried=found.tried, meshes=compared, device=device)
+        if options.memory_limit is None:
+            return plan
+        return replace(plan, memory_limit=options.limit_text, limits=found.problem.limits)
 
     with phase("codegen"):
         cut, artifact = _generate(

@@ -99,6 +99,7 @@ def make_plan(
         shard=options.shard or "",
         state=state_names(model),
         lanes=captured.lanes,
+        own_hooks=captured.own_hooks,
         grad_dtype="" if options.grad_dtype is None else str(options.grad_dtype),
         validation=options.validation,
     )

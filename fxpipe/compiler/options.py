@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from math import inf, isfinite
+from math import inf
 from pathlib import Path
 
 import torch
 
 from fxpipe.compiler.passes import PASS_NAMES
 from fxpipe.cost.known_devices import device_names, is_device_name
-from fxpipe.errors import OptionError, ScheduleError
+from fxpipe.errors import OptionError, suggested
 from fxpipe.ir.sections import BACKENDS
 from fxpipe.passes.recompute import LEVELS, Level
 from fxpipe.plan.lanes import LanePlan
@@ -22,16 +21,11 @@ from fxpipe.runtime.program.offload import default_tier
 from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.offload.planner import FULL
 from fxpipe.schedule.ops import VALIDATIONS, Schedule, Validation
-from fxpipe.schedule.placement import place
-from fxpipe.schedule.search.fastest import AUTO, stages_and_placements
+from fxpipe.schedule.placement import PLACEMENTS, place
+from fxpipe.schedule.search.fastest import AUTO, stages_and_placements, unknown_schedule
+from fxpipe.units import BYTES, parse_bytes
 
 BARRIERS: dict[str | bool, int] = {"1-barrier": 1, "2-barrier": 2, True: 1}
-
-_UNITS = {"": 1, "B": 1} | {
-    f"{letter}{infix}B": base**power
-    for infix, base in (("", 1000), ("i", 1024))
-    for power, letter in enumerate("kMGT" if not infix else "KMGT", start=1)
-}
 
 
 @dataclass(frozen=True)
@@ -95,6 +89,7 @@ class Options:
     backend: str = "eager"
     print_after: str | None = None
     check: bool = True
+    limit_text: str = ""  # the memory limit as it was given
     validation: Validation = "barrier"
 
     @property
@@ -110,13 +105,17 @@ class Options:
 
 
 def check(options: Options) -> None:
-    """Raise ScheduleError or OptionError for options that are wrong for any model."""
+    """Raise OptionError for options that are wrong for any model."""
     if options.backend not in BACKENDS:
         raise OptionError(f"backend is {options.backend!r} and must be {' or '.join(map(repr, BACKENDS))}.")
     if options.print_after not in (None, *PASS_NAMES):
         raise OptionError(
-            f"print_after is {options.print_after!r} and must be the name of a pass: {', '.join(PASS_NAMES)}."
+            f"print_after is {options.print_after!r} and must be the name of a pass."
+            f"{suggested(options.print_after, PASS_NAMES)} Known: {', '.join(PASS_NAMES)}."
         )
+    for name in ("gradients", "evaluation", "check"):
+        if not isinstance(getattr(options, name), bool):
+            raise OptionError(f"{name} is {getattr(options, name)!r} and must be True or False.")
     for name in (
         "ranks",
         "replicas",
@@ -127,8 +126,8 @@ def check(options: Options) -> None:
     ):
         value = getattr(options.offload if name == "ranks_per_link" else options, name)
         chosen = name in ("stages_per_rank", "ranks_per_machine") and value is None
-        if not chosen and (not isinstance(value, int) or value < 1):
-            raise ScheduleError(f"{name} is {value!r} and must be a whole number, at least 1.")
+        if not chosen and (type(value) is not int or value < 1):
+            raise OptionError(f"{name} is {value!r} and must be a whole number, at least 1.")
     if options.shard not in (None, *SHARDS):
         raise OptionError(
             f"shard is {options.shard!r} and must be None or {' or '.join(map(repr, SHARDS))}: what replicas "
@@ -151,37 +150,40 @@ def check(options: Options) -> None:
         raise OptionError(f"seed is {options.seed!r} and must be a whole number of 64 bits.")
     effort = options.effort
     if effort is not None and not (isinstance(effort, int | float) and 0 < effort < inf):
-        raise ScheduleError(f"effort is {effort!r} and must be a number of seconds above 0.")
+        raise OptionError(f"effort is {effort!r} and must be a number of seconds above 0.")
     _check_costs(options)
     if options.vocab_parallel not in (False, AUTO, *BARRIERS):
-        raise ScheduleError(
+        raise OptionError(
             f"vocab_parallel is {options.vocab_parallel!r} and must be True, False, 'auto', '1-barrier' or "
             "'2-barrier'."
         )
     if options.recompute not in (False, AUTO, *LEVELS):
         known = ", ".join(repr(level) for level in (*LEVELS, AUTO))
-        raise ScheduleError(f"recompute is {options.recompute!r} and must be False, {known}.")
+        raise OptionError(f"recompute is {options.recompute!r} and must be False or one of {known}.")
     if options.fixed and options.dimensions is not None:
-        raise ScheduleError(
+        raise OptionError(
             "dimensions traces the model at other lengths, at which the values of fixed inputs would not "
             "fit: leave out one of the two."
         )
     if options.evaluation and not options.gradients:
-        raise ScheduleError("Without gradients the step is an evaluation itself: leave out evaluation.")
+        raise OptionError("Without gradients the step is an evaluation itself: leave out evaluation.")
     if options.grad_dtype not in (None, *GRAD_DTYPES):
-        raise ScheduleError(
+        raise OptionError(
             f"grad_dtype is {options.grad_dtype!r} and must be None (the parameters' own), torch.float32 or "
             "torch.float64: sums in fewer bits lose what small gradients add."
         )
     if options.grad_dtype is not None and not options.gradients:
-        raise ScheduleError("Without gradients nothing is accumulated: leave out grad_dtype.")
+        raise OptionError("Without gradients nothing is accumulated: leave out grad_dtype.")
     _check_offload(options)
-    if options.placement is not None:
-        place(options.placement, options.ranks, 1)
+    if options.placement not in (None, *PLACEMENTS):
+        raise OptionError(
+            f"Unknown placement {options.placement!r}.{suggested(options.placement, PLACEMENTS)} "
+            f"Known: {', '.join(PLACEMENTS)}."
+        )
     if isinstance(options.schedule, Schedule):
         _check_given(options, options.schedule)
     elif options.schedule not in (AUTO, *FAMILIES):
-        raise ScheduleError(f"Unknown schedule {options.schedule!r}. Known: {AUTO}, {', '.join(FAMILIES)}.")
+        raise OptionError(unknown_schedule(options.schedule))
 
 
 def check_lanes(options: Options, lanes: LanePlan) -> None:
@@ -203,15 +205,18 @@ def _check_costs(options: Options) -> None:
     if isinstance(costs, tuple):
         unknown = [name for name in costs if not (isinstance(name, str) and is_device_name(name))]
         if unknown:
-            raise ScheduleError(f"costs has {unknown[0]!r} and must have names of devices: {known}.")
+            like = suggested(unknown[0], device_names())
+            raise OptionError(
+                f"costs has {unknown[0]!r} and must have names of devices.{like} Known: {known}."
+            )
         if len(costs) != options.ranks:
-            raise ScheduleError(
+            raise OptionError(
                 f"costs names {len(costs)} devices and there are {options.ranks} ranks: name one for each."
             )
     elif not isinstance(costs, str) or not (costs in ("analytic", "measured") or is_device_name(costs)):
-        raise ScheduleError(
+        raise OptionError(
             f"costs is {costs!r} and must be 'analytic', 'measured' or the name of a device, or a list with "
-            f"one for each rank: {known}."
+            f"one for each rank.{suggested(costs, ('analytic', 'measured', *device_names()))} Known: {known}."
         )
 
 
@@ -222,43 +227,50 @@ def _check_offload(options: Options) -> None:
     else:
         known = share is None or (isinstance(share, (int, float)) and 0 <= share <= 1)
     if not known:
-        raise ScheduleError(f"offload is {share!r} and must be True, False, 'auto', or a share from 0 to 1.")
+        raise OptionError(f"offload is {share!r} and must be True, False, 'auto', or a share from 0 to 1.")
     if tier is not None and tier not in TIERS:
-        raise ScheduleError(f"The tier of offload is {tier!r} and must be {' or '.join(map(repr, TIERS))}.")
-    if bandwidth is not None and not (isfinite(bandwidth) and bandwidth > 0):
-        raise ScheduleError(f"The bandwidth of offload is {bandwidth!r} and must be bytes a second, above 0.")
+        raise OptionError(f"The tier of offload is {tier!r} and must be {' or '.join(map(repr, TIERS))}.")
+    if bandwidth is not None and not (isinstance(bandwidth, int | float) and 0 < bandwidth < inf):
+        raise OptionError(f"The bandwidth of offload is {bandwidth!r} and must be bytes a second, above 0.")
     if share == AUTO and options.memory_limit is None:
-        raise ScheduleError("offload='auto' moves as much as memory_limit asks for: give one.")
+        raise OptionError("offload='auto' moves as much as memory_limit asks for: give one.")
     if share is not None and not options.gradients:
-        raise ScheduleError("Without gradients nothing is saved: leave out offload.")
+        raise OptionError("Without gradients nothing is saved: leave out offload.")
 
 
 def _check_given(options: Options, schedule: Schedule) -> None:
     """A given schedule decides the numbers of ranks, microbatches and stages."""
     for name, found in (("ranks", schedule.ranks), ("microbatches", schedule.microbatches)):
         if getattr(options, name) != found:
-            raise ScheduleError(
+            raise OptionError(
                 f"The schedule {schedule.name} is for {found} {name}, and {name} is {getattr(options, name)}."
             )
     for name in ("stages_per_rank", "placement", "memory_limit"):
         if name == "memory_limit" and options.offload.share == AUTO:
             continue
         if getattr(options, name) is not None:
-            raise ScheduleError(f"The schedule {schedule.name} is given whole: leave out {name}.")
+            raise OptionError(f"The schedule {schedule.name} is given whole: leave out {name}.")
 
 
-def parse_bytes(limit: float | str) -> float:
-    """``"16GiB"``, ``"800 MB"`` or a number, in bytes.  Raises ScheduleError for any other text."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", str(limit).strip())
-    unit: int | None = (
-        None if match is None else {name.lower(): n for name, n in _UNITS.items()}.get(match[2].lower())
-    )
-    if match is None or unit is None or float(match[1]) == 0:
-        raise ScheduleError(
-            f"The memory limit is {limit!r}; give a number of bytes above 0 or a text such as '16GiB' "
-            f"(units: {', '.join(name for name in _UNITS if name)})."
+def names_of(given: Iterable[str], option: str) -> tuple[str, ...]:
+    """The names that an option lists, each once.  Raises OptionError for anything else, and for one text."""
+    if isinstance(given, str):
+        raise OptionError(f"{option} is a list of names: give {[given]}.")
+    names = tuple(given) if isinstance(given, Iterable) else None
+    if names is None or not all(isinstance(name, str) for name in names):
+        raise OptionError(f"{option} is {given!r:.200} and must be a list of names.")
+    return tuple(dict.fromkeys(names))
+
+
+def limit_of(given: float | str) -> float:
+    """``"16GiB"``, ``"800 MB"`` or a number, in bytes.  Raises OptionError for any other text."""
+    limit = parse_bytes(str(given))
+    if limit is None:
+        raise OptionError(
+            f"The memory limit is {given!r}; give a number of bytes above 0 or a text such as '16GiB' "
+            f"(units: {', '.join(name for name in BYTES if name)})."
         )
-    return float(match[1]) * unit
+    return limit
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ from fxpipe.plan.rows import rows_of, whole_name
 from fxpipe.plan.step import OutputSpec
 from fxpipe.plan.tensors import gradient_dtype
 from fxpipe.schedule.lowering.instructions import AllReduceGradient
+from fxpipe.schedule.memory_text import WEIGHTS
+from fxpipe.units import Units
 
 
 def check_names(model: nn.Module) -> None:
@@ -208,7 +210,7 @@ def result_bytes(graph: fx.Graph, placement: Sequence[int], ranks: int, microbat
     return tuple(total)
 
 
-def activation_budget(limit: float, weights: Sequence[int]) -> tuple[float, ...]:
+def activation_budget(limit: float, weights: Sequence[int], units: Units) -> tuple[float, ...]:
     """Per rank the bytes that the memory limit leaves for activations, given the bytes of its weights (and of
     the outputs that it collects).
 
@@ -217,8 +219,8 @@ def activation_budget(limit: float, weights: Sequence[int]) -> tuple[float, ...]
     worst = max(range(len(weights)), key=weights.__getitem__)
     if weights[worst] >= limit:
         raise LimitError(
-            f"The memory limit is {limit:.0f} bytes, and the parameters, gradients, buffers and outputs "
-            f"of rank {worst} alone take {weights[worst]}. Raise the limit or use more ranks.",
+            f"The memory limit is {units.memory(limit)}, and the {WEIGHTS} of rank {worst} alone take "
+            f"{units.limit(weights[worst])}. Raise the limit or use more ranks.",
             weights[worst],
         )
     return tuple(limit - held for held in weights)

@@ -9,7 +9,7 @@ from functools import cache
 from importlib.resources import files
 
 from fxpipe.cost.device import Device, Interconnect
-from fxpipe.errors import ScheduleError
+from fxpipe.errors import ScheduleError, suggested
 from fxpipe.strict import structure
 
 #: Memory that torch reports, relative to that of the data sheet, which counts in GB or in GiB.
@@ -75,7 +75,10 @@ def device_named(name: str) -> Device:
 def _known_sheet(name: str) -> DataSheet:
     sheet = _sheet_named(name)
     if sheet is None:
-        raise ScheduleError(f"No device is called {name!r}. Known: {', '.join(device_names())}.")
+        known = device_names()
+        raise ScheduleError(
+            f"No device is called {name!r}.{suggested(name, known)} Known: {', '.join(known)}."
+        )
     return sheet
 
 

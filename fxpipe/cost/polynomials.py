@@ -119,8 +119,8 @@ class Sizes:
             origin = node.meta.get("origin", Origin())
             seen = " and ".join(f"{v} at {p}" for v, p in zip(values, self._points, strict=True))
             raise SizeError(
-                f"Costs for other sizes than the example's are unknown: {node.target}, in module "
-                f"{origin.path!r} ({origin.source}), has a size that is no simple polynomial of "
+                f"Costs for other sizes than the example's are unknown: {node.target}, in "
+                f"{origin.module} ({origin.source}), has a size that is no simple polynomial of "
                 f"{', '.join(map(str, self._ring.symbols))}: {seen}. Leave dimensions out."
             )
         return found

@@ -97,7 +97,12 @@ class Origin:
 
     def __str__(self) -> str:
         """For messages."""
-        return f"module {self.path!r}, {self.source or 'an unknown line'}"
+        return f"{self.module}, {self.source or 'an unknown line'}"
+
+    @property
+    def module(self) -> str:
+        """``module 'h.3.attn'``, or ``the model itself``, for messages."""
+        return f"module {self.path!r}" if self.path else "the model itself"
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,8 +57,8 @@ def _matched(graph: fx.Graph, other: fx.Graph) -> Iterator[tuple[torch.Tensor, t
         ):
             origin = (a or b).meta.get("origin", Origin())
             raise SizeError(
-                f"The step is made of other ops at other sizes, from {(a or b).target} on, in module "
-                f"{origin.path!r} ({origin.source})."
+                f"The step is made of other ops at other sizes, from {(a or b).target} on, in "
+                f"{origin.module} ({origin.source})."
             )
         same[a] = b
         yield from zip(tensors(a), tensors(b), strict=True)

@@ -145,6 +145,8 @@ class Plan:
     them.  ``grad_dtype``: the dtype of gradients, as text; empty for that of each parameter.  ``lanes``:
     where the model has DTensors; then ``layouts`` are those of one lane.  ``validation``: the schedule was
     made for steps with it.  ``meshes``: those that were compared to choose ranks and replicas.
+    ``own_hooks``: the functions of hooks that the forward registers by itself.  ``memory_limit``: as it was
+    given, empty for none; ``limits``: what it leaves to the activations of each rank.
     """
 
     format: int
@@ -176,6 +178,9 @@ class Plan:
     lanes: LanePlan = NO_LANES
     validation: Validation = "barrier"
     meshes: Annotated[tuple[TriedMesh, ...], entries(0, MOST_TRIED)] = ()
+    own_hooks: tuple[str, ...] = ()
+    memory_limit: str = ""
+    limits: Annotated[tuple[NonNegative, ...], entries(0, MOST_RANKS)] = ()
 
     @property
     def ranks(self) -> int:

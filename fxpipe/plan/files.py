@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from fxpipe.errors import ArtifactError
+from fxpipe.errors import ArtifactError, OptionError
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.tensors import dtype_of, in_strides
 from fxpipe.strict import MEBIBYTE, Misfit, open_regular, read_text, shown
@@ -41,6 +41,13 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         raise ArtifactError(f"{path} cannot be written: {error}") from error
+
+
+def as_path(given: object, what: str) -> Path:
+    """A path that a user gives to ``what``.  Raises OptionError for anything else."""
+    if not isinstance(given, str | os.PathLike):
+        raise OptionError(f"{what} needs the path of a directory, and got {given!r:.60}.")
+    return Path(given)
 
 
 def check_free(path: Path) -> None:
@@ -147,10 +154,30 @@ def checksum_of(texts: Mapping[Path, str]) -> bytes:
     return hashlib.sha256("\0".join(texts.values()).encode()).digest()
 
 
+def _found_instead(directory: Path) -> str:
+    """What is where a saved pipeline was expected, and what to do with it."""
+    if not os.path.exists(directory):
+        return "there is no such directory"
+    if not os.path.isdir(directory):
+        return "it is a file, and there is no plan.json in it"
+    if any(os.path.exists(each / "state.json") for each in (directory, *directory.glob("step-*"))):
+        return (
+            "it has no plan.json, but checkpoints of a run. Compile the model, or load the pipeline that was "
+            "saved, and resume with fxpipe.Checkpointer(pipe, directory).resume(); "
+            "fxpipe.read_checkpoint(directory) gives the weights alone"
+        )
+    if any(directory.glob("*.safetensors")):
+        return (
+            "it has weights and no plan.json. Compile the model and give it these: "
+            "pipe.load_state_dict(directory)"
+        )
+    return "there is no plan.json in it"
+
+
 def _plan_text(directory: Path) -> str:
     path = directory / "plan.json"
     if not os.path.exists(path):
-        raise ArtifactError(f"{directory} holds no saved pipeline: there is no plan.json in it.")
+        raise ArtifactError(f"{directory} holds no saved pipeline: {_found_instead(directory)}.")
     try:
         return read_text(path, MOST_PLAN_BYTES)
     except Misfit as error:
@@ -272,7 +299,7 @@ def _tell_changes(directory: Path, rank: int) -> None:
         except (Misfit, OSError) as error:
             raise ArtifactError(f"{directory / name} {error}. {AGAIN}") from error
         if found != sums[name]:
-            warnings.warn(f"{directory / name} {changed}.", stacklevel=4)
+            warnings.warn(f"{directory / name} {changed}.", stacklevel=6)
 
 
 def checksum(path: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ __all__ = [
     "fake_store",
     "fake_tensors",
     "gradient_hooks",
+    "hook_functions",
     "hooks_registered",
     "is_profiling",
     "is_watched",
@@ -67,10 +69,29 @@ def communicator_error(group: dist.ProcessGroup, device: torch.device) -> Callab
     return None if get is None else lambda: "" if get().name == "SUCCESS" else get().name
 
 
-def module_hooks(module: torch.nn.Module) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The numbers of a module's hooks: those of its forward, and those of its backward."""
-    forward = (*module._forward_pre_hooks, *module._forward_hooks)
-    return forward, (*module._backward_pre_hooks, *module._backward_hooks)
+def module_hooks(module: torch.nn.Module) -> tuple[dict[int, str], dict[int, str]]:
+    """A module's hooks of its forward, and those of its backward: number -> the name of the function."""
+    forward = (module._forward_pre_hooks, module._forward_hooks)
+    backward = (module._backward_pre_hooks, module._backward_hooks)
+    forward_names, backward_names = (
+        {number: function_name(hook) for hooks in kind for number, hook in hooks.items()}
+        for kind in (forward, backward)
+    )
+    return forward_names, backward_names
+
+
+def hook_functions(model: torch.nn.Module) -> set[str]:
+    """The names of the functions of all hooks of a model's modules."""
+    kinds = (hooks for module in model.modules() for hooks in module_hooks(module))
+    return {name for hooks in kinds for name in hooks.values()}
+
+
+def function_name(function: Any) -> str:
+    """``library.module.outer.<locals>.hook``; of an object that can be called, the name of its class."""
+    while isinstance(function, partial):
+        function = function.func
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def gradient_hooks(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -28,15 +28,13 @@ def lower_bound(costs: Costs, placement: tuple[int, ...], microbatches: int) -> 
     gather of a stage's parameters, and behind W it goes on with the sum of its gradients.
     Raises ScheduleError if the edges form a cycle.
     """
-    table, times = needs(costs, placement), durations(costs)
+    lasts, waits = work_and_waits(costs, placement)
     stages = range(len(placement))
-    waits = [table[kind][stage] for stage in stages for kind in SECTION_KINDS]
-    lasts = [times[kind][stage] for stage in stages for kind in SECTION_KINDS]
     exchanges = costs.exchanges or [Exchange(0.0)] * len(placement)
     first = [exchanges[stage].gather for stage in stages for _ in SECTION_KINDS]
     # W is the last of its stage's ops, so the last op of a rank is a W.
     behind = [exchanges[stage].sum * (kind is OpKind.W) for stage in stages for kind in SECTION_KINDS]
-    head, tail = _distances(waits, lasts, first, behind)
+    head, tail = distances(waits, lasts, first, behind)
     bounds = [h + last + t for h, last, t in zip(head, lasts, tail, strict=True)]
     own: dict[int, list[int]] = {}
     for section in range(len(lasts)):
@@ -49,15 +47,26 @@ def lower_bound(costs: Costs, placement: tuple[int, ...], microbatches: int) -> 
     return max(bounds)
 
 
-def _distances(
-    waits: list[Needs], lasts: list[float], first: list[float], behind: list[float]
+def work_and_waits(costs: Costs, placement: tuple[int, ...]) -> tuple[list[float], list[Needs]]:
+    """By section, its seconds and its dependencies."""
+    table, times = needs(costs, placement), durations(costs)
+    stages = range(len(placement))
+    waits = [table[kind][stage] for stage in stages for kind in SECTION_KINDS]
+    return [times[kind][stage] for stage in stages for kind in SECTION_KINDS], waits
+
+
+def distances(
+    waits: list[Needs],
+    lasts: list[float],
+    first: Sequence[float] = (),
+    behind: Sequence[float] = (),
 ) -> tuple[list[float], list[float]]:
     """The longest path to each section's start, and from its end to the end of the step.
 
-    first: when a section can begin.  behind: what follows it.
+    first: when a section can begin.  behind: what follows it.  None by default.
     """
     order = in_order(waits)
-    head, tail = first.copy(), behind.copy()
+    head, tail = [*first] or [0.0] * len(lasts), [*behind] or [0.0] * len(lasts)
     for section in order:
         for source, delay in waits[section]:
             head[section] = max(head[section], head[source] + lasts[source] + delay)

@@ -13,6 +13,7 @@ from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.engine.arrays import ScheduleArrays, least_period, schedule_arrays
 from fxpipe.schedule.engine.kernel import TIE_BREAK, score
 from fxpipe.schedule.engine.order import Order, Run
+from fxpipe.schedule.memory_text import ANY_UNIT, MemoryText
 from fxpipe.schedule.offload.planner import Share
 from fxpipe.schedule.ops import Objective, RankOps, Schedule
 from fxpipe.schedule.placement import place
@@ -33,6 +34,7 @@ class Problem:
     take so many times the limits.
     ``recompute``: the level of recomputation in the costs.
     ``group``: the number of microbatches in a group, for a family with groups; None leaves it to the family.
+    ``text``: for messages about memory.
     """
 
     ranks: int
@@ -47,6 +49,7 @@ class Problem:
     recompute: str = ""
     objective: Objective = "makespan"
     group: int | None = None
+    text: MemoryText = ANY_UNIT
 
     @property
     def setting(self) -> tuple[int, str, int, str]:

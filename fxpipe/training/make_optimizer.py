@@ -3,6 +3,7 @@ between ranks."""
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -12,7 +13,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from fxpipe.errors import RunError
+from fxpipe.errors import OptionError, RunError, suggested
 from fxpipe.plan.artifact import Validation, holders
 from fxpipe.plan.rows import rows_of, whole_name
 from fxpipe.plan.tensors import gradient_dtype
@@ -93,13 +94,44 @@ def with_masters(held: Mapping[str, Parameter]) -> dict[str, Parameter]:
 def made(cls: Callable[..., Optimizer], parameters: Any, options: Mapping[str, Any]) -> Optimizer:
     """``cls(parameters, **options)``.  Raises RunError where that is no optimizer."""
     makes_none = not callable(cls) or (isinstance(cls, type) and not issubclass(cls, Optimizer))
-    optimizer = None if makes_none else cls(parameters, **options)
+    if not makes_none:
+        _check_options(cls, options, parameters)
+    try:
+        optimizer = None if makes_none else cls(parameters, **options)
+    except (TypeError, ValueError) as error:
+        given = ", ".join(f"{name}={value!r:.40}" for name, value in options.items())
+        raise OptionError(f"{_name(cls)} cannot be made with {given or 'no options'}: {error}.") from error
     if not isinstance(optimizer, Optimizer):
         raise RunError(
             f"pipe.optimizer takes a class of torch optimizers, such as torch.optim.AdamW; {cls!r:.60} makes "
             "none."
         )
     return optimizer
+
+
+def _check_options(cls: Callable[..., Optimizer], options: Mapping[str, Any], groups: Any) -> None:
+    """Raise OptionError for an option that the class does not have, with those that it has.
+
+    A group may have options of the user's own: only one that is spelled like another is refused there.
+    """
+    try:
+        known = inspect.signature(cls).parameters
+    except (TypeError, ValueError):  # of code that Python cannot look into
+        return
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values()):
+        return
+    names = [name for name in known if name != "params"]
+    mappings = [group for group in groups if isinstance(group, Mapping)]
+    own = {name for group in mappings for name in group.keys() - {"params"} - known.keys()}
+    in_groups = {name for name in own if suggested(name, names)}
+    for name in (options.keys() - known.keys()) | in_groups:
+        raise OptionError(
+            f"{_name(cls)} has no option {name!r}.{suggested(name, names)} It has {', '.join(names)}."
+        )
+
+
+def _name(cls: Callable[..., Optimizer]) -> str:
+    return getattr(cls, "__name__", str(cls))
 
 
 def grouped(
@@ -113,6 +145,8 @@ def grouped(
     Warns of a pattern that no name of the model matches, and raises RunError for a group of such patterns.
     """
     patterns = []
+    if isinstance(groups, Mapping | str):
+        raise RunError('groups is a list of mappings: [{"params": ["*.bias"], "weight_decay": 0.0}].')
     for group in groups:
         given = group.get("params")
         several = [given] if isinstance(given, str) else list(given or ())
@@ -125,7 +159,7 @@ def grouped(
         if len(unmatched) == len(several):
             raise RunError(f"{message} Take a name of the model.")
         if unmatched:  # as where one list is for models with and without biases
-            warnings.warn(message, stacklevel=4)
+            warnings.warn(message, stacklevel=5)
         patterns.append(several)
     made: list[dict[str, Any]] = [{**group, "params": []} for group in groups] + [{"params": []}]
     for name, parameter in held.items():
@@ -144,7 +178,7 @@ def check_separable(
     Found by trial: both updates of a small table, in one optimizer and by halves in two.
     tables: whether ranks hold rows.
     """
-    name = getattr(cls, "__name__", str(cls))
+    name = _name(cls)
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(8, 8, generator=generator)
     grads = [torch.randn(8, 8, generator=generator) for _ in range(3)]

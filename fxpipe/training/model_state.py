@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.errors import RunError
+from fxpipe.errors import RunError, suggested
 from fxpipe.plan.artifact import Plan, RankTensors, TensorLayout, holders
 from fxpipe.plan.dtensors import is_dtensor, local
 from fxpipe.plan.kept import kept_slots, kept_tensors, own_of_each_replica
@@ -190,6 +190,11 @@ class ModelState:
         gradient has their own size."""
         rows = rows_of(name)
         if rows is None or name in self.parameters:
+            if name not in self.parameters:
+                raise RunError(
+                    f"This rank holds no parameter {name!r}.{suggested(name, self.parameters)} It has "
+                    f"{len(self.parameters)}: pipe.parameters."
+                )
             return self.parameters[name]
         table, first = self._table(rows)
         part = table.detach()[rows.begin - first : rows.end - first]

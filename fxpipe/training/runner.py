@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fxpipe.errors import FxpipeError, RunError, printable
+from fxpipe.errors import FxpipeError, OptionError, RunError, printable
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.lanes import LanePlan
 from fxpipe.plan.rows import whole
@@ -23,7 +23,7 @@ from fxpipe.runtime.program.batch import batch_leaves, given_leaves, rows_of_rep
 from fxpipe.runtime.program.comm import Comm, NoAnswer
 from fxpipe.runtime.program.lanes import running
 from fxpipe.runtime.program.offload import TIMEOUT, Offloader, check_tier, open_store
-from fxpipe.runtime.program.outputs import Collected, On, StepResult, requested
+from fxpipe.runtime.program.outputs import MOST_SHOWN, Collected, On, StepResult, requested, shown
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.program.record import DeviceClock, HostClock, Record
 from fxpipe.runtime.ranks.agreement import check_agreement, check_replicas
@@ -58,7 +58,7 @@ from fxpipe.training.updates import Updates
 from fxpipe.training.warm_up import WarmUp
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LocalResult:
     """``loss``: of the whole batch, 0-d.  ``grads``: parameter name -> gradient of the mean loss.
     ``runtimes``: the ranks' runtimes, with their records.  ``peak_saved``: per rank the maximum number of
@@ -70,6 +70,13 @@ class LocalResult:
     runtimes: tuple[Runtime, ...]
     peak_saved: tuple[int, ...]
     outputs: dict[str, torch.Tensor]
+
+    def __repr__(self) -> str:
+        elements = sum(grad.numel() for grad in self.grads.values())
+        parts = [f"grads of {len(self.grads)} parameters with {elements} elements"] if self.grads else []
+        if self.peak_saved:
+            parts.append(f"peak_saved={[*self.peak_saved[:MOST_SHOWN]]}")
+        return f"LocalResult({', '.join([*shown(self.loss, self.outputs), *parts])})"
 
 
 @dataclass(eq=False)
@@ -123,6 +130,8 @@ class Runner:
         self, batch: Any, step: int, threads: int, measure_memory: bool, outputs: Sequence[str]
     ) -> LocalResult:
         spec = self.plan.step
+        if type(threads) is not int or threads < 1:
+            raise OptionError(f"threads is {threads!r} and must be a whole number, at least 1.")
         wanted = requested(outputs, None, spec.outputs, spec.ranks)
         self.updates.settle()
         self.state.check_unchanged(self.state.follow_model())

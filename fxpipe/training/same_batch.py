@@ -132,16 +132,16 @@ _VALUES = (
     "them, or call pipe.share_values() afterwards."
 )
 _BATCH = (
-    "Rank {rank} has another {name} than rank {first} in {step}. Give all ranks the same batches in the same "
-    "order: seed the sampler alike (a DataLoader that shuffles takes "
+    "Rank {rank} has other values in {name} of the batch than rank {first} in {step}. Give all ranks the "
+    "same batches in the same order: seed the sampler alike (a DataLoader that shuffles takes "
     "generator=torch.Generator().manual_seed(…)), and do not divide the data between the ranks of a "
     "pipeline, as a DistributedSampler does."
 )
 
 _ROWS = (
-    "Rank {rank} has another {name} than rank {first} of the same replica in {step}. Give all ranks of a "
-    "replica the same batches in the same order: a DistributedSampler takes num_replicas=pipe.replicas and "
-    "rank=pipe.replica, and not the number of the process."
+    "Rank {rank} has other values in {name} of the batch than rank {first} of the same replica in {step}. "
+    "Give all ranks of a replica the same batches in the same order: a DistributedSampler takes "
+    "num_replicas=pipe.replicas and rank=pipe.replica, and not the number of the process."
 )
 
 

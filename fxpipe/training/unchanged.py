@@ -6,7 +6,7 @@ A parameter that is frozen later would still be trained, and a hook that is regi
 from __future__ import annotations
 
 import warnings
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 
 import torch
 from torch import nn
@@ -22,12 +22,18 @@ PARAMETER = "the parameter"
 class Traced:
     """Which parameters a model trains, and its hooks, at the time of its compilation."""
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor], model: nn.Module | None):
-        """parameters: of the pipeline; under torchrun some of the model's."""
+    def __init__(
+        self, parameters: Mapping[str, torch.Tensor], model: nn.Module | None, own: Collection[str] = ()
+    ):
+        """parameters: of the pipeline; under torchrun some of the model's.
+        own: the functions of hooks that the forward registers by itself when it runs first, as libraries do
+            that capture outputs: the trace has run them, and a later forward registers them again.
+        """
+        self._own = frozenset(own)
         named = _named(parameters, model)
         self._trained = {name: p.requires_grad for name, p in named.items()}
         self._registered = hooks_registered()
-        self._forward, self._backward = _hooks(named, model)
+        self._forward, self._backward = _hooks(named, model, self._own)
         self._has_model = model is not None
 
     def check(
@@ -55,7 +61,7 @@ class Traced:
         known = registered == self._registered and not self._forward and not self._backward
         if known or self._has_model != (model is not None):
             return
-        now = _hooks(parameters, model)
+        now = _hooks(parameters, model, self._own)
         for old, new in [*zip((self._forward, self._backward), now, strict=True)][: 1 + trains]:
             for where in new | old:
                 if old.get(where) != new.get(where):
@@ -75,14 +81,17 @@ def _named(parameters: Mapping[str, torch.Tensor], model: nn.Module | None) -> d
     return ({} if model is None else dict(model.named_parameters())) | dict(parameters)
 
 
-def _hooks(parameters: Mapping[str, torch.Tensor], model: nn.Module | None) -> tuple[Hooks, Hooks]:
-    """Those of the forward, and those of gradients."""
+def _hooks(
+    parameters: Mapping[str, torch.Tensor], model: nn.Module | None, own: Container[str]
+) -> tuple[Hooks, Hooks]:
+    """Those of the forward, and those of gradients; but the forward's own."""
     found: tuple[Hooks, Hooks] = {}, {}
     for name, module in () if model is None else model.named_modules():
         for kind, hooks in zip(found, module_hooks(module), strict=True):
-            if hooks:
-                kind[f"the module {name}" if name else "the model"] = hooks
+            given = tuple(number for number, function in hooks.items() if function not in own)
+            if given:
+                kind[f"the module {name}" if name else "the model"] = given
     for name, parameter in parameters.items():
-        if hooks := gradient_hooks(parameter):
-            found[1][f"{PARAMETER} {name}"] = hooks
+        if given := gradient_hooks(parameter):
+            found[1][f"{PARAMETER} {name}"] = given
     return found

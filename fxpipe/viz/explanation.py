@@ -10,23 +10,31 @@ from rich.console import Console
 from rich.table import Table
 
 from fxpipe.plan.artifact import Plan
+from fxpipe.plan.memory import rank_memory
 from fxpipe.plan.meshes import Mesh, TriedMesh
 from fxpipe.schedule.offload.transfers import offload_bytes
 from fxpipe.schedule.ops import Direction
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.tried import Tried
-from fxpipe.units import PHYSICAL, bytes_text, seconds_text
+from fxpipe.units import bubble_text, bytes_text, seconds_text, units_of
+from fxpipe.viz.gap import gap_texts
 from fxpipe.viz.seam_marks import NAME, many_steps
-from fxpipe.viz.terminal import terminal
+from fxpipe.viz.summary import memory_rows
+from fxpipe.viz.terminal import ROWS, terminal
 
 
 def explain(plan: Plan, console: Console) -> None:
-    """Print the choice and the other candidates, the fastest first, and why the rest were excluded."""
+    """Print the choice and the other candidates, the fastest first, why the rest were excluded, how far the
+    choice is from what is possible, and the memory of each rank."""
     console.print(terminal(_reason(plan)), soft_wrap=True)
     if plan.device:
         console.print(terminal(f"Costs of the device {plan.device}{_machines(plan)}."), soft_wrap=True)
     if plan.replicas > 1:
         console.print(terminal(_exchanged(plan)), soft_wrap=True)
+    timeline = simulate(plan.ordered, plan.costs)
+    limits = plan.limits if len(plan.limits) == plan.ranks else None
+    bounds, gains = gap_texts(timeline, limits, units_of(plan.memory_limit))
+    console.print(terminal(f"{plan.schedule}: {bounds}; {gains}."), soft_wrap=True)
     if plan.costs.update.seconds:
         console.print(terminal(f"Many steps: {_many_steps(plan)}."), soft_wrap=True)
     if plan.meshes:
@@ -35,10 +43,13 @@ def explain(plan: Plan, console: Console) -> None:
         for line in reasons(plan.meshes):
             console.print(terminal(line), soft_wrap=True, style="dim")
     if plan.tried:
-        console.print(_table(plan.tried))
+        console.print(_table(plan))
     for candidate in plan.tried:
         if candidate.why:
             console.print(terminal(f"{_name(candidate)}: {candidate.why}"), soft_wrap=True, style="dim")
+    console.print(_memory(plan))
+    if plan.memory_limit:
+        console.print(terminal(f"The memory limit is {plan.memory_limit} on each rank."), soft_wrap=True)
 
 
 def _reason(plan: Plan) -> str:
@@ -46,20 +57,46 @@ def _reason(plan: Plan) -> str:
     what = f"{plan.model} on {plan.ranks} ranks, {plan.step.microbatches} microbatches: {plan.schedule}"
     if not plan.tried:
         return f"{what}, as it was asked for; a step is simulated to take {step}{_moved(plan)}."
-    known = [(a.compared, a.schedule) for a in plan.tried if a.compared is not None]
-    others = sorted({seconds for seconds, schedule in known if schedule != plan.schedule})
-    own = plan.prediction.seconds
-    if plan.validation == "post":
-        own = min(seconds for seconds, _ in known)
-        step = f"{seconds_text(own)}, one of many,"
-    ahead = f"; the next other takes {others[0] / own - 1:.1%} longer" if others else ""
-    chosen = f"{what}, as its simulated step of {step} is the shortest within the memory limit{ahead}"
+    best, *others = _sorted(plan.tried)
+    if plan.validation == "post" and best.compared is not None:
+        step = f"{seconds_text(best.compared)}, one of many,"
+    ahead = ""
+    if others and others[0].compared is not None:
+        ahead = f"; the next one takes {_longer(others[0], plan)} longer"
+    within = " within the memory limit" if plan.memory_limit else ""
+    chosen = f"{what}, as its simulated step of {step} is the shortest{within}{ahead}"
     return f"{chosen}{_moved(plan)}."
+
+
+def _sorted(tried: tuple[Tried, ...]) -> list[Tried]:
+    """The fastest first; among equals in the order in which they were tried."""
+    return sorted(tried, key=lambda a: inf if a.compared is None else a.compared)
+
+
+def _longer(candidate: Tried, plan: Plan) -> str:
+    """By how much a candidate's step is longer than the fastest."""
+    assert candidate.compared is not None
+    best = _sorted(plan.tried)[0].compared
+    return f"{candidate.compared / best - 1:.1%}" if best else "–"
 
 
 def _many_steps(plan: Plan) -> str:
     chosen = f"; it was made for {NAME[plan.validation]}"
-    return f"{many_steps(plan.ordered, plan.costs, PHYSICAL)}{chosen}"
+    return f"{many_steps(plan.ordered, plan.costs, units_of(plan.memory_limit))}{chosen}"
+
+
+def _memory(plan: Plan) -> Table:
+    """The memory of each rank: of many, the first and the last."""
+    head, *rows = memory_rows(rank_memory(plan, plan.prediction.peak_memory), plan.memory_limit)
+    table = Table(*head)
+    for column in table.columns:
+        column.justify = "right"
+    for rank, row in enumerate(rows):
+        if not ROWS // 2 <= rank < len(rows) - ROWS // 2:
+            table.add_row(*row)
+        elif rank == ROWS // 2:
+            table.add_row("…")
+    return table
 
 
 def _exchanged(plan: Plan) -> str:
@@ -93,23 +130,26 @@ def _moved(plan: Plan) -> str:
     return f"; {moved} of the {most} that might leave the ranks in a step do, in {transfers}"
 
 
-def _table(tried: tuple[Tried, ...]) -> Table:
+def _table(plan: Plan) -> Table:
+    tried, memory = plan.tried, units_of(plan.memory_limit).memory
     spread = any(candidate.barriers for candidate in tried)
     again = any(candidate.recompute for candidate in tried)
     moved = any(candidate.offloaded for candidate in tried)
     many = any(candidate.period is not None for candidate in tried)
-    names = ["schedule", "stages a rank", "placement", *["vocabulary"] * spread, *["recomputed"] * again]
-    table = Table(*names, *["offloaded"] * moved, "step", *["of many"] * many, "span bubble", "peak memory")
+    names = ["schedule", "stages a rank", "placed", *["vocabulary"] * spread, *["recomputed"] * again]
+    figures_of = ("step", *["of many"] * many, "longer", "span bubble", "activations")
+    table = Table(*names, *["offloaded"] * moved, *figures_of)
+    table.columns[0].no_wrap = True
     for column in (*table.columns[1:2], *table.columns[len(names) :]):
         column.justify = "right"
-    for a in sorted(tried, key=lambda a: inf if a.compared is None else a.compared):
+    for a in _sorted(tried):
         if a.seconds is None or a.span_bubble is None or a.peak_memory is None:
-            figures = ["left out", *[""] * (many + 2)]
+            figures = ["left out", *[""] * (many + 3)]
         else:
-            figures = [seconds_text(a.seconds), *[seconds_text(a.period or 0.0)] * many]
-            figures += [f"{a.span_bubble:.4f}", bytes_text(a.peak_memory)]
+            figures = [seconds_text(a.seconds), *[seconds_text(a.period or 0.0)] * many, _longer(a, plan)]
+            figures += [bubble_text(a.span_bubble), memory(a.peak_memory)]
         beside = [*[_vocabulary(a)] * spread, *[a.recompute or "nothing"] * again]
-        beside += [bytes_text(a.offloaded) if a.offloaded else "nothing"] * moved
+        beside += [memory(a.offloaded) if a.offloaded else "nothing"] * moved
         row = (a.schedule, str(a.stages_per_rank), a.placement, *beside, *figures)
         table.add_row(*map(terminal, row))
     return table

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fxpipe.errors import printable
 from fxpipe.schedule.ops import Phase
-from fxpipe.units import PHYSICAL, Units, ticks
+from fxpipe.units import PHYSICAL, Units, bubble_text, ticks
 from fxpipe.viz.palette import PHASES
 
 WIDTH, HEIGHT = 760, 420  # of the plot, in pixels
@@ -77,7 +77,7 @@ def _dots(svg: ET.Element, places: list[tuple[float, float, Point]], best: set[P
     taken = [(x - 4, x + 4, y + 4) for x, y, _ in places]  # left, right, baseline
     for x, y, point in sorted(places, key=lambda place: (place[2] in best, place[1], place[0])):
         look = {"cx": f"{x:g}", "cy": f"{y:g}", "r": "4", "class": "on" if point in best else "dot"}
-        figures = f"{point.name}: {units.memory(point.memory)}, bubble {point.bubble:.2%}"
+        figures = f"{point.name}: {units.memory(point.memory)}, bubble {bubble_text(point.bubble)}"
         ET.SubElement(ET.SubElement(svg, "circle", look), "title").text = printable(figures)
         left, right, base = x + 8, x + 8 + 6.2 * len(point.name), y - 3
         while any(left < end and right > begin and abs(base - at) < LINE for begin, end, at in taken):

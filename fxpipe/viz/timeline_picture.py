@@ -9,7 +9,7 @@ from fxpipe.errors import printable
 from fxpipe.schedule.ops import Direction, Op, Phase
 from fxpipe.schedule.simulation.steps import Step, Steps
 from fxpipe.schedule.simulation.timeline import ExchangeSpan, Span, Timeline, TransferSpan
-from fxpipe.units import PHYSICAL, Units, ticks
+from fxpipe.units import PHYSICAL, Units, bubble_text, ticks
 from fxpipe.viz import seam_marks
 from fxpipe.viz.palette import EXCHANGED, OFFLOADED, PHASES, tint
 from fxpipe.viz.roles import MEANING, Role, color, role
@@ -110,8 +110,8 @@ def _head(svg: ET.Element, timeline: Timeline, steps: Steps | None, title: str, 
     peak = f"peak memory {units.memory(peaks[fullest])} (rank {fullest})"
     if steps is None:
         figures = (
-            f"step {units.time(timeline.seconds)}, span bubble {timeline.span_bubble:.1%}, "
-            f"makespan bubble {timeline.makespan_bubble:.1%}, {peak}"
+            f"step {units.time(timeline.seconds)}, span bubble {bubble_text(timeline.span_bubble)}, "
+            f"makespan bubble {bubble_text(timeline.makespan_bubble)}, {peak}"
         )
     else:
         how = seam_marks.NAME[steps.validation]

@@ -70,7 +70,7 @@ def whole(node: fx.Node) -> VocabularyError:
     """The error for an op that needs the whole vocabulary in one place."""
     origin = node.meta["origin"]
     return VocabularyError(
-        f"vocab_parallel cannot split {node.target} in module {origin.path or '(the model itself)'!r} "
+        f"vocab_parallel cannot split {node.target} in {origin.module} "
         f"({origin.source or 'autograd'}): it uses the logits, or the table, beside the projection and the "
         "cross-entropy. Compile without vocab_parallel, or drop that use from the training step."
     )

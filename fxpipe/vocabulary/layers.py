@@ -130,7 +130,7 @@ def _not_projected(loss: fx.Node, why: str) -> VocabularyError:
 
 def _place(node: fx.Node) -> str:
     origin = node.meta["origin"]
-    return f"module {origin.path or '(the model itself)'!r} ({origin.source})"
+    return f"{origin.module} ({origin.source})"
 
 
 def _sorted(graph: fx.Graph, size: int, tables: tuple[fx.Node, ...], axes: dict[fx.Node, int]) -> Layers:

@@ -191,6 +191,6 @@ def _not_linear(node: fx.Node) -> VocabularyError:
     origin = node.meta["origin"]
     return VocabularyError(
         f"vocab_parallel with one barrier cannot scale the gradient of the logits behind {node.target} in "
-        f"module {origin.path or '(the model itself)'!r} ({origin.source}). Ask for "
+        f"{origin.module} ({origin.source}). Ask for "
         'vocab_parallel="2-barrier".'
     )

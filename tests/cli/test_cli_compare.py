@@ -65,7 +65,7 @@ def test_table_and_picture(capsys, tmp_path, monkeypatch):
     out = capsys.readouterr().out
     assert out.startswith("4 ranks, 6 microbatches; F 1, B 1.2, W 0.6, transfer 0\n")
     rows = {cells[1].strip(" *"): cells for line in out.splitlines() if len(cells := line.split("│")) > 4}
-    assert [cell.strip() for cell in rows["1f1b"][2:8]] == ["1", "plain", "0.3333", "0.3333", "4", "25.2"]
+    assert [cell.strip() for cell in rows["1f1b"][2:8]] == ["1", "plain", "33.33%", "33.33%", "4", "25.2"]
     assert [cell.strip() for cell in rows["zb-v"][2:4]] == ["–", "–"]
     assert "zb-v: schedule zb-v has 2 stages per rank, not 1" in out
     assert f"drawn: {picture}" in out

@@ -131,7 +131,7 @@ def test_the_exact_answer_beside(capsys):
     assert result["exact"]["proven"]
     assert max(result["exact"]["peak_memory"]) <= 4
     assert main([*small, "--exact"]) == 0
-    assert "exact: 228 (proven optimal), span bubble 0.2632" in capsys.readouterr().out
+    assert "exact: 228 (proven optimal), span bubble 26.32%" in capsys.readouterr().out
 
 
 def test_draw(capsys, tmp_path):
@@ -186,7 +186,7 @@ def test_what_is_missing_is_named(capsys):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schedule": "nope"}, "unknown schedule 'nope'; known: gpipe, 1f1b, "),
+        ({"schedule": "nope"}, "Unknown schedule 'nope'. Known: auto, gpipe, 1f1b, "),
         ({"ranks": "0"}, "argument --ranks: 0 must be at least 1"),
         ({"microbatches": "0"}, "argument --microbatches: 0 must be at least 1"),
         ({"microbatches": "2.5"}, "argument --microbatches: '2.5' is not a whole number"),

@@ -105,7 +105,7 @@ def test_arguments_that_do_not_go_with_a_file(capsys, tmp_path):
     assert "2 stages: not as many for each of 3 ranks" in refusal(capsys, *asked, "--ranks", 3)
     three = refusal(capsys, *asked, "--ranks", 2, "--stages-per-rank", 3)
     assert "2 stages: 1 for each of 2 ranks, not 3" in three
-    assert "nothing.json holds no valid costs: cannot be read" in refusal(
+    assert "nothing.json does not exist: --costs is a JSON file" in refusal(
         capsys, "--costs", "nothing.json", *asked[2:], "--ranks", 2
     )
 

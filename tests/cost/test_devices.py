@@ -141,7 +141,9 @@ def test_names_that_a_user_gives(asked, name):
 
 def test_an_unknown_name():
     assert not is_device_name("H1000")
-    with pytest.raises(ScheduleError, match=r"called 'H1000'\. Known: cpu, .*H100 SXM.*RTX 4090"):
+    with pytest.raises(
+        ScheduleError, match=r"called 'H1000'\. Did you mean 'H100 SXM'\? Known: cpu, .*H100 SXM.*RTX 4090"
+    ):
         device_named("H1000")
     assert {"cpu", "H100 SXM", "H100 PCIe", "H200 SXM", "B200", "MI300X", "L40S"} <= {*device_names()}
 

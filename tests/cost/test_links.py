@@ -17,7 +17,7 @@ from fxpipe.cli import main
 from fxpipe.cost.known_devices import device_named
 from fxpipe.cost.nodes import is_free
 from fxpipe.cost.plan_costs import costs_of
-from fxpipe.errors import ScheduleError, SizeError
+from fxpipe.errors import OptionError, ScheduleError, SizeError
 from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
 from fxpipe.schedule.engine.arrays import schedule_arrays
@@ -171,7 +171,7 @@ def test_a_plan_for_another_device_has_its_times():
     ],
 )
 def test_bad_options(options, message):
-    with pytest.raises(ScheduleError, match=message):
+    with pytest.raises(OptionError, match=message):
         compiled(**options)
 
 
@@ -241,7 +241,7 @@ def test_a_saved_pipeline_on_another_device(tmp_path, capsys):
     assert far["seconds"] > expected
     assert main(["simulate", *map(str, at), "--device", "B200"]) == 0
     assert "planned times on B200" in capsys.readouterr().out
-    assert "No device is called 'B2000'. Known: cpu" in refusal(capsys, *at, "--device", "B2000")
+    assert "No device is called 'B2000'. Did you mean 'B200'?" in refusal(capsys, *at, "--device", "B2000")
     both = (*TIMES, "--ranks", 2, "--microbatches", 1, "--device", "B200")
     assert "--device needs --costs" in refusal(capsys, *both)
 

@@ -14,7 +14,7 @@ from zoo import EFFORT, captured_once, eager
 
 import fxpipe
 from fxpipe.cost.nodes import node_flops
-from fxpipe.errors import ScheduleError
+from fxpipe.errors import OptionError
 from fxpipe.schedule.ops import Phase
 
 pytestmark = pytest.mark.slow
@@ -121,5 +121,7 @@ def test_auto_makes_again_as_much_as_the_limit_asks_for():
 
 
 def test_an_unknown_level():
-    with pytest.raises(ScheduleError, match="recompute is 'some' and must be False, 'norms', 'full', 'auto'"):
+    with pytest.raises(
+        OptionError, match="recompute is 'some' and must be False or one of 'norms', 'full', 'auto'"
+    ):
         compiled(built("gpt2"), "gpt2", "1f1b", "some")

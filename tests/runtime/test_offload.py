@@ -21,7 +21,7 @@ import fxpipe.ir.liveness
 import fxpipe.runtime.program.offload
 from fxpipe import Offload
 from fxpipe.cli.command import main
-from fxpipe.errors import LimitError, RunError, ScheduleError, VerifyError
+from fxpipe.errors import LimitError, OptionError, RunError, ScheduleError, VerifyError
 from fxpipe.ir.graph import offload, reload
 from fxpipe.ir.storage import call_nodes, storage_root
 from fxpipe.ir.verify import verify
@@ -145,7 +145,7 @@ def test_auto_moves_as_much_as_the_limit_asks_for():
     found = tight.run_local(MODELS["llama"].data(MICROBATCHES), measure_memory=True)
     assert max(found.peak_saved) <= 0.6 * peak
     with pytest.raises(
-        LimitError, match=r"gpipe cannot be offloaded into .*; the smallest that it can keep .* is enough"
+        LimitError, match=r"gpipe cannot be offloaded into .*; the smallest that it can keep .* is .*bytes"
     ) as error:
         compiled("llama", "gpipe", offload="auto", memory_limit=held + 0.01 * peak)
     enough = error.value.smallest
@@ -265,7 +265,7 @@ def test_a_disk_that_fails(function, replacement, message, monkeypatch):
     ],
 )
 def test_what_cannot_be_asked_for(options, message):
-    with pytest.raises(ScheduleError, match=message):
+    with pytest.raises((OptionError, LimitError), match=message):
         compiled("gpt2", **options)
 
 
@@ -387,5 +387,5 @@ def test_a_memory_limit_holds_the_new_values_of_buffers():
         assert more < peak <= more + saved + 64  # the losses
     limit = max(both) + 2 * max(roomy.simulate().peak_memory)
     assert keeps(fxpipe.compile(Momentum(), example, **make, memory_limit=limit), limit)
-    with pytest.raises(LimitError, match=f"buffers and outputs of rank 0 alone take {max(both)}"):
+    with pytest.raises(LimitError, match=rf"outputs of rank 0 alone take .* \({max(both)} bytes\)"):
         fxpipe.compile(Momentum(), example, **make, memory_limit=max(both))

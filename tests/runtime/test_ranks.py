@@ -217,7 +217,9 @@ def test_a_rank_that_waits_says_so(agree):
 def test_another_batch_on_one_rank(agree):
     messages = set(text(agree[0], "other batch"))
     assert len(messages) == 1, messages
-    assert messages.pop().startswith("RunError: Rank 1 has another 'labels' than rank 0 in step 1. ")
+    assert messages.pop().startswith(
+        "RunError: Rank 1 has other values in 'labels' of the batch than rank 0 in step 1. "
+    )
 
 
 # -- ranks that disagree ----------------------------------------------------------------------------------

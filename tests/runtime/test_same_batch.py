@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpipe.errors import BatchError, RunError
+from fxpipe.errors import BatchError, OptionError, RunError
 from fxpipe.plan.step import BatchSpec
 from fxpipe.runtime.job.attempt import agree_on_attempt
 from fxpipe.runtime.job.digest import MOST, digest
@@ -113,7 +113,7 @@ def test_a_rank_with_another_leaf():
     other["labels"][3, 5] += 1
     message = table(batch(), batch(), other)
     assert message is not None
-    assert message.startswith("Rank 2 has another 'labels' than rank 0 in step 0. ")
+    assert message.startswith("Rank 2 has other values in 'labels' of the batch than rank 0 in step 0. ")
 
 
 def test_leaves_that_a_rank_was_not_given():
@@ -121,8 +121,8 @@ def test_leaves_that_a_rank_was_not_given():
     del first["labels"], last["ids"]
     assert table(first, {"mask": None}, last) is None
     last["mask"] = last["mask"] + 1
-    assert table(first, {}, last).startswith("Rank 2 has another 'mask' than rank 0")
-    assert table({}, first, last).startswith("Rank 2 has another 'mask' than rank 1")
+    assert table(first, {}, last).startswith("Rank 2 has other values in 'mask' of the batch than rank 0")
+    assert table({}, first, last).startswith("Rank 2 has other values in 'mask' of the batch than rank 1")
 
 
 def test_replicas_have_batches_of_their_own():
@@ -133,7 +133,9 @@ def test_replicas_have_batches_of_their_own():
     assert not all_alike(torch.stack(rows), LEAVES, 2)
     message = difference(torch.stack([*rows[:3], rows[0]]), LEAVES, "step 0", replicas=2)
     assert message is not None
-    assert message.startswith("Rank 3 has another 'ids' than rank 2 of the same replica in step 0. ")
+    assert message.startswith(
+        "Rank 3 has other values in 'ids' of the batch than rank 2 of the same replica in step 0. "
+    )
     absent = words(Facts(1), LEAVES, {})  # of a rank that needs none of them
     for sign in (1, -1):  # digests have both
         one, other = sign * rows[0].abs(), sign * rows[2].abs()
@@ -363,7 +365,7 @@ def test_time_limits():
     assert as_timeout(None) is None
     assert as_timeout(1.5) == timedelta(seconds=1.5) == as_timeout(timedelta(seconds=1.5))
     for wrong in (0, -1.0, timedelta(), float("nan"), float("inf"), "10 minutes"):
-        with pytest.raises(RunError, match="is no time above 0"):
+        with pytest.raises(OptionError, match="is no time above 0"):
             as_timeout(wrong)
 
 

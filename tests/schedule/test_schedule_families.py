@@ -180,7 +180,10 @@ def test_one_rank_has_no_bubble(name):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"name": "zb-h9"}, "unknown schedule 'zb-h9'; known: gpipe, 1f1b, interleaved, gis, staggered"),
+        (
+            {"name": "zb-h9"},
+            r"unknown schedule 'zb-h9'\. Did you mean 'zb-h2'\? Known: gpipe, 1f1b, ",
+        ),
         ({"ranks": 0}, "ranks is 0; it must be at least 1"),
         ({"microbatches": 0}, "microbatches is 0; it must be at least 1"),
         ({"stages_per_rank": -1}, "stages_per_rank is -1; it must be at least 1"),

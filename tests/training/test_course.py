@@ -145,6 +145,49 @@ def test_hooks_of_modules_that_change_after_compile(name, recwarn):
     assert not recwarn.list
 
 
+class Recorder(nn.Module):
+    """Registers a hook in its first forward, as transformers does to collect the outputs of layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.installed, self.collected = (
+            nn.Linear(4, 4),
+            nn.Linear(4, 4),
+            False,
+            None,
+        )
+
+    def forward(self, x):
+        if not self.installed:
+            self.first.register_forward_hook(self.collect)
+            self.installed = True
+        hidden = self.second(self.first(x))
+        return hidden.square().mean() + self.collected.abs().mean()
+
+    def collect(self, module, args, output):
+        self.collected = output
+
+
+@pytest.mark.parametrize("ran_before", [False, True])
+def test_a_hook_that_the_forward_registers_itself_is_no_change(ran_before, recwarn):
+    """The trace has run it; another one is one all the same."""
+    model, batch = Recorder(), {"x": torch.randn(4, 4)}
+    if ran_before:
+        model(**batch)
+        model.collected = None
+    pipe = fxpipe.compile(model, {"x": batch["x"][:2]}, ranks=1, microbatches=2, schedule="1f1b", check=False)
+    recwarn.clear()
+    before = pipe.step(batch)
+    expected = torch.stack([model(half) for half in batch["x"].split(2)]).mean()
+    model.collected = None
+    assert torch.allclose(pipe.step(batch), before)
+    assert torch.allclose(before, expected)
+    assert not recwarn.list
+    model.first.register_forward_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match="The hooks of the module first have changed"):
+        pipe.step(batch)
+
+
 def test_a_hook_that_is_removed_after_compile():
     model = CASE.build()
     handle = model.head.register_forward_hook(lambda module, args, output: output * 2)

@@ -29,7 +29,7 @@ from zoo import (
 )
 
 import fxpipe
-from fxpipe.errors import ArtifactError, CaptureError, PartitionError, RunError, ScheduleError
+from fxpipe.errors import ArtifactError, CaptureError, OptionError, PartitionError, RunError
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("double")]
 
@@ -221,7 +221,7 @@ def test_a_pipeline_that_trains_alone():
 
 
 def test_an_evaluation_of_an_evaluation():
-    with pytest.raises(ScheduleError, match="leave out evaluation"):
+    with pytest.raises(OptionError, match="leave out evaluation"):
         with_evaluation(CASE, CASE.build(), gradients=False)
 
 

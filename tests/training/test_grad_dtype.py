@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from zoo import LENGTH, WIDTH, WORDS, Case, Shape, captured_once, compiled, cut, tokens
 
 import fxpipe
-from fxpipe.errors import ArtifactError, LimitError, ScheduleError
+from fxpipe.errors import ArtifactError, LimitError, OptionError
 from fxpipe.plan.artifact import Plan
 
 pytestmark = pytest.mark.slow
@@ -357,12 +357,12 @@ def test_costs_at_other_lengths():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, "float32"])
 def test_other_dtypes_are_refused(dtype):
-    with pytest.raises(ScheduleError, match=re.escape("torch.float32 or torch.float64")):
+    with pytest.raises(OptionError, match=re.escape("torch.float32 or torch.float64")):
         fxpipe.compile(LOW.build(), LOW.example(), ranks=1, microbatches=2, grad_dtype=dtype)
 
 
 def test_it_is_refused_without_gradients():
-    with pytest.raises(ScheduleError, match="leave out grad_dtype"):
+    with pytest.raises(OptionError, match="leave out grad_dtype"):
         fxpipe.compile(LOW.build(), LOW.example(), ranks=1, microbatches=2, gradients=False, **FLOAT32)
 
 
@@ -398,7 +398,7 @@ def test_a_backward_in_float16_is_told(autocast):
     nn.init.zeros_(model.layer.bias)
     given = {"ranks": 1, "microbatches": 2, "schedule": "1f1b", **FLOAT32}
     scale = 2.0**14
-    with pytest.warns(UserWarning, match=r"float16 \(module '', .*:\d+\).*bfloat16"):
+    with pytest.warns(UserWarning, match=r"float16 \(the model itself, .*:\d+\).*bfloat16"):
         plain = fxpipe.compile(model, (x[:2],), **given)
     with pytest.warns(UserWarning, match="GradScaler"):
         scaled = fxpipe.compile(model, (x[:2],), loss_fn=lambda loss, batch: loss * scale, **given)

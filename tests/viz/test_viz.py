@@ -228,7 +228,7 @@ def test_timeline_says_bubble_peak_and_units():
     said = " ".join(texts(timeline_svg(timeline, "Model")))
     assert "Model: hand, 2 ranks, 2 microbatches" in said
     assert f"step {seconds_text(timeline.seconds)}" in said
-    assert f"span bubble {timeline.span_bubble:.1%}" in said
+    assert f"span bubble {timeline.span_bubble:.2%}" in said
     assert "peak memory 4 KiB (rank 0)" in said
     assert "peak 2 KiB" in said
     assert "1 ms" in said

@@ -481,7 +481,7 @@ def test_auto_decides_by_simulated_time() -> None:
 
 
 def test_an_unknown_choice() -> None:
-    with pytest.raises(fxpipe.errors.ScheduleError, match="vocab_parallel is '3-barrier'"):
+    with pytest.raises(fxpipe.errors.OptionError, match="vocab_parallel is '3-barrier'"):
         spread(words(flat), 2, "1f1b", "3-barrier")
 
 

@@ -155,10 +155,12 @@ def record(error: BaseException) -> None:
     file = os.environ.pop("TORCHELASTIC_ERROR_FILE", None)
     if file is None or _is_whole(file):
         return
+    # Of an error of fxpipe the message alone: each rank has printed the rest before the summary of all.
+    lines = traceback.format_exception_only(error) if isinstance(error, FxpipeError) else None
     text = {
         "message": f"{type(error).__name__}: {error}",
         "extraInfo": {
-            "py_callstack": "".join(traceback.format_exception(error)),
+            "py_callstack": "".join(lines or traceback.format_exception(error)),
             "timestamp": str(int(time.time())),
         },
     }

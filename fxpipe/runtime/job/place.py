@@ -14,6 +14,7 @@ from pathlib import Path
 _HERE, _FXPIPE = (str(folder) for folder in Path(__file__).parents[1:3])
 #: The code of ``fxpipe run``, which calls fxpipe as a user's does.
 _COMMAND = os.path.join(_FXPIPE, "cli", "")
+_WRAPPER = os.path.join(_FXPIPE, "tracebacks.py")  # around public functions
 #: Where the code of others lies: Python's, that of installed packages, and fxpipe itself.
 _OTHERS = tuple({*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), _FXPIPE})
 
@@ -39,7 +40,7 @@ def called_function() -> str:
     found, frame = "", sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith(_FXPIPE + os.sep) and not file.startswith(_COMMAND):
+        if file.startswith(_FXPIPE + os.sep) and not file.startswith((_COMMAND, _WRAPPER)):
             found = frame.f_code.co_qualname
         frame = frame.f_back  # type: ignore[assignment]
     return found

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
-from fxpipe.errors import ArtifactError, RunError
+from fxpipe.errors import ArtifactError, OptionError, RunError
 from fxpipe.plan.number import number
 from fxpipe.runtime.job.attempt import agree_on_attempt
 from fxpipe.runtime.job.backend import Place, backend_of, choose, is_gloo_alone
@@ -545,10 +545,10 @@ def reported(process: Process | None) -> Iterator[None]:
 
 
 def as_timeout(given: float | timedelta | None) -> timedelta | None:
-    """A time limit, given in seconds or as a timedelta.  Raises RunError unless it is above 0."""
+    """A time limit, given in seconds or as a timedelta.  Raises OptionError unless it is above 0."""
     limit = given
     if isinstance(given, int | float) and 0 < given <= timedelta.max.total_seconds():
         limit = timedelta(seconds=given)
     if limit is None or (isinstance(limit, timedelta) and limit > timedelta()):
         return limit
-    raise RunError(f"timeout={given!r} is no time above 0. Give seconds, or a datetime.timedelta.")
+    raise OptionError(f"timeout={given!r} is no time above 0. Give seconds, or a datetime.timedelta.")

@@ -58,6 +58,11 @@ def check_supported(device: torch.device) -> None:
             f"The model lies on {device}, and programs run on {', '.join(('cpu', *BACKENDS))}. "
             "Move it to one of them."
         )
+    if is_accelerator(device) and torch.accelerator.current_accelerator(check_available=True) is None:
+        raise RunError(
+            f"The model lies on {device}, and torch finds no such device here. Compile it on the CPU or the "
+            'meta device: costs="H100" makes the schedule for a GPU that is elsewhere.'
+        )
 
 
 def select(device: torch.device) -> None:

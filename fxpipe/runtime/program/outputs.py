@@ -17,7 +17,7 @@ On = int | Literal["all"] | None
 """The rank that is to have the outputs; ``"all"``: every rank; None: each output's own rank."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class StepResult:
     """The result of a step that was asked for outputs.
 
@@ -28,6 +28,19 @@ class StepResult:
 
     loss: torch.Tensor | None
     outputs: dict[str, torch.Tensor]
+
+    def __repr__(self) -> str:
+        return f"StepResult({', '.join(shown(self.loss, self.outputs))})"
+
+
+MOST_SHOWN = 8
+
+
+def shown(loss: torch.Tensor | None, outputs: Mapping[str, torch.Tensor]) -> list[str]:
+    """A result as texts: the loss, and outputs with their shapes."""
+    own = [f"{name}: {tuple(x.shape)} {x.dtype}" for name, x in outputs.items()]
+    more = [f"… {len(own) - MOST_SHOWN} more"] if len(own) > MOST_SHOWN else []
+    return ["no loss" if loss is None else f"loss={float(loss):.6g}", *own[:MOST_SHOWN], *more]
 
 
 @dataclass(eq=False)

@@ -19,6 +19,7 @@ from fxpipe.schedule.engine.arrays import ScheduleArrays
 from fxpipe.schedule.engine.dispatch_kernel import dispatch_ops
 from fxpipe.schedule.engine.kernel import Floats
 from fxpipe.schedule.engine.order import Order
+from fxpipe.schedule.memory_text import ANY_UNIT, MemoryText
 
 
 def dispatch(
@@ -42,10 +43,10 @@ def dispatch(
     return Order(arrays, op_ids)
 
 
-def check_one_microbatch_fits(arrays: ScheduleArrays, limits: Sequence[float]) -> None:
+def check_one_microbatch_fits(
+    arrays: ScheduleArrays, limits: Sequence[float], text: MemoryText = ANY_UNIT
+) -> None:
     """Raise ScheduleError if a limit is below the memory of one microbatch on the rank."""
     for rank, (limit, least) in enumerate(zip(limits, arrays.smallest_limits, strict=True)):
         if limit * (1 + 1e-9) < least:
-            raise ScheduleError(
-                f"rank {rank} has a memory limit of {limit:g}, but one microbatch takes {least:g} on it"
-            )
+            raise ScheduleError(f"one microbatch needs {text.needs(least, rank, limit)}")

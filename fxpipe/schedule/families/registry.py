@@ -194,8 +194,8 @@ def check_least(name: str, problem: Problem) -> None:
     for rank, (least, limit) in enumerate(zip(needed, problem.limits, strict=True)):
         if least > limit * (1 + 1e-9):
             raise ScheduleError(
-                f"schedule {name}: one microbatch needs {least:g} of memory on rank {rank}, and the limit is "
-                f"{limit:g}; the smallest limit that any schedule can keep is {max(needed):g}"
+                f"schedule {name}: one microbatch needs {problem.text.needs(least, rank, limit)}; the "
+                f"smallest limit that any schedule can keep is {problem.text.enough(needed)}"
             )
 
 
@@ -206,6 +206,6 @@ def _check_memory(name: str, problem: Problem, order: Order) -> None:
     for rank, (most, limit) in enumerate(zip(peaks, problem.limits, strict=True)):
         if limit < inf and most > limit * (1 + 1e-9):
             raise ScheduleError(
-                f"schedule {name} needs {most:g} of memory on rank {rank}, and the limit is {limit:g}; the "
-                f"smallest limit that it can keep is {max(peaks):g}"
+                f"schedule {name} needs {problem.text.needs(most, rank, limit)}; the smallest limit that it "
+                f"can keep is {problem.text.enough(peaks)}"
             )

@@ -12,7 +12,9 @@ The other format is the CSV that the schedules of ``torch.distributed.pipelining
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import TypeGuard
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.check import check
@@ -21,6 +23,13 @@ from fxpipe.schedule.ops import RankOps, Schedule, order_text, parse_order
 from fxpipe.strict import MEBIBYTE, Misfit, read_text
 
 MOST_BYTES = 16 * MEBIBYTE
+
+
+def is_file_name(schedule: object) -> TypeGuard[str | Path]:
+    """Whether this is the path of a schedule: a Path, or a text with a folder or a suffix in it."""
+    return isinstance(schedule, Path) or (
+        isinstance(schedule, str) and (os.sep in schedule or bool(Path(schedule).suffix))
+    )
 
 
 def read_schedule(path: Path | str) -> Schedule:

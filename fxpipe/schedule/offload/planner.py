@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from fxpipe.errors import LimitError, ScheduleError
 from fxpipe.schedule.costs import Costs, Link
+from fxpipe.schedule.memory_text import ANY_UNIT, MemoryText
 from fxpipe.schedule.offload.transfers import offload_bytes
 from fxpipe.schedule.ops import PHASES, Direction, Phase, Transfer
 from fxpipe.schedule.simulation.simulator import simulate
@@ -69,7 +70,7 @@ def offload(timeline: Timeline, share: float) -> OffloadPlan:
     return _Planner(timeline).plan([share] * timeline.schedule.ranks)
 
 
-def offload_within(timeline: Timeline, limits: Sequence[float]) -> OffloadPlan:
+def offload_within(timeline: Timeline, limits: Sequence[float], text: MemoryText = ANY_UNIT) -> OffloadPlan:
     """Offload about the smallest share that keeps every rank within its memory limit.
 
     Raises ScheduleError, naming the smallest limit that can be kept, if offloading as much as the links carry
@@ -78,12 +79,13 @@ def offload_within(timeline: Timeline, limits: Sequence[float]) -> OffloadPlan:
     planner, ranks = _Planner(timeline), range(timeline.schedule.ranks)
     most = planner.plan([FULL] * len(ranks))
     if not keeps(most.timeline, limits):
-        smallest = max(most.timeline.peak_memory)
+        peaks = most.timeline.peak_memory
         raise LimitError(
             f"schedule {timeline.schedule.name} cannot be offloaded into the memory limit of "
-            f"{min(limits):g}; the smallest that it can keep with these links is {smallest:g}. To need less, "
-            "take a faster link, another schedule, more stages per rank, or recompute activations",
-            smallest,
+            f"{text.limit(limits)}; the smallest that it can keep with these links is {text.enough(peaks)}. "
+            "To need less, take a faster link, another schedule, more stages per rank, or recompute "
+            "activations",
+            text.whole(peaks),
         )
     # Per link, in steps: does not keep the limit, keeps it.  No op waits for a transfer, so a rank's memory
     # does not depend on other links, and all links are tried together.
@@ -103,20 +105,23 @@ def offload_within(timeline: Timeline, limits: Sequence[float]) -> OffloadPlan:
     return planner.plan(shares(high))
 
 
-def with_offload(timeline: Timeline, share: float | str, limits: Sequence[float]) -> Timeline:
+def with_offload(
+    timeline: Timeline, share: float | str, limits: Sequence[float], text: MemoryText = ANY_UNIT
+) -> Timeline:
     """The timeline with this share offloaded, or with ``AUTO`` as much as the limits require.
 
     Raises LimitError if the result does not keep the limits.
     """
     if isinstance(share, str):
-        return offload_within(timeline, limits).timeline
+        return offload_within(timeline, limits, text).timeline
     found = offload(timeline, share).timeline
     if not keeps(found, limits):
-        smallest = max(found.peak_memory)
+        peaks = found.peak_memory
         raise LimitError(
-            f"schedule {timeline.schedule.name} with {share:.0%} to offload takes {smallest:g}, above the "
-            f"memory limit of {min(limits):g}. Offload more, or 'auto', raise the limit, or recompute",
-            smallest,
+            f"schedule {timeline.schedule.name} with {share:.0%} to offload takes {text.enough(peaks)}, "
+            f"above the memory limit of {text.limit(limits)}. Offload more, or 'auto', raise the limit, or "
+            "recompute",
+            text.whole(peaks),
         )
     return found
 

@@ -157,17 +157,20 @@ def _searched(
 
 def _nothing_fits(variants: Sequence[Problem], offloaded: float) -> LimitError:
     """``offloaded``: the smallest limit that can be kept with as much offload as possible."""
-    needed = {variant: max(variant.model.arrays.smallest_limits) for variant in variants}
+    least = {variant: variant.model.arrays.smallest_limits for variant in variants}
+    needed = {variant: variant.text.whole(own) for variant, own in least.items()}
     at = min(needed, key=needed.__getitem__)
-    limit = max(min(variant.limits) for variant in variants)
     smallest = min(offloaded, needed[at])
+    widest = max(variants, key=lambda variant: min(variant.limits))
+    limit, units = widest.text.limit(widest.limits), widest.text.units
     if offloaded < needed[at]:
-        found = f"{offloaded:g}, with as much offload as the links carry. To need less, recompute activations"
+        found = f"{units.limit(offloaded)}, with as much offload as the links carry. To need less, recompute"
+        found += " activations"
     else:
         shape = f"{at.stages_per_rank} stages per rank in {at.shape} placement"
-        found = f"{needed[at]:g}, with {shape}. To need less, offload or recompute activations"
+        found = f"{units.limit(needed[at])}, with {shape}. To need less, offload or recompute activations"
     return LimitError(
-        f"no schedule keeps the memory limit of {limit:g}; the smallest that one can keep is {found}, make "
+        f"no schedule keeps the memory limit of {limit}; the smallest that one can keep is {found}, make "
         "microbatches smaller, or use more stages per rank",
         smallest,
     )

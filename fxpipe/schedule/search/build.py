@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fxpipe.errors import ScheduleError
+from fxpipe.errors import ScheduleError, suggested
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.families.registry import FAMILIES, Family, check_least, order_of
 from fxpipe.schedule.ops import Schedule
@@ -86,7 +86,9 @@ def schedule_of(name: str, problem: Problem, effort: float | None = None, seed: 
 def family_called(name: str) -> Family:
     """Raises ScheduleError, listing the known ones, for an unknown name."""
     if name not in FAMILIES:
-        raise ScheduleError(f"unknown schedule {name!r}; known: {', '.join(FAMILIES)}")
+        raise ScheduleError(
+            f"unknown schedule {name!r}.{suggested(name, FAMILIES)} Known: {', '.join(FAMILIES)}"
+        )
     return FAMILIES[name]
 
 

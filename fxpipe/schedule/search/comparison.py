@@ -95,11 +95,14 @@ class Comparison:
             return found
         if self.is_beaten(least := found.key[0]):
             raise ScheduleError(f"not offloaded: {self.compared(least)}")
-        return SearchResult(problem, with_offload(found.timeline, problem.offload, problem.limits))
+        return SearchResult(
+            problem, with_offload(found.timeline, problem.offload, problem.limits, problem.text)
+        )
 
     def compared(self, least: float) -> str:
         assert self.best is not None, "there is something to compare with"
-        return f"it takes {least:g} or more, and another takes {self.best.key[0]:g}"
+        time = self.best.problem.text.units.time
+        return f"it takes {time(least)} or more, and another takes {time(self.best.key[0])}"
 
 
 def _row(found: SearchResult) -> Tried:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-from fxpipe.errors import LimitError, ScheduleError
+from fxpipe.errors import LimitError, ScheduleError, suggested
 from fxpipe.schedule.candidate import SearchResult
 from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.offload.planner import with_offload
@@ -22,6 +22,15 @@ AUTO = "auto"
 
 STAGES_PER_RANK = (1, 2, 4)
 """The candidate numbers of stages a rank of ``auto``."""
+
+
+def unknown_schedule(name: object) -> str:
+    """The message for a schedule that is no family's name."""
+    known = (AUTO, *FAMILIES)
+    return (
+        f"Unknown schedule {name!r}.{suggested(name, known)} Known: {', '.join(known)}; or the path of a "
+        "schedule as text."
+    )
 
 
 def stages_and_placements(
@@ -66,7 +75,7 @@ def fastest(
                 made = schedule if isinstance(schedule, Schedule) else schedule_of(schedule, problem, effort)
                 timeline = simulate(made, problem.costs)
                 if problem.offload is not None:
-                    timeline = with_offload(timeline, problem.offload, problem.limits)
+                    timeline = with_offload(timeline, problem.offload, problem.limits, problem.text)
             except ScheduleError as error:
                 errors.append(error)
             else:

@@ -64,7 +64,7 @@ def find(problems: Sequence[Problem], effort: float | None = None, seed: int = 0
     """
     able = [problem for problem in problems if reason_against(problem) is None]
     if not able:
-        check_one_microbatch_fits(problems[0].arrays, problems[0].limits)
+        check_one_microbatch_fits(problems[0].arrays, problems[0].limits, problems[0].text)
     ops = sum(problem.ops for problem in able)
     seconds = min(_EFFORT, _EFFORT_PER_OP * ops) if effort is None else effort
     known: list[Order | None] = [None] * len(able)
@@ -93,7 +93,7 @@ def find(problems: Sequence[Problem], effort: float | None = None, seed: int = 0
 def reason_against(problem: Problem) -> str | None:
     """The rank on which one microbatch does not fit, as a sentence; None if it fits on all."""
     try:
-        check_one_microbatch_fits(problem.arrays, problem.limits)
+        check_one_microbatch_fits(problem.arrays, problem.limits, problem.text)
     except ScheduleError as error:
         return str(error)
     return None

@@ -59,8 +59,8 @@ def insertions(problem: Problem, family: str, order: Order) -> list[Candidate]:
         left = tuple(limit - step * more * (1 + 1e-6) for limit, more in zip(left, over, strict=True))
     rank = max(range(len(over)), key=over.__getitem__)
     raise ScheduleError(
-        f"schedule {family} with vocabulary stages needs {limits[rank] + over[rank]:g} of memory on rank "
-        f"{rank}, and the limit is {limits[rank]:g}"
+        f"schedule {family} with vocabulary stages needs "
+        f"{problem.text.needs(limits[rank] + over[rank], rank, limits[rank])}"
     )
 
 

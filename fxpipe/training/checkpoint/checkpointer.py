@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fxpipe.errors import ArtifactError, FxpipeError, RunError
-from fxpipe.plan.files import checksum, writing
+from fxpipe.plan.files import as_path, checksum, writing
 from fxpipe.runtime.job.process import agreed, agreed_by
 from fxpipe.runtime.program.comm import NoAnswer, answered
 from fxpipe.strict import structure, unstructure
+from fxpipe.tracebacks import brief_methods
 from fxpipe.training.checkpoint import files, tensor_store
 from fxpipe.training.checkpoint.plain import from_json, to_json
 from fxpipe.training.checkpoint.restore import contents_for, restore
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from fxpipe.pipeline import Pipeline
 
 
+@brief_methods
 class Checkpointer:
     """Writes checkpoints of a run to a directory, and resumes from them.
 
@@ -76,7 +78,8 @@ class Checkpointer:
         if keep < 1 or (every is not None and every < 1):
             raise RunError("keep and every are numbers of checkpoints and steps: at least 1.")
         self.pipe, self.optimizer, self.user = pipe, optimizer, dict(state or {})
-        self.directory, self.every, self.keep, self.asynchronous = Path(directory), every, keep, asynchronous
+        self.directory, self.every = as_path(directory, "fxpipe.Checkpointer"), every
+        self.keep, self.asynchronous = keep, asynchronous
         self._process = pipe.process
         self._number = 0 if self._process is None else self._process.world_rank
         if pipe.lanes > 1:

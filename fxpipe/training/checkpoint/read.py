@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from fxpipe.errors import ArtifactError
+from fxpipe.plan.files import as_path
+from fxpipe.tracebacks import brief
 from fxpipe.training.checkpoint import files, tensor_store
 from fxpipe.training.checkpoint.restore import held_in
 from fxpipe.training.checkpoint.training_state import MODEL, OPTIMIZER, Record
@@ -27,6 +29,7 @@ class Checkpoint:
     state: dict[str, Any]
 
 
+@brief
 def read_checkpoint(path: str | Path) -> Checkpoint:
     """Read a checkpoint: a directory ``step-00000500``, or the newest of a directory of checkpoints.
 
@@ -34,11 +37,12 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     strictly, where no tensor has two names and all buffers are persistent.  Raises ArtifactError, naming the
     file, if there is none or it is damaged.
     """
-    path = Path(path)
+    path = as_path(path, "fxpipe.read_checkpoint")
     if not (path / files.SUMS).exists():
         found = files.newest(path) if path.is_dir() else None
         if found is None:
-            raise ArtifactError(f"{path} holds no checkpoint.")
+            saved = " It is a saved pipeline: fxpipe.load." if (path / "plan.json").exists() else ""
+            raise ArtifactError(f"{path} holds no checkpoint.{saved}")
         path = found
     files.verify(path, files.read_sums(path))
     held = held_in(path, Record.from_json(files.read_state(path), path))

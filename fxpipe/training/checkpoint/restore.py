@@ -143,7 +143,7 @@ def contents_for(
         warnings.warn(
             f"{path} is of a run with seed {record.seed}, and this pipeline was compiled with "
             f"{plan.step.seed}: random ops draw other numbers than that run would have.",
-            stacklevel=4,
+            stacklevel=5,
         )
     with files.reading(path):
         names = model.stored_by(rank).state

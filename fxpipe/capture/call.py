@@ -1,0 +1,102 @@
+"""Checks, before anything is traced, that the example fits the model's forward and that loss_fn takes two
+arguments: the tracer would name neither."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.errors import CaptureError, OptionError
+
+_LOSS = "a function (output, microbatch) -> loss"
+
+
+def check_call(model: nn.Module, example: Any, loss_fn: Callable[..., Any] | None) -> None:
+    """Raise CaptureError for an example that ``forward`` does not take, OptionError for what is no
+    ``loss_fn``."""
+    if loss_fn is not None:
+        _check_loss(loss_fn)
+    if not isinstance(example, Mapping | tuple | list):
+        return  # that is no microbatch at all: ``batch_leaves`` says so
+    args, kwargs = arguments(example)
+    problem = misfit(model.forward, args, kwargs) if _calls_forward(model) else None
+    if problem is not None:
+        text = (
+            f"The example does not fit the model: {problem}. The forward is "
+            f"{type(model).__name__}.forward{_parameters(model.forward)}, and the example gives "
+            f"{described(args, kwargs)}. All of it goes to the forward."
+        )
+        if loss_fn is not None:
+            text += (
+                " What loss_fn alone needs goes there as well: let the forward take it and leave it unused."
+            )
+        raise CaptureError(text)
+
+
+def arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and the keyword arguments of the forward that a microbatch is."""
+    return ((), dict(example)) if isinstance(example, Mapping) else (tuple(example), {})
+
+
+def misfit(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    """The reason why a function does not take these arguments; None if it does, or if that is unknown."""
+    if not all(isinstance(name, str) for name in kwargs):
+        return "its keys are not all texts"
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of code that Python cannot look into
+        return None
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    return None
+
+
+def described(args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> str:
+    """Arguments as text: ``(2, 8) float32, y=(2,) int64``."""
+    texts = [*map(_value, args), *(f"{name}={_value(x)}" for name, x in (kwargs or {}).items())]
+    return ", ".join(texts) or "nothing"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, Mapping):
+        return f"{type(value).__name__}({described((), {str(k): x for k, x in value.items()})})"
+    if isinstance(value, tuple | list):
+        return f"{type(value).__name__}({described(value)})"
+    return f"{value!r:.40}" if value is None or isinstance(value, int | float | str) else type(value).__name__
+
+
+def _check_loss(loss_fn: Callable[..., Any]) -> None:
+    if not callable(loss_fn):
+        raise OptionError(f"loss_fn is {loss_fn!r:.60} and must be {_LOSS}.")
+    if isinstance(loss_fn, type):
+        raise OptionError(f"loss_fn is the class {loss_fn.__name__} and must be {_LOSS}.")
+    function = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
+    problem = misfit(function, ("output", "microbatch"), {})
+    if problem is not None:
+        raise OptionError(
+            f"loss_fn{_parameters(function)} must be {_LOSS}; called with these two: {problem}."
+        )
+
+
+def _parameters(function: Callable[..., Any]) -> str:
+    """``(x, y=None)``, without annotations."""
+    try:
+        known = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return "(…)"
+    plain = [p.replace(annotation=inspect.Parameter.empty) for p in known]
+    return str(inspect.Signature(plain))
+
+
+def _calls_forward(model: nn.Module) -> bool:
+    """Whether ``model(…)`` hands its arguments to ``forward`` as they are."""
+    hooked = model._forward_pre_hooks or type(model).__call__ is not nn.Module.__call__
+    return not hooked

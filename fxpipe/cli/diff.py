@@ -1,0 +1,123 @@
+"""``fxpipe diff``: the decisions and predictions in which two saved pipelines differ."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from fxpipe.errors import printable
+from fxpipe.plan.artifact import Plan
+from fxpipe.plan.files import read_plan
+from fxpipe.units import bubble_text, bytes_text, seconds_text
+from fxpipe.viz.terminal import terminal
+
+#: Ranks, stages or tensors whose differences are listed one by one.
+MOST = 8
+
+
+def add_to(commands: Any, line: str) -> None:
+    parser = commands.add_parser(
+        "diff",
+        help=line,
+        description="Compares model, schedule, stages, orders of ops and predictions of two saved pipelines.",
+    )
+    parser.set_defaults(command=_diff)
+    parser.add_argument("first", type=Path, help="a saved pipeline")
+    parser.add_argument("second", type=Path, help="another one")
+
+
+def _diff(options: argparse.Namespace) -> None:
+    first, second = read_plan(options.first), read_plan(options.second)
+    rows = [*differences(first, second)]
+    console = Console(markup=False, emoji=False)
+    if not rows:
+        console.print(terminal(f"{options.first} and {options.second} have the same plan."), soft_wrap=True)
+        return
+    table = Table("", *(printable(str(path)) for path in (options.first, options.second)))
+    for row in rows:
+        table.add_row(*map(terminal, row))
+    console.print(table)
+
+
+def differences(first: Plan, second: Plan) -> Iterator[tuple[str, str, str]]:
+    """What differs, with its text in both plans; not the candidates that were left out."""
+    for name, a, b in zip(_NAMES, _facts(first), _facts(second), strict=True):
+        if a != b:
+            yield name, a, b
+    for kind, ours, theirs in (
+        ("stage {}", _stages(first), _stages(second)),
+        ("order of rank {}", *_orders(first, second)),
+        ("rank {} holds", _held(first), _held(second)),
+    ):
+        if len(ours) != len(theirs):
+            continue  # the number of ranks or stages is in the table
+        differ = [k for k, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b]
+        for k in differ[:MOST]:
+            yield kind.format(k), ours[k], theirs[k]
+        if len(differ) > MOST:
+            yield f"… and {len(differ) - MOST} more", "", ""
+
+
+_NAMES = (
+    "model", "ranks", "microbatches", "schedule", "stages", "placement", "recompute", "offloaded to",
+    "replicas", "shard", "gradients in", "device", "step", "span bubble", "peak of activations",
+)  # fmt: skip
+
+
+def _facts(plan: Plan) -> tuple[str, ...]:
+    found = plan.prediction
+    return (
+        plan.model,
+        str(plan.ranks),
+        str(plan.step.microbatches),
+        plan.schedule,
+        str(len(plan.stages)),
+        " ".join(map(str, plan.placement)),
+        plan.recompute or "nothing",
+        f"{plan.tier}, {len(plan.transfers)} transfers" if plan.transfers else "nowhere",
+        str(plan.replicas),
+        plan.shard or "nothing",
+        plan.grad_dtype.removeprefix("torch.") or "the parameters' own dtype",
+        plan.device or "unknown",
+        seconds_text(found.seconds),
+        bubble_text(found.span_bubble),
+        bytes_text(max(found.peak_memory)),
+    )
+
+
+def _stages(plan: Plan) -> list[str]:
+    return [
+        f"{stage.first} to {stage.last}: {len(stage.parameters)} parameters, {seconds_text(cost.total)}"
+        for stage, cost in zip(plan.stages, plan.costs.stages, strict=True)
+    ]
+
+
+def _held(plan: Plan) -> list[str]:
+    return [
+        f"{len(own.parameters)} parameters, {len(own.buffers)} buffers, {len(own.gradients)} gradients"
+        for own in plan.tensors
+    ]
+
+
+def _orders(first: Plan, second: Plan) -> tuple[list[str], list[str]]:
+    """Of each rank the ops from the first that differs on."""
+    if len(first.order) != len(second.order):
+        return [], []
+    pairs = [_from_first_difference(*both) for both in zip(first.order, second.order, strict=True)]
+    return [a for a, _ in pairs], [b for _, b in pairs]
+
+
+def _from_first_difference(ours: str, theirs: str) -> tuple[str, str]:
+    first, second = ours.split(), theirs.split()
+    at = next((k for k, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), None)
+    if at is None:
+        at = min(len(first), len(second))
+        if len(first) == len(second):
+            return "", ""
+    show = [" ".join(ops[at : at + 4]) or "ends" for ops in (first, second)]
+    return f"op {at}: {show[0]} …", f"op {at}: {show[1]} …"

@@ -1,0 +1,89 @@
+"""Tracebacks of fxpipe's errors without the frames of fxpipe and torch.
+
+An error of fxpipe says what, where and what to do; hundreds of lines of torch's tracer before it hide the two
+lines of the user's code that matter.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from types import FunctionType, TracebackType
+from typing import ParamSpec, TypeVar
+
+from fxpipe.errors import FxpipeError, VerifyError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_FXPIPE = f"{Path(__file__).parent}{os.sep}"
+#: With this variable set, errors keep all frames.
+WHOLE = "FXPIPE_TRACEBACKS"
+
+
+def brief(function: Callable[P, T]) -> Callable[P, T]:
+    """Errors of fxpipe, and Ctrl-C, leave the function with the frames of the user's code alone."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except (FxpipeError, KeyboardInterrupt) as error:
+            if os.environ.get(WHOLE) or isinstance(error, VerifyError):  # a bug of fxpipe
+                raise
+            shorten(error)
+            raise error.with_traceback(None) from error.__cause__
+
+    return called
+
+
+def brief_methods(cls: type[T]) -> type[T]:
+    """The same class, with ``brief`` public methods."""
+    for name, method in list(vars(cls).items()):
+        if isinstance(method, FunctionType) and not name.startswith("_"):
+            setattr(cls, name, brief(method))
+    return cls
+
+
+def shorten(error: BaseException) -> None:
+    """Leave in the errors that led to this one the frames of the user's code.
+
+    Errors without any are left out, and those of fxpipe, whose messages are in this one's.
+    """
+    chain, link, seen = [error], _before(error), {id(error)}
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        trace = _users_part(link.__traceback__)
+        if trace is not None and not isinstance(link, FxpipeError):
+            chain.append(link.with_traceback(trace))
+        link = _before(link)
+    for after, before in pairwise([*chain, None]):
+        assert after is not None
+        after.__cause__, after.__context__ = before, None
+
+
+def _before(error: BaseException) -> BaseException | None:
+    return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _users_part(trace: TracebackType | None) -> TracebackType | None:
+    frames = []
+    while trace is not None:
+        if _is_users(trace.tb_frame.f_code.co_filename):
+            frames.append(trace)
+        trace = trace.tb_next
+    found: TracebackType | None = None
+    for own in reversed(frames):
+        found = TracebackType(found, own.tb_frame, own.tb_lasti, own.tb_lineno)
+    return found
+
+
+def _is_users(file: str) -> bool:
+    """Programs are the user's as well: ``<fxpipe GPT rank0.py>`` where they are not saved."""
+    torch = sys.modules.get("torch")
+    library = () if torch is None or torch.__file__ is None else (f"{Path(torch.__file__).parent}{os.sep}",)
+    return not file.startswith((_FXPIPE, "<string>", "<frozen", *library))

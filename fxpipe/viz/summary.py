@@ -1,0 +1,65 @@
+"""A pipeline in a few lines, for ``repr`` and for notebooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from fxpipe.errors import printable
+from fxpipe.plan.artifact import Plan
+from fxpipe.plan.memory import RankMemory, rank_memory
+from fxpipe.units import bubble_text, seconds_text, units_of
+
+
+def summary(plan: Plan) -> list[str]:
+    """At most seven lines: the decisions, the prediction, the memory of the ranks."""
+    found, step = plan.prediction, plan.step
+    replicas = f", {plan.replicas} replicas" if plan.replicas > 1 else ""
+    stages = f"{len(plan.stages)} stages" if len(plan.stages) != 1 else "one stage"
+    lines = [
+        f"{plan.model} on {plan.ranks} ranks{replicas}: {stages}, {step.microbatches} microbatches, schedule "
+        f"{plan.schedule}",
+        f"predicted: step {seconds_text(found.seconds)}, span bubble {bubble_text(found.span_bubble)}"
+        + (f", costs of {plan.device}" if plan.device else ""),
+    ]
+    memory = rank_memory(plan, found.peak_memory)
+    text = units_of(plan.memory_limit).memory
+    fullest = max(range(plan.ranks), key=lambda rank: memory[rank].peak)
+    own = memory[fullest]
+    lines.append(
+        f"memory: at most {text(own.peak)}, on rank {fullest} (parameters {text(own.parameters)}, gradients "
+        f"{text(own.gradients)}, activations {text(own.activations)})"
+        + (f"; limit {plan.memory_limit}" if plan.memory_limit else "")
+    )
+    lines.append(f"AdamW's state takes {text(max(each.adamw for each in memory))} more")
+    if step.outputs:
+        lines.append(f"outputs: {', '.join(output.name for output in step.outputs[:8])}")
+    return [shortened(printable(line)) for line in lines]
+
+
+def memory_rows(memory: Sequence[RankMemory], limit: str) -> list[tuple[str, ...]]:
+    """A row for each rank, below their names."""
+    text = units_of(limit).memory
+    rows: list[tuple[str, ...]] = [MEMORY]
+    for rank, own in enumerate(memory):
+        sizes = own.parameters, own.gradients, own.buffers + own.outputs, own.activations, own.peak, own.adamw
+        rows.append((str(rank), *map(text, sizes)))
+    return rows
+
+
+#: ``other``: buffers and outputs.
+MEMORY = ("rank", "parameters", "gradients", "other", "activations", "peak", "+ AdamW")
+
+
+def as_html(lines: Iterable[str], rows: Sequence[Sequence[str]], most: int = 32) -> str:
+    """Lines, and a table whose first row has the names of its columns."""
+    head = "".join(f"<th>{escape(name)}</th>" for name in rows[0])
+    cells = ("".join(f"<td>{escape(printable(cell))}</td>" for cell in row) for row in rows[1 : 1 + most])
+    body = "".join(f"<tr>{row}</tr>" for row in cells)
+    more = f"<div>… and {len(rows) - 1 - most} more</div>" if len(rows) - 1 > most else ""
+    text = "<br>".join(map(escape, lines))
+    return f"<div>{text}<table><tr>{head}</tr>{body}</table>{more}</div>"
+
+
+def shortened(line: str, most: int = 200) -> str:
+    return line if len(line) <= most else f"{line[: most - 1]}…"

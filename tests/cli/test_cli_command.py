@@ -1,0 +1,144 @@
+"""The command line as a whole: what is mistyped, units, pictures, completion, and the small commands."""
+
+import json
+import sys
+
+import pytest
+from safetensors.torch import save_file
+from zoo import Chain, numbers
+
+import fxpipe
+from fxpipe.cli import command, main
+from fxpipe.cli.diff import differences
+from fxpipe.cli.loop import Settings, train
+
+TIMES = ["--ranks", "2", "--microbatches", "4", "--forward", "1", "--backward-input", "1"]
+TIMES += ["--backward-weight", "1"]
+
+
+def refused(capsys, *arguments):
+    """The line on stderr."""
+    try:
+        code = main([*map(str, arguments)])
+    except SystemExit as left:  # from argparse
+        code = left.code
+    assert code == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    return line
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Two pipelines of one model with different schedules."""
+    folder = tmp_path_factory.mktemp("saved")
+    for schedule in ("gpipe", "zb-h1"):
+        pipe = fxpipe.compile(Chain(2), numbers(2), ranks=2, microbatches=4, schedule=schedule, check=False)
+        pipe.save(folder / schedule)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        (["simulat"], "'simulate'"),
+        (["simulate", "--shedule", "zb", *TIMES], "'--schedule'"),
+        *((["simulate", "--schedule", name, *TIMES], repr(meant))
+          for name, meant in (("ZB-H1", "zb-h1"), ("zb_h1", "zb-h1"), ("1F1B", "1f1b"))),
+    ],
+)  # fmt: skip
+def test_what_was_probably_meant(capsys, typed, meant):
+    assert f"Did you mean {meant}?" in refused(capsys, *typed)
+
+
+def test_the_plain_command_lists_all(capsys):
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    assert all(f"    {name}" in out for name in command.SUBCOMMANDS)
+
+
+def test_ctrl_c_is_one_line(capsys, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fxpipe.cli.simulate._simulate", interrupted)
+    assert main(["simulate", "--schedule", "1f1b", *TIMES]) == 130
+    assert capsys.readouterr().err == "fxpipe: interrupted\n"
+
+
+def test_a_schedule_as_a_file(capsys, tmp_path):
+    (tmp_path / "mine.txt").write_text("F0.0 F0.1 BW0.0 BW0.1\nF1.0 BW1.0 F1.1 BW1.1\n")
+    times = [*TIMES[4:]]
+    assert main(["simulate", "--schedule", str(tmp_path / "mine.txt"), *times, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["schedule"] == "mine"
+    assert "cannot be read" in refused(capsys, "simulate", "--schedule", tmp_path / "no.txt", *TIMES)
+
+
+def test_memory_limits_with_units(capsys, saved):
+    gpipe = ["simulate", "--costs", saved / "zb-h1", "--schedule", "gpipe"]
+    assert "and the limit is 100 B;" in refused(capsys, *gpipe, "--memory-limit", "100B")
+    assert "and the limit is 500 B;" in refused(capsys, *gpipe, "--memory-limit", "0.5kB")
+    assert main([*map(str, gpipe), "--memory-limit", "1GiB"]) == 0
+    simulate = ["simulate", "--schedule", "1f1b", *TIMES, "--memory-limit"]
+    assert "1GiB is in bytes, and without --costs" in refused(capsys, *simulate, "1GiB")
+    assert "'1XB' is no size such as 16GiB" in refused(capsys, *simulate, "1XB")
+
+
+def test_pictures(capsys, saved, tmp_path):
+    simulate = ["simulate", "--schedule", "1f1b", *TIMES, "--draw"]
+    assert main([*simulate, str(tmp_path / "step.png")]) == 0
+    assert (tmp_path / "step.png").read_bytes()[:4] == b"\x89PNG"
+    assert main(["draw", str(saved / "gpipe"), str(tmp_path / "step.svg")]) == 0
+    assert "gpipe" in (tmp_path / "step.svg").read_text()
+    assert "must end with .svg or .png" in refused(capsys, *simulate, tmp_path / "step.jpg")
+    assert "cannot be written" in refused(capsys, *simulate, tmp_path / "no" / "step.png")
+
+
+def test_differences_of_two_plans(capsys, saved):
+    first, second = (fxpipe.load(saved / name).plan for name in ("gpipe", "zb-h1"))
+    found = {name: (a, b) for name, a, b in differences(first, second)}
+    assert found["schedule"] == ("gpipe", "zb-h1")
+    assert found["order of rank 1"] == ("op 1: F1.1 F1.2 F1.3 BW1.0 …", "op 1: B1.0 F1.1 B1.1 W1.0 …")
+    assert not {"model", "ranks", "stage 0", "rank 0 holds"} & found.keys()
+    assert [*differences(first, first)] == []
+    assert main(["diff", str(saved / "gpipe"), str(saved / "zb-h1")]) == 0
+    assert "order of rank 1" in capsys.readouterr().out
+
+
+def test_costs_that_are_not_there(capsys):
+    assert "nope does not exist: --costs is a JSON file or" in refused(capsys, "simulate", "--costs", "nope")
+
+
+def test_running_several_ranks_in_one_process(capsys, saved, tmp_path):
+    save_file(numbers(8), tmp_path / "data.safetensors")
+    line = refused(capsys, "run", saved / "gpipe", "--data", tmp_path / "data.safetensors")
+    assert f"torchrun --nproc-per-node 2 -m fxpipe run {saved / 'gpipe'}" in line
+
+
+def test_tensorboard_is_missed_before_anything_runs(capsys, saved, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    run = "run", saved / "no", "--data", "x", "--tensorboard", "y"
+    assert "pip install tensorboard" in refused(capsys, *run)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion(capsys, shell):
+    assert main(["completion", shell]) == 0
+    assert "--memory-limit" in capsys.readouterr().out
+
+
+class Batches:
+    once, state = 3, {}
+
+    def batch(self, step):
+        return numbers(4)
+
+
+def test_a_log_of_json_lines(tmp_path):
+    pipe = fxpipe.compile(Chain(2), numbers(2), ranks=1, microbatches=2, schedule="1f1b", check=False)
+    file = tmp_path / "log.jsonl"
+    file.write_text('{"step": -1}\n')
+    train(pipe, Batches(), Settings(steps=2, lr=0.1, log=file))
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [-1, 0, 1]
+    assert lines[2].keys() >= {"time", "loss", "lr", "norm", "rows/s", "bubble"}

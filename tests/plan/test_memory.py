@@ -1,0 +1,107 @@
+"""The memory of each rank in figures, and pipelines and results in a few lines."""
+
+import io
+
+import pytest
+import torch
+from rich.console import Console
+from zoo import Chain, NoLoss, numbers
+
+import fxpipe
+from fxpipe.plan.memory import rank_memory
+from fxpipe.viz.explanation import explain
+
+MICROBATCHES = 4
+
+
+def compiled(model, **options):
+    given = {"ranks": 2, "microbatches": MICROBATCHES, "schedule": "1f1b", "check": False, **options}
+    return fxpipe.compile(model, numbers(2), **given)
+
+
+@pytest.fixture(scope="module")
+def limited():
+    return compiled(Chain(2), memory_limit="100 kB")
+
+
+@pytest.fixture(scope="module")
+def free():
+    return compiled(Chain(2))
+
+
+def text_of(pipe):
+    out = io.StringIO()
+    explain(pipe.plan, Console(file=out, width=80, markup=False))
+    return out.getvalue()
+
+
+def test_what_each_rank_holds():
+    model = NoLoss(4).to(torch.bfloat16)
+    batch = {name: x.bfloat16() for name, x in numbers(2).items()}
+    pipe = fxpipe.compile(
+        model, batch, ranks=2, microbatches=MICROBATCHES, schedule="1f1b", check=False, outputs=["last"],
+        grad_dtype=torch.float32, loss_fn=lambda output, _: output["last"].float().square().mean(),
+    )  # fmt: skip
+    memory = rank_memory(pipe.plan, pipe.simulate().peak_memory)
+    elements = sum(p.numel() for p in model.parameters())
+    assert sum(own.parameters for own in memory) == 2 * elements
+    assert sum(own.gradients for own in memory) == 4 * elements
+    assert sum(own.adamw for own in memory) == 2 * 2 * elements
+    assert [own.outputs for own in memory] == [0, MICROBATCHES * 2 * 8 * 2]
+    assert [own.activations for own in memory] == list(pipe.simulate().peak_memory)
+    assert [own.peak for own in memory] == [
+        own.parameters + own.gradients + own.buffers + own.outputs + own.activations for own in memory
+    ]
+
+
+def test_the_limit_leaves_the_rest_to_activations(limited):
+    memory = rank_memory(limited.plan, limited.simulate().peak_memory)
+    assert limited.plan.limits == tuple(100_000 - own.held for own in memory)
+
+
+def test_explain_speaks_of_a_limit_where_there_is_one(limited, free, tmp_path):
+    limited.save(tmp_path / "saved")
+    for pipe in (limited, fxpipe.load(tmp_path / "saved")):
+        text = " ".join(text_of(pipe).split())
+        assert "within the memory limit" in text
+        assert "The memory limit is 100 kB on each rank." in text
+        assert "kB │" in text  # in the user's units
+        assert "KiB" not in text
+    assert "limit" not in text_of(free)
+    assert "KiB │" in text_of(free)
+
+
+def test_percentages_agree():
+    """In the reason and in the table, which fits a terminal."""
+    text = text_of(compiled(Chain(4), schedule="auto", effort=0.1))
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
+    times = [row[4] for row in rows if len(row) == 7 and row[3].endswith("s")]
+    assert times[0] == "0.0%"
+    assert f"is the shortest; the next one takes {times[1]} longer" in " ".join(text.split())
+    assert {len(line) for line in text.splitlines() if "│" in line} <= set(range(81))
+
+
+def test_a_pipeline_in_a_few_lines(limited, free):
+    lines = repr(limited).splitlines()
+    assert len(lines) <= 10
+    assert lines[0] == "Pipeline of Chain on 2 ranks: 2 stages, 4 microbatches, schedule 1f1b"
+    assert "limit 100 kB" in repr(limited)
+    assert "limit" not in repr(free)
+    assert all(len(repr(stage)) < 200 for stage in free.stages)
+    html = free._repr_html_()
+    assert html.count("<tr>") == 3
+    assert "Chain on 2 ranks" in html
+
+
+def test_results_in_a_few_lines(free):
+    result = free.run_local(numbers(2 * MICROBATCHES), measure_memory=True)
+    assert repr(result).startswith(f"LocalResult(loss={float(result.loss):.6g}, grads of ")
+    assert len(repr(result)) < 200
+    step = fxpipe.StepResult(None, {f"x{k}": torch.zeros(100, 100) for k in range(20)})
+    assert repr(step).endswith("x7: (100, 100) torch.float32, … 12 more)")
+
+
+def test_names_for_completion(free):
+    assert {"step", "run_local", "save", "parameters", "stages"} <= set(dir(free))
+    assert not {"artifact", "of", "let_model_go", "process"} & set(dir(free))
+    assert dir(fxpipe) == sorted(fxpipe.__all__)

@@ -1,0 +1,309 @@
+"""What is given wrongly is named in the error, beside what is wanted: the message is all that a user sees."""
+
+import copy
+import logging
+import pickle
+import re
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from zoo import WIDTH, Chain, NoLoss, numbers
+
+import fxpipe
+from fxpipe.errors import ArtifactError, BatchError, CaptureError, FxpipeError, OptionError, RunError
+from fxpipe.tracebacks import brief, shorten
+
+
+def compiled(model=None, example=None, **options):
+    """One stage a rank, no search and no proof."""
+    given = {"ranks": 2, "microbatches": 2, "schedule": "1f1b", "check": False, **options}
+    model = Chain(2) if model is None else model
+    return fxpipe.compile(model, numbers(2) if example is None else example, **given)
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, y):
+        return nn.functional.mse_loss(self.second(self.first(x)), y)
+
+
+ROWS = torch.zeros(2, WIDTH)
+X = numbers(2)["x"]
+
+EXAMPLES = {
+    "a tuple that is too long": ((ROWS,) * 3, "too many positional arguments"),
+    "a tuple that is too short": ((ROWS,), "missing a required argument: 'y'"),
+    "nothing": ({}, r"missing a required argument: 'x'.*the example gives nothing"),
+    "a name too many": ({"x": ROWS, "y": ROWS, "z": ROWS}, "unexpected keyword argument 'z'"),
+    "a name too few": ({"x": ROWS}, r"The forward is Two\.forward\(x, y\).*gives x=\(2, 8\) float32\."),
+    "no text as a name": ({3: ROWS}, "not all texts"),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_that_does_not_fit_the_forward(name):
+    example, wanted = EXAMPLES[name]
+    with pytest.raises(CaptureError, match=wanted):
+        compiled(Two(), example)
+
+
+def test_what_the_loss_alone_needs_is_named():
+    with pytest.raises(CaptureError, match="What loss_fn alone needs goes there as well"):
+        compiled(nn.Linear(WIDTH, WIDTH), (ROWS, ROWS), loss_fn=lambda output, batch: output.sum())
+
+
+def test_a_model_that_takes_anything_is_not_bound():
+    class Hooked(Chain):
+        pass
+
+    model = Hooked(2)
+    model.register_forward_pre_hook(lambda module, args: (*args, args[0]))  # gives what the example lacks
+    assert compiled(model, (ROWS,)).run_local((torch.ones(4, WIDTH),)).loss.shape == ()
+
+
+LOSSES = {
+    "one argument": (
+        lambda output: output,
+        OptionError,
+        r"loss_fn\(output\) must be a function \(output, mic",
+    ),
+    "three arguments": (lambda o, b, c: o, OptionError, "missing a required argument: 'c'"),
+    "a text": ("mse", OptionError, "loss_fn is 'mse' and must be a function"),
+    "a class": (nn.MSELoss, OptionError, "loss_fn is the class MSELoss"),
+    "a mapping": (
+        lambda o, b: {"loss": o["last"].sum()},
+        CaptureError,
+        r"returned dict with the scalars loss\. Let",
+    ),
+    "nothing": (lambda o, b: None, CaptureError, r"loss_fn returned NoneType\. Let it return a scalar"),
+    "another output": (
+        nn.MSELoss(),
+        CaptureError,
+        r"loss_fn cannot be traced.*\nIt gets the output, dict\(last=\(2, 8\) float32\), and the ",
+    ),
+    "a wrong attribute": (
+        lambda o, b: o.logits,
+        CaptureError,
+        r"loss_fn cannot be traced, at .*test_weak_errors\.py:\d+: AttributeError",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_fn_that_is_none(name):
+    loss_fn, kind, wanted = LOSSES[name]
+    with pytest.raises(kind, match=wanted):
+        compiled(NoLoss(2), loss_fn=loss_fn)
+
+
+def test_metrics_behind_a_sum_and_a_count():
+    """``((sum, n), {…})`` is what ``(sum, n, {…})`` is."""
+    batch = numbers(4)
+
+    def nested(output, microbatch):
+        return (output["last"].sum(), torch.tensor(4.0)), {"mean": output["last"].mean()}
+
+    def flat(output, microbatch):
+        return *nested(output, microbatch)[0], nested(output, microbatch)[1]
+
+    model = NoLoss(2)
+    losses = [compiled(model, loss_fn=f, outputs=["mean"]).run_local(batch).loss for f in (nested, flat)]
+    assert torch.equal(*losses)
+
+
+OPTIONS = {
+    "schedule in capitals": ({"schedule": "ZB-H1"}, r"Unknown schedule 'ZB-H1'\. Did you mean 'zb-h1'\?"),
+    "schedule with an underscore": ({"schedule": "zb_h1"}, r"Did you mean 'zb-h1'\?"),
+    "1F1B": ({"schedule": "1F1B"}, r"Did you mean '1f1b'\?"),
+    "no schedule at all": ({"schedule": 3}, "Unknown schedule 3. Known: auto, gpipe"),
+    "placement": ({"placement": "w"}, "Unknown placement 'w'. Known: plain, v"),
+    "costs": ({"costs": "H1000"}, r"Did you mean 'H100 SXM'\?"),
+    "costs of too few": ({"costs": ["H100"]}, "costs names 1 devices and there are 2 ranks"),
+    "effort": ({"effort": -1}, "effort is -1"),
+    "vocab_parallel": ({"vocab_parallel": "3-barrier"}, "vocab_parallel is '3-barrier'"),
+    "recompute": ({"recompute": "most"}, "recompute is 'most' and must be False or one of 'norms', 'full'"),
+    "grad_dtype": ({"grad_dtype": "float32"}, r"must be None \(the parameters' own\), torch.float32"),
+    "offload": ({"offload": 2.0}, "offload is 2.0"),
+    "offload without a limit": ({"offload": "auto"}, "give one"),
+    "tier": ({"offload": fxpipe.Offload(tier="ram")}, "'ram' and must be 'host' or 'disk'"),
+    "bandwidth": ({"offload": fxpipe.Offload(bandwidth="fast")}, "'fast' and must be bytes a second"),
+    "ranks": ({"ranks": True}, "ranks is True and must be a whole number"),
+    "replicas": ({"replicas": 0}, "replicas is 0"),
+    "timeout": ({"timeout": -1}, "timeout=-1 is no time above 0"),
+    "check": ({"check": "no"}, "check is 'no' and must be True or False"),
+    "split_points": ({"split_points": "blocks.1"}, r"split_points is a list of names: give \['blocks.1'\]"),
+    "split_points of numbers": ({"split_points": [1, 2]}, r"split_points is \[1, 2\]"),
+    "outputs": ({"outputs": 3}, "outputs is 3 and must be a list of names"),
+    "fixed": ({"fixed": "x"}, r"fixed is a list of names: give \['x'\]"),
+    "limit": ({"memory_limit": "lots"}, "The memory limit is 'lots'"),
+    "limit of a list": ({"memory_limit": [1, 2]}, r"The memory limit is \[1, 2\]"),
+    "evaluation of a forward": ({"gradients": False, "evaluation": True}, "leave out evaluation"),
+    "print_after": ({"print_after": "unties"}, r"Did you mean 'untie'\?"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_with_a_value_that_it_cannot_have(name):
+    options, wanted = OPTIONS[name]
+    with pytest.raises(OptionError, match=wanted):
+        compiled(**options)
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    return compiled()
+
+
+@pytest.fixture(scope="module")
+def one():
+    """Of one rank, which trains in this process."""
+    return compiled(ranks=1)
+
+
+PIPE = {
+    "called": (lambda pipe, _: pipe(numbers(4)), RunError, r"pipe\.step\(batch\) trains under torchrun"),
+    "torch.save": (
+        lambda pipe, path: torch.save(pipe, path / "x"),
+        RunError,
+        r"pipe\.save\(path\) writes it",
+    ),
+    "pickle": (lambda pipe, _: pickle.dumps(pipe), RunError, "cannot be pickled or copied"),
+    "deepcopy": (lambda pipe, _: copy.deepcopy(pipe), RunError, "cannot be pickled or copied"),
+    "draw below a file": (
+        lambda pipe, path: ((path / "f").touch(), pipe.draw(path / "f" / "x")),
+        ArtifactError,
+        "f/x cannot be written",
+    ),
+    "draw to nothing": (
+        lambda pipe, _: pipe.draw(None),
+        OptionError,
+        "pipe.draw needs the path of a directory",
+    ),
+    "save to nothing": (lambda pipe, _: pipe.save(None), OptionError, "pipe.save needs the path"),
+    "load nothing": (lambda *_: fxpipe.load(None), OptionError, "fxpipe.load needs the path.*got None"),
+    "load what is not there": (lambda _, path: fxpipe.load(path / "x"), ArtifactError, "no such directory"),
+    "a checkpoint of nothing": (lambda *_: fxpipe.read_checkpoint(3), OptionError, "read_checkpoint needs"),
+    "state of nothing": (lambda pipe, _: pipe.load_state_dict(None), OptionError, "state is None"),
+    "a parameter": (
+        lambda pipe, _: pipe.parameter("blocks.0.inner.weigth"),
+        RunError,
+        r"no parameter 'blocks.0.inner.weigth'. Did you mean 'blocks.0.inner.weight'\?",
+    ),
+    "threads": (lambda pipe, _: pipe.run_local(numbers(4), threads=0), OptionError, "threads is 0"),
+    "a batch": (lambda pipe, _: pipe.run_local("x"), BatchError, "A batch is a mapping"),
+}
+
+
+@pytest.mark.parametrize("name", PIPE)
+def test_a_pipeline_that_is_used_wrongly(pipe, name, tmp_path):
+    function, kind, wanted = PIPE[name]
+    with pytest.raises(kind, match=wanted):
+        function(pipe, tmp_path)
+
+
+OPTIMIZERS = {
+    "an unknown option": ({"learning_rate": 3e-4}, r"AdamW has no option 'learning_rate'\. It has lr, betas"),
+    "an option that is nearly one": ({"wieght_decay": 0.1}, r"Did you mean 'weight_decay'\?"),
+    "a value": ({"lr": -1.0}, r"AdamW cannot be made with lr=-1\.0: Invalid learning rate"),
+    "a type": ({"lr": "a"}, "AdamW cannot be made with lr='a'"),
+    "a group": (
+        {"groups": [{"params": ["*"], "weight_decy": 3}]},
+        r"no option 'weight_decy'\. Did you mean 'weight_decay'",
+    ),
+    "a mapping for groups": ({"groups": {"params": ["*"]}}, "groups is a list of mappings"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_that_cannot_be_made(one, name):
+    options, wanted = OPTIMIZERS[name]
+    with pytest.raises(FxpipeError, match=wanted):
+        one.optimizer(torch.optim.AdamW, **options)
+
+
+def test_loading_a_checkpoint(one, tmp_path):
+    opt = one.optimizer(torch.optim.SGD, lr=0.1)
+    one.step(numbers(4))
+    opt.step()
+    with fxpipe.Checkpointer(one, tmp_path / "run", optimizer=opt) as checkpoints:
+        checkpoints.save()
+    for path in (tmp_path / "run", next((tmp_path / "run").glob("step-*"))):
+        with pytest.raises(
+            ArtifactError, match=r"checkpoints of a run.*Checkpointer\(pipe, directory\)\.resume"
+        ):
+            fxpipe.load(path)
+    one.save(tmp_path / "pipe")
+    with pytest.raises(ArtifactError, match="It is a saved pipeline"):
+        fxpipe.read_checkpoint(tmp_path / "pipe")
+
+
+def test_the_model_itself_has_a_name():
+    class Fails(Chain):
+        def forward(self, x, y):
+            return super().forward(x.view(3, 5), y)
+
+    with pytest.raises(
+        CaptureError, match=r"in the model itself \(.*test_weak_errors\.py:\d+\): RuntimeError"
+    ):
+        compiled(Fails(2))
+
+
+def test_a_device_that_is_not_here():
+    class Moves(Chain):
+        def forward(self, x, y):
+            return super().forward(x.to("xpu"), y)
+
+    with pytest.raises(CaptureError, match="device that torch does not find here, in the model itself"):
+        compiled(Moves(2))
+
+
+# -- tracebacks ----------------------------------------------------------------------------------------------
+
+
+def test_an_error_shows_the_lines_of_the_user_alone(caplog):
+    """It was 180 lines of torch's tracer, and more in the log of fake tensors."""
+
+    class Views(Chain):
+        def forward(self, x, y):
+            return super().forward(x.view(3, 7), y)
+
+    with pytest.raises(CaptureError) as caught:
+        compiled(Views(2))
+    text = "".join(traceback.format_exception(caught.value))
+    assert len(text.splitlines()) <= 25
+    assert {Path(file).name for file in re.findall(r'File "(.*?)"', text)} == {
+        Path(__file__).name,
+        "tracebacks.py",
+    }
+    assert "return super().forward(x.view(3, 7), y)" in text
+    assert text.splitlines()[-2].startswith("fxpipe.errors.CaptureError: The model cannot be traced")
+    assert not [record for record in caplog.records if record.levelno > logging.DEBUG]
+
+
+def test_a_chain_keeps_the_users_errors():
+    @brief
+    def fails():
+        try:
+            raise KeyError("of the user")  # in a file of the user's
+        except KeyError as error:
+            raise RunError("of fxpipe") from error
+
+    with pytest.raises(RunError) as caught:
+        fails()
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert caught.value.__cause__.__traceback__.tb_frame.f_code.co_filename == __file__
+    frames = [frame.path.name for frame in caught.traceback]
+    assert frames == [Path(__file__).name, "tracebacks.py"]
+
+
+def test_an_error_that_is_its_own_cause_ends():
+    error = CaptureError("x")
+    error.__cause__ = error
+    shorten(error)
+    assert error.__cause__ is None
