@@ -537,8 +537,8 @@ class Pipeline:
         self.check_alike()
         forward = None if self.evaluation is None else self.evaluation.artifact
         draw = self._write_views if self.graph is not None else None
-        directory = files.as_path(path, "pipe.save")
-        save(self.artifact, forward, self.model_state, self.step_number, directory, draw)
+        target = files.as_path(path, "pipe.save")
+        save(self.artifact, forward, self.model_state, self.step_number, target, draw)
 
     def check(self) -> Certificate:
         """Check the programs of all ranks, as they are now, against the captured step (docs/certificate.md).

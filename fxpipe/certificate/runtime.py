@@ -40,7 +40,7 @@ class TermRuntime:
     those whose sums over the replicas have begun, with the line and the number of their summands so far.
     ``waited``: the line that waited for these.  ``gathering``: the buckets of parameters that are gathered
     from other replicas, ``gathered``: the parameters that have arrived.  ``divided``: the line that divided
-    the gradients by the count.  ``last``: the line of its end."""
+    the gradients by the count.  ``last``: the line of its end.  ``ahead``: whether its warm-up runs."""
 
     rank: int
     plan: Plan
@@ -61,6 +61,7 @@ class TermRuntime:
     ended: bool = False
     last: Line | None = None
     sent: int = 0
+    ahead: bool = False
     pending: dict[Pending, None] = field(default_factory=dict)
     _buffers: dict[str, Value] = field(default_factory=dict)
     _pool: list[Offloaded] = field(default_factory=list)
@@ -129,8 +130,11 @@ class TermRuntime:
         return Sum(name)
 
     def warm_up(self, *made: dict[int, Any]) -> Iterator[None]:
-        """Once, as where the last update stands."""
+        """Once, as where the last update stands.  Where it does not, what was sent in a warm-up comes again,
+        to receives that are posted again in warm-ups."""
+        self.ahead = True
         yield
+        self.ahead = False
 
     def microbatches(self, batch: Any) -> list[Leaves]:
         def read(name: str, microbatch: int) -> Value:
@@ -189,7 +193,7 @@ class TermRuntime:
         self._check_layout(sent.term, layout)
         value.memory.keeper = value.memory.keeper or "a message on its way"
         self.sent += 1
-        self.world.send(key, Message(sent, layout, self.calls.line()))
+        self.world.send(key, Message(sent, layout, self.calls.line(), self.ahead))
 
     def _check_layout(self, term: Term, layout: Any) -> None:
         """A message must have the shape and the dtype that it is announced with."""
@@ -213,13 +217,14 @@ class TermRuntime:
             raise Rejected(self.calls.line(), "waits for what is no message")
         self.pending.pop(pending, None)
         found = [
-            self._arrived(key, layout) for key, layout in zip(pending.keys, pending.layouts, strict=True)
+            self._arrived(key, layout, pending)
+            for key, layout in zip(pending.keys, pending.layouts, strict=True)
         ]
         if pending.adds:
             found = [self._summed(found)]
         return found
 
-    def _arrived(self, key: Any, layout: Any) -> Value:
+    def _arrived(self, key: Any, layout: Any, pending: Pending) -> Value:
         line = self.calls.line()
         if key[0] != COLLECTIVE:
             what = f"message {key[2]} of rank {key[0]}"
@@ -230,6 +235,11 @@ class TermRuntime:
         is_shared = key[0] == COLLECTIVE  # each rank has a name of its own for its part
         if message.layout != layout or not (is_shared or _name(message.layout) == _name(layout)):
             self.calls.note(f"expects {layout}, and {message.line} sends {message.layout}")
+        if message.ahead != pending.ahead:
+            asked, sent = ("in", "behind") if pending.ahead else ("behind", "in")
+            self.calls.note(
+                f"asks {asked} its warm-up ({pending.line}) for what {message.line} sends {sent} its own"
+            )
         value = message.content
         return Value(value.term, value.microbatch, self._new_memory(value))
 
@@ -274,7 +284,7 @@ class TermRuntime:
         value.memory.count_from_now()
 
     def _posted(self, keys: list[Any], layouts: list[Any]) -> Pending:
-        pending = Pending(keys, layouts, self.calls.line())
+        pending = Pending(keys, layouts, self.calls.line(), ahead=self.ahead)
         self.pending[pending] = None
         return pending
 

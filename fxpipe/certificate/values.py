@@ -145,12 +145,13 @@ class Announced(tuple[Any, ...]):
 @dataclass(eq=False)
 class Pending:
     """What a program waits for: the messages with these keys, one a tensor, in these layouts.  ``adds``:
-    whether their sum is what arrives.  ``line``: that posted it."""
+    whether their sum is what arrives.  ``line``: that posted it.  ``ahead``: whether in the warm-up."""
 
     keys: list[Any]
     layouts: list[Any]
     line: Any
     adds: bool = False
+    ahead: bool = False
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,13 @@ from fxpipe.certificate.problems import Line, Problem, Rejected
 
 
 class Message(NamedTuple):
-    """``content``: a Value, or a sum of gradients.  ``line``: that sent it."""
+    """``content``: a Value, or a sum of gradients.  ``line``: that sent it.  ``ahead``: whether it was sent
+    in a warm-up, which may run again."""
 
     content: Any
     layout: Any
     line: Line
+    ahead: bool = False
 
 
 class _Stopped(BaseException):

@@ -21,10 +21,10 @@ SUBCOMMANDS = {
     "plan": ("fxpipe.cli.plan", "compare meshes of ranks and replicas for a model, without hardware"),
     "check": ("fxpipe.cli.check", "prove that a saved pipeline's programs are the captured step"),
     "explain": ("fxpipe.cli.explain", "list the candidates that were considered for a saved pipeline"),
-    "draw": ("fxpipe.cli.draw", "draw the schedule of a saved pipeline"),
-    "diff": ("fxpipe.cli.diff", "compare the decisions of two saved pipelines"),
     "report": ("fxpipe.cli.report", "write everything about a saved pipeline as one HTML file"),
     "trace": ("fxpipe.cli.trace", "write a saved pipeline's step as a trace for Perfetto"),
+    "draw": ("fxpipe.cli.draw", "draw the schedule of a saved pipeline"),
+    "diff": ("fxpipe.cli.diff", "compare the decisions of two saved pipelines"),
     "run": ("fxpipe.cli.run_command", "train a saved pipeline (under torchrun)"),
     "completion": ("fxpipe.cli.completion", "print the completion of these commands for a shell"),
 }

@@ -13,16 +13,16 @@ from rich.console import Console
 from torch import nn
 
 from fxpipe.capture.scale import LATER
-from fxpipe.cli.arguments import non_negative, positive, positive_int
+from fxpipe.cli.arguments import memory, non_negative, positive, positive_int
 from fxpipe.cli.functions import python_function
 from fxpipe.compiler.compile import capture_step
 from fxpipe.compiler.mesh import PlannedStep, checked, compare_meshes, fastest_mesh
 from fxpipe.compiler.mesh_request import MeshRequest, request_of, rows_of
-from fxpipe.compiler.options import Options, as_offload, limit_of
+from fxpipe.compiler.options import Options, as_offload
 from fxpipe.compiler.progress import Phases
 from fxpipe.cost.known_devices import device_named, device_names
 from fxpipe.cost.throughput import Throughput, throughputs
-from fxpipe.errors import FxpipeError, OptionError
+from fxpipe.errors import OptionError
 from fxpipe.plan.meshes import TriedMesh
 from fxpipe.plan.step import SHARDS
 from fxpipe.units import number_text
@@ -54,7 +54,7 @@ def add_to(commands: Any, line: str) -> None:
     add("--nodes", type=positive_int, default=1, metavar="N", help="machines that have the devices (1)")
     add("--batch", type=positive_int, metavar="ROWS", help="of a step, over all replicas")
     add("--microbatches", type=positive_int, metavar="M", help="instead of --batch: of each replica")
-    add("--memory-limit", type=_bytes, metavar="BYTES", help="of each device, such as 80GiB (none)")
+    add("--memory-limit", type=memory, metavar="BYTES", help="of each device, such as 80GiB (none)")
     add(
         "--optimizer-bytes",
         type=non_negative,
@@ -181,6 +181,7 @@ def _options(options: argparse.Namespace, request: MeshRequest) -> Options:
         placement=None,
         split_points=None,
         memory_limit=options.memory_limit,
+        limit_text="" if options.memory_limit is None else options.memory_limit.unit,
         costs=options.device,
         seed=0,
         optimizer_bytes=options.optimizer_bytes,
@@ -213,13 +214,6 @@ def _large(number: float) -> str:
         if number >= 0.9995 * size:
             return f"{number_text(number / size)} {unit}"
     return number_text(number)
-
-
-def _bytes(text: str) -> float:
-    try:
-        return limit_of(text)
-    except FxpipeError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _length(text: str) -> tuple[str, int]:

@@ -213,8 +213,7 @@ def choose(options: Options, stages: Sequence[Stages], costing: Costing) -> Chos
     without = [problem for of in stages for problem in at_level(of, first)]
     if not without:
         raise min(too_heavy, key=lambda error: error.smallest)
-    more = recomputing if levels else None
-    found = fastest(options.schedule, without, effort=options.effort, more=more)
+    found = fastest(options.schedule, without, effort=options.effort, more=recomputing if levels else None)
     placed = made[found.problem.setting]
     return Chosen(placed, found, held_bytes(placed, options))
 

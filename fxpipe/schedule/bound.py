@@ -29,10 +29,11 @@ def lower_bound(costs: Costs, placement: tuple[int, ...], microbatches: int) -> 
     Raises ScheduleError if the edges form a cycle.
     """
     lasts, waits = work_and_waits(costs, placement)
+    stages = range(len(placement))
     exchanges = costs.exchanges or [Exchange(0.0)] * len(placement)
-    first = [exchange.gather for exchange in exchanges for _ in SECTION_KINDS]
+    first = [exchanges[stage].gather for stage in stages for _ in SECTION_KINDS]
     # W is the last of its stage's ops, so the last op of a rank is a W.
-    behind = [exchange.sum * (kind is OpKind.W) for exchange in exchanges for kind in SECTION_KINDS]
+    behind = [exchanges[stage].sum * (kind is OpKind.W) for stage in stages for kind in SECTION_KINDS]
     head, tail = distances(waits, lasts, first, behind)
     bounds = [h + last + t for h, last, t in zip(head, lasts, tail, strict=True)]
     own: dict[int, list[int]] = {}
@@ -55,14 +56,17 @@ def work_and_waits(costs: Costs, placement: tuple[int, ...]) -> tuple[list[float
 
 
 def distances(
-    waits: list[Needs], lasts: list[float], first: list[float], behind: list[float]
+    waits: list[Needs],
+    lasts: list[float],
+    first: Sequence[float] = (),
+    behind: Sequence[float] = (),
 ) -> tuple[list[float], list[float]]:
     """The longest path to each section's start, and from its end to the end of the step.
 
-    first: when a section can begin.  behind: what follows it.
+    first: when a section can begin.  behind: what follows it.  None by default.
     """
     order = in_order(waits)
-    head, tail = first.copy(), behind.copy()
+    head, tail = [*first] or [0.0] * len(lasts), [*behind] or [0.0] * len(lasts)
     for section in order:
         for source, delay in waits[section]:
             head[section] = max(head[section], head[source] + lasts[source] + delay)

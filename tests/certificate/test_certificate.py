@@ -139,6 +139,19 @@ EDITS = {
         ("sharded", 1, r"rt\.gather_parameters\(0\)", "pass"),
         r"rank1.py:\d+: waits for the parameters of bucket 0, which it does not gather",
     ),
+    "a receive ahead of the verdict": (
+        (
+            "tied_head",
+            0,
+            r"^( +F0\(\d\))\n( +grads = rt.grads\n +)receive_B0\(0\); ",
+            r"\1; receive_B0(0)\n\2",
+        ),
+        r"rank0.py:\d+: asks in its warm-up \(rank0.py:\d+\) for what rank1.py:\d+ sends behind its own",
+    ),
+    "a receive behind the verdict": (
+        ("tied_head", 1, r"^ +receive_F1\(1\)\n( +grads = rt.grads\n)", r"\1    receive_F1(1)\n"),
+        r"rank1.py:\d+: asks behind its warm-up .* for what rank0.py:\d+ sends in its own",
+    ),
     "a buffer gets no new value": (
         ("batch_norm", 0, r"buffers\[\"layers.1.running_mean\"\], buffers", "_, buffers"),
         r"the buffer|gives the buffer 'layers.1.running_mean'|computes",

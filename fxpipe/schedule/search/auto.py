@@ -160,9 +160,9 @@ def _nothing_fits(variants: Sequence[Problem], offloaded: float) -> LimitError:
     least = {variant: variant.model.arrays.smallest_limits for variant in variants}
     needed = {variant: variant.text.whole(own) for variant, own in least.items()}
     at = min(needed, key=needed.__getitem__)
+    smallest = min(offloaded, needed[at])
     widest = max(variants, key=lambda variant: min(variant.limits))
     limit, units = widest.text.limit(widest.limits), widest.text.units
-    smallest = min(offloaded, needed[at])
     if offloaded < needed[at]:
         found = f"{units.limit(offloaded)}, with as much offload as the links carry. To need less, recompute"
         found += " activations"
