@@ -99,7 +99,8 @@ def run_demo(steps: int, schedule: str) -> None:
     single = train_in_one_process(model, steps)
     show_losses(console, ranks[0]["losses"], single)
     show_ranks(console, pipe, ranks, check.peak_saved)
-    console.print(f"Look at {BUILD}/rank1.py, plan.json, graph.svg, timeline.svg.")
+    report = fxpipe.load(BUILD).report(BUILD / "report.html")
+    console.print(f"Look at {report}, rank1.py, plan.json, graph.svg.")
 
 
 def train_this_rank(steps: int) -> None:

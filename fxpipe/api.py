@@ -142,9 +142,10 @@ def compile(
         ``microbatch``.  The model is traced twice more, at other lengths; raises SizeError if its ops differ.
 
     memory_limit: of each rank, in bytes or as ``"16GiB"``: for its parameters, gradients and buffers, and
-        the values saved between ops.  Leave room for the memory of a single op, and for the optimizer's
-        state, unless ``optimizer_bytes`` counts it: for each element of a trained parameter, 8 for AdamW in
-        float32, 12 with ``master_weights``.
+        the values saved between ops; with ``validation="post"`` also for copies of what an update changes.
+        Leave room for the memory of a single op, and for the optimizer's state, unless ``optimizer_bytes``
+        counts it: for each element of a trained parameter, 8 for AdamW in float32, 12 with
+        ``master_weights``.
     vocab_parallel: split the output layer with its cross-entropy, and the input embedding, over all ranks:
         ``"1-barrier"`` (or True) or ``"2-barrier"`` (ranks wait for each other once or twice a microbatch;
         the second needs less work before the first barrier and holds a microbatch more), or ``"auto"``.

@@ -1,4 +1,4 @@
-"""The result of a compilation: run, train, save, simulate, draw."""
+"""The result of a compilation: run, train, save, simulate, draw, report."""
 
 from __future__ import annotations
 
@@ -484,7 +484,7 @@ class Pipeline:
             )
         self.check_alike()
         forward = None if self.evaluation is None else self.evaluation.artifact
-        draw = self.draw if self.graph is not None else None
+        draw = self._write_views if self.graph is not None else None
         save(self.artifact, forward, self.model_state, self.step_number, Path(path), draw)
 
     def check(self) -> Certificate:
@@ -516,6 +516,33 @@ class Pipeline:
         from fxpipe.viz.pictures import draw
 
         return draw(self, Path(path), node_flops, expand, steps)
+
+    def report(self, path: str | Path) -> Path:
+        """Write everything known about the pipeline as one HTML file that needs no network; return the file.
+
+        It has the timeline of all ranks with what each waits for, memory by kind, the graph, stages, links
+        and candidates (docs/report.md).  A loaded pipeline's has the measured step beside the predicted one,
+        if one was recorded in its directory.
+        """
+        from fxpipe.viz.report.write import live_source, write_report
+
+        return write_report(live_source(self), Path(path))
+
+    def trace(self, path: str | Path) -> Path:
+        """Write the predicted step, and the recorded one if there is one, as a trace for Perfetto; return the
+        file."""
+        from fxpipe.viz.report.write import live_source
+        from fxpipe.viz.trace import write_trace
+
+        return write_trace(live_source(self), Path(path))
+
+    def _write_views(self, directory: Path) -> None:
+        """What ``save`` writes to be looked at: the pictures, and the graph for the report."""
+        from fxpipe.viz.report.graph_record import graph_record, write_graph
+
+        self.draw(directory)
+        assert self.graph is not None, "a pipeline without a graph has no views"
+        write_graph(graph_record(self.graph, self.sections, self.plan), directory)
 
 
 def _loss(result: StepResult) -> torch.Tensor:

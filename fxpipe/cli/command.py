@@ -20,6 +20,8 @@ SUBCOMMANDS = {
     "plan": ("fxpipe.cli.plan", "compare meshes of ranks and replicas for a model, without hardware"),
     "check": ("fxpipe.cli.check", "prove that a saved pipeline's programs are the captured step"),
     "explain": ("fxpipe.cli.explain", "list the candidates that were considered for a saved pipeline"),
+    "report": ("fxpipe.cli.report", "write everything about a saved pipeline as one HTML file"),
+    "trace": ("fxpipe.cli.trace", "write a saved pipeline's step as a trace for Perfetto"),
     "run": ("fxpipe.cli.run_command", "train a saved pipeline (under torchrun)"),
 }
 

@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from fxpipe.cli.data import Data
-from fxpipe.cli.recorded import write_spans
 from fxpipe.errors import RunError
+from fxpipe.plan.recorded import write_spans
 from fxpipe.training.checkpoint.checkpointer import Checkpointer
 
 if TYPE_CHECKING:

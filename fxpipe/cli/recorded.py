@@ -1,59 +1,16 @@
-"""The measured times of a run, in the directory of its pipeline: ``measured0.json`` …, one file per rank.
-
-``{"spans": [["F0.0", start, end], …]}``: the ops of one step with their times in seconds.  Other entries
-are ignored.
-"""
+"""The costs of a recorded run (``plan/recorded.py``)."""
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 
 from fxpipe.cost.profile import with_seconds
-from fxpipe.errors import ArtifactError, ScheduleError
 from fxpipe.plan.artifact import Plan
+from fxpipe.plan.recorded import RankSpans, recorded_ops
 from fxpipe.schedule.costs import Costs, StageCost
-from fxpipe.schedule.ops import PHASES, Color, OpKind, Phase, parse_op
-from fxpipe.strict import MEBIBYTE, Misfit, parse_json, read_text, shown, structure
-
-MOST_BYTES = 32 * MEBIBYTE
-
-RankSpans = Sequence[tuple[str, float, float]]
-"""The type of ``Record.spans`` of one rank."""
-
-
-def write_spans(directory: Path, rank: int, spans: RankSpans) -> None:
-    (directory / f"measured{rank}.json").write_text(json.dumps({"spans": spans}))
-
-
-def read_spans(directory: Path, ranks: int) -> tuple[RankSpans, ...] | None:
-    """The spans of every rank; None if no run was recorded.
-
-    Raises ArtifactError for a file that cannot be read.
-    """
-    files = [directory / f"measured{rank}.json" for rank in range(ranks)]
-    if not all(map(os.path.exists, files)):
-        return None
-    spans = [_read(file) for file in files]
-    return tuple(spans) if all(spans) else None
-
-
-def _read(file: Path) -> RankSpans:
-    try:
-        data = parse_json(read_text(file, MOST_BYTES))
-        if not isinstance(data, dict):
-            raise Misfit(f"is {shown(data)} and must be an object with spans")
-        spans = structure(data.get("spans") or [], tuple[tuple[str, float, float], ...], "spans")
-        for k, (_, start, end) in enumerate(spans):
-            if end < start:
-                raise Misfit(f"ends at {end}, before it starts, at {start}", f"spans[{k}]")
-    except Misfit as error:
-        raise ArtifactError(f"{file} is damaged: {error}. Record the run again, or remove it.") from error
-    return spans
+from fxpipe.schedule.ops import PHASES, Color, OpKind, Phase
 
 
 def recorded_costs(plan: Plan, spans: Sequence[RankSpans]) -> Costs:
@@ -63,18 +20,8 @@ def recorded_costs(plan: Plan, spans: Sequence[RankSpans]) -> Costs:
     Raises ArtifactError if the spans do not belong to this plan.
     """
     taken: dict[tuple[int, OpKind], list[float]] = defaultdict(list)
-    for rank, own in enumerate(spans):
-        for name, start, end in own:
-            try:
-                op = parse_op(name)
-            except ScheduleError as error:
-                raise ArtifactError(
-                    f"measured{rank}.json is damaged: {error}. Record the run again."
-                ) from error
-            if op.stage >= len(plan.placement) or plan.placement[op.stage] != rank:
-                raise ArtifactError(
-                    f"measured{rank}.json holds {name}, which rank {rank} does not run. Record the run again."
-                )
+    for own in recorded_ops(plan, spans):
+        for op, start, end in own:
             taken[op.stage, op.kind].append(end - start)
     seconds = {}
     for (stage, kind), times in taken.items():

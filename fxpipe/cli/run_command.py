@@ -89,7 +89,7 @@ def add_to(commands: Any, line: str) -> None:
     add(
         "--record",
         action="store_true",
-        help="write the times of the last step to the pipeline's directory, for fxpipe simulate",
+        help="write the times of the last step to the pipeline's directory, for fxpipe report and simulate",
     )
 
 

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from fxpipe.cli.arguments import non_negative, positive, positive_int, share
-from fxpipe.cli.recorded import read_spans, recorded_costs
+from fxpipe.cli.recorded import recorded_costs
 from fxpipe.cost.known_devices import device_named
 from fxpipe.cost.plan_costs import costs_of
 from fxpipe.errors import FxpipeError
 from fxpipe.plan.files import read_plan
+from fxpipe.plan.recorded import read_spans
 from fxpipe.schedule.costs import Costs, StageCost, Update, chain
 from fxpipe.schedule.formats.costs_file import read_costs
 from fxpipe.schedule.ops import Schedule

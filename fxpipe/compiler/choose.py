@@ -128,8 +128,9 @@ class Costing:
         limits = None
         if options.memory_limit is not None:
             limits = activation_budget(options.memory_limit, held_bytes(placed, options))
-        cut, divided = placed.cut, options.replicas if options.shard else 1
-        costs = replace(placed.costs, update=update_costs(self._cluster, placed.trained, divided))
+        cut, costs, divided = placed.cut, placed.costs, options.replicas if options.shard else 1
+        if options.gradients:
+            costs = replace(costs, update=update_costs(self._cluster, placed.trained, divided))
         if options.replicas > 1:
             asked = options.replicas, options.shard or "", options.per_use, options.ranks_per_machine
             found = exchanges(self._cluster, placed.ranks, placed.gradients, *asked)

@@ -134,12 +134,6 @@ def check(options: Options) -> None:
             f"shard is {options.shard!r} and must be None or {' or '.join(map(repr, SHARDS))}: what replicas "
             "divide between them."
         )
-    state = options.optimizer_bytes
-    if not (isinstance(state, int | float) and 0 <= state < inf):
-        raise OptionError(
-            f"optimizer_bytes is {state!r} and must be what the optimizer keeps for each element of a "
-            "parameter, in bytes: 8 for AdamW in float32."
-        )
     if options.validation not in VALIDATIONS:
         raise OptionError(
             f"validation is {options.validation!r} and must be {' or '.join(map(repr, VALIDATIONS))}: when "
@@ -147,6 +141,12 @@ def check(options: Options) -> None:
         )
     if options.validation == "post" and not options.gradients:
         raise OptionError("Without gradients nothing is updated: leave out validation.")
+    state = options.optimizer_bytes
+    if not (isinstance(state, int | float) and 0 <= state < inf):
+        raise OptionError(
+            f"optimizer_bytes is {state!r} and must be what the optimizer keeps for each element of a "
+            "parameter, in bytes: 8 for AdamW in float32."
+        )
     if type(options.seed) is not int or not -(2**63) <= options.seed < 2**63:
         raise OptionError(f"seed is {options.seed!r} and must be a whole number of 64 bits.")
     effort = options.effort

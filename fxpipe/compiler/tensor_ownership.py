@@ -131,7 +131,7 @@ def trained_parameters(
 
 def copy_bytes(trained: Sequence[Sequence[Trained]], divided: int = 1) -> tuple[int, ...]:
     """Per rank the bytes that it keeps from its update until it knows that all ranks' gradients are right:
-    parameters, masters and states as they were.
+    parameters or masters, and states, as they were.
 
     divided: as for ``update_costs``.
     """

@@ -41,8 +41,8 @@ class Trained(NamedTuple):
 
     @property
     def copied(self) -> int:
-        """The bytes that undo an update: the parameter, its master, the states."""
-        return self.elements * (self.parameter + self.master + _STATES * self.state)
+        """The bytes that undo an update: what is updated, the parameter or its master, and the states."""
+        return self.elements * (1 + _STATES) * self.state
 
     @property
     def moved(self) -> int:

@@ -11,9 +11,10 @@ from zoo import CASES, Shape, compiled
 
 import fxpipe
 from fxpipe.cli import main
-from fxpipe.cli.recorded import read_spans, recorded_costs, write_spans
+from fxpipe.cli.recorded import recorded_costs
 from fxpipe.errors import ArtifactError, ScheduleError
 from fxpipe.plan.files import read_plan
+from fxpipe.plan.recorded import read_spans, write_spans
 from fxpipe.schedule.costs import StageCost, chain
 from fxpipe.schedule.formats.costs_file import read_costs, write_costs
 

@@ -197,3 +197,17 @@ def test_an_order_is_judged_by_its_spans_with_updates():
     assert judged(problem, "zb-h2", problem.order(schedule.order)).seconds == pytest.approx(longest)
     work = [6 * costs.stages[rank].total + costs.update.seconds[rank] for rank in range(4)]
     assert problem.bound == pytest.approx(max(work))
+
+
+def test_steps_that_repeat_late(monkeypatch):
+    """Two circles of ranks that wait for each other are about as long.  Cut short, the mean is the answer."""
+    schedule, costs = drawn("zb-h2", 3, 4, seed=0)
+    costs = replace(costs, update=replace(costs.update, message=5.0))
+    exact = simulate_steps(schedule, costs, "post")
+    assert len(exact.steps) == 28
+    check(schedule, costs)
+    monkeypatch.setattr("fxpipe.schedule.simulation.steps._MOST", 12)
+    cut = simulate_steps(schedule, costs, "post")
+    assert len(cut.steps) == 12
+    assert cut.period != exact.period
+    assert cut.period == pytest.approx(exact.period, rel=0.01)

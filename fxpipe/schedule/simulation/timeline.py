@@ -61,11 +61,14 @@ class Timeline:
     exchanges: tuple[tuple[ExchangeSpan, ...], ...] = ()
 
     @cached_property
+    def begin(self) -> float:
+        """When the first op or exchange starts."""
+        return min(own[0].start for group in (self.spans, self.exchanges) for own in group if own)
+
+    @cached_property
     def seconds(self) -> float:
-        """The makespan: from the first start of an op or an exchange to the last end, over all ranks."""
-        ends = [(own[0].start, own[-1].end) for own in self.spans if own]
-        ends += [(own[0].start, own[-1].end) for own in self.exchanges if own]
-        return max(end for _, end in ends) - min(start for start, _ in ends)
+        """The makespan: from ``begin`` to the last end of an op or an exchange, over all ranks."""
+        return max(own[-1].end for group in (self.spans, self.exchanges) for own in group if own) - self.begin
 
     @cached_property
     def exposed_exchange(self) -> float:

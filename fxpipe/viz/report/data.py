@@ -1,0 +1,259 @@
+"""All that a report shows, as plain data: one entry for each part of the page.
+
+The page computes nothing that is here; what is not known it says, by ``unknown``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict
+from math import prod
+from statistics import median
+from typing import Any
+
+from fxpipe.plan.artifact import Plan
+from fxpipe.plan.version import __version__
+from fxpipe.schedule.ops import Direction, OpKind
+from fxpipe.schedule.simulation.simulator import simulate
+from fxpipe.schedule.simulation.timeline import Span, Timeline
+from fxpipe.strict import unstructure
+from fxpipe.units import PHYSICAL
+from fxpipe.viz.memory_kinds import changes, standing
+from fxpipe.viz.report.columns import (
+    CAUSES,
+    HELD,
+    KINDS,
+    Ticks,
+    change_columns,
+    exchange_rows,
+    op_columns,
+    passed_rows,
+    transfer_rows,
+)
+from fxpipe.viz.report.graph_record import GraphRecord
+from fxpipe.viz.report.program_lines import places
+from fxpipe.viz.seam_marks import many_steps
+from fxpipe.viz.waits import measured_waits, passed, waits
+
+Measured = Sequence[Sequence[Span]] | None
+"""The spans of a recorded step on one clock; None where no step was recorded."""
+
+
+def report_data(
+    plan: Plan, programs: Sequence[str], graph: GraphRecord | None, measured: Measured = None
+) -> dict[str, Any]:
+    """programs: of each rank, empty where it is not known.  graph: None for a pipeline that was saved by an
+    earlier version."""
+    timeline = simulate(plan.ordered, plan.costs)
+    longest = max(timeline.seconds, _makespan(measured))
+    ticks = Ticks(timeline.begin, longest)
+    return {
+        "head": _head(plan, timeline),
+        "names": {
+            "kinds": [str(kind) for kind in KINDS],
+            "causes": [str(cause) for cause in CAUSES],
+            "held": [str(held) for held in HELD],
+        },
+        "tick": ticks.seconds,
+        "predicted": _predicted(timeline, ticks),
+        "measured": None if measured is None else _measured(timeline, measured, longest),
+        "differences": [] if measured is None else _differences(timeline, measured),
+        "memory": _memory(plan, timeline, ticks),
+        "stages": _stages(plan, timeline, graph),
+        "edges": _edges(plan, graph),
+        "links": _links(timeline),
+        "candidates": [unstructure(tried) for tried in plan.tried],
+        "programs": [
+            {name: asdict(place) for name, place in places(program).items()} for program in programs
+        ],
+        "graph": None if graph is None else _graph(graph),
+        "unknown": _unknown(plan, programs, graph, measured),
+    }
+
+
+def _makespan(measured: Measured) -> float:
+    return max((own[-1].end for own in measured or () if own), default=0.0)
+
+
+def _head(plan: Plan, timeline: Timeline) -> dict[str, Any]:
+    return {
+        "model": plan.model,
+        "schedule": plan.schedule,
+        "ranks": plan.ranks,
+        "stages": len(plan.stages),
+        "microbatches": plan.step.microbatches,
+        "placement": list(plan.placement),
+        "vocabulary": [s for s in range(len(plan.placement)) if timeline.schedule.is_vocabulary(s)],
+        "device": plan.device,
+        "recompute": plan.recompute,
+        "tier": plan.tier or "",
+        "replicas": plan.replicas,
+        "shard": plan.shard,
+        "lanes": plan.lanes.number,
+        "seconds": timeline.seconds,
+        "span_bubble": timeline.span_bubble,
+        "makespan_bubble": timeline.makespan_bubble,
+        "lower_bound": timeline.lower_bound,
+        "peak_memory": list(timeline.peak_memory),
+        "busy": list(timeline.busy),
+        "idle": list(timeline.idle),
+        "exposed_communication": list(timeline.exposed_communication),
+        "exposed_exchange": timeline.exposed_exchange,
+        "stalled": list(timeline.stalled),
+        "many_steps": many_steps(plan.ordered, plan.costs, PHYSICAL) if plan.costs.update.seconds else "",
+        "version": __version__,
+    }
+
+
+def _predicted(timeline: Timeline, ticks: Ticks) -> dict[str, Any]:
+    position = {span.op: at for own in timeline.spans for at, span in enumerate(own)}
+    placement, peaks = timeline.schedule.placement, timeline.peak_memory
+    return {
+        "ranks": [
+            op_columns(spans, why, ticks) for spans, why in zip(timeline.spans, waits(timeline), strict=True)
+        ],
+        "transfers": [transfer_rows(own, ticks) for own in timeline.transfers],
+        "exchanges": [exchange_rows(own, ticks) for own in timeline.exchanges],
+        "passed": [passed_rows(own, peaks[rank], ticks) for rank, own in enumerate(passed(timeline))],
+        "critical": [[placement[span.op.stage], position[span.op]] for span in timeline.critical_path],
+        "seconds": timeline.seconds,
+    }
+
+
+def _measured(timeline: Timeline, spans: Sequence[Sequence[Span]], longest: float) -> dict[str, Any]:
+    ticks, why = Ticks(0.0, longest), measured_waits(timeline, spans)
+    return {
+        "ranks": [op_columns(own, causes, ticks) for own, causes in zip(spans, why, strict=True)],
+        "seconds": _makespan(spans),
+        "busy": [sum(span.end - span.start for span in own) for own in spans],
+    }
+
+
+def _differences(timeline: Timeline, measured: Sequence[Sequence[Span]]) -> list[dict[str, Any]]:
+    """Of each stage and kind of op: the predicted seconds, and of those measured the least, the median and
+    the largest."""
+    taken: defaultdict[tuple[int, OpKind], list[float]] = defaultdict(list)
+    predicted = {
+        (span.op.stage, span.op.kind): span.end - span.start for own in timeline.spans for span in own
+    }
+    for own in measured:
+        for op, start, end in own:
+            taken[op.stage, op.kind].append(end - start)
+    return [
+        {
+            "stage": stage,
+            "kind": str(kind),
+            "predicted": predicted[stage, kind],
+            "least": min(times),
+            "median": median(times),
+            "largest": max(times),
+        }
+        for (stage, kind), times in sorted(taken.items())
+    ]
+
+
+def _memory(plan: Plan, timeline: Timeline, ticks: Ticks) -> list[dict[str, Any]]:
+    return [
+        asdict(held) | change_columns(own, ticks)
+        for held, own in zip(standing(plan), changes(timeline), strict=True)
+    ]
+
+
+def _stages(plan: Plan, timeline: Timeline, graph: GraphRecord | None) -> list[dict[str, Any]]:
+    flops = [[0, 0, 0] for _ in plan.stages]
+    if graph is not None:
+        for home, phase, count in zip(graph.stage, graph.phase, graph.flops, strict=True):
+            flops[home][phase] += count
+    found = []
+    for stage, cost in zip(plan.stages, plan.costs.stages, strict=True):
+        elements = [prod(plan.layouts[name].shape) for name in stage.parameters]
+        found.append(
+            {
+                "stage": stage.stage,
+                "rank": stage.rank,
+                "first": stage.first,
+                "last": stage.last,
+                "tensors": len(stage.parameters),
+                "parameters": sum(elements),
+                "flops": None if graph is None else flops[stage.stage],
+                "vocabulary": timeline.schedule.is_vocabulary(stage.stage),
+            }
+            | unstructure(cost)
+        )
+    return found
+
+
+def _edges(plan: Plan, graph: GraphRecord | None) -> list[dict[str, Any]]:
+    """The messages of a microbatch; ``values``: [name, shape, bytes, op] of each, None if not known."""
+    values: defaultdict[tuple[str, str], list[list[Any]]] = defaultdict(list)
+    for sent in graph.sent if graph is not None else ():
+        values[sent.source, sent.target].append([sent.name, sent.shape, sent.bytes, sent.op])
+    found = []
+    for edge in plan.costs.edges:
+        source, target = (f"{end.phase}{end.stage}" for end in (edge.source, edge.target))
+        found.append(
+            {
+                "source": source,
+                "target": target,
+                "from": plan.placement[edge.source.stage],
+                "to": plan.placement[edge.target.stage],
+                "bytes": edge.bytes,
+                "seconds": plan.costs.message_seconds(edge, plan.placement),
+                "values": None if graph is None else values[source, target],
+            }
+        )
+    return found
+
+
+def _links(timeline: Timeline) -> dict[str, Any]:
+    """Per pair of ranks the messages of a step, and per rank what its other links carry."""
+    placement, pairs = (
+        timeline.schedule.placement,
+        defaultdict[tuple[int, int], list[float]](lambda: [0, 0, 0]),
+    )
+    for edge in timeline.costs.edges:
+        ends = placement[edge.source.stage], placement[edge.target.stage]
+        if ends[0] != ends[1]:
+            pair, seconds = pairs[ends], timeline.costs.message_seconds(edge, placement)
+            for k, more in enumerate((1, edge.bytes, seconds)):
+                pair[k] += more * timeline.schedule.microbatches
+    return {
+        "messages": [[*ends, *pair] for ends, pair in sorted(pairs.items())],
+        "transfers": [list(busy) for busy in timeline.link_busy],
+        "moved": timeline.moved,
+        "offloads": sum(t.direction is Direction.OUT for t in timeline.schedule.transfers),
+        "exchanges": [sum(end - start for *_, start, end in own) for own in timeline.exchanges],
+    }
+
+
+def _graph(graph: GraphRecord) -> dict[str, Any]:
+    found: dict[str, Any] = unstructure(graph)
+    found["kept"] = [[k["stage"], k["op"], k["bytes"], k["until"]] for k in found["kept"]]
+    del found["sent"], found["format"]
+    return found
+
+
+def _unknown(plan: Plan, programs: Sequence[str], graph: GraphRecord | None, measured: Measured) -> list[str]:
+    """What the report cannot show, and how it could."""
+    said = []
+    if measured is None:
+        said.append(
+            "No recorded step, so no measured times. Record one: torchrun … -m fxpipe run DIR --record."
+        )
+    if graph is None:
+        said.append(
+            "No graph: the names and shapes of messages, FLOPs and the modules of saved values are unknown. "
+            "Compile and save the pipeline with this version."
+        )
+    if not all(programs):
+        said.append("The programs of some ranks are not known here: rank 0 alone has all of them.")
+    if plan.replicas > 1:
+        said.append(
+            f"Weights and gradients are those of one replica that holds all of its rank's; {plan.replicas} "
+            "replicas may divide them (docs/mesh.md)."
+        )
+    said.append("The state of the optimizer is no part of the plan, and not drawn.")
+    if not plan.tried:
+        said.append("The schedule was named, so that there are no other candidates.")
+    return said

@@ -1,0 +1,167 @@
+// Why a rank is idle: the inspector's text about a gap.
+"use strict";
+
+// What a rank waits for before op k, in a line; "" if it does not wait.
+function waitText(model, layer, rank, k) {
+  const t = layer.tracks[rank],
+    [from, until] = layer.gap(rank, k);
+  if (until <= from) return "";
+  if (k >= t.n) return "has no more ops";
+  const what = t.cause[k];
+  if (what === MESSAGE) return `waits for ${layer.nameOf(t.fromRank[k], t.fromPosition[k])} of rank ${t.fromRank[k]}`;
+  if (what === TRANSFER) return `waits for ${t.transfer[k]}`;
+  if (what === EXCHANGE) return "waits for parameters from the other replicas";
+  return layer.name === "measured" ? "runtime, or a message on its way" : "waits";
+}
+
+class GapInspector {
+  constructor(model, host, events) {
+    Object.assign(this, { model, host, events });
+  }
+
+  put(title, ...parts) {
+    fill(this.host, el("h2", {}, title), parts);
+    this.host.scrollTop = 0;
+  }
+
+  opLink(layer, rank, k, text = layer.nameOf(rank, k)) {
+    return el("button", { class: "op", onclick: () => this.events.select({ layer, rank, k, gap: false }) }, text);
+  }
+
+  gap({ layer, rank, k }) {
+    const { model } = this,
+      t = layer.tracks[rank],
+      [from, until] = layer.gap(rank, k),
+      parts = [];
+    const say = (...words) => parts.push(el("p", {}, words));
+    say(
+      `From ${model.time(from)} to ${model.time(until)}: `,
+      el("b", {}, model.time(until - from)),
+      layer.name === "measured" ? ", measured" : ", predicted",
+      ".",
+    );
+    if (k < t.n) say("The next op in its order is ", this.opLink(layer, rank, k), ".");
+    if (k >= t.n) {
+      const last = layer.tracks.map((x, r) => [x.n ? x.end[x.n - 1] : 0, r]).sort((a, b) => b[0] - a[0])[0];
+      say(
+        "The rank has no more ops in this step. ",
+        last[0] <= from
+          ? ""
+          : [
+              "The last op of all is ",
+              this.opLink(layer, last[1], layer.tracks[last[1]].n - 1),
+              ` on rank ${last[1]}.`,
+            ],
+      );
+    } else if (t.cause[k] === MESSAGE) this.why(layer, rank, k, from, until, say);
+    else if (t.cause[k] === TRANSFER)
+      say(
+        `It waits for the ${t.transfer[k]}: the link to the ${model.head.tier || "offload store"} is not done with it. More time between the two, or less to move, would help (docs/offload.md).`,
+      );
+    else if (t.cause[k] === EXCHANGE)
+      say(
+        "It waits for the stage's parameters, which the other replicas have parts of. The exchange stands in the thin row below the rank.",
+      );
+    else
+      say(
+        "All its values were there: the time goes to the runtime, to a message on its way (whose arrival is not recorded), or to a busy processor.",
+      );
+    if (layer.name === "predicted") this.order(rank, k, say);
+    if (k < t.n) this.chain(layer, rank, k, parts);
+    this.put(
+      k < t.n && until > from ? `Rank ${rank} ${waitText(model, layer, rank, k)}` : `Rank ${rank} is idle`,
+      parts,
+    );
+  }
+
+  why(layer, rank, k, from, until, say) {
+    const { model } = this,
+      t = layer.tracks[rank],
+      r = t.fromRank[k],
+      i = t.fromPosition[k],
+      made = t.made[k];
+    const computing = Math.max(0, Math.min(made, until) - from);
+    say("It needs what ", this.opLink(layer, r, i), ` of rank ${r} sends.`);
+    if (layer.name === "measured")
+      say(
+        `${made >= until ? "Its rank sent it at the end of that op, whose record ends later, where the rank waits next" : made > from ? `That op was over ${model.time(made - from)} after the gap began; the rest is the message's way and the runtime` : "That op was over before the gap began; the gap is the message's way and the runtime"}.`,
+      );
+    else
+      say(
+        computing
+          ? [el("b", {}, model.time(computing)), ` of the gap that op has not ended, `]
+          : "That op was over before the gap began: ",
+        el("b", {}, model.time(until - Math.max(made, from))),
+        " the message is on its way.",
+      );
+    const edges = model
+      .messages(layer, rank, k, true)
+      .filter(({ place }) => place && place[0] === r && place[1] === i);
+    for (const { edge } of edges)
+      say(
+        "The message: ",
+        (edge.values || []).map(([name, shape, bytes], j) => [
+          j ? ", " : "",
+          el("code", {}, name),
+          ` ${shape}, ${bytesText(bytes)}`,
+        ]),
+        edge.values ? "" : bytesText(edge.bytes),
+        ".",
+      );
+  }
+
+  // Whether another op could have filled the gap.
+  order(rank, k, say) {
+    const { model } = this,
+      found = model.passed[rank].get(k);
+    if (!found) {
+      if (k < model.predicted.tracks[rank].n)
+        say("No other op of the rank was ready, so no other order of this rank alone could fill the gap.");
+      return;
+    }
+    const [, other, ready, live, above] = found,
+      peak = model.head.peak_memory[rank];
+    say(
+      el("b", {}, above ? "Memory: " : "Order: "),
+      this.opLink(model.predicted, rank, other),
+      ` was ready from ${model.time(ready)} on, and stands later in the rank's order. `,
+      above
+        ? `Begun here it would hold ${bytesText(live)} of activations, above this schedule's ${bytesText(peak)} on the rank: with a larger memory limit it could fill the gap.`
+        : `There was memory for it (${bytesText(live)} of ${bytesText(peak)}); begun here, it may delay what comes behind it.`,
+    );
+  }
+
+  // From cause to cause, back to a rank that was busy.
+  chain(layer, rank, k, parts) {
+    const steps = [];
+    let at = [rank, k];
+    for (let guard = 0; guard < 400 && steps.length < 7; guard++) {
+      const t = layer.tracks[at[0]],
+        i = at[1];
+      if (t.cause[i] === MESSAGE) {
+        const next = [t.fromRank[i], t.fromPosition[i]];
+        steps.push(
+          el("li", {}, this.opLink(layer, ...at), " waited for ", this.opLink(layer, ...next), ` of rank ${next[0]}`),
+        );
+        at = next;
+      } else {
+        let first = i;
+        while (first > 0 && layer.tracks[at[0]].cause[first] === 0) first--;
+        if (first === i) break;
+        steps.push(
+          el(
+            "li",
+            {},
+            `rank ${at[0]} ran ${i - first === 1 ? "an op" : `${i - first} ops`} before `,
+            this.opLink(layer, ...at),
+            ", back to ",
+            this.opLink(layer, at[0], first),
+          ),
+        );
+        at = [at[0], first];
+      }
+    }
+    if (steps.length > 1)
+      parts.push(el("h3", {}, "And that, from cause to cause"), el("ol", { class: "course" }, steps));
+  }
+}

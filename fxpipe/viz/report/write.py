@@ -1,0 +1,81 @@
+"""Writes the report, or the trace, of a pipeline: of a live one, or of a saved one that is not loaded."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fxpipe.plan import files
+from fxpipe.plan.artifact import Plan
+from fxpipe.plan.recorded import read_spans, recorded_ops
+from fxpipe.schedule.simulation.simulator import simulate
+from fxpipe.schedule.simulation.timeline import Span
+from fxpipe.viz.clocks import aligned
+from fxpipe.viz.report.data import Measured, report_data
+from fxpipe.viz.report.graph_record import GraphRecord, graph_record, read_graph
+from fxpipe.viz.report.page import page
+
+if TYPE_CHECKING:
+    from fxpipe.pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a report is made of; see ``report_data``."""
+
+    plan: Plan
+    programs: tuple[str, ...]
+    graph: GraphRecord | None
+    measured: Measured
+
+
+def saved_source(directory: Path) -> Source:
+    """Of a saved pipeline, with its recorded step if there is one.
+
+    Raises ArtifactError for files that are missing or damaged.
+    """
+    plan = files.read_plan(directory)
+    programs = files.read_programs(directory, plan, range(plan.ranks))
+    return Source(plan, programs, read_graph(directory, len(plan.stages)), measured_step(plan, directory))
+
+
+def live_source(pipe: Pipeline) -> Source:
+    """Of a pipeline in memory: compiled or loaded."""
+    graph = None
+    if pipe.graph is not None:
+        graph = graph_record(pipe.graph, pipe.sections, pipe.plan)
+    elif pipe.directory is not None:
+        graph = read_graph(pipe.directory, len(pipe.plan.stages))
+    return Source(pipe.plan, pipe.artifact.programs, graph, measured_step(pipe.plan, pipe.directory))
+
+
+def measured_step(plan: Plan, directory: Path | None) -> Measured:
+    """The recorded step in a directory, on one clock; None where there is none.
+
+    A step whose ops are not those of the plan, in its order, is left out with a warning: its program was
+    edited, or repeated ops.  Raises ArtifactError for files that are damaged, or of ops of other ranks.
+    """
+    recorded = None if directory is None else read_spans(directory, plan.ranks)
+    if recorded is None:
+        return None
+    own = [[Span(*span) for span in spans] for spans in recorded_ops(plan, recorded)]
+    timeline = simulate(plan.ordered, plan.costs)
+    for rank, (spans, planned) in enumerate(zip(own, timeline.spans, strict=True)):
+        if [span.op for span in spans] != [span.op for span in planned]:
+            warnings.warn(
+                f"measured{rank}.json has other ops than the plan, or another order, so the measured step is "
+                "left out. Record a run of the programs as they were saved.",
+                stacklevel=3,
+            )
+            return None
+    return aligned(timeline, own)
+
+
+def write_report(source: Source, path: Path) -> Path:
+    """Write one file of HTML; return it."""
+    text = page(report_data(source.plan, source.programs, source.graph, source.measured))
+    with files.writing(path):
+        path.write_text(text, encoding="utf-8")
+    return path

@@ -1,0 +1,197 @@
+"""The step as trace events, for Perfetto (ui.perfetto.dev) and chrome://tracing.
+
+    process 1, "predicted"; process 2, "measured" (if a step was recorded)
+      thread r + 1, "rank r"                     ops, and idle spans "waits for F2.3 of rank 2"
+      threads behind these, "rank r, offloads" … transfers and exchanges
+      counters "memory of rank r"                bytes by kind
+    flows from an op to the ops that take its messages, with the names and bytes of their tensors
+
+Times are in microseconds, from the begin of the step on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fxpipe.plan import files
+from fxpipe.schedule.costs import Edge
+from fxpipe.schedule.ops import PHASES, Color, Direction, arrival
+from fxpipe.schedule.simulation.simulator import simulate
+from fxpipe.schedule.simulation.timeline import Span, Timeline
+from fxpipe.viz.memory_kinds import changes, standing
+from fxpipe.viz.report.graph_record import GraphRecord
+from fxpipe.viz.report.write import Source
+from fxpipe.viz.waits import Cause, Wait, measured_waits, waits
+
+Event = dict[str, Any]
+PREDICTED, MEASURED = 1, 2  # processes
+MEANING = {"F": "forward", "B": "input gradient", "W": "weight gradient", "BW": "both gradients"}
+_LEAST = 1e-3  # microseconds: a shorter idle span is rounding
+
+
+def write_trace(source: Source, path: Path) -> Path:
+    """Write the trace of ``trace_events`` as JSON; return the file."""
+    text = json.dumps({"displayTimeUnit": "ms", "traceEvents": trace_events(source)}, separators=(",", ":"))
+    with files.writing(path):
+        path.write_text(text, encoding="utf-8")
+    return path
+
+
+def trace_events(source: Source) -> list[Event]:
+    """All events: names of processes and threads, ops, idle spans, links, counters, flows."""
+    plan, measured = source.plan, source.measured
+    timeline = simulate(plan.ordered, plan.costs)
+    begin = timeline.begin
+    found = [
+        *_names(PREDICTED, f"predicted: {plan.model}, {plan.schedule}", plan.ranks),
+        *_step(PREDICTED, timeline, timeline.spans, waits(timeline), begin, source.graph),
+        *_links(timeline, begin),
+        *_memory(source, timeline, begin),
+    ]
+    if measured is not None:
+        found += _names(MEASURED, f"measured: {plan.model}, {plan.schedule}", plan.ranks)
+        found += _step(MEASURED, timeline, measured, measured_waits(timeline, measured), 0.0, source.graph)
+    return found
+
+
+def _names(process: int, name: str, ranks: int) -> Iterator[Event]:
+    yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
+    for rank in range(ranks):
+        yield from _thread(process, rank + 1, f"rank {rank}", rank)
+
+
+def _thread(process: int, thread: int, name: str, order: int) -> Iterator[Event]:
+    place = {"pid": process, "tid": thread}
+    yield {"ph": "M", "name": "thread_name", **place, "args": {"name": name}}
+    yield {"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": order}}
+
+
+def _span(process: int, thread: int, name: str, start: float, end: float, kind: str, **args: Any) -> Event:
+    return {"ph": "X", "name": name, "cat": kind, "pid": process, "tid": thread,
+            "ts": _micro(start), "dur": _micro(end) - _micro(start), "args": args}  # fmt: skip
+
+
+def _micro(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
+
+
+def _step(
+    process: int,
+    timeline: Timeline,
+    spans: Sequence[Sequence[Span]],
+    causes: Sequence[Sequence[Wait]],
+    begin: float,
+    graph: GraphRecord | None,
+) -> Iterator[Event]:
+    for rank, own in enumerate(spans):
+        free = begin
+        for (op, start, end), wait in zip(own, causes[rank], strict=True):
+            if _micro(start - free) > _LEAST:
+                name = _waiting(wait, spans)
+                yield _span(
+                    process, rank + 1, name, free - begin, start - begin, "idle", cause=str(wait.cause)
+                )
+            args = {"stage": op.stage, "microbatch": op.microbatch, "does": MEANING[op.kind]}
+            yield _span(process, rank + 1, str(op), start - begin, end - begin, str(op.kind), **args)
+            free = end
+    yield from _flows(process, timeline, spans, begin, graph)
+
+
+def _waiting(wait: Wait, spans: Sequence[Sequence[Span]]) -> str:
+    match wait.cause:
+        case Cause.MESSAGE:
+            return f"waits for {spans[wait.rank][wait.position].op} of rank {wait.rank}"
+        case Cause.TRANSFER:
+            return f"waits for {wait.transfer}"
+        case Cause.EXCHANGE:
+            return "waits for the other replicas"
+    return "between ops"
+
+
+def _flows(
+    process: int,
+    timeline: Timeline,
+    spans: Sequence[Sequence[Span]],
+    begin: float,
+    graph: GraphRecord | None,
+) -> Iterator[Event]:
+    """From the end of the op that sends to the begin of the one that takes the message."""
+    at = {
+        (Color(span.op.stage, phase), span.op.microbatch): (rank, span)
+        for rank, own in enumerate(spans)
+        for span in own
+        for phase in PHASES[span.op.kind]
+    }
+    values: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    for sent in graph.sent if graph is not None else ():
+        values[sent.source, sent.target].append(f"{sent.name} {sent.shape}")
+    number = 0
+    for edge in timeline.costs.edges:
+        named = values[_text(edge.source), _text(edge.target)]
+        for microbatch in range(timeline.schedule.microbatches):
+            (home, source), (rank, target) = at[edge.source, microbatch], at[arrival(edge.target), microbatch]
+            if home == rank:
+                continue
+            number += 1
+            name = f"{_text(edge.source)} to {_text(edge.target)}"
+            flow = {"cat": "message", "name": name, "pid": process, "id": process * 10**9 + number,
+                    "args": _message(edge, named)}  # fmt: skip
+            yield {"ph": "s", **flow, "tid": home + 1, "ts": _inside(source, begin, last=True)}
+            yield {"ph": "f", "bp": "e", **flow, "tid": rank + 1, "ts": _inside(target, begin, last=False)}
+
+
+def _text(color: Color) -> str:
+    return f"{color.phase}{color.stage}"
+
+
+def _message(edge: Edge, named: list[str]) -> dict[str, Any]:
+    return {"bytes": int(edge.bytes), "tensors": ", ".join(named) or "not known"}
+
+
+def _inside(span: Span, begin: float, last: bool) -> float:
+    """A time within a span, near its end or its begin: a flow belongs to the span around its time."""
+    start, end = _micro(span.start - begin), _micro(span.end - begin)
+    near = (end - start) / 1000
+    return round(end - near if last else start + near, 3)
+
+
+def _links(timeline: Timeline, begin: float) -> Iterator[Event]:
+    """Transfers and exchanges, in a thread for each rank and kind that has any."""
+    ranks = timeline.schedule.ranks
+    for rank in range(ranks):
+        transfers = timeline.transfers[rank] if timeline.transfers else ()
+        exchanges = timeline.exchanges[rank] if timeline.exchanges else ()
+        named = {
+            f"{direction}s": [(str(t), s, e) for t, s, e in transfers if t.direction is direction]
+            for direction in Direction
+        }
+        named["other replicas"] = [(f"{x}, stage {stage}", s, e) for x, stage, s, e in exchanges]
+        for k, (kind, own) in enumerate(named.items(), 1):
+            thread = k * ranks + rank + 1
+            if own:
+                yield from _thread(PREDICTED, thread, f"rank {rank}, {kind}", rank)
+            for name, start, end in own:
+                yield _span(PREDICTED, thread, name, start - begin, end - begin, kind)
+
+
+def _memory(source: Source, timeline: Timeline, begin: float) -> Iterator[Event]:
+    """A counter for each rank, with a series for each kind of memory."""
+    for rank, (held, own) in enumerate(zip(standing(source.plan), changes(timeline), strict=True)):
+        levels: dict[str, float] = {
+            name: size for name, size in asdict(held).items() if size and name != "pool"
+        }
+        levels |= {str(change.held): 0.0 for change in own}
+        name = f"memory of rank {rank}"
+        at = {0.0: dict(levels)}
+        for time, kind, _, size in own:
+            levels[str(kind)] += size
+            at[_micro(time - begin)] = dict(levels)
+        for time, found in at.items():
+            args = {kind: round(size) for kind, size in found.items()}
+            yield {"ph": "C", "name": name, "pid": PREDICTED, "ts": time, "args": args}
