@@ -165,7 +165,7 @@ def mesh_table(
     more: further columns, of what a mesh with a simulated step has.
     """
     names = "mesh", "divided", "schedule", "step", "memory", *(more or {})
-    table = Table(*names, box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table = Table(*names, box=SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
     table.caption = "mesh: ranks x replicas; *: chosen; ≥: left out, it takes at least"
     if any(one.recompute for one in tried):
         table.caption += "\nnorms, full: what is recomputed"
