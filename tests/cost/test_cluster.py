@@ -102,7 +102,7 @@ def test_a_device_for_each_rank_and_no_others():
     with pytest.raises(fxpipe.OptionError, match="costs names 2 devices and there are 3 ranks"):
         compiled(["H100", "A100"], ranks=3)
     with pytest.raises(
-        fxpipe.OptionError, match="costs has 'measured' and must have names of devices\. Known: cpu, "
+        fxpipe.OptionError, match=r"costs has 'measured' and must have names of devices\. Known: cpu, "
     ):
         compiled(["H100", "measured"])
 
