@@ -64,7 +64,7 @@ def test_dispatch_follows_due_dates_and_memory():
     assert first == "F0.0 F0.1 F0.2 B0.0 B0.1 B0.2 W0.0 W0.1 W0.2"
     narrow = dispatch(arrays, due, (2, 1), (0, 0, 0))
     assert narrow.peaks() == [2, 1]
-    with pytest.raises(ScheduleError, match=r"one microbatch needs 1 of memory on rank 1, and the limit is 0\.5"):
+    with pytest.raises(ScheduleError, match=r"needs 1 of memory on rank 1, and the limit is 0\.5"):
         dispatch(arrays, due, (2, 0.5), (0, 0, 0))
 
 
