@@ -360,7 +360,7 @@ class Pipeline:
         groups: Sequence[Mapping[str, Any]] = (),
         clip_grad_norm: float | None = None,
         norm_type: float = 2.0,
-        skip_nonfinite: bool = False,
+        skip_nonfinite: bool | int = False,
         master_weights: bool = False,
         validation: Validation | None = None,
         **options: Any,
@@ -370,8 +370,9 @@ class Pipeline:
         cls: a torch optimizer class, called with the parameters and ``options`` (``fused``, ``foreach`` …).
         groups: other options by name, ``[{"params": ["*.bias", "*norm*"], "weight_decay": 0.0}]``.
         clip_grad_norm: the largest norm of all gradients of the model, of ``norm_type``.
-        skip_nonfinite: leave out (and count in ``skipped``) steps whose gradients hold infinities or NaN;
-            otherwise they are treated as by ``torch.nn.utils.clip_grad_norm_``.
+        skip_nonfinite: leave out (and count in ``skipped``) steps whose gradients hold infinities or NaN, at
+            most 100 one after the other, or this number; otherwise they are treated as by
+            ``torch.nn.utils.clip_grad_norm_``.
         master_weights: update float32 copies of parameters with fewer bits, which get their values after each
             step.
         validation: with "post" ranks do not wait for each other before they update (docs/steps.md); by

@@ -11,17 +11,21 @@ from torch.nn.utils import get_total_norm
 
 from fxpipe.errors import RunError
 
+#: Steps that ``skip_nonfinite=True`` leaves out one after the other: a scale of the loss that is halved in
+#: each of them would be 1e-30 of what it was.
+MOST_SKIPPED = 100
+
 
 @dataclass(frozen=True)
 class Clipping:
     """``largest``: the norm to which gradients are clipped, if they are.  ``norm_type``: see
     ``torch.nn.utils.clip_grad_norm_``.  ``skip_nonfinite``: whether updates by infinities or NaN are left
-    out.
+    out; a number: at most so many one after the other.
     """
 
     largest: float | None = None
     norm_type: float = 2.0
-    skip_nonfinite: bool = False
+    skip_nonfinite: bool | int = False
 
     def __post_init__(self) -> None:
         """Raises RunError for a norm that is no number above 0."""
@@ -29,11 +33,21 @@ class Clipping:
             absent = norm is None and name == "clip_grad_norm"
             if not absent and not (isinstance(norm, int | float) and norm > 0):
                 raise RunError(f"{name} is {norm!r} and must be a number above 0.")
+        if not (isinstance(self.skip_nonfinite, int) and self.skip_nonfinite >= 0):
+            raise RunError(
+                f"skip_nonfinite is {self.skip_nonfinite!r} and must be True, False, or the number of steps "
+                "that may be left out one after the other."
+            )
 
     @property
     def asks(self) -> bool:
         """Whether an update depends on the norm."""
-        return self.largest is not None or self.skip_nonfinite
+        return self.largest is not None or bool(self.skip_nonfinite)
+
+    @property
+    def most_skipped(self) -> int:
+        """The number of updates that may be left out one after the other."""
+        return MOST_SKIPPED if self.skip_nonfinite is True else int(self.skip_nonfinite)
 
     @property
     def by_largest(self) -> bool:
@@ -53,7 +67,7 @@ class Clipping:
         return total if self.by_largest else total ** (1 / self.norm_type)
 
     def leaves_out(self, norm: torch.Tensor) -> bool:
-        return self.skip_nonfinite and not math.isfinite(norm)
+        return bool(self.skip_nonfinite) and not math.isfinite(norm)
 
     def is_plain(self, norm: torch.Tensor) -> bool:
         """Whether an update with gradients of this norm is made, and without clipping."""

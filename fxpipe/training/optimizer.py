@@ -88,7 +88,7 @@ class PipelineOptimizer(Optimizer):
         self._counted, self._ranks, self._clipping = counted, ranks, clipping
         self._validation, self._updates, self._changed = validation, updates or Updates(), changed
         self._last_norm: torch.Tensor | None = None
-        self._skipped = 0
+        self._skipped, self._nonfinite = 0, list[float]()  # the norms of updates left out since the last one
         self._ahead: Ahead | None = None
         self._numbers: torch.Tensor | None = None  # of all ranks, of the last norm
         self._made = False
@@ -152,11 +152,25 @@ class PipelineOptimizer(Optimizer):
         """Clip and update, or leave the update out.  norm: of the gradients of all ranks."""
         self._last_norm = norm
         if self._clipping.leaves_out(norm):
-            self._skipped += 1
+            self._skip(norm)
             return
+        self._nonfinite.clear()
         if self._clipping.largest is not None:
             clip_grads_with_norm_(self._parameters(), self._clipping.largest, norm)
         self._update()
+
+    def _skip(self, norm: torch.Tensor) -> None:
+        self._skipped += 1
+        self._nonfinite.append(float(norm))
+        last, most = self._nonfinite, self._clipping.most_skipped
+        if len(last) > most:
+            raise RunError(
+                f"The gradients of {len(last)} steps in a row were not finite, and {most} may be left out: "
+                f"those of the updates {self.counts.updates - most} to {self.counts.updates}, with norms "
+                f"{', '.join(map(str, last[:8]))}{', …' if len(last) > 8 else ''}. Go on from an earlier "
+                "checkpoint with a lower learning rate, look for the first NaN in the outputs of a step, or "
+                f"allow more with skip_nonfinite={2 * most}."
+            )
 
     def _begin(self, ranks: Ranks) -> None:
         """Begin to tell all ranks of the gradients of this one; update at once if that is likely to stand."""
@@ -203,7 +217,9 @@ class PipelineOptimizer(Optimizer):
         is_plain = self._clipping.is_plain(norm)
         if ahead.undo is None:
             self._finish(norm)
-        elif not is_plain:
+        elif is_plain:
+            self._nonfinite.clear()
+        else:
             with ahead.taken_back(self.optimizer, self._parameters()):
                 self._give_masters()
                 self._changed()

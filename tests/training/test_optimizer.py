@@ -116,6 +116,27 @@ def test_gradients_are_freed_or_zeroed():
     assert all(torch.equal(p.grad, first[name]) for name, p in pipe.parameters.items())
 
 
+def test_steps_that_are_not_finite_without_end():
+    """Those in a row count; ``True`` allows a hundred."""
+    pipe = pipeline(Squares())
+    optimizer = pipe.optimizer(torch.optim.SGD, lr=0.01, skip_nonfinite=2)
+
+    def stepped(value: float) -> None:
+        optimizer.zero_grad()
+        pipe.step(batch(0))
+        pipe.parameters["layers.0.bias"].grad[1] += value
+        optimizer.step()
+
+    for value in (float("nan"), float("inf"), 0.0, float("inf"), float("nan")):
+        stepped(value)
+    assert optimizer.skipped == 4
+    with pytest.raises(RunError, match=r"of 3 steps in a row .* updates 4 to 6, with norms inf, nan, inf"):
+        stepped(float("inf"))
+    assert (Clipping(skip_nonfinite=True).most_skipped, Clipping(skip_nonfinite=1).most_skipped) == (100, 1)
+    with pytest.raises(RunError, match="skip_nonfinite is -1 and must be"):
+        Clipping(skip_nonfinite=-1)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_steps_that_are_not_finite(value):
     """Skipped and counted, or as torch's clipping treats them."""
