@@ -28,6 +28,7 @@ from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.program.record import DeviceClock, HostClock, Record
 from fxpipe.runtime.ranks.agreement import check_agreement, check_replicas
 from fxpipe.runtime.ranks.connect import connect
+from fxpipe.runtime.ranks.finite import Check, Finite
 from fxpipe.runtime.ranks.heap import give_back_large_tensors
 from fxpipe.runtime.ranks.lanes import LocalLanes
 from fxpipe.runtime.ranks.load_program import Collective, Program, load_program
@@ -115,7 +116,7 @@ class Runner:
             self.runtime.step_number = number
 
     def run_local(
-        self, batch: Any, step: int, threads: int, measure_memory: bool, outputs: Sequence[str]
+        self, batch: Any, step: int, threads: int, measure_memory: bool, outputs: Sequence[str], check: Check
     ) -> LocalResult:
         """See ``Pipeline.run_local``."""
         if self.process is not None and self.plan.ranks * self.plan.lanes.number > 1:
@@ -124,10 +125,10 @@ class Runner:
                 "them. Call pipe.step(batch) on all ranks, or start the script as one process."
             )
         with as_traced(self.plan.step.default_dtype, self.device):
-            return self._run_local(batch, step, threads, measure_memory, outputs)
+            return self._run_local(batch, step, threads, measure_memory, outputs, check)
 
     def _run_local(
-        self, batch: Any, step: int, threads: int, measure_memory: bool, outputs: Sequence[str]
+        self, batch: Any, step: int, threads: int, measure_memory: bool, outputs: Sequence[str], check: Check
     ) -> LocalResult:
         spec = self.plan.step
         if type(threads) is not int or threads < 1:
@@ -148,7 +149,7 @@ class Runner:
             rt.collected = Collected(wanted)
             replica = number // (world.ranks * world.lanes)
             rows = rows_of_replica(spec.batch, batch, spec.microbatches, replica, world.replicas)
-            mains.append(partial(self._run_program, self._local_programs[rt.rank], rt, rows))
+            mains.append(partial(self._run_program, self._local_programs[rt.rank], rt, rows, check))
         meters = [SavedBytes(self._given(rt, batch)) for rt in runtimes] if measure_memory else []
         for number, meter in enumerate(meters):
             mains[number] = partial(_metered, mains[number], runtimes[number], meter)
@@ -188,20 +189,23 @@ class Runner:
         rt.lanes = LocalLanes(world, rank, replica, lane) if world.lanes > 1 else None
         return rt
 
-    def _run_program(self, program: Program, rt: Runtime, batch: Any) -> torch.Tensor | None:
+    def _run_program(
+        self, program: Program, rt: Runtime, batch: Any, check: Check = None
+    ) -> torch.Tensor | None:
         """Run a step of a program; return its loss."""
-        with running(rt.lanes):
+        file = program.step.__code__.co_filename
+        with running(rt.lanes), contextlib.nullcontext() if check is None else Finite(rt, file):
             loss: torch.Tensor | None = program.step(rt, batch)
         if rt.replicas is not None:
             self.state.follow_first_replica(rt)
         return loss
 
-    def step(self, batch: Any, outputs: Sequence[str], outputs_on: On) -> StepResult:
+    def step(self, batch: Any, outputs: Sequence[str], outputs_on: On, check: Check) -> StepResult:
         """See ``Pipeline.step``."""
         with as_traced(self.plan.step.default_dtype, self.device):
-            return self._step(batch, outputs, outputs_on)
+            return self._step(batch, outputs, outputs_on, check)
 
-    def _step(self, batch: Any, outputs: Sequence[str], outputs_on: On) -> StepResult:
+    def _step(self, batch: Any, outputs: Sequence[str], outputs_on: On, check: Check) -> StepResult:
         rt, program, spec = self.runtime, self._own_program, self.plan.step
         self._warm_up.run(rt, program, batch, lambda: self._words(Facts(self.artifact.number), batch))
         rt.start()
@@ -225,7 +229,7 @@ class Runner:
                 if self.updates.are_settled:
                     self._begin_gradients(rt, finish)
                 with self._warm_up.memory(number):
-                    loss = self._run_program(program, rt, batch)
+                    loss = self._run_program(program, rt, batch, check)
                 self.state.stale = False
                 compare()
                 found = self._outputs(rt, outputs_on)

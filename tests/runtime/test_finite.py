@@ -1,0 +1,86 @@
+"""``check="finite"``: the op with which NaN or infinities begin."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fxpipe
+from fxpipe.errors import OptionError, RunError
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x + self.outer(torch.log(torch.relu(self.inner(x)) + 1e-3))
+
+
+class Masked(nn.Module):
+    """Infinities that are meant: a mask, and its softmax."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+
+    def forward(self, x, y):
+        for block in self.blocks:
+            x = block(x)
+        mask = torch.ones(4, 4).triu(1).bool()
+        scores = (x @ x.transpose(-1, -2)).masked_fill(mask, -torch.inf)
+        return F.mse_loss(F.softmax(scores, -1) @ x, y)
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    torch.manual_seed(0)
+    model = Masked()
+    example = {"x": torch.randn(1, 4, 4), "y": torch.randn(1, 4, 4)}
+    pipe = fxpipe.compile(model, example, ranks=2, microbatches=2, schedule="zb-h1", check=False)
+    return model, pipe, {name: torch.cat([x, x + 0.5]) for name, x in example.items()}
+
+
+def test_a_step_without(compiled):
+    _, pipe, batch = compiled
+    found, expected = pipe.run_local(batch, check="finite"), pipe.run_local(batch)
+    assert torch.equal(found.loss, expected.loss)
+    with pytest.raises(OptionError, match="check is 'nan' and must be \"finite\" or None"):
+        pipe.run_local(batch, check="nan")
+
+
+def test_the_first_one_is_named(compiled):
+    """An op of a layer in the middle of a loop, by its module's path and the line of the model."""
+    model, pipe, batch = compiled
+    weight, line = model.blocks[4].outer.weight, Block.forward.__code__.co_firstlineno + 1
+    before = weight.detach().clone()
+    with torch.no_grad():
+        weight.fill_(3e38)
+    with pytest.raises(RunError) as raised:
+        pipe.run_local(batch, check="finite")
+    with torch.no_grad():
+        weight.copy_(before)
+    found = re.fullmatch(
+        r"Rank 1, F1\.0: aten\.addmm\.\S+ gives the first (?:NaN|infinity), in \d+ of 16 values of shape "
+        r"\(4, 4\), in the module (\S+) \((\S+):(\d+)\), line \d+ of rank1\.py; its operands are finite, .*",
+        str(raised.value),
+    )
+    assert found, raised.value
+    assert found.groups() == ("blocks.4.outer", "test_finite.py", str(line))
+
+
+def test_a_parameter_that_is_not_finite(compiled):
+    model, pipe, batch = compiled
+    layer = model.blocks[5]
+    with torch.no_grad():
+        before = layer.outer.weight.clone()
+        layer.outer.weight.fill_(torch.nan)
+    with pytest.raises(
+        RunError, match=r"the first NaN, .* the module blocks\.5\.outer .* an operand has such"
+    ):
+        pipe.run_local(batch, check="finite")
+    with torch.no_grad():
+        layer.outer.weight.copy_(before)
