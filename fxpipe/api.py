@@ -229,7 +229,7 @@ def compile(
             offload=as_offload(offload, device),
             dimensions=dimensions,
             fixed=names_of(fixed, "fixed"),
-            outputs=names_of(outputs, "outputs"),
+            outputs=tuple(dict.fromkeys(names_of(outputs, "outputs"))),
             evaluation=evaluation,
             effort=effort,
             ranks_per_machine=(

@@ -253,13 +253,13 @@ def _check_given(options: Options, schedule: Schedule) -> None:
 
 
 def names_of(given: Iterable[str], option: str) -> tuple[str, ...]:
-    """The names that an option lists, each once.  Raises OptionError for anything else, and for one text."""
+    """The names that an option lists.  Raises OptionError for anything else, and for one text."""
     if isinstance(given, str):
         raise OptionError(f"{option} is a list of names: give {[given]}.")
     names = tuple(given) if isinstance(given, Iterable) else None
     if names is None or not all(isinstance(name, str) for name in names):
         raise OptionError(f"{option} is {given!r:.200} and must be a list of names.")
-    return tuple(dict.fromkeys(names))
+    return names
 
 
 def limit_of(given: float | str) -> float:

@@ -130,10 +130,15 @@ class Opaque:
         return "Opaque()"
 
 
+class WithMore(Chain):
+    def forward(self, x, more):
+        return super().forward(x)
+
+
 @pytest.mark.parametrize("leaf", [np.ones((2, WIDTH)), Opaque()], ids=["numpy", "object"])
 def test_a_batch_that_cannot_be_looked_into(leaf):
     with pytest.raises(fxpipe.BatchError, match=r"'1' is a .*, which fxpipe cannot look into"):
-        fxpipe.compile(Chain(), (torch.ones(2, WIDTH), leaf), ranks=2, microbatches=3, schedule="gpipe")
+        fxpipe.compile(WithMore(), (torch.ones(2, WIDTH), leaf), ranks=2, microbatches=3, schedule="gpipe")
 
 
 class Overwritten(nn.Module):

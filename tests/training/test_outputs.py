@@ -31,7 +31,7 @@ from zoo import (
 )
 
 import fxpipe
-from fxpipe.errors import CaptureError, LimitError, RunError, VocabularyError
+from fxpipe.errors import CaptureError, LimitError, OptionError, RunError, VocabularyError
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("double")]
 
@@ -421,8 +421,8 @@ def test_unknown_outputs():
     model, batch = built(lambda logits, loss: Found(logits, loss, {"ce": loss})), data()
     message = error_of(CaptureError, compiled, model, outputs=["logit"])
     assert message == "There is no output 'logit'. Known: logits, loss, losses.ce."
-    assert "give ['logits']" in error_of(CaptureError, compiled, model, outputs="logits")
-    assert "give ['0', '1']" in error_of(CaptureError, compiled, model, outputs=[0, 1])
+    assert "give ['logits']" in error_of(OptionError, compiled, model, outputs="logits")
+    assert "is [0, 1] and must be a list of names" in error_of(OptionError, compiled, model, outputs=[0, 1])
     pipe = compiled(model, ranks=1, outputs=["logits"])
     message = error_of(RunError, pipe.step, batch, outputs=["losses.ce"])
     assert "It gives logits. Name it in outputs=[…] of fxpipe.compile" in message
