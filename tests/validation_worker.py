@@ -23,7 +23,7 @@ from torch import nn
 import fxpipe
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.training import make_optimizer
-from fxpipe.training.ahead import Ahead
+from fxpipe.training.ahead import Ahead, Pace
 from fxpipe.training.optimizer import PipelineOptimizer
 from fxpipe.training.undo import Undo
 from fxpipe.training.updates import Updates
@@ -234,7 +234,7 @@ def copies_are_freed_early() -> tuple[type, str, Any]:
     """And their memory is used for something else."""
     before = Undo.of
 
-    def of(optimizer: Any) -> Undo:
+    def of(optimizer: Any, earlier: Undo | None = None) -> Undo:
         undo = before(optimizer)
         for value in undo.values:
             value.fill_(3.0)
@@ -246,7 +246,7 @@ def copies_are_freed_early() -> tuple[type, str, Any]:
 @fault
 def state_is_not_taken_back() -> tuple[type, str, Any]:
     before = Undo.of
-    return Undo, "of", staticmethod(lambda optimizer: replace(before(optimizer), state=dict(optimizer.state)))
+    return Undo, "of", staticmethod(lambda own, _: replace(before(own), state=dict(own.state)))
 
 
 @fault
@@ -299,6 +299,7 @@ def check(
         return before(ahead, *arguments)
 
     Ahead.taken_back = counted  # type: ignore[method-assign]
+    Pace.pays = True  # type: ignore[assignment, method-assign] - whatever the ranks' pace is here
 
     def values(number: int, validation: str) -> list[Any]:
         return [bits(x) for x in train(pipe, start, setting(number), validation)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,16 +16,40 @@ from fxpipe.training.undo import Undo
 
 
 @dataclass(eq=False)
+class Pace:
+    """Whether it pays to update ahead of the verdict, by seconds that this rank has measured.
+
+    ``wait``: from its gradients to the verdict, where it waited; None before the first.  ``copies``: those
+    that undo an update.
+    """
+
+    wait: float | None = None
+    copies: float = 0.0
+
+    @property
+    def pays(self) -> bool:
+        return self.wait is not None and self.wait > self.copies
+
+    def waited(self, seconds: float) -> None:
+        self.wait = seconds if self.wait is None else (self.wait + seconds) / 2
+
+    def copied(self, seconds: float) -> None:
+        self.copies = (self.copies + seconds) / 2 if self.copies else seconds
+
+
+@dataclass(eq=False)
 class Ahead:
     """``gathered``: waits for the words of all ranks, of each the number of its gradients, and whether it has
     updated.  ``undo``: None if this rank waits before it updates.  ``grads``: those with which the update is
-    made again.  ``zeroes``: whether they are to be zeroed then.  ``default_dtype``: that of the caller.
+    made again.  ``zeroes``: whether they are to be zeroed then.  ``begun``: when.  ``default_dtype``: that of
+    the caller.
     """
 
     gathered: Callable[[], torch.Tensor]
     undo: Undo | None
     grads: Sequence[torch.Tensor | None]
     zeroes: bool = False
+    begun: float = field(default_factory=time.perf_counter)
     default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     _versions: list[tuple[str, torch.Tensor, int]] = field(default_factory=list)
 

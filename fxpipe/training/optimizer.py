@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 
 from fxpipe.errors import RunError
 from fxpipe.plan.artifact import Validation
-from fxpipe.training.ahead import Ahead, set_grad
+from fxpipe.training.ahead import Ahead, Pace, set_grad
 from fxpipe.training.clipping import Clipping
 from fxpipe.training.undo import Undo
 from fxpipe.training.updates import Updates
@@ -90,6 +91,8 @@ class PipelineOptimizer(Optimizer):
         self._last_norm: torch.Tensor | None = None
         self._skipped, self._nonfinite = 0, list[float]()  # the norms of updates left out since the last one
         self._ahead: Ahead | None = None
+        self._pace = Pace()
+        self._undo: Undo | None = None  # the last one, for its memory
         self._numbers: torch.Tensor | None = None  # of all ranks, of the last norm
         self._made = False
         super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -175,13 +178,14 @@ class PipelineOptimizer(Optimizer):
     def _begin(self, ranks: Ranks) -> None:
         """Begin to tell all ranks of the gradients of this one; update at once if that is likely to stand."""
         number = self._number().cpu()
-        likely = self._is_likely(number, ranks.world_rank)
-        words = torch.stack([number.view(torch.int64), torch.tensor(int(likely))])
+        goes_ahead = self._pace.pays and self._is_likely(number, ranks.world_rank)
+        words = torch.stack([number.view(torch.int64), torch.tensor(int(goes_ahead))])
         gathered = ranks.begin_gather(words, "optimizer.step")
         updated, parameters = self._updated(), self._parameters()
-        undo = Undo.of(self.optimizer) if likely else None
-        self._ahead = ahead = Ahead(gathered, undo, [p.grad for p in parameters])
-        if likely:
+        self._ahead = ahead = Ahead(gathered, None, [p.grad for p in parameters])
+        if goes_ahead:
+            ahead.undo = self._undo = Undo.of(self.optimizer, self._undo)
+            self._pace.copied(time.perf_counter() - ahead.begun)
             self._update()
             for held, parameter, grad in zip(updated, parameters, ahead.grads, strict=True):
                 name = self.names[held]
@@ -191,7 +195,7 @@ class PipelineOptimizer(Optimizer):
                 if grad is not None:
                     ahead.watch(f"The gradient of {name}", grad)
         self._updates.begin(self._settle, ahead.check)
-        if not likely:
+        if not goes_ahead:
             self.settle()
 
     def _is_likely(self, number: torch.Tensor, rank: int) -> bool:
@@ -216,6 +220,7 @@ class PipelineOptimizer(Optimizer):
         norm = self._last_norm = self._norm(self._numbers)
         is_plain = self._clipping.is_plain(norm)
         if ahead.undo is None:
+            self._pace.waited(time.perf_counter() - ahead.begun)
             self._finish(norm)
         elif is_plain:
             self._nonfinite.clear()

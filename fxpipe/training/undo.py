@@ -28,13 +28,22 @@ class Undo:
     options: tuple[dict[str, Any], ...]
 
     @staticmethod
-    def of(optimizer: Optimizer) -> Undo:
+    @torch.no_grad()
+    def of(optimizer: Optimizer, earlier: Undo | None = None) -> Undo:
+        """earlier: one that is needed no more, whose memory the copies take: new memory costs as much time as
+        the copies themselves."""
         updated = _updated(optimizer)
-        return Undo(
-            tuple(p.detach().clone() for p in updated),
-            {p: copy.deepcopy(optimizer.state[p]) for p in updated if p in optimizer.state},
-            tuple(copy.deepcopy(_options(group)) for group in optimizer.param_groups),
-        )
+        values = tuple(map(torch.empty_like, updated)) if earlier is None else earlier.values
+        if updated:
+            torch._foreach_copy_([*values], [p.detach() for p in updated])
+        known = {} if earlier is None else earlier.state
+        state = {
+            p: {key: _given(known.get(p, {}).get(key), x) for key, x in optimizer.state[p].items()}
+            for p in updated
+            if p in optimizer.state
+        }
+        options = tuple(copy.deepcopy(_options(group)) for group in optimizer.param_groups)
+        return Undo(values, state, options)
 
     @property
     def bytes(self) -> int:
@@ -76,11 +85,11 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
 
 
-def _given(now: Any, before: Any) -> Any:
-    """What a state had before, in the memory of now: who holds on to it sees the change."""
-    tensors = isinstance(now, torch.Tensor) and isinstance(before, torch.Tensor)
-    fits = tensors and (now.shape, now.dtype, now.device) == (before.shape, before.dtype, before.device)
-    return now.copy_(before) if fits else before
+def _given(memory: Any, value: Any) -> Any:
+    """A copy of a value: of a tensor in this memory, if it fits."""
+    tensors = isinstance(memory, torch.Tensor) and isinstance(value, torch.Tensor)
+    fits = tensors and (memory.shape, memory.dtype, memory.device) == (value.shape, value.dtype, value.device)
+    return memory.copy_(value) if fits else copy.deepcopy(value)
 
 
 def check_undoable(make: Callable[[list[Parameter]], Optimizer], name: str, device: torch.device) -> None:

@@ -9,7 +9,7 @@ from launch import forked
 from torch.nn import Parameter
 
 from fxpipe.errors import RunError
-from fxpipe.training.ahead import Ahead
+from fxpipe.training.ahead import Ahead, Pace
 from fxpipe.training.clipping import Clipping
 from fxpipe.training.undo import Undo, check_undoable
 from fxpipe.training.updates import Updates
@@ -67,6 +67,36 @@ def test_an_update_is_taken_back(cls):
     assert {key: repr(value) for key, value in optimizer.state[parameter].items()} == state
     assert all(optimizer.state[parameter][key] is x for key, x in kept.items()), "in its memory"
     assert undo.bytes == before.nbytes + sum(x.nbytes for x in kept.values())
+
+
+def test_copies_take_the_memory_of_earlier_ones():
+    parameter = parameter_with_gradient()
+    optimizer = torch.optim.AdamW([parameter])
+    optimizer.step()
+    first = Undo.of(optimizer)
+    optimizer.step()
+    again = Undo.of(optimizer, first)
+    assert again.values[0].data_ptr() == first.values[0].data_ptr()
+    assert torch.equal(again.values[0], parameter)
+    for key, value in optimizer.state[parameter].items():
+        assert again.state[parameter][key] is first.state[parameter][key] is not value
+        assert torch.equal(again.state[parameter][key], value)
+    del optimizer.state[parameter]["exp_avg"]
+    again.take_back(optimizer)
+    assert optimizer.state[parameter]["exp_avg"] is not again.state[parameter]["exp_avg"]
+
+
+def test_a_rank_goes_ahead_where_it_would_wait_for_longer_than_it_copies():
+    pace = Pace()
+    assert not pace.pays
+    pace.waited(1.0)
+    assert pace.pays
+    pace.copied(0.5)
+    assert pace.pays
+    pace.waited(0.0)
+    assert not pace.pays
+    pace.copied(0.25)
+    assert (pace.wait, pace.copies, pace.pays) == (0.5, 0.375, True)
 
 
 def test_the_first_update_is_taken_back():
