@@ -184,8 +184,10 @@ class PipelineOptimizer(Optimizer):
         updated, parameters = self._updated(), self._parameters()
         self._ahead = ahead = Ahead(gathered, None, [p.grad for p in parameters])
         if goes_ahead:
-            ahead.undo = self._undo = Undo.of(self.optimizer, self._undo)
-            self._pace.copied(time.perf_counter() - ahead.begun)
+            earlier = self._undo
+            ahead.undo = self._undo = Undo.of(self.optimizer, earlier)
+            if earlier is not None:  # the first copies take longer: they get their memory
+                self._pace.copied(time.perf_counter() - ahead.begun)
             self._update()
             for held, parameter, grad in zip(updated, parameters, ahead.grads, strict=True):
                 name = self.names[held]
