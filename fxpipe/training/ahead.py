@@ -14,27 +14,28 @@ from torch.optim import Optimizer
 from fxpipe.errors import RunError
 from fxpipe.training.undo import Undo
 
+#: Of so many updates one waits for the verdict, to measure how long that takes.
+PERIOD = 16
+#: The first updates wait as well: they take longer than others, as an optimizer makes its state.
+FIRST = 2
+
 
 @dataclass(eq=False)
 class Pace:
-    """Whether it pays to update ahead of the verdict, by seconds that this rank has measured.
+    """Decides whether a rank updates ahead of the verdict: where it would wait for longer than it copies.
 
-    ``wait``: from its gradients to the verdict, where it waited; None before the first.  ``copies``: those
-    that undo an update.
+    ``wait``: seconds from its gradients to the verdict, where it waited last.  ``copies``: those of the last
+    copies.  ``updates``: their number so far.
     """
 
-    wait: float | None = None
+    wait: float = 0.0
     copies: float = 0.0
+    updates: int = 0
 
-    @property
-    def pays(self) -> bool:
-        return self.wait is not None and self.wait > self.copies
-
-    def waited(self, seconds: float) -> None:
-        self.wait = seconds if self.wait is None else (self.wait + seconds) / 2
-
-    def copied(self, seconds: float) -> None:
-        self.copies = (self.copies + seconds) / 2 if self.copies else seconds
+    def goes_ahead(self) -> bool:
+        """Asked once for each update."""
+        self.updates += 1
+        return self.updates > FIRST and self.updates % PERIOD > 0 and self.wait > self.copies
 
 
 @dataclass(eq=False)

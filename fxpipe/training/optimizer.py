@@ -178,7 +178,7 @@ class PipelineOptimizer(Optimizer):
     def _begin(self, ranks: Ranks) -> None:
         """Begin to tell all ranks of the gradients of this one; update at once if that is likely to stand."""
         number = self._number().cpu()
-        goes_ahead = self._pace.pays and self._is_likely(number, ranks.world_rank)
+        goes_ahead = self._pace.goes_ahead() and self._is_likely(number, ranks.world_rank)
         words = torch.stack([number.view(torch.int64), torch.tensor(int(goes_ahead))])
         gathered = ranks.begin_gather(words, "optimizer.step")
         updated, parameters = self._updated(), self._parameters()
@@ -187,7 +187,7 @@ class PipelineOptimizer(Optimizer):
             earlier = self._undo
             ahead.undo = self._undo = Undo.of(self.optimizer, earlier)
             if earlier is not None:  # the first copies take longer: they get their memory
-                self._pace.copied(time.perf_counter() - ahead.begun)
+                self._pace.copies = time.perf_counter() - ahead.begun
             self._update()
             for held, parameter, grad in zip(updated, parameters, ahead.grads, strict=True):
                 name = self.names[held]
@@ -222,7 +222,7 @@ class PipelineOptimizer(Optimizer):
         norm = self._last_norm = self._norm(self._numbers)
         is_plain = self._clipping.is_plain(norm)
         if ahead.undo is None:
-            self._pace.waited(time.perf_counter() - ahead.begun)
+            self._pace.wait = time.perf_counter() - ahead.begun
             self._finish(norm)
         elif is_plain:
             self._nonfinite.clear()

@@ -87,16 +87,12 @@ def test_copies_take_the_memory_of_earlier_ones():
 
 
 def test_a_rank_goes_ahead_where_it_would_wait_for_longer_than_it_copies():
-    pace = Pace()
-    assert not pace.pays
-    pace.waited(1.0)
-    assert pace.pays
-    pace.copied(0.5)
-    assert pace.pays
-    pace.waited(0.0)
-    assert not pace.pays
-    pace.copied(0.25)
-    assert (pace.wait, pace.copies, pace.pays) == (0.5, 0.375, True)
+    pace = Pace(wait=1.0)
+    assert [pace.goes_ahead() for _ in range(20)] == [False] * 2 + [True] * 13 + [False] + [True] * 4
+    pace.copies = 1.5
+    assert not pace.goes_ahead()
+    pace.wait = 2.0
+    assert pace.goes_ahead()
 
 
 def test_the_first_update_is_taken_back():
