@@ -161,7 +161,8 @@ class _Found:
         if self.owner is not None and label == self.label and key in ("_parameters", "_buffers"):
             return _Found(x, label, self.owner)  # its keys are attributes as well
         attribute = self.attribute or str(key)
-        return _Found(x, label.replace("*", str(key) if self.owner is None else attribute), self.owner, attribute)
+        named = str(key) if self.owner is None else attribute
+        return _Found(x, label.replace("*", named), self.owner, attribute)
 
 
 def _places(found: _Found) -> Iterator[tuple[Any, str]]:
