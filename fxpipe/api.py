@@ -179,7 +179,8 @@ def compile(
     # Imported here, as ``load`` needs neither the compiler nor the schedule search with its compiled kernels.
     from fxpipe.capture.call import check_call
     from fxpipe.capture.dtensors import mesh_of
-    from fxpipe.compiler.compile import compile_evaluation, compile_model, last_lane_as_text
+    from fxpipe.compiler.compile import compile_model, last_lane_as_text
+    from fxpipe.compiler.evaluation import compile_evaluation
     from fxpipe.compiler.mesh import checked, choose_mesh, with_mesh
     from fxpipe.compiler.mesh_request import request_of, rows_of
     from fxpipe.compiler.options import Options, as_offload, limit_of, names_of

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from fxpipe.capture.scale import LATER, choose_microbatches
+from fxpipe.compiler.all_stages import all_stages, cluster_of, offload_bandwidth
 from fxpipe.compiler.choose import Chosen, Costing, choose_below, held_bytes, with_uses
-from fxpipe.compiler.compile import CapturedStep, all_stages, capture_step, cluster_of, offload_bandwidth
+from fxpipe.compiler.compile import CapturedStep, capture_step
 from fxpipe.compiler.cut import Cuts, Stages
 from fxpipe.compiler.options import Options, candidates, check
 from fxpipe.compiler.passes import Step
