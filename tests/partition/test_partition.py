@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from fxpipe.api.stage import Stage
 from models import gpt2
 from test_cuts import best_largest_part, parts
 from torch import fx, nn
@@ -16,7 +17,6 @@ from fxpipe.cost.known_devices import CPU
 from fxpipe.cost.nodes import node_cost
 from fxpipe.errors import PartitionError
 from fxpipe.ir.storage import call_nodes
-from fxpipe.pipeline import Stage
 from fxpipe.schedule.ops import Phase
 
 pytestmark = pytest.mark.slow

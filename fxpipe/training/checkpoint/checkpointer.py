@@ -34,7 +34,7 @@ from fxpipe.training.checkpoint.user_state import kept_state, own_state
 from fxpipe.training.optimizer import PipelineOptimizer
 
 if TYPE_CHECKING:
-    from fxpipe.pipeline import Pipeline
+    from fxpipe.api.pipeline import Pipeline
 
 
 @brief_methods
