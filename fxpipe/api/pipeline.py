@@ -24,11 +24,12 @@ from fxpipe.runtime.ranks.finite import Check, checked
 from fxpipe.tracebacks import brief_methods
 from fxpipe.training.given_values import InMemory
 from fxpipe.training.initialize import initialize_held
+from fxpipe.training.local_runner import LocalResult
 from fxpipe.training.make_optimizer import make_optimizer
 from fxpipe.training.model_state import ModelState
 from fxpipe.training.optimizer import PipelineOptimizer
 from fxpipe.training.pretrained import Pretrained, export
-from fxpipe.training.runner import LocalResult, Runner
+from fxpipe.training.runner import Runner
 from fxpipe.training.save import new_directory, save
 from fxpipe.training.shared_values import share_values
 from fxpipe.training.state_dict import copy_to_model, full_state_dict, load_state_dict, state_dict
