@@ -16,8 +16,6 @@ from torch import nn
 from fxpipe.api.alike import arguments_of, check_lanes
 from fxpipe.api.held import held_of
 from fxpipe.api.pipeline import Pipeline
-from fxpipe.capture.call import check_call
-from fxpipe.capture.dtensors import mesh_of
 from fxpipe.compiler.compile import Compiled, compile_model, last_lane_as_text
 from fxpipe.compiler.evaluation import compile_evaluation
 from fxpipe.compiler.mesh import MeshChoice, checked, choose_mesh, with_mesh
@@ -30,15 +28,16 @@ from fxpipe.cost.device import Device
 from fxpipe.errors import CaptureError, FxpipeError
 from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact, Plan
+from fxpipe.plan.dtensors import mesh_of
 from fxpipe.plan.meshes import Mesh, TriedMesh
 from fxpipe.plan.step import Shard
 from fxpipe.runtime.job.mesh import ranks_and_replicas
 from fxpipe.runtime.job.process import Process, agreed, as_timeout, under_torchrun
+from fxpipe.runtime.job.tracebacks import brief
 from fxpipe.runtime.program.accelerator import check_supported, default_device
 from fxpipe.runtime.program.offload import check_tier
 from fxpipe.schedule.formats.handwritten import is_file_name, read_schedule
 from fxpipe.schedule.ops import Schedule, Validation
-from fxpipe.tracebacks import brief
 from fxpipe.training import parts
 from fxpipe.viz.explanation import explain
 
@@ -265,7 +264,6 @@ def compile(
         known = described_everywhere(device, process.gather)
 
     def compiled_here() -> tuple[Compiled, list[Artifact]]:
-        check_call(model, example, loss_fn)
         given = model, example, loss_fn, options, device, Phases(f"fxpipe {type(model).__name__}")
         compared = (None, ()) if choice is None else (choice.step, choice.tried)
         training = compile_model(*given, known, *compared)

@@ -15,8 +15,8 @@ from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.rows import whole
 from fxpipe.plan.tensors import in_strides
 from fxpipe.runtime.job.process import Process, agreed, as_timeout, own_ranks, under_torchrun
+from fxpipe.runtime.job.tracebacks import brief
 from fxpipe.runtime.program.accelerator import default_device
-from fxpipe.tracebacks import brief
 from fxpipe.training import parts
 from fxpipe.training.accumulators import check_buckets
 

@@ -18,10 +18,10 @@ from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact, Validation
 from fxpipe.runtime.job.place import called_function
 from fxpipe.runtime.job.process import Process, agreed
+from fxpipe.runtime.job.tracebacks import brief_methods
 from fxpipe.runtime.program.outputs import On, StepResult
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.ranks.finite import Check, checked
-from fxpipe.tracebacks import brief_methods
 from fxpipe.training.given_values import InMemory
 from fxpipe.training.initialize import initialize_held
 from fxpipe.training.local_runner import LocalResult

@@ -17,11 +17,11 @@ from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact, Plan, Validation
 from fxpipe.plan.memory import rank_memory
 from fxpipe.runtime.job.process import Process
+from fxpipe.runtime.job.tracebacks import brief_methods
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.steps import Steps, simulate_steps
 from fxpipe.schedule.simulation.timeline import Timeline
-from fxpipe.tracebacks import brief_methods
 
 
 @brief_methods
@@ -157,7 +157,7 @@ class Views:
         expand: (stage, phase), say ``(1, "B")``: one section, drawn node by node as well.
         steps: the schedule of so many steps; more than one are such as repeat, with the updates behind them.
         """
-        from fxpipe.cost.nodes import node_flops
+        from fxpipe.ir.ops import node_flops
         from fxpipe.viz.pictures import draw
 
         directory = files.as_path(path, "pipe.draw")

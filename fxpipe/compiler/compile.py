@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxpipe.capture.dtensors import mesh_of
+from fxpipe.capture.call import check_call
 from fxpipe.capture.lanes import capture_lanes, lane_as_text
 from fxpipe.capture.resized import named_lengths, sample
 from fxpipe.capture.trace import Captured, capture
@@ -32,10 +32,11 @@ from fxpipe.cost.analytic import work_for_any_size
 from fxpipe.cost.cluster import Cluster
 from fxpipe.cost.device import Device
 from fxpipe.cost.profile import known_tensors
-from fxpipe.garbage import collector_paused
+from fxpipe.ir.garbage import collector_paused
 from fxpipe.ir.graph import Section
 from fxpipe.ir.resized import ResizedTraces
 from fxpipe.plan.artifact import Artifact, Plan
+from fxpipe.plan.dtensors import mesh_of
 from fxpipe.plan.meshes import Mesh, TriedMesh
 
 
@@ -67,6 +68,7 @@ def capture_step(
     phase: Phases,
 ) -> CapturedStep:
     """The step for any number of ranks and replicas; the gradient of its loss is 1 / microbatches."""
+    check_call(model, example, loss_fn)
     check_names(model)
 
     def traced(example: Any) -> Captured:

@@ -21,8 +21,8 @@ from fxpipe.compiler.options import Offload, Options
 from fxpipe.compiler.passes import CutOptions, Step
 from fxpipe.compiler.progress import Phases
 from fxpipe.cost.analytic import seconds_on, section_costs
-from fxpipe.garbage import collector_paused
 from fxpipe.ir.casts import parameter_of
+from fxpipe.ir.garbage import collector_paused
 from fxpipe.ir.graph import Kind, Section
 from fxpipe.ir.liveness import liveness
 from fxpipe.plan.artifact import Artifact, Plan

@@ -32,7 +32,7 @@ from fxpipe.errors import (
     ScheduleError,
     VocabularyError,
 )
-from fxpipe.garbage import collector_paused
+from fxpipe.ir.garbage import collector_paused
 from fxpipe.ir.storage import graph_outputs
 from fxpipe.plan.dtensors import local
 from fxpipe.plan.meshes import Mesh, TriedMesh
