@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fxpipe.api import load
+from fxpipe.api.load import load
+from fxpipe.api.pipeline import Pipeline
 from fxpipe.cli.arguments import positive, positive_int
 from fxpipe.cli.data import Data, data_from
 from fxpipe.cli.loop import DECAYS, Settings, board_class, train
 from fxpipe.errors import ArtifactError, RunError, printable
-from fxpipe.pipeline import Pipeline
 from fxpipe.plan.files import check_free
 from fxpipe.runtime.job.process import reported
 

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from fxpipe.capture.scale import LATER, choose_microbatches
+from fxpipe.compiler.all_stages import all_stages, cluster_of, offload_bandwidth
 from fxpipe.compiler.choose import Chosen, Costing, choose_below, held_bytes, with_uses
-from fxpipe.compiler.compile import CapturedStep, all_stages, capture_step, cluster_of, offload_bandwidth
+from fxpipe.compiler.compile import CapturedStep, capture_step
 from fxpipe.compiler.cut import Cuts, Stages
 from fxpipe.compiler.options import Options, candidates, check
 from fxpipe.compiler.passes import Step
@@ -31,7 +32,7 @@ from fxpipe.errors import (
     ScheduleError,
     VocabularyError,
 )
-from fxpipe.garbage import collector_paused
+from fxpipe.ir.garbage import collector_paused
 from fxpipe.ir.storage import graph_outputs
 from fxpipe.plan.dtensors import local
 from fxpipe.plan.meshes import Mesh, TriedMesh

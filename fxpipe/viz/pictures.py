@@ -24,11 +24,11 @@ from fxpipe.viz.section_picture import section_picture
 from fxpipe.viz.timeline_picture import timeline_svg
 
 if TYPE_CHECKING:
-    from fxpipe.pipeline import Pipeline
+    from fxpipe.api.views import Views
 
 
 def draw(
-    pipe: Pipeline,
+    pipe: Views,
     path: Path,
     flops: Callable[[fx.Node], int],
     expand: tuple[int, str] | None = None,
@@ -57,7 +57,7 @@ def draw(
     return [*files, timeline]
 
 
-def _title(pipe: Pipeline) -> tuple[str, ...]:
+def _title(pipe: Views) -> tuple[str, ...]:
     plan = pipe.plan
     return (
         f"{plan.model}: one microbatch of a training step",
@@ -66,7 +66,7 @@ def _title(pipe: Pipeline) -> tuple[str, ...]:
     )
 
 
-def _stages(pipe: Pipeline) -> tuple[tuple[str, ...], ...]:
+def _stages(pipe: Views) -> tuple[tuple[str, ...], ...]:
     """The lines above each stage.  Times and bytes are of one microbatch."""
     lines: list[tuple[str, ...]] = []
     for stage, cost in zip(pipe.plan.stages, pipe.plan.costs.stages, strict=True):
@@ -83,7 +83,7 @@ def _stages(pipe: Pipeline) -> tuple[tuple[str, ...], ...]:
     return tuple(lines)
 
 
-def _share(pipe: Pipeline, stage: int) -> str:
+def _share(pipe: Views, stage: int) -> str:
     """The name of the vocabulary layer of which a stage is a shard."""
     vocabulary = pipe.plan.vocabulary
     if vocabulary is None or not pipe.schedule.is_vocabulary(stage):
@@ -93,7 +93,7 @@ def _share(pipe: Pipeline, stage: int) -> str:
     )
 
 
-def _section(pipe: Pipeline, stage: int, phase: str) -> Section:
+def _section(pipe: Views, stage: int, phase: str) -> Section:
     for section in pipe.sections:
         if (section.stage, section.phase) == (stage, phase):
             return section

@@ -11,8 +11,8 @@ from torch import nn
 
 import fxpipe
 import fxpipe.ir.liveness
-from fxpipe.cost.nodes import node_flops
 from fxpipe.errors import FxpipeError
+from fxpipe.ir.ops import node_flops
 from fxpipe.ir.sections import edges_between
 from fxpipe.ir.storage import call_nodes
 from fxpipe.ir.text import shape_text

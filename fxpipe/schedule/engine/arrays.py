@@ -14,7 +14,7 @@ import numpy as np
 from fxpipe.schedule.bound import in_order
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.dependencies import SECTION_KINDS, SECTIONS_PER_STAGE, Needs, durations, index, needs
-from fxpipe.schedule.engine.kernel import Floats, Ints, Tables
+from fxpipe.schedule.engine.tables import Floats, Ints, Tables
 from fxpipe.schedule.ops import Phase
 from fxpipe.schedule.placement import stages_of
 from fxpipe.schedule.simulation.memory import memory_changes

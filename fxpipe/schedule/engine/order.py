@@ -10,7 +10,8 @@ import numpy as np
 
 from fxpipe.schedule.dependencies import SECTION_KINDS, SECTIONS_PER_STAGE
 from fxpipe.schedule.engine.arrays import ScheduleArrays
-from fxpipe.schedule.engine.kernel import Floats, Ints, peak_of, run_ops
+from fxpipe.schedule.engine.kernel import peak_of, run_ops
+from fxpipe.schedule.engine.tables import Floats, Ints
 from fxpipe.schedule.ops import Op, OpKind, RankOps
 
 OpIds = Ints

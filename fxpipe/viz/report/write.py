@@ -18,7 +18,7 @@ from fxpipe.viz.report.graph_record import GraphRecord, graph_record, read_graph
 from fxpipe.viz.report.page import page
 
 if TYPE_CHECKING:
-    from fxpipe.pipeline import Pipeline
+    from fxpipe.api.views import Views
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def saved_source(directory: Path) -> Source:
     return Source(plan, programs, read_graph(directory, len(plan.stages)), measured_step(plan, directory))
 
 
-def live_source(pipe: Pipeline) -> Source:
+def live_source(pipe: Views) -> Source:
     """Of a pipeline in memory: compiled or loaded."""
     graph = None
     if pipe.graph is not None:
