@@ -161,7 +161,8 @@ class _Found:
         if self.owner is not None and label == self.label and key in ("_parameters", "_buffers"):
             return _Found(x, label, self.owner)  # its keys are attributes as well
         attribute = self.attribute or str(key)
-        return _Found(x, label.replace("*", attribute if self.owner else str(key)), self.owner, attribute)
+        named = str(key) if self.owner is None else attribute
+        return _Found(x, label.replace("*", named), self.owner, attribute)
 
 
 def _places(found: _Found) -> Iterator[tuple[Any, str]]:
@@ -227,7 +228,7 @@ def _parts(found: _Found) -> list[_Found]:
 
 def _alike(a: Any, b: Any) -> bool:
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_same(x, b[key]) for key, x in a.items())
+        return [*a] == [*b] and all(_same(x, b[key]) for key, x in a.items())
     if isinstance(a, list):
         return len(a) == len(b) and all(map(_same, a, b))
     return bool(a == b)  # sets and bytes

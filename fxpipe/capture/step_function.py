@@ -113,7 +113,7 @@ class StepFunction:
             reshaped = self.constants.reshaped()
             try:
                 self.difference = self._repeat(first, flat, wanted, questions)
-                if self.difference and first.state:
+                if first.state:  # the second run may have read another one, of the same value
                     raise KeepsState("")
             except KeepsState as error:
                 error.args = (f"{error}{reshaped}",)

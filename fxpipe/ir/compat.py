@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch._C import Argument
+from torch._C import DisableTorchFunction as no_function_modes
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -50,6 +51,7 @@ __all__ = [
     "make_fx",
     "mark_as_parameter",
     "modules_without_code",
+    "no_function_modes",
     "no_modes",
     "nodes_after",
     "plain_kernels",
