@@ -17,7 +17,6 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from fxpipe.training.pace import Pace
 from launch import forked
 from torch import nn
 
@@ -26,6 +25,7 @@ from fxpipe.runtime.program.rank import Runtime
 from fxpipe.training import make_optimizer
 from fxpipe.training.ahead import Ahead
 from fxpipe.training.optimizer import PipelineOptimizer
+from fxpipe.training.pace import Pace
 from fxpipe.training.undo import Undo
 from fxpipe.training.updates import Updates
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from fxpipe.api.stage import Stage
 from models import gpt2
 from test_cuts import best_largest_part, parts
 from torch import fx, nn
@@ -13,6 +12,7 @@ from torch.nn import functional as F
 from zoo import CASES, Chain, captured_once, numbers
 
 import fxpipe
+from fxpipe.api.stage import Stage
 from fxpipe.cost.known_devices import CPU
 from fxpipe.cost.nodes import node_cost
 from fxpipe.errors import PartitionError

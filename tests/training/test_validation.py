@@ -5,13 +5,13 @@ import re
 import pytest
 import torch
 import validation_worker as worker
-from fxpipe.training.pace import BLOCK, BLOCKS, FIRST, PERIOD, Pace
 from launch import forked
 from torch.nn import Parameter
 
 from fxpipe.errors import RunError
 from fxpipe.training.ahead import Ahead
 from fxpipe.training.clipping import Clipping
+from fxpipe.training.pace import BLOCK, BLOCKS, FIRST, PERIOD, Pace
 from fxpipe.training.undo import Undo, check_undoable
 from fxpipe.training.updates import Updates
 
