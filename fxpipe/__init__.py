@@ -35,12 +35,13 @@ if TYPE_CHECKING:
     from fxpipe.api.load import load
     from fxpipe.api.pipeline import Pipeline
     from fxpipe.compiler.options import Offload
-    from fxpipe.plan.version import __version__
     from fxpipe.runtime.program.outputs import StepResult
     from fxpipe.runtime.ranks.local_mesh import local_lanes
     from fxpipe.schedule.ops import Schedule
     from fxpipe.training.checkpoint.checkpointer import Checkpointer
     from fxpipe.training.checkpoint.read import Checkpoint, read_checkpoint
+
+    __version__: str
 
 __all__ = [
     "ArtifactError",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import fx
 
@@ -22,6 +23,9 @@ from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.steps import Steps, simulate_steps
 from fxpipe.schedule.simulation.timeline import Timeline
+
+if TYPE_CHECKING:
+    from fxpipe.viz.report.write import Source
 
 
 @brief_methods
@@ -157,12 +161,12 @@ class Views:
         expand: (stage, phase), say ``(1, "B")``: one section, drawn node by node as well.
         steps: the schedule of so many steps; more than one are such as repeat, with the updates behind them.
         """
-        from fxpipe.ir.ops import node_flops
         from fxpipe.viz.pictures import draw
 
         directory = files.as_path(path, "pipe.draw")
+        shown = self.simulate() if steps == 1 else self.simulate_steps(steps + 1).last(steps)
         with files.writing(directory):
-            return draw(self, directory, node_flops, expand, steps)
+            return draw(self.plan, self.graph, self.sections, shown, directory, expand)
 
     def report(self, path: str | Path) -> Path:
         """Write everything known about the pipeline as one HTML file that needs no network; return the file.
@@ -171,17 +175,21 @@ class Views:
         and candidates (docs/report.md).  A loaded pipeline's has the measured step beside the predicted one,
         if one was recorded in its directory.
         """
-        from fxpipe.viz.report.write import live_source, write_report
+        from fxpipe.viz.report.write import write_report
 
-        return write_report(live_source(self), Path(path))
+        return write_report(self._source(), Path(path))
 
     def trace(self, path: str | Path) -> Path:
         """Write the predicted step, and the recorded one if there is one, as a trace for Perfetto; return the
         file."""
-        from fxpipe.viz.report.write import live_source
         from fxpipe.viz.trace import write_trace
 
-        return write_trace(live_source(self), Path(path))
+        return write_trace(self._source(), Path(path))
+
+    def _source(self) -> Source:
+        from fxpipe.viz.report.write import live_source
+
+        return live_source(self.plan, self.artifact.programs, self.graph, self.sections, self.directory)
 
     def _write_views(self, directory: Path) -> None:
         """What ``save`` writes to be looked at: the pictures, and the graph for the report."""

@@ -101,6 +101,20 @@ def checked(options: Options, wanted: Iterable[TriedMesh]) -> list[TriedMesh]:
     return found
 
 
+def planned_step(
+    model: nn.Module,
+    example: Any,
+    loss_fn: Callable[..., Any] | None,
+    options: Options,
+    device: torch.device,
+    phase: Phases,
+) -> PlannedStep:
+    """The step, captured for a number of microbatches that is chosen later."""
+    later = replace(options, microbatches=LATER)
+    step = capture_step(model, example, loss_fn, later, device, phase)
+    return PlannedStep(model, example, options, step, device)
+
+
 @collector_paused()
 def choose_mesh(
     model: nn.Module,
@@ -112,9 +126,8 @@ def choose_mesh(
     phase: Phases,
 ) -> MeshChoice:
     """The fastest of the meshes.  Raises ScheduleError, with the reason against each, where none fits."""
-    later = replace(options, microbatches=LATER)
-    step = capture_step(model, example, loss_fn, later, device, phase)
-    tried = compare_meshes(PlannedStep(model, example, options, step, device), wanted, phase)
+    planned = planned_step(model, example, loss_fn, options, device, phase)
+    step, tried = planned.step, compare_meshes(planned, wanted, phase)
     phase.finish("chosen")
     mesh = fastest_mesh(tried).mesh
     resized = () if step.resized is None else step.resized.graphs

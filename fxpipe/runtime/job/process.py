@@ -188,6 +188,15 @@ class Process(Collectives):
         with agreed_by(self.gather, what):
             yield
 
+    @contextlib.contextmanager
+    def reported(self) -> Iterator[None]:
+        """Tell the other ranks of an error that ends the block, for programs that catch it and end."""
+        try:
+            yield
+        except Exception as error:
+            self.watch.report(error)
+            raise
+
     def check_same(self, value: bytes, what: str) -> None:
         """Raise RunError on all ranks if a value differs between them; ``what``: its name."""
         values = self.gather(value)
@@ -299,17 +308,6 @@ def agreed(process: Process | None, what: str) -> Iterator[None]:
     """``process.agreed``, where there is a process."""
     with process.agreed(what) if process is not None else contextlib.nullcontext():
         yield
-
-
-@contextlib.contextmanager
-def reported(process: Process | None) -> Iterator[None]:
-    """Tell the other ranks of an error that ends the block, for programs that catch it and end."""
-    try:
-        yield
-    except Exception as error:
-        if process is not None:
-            process.watch.report(error)
-        raise
 
 
 def as_timeout(given: float | timedelta | None) -> timedelta | None:
