@@ -36,8 +36,8 @@ REAL = Case(Mixed, numbers), Shape(2, "zb-h1", backend="inductor")
 
 
 def main(directory: Path) -> None:
-    """Two steps, with the loss and gradients after each, and the number of functions that were not in the cache;
-    then the errors where rank 1 has no compiler."""
+    """Two steps, with the loss and gradients after each, and the number of functions that were not in the
+    cache; then the errors where rank 1 has no compiler."""
     case, shape = REAL
     rank = int(os.environ["RANK"])
     pipe = compiled(case, case.build(), MICROBATCHES, shape)
