@@ -91,9 +91,10 @@ def compile(
     model: any module, on the CPU, a GPU, or the meta device; it is not changed.  With DTensors, as torch's
         ``parallelize_module`` makes them, each rank has as many processes as their mesh (docs/lanes.md).
     example: one microbatch, a mapping of keyword arguments, or a tuple or list of arguments.
-    ranks: of a pipeline, a process each; or a DeviceMesh of (replicas, ranks), or of the ranks of a replica.
-        By default the compiler chooses ranks and replicas, the fastest mesh within ``memory_limit``, for so
-        many ``devices`` (those that torchrun started) and a ``batch`` (docs/mesh.md).
+    ranks: of a pipeline, a process each; or a DeviceMesh of (replicas, ranks), or of the ranks of a replica;
+        with DTensors it may have their lanes as one more dimension, the last.  By default the compiler
+        chooses ranks and replicas, the fastest mesh within ``memory_limit``, for so many ``devices`` (those
+        that torchrun started) and a ``batch`` (docs/mesh.md).
     replicas: the number of pipelines that train together, each on its own rows (docs/mesh.md); by default as
         many as torchrun started processes for.  ``run_local`` runs so many, 1 by default.
     shard: what the replicas divide between them: ``"optimizer"``, its state (ZeRO 1), ``"gradients"``, these
@@ -191,16 +192,17 @@ def compile(
         raise CaptureError(f"The model is a {type(model).__name__}; fxpipe compiles an nn.Module.")
     device = _device_of(model)
     check_supported(device)
-    pipeline_ranks, replicas = ranks_and_replicas(ranks, replicas)
-    limit = as_timeout(timeout)
-    process = Process.join(device, limit) if under_torchrun() else None
     mesh = mesh_of(model)
     lanes = 1 if mesh is None else mesh.size()
+    pipeline_ranks, replicas = ranks_and_replicas(ranks, replicas, lanes)
+    limit = as_timeout(timeout)
+    process = Process.join(device, limit) if under_torchrun() else None
     if process is not None:
         unknown = process.world_size // lanes, None
         given = unknown if pipeline_ranks is None else (pipeline_ranks, replicas)
         process = process.with_ranks(*given, lanes)
-        process.check_mesh(mesh)
+        with process.agreed("use the mesh of its model"):
+            process.check_mesh(mesh)
         process.backend(device)
     with agreed(process, "compile"):
         world = None if process is None else process.world_size // lanes
@@ -345,7 +347,7 @@ def load(
     else:
         process.check_same(files.checksum_of(texts), f"{directory / 'plan.json'}")
         artifacts = parts.share_plans(plans, process)
-        process = process.with_ranks(artifacts[0].plan.ranks)
+        process = process.with_ranks(artifacts[0].plan.ranks, lanes=artifacts[0].plan.lanes.number)
     plan = artifacts[0].plan
     own = own_ranks(process, plan.ranks)
     with agreed(process, f"load {directory}"):
@@ -427,7 +429,7 @@ def _read_tensors(
     constants: dict[str, torch.Tensor] = {}
     for rank in own_ranks(process, plan.ranks):
         held = plan.tensors[rank]
-        tensors = files.read_tensors(directory, plan, rank)
+        tensors = files.read_tensors(directory, plan, rank, lane=None if process is None else process.lane)
         for name in held.parameters:
             trained = name in held.gradients
             parameters.setdefault(name, nn.Parameter(tensors[name].to(device), requires_grad=trained))
@@ -436,7 +438,7 @@ def _read_tensors(
     if process is None:
         joined = whole(parameters).items()
         parameters = {
-            name: nn.Parameter(in_strides(t.detach(), plan.layouts[name].stride), t.requires_grad)
+            name: nn.Parameter(in_strides(t.detach(), plan.whole_layout(name).stride), t.requires_grad)
             for name, t in joined
         }
     return parameters, buffers, constants
