@@ -272,11 +272,12 @@ def compile(
     if process is not None and request is not None:
         process = process.with_ranks(options.ranks, options.replicas, lanes)
 
-    known: tuple[Device, ...] = ()
+    known: list[list[Device]] = []
     if process is not None and costs == "analytic" and process.has_different_devices(device):
         from fxpipe.cost.describe import described_everywhere
 
-        known = described_everywhere(device, process.gather)
+        devices_of_all = described_everywhere(device, process.gather)
+        known = [[devices_of_all[k] for k in process.that_run(rank)] for rank in range(process.ranks)]
 
     def compiled_here() -> tuple[Compiled, Artifact | None]:
         check_call(model, example, loss_fn)

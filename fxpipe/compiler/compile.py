@@ -38,7 +38,7 @@ from fxpipe.compiler.passes import CutOptions, Step
 from fxpipe.compiler.progress import Phases
 from fxpipe.compiler.tensor_ownership import check_names, check_state_of_replicas, tied_gradients
 from fxpipe.cost.analytic import seconds_on, section_costs, work_for_any_size
-from fxpipe.cost.cluster import Cluster, of_stages
+from fxpipe.cost.cluster import Cluster, of_stages, slowest_of_each
 from fxpipe.cost.describe import describe
 from fxpipe.cost.device import Device
 from fxpipe.cost.known_devices import device_named
@@ -122,12 +122,12 @@ def compile_model(
     options: Options,
     device: torch.device,
     phase: Phases,
-    devices: Sequence[Device] = (),
+    devices: Sequence[Sequence[Device]] = (),
     step: CapturedStep | None = None,
     meshes: tuple[TriedMesh, ...] = (),
 ) -> Compiled:
-    """devices: of the ranks, if they differ and the user names none.  step: if it is captured already.
-    meshes: those that were compared.
+    """devices: of the processes of each rank, if they differ and the user names none.
+    step: if it is captured already.  meshes: those that were compared.
     """
     tried = candidates(options)
     ways = len(tried.barriers)
@@ -335,12 +335,14 @@ def _in_eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def cluster_of(options: Options, device: torch.device, devices: Sequence[Device], graph: fx.Graph) -> Cluster:
-    """The devices that the costs are of."""
+def cluster_of(
+    options: Options, device: torch.device, devices: Sequence[Sequence[Device]], graph: fx.Graph
+) -> Cluster:
+    """The devices that the costs are of.  devices: of the processes of each rank, if they are known."""
     if isinstance(options.costs, tuple):
         return Cluster(tuple(map(device_named, options.costs)))
     if devices and options.costs == "analytic":
-        return Cluster(tuple(devices))
+        return slowest_of_each(devices, graph)
     return Cluster((describe(options.costs, device, graph),) * options.ranks)
 
 
