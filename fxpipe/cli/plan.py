@@ -5,18 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from rich.console import Console
 from torch import nn
 
-from fxpipe.capture.scale import LATER
 from fxpipe.cli.arguments import memory, non_negative, positive, positive_int
 from fxpipe.cli.functions import python_function
-from fxpipe.compiler.compile import capture_step
-from fxpipe.compiler.mesh import PlannedStep, checked, compare_meshes, fastest_mesh
+from fxpipe.compiler.mesh import checked, compare_meshes, fastest_mesh, planned_step
 from fxpipe.compiler.mesh_request import MeshRequest, request_of, rows_of
 from fxpipe.compiler.options import Options, as_offload
 from fxpipe.compiler.progress import Phases
@@ -96,8 +93,8 @@ def _plan(options: argparse.Namespace) -> None:
     asked = _options(options, request)
     device, phase = torch.device("cpu"), Phases(f"fxpipe plan {type(model).__name__}", ends=False)
     checked(asked, request.meshes(rows_of(example)))
-    step = capture_step(model, example, loss_fn, replace(asked, microbatches=LATER), device, phase)
-    planned = PlannedStep(model, example, asked, step, device)
+    planned = planned_step(model, example, loss_fn, asked, device, phase)
+    step = planned.step
     sizes = [{}, *({name: length} for name, length in options.size)]
     given = step.captured.graph, step.resized, example, options.device
     found = []

@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from fxpipe.api import load
+from fxpipe.api.load import load
+from fxpipe.api.pipeline import Pipeline
 from fxpipe.cli.arguments import positive, positive_int
 from fxpipe.cli.data import Data, data_from
 from fxpipe.cli.loop import DECAYS, Settings, board_class, train
 from fxpipe.errors import ArtifactError, RunError, printable
-from fxpipe.pipeline import Pipeline
 from fxpipe.plan.files import check_free
-from fxpipe.runtime.job.process import reported
 
 
 def add_to(commands: Any, line: str) -> None:
@@ -121,7 +121,7 @@ def _run(options: argparse.Namespace) -> None:
         tensorboard=options.tensorboard,
         log=options.log,
     )
-    with reported(pipe.process):
+    with pipe.process.reported() if pipe.process is not None else nullcontext():
         data = _data(options.data, pipe)
         evaluated = None if options.evaluate is None else _data(options.evaluate, pipe.evaluation or pipe)
         _check_processes(pipe, options.directory)

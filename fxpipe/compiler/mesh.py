@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from fxpipe.capture.scale import LATER, choose_microbatches
+from fxpipe.compiler.all_stages import all_stages, cluster_of, offload_bandwidth
 from fxpipe.compiler.choose import Chosen, Costing, choose_below, held_bytes, with_uses
-from fxpipe.compiler.compile import CapturedStep, all_stages, capture_step, cluster_of, offload_bandwidth
+from fxpipe.compiler.compile import CapturedStep, capture_step
 from fxpipe.compiler.cut import Cuts, Stages
 from fxpipe.compiler.options import Options, candidates, check
 from fxpipe.compiler.passes import Step
@@ -31,7 +32,7 @@ from fxpipe.errors import (
     ScheduleError,
     VocabularyError,
 )
-from fxpipe.garbage import collector_paused
+from fxpipe.ir.garbage import collector_paused
 from fxpipe.ir.storage import graph_outputs
 from fxpipe.plan.dtensors import local
 from fxpipe.plan.meshes import Mesh, TriedMesh
@@ -100,6 +101,20 @@ def checked(options: Options, wanted: Iterable[TriedMesh]) -> list[TriedMesh]:
     return found
 
 
+def planned_step(
+    model: nn.Module,
+    example: Any,
+    loss_fn: Callable[..., Any] | None,
+    options: Options,
+    device: torch.device,
+    phase: Phases,
+) -> PlannedStep:
+    """The step, captured for a number of microbatches that is chosen later."""
+    later = replace(options, microbatches=LATER)
+    step = capture_step(model, example, loss_fn, later, device, phase)
+    return PlannedStep(model, example, options, step, device)
+
+
 @collector_paused()
 def choose_mesh(
     model: nn.Module,
@@ -111,9 +126,8 @@ def choose_mesh(
     phase: Phases,
 ) -> MeshChoice:
     """The fastest of the meshes.  Raises ScheduleError, with the reason against each, where none fits."""
-    later = replace(options, microbatches=LATER)
-    step = capture_step(model, example, loss_fn, later, device, phase)
-    tried = compare_meshes(PlannedStep(model, example, options, step, device), wanted, phase)
+    planned = planned_step(model, example, loss_fn, options, device, phase)
+    step, tried = planned.step, compare_meshes(planned, wanted, phase)
     phase.finish("chosen")
     mesh = fastest_mesh(tried).mesh
     resized = () if step.resized is None else step.resized.graphs
@@ -238,8 +252,6 @@ class _Search:
     def _as_before(self, options: Options) -> Chosen | None:
         """The schedule of a mesh that had no less memory for it, if it keeps the limits of this one."""
         assert self.cuts is not None
-        if options.schedule != AUTO and options.memory_limit is not None:
-            return None  # a family may ask for more memory than is simulated
         for before in self.found:
             try:
                 problem = self.cuts[1].problem(before.placed, options)

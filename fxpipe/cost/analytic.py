@@ -11,9 +11,10 @@ from torch import fx
 from fxpipe.cost.arithmetic import arithmetic_of
 from fxpipe.cost.cluster import Cluster
 from fxpipe.cost.device import Device
-from fxpipe.cost.nodes import NodeSeconds, bytes_moved, is_free, node_flops
+from fxpipe.cost.nodes import NodeSeconds, bytes_moved, is_free
 from fxpipe.cost.polynomials import Polynomial, Sizes
 from fxpipe.ir.liveness import Liveness
+from fxpipe.ir.ops import node_flops
 from fxpipe.ir.resized import ResizedTraces
 from fxpipe.ir.storage import call_nodes, node_bytes
 from fxpipe.plan.work import PlanWork, Rates, StageWork, Terms, Work

@@ -9,13 +9,12 @@ from typing import Any, cast
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry
 
 from fxpipe.cost.arithmetic import arithmetic_of
 from fxpipe.cost.device import Device
+from fxpipe.ir.ops import is_between_lanes, node_flops
 from fxpipe.ir.storage import is_view, node_bytes
 from fxpipe.plan.tensors import sum_over_ranks
-from fxpipe.runtime.program.lanes import is_between_lanes
 
 aten = torch.ops.aten
 
@@ -97,18 +96,3 @@ def bytes_moved(node: fx.Node, size: Callable[[fx.Node], Any] = node_bytes) -> A
         case aten.index_add_.default:
             return 3 * size(node.args[3])  # type: ignore[arg-type]
     return size(node) + sum(size(n) for n in node.all_input_nodes)
-
-
-def node_flops(node: fx.Node, value: Callable[[fx.Node], Any] = lambda n: n.meta.get("val")) -> Any:
-    """FLOPs of one node: of a matrix product, a convolution or attention; 0 for other ops.
-
-    value: a node's value, with tensors or with shapes that may be polynomials; the result is as they are.
-    """
-    packet = getattr(node.target, "overloadpacket", None)
-    if packet is not None and packet not in flop_registry:  # addmm_ counts as addmm
-        packet = getattr(torch.ops.aten, packet.__name__.removesuffix("_"), packet)
-    formula = flop_registry.get(packet)
-    if formula is None:
-        return 0
-    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), value)
-    return formula(*args, **kwargs, out_val=value(node))

@@ -255,7 +255,7 @@ def test_stages(pipe, data):
 
 
 def test_what_is_not_known_is_said(pipe, saved):
-    source = live_source(pipe)
+    source = live_source(pipe.plan, pipe.artifact.programs, pipe.graph, pipe.sections, None)
     assert source.measured is None
     assert any(
         "No recorded step" in line

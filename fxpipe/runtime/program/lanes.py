@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -158,11 +158,3 @@ for _schema, (_run, _layout) in _OPS.items():
     _library.define(_schema)
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"lanes::{_name}", _layout, lib=_library)
-
-
-def is_between_lanes(target: Any) -> bool:
-    """Whether an op communicates: all lanes must call it together."""
-    return getattr(target, "namespace", "") == "lanes" and target not in (
-        torch.ops.lanes.part.default,
-        torch.ops.lanes.number.default,
-    )

@@ -14,7 +14,7 @@ import numpy as np
 from fxpipe.schedule.bound import in_order
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.dependencies import SECTION_KINDS, SECTIONS_PER_STAGE, Needs, durations, index, needs
-from fxpipe.schedule.engine.kernel import Floats, Ints, Tables
+from fxpipe.schedule.engine.tables import Floats, Ints, Tables
 from fxpipe.schedule.ops import Phase
 from fxpipe.schedule.placement import stages_of
 from fxpipe.schedule.simulation.memory import memory_changes
@@ -27,7 +27,7 @@ class ScheduleArrays:
     Per section: ``seconds`` to ``rank``, and the memory changes ``at_start`` and ``at_end``.  Per rank: its
     stages (``own``), and the seconds of its ``update`` that count as part of its span.  Per stage: ``hold``
     and ``kept``, the most that a rank holds from F to B and from B to W, including values that the stage and
-    later stages of its rank hand each other.
+    later stages of its rank hand each other; ``joined``: instead of both, if B and W are one op.
     """
 
     ranks: int
@@ -41,6 +41,7 @@ class ScheduleArrays:
     own: tuple[tuple[int, ...], ...]
     hold: tuple[float, ...]
     kept: tuple[float, ...]
+    joined: tuple[float, ...]
     at_start: tuple[float, ...]
     at_end: tuple[float, ...]
     update: tuple[float, ...]
@@ -91,6 +92,11 @@ class ScheduleArrays:
         """Per rank the memory with which it can always progress: one microbatch in all its stages."""
         return tuple(sum(self.hold[stage] for stage in stages) for stages in self.own)
 
+    @cached_property
+    def smallest_joined(self) -> tuple[float, ...]:
+        """``smallest_limits`` of schedules in which all B and W are one op: no schedule needs less."""
+        return tuple(sum(self.joined[stage] for stage in stages) for stages in self.own)
+
 
 def schedule_arrays(
     costs: Costs, placement: tuple[int, ...], microbatches: int, updates: bool = False
@@ -130,6 +136,7 @@ def schedule_arrays(
             for cost, own, more in zip(costs.stages, kept, handed, strict=True)
         ),
         kept=tuple(kept),
+        joined=tuple(cost.saved_activations + more for cost, more in zip(costs.stages, handed, strict=True)),
         at_start=tuple(at_start),
         at_end=tuple(at_end),
         update=tuple(costs.update_seconds(rank, "post") if updates else 0.0 for rank in ranks),

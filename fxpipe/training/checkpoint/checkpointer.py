@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from fxpipe.errors import ArtifactError, FxpipeError, RunError
 from fxpipe.plan.files import as_path, checksum, writing
 from fxpipe.runtime.job.process import agreed, agreed_by
+from fxpipe.runtime.job.tracebacks import brief_methods
 from fxpipe.runtime.program.comm import NoAnswer, answered
 from fxpipe.strict import structure, unstructure
-from fxpipe.tracebacks import brief_methods
 from fxpipe.training.checkpoint import files, tensor_store
 from fxpipe.training.checkpoint.plain import from_json, to_json
 from fxpipe.training.checkpoint.restore import contents_for, restore
@@ -34,7 +34,7 @@ from fxpipe.training.checkpoint.user_state import kept_state, own_state
 from fxpipe.training.optimizer import PipelineOptimizer
 
 if TYPE_CHECKING:
-    from fxpipe.pipeline import Pipeline
+    from fxpipe.api.pipeline import Pipeline
 
 
 @brief_methods

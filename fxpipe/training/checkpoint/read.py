@@ -10,7 +10,7 @@ import torch
 
 from fxpipe.errors import ArtifactError
 from fxpipe.plan.files import as_path
-from fxpipe.tracebacks import brief
+from fxpipe.runtime.job.tracebacks import brief
 from fxpipe.training.checkpoint import files, tensor_store
 from fxpipe.training.checkpoint.restore import held_in
 from fxpipe.training.checkpoint.training_state import MODEL, OPTIMIZER, Record
