@@ -32,10 +32,11 @@ from fxpipe.runtime.ranks.finite import Check, Finite
 from fxpipe.runtime.ranks.heap import give_back_large_tensors
 from fxpipe.runtime.ranks.lanes import LocalLanes
 from fxpipe.runtime.ranks.load_program import Collective, Program, load_program
-from fxpipe.runtime.ranks.local import LocalComm, LocalWorld, run_all
+from fxpipe.runtime.ranks.local import LocalComm, LocalWorld
 from fxpipe.runtime.ranks.local_replicas import LocalReplicas
 from fxpipe.runtime.ranks.replicas import DistributedReplicas
 from fxpipe.runtime.ranks.tracked_memory import SavedBytes
+from fxpipe.runtime.ranks.turns import run_all
 from fxpipe.training.accumulators import (
     Finish,
     accumulators,
