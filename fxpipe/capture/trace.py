@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fxpipe.capture.activations import Activations
 from fxpipe.capture.assigned import Assigned
 from fxpipe.capture.borrow import borrowed
 from fxpipe.capture.call import arguments, described
@@ -250,7 +251,7 @@ class _Function:
         kept: Mapping[str, bool],
     ):
         self.model, self.loss_fn, self.scale, self.given = model, loss_fn, scale, given
-        self.gradients, self.outputs = gradients, outputs
+        self.gradients, self.activations = gradients, Activations(model, outputs)
         self.fixed = {x.input.name: x.real.reshape(-1).tolist() for x in given if x.fixed}
         self.registered = registered(model, kept)
         self.constants = Constants(model, kept)
@@ -369,12 +370,13 @@ class _Function:
     def _forward(self, wanted: dict[str, torch.Tensor]) -> Results:
         example = self._example()
         args, kwargs = arguments(example)
-        output = self.model(*args, **kwargs)
+        with self.activations.kept():
+            output = self.model(*args, **kwargs)
         if self.loss_fn is not None:
             self.of_loss = (
                 f"It gets the output, {described([output])}, and the microbatch, {described([example])}."
             )
-        results = find_results(output, example, self.loss_fn, self.gradients, self.outputs)
+        results = find_results(output, example, self.loss_fn, self.gradients, self.activations)
         self.of_loss = ""
         for name, value in wanted.items():
             if value.grad is not None:
