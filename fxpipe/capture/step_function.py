@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpipe.capture.activations import Activations
 from fxpipe.capture.assigned import Assigned
 from fxpipe.capture.call import arguments, described
 from fxpipe.capture.dtensors import local_gradient
@@ -70,7 +71,7 @@ class StepFunction:
         kept: Mapping[str, bool],
     ):
         self.model, self.loss_fn, self.scale, self.given = model, loss_fn, scale, given
-        self.gradients, self.outputs = gradients, outputs
+        self.gradients, self.activations = gradients, Activations(model, outputs)
         self.fixed = {x.input.name: x.real.reshape(-1).tolist() for x in given if x.fixed}
         self.registered = registered(model, kept)
         self.constants = Constants(model, kept)
@@ -189,12 +190,13 @@ class StepFunction:
     def _forward(self, wanted: dict[str, torch.Tensor]) -> Results:
         example = self._example()
         args, kwargs = arguments(example)
-        output = self.model(*args, **kwargs)
+        with self.activations.kept():
+            output = self.model(*args, **kwargs)
         if self.loss_fn is not None:
             self.of_loss = (
                 f"It gets the output, {described([output])}, and the microbatch, {described([example])}."
             )
-        results = find_results(output, example, self.loss_fn, self.gradients, self.outputs)
+        results = find_results(output, example, self.loss_fn, self.gradients, self.activations)
         self.of_loss = ""
         for name, value in wanted.items():
             if value.grad is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.autograd import profiler as autograd_profiler
 from torch.distributed.rendezvous import rendezvous
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils import _python_dispatch as dispatch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as no_modes
@@ -24,6 +27,7 @@ __all__ = [
     "PrefixStore",
     "StorageWeakRef",
     "Store",
+    "ThreadState",
     "TorchDispatchMode",
     "all_gather_single",
     "as_one",
@@ -108,6 +112,44 @@ def hooks_registered() -> int:
 def is_watched() -> bool:
     """Whether a TorchDispatchMode sees the ops of this thread."""
     return torch._C._len_torch_dispatch_stack() > 0
+
+
+@dataclass(frozen=True)
+class ThreadState:
+    """What with-blocks of torch set for a thread: modes, autocast on one type of device, and whether
+    gradients are recorded."""
+
+    dispatch: tuple[Any, ...]
+    function: tuple[Any, ...]
+    grad: bool
+    autocast: tuple[bool, torch.dtype]
+    device_type: str
+
+    @staticmethod
+    def now(device_type: str) -> ThreadState:
+        return ThreadState(
+            tuple(dispatch._get_current_dispatch_mode_stack()),
+            tuple(_get_current_function_mode_stack()),
+            torch.is_grad_enabled(),
+            (torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)),
+            device_type,
+        )
+
+    def set(self, now: ThreadState) -> None:
+        """Make it that of the thread, where there is another one now."""
+        if self == now:
+            return
+        for _ in now.dispatch:
+            dispatch._pop_mode()
+        for mode in self.dispatch:
+            dispatch._push_mode(mode)
+        for _ in now.function:
+            _pop_mode()
+        for mode in self.function:
+            _push_mode(mode)
+        torch.set_grad_enabled(self.grad)
+        torch.set_autocast_enabled(self.device_type, self.autocast[0])
+        torch.set_autocast_dtype(self.device_type, self.autocast[1])
 
 
 def is_profiling() -> bool:

@@ -29,9 +29,10 @@ from fxpipe.runtime.ranks.agreement import check_agreement
 from fxpipe.runtime.ranks.finite import Check, Finite
 from fxpipe.runtime.ranks.lanes import LocalLanes
 from fxpipe.runtime.ranks.load_program import Program, load_program
-from fxpipe.runtime.ranks.local import LocalComm, LocalWorld, run_all
+from fxpipe.runtime.ranks.local import LocalComm, LocalWorld
 from fxpipe.runtime.ranks.local_replicas import LocalReplicas
 from fxpipe.runtime.ranks.tracked_memory import SavedBytes
+from fxpipe.runtime.ranks.turns import run_all
 from fxpipe.training.accumulators import (
     zero_buckets,
 )

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fxpipe
-from fxpipe import api
+from fxpipe.api.compile import _torchrun_ranks
 from fxpipe.cli import main
 from fxpipe.cost.known_devices import device_named
 from fxpipe.cost.nodes import is_free
@@ -178,12 +178,12 @@ def test_bad_options(options, message):
 @pytest.mark.parametrize(("environment", "expected"), [({}, None), ({"LOCAL_WORLD_SIZE": "8"}, 8)])
 def test_torchrun_says_how_many_ranks_a_machine_has(monkeypatch, environment, expected):
     monkeypatch.setattr(os, "environ", {"WORLD_SIZE": "16", **environment})
-    assert api._torchrun_ranks() == expected
+    assert _torchrun_ranks() == expected
 
 
 def test_without_torchrun_there_is_one_machine(monkeypatch):
     monkeypatch.setattr(os, "environ", {"LOCAL_WORLD_SIZE": "8"})
-    assert api._torchrun_ranks() is None
+    assert _torchrun_ranks() is None
 
 
 # -- plans of one device on another --------------------------------------------------------------------
