@@ -29,12 +29,10 @@ from fxpipe.viz.terminal import terminal
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
-def add_to(commands: Any, line: str) -> None:
-    parser = commands.add_parser(
-        "plan",
-        help=line,
-        description="Compares meshes of ranks and replicas for a model on devices that need not be here. "
-        "Nothing is allocated: the function runs with tensors on the meta device.",
+def add_to(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Compares meshes of ranks and replicas for a model on devices that need not be here. Nothing is "
+        "allocated: the function runs with tensors on the meta device."
     )
     parser.set_defaults(command=_plan)
     add = parser.add_argument
