@@ -8,6 +8,7 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 from torch import fx, nn
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from zoo import Case, Dropout, Shape, compiled, numbers
 
@@ -35,7 +36,8 @@ REAL = Case(Mixed, numbers), Shape(2, "zb-h1", backend="inductor")
 
 
 def main(directory: Path) -> None:
-    """Two steps, with the loss and gradients after each; then the errors where rank 1 has no compiler."""
+    """Two steps, with the loss and gradients after each, and the number of functions that were not in the
+    cache; then the errors where rank 1 has no compiler."""
     case, shape = REAL
     rank = int(os.environ["RANK"])
     pipe = compiled(case, case.build(), MICROBATCHES, shape)
@@ -47,6 +49,8 @@ def main(directory: Path) -> None:
         found |= {name: pipe.parameter(name).grad for name in held.gradients}
         own = {name: tensor.detach().clone() for name, tensor in found.items()}
         save_file(own, directory / f"{step}.{rank}.safetensors")
+    anew = sum(counters["inductor"][f"fxgraph_cache_{how}"] for how in ("miss", "bypass"))
+    (directory / f"anew.{rank}").write_text(str(anew))
 
     def compile_on_rank_0(traced: fx.GraphModule, inputs: object) -> Callable[..., object]:
         if rank == 1:

@@ -91,9 +91,10 @@ def compile(
     model: any module, on the CPU, a GPU, or the meta device; it is not changed.  With DTensors, as torch's
         ``parallelize_module`` makes them, each rank has as many processes as their mesh (docs/lanes.md).
     example: one microbatch, a mapping of keyword arguments, or a tuple or list of arguments.
-    ranks: of a pipeline, a process each; or a DeviceMesh of (replicas, ranks), or of the ranks of a replica.
-        By default the compiler chooses ranks and replicas, the fastest mesh within ``memory_limit``, for so
-        many ``devices`` (those that torchrun started) and a ``batch`` (docs/mesh.md).
+    ranks: of a pipeline, a process each; or a DeviceMesh of (replicas, ranks), or of the ranks of a replica;
+        with DTensors it may have their lanes as one more dimension, the last.  By default the compiler
+        chooses ranks and replicas, the fastest mesh within ``memory_limit``, for so many ``devices`` (those
+        that torchrun started) and a ``batch`` (docs/mesh.md).
     replicas: the number of pipelines that train together, each on its own rows (docs/mesh.md); by default as
         many as torchrun started processes for.  ``run_local`` runs so many, 1 by default.
     shard: what the replicas divide between them: ``"optimizer"``, its state (ZeRO 1), ``"gradients"``, these
@@ -180,16 +181,17 @@ def compile(
         raise CaptureError(f"The model is a {type(model).__name__}; fxpipe compiles an nn.Module.")
     device = _device_of(model)
     check_supported(device)
-    pipeline_ranks, replicas = ranks_and_replicas(ranks, replicas)
-    limit = as_timeout(timeout)
-    process = Process.join(device, limit) if under_torchrun() else None
     mesh = mesh_of(model)
     lanes = 1 if mesh is None else mesh.size()
+    pipeline_ranks, replicas = ranks_and_replicas(ranks, replicas, lanes)
+    limit = as_timeout(timeout)
+    process = Process.join(device, limit) if under_torchrun() else None
     if process is not None:
         unknown = process.world_size // lanes, None
         given = unknown if pipeline_ranks is None else (pipeline_ranks, replicas)
         process = process.with_ranks(*given, lanes)
-        process.check_mesh(mesh)
+        with process.agreed("use the mesh of its model"):
+            process.check_mesh(mesh)
         process.backend(device)
     with agreed(process, "compile"):
         world = None if process is None else process.world_size // lanes
@@ -259,9 +261,10 @@ def compile(
     if process is not None and request is not None:
         process = process.with_ranks(options.ranks, options.replicas, lanes)
 
-    known: tuple[Device, ...] = ()
+    known: list[list[Device]] = []
     if process is not None and costs == "analytic" and process.has_different_devices(device):
-        known = described_everywhere(device, process.gather)
+        devices_of_all = described_everywhere(device, process.gather)
+        known = [[devices_of_all[k] for k in process.that_run(rank)] for rank in range(process.ranks)]
 
     def compiled_here() -> tuple[Compiled, list[Artifact]]:
         given = model, example, loss_fn, options, device, Phases(f"fxpipe {type(model).__name__}")

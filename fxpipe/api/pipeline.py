@@ -406,11 +406,6 @@ class Pipeline(Views):
         Under torchrun every rank calls it; rank 0 writes the files of all.  Raises ArtifactError, on all
         ranks, if the directory is not empty or cannot be written; then nothing is left in it.
         """
-        if self.lanes > 1:
-            raise RunError(
-                "A pipeline whose model has DTensors cannot be saved yet. Keep pipe.full_state_dict(), "
-                "compile the model again, and give it the values with pipe.load_state_dict(…)."
-            )
         self.check_alike()
         forward = None if self.evaluation is None else self.evaluation.artifact
         draw = self._write_views if self.graph is not None else None

@@ -184,7 +184,7 @@ class Provenance(compat.TorchDispatchMode):
             if func is _RANDOM_FROM and args[2] is not None:
                 func = _random_from
             try:
-                result = func(*args, **kwargs)
+                result = compat.recorded(func, args, kwargs)
             except compat.DATA_DEPENDENT:
                 graph = compat.traced_graph()
                 for node in reversed(compat.nodes_after(self._seen, graph)):

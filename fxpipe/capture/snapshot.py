@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from fxpipe.capture.classes import names_in
 from fxpipe.capture.places import Names, Opaque, State, read_place
 
 CONTAINERS = (dict, list, set, deque)
@@ -88,7 +89,7 @@ class Snapshot:
             if _has_hidden_state(thing):
                 snapshot.is_whole = False
             if isinstance(thing, types.FunctionType) and _is_users(thing):
-                for name in _names_in(thing.__code__) - used:
+                for name in names_in(thing.__code__) - used:
                     used.add(name)
                     todo += waiting.pop(name, ())
             for place, label in _places(found):
@@ -185,7 +186,7 @@ def _places(found: _Found) -> Iterator[tuple[Any, str]]:
         if _is_users(thing):
             for name, cell in zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=False):
                 yield Names(cell, ("cell_contents",)), f"the variable {name!r} of {thing.__qualname__}"
-            names = tuple(_names_in(thing.__code__))
+            names = tuple(names_in(thing.__code__))
             yield Names(thing.__globals__, names), f"the global * of {thing.__module__}"
             yield thing.__dict__, f"{thing.__qualname__}.*"
     elif isinstance(thing, nn.Module) or _is_users(type(thing)):
@@ -273,9 +274,3 @@ def _slots(cls: type) -> Iterator[str]:
         if _is_users(base):
             slots = vars(base).get("__slots__", ())
             yield from (x for x in ([slots] if isinstance(slots, str) else slots) if not x.startswith("__"))
-
-
-def _names_in(code: types.CodeType) -> set[str]:
-    """The names of globals and attributes in a function and those within it."""
-    inner = (_names_in(x) for x in code.co_consts if isinstance(x, types.CodeType))
-    return set(code.co_names).union(*inner)

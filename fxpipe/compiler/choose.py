@@ -251,7 +251,7 @@ def choose_below(options: Options, stages: Sequence[Stages], costing: Costing, b
             found += _problems(options, of, costing, level)[0]
     able: dict[Problem, Placed] = {}
     for placed, problem in found:
-        least = problem.arrays.smallest_limits
+        least = problem.arrays.smallest_joined
         if not problem.is_extended and any(a > b for a, b in zip(least, problem.limits, strict=True)):
             need = max(map(sum, zip(held_bytes(placed, options), least, strict=True)))
             too_heavy.append(LimitError("One microbatch needs more than the memory limit.", need))

@@ -94,12 +94,12 @@ def compile_model(
     options: Options,
     device: torch.device,
     phase: Phases,
-    devices: Sequence[Device] = (),
+    devices: Sequence[Sequence[Device]] = (),
     step: CapturedStep | None = None,
     meshes: tuple[TriedMesh, ...] = (),
 ) -> Compiled:
-    """devices: of the ranks, if they differ and the user names none.  step: if it is captured already.
-    meshes: those that were compared.
+    """devices: of the processes of each rank, if they differ and the user names none.
+    step: if it is captured already.  meshes: those that were compared.
     """
     tried = candidates(options)
     ways = len(tried.barriers)

@@ -252,8 +252,6 @@ class _Search:
     def _as_before(self, options: Options) -> Chosen | None:
         """The schedule of a mesh that had no less memory for it, if it keeps the limits of this one."""
         assert self.cuts is not None
-        if options.schedule != AUTO and options.memory_limit is not None:
-            return None  # a family may ask for more memory than is simulated
         for before in self.found:
             try:
                 problem = self.cuts[1].problem(before.placed, options)

@@ -11,6 +11,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Iterator, MutableMapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -57,6 +58,7 @@ __all__ = [
     "plain_kernels",
     "proxies",
     "pytree",
+    "recorded",
     "sequence_number",
     "takes_numbers",
     "traced_constants",
@@ -200,6 +202,67 @@ def proxies() -> MutableMapping[torch.Tensor, Any]:
 def untraced() -> contextlib.AbstractContextManager[object]:
     """For a block whose ops the running trace is not to record."""
     return proxy_tensor.disable_proxy_modes_tracing()
+
+
+def recorded(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an op and record it in the running trace, in less than half of the time of ``make_fx`` where that
+    need not look for more: the op writes to nothing, and takes results of nodes and plain values."""
+    mode = get_proxy_mode()
+    assert mode is not None, "no make_fx trace is running"
+    given = _as_nodes((args, kwargs), mode.tracer.tensor_tracker) if _is_plain(func) else None
+    if given is None:
+        return func(*args, **kwargs)
+    with untraced():
+        result = func(*args, **kwargs)
+    name = func.overloadpacket.__name__
+    node = mode.tracer.graph.create_node("call_function", func, given[0], given[1], name)
+    node.meta["val"] = proxy_tensor.extract_val(result)
+    proxy: Any = torch.fx.Proxy(node, mode.tracer)
+    if isinstance(result, torch.Tensor):
+        mode.tracer.tensor_tracker[result] = proxy_tensor._ProxyTensor(proxy, None)
+        return result
+    for place, x in enumerate(result):
+        part = proxy[place]
+        if x is not None:
+            part.node.meta["val"] = proxy_tensor.extract_val(x)
+            mode.tracer.tensor_tracker[x] = proxy_tensor._ProxyTensor(part, None)
+    return result
+
+
+def _as_nodes(arguments: Any, known: MutableMapping[torch.Tensor, Any]) -> Any:
+    """The arguments with the nodes of their tensors; None if one has no node, or a value that the trace
+    knows."""
+
+    def as_node(x: Any) -> Any:
+        if type(x) in _PLAIN_TYPES:
+            return x
+        found = known[x] if type(x) is FakeTensor else None
+        if found is None or found.constant is not None:
+            raise KeyError
+        return found.proxy.node
+
+    try:
+        return torch.fx.node.map_aggregate(arguments, as_node)
+    except KeyError:
+        return None
+
+
+_PLAIN_TYPES = frozenset(
+    (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+)
+
+
+@cache
+def _is_plain(func: Any) -> bool:
+    """Whether it is an op of ATen that writes to nothing, reads no data, is not made of other ops, and gives
+    tensors alone."""
+    if not isinstance(func, OpOverload) or func.namespace != "aten":
+        return False
+    asks = func in (torch.ops.aten.lift_fresh.default, torch.ops.aten.is_nonzero.default)
+    reads = asks or torch.Tag.data_dependent_output in func.tags
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    gives = {str(x.type) for x in func._schema.returns}
+    return not (func._schema.is_mutable or reads or composite) and gives == {"Tensor"}
 
 
 def is_placeholder(tensor: torch.Tensor) -> bool:

@@ -8,11 +8,12 @@ the flow runs from their users back to the values that must be saved.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from math import inf
 from typing import Any
 
-import networkx as nx
-from networkx.algorithms.flow import preflow_push
 from torch import fx
+
+from fxpipe.passes.max_flow import sink_side
 
 Price = Callable[[fx.Node], int | None]
 """The cost of a choice: an integer, so that sums are exact, or None if the choice is forbidden."""
@@ -27,12 +28,12 @@ def to_repeat(needed: Iterable[fx.Node], keep: Price, repeat: Price) -> set[fx.N
     keep, repeat: the costs of saving an op's value, and of recomputing it.  At least one of the two must be
     allowed.  Placeholders are free.
     """
-    network = nx.DiGraph()
+    capacities: dict[tuple[Any, Any], float] = {}
     source, sink = object(), object()
     todo = [node for node in needed if node.op == "call_function"]
 
     def edge(tail: Any, head: Any, price: int | None) -> None:
-        network.add_edge(tail, head, **({} if price is None else {"capacity": price}))
+        capacities[tail, head] = inf if price is None else price
 
     for node in todo:
         edge(source, (node, ENTRY), None)
@@ -51,7 +52,7 @@ def to_repeat(needed: Iterable[fx.Node], keep: Price, repeat: Price) -> set[fx.N
                 if n.op == "call_function":
                     edge((node, EXIT), (n, ENTRY), None)
                     todo.append(n)
-    if sink not in network:
+    if not any(head is sink for _, head in capacities):
         return seen
-    _, (near, _) = nx.minimum_cut(network, source, sink, flow_func=preflow_push)
-    return {node for node in seen if (node, EXIT) in near}
+    far = sink_side(capacities, source, sink)
+    return {node for node in seen if (node, EXIT) not in far}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fxpipe.errors import FxpipeError
 from fxpipe.plan.rows import Rows, rows_of
 from fxpipe.plan.step import Leaf
-from fxpipe.plan.tensors import IS_DTYPE, IS_FLOATING, dtype_of
+from fxpipe.plan.tensors import IS_DTYPE, IS_FLOATING, MOST_DIMENSIONS, dtype_of
 from fxpipe.plan.work import PHASE_FIELDS, PlanWork, Terms
 from fxpipe.schedule.check import check_costs, check_whole
 from fxpipe.schedule.costs import Costs, StageBytes
@@ -26,7 +26,18 @@ if TYPE_CHECKING:
 
 def check_plan(plan: Plan) -> None:
     """Raise Misfit, naming the field, if the plan is inconsistent."""
-    for check in (_step, _stages, _vocabulary, _schedule, _tensors, _state, _channels, _offload, _work):
+    for check in (
+        _step,
+        _stages,
+        _vocabulary,
+        _schedule,
+        _tensors,
+        _lanes,
+        _state,
+        _channels,
+        _offload,
+        _work,
+    ):
         check(plan)
 
 
@@ -117,6 +128,12 @@ def _tensors(plan: Plan) -> None:
     spare = plan.layouts.keys() - {name for held in plan.tensors for name in held.names} - set(tables)
     if spare:
         raise Misfit(f"has {shown(min(spare))}, which no rank holds", "layouts")
+
+
+def _lanes(plan: Plan) -> None:
+    for name, dim in plan.lanes.shards.items():
+        dims = len(plan.layouts[name].shape) if name in plan.layouts else MOST_DIMENSIONS
+        require(f"lanes.shards[{name!r}]", dim, dim < dims, f"one of {dims} dimensions")
 
 
 def _buckets(path: str, held: RankTensors, plan: Plan) -> None:

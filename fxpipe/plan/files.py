@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 
 from fxpipe.errors import ArtifactError, OptionError
 from fxpipe.plan.artifact import Artifact, Plan
+from fxpipe.plan.spans import slices_of, spans_of
 from fxpipe.plan.tensors import dtype_of, in_strides
 from fxpipe.strict import MEBIBYTE, Misfit, open_regular, read_text, shown
 
@@ -125,9 +126,12 @@ def check_dtypes(tensors: Mapping[str, torch.Tensor]) -> None:
             )
 
 
-def laid_out(tensors: Mapping[str, torch.Tensor], plan: Plan) -> dict[str, torch.Tensor]:
-    """The tensors with the strides that the programs expect."""
-    return {name: in_strides(t, plan.layouts[name].stride) for name, t in tensors.items()}
+def laid_out(
+    tensors: Mapping[str, torch.Tensor], plan: Plan, *, of_all_lanes: bool = False
+) -> dict[str, torch.Tensor]:
+    """The tensors with the strides that the programs expect; with the plain ones where lanes have shares."""
+    layout = plan.whole_layout if of_all_lanes else plan.layouts.__getitem__
+    return {name: in_strides(t, layout(name).stride) for name, t in tensors.items()}
 
 
 def read_plan(directory: Path) -> Plan:
@@ -212,11 +216,12 @@ def _program(path: Path) -> str:
 
 
 def read_tensors(
-    directory: Path, plan: Plan, rank: int, names: Sequence[str] | None = None
+    directory: Path, plan: Plan, rank: int, names: Sequence[str] | None = None, lane: int | None = None
 ) -> dict[str, torch.Tensor]:
     """Read the tensors of a rank.  Raises ArtifactError if names, shapes or dtypes are not those of the plan.
 
-    names: of the tensors in its file, if these are not all that the rank holds.
+    names: of the tensors in its file, if these are not all that the rank holds.  lane: read its shares alone;
+    by default what all lanes hold together.
     Warns of weights or a program that changed since they were saved.
     """
     path, held = directory / f"rank{rank}.safetensors", plan.tensors[rank]
@@ -229,7 +234,7 @@ def read_tensors(
             raise ArtifactError(f"{path} {wrong} {shown(name)}. {AGAIN}")
         for name in names:
             _check_shape(path, name, file.get_slice(name).get_shape(), plan)
-        tensors = {name: file.get_tensor(name) for name in names}
+        tensors = {name: _read(file, name, plan, lane) for name in names}
     for name, tensor in tensors.items():
         if tensor.dtype != dtype_of(plan.layouts[name].dtype):
             raise ArtifactError(
@@ -237,7 +242,16 @@ def read_tensors(
                 f"{plan.layouts[name].dtype}. {AGAIN}"
             )
     _tell_changes(directory, rank)
-    return laid_out(tensors, plan)
+    return laid_out(tensors, plan, of_all_lanes=lane is None)
+
+
+def _read(file: Any, name: str, plan: Plan, lane: int | None) -> torch.Tensor:
+    if lane is None or name not in plan.lanes.shards:
+        whole: torch.Tensor = file.get_tensor(name)
+        return whole
+    place = slices_of(plan.whole_layout(name).shape, spans_of(plan, name, lane))
+    share: torch.Tensor = file.get_slice(name)[place]
+    return share
 
 
 def read_constants(directory: Path, plan: Plan, ranks: Sequence[int]) -> dict[str, torch.Tensor]:
@@ -258,10 +272,10 @@ def read_step_number(directory: Path, rank: int) -> int:
 
 
 def _check_shape(path: Path, name: str, shape: list[int], plan: Plan) -> None:
-    if tuple(shape) != plan.layouts[name].shape:
+    wanted = plan.whole_layout(name).shape
+    if tuple(shape) != wanted:
         raise ArtifactError(
-            f"{path} holds {shown(name)} in shape {tuple(shape)}, and the programs need "
-            f"{plan.layouts[name].shape}. {AGAIN}"
+            f"{path} holds {shown(name)} in shape {tuple(shape)}, and the programs need {wanted}. {AGAIN}"
         )
 
 

@@ -287,6 +287,26 @@ def test_state_that_is_no_attribute_is_seen_and_restored(name):
     ]
 
 
+def by_its_class(self, x):
+    return x * 2 if type(x) is torch.Tensor else x
+
+
+def by_the_name_of_its_class(self, x):
+    return x * 2 if self.first.weight.__class__.__name__ in ("Parameter", "Buffer") else x
+
+
+@pytest.mark.parametrize("between", [by_its_class, by_the_name_of_its_class])
+def test_a_tensor_of_another_class(between):
+    line = between.__code__.co_firstlineno + 1
+    assert f"test_state_between_steps.py:{line}). In a trace tensors and parameters are of" in traced(between)
+
+
+def test_classes_of_other_things():
+    assert (
+        traced(lambda self, x: x * 2 if type(self.state) is int and isinstance(x, nn.Parameter) else x) == ""
+    )
+
+
 def test_a_submodule_that_has_no_length():
     assert not traced(lambda self, x: self.state(x), torch.compile(nn.Linear(WIDTH, WIDTH)))
 

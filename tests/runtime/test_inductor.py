@@ -4,6 +4,7 @@ Most tests run the traced graphs op by op, where every bit is the eager program'
 a C++ compiler takes seconds for each section.  ``benchmarks/inductor_models.py`` runs it on the whole zoo.
 """
 
+import os
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,6 +29,7 @@ from fxpipe.ir.sections import is_compiled
 from fxpipe.ir.storage import call_nodes, written
 from fxpipe.runtime.program.checks import expect
 from fxpipe.runtime.program.inductor import compiled_functions, inductor
+from fxpipe.runtime.program.kernel_cache import keep_kernels
 from fxpipe.runtime.program.random import keyed
 from fxpipe.runtime.program.within import within
 from fxpipe.runtime.ranks.dry_run import dry_run
@@ -121,7 +123,7 @@ def test_the_traced_graphs_compute_the_same_bits(name, interpreted, monkeypatch)
 def test_inductor_itself(tmp_path):
     """The eager numbers up to rounding, with the same dropout; ranks compute the bits of one process.
 
-    All graphs can be kept in Inductor's cache.
+    All graphs can be kept in Inductor's cache, where later processes find them.
     """
     from torch._dynamo.utils import counters
 
@@ -142,9 +144,28 @@ def test_inductor_itself(tmp_path):
         found = [load_file(tmp_path / f"{step}.{rank}.safetensors") for rank in range(2)]
         assert {name for rank in found for name in rank} == expected.keys()
         assert [n for rank in found for n, t in rank.items() if not torch.equal(t, expected[n])] == []
+    assert [(tmp_path / f"anew.{rank}").read_text() for rank in range(2)] == ["0", "0"]
     own, others = ((tmp_path / f"error.{rank}").read_text() for rank in (1, 0))
     assert own.startswith("Inductor cannot compile blocks_forward (OSError: no compiler). ")
     assert others == f"Rank 1 could not run its program alone: {own}"
+
+
+def test_kernels_are_kept_in_a_folder_of_the_user(tmp_path, monkeypatch):
+    """Not below /tmp, unless there is no other; a folder that the user names stays."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    keep_kernels()
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    keep_kernels()
+    (folder,) = tmp_path.glob("fxpipe/inductor/*")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "chosen")
+    keep_kernels()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "chosen"
 
 
 # -- programs -----------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from torch import fx
 
 from fxpipe.errors import RunError
 from fxpipe.runtime.program.checks import expect, expect_op
+from fxpipe.runtime.program.kernel_cache import keep_kernels
 from fxpipe.runtime.program.random import as_tensor
 from fxpipe.runtime.program.within import within
 from fxpipe.runtime.torch_private import (
@@ -96,6 +97,7 @@ class inductor:
         return compiled, inputs
 
     def _compiled_for(self, args: Sequence[Any]) -> _Compiled:
+        keep_kernels()
         try:
             with no_modes():
                 compiled = _compile(self.function, args)

@@ -27,7 +27,7 @@ class ScheduleArrays:
     Per section: ``seconds`` to ``rank``, and the memory changes ``at_start`` and ``at_end``.  Per rank: its
     stages (``own``), and the seconds of its ``update`` that count as part of its span.  Per stage: ``hold``
     and ``kept``, the most that a rank holds from F to B and from B to W, including values that the stage and
-    later stages of its rank hand each other.
+    later stages of its rank hand each other; ``joined``: instead of both, if B and W are one op.
     """
 
     ranks: int
@@ -41,6 +41,7 @@ class ScheduleArrays:
     own: tuple[tuple[int, ...], ...]
     hold: tuple[float, ...]
     kept: tuple[float, ...]
+    joined: tuple[float, ...]
     at_start: tuple[float, ...]
     at_end: tuple[float, ...]
     update: tuple[float, ...]
@@ -82,6 +83,11 @@ class ScheduleArrays:
     def smallest_limits(self) -> tuple[float, ...]:
         """Per rank the memory with which it can always progress: one microbatch in all its stages."""
         return tuple(sum(self.hold[stage] for stage in stages) for stages in self.own)
+
+    @cached_property
+    def smallest_joined(self) -> tuple[float, ...]:
+        """``smallest_limits`` of schedules in which all B and W are one op: no schedule needs less."""
+        return tuple(sum(self.joined[stage] for stage in stages) for stages in self.own)
 
 
 #: The fields that the tables have as they are.
@@ -126,6 +132,7 @@ def schedule_arrays(
             for cost, own, more in zip(costs.stages, kept, handed, strict=True)
         ),
         kept=tuple(kept),
+        joined=tuple(cost.saved_activations + more for cost, more in zip(costs.stages, handed, strict=True)),
         at_start=tuple(at_start),
         at_end=tuple(at_end),
         update=tuple(costs.update_seconds(rank, "post") if updates else 0.0 for rank in ranks),
