@@ -13,6 +13,7 @@ from torch import nn
 
 from fxpipe.cli.arguments import memory, non_negative, positive, positive_int
 from fxpipe.cli.functions import python_function
+from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.mesh import checked, compare_meshes, fastest_mesh, planned_step
 from fxpipe.compiler.mesh_request import MeshRequest, request_of, rows_of
 from fxpipe.compiler.options import Options, as_offload
@@ -91,7 +92,7 @@ def _plan(options: argparse.Namespace) -> None:
     asked = _options(options, request)
     device, phase = torch.device("cpu"), Phases(f"fxpipe plan {type(model).__name__}", ends=False)
     checked(asked, request.meshes(rows_of(example)))
-    planned = planned_step(model, example, loss_fn, asked, device, phase)
+    planned = planned_step(Compilation(model, example, loss_fn, asked, device), phase)
     step = planned.step
     sizes = [{}, *({name: length} for name, length in options.size)]
     given = step.captured.graph, step.resized, example, options.device
