@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,6 +17,7 @@ from torch import nn
 from fxpipe.api.alike import arguments_of, check_lanes
 from fxpipe.api.held import held_of
 from fxpipe.api.pipeline import Pipeline
+from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.compile import Compiled, compile_model, last_lane_as_text
 from fxpipe.compiler.evaluation import compile_evaluation
 from fxpipe.compiler.mesh import MeshChoice, checked, choose_mesh, with_mesh
@@ -189,8 +191,8 @@ def compile(
     process = Process.join(device, limit) if under_torchrun() else None
     if process is not None:
         unknown = process.world_size // lanes, None
-        given = unknown if pipeline_ranks is None else (pipeline_ranks, replicas)
-        process = process.with_ranks(*given, lanes)
+        numbers = unknown if pipeline_ranks is None else (pipeline_ranks, replicas)
+        process = process.with_ranks(*numbers, lanes)
         with process.agreed("use the mesh of its model"):
             process.check_mesh(mesh)
         process.backend(device)
@@ -247,18 +249,20 @@ def compile(
     if process is not None:
         process.check_alike(own, "the arguments of fxpipe.compile", "Call it with the same on all ranks.")
 
+    given = Compilation(model, example, loss_fn, options, device)
     if process is not None and process.lanes > 1:
-        check_lanes(process, lambda: last_lane_as_text(model, example, loss_fn, options, device))
+        check_lanes(process, lambda: last_lane_as_text(given))
 
     choice: MeshChoice | None = None
     if len(wanted) > 1:
 
         def chosen() -> MeshChoice:
             phases = Phases(f"fxpipe {type(model).__name__}, mesh", ends=False)
-            return choose_mesh(model, example, loss_fn, options, wanted, device, phases)
+            return choose_mesh(given, wanted, phases)
 
         found, choice = _mesh_for_all(chosen, process)
         options = with_mesh(options, found)
+        given = replace(given, options=options)
     if process is not None and request is not None:
         process = process.with_ranks(options.ranks, options.replicas, lanes)
 
@@ -268,10 +272,10 @@ def compile(
         known = [[devices_of_all[k] for k in process.that_run(rank)] for rank in range(process.ranks)]
 
     def compiled_here() -> tuple[Compiled, list[Artifact]]:
-        given = model, example, loss_fn, options, device, Phases(f"fxpipe {type(model).__name__}")
+        phases = Phases(f"fxpipe {type(model).__name__}")
         compared = (None, ()) if choice is None else (choice.step, choice.tried)
-        training = compile_model(*given, known, *compared)
-        made = [training.artifact, *([compile_evaluation(*given, training)] if evaluation else [])]
+        training = compile_model(given, phases, known, *compared)
+        made = [training.artifact, *([compile_evaluation(given, phases, training)] if evaluation else [])]
         for artifact in made if process is not None else ():
             files.check_dtypes(artifact.constants)
         return training, made

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn, overload
+from typing import Any, overload
 
 import torch
 from torch import fx
@@ -35,12 +35,6 @@ from fxpipe.training.shared_values import share_values
 from fxpipe.training.state_dict import copy_to_model, full_state_dict, load_state_dict, state_dict
 from fxpipe.training.unchanged import Traced
 from fxpipe.training.updates import Updates
-
-#: What the classes of fxpipe use of a pipeline, and its users do not.
-_INTERNAL = {
-    "artifact", "directory", "first_step", "is_evaluation", "let_model_go", "model_state", "of",
-    "offload_directory", "process", "updates", "with_evaluation",
-}  # fmt: skip
 
 
 @brief_methods
@@ -73,21 +67,6 @@ class Pipeline(Views):
 
     def __post_init__(self) -> None:
         self._then = Traced(self.parameters, self.of(), self.artifact.plan.own_hooks)
-
-    def __dir__(self) -> list[str]:
-        return [name for name in super().__dir__() if name not in _INTERNAL]
-
-    def __call__(self, *_: Any, **__: Any) -> NoReturn:
-        raise RunError(
-            "A pipeline is not called like a model: pipe.step(batch) trains under torchrun, "
-            "pipe.run_local(batch) runs all ranks here, pipe.evaluate(batch) gives the loss alone."
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise RunError(
-            "A pipeline cannot be pickled or copied, as torch.save and copy.deepcopy do: pipe.save(path) "
-            "writes it for fxpipe.load(path), and pipe.state_dict() has its weights."
-        )
 
     def with_evaluation(self, artifact: Artifact) -> Pipeline:
         """The pipeline with one for the forward alone, which works on the same tensors."""

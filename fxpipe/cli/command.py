@@ -73,8 +73,7 @@ def parser(complete: Sequence[str]) -> argparse.ArgumentParser:
     made.add_argument("--version", action="version", version=f"fxpipe {__version__}")
     commands = made.add_subparsers(metavar="command", required=True, parser_class=Parser)
     for name, (module, line) in SUBCOMMANDS.items():
+        own = commands.add_parser(name, help=line)
         if name in complete:
-            import_module(module).add_to(commands, line)
-        else:
-            commands.add_parser(name, help=line)
+            import_module(module).add_to(own)
     return made

@@ -57,7 +57,7 @@ class _Table:
 
 def device_names() -> tuple[str, ...]:
     """The names of all known devices."""
-    return tuple(sheet.name for sheet in _table().device)
+    return tuple(sheet.name for sheet in data_sheets())
 
 
 def data_sheets() -> tuple[DataSheet, ...]:
@@ -96,13 +96,13 @@ def is_device_name(name: str) -> bool:
 
 
 def _sheet_named(name: str) -> DataSheet | None:
-    names = ((_plain(n), sheet) for sheet in _table().device for n in (sheet.name, *sheet.also))
+    names = ((_plain(n), sheet) for sheet in data_sheets() for n in (sheet.name, *sheet.also))
     return next((sheet for known, sheet in names if known == _plain(name)), None)
 
 
 def reported_device(name: str, memory: float) -> Device | None:
     """The device that torch reports under ``name`` with so many bytes of memory; None for an unknown one."""
-    for sheet in _table().device:
+    for sheet in data_sheets():
         if sheet.is_reported_as(name, memory):
             return _described(sheet)
     return None
