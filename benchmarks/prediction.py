@@ -2,7 +2,7 @@
 
     python benchmarks/prediction.py --output benchmarks/results/prediction.txt
 
-``fxpipe calibrate`` runs first, under torchrun.  Then, in turns, each model is compiled with the calibrated
+In each round ``fxpipe calibrate`` runs under torchrun, and then each model is compiled with the calibrated
 device and with costs="measured", and its steps are timed.
 
 step         a step between two barriers; of all rounds the median, and the least
@@ -19,6 +19,7 @@ tell little; those of ops are free of it.
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -50,17 +51,20 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=[*MODELS], metavar="MODEL", help=", ".join(MODELS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20, help="of a round")
-    parser.add_argument("--device", type=Path, help="a calibration of before")
     parser.add_argument("--output", type=Path, help="keep what is printed in this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     report = Report("Prediction against measurement, 2 ranks, 8 microbatches")
     with tempfile.TemporaryDirectory() as folder:
-        device = options.device or calibrate(Path(folder) / "cpu.json")
-        rounds = [
-            {name: measured(name, device, options.steps, Path(folder) / name) for name in options.models}
-            for _ in range(options.rounds)
-        ]
+        rounds = []
+        for number in range(options.rounds):
+            device = calibrate(Path(folder) / f"cpu{number}.json")
+            found = {
+                name: measured(name, device, options.steps, Path(folder) / f"{name}{number}")
+                for name in options.models
+            }
+            rounds.append(found)
+            print(f"round {number + 1}, load {os.getloadavg()[0]:.1f}", file=sys.stderr)
     show(report, {name: [each[name] for each in rounds] for name in options.models})
     report.save(options.output)
 

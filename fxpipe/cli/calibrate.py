@@ -80,7 +80,7 @@ def _calibrate(options: argparse.Namespace) -> None:
     default = ("float32", "tf32", "bfloat16") if is_accelerator(device) else ("float32",)
     arithmetic = tuple(dict.fromkeys(("float32", *(options.arithmetic or default))))
     phase = Phases(f"fxpipe calibrate {device.type}", ends=False)
-    phase.expect(len(MOVING) + len(arithmetic) * len(COMPUTING) + 1 + (ranks > 1))
+    phase.expect(len(MOVING) + len(arithmetic) * len(COMPUTING) + 2 + (ranks > 1))
     process = Process.join(device) if ranks > 1 else None
     with busy_processes(options.busy, options.threads):
         found = _measured(device, arithmetic, phase, process)

@@ -21,6 +21,7 @@ from fxpipe.cost.kinds import COMPUTING, MOVING
 from fxpipe.cost.known_devices import device_named, share_of_largest
 from fxpipe.cost.samples import Maker, samples
 from fxpipe.plan.curve import Curve
+from fxpipe.runtime.program.accelerator import is_accelerator
 
 #: The known device with the links of an unknown one: a PCIe card.
 CARD = "L40S"
@@ -31,6 +32,7 @@ COPIED = 1 << 28  # bytes, several times the largest cache
 RUNS, SECONDS = 3, 0.01
 #: Of a sample: calls in a run take so many seconds, so many runs, and at most so many seconds together.
 BATCH, BATCHES, SAMPLE_SECONDS, MOST_CALLS = 0.5e-3, 9, 0.15, 500
+TURNS = 30  # of an op behind others
 
 #: Tensors of float8 have no plain product: it counts as one of bfloat16, which is slower.
 _DTYPES = {
@@ -69,14 +71,16 @@ def with_curves(
     A kind that the device lacks in an arithmetic (attention in float64 on a GPU, say) has no curve.
     """
     curves: dict[str, Curve] = {}
+    with phase("ops in turns"):
+        extra = _in_turns(device)
     for kind in MOVING:
         with phase(kind):
-            curves[kind] = _curve(device, kind, "float32")
+            curves[kind] = _curve(device, kind, "float32", extra[kind])
     for name in arithmetic:
         for kind in COMPUTING:
             # Some devices lack products or convolutions in some arithmetic.
             with phase(f"{kind} {name}"), contextlib.suppress(NotImplementedError):
-                curves[f"{kind} {name}"] = _curve(device, kind, name)
+                curves[f"{kind} {name}"] = _curve(device, kind, name, extra["product"])
     moved, product = curves["move"], {name: curves[f"product {name}"] for name in arithmetic}
     return replace(
         base,
@@ -93,10 +97,37 @@ def _slope(curve: Curve) -> float:
     return max(most - least, 1e-12) / (end - start)
 
 
-def _curve(device: torch.device, kind: str, arithmetic: str) -> Curve:
+def _in_turns(device: torch.device) -> dict[str, float]:
+    """By kind the seconds that an op takes longer where others run between its calls, as in a step: their
+    code and operands have then taken the place of its own in the caches.
+
+    0 on an accelerator, whose host is ahead of it.
+    """
+    make = Maker(device, torch.float32, torch.Generator(device).manual_seed(0))
+    kinds = {kind: samples(kind, make)[0][1] for kind in (*MOVING, "product")}
+    if is_accelerator(device):
+        return dict.fromkeys(kinds, 0.0)
+
+    def others() -> None:
+        for ops in kinds.values():
+            for op in ops:
+                op()
+
+    def behind_others(op: Callable[[], Any]) -> float:
+        return median_seconds(op, device, before=others, runs=TURNS)
+
+    with torch.no_grad():
+        clock = behind_others(lambda: None)
+        return {
+            kind: mean(max(0.0, behind_others(op) - clock - _op_seconds(op, device)) for op in ops)
+            for kind, ops in kinds.items()
+        }
+
+
+def _curve(device: torch.device, kind: str, arithmetic: str, extra: float) -> Curve:
     make = Maker(device, _DTYPES[arithmetic], torch.Generator(device).manual_seed(0))
     with _tf32(arithmetic == "tf32"), torch.no_grad():
-        found = [(size, _seconds(ops, device)) for size, ops in samples(kind, make)]
+        found = [(size, extra + _seconds(ops, device)) for size, ops in samples(kind, make)]
     # What is measured of a larger op may be less, by noise.
     longest = accumulate((seconds for _, seconds in found), max)
     return Curve(tuple((float(size), t) for (size, _), t in zip(found, longest, strict=True)))

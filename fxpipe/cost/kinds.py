@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -16,13 +16,15 @@ from torch import fx
 from fxpipe.ir.storage import draws_numbers, is_view, tensors
 from fxpipe.plan.work import VIEW
 
-#: Kinds whose size is in FLOPs; each arithmetic has a curve of its own.
+#: Kinds whose size is in FLOPs; each arithmetic has a curve of its own.  "thin product": with a dimension of
+#: at most THIN.  "convolution weight": the gradients of weight and bias alone.
 COMPUTING = (
     "product",
     "thin product",
     "batched product",
     "convolution",
     "convolution backward",
+    "convolution weight",
     "attention",
     "attention backward",
 )
@@ -75,6 +77,8 @@ def kind_of(node: fx.Node) -> str:
     found = _kind_of_target(node.target)
     if found == "product" and _least_dimension(node) <= THIN:
         return "thin product"
+    if found == "convolution backward" and not cast(list[bool], node.args[-1])[0]:
+        return "convolution weight"
     return "strided" if found == "move" and _is_strided(node) else found
 
 

@@ -57,7 +57,7 @@ def samples(kind: str, make: Maker) -> list[Sample]:
         sizes: Sequence[int] = ELEMENTS[:1] if kind == VIEW else ELEMENTS
         return [_moving(kind, make, n) for n in sizes]
     if "convolution" in kind:
-        return [_convolution(make, side, "backward" in kind) for side in SIDES]
+        return [_convolution(make, side, kind) for side in SIDES]
     if "attention" in kind:
         return [_attention(make, length, "backward" in kind) for length in LENGTHS]
     if kind == "batched product":
@@ -112,7 +112,7 @@ def _batched(make: Maker, n: int) -> Sample:
     return 2 * 8 * n * n * 32, (scores,)
 
 
-def _convolution(make: Maker, side: int, is_backward: bool) -> Sample:
+def _convolution(make: Maker, side: int, kind: str) -> Sample:
     turn = make.turns((2, 32, side, side), (32, 32, 3, 3), (2, 32, side, side))
     settings = [1, 1], [1, 1], [1, 1], False, [0, 0], 1
     flops = 2 * 2 * 32 * 32 * 9 * side * side
@@ -121,11 +121,14 @@ def _convolution(make: Maker, side: int, is_backward: bool) -> Sample:
         x, w, _ = turn()
         return aten.convolution.default(x, w, None, *settings)
 
-    def backward() -> Any:
+    def backward(*wanted: bool) -> Any:
         x, w, d = turn()
-        return aten.convolution_backward.default(d, x, w, [0], *settings, [True, True, False])
+        return aten.convolution_backward.default(d, x, w, [32], *settings, [*wanted])
 
-    return (2 * flops, (backward,)) if is_backward else (flops, (forward,))
+    if kind == "convolution":
+        return flops, (forward,)
+    wanted = (False, True, True) if kind == "convolution weight" else (True, False, False)
+    return flops, (partial(backward, *wanted),)
 
 
 def _attention(make: Maker, n: int, is_backward: bool) -> Sample:

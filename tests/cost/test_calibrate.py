@@ -131,9 +131,7 @@ def test_a_damaged_file_is_refused(file, tmp_path, change, wrong):
     change(data)
     damaged = tmp_path / "damaged.json"
     damaged.write_text(json.dumps(data))
-    with pytest.raises(
-        ScheduleError, match=rf"describes no device: .*{wrong}.*fxpipe calibrate"
-    ):
+    with pytest.raises(ScheduleError, match=rf"describes no device: .*{wrong}.*fxpipe calibrate"):
         device_named(str(damaged))
 
 
