@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from zoo import EFFORT
 
 import fxpipe
-from fxpipe.training.ahead import Ahead, Pace
+from fxpipe.training.ahead import Ahead
+from fxpipe.training.pace import Pace
 
 PROCESSES, ROWS, MICROBATCHES, STEPS, HALF = 4, 1, 4, 5, 2
 OPTIONS = {"lr": 3e-2, "clip_grad_norm": 0.95}
