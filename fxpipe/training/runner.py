@@ -184,11 +184,14 @@ class Runner(LocalRunner):
         """Exchange zeros of the size of each bucket: a communicator connects for each kind and size."""
         assert self.process is not None
         with self.process.watch.collective():
-            for names, division in self.state.divisions(self.process.rank):
+            summed = len(self.plan.tensors[self.process.rank].buckets)
+            for k, (names, division) in enumerate(self.state.divisions(self.process.rank)):
                 bucket = sharded_bucket(self.state, names, division, self.process.replica)
-                replicas.wait(replicas.reduce(bucket.whole, bucket.begins, bucket.whole, mean=False))
+                if k < summed:
+                    replicas.wait(replicas.reduce(bucket.whole, bucket.begins, bucket.whole, mean=False))
                 if self.plan.shard:
-                    replicas.wait(replicas.gather((bucket.whole,), bucket.begins))
+                    given = bucket.whole if k < summed else bucket.own_rows()
+                    replicas.wait(replicas.gather((given,), bucket.begins))
 
     @cached_property
     def _own_program(self) -> Program:
