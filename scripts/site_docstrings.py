@@ -1,5 +1,7 @@
-"""An extension of griffe: docstrings as Markdown. ``name: text`` of an argument becomes an item of a list, and the
-name of a page in docs/ a link."""
+"""An extension of griffe: docstrings as Markdown.
+
+``name: text`` of an argument becomes an item of a list, and the name of a page in docs/ a link.
+"""
 
 from __future__ import annotations
 
@@ -22,5 +24,5 @@ class Docstrings(griffe.Extension):
 
 
 def as_markdown(text: str) -> str:
-    paragraphs = PAGE.sub(r"[\1.md](\1.html)", ROLE.sub(r"`\1`", text)).split("\n\n")
+    paragraphs = PAGE.sub(r"[\1.md](\1.md)", ROLE.sub(r"`\1`", text)).split("\n\n")
     return "\n\n".join(ARGUMENT.sub(r"- **\1**: ", paragraph) for paragraph in paragraphs)
