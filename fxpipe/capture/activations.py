@@ -111,7 +111,8 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     """As the module returned it: later ops may write to it.  Capture leaves these copies out again."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return tensor  # which is refused as an output
-    return torch.ops.aten.lift_fresh_copy(whole(tensor.detach()))
+    copy: torch.Tensor = torch.ops.aten.lift_fresh_copy(whole(tensor.detach()))
+    return copy
 
 
 def _place(name: str, modules: dict[str, nn.Module]) -> _Place | None:

@@ -30,6 +30,7 @@ from fxpipe.capture.dtensors import local_gradient
 from fxpipe.capture.failures import explained, in_another_thread
 from fxpipe.capture.frozen import Watch
 from fxpipe.capture.functional import KeepsState, check_unwritten, declare_writes, functionalize
+from fxpipe.capture.hooks import Hooks
 from fxpipe.capture.inputs import Given, inputs
 from fxpipe.capture.kept import Constants, carries_gradients, unwritten, with_history
 from fxpipe.capture.made import check_made
@@ -185,6 +186,7 @@ def _traced(
         if refused and step.difference:  # a state that the first batch alone sets, for example
             raise CaptureError(f"{refused} {step.difference}.")
         watch.warn_of_changes(step.difference)
+        step.hooks.warn(module.graph)
     with compat.plain_kernels(), compat.modules_without_code(), mode:
         module = functionalize(module, values)
     frozen = {r.name for r in step.registered if not r.tensor.requires_grad}
@@ -251,6 +253,7 @@ class _Function:
         kept: Mapping[str, bool],
     ):
         self.model, self.loss_fn, self.scale, self.given = model, loss_fn, scale, given
+        self.hooks = Hooks(model, gradients)
         self.gradients, self.activations = gradients, Activations(model, outputs)
         self.fixed = {x.input.name: x.real.reshape(-1).tolist() for x in given if x.fixed}
         self.registered = registered(model, kept)
@@ -265,13 +268,9 @@ class _Function:
     def __call__(self, *values: torch.Tensor) -> list[torch.Tensor]:
         trained = [x for x in self.given if x.input.kind is Kind.PARAMETER and x.fake.requires_grad]
         wanted = {x.input.name: x.fake for x in trained}
-        questions = Questions(self.provenance)
-        for r in self.registered:
-            for hook in compat.gradient_hooks(r.tensor):
-                questions.hooked = True
-                if r.name in wanted:
-                    wanted[r.name].register_hook(hook)
-        with self.provenance, questions:
+        questions = Questions(self.provenance, self.hooks)
+        questions.hooked = self.hooks.follow_gradients(self.registered, wanted)
+        with self.hooks, self.provenance, questions:
             first = self._step(wanted, self.gradients, questions)
         if self.provenance.answers.refused is not None:  # which the model caught
             raise self.provenance.answers.refused
