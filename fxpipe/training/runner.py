@@ -34,6 +34,7 @@ from fxpipe.runtime.ranks.lanes import LocalLanes
 from fxpipe.runtime.ranks.load_program import Collective, Program, load_program
 from fxpipe.runtime.ranks.local import LocalComm, LocalWorld
 from fxpipe.runtime.ranks.local_replicas import LocalReplicas
+from fxpipe.runtime.ranks.recording import Recording, check_ops
 from fxpipe.runtime.ranks.replicas import DistributedReplicas
 from fxpipe.runtime.ranks.tracked_memory import SavedBytes
 from fxpipe.runtime.ranks.turns import run_all
@@ -117,7 +118,14 @@ class Runner:
             self.runtime.step_number = number
 
     def run_local(
-        self, batch: Any, step: int, threads: int, measure_memory: bool, outputs: Sequence[str], check: Check
+        self,
+        batch: Any,
+        step: int,
+        threads: int,
+        measure_memory: bool,
+        outputs: Sequence[str],
+        check: Check,
+        record: Mapping[str, Path],
     ) -> LocalResult:
         """See ``Pipeline.run_local``."""
         if self.process is not None and self.plan.ranks * self.plan.lanes.number > 1:
@@ -126,15 +134,23 @@ class Runner:
                 "them. Call pipe.step(batch) on all ranks, or start the script as one process."
             )
         with as_traced(self.plan.step.default_dtype, self.device):
-            return self._run_local(batch, step, threads, measure_memory, outputs, check)
+            return self._run_local(batch, step, threads, measure_memory, outputs, check, record)
 
     def _run_local(
-        self, batch: Any, step: int, threads: int, measure_memory: bool, outputs: Sequence[str], check: Check
+        self,
+        batch: Any,
+        step: int,
+        threads: int,
+        measure_memory: bool,
+        outputs: Sequence[str],
+        check: Check,
+        record: Mapping[str, Path],
     ) -> LocalResult:
         spec = self.plan.step
         if type(threads) is not int or threads < 1:
             raise OptionError(f"threads is {threads!r} and must be a whole number, at least 1.")
         wanted = requested(outputs, None, spec.outputs, spec.ranks)
+        check_ops(record, [op for program in self._local_programs for op in program.ops])
         self.updates.settle()
         self.state.check_unchanged(self.state.follow_model())
         world = LocalWorld(self.plan.ranks, self.plan.replicas, self.plan.lanes.number)
@@ -150,7 +166,8 @@ class Runner:
             rt.collected = Collected(wanted)
             replica = number // (world.ranks * world.lanes)
             rows = rows_of_replica(spec.batch, batch, spec.microbatches, replica, world.replicas)
-            mains.append(partial(self._run_program, self._local_programs[rt.rank], rt, rows, check))
+            program = self._recorded(self._local_programs[rt.rank], rt, {} if replica else record, number)
+            mains.append(partial(self._run_program, program, rt, rows, check))
         meters = [SavedBytes(self._given(rt, batch)) for rt in runtimes] if measure_memory else []
         for number, meter in enumerate(meters):
             mains[number] = partial(_metered, mains[number], runtimes[number], meter)
@@ -201,12 +218,28 @@ class Runner:
             self.state.follow_first_replica(rt)
         return loss
 
-    def step(self, batch: Any, outputs: Sequence[str], outputs_on: On, check: Check) -> StepResult:
+    def _recorded(self, program: Program, rt: Runtime, record: Mapping[str, Path], number: int) -> Program:
+        """A copy of the program that records those of these ops that it runs.
+
+        number: of the rank or process, in files.
+        """
+        if record and rt.lanes is not None:
+            raise RunError("Ops of lanes cannot be recorded: they need those of the other lanes.")
+        if not record.keys() & {*program.ops}:
+            return program
+        source, dtype = self.artifact.programs[rt.rank], self.plan.step.default_dtype
+        return Recording(record, rt, number, source, dtype).of(self._program(rt.rank))
+
+    def step(
+        self, batch: Any, outputs: Sequence[str], outputs_on: On, check: Check, record: Mapping[str, Path]
+    ) -> StepResult:
         """See ``Pipeline.step``."""
         with as_traced(self.plan.step.default_dtype, self.device):
-            return self._step(batch, outputs, outputs_on, check)
+            return self._step(batch, outputs, outputs_on, check, record)
 
-    def _step(self, batch: Any, outputs: Sequence[str], outputs_on: On, check: Check) -> StepResult:
+    def _step(
+        self, batch: Any, outputs: Sequence[str], outputs_on: On, check: Check, record: Mapping[str, Path]
+    ) -> StepResult:
         rt, program, spec = self.runtime, self._own_program, self.plan.step
         self._warm_up.run(rt, program, batch, lambda: self._words(Facts(self.artifact.number), batch))
         rt.start()
@@ -230,7 +263,9 @@ class Runner:
                 if self.updates.are_settled:
                     self._begin_gradients(rt, finish)
                 with self._warm_up.memory(number):
-                    loss = self._run_program(program, rt, batch, check)
+                    number_in_files = 0 if self.process is None else self.process.world_rank
+                    recorded = self._recorded(program, rt, record, number_in_files)
+                    loss = self._run_program(recorded, rt, batch, check)
                 self.state.stale = False
                 compare()
                 found = self._outputs(rt, outputs_on)
