@@ -19,6 +19,7 @@ from fxpipe.capture.assigned import Assigned
 from fxpipe.capture.call import arguments, described
 from fxpipe.capture.dtensors import local_gradient
 from fxpipe.capture.functional import KeepsState, check_unwritten, declare_writes
+from fxpipe.capture.hooks import Hooks
 from fxpipe.capture.inputs import Given
 from fxpipe.capture.kept import Constants, carries_gradients, with_history
 from fxpipe.capture.made import check_made
@@ -71,6 +72,7 @@ class StepFunction:
         kept: Mapping[str, bool],
     ):
         self.model, self.loss_fn, self.scale, self.given = model, loss_fn, scale, given
+        self.hooks = Hooks(model, gradients)
         self.gradients, self.activations = gradients, Activations(model, outputs)
         self.fixed = {x.input.name: x.real.reshape(-1).tolist() for x in given if x.fixed}
         self.registered = registered(model, kept)
@@ -85,13 +87,9 @@ class StepFunction:
     def __call__(self, *values: torch.Tensor) -> list[torch.Tensor]:
         trained = [x for x in self.given if x.input.kind is Kind.PARAMETER and x.fake.requires_grad]
         wanted = {x.input.name: x.fake for x in trained}
-        questions = Questions(self.provenance)
-        for r in self.registered:
-            for hook in compat.gradient_hooks(r.tensor):
-                questions.hooked = True
-                if r.name in wanted:
-                    wanted[r.name].register_hook(hook)
-        with self.provenance, questions:
+        questions = Questions(self.provenance, self.hooks)
+        questions.hooked = self.hooks.follow_gradients(self.registered, wanted)
+        with self.hooks, self.provenance, questions:
             first = self._step(wanted, self.gradients, questions)
         if self.provenance.answers.refused is not None:  # which the model caught
             raise self.provenance.answers.refused

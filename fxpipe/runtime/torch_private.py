@@ -37,6 +37,7 @@ __all__ = [
     "default_store",
     "fake_store",
     "fake_tensors",
+    "function_name",
     "gradient_hooks",
     "hook_functions",
     "hooks_registered",
@@ -46,6 +47,7 @@ __all__ = [
     "no_modes",
     "pytree",
     "rendezvous",
+    "unwrapped",
 ]
 
 #: ``dist.all_gather`` to a list of tensors would allocate them once more.  torch 2.13 gave it another name.
@@ -90,10 +92,16 @@ def hook_functions(model: torch.nn.Module) -> set[str]:
     return {name for hooks in kinds for name in hooks.values()}
 
 
-def function_name(function: Any) -> str:
-    """``library.module.outer.<locals>.hook``; of an object that can be called, the name of its class."""
+def unwrapped(function: Any) -> Any:
+    """What is called with arguments bound by ``partial``."""
     while isinstance(function, partial):
         function = function.func
+    return function
+
+
+def function_name(function: Any) -> str:
+    """``library.module.outer.<locals>.hook``; of an object that can be called, the name of its class."""
+    function = unwrapped(function)
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}.{named.__qualname__}"
 
