@@ -1,4 +1,7 @@
-"""An extension of griffe: docstrings as Markdown. ``name: text`` of an argument becomes an item of a list."""
+"""An extension of griffe: docstrings as Markdown.
+
+``name: text`` of an argument becomes an item of a list, and the name of a page in docs/ a link.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 import griffe
 
 ARGUMENT = re.compile(r"^(\w+(?:, \w+)*): ", re.MULTILINE)
+PAGE = re.compile(r"docs/(\w+)\.md")
 ROLE = re.compile(r":\w+:`([^`]*)`")
 
 
@@ -20,5 +24,5 @@ class Docstrings(griffe.Extension):
 
 
 def as_markdown(text: str) -> str:
-    paragraphs = ROLE.sub(r"`\1`", text).split("\n\n")
+    paragraphs = PAGE.sub(r"[\1.md](\1.md)", ROLE.sub(r"`\1`", text)).split("\n\n")
     return "\n\n".join(ARGUMENT.sub(r"- **\1**: ", paragraph) for paragraph in paragraphs)

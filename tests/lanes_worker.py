@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from zoo import EFFORT
 
 import fxpipe
-from fxpipe.training.ahead import Ahead, Pace
+from fxpipe.training.ahead import Ahead
+from fxpipe.training.pace import Pace
 
 PROCESSES, ROWS, MICROBATCHES, STEPS, HALF = 4, 1, 4, 5, 2
 OPTIONS = {"lr": 3e-2, "clip_grad_norm": 0.95}
@@ -25,6 +26,7 @@ PLAN = "sequence"
 MESHES: dict[str, tuple[tuple[int, int, int], str | None]] = {
     "1 x 2 x 2": ((1, 2, 2), None),
     "2 x 1 x 2": ((2, 1, 2), "optimizer"),
+    "2 x 1 x 2 of gradients": ((2, 1, 2), "gradients"),
     "2 x 1 x 2 of rows": ((2, 1, 2), "parameters"),
     "2 x 2 x 1": ((2, 2, 1), None),
     "1 x 4 x 1": ((1, 4, 1), None),
@@ -132,9 +134,23 @@ def run(directory: Path) -> None:
         until(pipe, optimizer, STEPS, ahead)
     ended(pipe, optimizer, directory / "ahead", ahead)
 
+    check_other_lanes()
     for name, (other, shard) in MESHES.items():
         if other != sizes:
             resumed(compiled(other, shard), directory / name, half)
+
+
+def check_other_lanes() -> None:
+    """DTensors over the ranks, and not over the lanes of each: all processes say so."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "pp"))["tp"]
+    model = made()
+    parallelized(model, mesh, PLAN)
+    try:
+        fxpipe.compile(model, batch(ROWS), ranks=2, microbatches=MICROBATCHES)
+    except fxpipe.RunError as error:
+        assert "Lanes are the last dimension" in str(error)  # noqa: PT017 - no pytest here
+    else:
+        raise AssertionError("DTensors over processes that are no lanes are compiled")
 
 
 def check_state(pipe: fxpipe.Pipeline, directory: Path) -> None:

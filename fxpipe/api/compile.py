@@ -117,7 +117,8 @@ def compile(
         have it; ``pipe.optimizer`` hands them over in the dtype of what it updates.
     outputs: names of values that ``pipe.step(batch, outputs=[…])`` can give beside the loss: tensors in the
         model's output (``"logits"``, ``"0"`` of a tuple, ``"losses.ce"``; ``"output"`` if it is one tensor),
-        metrics of ``loss_fn``, and ``"loss"`` and ``"count"``, those of each microbatch.
+        metrics of ``loss_fn``, ``"loss"`` and ``"count"``, those of each microbatch, and the results of
+        modules by their paths (``"blocks.3"``; ``"norm#1"`` of the second call).
     evaluation: also make the programs of ``pipe.evaluate``, the forward in eval mode alone, for the same
         ranks, which hold its tensors already.  The model is traced once more.
     seed: of the random ops; their numbers depend on it, the step and the microbatch alone.

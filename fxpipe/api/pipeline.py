@@ -22,6 +22,7 @@ from fxpipe.runtime.job.tracebacks import brief_methods
 from fxpipe.runtime.program.outputs import On, StepResult
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.ranks.finite import Check, checked
+from fxpipe.runtime.ranks.recording import checked_record
 from fxpipe.training.given_values import InMemory
 from fxpipe.training.initialize import initialize_held
 from fxpipe.training.local_runner import LocalResult
@@ -117,23 +118,34 @@ class Pipeline(Views):
         measure_memory: bool = False,
         outputs: Sequence[str] = (),
         check: Check = None,
+        record: Mapping[str, str | Path] | None = None,
     ) -> LocalResult:
         """Run one step of all ranks in this process, in turns.
 
         batch: leading dimension = microbatches × the example's.  step: number of the step, for random
         numbers.  threads: intra-op threads of each rank; 1 is what torchrun gives, and then the result is
         bit for bit what torchrun's ranks compute.  measure_memory: also find each rank's peak of saved bytes.
-        outputs, check: as for ``step``.
+        outputs, check, record: as for ``step``.
         Buffers are updated as in training; parameters and their ``.grad`` are left alone.
         Raises RunError under torchrun, where a process has the program and the tensors of one rank.
         """
-        return self._runner.run_local(batch, step, threads, measure_memory, outputs, checked(check))
+        return self._runner.run_local(
+            batch, step, threads, measure_memory, outputs, checked(check), checked_record(record)
+        )
 
     @overload
-    def step(self, batch: Any, *, check: Check = None) -> torch.Tensor: ...
+    def step(
+        self, batch: Any, *, check: Check = None, record: Mapping[str, str | Path] | None = None
+    ) -> torch.Tensor: ...
     @overload
     def step(
-        self, batch: Any, *, outputs: Sequence[str], outputs_on: On = None, check: Check = None
+        self,
+        batch: Any,
+        *,
+        outputs: Sequence[str],
+        outputs_on: On = None,
+        check: Check = None,
+        record: Mapping[str, str | Path] | None = None,
     ) -> StepResult: ...
     def step(
         self,
@@ -142,6 +154,7 @@ class Pipeline(Views):
         outputs: Sequence[str] | None = None,
         outputs_on: On = None,
         check: Check = None,
+        record: Mapping[str, str | Path] | None = None,
     ) -> torch.Tensor | StepResult:
         """Run one training step of this rank; return the loss of the whole batch, on every rank.
 
@@ -151,6 +164,8 @@ class Pipeline(Views):
             computes it.
         check: ``"finite"`` raises RunError with the op that makes the first NaN or infinity, its module, the
             line of the model and of the program, rank and microbatch.  Slow: it looks at all results.
+        record: ops and the directories to which what they are given is written, ``{"F1.3": "recorded"}``,
+            for ``fxpipe replay recorded F1.3``.
 
         Gradients are added to the parameters' ``.grad``.  Needs torchrun with one process per rank (a
         pipeline of one rank runs without it).  If a rank fails, all ranks raise RunError with its message,
@@ -160,7 +175,7 @@ class Pipeline(Views):
             raise RunError(
                 f"The model has no loss: ask for outputs=[…]. The pipeline gives {', '.join(self.outputs)}."
             )
-        result = self._runner.step(batch, outputs or (), outputs_on, checked(check))
+        result = self._runner.step(batch, outputs or (), outputs_on, checked(check), checked_record(record))
         return _loss(result) if outputs is None else result
 
     @overload

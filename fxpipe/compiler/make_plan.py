@@ -86,7 +86,14 @@ def make_plan(
         channels=in_rounds((a, b) for a, b in channels if a != b),
         vocabulary=cut.vocabulary,
         collectives=max((1 + each.group for each in collectives), default=0),
-        tensors=with_buckets(tensors, cut.sections, schedule, layouts, options.grad_dtype),
+        tensors=with_buckets(
+            tensors,
+            cut.sections,
+            schedule,
+            layouts,
+            options.grad_dtype,
+            divides_frozen=options.shard == "parameters",
+        ),
         layouts=layouts,
         prediction=Prediction(
             timeline.seconds, timeline.span_bubble, timeline.makespan_bubble, timeline.peak_memory

@@ -7,8 +7,10 @@ import tomllib
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 
 from fxpipe.cost.device import Device, Interconnect
+from fxpipe.cost.device_file import is_device_file, read_device
 from fxpipe.errors import ScheduleError, suggested
 from fxpipe.strict import structure
 
@@ -65,11 +67,11 @@ def data_sheets() -> tuple[DataSheet, ...]:
 
 
 def device_named(name: str) -> Device:
-    """The device that a user calls ``name``, in any case of letters.
+    """The device that a user calls ``name``, in any case of letters, or that of a file (``device_file.py``).
 
-    Raises ScheduleError, listing the known ones, for another name.
+    Raises ScheduleError, listing the known ones, for another name, and as ``read_device`` does.
     """
-    return _described(_known_sheet(name))
+    return read_device(Path(name)).device if is_device_file(name) else _described(_known_sheet(name))
 
 
 def _known_sheet(name: str) -> DataSheet:
@@ -83,16 +85,18 @@ def _known_sheet(name: str) -> DataSheet:
 
 
 def peak_rate(name: str, arithmetic: str) -> float:
-    """FLOPs a second on the data sheet of a device; an arithmetic that it lacks counts as float32.
+    """FLOPs a second on the data sheet of a device, or of the largest product that was measured on it; an
+    arithmetic that it lacks counts as float32.
 
     Raises ScheduleError as ``device_named`` does.
     """
-    peak = _known_sheet(name).peak
+    peak = device_named(name).flops if is_device_file(name) else _known_sheet(name).peak
     return peak.get(arithmetic, peak["float32"])
 
 
 def is_device_name(name: str) -> bool:
-    return _sheet_named(name) is not None
+    """Whether a name is that of a known device, or of a file."""
+    return is_device_file(name) or _sheet_named(name) is not None
 
 
 def _sheet_named(name: str) -> DataSheet | None:

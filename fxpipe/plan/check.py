@@ -117,6 +117,7 @@ def _tensors(plan: Plan) -> None:
             _known(f"{path}.{kind}", getattr(held, kind), plan.layouts, "a name in layouts")
         _known(f"{path}.gradients", held.gradients, set(held.parameters), f"a parameter of rank {rank}")
         _buckets(f"{path}.buckets", held, plan)
+        _frozen(f"{path}.frozen", held, plan)
         for name in held.gradients:
             IS_FLOATING.check(plan.layouts[name].dtype, f"layouts[{name!r}].dtype")
         for name in held.parameters:
@@ -151,6 +152,18 @@ def _buckets(path: str, held: RankTensors, plan: Plan) -> None:
         require(f"{path}[{k}].gradients", bucket.gradients, len(dtypes) == 1, "gradients of one dtype")
     fits = not held.buckets or sorted(found) == sorted(held.gradients)
     require(path, held.buckets, fits, "of each name in gradients once")
+
+
+def _frozen(path: str, held: RankTensors, plan: Plan) -> None:
+    """Check that these buckets have each name once, of parameters without gradients."""
+    ops, spare = set(" ".join(plan.order).split()), {*held.parameters} - {*held.gradients}
+    _distinct(path, [name for bucket in held.frozen for name in bucket.gradients])
+    for k, bucket in enumerate(held.frozen):
+        _known(f"{path}[{k}].gradients", bucket.gradients, spare, "a parameter without a gradient")
+        dtypes = {plan.layouts[name].dtype for name in bucket.gradients}
+        require(f"{path}[{k}].gradients", bucket.gradients, len(dtypes) == 1, "parameters of one dtype")
+        for op in (bucket.before, bucket.after):
+            require(f"{path}[{k}]", op, op in ops, "between ops in order")
 
 
 def _rows(table: str, parts: Sequence[Rows], layouts: dict[str, TensorLayout]) -> None:

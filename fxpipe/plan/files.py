@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from fxpipe.errors import ArtifactError, OptionError
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.spans import slices_of, spans_of
-from fxpipe.plan.tensors import dtype_of, in_strides
+from fxpipe.plan.tensors import dtype_of
 from fxpipe.strict import MEBIBYTE, Misfit, open_regular, read_text, shown
 
 MOST_PLAN_BYTES, MOST_PROGRAM_BYTES = 32 * MEBIBYTE, 64 * MEBIBYTE
@@ -129,9 +129,14 @@ def check_dtypes(tensors: Mapping[str, torch.Tensor]) -> None:
 def laid_out(
     tensors: Mapping[str, torch.Tensor], plan: Plan, *, of_all_lanes: bool = False
 ) -> dict[str, torch.Tensor]:
-    """The tensors with the strides that the programs expect; with the plain ones where lanes have shares."""
+    """Tensors from a file with the strides that the programs expect; with the plain ones where lanes have
+    shares.
+
+    Each in memory of its own, which begins where torch's allocator lets it begin: a file's does so anywhere,
+    and kernels may then add in another order.
+    """
     layout = plan.whole_layout if of_all_lanes else plan.layouts.__getitem__
-    return {name: in_strides(t, layout(name).stride) for name, t in tensors.items()}
+    return {name: layout(name).empty(t.device).copy_(t) for name, t in tensors.items()}
 
 
 def read_plan(directory: Path) -> Plan:

@@ -79,9 +79,9 @@ class ModelState:
         return self.owned[rank if self.process is None else self.process.world_rank]
 
     def divisions(self, rank: int) -> list[tuple[tuple[str, ...], Division]]:
-        """The buckets of a rank's gradients, as replicas divide them."""
+        """The buckets of a rank, as replicas divide them: those of gradients, and of frozen parameters."""
         replicas = 1 if self.process is None else self.process.replicas
-        buckets = [bucket.gradients for bucket in self.plan.tensors[rank].buckets]
+        buckets = [bucket.gradients for bucket in self.plan.tensors[rank].exchanged]
         return [(names, divide(names, self.plan.layouts, replicas)) for names in buckets]
 
     @property
@@ -214,8 +214,12 @@ class ModelState:
 
     def stand_ins(self, rank: int) -> dict[str, torch.Tensor]:
         """Zeros for the parameters that the program of a rank gathers, to run it alone."""
-        gathered = self.plan.tensors[rank].gradients if self.divides_parameters else ()
-        return {name: self.layout(name).empty(self.device).zero_() for name in gathered}
+        return {name: self.layout(name).empty(self.device).zero_() for name in self._gathered(rank)}
+
+    def _gathered(self, rank: int) -> set[str]:
+        """The parameters that the program of a rank gathers, and that this process does not keep."""
+        buckets = self.plan.tensors[rank].exchanged if self.divides_parameters else ()
+        return {name for bucket in buckets for name in bucket.gradients}
 
     @contextmanager
     def borrowing(self, parameters: dict[str, torch.Tensor]) -> Iterator[None]:
@@ -239,7 +243,7 @@ class ModelState:
     def held_by(self, rank: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """The parameters and buffers that a rank holds, but for parameters that its program gathers."""
         held = self.plan.tensors[rank]
-        gathered = self.borrowed.keys() | (held.gradients if self.divides_parameters else ())
+        gathered = self.borrowed.keys() | self._gathered(rank)
         params = {n: self.parameter(n).detach() for n in held.parameters if n not in gathered}
         params |= {name: self.borrowed[name] for name in held.parameters if name in self.borrowed}
         return params, {name: self.buffers[name] for name in held.buffers}
