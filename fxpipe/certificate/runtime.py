@@ -40,7 +40,8 @@ class TermRuntime:
     those whose sums over the replicas have begun, with the line and the number of their summands so far.
     ``waited``: the line that waited for these.  ``gathering``: the buckets of parameters that are gathered
     from other replicas, ``gathered``: the parameters that have arrived.  ``divided``: the line that divided
-    the gradients by the count.  ``last``: the line of its end.  ``ahead``: whether its warm-up runs."""
+    the gradients by the count.  ``last``: the line of its end.  ``ahead``: whether its warm-up runs.
+    ``batch``: what its step is given."""
 
     rank: int
     plan: Plan
@@ -62,6 +63,7 @@ class TermRuntime:
     last: Line | None = None
     sent: int = 0
     ahead: bool = False
+    batch: object = field(default_factory=object)
     pending: dict[Pending, None] = field(default_factory=dict)
     _buffers: dict[str, Value] = field(default_factory=dict)
     _pool: list[Offloaded] = field(default_factory=list)
@@ -137,6 +139,9 @@ class TermRuntime:
         self.ahead = False
 
     def microbatches(self, batch: Any) -> list[Leaves]:
+        if batch is not self.batch:
+            raise Rejected(self.calls.line(), "takes microbatches of something else than the step's batch")
+
         def read(name: str, microbatch: int) -> Value:
             if name not in self.plan.step.leaves[self.rank]:
                 raise Rejected(self.calls.line(), f"reads the leaf {name!r}, which this rank does not get")

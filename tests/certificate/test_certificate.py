@@ -83,6 +83,10 @@ EDITS = {
         ("tied_head", 0, r"batches\[m\]", "batches[2 if m == 1 else m]"),
         r"rank1.py:\d+: the loss is missing for microbatch 1",
     ),
+    "something else than the batch": (
+        ("tied_head", 0, r"rt.microbatches\(batch\)", "rt.microbatches(step)"),
+        r"rank0.py:LINE: takes microbatches of something else than the step's batch",
+    ),
     "a message is sent twice": (
         ("tied_head", 0, r"^( +rt.send\([^()]*\)$)", r"\1\n\1"),
         r"rank1.py:\d+: expects the gradient of embedding.weight, and rank0.py:\d+ sends another",
