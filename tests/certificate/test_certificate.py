@@ -176,6 +176,14 @@ def test_memory_that_an_op_wrote_to_is_not_read_again():
     assert any(f"rank0.py:{line + 1}: reads " in text and "has overwritten" in text for text in found), found
 
 
+def test_an_op_does_not_write_to_another_view_of_its_operand():
+    pattern = r"^    (\w+) = add_out\((\w+), (\w+), out=\3\)$"
+    line, found = problems("tied_head", 0, pattern, r"    view = t(\3)\n    \1 = add_out(\2, \3, out=view)")
+    assert any(re.search(f"rank0.py:{line + 1}: writes to .* in the same memory", text) for text in found), (
+        found
+    )
+
+
 def test_values_that_are_never_freed_are_more_than_the_plan_has():
     artifact = pipeline("tied_head").artifact
     program = artifact.programs[0].replace("saved0.pop(m)", "[*saved0[m]]")
