@@ -27,7 +27,10 @@ from fxpipe.errors import (
 
 # The streams of a GPU that share one of its queues wait for each other, those of messages for ever.  The
 # driver reads it when the GPU is used first: where it was, runtime/ranks/connect.py finds that it is not set.
-if "torch" not in sys.modules or not sys.modules["torch"].cuda.is_initialized():
+# While torch is being imported it has no attribute cuda: it imports a module of NVIDIA's called cuda, and a
+# user's script of that name, which imports fxpipe, comes before that.
+_cuda = getattr(sys.modules.get("torch"), "cuda", None)
+if _cuda is None or not _cuda.is_initialized():
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 if TYPE_CHECKING:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,6 +17,7 @@ from torch import nn
 from fxpipe.api.alike import arguments_of, check_lanes
 from fxpipe.api.held import held_of
 from fxpipe.api.pipeline import Pipeline
+from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.compile import Compiled, compile_model, last_lane_as_text
 from fxpipe.compiler.evaluation import compile_evaluation
 from fxpipe.compiler.mesh import MeshChoice, checked, choose_mesh, with_mesh
@@ -91,9 +93,10 @@ def compile(
     model: any module, on the CPU, a GPU, or the meta device; it is not changed.  With DTensors, as torch's
         ``parallelize_module`` makes them, each rank has as many processes as their mesh (docs/lanes.md).
     example: one microbatch, a mapping of keyword arguments, or a tuple or list of arguments.
-    ranks: of a pipeline, a process each; or a DeviceMesh of (replicas, ranks), or of the ranks of a replica.
-        By default the compiler chooses ranks and replicas, the fastest mesh within ``memory_limit``, for so
-        many ``devices`` (those that torchrun started) and a ``batch`` (docs/mesh.md).
+    ranks: of a pipeline, a process each; or a DeviceMesh of (replicas, ranks), or of the ranks of a replica;
+        with DTensors it may have their lanes as one more dimension, the last.  By default the compiler
+        chooses ranks and replicas, the fastest mesh within ``memory_limit``, for so many ``devices`` (those
+        that torchrun started) and a ``batch`` (docs/mesh.md).
     replicas: the number of pipelines that train together, each on its own rows (docs/mesh.md); by default as
         many as torchrun started processes for.  ``run_local`` runs so many, 1 by default.
     shard: what the replicas divide between them: ``"optimizer"``, its state (ZeRO 1), ``"gradients"``, these
@@ -114,7 +117,8 @@ def compile(
         have it; ``pipe.optimizer`` hands them over in the dtype of what it updates.
     outputs: names of values that ``pipe.step(batch, outputs=[…])`` can give beside the loss: tensors in the
         model's output (``"logits"``, ``"0"`` of a tuple, ``"losses.ce"``; ``"output"`` if it is one tensor),
-        metrics of ``loss_fn``, and ``"loss"`` and ``"count"``, those of each microbatch.
+        metrics of ``loss_fn``, ``"loss"`` and ``"count"``, those of each microbatch, and the results of
+        modules by their paths (``"blocks.3"``; ``"norm#1"`` of the second call).
     evaluation: also make the programs of ``pipe.evaluate``, the forward in eval mode alone, for the same
         ranks, which hold its tensors already.  The model is traced once more.
     seed: of the random ops; their numbers depend on it, the step and the microbatch alone.
@@ -180,16 +184,17 @@ def compile(
         raise CaptureError(f"The model is a {type(model).__name__}; fxpipe compiles an nn.Module.")
     device = _device_of(model)
     check_supported(device)
-    pipeline_ranks, replicas = ranks_and_replicas(ranks, replicas)
-    limit = as_timeout(timeout)
-    process = Process.join(device, limit) if under_torchrun() else None
     mesh = mesh_of(model)
     lanes = 1 if mesh is None else mesh.size()
+    pipeline_ranks, replicas = ranks_and_replicas(ranks, replicas, lanes)
+    limit = as_timeout(timeout)
+    process = Process.join(device, limit) if under_torchrun() else None
     if process is not None:
         unknown = process.world_size // lanes, None
-        given = unknown if pipeline_ranks is None else (pipeline_ranks, replicas)
-        process = process.with_ranks(*given, lanes)
-        process.check_mesh(mesh)
+        numbers = unknown if pipeline_ranks is None else (pipeline_ranks, replicas)
+        process = process.with_ranks(*numbers, lanes)
+        with process.agreed("use the mesh of its model"):
+            process.check_mesh(mesh)
         process.backend(device)
     with agreed(process, "compile"):
         world = None if process is None else process.world_size // lanes
@@ -244,30 +249,33 @@ def compile(
     if process is not None:
         process.check_alike(own, "the arguments of fxpipe.compile", "Call it with the same on all ranks.")
 
+    given = Compilation(model, example, loss_fn, options, device)
     if process is not None and process.lanes > 1:
-        check_lanes(process, lambda: last_lane_as_text(model, example, loss_fn, options, device))
+        check_lanes(process, lambda: last_lane_as_text(given))
 
     choice: MeshChoice | None = None
     if len(wanted) > 1:
 
         def chosen() -> MeshChoice:
             phases = Phases(f"fxpipe {type(model).__name__}, mesh", ends=False)
-            return choose_mesh(model, example, loss_fn, options, wanted, device, phases)
+            return choose_mesh(given, wanted, phases)
 
         found, choice = _mesh_for_all(chosen, process)
         options = with_mesh(options, found)
+        given = replace(given, options=options)
     if process is not None and request is not None:
         process = process.with_ranks(options.ranks, options.replicas, lanes)
 
-    known: tuple[Device, ...] = ()
+    known: list[list[Device]] = []
     if process is not None and costs == "analytic" and process.has_different_devices(device):
-        known = described_everywhere(device, process.gather)
+        devices_of_all = described_everywhere(device, process.gather)
+        known = [[devices_of_all[k] for k in process.that_run(rank)] for rank in range(process.ranks)]
 
     def compiled_here() -> tuple[Compiled, list[Artifact]]:
-        given = model, example, loss_fn, options, device, Phases(f"fxpipe {type(model).__name__}")
+        phases = Phases(f"fxpipe {type(model).__name__}")
         compared = (None, ()) if choice is None else (choice.step, choice.tried)
-        training = compile_model(*given, known, *compared)
-        made = [training.artifact, *([compile_evaluation(*given, training)] if evaluation else [])]
+        training = compile_model(given, phases, known, *compared)
+        made = [training.artifact, *([compile_evaluation(given, phases, training)] if evaluation else [])]
         for artifact in made if process is not None else ():
             files.check_dtypes(artifact.constants)
         return training, made

@@ -54,7 +54,7 @@ def load(
     else:
         process.check_same(files.checksum_of(texts), f"{directory / 'plan.json'}")
         artifacts = parts.share_plans(plans, process)
-        process = process.with_ranks(artifacts[0].plan.ranks)
+        process = process.with_ranks(artifacts[0].plan.ranks, lanes=artifacts[0].plan.lanes.number)
     plan = artifacts[0].plan
     own = own_ranks(process, plan.ranks)
     with agreed(process, f"load {directory}"):
@@ -97,7 +97,7 @@ def _read_tensors(
     constants: dict[str, torch.Tensor] = {}
     for rank in own_ranks(process, plan.ranks):
         held = plan.tensors[rank]
-        tensors = files.read_tensors(directory, plan, rank)
+        tensors = files.read_tensors(directory, plan, rank, lane=None if process is None else process.lane)
         for name in held.parameters:
             trained = name in held.gradients
             parameters.setdefault(name, nn.Parameter(tensors[name].to(device), requires_grad=trained))
@@ -106,7 +106,7 @@ def _read_tensors(
     if process is None:
         joined = whole(parameters).items()
         parameters = {
-            name: nn.Parameter(in_strides(t.detach(), plan.layouts[name].stride), t.requires_grad)
+            name: nn.Parameter(in_strides(t.detach(), plan.whole_layout(name).stride), t.requires_grad)
             for name, t in joined
         }
     return parameters, buffers, constants

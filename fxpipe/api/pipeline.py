@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn, overload
+from typing import Any, overload
 
 import torch
 from torch import fx
@@ -22,6 +22,7 @@ from fxpipe.runtime.job.tracebacks import brief_methods
 from fxpipe.runtime.program.outputs import On, StepResult
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.ranks.finite import Check, checked
+from fxpipe.runtime.ranks.recording import checked_record
 from fxpipe.training.given_values import InMemory
 from fxpipe.training.initialize import initialize_held
 from fxpipe.training.local_runner import LocalResult
@@ -35,12 +36,6 @@ from fxpipe.training.shared_values import share_values
 from fxpipe.training.state_dict import copy_to_model, full_state_dict, load_state_dict, state_dict
 from fxpipe.training.unchanged import Traced
 from fxpipe.training.updates import Updates
-
-#: What the classes of fxpipe use of a pipeline, and its users do not.
-_INTERNAL = {
-    "artifact", "directory", "first_step", "is_evaluation", "let_model_go", "model_state", "of",
-    "offload_directory", "process", "updates", "with_evaluation",
-}  # fmt: skip
 
 
 @brief_methods
@@ -73,21 +68,6 @@ class Pipeline(Views):
 
     def __post_init__(self) -> None:
         self._then = Traced(self.parameters, self.of(), self.artifact.plan.own_hooks)
-
-    def __dir__(self) -> list[str]:
-        return [name for name in super().__dir__() if name not in _INTERNAL]
-
-    def __call__(self, *_: Any, **__: Any) -> NoReturn:
-        raise RunError(
-            "A pipeline is not called like a model: pipe.step(batch) trains under torchrun, "
-            "pipe.run_local(batch) runs all ranks here, pipe.evaluate(batch) gives the loss alone."
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise RunError(
-            "A pipeline cannot be pickled or copied, as torch.save and copy.deepcopy do: pipe.save(path) "
-            "writes it for fxpipe.load(path), and pipe.state_dict() has its weights."
-        )
 
     def with_evaluation(self, artifact: Artifact) -> Pipeline:
         """The pipeline with one for the forward alone, which works on the same tensors."""
@@ -138,23 +118,34 @@ class Pipeline(Views):
         measure_memory: bool = False,
         outputs: Sequence[str] = (),
         check: Check = None,
+        record: Mapping[str, str | Path] | None = None,
     ) -> LocalResult:
         """Run one step of all ranks in this process, in turns.
 
         batch: leading dimension = microbatches × the example's.  step: number of the step, for random
         numbers.  threads: intra-op threads of each rank; 1 is what torchrun gives, and then the result is
         bit for bit what torchrun's ranks compute.  measure_memory: also find each rank's peak of saved bytes.
-        outputs, check: as for ``step``.
+        outputs, check, record: as for ``step``.
         Buffers are updated as in training; parameters and their ``.grad`` are left alone.
         Raises RunError under torchrun, where a process has the program and the tensors of one rank.
         """
-        return self._runner.run_local(batch, step, threads, measure_memory, outputs, checked(check))
+        return self._runner.run_local(
+            batch, step, threads, measure_memory, outputs, checked(check), checked_record(record)
+        )
 
     @overload
-    def step(self, batch: Any, *, check: Check = None) -> torch.Tensor: ...
+    def step(
+        self, batch: Any, *, check: Check = None, record: Mapping[str, str | Path] | None = None
+    ) -> torch.Tensor: ...
     @overload
     def step(
-        self, batch: Any, *, outputs: Sequence[str], outputs_on: On = None, check: Check = None
+        self,
+        batch: Any,
+        *,
+        outputs: Sequence[str],
+        outputs_on: On = None,
+        check: Check = None,
+        record: Mapping[str, str | Path] | None = None,
     ) -> StepResult: ...
     def step(
         self,
@@ -163,6 +154,7 @@ class Pipeline(Views):
         outputs: Sequence[str] | None = None,
         outputs_on: On = None,
         check: Check = None,
+        record: Mapping[str, str | Path] | None = None,
     ) -> torch.Tensor | StepResult:
         """Run one training step of this rank; return the loss of the whole batch, on every rank.
 
@@ -172,6 +164,8 @@ class Pipeline(Views):
             computes it.
         check: ``"finite"`` raises RunError with the op that makes the first NaN or infinity, its module, the
             line of the model and of the program, rank and microbatch.  Slow: it looks at all results.
+        record: ops and the directories to which what they are given is written, ``{"F1.3": "recorded"}``,
+            for ``fxpipe replay recorded F1.3``.
 
         Gradients are added to the parameters' ``.grad``.  Needs torchrun with one process per rank (a
         pipeline of one rank runs without it).  If a rank fails, all ranks raise RunError with its message,
@@ -181,7 +175,7 @@ class Pipeline(Views):
             raise RunError(
                 f"The model has no loss: ask for outputs=[…]. The pipeline gives {', '.join(self.outputs)}."
             )
-        result = self._runner.step(batch, outputs or (), outputs_on, checked(check))
+        result = self._runner.step(batch, outputs or (), outputs_on, checked(check), checked_record(record))
         return _loss(result) if outputs is None else result
 
     @overload
@@ -406,11 +400,6 @@ class Pipeline(Views):
         Under torchrun every rank calls it; rank 0 writes the files of all.  Raises ArtifactError, on all
         ranks, if the directory is not empty or cannot be written; then nothing is left in it.
         """
-        if self.lanes > 1:
-            raise RunError(
-                "A pipeline whose model has DTensors cannot be saved yet. Keep pipe.full_state_dict(), "
-                "compile the model again, and give it the values with pipe.load_state_dict(…)."
-            )
         self.check_alike()
         forward = None if self.evaluation is None else self.evaluation.artifact
         draw = self._write_views if self.graph is not None else None

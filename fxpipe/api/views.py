@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import fx
 
@@ -23,6 +23,12 @@ from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.steps import Steps, simulate_steps
 from fxpipe.schedule.simulation.timeline import Timeline
+
+#: What the classes of fxpipe use of a pipeline, and its users do not.
+_INTERNAL = {
+    "artifact", "directory", "first_step", "is_evaluation", "let_model_go", "model_state", "of",
+    "offload_directory", "process", "updates", "with_evaluation",
+}  # fmt: skip
 
 if TYPE_CHECKING:
     from fxpipe.viz.report.write import Source
@@ -54,6 +60,21 @@ class Views:
         plan = self.artifact.plan
         memory = rank_memory(plan, plan.prediction.peak_memory)
         return as_html(summary(plan), memory_rows(memory, plan.memory_limit))
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in _INTERNAL]
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        raise RunError(
+            "A pipeline is not called like a model: pipe.step(batch) trains under torchrun, "
+            "pipe.run_local(batch) runs all ranks here, pipe.evaluate(batch) gives the loss alone."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RunError(
+            "A pipeline cannot be pickled or copied, as torch.save and copy.deepcopy do: pipe.save(path) "
+            "writes it for fxpipe.load(path), and pipe.state_dict() has its weights."
+        )
 
     @property
     def plan(self) -> Plan:

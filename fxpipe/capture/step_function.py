@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpipe.capture.activations import Activations
 from fxpipe.capture.assigned import Assigned
 from fxpipe.capture.call import arguments, described
 from fxpipe.capture.dtensors import local_gradient
 from fxpipe.capture.functional import KeepsState, check_unwritten, declare_writes
+from fxpipe.capture.hooks import Hooks
 from fxpipe.capture.inputs import Given
 from fxpipe.capture.kept import Constants, carries_gradients, with_history
 from fxpipe.capture.made import check_made
@@ -70,7 +72,8 @@ class StepFunction:
         kept: Mapping[str, bool],
     ):
         self.model, self.loss_fn, self.scale, self.given = model, loss_fn, scale, given
-        self.gradients, self.outputs = gradients, outputs
+        self.hooks = Hooks(model, gradients)
+        self.gradients, self.activations = gradients, Activations(model, outputs)
         self.fixed = {x.input.name: x.real.reshape(-1).tolist() for x in given if x.fixed}
         self.registered = registered(model, kept)
         self.constants = Constants(model, kept)
@@ -84,13 +87,9 @@ class StepFunction:
     def __call__(self, *values: torch.Tensor) -> list[torch.Tensor]:
         trained = [x for x in self.given if x.input.kind is Kind.PARAMETER and x.fake.requires_grad]
         wanted = {x.input.name: x.fake for x in trained}
-        questions = Questions(self.provenance)
-        for r in self.registered:
-            for hook in compat.gradient_hooks(r.tensor):
-                questions.hooked = True
-                if r.name in wanted:
-                    wanted[r.name].register_hook(hook)
-        with self.provenance, questions:
+        questions = Questions(self.provenance, self.hooks)
+        questions.hooked = self.hooks.follow_gradients(self.registered, wanted)
+        with self.hooks, self.provenance, questions:
             first = self._step(wanted, self.gradients, questions)
         if self.provenance.answers.refused is not None:  # which the model caught
             raise self.provenance.answers.refused
@@ -189,12 +188,13 @@ class StepFunction:
     def _forward(self, wanted: dict[str, torch.Tensor]) -> Results:
         example = self._example()
         args, kwargs = arguments(example)
-        output = self.model(*args, **kwargs)
+        with self.activations.kept():
+            output = self.model(*args, **kwargs)
         if self.loss_fn is not None:
             self.of_loss = (
                 f"It gets the output, {described([output])}, and the microbatch, {described([example])}."
             )
-        results = find_results(output, example, self.loss_fn, self.gradients, self.outputs)
+        results = find_results(output, example, self.loss_fn, self.gradients, self.activations)
         self.of_loss = ""
         for name, value in wanted.items():
             if value.grad is not None:

@@ -169,6 +169,7 @@ def _traced(
         if refused and step.difference:  # a state that the first batch alone sets, for example
             raise CaptureError(f"{refused} {step.difference}.")
         watch.warn_of_changes(step.difference)
+        step.hooks.warn(module.graph)
     with compat.plain_kernels(), compat.modules_without_code(), mode:
         module = functionalize(module, values)
     frozen = {r.name for r in step.registered if not r.tensor.requires_grad}

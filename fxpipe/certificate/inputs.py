@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from fxpipe.certificate.calls import Calls
@@ -53,13 +54,18 @@ class Inputs:
 
     def _parameter(self, name: str) -> Value:
         found = self._input("parameter", name, self._tensors.parameters)
-        if self.plan.shard and name in self._tensors.gradients and name not in self.gathered:
+        if self.plan.shard and name in self._divided and name not in self.gathered:
             self.calls.note(f"reads the parameter {name!r} before its rows of other replicas are there")
         return found
 
     @property
     def _tensors(self) -> RankTensors:
         return self.plan.tensors[self.rank]
+
+    @cached_property
+    def _divided(self) -> frozenset[str]:
+        """The parameters that replicas may have rows of."""
+        return frozenset(name for bucket in self._tensors.exchanged for name in bucket.gradients)
 
     def _input(self, kind: str, name: str, known: tuple[str, ...]) -> Value:
         if name not in known:
@@ -125,7 +131,7 @@ class Inputs:
         self.gathered.difference_update(self._bucket(bucket, "frees the parameters of"))
 
     def _bucket(self, bucket: int, verb: str) -> tuple[str, ...]:
-        buckets = self._tensors.buckets
+        buckets = self._tensors.buckets if verb == "sums" else self._tensors.exchanged
         if not 0 <= bucket < len(buckets):
             raise Rejected(self.calls.line(), f"{verb} the bucket {bucket}, which the plan does not have")
         return buckets[bucket].gradients

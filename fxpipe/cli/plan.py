@@ -13,6 +13,7 @@ from torch import nn
 
 from fxpipe.cli.arguments import memory, non_negative, positive, positive_int
 from fxpipe.cli.functions import python_function
+from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.mesh import checked, compare_meshes, fastest_mesh, planned_step
 from fxpipe.compiler.mesh_request import MeshRequest, request_of, rows_of
 from fxpipe.compiler.options import Options, as_offload
@@ -29,12 +30,10 @@ from fxpipe.viz.terminal import terminal
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
-def add_to(commands: Any, line: str) -> None:
-    parser = commands.add_parser(
-        "plan",
-        help=line,
-        description="Compares meshes of ranks and replicas for a model on devices that need not be here. "
-        "Nothing is allocated: the function runs with tensors on the meta device.",
+def add_to(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Compares meshes of ranks and replicas for a model on devices that need not be here. Nothing is "
+        "allocated: the function runs with tensors on the meta device."
     )
     parser.set_defaults(command=_plan)
     add = parser.add_argument
@@ -93,7 +92,7 @@ def _plan(options: argparse.Namespace) -> None:
     asked = _options(options, request)
     device, phase = torch.device("cpu"), Phases(f"fxpipe plan {type(model).__name__}", ends=False)
     checked(asked, request.meshes(rows_of(example)))
-    planned = planned_step(model, example, loss_fn, asked, device, phase)
+    planned = planned_step(Compilation(model, example, loss_fn, asked, device), phase)
     step = planned.step
     sizes = [{}, *({name: length} for name, length in options.size)]
     given = step.captured.graph, step.resized, example, options.device

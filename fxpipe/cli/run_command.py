@@ -7,7 +7,6 @@ import logging
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 from fxpipe.api.load import load
 from fxpipe.api.pipeline import Pipeline
@@ -18,12 +17,10 @@ from fxpipe.errors import ArtifactError, RunError, printable
 from fxpipe.plan.files import check_free
 
 
-def add_to(commands: Any, line: str) -> None:
-    parser = commands.add_parser(
-        "run",
-        help=line,
-        description="Trains a saved pipeline: torchrun --nproc-per-node RANKS -m fxpipe run DIR --data FILE. "
-        "With a multiple of its ranks, replicas of it train together, each on its own rows of the data.",
+def add_to(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Trains a saved pipeline: torchrun --nproc-per-node RANKS -m fxpipe run DIR --data FILE. With a "
+        "multiple of its ranks, replicas of it train together, each on its own rows of the data."
     )
     parser.set_defaults(command=_run)
     add = parser.add_argument

@@ -14,7 +14,7 @@ from fxpipe.compiler.cut import Cuts, Stages
 from fxpipe.compiler.options import Candidates, Options
 from fxpipe.compiler.passes import CutOptions, Step
 from fxpipe.compiler.progress import Phases
-from fxpipe.cost.cluster import Cluster, of_stages
+from fxpipe.cost.cluster import Cluster, of_stages, slowest_of_each
 from fxpipe.cost.describe import describe
 from fxpipe.cost.device import Device
 from fxpipe.cost.known_devices import device_named
@@ -23,12 +23,14 @@ from fxpipe.errors import PartitionError, VocabularyError
 from fxpipe.schedule.search.fastest import AUTO
 
 
-def cluster_of(options: Options, device: torch.device, devices: Sequence[Device], graph: fx.Graph) -> Cluster:
-    """The devices that the costs are of."""
+def cluster_of(
+    options: Options, device: torch.device, devices: Sequence[Sequence[Device]], graph: fx.Graph
+) -> Cluster:
+    """The devices that the costs are of.  devices: of the processes of each rank, if they are known."""
     if isinstance(options.costs, tuple):
         return Cluster(tuple(map(device_named, options.costs)))
     if devices and options.costs == "analytic":
-        return Cluster(tuple(devices))
+        return slowest_of_each(devices, graph)
     return Cluster((describe(options.costs, device, graph),) * options.ranks)
 
 

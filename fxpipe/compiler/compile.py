@@ -8,12 +8,10 @@ level only where it may give the fastest step).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-import torch
-from torch import fx, nn
+from torch import fx
 
 from fxpipe.capture.call import check_call
 from fxpipe.capture.lanes import capture_lanes, lane_as_text
@@ -22,9 +20,10 @@ from fxpipe.capture.trace import Captured, capture
 from fxpipe.capture.underflow import warn_of_float16
 from fxpipe.compiler.all_stages import all_stages, cluster_of, offload_bandwidth
 from fxpipe.compiler.choose import Costing, choose, with_uses
+from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.cut import Cuts
 from fxpipe.compiler.generate import generate
-from fxpipe.compiler.options import Options, candidates, check_lanes
+from fxpipe.compiler.options import candidates, check_lanes
 from fxpipe.compiler.passes import Step
 from fxpipe.compiler.progress import Phases
 from fxpipe.compiler.tensor_ownership import check_names, check_state_of_replicas
@@ -59,52 +58,44 @@ class CapturedStep:
     resized: ResizedTraces | None
 
 
-def capture_step(
-    model: nn.Module,
-    example: Any,
-    loss_fn: Callable[..., Any] | None,
-    options: Options,
-    device: torch.device,
-    phase: Phases,
-) -> CapturedStep:
+def capture_step(given: Compilation, phase: Phases) -> CapturedStep:
     """The step for any number of ranks and replicas; the gradient of its loss is 1 / microbatches."""
-    check_call(model, example, loss_fn)
+    model, example, options = given.model, given.example, given.options
+    check_call(model, example, given.loss_fn)
     check_names(model)
-
-    def traced(example: Any) -> Captured:
-        return _traced(model, example, loss_fn, options, device)
-
     phase.expect(1)
     with phase("capture"):
         lengths = None if options.dimensions is None else named_lengths(example, options.dimensions)
-        captured = capture_lanes(model, lambda: traced(example))
+        captured = capture_lanes(model, lambda: traced(given))
         check_lanes(options, captured.lanes)
         warn_of_float16(captured.graph)
         resized = None
         if lengths is not None:
-            resized = sample(captured.graph, example, lengths, lambda resized: traced(resized).graph)
+            resized = sample(
+                captured.graph,
+                example,
+                lengths,
+                lambda resized: traced(replace(given, example=resized)).graph,
+            )
     return CapturedStep(captured, resized)
 
 
 @collector_paused()
 def compile_model(
-    model: nn.Module,
-    example: Any,
-    loss_fn: Callable[..., Any] | None,
-    options: Options,
-    device: torch.device,
+    given: Compilation,
     phase: Phases,
-    devices: Sequence[Device] = (),
+    devices: Sequence[Sequence[Device]] = (),
     step: CapturedStep | None = None,
     meshes: tuple[TriedMesh, ...] = (),
 ) -> Compiled:
-    """devices: of the ranks, if they differ and the user names none.  step: if it is captured already.
-    meshes: those that were compared.
+    """devices: of the processes of each rank, if they differ and the user names none.
+    step: if it is captured already.  meshes: those that were compared.
     """
+    model, options, device = given.model, given.options, given.device
     tried = candidates(options)
     ways = len(tried.barriers)
     phase.expect(2 + ways + 4 * len(tried.placements) * ways)
-    step = step or capture_step(model, example, loss_fn, options, device, phase)
+    step = step or capture_step(given, phase)
     captured, resized = step.captured, step.resized
     if options.replicas > 1:
         check_state_of_replicas(model, captured.graph)
@@ -118,7 +109,7 @@ def compile_model(
     with phase("schedule"):
         # Rewritten and extracted with each level of recomputation that may be the fastest; the candidate and
         # the schedule with the shortest simulated step.
-        known = known_tensors(model, example, captured.constants)
+        known = known_tensors(model, given.example, captured.constants)
         bandwidth = offload_bandwidth(options, cluster, device)
         costing = Costing(options, tried, cuts, model, cluster, device, known, bandwidth, phase)
         options, chosen = with_uses(options, lambda own: choose(own, stages, costing))
@@ -146,23 +137,20 @@ def compile_model(
         return replace(plan, memory_limit=options.limit_text, limits=found.problem.limits)
 
     with phase("codegen"):
-        cut, artifact = generate(
-            model, example, captured, options, cut, live, found.timeline, completed, phase
-        )
+        given = replace(given, options=options)
+        cut, artifact = generate(given, captured, cut, live, found.timeline, completed, phase)
     return Compiled(artifact, cluster, cut.graph, cut.sections)
 
 
-def _traced(
-    model: nn.Module, example: Any, loss_fn: Callable[..., Any] | None, options: Options, device: torch.device
-) -> Captured:
-    scale = 1 / options.microbatches
-    return capture(model, example, loss_fn, scale, device, options.gradients, options.fixed, options.outputs)
+def traced(given: Compilation, kept: Collection[str] = ()) -> Captured:
+    """kept: as for ``capture``."""
+    options, scale = given.options, 1 / given.options.microbatches
+    asked = options.gradients, options.fixed, options.outputs
+    return capture(given.model, given.example, given.loss_fn, scale, given.device, *asked, kept)
 
 
 @collector_paused()
-def last_lane_as_text(
-    model: nn.Module, example: Any, loss_fn: Callable[..., Any] | None, options: Options, device: torch.device
-) -> str:
+def last_lane_as_text(given: Compilation) -> str:
     """What the last lane runs of a model with DTensors, on this process."""
-    number = mesh_of(model).size()
-    return lane_as_text(model, lambda: _traced(model, example, loss_fn, options, device), number - 1)
+    number = mesh_of(given.model).size()
+    return lane_as_text(given.model, lambda: traced(given), number - 1)

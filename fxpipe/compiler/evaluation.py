@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
-import torch
 from torch import nn
 
 from fxpipe.capture.lanes import capture_lanes
-from fxpipe.capture.trace import capture
-from fxpipe.compiler.compile import Compiled
+from fxpipe.compiler.compilation import Compilation
+from fxpipe.compiler.compile import Compiled, traced
 from fxpipe.compiler.cut import cut as cut_at_level
 from fxpipe.compiler.cut import split, stages_of
 from fxpipe.compiler.generate import generate
 from fxpipe.compiler.make_plan import with_tensors_of
-from fxpipe.compiler.options import Offload, Options
+from fxpipe.compiler.options import Offload
 from fxpipe.compiler.passes import CutOptions, Step
 from fxpipe.compiler.progress import Phases
 from fxpipe.cost.analytic import seconds_on, section_costs
@@ -34,22 +32,14 @@ from fxpipe.schedule.simulation.simulator import simulate
 
 
 @collector_paused()
-def compile_evaluation(
-    model: nn.Module,
-    example: Any,
-    loss_fn: Callable[..., Any] | None,
-    options: Options,
-    device: torch.device,
-    phase: Phases,
-    trained: Compiled,
-) -> Artifact:
+def compile_evaluation(given: Compilation, phase: Phases, trained: Compiled) -> Artifact:
     """The forward in eval mode for the ranks of a training pipeline: each tensor is used where that has it.
 
     Raises PartitionError where the forward cannot be cut as the training step was.
     """
     cluster, plan = trained.cluster, trained.artifact.plan
     options = replace(
-        options,
+        given.options,
         gradients=False,
         grad_dtype=None,
         shard=None,
@@ -57,6 +47,7 @@ def compile_evaluation(
         recompute=False,
         validation="barrier",
     )
+    given, model = replace(given, options=options), given.model
     own = _model_stages(plan.ordered)
     asked = CutOptions(
         len(own),
@@ -70,14 +61,8 @@ def compile_evaluation(
     )
     phase.expect(6)
     with phase("evaluation"), _in_eval_mode(model):
-        scale = 1 / options.microbatches
         kept = {name for held in plan.tensors for name in held.buffers}
-        captured = capture_lanes(
-            model,
-            lambda: capture(
-                model, example, loss_fn, scale, device, False, options.fixed, options.outputs, kept
-            ),
-        )
+        captured = capture_lanes(model, lambda: traced(given, kept))
     cut = cut_at_level(stages_of(split(Step(captured.graph, None), asked), asked, phase), None, phase)
     live = liveness(cut.graph, cut.sections, cut.edges, plan.placement)
     seconds = seconds_on(cluster, cut.graph)
@@ -89,7 +74,7 @@ def compile_evaluation(
         made = replace(made, model=f"{made.model}, evaluation", device=cluster.name)
         return with_tensors_of(made, cut.sections, plan)
 
-    return generate(model, example, captured, options, cut, live, timeline, of_training, phase)[1]
+    return generate(given, captured, cut, live, timeline, of_training, phase)[1]
 
 
 def _forward_schedules(trained: Schedule, costs: Costs) -> Iterator[Schedule]:

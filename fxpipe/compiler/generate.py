@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
-from torch import fx, nn
+from torch import fx
 
 from fxpipe.capture.trace import Captured
 from fxpipe.codegen.collectives import collectives
@@ -15,9 +14,9 @@ from fxpipe.codegen.program import program_source
 from fxpipe.codegen.rank_plan import RankPlan
 from fxpipe.compiler.buckets import bucket_uses
 from fxpipe.compiler.certify import captured_as_data, certified
+from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.cut import Cut, finished
 from fxpipe.compiler.make_plan import make_plan
-from fxpipe.compiler.options import Options
 from fxpipe.compiler.progress import Phases
 from fxpipe.compiler.tensor_ownership import tied_gradients
 from fxpipe.errors import ScheduleError
@@ -37,10 +36,8 @@ from fxpipe.schedule.simulation.timeline import Timeline
 
 
 def generate(
-    model: nn.Module,
-    example: Any,
+    given: Compilation,
     captured: Captured,
-    options: Options,
     cut: Cut,
     live: Liveness,
     timeline: Timeline,
@@ -51,11 +48,11 @@ def generate(
 
     completed: the plan with its optional fields.
     """
-    schedule = timeline.schedule
+    schedule, options = timeline.schedule, given.options
     _check_buffer_order(cut.graph, schedule)
     joint = _collectives(cut, schedule)
     cut, pools = _finished(cut, live, schedule)
-    plan = completed(make_plan(model, example, captured, options, cut, timeline, joint))
+    plan = completed(make_plan(given, captured, cut, timeline, joint))
     if pools:
         plan = replace(plan, tier=options.tier, pools=tuple(pool.bytes for pool in pools))
     # The instructions of all ranks, proved to end.

@@ -29,9 +29,11 @@ from fxpipe.runtime.ranks.agreement import check_agreement
 from fxpipe.runtime.ranks.finite import Check, Finite
 from fxpipe.runtime.ranks.lanes import LocalLanes
 from fxpipe.runtime.ranks.load_program import Program, load_program
-from fxpipe.runtime.ranks.local import LocalComm, LocalWorld, run_all
+from fxpipe.runtime.ranks.local import LocalComm, LocalWorld
 from fxpipe.runtime.ranks.local_replicas import LocalReplicas
+from fxpipe.runtime.ranks.recording import Recording, check_ops
 from fxpipe.runtime.ranks.tracked_memory import SavedBytes
+from fxpipe.runtime.ranks.turns import run_all
 from fxpipe.training.accumulators import (
     zero_buckets,
 )
@@ -81,7 +83,14 @@ class LocalRunner:
         return self.artifact.plan
 
     def run_local(
-        self, batch: Any, step: int, threads: int, measure_memory: bool, outputs: Sequence[str], check: Check
+        self,
+        batch: Any,
+        step: int,
+        threads: int,
+        measure_memory: bool,
+        outputs: Sequence[str],
+        check: Check,
+        record: Mapping[str, Path],
     ) -> LocalResult:
         """See ``Pipeline.run_local``."""
         if self.process is not None and self.plan.ranks * self.plan.lanes.number > 1:
@@ -90,15 +99,23 @@ class LocalRunner:
                 "them. Call pipe.step(batch) on all ranks, or start the script as one process."
             )
         with as_traced(self.plan.step.default_dtype, self.device):
-            return self._run_local(batch, step, threads, measure_memory, outputs, check)
+            return self._run_local(batch, step, threads, measure_memory, outputs, check, record)
 
     def _run_local(
-        self, batch: Any, step: int, threads: int, measure_memory: bool, outputs: Sequence[str], check: Check
+        self,
+        batch: Any,
+        step: int,
+        threads: int,
+        measure_memory: bool,
+        outputs: Sequence[str],
+        check: Check,
+        record: Mapping[str, Path],
     ) -> LocalResult:
         spec = self.plan.step
         if type(threads) is not int or threads < 1:
             raise OptionError(f"threads is {threads!r} and must be a whole number, at least 1.")
         wanted = requested(outputs, None, spec.outputs, spec.ranks)
+        check_ops(record, [op for program in self._local_programs for op in program.ops])
         self.updates.settle()
         self.state.check_unchanged(self.state.follow_model())
         world = LocalWorld(self.plan.ranks, self.plan.replicas, self.plan.lanes.number)
@@ -114,7 +131,8 @@ class LocalRunner:
             rt.collected = Collected(wanted)
             replica = number // (world.ranks * world.lanes)
             rows = rows_of_replica(spec.batch, batch, spec.microbatches, replica, world.replicas)
-            mains.append(partial(self._run_program, self._local_programs[rt.rank], rt, rows, check))
+            program = self._recorded(self._local_programs[rt.rank], rt, {} if replica else record, number)
+            mains.append(partial(self._run_program, program, rt, rows, check))
         meters = [SavedBytes(self._given(rt, batch)) for rt in runtimes] if measure_memory else []
         for number, meter in enumerate(meters):
             mains[number] = partial(_metered, mains[number], runtimes[number], meter)
@@ -164,6 +182,18 @@ class LocalRunner:
         if rt.replicas is not None:
             self.state.follow_first_replica(rt)
         return loss
+
+    def _recorded(self, program: Program, rt: Runtime, record: Mapping[str, Path], number: int) -> Program:
+        """A copy of the program that records those of these ops that it runs.
+
+        number: of the rank or process, in files.
+        """
+        if record and rt.lanes is not None:
+            raise RunError("Ops of lanes cannot be recorded: they need those of the other lanes.")
+        if not record.keys() & {*program.ops}:
+            return program
+        source, dtype = self.artifact.programs[rt.rank], self.plan.step.default_dtype
+        return Recording(record, rt, number, source, dtype).of(self._program(rt.rank))
 
     @cached_property
     def _local_programs(self) -> tuple[Program, ...]:

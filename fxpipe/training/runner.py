@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,12 +67,16 @@ class Runner(LocalRunner):
         if "runtime" in self.__dict__:
             self.runtime.step_number = number
 
-    def step(self, batch: Any, outputs: Sequence[str], outputs_on: On, check: Check) -> StepResult:
+    def step(
+        self, batch: Any, outputs: Sequence[str], outputs_on: On, check: Check, record: Mapping[str, Path]
+    ) -> StepResult:
         """See ``Pipeline.step``."""
         with as_traced(self.plan.step.default_dtype, self.device):
-            return self._step(batch, outputs, outputs_on, check)
+            return self._step(batch, outputs, outputs_on, check, record)
 
-    def _step(self, batch: Any, outputs: Sequence[str], outputs_on: On, check: Check) -> StepResult:
+    def _step(
+        self, batch: Any, outputs: Sequence[str], outputs_on: On, check: Check, record: Mapping[str, Path]
+    ) -> StepResult:
         rt, program, spec = self.runtime, self._own_program, self.plan.step
         self._warm_up.run(rt, program, batch, lambda: self._words(Facts(self.artifact.number), batch))
         rt.start()
@@ -95,7 +100,9 @@ class Runner(LocalRunner):
                 if self.updates.are_settled:
                     self._begin_gradients(rt, finish)
                 with self._warm_up.memory(number):
-                    loss = self._run_program(program, rt, batch, check)
+                    number_in_files = 0 if self.process is None else self.process.world_rank
+                    recorded = self._recorded(program, rt, record, number_in_files)
+                    loss = self._run_program(recorded, rt, batch, check)
                 self.state.stale = False
                 compare()
                 found = self._outputs(rt, outputs_on)
@@ -184,11 +191,14 @@ class Runner(LocalRunner):
         """Exchange zeros of the size of each bucket: a communicator connects for each kind and size."""
         assert self.process is not None
         with self.process.watch.collective():
-            for names, division in self.state.divisions(self.process.rank):
+            summed = len(self.plan.tensors[self.process.rank].buckets)
+            for k, (names, division) in enumerate(self.state.divisions(self.process.rank)):
                 bucket = sharded_bucket(self.state, names, division, self.process.replica)
-                replicas.wait(replicas.reduce(bucket.whole, bucket.begins, bucket.whole, mean=False))
+                if k < summed:
+                    replicas.wait(replicas.reduce(bucket.whole, bucket.begins, bucket.whole, mean=False))
                 if self.plan.shard:
-                    replicas.wait(replicas.gather((bucket.whole,), bucket.begins))
+                    given = bucket.whole if k < summed else bucket.own_rows()
+                    replicas.wait(replicas.gather((given,), bucket.begins))
 
     @cached_property
     def _own_program(self) -> Program:

@@ -61,6 +61,10 @@ class Numbering:
         """The processes that have this rank and lane of their pipelines, in the order of the replicas."""
         return [self.number(replica, rank, lane) for replica in range(self.replicas)]
 
+    def that_run(self, rank: int) -> list[int]:
+        """All processes that run the program of a rank."""
+        return [k for replica in range(self.replicas) for k in self.of_lanes(replica, rank)]
+
     def of_each(self, parts: Sequence[T]) -> list[T]:
         """What each process gets of the parts of the ranks, in the order of the processes."""
         return [part for _ in range(self.replicas) for part in parts for _ in range(self.lanes)]

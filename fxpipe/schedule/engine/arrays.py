@@ -63,28 +63,20 @@ class ScheduleArrays:
     @cached_property
     def tables(self) -> Tables:
         """The arrays in the layout of the compiled loops."""
-        own_at = np.cumsum([0, *map(len, self.own)])
-        own = np.array([stage for stages in self.own for stage in stages])
         need_at, need, need_delay = _rows(self.needs)
         feed_at, feed, feed_delay = _rows(self.feeds)
         return Tables(
             section=np.repeat(np.arange(self.sections), self.microbatches),
-            seconds=np.array(self.seconds, np.float64),
             rank=np.array(self.rank),
-            lead=np.array(self.lead, np.float64),
-            at_start=np.array(self.at_start, np.float64),
-            at_end=np.array(self.at_end, np.float64),
-            hold=np.array(self.hold, np.float64),
-            kept=np.array(self.kept, np.float64),
             need_at=need_at,
             need=need,
             need_delay=need_delay,
             feed_at=feed_at,
             feed=feed,
             feed_delay=feed_delay,
-            own_at=own_at,
-            own=own,
-            update=np.array(self.update, np.float64),
+            own_at=np.cumsum([0, *map(len, self.own)]),
+            own=np.array([stage for stages in self.own for stage in stages]),
+            **{name: np.array(getattr(self, name), np.float64) for name in _FLOATS},
         )
 
     @cached_property
@@ -96,6 +88,10 @@ class ScheduleArrays:
     def smallest_joined(self) -> tuple[float, ...]:
         """``smallest_limits`` of schedules in which all B and W are one op: no schedule needs less."""
         return tuple(sum(self.joined[stage] for stage in stages) for stages in self.own)
+
+
+#: The fields that the tables have as they are.
+_FLOATS = ("seconds", "lead", "at_start", "at_end", "hold", "kept", "update")
 
 
 def schedule_arrays(

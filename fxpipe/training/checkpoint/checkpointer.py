@@ -82,13 +82,8 @@ class Checkpointer:
         self.keep, self.asynchronous = keep, asynchronous
         self._process = pipe.process
         self._number = 0 if self._process is None else self._process.world_rank
-        if pipe.lanes > 1:
-            raise RunError(
-                "Checkpoints of a pipeline whose model has DTensors are not written yet. Keep "
-                "pipe.full_state_dict(), which pipe.load_state_dict(…) takes on any mesh."
-            )
-        if self._process is None and pipe.artifact.plan.ranks > 1:
-            raise RunError("Checkpoints are of a run under torchrun, or of a pipeline of one rank.")
+        if self._process is None and pipe.artifact.plan.ranks * pipe.lanes > 1:
+            raise RunError("Checkpoints are of a run under torchrun, or of a pipeline of one process.")
         self._check_directory()
         # Of its own, as the background thread uses it while the main thread uses the others.
         self._group: dist.ProcessGroup | None = None
