@@ -17,7 +17,6 @@ from torch import fx
 
 from fxpipe.errors import RunError
 from fxpipe.runtime.program.checks import expect, expect_op
-from fxpipe.runtime.program.kernel_cache import keep_kernels
 from fxpipe.runtime.program.random import as_tensor
 from fxpipe.runtime.program.within import within
 from fxpipe.runtime.torch_private import (
@@ -97,6 +96,8 @@ class inductor:
         return compiled, inputs
 
     def _compiled_for(self, args: Sequence[Any]) -> _Compiled:
+        from fxpipe.runtime.program.kernel_cache import keep_kernels  # of no use to other programs
+
         keep_kernels()
         try:
             with no_modes():
