@@ -11,7 +11,7 @@ from fxpipe.plan.artifact import Artifact
 
 
 def check_saved(directory: Path) -> Certificate:
-    """Raises ArtifactError for files that are missing or damaged, RunError for those of an earlier version."""
+    """Raises ArtifactError for missing or damaged files, RunError for those of an earlier version."""
     plan = files.read_plan(directory)
     programs = files.read_programs(directory, plan, range(plan.ranks))
     artifact = Artifact(plan, programs, {}, plan.number, captured=files.read_captured(directory))
