@@ -311,6 +311,11 @@ def test_batch_not_divisible(pipe):
     assert "4 microbatches of 2: 8 are needed" in message
 
 
+def test_an_example_that_is_the_whole_batch(pipe):
+    message = error_of(BatchError, pipe.run_local, numbers(4))
+    assert "If all batches have 4 rows, compile with an example of 1; else drop or pad" in message
+
+
 def test_batch_of_another_width(pipe):
     message = error_of(BatchError, pipe.run_local, {"x": torch.randn(8, 3), "y": torch.randn(8, WIDTH)})
     assert "'x' has shape (8, 3)" in message

@@ -144,10 +144,9 @@ def _table(plan: Plan) -> Table:
         column.justify = "right"
     for a in _sorted(tried):
         if a.seconds is None or a.span_bubble is None or a.peak_memory is None:
-            figures = ["left out", *[""] * (many + 3)]
-        else:
-            figures = [seconds_text(a.seconds), *[seconds_text(a.period or 0.0)] * many, _longer(a, plan)]
-            figures += [bubble_text(a.span_bubble), memory(a.peak_memory)]
+            continue  # the reasons below name it
+        figures = [seconds_text(a.seconds), *[seconds_text(a.period or 0.0)] * many, _longer(a, plan)]
+        figures += [bubble_text(a.span_bubble), memory(a.peak_memory)]
         beside = [*[_vocabulary(a)] * spread, *[a.recompute or "nothing"] * again]
         beside += [memory(a.offloaded) if a.offloaded else "nothing"] * moved
         row = (a.schedule, str(a.stages_per_rank), a.placement, *beside, *figures)

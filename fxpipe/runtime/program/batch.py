@@ -141,9 +141,13 @@ def _check(leaf: Leaf, value: Any, microbatches: int) -> None:
         return
     rows = leaf.shape[0] * microbatches
     if value.dim() == len(leaf.shape) and tuple(value.shape[1:]) == leaf.shape[1:] and value.shape[0] != rows:
+        given, remedy = value.shape[0], "Drop or pad the last batch of an epoch."
+        if given and given % microbatches == 0:
+            example = f"an example of {given // microbatches}"
+            remedy = f"If all batches have {given} rows, compile with {example}; else {remedy.lower()}"
         raise BatchError(
-            f"{leaf.name!r} has {value.shape[0]} rows, which do not make {microbatches} microbatches of "
-            f"{leaf.shape[0]}: {rows} are needed. Drop or pad the last batch of an epoch."
+            f"{leaf.name!r} has {given} rows, which do not make {microbatches} microbatches of "
+            f"{leaf.shape[0]}: {rows} are needed. {remedy}"
         )
     if tuple(value.shape) != (rows, *leaf.shape[1:]):
         raise BatchError(
