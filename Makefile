@@ -15,7 +15,7 @@ INSTALLED := $(VENV)/.installed
 PIP_INSTALL := pip install --quiet --disable-pip-version-check --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-fast kernels lint gpu-check coverage env clean distclean
+.PHONY: help demo test test-fast kernels lint site gpu-check coverage env clean distclean
 
 help:
 	@echo "make demo       compile a small GPT-2 into 4 rank programs and train it here; see build/demo/"
@@ -23,6 +23,7 @@ help:
 	@echo "                                          make test TORCH=2.11.0 all of them under another torch)"
 	@echo "make test-fast  run those that are not slow (less than a minute)"
 	@echo "make lint       check style, types and walls  (ruff, mypy, import-linter)"
+	@echo "make site       build the documentation as a site: build/site/index.html"
 	@echo "make gpu-check  try fxpipe on the GPUs of this machine (fifteen minutes); docs/gpus.md"
 	@echo "make coverage   compile some hundreds of models that others wrote, compare with eager (hours); docs/coverage.md"
 	@echo "                (make coverage ARGS='--only llama --options auto' tries some of them)"
@@ -53,6 +54,10 @@ lint: env
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
+
+# Links that lead nowhere are errors, but with --quiet, which hides them. The variable silences an advertisement.
+site: env
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # On a machine with GPUs: does it work, and well?
 gpu-check: env

@@ -241,7 +241,13 @@ def compile_once(
     )
     phase = Phases("")
     before, processor = time.perf_counter(), time.process_time()
-    compile_model(made, example, None, options, torch.device("cpu"), phase)
+    given = made, example, None, options, torch.device("cpu")
+    try:
+        from fxpipe.compiler.compilation import Compilation
+
+        compile_model(Compilation(*given), phase)
+    except ImportError:  # of an earlier revision
+        compile_model(*given, phase)
     total, processor = time.perf_counter() - before, time.process_time() - processor
     return {"total": total, "processor": processor, **phase.seconds}
 

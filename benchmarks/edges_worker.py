@@ -17,9 +17,10 @@ import fxpipe
 from fxpipe.schedule.costs import StageCost, Update, chain
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.steps import simulate_steps
+from fxpipe.training.pace import BLOCK, BLOCKS, FIRST
 
-VALIDATIONS = ("barrier", "post")
-WARM_UP = 2
+#: The steps before the timed ones; those of "post" have the first trial of whether to go ahead.
+WARM_UP = {"barrier": FIRST, "post": FIRST + BLOCKS * BLOCK + 1}
 
 
 def compiled(worker: Worker) -> tuple[fxpipe.Pipeline, Any, Any]:
@@ -51,14 +52,14 @@ def main() -> None:
         sleep_worker._call = sleep_worker.overshoot(case["sleep"])
     pipe, batch, costs = compiled(worker)
     rules = {"clip_grad_norm": 1e9, "skip_nonfinite": True, "lr": 1e-5}
-    seconds: dict[str, list[float]] = {validation: [] for validation in VALIDATIONS}
+    seconds: dict[str, list[float]] = {validation: [] for validation in WARM_UP}
     for _ in range(case["blocks"]):
-        for validation in VALIDATIONS:
+        for validation, warm_up in WARM_UP.items():
             optimizer = pipe.optimizer(torch.optim.AdamW, validation=validation, fused=True, **rules)
             dist.barrier()
             begun = 0.0
-            for k in range(WARM_UP + case["steps"]):
-                if k == WARM_UP:
+            for k in range(warm_up + case["steps"]):
+                if k == warm_up:
                     begun = time.perf_counter()
                 loss = pipe.step(batch)
                 optimizer.step()
@@ -69,7 +70,7 @@ def main() -> None:
     found: dict[str, Any] = {"makespan": simulate(pipe.schedule, costs).seconds}
     if case["part"] == "sleep":
         costs = replace(costs, update=Update())
-    for validation in VALIDATIONS:
+    for validation in WARM_UP:
         period = simulate_steps(pipe.schedule, costs, validation).period
         found[validation] = {"seconds": seconds[validation], "simulated": period}
     worker.finish(found)

@@ -210,7 +210,7 @@ def _cells(given: dict[str, float]) -> list[str]:
 def rank_alone(plan_file: str, directory: str, rank: str, way: str) -> None:
     import torch
 
-    from fxpipe.api import _held_of
+    from fxpipe.api.held import held_of
     from fxpipe.plan.artifact import Plan
     from fxpipe.training.initialize import initialize_held
     from fxpipe.training.model_state import ModelState
@@ -220,7 +220,7 @@ def rank_alone(plan_file: str, directory: str, rank: str, way: str) -> None:
     model, plan = _llama(LARGE), Plan.from_json(Path(plan_file).read_text(), plan_file)
     alone = {"world_rank": int(rank), "lane": 0, "lanes": 1, "replica": 0, "replicas": 1}
     process = SimpleNamespace(rank=int(rank), ranks=plan.ranks, **alone)
-    held = _held_of(model, plan, int(rank))
+    held = held_of(model, plan, int(rank))
     state = ModelState(plan, *held, torch.device("cpu"), process, lambda: model)  # type: ignore[arg-type]
     before, begun = _reset_peak(), time.perf_counter()
     if way == "load":

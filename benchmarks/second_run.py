@@ -31,7 +31,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fxpipe import compile
-from fxpipe.capture.trace import _Function
+from fxpipe.capture.step_function import StepFunction
 
 WIDTH, HEADS, LENGTH, VOCABULARY = 64, 4, 32, 128
 #: What compiling with the second run may take, relative to compiling without it, where it does not differ.
@@ -169,7 +169,7 @@ def compiled(name: str, again: bool) -> None:
     with warnings.catch_warnings(), contextlib.ExitStack() as stack:
         warnings.simplefilter("ignore")
         if not again:
-            stack.enter_context(patch.object(_Function, "_repeat", lambda *args: ""))
+            stack.enter_context(patch.object(StepFunction, "_repeat", lambda *args: ""))
         compile(model, example, ranks=4, microbatches=8, schedule="1f1b")
 
 

@@ -27,19 +27,24 @@ from fxpipe.errors import (
 
 # The streams of a GPU that share one of its queues wait for each other, those of messages for ever.  The
 # driver reads it when the GPU is used first: where it was, runtime/ranks/connect.py finds that it is not set.
-if "torch" not in sys.modules or not sys.modules["torch"].cuda.is_initialized():
+# While torch is being imported it has no attribute cuda: it imports a module of NVIDIA's called cuda, and a
+# user's script of that name, which imports fxpipe, comes before that.
+_cuda = getattr(sys.modules.get("torch"), "cuda", None)
+if _cuda is None or not _cuda.is_initialized():
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 if TYPE_CHECKING:
-    from fxpipe.api import compile, load
+    from fxpipe.api.compile import compile
+    from fxpipe.api.load import load
+    from fxpipe.api.pipeline import Pipeline
     from fxpipe.compiler.options import Offload
-    from fxpipe.pipeline import Pipeline
-    from fxpipe.plan.version import __version__
     from fxpipe.runtime.program.outputs import StepResult
     from fxpipe.runtime.ranks.local_mesh import local_lanes
     from fxpipe.schedule.ops import Schedule
     from fxpipe.training.checkpoint.checkpointer import Checkpointer
     from fxpipe.training.checkpoint.read import Checkpoint, read_checkpoint
+
+    __version__: str
 
 __all__ = [
     "ArtifactError",
@@ -73,11 +78,11 @@ _LAZY = {
     "Checkpoint": "fxpipe.training.checkpoint.read",
     "Checkpointer": "fxpipe.training.checkpoint.checkpointer",
     "Offload": "fxpipe.compiler.options",
-    "Pipeline": "fxpipe.pipeline",
+    "Pipeline": "fxpipe.api.pipeline",
     "Schedule": "fxpipe.schedule.ops",
     "StepResult": "fxpipe.runtime.program.outputs",
-    "compile": "fxpipe.api",
-    "load": "fxpipe.api",
+    "compile": "fxpipe.api.compile",
+    "load": "fxpipe.api.load",
     "local_lanes": "fxpipe.runtime.ranks.local_mesh",
     "read_checkpoint": "fxpipe.training.checkpoint.read",
 }

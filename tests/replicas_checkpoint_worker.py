@@ -19,7 +19,15 @@ RESUMED = {
     "4 x 1": (1, "parameters", "optimizer"),
     "1 x 4": (4, None, "parameters"),
 }
-CASE = Case(Tied)
+
+
+def partly_frozen() -> Tied:
+    model = Tied()
+    model.blocks[0].requires_grad_(False)
+    return model
+
+
+CASE = Case(partly_frozen)
 
 
 def batches() -> list[dict[str, torch.Tensor]]:

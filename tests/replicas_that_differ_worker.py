@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fxpipe
+from fxpipe.cost import describe
+from fxpipe.cost.known_devices import device_named
 from fxpipe.plan.artifact import Plan
 from fxpipe.runtime.job.mesh import ranks_and_replicas
+from fxpipe.runtime.job.process import Process
 
 LIMIT = 20.0  # seconds, of a wait
 
@@ -87,6 +91,7 @@ def differ(directory: Path) -> None:
     assert ranks_and_replicas(mesh["pp"], None) == (RANKS, None)
     pipe = compiled(ranks=mesh)
     assert (pipe.replicas, pipe.replica, pipe.process.rank) == (REPLICAS, replica, number % RANKS)
+    check_other_devices(number)
     for name in ("saved", "other", "earlier"):
         pipe.save(directory / name)
     if number == 0:
@@ -120,6 +125,18 @@ def differ(directory: Path) -> None:
             fxpipe.load(directory / "saved").step(batch(rows))
         found[name] = [str(warning.message) for warning in caught]
     (directory / f"{number}.json").write_text(json.dumps([errors, found]))
+
+
+def check_other_devices(number: int) -> None:
+    """As if the last process had a slower device: its rank is planned for that."""
+    fast = device_named("H100")
+    own = replace(fast, name="slow", launch=10 * fast.launch) if number == RANKS * REPLICAS - 1 else fast
+    with (
+        mock.patch.object(describe, "described_here", return_value=own),
+        mock.patch.object(Process, "has_different_devices", return_value=True),
+    ):
+        pipe = compiled()
+    assert pipe.plan.device == "H100 SXM (rank 0); slow (rank 1)", pipe.plan.device
 
 
 def rows_of_another_size(pipe: fxpipe.Pipeline, number: int) -> None:

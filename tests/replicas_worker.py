@@ -81,6 +81,32 @@ class Even(nn.Module):
         return (self.layers(x) - y).square().mean()
 
 
+class Frozen(Tied):
+    """Trains biases, norms and the scale; the table is frozen, and tied over two ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.parameters():
+            parameter.requires_grad_(parameter.dim() < 2)
+
+
+class Adapted(nn.Module):
+    """Frozen layers of one size with adapters of low rank; the first two have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(32, 32) for _ in range(8)]).requires_grad_(False)
+        self.down = nn.ModuleList([nn.Linear(32, 2, bias=False) for _ in range(6)])
+        self.up = nn.ModuleList([nn.Linear(2, 32, bias=False) for _ in range(6)])
+
+    def forward(self, x, y):
+        for layer, down, up in zip(
+            self.layers, (None, None, *self.down), (None, None, *self.up), strict=True
+        ):
+            x = torch.tanh(layer(x) if down is None else layer(x) + up(down(x)))
+        return (x - y).square().mean()
+
+
 def vectors(rows: int) -> dict[str, torch.Tensor]:
     return {"x": torch.randn(rows, 32), "y": torch.randn(rows, 32)}
 
@@ -119,7 +145,7 @@ class Case:
 
 
 #: Whole parameters for the step would break the limit.
-EACH_USE = "parameters, each use"
+EACH_USE, FROZEN_EACH_USE = "parameters, each use", "parameters, frozen, each use"
 HALF = {"grad_dtype": torch.float32}
 CASES = {
     "plain": Case(Tied),
@@ -140,6 +166,10 @@ CASES = {
     EACH_USE: Case(Even, vectors, options={"shard": "parameters", "schedule": "interleaved",
                                            "stages_per_rank": 4, "memory_limit": 92_000,
                                            "split_points": [f"layers.{k}" for k in range(1, 8)]}),
+    "parameters, frozen": Case(Frozen, options={"shard": "parameters", "evaluation": True}),
+    FROZEN_EACH_USE: Case(Adapted, vectors, options={"shard": "parameters", "schedule": "interleaved",
+                                                     "stages_per_rank": 4, "memory_limit": 60_000,
+                                                     "split_points": [f"layers.{k}" for k in range(1, 8)]}),
     "vocabulary": Case(Untied, options={"vocab_parallel": True, "shard": "optimizer"}),
     "zb-v": Case(Untied, options={"schedule": "zb-v", "shard": "gradients"}),
     "recomputed": Case(Tied, options={"schedule": "interleaved", "recompute": "norms", "offload": 0.5}),
@@ -168,6 +198,11 @@ def trained(case: Case, pipe: fxpipe.Pipeline) -> dict[str, torch.Tensor]:
         optimizer.step()
         found[f"norm {step}"] = optimizer.last_norm
         optimizer.zero_grad(set_to_none=step % 2 == 1)
+    if pipe.replicas > 1 and pipe.plan.shard == "parameters":
+        whole = sum(
+            pipe.plan.layouts[name].elements for name in pipe.plan.tensors[pipe.process.rank].parameters
+        )
+        assert sum(p.numel() for p in pipe.parameters.values()) < 0.6 * whole
     if pipe.evaluation is not None:
         found["evaluated"] = pipe.evaluate(rows_of(case.batches()[0], pipe))
     pipe.check_alike()
@@ -179,7 +214,9 @@ def train(cases: list[str], directory: Path) -> None:
     for name in cases:
         case = CASES[name]
         pipe = case.compiled(case.made(), REPLICAS)
-        assert (name == EACH_USE) == any(exchange.per_use for exchange in pipe.plan.costs.exchanges)
+        assert (name in (EACH_USE, FROZEN_EACH_USE)) == any(
+            exchange.per_use for exchange in pipe.plan.costs.exchanges
+        )
         found = trained(case, pipe)
         assert pipe.process is not None
         save_file({n: x.clone() for n, x in found.items()}, directory / f"{name} {pipe.process.world_rank}")

@@ -48,6 +48,14 @@ def test_the_package_by_itself_loads_nothing():
     assert not loaded("import fxpipe") & {"torch", *HEAVY}
 
 
+def test_a_script_called_cuda_may_import_torch_and_the_package(tmp_path):
+    """Torch imports a module of that name, and finds the script first."""
+    script = tmp_path / "cuda.py"
+    script.write_text("import torch, fxpipe\nif __name__ == '__main__': print(fxpipe.compile.__name__)")
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout) == (0, "compile\n"), run.stderr
+
+
 def test_every_public_name_can_be_had():
     assert all(getattr(fxpipe, name) is not None for name in fxpipe.__all__)
     assert set(fxpipe.__all__) <= set(dir(fxpipe))

@@ -14,7 +14,7 @@ from zoo import WIDTH, Chain, NoLoss, numbers
 
 import fxpipe
 from fxpipe.errors import ArtifactError, BatchError, CaptureError, FxpipeError, OptionError, RunError
-from fxpipe.tracebacks import brief, shorten
+from fxpipe.runtime.job.tracebacks import brief, shorten
 
 
 def compiled(model=None, example=None, **options):

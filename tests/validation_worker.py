@@ -23,8 +23,9 @@ from torch import nn
 import fxpipe
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.training import make_optimizer
-from fxpipe.training.ahead import Ahead, Pace
+from fxpipe.training.ahead import Ahead
 from fxpipe.training.optimizer import PipelineOptimizer
+from fxpipe.training.pace import Pace
 from fxpipe.training.undo import Undo
 from fxpipe.training.updates import Updates
 

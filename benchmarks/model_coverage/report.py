@@ -248,4 +248,4 @@ def _short(text: str) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;")
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("][", "]\\[")  # no link

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from fxpipe.capture.classes import compared_classes
 from fxpipe.capture.number import NumberOfData
 from fxpipe.capture.places import State
 from fxpipe.capture.snapshot import PLAIN, Snapshot
@@ -47,6 +48,13 @@ class Watch:
             _warn("The forward draws from numpy's random numbers.")
         if difference:
             _warn(f"{difference}.")
+        if places := compared_classes(self._snapshot.reached.values()):
+            warnings.warn(
+                f"Code of the model compares type(…) with a tensor's class ({', '.join(places)}). "
+                "In a trace tensors and parameters are of another class, so another branch may be traced "
+                "than eager PyTorch takes: use isinstance.",
+                stacklevel=2,
+            )
 
 
 def _numpy_state() -> tuple[bytes, int]:

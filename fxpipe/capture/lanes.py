@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxpipe.capture.dtensors import lane_plan, mesh_of
 from fxpipe.capture.trace import Captured
 from fxpipe.capture.values import FEW
 from fxpipe.errors import CaptureError
@@ -32,6 +31,7 @@ from fxpipe.ir.graph import Input, Kind, Origin
 from fxpipe.ir.names import identifier
 from fxpipe.ir.storage import call_nodes, draws_numbers, drop_dead, graph_outputs
 from fxpipe.ir.text import graph_text
+from fxpipe.plan.dtensors import lane_plan, mesh_of
 from fxpipe.plan.lanes import LanePlan
 from fxpipe.runtime.program.lanes import REDUCTIONS
 from fxpipe.runtime.program.random import keyed

@@ -11,6 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fxpipe.capture.assigned import Assigned
+from fxpipe.capture.hooks import Hooks
 from fxpipe.capture.provenance import Provenance
 from fxpipe.capture.text import ANY_VALUES, Text
 from fxpipe.errors import CaptureError
@@ -32,8 +33,9 @@ class Questions(TorchFunctionMode):
     """While entered, intercepts reads of tensors, and assignments to ``.data``, that do not pass the
     dispatcher.  ``assigned``: those of the run."""
 
-    def __init__(self, provenance: Provenance):
+    def __init__(self, provenance: Provenance, hooks: Hooks):
         super().__init__()
+        self._hooks = hooks
         self._provenance, self._answers, self.assigned = provenance, provenance.answers, Assigned()
         self.hooked = False  # whether there are hooks of the backward
         self.again = False  # whether this is the second run
@@ -65,6 +67,9 @@ class Questions(TorchFunctionMode):
             return Text.of(ANY_VALUES if self.again else func(*args), self._provenance.place)
         if func is torch.Tensor.register_hook:
             self.hooked = True
+            if not self.again and "hook" not in kwargs:
+                of = f"a tensor's gradient, registered at {self._provenance.place()}"
+                args = args[0], self._hooks.noted("hook", of, args[1])
         descriptor = getattr(func, "__self__", None)
         if descriptor is torch.Tensor.data and func.__name__ == "__set__":
             return self.assigned.assign(args[0], args[1], self._provenance.place())

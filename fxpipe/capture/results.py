@@ -6,17 +6,16 @@ have the names of their places: ``logits``, ``0``, ``loss_dict.ce``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from fxpipe.capture.activations import Activations
 from fxpipe.capture.dtensors import whole
-from fxpipe.errors import CaptureError
-
-#: The name of a model's output that is one tensor.
-OUTPUT = "output"
+from fxpipe.capture.named import listed, named_tensors
+from fxpipe.errors import CaptureError, suggested
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,18 +29,24 @@ class Results:
 
 
 def find_results(
-    output: Any, example: Any, loss_fn: Callable[..., Any] | None, gradients: bool, asked: Sequence[str]
+    output: Any,
+    example: Any,
+    loss_fn: Callable[..., Any] | None,
+    gradients: bool,
+    activations: Activations,
 ) -> Results:
-    """output: of the model.  asked: names of outputs; without gradients they make the loss optional.
+    """output: of the model.  activations: what its modules returned, with the names of the outputs that are
+    asked for; without gradients these make the loss optional.
 
     Raises CaptureError, with the remedy, where there is no loss, or none that can be trained, and for an
     unknown name in ``asked``, with the known ones.
     """
-    named = [*_named_tensors(output)] if asked else []
+    asked = activations.asked
+    named = [*named_tensors(output)] if asked else []
     count = None
     if loss_fn is not None:
         loss, count, metrics = _parts(loss_fn(output, example))
-        named += _named_tensors(metrics) if asked else []
+        named += named_tensors(metrics) if asked else []
         source = "loss_fn returned"
         if not isinstance(loss, torch.Tensor):
             raise _no_loss("loss_fn", loss)
@@ -55,7 +60,7 @@ def find_results(
     if loss is not None:
         loss = _checked(loss, source, gradients)
     own = {"loss": loss, "count": count}
-    return Results(loss, count, _requested(asked, own, named))
+    return Results(loss, count, _requested(activations, own, named))
 
 
 def _parts(returned: Any) -> tuple[Any, Any, Mapping[str, Any]]:
@@ -91,7 +96,7 @@ def _loss_in(output: Any, optional: bool) -> tuple[torch.Tensor | None, str]:
     trained = {k: x for k, x in scalars.items() if x.requires_grad} or scalars
     if len(trained) > 1 and not optional:
         raise CaptureError(
-            f"The model returned a tuple with several scalars (at {_listed(map(str, trained))}): any of them "
+            f"The model returned a tuple with several scalars (at {listed(map(str, trained))}): any of them "
             "could be the loss. Give loss_fn=lambda output, batch: … to choose or to add them up."
         )
     place, loss = next(iter(trained.items())) if len(trained) == 1 else ("", None)
@@ -103,8 +108,8 @@ def _is_scalar(x: torch.Tensor) -> bool:
 
 
 def _no_loss(who: str, returned: Any) -> CaptureError:
-    scalars = [name for name, x in _named_tensors(returned) if _is_scalar(x) and x is not returned]
-    has = f" with the scalars {_listed(scalars)}" if scalars else ""
+    scalars = [name for name, x in named_tensors(returned) if _is_scalar(x) and x is not returned]
+    has = f" with the scalars {listed(scalars)}" if scalars else ""
     if who == "loss_fn":
         return CaptureError(
             f"No loss: loss_fn returned {type(returned).__name__}{has}. Let it return a scalar tensor, or "
@@ -151,9 +156,13 @@ def _count(given: Any, gradients: bool) -> torch.Tensor:
 
 
 def _requested(
-    asked: Sequence[str], own: Mapping[str, torch.Tensor | None], named: Sequence[tuple[str, torch.Tensor]]
+    activations: Activations,
+    own: Mapping[str, torch.Tensor | None],
+    named: Sequence[tuple[str, torch.Tensor]],
 ) -> dict[str, torch.Tensor]:
-    """The outputs with the names in ``asked``; ``own`` come before those of the same name in ``named``."""
+    """The outputs that are asked for; ``own`` come before those of the same name in ``named``, and these
+    before those of modules."""
+    asked = activations.asked
     found = {name: x for name, x in own.items() if x is not None}
     several = {name for name in asked if name not in found and [n for n, _ in named].count(name) > 1}
     if several:
@@ -162,32 +171,15 @@ def _requested(
             "loss_fn. Rename one of them."
         )
     found = dict(named) | found
+    results = {}
     for name in asked:
-        if name not in found:
-            raise CaptureError(f"There is no output {name!r}. Known: {_listed(found)}.")
-        if found[name].layout is not torch.strided or found[name].is_nested:
+        value = found[name] if name in found else activations.find(name)
+        if value is None:
+            raise CaptureError(
+                f"There is no output {name!r}.{suggested(name, [*found, *activations.modules])} "
+                f"Known: {listed(found)}, and the paths of modules."
+            )
+        if value.layout is not torch.strided or value.is_nested:
             raise CaptureError(f"The output {name!r} is sparse or nested: return a dense tensor.")
-    return {name: whole(found[name]) for name in asked}
-
-
-def _named_tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in mappings, dataclasses, tuples and lists, with their names."""
-    items: Iterator[tuple[Any, Any]]
-    if isinstance(value, torch.Tensor):
-        yield path or OUTPUT, value
-        return
-    if isinstance(value, Mapping):
-        items = iter(value.items())
-    elif isinstance(value, (tuple, list)):
-        items = zip(getattr(value, "_fields", range(len(value))), value, strict=True)
-    elif is_dataclass(value) and not isinstance(value, type):
-        items = ((f.name, getattr(value, f.name)) for f in fields(value))
-    else:
-        return
-    for key, item in items:
-        yield from _named_tensors(item, f"{path}.{key}" if path else str(key))
-
-
-def _listed(names: Any) -> str:
-    given = list(names)
-    return ", ".join(given[:40]) + (f" and {len(given) - 40} more" if len(given) > 40 else "")
+        results[name] = whole(value)
+    return results

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from fxpipe.capture.classes import names_in
 from fxpipe.capture.places import Names, Opaque, State, read_place
 
 CONTAINERS = (dict, list, set, deque)
@@ -88,7 +89,7 @@ class Snapshot:
             if _has_hidden_state(thing):
                 snapshot.is_whole = False
             if isinstance(thing, types.FunctionType) and _is_users(thing):
-                for name in _names_in(thing.__code__) - used:
+                for name in names_in(thing.__code__) - used:
                     used.add(name)
                     todo += waiting.pop(name, ())
             for place, label in _places(found):
@@ -161,7 +162,8 @@ class _Found:
         if self.owner is not None and label == self.label and key in ("_parameters", "_buffers"):
             return _Found(x, label, self.owner)  # its keys are attributes as well
         attribute = self.attribute or str(key)
-        return _Found(x, label.replace("*", attribute if self.owner else str(key)), self.owner, attribute)
+        named = str(key) if self.owner is None else attribute
+        return _Found(x, label.replace("*", named), self.owner, attribute)
 
 
 def _places(found: _Found) -> Iterator[tuple[Any, str]]:
@@ -184,7 +186,7 @@ def _places(found: _Found) -> Iterator[tuple[Any, str]]:
         if _is_users(thing):
             for name, cell in zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=False):
                 yield Names(cell, ("cell_contents",)), f"the variable {name!r} of {thing.__qualname__}"
-            names = tuple(_names_in(thing.__code__))
+            names = tuple(names_in(thing.__code__))
             yield Names(thing.__globals__, names), f"the global * of {thing.__module__}"
             yield thing.__dict__, f"{thing.__qualname__}.*"
     elif isinstance(thing, nn.Module) or _is_users(type(thing)):
@@ -227,7 +229,7 @@ def _parts(found: _Found) -> list[_Found]:
 
 def _alike(a: Any, b: Any) -> bool:
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_same(x, b[key]) for key, x in a.items())
+        return [*a] == [*b] and all(_same(x, b[key]) for key, x in a.items())
     if isinstance(a, list):
         return len(a) == len(b) and all(map(_same, a, b))
     return bool(a == b)  # sets and bytes
@@ -272,9 +274,3 @@ def _slots(cls: type) -> Iterator[str]:
         if _is_users(base):
             slots = vars(base).get("__slots__", ())
             yield from (x for x in ([slots] if isinstance(slots, str) else slots) if not x.startswith("__"))
-
-
-def _names_in(code: types.CodeType) -> set[str]:
-    """The names of globals and attributes in a function and those within it."""
-    inner = (_names_in(x) for x in code.co_consts if isinstance(x, types.CodeType))
-    return set(code.co_names).union(*inner)

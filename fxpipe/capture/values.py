@@ -94,7 +94,7 @@ class Values:
         """A key for a constant: its contents if they are few, as numbers in Python code become tensors."""
         held = getattr(self._constants, constant.target)  # type: ignore[arg-type]
         if isinstance(held, torch.Tensor) and held.numel() <= FEW and held.layout is torch.strided:
-            with compat.no_modes():
+            with compat.no_modes(), compat.no_function_modes():
                 return held.dtype, held.shape, repr(held.tolist()) if not held.is_meta else id(held)
         return id(held)
 

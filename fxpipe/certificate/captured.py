@@ -14,8 +14,6 @@ from fxpipe.plan.captured import CAPTURED_FORMAT, CapturedInput, CapturedOp, Cap
 from fxpipe.strict import Misfit
 
 _TORCH = (torch.dtype, torch.layout, torch.memory_format)
-#: Functions that a graph calls beside ATen's ops, by the names that a captured step has for them.
-FUNCTIONS = ("getitem", "expect", "keyed", "read_buffer", "sum_over_ranks")
 
 
 def captured_step(graph: fx.Graph, *, split: bool = False) -> CapturedStep:

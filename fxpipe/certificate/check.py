@@ -22,7 +22,7 @@ from fxpipe.certificate.terms import Terms
 from fxpipe.certificate.values import Held
 from fxpipe.certificate.world import World
 from fxpipe.errors import RunError
-from fxpipe.garbage import collector_paused
+from fxpipe.ir.garbage import collector_paused
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.captured import CapturedStep
 

@@ -9,9 +9,10 @@ import torch
 
 from fxpipe.certificate.problems import Line, Problem
 from fxpipe.certificate.reference import Reference
-from fxpipe.certificate.runtime import COLLECTIVE, TermRuntime
+from fxpipe.certificate.runtime import TermRuntime
 from fxpipe.certificate.sums import GradientSum
 from fxpipe.certificate.terms import Term
+from fxpipe.certificate.traffic import COLLECTIVE
 from fxpipe.certificate.values import Value
 from fxpipe.certificate.world import World
 from fxpipe.plan.artifact import Plan, holders

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -77,9 +76,6 @@ class Rejected(Exception):
         super().__init__(text)
         self.problem = Problem(line.rank, line.number, text)
 
-
-Report = Callable[[str], None]
-"""Notes a problem at the line of the program that runs."""
 
 _MIB = 1 << 20
 

@@ -117,6 +117,17 @@ class _Torch:
         return getattr(torch, name)
 
 
+class _Lanes:
+    """The functions of the ops between lanes."""
+
+    def __init__(self, ops: _Ops) -> None:
+        self._ops = ops
+
+    def __getattr__(self, name: str) -> Op:
+        found: Op = getattr(self._ops.lanes, name).default
+        return found
+
+
 def namespace(sections: Sections, buffer: Callable[[str], Value]) -> dict[str, Any]:
     """The names that a program finds: its builtins, with imports of what it may import."""
     calls = sections.calls
@@ -133,8 +144,9 @@ def namespace(sections: Sections, buffer: Callable[[str], Value]) -> dict[str, A
         modules[f"{place}.random"] = SimpleNamespace(keyed=keyed)
         modules[f"{place}.checks"] = SimpleNamespace(expect=expect)
         modules[f"{place}.inductor"] = SimpleNamespace(inductor=lambda function: function)
-        modules[f"{place}.lanes"] = SimpleNamespace()  # the ops that it registers are torch's then
         modules[f"{place}.within"] = SimpleNamespace(within=Within)
+
+    modules["fxpipe.runtime.program"] = SimpleNamespace(lanes=_Lanes(own.ops))
 
     def imported(name: str, *rest: Any) -> Any:
         if name in modules:

@@ -107,15 +107,14 @@ def _is_tensor(returned: Any) -> bool:
 
 def _viewed(schema: Any, name: str) -> str | None:
     """The argument whose memory the results have, where the op does not write to it."""
-    shared = {
-        x
-        for r in schema.returns
-        if r.alias_info is not None and not r.alias_info.is_write
-        for x in r.alias_info.before_set
-    }
+    read = [r.alias_info for r in schema.returns if r.alias_info is not None and not r.alias_info.is_write]
+    shared = {x for info in read for x in info.before_set}
     for argument in schema.arguments:
         info = argument.alias_info
-        if info is not None and shared & set(info.before_set):
+        if info is None:
+            continue
+        # The views of a list are in no set of their own: their argument is in "*" after the op.
+        if shared & set(info.before_set) or (read and "*" in info.after_set):
             return str(argument.name)
     return str(schema.arguments[0].name) if name in _SILENT_VIEWS else None
 

@@ -27,6 +27,13 @@ def positive_int(text: str) -> int:
     return int(number)
 
 
+def whole_number(text: str) -> int:
+    number = _number(text, int, "a whole number")
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 0")
+    return int(number)
+
+
 def positive(text: str) -> float:
     number = non_negative(text)
     if number == 0:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from fxpipe.certificate.check import check_artifact
 from fxpipe.errors import RunError, printable
@@ -12,12 +11,10 @@ from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact
 
 
-def add_to(commands: Any, line: str) -> None:
-    parser = commands.add_parser(
-        "check",
-        help=line,
-        description="Runs the programs of all ranks on terms in the place of tensors, and compares the loss, "
-        "each gradient, buffer and output with the captured step, for every microbatch.",
+def add_to(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Runs the programs of all ranks on terms in the place of tensors, and compares the loss, each "
+        "gradient, buffer and output with the captured step, for every microbatch."
     )
     parser.set_defaults(command=_check)
     parser.add_argument("directory", type=Path, help="a saved pipeline")

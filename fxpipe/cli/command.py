@@ -19,6 +19,7 @@ SUBCOMMANDS = {
     "simulate": ("fxpipe.cli.simulate", "predict bubble and memory of a schedule"),
     "compare": ("fxpipe.cli.compare", "simulate all schedules and compare them"),
     "plan": ("fxpipe.cli.plan", "compare meshes of ranks and replicas for a model, without hardware"),
+    "calibrate": ("fxpipe.cli.calibrate", "measure this machine's device, for plans"),
     "check": ("fxpipe.cli.check", "prove that a saved pipeline's programs are the captured step"),
     "explain": ("fxpipe.cli.explain", "list the candidates that were considered for a saved pipeline"),
     "report": ("fxpipe.cli.report", "write everything about a saved pipeline as one HTML file"),
@@ -26,6 +27,7 @@ SUBCOMMANDS = {
     "draw": ("fxpipe.cli.draw", "draw the schedule of a saved pipeline"),
     "diff": ("fxpipe.cli.diff", "compare the decisions of two saved pipelines"),
     "run": ("fxpipe.cli.run_command", "train a saved pipeline (under torchrun)"),
+    "replay": ("fxpipe.cli.replay", "run one op of a recorded step alone, in a debugger if asked"),
     "completion": ("fxpipe.cli.completion", "print the completion of these commands for a shell"),
 }
 
@@ -73,8 +75,7 @@ def parser(complete: Sequence[str]) -> argparse.ArgumentParser:
     made.add_argument("--version", action="version", version=f"fxpipe {__version__}")
     commands = made.add_subparsers(metavar="command", required=True, parser_class=Parser)
     for name, (module, line) in SUBCOMMANDS.items():
+        own = commands.add_parser(name, help=line)
         if name in complete:
-            import_module(module).add_to(commands, line)
-        else:
-            commands.add_parser(name, help=line)
+            import_module(module).add_to(own)
     return made

@@ -29,13 +29,9 @@ Outcome = Timeline | ScheduleError
 """The simulated schedule, or the reason why there is none."""
 
 
-def add_to(commands: Any, line: str) -> None:
-    parser = commands.add_parser(
-        "compare",
-        help=line,
-        description="Simulates every schedule on the same costs: bubbles, memory and time.",
-        epilog=EPILOG,
-    )
+def add_to(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Simulates every schedule on the same costs: bubbles, memory and time."
+    parser.epilog = EPILOG
     parser.set_defaults(command=_compare)
     add_cost_arguments(parser)
     add = parser.add_argument

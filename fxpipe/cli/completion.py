@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from fxpipe.cli.command import SUBCOMMANDS, parser
 from fxpipe.errors import FxpipeError
@@ -11,15 +10,12 @@ from fxpipe.errors import FxpipeError
 SHELLS = ("bash", "zsh", "tcsh")
 
 
-def add_to(commands: Any, line: str) -> None:
-    own = commands.add_parser(
-        "completion",
-        help=line,
-        description="Prints a script: fxpipe completion bash > "
-        "~/.local/share/bash-completion/completions/fxpipe",
+def add_to(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Prints a script: fxpipe completion bash > ~/.local/share/bash-completion/completions/fxpipe"
     )
-    own.set_defaults(command=_completion)
-    own.add_argument("shell", choices=SHELLS)
+    parser.set_defaults(command=_completion)
+    parser.add_argument("shell", choices=SHELLS)
 
 
 def _completion(options: argparse.Namespace) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -20,11 +19,9 @@ from fxpipe.viz.terminal import terminal
 MOST = 8
 
 
-def add_to(commands: Any, line: str) -> None:
-    parser = commands.add_parser(
-        "diff",
-        help=line,
-        description="Compares model, schedule, stages, orders of ops and predictions of two saved pipelines.",
+def add_to(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Compares model, schedule, stages, orders of ops and predictions of two saved pipelines."
     )
     parser.set_defaults(command=_diff)
     parser.add_argument("first", type=Path, help="a saved pipeline")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from fxpipe.cli.arguments import picture, write_picture
 from fxpipe.cost.plan_costs import costs_of
@@ -14,11 +13,9 @@ from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.viz.timeline_picture import timeline_svg
 
 
-def add_to(commands: Any, line: str) -> None:
-    parser = commands.add_parser(
-        "draw",
-        help=line,
-        description="Draws the simulated step of a saved pipeline: its ops, transfers and memory by rank.",
+def add_to(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Draws the simulated step of a saved pipeline: its ops, transfers and memory by rank."
     )
     parser.set_defaults(command=_draw)
     parser.add_argument("directory", type=Path, help="a saved pipeline")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -12,12 +11,8 @@ from fxpipe.plan.files import read_plan
 from fxpipe.viz.explanation import explain
 
 
-def add_to(commands: Any, line: str) -> None:
-    parser = commands.add_parser(
-        "explain",
-        help=line,
-        description="Lists the candidates of schedule='auto' for a saved pipeline, fastest first.",
-    )
+def add_to(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Lists the candidates of schedule='auto' for a saved pipeline, fastest first."
     parser.set_defaults(command=_explain)
     parser.add_argument("directory", type=Path, help="a saved pipeline")
 

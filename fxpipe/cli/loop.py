@@ -22,7 +22,7 @@ from fxpipe.plan.recorded import write_spans
 from fxpipe.training.checkpoint.checkpointer import Checkpointer
 
 if TYPE_CHECKING:
-    from fxpipe.pipeline import Pipeline
+    from fxpipe.api.pipeline import Pipeline
     from fxpipe.plan.artifact import Validation
 
 logger = logging.getLogger("fxpipe.run")

@@ -5,18 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from rich.console import Console
 from torch import nn
 
-from fxpipe.capture.scale import LATER
 from fxpipe.cli.arguments import memory, non_negative, positive, positive_int
 from fxpipe.cli.functions import python_function
-from fxpipe.compiler.compile import capture_step
-from fxpipe.compiler.mesh import PlannedStep, checked, compare_meshes, fastest_mesh
+from fxpipe.compiler.compilation import Compilation
+from fxpipe.compiler.mesh import checked, compare_meshes, fastest_mesh, planned_step
 from fxpipe.compiler.mesh_request import MeshRequest, request_of, rows_of
 from fxpipe.compiler.options import Options, as_offload
 from fxpipe.compiler.progress import Phases
@@ -32,12 +30,10 @@ from fxpipe.viz.terminal import terminal
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
-def add_to(commands: Any, line: str) -> None:
-    parser = commands.add_parser(
-        "plan",
-        help=line,
-        description="Compares meshes of ranks and replicas for a model on devices that need not be here. "
-        "Nothing is allocated: the function runs with tensors on the meta device.",
+def add_to(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Compares meshes of ranks and replicas for a model on devices that need not be here. Nothing is "
+        "allocated: the function runs with tensors on the meta device."
     )
     parser.set_defaults(command=_plan)
     add = parser.add_argument
@@ -96,8 +92,8 @@ def _plan(options: argparse.Namespace) -> None:
     asked = _options(options, request)
     device, phase = torch.device("cpu"), Phases(f"fxpipe plan {type(model).__name__}", ends=False)
     checked(asked, request.meshes(rows_of(example)))
-    step = capture_step(model, example, loss_fn, replace(asked, microbatches=LATER), device, phase)
-    planned = PlannedStep(model, example, asked, step, device)
+    planned = planned_step(Compilation(model, example, loss_fn, asked, device), phase)
+    step = planned.step
     sizes = [{}, *({name: length} for name, length in options.size)]
     given = step.captured.graph, step.resized, example, options.device
     found = []

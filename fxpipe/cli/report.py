@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from fxpipe.viz.report.write import saved_source, write_report
 
 
-def add_to(commands: Any, line: str) -> None:
-    parser = commands.add_parser(
-        "report",
-        help=line,
-        description="Writes the timeline of all ranks with what each waits for, memory by kind, the graph, "
-        "stages, links and candidates of a saved pipeline as one HTML file that needs no network; with the "
-        "measured step, if one was recorded there (fxpipe run --record).",
+def add_to(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Writes the timeline of all ranks with what each waits for, memory by kind, the graph, stages, "
+        "links and candidates of a saved pipeline as one HTML file that needs no network; with the "
+        "measured step, if one was recorded there (fxpipe run --record)."
     )
     parser.set_defaults(command=_report)
     parser.add_argument("directory", type=Path, help="a saved pipeline")

@@ -5,25 +5,22 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
-from fxpipe.api import load
+from fxpipe.api.load import load
+from fxpipe.api.pipeline import Pipeline
 from fxpipe.cli.arguments import positive, positive_int
 from fxpipe.cli.data import Data, data_from
 from fxpipe.cli.loop import DECAYS, Settings, board_class, train
 from fxpipe.errors import ArtifactError, RunError, printable
-from fxpipe.pipeline import Pipeline
 from fxpipe.plan.files import check_free
-from fxpipe.runtime.job.process import reported
 
 
-def add_to(commands: Any, line: str) -> None:
-    parser = commands.add_parser(
-        "run",
-        help=line,
-        description="Trains a saved pipeline: torchrun --nproc-per-node RANKS -m fxpipe run DIR --data FILE. "
-        "With a multiple of its ranks, replicas of it train together, each on its own rows of the data.",
+def add_to(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Trains a saved pipeline: torchrun --nproc-per-node RANKS -m fxpipe run DIR --data FILE. With a "
+        "multiple of its ranks, replicas of it train together, each on its own rows of the data."
     )
     parser.set_defaults(command=_run)
     add = parser.add_argument
@@ -121,7 +118,7 @@ def _run(options: argparse.Namespace) -> None:
         tensorboard=options.tensorboard,
         log=options.log,
     )
-    with reported(pipe.process):
+    with pipe.process.reported() if pipe.process is not None else nullcontext():
         data = _data(options.data, pipe)
         evaluated = None if options.evaluate is None else _data(options.evaluate, pipe.evaluation or pipe)
         _check_processes(pipe, options.directory)

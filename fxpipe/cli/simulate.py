@@ -6,7 +6,6 @@ import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -30,13 +29,9 @@ from fxpipe.viz.terminal import terminal
 from fxpipe.viz.timeline_picture import timeline_svg
 
 
-def add_to(commands: Any, line: str) -> None:
-    parser = commands.add_parser(
-        "simulate",
-        help=line,
-        description="Predicts times, bubbles and memory of a schedule.",
-        epilog=EPILOG,
-    )
+def add_to(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Predicts times, bubbles and memory of a schedule."
+    parser.epilog = EPILOG
     parser.set_defaults(command=_simulate)
     add = parser.add_argument
     add(

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from fxpipe.viz.report.write import saved_source
 from fxpipe.viz.trace import write_trace
 
 
-def add_to(commands: Any, line: str) -> None:
-    parser = commands.add_parser(
-        "trace",
-        help=line,
-        description="Writes the predicted step of a saved pipeline, and the measured one if a run was "
-        "recorded there (fxpipe run --record), as trace events, which ui.perfetto.dev and chrome://tracing "
-        "open.",
+def add_to(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Writes the predicted step of a saved pipeline, and the measured one if a run was recorded there "
+        "(fxpipe run --record), as trace events, which ui.perfetto.dev and chrome://tracing open."
     )
     parser.set_defaults(command=_trace)
     parser.add_argument("directory", type=Path, help="a saved pipeline")

@@ -8,10 +8,10 @@ import torch
 from torch import fx
 
 from fxpipe.codegen.expressions import variable
-from fxpipe.cost.nodes import node_flops
 from fxpipe.ir.compat import OpOverload
 from fxpipe.ir.graph import Kind, Section
 from fxpipe.ir.names import text_literal
+from fxpipe.ir.ops import node_flops
 from fxpipe.ir.text import shape_text
 
 

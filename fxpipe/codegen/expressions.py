@@ -17,6 +17,7 @@ from torch import fx
 from fxpipe.ir.compat import OpOverload
 from fxpipe.ir.graph import Input, Kind, Section, read_buffer
 from fxpipe.ir.names import identifier, text_literal
+from fxpipe.ir.ops import is_between_lanes
 from fxpipe.runtime.program.checks import expect
 from fxpipe.runtime.program.random import keyed
 
@@ -38,7 +39,7 @@ KEYS = ("key", "lane_key")
 
 #: Names that a program uses itself: imports, definitions, arguments and variables.
 _OWN = re.compile(
-    r"rt|step|torch|keyed|expect|inductor|float|complex|MESSAGES|CASTS|params|casts|buffers|constants"
+    r"rt|step|torch|lanes|keyed|expect|inductor|float|complex|MESSAGES|CASTS|params|casts|buffers|constants"
     r"|batch|batches|grads|key|lane_key|m|i|at|carry|collected|within|range"
     r"|loss|count|from_[A-Z]\d+_to_[A-Z]\d+"
     r"|(saved|saved_for_weight|offloaded|offloaded_for_weight|gradients)\d*|collective\d+_\d+"
@@ -88,6 +89,8 @@ class Names:
     def op(self, target: Any) -> str:
         packet, overload = target.overloadpacket, target._overloadname
         path = f"torch.ops.{target.namespace}.{packet.__name__}.{overload}"
+        if is_between_lanes(target):  # a plain function, as run_local cannot leave the stack inside of an op
+            path = f"lanes.{packet.__name__}"
         alias = short = _alias(packet.__name__, overload)
         number = 1
         while not self._is_free(alias) or self.ops.setdefault(alias, path) != path:

@@ -28,8 +28,8 @@ def _imports(plan: RankPlan, names: Names) -> list[str]:
         lines.append("from fxpipe.runtime.program.inductor import inductor")
     if names.uses_keyed:
         lines.append("from fxpipe.runtime.program.random import keyed")
-    if any(dotted.startswith("torch.ops.lanes.") for dotted in names.ops.values()):
-        lines.append("import fxpipe.runtime.program.lanes  # torch.ops.lanes")
+    if any("lanes." in dotted for dotted in names.ops.values()):
+        lines.append("from fxpipe.runtime.program import lanes  # and torch.ops.lanes")
     if names.uses_within:
         lines.append("from fxpipe.runtime.program.within import within")
     return ["", *lines] if lines else []

@@ -165,17 +165,17 @@ def _lines(done: Sequence[Done]) -> tuple[list[list[_Call]], list[list[_Call]]]:
         lines.append([*slot.before[begin : len(slot.before) - len(before)], slot.op])
         begin = len(after)
     lines.append([*(slots[-1].after[begin:] if slots else done)])
-    parts: tuple[list[list[Done]], list[list[Done]]] = [], []
-    for line in lines:
+    warm_up, rest = ([_calls(line, functions) for line in part] for part in _at_verdict(lines))
+    return [line for line in warm_up if line], [line for line in rest if line]
+
+
+def _at_verdict(lines: list[list[Done]]) -> tuple[list[list[Done]], list[list[Done]]]:
+    """The lines before the wait for the verdict on the last update, and those behind it."""
+    for k, line in enumerate(lines):
         if VALIDATED in line:
             at = line.index(VALIDATED)
-            parts[1].append(line[:at])
-            parts[0].extend(parts[1])
-            parts[1][:] = [line[at + 1 :]]
-        else:
-            parts[1].append(line)
-    warm_up, rest = ([_calls(line, functions) for line in part] for part in parts)
-    return [line for line in warm_up if line], [line for line in rest if line]
+            return [*lines[:k], line[:at]], [line[at + 1 :], *lines[k + 1 :]]
+    return [], lines
 
 
 def _calls(line: Sequence[Done], functions: Mapping[Action, Function]) -> list[_Call]:

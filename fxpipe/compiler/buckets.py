@@ -1,4 +1,5 @@
-"""Which gradients are summed over the replicas together, and behind which op."""
+"""Which gradients are summed over the replicas together, and behind which op; and which frozen parameters are
+gathered together."""
 
 from __future__ import annotations
 
@@ -26,14 +27,17 @@ def with_buckets(
     schedule: Schedule,
     layouts: Mapping[str, TensorLayout],
     grad_dtype: torch.dtype | None,
+    *,
+    divides_frozen: bool,
 ) -> tuple[RankTensors, ...]:
     """The tensors of the ranks with their buckets, in the order of the ops behind which these are summed.
 
     A gradient that several ranks make is alone in its bucket: its shards are then the same on all of them.
+    So is a frozen parameter that several ranks use.
     """
     made = {s.color: [v.name for v in s.inputs if v.kind is Kind.GRADIENT] for s in sections}
     used = {s.color: [name for v in s.inputs if (name := parameter_of(v))] for s in sections}
-    ranks = holders(held.gradients for held in tensors)
+    ranks = holders(held.parameters for held in tensors)
 
     def dtype(name: str) -> torch.dtype:
         return gradient_dtype(dtype_of(layouts[name].dtype), grad_dtype)
@@ -54,8 +58,24 @@ def with_buckets(
                 before = max((first[name] for name in own if name in first), default=len(ops) - 1 - position)
                 yield Bucket(str(ops[-1 - before]), str(ops[position]), tuple(own))
 
+    def frozen(held: RankTensors, ops: Sequence[Op]) -> Iterator[Bucket]:
+        first, last = _positions(ops[::-1], used), _positions(ops, used)
+        wanted = (name for name in held.parameters if name in last and name not in held.gradients)
+
+        def together(name: str) -> tuple[int, str, str]:
+            return -first[name], layouts[name].dtype, name if len(ranks[name]) > 1 else ""
+
+        for (before, *_), names in groupby(sorted(wanted, key=together), together):
+            for own in _cut(names, lambda name: layouts[name].nbytes):
+                end = max(last[name] for name in own)
+                yield Bucket(str(ops[before - 1]), str(ops[end]), tuple(own))
+
     return tuple(
-        replace(held, buckets=tuple(buckets(held, ops)))
+        replace(
+            held,
+            buckets=tuple(buckets(held, ops)),
+            frozen=tuple(frozen(held, ops)) if divides_frozen else (),
+        )
         for held, ops in zip(tensors, schedule.order, strict=True)
     )
 
@@ -63,15 +83,24 @@ def with_buckets(
 def bucket_uses(
     plan: Plan, sections: Sequence[Section], schedule: Schedule, *, per_use: bool
 ) -> tuple[tuple[BucketUse, ...], ...]:
-    """Per rank when its buckets are needed of other replicas, and summed: once a step, or for each use."""
-    if not per_use:
-        return tuple(
-            tuple(
-                once(parse_op(bucket.before) if plan.shard else None, parse_op(bucket.after))
-                for bucket in held.buckets
-            )
-            for held in plan.tensors
-        )
+    """Per rank when its buckets are needed of other replicas, and summed: once a step, or for each use.
+
+    Those of frozen parameters are not summed.
+    """
+    found = _uses_once(plan) if not per_use else _uses_each(plan, sections, schedule)
+    return tuple(
+        tuple(use if k < len(held.buckets) else use._replace(sums=()) for k, use in enumerate(uses))
+        for held, uses in zip(plan.tensors, found, strict=True)
+    )
+
+
+def _uses_once(plan: Plan) -> Iterator[list[BucketUse]]:
+    for held in plan.tensors:
+        ends = [(parse_op(bucket.before), parse_op(bucket.after)) for bucket in held.exchanged]
+        yield [once(before if plan.shard else None, after) for before, after in ends]
+
+
+def _uses_each(plan: Plan, sections: Sequence[Section], schedule: Schedule) -> Iterator[list[BucketUse]]:
     used = {s.color: {name for v in s.inputs if (name := parameter_of(v))} for s in sections}
     made = {s.color: {v.name for v in s.inputs if v.kind is Kind.GRADIENT} for s in sections}
 
@@ -79,13 +108,11 @@ def bucket_uses(
         colors = {color for color, own in names.items() if not own.isdisjoint(bucket.gradients)}
         return lambda op: any(Color(op.stage, phase) in colors for phase in PHASES[op.kind])
 
-    return tuple(
-        tuple(
+    for held, ops in zip(plan.tensors, schedule.order, strict=True):
+        yield [
             for_each_use(ops, touches(used, bucket), touches(made, bucket), parse_op(bucket.after))
-            for bucket in held.buckets
-        )
-        for held, ops in zip(plan.tensors, schedule.order, strict=True)
-    )
+            for bucket in held.exchanged
+        ]
 
 
 def _positions(ops: Sequence[Op], names: Mapping[Color, Sequence[str]]) -> dict[str, int]:

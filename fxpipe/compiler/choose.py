@@ -15,8 +15,8 @@ from fxpipe.compiler.progress import Phases
 from fxpipe.compiler.tensor_ownership import (
     activation_budget,
     copy_bytes,
-    gradient_bytes,
     result_bytes,
+    stage_tensors,
     tensor_ownership,
     trained_parameters,
     weight_bytes,
@@ -24,7 +24,7 @@ from fxpipe.compiler.tensor_ownership import (
 )
 from fxpipe.cost.analytic import SecondsOfRanks, seconds_on, section_costs, work_for_any_size
 from fxpipe.cost.cluster import Cluster
-from fxpipe.cost.exchange import exchanges
+from fxpipe.cost.exchange import StageTensors, exchanges
 from fxpipe.cost.profile import Known, measured_seconds
 from fxpipe.cost.update import Trained, update_costs
 from fxpipe.errors import LimitError, ScheduleError
@@ -47,7 +47,7 @@ class Placed:
     """A cut on its ranks, with its costs and bytes in one replica.
 
     ``ranks``: of each stage.  ``weights``: of each rank, of its parameters, gradients and buffers.
-    ``gradients``: by stage, of those that it makes and of their parameters.  ``trained``: the parameters that
+    ``exchanged``: of what the replicas of each stage may exchange.  ``trained``: the parameters that
     each rank updates.
     """
 
@@ -57,7 +57,7 @@ class Placed:
     ranks: tuple[int, ...]
     costs: Costs
     weights: tuple[int, ...]
-    gradients: Mapping[int, tuple[int, int]]
+    exchanged: Mapping[int, StageTensors]
     trained: tuple[tuple[Trained, ...], ...]
 
 
@@ -118,7 +118,7 @@ class Costing:
                 ranks,
                 costs,
                 weight_bytes(model, held, options.grad_dtype),
-                gradient_bytes(model, held, cut.sections, options.grad_dtype),
+                stage_tensors(model, held, cut.sections, options.grad_dtype),
                 trained_parameters(model, held, options.grad_dtype),
             )
 
@@ -137,7 +137,7 @@ class Costing:
             costs = replace(costs, update=update_costs(self._cluster, placed.trained, divided))
         if options.replicas > 1:
             asked = options.replicas, options.shard or "", options.per_use, options.ranks_per_machine
-            found = exchanges(self._cluster, placed.ranks, placed.gradients, *asked)
+            found = exchanges(self._cluster, placed.ranks, placed.exchanged, *asked)
             costs = replace(costs, exchanges=found)
         if options.offload.share is not None:
             costs = replace(costs, link=Link(1 / self._bandwidth, options.offload.ranks_per_link))
@@ -176,7 +176,7 @@ def held_bytes(placed: Placed, options: Options) -> tuple[int, ...]:
     weights, divided = placed.weights, options.replicas if options.shard else 1
     if options.replicas > 1:
         asked = options.replicas, options.shard, options.per_use
-        weights = with_replicas(weights, placed.gradients, placed.ranks, *asked)
+        weights = with_replicas(weights, placed.exchanged, placed.ranks, *asked)
     results = result_bytes(placed.cut.graph, placed.ranks, options.ranks, options.microbatches)
     elements = (sum(one.elements for one in own) for own in placed.trained)
     states = [int(options.optimizer_bytes * own / divided) for own in elements]
@@ -251,7 +251,7 @@ def choose_below(options: Options, stages: Sequence[Stages], costing: Costing, b
             found += _problems(options, of, costing, level)[0]
     able: dict[Problem, Placed] = {}
     for placed, problem in found:
-        least = problem.arrays.smallest_limits
+        least = problem.arrays.smallest_joined
         if not problem.is_extended and any(a > b for a, b in zip(least, problem.limits, strict=True)):
             need = max(map(sum, zip(held_bytes(placed, options), least, strict=True)))
             too_heavy.append(LimitError("One microbatch needs more than the memory limit.", need))

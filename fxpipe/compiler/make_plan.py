@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from fxpipe.capture.trace import Captured
 from fxpipe.compiler.buckets import with_buckets
+from fxpipe.compiler.compilation import Compilation
 from fxpipe.compiler.cut import Cut
-from fxpipe.compiler.options import Options
 from fxpipe.compiler.tensor_ownership import (
     layouts_of,
     leaves_used,
@@ -38,10 +37,8 @@ from fxpipe.schedule.simulation.timeline import Timeline
 
 
 def make_plan(
-    model: nn.Module,
-    example: Any,
+    given: Compilation,
     captured: Captured,
-    options: Options,
     cut: Cut,
     timeline: Timeline,
     collectives: tuple[Collective, ...],
@@ -51,6 +48,7 @@ def make_plan(
     captured: with the constants that the model made itself, and its lanes.  collectives: the messages that
     are sent as collectives.
     """
+    model, options = given.model, given.options
     loss, count = graph_outputs(cut.graph).loss, graph_outputs(cut.graph).count
     schedule, placement = timeline.schedule, timeline.schedule.placement
     tensors = tensor_ownership(model, cut.sections, placement, options.ranks)
@@ -73,7 +71,7 @@ def make_plan(
         step=StepSpec(
             ranks=options.ranks,
             microbatches=options.microbatches,
-            batch=batch_spec(example),
+            batch=batch_spec(given.example),
             loss_rank=placement[-1 if loss is None else loss.meta["color"].stage],
             loss_dtype=str(torch.get_default_dtype() if loss is None else loss.meta["val"].dtype),
             has_count=count is not None,
@@ -88,7 +86,14 @@ def make_plan(
         channels=in_rounds((a, b) for a, b in channels if a != b),
         vocabulary=cut.vocabulary,
         collectives=max((1 + each.group for each in collectives), default=0),
-        tensors=with_buckets(tensors, cut.sections, schedule, layouts, options.grad_dtype),
+        tensors=with_buckets(
+            tensors,
+            cut.sections,
+            schedule,
+            layouts,
+            options.grad_dtype,
+            divides_frozen=options.shard == "parameters",
+        ),
         layouts=layouts,
         prediction=Prediction(
             timeline.seconds, timeline.span_bubble, timeline.makespan_bubble, timeline.peak_memory

@@ -6,17 +6,15 @@ exchanges and memory, with little effort; one that cannot be faster than the bes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any
-
-import torch
-from torch import nn
 
 from fxpipe.capture.scale import LATER, choose_microbatches
+from fxpipe.compiler.all_stages import all_stages, cluster_of, offload_bandwidth
 from fxpipe.compiler.choose import Chosen, Costing, choose_below, held_bytes, with_uses
-from fxpipe.compiler.compile import CapturedStep, all_stages, capture_step, cluster_of, offload_bandwidth
+from fxpipe.compiler.compilation import Compilation
+from fxpipe.compiler.compile import CapturedStep, capture_step
 from fxpipe.compiler.cut import Cuts, Stages
 from fxpipe.compiler.options import Options, candidates, check
 from fxpipe.compiler.passes import Step
@@ -31,7 +29,7 @@ from fxpipe.errors import (
     ScheduleError,
     VocabularyError,
 )
-from fxpipe.garbage import collector_paused
+from fxpipe.ir.garbage import collector_paused
 from fxpipe.ir.storage import graph_outputs
 from fxpipe.plan.dtensors import local
 from fxpipe.plan.meshes import Mesh, TriedMesh
@@ -53,11 +51,8 @@ EFFORT = 0.2
 class PlannedStep:
     """A captured step of a model with its cuts so far, and the options for all of its meshes."""
 
-    model: nn.Module
-    example: Any
-    options: Options
+    given: Compilation
     step: CapturedStep
-    device: torch.device
     cuts: Cuts = field(default_factory=Cuts)
 
 
@@ -100,20 +95,17 @@ def checked(options: Options, wanted: Iterable[TriedMesh]) -> list[TriedMesh]:
     return found
 
 
+def planned_step(given: Compilation, phase: Phases) -> PlannedStep:
+    """The step, captured for a number of microbatches that is chosen later."""
+    later = replace(given, options=replace(given.options, microbatches=LATER))
+    return PlannedStep(given, capture_step(later, phase))
+
+
 @collector_paused()
-def choose_mesh(
-    model: nn.Module,
-    example: Any,
-    loss_fn: Callable[..., Any] | None,
-    options: Options,
-    wanted: Sequence[TriedMesh],
-    device: torch.device,
-    phase: Phases,
-) -> MeshChoice:
+def choose_mesh(given: Compilation, wanted: Sequence[TriedMesh], phase: Phases) -> MeshChoice:
     """The fastest of the meshes.  Raises ScheduleError, with the reason against each, where none fits."""
-    later = replace(options, microbatches=LATER)
-    step = capture_step(model, example, loss_fn, later, device, phase)
-    tried = compare_meshes(PlannedStep(model, example, options, step, device), wanted, phase)
+    planned = planned_step(given, phase)
+    step, tried = planned.step, compare_meshes(planned, wanted, phase)
     phase.finish("chosen")
     mesh = fastest_mesh(tried).mesh
     resized = () if step.resized is None else step.resized.graphs
@@ -174,12 +166,12 @@ class _Search:
 
     def tried(self, mesh: Mesh, best: float) -> TriedMesh:
         """best: seconds of the fastest mesh so far."""
-        effort = self.planned.options.effort
-        options = with_mesh(self.planned.options, mesh)
+        effort = self.planned.given.options.effort
+        options = with_mesh(self.planned.given.options, mesh)
         options = replace(options, effort=EFFORT if effort is None else min(effort, EFFORT))
         try:
             if mesh.replicas > 1:
-                check_state_of_replicas(self.planned.model, self.planned.step.captured.graph)
+                check_state_of_replicas(self.planned.given.model, self.planned.step.captured.graph)
             self._check_bytes(options)
             stages, costing = self.cuts = self.cuts or self._cut(options)
             chosen: Chosen | float | None = self._as_before(options)
@@ -206,14 +198,14 @@ class _Search:
 
     def _cut(self, options: Options) -> tuple[list[Stages], Costing]:
         planned, captured, phase = self.planned, self.planned.step.captured, self.phase
-        model, device, tried = planned.model, planned.device, candidates(options)
+        model, device, tried = planned.given.model, planned.given.device, candidates(options)
         cluster = cluster_of(options, device, (), captured.graph)
         step = Step(captured.graph, planned.step.resized)
         ways = len(tried.barriers)
         phase.expect(ways + 2 * ways * len(tried.placements))  # at most: others were made for fewer ranks
         stages = all_stages(step, tried, options, cluster, planned.cuts, phase)
         phase.expect(2 * len(stages) * len(tried.levels))
-        known = known_tensors(model, planned.example, captured.constants)
+        known = known_tensors(model, planned.given.example, captured.constants)
         bandwidth = offload_bandwidth(options, cluster, device)
         given = model, cluster, device, known, bandwidth, phase, self.sizes
         return stages, Costing(options, tried, planned.cuts, *given)
@@ -227,7 +219,7 @@ class _Search:
         trained = graph_outputs(self.planned.step.captured.graph).grads
         whole = sum(
             p.nbytes + (name in trained) * p.numel() * gradient_dtype(p.dtype, options.grad_dtype).itemsize
-            for name, p in ((name, local(p)) for name, p in self.planned.model.named_parameters())
+            for name, p in ((name, local(p)) for name, p in self.planned.given.model.named_parameters())
         )
         least = whole / options.ranks
         if options.shard == "parameters":
@@ -238,8 +230,6 @@ class _Search:
     def _as_before(self, options: Options) -> Chosen | None:
         """The schedule of a mesh that had no less memory for it, if it keeps the limits of this one."""
         assert self.cuts is not None
-        if options.schedule != AUTO and options.memory_limit is not None:
-            return None  # a family may ask for more memory than is simulated
         for before in self.found:
             try:
                 problem = self.cuts[1].problem(before.placed, options)

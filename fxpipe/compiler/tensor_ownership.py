@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import fx, nn
 
 from fxpipe.compiler.buckets import MOST_BYTES
+from fxpipe.cost.exchange import StageTensors
 from fxpipe.cost.update import Trained
 from fxpipe.errors import CaptureError, LimitError
 from fxpipe.ir.casts import parameter_of
@@ -142,7 +144,7 @@ def copy_bytes(trained: Sequence[Sequence[Trained]], divided: int = 1) -> tuple[
 
 def with_replicas(
     weights: Sequence[int],
-    stages: Mapping[int, tuple[int, int]],
+    stages: Mapping[int, StageTensors],
     placement: Sequence[int],
     replicas: int,
     shard: str | None,
@@ -150,37 +152,49 @@ def with_replicas(
 ) -> tuple[int, ...]:
     """Per rank the bytes of ``weight_bytes`` as they are in a step of replicas, with those of exchanges.
 
-    stages: as ``gradient_bytes`` gives them.  per_use: whether a replica has its rows alone, and whole
+    stages: as ``stage_tensors`` gives them.  per_use: whether a replica has its rows alone, and whole
     parameters and gradients of the stage that runs, and of the next one.
     """
     found = []
     for rank, whole in enumerate(weights):
         own = [stages[stage] for stage, home in enumerate(placement) if home == rank and stage in stages]
-        largest = sorted((sum(both) for both in own), reverse=True)
+        largest = sorted((stage.gradients + stage.gathered(shard) for stage in own), reverse=True)
         divided = sum(largest)
         if per_use:
             whole += divided // replicas - divided + sum(largest[:2])
         elif shard == "parameters":  # its rows, beside all that are gathered
-            whole += sum(parameters for _, parameters in own) // replicas
-        found.append(whole + min(MOST_BYTES, max((both[0] for both in own), default=0)))
+            whole += sum(stage.gathered(shard) for stage in own) // replicas
+        found.append(whole + min(MOST_BYTES, max((stage.gradients for stage in own), default=0)))
     return tuple(found)
 
 
-def gradient_bytes(
+def stage_tensors(
     model: nn.Module,
     held: tuple[RankTensors, ...],
     sections: Sequence[Section],
     grad_dtype: torch.dtype | None,
-) -> dict[int, tuple[int, int]]:
-    """By stage the bytes of the gradients that it makes, and of their parameters."""
-    tensors = _tensors(model, held)
-    found: dict[int, tuple[int, int]] = {}
+) -> dict[int, StageTensors]:
+    """By stage the bytes of what its replicas exchange."""
+    tensors, trained = _tensors(model, held), {name for own in held for name in own.gradients}
+    made: defaultdict[int, set[str]] = defaultdict(set)
+    frozen: defaultdict[int, set[str]] = defaultdict(set)
     for section in sections:
-        for name in (value.name for value in section.inputs if value.kind is Kind.GRADIENT):
-            parameter, (gradients, parameters) = tensors[name], found.get(section.stage, (0, 0))
-            size = parameter.numel() * gradient_dtype(parameter.dtype, grad_dtype).itemsize
-            found[section.stage] = gradients + size, parameters + parameter.nbytes
-    return found
+        made[section.stage] |= {value.name for value in section.inputs if value.kind is Kind.GRADIENT}
+        used = {name for value in section.inputs if (name := parameter_of(value))}
+        frozen[section.stage] |= used - trained
+
+    def of_gradient(name: str) -> int:
+        parameter = tensors[name]
+        return parameter.numel() * gradient_dtype(parameter.dtype, grad_dtype).itemsize
+
+    def nbytes(names: Iterable[str]) -> int:
+        return sum(tensors[name].nbytes for name in names)
+
+    return {
+        stage: StageTensors(sum(map(of_gradient, own)), nbytes(own), nbytes(frozen[stage]))
+        for stage, own in made.items()
+        if own or frozen[stage]
+    }
 
 
 def outputs_of(graph: fx.Graph, placement: Sequence[int]) -> tuple[OutputSpec, ...]:

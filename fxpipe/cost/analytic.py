@@ -11,12 +11,14 @@ from torch import fx
 from fxpipe.cost.arithmetic import arithmetic_of
 from fxpipe.cost.cluster import Cluster
 from fxpipe.cost.device import Device
-from fxpipe.cost.nodes import NodeSeconds, bytes_moved, is_free, node_flops
+from fxpipe.cost.kinds import kind_of
+from fxpipe.cost.nodes import NodeSeconds, bytes_moved, is_free
 from fxpipe.cost.polynomials import Polynomial, Sizes
 from fxpipe.ir.liveness import Liveness
+from fxpipe.ir.ops import node_flops
 from fxpipe.ir.resized import ResizedTraces
 from fxpipe.ir.storage import call_nodes, node_bytes
-from fxpipe.plan.work import PlanWork, Rates, StageWork, Terms, Work
+from fxpipe.plan.work import VIEW, PlanWork, Rates, StageWork, Terms, Work
 from fxpipe.schedule.costs import Costs, Edge, StageBytes, StageCost
 from fxpipe.schedule.ops import Color, Phase
 
@@ -82,14 +84,17 @@ def work_for_any_size(
     devices = [cluster.devices[rank] for rank in placement]
 
     def work(stage: int, phase: Phase) -> tuple[Work, ...]:
-        alike: Counter[tuple[Polynomial, Polynomial, str]] = Counter()
+        alike: Counter[tuple[Polynomial, Polynomial, str, str]] = Counter()
         for node in live.ops[Color(stage, phase)]:
-            if not is_free(node):
+            kind = kind_of(node)
+            if kind == VIEW and not is_free(node):
+                alike[0, 0, "float32", kind] += 1
+            elif not is_free(node):
                 flops, moved = node_flops(node, sizes.shapes), bytes_moved(node, sizes.bytes)
-                alike[flops, moved, arithmetic_of(node)] += 1
+                alike[flops, moved, arithmetic_of(node), kind] += 1
         return tuple(
-            Work(n, sizes.terms(f), sizes.terms(b), devices[stage].rate(kind), kind)
-            for (f, b, kind), n in alike.items()
+            Work(n, sizes.terms(f), sizes.terms(b), devices[stage].rate(arithmetic), arithmetic, kind)
+            for (f, b, arithmetic, kind), n in alike.items()
         )
 
     def size(roots: Iterable[fx.Node]) -> Terms:
@@ -120,4 +125,5 @@ def rates_of(device: Device) -> Rates:
         stage_overhead=device.stage_overhead,
         inter_link=device.inter.bandwidth,
         inter_latency=device.inter.latency,
+        curves=dict(device.curves),
     )

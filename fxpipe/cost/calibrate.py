@@ -1,17 +1,27 @@
-"""The description of a device that no table has: its rates are measured, in about 50 ms."""
+"""Descriptions of devices by measurement: in about 50 ms of one that no table has, when a model is compiled;
+in less than a minute of any one, with the seconds of each kind of op by size, for ``fxpipe calibrate``.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
+from statistics import mean
+from typing import Any
 
 import torch
 
 from fxpipe.cost.clock import median_seconds
 from fxpipe.cost.device import Device
+from fxpipe.cost.kinds import COMPUTING, MOVING
 from fxpipe.cost.known_devices import device_named, share_of_largest
+from fxpipe.cost.samples import Maker, samples
+from fxpipe.plan.curve import Curve
+from fxpipe.runtime.program.accelerator import is_accelerator
 
 #: The known device with the links of an unknown one: a PCIe card.
 CARD = "L40S"
@@ -20,6 +30,9 @@ CARD = "L40S"
 SMALLEST, LARGEST, LONG_ENOUGH = 256, 8192, 2e-3
 COPIED = 1 << 28  # bytes, several times the largest cache
 RUNS, SECONDS = 3, 0.01
+#: Of a sample: calls in a run take so many seconds, so many runs, and at most so many seconds together.
+BATCH, BATCHES, SAMPLE_SECONDS, MOST_CALLS = 0.5e-3, 9, 0.15, 500
+TURNS = 30  # of an op behind others
 
 #: Tensors of float8 have no plain product: it counts as one of bfloat16, which is slower.
 _DTYPES = {
@@ -44,6 +57,96 @@ def calibrated(device: torch.device, name: str, memory_size: float, arithmetic: 
         memory_bandwidth=memory * copy_rate(device),
         memory_size=memory_size,
     )
+
+
+def with_curves(
+    base: Device,
+    device: torch.device,
+    arithmetic: Sequence[str],
+    phase: Callable[[str], contextlib.AbstractContextManager[Any]],
+) -> Device:
+    """The description with the measured seconds of each kind of op, and rates that follow from them.
+
+    base: has the links.  arithmetic: that is measured.  phase: the progress of each kind, by its name.
+    A kind that the device lacks in an arithmetic (attention in float64 on a GPU, say) has no curve.
+    """
+    curves: dict[str, Curve] = {}
+    with phase("ops in turns"):
+        extra = _in_turns(device)
+    for kind in MOVING:
+        with phase(kind):
+            curves[kind] = _curve(device, kind, "float32", extra[kind])
+    for name in arithmetic:
+        for kind in COMPUTING:
+            # Some devices lack products or convolutions in some arithmetic.
+            with phase(f"{kind} {name}"), contextlib.suppress(NotImplementedError):
+                curves[f"{kind} {name}"] = _curve(device, kind, name, extra["product"])
+    moved, product = curves["move"], {name: curves[f"product {name}"] for name in arithmetic}
+    return replace(
+        base,
+        flops={name: 1 / _slope(curve) for name, curve in product.items()},
+        memory_bandwidth=1 / _slope(moved),
+        launch=moved.points[0][1],
+        curves=curves,
+    )
+
+
+def _slope(curve: Curve) -> float:
+    """The seconds of a unit of size, among large ones."""
+    (start, least), (end, most) = curve.points[-2:]
+    return max(most - least, 1e-12) / (end - start)
+
+
+def _in_turns(device: torch.device) -> dict[str, float]:
+    """By kind the seconds that an op takes longer where others run between its calls, as in a step: their
+    code and operands have then taken the place of its own in the caches.
+
+    0 on an accelerator, whose host is ahead of it.
+    """
+    make = Maker(device, torch.float32, torch.Generator(device).manual_seed(0))
+    kinds = {kind: samples(kind, make)[0][1] for kind in (*MOVING, "product")}
+    if is_accelerator(device):
+        return dict.fromkeys(kinds, 0.0)
+
+    def others() -> None:
+        for ops in kinds.values():
+            for op in ops:
+                op()
+
+    def behind_others(op: Callable[[], Any]) -> float:
+        return median_seconds(op, device, before=others, runs=TURNS)
+
+    with torch.no_grad():
+        clock = behind_others(lambda: None)
+        return {
+            kind: mean(max(0.0, behind_others(op) - clock - _op_seconds(op, device)) for op in ops)
+            for kind, ops in kinds.items()
+        }
+
+
+def _curve(device: torch.device, kind: str, arithmetic: str, extra: float) -> Curve:
+    make = Maker(device, _DTYPES[arithmetic], torch.Generator(device).manual_seed(0))
+    with _tf32(arithmetic == "tf32"), torch.no_grad():
+        found = [(size, extra + _seconds(ops, device)) for size, ops in samples(kind, make)]
+    # What is measured of a larger op may be less, by noise.
+    longest = accumulate((seconds for _, seconds in found), max)
+    return Curve(tuple((float(size), t) for (size, _), t in zip(found, longest, strict=True)))
+
+
+def _seconds(ops: Sequence[Callable[[], Any]], device: torch.device) -> float:
+    return mean(_op_seconds(op, device) for op in ops)
+
+
+def _op_seconds(op: Callable[[], Any], device: torch.device) -> float:
+    """Of one of many calls, one behind the other, as in a step."""
+    once = median_seconds(op, device, runs=RUNS, seconds=SECONDS)
+    calls = min(MOST_CALLS, max(1, math.ceil(BATCH / max(once, 1e-9))))
+
+    def batch() -> None:
+        for _ in range(calls):
+            op()
+
+    return median_seconds(batch, device, runs=BATCHES, seconds=SAMPLE_SECONDS) / calls
 
 
 def product_rate(device: torch.device, arithmetic: str) -> float:

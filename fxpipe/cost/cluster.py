@@ -76,6 +76,18 @@ class Cluster:
         return device.intra if rank // size == last // size else device.inter
 
 
+def slowest_of_each(devices: Sequence[Sequence[Device]], graph: fx.Graph) -> Cluster:
+    """The ranks by their slowest processes, for which the others wait.
+
+    devices: of each rank those of its replicas and lanes, which all run its program.
+    """
+    if all(len(set(own)) == 1 for own in devices):
+        return Cluster(tuple(own[0] for own in devices))
+    nodes = call_nodes(graph)
+    times = {device: sum(map(NodeSeconds(device), nodes)) for own in devices for device in own}
+    return Cluster(tuple(max(own, key=times.__getitem__) for own in devices))
+
+
 def of_stages(of_ranks: Sequence[float], placement: Sequence[int]) -> tuple[float, ...]:
     """What each rank has, for the stages that run on it."""
     return tuple(of_ranks[rank] for rank in placement)

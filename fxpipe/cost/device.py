@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from fxpipe.plan.curve import Curve
+from fxpipe.plan.work import Rate, op_seconds
+from fxpipe.strict import Fits, NonNegative
+
+_HAS_FLOAT32 = Fits(lambda rates: "float32" in rates, "an object with a rate of float32")
 
 
 @dataclass(frozen=True)
 class Interconnect:
     """A link between two ranks: bytes a second, one way, and the least seconds of a message."""
 
-    bandwidth: float
-    latency: float
+    bandwidth: Rate
+    latency: NonNegative
 
     def seconds(self, bytes: float) -> float:
         return self.latency + bytes / self.bandwidth
@@ -27,21 +34,26 @@ class Device:
     the CPU.
     ``launch``: seconds that any op takes at least.  ``stage_overhead``: seconds that a rank spends on running
     one section beside its ops: the call, its arguments, posting its messages.
+    ``curves``: of a calibrated device, by the kind of an op (see ``kinds.py``; of those that compute with
+    their arithmetic, "product float32"), its seconds by its size.
     """
 
     name: str
-    flops: Mapping[str, float] = field(hash=False)
-    memory_bandwidth: float
-    memory_size: float
+    flops: Annotated[Mapping[str, Rate], _HAS_FLOAT32] = field(hash=False)
+    memory_bandwidth: Rate
+    memory_size: NonNegative
     intra: Interconnect
     inter: Interconnect
-    offload_bandwidth: float
-    launch: float
-    stage_overhead: float
+    offload_bandwidth: Rate
+    launch: NonNegative
+    stage_overhead: NonNegative
+    curves: Mapping[str, Curve] = field(default_factory=dict, hash=False)
 
-    def seconds(self, flops: float, bytes: float, arithmetic: str) -> float:
-        """Roofline: the slower of computing and moving, and no faster than a launch."""
-        return max(flops / self.rate(arithmetic), bytes / self.memory_bandwidth, self.launch)
+    def seconds(self, flops: float, bytes: float, arithmetic: str, kind: str = "") -> float:
+        """By the measured curve of the kind; else the roofline: the slower of computing and moving, and no
+        faster than a launch."""
+        roofline = self.rate(arithmetic), self.memory_bandwidth, self.launch
+        return float(op_seconds(flops, bytes, arithmetic, kind, roofline, self.curves))
 
     def rate(self, arithmetic: str) -> float:
         """FLOPs a second; an arithmetic that is not described counts as float32."""

@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from fxpipe.cost.cluster import Cluster
 from fxpipe.plan.step import Shard
 from fxpipe.schedule.costs import Exchange
 
 
+class StageTensors(NamedTuple):
+    """The bytes of a stage's gradients, of their parameters, and of parameters without gradients."""
+
+    gradients: int
+    parameters: int
+    frozen: int
+
+    def gathered(self, shard: str | None) -> int:
+        """Of the parameters that a replica gets of others."""
+        return self.parameters + (self.frozen if shard == "parameters" else 0)
+
+
 def exchanges(
     cluster: Cluster,
     placement: Sequence[int],
-    bytes: Mapping[int, tuple[float, float]],
+    tensors: Mapping[int, StageTensors],
     replicas: int,
     shard: Shard,
     per_use: bool,
     ranks_per_machine: int | None,
 ) -> tuple[Exchange, ...]:
-    """The exchanges of each stage.  bytes: by stage, of its gradients and of their parameters.  per_use:
-    whether replicas have all of them for single ops alone.
+    """The exchanges of each stage.  tensors: by stage.  per_use: whether replicas have all of them for single
+    ops alone.
 
     In a sum each replica gets its shard of all others, (replicas - 1) / replicas of the bytes in each
     direction, and without shards as much again of the sums; so it is with a gather.
@@ -31,8 +44,8 @@ def exchanges(
 
     found = []
     for stage in range(len(placement)):
-        gradients, parameters = bytes.get(stage, (0.0, 0.0))
-        once = seconds(stage, gradients)
+        own = tensors.get(stage, StageTensors(0, 0, 0))
+        once = seconds(stage, own.gradients)
         whole = Exchange(2 * once)
-        found.append(Exchange(once, seconds(stage, parameters), per_use) if shard else whole)
+        found.append(Exchange(once, seconds(stage, own.gathered(shard)), per_use) if shard else whole)
     return tuple(found)

@@ -7,8 +7,10 @@ import tomllib
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 
 from fxpipe.cost.device import Device, Interconnect
+from fxpipe.cost.device_file import is_device_file, read_device
 from fxpipe.errors import ScheduleError, suggested
 from fxpipe.strict import structure
 
@@ -57,7 +59,7 @@ class _Table:
 
 def device_names() -> tuple[str, ...]:
     """The names of all known devices."""
-    return tuple(sheet.name for sheet in _table().device)
+    return tuple(sheet.name for sheet in data_sheets())
 
 
 def data_sheets() -> tuple[DataSheet, ...]:
@@ -65,11 +67,11 @@ def data_sheets() -> tuple[DataSheet, ...]:
 
 
 def device_named(name: str) -> Device:
-    """The device that a user calls ``name``, in any case of letters.
+    """The device that a user calls ``name``, in any case of letters, or that of a file (``device_file.py``).
 
-    Raises ScheduleError, listing the known ones, for another name.
+    Raises ScheduleError, listing the known ones, for another name, and as ``read_device`` does.
     """
-    return _described(_known_sheet(name))
+    return read_device(Path(name)).device if is_device_file(name) else _described(_known_sheet(name))
 
 
 def _known_sheet(name: str) -> DataSheet:
@@ -83,26 +85,28 @@ def _known_sheet(name: str) -> DataSheet:
 
 
 def peak_rate(name: str, arithmetic: str) -> float:
-    """FLOPs a second on the data sheet of a device; an arithmetic that it lacks counts as float32.
+    """FLOPs a second on the data sheet of a device, or of the largest product that was measured on it; an
+    arithmetic that it lacks counts as float32.
 
     Raises ScheduleError as ``device_named`` does.
     """
-    peak = _known_sheet(name).peak
+    peak = device_named(name).flops if is_device_file(name) else _known_sheet(name).peak
     return peak.get(arithmetic, peak["float32"])
 
 
 def is_device_name(name: str) -> bool:
-    return _sheet_named(name) is not None
+    """Whether a name is that of a known device, or of a file."""
+    return is_device_file(name) or _sheet_named(name) is not None
 
 
 def _sheet_named(name: str) -> DataSheet | None:
-    names = ((_plain(n), sheet) for sheet in _table().device for n in (sheet.name, *sheet.also))
+    names = ((_plain(n), sheet) for sheet in data_sheets() for n in (sheet.name, *sheet.also))
     return next((sheet for known, sheet in names if known == _plain(name)), None)
 
 
 def reported_device(name: str, memory: float) -> Device | None:
     """The device that torch reports under ``name`` with so many bytes of memory; None for an unknown one."""
-    for sheet in _table().device:
+    for sheet in data_sheets():
         if sheet.is_reported_as(name, memory):
             return _described(sheet)
     return None

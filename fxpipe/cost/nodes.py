@@ -9,16 +9,25 @@ from typing import Any, cast
 
 import torch
 from torch import fx
-from torch.utils.flop_counter import flop_registry
 
 from fxpipe.cost.arithmetic import arithmetic_of
 from fxpipe.cost.device import Device
-from fxpipe.ir.storage import is_view, node_bytes
+from fxpipe.cost.kinds import kind_of
+from fxpipe.ir.ops import is_between_lanes, node_flops
+from fxpipe.ir.storage import node_bytes
 from fxpipe.plan.tensors import sum_over_ranks
-from fxpipe.runtime.program.lanes import is_between_lanes
+from fxpipe.plan.work import VIEW
 
 aten = torch.ops.aten
 
+
+#: Attention on a CPU, which torch's table of FLOPs lacks, and the op with its arguments that has them.
+_COUNTED_AS: dict[Any, Any] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        aten._scaled_dot_product_flash_attention_backward
+    ),
+}
 
 #: Ops that move fewer bytes once they write over their first argument.
 CHEAPER_IN_PLACE = (aten.index_add.default,)
@@ -36,18 +45,21 @@ _FREE = NodeCost(0, 0, 0.0)
 
 def node_cost(node: fx.Node, device: Device) -> NodeCost:
     """FLOPs (matrix products and convolutions, as ``torch.utils.flop_counter`` counts them), bytes
-    read and written, and the roofline time on the device; of an op between lanes the time of the link.
-    Views, placeholders and sums over ranks cost nothing."""
+    read and written, and the time on the device; of an op between lanes the time of the link.
+    Placeholders and sums over ranks cost nothing, and views only on a calibrated device."""
     if is_free(node):
         return _FREE
+    kind = kind_of(node)
+    if kind == VIEW:
+        return NodeCost(0, 0, device.seconds(0, 0, "float32", kind))
     if node.target is aten._foreach_add_.List:  # as apart: plans do not depend on what is added together
         sizes = [3 * node_bytes(part) for part in cast(list[fx.Node], node.args[1])]
-        seconds = [device.seconds(0, moved, "float32") for moved in sizes]
+        seconds = [device.seconds(0, moved, "float32", "move") for moved in sizes]
         return NodeCost(0, sum(sizes), sum(seconds))
     flops, moved = node_flops(node), bytes_moved(node)
     if is_between_lanes(node.target):
         return NodeCost(0, moved, device.intra.seconds(sent_between_lanes(node)))
-    return NodeCost(flops, moved, device.seconds(flops, moved, arithmetic_of(node)))
+    return NodeCost(flops, moved, device.seconds(flops, moved, arithmetic_of(node), kind))
 
 
 class NodeSeconds:
@@ -81,7 +93,8 @@ def sent_between_lanes(node: fx.Node) -> float:
 
 
 def is_free(node: fx.Node) -> bool:
-    return node.op != "call_function" or node.target in (operator.getitem, sum_over_ranks) or is_view(node)
+    """Whether no op runs: of a tuple's item, or of what the ranks do together."""
+    return node.op != "call_function" or node.target in (operator.getitem, sum_over_ranks)
 
 
 def bytes_moved(node: fx.Node, size: Callable[[fx.Node], Any] = node_bytes) -> Any:
@@ -97,18 +110,3 @@ def bytes_moved(node: fx.Node, size: Callable[[fx.Node], Any] = node_bytes) -> A
         case aten.index_add_.default:
             return 3 * size(node.args[3])  # type: ignore[arg-type]
     return size(node) + sum(size(n) for n in node.all_input_nodes)
-
-
-def node_flops(node: fx.Node, value: Callable[[fx.Node], Any] = lambda n: n.meta.get("val")) -> Any:
-    """FLOPs of one node: of a matrix product, a convolution or attention; 0 for other ops.
-
-    value: a node's value, with tensors or with shapes that may be polynomials; the result is as they are.
-    """
-    packet = getattr(node.target, "overloadpacket", None)
-    if packet is not None and packet not in flop_registry:  # addmm_ counts as addmm
-        packet = getattr(torch.ops.aten, packet.__name__.removesuffix("_"), packet)
-    formula = flop_registry.get(packet)
-    if formula is None:
-        return 0
-    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), value)
-    return formula(*args, **kwargs, out_val=value(node))

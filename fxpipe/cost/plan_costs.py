@@ -8,7 +8,7 @@ from dataclasses import replace
 from fxpipe.cost.analytic import rates_of
 from fxpipe.cost.cluster import Cluster
 from fxpipe.cost.device import Device
-from fxpipe.cost.exchange import exchanges
+from fxpipe.cost.exchange import StageTensors, exchanges
 from fxpipe.cost.known_devices import device_named
 from fxpipe.cost.update import update_on
 from fxpipe.errors import SizeError
@@ -50,17 +50,15 @@ def _exchanges_on(plan: Plan, device: Device, ranks_per_machine: int | None) -> 
     """What the replicas of a plan exchange, in the time of the links between such devices."""
     if not plan.costs.exchanges:
         return ()
-    sizes: dict[int, tuple[float, float]] = {}
+    sizes: dict[int, StageTensors] = {}
     for stage in plan.stages:
         trained = set(plan.tensors[stage.rank].gradients)
         held = [plan.layouts[name] for name in stage.parameters if name in trained]
         gradients = sum(
             layout.elements * plan.gradient_dtype(dtype_of(layout.dtype)).itemsize for layout in held
         )
-        sizes[stage.stage] = (
-            gradients,
-            sum(layout.elements * dtype_of(layout.dtype).itemsize for layout in held),
-        )
+        frozen = sum(plan.layouts[name].nbytes for name in stage.parameters if name not in trained)
+        sizes[stage.stage] = StageTensors(gradients, sum(layout.nbytes for layout in held), frozen)
     per_use = any(exchange.per_use for exchange in plan.costs.exchanges)
     cluster = Cluster((device,) * plan.ranks)
     return exchanges(cluster, plan.placement, sizes, plan.replicas, plan.shard, per_use, ranks_per_machine)

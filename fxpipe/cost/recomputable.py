@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fxpipe.cost.nodes import NodeSeconds, node_flops
+from fxpipe.cost.nodes import NodeSeconds
 from fxpipe.ir.graph import Kind
+from fxpipe.ir.ops import is_between_lanes, node_flops
 from fxpipe.ir.storage import call_nodes, graph_outputs, node_bytes
-from fxpipe.runtime.program.lanes import is_between_lanes
 from fxpipe.runtime.program.random import keyed
 
 #: A value is free if all ops that lead to it take at most this share of the whole step, or no longer than

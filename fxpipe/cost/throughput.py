@@ -14,8 +14,8 @@ from torch import fx
 
 from fxpipe.cost.arithmetic import arithmetic_of
 from fxpipe.cost.known_devices import peak_rate
-from fxpipe.cost.nodes import node_flops
 from fxpipe.cost.polynomials import Sizes
+from fxpipe.ir.ops import node_flops
 from fxpipe.ir.resized import ResizedTraces
 from fxpipe.ir.storage import call_nodes
 from fxpipe.plan.meshes import TriedMesh

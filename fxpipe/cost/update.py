@@ -70,7 +70,7 @@ def _seconds(device: Device, moved: Sequence[float]) -> float:
     """moved: the bytes of each parameter that are read and written."""
     if not moved:
         return 0.0
-    return device.stage_overhead + sum(device.seconds(0, own, "float32") for own in moved)
+    return device.stage_overhead + sum(device.seconds(0, own, "float32", "move") for own in moved)
 
 
 def update_on(update: Update, rates: Sequence[Rates], device: Device) -> Update:

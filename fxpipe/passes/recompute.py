@@ -16,13 +16,12 @@ from typing import Literal
 
 from torch import fx
 
-from fxpipe.cost.nodes import node_flops
 from fxpipe.ir.graph import read_buffer
+from fxpipe.ir.ops import is_between_lanes, node_flops
 from fxpipe.ir.storage import call_nodes, drop_dead, is_view, node_bytes
 from fxpipe.passes.mincut import to_repeat
 from fxpipe.passes.rewrite import clone_into
 from fxpipe.plan.tensors import sum_over_ranks
-from fxpipe.runtime.program.lanes import is_between_lanes
 from fxpipe.schedule.ops import Color, Phase
 
 Level = Literal["norms", "full"]

@@ -58,7 +58,7 @@ class Bucket:
     """Gradients of a rank, of one dtype, that are summed over the replicas together, in this order.
 
     ``before``: the first op that uses one of their parameters, ``after``: the last one that adds to one of
-    them, as text.
+    them, as text.  Of frozen parameters these are the names, ``after`` is the last op that uses one.
     """
 
     before: str
@@ -69,13 +69,15 @@ class Bucket:
 @dataclass(frozen=True)
 class RankTensors:
     """The names of one rank's tensors; ``gradients``: the parameters that it accumulates gradients for;
-    ``buckets`` have each of these once (none in pipelines that earlier versions saved)."""
+    ``buckets`` have each of these once (none in pipelines that earlier versions saved).  ``frozen``: the
+    parameters without gradients that replicas divide, in buckets as well, whose numbers follow."""
 
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
     constants: tuple[str, ...]
     gradients: tuple[str, ...]
     buckets: tuple[Bucket, ...] = ()
+    frozen: tuple[Bucket, ...] = ()
 
     @property
     def state(self) -> tuple[str, ...]:
@@ -85,6 +87,11 @@ class RankTensors:
     @property
     def names(self) -> tuple[str, ...]:
         return self.state + self.constants
+
+    @property
+    def exchanged(self) -> tuple[Bucket, ...]:
+        """All buckets, in the order of their numbers."""
+        return self.buckets + self.frozen
 
 
 def holders(names: Iterable[Iterable[str]]) -> dict[str, list[int]]:
@@ -113,6 +120,11 @@ class TensorLayout:
     @property
     def elements(self) -> int:
         return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        itemsize: int = dtype_of(self.dtype).itemsize
+        return self.elements * itemsize
 
     def empty(self, device: torch.device) -> torch.Tensor:
         """A tensor of this layout without values."""

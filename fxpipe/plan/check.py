@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fxpipe.errors import FxpipeError
 from fxpipe.plan.rows import Rows, rows_of
 from fxpipe.plan.step import Leaf
-from fxpipe.plan.tensors import IS_DTYPE, IS_FLOATING, dtype_of
+from fxpipe.plan.tensors import IS_DTYPE, IS_FLOATING, MOST_DIMENSIONS, dtype_of
 from fxpipe.plan.work import PHASE_FIELDS, PlanWork, Terms
 from fxpipe.schedule.check import check_costs, check_whole
 from fxpipe.schedule.costs import Costs, StageBytes
@@ -26,7 +26,18 @@ if TYPE_CHECKING:
 
 def check_plan(plan: Plan) -> None:
     """Raise Misfit, naming the field, if the plan is inconsistent."""
-    for check in (_step, _stages, _vocabulary, _schedule, _tensors, _state, _channels, _offload, _work):
+    for check in (
+        _step,
+        _stages,
+        _vocabulary,
+        _schedule,
+        _tensors,
+        _lanes,
+        _state,
+        _channels,
+        _offload,
+        _work,
+    ):
         check(plan)
 
 
@@ -106,6 +117,7 @@ def _tensors(plan: Plan) -> None:
             _known(f"{path}.{kind}", getattr(held, kind), plan.layouts, "a name in layouts")
         _known(f"{path}.gradients", held.gradients, set(held.parameters), f"a parameter of rank {rank}")
         _buckets(f"{path}.buckets", held, plan)
+        _frozen(f"{path}.frozen", held, plan)
         for name in held.gradients:
             IS_FLOATING.check(plan.layouts[name].dtype, f"layouts[{name!r}].dtype")
         for name in held.parameters:
@@ -117,6 +129,12 @@ def _tensors(plan: Plan) -> None:
     spare = plan.layouts.keys() - {name for held in plan.tensors for name in held.names} - set(tables)
     if spare:
         raise Misfit(f"has {shown(min(spare))}, which no rank holds", "layouts")
+
+
+def _lanes(plan: Plan) -> None:
+    for name, dim in plan.lanes.shards.items():
+        dims = len(plan.layouts[name].shape) if name in plan.layouts else MOST_DIMENSIONS
+        require(f"lanes.shards[{name!r}]", dim, dim < dims, f"one of {dims} dimensions")
 
 
 def _buckets(path: str, held: RankTensors, plan: Plan) -> None:
@@ -134,6 +152,18 @@ def _buckets(path: str, held: RankTensors, plan: Plan) -> None:
         require(f"{path}[{k}].gradients", bucket.gradients, len(dtypes) == 1, "gradients of one dtype")
     fits = not held.buckets or sorted(found) == sorted(held.gradients)
     require(path, held.buckets, fits, "of each name in gradients once")
+
+
+def _frozen(path: str, held: RankTensors, plan: Plan) -> None:
+    """Check that these buckets have each name once, of parameters without gradients."""
+    ops, spare = set(" ".join(plan.order).split()), {*held.parameters} - {*held.gradients}
+    _distinct(path, [name for bucket in held.frozen for name in bucket.gradients])
+    for k, bucket in enumerate(held.frozen):
+        _known(f"{path}[{k}].gradients", bucket.gradients, spare, "a parameter without a gradient")
+        dtypes = {plan.layouts[name].dtype for name in bucket.gradients}
+        require(f"{path}[{k}].gradients", bucket.gradients, len(dtypes) == 1, "parameters of one dtype")
+        for op in (bucket.before, bucket.after):
+            require(f"{path}[{k}]", op, op in ops, "between ops in order")
 
 
 def _rows(table: str, parts: Sequence[Rows], layouts: dict[str, TensorLayout]) -> None:

@@ -24,7 +24,8 @@ from safetensors.torch import save_file
 
 from fxpipe.errors import ArtifactError, OptionError
 from fxpipe.plan.artifact import Artifact, Plan
-from fxpipe.plan.tensors import dtype_of, in_strides
+from fxpipe.plan.spans import slices_of, spans_of
+from fxpipe.plan.tensors import dtype_of
 from fxpipe.strict import MEBIBYTE, Misfit, open_regular, read_text, shown
 
 MOST_PLAN_BYTES, MOST_PROGRAM_BYTES = 32 * MEBIBYTE, 64 * MEBIBYTE
@@ -125,9 +126,17 @@ def check_dtypes(tensors: Mapping[str, torch.Tensor]) -> None:
             )
 
 
-def laid_out(tensors: Mapping[str, torch.Tensor], plan: Plan) -> dict[str, torch.Tensor]:
-    """The tensors with the strides that the programs expect."""
-    return {name: in_strides(t, plan.layouts[name].stride) for name, t in tensors.items()}
+def laid_out(
+    tensors: Mapping[str, torch.Tensor], plan: Plan, *, of_all_lanes: bool = False
+) -> dict[str, torch.Tensor]:
+    """Tensors from a file with the strides that the programs expect; with the plain ones where lanes have
+    shares.
+
+    Each in memory of its own, which begins where torch's allocator lets it begin: a file's does so anywhere,
+    and kernels may then add in another order.
+    """
+    layout = plan.whole_layout if of_all_lanes else plan.layouts.__getitem__
+    return {name: layout(name).empty(t.device).copy_(t) for name, t in tensors.items()}
 
 
 def read_plan(directory: Path) -> Plan:
@@ -212,11 +221,12 @@ def _program(path: Path) -> str:
 
 
 def read_tensors(
-    directory: Path, plan: Plan, rank: int, names: Sequence[str] | None = None
+    directory: Path, plan: Plan, rank: int, names: Sequence[str] | None = None, lane: int | None = None
 ) -> dict[str, torch.Tensor]:
     """Read the tensors of a rank.  Raises ArtifactError if names, shapes or dtypes are not those of the plan.
 
-    names: of the tensors in its file, if these are not all that the rank holds.
+    names: of the tensors in its file, if these are not all that the rank holds.  lane: read its shares alone;
+    by default what all lanes hold together.
     Warns of weights or a program that changed since they were saved.
     """
     path, held = directory / f"rank{rank}.safetensors", plan.tensors[rank]
@@ -229,7 +239,7 @@ def read_tensors(
             raise ArtifactError(f"{path} {wrong} {shown(name)}. {AGAIN}")
         for name in names:
             _check_shape(path, name, file.get_slice(name).get_shape(), plan)
-        tensors = {name: file.get_tensor(name) for name in names}
+        tensors = {name: _read(file, name, plan, lane) for name in names}
     for name, tensor in tensors.items():
         if tensor.dtype != dtype_of(plan.layouts[name].dtype):
             raise ArtifactError(
@@ -237,7 +247,16 @@ def read_tensors(
                 f"{plan.layouts[name].dtype}. {AGAIN}"
             )
     _tell_changes(directory, rank)
-    return laid_out(tensors, plan)
+    return laid_out(tensors, plan, of_all_lanes=lane is None)
+
+
+def _read(file: Any, name: str, plan: Plan, lane: int | None) -> torch.Tensor:
+    if lane is None or name not in plan.lanes.shards:
+        whole: torch.Tensor = file.get_tensor(name)
+        return whole
+    place = slices_of(plan.whole_layout(name).shape, spans_of(plan, name, lane))
+    share: torch.Tensor = file.get_slice(name)[place]
+    return share
 
 
 def read_constants(directory: Path, plan: Plan, ranks: Sequence[int]) -> dict[str, torch.Tensor]:
@@ -258,10 +277,10 @@ def read_step_number(directory: Path, rank: int) -> int:
 
 
 def _check_shape(path: Path, name: str, shape: list[int], plan: Plan) -> None:
-    if tuple(shape) != plan.layouts[name].shape:
+    wanted = plan.whole_layout(name).shape
+    if tuple(shape) != wanted:
         raise ArtifactError(
-            f"{path} holds {shown(name)} in shape {tuple(shape)}, and the programs need "
-            f"{plan.layouts[name].shape}. {AGAIN}"
+            f"{path} holds {shown(name)} in shape {tuple(shape)}, and the programs need {wanted}. {AGAIN}"
         )
 
 

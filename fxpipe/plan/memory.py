@@ -14,8 +14,8 @@ from fxpipe.plan.tensors import dtype_of
 class RankMemory:
     """Bytes of one rank.
 
-    ``outputs``: of a whole batch.  ``adamw``: the state of AdamW, two values for each trained element, which
-    is in no limit of ``compile``.  ``activations``: the most that is held between ops, as simulated.
+    ``outputs``: of a whole batch.  ``adamw``: see ``adamw_bytes``; in no limit of ``compile``.
+    ``activations``: the most that is held between ops, as simulated.
     """
 
     parameters: int
@@ -53,15 +53,21 @@ def rank_memory(plan: Plan, activations: Iterable[float]) -> tuple[RankMemory, .
             for output in plan.step.outputs
             if output.rank == rank
         )
-        trained = sum(map(size, own.gradients))
         found.append(
             RankMemory(
                 parameters=sum(map(size, own.parameters)),
                 gradients=sum(map(gradient, own.gradients)),
                 buffers=sum(map(size, own.buffers)),
                 outputs=sum(outputs),
-                adamw=2 * trained // (plan.replicas if plan.shard else 1),
+                adamw=adamw_bytes(plan, rank),
                 activations=peak,
             )
         )
     return tuple(found)
+
+
+def adamw_bytes(plan: Plan, rank: int) -> int:
+    """The state of AdamW on a rank: two values for each trained element, in the parameter's dtype."""
+    layouts = (plan.layouts[name] for name in plan.tensors[rank].gradients)
+    trained: int = sum(prod(layout.shape) * dtype_of(layout.dtype).itemsize for layout in layouts)
+    return 2 * trained // (plan.replicas if plan.shard else 1)

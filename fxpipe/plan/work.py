@@ -6,17 +6,20 @@ microbatch · (sequence² / 2 - 1)  is stored as  ((1, 2, 1, 2), (-1, 1, 1, 0))
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import prod
 from typing import Annotated, Any
 
 from fxpipe.errors import SizeError
+from fxpipe.plan.curve import Curve
 from fxpipe.schedule.costs import Costs, Edge, StageBytes
 from fxpipe.strict import Fits, NonNegative, at_least, between, entries
 
 PHASE_FIELDS = ("forward", "backward", "weight")
-MOST_LENGTH, MOST_POWER, MOST_TERMS = 1 << 31, 16, 1024
+MOST_LENGTH, MOST_POWER, MOST_TERMS, MOST_CURVES = 1 << 31, 16, 1024, 256
+#: The kind of an op that only returns memory of its argument.
+VIEW = "view"
 
 
 def _is_term(numbers: tuple[int, ...]) -> bool:
@@ -61,7 +64,8 @@ class Rates:
     """The rates of a device: bytes per second to memory and to another rank; minimum seconds of an op and a
     message; seconds of a section beside its ops.
 
-    ``inter_link``, ``inter_latency``: of a message to a rank of another machine.
+    ``inter_link``, ``inter_latency``: of a message to a rank of another machine.  ``curves``: of a calibrated
+    device, as ``cost.device.Device`` has them.
     """
 
     memory: Rate
@@ -71,6 +75,7 @@ class Rates:
     stage_overhead: NonNegative
     inter_link: Rate
     inter_latency: NonNegative
+    curves: Annotated[dict[str, Curve], entries(0, MOST_CURVES)] = field(default_factory=dict)
 
     def with_message(self, edge: Edge, moved: float) -> Edge:
         """The edge with a message of so many bytes."""
@@ -80,19 +85,43 @@ class Rates:
 
 @dataclass(frozen=True)
 class Work:
-    """``count`` equal ops, each with its FLOPs and bytes; ``rate``: FLOPs per second for their arithmetic."""
+    """``count`` equal ops, each with its FLOPs and bytes; ``rate``: FLOPs per second for their arithmetic.
+    ``kind``: of op, as ``cost.kinds`` has it."""
 
     count: Length
     flops: Terms
     bytes: Terms
     rate: Rate
     arithmetic: str
+    kind: str = ""
+
+    def seconds(self, lengths: Sequence[Any], rates: Rates, largest: Callable[..., Any]) -> Any:
+        """Of one of the ops."""
+        flops, moved = value_at(self.flops, lengths), value_at(self.bytes, lengths)
+        roofline = self.rate, rates.memory, rates.launch
+        return op_seconds(flops, moved, self.arithmetic, self.kind, roofline, rates.curves, largest)
 
 
-def _bounds(op: Work, lengths: Sequence[Any], rates: Rates) -> tuple[Any, Any, float]:
-    """The lower bounds of the roofline in ``cost.device``."""
-    computing, moving = value_at(op.flops, lengths) / op.rate, value_at(op.bytes, lengths) / rates.memory
-    return computing, moving, rates.launch
+def op_seconds(
+    flops: Any,
+    bytes: Any,
+    arithmetic: str,
+    kind: str,
+    roofline: tuple[float, float, float],
+    curves: Mapping[str, Curve],
+    largest: Callable[..., Any] = max,
+) -> Any:
+    """The seconds of an op.  roofline: FLOPs a second, bytes a second, and the least seconds.
+
+    With the curve of its kind: what that says, and of an op that computes no less than its bytes take.  A
+    view without a curve takes no time, any other op that of the roofline.
+    """
+    rate, memory, launch = roofline
+    if (curve := curves.get(f"{kind} {arithmetic}")) is not None:
+        return largest(curve.seconds(flops, largest), bytes / memory)
+    if (curve := curves.get(kind)) is not None:
+        return curve.seconds(bytes, largest)
+    return 0.0 if kind == VIEW else largest(flops / rate, bytes / memory, launch)
 
 
 @dataclass(frozen=True)
@@ -185,8 +214,8 @@ class PlanWork:
 
         def seconds(ops: tuple[Work, ...]) -> Any:
             overhead = rates.stage_overhead if ops else 0
-            bounds = ((op.count, _bounds(op, lengths, rates)) for op in ops)
-            return sum((count * largest(*each) for count, each in bounds), start=none + overhead)
+            times = (op.count * op.seconds(lengths, rates, largest) for op in ops)
+            return sum(times, start=none + overhead)
 
         ops = (*work.forward, *work.backward, *work.weight)
         return Expressions(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.autograd import profiler as autograd_profiler
 from torch.distributed.rendezvous import rendezvous
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils import _python_dispatch as dispatch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as no_modes
@@ -24,6 +27,7 @@ __all__ = [
     "PrefixStore",
     "StorageWeakRef",
     "Store",
+    "ThreadState",
     "TorchDispatchMode",
     "all_gather_single",
     "as_one",
@@ -33,6 +37,7 @@ __all__ = [
     "default_store",
     "fake_store",
     "fake_tensors",
+    "function_name",
     "gradient_hooks",
     "hook_functions",
     "hooks_registered",
@@ -42,6 +47,7 @@ __all__ = [
     "no_modes",
     "pytree",
     "rendezvous",
+    "unwrapped",
 ]
 
 #: ``dist.all_gather`` to a list of tensors would allocate them once more.  torch 2.13 gave it another name.
@@ -86,10 +92,16 @@ def hook_functions(model: torch.nn.Module) -> set[str]:
     return {name for hooks in kinds for name in hooks.values()}
 
 
-def function_name(function: Any) -> str:
-    """``library.module.outer.<locals>.hook``; of an object that can be called, the name of its class."""
+def unwrapped(function: Any) -> Any:
+    """What is called with arguments bound by ``partial``."""
     while isinstance(function, partial):
         function = function.func
+    return function
+
+
+def function_name(function: Any) -> str:
+    """``library.module.outer.<locals>.hook``; of an object that can be called, the name of its class."""
+    function = unwrapped(function)
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}.{named.__qualname__}"
 
@@ -108,6 +120,44 @@ def hooks_registered() -> int:
 def is_watched() -> bool:
     """Whether a TorchDispatchMode sees the ops of this thread."""
     return torch._C._len_torch_dispatch_stack() > 0
+
+
+@dataclass(frozen=True)
+class ThreadState:
+    """What with-blocks of torch set for a thread: modes, autocast on one type of device, and whether
+    gradients are recorded."""
+
+    dispatch: tuple[Any, ...]
+    function: tuple[Any, ...]
+    grad: bool
+    autocast: tuple[bool, torch.dtype]
+    device_type: str
+
+    @staticmethod
+    def now(device_type: str) -> ThreadState:
+        return ThreadState(
+            tuple(dispatch._get_current_dispatch_mode_stack()),
+            tuple(_get_current_function_mode_stack()),
+            torch.is_grad_enabled(),
+            (torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)),
+            device_type,
+        )
+
+    def set(self, now: ThreadState) -> None:
+        """Make it that of the thread, where there is another one now."""
+        if self == now:
+            return
+        for _ in now.dispatch:
+            dispatch._pop_mode()
+        for mode in self.dispatch:
+            dispatch._push_mode(mode)
+        for _ in now.function:
+            _pop_mode()
+        for mode in self.function:
+            _push_mode(mode)
+        torch.set_grad_enabled(self.grad)
+        torch.set_autocast_enabled(self.device_type, self.autocast[0])
+        torch.set_autocast_dtype(self.device_type, self.autocast[1])
 
 
 def is_profiling() -> bool:

@@ -139,8 +139,9 @@ def _sharded(state: ModelState, rt: Runtime, replica: int) -> Finish:
     adds to it until it is summed."""
     level, kept = state.plan.shard, state.accumulators
     made, pieces = rt.buckets, []
-    for k, (_, division) in enumerate(state.divisions(rt.rank)):
-        own, bucket = division.pieces[replica], made[k]
+    of_gradients = made[: len(names_of_buckets(state.plan, rt.rank))]
+    for k, (bucket, (_, division)) in enumerate(zip(of_gradients, state.divisions(rt.rank), strict=False)):
+        own = division.pieces[replica]
         for piece in own:
             parameter = state.parameter(piece.name)
             if parameter.grad is not None and take_zeroed(parameter.grad):
@@ -151,10 +152,10 @@ def _sharded(state: ModelState, rt: Runtime, replica: int) -> Finish:
             bucket.flat = kept.setdefault(k, bucket.whole)
             bucket.flat.zero_()
         pieces.append(own)
-    rt.grads = Accumulators(made)
+    rt.grads = Accumulators(of_gradients)
 
     def finish() -> None:
-        for bucket, own in zip(made, pieces, strict=True):
+        for bucket, own in zip(of_gradients, pieces, strict=True):
             assert bucket.summed is not None, "the program sums all buckets"
             first = bucket.begins[replica]
             for piece in own:

@@ -14,29 +14,6 @@ from torch.optim import Optimizer
 from fxpipe.errors import RunError
 from fxpipe.training.undo import Undo
 
-#: Of so many updates one waits for the verdict, to measure how long that takes.
-PERIOD = 16
-#: The first updates wait as well: they take longer than others, as an optimizer makes its state.
-FIRST = 2
-
-
-@dataclass(eq=False)
-class Pace:
-    """Decides whether a rank updates ahead of the verdict: where it would wait for longer than it copies.
-
-    ``wait``: seconds from its gradients to the verdict, where it waited last.  ``copies``: those of the last
-    copies.  ``updates``: their number so far.
-    """
-
-    wait: float = 0.0
-    copies: float = 0.0
-    updates: int = 0
-
-    def goes_ahead(self) -> bool:
-        """Asked once for each update."""
-        self.updates += 1
-        return self.updates > FIRST and self.updates % PERIOD > 0 and self.wait > self.copies
-
 
 @dataclass(eq=False)
 class Ahead:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from fxpipe.errors import OptionError, RunError, suggested
 from fxpipe.plan.artifact import Validation, holders
-from fxpipe.plan.rows import rows_of, whole_name
+from fxpipe.plan.rows import whole_name
 from fxpipe.plan.tensors import gradient_dtype
 from fxpipe.runtime.job.process import agreed
 from fxpipe.training.clipping import Clipping
@@ -47,7 +47,7 @@ def make_optimizer(
         """Whether this process counts a gradient in the norm; processes: that have it, or ranks."""
         if process is None:
             return processes[0] == rank
-        first = processes[process.lane] if name in lanes.shards else processes[0]
+        first = processes[process.lane] if whole_name(name) in lanes.shards else processes[0]
         return first == process.world_rank
 
     with agreed(process, "make its optimizer"):
@@ -55,8 +55,9 @@ def make_optimizer(
         held = {name: state.parameter(name) for name in state.owned_by(rank).gradients}
         trained = holders(tensors.gradients for tensors in state.owned)
         if len(state.owned) > 1:
-            divided = any(map(rows_of, trained)) or not lanes.shards.keys().isdisjoint(trained)
-            check_separable(cls, options, state.device, tables=divided)
+            check_separable(
+                cls, options, state.device, {dim for name in trained for dim in state.spans_of(name)}
+            )
         if validation not in get_args(Validation):
             raise RunError(f'validation is {validation!r} and must be "barrier" or "post".')
         if validation == "post":
@@ -170,41 +171,41 @@ def grouped(
 
 
 def check_separable(
-    cls: Callable[..., Optimizer], options: Mapping[str, Any], device: torch.device, tables: bool
+    cls: Callable[..., Optimizer], options: Mapping[str, Any], device: torch.device, dims: Collection[int]
 ) -> None:
     """Raise RunError for an optimizer whose update of a parameter depends on other parameters (L-BFGS), or,
-    where ranks hold rows of tables, on other rows (Adafactor, Muon): ranks would compute another update.
+    where ranks hold parts of one, on other parts (Adafactor, Muon): ranks would compute another update.
 
     Found by trial: both updates of a small table, in one optimizer and by halves in two.
-    tables: whether ranks hold rows.
+    dims: along which ranks hold parts.
     """
     name = _name(cls)
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(8, 8, generator=generator)
-    grads = [torch.randn(8, 8, generator=generator) for _ in range(3)]
+    start = torch.randn(8, 8, generator=generator).to(device)
+    grads = [torch.randn(8, 8, generator=generator).to(device) for _ in range(3)]
     options = {**options, "lr": 0.1} if "lr" in options else options  # 0 would hide every difference
 
-    def updated(*parts: list[slice]) -> torch.Tensor:
-        """The table after its slices were updated; each list of slices by an optimizer of its own."""
-        held = [[Parameter(start[s].to(device, copy=True)) for s in part] for part in parts]
-        for parameters, part in zip(held, parts, strict=True):
-            optimizer = made(cls, parameters, options)
+    def updated(dim: int, parts: int, optimizers: int) -> torch.Tensor:
+        """The table after an update of its parts along a dimension, divided between optimizers."""
+        held = [Parameter(part.clone()) for part in start.chunk(parts, dim)]
+        for k in range(optimizers):
+            optimizer = made(cls, held[k::optimizers], options)
             for grad in grads:
-                for parameter, s in zip(parameters, part, strict=True):
-                    parameter.grad = grad[s].to(device)
+                for parameter, own in zip(held, grad.chunk(parts, dim), strict=True):
+                    parameter.grad = own.clone()
                 optimizer.step(lambda: 0.0)
-        return torch.cat([p.detach() for parameters in held for p in parameters])
+        return torch.cat([parameter.detach() for parameter in held], dim)
 
-    upper, lower = slice(0, 4), slice(4, 8)
-    apart = updated([upper], [lower])
-    if not torch.allclose(updated([upper, lower]), apart, rtol=1e-4):
+    if not torch.allclose(updated(0, 2, 1), updated(0, 2, 2), rtol=1e-4):
         raise RunError(
             f"{name} updates a parameter by the values of others, which other ranks hold. Take an optimizer "
             "that updates each parameter by itself, such as AdamW."
         )
-    if tables and not torch.allclose(updated([slice(0, 8)]), apart, rtol=1e-4):
-        raise RunError(
-            f"{name} updates a row of a table by the values of other rows, which other ranks hold with "
-            "vocab_parallel or shard. Compile without them, or take an optimizer that updates each element "
-            "by itself, such as AdamW."
-        )
+    for dim in sorted({min(dim, 1) for dim in dims}):
+        if not torch.allclose(updated(dim, 1, 1), updated(dim, 2, 2), rtol=1e-4):
+            elements = "columns" if dim else "rows"
+            raise RunError(
+                f"{name} updates {elements} of a parameter by the values of other {elements}, which other "
+                "ranks hold with vocab_parallel, shard or DTensors. Compile without them, or take an "
+                "optimizer that updates each element by itself, such as AdamW."
+            )

@@ -17,6 +17,7 @@ from fxpipe.plan.artifact import Plan, RankTensors, TensorLayout, holders
 from fxpipe.plan.dtensors import is_dtensor, local
 from fxpipe.plan.kept import kept_slots, kept_tensors, own_of_each_replica
 from fxpipe.plan.rows import Rows, rows_of, whole_name
+from fxpipe.plan.spans import Span, spans_of
 from fxpipe.runtime.job.process import Process, own_ranks
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.training.accumulators import zeros
@@ -78,9 +79,9 @@ class ModelState:
         return self.owned[rank if self.process is None else self.process.world_rank]
 
     def divisions(self, rank: int) -> list[tuple[tuple[str, ...], Division]]:
-        """The buckets of a rank's gradients, as replicas divide them."""
+        """The buckets of a rank, as replicas divide them: those of gradients, and of frozen parameters."""
         replicas = 1 if self.process is None else self.process.replicas
-        buckets = [bucket.gradients for bucket in self.plan.tensors[rank].buckets]
+        buckets = [bucket.gradients for bucket in self.plan.tensors[rank].exchanged]
         return [(names, divide(names, self.plan.layouts, replicas)) for names in buckets]
 
     @property
@@ -155,11 +156,18 @@ class ModelState:
 
     def has_share_of(self, name: str) -> bool:
         """Whether this process holds one lane's share of the tensor."""
-        return self.process is not None and name in self.plan.lanes.shards
+        return self.process is not None and whole_name(name) in self.plan.lanes.shards
+
+    def spans_of(self, name: str, lane: int | None = None) -> dict[int, Span]:
+        """What is held under a name, of the tensor of the whole model; by this process, or by a lane."""
+        if self._has_all_lanes_of(whole_name(name)):
+            return {}
+        own = self.lane or 0 if self.process is None else self.process.lane
+        return spans_of(self.plan, name, own if lane is None else lane)
 
     def shares_of(self, given: GivenValues, name: str) -> GivenValues:
         """Given tensors of which this process holds what it holds of a tensor of this name."""
-        dim = None if self.process is None else self.plan.lanes.shards.get(name)
+        dim = None if self.process is None else self.plan.lanes.shards.get(whole_name(name))
         if dim is None or self.process is None:
             return given
         return Shares(given, dim, self.process.lane, self.process.lanes)
@@ -206,8 +214,12 @@ class ModelState:
 
     def stand_ins(self, rank: int) -> dict[str, torch.Tensor]:
         """Zeros for the parameters that the program of a rank gathers, to run it alone."""
-        gathered = self.plan.tensors[rank].gradients if self.divides_parameters else ()
-        return {name: self.layout(name).empty(self.device).zero_() for name in gathered}
+        return {name: self.layout(name).empty(self.device).zero_() for name in self._gathered(rank)}
+
+    def _gathered(self, rank: int) -> set[str]:
+        """The parameters that the program of a rank gathers, and that this process does not keep."""
+        buckets = self.plan.tensors[rank].exchanged if self.divides_parameters else ()
+        return {name for bucket in buckets for name in bucket.gradients}
 
     @contextmanager
     def borrowing(self, parameters: dict[str, torch.Tensor]) -> Iterator[None]:
@@ -231,7 +243,7 @@ class ModelState:
     def held_by(self, rank: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """The parameters and buffers that a rank holds, but for parameters that its program gathers."""
         held = self.plan.tensors[rank]
-        gathered = self.borrowed.keys() | (held.gradients if self.divides_parameters else ())
+        gathered = self.borrowed.keys() | self._gathered(rank)
         params = {n: self.parameter(n).detach() for n in held.parameters if n not in gathered}
         params |= {name: self.borrowed[name] for name in held.parameters if name in self.borrowed}
         return params, {name: self.buffers[name] for name in held.buffers}
@@ -301,21 +313,21 @@ class ModelState:
         """Values of this rank have changed: the model no longer has those of all ranks."""
         self.synchronized = False
 
-    def gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each parameter and buffer as its first holder has it: (name, or that of rows, value).
+    def gathered(self) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """Each parameter and buffer as its first holders have it: the name, or that of rows, the lane, and
+        the value; a share for each lane where lanes have shares.
 
         Under torchrun all ranks must call it, and get values as they are sent, one by one.
         """
         self.follow_model()
         for rank in own_ranks(self.process, self.plan.ranks):
             self.check_values(rank)
-        lanes = self.plan.lanes
         for name, processes in holders(held.state for held in self.owned).items():
             if self.process is None:
-                yield name, self.held(name)
+                yield name, 0, self.held(name)
                 continue
-            holders_of_shares = processes[: lanes.number if name in lanes.shards else 1]
-            yield name, lanes.joined(name, [self._held_by(name, process) for process in holders_of_shares])
+            for holder in processes[: self.process.lanes if self.has_share_of(name) else 1]:
+                yield name, holder % self.process.lanes, self._held_by(name, holder)
 
     def _held_by(self, name: str, holder: int) -> torch.Tensor:
         """The value of a tensor on a process, on all of them; all call it."""
@@ -336,12 +348,14 @@ class ModelState:
         return replace(table, shape=(rows.end - rows.begin, *table.shape[1:]))
 
     def pieces(self, name: str) -> list[tuple[int, str]]:
-        """The rows of a parameter that processes own, by their first owners, which make all of it.
+        """The parts of a parameter that processes own, by their first owners, which make all of it: of each
+        the process and the name, that of rows where it has no more.
 
         name: as the plan has it, of a whole parameter or of rows; or of a buffer.
         """
         asked = rows_of(name) or Rows(name, 0, 1 << 62)
         own = holders(held.state for held in self.owned)
+        lanes = self.plan.lanes.number if self.has_share_of(name) else 1
 
         def is_part(piece: str) -> bool:
             rows = rows_of(piece)
@@ -349,7 +363,8 @@ class ModelState:
                 return False
             return asked.begin <= rows.begin and rows.end <= asked.end
 
-        return [(first, piece) for piece, (first, *_) in own.items() if piece == name or is_part(piece)]
+        named = [(piece, found) for piece, found in own.items() if piece == name or is_part(piece)]
+        return [(process, piece) for piece, found in named for process in found[:lanes]]
 
     def held(self, name: str) -> torch.Tensor:
         """The value of a parameter, or of rows of one, or of a buffer, that this rank holds."""

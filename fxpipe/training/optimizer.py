@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 
 from fxpipe.errors import RunError
 from fxpipe.plan.artifact import Validation
-from fxpipe.training.ahead import Ahead, Pace, set_grad
+from fxpipe.training.ahead import Ahead, set_grad
 from fxpipe.training.clipping import Clipping
+from fxpipe.training.pace import Pace
 from fxpipe.training.undo import Undo
 from fxpipe.training.updates import Updates
 from fxpipe.training.zeroed import mark_zeroed
@@ -91,7 +92,7 @@ class PipelineOptimizer(Optimizer):
         self._last_norm: torch.Tensor | None = None
         self._skipped, self._nonfinite = 0, list[float]()  # the norms of updates left out since the last one
         self._ahead: Ahead | None = None
-        self._pace = Pace()
+        self._pace, self._begun = Pace(), time.perf_counter()  # begun: the last update
         self._undo: Undo | None = None  # the last one, for its memory
         self._numbers: torch.Tensor | None = None  # of all ranks, of the last norm
         self._made = False
@@ -177,9 +178,11 @@ class PipelineOptimizer(Optimizer):
 
     def _begin(self, ranks: Ranks) -> None:
         """Begin to tell all ranks of the gradients of this one; update at once if that is likely to stand."""
-        number = self._number().cpu()
+        number, now = self._number().cpu(), time.perf_counter()
+        seconds, self._begun = torch.tensor(now - self._begun, dtype=torch.float64), now
         goes_ahead = self._pace.goes_ahead() and self._is_likely(number, ranks.world_rank)
-        words = torch.stack([number.view(torch.int64), torch.tensor(int(goes_ahead))])
+        numbers = torch.stack([number, seconds])
+        words = torch.cat([numbers.view(torch.int64), torch.tensor([goes_ahead])])
         gathered = ranks.begin_gather(words, "optimizer.step")
         updated, parameters = self._updated(), self._parameters()
         self._ahead = ahead = Ahead(gathered, None, [p.grad for p in parameters])
@@ -218,11 +221,12 @@ class PipelineOptimizer(Optimizer):
         ahead, self._ahead = self._ahead, None
         assert ahead is not None
         table = ahead.gathered()
-        self._numbers = table[:, 0].contiguous().view(torch.float64)
+        self._numbers, seconds = table[:, :2].T.contiguous().view(torch.float64)
+        self._pace.measured(float(seconds.mean()))
         norm = self._last_norm = self._norm(self._numbers)
         is_plain = self._clipping.is_plain(norm)
         if ahead.undo is None:
-            self._pace.wait = time.perf_counter() - ahead.begun
+            self._pace.waited(time.perf_counter() - ahead.begun)
             self._finish(norm)
         elif is_plain:
             self._nonfinite.clear()
@@ -233,7 +237,7 @@ class PipelineOptimizer(Optimizer):
                 self._finish(norm)
         if ahead.zeroes:
             self._zero()
-        return is_plain or not table[:, 1].any()
+        return is_plain or not table[:, 2].any()
 
     @torch.no_grad()
     def _update(self) -> None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import uuid
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors.torch import load as tensors_from_bytes
 from safetensors.torch import save as tensors_to_bytes
@@ -21,8 +21,11 @@ from fxpipe.errors import RunError
 from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.meshes import Mesh
+from fxpipe.runtime.job.failure import in_short
 from fxpipe.runtime.job.process import Process
 from fxpipe.strict import structure, unstructure
+
+T = TypeVar("T")
 
 
 def share_plans(plans: Sequence[Plan], process: Process) -> list[Artifact]:
@@ -48,9 +51,19 @@ def _send_plans(artifacts: Sequence[Artifact], process: Process) -> None:
     process.broadcast_bytes(_packed({"plans": plans}))
 
 
-def send_error(text: str, process: Process) -> None:
-    """Let ``received_artifacts`` raise RunError on the other ranks."""
-    process.broadcast_bytes(_packed({"error": text}))
+def made_first(make: Callable[[], T], process: Process) -> T:
+    """What rank 0 makes before it sends it; the others call ``wait_for_first`` and receive it.
+
+    They raise RunError with the error that this raises.
+    """
+    try:
+        made = make()
+    except Exception as error:  # the model's own code may raise anything
+        process.first_is_ready()
+        process.broadcast_bytes(_packed({"error": in_short(error)}))
+        raise
+    process.first_is_ready()
+    return made
 
 
 def _packed(data: Any) -> bytes:

@@ -1,50 +1,38 @@
-"""Runs the programs of a pipeline: one rank's under torchrun, or all ranks' in this process."""
+"""Runs one rank's program of a pipeline, under torchrun or as the only rank."""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fxpipe.errors import FxpipeError, OptionError, RunError, printable
-from fxpipe.plan.artifact import Artifact, Plan
-from fxpipe.plan.lanes import LanePlan
-from fxpipe.plan.rows import whole
-from fxpipe.runtime.job.process import Process
-from fxpipe.runtime.program.accelerator import is_accelerator
+from fxpipe.errors import FxpipeError, RunError
 from fxpipe.runtime.program.ambient import as_traced
-from fxpipe.runtime.program.batch import batch_leaves, given_leaves, rows_of_replica
-from fxpipe.runtime.program.comm import Comm, NoAnswer
-from fxpipe.runtime.program.lanes import running
-from fxpipe.runtime.program.offload import TIMEOUT, Offloader, check_tier, open_store
-from fxpipe.runtime.program.outputs import MOST_SHOWN, Collected, On, StepResult, requested, shown
+from fxpipe.runtime.program.batch import given_leaves
+from fxpipe.runtime.program.comm import NoAnswer
+from fxpipe.runtime.program.outputs import Collected, On, StepResult, requested
 from fxpipe.runtime.program.rank import Runtime
-from fxpipe.runtime.program.record import DeviceClock, HostClock, Record
 from fxpipe.runtime.ranks.agreement import check_agreement, check_replicas
 from fxpipe.runtime.ranks.connect import connect
-from fxpipe.runtime.ranks.finite import Check, Finite
+from fxpipe.runtime.ranks.finite import Check
 from fxpipe.runtime.ranks.heap import give_back_large_tensors
-from fxpipe.runtime.ranks.lanes import LocalLanes
-from fxpipe.runtime.ranks.load_program import Collective, Program, load_program
-from fxpipe.runtime.ranks.local import LocalComm, LocalWorld, run_all
-from fxpipe.runtime.ranks.local_replicas import LocalReplicas
+from fxpipe.runtime.ranks.load_program import Collective, Program
+from fxpipe.runtime.ranks.local import LocalComm, LocalWorld
 from fxpipe.runtime.ranks.replicas import DistributedReplicas
-from fxpipe.runtime.ranks.tracked_memory import SavedBytes
 from fxpipe.training.accumulators import (
     Finish,
     accumulators,
     begin_buckets,
     sharded_bucket,
-    zero_buckets,
 )
 from fxpipe.training.course import Course
-from fxpipe.training.model_state import ModelState
+from fxpipe.training.local_runner import LocalRunner
 from fxpipe.training.move_outputs import move_outputs
 from fxpipe.training.same_batch import (
     SAME_OPTIONS,
@@ -55,54 +43,18 @@ from fxpipe.training.same_batch import (
     options_differ,
     words,
 )
-from fxpipe.training.updates import Updates
 from fxpipe.training.warm_up import WarmUp
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class LocalResult:
-    """``loss``: of the whole batch, 0-d.  ``grads``: parameter name -> gradient of the mean loss.
-    ``runtimes``: the ranks' runtimes, with their records.  ``peak_saved``: per rank the maximum number of
-    bytes held between two ops, if measured.  ``outputs``: those that were asked for, as in
-    :class:`StepResult`; the loss is None if the model has none."""
-
-    loss: torch.Tensor | None
-    grads: dict[str, torch.Tensor]
-    runtimes: tuple[Runtime, ...]
-    peak_saved: tuple[int, ...]
-    outputs: dict[str, torch.Tensor]
-
-    def __repr__(self) -> str:
-        elements = sum(grad.numel() for grad in self.grads.values())
-        parts = [f"grads of {len(self.grads)} parameters with {elements} elements"] if self.grads else []
-        if self.peak_saved:
-            parts.append(f"peak_saved={[*self.peak_saved[:MOST_SHOWN]]}")
-        return f"LocalResult({', '.join([*shown(self.loss, self.outputs), *parts])})"
-
-
 @dataclass(eq=False)
-class Runner:
-    """``directory``: of the programs' files; None if the pipeline was not saved.
-
-    ``stop_asked``: whether this rank was asked to end the run.  ``stops``: whether one of the ranks was,
+class Runner(LocalRunner):
+    """``stop_asked``: whether this rank was asked to end the run.  ``stops``: whether one of the ranks was,
     before the last step; the same on all ranks.  ``is_evaluation``: whether it is that of ``pipe.evaluate``.
     """
 
-    artifact: Artifact
-    state: ModelState
-    device: torch.device
-    process: Process | None
-    directory: Path | None
-    offload_directory: Path | None
-    first_step: int = 0
     stop_asked: bool = False
     stops: bool = False
     is_evaluation: bool = False
-    updates: Updates = field(default_factory=Updates)
-
-    @property
-    def plan(self) -> Plan:
-        return self.artifact.plan
 
     @property
     def step_number(self) -> int:
@@ -115,97 +67,16 @@ class Runner:
         if "runtime" in self.__dict__:
             self.runtime.step_number = number
 
-    def run_local(
-        self, batch: Any, step: int, threads: int, measure_memory: bool, outputs: Sequence[str], check: Check
-    ) -> LocalResult:
-        """See ``Pipeline.run_local``."""
-        if self.process is not None and self.plan.ranks * self.plan.lanes.number > 1:
-            raise RunError(
-                "run_local runs all ranks in this process, which under torchrun holds the tensors of one of "
-                "them. Call pipe.step(batch) on all ranks, or start the script as one process."
-            )
-        with as_traced(self.plan.step.default_dtype, self.device):
-            return self._run_local(batch, step, threads, measure_memory, outputs, check)
-
-    def _run_local(
-        self, batch: Any, step: int, threads: int, measure_memory: bool, outputs: Sequence[str], check: Check
-    ) -> LocalResult:
-        spec = self.plan.step
-        if type(threads) is not int or threads < 1:
-            raise OptionError(f"threads is {threads!r} and must be a whole number, at least 1.")
-        wanted = requested(outputs, None, spec.outputs, spec.ranks)
-        self.updates.settle()
-        self.state.check_unchanged(self.state.follow_model())
-        world = LocalWorld(self.plan.ranks, self.plan.replicas, self.plan.lanes.number)
-        runtimes = [
-            self._local_runtime(world, rank, replica, lane)
-            for replica in range(world.replicas)
-            for rank in range(world.ranks)
-            for lane in range(world.lanes)
-        ]
-        mains: list[Callable[[], Any]] = []
-        for number, rt in enumerate(runtimes):
-            rt.step_number = step
-            rt.collected = Collected(wanted)
-            replica = number // (world.ranks * world.lanes)
-            rows = rows_of_replica(spec.batch, batch, spec.microbatches, replica, world.replicas)
-            mains.append(partial(self._run_program, self._local_programs[rt.rank], rt, rows, check))
-        meters = [SavedBytes(self._given(rt, batch)) for rt in runtimes] if measure_memory else []
-        for number, meter in enumerate(meters):
-            mains[number] = partial(_metered, mains[number], runtimes[number], meter)
-        losses = run_all(
-            world, mains, lambda number: runtimes[number].current_op or "its start", threads, self.device
-        )
-        first = runtimes[: world.ranks * world.lanes]
-        ranks = [first[begin : begin + world.lanes] for begin in range(0, len(first), world.lanes)]
-        gradients = [_whole_gradients(self.plan.lanes, [rt.grads for rt in own]) for own in ranks]
-        found = whole({name: grad for own in reversed(gradients) for name, grad in own.items()})
-        for runtime in first:
-            self.state.store_buffers(runtime)
-        grads = {name: found[name] for name in self.state.parameters if name in found}
-        given = [rt.collected.joined(rt.rank, spec.microbatches) for rt in runtimes[:: world.lanes]]
-        collected = {
-            name: torch.cat([own[name] for own in given if name in own])
-            for name in {name for own in given for name in own}
-        }
-        return LocalResult(
-            losses[0],
-            grads,
-            tuple(runtimes),
-            tuple(m.peak for m in meters),
-            {name: collected[name] for name in wanted},
-        )
-
-    def _local_runtime(self, world: LocalWorld, rank: int, replica: int, lane: int) -> Runtime:
-        comm, offloader = LocalComm(world, rank, replica, lane), self._offloader(rank)
-        self.state.check_values(rank)
-        state = self.state.of_lane(lane)
-        if world.replicas == 1:
-            rt = self._runtime_of(rank, comm, state.zero_gradients(rank), offloader, state)
-        else:
-            grads, buckets = zero_buckets(state, rank, world.replicas)
-            rt = self._runtime_of(rank, comm, grads, offloader, state)
-            rt.replicas, rt.buckets = LocalReplicas(world, rank, replica, lane), buckets
-        rt.lanes = LocalLanes(world, rank, replica, lane) if world.lanes > 1 else None
-        return rt
-
-    def _run_program(
-        self, program: Program, rt: Runtime, batch: Any, check: Check = None
-    ) -> torch.Tensor | None:
-        """Run a step of a program; return its loss."""
-        file = program.step.__code__.co_filename
-        with running(rt.lanes), contextlib.nullcontext() if check is None else Finite(rt, file):
-            loss: torch.Tensor | None = program.step(rt, batch)
-        if rt.replicas is not None:
-            self.state.follow_first_replica(rt)
-        return loss
-
-    def step(self, batch: Any, outputs: Sequence[str], outputs_on: On, check: Check) -> StepResult:
+    def step(
+        self, batch: Any, outputs: Sequence[str], outputs_on: On, check: Check, record: Mapping[str, Path]
+    ) -> StepResult:
         """See ``Pipeline.step``."""
         with as_traced(self.plan.step.default_dtype, self.device):
-            return self._step(batch, outputs, outputs_on, check)
+            return self._step(batch, outputs, outputs_on, check, record)
 
-    def _step(self, batch: Any, outputs: Sequence[str], outputs_on: On, check: Check) -> StepResult:
+    def _step(
+        self, batch: Any, outputs: Sequence[str], outputs_on: On, check: Check, record: Mapping[str, Path]
+    ) -> StepResult:
         rt, program, spec = self.runtime, self._own_program, self.plan.step
         self._warm_up.run(rt, program, batch, lambda: self._words(Facts(self.artifact.number), batch))
         rt.start()
@@ -229,7 +100,9 @@ class Runner:
                 if self.updates.are_settled:
                     self._begin_gradients(rt, finish)
                 with self._warm_up.memory(number):
-                    loss = self._run_program(program, rt, batch, check)
+                    number_in_files = 0 if self.process is None else self.process.world_rank
+                    recorded = self._recorded(program, rt, record, number_in_files)
+                    loss = self._run_program(recorded, rt, batch, check)
                 self.state.stale = False
                 compare()
                 found = self._outputs(rt, outputs_on)
@@ -318,54 +191,14 @@ class Runner:
         """Exchange zeros of the size of each bucket: a communicator connects for each kind and size."""
         assert self.process is not None
         with self.process.watch.collective():
-            for names, division in self.state.divisions(self.process.rank):
+            summed = len(self.plan.tensors[self.process.rank].buckets)
+            for k, (names, division) in enumerate(self.state.divisions(self.process.rank)):
                 bucket = sharded_bucket(self.state, names, division, self.process.replica)
-                replicas.wait(replicas.reduce(bucket.whole, bucket.begins, bucket.whole, mean=False))
+                if k < summed:
+                    replicas.wait(replicas.reduce(bucket.whole, bucket.begins, bucket.whole, mean=False))
                 if self.plan.shard:
-                    replicas.wait(replicas.gather((bucket.whole,), bucket.begins))
-
-    def _constants(self, rank: int) -> dict[str, torch.Tensor]:
-        return {n: self.artifact.constants[n].to(self.device) for n in self.plan.tensors[rank].constants}
-
-    def _runtime_of(
-        self,
-        rank: int,
-        comm: Comm,
-        grads: dict[str, torch.Tensor],
-        offloader: Offloader | None,
-        state: ModelState | None = None,
-    ) -> Runtime:
-        """state: that of one lane, where this process runs several."""
-        self.state.check_values(rank)
-        params, buffers = (state or self.state).held_by(rank)
-        return Runtime(
-            rank=rank,
-            spec=self.plan.step,
-            comm=comm,
-            params=params,
-            grads=grads,
-            buffers=buffers,
-            constants=self._constants(rank),
-            step_number=self.first_step,
-            offloader=offloader,
-            device=self.device,
-            record=Record(DeviceClock(self.device) if is_accelerator(self.device) else HostClock()),
-        )
-
-    def _offloader(self, rank: int) -> Offloader | None:
-        tier = self.plan.tier
-        if tier is None or not self.plan.pools[rank]:
-            return None
-        check_tier(tier, self.device, self.offload_directory)
-        timeout = TIMEOUT if self.process is None else self.process.timeout
-        store = open_store(tier, self.plan.pools[rank], self.offload_directory, self.device, timeout)
-        return Offloader(store, self.device)
-
-    @staticmethod
-    def _given(rt: Runtime, batch: Any) -> list[torch.Tensor]:
-        """The tensors that a rank also holds between steps."""
-        held = [*rt.params.values(), *rt.grads.values(), *rt.buffers.values(), *rt.constants.values()]
-        return held + [x for _, x in batch_leaves(batch) if isinstance(x, torch.Tensor)]
+                    given = bucket.whole if k < summed else bucket.own_rows()
+                    replicas.wait(replicas.gather((given,), bucket.begins))
 
     @cached_property
     def _own_program(self) -> Program:
@@ -452,19 +285,6 @@ class Runner:
         spec = self.plan.step.batch
         return words(facts, spec.tensors, given_leaves(spec, batch))
 
-    @cached_property
-    def _local_programs(self) -> tuple[Program, ...]:
-        """The programs of all ranks."""
-        programs = [self._program(rank) for rank in range(self.plan.ranks)]
-        check_agreement({rank: program.traffic for rank, program in enumerate(programs)}, lambda own: own)
-        return tuple(programs)
-
-    def _program(self, rank: int) -> Program:
-        name = f"rank{rank}.py"
-        if self.directory is None:
-            return load_program(self.artifact.programs[rank], f"<fxpipe {printable(self.plan.model)} {name}>")
-        return load_program(self.artifact.programs[rank], str(self.directory / name))
-
     def _no_answer(self, error: NoAnswer) -> RunError:
         """The error to raise if another rank does not answer."""
         return error if self.process is None else self.process.watch.lost(error)
@@ -485,15 +305,3 @@ _ALL_ALIKE = (
     "All replicas have the same batch in {step}: what one learns, they all do. Give each its own rows: a "
     "DistributedSampler takes num_replicas=pipe.replicas and rank=pipe.replica."
 )
-
-
-def _whole_gradients(lanes: LanePlan, given: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Those of a rank, from those of its lanes."""
-    return {name: lanes.joined(name, [grads[name] for grads in given]) for name in given[0]}
-
-
-def _metered(main: Callable[[], Any], rt: Runtime, meter: SavedBytes) -> Any:
-    rt.record.at_op, rt.record.at_arrival = meter.between_ops, meter.arrived
-    rt.record.at_cast = meter.ignore
-    with meter:
-        return main()

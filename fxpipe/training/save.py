@@ -12,6 +12,7 @@ import torch
 from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact
 from fxpipe.plan.rows import rows_of
+from fxpipe.plan.spans import place_of
 from fxpipe.runtime.job.process import Process, agreed, own_ranks
 from fxpipe.training.model_state import ModelState
 
@@ -70,19 +71,25 @@ def _on_first(
 ) -> dict[str, torch.Tensor]:
     """On rank 0, tensors of a rank, which sends them; the pipeline may have been loaded, and each rank then
     holds its own constants alone."""
-    process, constants = state.process, artifact.plan.tensors[rank].constants
+    process, plan, constants = state.process, artifact.plan, artifact.plan.tensors[rank].constants
     found = {}
     for name in names:
-        owners = [(rank, name)] if name in constants else state.pieces(name)
-        if process is None or owners == [(0, name)]:
-            if process is None or process.leads:
+        if process is None:
+            found[name] = artifact.constants[name] if name in constants else state.held(name)
+            continue
+        owners = [(process.number(0, rank, 0), name)] if name in constants else state.pieces(name)
+        if owners == [(0, name)]:
+            if process.leads:
                 found[name] = artifact.constants[name] if name in constants else state.held(name)
             continue
-        whole = state.layout(name).empty(state.device) if process.leads else None
+        whole = plan.whole_layout(name).empty(state.device) if process.leads else None
+        rows = rows_of(name)
         for owner, piece in owners:
-            _send(
-                artifact, state, process, owner, piece, None if whole is None else _rows(whole, name, piece)
-            )
+            part = whole
+            if whole is not None and piece not in constants:
+                spans = state.spans_of(piece, owner % process.lanes)
+                part = place_of(whole, spans, 0 if rows is None else rows.begin)
+            _send(artifact, state, process, owner, piece, part)
         if whole is not None:
             found[name] = whole
     return found
@@ -109,15 +116,6 @@ def _send(
         process.send_to(value, owner, 0)
         if value is not target:
             target.copy_(value)
-
-
-def _rows(tensor: torch.Tensor, name: str, piece: str) -> torch.Tensor:
-    """The rows of a tensor that a piece of it is."""
-    rows, held = rows_of(piece), rows_of(name)
-    if rows is None or piece == name:
-        return tensor
-    first = 0 if held is None else held.begin
-    return tensor[rows.begin - first : rows.end - first]
 
 
 @contextlib.contextmanager

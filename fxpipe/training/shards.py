@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import torch
 
@@ -86,12 +86,17 @@ def owned(plan: Plan, replicas: int) -> tuple[RankTensors, ...]:
     """
     if not plan.shard or replicas == 1:
         return plan.tensors * replicas
-    divisions = [[divide(b.gradients, plan.layouts, replicas) for b in held.buckets] for held in plan.tensors]
+    divisions = [
+        [divide(b.gradients, plan.layouts, replicas) for b in held.exchanged] for held in plan.tensors
+    ]
 
     def of(replica: int, held: RankTensors, own: Sequence[Division]) -> RankTensors:
-        pieces = [piece.name for division in own for piece in division.pieces[replica]]
-        frozen = set(held.parameters) - set(held.gradients)
-        return replace(held, parameters=(*sorted(frozen), *pieces), gradients=tuple(pieces), buckets=())
+        pieces = [[piece.name for piece in division.pieces[replica]] for division in own]
+        trained = tuple(chain(*pieces[: len(held.buckets)]))
+        frozen = chain(*pieces[len(held.buckets) :])
+        whole = set(held.parameters).difference(*(bucket.gradients for bucket in held.exchanged))
+        parameters = (*sorted(whole), *trained, *frozen)
+        return replace(held, parameters=parameters, gradients=trained, buckets=(), frozen=())
 
     return tuple(
         of(replica, held, own)

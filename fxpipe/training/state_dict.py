@@ -13,6 +13,7 @@ from fxpipe.plan.artifact import Plan, TensorLayout
 from fxpipe.plan.dtensors import local
 from fxpipe.plan.kept import kept_slots, kept_tensors
 from fxpipe.plan.rows import rows_of, whole_name
+from fxpipe.plan.spans import place_of
 from fxpipe.plan.tensors import dtype_of
 from fxpipe.training.given_values import GivenValues, InMemory, are_equal, copy_to
 from fxpipe.training.initial_values import initialize
@@ -39,16 +40,16 @@ def full_state_dict(state: ModelState, rank: int | None) -> dict[str, torch.Tens
     """See ``Pipeline.full_state_dict``."""
     wanted = state.process is None or rank in (None, state.process.world_rank)
     values: dict[str, torch.Tensor] = {}
-    for name, value in state.gathered():
+    for name, lane, value in state.gathered():
         if not wanted:
             continue
-        rows = rows_of(name)
-        if rows is None:
-            values[name] = value.to("cpu", copy=True)
+        table, spans = whole_name(name), state.spans_of(name, lane)
+        if not spans:
+            values[table] = value.to("cpu", copy=True)
             continue
-        if rows.table not in values:
-            values[rows.table] = state.plan.layouts[rows.table].empty(torch.device("cpu"))
-        values[rows.table][rows.begin : rows.end] = value
+        if table not in values:
+            values[table] = state.plan.whole_layout(table).empty(torch.device("cpu"))
+        place_of(values[table], spans).copy_(value)
     return {key: values[name] for key, name in state.plan.state} if wanted else {}
 
 
@@ -68,11 +69,13 @@ def copy_to_model(state: ModelState, model: nn.Module | None) -> None:
         tensor, shape = known.get(name), state.plan.layouts[name].shape
         if tensor is None or tensor.is_meta or tuple(tensor.shape) != shape:
             raise RunError(f"The model has no {name} of shape {shape} with memory to copy to.")
-    lanes = state.plan.lanes
-    for name, value in state.gathered():
+    for name, lane, value in state.gathered():
+        if state.process is None:  # the model has the first lane's share
+            value = state.plan.lanes.share(name, value, 0)
+        elif state.has_share_of(name) and lane != state.process.lane:
+            continue
         rows = rows_of(name)
         part = known[rows.table][rows.begin : rows.end] if rows else known[name]
-        value = lanes.share(name, value, 0 if state.process is None else state.process.lane)
         if part.data_ptr() != value.data_ptr() and name in kept:
             slots[name].put(value.to(part.device, copy=True))
         elif part.data_ptr() != value.data_ptr():

@@ -1,12 +1,16 @@
-"""What a program takes from its model once, when it is compiled: which parameters are trained, and hooks.
+"""What a program takes from its model once, when it is compiled: which parameters are trained, hooks, and
+settings, which are numbers and texts in attributes of modules.
 
-A parameter that is frozen later would still be trained, and a hook that is registered later would never run.
+A parameter that is frozen later would still be trained, a hook that is registered later would never run, and
+a rate of dropout that is set later would stay as it was.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Container, Mapping
+import weakref
+from collections.abc import Collection, Container, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,6 +21,27 @@ from fxpipe.runtime.torch_private import gradient_hooks, hooks_registered, modul
 Hooks = dict[str, tuple[int, ...]]
 """Where hooks are, as text -> their numbers."""
 PARAMETER = "the parameter"
+#: ``train()`` and ``eval()`` are for eager runs of the model between steps.
+_MODE = "training"
+
+
+class _Settings(NamedTuple):
+    """Those of a module, whose parameters this does not keep."""
+
+    path: str
+    module: weakref.ref[nn.Module]
+    values: dict[str, Any]
+
+    def changed(self) -> Iterator[tuple[str, Any, Any]]:
+        """Names of attributes, with their values then and now.  Each is given once."""
+        module = self.module()
+        now = self.values if module is None else vars(module)
+        # Nearly all are the same objects: this is asked in each step.
+        for name in [k for k, x in self.values.items() if now.get(k) is not x]:
+            if (before := self.values.pop(name)) == (value := now.get(name)):
+                self.values[name] = value
+            else:
+                yield f"{self.path}.{name}" if self.path else name, before, value
 
 
 class Traced:
@@ -35,6 +60,7 @@ class Traced:
         self._registered = hooks_registered()
         self._forward, self._backward = _hooks(named, model, self._own)
         self._has_model = model is not None
+        self._settings = [] if model is None else _settings(model)
 
     def check(
         self,
@@ -44,7 +70,7 @@ class Traced:
         *,
         trains: bool,
     ) -> None:
-        """Raise RunError, naming the parameter, where they differ now; warn of hooks of modules.
+        """Raise RunError, naming the parameter, where they differ now; warn of hooks and settings of modules.
 
         parameters: the pipeline's and the model's.  used: the names of those that programs use.  trains:
         whether these have a backward; else only hooks of the forward count.
@@ -57,12 +83,18 @@ class Traced:
                     f"requires_grad of the parameter {name} is now {not before}, and the program, compiled "
                     f"when it was {before}, {does}. Compile the model again."
                 )
+        for name, before, now in (each for own in self._settings for each in own.changed()):
+            warnings.warn(
+                f"The model's {name} was {before!r} when it was compiled, and is {now!r}: programs run "
+                f"with {before!r}. Compile the model again, or make it a buffer, which each step reads.",
+                stacklevel=2,
+            )
         registered = hooks_registered()
         known = registered == self._registered and not self._forward and not self._backward
         if known or self._has_model != (model is not None):
             return
-        now = _hooks(parameters, model, self._own)
-        for old, new in [*zip((self._forward, self._backward), now, strict=True)][: 1 + trains]:
+        hooks = _hooks(parameters, model, self._own)
+        for old, new in [*zip((self._forward, self._backward), hooks, strict=True)][: 1 + trains]:
             for where in new | old:
                 if old.get(where) != new.get(where):
                     text = (
@@ -74,7 +106,7 @@ class Traced:
                     warnings.warn(
                         text, stacklevel=2
                     )  # an eager forward of the model may have registered them
-        self._registered, (self._forward, self._backward) = registered, now
+        self._registered, (self._forward, self._backward) = registered, hooks
 
 
 def _named(parameters: Mapping[str, torch.Tensor], model: nn.Module | None) -> dict[str, torch.Tensor]:
@@ -94,4 +126,15 @@ def _hooks(
     for name, parameter in parameters.items():
         if given := gradient_hooks(parameter):
             found[1][f"{PARAMETER} {name}"] = given
+    return found
+
+
+def _settings(model: nn.Module) -> list[_Settings]:
+    """Those of all modules, but what their code keeps for itself."""
+    found = []
+    for path, module in model.named_modules():
+        own = {k: x for k, x in vars(module).items() if isinstance(x, bool | int | float | str)}
+        own = {k: x for k, x in own.items() if k != _MODE and not k.startswith("_")}
+        if own:
+            found.append(_Settings(path, weakref.ref(module), own))
     return found

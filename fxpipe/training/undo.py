@@ -45,12 +45,6 @@ class Undo:
         options = tuple(copy.deepcopy(_options(group)) for group in optimizer.param_groups)
         return Undo(values, state, options)
 
-    @property
-    def bytes(self) -> int:
-        """Of the copies."""
-        kept = (x for own in self.state.values() for x in own.values() if isinstance(x, torch.Tensor))
-        return sum(t.nbytes for t in (*self.values, *kept))
-
     @torch.no_grad()
     def take_back(self, optimizer: Optimizer) -> None:
         """Give the optimizer what it had, in the memory that it has now where that fits."""

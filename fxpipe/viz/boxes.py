@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import fx
 
 from fxpipe.ir.graph import Kind, offload
+from fxpipe.ir.ops import node_flops
 from fxpipe.ir.storage import call_nodes, graph_outputs, node_bytes, root_within
 from fxpipe.schedule.ops import Color, Phase
 
@@ -78,12 +78,7 @@ class Boxes:
     results: tuple[tuple[str, Place], ...]
 
 
-def collapse(
-    graph: fx.Graph,
-    flops: Callable[[fx.Node], int],
-    per_section: int = BOXES_PER_SECTION,
-    total: int = BOXES,
-) -> Boxes:
+def collapse(graph: fx.Graph, per_section: int = BOXES_PER_SECTION, total: int = BOXES) -> Boxes:
     """Collapse the graph to boxes at one depth of module paths.
 
     The depth is the one at which the largest section has nearest to ``per_section`` boxes, among the depths
@@ -99,7 +94,7 @@ def collapse(
     named = graph_outputs(graph)
     results = {**named.outputs, "loss": named.loss, "count": named.count}
     return Boxes(
-        tuple(Box(place, len(members[place]), sum(map(flops, members[place]))) for place in places),
+        tuple(Box(place, len(members[place]), sum(map(node_flops, members[place]))) for place in places),
         _flows(place_of),
         tuple(_batch(place_of)),
         tuple((name, place_of[node]) for name, node in results.items() if node is not None),

@@ -1,6 +1,6 @@
 """What a rank's memory holds at each moment of a simulated step, by kind.
 
-    weights, gradients, buffers, constants     the whole step
+    weights, gradients, buffers, constants, optimizer     the whole step
     saved        activations of a stage, from the start of F to the end of B
     for weight   what W needs of them, and the gradients that B leaves it, to the end of W
     handed over  values for another stage of the same rank, until it takes them
@@ -18,6 +18,7 @@ from math import prod
 from typing import NamedTuple
 
 from fxpipe.plan.artifact import Plan
+from fxpipe.plan.memory import adamw_bytes
 from fxpipe.plan.tensors import dtype_of
 from fxpipe.schedule.offload.transfers import offload_bytes
 from fxpipe.schedule.ops import PHASES, Direction, Phase, arrival
@@ -44,12 +45,14 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Standing:
-    """Bytes that a rank holds during the whole step.  ``pool``: of the offload store, beside the device."""
+    """Bytes that a rank holds during the whole step.  ``optimizer``: its state, taken for AdamW's.
+    ``pool``: of the offload store, beside the device."""
 
     weights: int
     gradients: int
     buffers: int
     constants: int
+    optimizer: int
     pool: int
 
 
@@ -67,6 +70,7 @@ def standing(plan: Plan) -> tuple[Standing, ...]:
             sum(size(name, True) for name in held.gradients),
             sum(map(size, held.buffers)),
             sum(map(size, held.constants)),
+            adamw_bytes(plan, rank),
             plan.pools[rank] if plan.pools else 0,
         )
         for rank, held in enumerate(plan.tensors)

@@ -7,15 +7,17 @@ timeline.svg                    the simulated schedule
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import graphviz
 from torch import fx
 
 from fxpipe.errors import FxpipeError
 from fxpipe.ir.graph import Section
+from fxpipe.plan.artifact import Plan
+from fxpipe.schedule.simulation.steps import Steps
+from fxpipe.schedule.simulation.timeline import Timeline
 from fxpipe.units import bytes_text, seconds_text
 from fxpipe.viz.boxes import collapse
 from fxpipe.viz.graph_picture import graph_picture
@@ -23,42 +25,37 @@ from fxpipe.viz.render import render
 from fxpipe.viz.section_picture import section_picture
 from fxpipe.viz.timeline_picture import timeline_svg
 
-if TYPE_CHECKING:
-    from fxpipe.pipeline import Pipeline
-
 
 def draw(
-    pipe: Pipeline,
+    plan: Plan,
+    graph: fx.Graph | None,
+    sections: tuple[Section, ...],
+    shown: Timeline | Steps,
     path: Path,
-    flops: Callable[[fx.Node], int],
     expand: tuple[int, str] | None = None,
-    steps: int = 1,
 ) -> list[Path]:
     """Write the pictures into a directory, which is made if necessary; return the files.
 
-    flops: of an op.
+    graph: None of a loaded pipeline: then only its timeline is drawn.
+    shown: the steps of the timeline.
     expand: (stage, phase) of a section that is also drawn node by node.
-    steps: that the timeline shows.
-    A loaded pipeline has no graph, so only its timeline is drawn.
     Raises FxpipeError for a section that does not exist.
     """
     graphs: dict[str, graphviz.Digraph] = {}
-    if pipe.graph is not None:
-        graphs["graph"] = graph_picture(collapse(pipe.graph, flops), _title(pipe), _stages(pipe))
+    if graph is not None:
+        graphs["graph"] = graph_picture(collapse(graph), _title(plan), _stages(plan))
     if expand is not None:
-        section = _section(pipe, *expand)
+        section = _section(sections, *expand)
         name = f"stage{section.stage}_{section.phase}"
-        graphs[name] = section_picture(section, pipe.sections, pipe.plan.model)
+        graphs[name] = section_picture(section, sections, plan.model)
     path.mkdir(parents=True, exist_ok=True)
     files = render(graphs, path)
     timeline = path / "timeline.svg"
-    shown = pipe.simulate() if steps == 1 else pipe.simulate_steps(steps + 1).last(steps)
-    timeline.write_text(timeline_svg(shown, pipe.plan.model), encoding="utf-8")
+    timeline.write_text(timeline_svg(shown, plan.model), encoding="utf-8")
     return [*files, timeline]
 
 
-def _title(pipe: Pipeline) -> tuple[str, ...]:
-    plan = pipe.plan
+def _title(plan: Plan) -> tuple[str, ...]:
     return (
         f"{plan.model}: one microbatch of a training step",
         f"schedule {plan.schedule}, {plan.ranks} ranks, {len(plan.stages)} stages, "
@@ -66,41 +63,41 @@ def _title(pipe: Pipeline) -> tuple[str, ...]:
     )
 
 
-def _stages(pipe: Pipeline) -> tuple[tuple[str, ...], ...]:
+def _stages(plan: Plan) -> tuple[tuple[str, ...], ...]:
     """The lines above each stage.  Times and bytes are of one microbatch."""
     lines: list[tuple[str, ...]] = []
-    for stage, cost in zip(pipe.plan.stages, pipe.plan.costs.stages, strict=True):
+    for stage, cost in zip(plan.stages, plan.costs.stages, strict=True):
         times = zip("FBW", (cost.forward, cost.backward, cost.weight), strict=True)
         own = [
-            f"stage {stage.stage} on rank {stage.rank}{_share(pipe, stage.stage)}",
+            f"stage {stage.stage} on rank {stage.rank}{_share(plan, stage.stage)}",
             ", ".join(f"{phase} {seconds_text(seconds)}" for phase, seconds in times),
             f"held: F to B {bytes_text(cost.saved_activations)}, B to W {bytes_text(cost.saved_for_weight)}",
         ]
-        if pipe.plan.transfers:
+        if plan.transfers:
             until_b, until_w = bytes_text(cost.offloadable), bytes_text(cost.offloadable_for_weight)
             own.append(f"offloadable: until B {until_b}, until W {until_w}")
         lines.append(tuple(own))
     return tuple(lines)
 
 
-def _share(pipe: Pipeline, stage: int) -> str:
+def _share(plan: Plan, stage: int) -> str:
     """The name of the vocabulary layer of which a stage is a shard."""
-    vocabulary = pipe.plan.vocabulary
-    if vocabulary is None or not pipe.schedule.is_vocabulary(stage):
+    vocabulary = plan.vocabulary
+    if vocabulary is None or not plan.ordered.is_vocabulary(stage):
         return ""
     return (
         f": its share of the {'input embedding' if stage < vocabulary.embedding_shards else 'output layer'}"
     )
 
 
-def _section(pipe: Pipeline, stage: int, phase: str) -> Section:
-    for section in pipe.sections:
+def _section(sections: Sequence[Section], stage: int, phase: str) -> Section:
+    for section in sections:
         if (section.stage, section.phase) == (stage, phase):
             return section
-    if not pipe.sections:
+    if not sections:
         raise FxpipeError(
             "This pipeline was loaded, or compiled by another rank, so its sections are not available. "
             "Compile the model in one process and draw that pipeline."
         )
-    known = ", ".join(f"({s.stage}, {str(s.phase)!r})" for s in pipe.sections)
+    known = ", ".join(f"({s.stage}, {str(s.phase)!r})" for s in sections)
     raise FxpipeError(f"There is no section ({stage}, {phase!r}) to draw. There are: {known}.")

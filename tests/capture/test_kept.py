@@ -12,7 +12,7 @@ from torch import nn
 from zoo import relative_error, too_far
 
 import fxpipe
-from fxpipe.api import _held_of
+from fxpipe.api.held import held_of
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -203,7 +203,7 @@ def test_records_are_no_state():
 def test_a_model_of_another_rank_without_the_state():
     pipe, other = pipeline(build(worker.Recurrent)), build(worker.OnTheFirstBatch)
     with pytest.raises(fxpipe.CaptureError, match=r"has no hidden\.0.*on all ranks"):
-        _held_of(other, pipe.plan, None)
+        held_of(other, pipe.plan, None)
 
 
 def test_names():

@@ -163,6 +163,18 @@ def of_an_array(self, x):
     return x * float(self.state[0])
 
 
+def of_the_values_of_an_array(self, x):
+    self.state += 1
+    return x * torch.from_numpy(self.state.copy())
+
+
+def of_the_order_of_keys(self, x):
+    key = next(iter(self.state))
+    y = x + self.state.pop(key)
+    self.state[key] = x.detach()
+    return y
+
+
 def of_a_default(self, x, seen=[]):  # noqa: B006
     seen.append(1)
     return x * len(seen)
@@ -216,6 +228,8 @@ CHANGED = {
     "global": (of_a_global, lambda: None),
     "iterator": (of_an_iterator, lambda: iter([1.0, 2.0, 3.0])),
     "array": (of_an_array, lambda: np.ones(1)),
+    "values of an array": (of_the_values_of_an_array, lambda: np.ones(1, dtype="float32")),
+    "order of keys": (of_the_order_of_keys, lambda: {key: torch.zeros(2, WIDTH) for key in "ab"}),
     "random": (lambda self, x: x * self.state.random(), lambda: random.Random(0)),
     "generator": (lambda self, x: x * float(self.state.random()), lambda: np.random.default_rng(0)),
     "default": (of_a_default, lambda: None),
@@ -271,6 +285,30 @@ def test_state_that_is_no_attribute_is_seen_and_restored(name):
     assert [drawn(state) for _ in range(3)] == [
         drawn(fresh) for fresh in [GENERATORS[name]()] for _ in range(3)
     ]
+
+
+def by_its_class(self, x):
+    return x * 2 if type(x) is torch.Tensor else x
+
+
+def by_the_name_of_its_class(self, x):
+    return x * 2 if self.first.weight.__class__.__name__ in ("Parameter", "Buffer") else x
+
+
+@pytest.mark.parametrize("between", [by_its_class, by_the_name_of_its_class])
+def test_a_tensor_of_another_class(between):
+    line = between.__code__.co_firstlineno + 1
+    assert f"test_state_between_steps.py:{line}). In a trace tensors and parameters are of" in traced(between)
+
+
+def test_classes_of_other_things():
+    assert (
+        traced(lambda self, x: x * 2 if type(self.state) is int and isinstance(x, nn.Parameter) else x) == ""
+    )
+
+
+def test_a_submodule_that_has_no_length():
+    assert not traced(lambda self, x: self.state(x), torch.compile(nn.Linear(WIDTH, WIDTH)))
 
 
 def test_a_generator_without_state():

@@ -7,7 +7,9 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+import torch
 import zoo
+from torch import nn
 from zoo import Case, Dropout, Shape, compiled, numbers
 
 import fxpipe
@@ -15,6 +17,7 @@ import fxpipe.ir.liveness
 from fxpipe.certificate.check import check, check_artifact
 from fxpipe.certificate.identities import RULES
 from fxpipe.certificate.reference import reference_of
+from fxpipe.certificate.schemas import schema_of
 from fxpipe.certificate.terms import Terms
 from fxpipe.errors import ArtifactError, RunError
 from fxpipe.plan.captured import CapturedStep
@@ -192,6 +195,36 @@ def test_values_that_are_never_freed_are_more_than_the_plan_has():
     (larger,) = found.larger
     assert re.fullmatch(r"holds \d+ bytes before \S+, and the plan has \d+", larger.text)
     assert str(larger) in str(found)
+
+
+@pytest.mark.parametrize("op", ["split.Tensor", "split_with_sizes.default", "unbind.int", "chunk.default"])
+def test_views_in_a_list_are_in_the_memory_of_their_argument(op):
+    packet, overload = op.split(".")
+    assert schema_of(getattr(getattr(torch.ops.aten, packet), overload)).viewed == "self"
+
+
+class Halves(nn.Module):
+    """Both halves of a product are saved for the backward: the bytes of one storage."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 16) for _ in range(4))
+
+    def forward(self, x, y):
+        for layer in self.layers:
+            left, right = layer(x).chunk(2, dim=-1)
+            x = left * right
+        return (x - y).square().mean()
+
+
+def test_halves_of_a_storage_count_once():
+    case = Case(Halves, numbers)
+    pipe = compiled(case, case.build(), MICROBATCHES, Shape(2, "1f1b"))
+    peaks = list(pipe.plan.prediction.peak_memory)
+    assert [rank.peak_bytes for rank in pipe.check().ranks] == peaks
+    measured = pipe.run_local(case.data(MICROBATCHES), measure_memory=True).peak_saved
+    assert measured[0] == peaks[0]
+    assert measured[1] == pytest.approx(peaks[1], abs=8 * MICROBATCHES + 4)  # and the losses
 
 
 def test_what_a_program_is_not_allowed():

@@ -16,7 +16,8 @@ from fxpipe.errors import ArtifactError, ScheduleError
 from fxpipe.plan.files import read_plan
 from fxpipe.plan.recorded import read_spans, write_spans
 from fxpipe.schedule.costs import StageCost, chain
-from fxpipe.schedule.formats.costs_file import read_costs, write_costs
+from fxpipe.schedule.formats.costs_file import read_costs
+from fxpipe.strict import unstructure
 
 STAGES = [{"forward": 1, "backward": 1.5, "weight": 0.5, "saved_activations": 64, "saved_for_weight": 32}] * 2
 UNEVEN = chain([StageCost(1, 2, 3, 10, 5), StageCost(2, 1, 1, 20, 5)], seconds=0.25, bytes=3)
@@ -47,7 +48,7 @@ def refusal(capsys, *arguments: object) -> str:
 
 
 def test_written_and_read(tmp_path):
-    write_costs(UNEVEN, tmp_path / "costs.json")
+    (tmp_path / "costs.json").write_text(json.dumps(unstructure(UNEVEN)))
     assert read_costs(tmp_path / "costs.json") == UNEVEN
 
 
@@ -58,7 +59,7 @@ def test_without_edges_the_stages_are_a_chain(tmp_path):
 
 def test_simulated(capsys, tmp_path):
     file = tmp_path / "costs.json"
-    write_costs(UNEVEN, file)
+    file.write_text(json.dumps(unstructure(UNEVEN)))
     result = figures(capsys, "--costs", file, "--schedule", "1f1b", "--ranks", 2, "--microbatches", 3)
     assert result["busy"] == [18, 12]
     assert result["peak_memory"] == [20, 20]
@@ -98,7 +99,7 @@ def test_files_that_hold_no_costs(tmp_path, text, message):
 
 def test_arguments_that_do_not_go_with_a_file(capsys, tmp_path):
     file = tmp_path / "costs.json"
-    write_costs(UNEVEN, file)
+    file.write_text(json.dumps(unstructure(UNEVEN)))
     asked = ("--costs", file, "--schedule", "1f1b", "--microbatches", 3)
     assert "required: --ranks" in refusal(capsys, *asked)
     assert "--costs and --forward do not go together" in refusal(capsys, *asked, "--ranks", 2, "--forward", 1)

@@ -16,7 +16,8 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 def host(monkeypatch):
     """The time of the host, which passes where a test says so."""
     now = SimpleNamespace(seconds=0.0)
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: now.seconds)
+    for name in ("perf_counter", "thread_time"):
+        monkeypatch.setattr(clock.time, name, lambda: now.seconds)
     return now
 
 

@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxpipe
-from fxpipe.cost.cluster import Cluster
+from fxpipe.cost.cluster import Cluster, slowest_of_each
 from fxpipe.cost.describe import described_everywhere
 from fxpipe.cost.known_devices import device_named
 from fxpipe.cost.plan_costs import costs_of
@@ -96,6 +97,13 @@ def test_a_cluster_of_equal_devices_has_one_name_and_one_speed():
     assert mixed.name == "H100 SXM (ranks 0, 2); A100 SXM 80GB (rank 1)"
     assert mixed.message_seconds(1e9, 0, 1) == (A100.intra.seconds(1e9), A100.inter.seconds(1e9))
     assert mixed.offload_bandwidth == A100.offload_bandwidth
+
+
+def test_a_rank_counts_as_its_slowest_replica():
+    x = torch.ones(4096, 1024)
+    graph = make_fx(lambda x: x.t() @ x, tracing_mode="fake")(x).graph
+    assert slowest_of_each([[H100, A100], [A100, A100], [H100, H100]], graph).devices == (A100, A100, H100)
+    assert slowest_of_each([[A100, A100], [H100]], graph).devices == (A100, H100)
 
 
 def test_a_device_for_each_rank_and_no_others():

@@ -12,20 +12,22 @@ import torch
 from torch import nn
 
 import fxpipe
-from fxpipe import api
+from fxpipe.api.compile import _torchrun_ranks
 from fxpipe.cli import main
 from fxpipe.cost.known_devices import device_named
 from fxpipe.cost.nodes import is_free
 from fxpipe.cost.plan_costs import costs_of
 from fxpipe.errors import OptionError, ScheduleError, SizeError
+from fxpipe.ir.storage import is_view
 from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
 from fxpipe.schedule.engine.arrays import schedule_arrays
-from fxpipe.schedule.formats.costs_file import read_costs, write_costs
+from fxpipe.schedule.formats.costs_file import read_costs
 from fxpipe.schedule.ops import Color, Phase
 from fxpipe.schedule.placement import place
 from fxpipe.schedule.search.build import build
 from fxpipe.schedule.simulation.simulator import simulate
+from fxpipe.strict import unstructure
 
 STAGE = StageCost(1, 1, 1, 1, 1)
 
@@ -68,7 +70,7 @@ def test_the_arrays_of_the_search_have_the_delay_of_each_edge(name):
 
 def test_files(tmp_path: Path):
     costs = chain([STAGE] * 2, 0.25, 3, inter_seconds=2.0, ranks_per_machine=1)
-    write_costs(costs, tmp_path / "costs.json")
+    (tmp_path / "costs.json").write_text(json.dumps(unstructure(costs)))
     assert read_costs(tmp_path / "costs.json") == costs
     data = {"stages": [{"forward": 1, "backward": 1, "weight": 1}] * 2, "ranks_per_machine": 1}
     (tmp_path / "costs.json").write_text(json.dumps(data))
@@ -157,7 +159,7 @@ def test_a_plan_for_another_device_has_its_times():
     """Ops this small take a launch each."""
     pipe, device = compiled(costs="B200"), device_named("B200")
     (stage,) = [s for s in pipe.stages if s.index == 1]
-    ops = sum(not is_free(n) for section in stage.sections for n in section.graph.nodes)
+    ops = sum(not is_free(n) and not is_view(n) for section in stage.sections for n in section.graph.nodes)
     assert ops >= 6  # two layers, F, B and W
     assert stage.costs.total == pytest.approx(ops * device.launch + 3 * device.stage_overhead)
 
@@ -178,12 +180,12 @@ def test_bad_options(options, message):
 @pytest.mark.parametrize(("environment", "expected"), [({}, None), ({"LOCAL_WORLD_SIZE": "8"}, 8)])
 def test_torchrun_says_how_many_ranks_a_machine_has(monkeypatch, environment, expected):
     monkeypatch.setattr(os, "environ", {"WORLD_SIZE": "16", **environment})
-    assert api._torchrun_ranks() == expected
+    assert _torchrun_ranks() == expected
 
 
 def test_without_torchrun_there_is_one_machine(monkeypatch):
     monkeypatch.setattr(os, "environ", {"LOCAL_WORLD_SIZE": "8"})
-    assert api._torchrun_ranks() is None
+    assert _torchrun_ranks() is None
 
 
 # -- plans of one device on another --------------------------------------------------------------------

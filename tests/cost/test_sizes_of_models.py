@@ -1,5 +1,7 @@
 """Costs of language models at other sizes than the example's, against a compilation at these sizes."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import transformers as hf
@@ -42,3 +44,13 @@ def test_encoder_decoder_with_two_lengths():
     # At these sizes the same masks are cheap enough to be computed again.
     fresh = two_stages(model, text(3, 9, 14), split)
     check_against_fresh(pipe, fresh, {"microbatch": 3, "source": 9, "target": 14})
+
+
+def test_the_example_of_70_billion_parameters(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
+    import plan_70b
+
+    with torch.device("meta"):
+        model, example = plan_70b.llama(rows=2)
+    assert sum(p.numel() for p in model.parameters()) == 70_553_706_496
+    assert example["input_ids"].shape == (2, plan_70b.LENGTH)

@@ -12,11 +12,11 @@ from torch.nn import functional as F
 from zoo import CASES, Chain, captured_once, numbers
 
 import fxpipe
+from fxpipe.api.stage import Stage
 from fxpipe.cost.known_devices import CPU
 from fxpipe.cost.nodes import node_cost
 from fxpipe.errors import PartitionError
 from fxpipe.ir.storage import call_nodes
-from fxpipe.pipeline import Stage
 from fxpipe.schedule.ops import Phase
 
 pytestmark = pytest.mark.slow

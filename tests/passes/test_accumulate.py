@@ -5,8 +5,8 @@ import torch
 from torch import fx, nn
 
 import fxpipe
-from fxpipe.cost.nodes import node_flops
 from fxpipe.ir.graph import Color, Kind, Origin, Outputs, Phase
+from fxpipe.ir.ops import node_flops
 from fxpipe.passes import accumulate, accumulate_together
 
 aten = torch.ops.aten

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import fxpipe
-from fxpipe.compiler.compile import joined_stages
+from fxpipe.compiler.generate import joined_stages
 from fxpipe.ir.storage import call_nodes, storage_root, tensors
 from fxpipe.schedule.ops import Direction, Phase, Schedule, Transfer, parse_order
 

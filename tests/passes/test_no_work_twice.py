@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from zoo import CASES, WIDTH, Case, Chain, Shape, built_and_compiled, numbers
 
 import fxpipe
-from fxpipe.cost.nodes import node_flops
 from fxpipe.ir.graph import Kind
+from fxpipe.ir.ops import node_flops
 from fxpipe.ir.storage import call_nodes, storage_root
 from fxpipe.schedule.ops import OpKind, Phase
 

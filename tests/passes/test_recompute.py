@@ -13,8 +13,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from zoo import EFFORT, captured_once, eager
 
 import fxpipe
-from fxpipe.cost.nodes import node_flops
 from fxpipe.errors import OptionError
+from fxpipe.ir.ops import node_flops
 from fxpipe.schedule.ops import Phase
 
 pytestmark = pytest.mark.slow

@@ -39,7 +39,7 @@ def test_long_calls_are_cut():
 def test_the_function_that_the_user_has_called(monkeypatch):
     """Not the inner ones, of which there is one for each exchange."""
     called = []
-    monkeypatch.setattr("fxpipe.api.check_supported", lambda device: called.append(called_function()))
+    monkeypatch.setattr("fxpipe.api.compile.check_supported", lambda device: called.append(called_function()))
     model = torch.nn.Linear(2, 2)
     with pytest.raises(fxpipe.FxpipeError):
         fxpipe.compile(model, (torch.ones(2, 2),), ranks=0, microbatches=1)

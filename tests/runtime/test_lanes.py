@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 
 import pytest
 import torch
@@ -17,11 +16,13 @@ from zoo import relative_error
 import fxpipe
 from fxpipe.errors import RunError
 from fxpipe.plan.tensors import sum_over_ranks
+from fxpipe.runtime.program import lanes
 from fxpipe.runtime.program.lanes import AloneLane, running
 from fxpipe.runtime.ranks.lanes import LocalLanes
-from fxpipe.runtime.ranks.local import LocalWorld, run_all
+from fxpipe.runtime.ranks.local import LocalWorld
+from fxpipe.runtime.ranks.turns import run_all
 
-lanes = torch.ops.lanes
+ops = torch.ops.lanes
 STEPS, CLIP = 2, 0.25
 OPTIONS = {"ranks": 2, "microbatches": 2, "schedule": "zb-h1"}
 
@@ -50,7 +51,7 @@ def test_sums_are_added_in_the_order_of_the_lanes(shape):
 
 def test_shares():
     given = torch.arange(24.0).view(2, 6, 2)
-    parts = on_lanes(2, lambda lane: lanes.part(given, 1, 2))
+    parts = on_lanes(2, lambda lane: ops.part(given, 1, 2))
     assert torch.equal(torch.cat(parts, 1), given)
     for found in on_lanes(2, lambda lane: lanes.all_gather(given[lane], 2)):
         assert torch.equal(found, given.flatten(0, 1))
@@ -58,13 +59,13 @@ def test_shares():
     assert torch.equal(torch.cat(sums), given.mean(0))
     swapped = on_lanes(2, lambda lane: lanes.all_to_all(given[lane], 2))
     assert torch.equal(torch.stack(swapped), given.view(2, 2, 3, 2).transpose(0, 1).flatten(1, 2))
-    assert on_lanes(3, lambda lane: int(lanes.number(5, 16, device="cpu"))) == [5, 21, 37]
+    assert on_lanes(3, lambda lane: int(ops.number(5, 16, device="cpu"))) == [5, 21, 37]
 
 
 def test_the_layouts_that_a_trace_predicts_are_those_of_the_ops():
     x = torch.randn(6, 4).t().contiguous().t()
-    calls = [(lanes.all_reduce, "sum", 2), (lanes.all_gather, 2), (lanes.reduce_scatter, "sum", 2)]
-    for op, *rest in [*calls, (lanes.all_to_all, 2), (lanes.part, 0, 2)]:
+    calls = [(ops.all_reduce, "sum", 2), (ops.all_gather, 2), (ops.reduce_scatter, "sum", 2)]
+    for op, *rest in [*calls, (ops.all_to_all, 2), (ops.part, 0, 2)]:
         with running(AloneLane(1, 2)):
             found = op(x, *rest)
         expected = op(x.to("meta"), *rest)
@@ -81,10 +82,7 @@ def test_an_op_between_lanes_outside_of_a_step_has_none():
 
 
 def test_a_lane_that_waits_for_ever_is_a_deadlock():
-    both = threading.Event()
-
     def one_alone(lane):
-        both.set()
         return lanes.all_gather(torch.ones(1), 2) if lane else None
 
     with pytest.raises(fxpipe.DeadlockError, match="rank 1 waits for the lanes of rank 0"):

@@ -3,12 +3,14 @@
 import pytest
 from marks import slow_except
 
-from fxpipe.errors import ScheduleError
+from fxpipe.errors import LimitError, ScheduleError
 from fxpipe.schedule.costs import Costs, StageCost, chain
 from fxpipe.schedule.engine.arrays import schedule_arrays
 from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.families.weights import Gap, delay_weights, fill_bubbles
 from fxpipe.schedule.ops import RankOps, order_text, parse_order
+from fxpipe.schedule.problem import Problem, per_rank
+from fxpipe.schedule.search.auto import search
 from fxpipe.schedule.search.build import build
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.schedule.simulation.timeline import Timeline
@@ -281,3 +283,26 @@ def test_fill_runs_w_before_the_next_f_where_a_rank_holds_enough(chunks, first):
     fb_order = parse_order("F0.0 B0.0 F0.1 B0.1\nF1.0 B1.0 F1.1 B1.1")
     costs = chain([StageCost(1, 1, 1)] * 2)
     assert filled(fb_order, costs, chunks, Gap.WHOLE)[0] == first
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "1f1b-v"])
+def test_joined_backward_asks_for_no_more_memory_than_it_takes(name):
+    """Between B and W such a stage would hold more than from F to B; a BW holds nothing between them."""
+    chunks = FAMILIES[name].stages_per_rank
+    costs = chain([StageCost(1, 1, 1, 4, 9)] * (2 * chunks), 0.0)
+
+    def made(limit):
+        return build(name, ranks=2, microbatches=4, costs=costs, memory_limit=limit)
+
+    peak = max(simulate(made(None), costs).peak_memory)
+    assert max(simulate(made(peak), costs).peak_memory) == peak
+    with pytest.raises(ScheduleError, match=f"the smallest limit that it can keep is {peak:g}"):
+        made(0.99 * peak)
+
+
+def test_auto_names_the_limit_of_a_joined_backward():
+    costs = chain([StageCost(1, 1, 1, 4, 9)] * 2, 0.0)  # 1f1b holds 8, and one B apart from its W 9
+    problem = Problem(2, 4, 1, "plain", costs, per_rank(7.0, 2))
+    with pytest.raises(LimitError, match="the smallest that one can keep is 8,"):
+        search([problem])
+    assert max(search([problem.limited((8.0, 8.0))], effort=0.01).timeline.peak_memory) == 8

@@ -16,8 +16,9 @@ from fxpipe.schedule.costs import Costs, Edge, StageCost, chain
 from fxpipe.schedule.engine.arrays import ScheduleArrays, schedule_arrays
 from fxpipe.schedule.engine.dispatch import dispatch
 from fxpipe.schedule.engine.dispatch_kernel import LATE, NUMBERS, draw_ops
-from fxpipe.schedule.engine.kernel import Floats, judge_ops, run_ops
+from fxpipe.schedule.engine.kernel import judge_ops, run_ops
 from fxpipe.schedule.engine.order import Order
+from fxpipe.schedule.engine.tables import Floats
 from fxpipe.schedule.families.greedy import zero_bubble, zero_bubble_v
 from fxpipe.schedule.ops import Color, Phase, order_text, parse_order
 from fxpipe.schedule.placement import place

@@ -488,7 +488,7 @@ def test_an_optimizer_with_state_for_each_row(tmp_path):
         rows = f"embed.weight[{rank * 16}:{rank * 16 + 16}]"
         assert torch.equal(own.state[held[rows]]["sum"], expected[rank * 16 : rank * 16 + 16])
         part = tensors_of(pipe.model_state, own, rank)["optimizer.embed.weight.sum"]
-        assert (part.begin, part.rows) == (rank * 16, worker.SIZE)
+        assert (part.offsets, part.whole) == ((rank * 16,), (worker.SIZE,))
         assert torch.equal(part.tensor, own.state[held[rows]]["sum"])
 
 

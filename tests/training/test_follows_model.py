@@ -166,3 +166,20 @@ def test_no_result_over_an_operand_that_is_read_twice():
     assert too_far(result.grads, grads, LIMIT) == {}
     forward = compiled(model, batch, gradients=False).run_local((batch,))
     assert relative_error(forward.loss, loss) <= LIMIT
+
+
+def test_settings_that_change():
+    model, batch = Chain(), torch.randn(6, WIDTH)
+    model.layers[1].rate = 0.5
+    pipe = compiled(model, batch)
+    loss = pipe.run_local((batch,)).loss
+    model.eval()
+    model.layers[1].rate = float("0.5")
+    pipe.run_local((batch,))  # no warning
+    model.layers[1].rate = 0.1
+    with pytest.warns(
+        UserWarning, match=r"layers\.1\.rate was 0\.5 when it was compiled, and is 0\.1: .*with 0\.5"
+    ):
+        pipe.run_local((batch,))
+    model.layers[1].rate = 0.2
+    assert pipe.run_local((batch,)).loss != loss, "as the buffer goes on; no second warning"

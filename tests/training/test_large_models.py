@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fxpipe
-from fxpipe.api import _held_of
+from fxpipe.api.held import held_of
 from fxpipe.errors import ArtifactError, RunError
 from fxpipe.plan.rows import rows_of
 from fxpipe.training import pretrained
@@ -101,7 +101,7 @@ def state_of(model, pipe, rank, lane=0):
     process = types.SimpleNamespace(
         rank=rank, ranks=pipe.plan.ranks, lane=lane, lanes=pipe.lanes, replica=0, replicas=1
     )
-    held = _held_of(model, pipe.plan, rank)
+    held = held_of(model, pipe.plan, rank)
     return ModelState(pipe.plan, *held, torch.device("cpu"), process, lambda: model)
 
 
@@ -393,7 +393,7 @@ def test_a_model_that_cannot_be_initialized(own, message):
 def test_without_a_model_there_is_nothing_to_ask():
     model = on_meta()
     pipe = compiled(model)
-    state = ModelState(pipe.plan, *_held_of(model, pipe.plan, None), torch.device("cpu"), None, lambda: None)
+    state = ModelState(pipe.plan, *held_of(model, pipe.plan, None), torch.device("cpu"), None, lambda: None)
     with pytest.raises(RunError, match="has no model, or none any more"):
         initialize_held(state, None, 0)
     with pytest.raises(ArtifactError, match="keep the model until its weights are loaded"):

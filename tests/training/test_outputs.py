@@ -420,7 +420,9 @@ def test_outputs_at_other_sizes_and_in_pictures(tmp_path):
 def test_unknown_outputs():
     model, batch = built(lambda logits, loss: Found(logits, loss, {"ce": loss})), data()
     message = error_of(CaptureError, compiled, model, outputs=["logit"])
-    assert message == "There is no output 'logit'. Known: logits, loss, losses.ce."
+    assert message.startswith(
+        "There is no output 'logit'. Did you mean 'logits'? Known: logits, loss, losses.ce, "
+    )
     assert "give ['logits']" in error_of(OptionError, compiled, model, outputs="logits")
     assert "is [0, 1] and must be a list of names" in error_of(OptionError, compiled, model, outputs=[0, 1])
     pipe = compiled(model, ranks=1, outputs=["logits"])
@@ -445,7 +447,7 @@ def test_metrics_that_are_no_tensors():
         return output.loss, {"rows": 2, "mean": output.logits.mean()}
 
     message = error_of(CaptureError, compiled, built(Found), loss_fn=loss_fn, outputs=["rows"])
-    assert message == "There is no output 'rows'. Known: logits, loss, mean."
+    assert message == "There is no output 'rows'. Known: logits, loss, mean, and the paths of modules."
 
 
 def test_a_loss_fn_of_four_values():

@@ -44,6 +44,25 @@ def test_replicas_train_as_one_pipeline(runs, name):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("double")
+def test_frozen_layers_that_replicas_divide_train_as_eager(runs):
+    case = CASES[worker.FROZEN_EACH_USE]
+    model, found = case.made(), load_file(runs / f"{worker.FROZEN_EACH_USE} 3")
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=worker.OPTIONS["lr"])
+    for step, batch in enumerate(case.batches()):
+        loss = model(**batch)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(trained, worker.OPTIONS["clip_grad_norm"])
+        optimizer.step()
+        optimizer.zero_grad()
+        assert relative_error(found[f"loss {step}"], loss) < LIMIT
+        assert relative_error(found[f"norm {step}"], norm) < LIMIT
+    for name, value in model.state_dict().items():
+        assert relative_error(found[name], value) < LIMIT
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("name", ["batch norm", "evaluation", "parameters, evaluation"])
 def test_buffers_are_those_of_the_first_replica(runs, name):
     """As DistributedDataParallel has them: after one step, what replica 0 has seen of it."""

@@ -106,3 +106,25 @@ def test_groups_as_in_the_docs_on_a_llama(llama):
     plain, rest = names["opt"].param_groups
     assert len(plain["params"]) == sum("norm" in name for name, _ in llama[1].named_parameters())
     assert (plain["weight_decay"], rest["weight_decay"]) == (0.0, 0.1)
+
+
+def test_in_and_out_as_in_the_docs(llama, tmp_path, monkeypatch):
+    """The block of docs/howto.md, on one rank, which needs no torchrun."""
+    page = (Path(__file__).parents[2] / "docs" / "howto.md").read_text()
+    example = re.search(r"```python\n(from transformers.*?)```", page, re.S)
+    assert example
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pretrained").symlink_to(llama[0])
+    tokens = torch.arange(32).reshape(16, 2)
+    batch = {"input_ids": tokens, "labels": tokens}
+    names = {
+        "torch": torch,
+        "fxpipe": fxpipe,
+        "batch": batch,
+        "example": {n: t[:1] for n, t in batch.items()},
+    }
+    exec(example[1].replace("ranks=4", "ranks=1"), names)
+    torch.testing.assert_close(names["loss"], llama[1](**batch).loss.detach())
+    trained = LlamaForCausalLM.from_pretrained("trained").state_dict()
+    for name, value in llama[1].state_dict().items():
+        assert torch.equal(trained[name], value), name

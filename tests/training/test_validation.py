@@ -9,8 +9,9 @@ from launch import forked
 from torch.nn import Parameter
 
 from fxpipe.errors import RunError
-from fxpipe.training.ahead import Ahead, Pace
+from fxpipe.training.ahead import Ahead
 from fxpipe.training.clipping import Clipping
+from fxpipe.training.pace import BLOCK, BLOCKS, FIRST, PERIOD, Pace
 from fxpipe.training.undo import Undo, check_undoable
 from fxpipe.training.updates import Updates
 
@@ -66,7 +67,9 @@ def test_an_update_is_taken_back(cls):
     assert torch.equal(parameter, before)
     assert {key: repr(value) for key, value in optimizer.state[parameter].items()} == state
     assert all(optimizer.state[parameter][key] is x for key, x in kept.items()), "in its memory"
-    assert undo.bytes == before.nbytes + sum(x.nbytes for x in kept.values())
+    (copies,) = undo.state.values()
+    tensors = [*undo.values, *(x for x in copies.values() if isinstance(x, torch.Tensor))]
+    assert sum(x.nbytes for x in tensors) == before.nbytes + sum(x.nbytes for x in kept.values())
 
 
 def test_copies_take_the_memory_of_earlier_ones():
@@ -86,13 +89,36 @@ def test_copies_take_the_memory_of_earlier_ones():
     assert optimizer.state[parameter]["exp_avg"] is not again.state[parameter]["exp_avg"]
 
 
-def test_a_rank_goes_ahead_where_it_would_wait_for_longer_than_it_copies():
-    pace = Pace(wait=1.0)
-    assert [pace.goes_ahead() for _ in range(20)] == [False] * 2 + [True] * 13 + [False] + [True] * 4
-    pace.copies = 1.5
-    assert not pace.goes_ahead()
-    pace.wait = 2.0
-    assert pace.goes_ahead()
+TRIAL = BLOCKS * BLOCK
+
+
+def taken(pace: Pace, number: int, seconds: dict[bool, float], wait: float = 1.0) -> list[bool]:
+    """What a pace decides for so many updates, of steps that take these seconds behind each kind."""
+    found = list[bool]()
+    for _ in range(number):
+        found.append(pace.goes_ahead())
+        pace.measured(seconds[found[-2] if len(found) > 1 else False])
+        if not found[-1]:
+            pace.waited(wait)
+    return found
+
+
+@pytest.mark.parametrize("better", [False, True])
+def test_ranks_go_ahead_where_a_trial_has_found_shorter_steps(better):
+    found = taken(Pace(), FIRST + 2 * PERIOD, {better: 1.0, not better: 1.1})
+    in_turns = ([False] * BLOCK + [True] * BLOCK) * (BLOCKS // 2)
+    assert found == [False] * FIRST + 2 * (in_turns + [better] * (PERIOD - TRIAL))
+
+
+def test_a_rank_that_copies_for_longer_than_it_waits_does_not_go_ahead():
+    assert not any(taken(Pace(copies=0.2), PERIOD, {False: 1.0, True: 0.5}, wait=0.1))
+    assert any(taken(Pace(copies=0.05), PERIOD, {False: 1.0, True: 0.5}, wait=0.1))
+
+
+def test_another_trial_may_come_to_another_result():
+    pace = Pace()
+    assert taken(pace, FIRST + PERIOD, {False: 1.0, True: 0.5})[-1]
+    assert not taken(pace, PERIOD, {False: 0.5, True: 1.0})[-1]
 
 
 def test_the_first_update_is_taken_back():

@@ -255,7 +255,7 @@ def test_stages(pipe, data):
 
 
 def test_what_is_not_known_is_said(pipe, saved):
-    source = live_source(pipe)
+    source = live_source(pipe.plan, pipe.artifact.programs, pipe.graph, pipe.sections, None)
     assert source.measured is None
     assert any(
         "No recorded step" in line
@@ -304,3 +304,15 @@ def test_by_the_command_line_and_by_the_pipeline(pipe, saved, tmp_path, capsys):
     loaded = fxpipe.load(saved)
     loaded.report(tmp_path / "loaded.html")
     assert (tmp_path / "loaded.html").read_text() == (saved / "report.html").read_text()
+
+
+def test_the_update_of_the_optimizer_and_its_state(pipe):
+    data = report_data(pipe.plan, pipe.artifact.programs, None)
+    steps = pipe.simulate_steps()
+    for rank, (start, length) in enumerate(data["predicted"]["updates"]):
+        update = steps.steps[0].updates[rank]
+        assert start * data["tick"] == pytest.approx(update.start, rel=1e-4)
+        assert length * data["tick"] == pytest.approx(update.end - update.start, rel=1e-3)
+        assert start >= max(pipe.simulate().spans[rank][-1].end / data["tick"], 1) * 0.999
+    states = [held["optimizer"] for held in data["memory"]]
+    assert states == [2 * held["gradients"] for held in data["memory"]]  # two values of the weights' dtype

@@ -11,7 +11,6 @@ from torch import nn
 
 import fxpipe
 import fxpipe.ir.liveness
-from fxpipe.cost.nodes import node_flops
 from fxpipe.errors import FxpipeError
 from fxpipe.ir.sections import edges_between
 from fxpipe.ir.storage import call_nodes
@@ -66,7 +65,7 @@ def place(stage: int, phase: Phase, path: str) -> Place:
 
 
 def test_a_box_for_each_stage_phase_and_module(pipe):
-    boxes = collapse(pipe.graph, node_flops, per_section=3)
+    boxes = collapse(pipe.graph, per_section=3)
     by_place = {box.place: box for box in boxes.boxes}
     assert [p.path for p in by_place if p.color == Color(0, F)] == ["0", "1"]
     assert [p.path for p in by_place if p.color == Color(1, F)] == ["2", "3", ""]
@@ -76,7 +75,7 @@ def test_a_box_for_each_stage_phase_and_module(pipe):
 
 def test_depth_follows_the_number_of_boxes(pipe):
     def paths(**limits):
-        return {box.place.path for box in collapse(pipe.graph, node_flops, **limits).boxes}
+        return {box.place.path for box in collapse(pipe.graph, **limits).boxes}
 
     assert paths(per_section=3) == {"0", "1", "2", "3", ""}
     assert {"0", "0.inner", "0.outer"} < paths(per_section=8)
@@ -85,7 +84,7 @@ def test_depth_follows_the_number_of_boxes(pipe):
 
 
 def test_flows_within_a_stage(pipe):
-    flows = {(f.source, f.target): f for f in collapse(pipe.graph, node_flops, per_section=3).flows}
+    flows = {(f.source, f.target): f for f in collapse(pipe.graph, per_section=3).flows}
     hidden = flows[place(0, F, "0"), place(0, F, "1")]
     assert (hidden.values, hidden.bytes, hidden.crosses) == (1, 4 * 8 * 4, False)
     # A block's input and the output of its relu are what its gradients need.
@@ -96,7 +95,7 @@ def test_flows_within_a_stage(pipe):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_flows_between_stages_are_the_edges(ranks):
     pipe = blocks(4, ranks)
-    flows = [f for f in collapse(pipe.graph, node_flops).flows if f.crosses]
+    flows = [f for f in collapse(pipe.graph).flows if f.crosses]
     found = sum(f.values for f in flows), sum(f.bytes for f in flows)
     passing = edges_between(pipe.sections)
     assert found == (sum(len(m.names) for m in passing), sum(e.bytes for e in pipe.plan.costs.edges))
@@ -124,14 +123,14 @@ def test_a_value_enters_a_stage_once():
         loss_fn=lambda out, batch: out.sum(),
     )
     # The sum and the skipped value both go to parts.2 and parts.3: the second arrives at one of them.
-    flows = collapse(pipe.graph, node_flops).flows
+    flows = collapse(pipe.graph).flows
     sent = [f for f in flows if f.crosses and f.source.color.phase is F]
     passing = [e for e in edges_between(pipe.sections) if e.source.phase is F]
     assert sum(f.values for f in sent) == sum(len(m.names) for m in passing)
 
 
 def test_batch_and_loss_stand_at_their_boxes(pipe):
-    boxes = collapse(pipe.graph, node_flops, per_section=3)
+    boxes = collapse(pipe.graph, per_section=3)
     assert boxes.batch == (("0", place(0, F, "0")),)
     assert boxes.results == (("loss", place(1, F, "")),)
 
@@ -140,7 +139,7 @@ def test_batch_and_loss_stand_at_their_boxes(pipe):
 
 
 def test_layout_is_a_grid(pipe):
-    boxes = collapse(pipe.graph, node_flops, per_section=3)
+    boxes = collapse(pipe.graph, per_section=3)
     layout = lay_out(boxes, 2, letters=10)
     centers = layout.centers
     assert len(set(centers.values())) == len(boxes.boxes)
@@ -154,7 +153,7 @@ def test_layout_is_a_grid(pipe):
 
 
 def test_graph_source_says_what_is_in_a_box_and_on_an_edge(pipe):
-    boxes = collapse(pipe.graph, node_flops, per_section=3)
+    boxes = collapse(pipe.graph, per_section=3)
     source = graph_picture(boxes, ("Blocks & more",), (("stage 0 on rank 0",), ("stage 1 on rank 1",))).source
     assert "Blocks &amp; more" in source
     assert 'label="stage 1 on rank 1"' in source
@@ -292,18 +291,16 @@ def test_offloadable_values_are_seen_in_the_graph(monkeypatch):
     model, example = nn.Sequential(Block(4), Block(4), Block(4)), (torch.randn(8, 4),)
     options = {"ranks": 1, "microbatches": 4, "schedule": "gpipe", "loss_fn": lambda y, x: y.sum()}
     light = fxpipe.compile(model, example, offload=fxpipe.Offload(bandwidth=1e12), **options)
-    flows = collapse(light.graph, node_flops).flows
+    flows = collapse(light.graph).flows
     offloaded = [flow for flow in flows if flow.offloaded]
     assert {(flow.source.color.phase, flow.target.color.phase) for flow in offloaded} == {(F, B), (F, W)}
     assert all(flow.offloaded <= flow.bytes for flow in offloaded)
     cost = light.plan.costs.stages[0]
     assert sum(flow.offloaded for flow in offloaded) == cost.offloadable + cost.offloadable_for_weight
-    source = graph_picture(collapse(light.graph, node_flops), ("Net",), (("stage 0",),)).source
+    source = graph_picture(collapse(light.graph), ("Net",), (("stage 0",),)).source
     assert "of it can be offloaded" in source
     assert "purple, dashed" in source
-    assert not any(
-        f.offloaded for f in collapse(fxpipe.compile(model, example, **options).graph, node_flops).flows
-    )
+    assert not any(f.offloaded for f in collapse(fxpipe.compile(model, example, **options).graph).flows)
 
 
 def test_a_large_timeline_is_small_and_bounded():
@@ -360,7 +357,7 @@ def test_pictures_with_dot(pipe, tmp_path):
 
 def test_sources_and_one_line_without_dot(pipe, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
-    files = draw(pipe, tmp_path, node_flops, (0, "F"))
+    files = draw(pipe.plan, pipe.graph, pipe.sections, pipe.simulate(), tmp_path, (0, "F"))
     assert [f.name for f in files] == ["graph.dot", "stage0_F.dot", "timeline.svg"]
     assert all(f.stat().st_size for f in files)
     lines = capsys.readouterr().err.splitlines()

@@ -11,29 +11,53 @@ from fxpipe.errors import OptionError
 PIPELINE = "pp"
 
 
-def ranks_and_replicas(given: int | DeviceMesh | None, replicas: int | None) -> tuple[int | None, int | None]:
+def ranks_and_replicas(
+    given: int | DeviceMesh | None, replicas: int | None, lanes: int = 1
+) -> tuple[int | None, int | None]:
     """``ranks`` and ``replicas`` of ``compile``, where ``ranks`` may be a mesh.
 
     A mesh of two dimensions is (replicas, ranks), and has all processes; one of one dimension is (ranks,),
     also those of this process's replica alone, as ``mesh["pp"]`` gives them.
+    lanes: of a model with DTensors.  Then either kind may have them as one more dimension, the last; without
+    it the mesh has the processes of one lane, as ``mesh["pp"]`` and ``mesh["dp", "pp"]`` give them.
     Raises OptionError for a mesh of other processes, naming those that are needed.
     """
     if not isinstance(given, DeviceMesh):
         return given, replicas
-    processes = given.mesh
-    ranks = processes.shape[-1]
-    first = int(processes.reshape(-1)[0])
-    wanted = torch.arange(first, first + processes.numel()).view(processes.shape)
-    several = processes.dim() == 2
-    begins_well = first == 0 if several else first % ranks == 0
-    names = given.mesh_dim_names or ()
-    if processes.dim() > 2 or not begins_well or not processes.equal(wanted) or PIPELINE in names[:-1]:
-        named = f" with the dimensions {', '.join(names)}" if names else ""
-        raise OptionError(
-            f"ranks is a DeviceMesh of the processes {processes.tolist()}{named}, and a pipeline needs "
-            "[replica · ranks + rank], the ranks last, as init_device_mesh(…, (replicas, ranks)) makes it; "
-            "or one dimension, the ranks of a replica."
+    found, names = _of_one_lane(given, lanes)
+    ranks, first = found.shape[-1], int(found.reshape(-1)[0])
+    wanted = first + lanes * torch.arange(found.numel()).view(found.shape)
+    several = found.dim() == 2
+    begins_well = (first if several else first % (ranks * lanes)) < lanes
+    if found.dim() not in (1, 2) or not begins_well or not found.equal(wanted) or PIPELINE in names[:-1]:
+        raise OptionError(_refused(given, lanes))
+    if several and replicas not in (None, found.shape[0]):
+        raise OptionError(f"The mesh has {found.shape[0]} replicas, and replicas is {replicas}.")
+    return ranks, found.shape[0] if several else replicas
+
+
+def _of_one_lane(mesh: DeviceMesh, lanes: int) -> tuple[torch.Tensor, tuple[str, ...]]:
+    """The processes of a mesh, and the names of its dimensions, without that of the lanes."""
+    processes, names = mesh.mesh, mesh.mesh_dim_names or ()
+    begins = processes[..., :1]
+    if lanes > 1 and processes.equal(begins + torch.arange(lanes)) and not int(begins.reshape(-1)[0]) % lanes:
+        return processes[..., 0], names[:-1]
+    return processes, names
+
+
+def _refused(mesh: DeviceMesh, lanes: int) -> str:
+    names = mesh.mesh_dim_names
+    named = f" with the dimensions {', '.join(names)}" if names else ""
+    number, order, behind = "replica · ranks + rank", "replicas, ranks", ""
+    if lanes > 1:
+        number, order = f"({number}) · {lanes} + lane", f"{order}, {lanes}"
+    elif mesh.ndim == 3:
+        behind = (
+            " A third dimension is that of the lanes of a model with DTensors, and this model has none: "
+            'call parallelize_module with mesh["tp"] before.'
         )
-    if several and replicas not in (None, processes.shape[0]):
-        raise OptionError(f"The mesh has {processes.shape[0]} replicas, and replicas is {replicas}.")
-    return ranks, processes.shape[0] if several else replicas
+    return (
+        f"ranks is a DeviceMesh of the processes {mesh.mesh.tolist()}{named}, and a pipeline needs "
+        f"[{number}], the ranks last{', before the lanes' if lanes > 1 else ''}, as "
+        f"init_device_mesh(…, ({order})) makes it; or one dimension, the ranks of a replica.{behind}"
+    )

@@ -14,7 +14,7 @@ from pathlib import Path
 _HERE, _FXPIPE = (str(folder) for folder in Path(__file__).parents[1:3])
 #: The code of ``fxpipe run``, which calls fxpipe as a user's does.
 _COMMAND = os.path.join(_FXPIPE, "cli", "")
-_WRAPPER = os.path.join(_FXPIPE, "tracebacks.py")  # around public functions
+_WRAPPER = os.path.join(os.path.dirname(__file__), "tracebacks.py")  # around public functions
 #: Where the code of others lies: Python's, that of installed packages, and fxpipe itself.
 _OTHERS = tuple({*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), _FXPIPE})
 

@@ -1,4 +1,4 @@
-"""This process as one of those that torchrun started, and their collectives outside of steps."""
+"""This process as one of those that torchrun started."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,26 +21,18 @@ from fxpipe.errors import ArtifactError, OptionError, RunError
 from fxpipe.plan.number import number
 from fxpipe.runtime.job.attempt import agree_on_attempt
 from fxpipe.runtime.job.backend import Place, backend_of, choose, is_gloo_alone
-from fxpipe.runtime.job.calls import CALL, SPACE, CallsDifferError, different_calls, with_call
+from fxpipe.runtime.job.calls import CallsDifferError
+from fxpipe.runtime.job.collectives import Collectives
 from fxpipe.runtime.job.failure import Failures, in_short
 from fxpipe.runtime.job.interface import connecting, set_interface
-from fxpipe.runtime.job.place import called_function
+from fxpipe.runtime.job.numbering import Connection
 from fxpipe.runtime.job.watch import Watch
 from fxpipe.runtime.program.accelerator import select
 from fxpipe.runtime.program.comm import NoAnswer, answered
 from fxpipe.runtime.torch_private import PrefixStore, default_store, rendezvous
 
-T = TypeVar("T")
-Connection = tuple[int, int] | int | Literal["replicas", "lanes"]
-"""A channel, the number of a collective of all ranks, or the group of a rank of all replicas, or of its
-lanes."""
-
 #: Maximum time that a rank waits for another one, by default.
 TIMEOUT = timedelta(minutes=10)
-
-#: The most characters of one value in a store: torch's ends the connection of a rank that sends it 8 MiB.
-MOST_STORED = 1 << 20
-_SHORT = 8 * (SPACE - 1)  # bytes that come along with their number
 
 
 def under_torchrun() -> bool:
@@ -53,42 +45,24 @@ def under_torchrun() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-@dataclass(frozen=True, eq=False)
-class Process:
-    """The processes are replicas of a pipeline of ``ranks``, each with ``lanes`` processes: that of number
-    ``world_rank`` is (replica * ranks + rank) * lanes + lane.  Before a pipeline is known, all are of one.
-    Outside of steps, and in messages, processes have the numbers of torchrun: "rank 5" of ``world_size``.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Process(Collectives):
+    """Before a pipeline is known, all processes are ranks of one.
 
-    ``timeout``: the longest time that this rank waits for another one.
-
-    ``control``: a group of all ranks over gloo alone, for whatever is not a message of a step: no backend of
-    an accelerator ever carries it, wherever its tensors are.  ``pipeline``: the same for the ranks of this
-    replica and lane alone.  ``given``: the default group if it was there before; else this process made it.
-    ``groups``: those of connections, by device and numbers of ranks and lanes; None for one that this process
-    has no part in.  ``of``: the pipeline whose calls these are, as text; "" for those of none yet.  ``tag``:
-    of its messages, which no other pipeline's are taken for.
-
-    What ranks exchange begins with the call that they make (:mod:`fxpipe.runtime.job.calls`): that of
-    ``begin_gather``, ``gather``, ``broadcast_bytes`` and ``all_reduce_``, which raise CallsDifferError on all
-    ranks where they make different calls.  ``scatter``, ``broadcast_`` and ``send_to`` follow one of those.
+    ``timeout``: the longest time that this rank waits for another one.  ``given``: the default group if it
+    was there before; else this process made it.  ``tag``: of the messages of a pipeline, which no other one's
+    are taken for.  ``groups``: those of connections, by device and numbers of ranks and lanes; None for one
+    that this process has no part in.
     """
 
-    world_rank: int
-    world_size: int
-    ranks: int
     timeout: timedelta
-    control: dist.ProcessGroup
     given: dist.ProcessGroup | None
-    watch: Watch
     _turns: Iterator[int] = field(default_factory=itertools.count)
     _pipelines: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    of: str = ""
     tag: int = 0
-    lanes: int = 1
     groups: dict[tuple[torch.device, int, int, Connection], dist.ProcessGroup | None] = field(
         default_factory=dict
     )
-    _pipeline_groups: dict[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
     _backends: dict[torch.device, str] = field(default_factory=dict)
     _places: dict[torch.device, list[Place]] = field(default_factory=dict)
 
@@ -123,54 +97,19 @@ class Process:
         # A store of its own, as one that waits for a key answers no other thread.
         hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
         failures = Failures(PrefixStore(f"fxpipe/{attempt}", store.clone()), rank, ranks, hosts)
-        process = Process(rank, ranks, ranks, limit, control, given, Watch(failures, limit))
+        process = Process(
+            world_rank=rank,
+            world_size=ranks,
+            ranks=ranks,
+            timeout=limit,
+            control=control,
+            given=given,
+            watch=Watch(failures, limit),
+        )
         _joined = dist.group.WORLD, process
         if given is None:
             atexit.register(process._leave)
         return process
-
-    @property
-    def rank(self) -> int:
-        """Of this process in its pipeline."""
-        return self.world_rank // self.lanes % self.ranks
-
-    @property
-    def lane(self) -> int:
-        return self.world_rank % self.lanes
-
-    @property
-    def replica(self) -> int:
-        return self.world_rank // (self.ranks * self.lanes)
-
-    @property
-    def replicas(self) -> int:
-        return self.world_size // (self.ranks * self.lanes)
-
-    @property
-    def leads(self) -> bool:
-        """Whether it is the first of all processes."""
-        return self.world_rank == 0
-
-    def number(self, replica: int, rank: int, lane: int) -> int:
-        """The number of a process in the world."""
-        return (replica * self.ranks + rank) * self.lanes + lane
-
-    def of_replica(self, replica: int, lane: int | None = None) -> list[int]:
-        """The processes of a replica, in the order of their ranks; of one lane, by default this one's."""
-        own = self.lane if lane is None else lane
-        return [self.number(replica, rank, own) for rank in range(self.ranks)]
-
-    def of_rank(self, rank: int, lane: int) -> list[int]:
-        """The processes that have this rank and lane of their pipelines, in the order of the replicas."""
-        return [self.number(replica, rank, lane) for replica in range(self.replicas)]
-
-    def of_each(self, parts: Sequence[T]) -> list[T]:
-        """What each process gets of the parts of the ranks, in the order of the processes."""
-        return [part for _ in range(self.replicas) for part in parts for _ in range(self.lanes)]
-
-    def of_lanes(self, replica: int, rank: int) -> list[int]:
-        """The lanes of a rank, in their order."""
-        return [self.number(replica, rank, lane) for lane in range(self.lanes)]
 
     def with_ranks(self, ranks: int, replicas: int | None = None, lanes: int = 1) -> Process:
         """The same process for pipelines of so many ranks, each with so many lanes.
@@ -194,23 +133,6 @@ class Process:
             self._pipeline_groups[ranks, lanes] = own
         return found
 
-    def check_mesh(self, mesh: Any) -> None:
-        """Raise RunError unless the mesh of this process's DTensors, if there is one, is the lanes of its
-        rank."""
-        wanted = self.of_lanes(self.replica, self.rank)
-        if mesh is not None and mesh.mesh.tolist() != wanted:
-            raise RunError(
-                f"The mesh of the model's DTensors has the processes {mesh.mesh.tolist()}, and the lanes of "
-                f"rank {self.rank} are the processes {wanted}. Lanes are the last dimension: "
-                f'init_device_mesh(…, ({self.world_size // self.lanes}, {self.lanes}), mesh_dim_names=("pp", '
-                '"tp"))["tp"].'
-            )
-
-    @property
-    def pipeline(self) -> dist.ProcessGroup:
-        """The processes of this replica, for whatever ``control`` is for."""
-        return self._pipeline_groups.get((self.ranks, self.lanes), self.control)
-
     def group_of_each(
         self, members: Iterable[list[int]], backend: str = "gloo", **options: Any
     ) -> dist.ProcessGroup | None:
@@ -220,17 +142,6 @@ class Process:
         """
         made = [dist.new_group(own, self.timeout, backend, **options) for own in members]
         return next((group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER), None)
-
-    def members(self, what: Connection) -> list[list[int]]:
-        """The processes of a connection, for each replica and lane; of one of replicas or lanes, for each of
-        the others."""
-        lanes, ranks, replicas = range(self.lanes), range(self.ranks), range(self.replicas)
-        if what == "replicas":
-            return [self.of_rank(rank, lane) for rank in ranks for lane in lanes]
-        if what == "lanes":
-            return [self.of_lanes(replica, rank) for replica in replicas for rank in ranks]
-        pipelines = [self.of_replica(replica, lane) for replica in replicas for lane in lanes]
-        return pipelines if isinstance(what, int) else [[own[rank] for rank in what] for own in pipelines]
 
     def for_pipeline(self, model: str) -> Process:
         """The same process for the calls of a new pipeline, which all ranks make."""
@@ -276,6 +187,15 @@ class Process:
         """
         with agreed_by(self.gather, what):
             yield
+
+    @contextlib.contextmanager
+    def reported(self) -> Iterator[None]:
+        """Tell the other ranks of an error that ends the block, for programs that catch it and end."""
+        try:
+            yield
+        except Exception as error:
+            self.watch.report(error)
+            raise
 
     def check_same(self, value: bytes, what: str) -> None:
         """Raise RunError on all ranks if a value differs between them; ``what``: its name."""
@@ -340,149 +260,6 @@ class Process:
                     raise NoAnswer(f"no sign of life from rank {rank} for {self.timeout}")
                 time.sleep(0.1)
 
-    def broadcast_bytes(self, data: bytes | None) -> bytes:
-        """Broadcast bytes from rank 0; the other ranks pass None."""
-        own = data or b""
-        (size, short), *_ = self._exchange(own)
-        if size <= _SHORT:
-            return short
-        payload = torch.empty(size, dtype=torch.uint8)
-        if own:
-            payload = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        with self.watch.collective():
-            dist.broadcast(payload, 0, self.control)
-        return payload.numpy().tobytes()
-
-    def scatter(self, parts: Iterable[bytes] | None) -> bytes:
-        """Give each rank its part; rank 0 has those of all ranks in order, and the others pass None."""
-        if parts is None:
-            with self.watch.collective():
-                size = torch.empty(1, dtype=torch.int64)
-                dist.recv(size, 0, self.control)
-                received = torch.empty(int(size), dtype=torch.uint8)
-                if len(received):
-                    dist.recv(received, 0, self.control)
-            return received.numpy().tobytes()
-        own = b""
-        for rank, part in enumerate(parts):
-            if rank == 0:
-                own = part
-                continue
-            with self.watch.collective():
-                dist.send(torch.tensor([len(part)]), rank, self.control)
-                if part:
-                    dist.send(torch.frombuffer(bytearray(part), dtype=torch.uint8), rank, self.control)
-        return own
-
-    def keep(self, key: str, text: str) -> None:
-        """Keep a text where each rank can read it, as long as the run lasts."""
-        store = self.watch.failures.store
-        for begin in range(0, len(text), MOST_STORED):
-            store.set(f"{key}/{begin}", text[begin : begin + MOST_STORED])
-        store.set(key, str(len(text)))
-
-    def kept(self, key: str) -> str:
-        """A text that a rank has kept."""
-        with self.watch.collective():
-            store = self.watch.failures.store
-            begins = range(0, int(store.get(key)), MOST_STORED)
-            return b"".join(store.get(f"{key}/{begin}") for begin in begins).decode()
-
-    def gather(self, data: bytes) -> list[bytes]:
-        """Gather the bytes of every rank on every rank."""
-        found = self._exchange(data)
-        longest = max(size for size, _ in found)
-        if longest <= _SHORT:
-            return [short for _, short in found]
-        own = torch.zeros(longest, dtype=torch.uint8)
-        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else own[:0]
-        padded = [torch.empty_like(own) for _ in range(self.world_size)]
-        with self.watch.collective():
-            dist.all_gather(padded, own, self.control)
-        return [p[:size].numpy().tobytes() for p, (size, _) in zip(padded, found, strict=True)]
-
-    def gather_in_replica(self, data: bytes) -> list[bytes]:
-        """Gather the bytes of every rank of this replica on its ranks.  All processes call it."""
-        found = self.gather(data)
-        return [found[rank] for rank in self.of_replica(self.replica)]
-
-    def _exchange(self, data: bytes) -> list[tuple[int, bytes]]:
-        """The number of bytes of every rank, and the bytes where they are short enough to come along."""
-        words = torch.zeros(SPACE, dtype=torch.int64)
-        words[0] = len(data)
-        if 0 < len(data) <= _SHORT:
-            words[1:].view(torch.uint8)[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        found = self.begin_gather(words, called_function())()
-        texts = [row[1:].contiguous().numpy().tobytes() for row in found]
-        return [(size, text[:size]) for size, text in zip(found[:, 0].tolist(), texts, strict=True)]
-
-    def begin_gather(self, words: torch.Tensor, call: str) -> Callable[[], torch.Tensor]:
-        """Start to gather a vector of every rank on every rank; return the function that waits for them.
-
-        words: int64, on the CPU, at most SPACE; the rows of the result have SPACE.  call: the one that all
-        ranks make, as text.
-        """
-        own = with_call(f"{call} of {self.of}" if self.of else call, words)
-        found = torch.empty((self.world_size, len(own)), dtype=own.dtype)
-        work = dist.all_gather([*found], own, self.control, async_op=True)
-
-        def compared() -> str | None:
-            """For the watch: the rank may wait for a message that no rank sends, as they make other calls."""
-            arrived = work.get_future()
-            if not arrived.done():
-                return None
-            with contextlib.suppress(RuntimeError):  # ``gathered`` raises it
-                arrived.wait()
-                return different_calls(found)
-            return None
-
-        self.watch.comparisons.append(compared)
-
-        def gathered() -> torch.Tensor:
-            try:
-                with self.watch.collective():
-                    work.wait()
-            finally:
-                self.watch.comparisons.remove(compared)
-            if problem := different_calls(found):
-                raise CallsDifferError(problem)
-            return found[:, CALL:]
-
-        return gathered
-
-    def broadcast_(self, tensor: torch.Tensor, source: int) -> None:
-        """Overwrite a tensor with its values on rank ``source``."""
-        self._broadcast(tensor, source, self.control)
-
-    def broadcast_in_replica_(self, tensor: torch.Tensor, rank: int) -> None:
-        """Overwrite a tensor with its values on a rank of this replica; all of its ranks call it."""
-        self._broadcast(tensor, self.of_replica(self.replica)[rank], self.pipeline)
-
-    def _broadcast(self, tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
-        value = tensor.contiguous().cpu()
-        with self.watch.collective():
-            dist.broadcast(value, source, group)
-        if value is not tensor:
-            tensor.copy_(value)
-
-    def send_to(self, tensor: torch.Tensor, source: int, target: int) -> None:
-        """Overwrite a tensor on rank ``target`` with its values on rank ``source``; both call it."""
-        value = tensor.contiguous().cpu()
-        flat = value.reshape(-1).view(torch.uint8)  # gloo does not take all dtypes
-        with self.watch.collective():
-            if self.world_rank == source:
-                dist.send(flat, target, self.control)
-                return
-            dist.recv(flat, source, self.control)
-        if value is not tensor:
-            tensor.copy_(value)
-
-    def all_reduce_(self, value: torch.Tensor, *, largest: bool = False) -> None:
-        """Replace a number, a 0-d tensor of dtype float64, by the sum over all ranks, or by the largest."""
-        own = value.cpu().reshape(1).view(torch.int64)
-        found = self.begin_gather(own, called_function())()[:, 0].contiguous().view(torch.float64)
-        value.copy_(found.amax() if largest else found.sum())
-
 
 #: The default process group, and this process as a member of it.
 _joined: tuple[dist.ProcessGroup | None, Process] | None = None
@@ -531,17 +308,6 @@ def agreed(process: Process | None, what: str) -> Iterator[None]:
     """``process.agreed``, where there is a process."""
     with process.agreed(what) if process is not None else contextlib.nullcontext():
         yield
-
-
-@contextlib.contextmanager
-def reported(process: Process | None) -> Iterator[None]:
-    """Tell the other ranks of an error that ends the block, for programs that catch it and end."""
-    try:
-        yield
-    except Exception as error:
-        if process is not None:
-            process.watch.report(error)
-        raise
 
 
 def as_timeout(given: float | timedelta | None) -> timedelta | None:

@@ -15,11 +15,11 @@ precision at least, so they have the same bits on every lane, under torchrun and
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -62,30 +62,27 @@ class AloneLane:
         return [tensor] * self.number
 
 
-class _Running(threading.local):
-    lanes: Lanes | None = None
-
-
-_running = _Running()
+_running: ContextVar[Lanes | None] = ContextVar("lanes", default=None)  # each rank has a context of its own
 
 
 @contextlib.contextmanager
 def running(lanes: Lanes | None) -> Iterator[None]:
-    """Within it the ops of this thread are between these lanes."""
-    before, _running.lanes = _running.lanes, lanes
+    """Within it the ops of this rank are between these lanes."""
+    before = _running.set(lanes)
     try:
         yield
     finally:
-        _running.lanes = before
+        _running.reset(before)
 
 
 def _lanes() -> Lanes:
-    if _running.lanes is None:
+    lanes = _running.get()
+    if lanes is None:
         raise RunError(
             "An op between lanes ran outside of a step, where there are none. Run the program by pipe.step "
             "or pipe.run_local."
         )
-    return _running.lanes
+    return lanes
 
 
 _REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
@@ -97,7 +94,7 @@ _REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
 REDUCTIONS = tuple(_REDUCTIONS)
 
 
-def _all_reduce(x: torch.Tensor, op: str, n: int) -> torch.Tensor:
+def all_reduce(x: torch.Tensor, op: str, n: int) -> torch.Tensor:
     lanes, flat = _lanes(), x.contiguous().view(-1)
     slices = [part.contiguous() for part in flat.tensor_split(n)]
     own = _REDUCTIONS[op](*lanes.exchange(slices))
@@ -108,15 +105,15 @@ def _all_reduce(x: torch.Tensor, op: str, n: int) -> torch.Tensor:
     return torch.cat(found).view(x.shape)
 
 
-def _all_gather(x: torch.Tensor, n: int) -> torch.Tensor:
+def all_gather(x: torch.Tensor, n: int) -> torch.Tensor:
     return torch.cat(_lanes().gather(x.contiguous()))
 
 
-def _reduce_scatter(x: torch.Tensor, op: str, n: int) -> torch.Tensor:
+def reduce_scatter(x: torch.Tensor, op: str, n: int) -> torch.Tensor:
     return _REDUCTIONS[op](*_lanes().exchange([part.contiguous() for part in x.chunk(n)]))
 
 
-def _all_to_all(x: torch.Tensor, n: int) -> torch.Tensor:
+def all_to_all(x: torch.Tensor, n: int) -> torch.Tensor:
     return torch.cat(_lanes().exchange([part.contiguous() for part in x.chunk(n)]))
 
 
@@ -136,13 +133,13 @@ _library = torch.library.Library("lanes", "DEF")
 
 #: schema -> the op, and the layout of its result
 _OPS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
-    "all_reduce(Tensor x, str op, int n) -> Tensor": (_all_reduce, lambda x, op, n: x.new_empty(x.shape)),
-    "all_gather(Tensor x, int n) -> Tensor": (_all_gather, lambda x, n: _resized(x, 0, len(x) * n)),
+    "all_reduce(Tensor x, str op, int n) -> Tensor": (all_reduce, lambda x, op, n: x.new_empty(x.shape)),
+    "all_gather(Tensor x, int n) -> Tensor": (all_gather, lambda x, n: _resized(x, 0, len(x) * n)),
     "reduce_scatter(Tensor x, str op, int n) -> Tensor": (
-        _reduce_scatter,
+        reduce_scatter,
         lambda x, op, n: _resized(x, 0, len(x) // n),
     ),
-    "all_to_all(Tensor x, int n) -> Tensor": (_all_to_all, lambda x, n: x.new_empty(x.shape)),
+    "all_to_all(Tensor x, int n) -> Tensor": (all_to_all, lambda x, n: x.new_empty(x.shape)),
     "part(Tensor x, int dim, int n) -> Tensor": (
         _part,
         lambda x, dim, n: _resized(x, dim % x.dim(), x.shape[dim] // n),
@@ -158,11 +155,3 @@ for _schema, (_run, _layout) in _OPS.items():
     _library.define(_schema)
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"lanes::{_name}", _layout, lib=_library)
-
-
-def is_between_lanes(target: Any) -> bool:
-    """Whether an op communicates: all lanes must call it together."""
-    return getattr(target, "namespace", "") == "lanes" and target not in (
-        torch.ops.lanes.part.default,
-        torch.ops.lanes.number.default,
-    )

@@ -11,7 +11,7 @@ import torch
 from torch.profiler import record_function
 
 from fxpipe.runtime.program.accelerator import current_stream, event
-from fxpipe.runtime.torch_private import is_profiling
+from fxpipe.runtime.torch_private import is_profiling, is_watched
 
 #: Ops that a host starts before it waits for the first of them to be over.  Enough to hide the host; more
 #: would hold the messages of all those ops in memory, which is free only when their streams are seen to be.
@@ -73,7 +73,7 @@ class Record:
     """The ops of the last step.
 
     A program waits for messages between its ops; that time does not count for any op.  While torch's profiler
-    runs, each op is a range of it.  For measurements
+    runs, or a mode sees the ops, each op is a range.  For measurements
     ``at_op`` is called with the name of each op before it runs, ``at_arrival`` with each message, and
     ``at_cast`` with parameters that are cast for the whole step.
     """
@@ -104,7 +104,7 @@ class Record:
     def begin(self, name: str) -> None:
         """Record the start of an op, behind ``keep_up``."""
         self._open = name, self.clock.mark()
-        if is_profiling():
+        if is_profiling() or is_watched():
             self._range = record_function(name)
             self._range.__enter__()
         if self.at_op is not None:

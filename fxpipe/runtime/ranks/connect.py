@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 
 from fxpipe.errors import RunError
-from fxpipe.runtime.job.process import Connection, Process
+from fxpipe.runtime.job.numbering import Connection
+from fxpipe.runtime.job.process import Process
 from fxpipe.runtime.program.accelerator import (
     STREAMS,
     communicator_options,

@@ -37,7 +37,6 @@ class LocalLanes:
         self._joined += 1
         with no_modes():  # a mode on this thread must see this lane's own tensors only
             world.between.setdefault(key, {})[self.index] = [tensor.clone() for tensor in tensors]
-        world.woken()
         given, own = world.between[key], world.number(self._rank, self._replica, self.index)
         what = f"the lanes of rank {self._rank}"
         world.wait_until(lambda: len(given) == self.number, own, what)

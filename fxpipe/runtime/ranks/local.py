@@ -1,21 +1,18 @@
-"""Runs all ranks in this process: one thread per rank, one running at a time; a rank that must wait yields.
+"""Runs all ranks in this process, in turns (``turns.py``), and carries the messages between them.
 
 For tests and debuggers: the programs and the resulting bits are the same as under torchrun.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
-from fxpipe.errors import DeadlockError, FxpipeError, RunError
+from fxpipe.errors import DeadlockError, RunError
 from fxpipe.plan.tensors import sum_over_ranks
-from fxpipe.runtime.program.accelerator import select
 from fxpipe.runtime.program.comm import Layout, Numbers, Pending, in_memory_order
 from fxpipe.runtime.torch_private import no_modes
 
@@ -34,8 +31,19 @@ class Contents:
         return Contents(flat, (tuple(tensor.shape), tensor.stride(), tensor.dtype))
 
 
+WaitUntil = Callable[[Callable[[], bool], int, str], None]
+"""Lets other ranks go on until something is over, for a rank; ``what``: that, as text."""
+
+
+def _wait_alone(is_over: Callable[[], bool], rank: int, what: str) -> None:
+    if not is_over():
+        raise DeadlockError(f"Rank {rank} waits for {what}, and runs alone.")
+
+
 class LocalWorld:
-    """State shared by the ranks of one process: the messages between them, and the rank whose turn it is.
+    """State shared by the ranks of one process: the messages between them.
+
+    ``wait_until``: of the ranks that take turns, as ``turns.run_all`` sets it.
 
     With replicas and lanes it is a world of ``ranks`` * ``replicas`` * ``lanes``, and its ranks have their
     numbers in that.
@@ -43,8 +51,7 @@ class LocalWorld:
 
     def __init__(self, ranks: int, replicas: int = 1, lanes: int = 1):
         self.ranks, self.replicas, self.lanes = ranks, replicas, lanes
-        self.size = ranks * replicas * lanes
-        self.turn = threading.Condition()  # held by the rank that runs
+        self.wait_until: WaitUntil = _wait_alone
         self.messages: dict[tuple[int, int, int], Contents] = {}  # (from, to, number) -> a tensor
         # (group, number) -> the tensors by rank, and the number of ranks that have not taken them yet
         self.joint: dict[tuple[Hashable, int], dict[int, Contents]] = {}
@@ -52,30 +59,9 @@ class LocalWorld:
         #: (lanes of a rank, number) -> what each lane has given
         self.between: dict[tuple[Hashable, int], dict[int, list[torch.Tensor]]] = {}
         self.shared: dict[int, torch.Tensor] = {}  # broadcast by the loss rank, until all ranks have it
-        self.waiting: dict[int, str] = {}
-        self.running = self.size
-        self.failed: tuple[int, BaseException] | None = None
 
     def number(self, rank: int, replica: int, lane: int) -> int:
         return (replica * self.ranks + rank) * self.lanes + lane
-
-    def wait_until(self, ready: Callable[[], bool], rank: int, what: str) -> None:
-        while not ready():
-            self.waiting[rank] = what
-            if len(self.waiting) == self.running and self.failed is None:
-                lines = "\n".join(f"  rank {r} waits for {w}" for r, w in sorted(self.waiting.items()))
-                self.failed = (rank, DeadlockError(f"All ranks wait:\n{lines}"))
-            if self.failed is not None:
-                self.turn.notify_all()
-                raise _Stopped
-            self.turn.wait()
-        self.waiting.pop(rank, None)
-
-    def woken(self) -> None:
-        """Wake the waiting ranks, which do not count as waiting until they have checked again."""
-        with self.turn:
-            self.waiting.clear()
-            self.turn.notify_all()
 
 
 def _expected(layout: Layout) -> torch.Tensor:
@@ -86,10 +72,6 @@ def _expected(layout: Layout) -> torch.Tensor:
 
 def text_of(layout: Layout) -> str:
     return " ".join(map(str, layout))
-
-
-class _Stopped(Exception):
-    """Ends a rank's thread after another rank failed."""
 
 
 class LocalComm:
@@ -136,7 +118,6 @@ class LocalComm:
         for tensor in tensors:
             self._world.messages[self._own, self._numbers[to], self._sent[to]] = Contents.of(tensor)
             self._sent[to] += 1
-        self._world.woken()
 
     def broadcast(
         self, tensor: torch.Tensor | None, layout: Layout, source: int, group: int
@@ -164,7 +145,6 @@ class LocalComm:
         self._joined[group] += 1
         if tensor is not None:
             self._world.joint.setdefault(key, {})[self._rank] = Contents.of(tensor)
-            self._world.woken()
         return key
 
     def _pending(
@@ -188,7 +168,6 @@ class LocalComm:
     def share_numbers(self, given: Numbers | None, source: int) -> Numbers:
         if given is not None:
             self._world.shared[self._own] = given()
-            self._world.woken()
         world, shared = self._world, self._world.shared
         sources = [world.number(source, replica, self._lane) for replica in range(world.replicas)]
 
@@ -201,49 +180,3 @@ class LocalComm:
 
     def flush(self) -> None:
         pass
-
-
-def run_all(
-    world: LocalWorld,
-    rank_mains: list[Callable[[], Any]],
-    where: Callable[[int], str],
-    threads: int,
-    device: torch.device,
-) -> list[Any]:
-    """Run one function per rank of the world; return their results.
-
-    where: rank -> the op that it is running, for the message of the RunError if the rank fails.
-    threads: number of intra-op threads of each rank.  device: on which all of them compute.
-    """
-    results: list[Any] = [None] * world.size
-
-    def main(rank: int) -> None:
-        with world.turn:
-            try:
-                torch.set_num_threads(threads)
-                select(device)
-                with torch.no_grad():
-                    results[rank] = rank_mains[rank]()
-            except _Stopped:
-                pass
-            except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
-                if world.failed is None:
-                    world.failed = (rank, error)
-            finally:
-                world.running -= 1
-                world.woken()
-
-    workers = [
-        threading.Thread(target=main, args=(r,), name=f"fxpipe-rank{r}", daemon=True)
-        for r in range(world.size)
-    ]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    if world.failed is not None:
-        rank, error = world.failed
-        if isinstance(error, FxpipeError):
-            raise error
-        raise RunError(f"Rank {rank} failed in {where(rank)}: {type(error).__name__}: {error}") from error
-    return results

@@ -52,7 +52,6 @@ class LocalReplicas:
         self._joined += 1
         self._world.takers.setdefault(key, self.number)
         self._world.joint.setdefault(key, {})[self.index] = Contents.of(tensor)
-        self._world.woken()
         return key
 
     def _taken(self, key: tuple[Hashable, int], expected: torch.Tensor) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ import numpy as np
 from fxpipe.schedule.bound import in_order
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.dependencies import SECTION_KINDS, SECTIONS_PER_STAGE, Needs, durations, index, needs
-from fxpipe.schedule.engine.kernel import Floats, Ints, Tables
+from fxpipe.schedule.engine.tables import Floats, Ints, Tables
 from fxpipe.schedule.ops import Phase
 from fxpipe.schedule.placement import stages_of
 from fxpipe.schedule.simulation.memory import memory_changes
@@ -27,7 +27,7 @@ class ScheduleArrays:
     Per section: ``seconds`` to ``rank``, and the memory changes ``at_start`` and ``at_end``.  Per rank: its
     stages (``own``), and the seconds of its ``update`` that count as part of its span.  Per stage: ``hold``
     and ``kept``, the most that a rank holds from F to B and from B to W, including values that the stage and
-    later stages of its rank hand each other.
+    later stages of its rank hand each other; ``joined``: instead of both, if B and W are one op.
     """
 
     ranks: int
@@ -41,6 +41,7 @@ class ScheduleArrays:
     own: tuple[tuple[int, ...], ...]
     hold: tuple[float, ...]
     kept: tuple[float, ...]
+    joined: tuple[float, ...]
     at_start: tuple[float, ...]
     at_end: tuple[float, ...]
     update: tuple[float, ...]
@@ -62,34 +63,35 @@ class ScheduleArrays:
     @cached_property
     def tables(self) -> Tables:
         """The arrays in the layout of the compiled loops."""
-        own_at = np.cumsum([0, *map(len, self.own)])
-        own = np.array([stage for stages in self.own for stage in stages])
         need_at, need, need_delay = _rows(self.needs)
         feed_at, feed, feed_delay = _rows(self.feeds)
         return Tables(
             section=np.repeat(np.arange(self.sections), self.microbatches),
-            seconds=np.array(self.seconds, np.float64),
             rank=np.array(self.rank),
-            lead=np.array(self.lead, np.float64),
-            at_start=np.array(self.at_start, np.float64),
-            at_end=np.array(self.at_end, np.float64),
-            hold=np.array(self.hold, np.float64),
-            kept=np.array(self.kept, np.float64),
             need_at=need_at,
             need=need,
             need_delay=need_delay,
             feed_at=feed_at,
             feed=feed,
             feed_delay=feed_delay,
-            own_at=own_at,
-            own=own,
-            update=np.array(self.update, np.float64),
+            own_at=np.cumsum([0, *map(len, self.own)]),
+            own=np.array([stage for stages in self.own for stage in stages]),
+            **{name: np.array(getattr(self, name), np.float64) for name in _FLOATS},
         )
 
     @cached_property
     def smallest_limits(self) -> tuple[float, ...]:
         """Per rank the memory with which it can always progress: one microbatch in all its stages."""
         return tuple(sum(self.hold[stage] for stage in stages) for stages in self.own)
+
+    @cached_property
+    def smallest_joined(self) -> tuple[float, ...]:
+        """``smallest_limits`` of schedules in which all B and W are one op: no schedule needs less."""
+        return tuple(sum(self.joined[stage] for stage in stages) for stages in self.own)
+
+
+#: The fields that the tables have as they are.
+_FLOATS = ("seconds", "lead", "at_start", "at_end", "hold", "kept", "update")
 
 
 def schedule_arrays(
@@ -130,6 +132,7 @@ def schedule_arrays(
             for cost, own, more in zip(costs.stages, kept, handed, strict=True)
         ),
         kept=tuple(kept),
+        joined=tuple(cost.saved_activations + more for cost, more in zip(costs.stages, handed, strict=True)),
         at_start=tuple(at_start),
         at_end=tuple(at_end),
         update=tuple(costs.update_seconds(rank, "post") if updates else 0.0 for rank in ranks),

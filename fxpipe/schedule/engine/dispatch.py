@@ -17,8 +17,8 @@ import numpy as np
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.engine.arrays import ScheduleArrays
 from fxpipe.schedule.engine.dispatch_kernel import dispatch_ops
-from fxpipe.schedule.engine.kernel import Floats
 from fxpipe.schedule.engine.order import Order
+from fxpipe.schedule.engine.tables import Floats
 from fxpipe.schedule.memory_text import ANY_UNIT, MemoryText
 
 

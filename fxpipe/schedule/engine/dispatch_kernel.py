@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fxpipe.schedule.engine.compiled import compiled
-from fxpipe.schedule.engine.kernel import Floats, Ints
+from fxpipe.schedule.engine.tables import Floats, Ints
 
 
 class Timetable(NamedTuple):

@@ -4,47 +4,14 @@ from __future__ import annotations
 
 import random
 from math import inf
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fxpipe.schedule.engine.compiled import compiled
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 TIE_BREAK = 1e-3  # of the ranks' mean span in a value, to tell equals apart
 _REACH = 8  # ops that a move may pass, about
 _BLOCK = 0.8  # of the moves are out of a run of ops of one rank on the critical path
-
-
-class Tables(NamedTuple):
-    """The loops' arrays.  Per op: its ``section``, since division is slow; per section: ``seconds`` to
-    ``at_end``; per stage: ``hold`` and ``kept``; per rank: ``update``, which counts as part of its span.
-
-    A section needs ``need[need_at[section]:need_at[section + 1]]``; ``need_delay`` has the seconds that their
-    values take to arrive.  ``feed`` has the sections that need it, likewise.  Of rank r are the stages
-    ``own[own_at[r]:own_at[r + 1]]``; in an order of op ids its ops begin at ``3 · own_at[r] · microbatches``.
-    """
-
-    section: Ints
-    seconds: Floats
-    rank: Ints
-    lead: Floats
-    at_start: Floats
-    at_end: Floats
-    hold: Floats
-    kept: Floats
-    need_at: Ints
-    need: Ints
-    need_delay: Floats
-    feed_at: Ints
-    feed: Ints
-    feed_delay: Floats
-    own_at: Ints
-    own: Ints
-    update: Floats
 
 
 @compiled

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
 from fxpipe.schedule.dependencies import SECTION_KINDS, SECTIONS_PER_STAGE
 from fxpipe.schedule.engine.arrays import ScheduleArrays
-from fxpipe.schedule.engine.kernel import Floats, Ints, peak_of, run_ops
+from fxpipe.schedule.engine.kernel import run_ops
+from fxpipe.schedule.engine.tables import Floats, Ints
 from fxpipe.schedule.ops import Op, OpKind, RankOps
 
 OpIds = Ints
@@ -39,15 +40,26 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """The F, B and W of all ranks, in order, on the arrays of their costs and placement."""
+    """The F, B and W of all ranks, in order, on the arrays of their costs and placement.
+
+    ``joined``: the B that their rank runs together with their W, as one op.
+    """
 
     arrays: ScheduleArrays
     op_ids: OpIds
+    joined: OpIds = field(default_factory=lambda: np.empty(0, np.int64))
 
     @classmethod
     def of(cls, arrays: ScheduleArrays, ops: RankOps) -> Order:
         """The order of these ops, with a BW as its B and its W; ``ops`` keeps it as BW."""
-        order = cls(arrays, encode(ops, arrays.microbatches))
+        m = arrays.microbatches
+        joined = [
+            (SECTIONS_PER_STAGE * op.stage + 1) * m + op.microbatch
+            for own in ops
+            for op in own
+            if op.kind is OpKind.BW
+        ]
+        order = cls(arrays, encode(ops, m), np.array(joined, np.int64))
         order.__dict__["ops"] = ops
         return order
 
@@ -75,8 +87,23 @@ class Order:
         return done if ends else None
 
     def peaks(self) -> list[float]:
-        """Per rank the maximum live memory; it depends on the rank's own order alone."""
-        return [peak_of(self.arrays.tables, self.of_rank(rank)) for rank in range(self.arrays.ranks)]
+        """Per rank the maximum live memory; it depends on the rank's own order alone.
+
+        Nothing is held between a B and a W that are one op.
+        """
+        tables, m = self.arrays.tables, self.arrays.microbatches
+        found = []
+        for rank in range(self.arrays.ranks):
+            ops = self.of_rank(rank)
+            sections = ops // m
+            changes = np.stack([tables.at_start[sections], tables.at_end[sections]], axis=1)
+            b = np.flatnonzero(np.isin(ops, self.joined))
+            changes[b, 0] += changes[b + 1, 0]
+            changes[b + 1, 0] = 0.0
+            changes[b + 1, 1] += changes[b, 1]
+            changes[b, 1] = 0.0
+            found.append(float(np.cumsum(changes).max(initial=0.0)))
+        return found
 
     def fits(self, limits: Sequence[float]) -> bool:
         """Whether all ranks are within their limits, up to rounding."""

@@ -25,8 +25,8 @@ import numpy as np
 
 from fxpipe.schedule.engine.arrays import ScheduleArrays
 from fxpipe.schedule.engine.compiled import compiled
-from fxpipe.schedule.engine.kernel import Floats, Ints
 from fxpipe.schedule.engine.order import Order
+from fxpipe.schedule.engine.tables import Floats, Ints
 
 _IMPROVED = 20  # maximum number of ZB-V runs, each given the idle times of the run before
 

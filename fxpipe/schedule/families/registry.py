@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil, inf
 
-from fxpipe.errors import ScheduleError
+from fxpipe.errors import LimitError, ScheduleError
 from fxpipe.schedule.engine.order import Order
 from fxpipe.schedule.families import fb_orders
 from fxpipe.schedule.families.staggered import staggered
@@ -29,6 +29,7 @@ class Family:
     ``chunks`` and ``shapes``: the stages per rank and the placements that it supports; the first of each is
     the default.  ``limit``: of the search, in M_B, given the number of ranks; ``default_limit``: the same,
     where the problem has no limit.  ``for_offload``: it has no advantage unless activations are offloaded.
+    ``joins``: all its B and W are one op, and nothing is held between them.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Family:
     limit: Callable[[int], float] | None = None
     default_limit: Callable[[int], float] | None = None
     for_offload: bool = False
+    joins: bool = False
 
     @property
     def is_searched(self) -> bool:
@@ -133,9 +135,11 @@ SEARCHED = "zb"
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        Family("gpipe", gpipe, "all forwards, then all backwards (1811.06965): peak memory m · M_B"),
-        Family("1f1b", one_f_one_b, "one forward, one backward (2104.04473): at most p · M_B"),
-        Family("interleaved", one_f_one_b, "1F1B over chunks (2104.04473)", *_CHUNKS),
+        Family(
+            "gpipe", gpipe, "all forwards, then all backwards (1811.06965): peak memory m · M_B", joins=True
+        ),
+        Family("1f1b", one_f_one_b, "one forward, one backward (2104.04473): at most p · M_B", joins=True),
+        Family("interleaved", one_f_one_b, "1F1B over chunks (2104.04473)", *_CHUNKS, joins=True),
         Family("gis", gis, "interleaved, short warm-up, small groups (2503.01328)", *_CHUNKS),
         Family(
             "staggered",
@@ -164,7 +168,7 @@ FAMILIES: dict[str, Family] = {
             *_TWO_IN_V,
             default_limit=lambda p: (p + 4) // 3,
         ),
-        Family("1f1b-v", one_f_one_b, "ZB-V's order, B and W as one (2405.15362)", *_TWO_IN_V),
+        Family("1f1b-v", one_f_one_b, "ZB-V's order, B and W as one (2405.15362)", *_TWO_IN_V, joins=True),
         Family("dualpipe-v", dual_pipe_v, "DualPipeV without overlap, one model copy", *_TWO_IN_V),
     )
 }
@@ -176,7 +180,8 @@ def order_of(family: Family, problem: Problem) -> Order:
     Raises ScheduleError for a limit that the family cannot keep.
     """
     assert family.function is not None, "its orders are built by rule"
-    check_least(family.name, problem)
+    if not family.joins:
+        check_least(family.name, problem)
     try:
         order = problem.order(family.function(problem))
     except ScheduleError as error:
@@ -189,13 +194,14 @@ def order_of(family: Family, problem: Problem) -> Order:
 
 
 def check_least(name: str, problem: Problem) -> None:
-    """Raise ScheduleError if one microbatch alone exceeds a rank's limit: then no family can keep it."""
+    """Raise ScheduleError if one microbatch alone exceeds a rank's limit: then no family with B and W apart
+    can keep it."""
     needed = problem.arrays.smallest_limits
     for rank, (least, limit) in enumerate(zip(needed, problem.limits, strict=True)):
         if least > limit * (1 + 1e-9):
             raise ScheduleError(
                 f"schedule {name}: one microbatch needs {problem.text.needs(least, rank, limit)}; the "
-                f"smallest limit that any schedule can keep is {problem.text.enough(needed)}"
+                f"smallest limit that B and W apart can keep is {problem.text.enough(needed)}"
             )
 
 
@@ -205,7 +211,8 @@ def _check_memory(name: str, problem: Problem, order: Order) -> None:
     peaks = order.peaks()
     for rank, (most, limit) in enumerate(zip(peaks, problem.limits, strict=True)):
         if limit < inf and most > limit * (1 + 1e-9):
-            raise ScheduleError(
+            raise LimitError(
                 f"schedule {name} needs {problem.text.needs(most, rank, limit)}; the smallest limit that it "
-                f"can keep is {problem.text.enough(peaks)}"
+                f"can keep is {problem.text.enough(peaks)}",
+                problem.text.whole(peaks),
             )

@@ -8,8 +8,8 @@ from math import ceil
 import numpy as np
 
 from fxpipe.schedule.engine.dispatch import dispatch
-from fxpipe.schedule.engine.kernel import Floats
 from fxpipe.schedule.engine.order import Order
+from fxpipe.schedule.engine.tables import Floats
 from fxpipe.schedule.families import fb_orders
 from fxpipe.schedule.families.greedy import zero_bubble, zero_bubble_v
 from fxpipe.schedule.families.weights import delay_weights, fill_bubbles

@@ -13,14 +13,13 @@ the stages are a chain; without ``ranks_per_machine`` there is one machine.
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule.check import check_costs
 from fxpipe.schedule.costs import Costs, chain
-from fxpipe.strict import MEBIBYTE, Misfit, parse_json, read_text, structure, unstructure
+from fxpipe.strict import MEBIBYTE, Misfit, parse_json, read_text, structure
 
 MOST_BYTES = 8 * MEBIBYTE
 
@@ -44,7 +43,3 @@ def read_costs(path: Path, seconds: float = 0.0, inter_seconds: float | None = N
             f"{path} holds no valid costs: {error}. docs/simulate.md describes the fields."
         ) from error
     return costs
-
-
-def write_costs(costs: Costs, path: Path) -> None:
-    path.write_text(json.dumps(unstructure(costs), indent=1) + "\n")

@@ -11,7 +11,7 @@ from fxpipe.schedule.ops import Op
 class BucketUse(NamedTuple):
     """``spans``: the first and the last op between which the parameters are needed of other replicas; none
     where each has all of them.  ``frees``: whether they are freed behind each span.  ``sums``: the ops behind
-    which what was added to the gradients is summed over the replicas."""
+    which what was added to the gradients is summed over the replicas; none of frozen parameters."""
 
     spans: tuple[tuple[Op, Op], ...]
     sums: tuple[Op, ...]

@@ -118,7 +118,7 @@ def _with_buckets(program: Sequence[Instruction], buckets: Sequence[BucketUse]) 
         if isinstance(instruction, Compute):
             due = [*map(FreeParameters, freed[instruction.op]), *map(ReduceGradients, summed[instruction.op])]
     yield from due
-    if buckets:
+    if summed:
         yield WaitGradients()
 
 

@@ -57,7 +57,7 @@ def search(
     if comparison.inserted:
         comparison.anneal(effort, seed)
     if comparison.best is None:
-        raise _nothing_fits([*bounds], comparison.smallest)
+        raise _nothing_fits([*bounds], comparison)
     tried = (comparison.tried[variant, family.name] for variant in bounds for family in families_of(variant))
     return replace(comparison.best, tried=tuple(tried))
 
@@ -114,6 +114,8 @@ def _built(bounds: Mapping[Problem, float], comparison: Comparison) -> list[Cand
                 own.append(_candidate(variant, family.name, order_of(family, variant.model)))
             except ScheduleError as error:
                 comparison.leave_out(variant, family.name, str(error))
+                if isinstance(error, LimitError) and not variant.is_extended:
+                    comparison.smallest_built.append((error.smallest, variant))
         own.sort(key=lambda one: one.seconds)
         for one in own[:1]:
             comparison.complete(one)
@@ -155,22 +157,20 @@ def _searched(
     return candidates
 
 
-def _nothing_fits(variants: Sequence[Problem], offloaded: float) -> LimitError:
-    """``offloaded``: the smallest limit that can be kept with as much offload as possible."""
-    least = {variant: variant.model.arrays.smallest_limits for variant in variants}
-    needed = {variant: variant.text.whole(own) for variant, own in least.items()}
-    at = min(needed, key=needed.__getitem__)
-    smallest = min(offloaded, needed[at])
+def _nothing_fits(variants: Sequence[Problem], comparison: Comparison) -> LimitError:
+    one = [(variant.text.whole(variant.model.arrays.smallest_limits), variant) for variant in variants]
+    needed, at = min(one + comparison.smallest_built, key=lambda found: found[0])
+    offloaded = comparison.smallest
     widest = max(variants, key=lambda variant: min(variant.limits))
     limit, units = widest.text.limit(widest.limits), widest.text.units
-    if offloaded < needed[at]:
+    if offloaded < needed:
         found = f"{units.limit(offloaded)}, with as much offload as the links carry. To need less, recompute"
         found += " activations"
     else:
         shape = f"{at.stages_per_rank} stages per rank in {at.shape} placement"
-        found = f"{units.limit(needed[at])}, with {shape}. To need less, offload or recompute activations"
+        found = f"{units.limit(needed)}, with {shape}. To need less, offload or recompute activations"
     return LimitError(
         f"no schedule keeps the memory limit of {limit}; the smallest that one can keep is {found}, make "
         "microbatches smaller, or use more stages per rank",
-        smallest,
+        min(offloaded, needed),
     )

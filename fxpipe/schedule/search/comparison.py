@@ -19,13 +19,15 @@ from fxpipe.schedule.tried import Tried
 class Comparison:
     """The candidates so far, and the best of them.
 
-    ``smallest``: the smallest limit that a schedule kept with as much offload as possible.  ``inserted``: the
+    ``smallest``: the smallest limit that a schedule kept with as much offload as possible.
+    ``smallest_built``: those that orders built by rule can keep, with their problems.  ``inserted``: the
     candidates with vocabulary stages, each with its orders of all stages.
     """
 
     def __init__(self) -> None:
         self.best: SearchResult | None = None
         self.smallest = inf
+        self.smallest_built: list[tuple[float, Problem]] = []
         self.tried: dict[tuple[Problem, str], Tried] = {}
         self.inserted: list[tuple[Candidate, list[Candidate]]] = []
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from fxpipe.schedule.engine.arrays import ScheduleArrays
 from fxpipe.schedule.engine.dispatch_kernel import Timetable
-from fxpipe.schedule.engine.kernel import Floats
+from fxpipe.schedule.engine.tables import Floats
 from fxpipe.schedule.problem import Problem
 
 _MOVED, _FAR = 0.2, 0.1  # of the numbers that are moved where two timetables are crossed, and how far

@@ -17,8 +17,9 @@ from fxpipe.errors import ScheduleError
 from fxpipe.schedule.candidate import Candidate
 from fxpipe.schedule.engine.dispatch import check_one_microbatch_fits
 from fxpipe.schedule.engine.dispatch_kernel import NUMBERS, draw_ops
-from fxpipe.schedule.engine.kernel import Floats, judge_ops
+from fxpipe.schedule.engine.kernel import judge_ops
 from fxpipe.schedule.engine.order import Order
+from fxpipe.schedule.engine.tables import Floats
 from fxpipe.schedule.families.registry import SEARCHED
 from fxpipe.schedule.families.starts import starts
 from fxpipe.schedule.problem import Problem

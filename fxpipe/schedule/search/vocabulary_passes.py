@@ -22,8 +22,8 @@ from fxpipe.errors import ScheduleError
 from fxpipe.schedule.candidate import Candidate
 from fxpipe.schedule.engine.arrays import ScheduleArrays, schedule_arrays
 from fxpipe.schedule.engine.dispatch import dispatch
-from fxpipe.schedule.engine.kernel import Floats
 from fxpipe.schedule.engine.order import Order
+from fxpipe.schedule.engine.tables import Floats
 from fxpipe.schedule.ops import Op, OpKind, RankOps
 from fxpipe.schedule.problem import Problem
 from fxpipe.schedule.search.due_dates import start_alone

@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from fxpipe.errors import ArtifactError, FxpipeError, RunError
 from fxpipe.plan.files import as_path, checksum, writing
 from fxpipe.runtime.job.process import agreed, agreed_by
+from fxpipe.runtime.job.tracebacks import brief_methods
 from fxpipe.runtime.program.comm import NoAnswer, answered
 from fxpipe.strict import structure, unstructure
-from fxpipe.tracebacks import brief_methods
 from fxpipe.training.checkpoint import files, tensor_store
 from fxpipe.training.checkpoint.plain import from_json, to_json
 from fxpipe.training.checkpoint.restore import contents_for, restore
@@ -34,7 +34,7 @@ from fxpipe.training.checkpoint.user_state import kept_state, own_state
 from fxpipe.training.optimizer import PipelineOptimizer
 
 if TYPE_CHECKING:
-    from fxpipe.pipeline import Pipeline
+    from fxpipe.api.pipeline import Pipeline
 
 
 @brief_methods
@@ -82,13 +82,8 @@ class Checkpointer:
         self.keep, self.asynchronous = keep, asynchronous
         self._process = pipe.process
         self._number = 0 if self._process is None else self._process.world_rank
-        if pipe.lanes > 1:
-            raise RunError(
-                "Checkpoints of a pipeline whose model has DTensors are not written yet. Keep "
-                "pipe.full_state_dict(), which pipe.load_state_dict(…) takes on any mesh."
-            )
-        if self._process is None and pipe.artifact.plan.ranks > 1:
-            raise RunError("Checkpoints are of a run under torchrun, or of a pipeline of one rank.")
+        if self._process is None and pipe.artifact.plan.ranks * pipe.lanes > 1:
+            raise RunError("Checkpoints are of a run under torchrun, or of a pipeline of one process.")
         self._check_directory()
         # Of its own, as the background thread uses it while the main thread uses the others.
         self._group: dist.ProcessGroup | None = None

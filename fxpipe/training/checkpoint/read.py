@@ -10,7 +10,7 @@ import torch
 
 from fxpipe.errors import ArtifactError
 from fxpipe.plan.files import as_path
-from fxpipe.tracebacks import brief
+from fxpipe.runtime.job.tracebacks import brief
 from fxpipe.training.checkpoint import files, tensor_store
 from fxpipe.training.checkpoint.restore import held_in
 from fxpipe.training.checkpoint.training_state import MODEL, OPTIMIZER, Record
@@ -47,7 +47,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     files.verify(path, files.read_sums(path))
     held = held_in(path, Record.from_json(files.read_state(path), path))
     with files.reading(path):
-        read = tensor_store.read(held.tensors, [(name, None) for name in held.tensors])
+        read = tensor_store.read(held.tensors, [(name, {}) for name in held.tensors])
     tensors = dict(zip(held.tensors, read, strict=True))
     optimizer: dict[str, dict[str, Any]] = {name: dict(own) for name, own in held.fields.items()}
     for name, entries in held.state.items():

@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from fxpipe.errors import ArtifactError
 from fxpipe.plan.artifact import Plan
 from fxpipe.plan.rows import Rows, rows_of, whole_name
+from fxpipe.plan.spans import Spans
 from fxpipe.runtime.job.failure import in_short
 from fxpipe.runtime.job.process import Process, agreed
 from fxpipe.strict import Misfit, shown
@@ -88,7 +89,7 @@ def held_in(path: Path, record: Record) -> Held:
         tensors = tensor_store.stored(path, files.tensor_files(files.read_sums(path)))
         _check_kinds(record.tensors, tensors)
         inside = [name for name in tensors if name.startswith((GROUPS, USER))]
-        read = tensor_store.read(tensors, [(name, None) for name in inside])
+        read = tensor_store.read(tensors, [(name, {}) for name in inside])
         extra = dict(zip(inside, read, strict=True))
         groups, fields, user = (
             _decoded(name, given, extra)
@@ -147,9 +148,11 @@ def contents_for(
         )
     with files.reading(path):
         names = model.stored_by(rank).state
-        read = tensor_store.read(held.tensors, [(MODEL + whole_name(name), rows_of(name)) for name in names])
+        read = tensor_store.read(
+            held.tensors, [(MODEL + whole_name(name), model.spans_of(name)) for name in names]
+        )
         values = dict(zip(names, read, strict=True))
-        state = {} if optimizer is None else _optimizer_state(plan, optimizer, held, values)
+        state = {} if optimizer is None else _optimizer_state(model, optimizer, held, values)
     return Contents(path, record.step_number, record.run, values, state, given)
 
 
@@ -251,7 +254,7 @@ def _check_model(plan: Plan, held: Held) -> None:
     names = {whole_name(name) for tensors in plan.tensors for name in tensors.state}
     found = {name.removeprefix(MODEL) for name in held.tensors if name.startswith(MODEL)}
     for name in sorted(names | found):
-        layout = plan.layouts[name] if name in names else None
+        layout = plan.whole_layout(name) if name in names else None
         here = None if layout is None else Kind(layout.shape, layout.dtype)
         stored = held.tensors[MODEL + name] if name in found else None
         there = None if stored is None else Kind(stored.shape, str(stored.dtype))
@@ -332,21 +335,18 @@ def _is_count(value: Any) -> bool:
 
 
 def _optimizer_state(
-    plan: Plan, optimizer: PipelineOptimizer, held: Held, values: Mapping[str, torch.Tensor]
+    model: ModelState, optimizer: PipelineOptimizer, held: Held, values: Mapping[str, torch.Tensor]
 ) -> dict[str, Any]:
     """The state of this rank's parameters as ``load_state_dict`` takes it.  Raises Misfit for values of
     another form than the optimizer's."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     names = [optimizer.names[parameter] for parameter in parameters]
     entries: list[tuple[int, str]] = []
-    wanted: list[tuple[str, Rows | None]] = []
+    wanted: list[tuple[str, Spans]] = []
     for k, name in enumerate(names):
-        table, rows = whole_name(name), rows_of(name)
-        for entry in held.state.get(table, ()):
-            key = f"{OPTIMIZER}{table}.{entry}"
-            has_rows = held.tensors[key].shape[:1] == plan.layouts[table].shape[:1]
+        for entry in held.state.get(whole_name(name), ()):
             entries.append((k, entry))
-            wanted.append((key, rows if has_rows else None))
+            wanted.append((f"{OPTIMIZER}{whole_name(name)}.{entry}", model.spans_of(name)))
     state = {k: dict(own) for k, name in enumerate(names) if (own := held.fields.get(whole_name(name)))}
     for (k, entry), value in zip(entries, tensor_store.read(held.tensors, wanted), strict=True):
         at = f"{OPTIMIZER}{whole_name(names[k])}.{entry}"

@@ -1,7 +1,7 @@
 """Tensors of all ranks in one directory of safetensors files, written by torch.distributed.checkpoint.
 
-A rank may hold rows of a tensor.  Reading takes any rows, whatever rows the ranks that wrote held, and trusts
-no file.  Nothing is pickled into the files.
+A rank may hold a part of a tensor: rows, or a lane's share.  Reading takes any part, whatever parts the ranks
+that wrote held, and trusts no file.  Nothing is pickled into the files.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import dataclasses
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -23,39 +25,41 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from fxpipe.plan.rows import Rows
+from fxpipe.plan.spans import Spans, slices_of
 from fxpipe.strict import Misfit, open_regular, parse_json, shown
 
 
 @dataclass(frozen=True)
 class Part:
-    """Rows ``begin``… of a tensor of ``rows`` rows."""
+    """A part of a tensor of shape ``whole``, which begins at ``offsets``."""
 
     tensor: torch.Tensor
-    begin: int
-    rows: int
-
-    @property
-    def offsets(self) -> torch.Size:
-        return torch.Size([self.begin, *[0] * (self.tensor.dim() - 1)])
-
-    @property
-    def whole(self) -> torch.Size:
-        return torch.Size([self.rows, *self.tensor.shape[1:]])
+    offsets: torch.Size
+    whole: torch.Size
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """The rows of a tensor in one file, from ``begin`` on; a number is one row."""
+    """The part of a tensor in one file: of ``shape``, from ``begin`` on."""
 
     file: Path
-    begin: int
-    rows: int
+    begin: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        return tuple(map(add, self.begin, self.shape))
+
+    def common(self, begin: Sequence[int], end: Sequence[int]) -> tuple[slice, ...] | None:
+        """What lies also between these two corners, counted in the whole tensor; None for nothing."""
+        lows, highs = map(max, self.begin, begin), map(min, self.end, end)
+        found = tuple(map(slice, lows, highs))
+        return found if all(s.start < s.stop for s in found) else None
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in files, by chunks in the order of their rows."""
+    """A tensor in files, by chunks in the order of their places."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -86,21 +90,21 @@ def stored(directory: Path, names: Iterable[str]) -> dict[str, Stored]:
     Raises Misfit, naming the file, for one that is no safetensors file of a checkpoint, or whose part of a
     tensor does not fit the other parts.
     """
-    parts: dict[str, list[tuple[Chunk, tuple[int, ...], torch.dtype]]] = {}
+    parts: dict[str, list[tuple[Chunk, torch.dtype]]] = {}
     for name in sorted(names):
         with _opened(directory / name) as file:
             offsets, held = _offsets(file.metadata() or {}), set(file.keys())
             for key in sorted(held ^ offsets.keys()):
-                wrong = "does not hold" if key not in held else "does not say which rows it holds of"
+                wrong = "does not hold" if key not in held else "does not say which part it holds of"
                 raise Misfit(f"{wrong} {shown(key)}")
             for key, offset in offsets.items():
                 piece = file.get_slice(key)
                 shape = tuple(piece.get_shape())
                 dtype = (piece[0:0] if shape else file.get_tensor(key)).dtype
-                if len(offset) != len(shape) or any(offset[1:]):
-                    raise Misfit(f"holds {shown(key)} at {shown(offset)}, which are no rows")
-                chunk = Chunk(directory / name, *((offset[0], shape[0]) if shape else (0, 1)))
-                parts.setdefault(key, []).append((chunk, shape, dtype))
+                if len(offset) != len(shape):
+                    raise Misfit(f"holds {shown(key)} at {shown(offset)}, which is no place in it")
+                chunk = Chunk(directory / name, tuple(offset), shape)
+                parts.setdefault(key, []).append((chunk, dtype))
     return {key: _whole(key, found) for key, found in parts.items()}
 
 
@@ -110,54 +114,66 @@ def _offsets(metadata: Mapping[str, str]) -> dict[str, list[int]]:
         given = parse_json(metadata.get("DCP_SHARDING_INFO", ""))
         found = {key: part["saved_offsets"] for key, part in given.items()}
     except (Misfit, AttributeError, KeyError, TypeError) as error:
-        raise Misfit("does not say which rows it holds: it was not written as a checkpoint") from error
+        raise Misfit("does not say which parts it holds: it was not written as a checkpoint") from error
     for key, offset in found.items():
         if type(offset) is not list or not all(type(n) is int and n >= 0 for n in offset):
             raise Misfit(f"holds {shown(key)} at {shown(offset)}, which is no place")
     return found
 
 
-def _whole(name: str, parts: list[tuple[Chunk, tuple[int, ...], torch.dtype]]) -> Stored:
-    parts = sorted(parts, key=lambda part: (part[0].begin, part[0].rows))
-    (first, shape, dtype), row = parts[0], 0
-    for chunk, other, kind in parts:
-        if (other[1:], kind) != (shape[1:], dtype) or chunk.begin != row or (not shape and chunk != first):
-            raise Misfit(
-                f"has a part of {shown(name)} that does not fit the others: row {chunk.begin} of "
-                f"{kind} {other}, after {row} rows of {dtype} {shape}",
-                chunk.file.name,
-            )
-        row += chunk.rows
-    return Stored((row, *shape[1:]) if shape else (), dtype, tuple(chunk for chunk, *_ in parts))
+def _whole(name: str, parts: list[tuple[Chunk, torch.dtype]]) -> Stored:
+    """Raises Misfit unless the parts have each element of a tensor once."""
+    parts = sorted(parts, key=lambda part: (part[0].begin, part[0].shape))
+    dtype, chunks = parts[0][1], tuple(chunk for chunk, _ in parts)
+    dims = {len(chunk.shape) for chunk in chunks}
+    shape = tuple(map(max, *(chunk.end for chunk in chunks))) if len(chunks) > 1 else chunks[0].end
+    for k, (chunk, kind) in enumerate(parts):
+        overlaps = any(other.common(chunk.begin, chunk.end) is not None for other in chunks[:k])
+        if len(dims) > 1 or kind != dtype or overlaps:
+            raise _does_not_fit(name, chunk, kind, dtype, shape)
+    if sum(prod(chunk.shape) for chunk in chunks) != prod(shape):
+        raise _does_not_fit(name, chunks[-1], dtype, dtype, shape)
+    return Stored(shape, dtype, chunks)
 
 
-def read(stored: Mapping[str, Stored], wanted: Sequence[tuple[str, Rows | None]]) -> list[torch.Tensor]:
-    """Tensors, on the CPU, or some of their rows: of each its name, and the rows, None for all.
+def _does_not_fit(
+    name: str, chunk: Chunk, kind: torch.dtype, dtype: torch.dtype, shape: tuple[int, ...]
+) -> Misfit:
+    return Misfit(
+        f"has a part of {shown(name)} that does not fit the others: {kind} {chunk.shape} at {chunk.begin}, "
+        f"where all parts together are {dtype} {shape}",
+        chunk.file.name,
+    )
+
+
+def read(stored: Mapping[str, Stored], wanted: Sequence[tuple[str, Spans]]) -> list[torch.Tensor]:
+    """Tensors, on the CPU, or parts of them: of each its name, and what is wanted of its dimensions.
 
     Raises Misfit, naming the file, for one that cannot be read.
     """
-    found: list[tuple[int, torch.Tensor]] = []
-    pieces: dict[Path, list[tuple[int, Chunk]]] = {}
-    for k, (name, rows) in enumerate(wanted):
+    found: list[torch.Tensor] = []
+    pieces: dict[Path, list[tuple[str, tuple[slice, ...], torch.Tensor]]] = {}
+    for name, spans in wanted:
         entry = stored[name]
-        begin, end = (rows.begin, rows.end) if rows else (0, entry.shape[0] if entry.shape else 1)
-        shape = (end - begin, *entry.shape[1:]) if entry.shape else ()
-        found.append((begin, torch.empty(shape, dtype=entry.dtype)))
+        own = slices_of(entry.shape, spans)
+        begin, end = [s.start for s in own], [s.stop for s in own]
+        target = torch.empty([s.stop - s.start for s in own], dtype=entry.dtype)
+        found.append(target)
         for chunk in entry.chunks:
-            if chunk.begin < end and begin < chunk.begin + chunk.rows:
-                pieces.setdefault(chunk.file, []).append((k, chunk))
+            common = chunk.common(begin, end)
+            if common is not None:
+                place = target[_from(common, begin)] if begin else target
+                pieces.setdefault(chunk.file, []).append((name, _from(common, chunk.begin), place))
     for path, parts in pieces.items():
         with _opened(path) as file:
-            for k, chunk in parts:
-                (name, _), (first, target) = wanted[k], found[k]
-                if not target.dim():
-                    target.copy_(file.get_tensor(name))
-                    continue
-                begin = max(first, chunk.begin)
-                end = min(first + len(target), chunk.begin + chunk.rows)
-                part = file.get_slice(name)[begin - chunk.begin : end - chunk.begin]
-                target[begin - first : end - first] = part
-    return [tensor for _, tensor in found]
+            for name, inside, place in parts:
+                place.copy_(file.get_slice(name)[inside] if inside else file.get_tensor(name))
+    return found
+
+
+def _from(slices: Sequence[slice], begin: Sequence[int]) -> tuple[slice, ...]:
+    """Slices, counted from a corner on."""
+    return tuple(slice(s.start - b, s.stop - b) for s, b in zip(slices, begin, strict=True))
 
 
 @contextlib.contextmanager

@@ -14,8 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from fxpipe.errors import ArtifactError, RunError
-from fxpipe.plan.artifact import Plan
-from fxpipe.plan.rows import rows_of, whole_name
+from fxpipe.plan.rows import whole_name
 from fxpipe.plan.version import __version__
 from fxpipe.strict import Misfit, parse_json, structure
 from fxpipe.training.checkpoint import files
@@ -99,9 +98,9 @@ def tensors_of(
     state: ModelState, optimizer: PipelineOptimizer | None, rank: int
 ) -> dict[str, torch.Tensor | Part]:
     """The tensors that a rank holds, by their names in a checkpoint."""
-    plan = state.plan
     found = {
-        MODEL + whole_name(name): part_of(plan, name, state.held(name)) for name in state.owned_by(rank).state
+        MODEL + whole_name(name): part_of(state, name, state.held(name))
+        for name in state.owned_by(rank).state
     }
     for name, fields in _state_of(optimizer):
         for key, value in fields.items():
@@ -111,7 +110,7 @@ def tensors_of(
                     "a tensor. Checkpoints need keys that are texts without a dot."
                 )
             if isinstance(value, torch.Tensor):
-                found[f"{OPTIMIZER}{whole_name(name)}.{key}"] = part_of(plan, name, value)
+                found[f"{OPTIMIZER}{whole_name(name)}.{key}"] = part_of(state, name, value)
     return found
 
 
@@ -119,13 +118,14 @@ def class_of(optimizer: PipelineOptimizer | None) -> str | None:
     return None if optimizer is None else type(optimizer.optimizer).__name__
 
 
-def part_of(plan: Plan, name: str, tensor: torch.Tensor) -> torch.Tensor | Part:
-    """A parameter, or a tensor of the optimizer's state of it, as a part of the whole one if it has a row for
-    each row held here."""
-    rows = rows_of(name)
-    if rows is None or tensor.shape[:1] != (rows.end - rows.begin,):
-        return tensor
-    return Part(tensor, rows.begin, plan.layouts[rows.table].shape[0])
+def part_of(state: ModelState, name: str, tensor: torch.Tensor) -> torch.Tensor | Part:
+    """A parameter, or a tensor of the optimizer's state of it, as a part of the whole one, along each
+    dimension of which this process has a part and the tensor is as long."""
+    spans = state.spans_of(name)
+    own = {dim: span for dim, span in spans.items() if tensor.shape[dim : dim + 1] == (span.length,)}
+    offsets = [own[dim].begin if dim in own else 0 for dim in range(tensor.dim())]
+    whole = [own[dim].whole if dim in own else length for dim, length in enumerate(tensor.shape)]
+    return Part(tensor, torch.Size(offsets), torch.Size(whole)) if own else tensor
 
 
 def _state_of(optimizer: PipelineOptimizer | None) -> Iterator[tuple[str, dict[str, Any]]]:

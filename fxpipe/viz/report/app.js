@@ -135,6 +135,9 @@ class App {
       this.model.predicted.data.exchanges.some((x) => x.length)
         ? el("span", { class: "key" }, swatch("exchange"), "exchange with the other replicas")
         : null,
+      this.model.predicted.data.updates.some((x) => x[1])
+        ? el("span", { class: "key" }, swatch("update"), "O: the optimizer's update")
+        : null,
     );
   }
 

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from fxpipe.schedule.ops import Direction, OpKind
+from fxpipe.schedule.simulation.steps import Interval
 from fxpipe.schedule.simulation.timeline import ExchangeSpan, Span, TransferSpan
 from fxpipe.viz.memory_kinds import Change, Held
 from fxpipe.viz.waits import Cause, Passed, Wait
@@ -66,6 +67,11 @@ def transfer_rows(spans: Sequence[TransferSpan], ticks: Ticks) -> list[list[Any]
 def exchange_rows(spans: Sequence[ExchangeSpan], ticks: Ticks) -> list[list[Any]]:
     """[what, stage, start, length] of each exchange with the other replicas."""
     return [[what, stage, ticks(start), ticks(end) - ticks(start)] for what, stage, start, end in spans]
+
+
+def update_rows(updates: Sequence[Interval], ticks: Ticks) -> list[list[int]]:
+    """[start, length] of the optimizer's update on each rank."""
+    return [[ticks(start), ticks(end) - ticks(start)] for start, end in updates]
 
 
 def passed_rows(passed: dict[int, Passed], peak: float, ticks: Ticks) -> list[list[Any]]:

@@ -16,6 +16,7 @@ from fxpipe.plan.artifact import Plan
 from fxpipe.plan.version import __version__
 from fxpipe.schedule.ops import Direction, OpKind
 from fxpipe.schedule.simulation.simulator import simulate
+from fxpipe.schedule.simulation.steps import simulate_steps
 from fxpipe.schedule.simulation.timeline import Span, Timeline
 from fxpipe.strict import unstructure
 from fxpipe.units import PHYSICAL
@@ -30,6 +31,7 @@ from fxpipe.viz.report.columns import (
     op_columns,
     passed_rows,
     transfer_rows,
+    update_rows,
 )
 from fxpipe.viz.report.graph_record import GraphRecord
 from fxpipe.viz.report.program_lines import places
@@ -46,7 +48,9 @@ def report_data(
     """programs: of each rank, empty where it is not known.  graph: None for a pipeline that was saved by an
     earlier version."""
     timeline = simulate(plan.ordered, plan.costs)
-    longest = max(timeline.seconds, _makespan(measured))
+    updates = simulate_steps(plan.ordered, plan.costs, plan.validation, 1).steps[0].updates
+    ends = (update.end - timeline.begin for update in updates if update.end > update.start)
+    longest = max(timeline.seconds, _makespan(measured), *ends)
     ticks = Ticks(timeline.begin, longest)
     return {
         "head": _head(plan, timeline),
@@ -56,7 +60,7 @@ def report_data(
             "held": [str(held) for held in HELD],
         },
         "tick": ticks.seconds,
-        "predicted": _predicted(timeline, ticks),
+        "predicted": _predicted(timeline, ticks) | {"updates": update_rows(updates, ticks)},
         "measured": None if measured is None else _measured(timeline, measured, longest),
         "differences": [] if measured is None else _differences(timeline, measured),
         "memory": _memory(plan, timeline, ticks),
@@ -253,7 +257,10 @@ def _unknown(plan: Plan, programs: Sequence[str], graph: GraphRecord | None, mea
             f"Weights and gradients are those of one replica that holds all of its rank's; {plan.replicas} "
             "replicas may divide them (docs/mesh.md)."
         )
-    said.append("The state of the optimizer is no part of the plan, and not drawn.")
+    said.append(
+        "The optimizer is no part of the plan: its update and its state are taken for AdamW's. A recorded "
+        "step ends before the update."
+    )
     if not plan.tried:
         said.append("The schedule was named, so that there are no other candidates.")
     return said

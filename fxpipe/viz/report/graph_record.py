@@ -14,16 +14,15 @@ from typing import Annotated
 
 from torch import fx
 
-from fxpipe.cost.nodes import node_flops
 from fxpipe.errors import ArtifactError
 from fxpipe.ir.compat import OpOverload
 from fxpipe.ir.graph import Kind, Section, offload, reload
 from fxpipe.ir.liveness import Liveness, liveness
+from fxpipe.ir.ops import is_between_lanes, node_flops
 from fxpipe.ir.sections import edges_between
 from fxpipe.ir.storage import call_nodes, is_view, node_bytes, root_within, storage_root
 from fxpipe.ir.text import shape_text
 from fxpipe.plan.artifact import Plan
-from fxpipe.runtime.program.lanes import is_between_lanes
 from fxpipe.schedule.ops import Phase
 from fxpipe.strict import MEBIBYTE, Misfit, between, entries, parse_json, read_text, structure, unstructure
 

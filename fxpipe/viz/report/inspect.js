@@ -245,7 +245,7 @@ class Inspector extends GapInspector {
             `Beside the device, offloaded activations have a pool of ${bytesText(model.memory[rank].pool)}.`,
           )
         : null,
-      el("p", { class: "note" }, "Without the state of the optimizer, and what one op needs while it runs."),
+      el("p", { class: "note" }, "With the state of AdamW for the optimizer's; without what one op needs while it runs."),
     );
   }
 }

@@ -2,7 +2,7 @@
 "use strict";
 
 const RECEIVED = 3; // in names.held: beside the simulated memory
-const STANDING = ["weights", "gradients", "buffers", "constants"];
+const STANDING = ["weights", "gradients", "optimizer", "buffers", "constants"];
 
 // The levels of a rank: {times, parts: [{name, key, bytes: one for each time}]}, from the bottom.
 function memoryOf(model, rank) {
@@ -267,6 +267,7 @@ function memoryTab(model, host, events) {
         bytesText(peaks[rank].bytes),
         of((p) => p.key === "weights"),
         of((p) => p.key === "gradients"),
+        of((p) => p.key === "optimizer"),
         of((p) => p.k === 0),
         of((p) => p.k === 1),
         of((p) => p.k === 2 || ["buffers", "constants"].includes(p.key)),
@@ -283,9 +284,21 @@ function memoryTab(model, host, events) {
       [...keys].map(([key, name]) => el("span", { class: "key" }, swatch(key), name)),
     ),
     table(
-      ["rank", "", "peak", "weights", "gradients", "saved activations", "kept for W", "other", "offload pool", "at"],
+      [
+        "rank",
+        "",
+        "peak",
+        "weights",
+        "gradients",
+        "optimizer (AdamW's)",
+        "saved activations",
+        "kept for W",
+        "other",
+        "offload pool",
+        "at",
+      ],
       rows,
-      [0, 2, 3, 4, 5, 6, 7, 8, 9],
+      [0, 2, 3, 4, 5, 6, 7, 8, 9, 10],
     ),
     el(
       "p",

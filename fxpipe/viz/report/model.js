@@ -98,6 +98,7 @@ class Model {
     this.end = Math.max(
       ...this.layers.map((layer) => layer.end),
       ...data.predicted.exchanges.flat().map((x) => x[2] + x[3]),
+      ...data.predicted.updates.map(([start, length]) => (length ? start + length : 0)),
     );
     this.passed = data.predicted.passed.map((rows) => new Map(rows.map((row) => [row[0], row])));
     this.into = new Map();

@@ -55,6 +55,7 @@ class Rows {
       out: color("offload"),
       in: color("reload"),
       exchange: color("exchange"),
+      update: color("update"),
       onBox: color("on-box"),
       W: color("W"),
       Wlate: color("W-late"),
@@ -112,6 +113,7 @@ class Rows {
       if (row.layer) ctx.fillRect(at.x(0), at.y(row.y), row.layer.end * scale, row.height * ratio);
       if (row.layer) this.boxes(ctx, at, row, chosen);
       else this.links(ctx, at, row);
+      if (row.layer === this.model.predicted) this.update(ctx, at, row);
     }
     this.fine.end(ctx, box.left, box.top);
     if (this.critical) this.drawPath(ctx, at);
@@ -249,6 +251,21 @@ class Rows {
       ctx.fillStyle = isTransfer ? (row.out ? this.tone.out : this.tone.in) : this.tone.exchange;
       ctx.fillRect(at.x(start), at.y(row.y), Math.max(1, at.x(start + length) - at.x(start)), row.height * at.ratio);
     }
+  }
+
+  // The optimizer's update, behind the predicted step.
+  update(ctx, at, row) {
+    const [start, length] = this.model.predicted.data.updates[row.rank],
+      left = at.x(start),
+      wide = at.x(start + length) - left;
+    if (!length) return;
+    ctx.fillStyle = this.tone.update;
+    ctx.fillRect(left, at.y(row.y), Math.max(1, wide), row.height * at.ratio);
+    if (wide < 12 * at.ratio || row.height < 9) return;
+    ctx.fillStyle = this.tone.onBox;
+    ctx.textAlign = "center";
+    ctx.fillText("O", left + wide / 2, at.y(row.y + row.height / 2));
+    ctx.textAlign = "left";
   }
 
   rowOf(layer, rank) {

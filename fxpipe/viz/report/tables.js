@@ -159,6 +159,12 @@ function measuredTab(model, host, events) {
       el("div", { class: "whisker" }, whisker(d, wide)),
     ];
   });
+  const kinds = model.names.kinds.flatMap((kind) => {
+    const own = model.differences.filter((d) => d.kind === kind);
+    if (!own.length) return [];
+    const [predicted, measured] = ["predicted", "median"].map((by) => own.reduce((sum, d) => sum + d[by], 0));
+    return [[kind, own.length, secondsText(predicted), secondsText(measured), `× ${digits(measured / predicted)}`]];
+  });
   const ranks = model.measured.data.busy.map((seconds, rank) => [
     rank,
     secondsText(model.head.busy[rank]),
@@ -184,6 +190,8 @@ function measuredTab(model, host, events) {
       rows,
       [2, 3, 4, 5],
     ),
+    el("h2", {}, "Kinds of ops, of one microbatch on all stages"),
+    table(["kind", "stages", "predicted", "measured (medians)", ""], kinds, [1, 2, 3, 4]),
     el("h2", {}, "Ranks"),
     table(["rank", "busy, predicted", "busy, measured", "idle, predicted", "idle, measured"], ranks, [0, 1, 2, 3, 4]),
     el(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from torch import fx
+
+from fxpipe.ir.graph import Section
 from fxpipe.plan import files
 from fxpipe.plan.artifact import Plan
 from fxpipe.plan.recorded import read_spans, recorded_ops
@@ -16,9 +18,6 @@ from fxpipe.viz.clocks import aligned
 from fxpipe.viz.report.data import Measured, report_data
 from fxpipe.viz.report.graph_record import GraphRecord, graph_record, read_graph
 from fxpipe.viz.report.page import page
-
-if TYPE_CHECKING:
-    from fxpipe.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -41,14 +40,20 @@ def saved_source(directory: Path) -> Source:
     return Source(plan, programs, read_graph(directory, len(plan.stages)), measured_step(plan, directory))
 
 
-def live_source(pipe: Pipeline) -> Source:
-    """Of a pipeline in memory: compiled or loaded."""
-    graph = None
-    if pipe.graph is not None:
-        graph = graph_record(pipe.graph, pipe.sections, pipe.plan)
-    elif pipe.directory is not None:
-        graph = read_graph(pipe.directory, len(pipe.plan.stages))
-    return Source(pipe.plan, pipe.artifact.programs, graph, measured_step(pipe.plan, pipe.directory))
+def live_source(
+    plan: Plan,
+    programs: tuple[str, ...],
+    graph: fx.Graph | None,
+    sections: tuple[Section, ...],
+    directory: Path | None,
+) -> Source:
+    """Of a pipeline in memory: compiled, or loaded from a directory."""
+    record = None
+    if graph is not None:
+        record = graph_record(graph, sections, plan)
+    elif directory is not None:
+        record = read_graph(directory, len(plan.stages))
+    return Source(plan, programs, record, measured_step(plan, directory))
 
 
 def measured_step(plan: Plan, directory: Path | None) -> Measured:

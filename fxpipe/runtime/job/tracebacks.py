@@ -20,7 +20,7 @@ from fxpipe.errors import FxpipeError, VerifyError
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_FXPIPE = f"{Path(__file__).parent}{os.sep}"
+_FXPIPE = f"{Path(__file__).parents[2]}{os.sep}"
 #: With this variable set, errors keep all frames.
 WHOLE = "FXPIPE_TRACEBACKS"
 

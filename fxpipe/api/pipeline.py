@@ -1,4 +1,4 @@
-"""The result of a compilation: run, train, save, simulate, draw, report."""
+"""The result of a compilation: run, train, save."""
 
 from __future__ import annotations
 
@@ -6,84 +6,41 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn, overload
+from typing import Any, overload
 
 import torch
 from torch import fx
 
-from fxpipe.certificate.check import check_artifact
-from fxpipe.certificate.problems import Certificate
-from fxpipe.cost.plan_costs import costs_of, expressions, known_work
+from fxpipe.api.views import Views
 from fxpipe.errors import OptionError, RunError
 from fxpipe.ir.graph import Section
 from fxpipe.plan import files
-from fxpipe.plan.artifact import Artifact, Plan, Validation
-from fxpipe.plan.memory import rank_memory
-from fxpipe.plan.work import Expressions, PlanWork
+from fxpipe.plan.artifact import Artifact, Validation
 from fxpipe.runtime.job.place import called_function
 from fxpipe.runtime.job.process import Process, agreed
+from fxpipe.runtime.job.tracebacks import brief_methods
 from fxpipe.runtime.program.outputs import On, StepResult
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.ranks.finite import Check, checked
-from fxpipe.schedule.costs import StageCost
-from fxpipe.schedule.ops import Schedule
-from fxpipe.schedule.simulation.simulator import simulate
-from fxpipe.schedule.simulation.steps import Steps, simulate_steps
-from fxpipe.schedule.simulation.timeline import Timeline
-from fxpipe.tracebacks import brief_methods
+from fxpipe.runtime.ranks.recording import checked_record
 from fxpipe.training.given_values import InMemory
 from fxpipe.training.initialize import initialize_held
+from fxpipe.training.local_runner import LocalResult
 from fxpipe.training.make_optimizer import make_optimizer
 from fxpipe.training.model_state import ModelState
 from fxpipe.training.optimizer import PipelineOptimizer
 from fxpipe.training.pretrained import Pretrained, export
-from fxpipe.training.runner import LocalResult, Runner
+from fxpipe.training.runner import Runner
 from fxpipe.training.save import new_directory, save
 from fxpipe.training.shared_values import share_values
 from fxpipe.training.state_dict import copy_to_model, full_state_dict, load_state_dict, state_dict
 from fxpipe.training.unchanged import Traced
 from fxpipe.training.updates import Updates
-from fxpipe.units import bytes_text, seconds_text
-
-#: What the classes of fxpipe use of a pipeline, and its users do not.
-_INTERNAL = {
-    "artifact", "directory", "first_step", "is_evaluation", "let_model_go", "model_state", "of",
-    "offload_directory", "process", "updates", "with_evaluation",
-}  # fmt: skip
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Stage:
-    """One stage: the names of its parameters, the costs with which the schedule was made, and its sections
-    (none if the pipeline was loaded, or compiled by another rank)."""
-
-    index: int
-    rank: int
-    parameters: tuple[str, ...]
-    costs: StageCost
-    sections: tuple[Section, ...]
-    work: PlanWork | None
-
-    @cached_property
-    def expressions(self) -> Expressions:
-        """The costs as sympy expressions of the named lengths.
-
-        Raises SizeError where the pipeline was compiled without ``dimensions``.
-        """
-        return expressions(known_work(self.work), self.index)
-
-    def __repr__(self) -> str:
-        cost = self.costs
-        f, b, w = map(seconds_text, (cost.forward, cost.backward, cost.weight))
-        return (
-            f"Stage({self.index}, rank {self.rank}: {len(self.parameters)} parameters; F {f}, B {b}, W {w}; "
-            f"saves {bytes_text(cost.saved_activations)} a microbatch)"
-        )
 
 
 @brief_methods
 @dataclass(eq=False, repr=False)
-class Pipeline:
+class Pipeline(Views):
     """The result of ``fxpipe.compile`` and ``fxpipe.load``.
 
     ``parameters`` and ``buffers`` are the model's own tensors: training the pipeline trains the model (under
@@ -111,37 +68,6 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         self._then = Traced(self.parameters, self.of(), self.artifact.plan.own_hooks)
-
-    def __repr__(self) -> str:
-        from fxpipe.viz.summary import summary
-
-        lines = summary(self.artifact.plan)
-        if self.process is not None:
-            lines.append(f"this process is rank {self.process.rank} of replica {self.replica}")
-        return "\n  ".join([f"Pipeline of {lines[0]}", *lines[1:]])
-
-    def _repr_html_(self) -> str:
-        """For notebooks: the same with the memory of each rank."""
-        from fxpipe.viz.summary import as_html, memory_rows, summary
-
-        plan = self.artifact.plan
-        memory = rank_memory(plan, plan.prediction.peak_memory)
-        return as_html(summary(plan), memory_rows(memory, plan.memory_limit))
-
-    def __dir__(self) -> list[str]:
-        return [name for name in super().__dir__() if name not in _INTERNAL]
-
-    def __call__(self, *_: Any, **__: Any) -> NoReturn:
-        raise RunError(
-            "A pipeline is not called like a model: pipe.step(batch) trains under torchrun, "
-            "pipe.run_local(batch) runs all ranks here, pipe.evaluate(batch) gives the loss alone."
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise RunError(
-            "A pipeline cannot be pickled or copied, as torch.save and copy.deepcopy do: pipe.save(path) "
-            "writes it for fxpipe.load(path), and pipe.state_dict() has its weights."
-        )
 
     def with_evaluation(self, artifact: Artifact) -> Pipeline:
         """The pipeline with one for the forward alone, which works on the same tensors."""
@@ -183,82 +109,6 @@ class Pipeline:
             updates=self.updates,
         )
 
-    @property
-    def plan(self) -> Plan:
-        """All decisions and predictions; under torchrun the ops of other ranks are fetched here, once."""
-        return self.artifact.whole_plan
-
-    @property
-    def replicas(self) -> int:
-        """The number of replicas that train together: of processes, or of those of ``run_local``."""
-        return self.artifact.plan.replicas if self.process is None else self.process.replicas
-
-    @property
-    def replica(self) -> int:
-        """The number of the replica that this process belongs to: it takes the rows of that."""
-        return 0 if self.process is None else self.process.replica
-
-    @property
-    def lanes(self) -> int:
-        """The number of processes that share each op of a rank: 1 of a model without DTensors."""
-        return self.artifact.plan.lanes.number
-
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        plan = self.artifact.plan
-        return tuple(
-            Stage(
-                s.stage,
-                s.rank,
-                s.parameters,
-                cost,
-                tuple(x for x in self.sections if x.stage == s.stage),
-                plan.work,
-            )
-            for s, cost in zip(plan.stages, plan.costs.stages, strict=True)
-        )
-
-    @property
-    def schedule(self) -> Schedule:
-        return self.plan.ordered
-
-    def simulate(self, sizes: Mapping[str, int] | None = None, *, device: str | None = None) -> Timeline:
-        """Simulate the step: times, bubbles and the bytes that each rank holds between ops.
-
-        sizes: other lengths than the example's, ``{"microbatch": 2, "sequence": 4096}``; the names
-            must be in ``dimensions`` of ``compile``.  Stages and schedule do not change.
-        device: the name of a device, ``"B200"``: the analytic times on it.  Needs ``dimensions`` too ({} is
-            enough).
-        Raises SizeError for an unknown name and for a length below one, ScheduleError for an unknown device.
-        """
-        return simulate(self.schedule, costs_of(self.plan, sizes, device))
-
-    def simulate_steps(
-        self,
-        steps: int = 1,
-        *,
-        validation: Validation | None = None,
-        sizes: Mapping[str, int] | None = None,
-        device: str | None = None,
-    ) -> Steps:
-        """Simulate steps one behind the other, with the updates between them: ``.period`` is the seconds a
-        step once they repeat (docs/steps.md).
-
-        steps: at least so many.  validation: by default the one that the pipeline was compiled for.
-        sizes, device: as for ``simulate``, which raises the same errors.
-        """
-        plan = self.plan
-        return simulate_steps(
-            plan.ordered, costs_of(plan, sizes, device), validation or plan.validation, steps
-        )
-
-    def leaves(self, rank: int | None = None) -> tuple[str, ...]:
-        """The names of the leaves of a batch that a rank needs (by default this process's); its batches may
-        lack the others."""
-        if rank is None:
-            rank = 0 if self.process is None else self.process.rank
-        return self.artifact.plan.step.leaves[rank]
-
     def run_local(
         self,
         batch: Any,
@@ -268,28 +118,34 @@ class Pipeline:
         measure_memory: bool = False,
         outputs: Sequence[str] = (),
         check: Check = None,
+        record: Mapping[str, str | Path] | None = None,
     ) -> LocalResult:
         """Run one step of all ranks in this process, in turns.
 
         batch: leading dimension = microbatches × the example's.  step: number of the step, for random
         numbers.  threads: intra-op threads of each rank; 1 is what torchrun gives, and then the result is
         bit for bit what torchrun's ranks compute.  measure_memory: also find each rank's peak of saved bytes.
-        outputs, check: as for ``step``.
+        outputs, check, record: as for ``step``.
         Buffers are updated as in training; parameters and their ``.grad`` are left alone.
         Raises RunError under torchrun, where a process has the program and the tensors of one rank.
         """
-        return self._runner.run_local(batch, step, threads, measure_memory, outputs, checked(check))
+        return self._runner.run_local(
+            batch, step, threads, measure_memory, outputs, checked(check), checked_record(record)
+        )
 
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """The names of the outputs that a step can be asked for: those of ``compile(…, outputs=[…])``."""
-        return tuple(output.name for output in self.artifact.plan.step.outputs)
-
-    @overload
-    def step(self, batch: Any, *, check: Check = None) -> torch.Tensor: ...
     @overload
     def step(
-        self, batch: Any, *, outputs: Sequence[str], outputs_on: On = None, check: Check = None
+        self, batch: Any, *, check: Check = None, record: Mapping[str, str | Path] | None = None
+    ) -> torch.Tensor: ...
+    @overload
+    def step(
+        self,
+        batch: Any,
+        *,
+        outputs: Sequence[str],
+        outputs_on: On = None,
+        check: Check = None,
+        record: Mapping[str, str | Path] | None = None,
     ) -> StepResult: ...
     def step(
         self,
@@ -298,6 +154,7 @@ class Pipeline:
         outputs: Sequence[str] | None = None,
         outputs_on: On = None,
         check: Check = None,
+        record: Mapping[str, str | Path] | None = None,
     ) -> torch.Tensor | StepResult:
         """Run one training step of this rank; return the loss of the whole batch, on every rank.
 
@@ -307,6 +164,8 @@ class Pipeline:
             computes it.
         check: ``"finite"`` raises RunError with the op that makes the first NaN or infinity, its module, the
             line of the model and of the program, rank and microbatch.  Slow: it looks at all results.
+        record: ops and the directories to which what they are given is written, ``{"F1.3": "recorded"}``,
+            for ``fxpipe replay recorded F1.3``.
 
         Gradients are added to the parameters' ``.grad``.  Needs torchrun with one process per rank (a
         pipeline of one rank runs without it).  If a rank fails, all ranks raise RunError with its message,
@@ -316,7 +175,7 @@ class Pipeline:
             raise RunError(
                 f"The model has no loss: ask for outputs=[…]. The pipeline gives {', '.join(self.outputs)}."
             )
-        result = self._runner.step(batch, outputs or (), outputs_on, checked(check))
+        result = self._runner.step(batch, outputs or (), outputs_on, checked(check), checked_record(record))
         return _loss(result) if outputs is None else result
 
     @overload
@@ -541,75 +400,11 @@ class Pipeline:
         Under torchrun every rank calls it; rank 0 writes the files of all.  Raises ArtifactError, on all
         ranks, if the directory is not empty or cannot be written; then nothing is left in it.
         """
-        if self.lanes > 1:
-            raise RunError(
-                "A pipeline whose model has DTensors cannot be saved yet. Keep pipe.full_state_dict(), "
-                "compile the model again, and give it the values with pipe.load_state_dict(…)."
-            )
         self.check_alike()
         forward = None if self.evaluation is None else self.evaluation.artifact
         draw = self._write_views if self.graph is not None else None
         target = files.as_path(path, "pipe.save")
         save(self.artifact, forward, self.model_state, self.step_number, target, draw)
-
-    def check(self) -> Certificate:
-        """Check the programs of all ranks, as they are now, against the captured step (docs/certificate.md).
-
-        It runs their text, not on tensors but on terms.  Raises RunError on other ranks than the first, which
-        alone has all programs, and for a pipeline that was saved by an earlier version.
-        """
-        if self.process is not None and not self.process.leads:
-            raise RunError("Rank 0 alone has the programs of all ranks: call check() there.")
-        return check_artifact(self.artifact)
-
-    def explain(self) -> None:
-        """Print the reasons for the schedule: the candidates of ``schedule="auto"``, the fastest first, with
-        each one's step, peak memory, and offloaded and recomputed values."""
-        from rich.console import Console  # imported here, as training does not need it
-
-        from fxpipe.viz.explanation import explain
-
-        explain(self.plan, Console(markup=False, emoji=False))
-
-    def draw(self, path: str | Path, expand: tuple[int, str] | None = None, *, steps: int = 1) -> list[Path]:
-        """Write pictures of the graph and of the schedule into a directory; return the files.
-
-        expand: (stage, phase), say ``(1, "B")``: one section, drawn node by node as well.
-        steps: the schedule of so many steps; more than one are such as repeat, with the updates behind them.
-        """
-        from fxpipe.cost.nodes import node_flops
-        from fxpipe.viz.pictures import draw
-
-        directory = files.as_path(path, "pipe.draw")
-        with files.writing(directory):
-            return draw(self, directory, node_flops, expand, steps)
-
-    def report(self, path: str | Path) -> Path:
-        """Write everything known about the pipeline as one HTML file that needs no network; return the file.
-
-        It has the timeline of all ranks with what each waits for, memory by kind, the graph, stages, links
-        and candidates (docs/report.md).  A loaded pipeline's has the measured step beside the predicted one,
-        if one was recorded in its directory.
-        """
-        from fxpipe.viz.report.write import live_source, write_report
-
-        return write_report(live_source(self), Path(path))
-
-    def trace(self, path: str | Path) -> Path:
-        """Write the predicted step, and the recorded one if there is one, as a trace for Perfetto; return the
-        file."""
-        from fxpipe.viz.report.write import live_source
-        from fxpipe.viz.trace import write_trace
-
-        return write_trace(live_source(self), Path(path))
-
-    def _write_views(self, directory: Path) -> None:
-        """What ``save`` writes to be looked at: the pictures, and the graph for the report."""
-        from fxpipe.viz.report.graph_record import graph_record, write_graph
-
-        self.draw(directory)
-        assert self.graph is not None, "a pipeline without a graph has no views"
-        write_graph(graph_record(self.graph, self.sections, self.plan), directory)
 
 
 def _loss(result: StepResult) -> torch.Tensor:

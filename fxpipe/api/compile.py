@@ -1,48 +1,50 @@
-"""The public functions: compile a model, and load a saved pipeline."""
+"""``fxpipe.compile``: a model into one program per rank, on rank 0 for all ranks."""
 
 from __future__ import annotations
 
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from rich.console import Console
 from torch import nn
-from torch.nn.parameter import is_lazy
 
+from fxpipe.api.alike import arguments_of, check_lanes
+from fxpipe.api.held import held_of
+from fxpipe.api.pipeline import Pipeline
+from fxpipe.compiler.compilation import Compilation
+from fxpipe.compiler.compile import Compiled, compile_model, last_lane_as_text
+from fxpipe.compiler.evaluation import compile_evaluation
+from fxpipe.compiler.mesh import MeshChoice, checked, choose_mesh, with_mesh
+from fxpipe.compiler.mesh_request import request_of, rows_of
+from fxpipe.compiler.options import Offload, Options, as_offload, limit_of, names_of
+from fxpipe.compiler.options import check as check_options
+from fxpipe.compiler.progress import Phases
+from fxpipe.cost.describe import described_everywhere
+from fxpipe.cost.device import Device
 from fxpipe.errors import CaptureError, FxpipeError
-from fxpipe.pipeline import Pipeline
 from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact, Plan
-from fxpipe.plan.dtensors import is_dtensor, local
-from fxpipe.plan.kept import kept_tensors
-from fxpipe.plan.number import number
-from fxpipe.plan.rows import whole, whole_name
+from fxpipe.plan.dtensors import mesh_of
+from fxpipe.plan.meshes import Mesh, TriedMesh
 from fxpipe.plan.step import Shard
-from fxpipe.plan.tensors import in_strides
-from fxpipe.runtime.job.failure import in_short
 from fxpipe.runtime.job.mesh import ranks_and_replicas
-from fxpipe.runtime.job.process import Process, agreed, as_timeout, own_ranks, under_torchrun
+from fxpipe.runtime.job.process import Process, agreed, as_timeout, under_torchrun
+from fxpipe.runtime.job.tracebacks import brief
 from fxpipe.runtime.program.accelerator import check_supported, default_device
-from fxpipe.runtime.program.batch import batch_leaves
 from fxpipe.runtime.program.offload import check_tier
+from fxpipe.schedule.formats.handwritten import is_file_name, read_schedule
 from fxpipe.schedule.ops import Schedule, Validation
-from fxpipe.tracebacks import brief
 from fxpipe.training import parts
-from fxpipe.training.accumulators import check_buckets
+from fxpipe.viz.explanation import explain
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from fxpipe.compiler.compile import Compiled
-    from fxpipe.compiler.mesh import MeshChoice
-    from fxpipe.compiler.options import Offload, Options
-    from fxpipe.cost.device import Device
-    from fxpipe.plan.meshes import Mesh, TriedMesh
 
 
 @brief
@@ -91,9 +93,10 @@ def compile(
     model: any module, on the CPU, a GPU, or the meta device; it is not changed.  With DTensors, as torch's
         ``parallelize_module`` makes them, each rank has as many processes as their mesh (docs/lanes.md).
     example: one microbatch, a mapping of keyword arguments, or a tuple or list of arguments.
-    ranks: of a pipeline, a process each; or a DeviceMesh of (replicas, ranks), or of the ranks of a replica.
-        By default the compiler chooses ranks and replicas, the fastest mesh within ``memory_limit``, for so
-        many ``devices`` (those that torchrun started) and a ``batch`` (docs/mesh.md).
+    ranks: of a pipeline, a process each; or a DeviceMesh of (replicas, ranks), or of the ranks of a replica;
+        with DTensors it may have their lanes as one more dimension, the last.  By default the compiler
+        chooses ranks and replicas, the fastest mesh within ``memory_limit``, for so many ``devices`` (those
+        that torchrun started) and a ``batch`` (docs/mesh.md).
     replicas: the number of pipelines that train together, each on its own rows (docs/mesh.md); by default as
         many as torchrun started processes for.  ``run_local`` runs so many, 1 by default.
     shard: what the replicas divide between them: ``"optimizer"``, its state (ZeRO 1), ``"gradients"``, these
@@ -114,7 +117,8 @@ def compile(
         have it; ``pipe.optimizer`` hands them over in the dtype of what it updates.
     outputs: names of values that ``pipe.step(batch, outputs=[…])`` can give beside the loss: tensors in the
         model's output (``"logits"``, ``"0"`` of a tuple, ``"losses.ce"``; ``"output"`` if it is one tensor),
-        metrics of ``loss_fn``, and ``"loss"`` and ``"count"``, those of each microbatch.
+        metrics of ``loss_fn``, ``"loss"`` and ``"count"``, those of each microbatch, and the results of
+        modules by their paths (``"blocks.3"``; ``"norm#1"`` of the second call).
     evaluation: also make the programs of ``pipe.evaluate``, the forward in eval mode alone, for the same
         ranks, which hold its tensors already.  The model is traced once more.
     seed: of the random ops; their numbers depend on it, the step and the microbatch alone.
@@ -176,31 +180,21 @@ def compile(
     do, and RunError where the number of processes is no multiple of ``ranks``, or not that of ``replicas`` *
     ``ranks``.
     """
-    # Imported here, as ``load`` needs neither the compiler nor the schedule search with its compiled kernels.
-    from fxpipe.capture.call import check_call
-    from fxpipe.capture.dtensors import mesh_of
-    from fxpipe.compiler.compile import compile_evaluation, compile_model, last_lane_as_text
-    from fxpipe.compiler.mesh import checked, choose_mesh, with_mesh
-    from fxpipe.compiler.mesh_request import request_of, rows_of
-    from fxpipe.compiler.options import Options, as_offload, limit_of, names_of
-    from fxpipe.compiler.options import check as check_options
-    from fxpipe.compiler.progress import Phases
-    from fxpipe.schedule.formats.handwritten import is_file_name, read_schedule
-
     if not isinstance(model, nn.Module):
         raise CaptureError(f"The model is a {type(model).__name__}; fxpipe compiles an nn.Module.")
     device = _device_of(model)
     check_supported(device)
-    pipeline_ranks, replicas = ranks_and_replicas(ranks, replicas)
-    limit = as_timeout(timeout)
-    process = Process.join(device, limit) if under_torchrun() else None
     mesh = mesh_of(model)
     lanes = 1 if mesh is None else mesh.size()
+    pipeline_ranks, replicas = ranks_and_replicas(ranks, replicas, lanes)
+    limit = as_timeout(timeout)
+    process = Process.join(device, limit) if under_torchrun() else None
     if process is not None:
         unknown = process.world_size // lanes, None
-        given = unknown if pipeline_ranks is None else (pipeline_ranks, replicas)
-        process = process.with_ranks(*given, lanes)
-        process.check_mesh(mesh)
+        numbers = unknown if pipeline_ranks is None else (pipeline_ranks, replicas)
+        process = process.with_ranks(*numbers, lanes)
+        with process.agreed("use the mesh of its model"):
+            process.check_mesh(mesh)
         process.backend(device)
     with agreed(process, "compile"):
         world = None if process is None else process.world_size // lanes
@@ -250,50 +244,56 @@ def compile(
             options = with_mesh(options, wanted[0].mesh)
         if options.offload.share is not None:
             check_tier(options.tier, device, options.offload_directory)
-        own = {} if process is None else _arguments(model, example, loss_fn, options)
+        own = {} if process is None else arguments_of(model, example, loss_fn, options)
         own["mesh"] = repr((devices, *asked))
     if process is not None:
         process.check_alike(own, "the arguments of fxpipe.compile", "Call it with the same on all ranks.")
 
+    given = Compilation(model, example, loss_fn, options, device)
     if process is not None and process.lanes > 1:
-        _check_lanes(process, lambda: last_lane_as_text(model, example, loss_fn, options, device))
+        check_lanes(process, lambda: last_lane_as_text(given))
 
     choice: MeshChoice | None = None
     if len(wanted) > 1:
 
         def chosen() -> MeshChoice:
             phases = Phases(f"fxpipe {type(model).__name__}, mesh", ends=False)
-            return choose_mesh(model, example, loss_fn, options, wanted, device, phases)
+            return choose_mesh(given, wanted, phases)
 
         found, choice = _mesh_for_all(chosen, process)
         options = with_mesh(options, found)
+        given = replace(given, options=options)
     if process is not None and request is not None:
         process = process.with_ranks(options.ranks, options.replicas, lanes)
 
-    known: tuple[Device, ...] = ()
+    known: list[list[Device]] = []
     if process is not None and costs == "analytic" and process.has_different_devices(device):
-        from fxpipe.cost.describe import described_everywhere
+        devices_of_all = described_everywhere(device, process.gather)
+        known = [[devices_of_all[k] for k in process.that_run(rank)] for rank in range(process.ranks)]
 
-        known = described_everywhere(device, process.gather)
-
-    def compiled_here() -> tuple[Compiled, Artifact | None]:
-        check_call(model, example, loss_fn)
-        given = model, example, loss_fn, options, device, Phases(f"fxpipe {type(model).__name__}")
+    def compiled_here() -> tuple[Compiled, list[Artifact]]:
+        phases = Phases(f"fxpipe {type(model).__name__}")
         compared = (None, ()) if choice is None else (choice.step, choice.tried)
-        training = compile_model(*given, known, *compared)
-        return training, compile_evaluation(*given, training) if evaluation else None
+        training = compile_model(given, phases, known, *compared)
+        made = [training.artifact, *([compile_evaluation(given, phases, training)] if evaluation else [])]
+        for artifact in made if process is not None else ():
+            files.check_dtypes(artifact.constants)
+        return training, made
 
     compiled: Compiled | None = None
-    forward: Artifact | None = None
-    if process is None or process.leads:
-        compiled, forward = compiled_here() if process is None else _compiled_for_all(compiled_here, process)
-        artifact = compiled.artifact
+    if process is None:
+        compiled, artifacts = compiled_here()
+    elif process.leads:
+        compiled, artifacts = parts.made_first(compiled_here, process)
+        parts.send_artifacts(artifacts, process)
     else:
-        artifact, forward = _received(process)
+        process.wait_for_first()
+        artifacts = parts.received_artifacts(process)
+    artifact, *forward = artifacts
     if compiled is not None and artifact.plan.tried:
         _explain_on_terminal(artifact.plan)
     with agreed(process, "compile"):
-        parameters, buffers = _held_of(model, artifact.plan, None if process is None else process.rank)
+        parameters, buffers = held_of(model, artifact.plan, None if process is None else process.rank)
     pipe = Pipeline(
         artifact=artifact,
         parameters=parameters,
@@ -305,175 +305,11 @@ def compile(
         sections=compiled.sections if compiled else (),
         offload_directory=options.offload_directory,
     )
-    pipe = pipe if forward is None else pipe.with_evaluation(forward)
+    pipe = pipe.with_evaluation(forward[0]) if forward else pipe
     if process is not None:
         weakref.finalize(model, pipe.let_model_go).atexit = False
     pipe.share_values()
     return pipe
-
-
-@brief
-def load(
-    path: str | Path,
-    *,
-    offload_directory: str | Path | None = None,
-    timeout: float | timedelta | None = None,
-) -> Pipeline:
-    """Load a saved pipeline with its weights; its programs run as they are now, edits included.
-
-    A saved pipeline is a program: run only what you trust.  Loading checks all of its files and runs none of
-    them; ``step`` and ``run_local`` run the programs with all that your user may do.
-
-    offload_directory: as for ``compile``, where the pipeline offloads to disk.
-    timeout: as for ``compile``.
-
-    Under torchrun all ranks must call it, and each loads the weights that it holds.  Warns of a program that
-    was edited since it was saved, and of weights that were replaced.  Raises ArtifactError, naming file and
-    field, for a directory that holds no pipeline, is cut short or damaged, or was written by another version.
-    """
-    directory, limit = files.as_path(path, "fxpipe.load").absolute(), as_timeout(timeout)
-    device = default_device()
-    process = Process.join(device, limit) if under_torchrun() else None
-    if process is not None:
-        process.backend(device)
-    leads = process is None or process.leads
-    with agreed(process, f"load {directory}"):
-        texts = files.plan_texts(directory)
-        plans = files.checked_plans(texts) if leads else []
-    if process is None:
-        artifacts = [Artifact(plan, (), {}, plan.number) for plan in plans]
-    else:
-        process.check_same(files.checksum_of(texts), f"{directory / 'plan.json'}")
-        artifacts = parts.share_plans(plans, process)
-        process = process.with_ranks(artifacts[0].plan.ranks)
-    plan = artifacts[0].plan
-    own = own_ranks(process, plan.ranks)
-    with agreed(process, f"load {directory}"):
-        programs = range(plan.ranks) if leads else own  # rank 0 saves those of all
-        artifact, *forward = (
-            replace(
-                artifact,
-                programs=files.read_programs(path, artifact.plan, programs),
-                captured=files.read_captured(path) if leads else "",
-            )
-            for path, artifact in zip(texts, artifacts, strict=True)
-        )
-        parameters, buffers, constants = _read_tensors(directory, plan, process, device)
-        step_number = files.read_step_number(directory, own[0])
-        if process is not None and process.replicas > 1:
-            check_buckets(plan)
-        evaluation = files.evaluation_directory(directory)
-        forward = [replace(a, constants=files.read_constants(evaluation, a.plan, own)) for a in forward]
-    pipe = Pipeline(
-        replace(artifact, constants=constants),
-        parameters,
-        buffers,
-        device,
-        None if process is None else process.for_pipeline(plan.model),
-        directory=directory,
-        offload_directory=None if offload_directory is None else Path(offload_directory),
-        first_step=step_number,
-    )
-    pipe = pipe.with_evaluation(forward[0]) if forward else pipe
-    pipe.share_values()
-    return pipe
-
-
-def _arguments(
-    model: nn.Module, example: Any, loss_fn: Callable[..., Any] | None, options: Options
-) -> dict[str, str]:
-    """What all ranks must compile alike, as texts by name; all but values."""
-    own = {f.name: repr(getattr(options, f.name)) for f in fields(options) if f.name not in _OWN}
-    own["offload"] = repr(replace(options.offload, directory=None))
-    own["loss_fn"] = getattr(loss_fn, "__qualname__", type(loss_fn).__name__)
-    for name, value in batch_leaves(example):
-        is_tensor = isinstance(value, torch.Tensor)
-        own[f"example.{name}"] = f"{value.dtype} {tuple(value.shape)}" if is_tensor else repr(value)
-    own["model"] = type(model).__qualname__
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        frozen = ", frozen" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
-        shape = "" if is_lazy(tensor) else f" {tuple(tensor.shape)}"
-        placed = f" {getattr(tensor, 'placements', '')}" if is_dtensor(tensor) else ""
-        own[f"model.{name}"] = f"{tensor.dtype}{shape}{placed}{frozen}"
-    return own
-
-
-#: Options that differ between machines.
-_OWN = ("ranks_per_machine", "offload")
-
-
-def _check_lanes(process: Process, traced: Callable[[], str]) -> None:
-    """Raise CaptureError on all processes unless the model of the first, as the last lane of its rank would
-    run it, is what the model of that lane runs: code may have kept the number of its process."""
-    last, own = process.lanes - 1, b""
-    with process.agreed("trace its model"), process.unhurried():
-        if process.world_rank in (0, last):
-            own = str(number(traced().encode())).encode()
-    found = process.gather(own)
-    if found[0] != found[last]:
-        raise CaptureError(
-            f"The model of process {last}, the last lane of rank 0, runs other ops than that of process 0 "
-            "would on that lane. All lanes run one program: let a module keep neither the number of its "
-            "process nor what follows from it, and ask mesh.get_local_rank() in the forward."
-        )
-
-
-def _read_tensors(
-    directory: Path, plan: Plan, process: Process | None, device: torch.device
-) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The parameters, buffers and constants of this rank; of all ranks without torchrun."""
-    parameters: dict[str, nn.Parameter] = {}
-    buffers: dict[str, torch.Tensor] = {}
-    constants: dict[str, torch.Tensor] = {}
-    for rank in own_ranks(process, plan.ranks):
-        held = plan.tensors[rank]
-        tensors = files.read_tensors(directory, plan, rank)
-        for name in held.parameters:
-            trained = name in held.gradients
-            parameters.setdefault(name, nn.Parameter(tensors[name].to(device), requires_grad=trained))
-        buffers |= {name: tensors[name].to(device) for name in held.buffers}
-        constants |= {name: tensors[name] for name in held.constants}
-    if process is None:
-        joined = whole(parameters).items()
-        parameters = {
-            name: nn.Parameter(in_strides(t.detach(), plan.layouts[name].stride), t.requires_grad)
-            for name, t in joined
-        }
-    return parameters, buffers, constants
-
-
-def _held_of(
-    model: nn.Module, plan: Plan, rank: int | None
-) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor]]:
-    """The parameters and buffers of the model that a rank needs; of all ranks, with None."""
-    needed = plan.tensors if rank is None else (plan.tensors[rank],)
-    names = {name for held in needed for name in held.state}
-    names |= set(map(whole_name, names))
-    # Frozen parameters that the step changes are buffers of the pipeline.
-    changed = {name for held in plan.tensors for name in held.buffers}
-    registered = (*model.named_parameters(), *model.named_buffers())
-    held = {n: _held_part(n, t, plan, rank is None) for n, t in registered if n in names}
-    trained = {n for n, _ in model.named_parameters()} - changed
-    parameters: dict[str, Any] = {n: t for n, t in held.items() if n in trained}
-    buffers = {n: t for n, t in held.items() if n not in trained}
-    kept = {n for held in needed for n in held.buffers} - buffers.keys()
-    buffers |= kept_tensors(model, kept)
-    if missing := kept - buffers.keys():
-        raise CaptureError(
-            f"The model of this rank has no {min(missing)}, which that of rank 0 keeps. Run the model on one "
-            "batch on all ranks before you compile it."
-        )
-    return parameters, buffers
-
-
-def _held_part(name: str, tensor: torch.Tensor, plan: Plan, alone: bool) -> torch.Tensor:
-    """Of a DTensor the part of this process; the whole of it, without values yet, where it runs all lanes."""
-    if not is_dtensor(tensor):
-        return tensor
-    part = local(tensor).detach()
-    if alone and name in plan.lanes.shards:
-        part = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return nn.Parameter(part, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else part
 
 
 def _torchrun_ranks(lanes: int = 1) -> int | None:
@@ -483,10 +319,6 @@ def _torchrun_ranks(lanes: int = 1) -> int | None:
 
 
 def _explain_on_terminal(plan: Plan) -> None:
-    from rich.console import Console
-
-    from fxpipe.viz.explanation import explain
-
     console = Console(stderr=True, markup=False, emoji=False)
     if console.is_terminal:
         explain(plan, console)
@@ -502,46 +334,16 @@ def _device_of(model: nn.Module) -> torch.device:
     return devices.pop() if devices else default_device()
 
 
-def _compiled_for_all(
-    build: Callable[[], tuple[Compiled, Artifact | None]], process: Process
-) -> tuple[Compiled, Artifact | None]:
-    """The compilation on rank 0, which sends the others their parts of its artifacts."""
-    try:
-        compiled, forward = build()
-        artifacts = [compiled.artifact, *filter(None, [forward])]
-        for artifact in artifacts:
-            files.check_dtypes(artifact.constants)
-    except Exception as error:  # the model's own code may raise anything
-        process.first_is_ready()
-        parts.send_error(in_short(error), process)
-        raise
-    process.first_is_ready()
-    parts.send_artifacts(artifacts, process)
-    return compiled, forward
-
-
 def _mesh_for_all(
     choose: Callable[[], MeshChoice], process: Process | None
 ) -> tuple[Mesh, MeshChoice | None]:
     """The mesh that rank 0 chooses, and on it the whole choice."""
-    if process is not None and not process.leads:
+    if process is None:
+        choice = choose()
+    elif process.leads:
+        choice = parts.made_first(choose, process)
+        parts.send_mesh(choice.mesh, process)
+    else:
         process.wait_for_first()
         return parts.received_mesh(process), None
-    try:
-        choice = choose()
-    except Exception as error:  # the model's own code may raise anything
-        if process is not None:
-            process.first_is_ready()
-            parts.send_error(in_short(error), process)
-        raise
-    if process is not None:
-        process.first_is_ready()
-        parts.send_mesh(choice.mesh, process)
     return choice.mesh, choice
-
-
-def _received(process: Process) -> tuple[Artifact, Artifact | None]:
-    """This rank's part of rank 0's artifacts.  Raises RunError if it could not compile the model."""
-    process.wait_for_first()
-    artifact, *forward = parts.received_artifacts(process)
-    return artifact, forward[0] if forward else None

@@ -1,0 +1,57 @@
+"""What all ranks must compile alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from fxpipe.compiler.options import Options
+from fxpipe.errors import CaptureError
+from fxpipe.plan.dtensors import is_dtensor
+from fxpipe.plan.number import number
+from fxpipe.runtime.job.process import Process
+from fxpipe.runtime.program.batch import batch_leaves
+
+
+def arguments_of(
+    model: nn.Module, example: Any, loss_fn: Callable[..., Any] | None, options: Options
+) -> dict[str, str]:
+    """What all ranks must compile alike, as texts by name; all but values."""
+    own = {f.name: repr(getattr(options, f.name)) for f in fields(options) if f.name not in _OWN}
+    own["offload"] = repr(replace(options.offload, directory=None))
+    own["loss_fn"] = getattr(loss_fn, "__qualname__", type(loss_fn).__name__)
+    for name, value in batch_leaves(example):
+        is_tensor = isinstance(value, torch.Tensor)
+        own[f"example.{name}"] = f"{value.dtype} {tuple(value.shape)}" if is_tensor else repr(value)
+    own["model"] = type(model).__qualname__
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        frozen = ", frozen" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
+        shape = "" if is_lazy(tensor) else f" {tuple(tensor.shape)}"
+        placed = f" {getattr(tensor, 'placements', '')}" if is_dtensor(tensor) else ""
+        own[f"model.{name}"] = f"{tensor.dtype}{shape}{placed}{frozen}"
+    return own
+
+
+#: Options that differ between machines.
+_OWN = ("ranks_per_machine", "offload")
+
+
+def check_lanes(process: Process, traced: Callable[[], str]) -> None:
+    """Raise CaptureError on all processes unless the model of the first, as the last lane of its rank would
+    run it, is what the model of that lane runs: code may have kept the number of its process."""
+    last, own = process.lanes - 1, b""
+    with process.agreed("trace its model"), process.unhurried():
+        if process.world_rank in (0, last):
+            own = str(number(traced().encode())).encode()
+    found = process.gather(own)
+    if found[0] != found[last]:
+        raise CaptureError(
+            f"The model of process {last}, the last lane of rank 0, runs other ops than that of process 0 "
+            "would on that lane. All lanes run one program: let a module keep neither the number of its "
+            "process nor what follows from it, and ask mesh.get_local_rank() in the forward."
+        )

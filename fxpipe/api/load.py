@@ -1,0 +1,112 @@
+"""``fxpipe.load``: a saved pipeline, with its weights and its programs as they are now."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fxpipe.api.pipeline import Pipeline
+from fxpipe.plan import files
+from fxpipe.plan.artifact import Artifact, Plan
+from fxpipe.plan.rows import whole
+from fxpipe.plan.tensors import in_strides
+from fxpipe.runtime.job.process import Process, agreed, as_timeout, own_ranks, under_torchrun
+from fxpipe.runtime.job.tracebacks import brief
+from fxpipe.runtime.program.accelerator import default_device
+from fxpipe.training import parts
+from fxpipe.training.accumulators import check_buckets
+
+
+@brief
+def load(
+    path: str | Path,
+    *,
+    offload_directory: str | Path | None = None,
+    timeout: float | timedelta | None = None,
+) -> Pipeline:
+    """Load a saved pipeline with its weights; its programs run as they are now, edits included.
+
+    A saved pipeline is a program: run only what you trust.  Loading checks all of its files and runs none of
+    them; ``step`` and ``run_local`` run the programs with all that your user may do.
+
+    offload_directory: as for ``compile``, where the pipeline offloads to disk.
+    timeout: as for ``compile``.
+
+    Under torchrun all ranks must call it, and each loads the weights that it holds.  Warns of a program that
+    was edited since it was saved, and of weights that were replaced.  Raises ArtifactError, naming file and
+    field, for a directory that holds no pipeline, is cut short or damaged, or was written by another version.
+    """
+    directory, limit = files.as_path(path, "fxpipe.load").absolute(), as_timeout(timeout)
+    device = default_device()
+    process = Process.join(device, limit) if under_torchrun() else None
+    if process is not None:
+        process.backend(device)
+    leads = process is None or process.leads
+    with agreed(process, f"load {directory}"):
+        texts = files.plan_texts(directory)
+        plans = files.checked_plans(texts) if leads else []
+    if process is None:
+        artifacts = [Artifact(plan, (), {}, plan.number) for plan in plans]
+    else:
+        process.check_same(files.checksum_of(texts), f"{directory / 'plan.json'}")
+        artifacts = parts.share_plans(plans, process)
+        process = process.with_ranks(artifacts[0].plan.ranks, lanes=artifacts[0].plan.lanes.number)
+    plan = artifacts[0].plan
+    own = own_ranks(process, plan.ranks)
+    with agreed(process, f"load {directory}"):
+        programs = range(plan.ranks) if leads else own  # rank 0 saves those of all
+        artifact, *forward = (
+            replace(
+                artifact,
+                programs=files.read_programs(path, artifact.plan, programs),
+                captured=files.read_captured(path) if leads else "",
+            )
+            for path, artifact in zip(texts, artifacts, strict=True)
+        )
+        parameters, buffers, constants = _read_tensors(directory, plan, process, device)
+        step_number = files.read_step_number(directory, own[0])
+        if process is not None and process.replicas > 1:
+            check_buckets(plan)
+        evaluation = files.evaluation_directory(directory)
+        forward = [replace(a, constants=files.read_constants(evaluation, a.plan, own)) for a in forward]
+    pipe = Pipeline(
+        replace(artifact, constants=constants),
+        parameters,
+        buffers,
+        device,
+        None if process is None else process.for_pipeline(plan.model),
+        directory=directory,
+        offload_directory=None if offload_directory is None else Path(offload_directory),
+        first_step=step_number,
+    )
+    pipe = pipe.with_evaluation(forward[0]) if forward else pipe
+    pipe.share_values()
+    return pipe
+
+
+def _read_tensors(
+    directory: Path, plan: Plan, process: Process | None, device: torch.device
+) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The parameters, buffers and constants of this rank; of all ranks without torchrun."""
+    parameters: dict[str, nn.Parameter] = {}
+    buffers: dict[str, torch.Tensor] = {}
+    constants: dict[str, torch.Tensor] = {}
+    for rank in own_ranks(process, plan.ranks):
+        held = plan.tensors[rank]
+        tensors = files.read_tensors(directory, plan, rank, lane=None if process is None else process.lane)
+        for name in held.parameters:
+            trained = name in held.gradients
+            parameters.setdefault(name, nn.Parameter(tensors[name].to(device), requires_grad=trained))
+        buffers |= {name: tensors[name].to(device) for name in held.buffers}
+        constants |= {name: tensors[name] for name in held.constants}
+    if process is None:
+        joined = whole(parameters).items()
+        parameters = {
+            name: nn.Parameter(in_strides(t.detach(), plan.whole_layout(name).stride), t.requires_grad)
+            for name, t in joined
+        }
+    return parameters, buffers, constants

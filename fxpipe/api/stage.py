@@ -1,0 +1,41 @@
+"""A stage of a pipeline, as a user sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from fxpipe.cost.plan_costs import expressions, known_work
+from fxpipe.ir.graph import Section
+from fxpipe.plan.work import Expressions, PlanWork
+from fxpipe.schedule.costs import StageCost
+from fxpipe.units import bytes_text, seconds_text
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Stage:
+    """One stage: the names of its parameters, the costs with which the schedule was made, and its sections
+    (none if the pipeline was loaded, or compiled by another rank)."""
+
+    index: int
+    rank: int
+    parameters: tuple[str, ...]
+    costs: StageCost
+    sections: tuple[Section, ...]
+    work: PlanWork | None
+
+    @cached_property
+    def expressions(self) -> Expressions:
+        """The costs as sympy expressions of the named lengths.
+
+        Raises SizeError where the pipeline was compiled without ``dimensions``.
+        """
+        return expressions(known_work(self.work), self.index)
+
+    def __repr__(self) -> str:
+        cost = self.costs
+        f, b, w = map(seconds_text, (cost.forward, cost.backward, cost.weight))
+        return (
+            f"Stage({self.index}, rank {self.rank}: {len(self.parameters)} parameters; F {f}, B {b}, W {w}; "
+            f"saves {bytes_text(cost.saved_activations)} a microbatch)"
+        )

@@ -1,0 +1,221 @@
+"""What a pipeline shows of itself: its plan, stages and predictions, pictures, a report and a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch import fx
+
+from fxpipe.api.stage import Stage
+from fxpipe.certificate.check import check_artifact
+from fxpipe.certificate.problems import Certificate
+from fxpipe.cost.plan_costs import costs_of
+from fxpipe.errors import RunError
+from fxpipe.ir.graph import Section
+from fxpipe.plan import files
+from fxpipe.plan.artifact import Artifact, Plan, Validation
+from fxpipe.plan.memory import rank_memory
+from fxpipe.runtime.job.process import Process
+from fxpipe.runtime.job.tracebacks import brief_methods
+from fxpipe.schedule.ops import Schedule
+from fxpipe.schedule.simulation.simulator import simulate
+from fxpipe.schedule.simulation.steps import Steps, simulate_steps
+from fxpipe.schedule.simulation.timeline import Timeline
+
+#: What the classes of fxpipe use of a pipeline, and its users do not.
+_INTERNAL = {
+    "artifact", "directory", "first_step", "is_evaluation", "let_model_go", "model_state", "of",
+    "offload_directory", "process", "updates", "with_evaluation",
+}  # fmt: skip
+
+if TYPE_CHECKING:
+    from fxpipe.viz.report.write import Source
+
+
+@brief_methods
+class Views:
+    """``graph``, ``sections``: of the captured step; none if the pipeline was loaded, or compiled by another
+    rank."""
+
+    artifact: Artifact
+    graph: fx.Graph | None
+    sections: tuple[Section, ...]
+    directory: Path | None
+    process: Process | None
+
+    def __repr__(self) -> str:
+        from fxpipe.viz.summary import summary
+
+        lines = summary(self.artifact.plan)
+        if self.process is not None:
+            lines.append(f"this process is rank {self.process.rank} of replica {self.process.replica}")
+        return "\n  ".join([f"Pipeline of {lines[0]}", *lines[1:]])
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the same with the memory of each rank."""
+        from fxpipe.viz.summary import as_html, memory_rows, summary
+
+        plan = self.artifact.plan
+        memory = rank_memory(plan, plan.prediction.peak_memory)
+        return as_html(summary(plan), memory_rows(memory, plan.memory_limit))
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in _INTERNAL]
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        raise RunError(
+            "A pipeline is not called like a model: pipe.step(batch) trains under torchrun, "
+            "pipe.run_local(batch) runs all ranks here, pipe.evaluate(batch) gives the loss alone."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RunError(
+            "A pipeline cannot be pickled or copied, as torch.save and copy.deepcopy do: pipe.save(path) "
+            "writes it for fxpipe.load(path), and pipe.state_dict() has its weights."
+        )
+
+    @property
+    def plan(self) -> Plan:
+        """All decisions and predictions; under torchrun the ops of other ranks are fetched here, once."""
+        return self.artifact.whole_plan
+
+    @property
+    def replicas(self) -> int:
+        """The number of replicas that train together: of processes, or of those of ``run_local``."""
+        return self.artifact.plan.replicas if self.process is None else self.process.replicas
+
+    @property
+    def replica(self) -> int:
+        """The number of the replica that this process belongs to: it takes the rows of that."""
+        return 0 if self.process is None else self.process.replica
+
+    @property
+    def lanes(self) -> int:
+        """The number of processes that share each op of a rank: 1 of a model without DTensors."""
+        return self.artifact.plan.lanes.number
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        plan = self.artifact.plan
+        return tuple(
+            Stage(
+                s.stage,
+                s.rank,
+                s.parameters,
+                cost,
+                tuple(x for x in self.sections if x.stage == s.stage),
+                plan.work,
+            )
+            for s, cost in zip(plan.stages, plan.costs.stages, strict=True)
+        )
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.plan.ordered
+
+    def simulate(self, sizes: Mapping[str, int] | None = None, *, device: str | None = None) -> Timeline:
+        """Simulate the step: times, bubbles and the bytes that each rank holds between ops.
+
+        sizes: other lengths than the example's, ``{"microbatch": 2, "sequence": 4096}``; the names
+            must be in ``dimensions`` of ``compile``.  Stages and schedule do not change.
+        device: the name of a device, ``"B200"``: the analytic times on it.  Needs ``dimensions`` too ({} is
+            enough).
+        Raises SizeError for an unknown name and for a length below one, ScheduleError for an unknown device.
+        """
+        return simulate(self.schedule, costs_of(self.plan, sizes, device))
+
+    def simulate_steps(
+        self,
+        steps: int = 1,
+        *,
+        validation: Validation | None = None,
+        sizes: Mapping[str, int] | None = None,
+        device: str | None = None,
+    ) -> Steps:
+        """Simulate steps one behind the other, with the updates between them: ``.period`` is the seconds a
+        step once they repeat (docs/steps.md).
+
+        steps: at least so many.  validation: by default the one that the pipeline was compiled for.
+        sizes, device: as for ``simulate``, which raises the same errors.
+        """
+        plan = self.plan
+        return simulate_steps(
+            plan.ordered, costs_of(plan, sizes, device), validation or plan.validation, steps
+        )
+
+    def leaves(self, rank: int | None = None) -> tuple[str, ...]:
+        """The names of the leaves of a batch that a rank needs (by default this process's); its batches may
+        lack the others."""
+        if rank is None:
+            rank = 0 if self.process is None else self.process.rank
+        return self.artifact.plan.step.leaves[rank]
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The names of the outputs that a step can be asked for: those of ``compile(…, outputs=[…])``."""
+        return tuple(output.name for output in self.artifact.plan.step.outputs)
+
+    def check(self) -> Certificate:
+        """Check the programs of all ranks, as they are now, against the captured step (docs/certificate.md).
+
+        It runs their text, not on tensors but on terms.  Raises RunError on other ranks than the first, which
+        alone has all programs, and for a pipeline that was saved by an earlier version.
+        """
+        if self.process is not None and not self.process.leads:
+            raise RunError("Rank 0 alone has the programs of all ranks: call check() there.")
+        return check_artifact(self.artifact)
+
+    def explain(self) -> None:
+        """Print the reasons for the schedule: the candidates of ``schedule="auto"``, the fastest first, with
+        each one's step, peak memory, and offloaded and recomputed values."""
+        from rich.console import Console  # imported here, as training does not need it
+
+        from fxpipe.viz.explanation import explain
+
+        explain(self.plan, Console(markup=False, emoji=False))
+
+    def draw(self, path: str | Path, expand: tuple[int, str] | None = None, *, steps: int = 1) -> list[Path]:
+        """Write pictures of the graph and of the schedule into a directory; return the files.
+
+        expand: (stage, phase), say ``(1, "B")``: one section, drawn node by node as well.
+        steps: the schedule of so many steps; more than one are such as repeat, with the updates behind them.
+        """
+        from fxpipe.viz.pictures import draw
+
+        directory = files.as_path(path, "pipe.draw")
+        shown = self.simulate() if steps == 1 else self.simulate_steps(steps + 1).last(steps)
+        with files.writing(directory):
+            return draw(self.plan, self.graph, self.sections, shown, directory, expand)
+
+    def report(self, path: str | Path) -> Path:
+        """Write everything known about the pipeline as one HTML file that needs no network; return the file.
+
+        It has the timeline of all ranks with what each waits for, memory by kind, the graph, stages, links
+        and candidates (docs/report.md).  A loaded pipeline's has the measured step beside the predicted one,
+        if one was recorded in its directory.
+        """
+        from fxpipe.viz.report.write import write_report
+
+        return write_report(self._source(), Path(path))
+
+    def trace(self, path: str | Path) -> Path:
+        """Write the predicted step, and the recorded one if there is one, as a trace for Perfetto; return the
+        file."""
+        from fxpipe.viz.trace import write_trace
+
+        return write_trace(self._source(), Path(path))
+
+    def _source(self) -> Source:
+        from fxpipe.viz.report.write import live_source
+
+        return live_source(self.plan, self.artifact.programs, self.graph, self.sections, self.directory)
+
+    def _write_views(self, directory: Path) -> None:
+        """What ``save`` writes to be looked at: the pictures, and the graph for the report."""
+        from fxpipe.viz.report.graph_record import graph_record, write_graph
+
+        self.draw(directory)
+        assert self.graph is not None, "a pipeline without a graph has no views"
+        write_graph(graph_record(self.graph, self.sections, self.plan), directory)

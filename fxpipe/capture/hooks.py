@@ -1,0 +1,152 @@
+"""Warns of hooks that programs do not call.
+
+A hook runs in the trace, where its ops become part of the step: one that changes a value does so in every
+step.  Nothing else of a hook is in a program: what it stores, prints, counts or asserts happened once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxpipe.capture.functional import is_mutating
+from fxpipe.capture.registered import Registered
+from fxpipe.ir import compat
+from fxpipe.runtime.torch_private import function_name, unwrapped
+
+_TORCH = str(Path(torch.__file__).parent)
+
+
+@dataclass(eq=False)
+class _Hook:
+    """A hook, called in its place.  ``owner``: what it is registered on, as text.
+
+    ``nodes``: of its ops.  ``returned``: whether it gave another value for what it was called with.
+    """
+
+    kind: str
+    owner: str
+    function: Callable[..., Any]
+    times: int = 0
+    returned: bool = False
+    nodes: list[fx.Node] = field(default_factory=list)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.times += 1
+        last = compat.last_node() if compat.is_tracing() else None
+        result = self.function(*args, **kwargs)
+        if last is not None:
+            self.nodes += compat.nodes_after(last)
+        self.returned |= result is not None
+        return result
+
+    def __deepcopy__(self, memo: Any) -> _Hook:
+        return self  # of a module that the forward copies
+
+    def __str__(self) -> str:
+        return f"The {self.kind} {name_and_line(self.function)} of {self.owner}"
+
+
+class Hooks:
+    """While entered, notes what the hooks of a model's modules do, and those that ``noted`` is given."""
+
+    def __init__(self, model: nn.Module, gradients: bool):
+        """gradients: whether there is a backward, in which hooks could run."""
+        self._model, self._gradients = model, gradients
+        self._hooks: list[_Hook] = []
+        self._places: list[tuple[MutableMapping[int, Any], int, _Hook]] = []
+
+    def noted(self, kind: str, owner: str, function: Callable[..., Any]) -> _Hook:
+        """The hook to register instead of a function."""
+        hook = _Hook(kind, owner, function)
+        self._hooks.append(hook)
+        return hook
+
+    def follow_gradients(self, registered: Sequence[Registered], wanted: Mapping[str, torch.Tensor]) -> bool:
+        """Give the fake parameters the gradients' hooks of the real ones; whether there are any."""
+        given = [(r.name, hook) for r in registered for hook in compat.gradient_hooks(r.tensor)]
+        for name, hook in given:
+            if name in wanted:
+                wanted[name].register_hook(self.noted("hook", f"the gradient of {name}", hook))
+        return bool(given)
+
+    def __enter__(self) -> Hooks:
+        for owner, kind, hooks in self._all():
+            for number, function in [*hooks.items()]:
+                if self._gradients or not kind.startswith("backward"):
+                    hooks[number] = self.noted(kind, owner, function)
+                    self._places.append((hooks, number, hooks[number]))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for hooks, number, hook in self._places:
+            if hooks.get(number) is hook:
+                hooks[number] = hook.function
+        self._places = []
+
+    def _all(self) -> Iterator[tuple[str, str, MutableMapping[int, Any]]]:
+        for kind, hooks in compat.hooks_of_all_modules().items():
+            yield "all modules", kind, hooks
+        for path, module in self._model.named_modules():
+            for kind, hooks in compat.hooks_of(module).items():
+                yield f"the module {path}" if path else "the model", kind, hooks
+
+    def warn(self, graph: fx.Graph) -> None:
+        """Warn of the hooks that leave nothing in the traced graph."""
+        live = _live(graph)
+        for hook in self._hooks:
+            if hook.times and not hook.returned and live.isdisjoint(hook.nodes):
+                _warn(
+                    f"{hook} ran in the trace alone: it changes no value, so no step calls it. What it keeps "
+                    "or prints is of the trace. Ask for a module's result by its path in outputs=[…], do the "
+                    "work outside of the step, or remove the hook."
+                )
+            elif not hook.times and not _is_torchs(hook.function):
+                _warn(f"{hook} never ran in the trace, so no step calls it. Remove it.")
+        for path, module in self._model.named_modules():
+            for kind, function in compat.state_hooks(module):
+                if not _is_torchs(function):
+                    owner = f"the module {path}" if path else "the model"
+                    _warn(
+                        f"The {kind} {name_and_line(function)} of {owner} is not called: pipe.state_dict and "
+                        "pipe.load_state_dict take tensors by their names. Call it on what they give or get."
+                    )
+
+
+def _live(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that results need, and those that write in place."""
+    todo = [graph.output_node(), *(node for node in graph.nodes if is_mutating(node))]
+    live: set[fx.Node] = set()
+    while todo:
+        node = todo.pop()
+        if node not in live:
+            live.add(node)
+            todo += node.all_input_nodes
+    return live
+
+
+def name_and_line(function: Callable[..., Any]) -> str:
+    """``collect (net.py:12)``: a function, and the line where it is defined."""
+    name = function_name(function).rpartition("<locals>.")[2].removeprefix("__main__.")
+    code = _code(function)
+    return f"{name} ({Path(code.co_filename).name}:{code.co_firstlineno})" if code is not None else name
+
+
+def _code(function: Any) -> Any:
+    found = unwrapped(function)
+    return getattr(found, "__code__", None) or getattr(type(found).__call__, "__code__", None)
+
+
+def _is_torchs(function: Any) -> bool:
+    code = _code(function)
+    return code is None or code.co_filename.startswith(_TORCH)
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=2)

@@ -1,0 +1,253 @@
+"""The function that is traced: forward, loss and backward on fake tensors.
+
+It runs them a second time, as the next step would, to see whether that runs the same ops.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.capture.activations import Activations
+from fxpipe.capture.assigned import Assigned
+from fxpipe.capture.call import arguments, described
+from fxpipe.capture.dtensors import local_gradient
+from fxpipe.capture.functional import KeepsState, check_unwritten, declare_writes
+from fxpipe.capture.hooks import Hooks
+from fxpipe.capture.inputs import Given
+from fxpipe.capture.kept import Constants, carries_gradients, with_history
+from fxpipe.capture.made import check_made
+from fxpipe.capture.provenance import Provenance
+from fxpipe.capture.questions import Questions
+from fxpipe.capture.registered import registered
+from fxpipe.capture.repeat import difference
+from fxpipe.capture.replaced import aliases, put_back, replaced_buffers
+from fxpipe.capture.replay import Run
+from fxpipe.capture.results import Results, find_results
+from fxpipe.capture.snapshot import Snapshot
+from fxpipe.capture.values import Values
+from fxpipe.errors import CaptureError
+from fxpipe.ir import compat
+from fxpipe.ir.compat import pytree
+from fxpipe.ir.graph import Kind, Origin
+from fxpipe.plan.dtensors import local
+from fxpipe.runtime.program.checks import expect_op
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """One run of the step: results, gradients and replaced buffers by name.
+
+    ``state``: the constants of modules that it replaced.
+    ``run``: without the backward, unless that runs code of the model (``backward``).
+    """
+
+    results: Results
+    gradients: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    state: dict[str, torch.Tensor]
+    backward: bool
+    run: Run
+
+
+class StepFunction:
+    """The traced function, from fake parameters, buffers and batch leaves to loss and gradients."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Any,
+        loss_fn: Any,
+        scale: float,
+        given: list[Given],
+        gradients: bool,
+        outputs: Sequence[str],
+        most_checks: float,
+        kept: Mapping[str, bool],
+    ):
+        self.model, self.loss_fn, self.scale, self.given = model, loss_fn, scale, given
+        self.hooks = Hooks(model, gradients)
+        self.gradients, self.activations = gradients, Activations(model, outputs)
+        self.fixed = {x.input.name: x.real.reshape(-1).tolist() for x in given if x.fixed}
+        self.registered = registered(model, kept)
+        self.constants = Constants(model, kept)
+        self.leaves, self.spec = pytree.tree_flatten(example)
+        self.provenance = Provenance(model, [(x.input, local(x.real)) for x in given], most_checks)
+        self.snapshot = Snapshot([], [])  # of the model, before the trace
+        self.difference = ""  # of a second run from the traced one
+        self.of_loss = ""  # while loss_fn runs: its arguments, as text
+        self.layout: dict[str, Any] = {}  # what the flat outputs of the traced graph are
+
+    def __call__(self, *values: torch.Tensor) -> list[torch.Tensor]:
+        trained = [x for x in self.given if x.input.kind is Kind.PARAMETER and x.fake.requires_grad]
+        wanted = {x.input.name: x.fake for x in trained}
+        questions = Questions(self.provenance, self.hooks)
+        questions.hooked = self.hooks.follow_gradients(self.registered, wanted)
+        with self.hooks, self.provenance, questions:
+            first = self._step(wanted, self.gradients, questions)
+        if self.provenance.answers.refused is not None:  # which the model caught
+            raise self.provenance.answers.refused
+        check_made(self.model, self.registered, self.provenance.answers)
+        declare_writes(compat.traced_graph())
+        check_unwritten(compat.traced_graph(), compat.traced_constants())
+        results, found, replaced = first.results, first.gradients, first.buffers
+        self.layout = {
+            "loss": results.loss is not None,
+            "count": results.count is not None,
+            "outputs": list(results.outputs),
+            "grads": list(found),
+            "buffers": list(replaced),
+            "aliases": aliases(self.registered, self.given, replaced, questions.assigned),
+        }
+        numbers = [x.detach() for x in (results.loss, results.count) if x is not None]
+        outputs = [x.detach() for x in results.outputs.values()]
+        flat = [*numbers, *outputs, *found.values(), *replaced.values()]
+        if not self.snapshot.is_whole or self.snapshot.is_changed():
+            reshaped = self.constants.reshaped()
+            try:
+                self.difference = self._repeat(first, flat, wanted, questions)
+                if first.state:  # the second run may have read another one, of the same value
+                    raise KeepsState("")
+            except KeepsState as error:
+                error.args = (f"{error}{reshaped}",)
+                error.names = {name: now.requires_grad for name, now in first.state.items()}
+                raise
+        return flat
+
+    def _step(self, wanted: dict[str, torch.Tensor], backward: bool, questions: Questions) -> _Step:
+        questions.assigned = Assigned()
+        results = self._forward(wanted)
+        scale = 1.0 if results.count is not None else self.scale
+        gradients: dict[str, torch.Tensor] = {}
+        if backward:
+            gradients, backward = self._gradients(results.loss, wanted, scale, questions)
+        buffers = replaced_buffers(self.registered, self.given, questions.assigned)
+        named: dict[str, torch.Tensor | None] = {"loss": results.loss, "count": results.count}
+        named |= {f"the output {name!r}": x for name, x in results.outputs.items()}
+        named |= {f"the buffer {name!r}": x for name, x in buffers.items()}
+        state = self.constants.replaced()
+        named |= {f"the {name!r} that the model keeps": x for name, x in state.items()}
+        if backward:
+            named |= {f"the gradient of {name!r}": x for name, x in gradients.items()}
+        nodes = {name: compat.traced_node(x) for name, x in named.items() if x is not None}
+        return _Step(results, gradients, buffers, state, backward, Run(self.provenance.calls, nodes))
+
+    def _repeat(
+        self,
+        first: _Step,
+        traced: list[torch.Tensor],
+        wanted: dict[str, torch.Tensor],
+        questions: Questions,
+    ) -> str:
+        """Run the step again, as the next one would run, and take it out of the graph; ``difference``.
+
+        traced: the results of the trace, which stay as they are.
+        """
+        last = compat.last_node()
+        nodes = [compat.traced_node(x) for x in traced]
+        put_back(self.registered, self.given)
+        for x, placeholder in zip(
+            self.given, compat.traced_graph().find_nodes(op="placeholder"), strict=False
+        ):
+            x.fake.grad = None
+            compat.track(x.local, placeholder)
+        self.snapshot.begin_again()
+        kept = {}
+        for name, tensor in self.snapshot.new_tensors():
+            node = compat.traced_node(tensor) if isinstance(tensor, compat.FakeTensor) else None
+            if node is not None and node.op != "placeholder":
+                kept[node] = name
+                if tensor.requires_grad and tensor.is_leaf:
+                    raise CaptureError(
+                        f"The forward makes a trainable tensor and keeps it in {name} "
+                        f"({node.meta.get('origin', Origin())}): no step would train it. Make it beforehand, "
+                        "or run the model on one batch before you compile it."
+                    )
+        inputs = [(x.input, local(x.real)) for x in self.given]
+        values = partial(Values, inputs, first.run.results)
+        self.provenance.repeat(first.run.calls, [x.local for x in self.given], values)
+        questions.again = True
+        with warnings.catch_warnings(), self.provenance, questions:
+            warnings.simplefilter("ignore")  # they were given in the first run
+            second = self._step(wanted, first.backward, questions)
+        found = difference(first.run, second.run, inputs, kept)
+        graph = compat.traced_graph()
+        for node in reversed(compat.nodes_after(last)):
+            graph.erase_node(node)
+        for tensor, node in zip(traced, nodes, strict=True):
+            if node is not None:
+                compat.track(tensor, node)
+        return found
+
+    def _forward(self, wanted: dict[str, torch.Tensor]) -> Results:
+        example = self._example()
+        args, kwargs = arguments(example)
+        with self.activations.kept():
+            output = self.model(*args, **kwargs)
+        if self.loss_fn is not None:
+            self.of_loss = (
+                f"It gets the output, {described([output])}, and the microbatch, {described([example])}."
+            )
+        results = find_results(output, example, self.loss_fn, self.gradients, self.activations)
+        self.of_loss = ""
+        for name, value in wanted.items():
+            if value.grad is not None:
+                raise CaptureError(
+                    f"The forward calls backward(), which adds to the gradient of {name!r} beside the "
+                    "step's own. Add that loss to the loss, or take the gradients that the forward needs "
+                    "with torch.autograd.grad(…) or backward(inputs=[…])."
+                )
+        return results
+
+    def _example(self) -> Any:
+        """The microbatch with fake tensors, and with real ones for fixed inputs."""
+        tensors = []
+        for given in self.given:
+            if given.input.kind is Kind.BATCH:
+                tensors.append(given.real.detach().clone() if given.fixed else given.fake)
+                if given.fixed:
+                    name = given.input.name
+                    expect_op(given.fake, self.fixed[name], f"the fixed input {name!r}")
+        remaining = iter(tensors)
+        leaves = [next(remaining) if isinstance(x, torch.Tensor) else x for x in self.leaves]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def _gradients(
+        self,
+        loss: torch.Tensor | None,
+        wanted: dict[str, torch.Tensor],
+        scale: float,
+        questions: Questions,
+    ) -> tuple[dict[str, torch.Tensor], bool]:
+        """The gradients by name, and whether the backward may run code of the model."""
+        assert loss is not None, "find_results raises where gradients need one"
+        carried = with_history(self.registered, self.given)
+        self.provenance.backward_from(loss)
+        runs_code = questions.hooked or self.provenance.backward_runs_code
+        self.provenance.compares = runs_code
+        with torch.autocast(loss.device.type, enabled=False):
+            seed = torch.full((), scale, dtype=loss.dtype, device=loss.device)
+            asked = [*wanted.values(), *(fake for _, fake in carried)]
+            grads = torch.autograd.grad(loss, asked, seed, allow_unused=True)
+        self.provenance.compares = True
+        for (r, _), grad in zip(carried, grads[len(wanted) :], strict=True):
+            if grad is not None:
+                raise carries_gradients(r)
+        found = zip(wanted.items(), grads, strict=False)
+        total = {name: local_gradient(grad, x) for (name, x), grad in found if grad is not None}
+        for name, value in wanted.items():
+            if value.grad is not None:  # the backward of a custom function called backward()
+                added = local_gradient(value.grad, value)
+                total[name] = total[name] + added if name in total else added
+        if not total:
+            raise CaptureError(
+                "No trainable parameter gets a gradient: the loss does not depend on any of them. "
+                "Look for a detach() or a no_grad() block on the way."
+            )
+        return total, runs_code

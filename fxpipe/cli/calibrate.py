@@ -1,0 +1,155 @@
+"""``fxpipe calibrate``: measures the device at hand; the file that it writes stands for a device's name."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from fxpipe.cli.arguments import positive_int, whole_number, writing
+from fxpipe.cli.busy import busy_processes
+from fxpipe.compiler.progress import Phases
+from fxpipe.cost.calibrate import with_curves
+from fxpipe.cost.describe import described_here
+from fxpipe.cost.device import Device, Interconnect
+from fxpipe.cost.device_file import SUFFIX, write_device
+from fxpipe.cost.kinds import COMPUTING, MOVING
+from fxpipe.cost.profile import measured_bandwidth
+from fxpipe.errors import OptionError
+from fxpipe.plan.curve import Curve
+from fxpipe.plan.step import Tier
+from fxpipe.runtime.job.process import Process
+from fxpipe.runtime.program.accelerator import default_device, is_accelerator
+from fxpipe.runtime.ranks.message_rates import message_rates
+from fxpipe.strict import structure, unstructure
+
+ARITHMETIC = ("float64", "float32", "tf32", "bfloat16", "float16")
+
+
+def add_to(commands: Any, line: str) -> None:
+    parser = commands.add_parser(
+        "calibrate",
+        help=line,
+        description="Measures the device at hand: the seconds of each kind of op by its size, and the copies "
+        "to the offload store; under torchrun also the messages between ranks, with all ranks busy. The file "
+        'stands for a device\'s name: fxpipe.compile(…, costs="FILE.json"), fxpipe plan --device FILE.json.',
+    )
+    parser.set_defaults(command=_calibrate)
+    add = parser.add_argument
+    add("file", type=_device_file, metavar="FILE.json", help="is written when all is measured")
+    add("--name", help="of the device in plans (that which torch reports)")
+    add(
+        "--arithmetic",
+        nargs="+",
+        choices=ARITHMETIC,
+        help="that products are measured in (a CPU: float32; a GPU: tf32 and bfloat16 too)",
+    )
+    add("--threads", type=positive_int, default=1, metavar="N", help="of a rank on a CPU (1, as of torchrun)")
+    add(
+        "--busy",
+        type=whole_number,
+        default=0,
+        metavar="N",
+        help="compute in so many other processes meanwhile, as ranks share memory; not under torchrun, where "
+        "all ranks measure at once (0)",
+    )
+
+
+def _device_file(text: str) -> Path:
+    if not text.endswith(SUFFIX):
+        raise argparse.ArgumentTypeError(f"{text} must end with {SUFFIX}")
+    return Path(text)
+
+
+def _calibrate(options: argparse.Namespace) -> None:
+    device = default_device()
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1 and options.busy:
+        raise OptionError("--busy is for one process: under torchrun the ranks keep each other busy.")
+    if not is_accelerator(device):
+        torch.set_num_threads(options.threads)
+    default = ("float32", "tf32", "bfloat16") if is_accelerator(device) else ("float32",)
+    arithmetic = tuple(dict.fromkeys(("float32", *(options.arithmetic or default))))
+    phase = Phases(f"fxpipe calibrate {device.type}", ends=False)
+    phase.expect(len(MOVING) + len(arithmetic) * len(COMPUTING) + 2 + (ranks > 1))
+    process = Process.join(device) if ranks > 1 else None
+    with busy_processes(options.busy, options.threads):
+        found = _measured(device, arithmetic, phase, process)
+    phase.finish("measured")
+    if options.name is not None:
+        found = replace(found, name=options.name)
+    if process is None or process.leads:
+        conditions = {
+            "ranks": str(ranks),
+            "busy": str(options.busy),
+            "threads": str(torch.get_num_threads()),
+            "torch": torch.__version__,
+        }
+        with writing(options.file):
+            write_device(options.file, found, conditions)
+        console = Console()
+        console.print(device_table(found))
+        console.print(f"{options.file}", highlight=False, soft_wrap=True)
+
+
+def _measured(
+    device: torch.device, arithmetic: Sequence[str], phase: Phases, process: Process | None
+) -> Device:
+    base = described_here(device)
+    found = with_curves(replace(base, name=f"{base.name} (calibrated)"), device, arithmetic, phase)
+    with phase("copies"):
+        tier: Tier = "host" if is_accelerator(device) else "disk"
+        found = replace(found, offload_bandwidth=measured_bandwidth(tier, None, device))
+    if process is None:
+        return found
+    with phase("messages"):
+        rates = message_rates(process, device)
+    texts = process.gather(json.dumps(unstructure(found)).encode())
+    link = Interconnect(rates.bandwidth, rates.latency)
+    found = mean_of([structure(json.loads(text), Device) for text in texts])
+    return replace(found, intra=link, stage_overhead=rates.posting)
+
+
+def mean_of(devices: Sequence[Device]) -> Device:
+    """What ranks measured on equal devices, as one: the mean of each rate."""
+
+    def over(rate: Callable[[Device], float]) -> float:
+        return mean(map(rate, devices))
+
+    def curve(kind: str) -> Curve:
+        points = zip(*(device.curves[kind].points for device in devices), strict=True)
+        return Curve(tuple((same[0][0], mean(seconds for _, seconds in same)) for same in points))
+
+    kinds = [kind for kind in devices[0].curves if all(kind in device.curves for device in devices)]
+    return replace(
+        devices[0],
+        flops={name: over(lambda d, name=name: d.flops[name]) for name in devices[0].flops},  # type: ignore[misc]
+        memory_bandwidth=over(lambda d: d.memory_bandwidth),
+        launch=over(lambda d: d.launch),
+        offload_bandwidth=over(lambda d: d.offload_bandwidth),
+        curves={kind: curve(kind) for kind in kinds},
+    )
+
+
+def device_table(device: Device) -> Table:
+    """Of each kind of op the seconds of the smallest, and the rate of the largest."""
+    table = Table("op", "smallest", "largest", title=device.name)
+    for kind, curve in device.curves.items():
+        size, seconds = curve.points[-1]
+        unit = "FLOP/s" if kind not in MOVING else "B/s"
+        rate = f"{size / seconds / 1e9:.3g} G{unit}" if size else ""
+        table.add_row(kind, f"{curve.points[0][1] * 1e6:.3g} µs", rate)
+    link = device.intra
+    table.add_row("message", f"{link.latency * 1e6:.3g} µs", f"{link.bandwidth / 1e9:.3g} GB/s")
+    table.add_row("beside the ops of a section", f"{device.stage_overhead * 1e6:.3g} µs", "")
+    table.add_row("copy to the offload store", "", f"{device.offload_bandwidth / 1e9:.3g} GB/s")
+    return table

@@ -1,0 +1,68 @@
+"""``fxpipe replay``: runs one op of a recorded step alone, in a debugger if asked."""
+
+from __future__ import annotations
+
+import argparse
+import pdb
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fxpipe.errors import RunError
+from fxpipe.runtime.ranks.recording import ResultDigest
+from fxpipe.runtime.ranks.replay import Replayed, read_recorded, replay
+
+
+def add_to(commands: Any, line: str) -> None:
+    parser = commands.add_parser(
+        "replay",
+        help=line,
+        description="Runs the functions that an op called, from the program in the directory, with the "
+        "operands that record= of pipe.step or pipe.run_local has written, and compares the results with "
+        "those of the step, bit for bit.",
+    )
+    parser.set_defaults(command=_replay)
+    parser.add_argument("directory", type=Path, help="of the recording")
+    parser.add_argument("op", help="F1.3: forward of stage 1, microbatch 3")
+    parser.add_argument("--rank", type=int, help="if several ranks have recorded the op")
+    parser.add_argument("--pdb", action="store_true", help="stop at the first line of each function")
+
+
+def _replay(options: argparse.Namespace) -> None:
+    recorded, tensors = read_recorded(options.directory, options.op, options.rank)
+    print(f"{recorded.op} of rank {recorded.rank} in step {recorded.step}")
+    differ = 0
+    for call in replay(options.directory, recorded, tensors, _debugged if options.pdb else _called):
+        differ += _show(call)
+    if differ:
+        raise RunError(
+            f"{differ} of the results above differ from the step's: the program was edited since, or this "
+            "machine computes otherwise."
+        )
+
+
+def _called(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+def _debugged(function: Callable[..., Any], *args: Any) -> Any:
+    """A function that Inductor compiles runs op by op."""
+    return pdb.Pdb().runcall(getattr(function, "function", function), *args)
+
+
+def _show(call: Replayed) -> int:
+    """Print a call; return the number of results that differ from the step's."""
+    print(f"{call.function} ({call.line})")
+    before = {result.name: result for result in call.recorded}
+    now = {result.name: result for result in call.results}
+    names = [*dict.fromkeys([*now, *before])]
+    width = max(map(len, names), default=0)
+    for name in names:
+        same = "as in the step" if now.get(name) == before.get(name) else "DIFFERS"
+        print(f"  {name:<{width}}  {_text(now.get(name) or before[name]):<28} {same}")
+    return sum(now.get(name) != before.get(name) for name in names)
+
+
+def _text(result: ResultDigest) -> str:
+    shape = ", ".join(map(str, result.shape))
+    return f"{result.dtype.removeprefix('torch.')}[{shape}] {result.sha256[:12]}"

@@ -1,0 +1,101 @@
+"""The step cut into stages, once for each number of them that is tried; and the devices that costs are of."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import product
+
+import torch
+from torch import fx
+
+from fxpipe.compiler.cut import Cuts, Stages
+from fxpipe.compiler.options import Candidates, Options
+from fxpipe.compiler.passes import CutOptions, Step
+from fxpipe.compiler.progress import Phases
+from fxpipe.cost.cluster import Cluster, of_stages, slowest_of_each
+from fxpipe.cost.describe import describe
+from fxpipe.cost.device import Device
+from fxpipe.cost.known_devices import device_named
+from fxpipe.cost.profile import measured_bandwidth
+from fxpipe.errors import PartitionError, VocabularyError
+from fxpipe.schedule.search.fastest import AUTO
+
+
+def cluster_of(
+    options: Options, device: torch.device, devices: Sequence[Sequence[Device]], graph: fx.Graph
+) -> Cluster:
+    """The devices that the costs are of.  devices: of the processes of each rank, if they are known."""
+    if isinstance(options.costs, tuple):
+        return Cluster(tuple(map(device_named, options.costs)))
+    if devices and options.costs == "analytic":
+        return slowest_of_each(devices, graph)
+    return Cluster((describe(options.costs, device, graph),) * options.ranks)
+
+
+def offload_bandwidth(options: Options, cluster: Cluster, device: torch.device) -> float:
+    """Bytes a second, one way, to the offload store."""
+    offload = options.offload
+    if offload.bandwidth is not None:
+        return offload.bandwidth
+    if offload.share is None or options.costs != "measured":
+        return cluster.offload_bandwidth
+    return measured_bandwidth(options.tier, options.offload_directory, device)
+
+
+def all_stages(
+    captured: Step, tried: Candidates, options: Options, cluster: Cluster, made: Cuts, phase: Phases
+) -> list[Stages]:
+    """The step cut into stages, for each number of them and of barriers, and where ranks have different
+    devices for each placement.
+
+    made: the cuts of the step so far.
+    """
+    cuts: list[Stages] = []
+    ways = tried.barriers
+    measured = options.costs == "measured"
+    slowness = cluster.slowness(captured.graph)
+    steps: dict[int | None, Step] = {}  # for any number of stages
+    for stages, placements in tried.placements.items():
+        found: list[Stages] = []
+        alike: defaultdict[tuple[float, ...], list[str]] = defaultdict(list)
+        for name, placement in placements.items():
+            alike[of_stages(slowness, placement)].append(name)
+        for barriers, (own, names) in product(ways, alike.items()):
+            if barriers not in ways:
+                continue  # it did not fit other placements either
+            asked = CutOptions(
+                stages,
+                options.ranks,
+                cluster.node_seconds(),
+                options.split_points,
+                barriers,
+                measured,
+                slowness=own,
+                placements=tuple(names),
+                grad_dtype=options.grad_dtype,
+                backend=options.backend,
+                print_after=options.print_after,
+            )
+            try:
+                if barriers not in steps:
+                    with phase("vocabulary"):
+                        steps[barriers] = made.split(captured, asked)
+                found.append(made.stages_of(steps[barriers], asked, phase))
+            except PartitionError:
+                if barriers is not None and options.vocab_parallel == AUTO:
+                    ways = tuple(way for way in ways if way != barriers)  # nor does it fit more stages
+                    continue
+                if not (cuts or found):
+                    raise
+                # More stages than there are places to cut: the fastest of the fewer is found.
+                return [*cuts, *found]
+            except VocabularyError as error:
+                if options.vocab_parallel != AUTO:
+                    raise
+                ways = tuple(way for way in ways if way != barriers)
+                if ways == (None,):
+                    warnings.warn(f"vocab_parallel='auto' goes on without: {error}", stacklevel=2)
+        cuts += found
+    return cuts

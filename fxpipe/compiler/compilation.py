@@ -1,0 +1,23 @@
+"""What is compiled, and how: what the phases of a compilation have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.compiler.options import Options
+
+
+@dataclass(frozen=True, eq=False)
+class Compilation:
+    """``example``: one microbatch.  ``loss_fn``: as for ``fxpipe.compile``.  ``device``: of the model."""
+
+    model: nn.Module
+    example: Any
+    loss_fn: Callable[..., Any] | None
+    options: Options
+    device: torch.device

@@ -1,0 +1,118 @@
+"""The forward in eval mode alone, compiled for the ranks and the tensors of a training pipeline."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from fxpipe.capture.lanes import capture_lanes
+from fxpipe.compiler.compilation import Compilation
+from fxpipe.compiler.compile import Compiled, traced
+from fxpipe.compiler.cut import cut as cut_at_level
+from fxpipe.compiler.cut import split, stages_of
+from fxpipe.compiler.generate import generate
+from fxpipe.compiler.make_plan import with_tensors_of
+from fxpipe.compiler.options import Offload
+from fxpipe.compiler.passes import CutOptions, Step
+from fxpipe.compiler.progress import Phases
+from fxpipe.cost.analytic import seconds_on, section_costs
+from fxpipe.ir.casts import parameter_of
+from fxpipe.ir.garbage import collector_paused
+from fxpipe.ir.graph import Kind, Section
+from fxpipe.ir.liveness import liveness
+from fxpipe.plan.artifact import Artifact, Plan
+from fxpipe.schedule.costs import Costs
+from fxpipe.schedule.ops import Schedule
+from fxpipe.schedule.placement import PLACEMENTS, place
+from fxpipe.schedule.search.build import build
+from fxpipe.schedule.simulation.simulator import simulate
+
+
+@collector_paused()
+def compile_evaluation(given: Compilation, phase: Phases, trained: Compiled) -> Artifact:
+    """The forward in eval mode for the ranks of a training pipeline: each tensor is used where that has it.
+
+    Raises PartitionError where the forward cannot be cut as the training step was.
+    """
+    cluster, plan = trained.cluster, trained.artifact.plan
+    options = replace(
+        given.options,
+        gradients=False,
+        grad_dtype=None,
+        shard=None,
+        offload=Offload(share=None),
+        recompute=False,
+        validation="barrier",
+    )
+    given, model = replace(given, options=options), given.model
+    own = _model_stages(plan.ordered)
+    asked = CutOptions(
+        len(own),
+        options.ranks,
+        cluster.node_seconds(),
+        None,
+        plan.vocabulary.barriers if plan.vocabulary is not None else None,
+        held=[_tensors_of(stage, trained.sections) for stage in own],
+        backend=options.backend,
+        print_after=options.print_after,
+    )
+    phase.expect(6)
+    with phase("evaluation"), _in_eval_mode(model):
+        kept = {name for held in plan.tensors for name in held.buffers}
+        captured = capture_lanes(model, lambda: traced(given, kept))
+    cut = cut_at_level(stages_of(split(Step(captured.graph, None), asked), asked, phase), None, phase)
+    live = liveness(cut.graph, cut.sections, cut.edges, plan.placement)
+    seconds = seconds_on(cluster, cut.graph)
+    costs = section_costs(live, seconds, cluster, plan.placement, options.ranks_per_machine)
+    timelines = [simulate(schedule, costs) for schedule in _forward_schedules(plan.ordered, costs)]
+    timeline = min(timelines, key=lambda found: found.seconds)
+
+    def of_training(made: Plan) -> Plan:
+        made = replace(made, model=f"{made.model}, evaluation", device=cluster.name)
+        return with_tensors_of(made, cut.sections, plan)
+
+    return generate(given, captured, cut, live, timeline, of_training, phase)[1]
+
+
+def _forward_schedules(trained: Schedule, costs: Costs) -> Iterator[Schedule]:
+    """Schedules for a step without a backward: the training step's, and all microbatches stage by stage."""
+    yield replace(trained, transfers=())
+    own = tuple(trained.placement[stage] for stage in _model_stages(trained))
+    chunks = len(own) // trained.ranks
+    for name in PLACEMENTS:
+        if place(name, trained.ranks, chunks) == own:
+            yield build(
+                "gpipe",
+                ranks=trained.ranks,
+                microbatches=trained.microbatches,
+                costs=costs,
+                stages_per_rank=chunks,
+                placement=name,
+                vocabulary=trained.vocabulary,
+            )
+            return
+
+
+def _model_stages(schedule: Schedule) -> list[int]:
+    return [stage for stage in range(schedule.stages) if not schedule.is_vocabulary(stage)]
+
+
+def _tensors_of(stage: int, sections: Sequence[Section]) -> frozenset[str]:
+    """The parameters and buffers of a stage."""
+    values = [v for s in sections if s.stage == stage for v in (*s.inputs, *s.outputs)]
+    buffers = {v.name for v in values if v.kind is Kind.BUFFER}
+    return frozenset(buffers | {name for v in values if (name := parameter_of(v))})
+
+
+@contextlib.contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode

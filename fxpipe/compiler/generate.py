@@ -1,0 +1,144 @@
+"""The end of a compilation, for a cut with its schedule: the last passes, the plan and the programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+from torch import fx
+
+from fxpipe.capture.trace import Captured
+from fxpipe.codegen.collectives import collectives
+from fxpipe.codegen.program import program_source
+from fxpipe.codegen.rank_plan import RankPlan
+from fxpipe.codegen.signatures import signatures
+from fxpipe.compiler.buckets import bucket_uses
+from fxpipe.compiler.certify import captured_as_data, certified
+from fxpipe.compiler.compilation import Compilation
+from fxpipe.compiler.cut import Cut, finished
+from fxpipe.compiler.make_plan import make_plan
+from fxpipe.compiler.progress import Phases
+from fxpipe.compiler.tensor_ownership import tied_gradients
+from fxpipe.errors import ScheduleError
+from fxpipe.ir.liveness import Liveness
+from fxpipe.ir.sections import compiles, is_compiled, requested_outputs
+from fxpipe.ir.storage import call_nodes, graph_outputs, node_bytes
+from fxpipe.plan.artifact import Artifact, Plan
+from fxpipe.runtime.program.offload import aligned
+from fxpipe.schedule.lowering.deadlock import prove
+from fxpipe.schedule.lowering.instructions import Collective, Programs
+from fxpipe.schedule.lowering.lower import lower, with_gradients
+from fxpipe.schedule.lowering.validation import with_validation
+from fxpipe.schedule.offload.memory_pool import Pool
+from fxpipe.schedule.offload.memory_pool import pools as make_pools
+from fxpipe.schedule.ops import PHASES, OpKind, Phase, Schedule
+from fxpipe.schedule.simulation.timeline import Timeline
+
+
+def generate(
+    given: Compilation,
+    captured: Captured,
+    cut: Cut,
+    live: Liveness,
+    timeline: Timeline,
+    completed: Callable[[Plan], Plan],
+    phase: Phases,
+) -> tuple[Cut, Artifact]:
+    """The last passes, now that the schedule says which values are offloaded; the plan and the programs.
+
+    completed: the plan with its optional fields.
+    """
+    schedule, options = timeline.schedule, given.options
+    _check_buffer_order(cut.graph, schedule)
+    joint = _collectives(cut, schedule)
+    cut, pools = _finished(cut, live, schedule)
+    plan = completed(make_plan(given, captured, cut, timeline, joint))
+    if pools:
+        plan = replace(plan, tier=options.tier, pools=tuple(pool.bytes for pool in pools))
+    # The instructions of all ranks, proved to end.
+    instructions = lower(schedule, timeline.costs.edges, joint, timeline.spans)
+    divides = plan.step.has_count and options.gradients
+    buckets = bucket_uses(plan, cut.sections, schedule, per_use=options.per_use)
+    instructions = with_gradients(instructions, buckets, tied_gradients(plan.tensors), divides)
+    if any(held.gradients for held in plan.tensors):
+        instructions = with_validation(instructions, schedule.placement)
+    prove(instructions, schedule.placement)
+    programs = _programs(plan, cut, instructions, pools)
+    with phase("check"):
+        step = captured_as_data(captured.graph, cut)
+        if step is not None and options.check:
+            certified(plan, programs, step)
+    text = "" if step is None else step.to_json()
+    return cut, Artifact(plan, programs, captured.constants, plan.number, captured=text)
+
+
+def _check_buffer_order(graph: fx.Graph, schedule: Schedule) -> None:
+    """Raise ScheduleError if microbatches would change a buffer out of order."""
+    for name, value in graph_outputs(graph).buffers.items():
+        stage, phase = value.meta["color"].stage, value.meta["color"].phase
+        rank = schedule.placement[stage]
+        ops = [op for op in schedule.order[rank] if op.stage == stage and phase in PHASES[op.kind]]
+        for before, op in pairwise(ops):
+            if op.microbatch < before.microbatch:
+                raise ScheduleError(
+                    f"The schedule {schedule.name} runs {before} before {op}, and stage {stage} "
+                    f"changes the buffer {name!r}: its microbatches must come in their order."
+                )
+
+
+def _collectives(cut: Cut, schedule: Schedule) -> tuple[Collective, ...]:
+    if cut.vocabulary is None:
+        return ()
+    shards = frozenset(stage for stage in range(schedule.stages) if schedule.is_vocabulary(stage))
+    return collectives(cut.edges, schedule.placement, shards)
+
+
+def _finished(cut: Cut, live: Liveness, schedule: Schedule) -> tuple[Cut, tuple[Pool, ...]]:
+    """The cut with the offloads of its schedule in the graph, and each rank's pool of offloaded values."""
+    moved = {(t.stage, t.user) for t in schedule.transfers}
+    roots = {(stage, user): live.offloadable[stage][user] for stage, user in sorted(moved)}
+    sizes = {key: sum(aligned(node_bytes(root)) for root in found) for key, found in roots.items()}
+    joined = frozenset() if compiles(cut.options.backend, Phase.B) else joined_stages(schedule)
+    return finished(cut, joined, roots), make_pools(schedule, sizes) if moved else ()
+
+
+def joined_stages(schedule: Schedule) -> frozenset[int]:
+    """The stages that run every B and W as one op, and reload nothing for W alone."""
+    apart = {op.stage for ops in schedule.order for op in ops if op.kind in (OpKind.B, OpKind.W)}
+    apart |= {transfer.stage for transfer in schedule.transfers if transfer.user is Phase.W}
+    return frozenset(range(schedule.stages)) - apart
+
+
+def _programs(plan: Plan, cut: Cut, instructions: Programs, pools: tuple[Pool, ...]) -> tuple[str, ...]:
+    crossing = {name for edge in cut.edges for name in edge.names}
+    fakes = {n.name: n.meta["val"] for n in call_nodes(cut.graph) if n.name in crossing}
+    compiled = frozenset(s.color for s in cut.sections if is_compiled(s, cut.options.backend))
+    calls, programs = signatures(cut.sections), []
+    for rank in range(plan.ranks):
+        stages = ", ".join(f"{s.stage} ({s.first} … {s.last})" for s in plan.stages if s.rank == rank)
+        title = (
+            f"Rank {rank} of {plan.ranks}: {plan.model}, stage {stages}.",
+            "",
+            f"Schedule {plan.schedule}, {plan.step.microbatches} microbatches.",
+            *([f"Gradients are accumulated in {plan.grad_dtype}."] if plan.grad_dtype else []),
+        )
+        programs.append(
+            program_source(
+                RankPlan(
+                    rank=rank,
+                    title=title,
+                    sections=cut.sections,
+                    calls=calls,
+                    edges=cut.edges,
+                    placement=plan.placement,
+                    instructions=instructions[rank],
+                    outputs=requested_outputs(cut.graph),
+                    tensors=fakes,
+                    places=pools[rank].offsets if pools else {},
+                    costs=plan.costs,
+                    compiled=compiled,
+                )
+            )
+        )
+    return tuple(programs)

@@ -1,0 +1,54 @@
+"""The part that a process holds of a tensor of the whole model: rows, a lane's share, or rows of that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from fxpipe.plan.artifact import Plan
+from fxpipe.plan.rows import rows_of, whole_name
+
+
+class Span(NamedTuple):
+    """``begin`` and ``length``: of a part of a dimension that is ``whole`` long."""
+
+    begin: int
+    length: int
+    whole: int
+
+
+#: Dimension -> the part that is held; of other dimensions all is.
+Spans = Mapping[int, Span]
+
+
+def spans_of(plan: Plan, name: str, lane: int) -> dict[int, Span]:
+    """What a lane holds under a name, which may be that of rows of what the lane has."""
+    rows, table = rows_of(name), whole_name(name)
+    shape, dim = plan.layouts[table].shape, plan.lanes.shards.get(table)
+    found = {} if rows is None else {0: Span(rows.begin, rows.end - rows.begin, shape[0])}
+    if dim is not None:
+        begin, length, own = found.get(dim, Span(0, shape[dim], shape[dim]))
+        found[dim] = Span(lane * own + begin, length, plan.lanes.number * own)
+    return found
+
+
+def slices_of(shape: Sequence[int], spans: Spans) -> tuple[slice, ...]:
+    """The place of a part in a tensor of this shape.
+
+    Of an optimizer's state of a parameter, which may have fewer dimensions, all is held of a dimension that
+    is not as long as the parameter's.
+    """
+    found = [slice(0, length) for length in shape]
+    for dim, (begin, length, whole) in spans.items():
+        if dim < len(shape) and shape[dim] == whole:
+            found[dim] = slice(begin, begin + length)
+    return tuple(found)
+
+
+def place_of(whole: torch.Tensor, spans: Spans, first_row: int = 0) -> torch.Tensor:
+    """The part of a tensor that has these spans, as a view.  first_row: of a tensor that is rows itself."""
+    for dim, (begin, length, _) in spans.items():
+        whole = whole.narrow(dim, begin - (0 if dim else first_row), length)
+    return whole

@@ -1,0 +1,184 @@
+"""What the processes of a job exchange outside of steps: bytes, tensors and texts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from fxpipe.runtime.job.calls import CALL, SPACE, CallsDifferError, different_calls, with_call
+from fxpipe.runtime.job.numbering import Numbering
+from fxpipe.runtime.job.place import called_function
+from fxpipe.runtime.job.watch import Watch
+
+#: The most characters of one value in a store: torch's ends the connection of a rank that sends it 8 MiB.
+MOST_STORED = 1 << 20
+_SHORT = 8 * (SPACE - 1)  # bytes that come along with their number
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Collectives(Numbering):
+    """``control``: a group of all ranks over gloo alone, for whatever is not a message of a step: no backend
+    of an accelerator ever carries it, wherever its tensors are.  ``pipeline``: the same for the ranks of this
+    replica and lane alone.  ``of``: the pipeline whose calls these are, as text; "" for those of none yet.
+
+    What ranks exchange begins with the call that they make (:mod:`fxpipe.runtime.job.calls`): that of
+    ``begin_gather``, ``gather``, ``broadcast_bytes`` and ``all_reduce_``, which raise CallsDifferError on all
+    ranks where they make different calls.  ``scatter``, ``broadcast_`` and ``send_to`` follow one of those.
+    """
+
+    control: dist.ProcessGroup
+    watch: Watch
+    of: str = ""
+    _pipeline_groups: dict[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
+
+    @property
+    def pipeline(self) -> dist.ProcessGroup:
+        """The processes of this replica, for whatever ``control`` is for."""
+        return self._pipeline_groups.get((self.ranks, self.lanes), self.control)
+
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        """Broadcast bytes from rank 0; the other ranks pass None."""
+        own = data or b""
+        (size, short), *_ = self._exchange(own)
+        if size <= _SHORT:
+            return short
+        payload = torch.empty(size, dtype=torch.uint8)
+        if own:
+            payload = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        with self.watch.collective():
+            dist.broadcast(payload, 0, self.control)
+        return payload.numpy().tobytes()
+
+    def scatter(self, parts: Iterable[bytes] | None) -> bytes:
+        """Give each rank its part; rank 0 has those of all ranks in order, and the others pass None."""
+        if parts is None:
+            with self.watch.collective():
+                size = torch.empty(1, dtype=torch.int64)
+                dist.recv(size, 0, self.control)
+                received = torch.empty(int(size), dtype=torch.uint8)
+                if len(received):
+                    dist.recv(received, 0, self.control)
+            return received.numpy().tobytes()
+        own = b""
+        for rank, part in enumerate(parts):
+            if rank == 0:
+                own = part
+                continue
+            with self.watch.collective():
+                dist.send(torch.tensor([len(part)]), rank, self.control)
+                if part:
+                    dist.send(torch.frombuffer(bytearray(part), dtype=torch.uint8), rank, self.control)
+        return own
+
+    def keep(self, key: str, text: str) -> None:
+        """Keep a text where each rank can read it, as long as the run lasts."""
+        store = self.watch.failures.store
+        for begin in range(0, len(text), MOST_STORED):
+            store.set(f"{key}/{begin}", text[begin : begin + MOST_STORED])
+        store.set(key, str(len(text)))
+
+    def kept(self, key: str) -> str:
+        """A text that a rank has kept."""
+        with self.watch.collective():
+            store = self.watch.failures.store
+            begins = range(0, int(store.get(key)), MOST_STORED)
+            return b"".join(store.get(f"{key}/{begin}") for begin in begins).decode()
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Gather the bytes of every rank on every rank."""
+        found = self._exchange(data)
+        longest = max(size for size, _ in found)
+        if longest <= _SHORT:
+            return [short for _, short in found]
+        own = torch.zeros(longest, dtype=torch.uint8)
+        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else own[:0]
+        padded = [torch.empty_like(own) for _ in range(self.world_size)]
+        with self.watch.collective():
+            dist.all_gather(padded, own, self.control)
+        return [p[:size].numpy().tobytes() for p, (size, _) in zip(padded, found, strict=True)]
+
+    def gather_in_replica(self, data: bytes) -> list[bytes]:
+        """Gather the bytes of every rank of this replica on its ranks.  All processes call it."""
+        found = self.gather(data)
+        return [found[rank] for rank in self.of_replica(self.replica)]
+
+    def _exchange(self, data: bytes) -> list[tuple[int, bytes]]:
+        """The number of bytes of every rank, and the bytes where they are short enough to come along."""
+        words = torch.zeros(SPACE, dtype=torch.int64)
+        words[0] = len(data)
+        if 0 < len(data) <= _SHORT:
+            words[1:].view(torch.uint8)[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        found = self.begin_gather(words, called_function())()
+        texts = [row[1:].contiguous().numpy().tobytes() for row in found]
+        return [(size, text[:size]) for size, text in zip(found[:, 0].tolist(), texts, strict=True)]
+
+    def begin_gather(self, words: torch.Tensor, call: str) -> Callable[[], torch.Tensor]:
+        """Start to gather a vector of every rank on every rank; return the function that waits for them.
+
+        words: int64, on the CPU, at most SPACE; the rows of the result have SPACE.  call: the one that all
+        ranks make, as text.
+        """
+        own = with_call(f"{call} of {self.of}" if self.of else call, words)
+        found = torch.empty((self.world_size, len(own)), dtype=own.dtype)
+        work = dist.all_gather([*found], own, self.control, async_op=True)
+
+        def compared() -> str | None:
+            """For the watch: the rank may wait for a message that no rank sends, as they make other calls."""
+            arrived = work.get_future()
+            if not arrived.done():
+                return None
+            with contextlib.suppress(RuntimeError):  # ``gathered`` raises it
+                arrived.wait()
+                return different_calls(found)
+            return None
+
+        self.watch.comparisons.append(compared)
+
+        def gathered() -> torch.Tensor:
+            try:
+                with self.watch.collective():
+                    work.wait()
+            finally:
+                self.watch.comparisons.remove(compared)
+            if problem := different_calls(found):
+                raise CallsDifferError(problem)
+            return found[:, CALL:]
+
+        return gathered
+
+    def broadcast_(self, tensor: torch.Tensor, source: int) -> None:
+        """Overwrite a tensor with its values on rank ``source``."""
+        self._broadcast(tensor, source, self.control)
+
+    def broadcast_in_replica_(self, tensor: torch.Tensor, rank: int) -> None:
+        """Overwrite a tensor with its values on a rank of this replica; all of its ranks call it."""
+        self._broadcast(tensor, self.of_replica(self.replica)[rank], self.pipeline)
+
+    def _broadcast(self, tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
+        value = tensor.contiguous().cpu()
+        with self.watch.collective():
+            dist.broadcast(value, source, group)
+        if value is not tensor:
+            tensor.copy_(value)
+
+    def send_to(self, tensor: torch.Tensor, source: int, target: int) -> None:
+        """Overwrite a tensor on rank ``target`` with its values on rank ``source``; both call it."""
+        value = tensor.contiguous().cpu()
+        flat = value.reshape(-1).view(torch.uint8)  # gloo does not take all dtypes
+        with self.watch.collective():
+            if self.world_rank == source:
+                dist.send(flat, target, self.control)
+                return
+            dist.recv(flat, source, self.control)
+        if value is not tensor:
+            tensor.copy_(value)
+
+    def all_reduce_(self, value: torch.Tensor, *, largest: bool = False) -> None:
+        """Replace a number, a 0-d tensor of dtype float64, by the sum over all ranks, or by the largest."""
+        own = value.cpu().reshape(1).view(torch.int64)
+        found = self.begin_gather(own, called_function())()[:, 0].contiguous().view(torch.float64)
+        value.copy_(found.amax() if largest else found.sum())

@@ -1,0 +1,121 @@
+"""Hooks: those that change values are captured, of all others ``compile`` says that no step calls them."""
+
+import re
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+
+import fxpipe
+from fxpipe.capture.trace import capture
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.unused = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("largest", torch.zeros(()))
+        self.of_tensor = None
+
+    def forward(self, x):
+        x = self.a(x).relu()
+        if self.of_tensor is not None:
+            x.register_hook(self.of_tensor)
+        return self.b(x).square().mean()
+
+
+def look(*args):
+    """Sees values, and changes none."""
+    [x.sum() for x in args if isinstance(x, torch.Tensor)]
+
+
+class Collects:
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, module, args, result):
+        self.seen.append(result.detach().clone())
+
+
+LINE = look.__code__.co_firstlineno
+
+#: How to register a hook -> how it is called in the warning.
+SILENT = {
+    "forward hook look {} of the module a ran": lambda net: net.a.register_forward_hook(look),
+    "forward pre-hook look {} of the model ran": lambda net: net.register_forward_pre_hook(partial(look)),
+    "backward hook look {} of the module b ran": lambda net: net.b.register_full_backward_hook(look),
+    "backward pre-hook look {} of the module b ran": lambda net: net.b.register_full_backward_pre_hook(look),
+    "forward hook look {} of all modules ran": lambda net: register_module_forward_hook(look),
+    "hook look {} of the gradient of b.weight ran": lambda net: net.b.weight.register_hook(look),
+    "hook look {} of a tensor's gradient, registered at ": lambda net: setattr(net, "of_tensor", look),
+    "forward hook look {} of the module unused never ran": lambda net: net.unused.register_forward_hook(look),
+    "state-dict hook look {} of the module a is not called": lambda net: net.a.register_state_dict_post_hook(
+        look
+    ),
+    "load-state-dict pre-hook look {} of the model is not": (
+        lambda net: net.register_load_state_dict_pre_hook(look)
+    ),
+}
+
+
+def messages(net):
+    """The warnings about a model's hooks."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        capture(net, {"x": torch.randn(2, 4)}, None, 1.0, torch.device("cpu"))
+    return [text for text in (str(one.message) for one in found) if re.match("The .*hook .* of ", text)]
+
+
+@pytest.mark.parametrize("says", [*SILENT])
+def test_a_hook_that_changes_nothing_is_named_with_its_line(says):
+    net = Net()
+    handle = SILENT[says](net)
+    try:
+        (text,) = messages(net)
+    finally:
+        if handle is not None:
+            handle.remove()
+    assert says.replace("look {}", f"test_hooks.look (test_hooks.py:{LINE})") in text
+
+
+def test_a_hook_that_is_an_object():
+    net = Net()
+    net.a.register_forward_hook(collects := Collects())
+    (text,) = messages(net)
+    assert re.search(r"forward hook test_hooks\.Collects \(test_hooks\.py:\d+\) of the module a ran", text)
+    assert [*net.a._forward_hooks.values()] == [collects]  # as it was
+    assert collects.seen == []
+
+
+def keep_largest(module, args, result):
+    module.largest.copy_(result.detach().max())
+
+
+#: Hooks that change a value in each step: by what they return, set and write.
+CAPTURED = {
+    "returns": lambda net: net.a.register_forward_hook(lambda module, args, result: 2 * result),
+    "writes": lambda net: net.register_forward_hook(keep_largest),
+    "weight norm": lambda net: nn.utils.weight_norm(net.a),
+    "gradient": lambda net: net.a.weight.register_hook(lambda grad: 3 * grad),
+    "backward": lambda net: net.b.register_full_backward_hook(lambda module, given, _: (2 * given[0],)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("name", [*CAPTURED])
+def test_a_hook_that_changes_a_value_is_captured(name):
+    torch.manual_seed(0)
+    net = Net()
+    CAPTURED[name](net)
+    assert messages(net) == []
+    batch = {"x": torch.randn(4, 4)}
+    pipe = fxpipe.compile(net, {"x": batch["x"][:2]}, ranks=1, microbatches=2, schedule="1f1b", check=False)
+    found = pipe.run_local(batch)
+    for rows in batch["x"].split(2):
+        (net(rows) / 2).backward()
+    for key, parameter in net.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(found.grads[key], parameter.grad)
