@@ -103,8 +103,6 @@ class inductor:
         return compiled, inputs
 
     def _compiled_for(self, args: Sequence[Any]) -> _Compiled:
-        from fxpipe.runtime.program.kernel_cache import keep_kernels  # of no use to other programs
-
         keep_kernels()
         try:
             with no_modes():
