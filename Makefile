@@ -37,8 +37,9 @@ demo: env
 # it compiles once.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+# What takes longest is listed at the end, so that it stays known where the time of CI goes.
 test: env
-	$(PYTEST) $(ARGS)
+	$(PYTEST) --durations=30 --durations-min=2 $(ARGS)
 
 test-fast: env
 	$(PYTEST) --fast $(ARGS)

@@ -46,7 +46,7 @@ import fxpipe.ir.liveness
 #: Models with a vocabulary layer.
 _LOSSES = 256  # bytes of losses that a rank keeps until its end, which the plan does not count
 FAMILIES = ("gpt2", "llama", "qwen3", "gemma2", "gpt_neox", "opt", "mixtral")
-SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-v", "v-half", "interleaved-1f1b")
+SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-v", "v-half", "interleaved")
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ COLUMNS = {
     "compiled": "{:.0f}",
     "first": "{:.1f}",
     "again": "{:.1f}",
+    "anew": "{:.0f}",
     "step": "{:.3f}",
     "peak": "{:.1f}",
 }
@@ -58,7 +59,8 @@ def compare(options: argparse.Namespace) -> None:
         f"\nGPT-2, hidden {HIDDEN}, dropout 0.1, float32 on one thread, 1f1b, {MICROBATCHES} microbatches of "
         f"{ROWS} × {SEQUENCE}: lines of the program; functions under @inductor, and how many Inductor "
         "compiled; processor seconds of the first step with an empty cache, with the cache of an earlier "
-        f"process, and of a later step (least of {options.steps}); MB that this allocates (median of "
+        f"process, how many functions this process compiled, and seconds of a later step (least of "
+        f"{options.steps}); MB that this allocates (median of "
         f"{options.rounds} processes)"
     )
     rows = []
@@ -90,7 +92,7 @@ def _in_fresh_processes(root: Path, layers: int, steps: int) -> dict[str, Any]:
             )
             for _ in range(2)
         )  # fmt: skip
-    return {**first, "again": again["first"]}
+    return {**first, "again": again["first"], "anew": again["compiled"]}
 
 
 def measured(layers: int, steps: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
 #: The number of blocks that are whole, by page.
 PAGES = {"README.md": 2, "docs/steps.md": 1, "docs/mesh.md": 3, "docs/howto.md": 4}
-LOCAL = {"docs/howto.md": 4}
+LOCAL = {"docs/howto.md": 4, "docs/debugging.md": 3}
 
 
 def test_pages(tmp_path):
@@ -36,6 +36,11 @@ def test_pages_in_one_process(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "Rank 1 of 4: Model" in printed  # the program
     assert "'F0.15'" in printed  # a range of the profiler
+    assert "[record function] F0.0" in printed
+    replays, debugged = docs_worker.commands("docs/debugging.md")
+    assert debugged == [*replays, "--pdb"]
+    assert main(replays[1:]) == 0
+    assert "as in the step" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")

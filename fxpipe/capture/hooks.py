@@ -18,7 +18,7 @@ from torch import fx, nn
 from fxpipe.capture.functional import is_mutating
 from fxpipe.capture.registered import Registered
 from fxpipe.ir import compat
-from fxpipe.runtime.torch_private import function_name, unwrapped
+from fxpipe.runtime.torch_private import function_name, hooks_of, hooks_of_all_modules, state_hooks, unwrapped
 
 _TORCH = str(Path(torch.__file__).parent)
 
@@ -91,10 +91,10 @@ class Hooks:
         self._places = []
 
     def _all(self) -> Iterator[tuple[str, str, MutableMapping[int, Any]]]:
-        for kind, hooks in compat.hooks_of_all_modules().items():
+        for kind, hooks in hooks_of_all_modules().items():
             yield "all modules", kind, hooks
         for path, module in self._model.named_modules():
-            for kind, hooks in compat.hooks_of(module).items():
+            for kind, hooks in hooks_of(module).items():
                 yield f"the module {path}" if path else "the model", kind, hooks
 
     def warn(self, graph: fx.Graph) -> None:
@@ -110,7 +110,7 @@ class Hooks:
             elif not hook.times and not _is_torchs(hook.function):
                 _warn(f"{hook} never ran in the trace, so no step calls it. Remove it.")
         for path, module in self._model.named_modules():
-            for kind, function in compat.state_hooks(module):
+            for kind, function in state_hooks(module):
                 if not _is_torchs(function):
                     owner = f"the module {path}" if path else "the model"
                     _warn(

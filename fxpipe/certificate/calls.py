@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,9 +115,21 @@ class Calls:
                 self.line(), f"{schema.name} writes to several values, which the certificate does not know"
             )
         if schema.written and schema.written[0] in given:
-            return self._write(given[schema.written[0]])
+            target = given[schema.written[0]]
+            self._check_other_views(target, given.values())
+            return self._write(target)
         viewed = given.get(schema.viewed) if schema.viewed is not None else None
         return viewed.memory if isinstance(viewed, Value) else None
+
+    def _check_other_views(self, target: Any, operands: Iterable[Any]) -> None:
+        """What an op writes to, it may read as it is, but not as a view of it, with elements elsewhere."""
+        for operand in operands:
+            if isinstance(operand, (list, tuple)):
+                self._check_other_views(target, operand)
+            if not isinstance(operand, Value) or not isinstance(target, Value):
+                continue
+            if operand.memory is target.memory and operand.term is not target.term:
+                self.note(f"writes to {target.term} and reads {operand.term}, in the same memory")
 
     def _write(self, target: Any) -> Memory:
         if not isinstance(target, Value):

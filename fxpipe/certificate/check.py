@@ -77,7 +77,7 @@ def _main(rt: TermRuntime, source: str) -> Callable[[], None]:
     def main() -> None:
         try:
             step = loaded(source, rt.rank, rt.sections, rt.buffer)
-            step(rt, None)
+            step(rt, rt.batch)
         except Rejected:
             raise
         except Unknown as error:

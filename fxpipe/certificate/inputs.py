@@ -22,7 +22,7 @@ from fxpipe.plan.artifact import Plan, RankTensors
 class Inputs:
     """One rank.  ``versions``: how often the program has given a buffer a new value.  ``gathering``: the
     buckets of parameters that are gathered from other replicas, ``gathered``: the parameters that have
-    arrived."""
+    arrived.  ``batch``: what its step is given."""
 
     rank: int
     plan: Plan
@@ -34,6 +34,7 @@ class Inputs:
     versions: Counter[str] = field(default_factory=Counter)
     gathering: set[int] = field(default_factory=set)
     gathered: set[str] = field(default_factory=set)
+    batch: object = field(default_factory=object)
     _buffers: dict[str, Value] = field(default_factory=dict)
 
     @property
@@ -103,6 +104,9 @@ class Inputs:
         return Sum(name)
 
     def microbatches(self, batch: Any) -> list[Leaves]:
+        if batch is not self.batch:
+            raise Rejected(self.calls.line(), "takes microbatches of something else than the step's batch")
+
         def read(name: str, microbatch: int) -> Value:
             if name not in self.plan.step.leaves[self.rank]:
                 raise Rejected(self.calls.line(), f"reads the leaf {name!r}, which this rank does not get")

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -35,13 +34,11 @@ from fxpipe.strict import structure, unstructure
 ARITHMETIC = ("float64", "float32", "tf32", "bfloat16", "float16")
 
 
-def add_to(commands: Any, line: str) -> None:
-    parser = commands.add_parser(
-        "calibrate",
-        help=line,
-        description="Measures the device at hand: the seconds of each kind of op by its size, and the copies "
-        "to the offload store; under torchrun also the messages between ranks, with all ranks busy. The file "
-        'stands for a device\'s name: fxpipe.compile(…, costs="FILE.json"), fxpipe plan --device FILE.json.',
+def add_to(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Measures the device at hand: the seconds of each kind of op by its size, and the copies to the "
+        "offload store; under torchrun also the messages between ranks, with all ranks busy. The file "
+        'stands for a device\'s name: fxpipe.compile(…, costs="FILE.json"), fxpipe plan --device FILE.json.'
     )
     parser.set_defaults(command=_calibrate)
     add = parser.add_argument

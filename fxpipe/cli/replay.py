@@ -13,13 +13,11 @@ from fxpipe.runtime.ranks.recording import ResultDigest
 from fxpipe.runtime.ranks.replay import Replayed, read_recorded, replay
 
 
-def add_to(commands: Any, line: str) -> None:
-    parser = commands.add_parser(
-        "replay",
-        help=line,
-        description="Runs the functions that an op called, from the program in the directory, with the "
-        "operands that record= of pipe.step or pipe.run_local has written, and compares the results with "
-        "those of the step, bit for bit.",
+def add_to(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Runs the functions that an op called, from the program in the directory, with the operands that "
+        "record= of pipe.step or pipe.run_local has written, and compares the results with those of the "
+        "step, bit for bit."
     )
     parser.set_defaults(command=_replay)
     parser.add_argument("directory", type=Path, help="of the recording")

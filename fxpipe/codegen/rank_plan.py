@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 
 from fxpipe.codegen.expressions import variable
-from fxpipe.codegen.signatures import Signature, signatures
+from fxpipe.codegen.signatures import Signature
 from fxpipe.ir.graph import Section, Value
 from fxpipe.ir.sections import SectionEdge
 from fxpipe.schedule.costs import Costs, Edge
@@ -25,6 +25,7 @@ class RankPlan:
     rank: int
     title: tuple[str, ...]  # the lines that the program begins with
     sections: tuple[Section, ...]  # of the whole pipeline
+    calls: Mapping[Color, Signature]  # of all sections
     edges: tuple[SectionEdge, ...]
     placement: tuple[int, ...]
     instructions: tuple[Instruction, ...]
@@ -33,10 +34,6 @@ class RankPlan:
     places: Mapping[Activation, int]  # the offsets of offloaded values in the rank's pool
     costs: Costs  # predicted
     compiled: frozenset[Color] = frozenset()  # the sections that Inductor compiles
-
-    @cached_property
-    def calls(self) -> dict[Color, Signature]:
-        return signatures(self.sections)
 
     @cached_property
     def own(self) -> tuple[Section, ...]:

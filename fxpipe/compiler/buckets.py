@@ -127,9 +127,12 @@ def _positions(ops: Sequence[Op], names: Mapping[Color, Sequence[str]]) -> dict[
 def _cut(names: Iterator[str], nbytes: Callable[[str], int]) -> Iterator[list[str]]:
     """The names in order, cut into lists of at most MOST_BYTES, or of one name."""
     found: list[str] = []
+    total = 0
     for name in names:
-        if found and sum(map(nbytes, (*found, name))) > MOST_BYTES:
+        own = nbytes(name)
+        if found and total + own > MOST_BYTES:
             yield found
-            found = []
+            found, total = [], 0
         found.append(name)
+        total += own
     yield found

@@ -12,6 +12,7 @@ from fxpipe.capture.trace import Captured
 from fxpipe.codegen.collectives import collectives
 from fxpipe.codegen.program import program_source
 from fxpipe.codegen.rank_plan import RankPlan
+from fxpipe.codegen.signatures import signatures
 from fxpipe.compiler.buckets import bucket_uses
 from fxpipe.compiler.certify import captured_as_data, certified
 from fxpipe.compiler.compilation import Compilation
@@ -113,7 +114,7 @@ def _programs(plan: Plan, cut: Cut, instructions: Programs, pools: tuple[Pool, .
     crossing = {name for edge in cut.edges for name in edge.names}
     fakes = {n.name: n.meta["val"] for n in call_nodes(cut.graph) if n.name in crossing}
     compiled = frozenset(s.color for s in cut.sections if is_compiled(s, cut.options.backend))
-    programs = []
+    calls, programs = signatures(cut.sections), []
     for rank in range(plan.ranks):
         stages = ", ".join(f"{s.stage} ({s.first} … {s.last})" for s in plan.stages if s.rank == rank)
         title = (
@@ -128,6 +129,7 @@ def _programs(plan: Plan, cut: Cut, instructions: Programs, pools: tuple[Pool, .
                     rank=rank,
                     title=title,
                     sections=cut.sections,
+                    calls=calls,
                     edges=cut.edges,
                     placement=plan.placement,
                     instructions=instructions[rank],

@@ -21,14 +21,6 @@ from fxpipe.plan.work import VIEW
 aten = torch.ops.aten
 
 
-#: Attention on a CPU, which torch's table of FLOPs lacks, and the op with its arguments that has them.
-_COUNTED_AS: dict[Any, Any] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        aten._scaled_dot_product_flash_attention_backward
-    ),
-}
-
 #: Ops that move fewer bytes once they write over their first argument.
 CHEAPER_IN_PLACE = (aten.index_add.default,)
 

@@ -27,7 +27,6 @@ from torch._subclasses.fake_tensor import (
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
-from torch.nn.modules import module as nn_module
 
 from fxpipe.runtime.torch_private import TorchDispatchMode, no_modes, pytree
 
@@ -46,8 +45,6 @@ __all__ = [
     "gradient_hooks",
     "has_accumulation_hooks",
     "has_kernel",
-    "hooks_of",
-    "hooks_of_all_modules",
     "is_placeholder",
     "is_real",
     "is_tracing",
@@ -63,7 +60,6 @@ __all__ = [
     "pytree",
     "recorded",
     "sequence_number",
-    "state_hooks",
     "takes_numbers",
     "traced_constants",
     "traced_graph",
@@ -148,37 +144,6 @@ def sequence_number(grad_fn: Any) -> int:
 def gradient_hooks(parameter: torch.Tensor) -> list[Any]:
     """The hooks registered by ``parameter.register_hook``."""
     return list((parameter._backward_hooks or {}).values())
-
-
-#: Kinds of hooks -> the attribute of a module that has them by number.
-_HOOKS = {
-    "forward pre-hook": "forward_pre_hooks",
-    "forward hook": "forward_hooks",
-    "backward pre-hook": "backward_pre_hooks",
-    "backward hook": "backward_hooks",
-}
-_STATE_HOOKS = {
-    "state-dict pre-hook": "_state_dict_pre_hooks",
-    "state-dict hook": "_state_dict_hooks",
-    "load-state-dict pre-hook": "_load_state_dict_pre_hooks",
-    "load-state-dict hook": "_load_state_dict_post_hooks",
-}
-
-
-def hooks_of(module: torch.nn.Module) -> dict[str, Any]:
-    """A module's hooks of its forward and backward: kind -> number -> function, to be changed in place."""
-    return {kind: getattr(module, f"_{name}") for kind, name in _HOOKS.items()}
-
-
-def hooks_of_all_modules() -> dict[str, Any]:
-    """Those that torch calls for every module."""
-    return {kind: getattr(nn_module, f"_global_{name}") for kind, name in _HOOKS.items()}
-
-
-def state_hooks(module: torch.nn.Module) -> list[tuple[str, Any]]:
-    """Kind and function of the hooks of a module's state dict."""
-    found = ((kind, hook) for kind, name in _STATE_HOOKS.items() for hook in getattr(module, name).values())
-    return [(kind, getattr(hook, "hook", hook)) for kind, hook in found]
 
 
 def has_accumulation_hooks(parameter: torch.Tensor) -> bool:

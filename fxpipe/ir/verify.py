@@ -63,18 +63,15 @@ def _check_nodes(graph: fx.Graph, after: str, colored: bool) -> None:
     """Check that each node follows its arguments and has a unique name and its metadata, of a colored graph
     also a color that its arguments' colors may feed."""
     seen: set[fx.Node] = set()
+    needed = _METADATA | {"color"} if colored else _METADATA
     for node in graph.nodes:
-        color = node.meta.get("color")
-        if node.op == "call_function":
-            for key in _METADATA if colored else _METADATA[:-1]:
-                if key not in node.meta:
-                    raise VerifyError(f"After {after}: {node} has no {key}.")
+        color = node.meta.get("color") if colored else None
+        if node.op == "call_function" and not node.meta.keys() >= needed:
+            raise VerifyError(f"After {after}: {node} has no {min(needed - node.meta.keys())}.")
         for source in node.all_input_nodes:
             if source not in seen:
                 raise VerifyError(f"After {after}: {node} uses {source}, which does not come before it.")
-            if not colored or color is None or source.op != "call_function":
-                continue
-            if source.meta["color"] is not color:
+            if color is not None and source.meta.get("color", color) is not color:
                 _check_edge(source, node, after)
         seen.add(node)
     if len({node.name for node in seen}) < len(seen):
@@ -82,7 +79,7 @@ def _check_nodes(graph: fx.Graph, after: str, colored: bool) -> None:
         raise VerifyError(f"After {after}: {names.most_common(1)[0][0]} is the name of several nodes.")
 
 
-_METADATA = "val", "origin", "color"
+_METADATA = frozenset({"val", "origin"})
 
 
 @cache

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.autograd import profiler as autograd_profiler
 from torch.distributed.rendezvous import rendezvous
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import module as nn_module
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _python_dispatch as dispatch
 from torch.utils import _pytree as pytree
@@ -40,6 +41,8 @@ __all__ = [
     "function_name",
     "gradient_hooks",
     "hook_functions",
+    "hooks_of",
+    "hooks_of_all_modules",
     "hooks_registered",
     "is_profiling",
     "is_watched",
@@ -47,6 +50,7 @@ __all__ = [
     "no_modes",
     "pytree",
     "rendezvous",
+    "state_hooks",
     "unwrapped",
 ]
 
@@ -90,6 +94,37 @@ def hook_functions(model: torch.nn.Module) -> set[str]:
     """The names of the functions of all hooks of a model's modules."""
     kinds = (hooks for module in model.modules() for hooks in module_hooks(module))
     return {name for hooks in kinds for name in hooks.values()}
+
+
+#: Kinds of hooks -> the attribute of a module that has them by number.
+_HOOKS = {
+    "forward pre-hook": "forward_pre_hooks",
+    "forward hook": "forward_hooks",
+    "backward pre-hook": "backward_pre_hooks",
+    "backward hook": "backward_hooks",
+}
+_STATE_HOOKS = {
+    "state-dict pre-hook": "_state_dict_pre_hooks",
+    "state-dict hook": "_state_dict_hooks",
+    "load-state-dict pre-hook": "_load_state_dict_pre_hooks",
+    "load-state-dict hook": "_load_state_dict_post_hooks",
+}
+
+
+def hooks_of(module: torch.nn.Module) -> dict[str, Any]:
+    """A module's hooks of its forward and backward: kind -> number -> function, to be changed in place."""
+    return {kind: getattr(module, f"_{name}") for kind, name in _HOOKS.items()}
+
+
+def hooks_of_all_modules() -> dict[str, Any]:
+    """Those that torch calls for every module."""
+    return {kind: getattr(nn_module, f"_global_{name}") for kind, name in _HOOKS.items()}
+
+
+def state_hooks(module: torch.nn.Module) -> list[tuple[str, Any]]:
+    """Kind and function of the hooks of a module's state dict."""
+    found = ((kind, hook) for kind, name in _STATE_HOOKS.items() for hook in getattr(module, name).values())
+    return [(kind, getattr(hook, "hook", hook)) for kind, hook in found]
 
 
 def unwrapped(function: Any) -> Any:

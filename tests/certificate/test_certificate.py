@@ -86,6 +86,10 @@ EDITS = {
         ("tied_head", 0, r"batches\[m\]", "batches[2 if m == 1 else m]"),
         r"rank1.py:\d+: the loss is missing for microbatch 1",
     ),
+    "something else than the batch": (
+        ("tied_head", 0, r"rt.microbatches\(batch\)", "rt.microbatches(step)"),
+        r"rank0.py:LINE: takes microbatches of something else than the step's batch",
+    ),
     "a message is sent twice": (
         ("tied_head", 0, r"^( +rt.send\([^()]*\)$)", r"\1\n\1"),
         r"rank1.py:\d+: expects the gradient of embedding.weight, and rank0.py:\d+ sends another",
@@ -173,6 +177,14 @@ def test_memory_that_an_op_wrote_to_is_not_read_again():
     pattern = r"^    \w+ = add_out\(\w+, (\w+), out=\1\)$"
     line, found = problems("tied_head", 0, pattern, r"\g<0>\n    again = t(\1)")
     assert any(f"rank0.py:{line + 1}: reads " in text and "has overwritten" in text for text in found), found
+
+
+def test_an_op_does_not_write_to_another_view_of_its_operand():
+    pattern = r"^    (\w+) = add_out\((\w+), (\w+), out=\3\)$"
+    line, found = problems("tied_head", 0, pattern, r"    view = t(\3)\n    \1 = add_out(\2, \3, out=view)")
+    assert any(re.search(f"rank0.py:{line + 1}: writes to .* in the same memory", text) for text in found), (
+        found
+    )
 
 
 def test_values_that_are_never_freed_are_more_than_the_plan_has():

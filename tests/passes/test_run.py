@@ -26,7 +26,7 @@ from fxpipe.ir.storage import call_nodes
 from fxpipe.ir.verify import verify
 from tests.models import gpt2, words
 
-HELPERS = {"identities", "mincut", "rewrite"}
+HELPERS = {"identities", "max_flow", "mincut", "rewrite"}
 
 
 def test_every_rewrite_is_on_the_list():

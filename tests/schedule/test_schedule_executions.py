@@ -1,7 +1,9 @@
 """Executions of lowered programs on hosts and devices: they end, and no two accesses race."""
 
+import random
+from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 from executions_campaign import SHARES, VOCABULARIES, cases, check
@@ -13,7 +15,7 @@ from fxpipe.schedule.families.registry import FAMILIES
 from fxpipe.schedule.lowering.bucket_use import once
 from fxpipe.schedule.lowering.channels import in_rounds
 from fxpipe.schedule.lowering.deadlock import connections_of, prove, stuck_at
-from fxpipe.schedule.lowering.execution import DEVICES, Rank
+from fxpipe.schedule.lowering.execution import DEVICES, HOSTS, Rank
 from fxpipe.schedule.lowering.instructions import (
     AllReduceGradient,
     Compute,
@@ -72,6 +74,23 @@ def test_what_is_read_without_a_wait_races(kind):
                 changed = (*programs[:rank], program[:at] + program[at + 1 :], *programs[rank + 1 :])
                 found = races(changed, schedule.placement)
                 assert {a.rank for a, _ in found} == {rank}, str(wait)
+
+
+def test_what_ends_on_cpus_ends_on_devices():
+    """The proof tries CPUs alone.  Of programs with instructions out of order."""
+    draw, found = random.Random(5), Counter()
+    for name, ranks, microbatches in product(("1f1b", "zb-h1", "zb-v"), (2, 3), (2, 3)):
+        programs, placement = programs_of(name, ranks, microbatches)
+        connections = connections_of(programs, placement)
+        for _ in range(12):
+            edited = list(map(list, programs))
+            for own in edited:
+                for _ in range(draw.randint(0, 2)):
+                    own.insert(draw.randrange(len(own)), own.pop(draw.randrange(len(own))))
+            ends = [stuck_at(edited, placement, machine, connections) is None for machine in (HOSTS, DEVICES)]
+            found[tuple(ends)] += 1
+    assert found[True, False] == 0
+    assert min(found[True, True], found[False, False]) > 5, found
 
 
 # -- faults of backends, each put back ----------------------------------------------------------------------

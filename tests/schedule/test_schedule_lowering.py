@@ -127,7 +127,7 @@ def test_ranks_that_wait_for_each_other():
     with pytest.raises(DeadlockError) as error:
         prove(lower(schedule, chain([StageCost(1, 1, 1)] * 3).edges), schedule.placement)
     assert str(error.value).splitlines() == [
-        "the programs of the ranks block each other on CPUs:",
+        "the programs of the ranks block each other:",
         "  rank 0, before BW0.0: wait B1 -> B0, microbatch 0, from rank 1",
         "  rank 1, before F1.1: wait F0 -> F1, microbatch 1, from rank 0",
         "  rank 2, before F2.1: wait F1 -> F2, microbatch 1, from rank 1",
