@@ -34,6 +34,7 @@ if _cuda is None or not _cuda.is_initialized():
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 if TYPE_CHECKING:
+    from fxpipe.api.checkpointer import Checkpointer
     from fxpipe.api.compile import compile
     from fxpipe.api.load import load
     from fxpipe.api.pipeline import Pipeline
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from fxpipe.runtime.program.outputs import StepResult
     from fxpipe.runtime.ranks.local_mesh import local_lanes
     from fxpipe.schedule.ops import Schedule
-    from fxpipe.training.checkpoint.checkpointer import Checkpointer
     from fxpipe.training.checkpoint.read import Checkpoint, read_checkpoint
 
     __version__: str
@@ -76,7 +76,7 @@ __all__ = [
 _LAZY = {
     "__version__": "fxpipe.plan.version",
     "Checkpoint": "fxpipe.training.checkpoint.read",
-    "Checkpointer": "fxpipe.training.checkpoint.checkpointer",
+    "Checkpointer": "fxpipe.api.checkpointer",
     "Offload": "fxpipe.compiler.options",
     "Pipeline": "fxpipe.api.pipeline",
     "Schedule": "fxpipe.schedule.ops",

@@ -25,7 +25,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 #: What a rank imports to compile, train and end.
 PRELOADED = [
     "fxpipe.compiler.compile",
-    "fxpipe.training.checkpoint.checkpointer",
+    "fxpipe.api.checkpointer",
     "torch._dynamo",
     "torch.distributed.elastic.multiprocessing.api",
 ]

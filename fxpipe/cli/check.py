@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from fxpipe.certificate.check import check_artifact
+from fxpipe.api.check import check_saved
 from fxpipe.errors import RunError, printable
-from fxpipe.plan import files
-from fxpipe.plan.artifact import Artifact
+from fxpipe.plan.files import evaluation_directory
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +21,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 def _check(options: argparse.Namespace) -> None:
     directory: Path = options.directory
-    evaluation = files.evaluation_directory(directory)
+    evaluation = evaluation_directory(directory)
     holds = [_is_checked(each) for each in (directory, evaluation) if each == directory or each.exists()]
     if not all(holds):
         raise RunError("The programs are not the captured step.")
@@ -30,9 +29,6 @@ def _check(options: argparse.Namespace) -> None:
 
 def _is_checked(directory: Path) -> bool:
     """Print the certificate of one directory of programs."""
-    plan = files.read_plan(directory)
-    programs = files.read_programs(directory, plan, range(plan.ranks))
-    artifact = Artifact(plan, programs, {}, plan.number, captured=files.read_captured(directory))
-    found = check_artifact(artifact, str(directory / files.CAPTURED))
+    found = check_saved(directory)
     print("\n".join(printable(line) for line in [f"{directory}:", *str(found).splitlines()]))
     return found.holds

@@ -16,10 +16,10 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
+from fxpipe.api.checkpointer import Checkpointer
 from fxpipe.cli.data import Data
 from fxpipe.errors import RunError
 from fxpipe.plan.recorded import write_spans
-from fxpipe.training.checkpoint.checkpointer import Checkpointer
 
 if TYPE_CHECKING:
     from fxpipe.api.pipeline import Pipeline

@@ -28,8 +28,7 @@ from fxpipe.ir.graph import Section
 from fxpipe.ir.sections import is_compiled
 from fxpipe.ir.storage import call_nodes, written
 from fxpipe.runtime.program.checks import expect
-from fxpipe.runtime.program.inductor import compiled_functions, inductor
-from fxpipe.runtime.program.kernel_cache import keep_kernels
+from fxpipe.runtime.program.inductor import compiled_functions, inductor, keep_kernels
 from fxpipe.runtime.program.random import keyed
 from fxpipe.runtime.program.within import within
 from fxpipe.runtime.ranks.dry_run import dry_run

@@ -7,8 +7,13 @@ their random ops are its inputs.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import os
+import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -17,7 +22,6 @@ from torch import fx
 
 from fxpipe.errors import RunError
 from fxpipe.runtime.program.checks import expect, expect_op
-from fxpipe.runtime.program.kernel_cache import keep_kernels
 from fxpipe.runtime.program.random import as_tensor
 from fxpipe.runtime.program.within import within
 from fxpipe.runtime.torch_private import (
@@ -28,6 +32,8 @@ from fxpipe.runtime.torch_private import (
     no_modes,
     pytree,
 )
+
+_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 Place = tuple[Any, ...]
 """Of a value among the arguments: the number of the argument, and the keys and indices in it."""
@@ -97,6 +103,8 @@ class inductor:
         return compiled, inputs
 
     def _compiled_for(self, args: Sequence[Any]) -> _Compiled:
+        from fxpipe.runtime.program.kernel_cache import keep_kernels  # of no use to other programs
+
         keep_kernels()
         try:
             with no_modes():
@@ -196,3 +204,31 @@ def _drop_unused_inputs(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="placeholder"):
         if not node.users:
             graph.erase_node(node)
+
+
+def keep_kernels() -> None:
+    """Let Inductor keep its kernels in a folder that lasts, so that a later run compiles none of them again,
+    unless the user or torch has chosen one, or it cannot be made.
+
+    By default Inductor caches them, as pickles and machine code, below ``/tmp``: the machine may empty that,
+    and other users may make the folder first.  The folder is the user's, and not one of a saved pipeline,
+    since those come from others.
+    """
+    if _CACHE in os.environ:
+        return
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(caches, "fxpipe", "inductor", _processor())
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            os.environ[_CACHE] = str(folder)
+
+
+def _processor() -> str:
+    """A name for the instructions of this machine: kernels are compiled for them, and machines may share a
+    home."""
+    text = platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        text += next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return f"{platform.machine()}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"

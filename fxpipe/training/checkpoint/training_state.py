@@ -6,6 +6,7 @@ By the model's names, so that another number of ranks or another schedule can ta
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from fxpipe.errors import ArtifactError, RunError
 from fxpipe.plan.rows import whole_name
 from fxpipe.plan.version import __version__
-from fxpipe.strict import Misfit, parse_json, structure
+from fxpipe.strict import Misfit, parse_json, structure, unstructure
 from fxpipe.training.checkpoint import files
 from fxpipe.training.checkpoint.plain import to_json
 from fxpipe.training.checkpoint.tensor_store import Part
@@ -77,6 +78,9 @@ class Record:
     tensors: dict[str, Kind] = field(default_factory=dict)
     run: str = ""
     by_replica: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    def as_json(self) -> str:
+        return json.dumps(unstructure(self), indent=1)
 
     @staticmethod
     def from_json(text: str, path: Path) -> Record:
@@ -178,11 +182,16 @@ def record_of(
     )
 
 
-def kinds_of(tensors: Mapping[str, torch.Tensor | Part]) -> dict[str, Kind]:
-    """The kinds of the whole tensors that a rank holds, or holds a part of."""
-    return {
+def kinds_of(tensors: Mapping[str, torch.Tensor | Part]) -> Any:
+    """The kinds of the whole tensors that a rank holds, or holds a part of, as plain data."""
+    kinds = {
         name: Kind(tuple(t.whole), str(t.tensor.dtype))
         if isinstance(t, Part)
         else Kind(tuple(t.shape), str(t.dtype))
         for name, t in tensors.items()
     }
+    return unstructure(kinds)
+
+
+def kinds_from(plain: Any) -> dict[str, Kind]:
+    return structure(plain, dict[str, Kind])

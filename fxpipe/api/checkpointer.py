@@ -24,12 +24,18 @@ from fxpipe.plan.files import as_path, checksum, writing
 from fxpipe.runtime.job.process import agreed, agreed_by
 from fxpipe.runtime.job.tracebacks import brief_methods
 from fxpipe.runtime.program.comm import NoAnswer, answered
-from fxpipe.strict import structure, unstructure
 from fxpipe.training.checkpoint import files, tensor_store
 from fxpipe.training.checkpoint.plain import from_json, to_json
 from fxpipe.training.checkpoint.restore import contents_for, restore
 from fxpipe.training.checkpoint.tensor_store import Part
-from fxpipe.training.checkpoint.training_state import Kind, Record, Stateful, kinds_of, record_of, tensors_of
+from fxpipe.training.checkpoint.training_state import (
+    Record,
+    Stateful,
+    kinds_from,
+    kinds_of,
+    record_of,
+    tensors_of,
+)
 from fxpipe.training.checkpoint.user_state import kept_state, own_state
 from fxpipe.training.optimizer import PipelineOptimizer
 
@@ -243,7 +249,7 @@ class Checkpointer:
         with answered():  # an error of this rank's own is a CheckpointException
             tensor_store.write(tensors, draft, self._group)
         with self._agreed("compute checksums"):
-            kinds = unstructure(kinds_of(tensors))
+            kinds = kinds_of(tensors)
             own = json.dumps([self._sums(draft), record.fields, kinds])
         sums: dict[str, str] = {}
         fields: dict[str, Any] = {}
@@ -252,13 +258,12 @@ class Checkpointer:
             found, held, stored = json.loads(text)
             sums |= found
             fields |= from_json(held, {})
-            kinds |= structure(stored, dict[str, Kind])
+            kinds |= kinds_from(stored)
         with self._agreed("complete"):
             if self._number == 0:
                 encoded = to_json(fields, None, "", "the optimizer's state")
                 whole = dataclasses.replace(record, fields=encoded, tensors=kinds)
-                state = json.dumps(unstructure(whole), indent=1)
-                files.complete(self.directory, step, state, sums)
+                files.complete(self.directory, step, whole.as_json(), sums)
                 files.keep_newest(self.directory, self.keep)
         return files.path_of(self.directory, step)
 

@@ -1,0 +1,18 @@
+"""The check of a saved pipeline's programs, which needs neither its weights nor processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fxpipe.certificate.check import check_artifact
+from fxpipe.certificate.problems import Certificate
+from fxpipe.plan import files
+from fxpipe.plan.artifact import Artifact
+
+
+def check_saved(directory: Path) -> Certificate:
+    """Raises ArtifactError for missing or damaged files, RunError for those of an earlier version."""
+    plan = files.read_plan(directory)
+    programs = files.read_programs(directory, plan, range(plan.ranks))
+    artifact = Artifact(plan, programs, {}, plan.number, captured=files.read_captured(directory))
+    return check_artifact(artifact, str(directory / files.CAPTURED))
