@@ -12,6 +12,7 @@ import griffe
 
 ARGUMENT = re.compile(r"^(\w+(?:, \w+)*): ", re.MULTILINE)
 PAGE = re.compile(r"docs/(\w+)\.md")
+RAISES = re.compile(r"\n(?=Raises )")  # ends the list of arguments
 ROLE = re.compile(r":\w+:`([^`]*)`")
 
 
@@ -25,4 +26,5 @@ class Docstrings(griffe.Extension):
 
 def as_markdown(text: str) -> str:
     paragraphs = PAGE.sub(r"[\1.md](\1.md)", ROLE.sub(r"`\1`", text)).split("\n\n")
+    paragraphs = [RAISES.sub("\n\n", paragraph) for paragraph in paragraphs]
     return "\n\n".join(ARGUMENT.sub(r"- **\1**: ", paragraph) for paragraph in paragraphs)
