@@ -69,13 +69,14 @@ def test_ranks_win_where_the_network_is_slow():
 
 
 def test_more_ranks_where_memory_is_short():
-    """One rank needs the bytes of the layers and their gradients, and as much again for a microbatch."""
+    """One rank needs the bytes of the layers and their gradients, and half of that again for a microbatch whose
+    backward is one op."""
     limit = 2.5 * LAYERS * LAYER
     pipe = compiled(memory_limit=limit)
     assert chosen(pipe) == (2, 2, "")
     alone = table(pipe)["1 x 4"]
     assert alone.seconds is None
-    assert alone.memory == pytest.approx(4 * LAYERS * LAYER, rel=0.05)
+    assert alone.memory == pytest.approx(3 * LAYERS * LAYER, rel=0.05)
     assert table(pipe)["2 x 2"].memory <= limit
 
 
