@@ -69,8 +69,8 @@ def test_ranks_win_where_the_network_is_slow():
 
 
 def test_more_ranks_where_memory_is_short():
-    """One rank needs the bytes of the layers and their gradients, and half of that again for a microbatch, as its
-    backward is one op."""
+    """One rank needs the bytes of the layers and their gradients, and half of that again for a microbatch,
+    as its backward is one op."""
     limit = 2.5 * LAYERS * LAYER
     pipe = compiled(memory_limit=limit)
     assert chosen(pipe) == (2, 2, "")
