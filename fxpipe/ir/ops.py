@@ -9,6 +9,16 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+aten = torch.ops.aten
+
+#: Attention on a CPU, which torch's table of FLOPs lacks, and the op with its arguments that has them.
+_COUNTED_AS: dict[Any, Any] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+
 
 def node_flops(node: fx.Node, value: Callable[[fx.Node], Any] = lambda n: n.meta.get("val")) -> Any:
     """FLOPs of one node: of a matrix product, a convolution or attention; 0 for other ops.
@@ -16,6 +26,7 @@ def node_flops(node: fx.Node, value: Callable[[fx.Node], Any] = lambda n: n.meta
     value: a node's value, with tensors or with shapes that may be polynomials; the result is as they are.
     """
     packet = getattr(node.target, "overloadpacket", None)
+    packet = _COUNTED_AS.get(packet, packet)
     if packet is not None and packet not in flop_registry:  # addmm_ counts as addmm
         packet = getattr(torch.ops.aten, packet.__name__.removesuffix("_"), packet)
     formula = flop_registry.get(packet)

@@ -19,8 +19,9 @@ from fxpipe.cost import samples
 from fxpipe.cost.device_file import read_device, write_device
 from fxpipe.cost.kinds import COMPUTING, MOVING, kind_of
 from fxpipe.cost.known_devices import CPU, device_named
-from fxpipe.cost.nodes import node_cost, node_flops
+from fxpipe.cost.nodes import node_cost
 from fxpipe.errors import OptionError, ScheduleError
+from fxpipe.ir.ops import node_flops
 from fxpipe.ir.storage import call_nodes
 from fxpipe.plan.curve import Curve
 
