@@ -10,15 +10,19 @@ import ast
 import inspect
 import textwrap
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 _CLASSES = ("Tensor", "Parameter")
 
 
-def compared_classes(reached: Iterable[Any]) -> list[str]:
-    """The places, as file and line, where functions compare the class of something with a tensor's."""
-    return sorted({place for x in reached if isinstance(x, types.FunctionType) for place in _in_function(x)})
+def compared_classes(reached: Iterable[Any], files: Collection[str]) -> list[str]:
+    """The places, as file and line, where functions compare the class of something with a tensor's.
+
+    reached: what a model's code names, some of which it never runs.  files: those of the code that runs.
+    """
+    functions = [x for x in reached if isinstance(x, types.FunctionType) and x.__code__.co_filename in files]
+    return sorted({place for x in functions for place in _in_function(x)})
 
 
 def _in_function(function: types.FunctionType) -> Iterator[str]:

@@ -12,6 +12,7 @@ import inspect
 import random
 import textwrap
 import warnings
+from collections.abc import Collection
 from itertools import zip_longest
 from typing import Any
 
@@ -32,8 +33,9 @@ class Watch:
         self._snapshot = snapshot
         self._python, self._numpy = random.getstate(), _numpy_state()
 
-    def warn_of_changes(self, difference: str) -> None:
-        """difference: of a second run of the forward from the first, as a sentence."""
+    def warn_of_changes(self, difference: str, files: Collection[str]) -> None:
+        """difference: of a second run of the forward from the first, as a sentence.  files: with the lines
+        that run the ops of the trace."""
         warned = set()
         states = self._snapshot.states
         for state, between in zip_longest(states, self._snapshot.between):
@@ -48,7 +50,7 @@ class Watch:
             _warn("The forward draws from numpy's random numbers.")
         if difference:
             _warn(f"{difference}.")
-        if places := compared_classes(self._snapshot.reached.values()):
+        if places := compared_classes(self._snapshot.reached.values(), files):
             warnings.warn(
                 f"Code of the model compares type(…) with a tensor's class ({', '.join(places)}). "
                 "In a trace tensors and parameters are of another class, so another branch may be traced "

@@ -32,6 +32,7 @@ from fxpipe.capture.replaced import put_back
 from fxpipe.capture.step_function import StepFunction
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
+from fxpipe.ir.graph import Origin
 from fxpipe.ir.storage import graph_outputs
 from fxpipe.plan.lanes import NO_LANES, LanePlan
 from fxpipe.runtime.torch_private import hook_functions
@@ -168,7 +169,8 @@ def _traced(
         check_constants(module, [r for r in step.registered if r.name not in replaced])
         if refused and step.difference:  # a state that the first batch alone sets, for example
             raise CaptureError(f"{refused} {step.difference}.")
-        watch.warn_of_changes(step.difference)
+        origins = [node.meta.get("origin", Origin()) for node in module.graph.nodes]
+        watch.warn_of_changes(step.difference, {origin.source.rpartition(":")[0] for origin in origins})
         step.hooks.warn(module.graph)
     with compat.plain_kernels(), compat.modules_without_code(), mode:
         module = functionalize(module, values)

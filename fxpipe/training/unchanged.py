@@ -1,5 +1,5 @@
 """What a program takes from its model once, when it is compiled: which parameters are trained, hooks, and
-settings, which are numbers and texts in attributes of modules.
+settings, which are floating-point numbers in attributes of modules.
 
 A parameter that is frozen later would still be trained, a hook that is registered later would never run, and
 a rate of dropout that is set later would stay as it was.
@@ -21,8 +21,6 @@ from fxpipe.runtime.torch_private import gradient_hooks, hooks_registered, modul
 Hooks = dict[str, tuple[int, ...]]
 """Where hooks are, as text -> their numbers."""
 PARAMETER = "the parameter"
-#: ``train()`` and ``eval()`` are for eager runs of the model between steps.
-_MODE = "training"
 
 
 class _Settings(NamedTuple):
@@ -130,11 +128,13 @@ def _hooks(
 
 
 def _settings(model: nn.Module) -> list[_Settings]:
-    """Those of all modules, but what their code keeps for itself."""
+    """Those of all modules, but what their code keeps for itself.
+
+    An integer is often a counter, and a bool says what has happened already: eager runs change these.
+    """
     found = []
     for path, module in model.named_modules():
-        own = {k: x for k, x in vars(module).items() if isinstance(x, bool | int | float | str)}
-        own = {k: x for k, x in own.items() if k != _MODE and not k.startswith("_")}
+        own = {k: x for k, x in vars(module).items() if isinstance(x, float) and not k.startswith("_")}
         if own:
             found.append(_Settings(path, weakref.ref(module), own))
     return found
