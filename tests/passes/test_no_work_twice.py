@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx, nn
 from torch.nn import functional as F
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from zoo import CASES, WIDTH, Case, Chain, Shape, built_and_compiled, numbers
 
 import fxpipe
@@ -62,10 +62,19 @@ def flops_by_phase(pipe: fxpipe.Pipeline) -> Counter:
     return count
 
 
+#: Attention on a CPU, which torch does not count.
+ON_A_CPU = {
+    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        aten._scaled_dot_product_flash_attention_backward
+    ],
+}
+
+
 def eager_flops(case: Case) -> int:
     """Of forward and backward of one microbatch."""
     model, example = case.build(), case.example()
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False, custom_mapping=ON_A_CPU) as counter:
         output = model(*example) if isinstance(example, tuple) else model(**example)
         loss = output if case.loss_fn is None else case.loss_fn(output, example)
         (loss[0] if isinstance(loss, tuple) else loss).backward()
