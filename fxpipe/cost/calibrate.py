@@ -20,6 +20,7 @@ from fxpipe.cost.device import Device
 from fxpipe.cost.kinds import COMPUTING, MOVING
 from fxpipe.cost.known_devices import device_named, share_of_largest
 from fxpipe.cost.samples import Maker, samples
+from fxpipe.errors import OptionError
 from fxpipe.plan.curve import Curve
 from fxpipe.runtime.program.accelerator import is_accelerator
 
@@ -81,6 +82,8 @@ def with_curves(
             # Some devices lack products or convolutions in some arithmetic.
             with phase(f"{kind} {name}"), contextlib.suppress(NotImplementedError):
                 curves[f"{kind} {name}"] = _curve(device, kind, name, extra["product"])
+    if missing := [name for name in arithmetic if f"product {name}" not in curves]:
+        raise OptionError(f"{device} has no {', '.join(missing)} products: leave it out of --arithmetic.")
     moved, product = curves["move"], {name: curves[f"product {name}"] for name in arithmetic}
     return replace(
         base,

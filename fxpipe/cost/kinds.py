@@ -15,6 +15,7 @@ from torch import fx
 
 from fxpipe.ir.storage import draws_numbers, is_view, tensors
 from fxpipe.plan.work import VIEW
+from fxpipe.runtime.program.random import keyed
 
 #: Kinds whose size is in FLOPs; each arithmetic has a curve of its own.  "thin product": with a dimension of
 #: at most THIN.  "convolution weight": the gradients of weight and bias alone.
@@ -72,7 +73,7 @@ def kind_of(node: fx.Node) -> str:
     """The kind of an op of the graph."""
     if is_view(node):
         return VIEW
-    if draws_numbers(node) or "keyed" in str(node.target):
+    if draws_numbers(node) or node.target is keyed:
         return "random"
     found = _kind_of_target(node.target)
     if found == "product" and _least_dimension(node) <= THIN:

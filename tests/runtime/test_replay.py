@@ -12,7 +12,7 @@ from torch import nn
 import fxpipe
 from fxpipe.cli.command import main
 from fxpipe.errors import ArtifactError, OptionError
-from fxpipe.runtime.ranks.recording import RECORDED, in_strides
+from fxpipe.runtime.ranks.recording import RECORDED, copied_in_strides
 from fxpipe.runtime.ranks.replay import read_recorded
 
 OPS = ("F0.1", "F1.3", "B1.0", "W0.2")
@@ -134,6 +134,6 @@ def test_strides_are_kept(stride):
     given = torch.randn(3, 4)
     given = given[:1].expand(3, 4) if stride[0] == 0 else given
     given = given[:, :1].expand(3, 4) if stride[1] == 0 else given
-    found = in_strides(given, stride)
+    found = copied_in_strides(given, stride)
     assert torch.equal(found, given)
     assert found.stride() == stride

@@ -225,7 +225,7 @@ def is_of_program(value: Any, namespace: Mapping[str, Any]) -> bool:
     return bool(getattr(getattr(value, "function", value), "__module__", "") == namespace["__name__"])
 
 
-def in_strides(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+def copied_in_strides(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
     """A copy with these strides, also where elements share memory, or where there are gaps."""
     sizes = zip(tensor.shape, stride, strict=True)
     once = [slice(0, 1) if n > 1 and not step else slice(None) for n, step in sizes]
@@ -238,7 +238,7 @@ def _copy(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     with no_modes():
-        return in_strides(leaf.detach(), leaf.stride())
+        return copied_in_strides(leaf.detach(), leaf.stride())
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

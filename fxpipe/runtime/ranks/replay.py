@@ -21,9 +21,9 @@ from fxpipe.runtime.ranks.recording import (
     RecordedCall,
     RecordedOp,
     ResultDigest,
+    copied_in_strides,
     digests,
     file_of,
-    in_strides,
     namespace_of,
 )
 from fxpipe.runtime.torch_private import pytree
@@ -124,7 +124,7 @@ def _leaf(operand: Operand, tensors: dict[str, torch.Tensor], device: torch.devi
         if operand.value:
             return _plain(operand.value)
         data = tensors[str(operand.tensor)].clone().view(dtype_of(operand.dtype)).view(operand.shape)
-        return in_strides(data, operand.stride).to(device)
+        return copied_in_strides(data, operand.stride).to(device)
     except (ValueError, KeyError, RuntimeError) as error:
         raise ArtifactError(f"An operand is damaged: {error}. {AGAIN}") from error
 
