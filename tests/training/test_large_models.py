@@ -129,9 +129,9 @@ def spied_reads():
         def get_shape(self):
             return self.own.get_shape()
 
-        def __getitem__(self, rows):
-            reads.append((self.name, rows.start, rows.stop))
-            return self.own[rows]
+        def __getitem__(self, place):
+            reads.append((self.name, place[0].start, place[0].stop))
+            return self.own[place]
 
     @contextlib.contextmanager
     def spied(path):
