@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxpipe
-from fxpipe.plan.rows import rows_of
+from fxpipe.plan.rows import ShardName
 from fxpipe.runtime.job.process import Process
 from fxpipe.runtime.program.accelerator import default_device, device_allocations, is_accelerator, memory_size
 
@@ -139,8 +139,8 @@ def main() -> None:
     pipe.step(of_one_gpu(pipe, whole) if case.get("batch") == "one" else whole)
     largest = 0.0
     for name in pipe.plan.tensors[pipe.process.rank].gradients:
-        rows = rows_of(name)
-        wanted = expected[name] if rows is None else expected[rows.table][rows.begin : rows.end]
+        shard = ShardName(name)
+        wanted = shard.part_of(expected[shard.tensor])
         largest = max(largest, error(pipe.parameter(name).grad, wanted))
     total = torch.tensor([largest], dtype=torch.float64)
     process = Process.join(device)

@@ -155,7 +155,9 @@ def unstructure(value: Any) -> Any:
         return {key: unstructure(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [unstructure(entry) for entry in value]
-    return value.value if isinstance(value, Enum) else value
+    if isinstance(value, Enum):
+        return value.value
+    return str(value) if isinstance(value, str) else value
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -202,6 +204,8 @@ def _reader(kind: Any) -> _Reader:
         return _PLAIN[kind]
     if is_dataclass(kind):
         return _record_reader(kind)
+    if isinstance(kind, type) and issubclass(kind, str) and not issubclass(kind, Enum):
+        return lambda value: kind(_TEXT.check(value))
     if origin is tuple:
         return _tuple_reader(arguments)
     if origin in (dict, Mapping):

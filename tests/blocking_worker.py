@@ -30,7 +30,6 @@ from zoo import LIMIT, WIDTH, WORDS, Block, Case, Shape, TiedHead, built_and_com
 
 import fxpipe
 from fxpipe.errors import RunError
-from fxpipe.plan.rows import rows_of
 from fxpipe.runtime.job.backend import is_gloo_alone
 from fxpipe.runtime.job.process import Process
 from fxpipe.runtime.ranks import connect, distributed, sent, step_memory
@@ -151,10 +150,8 @@ def _step(shape: Shape, microbatches: int) -> None:
     assert abs(loss - expected.loss) <= LIMIT * expected.loss, shape
     found, wanted = {}, {}
     for name in pipe.model_state.owned_by(pipe.process.rank).gradients:
-        rows = rows_of(name)
         found[name] = pipe.parameter(name).grad
-        whole = expected.grads[name if rows is None else rows.table]
-        wanted[name] = whole if rows is None else whole[rows.begin : rows.end]
+        wanted[name] = name.part_of(expected.grads[name.tensor])
     assert too_far(found, wanted) == {}, shape
 
 

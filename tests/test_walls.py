@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -86,3 +87,18 @@ def test_parts_of_torch(rooms, part, exceptions):
     assert len(files) > 20
     users = {path.name for path in files if any(f"{x}.".startswith(f"{part}.") for x in _imports(path))}
     assert users == exceptions
+
+
+def test_the_number_of_rooms_and_of_imports_between_them():
+    rooms: dict[str, set[str]] = {}
+    for path in (ROOT / "fxpipe").rglob("*.py"):
+        room = path.relative_to(ROOT / "fxpipe").parts[0].removesuffix(".py")
+        used = {name.split(".")[1] for name in _imports(path) if name.startswith("fxpipe.")}
+        rooms.setdefault(room, set()).update(used - {room})
+    below = {room: used & rooms.keys() for room, used in rooms.items()}
+    level: dict[str, int] = {}
+    for room in TopologicalSorter(below).static_order():  # raises for a circle
+        level[room] = 1 + max((level[other] for other in below[room]), default=0)
+    assert len(rooms) <= 22
+    assert max(level.values()) <= 11
+    assert sum(map(len, below.values())) <= 95

@@ -11,7 +11,6 @@ from fxpipe.errors import CaptureError
 from fxpipe.plan.artifact import Plan
 from fxpipe.plan.dtensors import is_dtensor, local
 from fxpipe.plan.kept import kept_tensors
-from fxpipe.plan.rows import whole_name
 
 
 def held_of(
@@ -19,8 +18,7 @@ def held_of(
 ) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor]]:
     """The parameters and buffers of the model that a rank needs; of all ranks, with None."""
     needed = plan.tensors if rank is None else (plan.tensors[rank],)
-    names = {name for held in needed for name in held.state}
-    names |= set(map(whole_name, names))
+    names = {each for held in needed for name in held.state for each in (name, name.tensor)}
     # Frozen parameters that the step changes are buffers of the pipeline.
     changed = {name for held in plan.tensors for name in held.buffers}
     registered = (*model.named_parameters(), *model.named_buffers())

@@ -12,7 +12,7 @@ from torch import nn
 from fxpipe.api.pipeline import Pipeline
 from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact, Plan
-from fxpipe.plan.rows import whole
+from fxpipe.plan.rows import joined
 from fxpipe.plan.tensors import in_strides
 from fxpipe.runtime.job.process import Process, agreed, as_timeout, own_ranks, under_torchrun
 from fxpipe.runtime.job.tracebacks import brief
@@ -104,9 +104,8 @@ def _read_tensors(
         buffers |= {name: tensors[name].to(device) for name in held.buffers}
         constants |= {name: tensors[name] for name in held.constants}
     if process is None:
-        joined = whole(parameters).items()
         parameters = {
             name: nn.Parameter(in_strides(t.detach(), plan.whole_layout(name).stride), t.requires_grad)
-            for name, t in joined
+            for name, t in joined(parameters).items()
         }
     return parameters, buffers, constants

@@ -18,6 +18,7 @@ from torch import fx, nn
 from fxpipe.capture.functional import is_mutating
 from fxpipe.capture.registered import Registered
 from fxpipe.ir import compat
+from fxpipe.ir.storage import leading_to
 from fxpipe.runtime.torch_private import function_name, hooks_of, hooks_of_all_modules, state_hooks, unwrapped
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -99,7 +100,7 @@ class Hooks:
 
     def warn(self, graph: fx.Graph) -> None:
         """Warn of the hooks that leave nothing in the traced graph."""
-        live = _live(graph)
+        live = leading_to([graph.output_node(), *filter(is_mutating, graph.nodes)])
         for hook in self._hooks:
             if hook.times and not hook.returned and live.isdisjoint(hook.nodes):
                 _warn(
@@ -117,18 +118,6 @@ class Hooks:
                         f"The {kind} {name_and_line(function)} of {owner} is not called: pipe.state_dict and "
                         "pipe.load_state_dict take tensors by their names. Call it on what they give or get."
                     )
-
-
-def _live(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that results need, and those that write in place."""
-    todo = [graph.output_node(), *(node for node in graph.nodes if is_mutating(node))]
-    live: set[fx.Node] = set()
-    while todo:
-        node = todo.pop()
-        if node not in live:
-            live.add(node)
-            todo += node.all_input_nodes
-    return live
 
 
 def name_and_line(function: Callable[..., Any]) -> str:

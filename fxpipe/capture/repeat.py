@@ -21,6 +21,7 @@ from fxpipe.capture.functional import KeepsState
 from fxpipe.capture.replay import Run
 from fxpipe.capture.values import OVERWRITES, Readers, Values
 from fxpipe.ir.graph import Input, Origin
+from fxpipe.ir.storage import leading_to
 
 
 def difference(
@@ -56,7 +57,8 @@ def difference(
                 return same.get(b, b) is a
             if values.equal(a, b, at):
                 return True
-            earlier = sources(b) - own - (sources(a) - {a})
+            of_a, of_b = (leading_to([x], lambda node: node.op == "call_function") for x in (a, b))
+            earlier = of_b - own - (of_a - {a})
             if earlier:
                 raise _carried(next((x for x in earlier if x in kept), b), at[1] or b, kept)
             return False
@@ -105,14 +107,3 @@ def _carried(value: fx.Node, op: fx.Node, kept: Mapping[fx.Node, str]) -> KeepsS
         "one batch before you compile it, or make it a buffer of the shape and dtype that it has later on "
         "(register_buffer)."
     )
-
-
-def sources(value: fx.Node) -> set[fx.Node]:
-    """The ops that a value comes from."""
-    found, todo = set[fx.Node](), [value]
-    while todo:
-        node = todo.pop()
-        if node.op == "call_function" and node not in found:
-            found.add(node)
-            todo += node.all_input_nodes
-    return found

@@ -65,7 +65,9 @@ def _rank(rank: int, plan: Plan, reference: Reference, world: World) -> TermRunt
         line = lines()
         world.problems.append(Problem(line.rank, line.number, text))
 
-    shapes = {name: plan.layouts[name].shape for name in plan.tensors[rank].gradients}
+    shapes: dict[str, tuple[int, ...]] = {
+        name: plan.layouts[name].shape for name in plan.tensors[rank].gradients
+    }
     calls = Calls(reference.terms, lines, note, shapes)
     return TermRuntime(rank, plan, reference, world, calls, Sections(calls, held=held), held)
 

@@ -16,7 +16,7 @@ from fxpipe.certificate.traffic import COLLECTIVE
 from fxpipe.certificate.values import Value
 from fxpipe.certificate.world import World
 from fxpipe.plan.artifact import Plan, holders
-from fxpipe.plan.rows import whole_name
+from fxpipe.plan.rows import ShardName
 from fxpipe.plan.tensors import dtype_of
 
 Ranks = Sequence[TermRuntime]
@@ -95,9 +95,9 @@ def _result(reference: Reference, what: str, value: Value, expected: Term, line:
 
 def _gradients(plan: Plan, reference: Reference, ranks: Ranks) -> Iterator[Problem]:
     held = holders(each.gradients for each in plan.tensors)
-    known = {whole_name(name) for name in held}
+    known = {name.tensor for name in held}
     for name in reference.grads:
-        if name not in held and whole_name(name) not in known:
+        if name not in held and ShardName(name).tensor not in known:
             yield _at(None, f"no rank has the gradient of {name}")
     divides = reference.count is not None and bool(reference.grads)
     for rt in ranks:

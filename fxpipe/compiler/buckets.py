@@ -12,6 +12,7 @@ import torch
 from fxpipe.ir.casts import parameter_of
 from fxpipe.ir.graph import Kind, Section
 from fxpipe.plan.artifact import Bucket, Plan, RankTensors, TensorLayout, holders
+from fxpipe.plan.rows import ShardName
 from fxpipe.plan.tensors import dtype_of, gradient_dtype
 from fxpipe.schedule.lowering.bucket_use import BucketUse, once
 from fxpipe.schedule.lowering.bucket_use import per_use as for_each_use
@@ -37,7 +38,7 @@ def with_buckets(
     """
     made = {s.color: [v.name for v in s.inputs if v.kind is Kind.GRADIENT] for s in sections}
     used = {s.color: [name for v in s.inputs if (name := parameter_of(v))] for s in sections}
-    ranks = holders(held.parameters for held in tensors)
+    shared = {name for name, ranks in holders(held.parameters for held in tensors).items() if len(ranks) > 1}
 
     def dtype(name: str) -> torch.dtype:
         return gradient_dtype(dtype_of(layouts[name].dtype), grad_dtype)
@@ -51,24 +52,24 @@ def with_buckets(
         first = _positions(ops[::-1], used)  # from the end
 
         def together(name: str) -> tuple[int, str, str, str]:
-            return last[name], str(dtype(name)), layouts[name].dtype, name if len(ranks[name]) > 1 else ""
+            return last[name], str(dtype(name)), layouts[name].dtype, name if name in shared else ""
 
         for (position, *_), names in groupby(sorted(last, key=together), together):
             for own in _cut(names, nbytes):
                 before = max((first[name] for name in own if name in first), default=len(ops) - 1 - position)
-                yield Bucket(str(ops[-1 - before]), str(ops[position]), tuple(own))
+                yield Bucket(str(ops[-1 - before]), str(ops[position]), tuple(map(ShardName, own)))
 
     def frozen(held: RankTensors, ops: Sequence[Op]) -> Iterator[Bucket]:
         first, last = _positions(ops[::-1], used), _positions(ops, used)
         wanted = (name for name in held.parameters if name in last and name not in held.gradients)
 
         def together(name: str) -> tuple[int, str, str]:
-            return -first[name], layouts[name].dtype, name if len(ranks[name]) > 1 else ""
+            return -first[name], layouts[name].dtype, name if name in shared else ""
 
         for (before, *_), names in groupby(sorted(wanted, key=together), together):
             for own in _cut(names, lambda name: layouts[name].nbytes):
                 end = max(last[name] for name in own)
-                yield Bucket(str(ops[before - 1]), str(ops[end]), tuple(own))
+                yield Bucket(str(ops[before - 1]), str(ops[end]), tuple(map(ShardName, own)))
 
     return tuple(
         replace(

@@ -26,7 +26,6 @@ from fxpipe.ir.casts import parameter_of
 from fxpipe.ir.graph import Kind, Section
 from fxpipe.ir.storage import call_nodes, graph_outputs
 from fxpipe.plan.artifact import FORMAT, Plan, Prediction, StagePlan
-from fxpipe.plan.rows import whole_name
 from fxpipe.plan.step import StepSpec
 from fxpipe.plan.version import __version__
 from fxpipe.runtime.program.batch import batch_spec
@@ -135,8 +134,7 @@ def with_tensors_of(plan: Plan, sections: Sequence[Section], trained: Plan) -> P
                 "training. Compile it by itself, with gradients=False."
             )
         tensors.append(replace(held, parameters=parameters, buffers=buffers))
-    names = {name for held in tensors for name in held.names}
-    names |= set(map(whole_name, names))
+    names = {each for held in tensors for name in held.names for each in (name, name.tensor)}
     layouts = {name: layout for name, layout in plan.layouts.items() if name in names}
     return replace(plan, tensors=tuple(tensors), layouts=layouts, state=())
 

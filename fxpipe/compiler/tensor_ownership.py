@@ -18,7 +18,7 @@ from fxpipe.ir.storage import graph_outputs
 from fxpipe.plan.artifact import RankTensors, TensorLayout, holders
 from fxpipe.plan.dtensors import local
 from fxpipe.plan.kept import kept_tensors, own_of_each_replica
-from fxpipe.plan.rows import rows_of, whole_name
+from fxpipe.plan.rows import ShardName
 from fxpipe.plan.step import OutputSpec
 from fxpipe.plan.tensors import gradient_dtype
 from fxpipe.schedule.lowering.instructions import AllReduceGradient
@@ -34,7 +34,7 @@ def check_names(model: nn.Module) -> None:
             reason = "it holds half of a surrogate pair, which is no text"
         elif name == "__metadata__":
             reason = "safetensors keeps that name for itself"
-        elif rows_of(name):
+        elif ShardName(name).is_part:
             reason = "names that end so stand for some rows of a table"
         if reason:
             raise CaptureError(f"No pipeline can hold the parameter or buffer {name!r}: {reason}. Rename it.")
@@ -51,7 +51,7 @@ def tensor_ownership(
             kind = value.kind if name is None else Kind.PARAMETER
             used[placement[section.stage]][kind].add(name or value.name)
     taken = set().union(*(u[Kind.PARAMETER] | u[Kind.GRADIENT] for u in used))
-    taken |= set(map(whole_name, taken))
+    taken |= {ShardName(name).tensor for name in taken}
     buffers = set().union(*(u[Kind.BUFFER] for u in used))  # with frozen parameters that the step changes
     spare_parameters = {n for n, _ in model.named_parameters()} - taken - buffers
     spare_buffers = {n for n, _ in model.named_buffers()} - buffers
@@ -63,13 +63,17 @@ def tensor_ownership(
         parameters = u[Kind.PARAMETER] | u[Kind.GRADIENT]
         plans.append(
             RankTensors(
-                parameters=tuple(sorted(parameters)),
-                buffers=tuple(sorted(u[Kind.BUFFER])),
-                constants=tuple(sorted(u[Kind.CONSTANT])),
-                gradients=tuple(sorted(parameters & accumulated)),
+                parameters=_names(parameters),
+                buffers=_names(u[Kind.BUFFER]),
+                constants=_names(u[Kind.CONSTANT]),
+                gradients=_names(parameters & accumulated),
             )
         )
     return tuple(plans)
+
+
+def _names(found: Iterable[str]) -> tuple[ShardName, ...]:
+    return tuple(map(ShardName, sorted(found)))
 
 
 def state_names(model: nn.Module) -> tuple[tuple[str, str], ...]:
@@ -253,6 +257,6 @@ def _tensors(model: nn.Module, held: tuple[RankTensors, ...]) -> dict[str, torch
     tensors = {n: local(t).detach() for n, t in (*model.named_parameters(), *model.named_buffers())}
     tensors |= kept_tensors(model, {n for h in held for n in h.buffers} - tensors.keys())
     for name in {n for h in held for n in h.parameters}:
-        if rows := rows_of(name):
-            tensors[name] = tensors[rows.table][rows.begin : rows.end]
+        if name.is_part:
+            tensors[name] = name.part_of(tensors[name.tensor])
     return tensors

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -155,6 +155,19 @@ def node_bytes(node: fx.Node) -> int:
 
 def call_nodes(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.nodes if n.op == "call_function"]
+
+
+def leading_to(
+    nodes: Iterable[fx.Node], through: Callable[[fx.Node], bool] = lambda node: True
+) -> set[fx.Node]:
+    """These nodes and all that their values come from.  through: which of them to take, and to go on from."""
+    found, todo = set[fx.Node](), [*nodes]
+    while todo:
+        node = todo.pop()
+        if node not in found and through(node):
+            found.add(node)
+            todo += node.all_input_nodes
+    return found
 
 
 def graph_outputs(graph: fx.Graph) -> Outputs:

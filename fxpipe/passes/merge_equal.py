@@ -19,7 +19,7 @@ from torch import fx
 
 from fxpipe.ir.graph import read_buffer
 from fxpipe.ir.resized import ResizedTraces
-from fxpipe.ir.storage import call_nodes, may_draw_numbers, tensors, written
+from fxpipe.ir.storage import call_nodes, leading_to, may_draw_numbers, tensors, written
 from fxpipe.plan.tensors import sum_over_ranks
 from fxpipe.runtime.program.checks import expect
 from fxpipe.runtime.program.random import keyed
@@ -58,22 +58,11 @@ def _before_their_layers(graph: fx.Graph, paths: dict[fx.Node, list[str]]) -> No
             inside[node.meta["color"], module].append(node)
     for layer, values in shared.items():
         movable = [value for value in values if value in given]
-        moved = _leading_to(movable)
+        moved = leading_to(movable)
         begin = next((node for node in inside[layer] if node not in moved), None)
         if begin is not None:
             for value in movable:
                 _move(value, begin)
-
-
-def _leading_to(nodes: list[fx.Node]) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    todo = list(nodes)
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += node.all_input_nodes
-    return found
 
 
 def _first_layer(paths: list[str]) -> str:

@@ -18,7 +18,7 @@ from torch import fx
 
 from fxpipe.ir.graph import read_buffer
 from fxpipe.ir.ops import is_between_lanes, node_flops
-from fxpipe.ir.storage import call_nodes, drop_dead, is_view, node_bytes
+from fxpipe.ir.storage import call_nodes, drop_dead, is_view, leading_to, node_bytes
 from fxpipe.passes.mincut import to_repeat
 from fxpipe.passes.rewrite import clone_into
 from fxpipe.plan.tensors import sum_over_ranks
@@ -39,7 +39,9 @@ def recompute(graph: fx.Graph, level: Level) -> None:
     for stage, backward in sorted(by_stage.items()):
         again = _made_again(backward, stage, level)
         clones: dict[tuple[Color, fx.Node], fx.Node] = {}
-        in_b = _made_in_b(backward, again)
+        # B recomputes what it needs itself, and hands that to W, which recomputes the rest.
+        of_b = (user for user in backward if user.meta["color"].phase is Phase.B)
+        in_b = leading_to((node for user in of_b for node in user.all_input_nodes), again.__contains__)
         for user in backward:
             for node in user.all_input_nodes:
                 if node in again:
@@ -51,18 +53,6 @@ def recompute(graph: fx.Graph, level: Level) -> None:
 def _is_backward(node: fx.Node, stage: int) -> bool:
     color = node.meta["color"]
     return color.stage == stage and color.phase is not Phase.F
-
-
-def _made_in_b(backward: list[fx.Node], again: set[fx.Node]) -> set[fx.Node]:
-    """The values that B needs itself; it hands them to W, which recomputes the others."""
-    found: set[fx.Node] = set()
-    todo = [n for user in backward if user.meta["color"].phase is Phase.B for n in user.all_input_nodes]
-    while todo:
-        node = todo.pop()
-        if node in again and node not in found:
-            found.add(node)
-            todo += node.all_input_nodes
-    return found
 
 
 def _made_again(backward: list[fx.Node], stage: int, level: Level) -> set[fx.Node]:

@@ -16,6 +16,7 @@ from fxpipe.plan.check import check_plan
 from fxpipe.plan.lanes import NO_LANES, LanePlan
 from fxpipe.plan.meshes import TriedMesh
 from fxpipe.plan.number import number
+from fxpipe.plan.rows import ShardName
 from fxpipe.plan.step import MOST_RANKS, Shard, StepSpec, Tier
 from fxpipe.plan.tensors import Dtype, GradDtype, Shape, Size, dtype_of, gradient_dtype, is_dense
 from fxpipe.plan.version import __version__
@@ -63,7 +64,7 @@ class Bucket:
 
     before: str
     after: str
-    gradients: tuple[str, ...]
+    gradients: tuple[ShardName, ...]
 
 
 @dataclass(frozen=True)
@@ -72,20 +73,20 @@ class RankTensors:
     ``buckets`` have each of these once (none in pipelines that earlier versions saved).  ``frozen``: the
     parameters without gradients that replicas divide, in buckets as well, whose numbers follow."""
 
-    parameters: tuple[str, ...]
-    buffers: tuple[str, ...]
-    constants: tuple[str, ...]
-    gradients: tuple[str, ...]
+    parameters: tuple[ShardName, ...]
+    buffers: tuple[ShardName, ...]
+    constants: tuple[ShardName, ...]
+    gradients: tuple[ShardName, ...]
     buckets: tuple[Bucket, ...] = ()
     frozen: tuple[Bucket, ...] = ()
 
     @property
-    def state(self) -> tuple[str, ...]:
+    def state(self) -> tuple[ShardName, ...]:
         """The parameters and buffers."""
         return self.parameters + self.buffers
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def names(self) -> tuple[ShardName, ...]:
         return self.state + self.constants
 
     @property
@@ -94,9 +95,9 @@ class RankTensors:
         return self.buckets + self.frozen
 
 
-def holders(names: Iterable[Iterable[str]]) -> dict[str, list[int]]:
+def holders(names: Iterable[Iterable[ShardName]]) -> dict[ShardName, list[int]]:
     """The ranks that hold each name, in order; ``names``: those of each rank."""
-    found: dict[str, list[int]] = {}
+    found: dict[ShardName, list[int]] = {}
     for rank, held in enumerate(names):
         for name in held:
             found.setdefault(name, []).append(rank)

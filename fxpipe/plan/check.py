@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import FxpipeError
-from fxpipe.plan.rows import Rows, rows_of
+from fxpipe.plan.rows import ShardName
 from fxpipe.plan.step import Leaf
 from fxpipe.plan.tensors import IS_DTYPE, IS_FLOATING, MOST_DIMENSIONS, dtype_of
 from fxpipe.plan.work import PHASE_FIELDS, PlanWork, Terms
@@ -108,7 +108,7 @@ def _schedule(plan: Plan) -> None:
 def _tensors(plan: Plan) -> None:
     for name, layout in plan.layouts.items():
         _fills(f"layouts[{name!r}]", layout.shape, layout.stride)
-    tables = dict[str, set[Rows]]()
+    tables = dict[str, set[ShardName]]()
     for rank, held in enumerate(plan.tensors):
         path = f"tensors[{rank}]"
         _distinct(path, held.names)
@@ -121,9 +121,10 @@ def _tensors(plan: Plan) -> None:
         for name in held.gradients:
             IS_FLOATING.check(plan.layouts[name].dtype, f"layouts[{name!r}].dtype")
         for name in held.parameters:
-            if rows := rows_of(name):
-                require(f"{path}.parameters", name, str(rows) == name, f"written {rows}")
-                tables.setdefault(rows.table, set()).add(rows)
+            if name.is_part:
+                written = ShardName.of_rows(name.tensor, name.begin, name.end)
+                require(f"{path}.parameters", name, written == name, f"written {written}")
+                tables.setdefault(name.tensor, set()).add(name)
     for table, parts in tables.items():
         _rows(table, sorted(parts, key=lambda rows: (rows.begin, rows.end)), plan.layouts)
     spare = plan.layouts.keys() - {name for held in plan.tensors for name in held.names} - set(tables)
@@ -166,24 +167,24 @@ def _frozen(path: str, held: RankTensors, plan: Plan) -> None:
             require(f"{path}[{k}]", op, op in ops, "between ops in order")
 
 
-def _rows(table: str, parts: Sequence[Rows], layouts: dict[str, TensorLayout]) -> None:
+def _rows(table: str, parts: Sequence[ShardName], layouts: dict[str, TensorLayout]) -> None:
     """Check that the ranks hold every row of the table once."""
     path = f"layouts[{table!r}]"
     if table not in layouts:
         raise Misfit(f"is missing, but a rank holds {parts[0]}", path)
     whole, end = layouts[table], 0
     for rows in parts:
-        found = layouts[str(rows)]
+        found = layouts[rows]
         follows = rows.begin == end < rows.end
         fits = follows and (found.shape, found.dtype) == ((rows.end - end, *whole.shape[1:]), whole.dtype)
-        require(f"layouts[{str(rows)!r}]", found.shape, fits, f"the rows of {table} from {end} on")
+        require(f"layouts[{rows!r}]", found.shape, fits, f"the rows of {table} from {end} on")
         end = rows.end
     require(f"{path}.shape", whole.shape, whole.shape[:1] == (end,), f"of the {end} rows that ranks hold")
 
 
 def _state(plan: Plan) -> None:
     _distinct("state", [key for key, _ in plan.state])
-    tensors = {name for name in plan.layouts if not rows_of(name)}
+    tensors = {name for name in plan.layouts if not ShardName(name).is_part}
     for k, (_, name) in enumerate(plan.state):
         require(f"state[{k}][1]", name, name in tensors, "a name in layouts")
 

@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 
 from fxpipe.errors import ArtifactError, OptionError
 from fxpipe.plan.artifact import Artifact, Plan
+from fxpipe.plan.rows import ShardName
 from fxpipe.plan.spans import slices_of, spans_of
 from fxpipe.plan.tensors import dtype_of
 from fxpipe.strict import MEBIBYTE, Misfit, open_regular, read_text, shown
@@ -254,7 +255,7 @@ def _read(file: Any, name: str, plan: Plan, lane: int | None) -> torch.Tensor:
     if lane is None or name not in plan.lanes.shards:
         whole: torch.Tensor = file.get_tensor(name)
         return whole
-    place = slices_of(plan.whole_layout(name).shape, spans_of(plan, name, lane))
+    place = slices_of(plan.whole_layout(name).shape, spans_of(plan, ShardName(name), lane))
     share: torch.Tensor = file.get_slice(name)[place]
     return share
 

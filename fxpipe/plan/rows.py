@@ -1,48 +1,60 @@
-"""The rows of a table that a rank holds, as a parameter with its own name."""
+"""The names of the tensors that ranks hold: those of the model, and of some rows of one."""
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
+_OF_ROWS = re.compile(r"(.+)\[([0-9]{1,15}):([0-9]{1,15})\]", re.DOTALL)
 
-@dataclass(frozen=True)
-class Rows:
-    """Some rows of a parameter; as text ``"lm_head.weight[0:128]"``."""
 
-    table: str
+class ShardName(str):
+    """The name of a tensor of the model, or of some of its rows: ``"lm_head.weight[0:128]"``.
+
+    It is a text, the key of the tensor in programs, plans and files, and knows what it names: ``tensor``, the
+    name in the model, and the rows from ``begin`` to ``end``, which is ``sys.maxsize`` for all rows.
+    """
+
+    tensor: str
     begin: int
     end: int
 
-    def __str__(self) -> str:
-        return f"{self.table}[{self.begin}:{self.end}]"
+    def __new__(cls, name: str) -> ShardName:
+        made, match = super().__new__(cls, name), _OF_ROWS.fullmatch(name)
+        made.tensor, made.begin, made.end = name, 0, sys.maxsize
+        if match:
+            made.tensor, made.begin, made.end = match[1], int(match[2]), int(match[3])
+        return made
+
+    @classmethod
+    def of_rows(cls, tensor: str, begin: int, end: int) -> ShardName:
+        return cls(f"{tensor}[{begin}:{end}]")
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it names rows."""
+        return self.end < sys.maxsize
+
+    def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What it names of the model's tensor, as a view of it; the tensor itself if that is all of it."""
+        return tensor[self.begin : self.end] if self.is_part else tensor
+
+    def contains(self, other: ShardName) -> bool:
+        """Whether all that the other one names is part of this."""
+        return self.tensor == other.tensor and self.begin <= other.begin and other.end <= self.end
 
 
-def rows_of(name: str) -> Rows | None:
-    """Parse the name of rows; None for the name of a whole parameter."""
-    match = re.fullmatch(r"(.+)\[([0-9]{1,15}):([0-9]{1,15})\]", name, re.DOTALL)
-    return Rows(match[1], int(match[2]), int(match[3])) if match else None
-
-
-def whole_name(name: str) -> str:
-    """The name of the parameter that rows belong to; any other name as it is."""
-    rows = rows_of(name)
-    return rows.table if rows else name
-
-
-def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Concatenate the rows of each table; other tensors stay."""
-    joined: dict[str, torch.Tensor] = {}
-    parts: dict[str, list[tuple[int, torch.Tensor]]] = {}
-    for name, tensor in tensors.items():
-        rows = rows_of(name)
-        if rows is None:
-            joined[name] = tensor
-        else:
-            parts.setdefault(rows.table, []).append((rows.begin, tensor))
-    for name, found in parts.items():
-        joined[name] = torch.cat([tensor for _, tensor in sorted(found, key=lambda part: part[0])])
-    return joined
+def joined(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Concatenate the rows of each tensor; whole tensors stay."""
+    parts: dict[str, list[ShardName]] = {}
+    for name in map(ShardName, tensors):
+        parts.setdefault(name.tensor, []).append(name)
+    return {
+        tensor: torch.cat([tensors[name] for name in sorted(names, key=lambda name: name.begin)])
+        if names[0].is_part
+        else tensors[tensor]
+        for tensor, names in parts.items()
+    }

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from fxpipe.plan.artifact import Plan
-from fxpipe.plan.rows import rows_of, whole_name
+from fxpipe.plan.rows import ShardName
 
 
 class Span(NamedTuple):
@@ -23,11 +23,10 @@ class Span(NamedTuple):
 Spans = Mapping[int, Span]
 
 
-def spans_of(plan: Plan, name: str, lane: int) -> dict[int, Span]:
+def spans_of(plan: Plan, name: ShardName, lane: int) -> dict[int, Span]:
     """What a lane holds under a name, which may be that of rows of what the lane has."""
-    rows, table = rows_of(name), whole_name(name)
-    shape, dim = plan.layouts[table].shape, plan.lanes.shards.get(table)
-    found = {} if rows is None else {0: Span(rows.begin, rows.end - rows.begin, shape[0])}
+    shape, dim = plan.layouts[name.tensor].shape, plan.lanes.shards.get(name.tensor)
+    found = {0: Span(name.begin, name.end - name.begin, shape[0])} if name.is_part else {}
     if dim is not None:
         begin, length, own = found.get(dim, Span(0, shape[dim], shape[dim]))
         found[dim] = Span(lane * own + begin, length, plan.lanes.number * own)

@@ -13,6 +13,7 @@ import torch
 
 from fxpipe.errors import RunError
 from fxpipe.plan.artifact import Plan, holders
+from fxpipe.plan.rows import ShardName
 from fxpipe.plan.tensors import dtype_of
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.runtime.program.replicas import Accumulators, GradientBucket
@@ -51,7 +52,7 @@ def accumulators(state: ModelState, rt: Runtime) -> Finish:
     return _in_buckets(state, rt, rt.replicas.number)
 
 
-def zeros(state: ModelState, name: str) -> torch.Tensor:
+def zeros(state: ModelState, name: ShardName) -> torch.Tensor:
     """A new accumulator."""
     layout = state.layout(name)
     dtype = state.plan.gradient_dtype(dtype_of(layout.dtype))
@@ -66,7 +67,7 @@ def zero_buckets(
     return {name: view for bucket in made for name, view in bucket.views(bucket.whole).items()}, made
 
 
-def names_of_buckets(plan: Plan, rank: int) -> list[tuple[str, ...]]:
+def names_of_buckets(plan: Plan, rank: int) -> list[tuple[ShardName, ...]]:
     """The gradients in each bucket of a rank."""
     return [bucket.gradients for bucket in plan.tensors[rank].buckets]
 
@@ -174,7 +175,7 @@ def _sharded(state: ModelState, rt: Runtime, replica: int) -> Finish:
 
 
 def sharded_bucket(
-    state: ModelState, names: tuple[str, ...], division: Division, replica: int
+    state: ModelState, names: tuple[ShardName, ...], division: Division, replica: int
 ) -> GradientBucket:
     """A bucket of which this replica owns rows, without accumulators."""
     bucket = _new(state, names, len(division.pieces))
@@ -188,7 +189,7 @@ def sharded_bucket(
     return bucket
 
 
-def _new(state: ModelState, names: tuple[str, ...], replicas: int) -> GradientBucket:
+def _new(state: ModelState, names: tuple[ShardName, ...], replicas: int) -> GradientBucket:
     """A bucket, whose shards differ by at most one element."""
     layouts = [state.layout(name) for name in names]
     size = sum(torch.Size(layout.shape).numel() for layout in layouts)

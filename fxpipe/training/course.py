@@ -17,7 +17,6 @@ import torch
 from fxpipe.errors import RunError
 from fxpipe.plan.artifact import holders
 from fxpipe.plan.number import number
-from fxpipe.plan.rows import whole_name
 from fxpipe.runtime.job.digest import MOST, digest
 from fxpipe.runtime.job.process import Process
 from fxpipe.runtime.program.accelerator import event, is_accelerator
@@ -47,8 +46,8 @@ class Course:
     def __post_init__(self) -> None:
         shards = self.state.plan.lanes.shards  # of which each lane has other values
         held = holders(held.state for held in self.state.owned).items()
-        alike = [name for name, processes in held if len(processes) > 1 and whole_name(name) not in shards]
-        self._shared = alike if self.compares else []
+        alike = [name for name, processes in held if len(processes) > 1 and name.tensor not in shards]
+        self._shared = [*alike] if self.compares else []
 
     @property
     def optimizer(self) -> PipelineOptimizer | None:

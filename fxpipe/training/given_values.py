@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from fxpipe.plan.rows import Rows
+from fxpipe.plan.spans import Spans, place_of
 
 
 class GivenValues(Protocol):
@@ -23,8 +23,8 @@ class GivenValues(Protocol):
 
     def dtype(self, name: str) -> torch.dtype: ...
 
-    def parts(self, name: str, rows: Rows | None) -> Iterator[torch.Tensor]:
-        """The rows of a tensor, all for None, in pieces along the first dimension; a number is one piece."""
+    def parts(self, name: str, spans: Spans) -> Iterator[torch.Tensor]:
+        """A part of a tensor, in pieces along the first dimension; a number is one piece."""
         ...
 
 
@@ -46,46 +46,15 @@ class InMemory:
     def dtype(self, name: str) -> torch.dtype:
         return self._tensors[name].dtype
 
-    def parts(self, name: str, rows: Rows | None) -> Iterator[torch.Tensor]:
-        tensor = self._tensors[name]
-        yield tensor[rows.begin : rows.end] if rows else tensor
-
-
-class Shares:
-    """What one of several lanes holds of given tensors: an even share of a dimension."""
-
-    def __init__(self, given: GivenValues, dim: int, lane: int, lanes: int):
-        self._given, self._dim, self._lane, self._lanes = given, dim, lane, lanes
-
-    def names(self) -> tuple[str, ...]:
-        return self._given.names()
-
-    def source(self, name: str) -> str:
-        return self._given.source(name)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        whole, dim = self._given.shape(name), self._dim
-        return *whole[:dim], whole[dim] // self._lanes, *whole[dim + 1 :]
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._given.dtype(name)
-
-    def parts(self, name: str, rows: Rows | None) -> Iterator[torch.Tensor]:
-        if self._dim:
-            for part in self._given.parts(name, rows):
-                yield part.chunk(self._lanes, self._dim)[self._lane]
-            return
-        length = self.shape(name)[0]
-        own = rows or Rows(name, 0, length)
-        begin = self._lane * length
-        yield from self._given.parts(name, Rows(name, begin + own.begin, begin + own.end))
+    def parts(self, name: str, spans: Spans) -> Iterator[torch.Tensor]:
+        yield place_of(self._tensors[name], spans)
 
 
 @torch.no_grad()
-def copy_to(target: torch.Tensor, given: GivenValues, name: str, rows: Rows | None) -> None:
-    """Overwrite a tensor, of whatever device and dtype, with these rows of a given one."""
+def copy_to(target: torch.Tensor, given: GivenValues, name: str, spans: Spans) -> None:
+    """Overwrite a tensor, of whatever device and dtype, with this part of a given one."""
     begin = 0
-    for part in given.parts(name, rows):
+    for part in given.parts(name, spans):
         if target.dim():
             target[begin : begin + len(part)].copy_(part)
             begin += len(part)
@@ -97,5 +66,5 @@ def are_equal(given: GivenValues, name: str, other: str) -> bool:
     """Whether two given tensors have the same dtype, shape and values."""
     if (given.dtype(name), given.shape(name)) != (given.dtype(other), given.shape(other)):
         return False
-    pairs = zip(given.parts(name, None), given.parts(other, None), strict=True)
+    pairs = zip(given.parts(name, {}), given.parts(other, {}), strict=True)
     return all(torch.equal(a, b) for a, b in pairs)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
+import torch
 from torch import nn
 
 from fxpipe.errors import RunError
-from fxpipe.plan.rows import rows_of, whole_name
+from fxpipe.plan.rows import ShardName
 from fxpipe.training.given_values import InMemory, copy_to
 from fxpipe.training.initial_values import RESETS, Initialize, initialize
 from fxpipe.training.model_state import ModelState
@@ -38,25 +39,28 @@ def initialize_held(state: ModelState, own: Initialize | None, seed: int) -> Non
 
 
 def _fill(state: ModelState, model: nn.Module, on_meta: set[str], own: Initialize | None, seed: int) -> None:
-    names = [name for name in (*state.parameters, *state.buffers) if whole_name(name) in on_meta]
+    names = [name for name in map(ShardName, (*state.parameters, *state.buffers)) if name.tensor in on_meta]
     held = dict.fromkeys(part for name in names for part in state.rows_held(name) or [name])
-    parts = {name for name in held if rows_of(name) or state.has_share_of(name)}
+    parts = {name for name in held if name.is_part or state.has_share_of(name)}
     for part in sorted(parts):  # first, while the other tensors take no memory
         _fill_part(state, model, part, own, seed)
     with ExitStack() as stack:
-        whole = {name: stack.enter_context(state.filling(name)) for name in held if name not in parts}
+        whole: dict[str, torch.Tensor] = {
+            name: stack.enter_context(state.filling(name)) for name in held if name not in parts
+        }
         _check_written(model, whole.keys() - initialize(model, whole, seed, own))
-    for table in {rows.table for part in parts if (rows := rows_of(part))} & state.parameters.keys():
+    for table in {part.tensor for part in parts if part.is_part} & state.parameters.keys():
         del state.parameters[table]
 
 
-def _fill_part(state: ModelState, model: nn.Module, part: str, own: Initialize | None, seed: int) -> None:
+def _fill_part(
+    state: ModelState, model: nn.Module, part: ShardName, own: Initialize | None, seed: int
+) -> None:
     """The rows, or this lane's share, of a whole tensor, which is freed behind."""
-    name, rows = whole_name(part), rows_of(part)
-    whole = state.plan.whole_layout(name).empty(state.device)
-    _check_written(model, {name} - initialize(model, {name: whole}, seed, own))
+    whole = {part.tensor: state.plan.whole_layout(part.tensor).empty(state.device)}
+    _check_written(model, whole.keys() - initialize(model, whole, seed, own))
     with state.filling(part) as target:
-        copy_to(target, state.shares_of(InMemory({name: whole}), name), name, rows)
+        copy_to(target, InMemory(whole), part.tensor, state.spans_of(part))
 
 
 def _check_written(model: nn.Module, left: set[str]) -> None:

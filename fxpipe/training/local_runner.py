@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property, partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
 from fxpipe.errors import OptionError, RunError, printable
 from fxpipe.plan.artifact import Artifact, Plan
 from fxpipe.plan.lanes import LanePlan
-from fxpipe.plan.rows import whole
+from fxpipe.plan.rows import joined
 from fxpipe.runtime.job.process import Process
 from fxpipe.runtime.program.accelerator import is_accelerator
 from fxpipe.runtime.program.ambient import as_traced
@@ -34,11 +34,13 @@ from fxpipe.runtime.ranks.local_replicas import LocalReplicas
 from fxpipe.runtime.ranks.recording import Recording, check_ops
 from fxpipe.runtime.ranks.tracked_memory import SavedBytes
 from fxpipe.runtime.ranks.turns import run_all
-from fxpipe.training.accumulators import (
-    zero_buckets,
-)
+from fxpipe.training.accumulators import zero_buckets
 from fxpipe.training.model_state import ModelState
 from fxpipe.training.updates import Updates
+
+_Runner = TypeVar("_Runner", bound="LocalRunner")
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -62,6 +64,19 @@ class LocalResult:
         return f"LocalResult({', '.join([*shown(self.loss, self.outputs), *parts])})"
 
 
+def in_traced_state(
+    run: Callable[Concatenate[_Runner, _Arguments], _Result],
+) -> Callable[Concatenate[_Runner, _Arguments], _Result]:
+    """Decorator: a method that runs programs, with torch's global state as in the trace."""
+
+    @wraps(run)
+    def within(runner: _Runner, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        with as_traced(runner.plan.step.default_dtype, runner.device):
+            return run(runner, *args, **kwargs)
+
+    return within
+
+
 @dataclass(eq=False)
 class LocalRunner:
     """The programs of a pipeline, and the runtimes of its ranks.
@@ -82,6 +97,7 @@ class LocalRunner:
     def plan(self) -> Plan:
         return self.artifact.plan
 
+    @in_traced_state
     def run_local(
         self,
         batch: Any,
@@ -98,19 +114,6 @@ class LocalRunner:
                 "run_local runs all ranks in this process, which under torchrun holds the tensors of one of "
                 "them. Call pipe.step(batch) on all ranks, or start the script as one process."
             )
-        with as_traced(self.plan.step.default_dtype, self.device):
-            return self._run_local(batch, step, threads, measure_memory, outputs, check, record)
-
-    def _run_local(
-        self,
-        batch: Any,
-        step: int,
-        threads: int,
-        measure_memory: bool,
-        outputs: Sequence[str],
-        check: Check,
-        record: Mapping[str, Path],
-    ) -> LocalResult:
         spec = self.plan.step
         if type(threads) is not int or threads < 1:
             raise OptionError(f"threads is {threads!r} and must be a whole number, at least 1.")
@@ -142,7 +145,7 @@ class LocalRunner:
         first = runtimes[: world.ranks * world.lanes]
         ranks = [first[begin : begin + world.lanes] for begin in range(0, len(first), world.lanes)]
         gradients = [_whole_gradients(self.plan.lanes, [rt.grads for rt in own]) for own in ranks]
-        found = whole({name: grad for own in reversed(gradients) for name, grad in own.items()})
+        found = joined({name: grad for own in reversed(gradients) for name, grad in own.items()})
         for runtime in first:
             self.state.store_buffers(runtime)
         grads = {name: found[name] for name in self.state.parameters if name in found}

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from fxpipe.errors import OptionError, RunError, suggested
 from fxpipe.plan.artifact import Validation, holders
-from fxpipe.plan.rows import whole_name
+from fxpipe.plan.rows import ShardName
 from fxpipe.plan.tensors import gradient_dtype
 from fxpipe.runtime.job.process import agreed
 from fxpipe.training.clipping import Clipping
@@ -43,16 +43,17 @@ def make_optimizer(
     """
     process, lanes = state.process, state.plan.lanes
 
-    def is_counted(name: str, processes: Sequence[int]) -> bool:
+    def is_counted(name: ShardName, processes: Sequence[int]) -> bool:
         """Whether this process counts a gradient in the norm; processes: that have it, or ranks."""
         if process is None:
             return processes[0] == rank
-        first = processes[process.lane] if whole_name(name) in lanes.shards else processes[0]
+        first = processes[process.lane] if name.tensor in lanes.shards else processes[0]
         return first == process.world_rank
 
     with agreed(process, "make its optimizer"):
         state.follow_model()
-        held = {name: state.parameter(name) for name in state.owned_by(rank).gradients}
+        own = state.owned_by(rank).gradients
+        held: dict[str, Parameter] = {name: state.parameter(name) for name in own}
         trained = holders(tensors.gradients for tensors in state.owned)
         if len(state.owned) > 1:
             check_separable(
@@ -65,9 +66,9 @@ def make_optimizer(
             check_undoable(lambda tables: made(cls, tables, options), name, state.device)
         updated = with_masters(held) if master_weights else held
         optimizer = PipelineOptimizer(
-            made(cls, grouped(updated, groups, {*map(whole_name, trained)}), options),
+            made(cls, grouped(updated, groups, {name.tensor for name in trained}), options),
             {parameter: name for name, parameter in updated.items()},
-            [p for name, p in held.items() if is_counted(name, trained[name])],
+            [held[name] for name in own if is_counted(name, trained[name])],
             process,
             Clipping(**clipping),
             masters={updated[name]: own for name, own in held.items() if updated[name] is not own},
@@ -164,7 +165,7 @@ def grouped(
         patterns.append(several)
     made: list[dict[str, Any]] = [{**group, "params": []} for group in groups] + [{"params": []}]
     for name, parameter in held.items():
-        known = whole_name(name)
+        known = ShardName(name).tensor
         fits = (k for k, several in enumerate(patterns) if any(fnmatchcase(known, p) for p in several))
         made[next(fits, -1)]["params"].append(parameter)
     return made

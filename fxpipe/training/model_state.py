@@ -16,12 +16,11 @@ from fxpipe.errors import RunError, suggested
 from fxpipe.plan.artifact import Plan, RankTensors, TensorLayout, holders
 from fxpipe.plan.dtensors import is_dtensor, local
 from fxpipe.plan.kept import kept_slots, kept_tensors, own_of_each_replica
-from fxpipe.plan.rows import Rows, rows_of, whole_name
+from fxpipe.plan.rows import ShardName
 from fxpipe.plan.spans import Span, spans_of
 from fxpipe.runtime.job.process import Process, own_ranks
 from fxpipe.runtime.program.rank import Runtime
 from fxpipe.training.accumulators import zeros
-from fxpipe.training.given_values import GivenValues, Shares
 from fxpipe.training.shards import Division, divide, owned
 from fxpipe.training.unchanged import Traced
 
@@ -59,8 +58,8 @@ class ModelState:
 
     def __post_init__(self) -> None:
         if self.process is not None and self.divides_parameters:
-            own = set(map(whole_name, self.stored_by(self.process.rank).parameters))
-            for name in [name for name in self.parameters if whole_name(name) not in own]:
+            own = {name.tensor for name in self.stored_by(self.process.rank).parameters}
+            for name in [name for name in self.parameters if ShardName(name).tensor not in own]:
                 del self.parameters[name]
         if (model := self.of()) is not None:
             registered = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
@@ -78,7 +77,7 @@ class ModelState:
         """The tensors that this process owns, which has this rank, or all of them."""
         return self.owned[rank if self.process is None else self.process.world_rank]
 
-    def divisions(self, rank: int) -> list[tuple[tuple[str, ...], Division]]:
+    def divisions(self, rank: int) -> list[tuple[tuple[ShardName, ...], Division]]:
         """The buckets of a rank, as replicas divide them: those of gradients, and of frozen parameters."""
         replicas = 1 if self.process is None else self.process.replicas
         buckets = [bucket.gradients for bucket in self.plan.tensors[rank].exchanged]
@@ -97,7 +96,7 @@ class ModelState:
     def let_go(self) -> None:
         """See ``Pipeline.let_model_go``."""
         for table in list(self.parameters):
-            parts = {name: self.parameter(name) for name in self.rows_held(table)}
+            parts: dict[str, nn.Parameter] = {name: self.parameter(name) for name in self.rows_held(table)}
             for part in parts.values():
                 part.data = part.detach().clone()
             if parts:
@@ -105,11 +104,10 @@ class ModelState:
                 self.parameters |= parts
         self._rows.clear()
 
-    def rows_held(self, table: str) -> dict[str, slice]:
+    def rows_held(self, table: str) -> list[ShardName]:
         """The rows of a table that this process holds; none in a process that runs all ranks."""
         held = () if self.process is None else self.stored_by(self.process.rank).parameters
-        found = ((name, rows) for name in held if (rows := rows_of(name)) and rows.table == table)
-        return {name: slice(rows.begin, rows.end) for name, rows in found}
+        return [name for name in held if name.is_part and name.tensor == table]
 
     def follow_model(self) -> dict[str, nn.Parameter]:
         """Use the tensors that the model holds now; return its parameters, if there is a model.
@@ -124,7 +122,7 @@ class ModelState:
         held: tuple[dict[str, Any], ...] = (self.parameters, self.buffers)
         for mine in held:
             for own_name, old in list(mine.items()):
-                name = whole_name(own_name)
+                name = ShardName(own_name).tensor
                 new = now.get(name)
                 if new is not None and (new.is_meta or self._has_all_lanes_of(name)):
                     continue  # load_state_dict gave the pipeline its own tensors
@@ -154,23 +152,16 @@ class ModelState:
         """Whether this process runs all lanes, of which each has another share of the tensor."""
         return self.process is None and self.lane is None and name in self.plan.lanes.shards
 
-    def has_share_of(self, name: str) -> bool:
+    def has_share_of(self, name: ShardName) -> bool:
         """Whether this process holds one lane's share of the tensor."""
-        return self.process is not None and whole_name(name) in self.plan.lanes.shards
+        return self.process is not None and name.tensor in self.plan.lanes.shards
 
-    def spans_of(self, name: str, lane: int | None = None) -> dict[int, Span]:
+    def spans_of(self, name: ShardName, lane: int | None = None) -> dict[int, Span]:
         """What is held under a name, of the tensor of the whole model; by this process, or by a lane."""
-        if self._has_all_lanes_of(whole_name(name)):
+        if self._has_all_lanes_of(name.tensor):
             return {}
         own = self.lane or 0 if self.process is None else self.process.lane
         return spans_of(self.plan, name, own if lane is None else lane)
-
-    def shares_of(self, given: GivenValues, name: str) -> GivenValues:
-        """Given tensors of which this process holds what it holds of a tensor of this name."""
-        dim = None if self.process is None else self.plan.lanes.shards.get(whole_name(name))
-        if dim is None or self.process is None:
-            return given
-        return Shares(given, dim, self.process.lane, self.process.lanes)
 
     def of_lane(self, lane: int) -> ModelState:
         """The state of one lane, in a process that runs all."""
@@ -196,14 +187,14 @@ class ModelState:
     def parameter(self, name: str) -> torch.nn.Parameter:
         """A parameter, or the rows of one that a rank holds; rows share the parameter's memory, and their
         gradient has their own size."""
-        rows = rows_of(name)
-        if rows is None or name in self.parameters:
-            if name not in self.parameters:
-                raise RunError(
-                    f"This rank holds no parameter {name!r}.{suggested(name, self.parameters)} It has "
-                    f"{len(self.parameters)}: pipe.parameters."
-                )
+        if name in self.parameters:
             return self.parameters[name]
+        rows = ShardName(name)
+        if not rows.is_part:
+            raise RunError(
+                f"This rank holds no parameter {name!r}.{suggested(name, self.parameters)} It has "
+                f"{len(self.parameters)}: pipe.parameters."
+            )
         table, first = self._table(rows)
         part = table.detach()[rows.begin - first : rows.end - first]
         if name not in self._rows:
@@ -216,7 +207,7 @@ class ModelState:
         """Zeros for the parameters that the program of a rank gathers, to run it alone."""
         return {name: self.layout(name).empty(self.device).zero_() for name in self._gathered(rank)}
 
-    def _gathered(self, rank: int) -> set[str]:
+    def _gathered(self, rank: int) -> set[ShardName]:
         """The parameters that the program of a rank gathers, and that this process does not keep."""
         buckets = self.plan.tensors[rank].exchanged if self.divides_parameters else ()
         return {name for bucket in buckets for name in bucket.gradients}
@@ -230,22 +221,25 @@ class ModelState:
         finally:
             self.borrowed = {}
 
-    def _table(self, rows: Rows) -> tuple[nn.Parameter, int]:
+    def _table(self, rows: ShardName) -> tuple[nn.Parameter, int]:
         """The parameter that has these rows, and the first row that it has."""
-        if rows.table in self.parameters:
-            return self.parameters[rows.table], 0
-        for name, parameter in self.parameters.items():
-            held = rows_of(name)
-            if held and held.table == rows.table and held.begin <= rows.begin and rows.end <= held.end:
-                return parameter, held.begin
-        raise KeyError(str(rows))
+        if rows.tensor in self.parameters:
+            return self.parameters[rows.tensor], 0
+        for held in map(ShardName, self.parameters):
+            if held.contains(rows):
+                return self.parameters[held], held.begin
+        raise KeyError(rows)
 
     def held_by(self, rank: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """The parameters and buffers that a rank holds, but for parameters that its program gathers."""
         held = self.plan.tensors[rank]
-        gathered = self.borrowed.keys() | self._gathered(rank)
-        params = {n: self.parameter(n).detach() for n in held.parameters if n not in gathered}
-        params |= {name: self.borrowed[name] for name in held.parameters if name in self.borrowed}
+        gathered = self._gathered(rank)
+        params: dict[str, torch.Tensor] = {}
+        for name in held.parameters:
+            if name in self.borrowed:
+                params[name] = self.borrowed[name]
+            elif name not in gathered:
+                params[name] = self.parameter(name).detach()
         return params, {name: self.buffers[name] for name in held.buffers}
 
     def zero_gradients(self, rank: int) -> dict[str, torch.Tensor]:
@@ -313,7 +307,7 @@ class ModelState:
         """Values of this rank have changed: the model no longer has those of all ranks."""
         self.synchronized = False
 
-    def gathered(self) -> Iterator[tuple[str, int, torch.Tensor]]:
+    def gathered(self) -> Iterator[tuple[ShardName, int, torch.Tensor]]:
         """Each parameter and buffer as its first holders have it: the name, or that of rows, the lane, and
         the value; a share for each lane where lanes have shares.
 
@@ -329,7 +323,7 @@ class ModelState:
             for holder in processes[: self.process.lanes if self.has_share_of(name) else 1]:
                 yield name, holder % self.process.lanes, self._held_by(name, holder)
 
-    def _held_by(self, name: str, holder: int) -> torch.Tensor:
+    def _held_by(self, name: ShardName, holder: int) -> torch.Tensor:
         """The value of a tensor on a process, on all of them; all call it."""
         assert self.process is not None
         here = self.process.world_rank == holder
@@ -337,33 +331,24 @@ class ModelState:
         self.process.broadcast_(tensor, holder)
         return tensor
 
-    def layout(self, name: str) -> TensorLayout:
+    def layout(self, name: ShardName) -> TensorLayout:
         """Of a parameter, or of any rows of one, or of a buffer."""
         if self._has_all_lanes_of(name):
             return self.plan.whole_layout(name)
-        layout, rows = self.plan.layouts.get(name), rows_of(name)
-        if layout is not None or rows is None:
+        if name in self.plan.layouts:
             return self.plan.layouts[name]
-        table = self.plan.layouts[rows.table]
-        return replace(table, shape=(rows.end - rows.begin, *table.shape[1:]))
+        table = self.plan.layouts[name.tensor]
+        return replace(table, shape=(name.end - name.begin, *table.shape[1:]))
 
-    def pieces(self, name: str) -> list[tuple[int, str]]:
+    def pieces(self, name: ShardName) -> list[tuple[int, ShardName]]:
         """The parts of a parameter that processes own, by their first owners, which make all of it: of each
         the process and the name, that of rows where it has no more.
 
         name: as the plan has it, of a whole parameter or of rows; or of a buffer.
         """
-        asked = rows_of(name) or Rows(name, 0, 1 << 62)
         own = holders(held.state for held in self.owned)
         lanes = self.plan.lanes.number if self.has_share_of(name) else 1
-
-        def is_part(piece: str) -> bool:
-            rows = rows_of(piece)
-            if rows is None or rows.table != asked.table:
-                return False
-            return asked.begin <= rows.begin and rows.end <= asked.end
-
-        named = [(piece, found) for piece, found in own.items() if piece == name or is_part(piece)]
+        named = [(piece, found) for piece, found in own.items() if name.contains(piece)]
         return [(process, piece) for piece, found in named for process in found[:lanes]]
 
     def held(self, name: str) -> torch.Tensor:
@@ -371,7 +356,7 @@ class ModelState:
         return (self.buffers[name] if name in self.buffers else self.parameter(name)).detach()
 
     @contextmanager
-    def filling(self, name: str) -> Iterator[torch.Tensor]:
+    def filling(self, name: ShardName) -> Iterator[torch.Tensor]:
         """For a block that overwrites a parameter, or rows of one, or a buffer, that this rank holds: its
         memory.  One on the meta device gets some."""
         if name not in self.kept or self.buffers[name].is_meta:
@@ -381,9 +366,8 @@ class ModelState:
         yield value
         self.write({name: value})
 
-    def _memory(self, name: str) -> torch.Tensor:
-        rows = rows_of(name)
-        whole = name if rows is None or name in self.parameters else rows.table
+    def _memory(self, name: ShardName) -> torch.Tensor:
+        whole = name if name in self.parameters else ShardName(name.tensor)
         held: torch.Tensor = self.buffers[name] if name in self.buffers else self.parameters[whole]
         if not held.is_meta:
             return self.held(name)

@@ -102,10 +102,8 @@ def send_artifacts(artifacts: Sequence[Artifact], process: Process) -> None:
     for artifact in artifacts:
         programs = (zlib.compress(program.encode()) for program in artifact.programs)
         process.scatter(process.of_each(tuple(programs)))
-        held = (
-            {n: artifact.constants[n] for n in own.constants}
-            for own in process.of_each(artifact.plan.tensors)
-        )
+        each = process.of_each(artifact.plan.tensors)
+        held = ({str(n): artifact.constants[n] for n in own.constants} for own in each)
         process.scatter(tensors_to_bytes(files.apart(tensors)) for tensors in held)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from fxpipe.errors import ArtifactError
 from fxpipe.plan.files import open_tensors
-from fxpipe.plan.rows import Rows
+from fxpipe.plan.spans import Spans, slices_of
 from fxpipe.strict import MEBIBYTE, Misfit, parse_json, read_text, shown, structure
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -55,15 +55,17 @@ class Pretrained:
             raise ArtifactError(f"{file} does not hold {shown(name)}, which the index says it does.")
         return self._layouts[file][name]
 
-    def parts(self, name: str, rows: Rows | None) -> Iterator[torch.Tensor]:
+    def parts(self, name: str, spans: Spans) -> Iterator[torch.Tensor]:
         shape, dtype = self._layout(name)
-        begin, end = (rows.begin, rows.end) if rows else (0, shape[0] if shape else 1)
-        step = max(1, PIECE // max(1, math.prod(shape[1:]) * dtype.itemsize))
-        for first in range(begin, end, step):
+        if not shape:
             with open_tensors(self._files[name]) as held:
-                piece = (
-                    held.get_slice(name)[first : min(first + step, end)] if shape else held.get_tensor(name)
-                )
+                yield held.get_tensor(name)
+            return
+        rows, *others = slices_of(shape, spans)
+        step = max(1, PIECE // max(1, math.prod(shape[1:]) * dtype.itemsize))
+        for first in range(rows.start, rows.stop, step):
+            with open_tensors(self._files[name]) as held:
+                piece = held.get_slice(name)[slice(first, min(first + step, rows.stop)), *others]
             yield piece
             del piece
 

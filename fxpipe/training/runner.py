@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from fxpipe.errors import FxpipeError, RunError
-from fxpipe.runtime.program.ambient import as_traced
 from fxpipe.runtime.program.batch import given_leaves
 from fxpipe.runtime.program.comm import NoAnswer
 from fxpipe.runtime.program.outputs import Collected, On, StepResult, requested
@@ -25,14 +24,9 @@ from fxpipe.runtime.ranks.heap import give_back_large_tensors
 from fxpipe.runtime.ranks.load_program import Collective, Program
 from fxpipe.runtime.ranks.local import LocalComm, LocalWorld
 from fxpipe.runtime.ranks.replicas import DistributedReplicas
-from fxpipe.training.accumulators import (
-    Finish,
-    accumulators,
-    begin_buckets,
-    sharded_bucket,
-)
+from fxpipe.training.accumulators import Finish, accumulators, begin_buckets, sharded_bucket
 from fxpipe.training.course import Course
-from fxpipe.training.local_runner import LocalRunner
+from fxpipe.training.local_runner import LocalRunner, in_traced_state
 from fxpipe.training.move_outputs import move_outputs
 from fxpipe.training.same_batch import (
     SAME_OPTIONS,
@@ -67,16 +61,11 @@ class Runner(LocalRunner):
         if "runtime" in self.__dict__:
             self.runtime.step_number = number
 
+    @in_traced_state
     def step(
         self, batch: Any, outputs: Sequence[str], outputs_on: On, check: Check, record: Mapping[str, Path]
     ) -> StepResult:
         """See ``Pipeline.step``."""
-        with as_traced(self.plan.step.default_dtype, self.device):
-            return self._step(batch, outputs, outputs_on, check, record)
-
-    def _step(
-        self, batch: Any, outputs: Sequence[str], outputs_on: On, check: Check, record: Mapping[str, Path]
-    ) -> StepResult:
         rt, program, spec = self.runtime, self._own_program, self.plan.step
         self._warm_up.run(rt, program, batch, lambda: self._words(Facts(self.artifact.number), batch))
         rt.start()

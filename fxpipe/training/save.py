@@ -11,7 +11,7 @@ import torch
 
 from fxpipe.plan import files
 from fxpipe.plan.artifact import Artifact
-from fxpipe.plan.rows import rows_of
+from fxpipe.plan.rows import ShardName
 from fxpipe.plan.spans import place_of
 from fxpipe.runtime.job.process import Process, agreed, own_ranks
 from fxpipe.training.model_state import ModelState
@@ -67,12 +67,12 @@ def _write(
 
 
 def _on_first(
-    artifact: Artifact, state: ModelState, rank: int, names: Iterable[str]
+    artifact: Artifact, state: ModelState, rank: int, names: Iterable[ShardName]
 ) -> dict[str, torch.Tensor]:
     """On rank 0, tensors of a rank, which sends them; the pipeline may have been loaded, and each rank then
     holds its own constants alone."""
     process, plan, constants = state.process, artifact.plan, artifact.plan.tensors[rank].constants
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for name in names:
         if process is None:
             found[name] = artifact.constants[name] if name in constants else state.held(name)
@@ -83,12 +83,11 @@ def _on_first(
                 found[name] = artifact.constants[name] if name in constants else state.held(name)
             continue
         whole = plan.whole_layout(name).empty(state.device) if process.leads else None
-        rows = rows_of(name)
         for owner, piece in owners:
             part = whole
             if whole is not None and piece not in constants:
                 spans = state.spans_of(piece, owner % process.lanes)
-                part = place_of(whole, spans, 0 if rows is None else rows.begin)
+                part = place_of(whole, spans, name.begin)
             _send(artifact, state, process, owner, piece, part)
         if whole is not None:
             found[name] = whole
@@ -100,7 +99,7 @@ def _send(
     state: ModelState,
     process: Process,
     owner: int,
-    name: str,
+    name: ShardName,
     target: torch.Tensor | None,
 ) -> None:
     """Copy a tensor of an owner to its place on the first process; the others do nothing."""

@@ -13,7 +13,7 @@ from itertools import chain, pairwise
 import torch
 
 from fxpipe.plan.artifact import Plan, RankTensors, TensorLayout
-from fxpipe.plan.rows import Rows, rows_of
+from fxpipe.plan.rows import ShardName
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Piece:
     """Rows of a parameter in a bucket.  ``name``: of the rows; that of the parameter, if they are all of it.
     ``begin``, ``end``: of its elements in the bucket."""
 
-    name: str
+    name: ShardName
     begin: int
     end: int
 
@@ -35,7 +35,7 @@ class Division:
     pieces: tuple[tuple[Piece, ...], ...]
 
 
-def divide(names: Sequence[str], layouts: Mapping[str, TensorLayout], replicas: int) -> Division:
+def divide(names: Sequence[ShardName], layouts: Mapping[str, TensorLayout], replicas: int) -> Division:
     """Cut a bucket of these gradients into shards of about equal size, each of whole rows."""
     sizes = {name: torch.Size(layouts[name].shape).numel() for name in names}
     rows = {name: sizes[name] // _rows(layouts[name]) for name in names if sizes[name]}  # elements of a row
@@ -63,8 +63,8 @@ def _rows(layout: TensorLayout) -> int:
 
 
 def _pieces(
-    sizes: Mapping[str, int],
-    rows: Mapping[str, int],
+    sizes: Mapping[ShardName, int],
+    rows: Mapping[ShardName, int],
     begin: int,
     end: int,
 ) -> Iterator[Piece]:
@@ -72,10 +72,9 @@ def _pieces(
     for name, size in sizes.items():
         low, high = max(at, begin), min(at + size, end)
         if low < high:
-            held = rows_of(name) or Rows(name, 0, size // rows[name])
-            first = held.begin + (low - at) // rows[name]
-            own = Rows(held.table, first, first + (high - low) // rows[name])
-            yield Piece(name if high - low == size else str(own), low, high)
+            first = name.begin + (low - at) // rows[name]
+            own = ShardName.of_rows(name.tensor, first, first + (high - low) // rows[name])
+            yield Piece(name if high - low == size else own, low, high)
         at += size
 
 

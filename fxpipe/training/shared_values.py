@@ -12,7 +12,6 @@ from collections.abc import Container, Mapping, Sequence
 import torch
 
 from fxpipe.plan.artifact import RankTensors, holders
-from fxpipe.plan.rows import whole_name
 from fxpipe.runtime.job.process import Process
 
 
@@ -31,7 +30,7 @@ def share_values(
     empty = process.gather(json.dumps([name for name, t in own.items() if t.is_meta]).encode())
     without = {name for names in empty for name in json.loads(names)}
     for name, found in holders(held.names for held in tensors).items():
-        lanes = range(process.lanes if whole_name(name) in shards else 1)
+        lanes = range(process.lanes if name.tensor in shards else 1)
         for first, *others in (found[lane :: len(lanes)] for lane in lanes) if name not in without else ():
             for other in others:
                 if process.world_rank in (first, other):

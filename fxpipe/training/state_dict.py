@@ -12,7 +12,7 @@ from fxpipe.errors import ArtifactError, RunError
 from fxpipe.plan.artifact import Plan, TensorLayout
 from fxpipe.plan.dtensors import local
 from fxpipe.plan.kept import kept_slots, kept_tensors
-from fxpipe.plan.rows import rows_of, whole_name
+from fxpipe.plan.rows import ShardName
 from fxpipe.plan.spans import place_of
 from fxpipe.plan.tensors import dtype_of
 from fxpipe.training.given_values import GivenValues, InMemory, are_equal, copy_to
@@ -43,7 +43,7 @@ def full_state_dict(state: ModelState, rank: int | None) -> dict[str, torch.Tens
     for name, lane, value in state.gathered():
         if not wanted:
             continue
-        table, spans = whole_name(name), state.spans_of(name, lane)
+        table, spans = name.tensor, state.spans_of(name, lane)
         if not spans:
             values[table] = value.to("cpu", copy=True)
             continue
@@ -74,8 +74,7 @@ def copy_to_model(state: ModelState, model: nn.Module | None) -> None:
             value = state.plan.lanes.share(name, value, 0)
         elif state.has_share_of(name) and lane != state.process.lane:
             continue
-        rows = rows_of(name)
-        part = known[rows.table][rows.begin : rows.end] if rows else known[name]
+        part = name.part_of(known[name.tensor])
         if part.data_ptr() != value.data_ptr() and name in kept:
             slots[name].put(value.to(part.device, copy=True))
         elif part.data_ptr() != value.data_ptr():
@@ -87,26 +86,25 @@ def load_state_dict(state: ModelState, given: GivenValues, strict: bool) -> None
     """See ``Pipeline.load_state_dict``.  All is checked before anything changes; then values are read, and
     each is where it belongs before the next one is read."""
     state.follow_model()
-    names = [*state.parameters, *state.buffers]
-    held = set(map(whole_name, names))
+    names = [ShardName(name) for name in (*state.parameters, *state.buffers)]
+    held = {name.tensor for name in names}
     keys = _keys(state.plan, given, strict, held)
     made = InMemory(_not_persistent(state, held - keys.keys()))
     for name in names:
-        table = whole_name(name)
-        if table in keys:
-            _load(state, name, given, keys[table])
-        elif table in made.names():
-            _load(state, name, made, table)
+        if name.tensor in keys:
+            _load(state, name, given, keys[name.tensor])
+        elif name.tensor in made.names():
+            _load(state, name, made, name.tensor)
     state.forget_rows()
     state.changed()
 
 
-def _load(state: ModelState, name: str, given: GivenValues, key: str) -> None:
+def _load(state: ModelState, name: ShardName, given: GivenValues, key: str) -> None:
     """Give a parameter or buffer that the state has, or the rows of it that this rank holds, its values."""
     parts = state.rows_held(name)
     for part in parts or [name]:
         with state.filling(part) as target:
-            copy_to(target, state.shares_of(given, name), key, rows_of(part))
+            copy_to(target, given, key, state.spans_of(part))
     if parts and state.parameters[name].is_meta:
         del state.parameters[name]
 
@@ -180,7 +178,7 @@ def _not_persistent(state: ModelState, names: set[str]) -> dict[str, torch.Tenso
 
 def _all_names(plan: Plan) -> set[str]:
     """The names of the model's parameters and buffers."""
-    return {whole_name(name) for held in plan.tensors for name in held.state}
+    return {name.tensor for held in plan.tensors for name in held.state}
 
 
 def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from torch import fx
 
 from fxpipe.ir.builder import Builder
 from fxpipe.ir.graph import Input, Kind, Origin
-from fxpipe.plan.rows import Rows
+from fxpipe.plan.rows import ShardName
 from fxpipe.schedule.ops import Color, Phase
 from fxpipe.vocabulary.axes import RESHAPES
 from fxpipe.vocabulary.layers import Layers
@@ -39,8 +39,8 @@ class Shard:
     def size(self) -> int:
         return self.end - self.begin
 
-    def rows(self, table: str) -> str:
-        return str(Rows(table, self.begin, self.end))
+    def rows(self, table: str) -> ShardName:
+        return ShardName.of_rows(table, self.begin, self.end)
 
     def at(self, phase: Phase, origin: Origin, stage: int | None = None) -> Builder:
         """To build ops in a phase of the head's stage, or of another one."""

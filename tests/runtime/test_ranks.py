@@ -19,7 +19,7 @@ from zoo import Shape, compiled
 
 import fxpipe
 from fxpipe.plan.artifact import Plan
-from fxpipe.plan.rows import rows_of
+from fxpipe.plan.rows import ShardName
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
@@ -42,8 +42,8 @@ def text(directory: Path, name: str) -> list:
 
 def part(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
     """A tensor, or the rows of one that a rank holds."""
-    rows = rows_of(name)
-    return tensors[name] if rows is None else tensors[rows.table][rows.begin : rows.end]
+    shard = ShardName(name)
+    return shard.part_of(tensors[shard.tensor])
 
 
 def of_first_holders(
@@ -108,7 +108,7 @@ def test_shared_values_are_those_of_the_first_holder(agree):
 def test_a_vocabulary_whose_rows_the_ranks_have_built(agree):
     directory, _ = agree
     names = {name for found in tensors(directory, "vocabulary before") for name in found}
-    assert len([name for name in names if rows_of(name)]) == RANKS
+    assert len([name for name in names if ShardName(name).is_part]) == RANKS
     check_training(directory, tensors(directory, "own"), "vocabulary")
 
 

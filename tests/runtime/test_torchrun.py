@@ -17,7 +17,7 @@ from zoo import Case, built_and_compiled, compiled, cut, eager, numbers, relativ
 
 import fxpipe
 from fxpipe.errors import RunError
-from fxpipe.plan.rows import rows_of, whole
+from fxpipe.plan.rows import ShardName, joined
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +50,7 @@ def flat(result, pipe: fxpipe.Pipeline) -> dict[str, torch.Tensor]:
 
 def other_bits(found: list[dict[str, torch.Tensor]], expected: dict[str, torch.Tensor]) -> list[str]:
     """Where some rank differs from what is expected in a single bit; all together must hold everything."""
-    assert whole({name: t for rank in found for name, t in rank.items()}).keys() == expected.keys()
+    assert joined({name: t for rank in found for name, t in rank.items()}).keys() == expected.keys()
     return [
         f"rank {r}: {name}"
         for r, rank in enumerate(found)
@@ -61,8 +61,8 @@ def other_bits(found: list[dict[str, torch.Tensor]], expected: dict[str, torch.T
 
 def part(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     """A tensor, or the rows of one that a rank holds."""
-    rows = rows_of(name)
-    return tensors[name] if rows is None else tensors[rows.table][rows.begin : rows.end]
+    shard = ShardName(name)
+    return shard.part_of(tensors[shard.tensor])
 
 
 def one_message(texts: list[str]) -> str:
@@ -147,7 +147,7 @@ def test_training_is_that_of_one_process(two_ranks, name):
     for parameters in tensors(two_ranks, f"{name} parameters", 2):
         assert too_far(parameters, {key: part(expected, key) for key in parameters}) == {}
         held |= parameters
-    assert whole(held).keys() == expected.keys()
+    assert joined(held).keys() == expected.keys()
 
 
 @pytest.mark.usefixtures("double")
@@ -186,8 +186,8 @@ def test_master_weights_are_those_of_one_process(two_ranks, name):
         assert too_far(found, {key: part(masters, key).detach() for key in found}, 1e-5) == {}
         held |= found
     saved = fxpipe.read_checkpoint(two_ranks / f"{name} steps").optimizer
-    assert whole(held).keys() == masters.keys() == saved.keys()
-    assert all(torch.equal(saved[key]["master_weight"], master) for key, master in whole(held).items())
+    assert joined(held).keys() == masters.keys() == saved.keys()
+    assert all(torch.equal(saved[key]["master_weight"], master) for key, master in joined(held).items())
 
 
 @pytest.mark.usefixtures("double")

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import fxpipe
 from fxpipe.api.held import held_of
 from fxpipe.errors import ArtifactError, RunError
-from fxpipe.plan.rows import rows_of
+from fxpipe.plan.rows import ShardName
 from fxpipe.training import pretrained
 from fxpipe.training.given_values import InMemory
 from fxpipe.training.initial_values import initialize
@@ -110,8 +110,8 @@ def held_values(state):
 
 
 def part_of(values, name):
-    rows = rows_of(name)
-    return values[rows.table][rows.begin : rows.end] if rows else values[name]
+    shard = ShardName(name)
+    return shard.part_of(values[shard.tensor])
 
 
 # -- files -------------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def test_a_rank_reads_its_rows_alone_in_pieces(tmp_path):
         held = [name for name in pipe.plan.tensors[rank].state if name != "scale"]
         found, largest = bytes_read(reads, values)
         assert {n: s for n, s in found.items() if s} == {
-            (rows_of(n).table if rows_of(n) else n): part_of(values, n).nbytes for n in held
+            ShardName(n).tensor: part_of(values, n).nbytes for n in held
         }
         assert {"embed.weight", "head.weight"} <= found.keys()
         assert largest <= 100

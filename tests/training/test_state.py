@@ -137,7 +137,7 @@ def test_rows_of_a_table_on_the_meta_device():
         model = Labelled()
     given = {"x": TOKENS["x"][:1], "y": TOKENS["x"][:1]}
     pipe = fxpipe.compile(model, given, ranks=2, microbatches=2, schedule="1f1b", vocab_parallel=True)
-    process = types.SimpleNamespace(rank=1, ranks=2, world_rank=1, replicas=1)
+    process = types.SimpleNamespace(rank=1, ranks=2, world_rank=1, replicas=1, lane=0, lanes=1)
     parameters, buffers = dict(pipe.parameters), dict(pipe.buffers)
     state = ModelState(pipe.plan, parameters, buffers, torch.device("cpu"), process, lambda: model)
     real = Labelled()

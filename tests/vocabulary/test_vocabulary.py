@@ -17,7 +17,6 @@ from zoo import EFFORT, Case, captured_once, eager, relative_error
 
 import fxpipe
 from fxpipe.errors import PartitionError, VocabularyError
-from fxpipe.plan.rows import rows_of
 from fxpipe.runtime.ranks.load_program import load_program
 from fxpipe.schedule.engine.arrays import schedule_arrays
 
@@ -335,7 +334,7 @@ def test_programs_that_gather_the_parts_still_run(tmp_path: Any) -> None:
 def test_a_tied_table_is_held_once_a_rank() -> None:
     pipe = spread(words(flat, tied=True, bias=False), 2, "zb-v", "1-barrier")
     for rank, held in enumerate(pipe.plan.tensors):
-        rows = [name for name in held.parameters if rows_of(name)]
+        rows = [name for name in held.parameters if name.is_part]
         assert rows == [f"embedding.weight[{(0, 25)[rank]}:{(25, 50)[rank]}]"]
         assert rows[0] in held.gradients
 

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fxpipe.errors import ArtifactError
 from fxpipe.plan.artifact import Plan
-from fxpipe.plan.rows import Rows, rows_of, whole_name
+from fxpipe.plan.rows import ShardName
 from fxpipe.plan.spans import Spans
 from fxpipe.runtime.job.failure import in_short
 from fxpipe.runtime.job.process import Process, agreed
@@ -73,7 +73,7 @@ class Contents:
     path: Path
     step_number: int
     run: str
-    values: Mapping[str, torch.Tensor]
+    values: Mapping[ShardName, torch.Tensor]
     optimizer: dict[str, Any]
     user: dict[str, Any]
 
@@ -149,7 +149,7 @@ def contents_for(
     with files.reading(path):
         names = model.stored_by(rank).state
         read = tensor_store.read(
-            held.tensors, [(MODEL + whole_name(name), model.spans_of(name)) for name in names]
+            held.tensors, [(MODEL + name.tensor, model.spans_of(name)) for name in names]
         )
         values = dict(zip(names, read, strict=True))
         state = {} if optimizer is None else _optimizer_state(model, optimizer, held, values)
@@ -251,7 +251,7 @@ def _check_kinds(expected: Mapping[str, Kind], tensors: Mapping[str, Stored]) ->
 
 
 def _check_model(plan: Plan, held: Held) -> None:
-    names = {whole_name(name) for tensors in plan.tensors for name in tensors.state}
+    names = {name.tensor for tensors in plan.tensors for name in tensors.state}
     found = {name.removeprefix(MODEL) for name in held.tensors if name.startswith(MODEL)}
     for name in sorted(names | found):
         layout = plan.whole_layout(name) if name in names else None
@@ -279,7 +279,7 @@ def _check_optimizer(plan: Plan, optimizer: PipelineOptimizer, held: Held) -> No
             f"{path} has the state of an optimizer with {len(held.groups)} groups, and this one has "
             f"{len(groups)}. Make it with the same groups."
         )
-    trained = {whole_name(name) for tensors in plan.tensors for name in tensors.gradients}
+    trained = {name.tensor for tensors in plan.tensors for name in tensors.gradients}
     with files.reading(path):
         for k, (given, own) in enumerate(zip(held.groups, groups, strict=True)):
             for key in optimizer.defaults:
@@ -335,21 +335,21 @@ def _is_count(value: Any) -> bool:
 
 
 def _optimizer_state(
-    model: ModelState, optimizer: PipelineOptimizer, held: Held, values: Mapping[str, torch.Tensor]
+    model: ModelState, optimizer: PipelineOptimizer, held: Held, values: Mapping[ShardName, torch.Tensor]
 ) -> dict[str, Any]:
     """The state of this rank's parameters as ``load_state_dict`` takes it.  Raises Misfit for values of
     another form than the optimizer's."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    names = [optimizer.names[parameter] for parameter in parameters]
+    names = [ShardName(optimizer.names[parameter]) for parameter in parameters]
     entries: list[tuple[int, str]] = []
     wanted: list[tuple[str, Spans]] = []
     for k, name in enumerate(names):
-        for entry in held.state.get(whole_name(name), ()):
+        for entry in held.state.get(name.tensor, ()):
             entries.append((k, entry))
-            wanted.append((f"{OPTIMIZER}{whole_name(name)}.{entry}", model.spans_of(name)))
-    state = {k: dict(own) for k, name in enumerate(names) if (own := held.fields.get(whole_name(name)))}
+            wanted.append((f"{OPTIMIZER}{name.tensor}.{entry}", model.spans_of(name)))
+    state = {k: dict(own) for k, name in enumerate(names) if (own := held.fields.get(name.tensor))}
     for (k, entry), value in zip(entries, tensor_store.read(held.tensors, wanted), strict=True):
-        at = f"{OPTIMIZER}{whole_name(names[k])}.{entry}"
+        at = f"{OPTIMIZER}{names[k].tensor}.{entry}"
         if entry == STEP and not _is_count(value):
             raise Misfit(f"is {shown(value.tolist())}, which is no number of steps", at)
         if entry == MASTER and value.shape != parameters[k].shape:
@@ -370,13 +370,9 @@ def _optimizer_state(
     }
 
 
-def _value_of(name: str, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _value_of(name: ShardName, values: Mapping[ShardName, torch.Tensor]) -> torch.Tensor:
     """The value of a parameter, or of rows of one that this process has, or of which it has more rows."""
-    rows = rows_of(name)
-    if rows is None or name in values:
+    if name in values:
         return values[name]
-    for other, value in values.items():
-        held = rows_of(other) or Rows(other, 0, 0)
-        if held.table == rows.table and held.begin <= rows.begin and rows.end - held.begin <= len(value):
-            return value[rows.begin - held.begin : rows.end - held.begin]
-    raise KeyError(name)
+    held = next(other for other in values if other.contains(name))
+    return values[held][name.begin - held.begin : name.end - held.begin]

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from fxpipe.errors import ArtifactError, RunError
-from fxpipe.plan.rows import whole_name
+from fxpipe.plan.rows import ShardName
 from fxpipe.plan.version import __version__
 from fxpipe.strict import Misfit, parse_json, structure, unstructure
 from fxpipe.training.checkpoint import files
@@ -103,8 +103,7 @@ def tensors_of(
 ) -> dict[str, torch.Tensor | Part]:
     """The tensors that a rank holds, by their names in a checkpoint."""
     found = {
-        MODEL + whole_name(name): part_of(state, name, state.held(name))
-        for name in state.owned_by(rank).state
+        MODEL + name.tensor: part_of(state, name, state.held(name)) for name in state.owned_by(rank).state
     }
     for name, fields in _state_of(optimizer):
         for key, value in fields.items():
@@ -114,7 +113,7 @@ def tensors_of(
                     "a tensor. Checkpoints need keys that are texts without a dot."
                 )
             if isinstance(value, torch.Tensor):
-                found[f"{OPTIMIZER}{whole_name(name)}.{key}"] = part_of(state, name, value)
+                found[f"{OPTIMIZER}{name.tensor}.{key}"] = part_of(state, name, value)
     return found
 
 
@@ -122,7 +121,7 @@ def class_of(optimizer: PipelineOptimizer | None) -> str | None:
     return None if optimizer is None else type(optimizer.optimizer).__name__
 
 
-def part_of(state: ModelState, name: str, tensor: torch.Tensor) -> torch.Tensor | Part:
+def part_of(state: ModelState, name: ShardName, tensor: torch.Tensor) -> torch.Tensor | Part:
     """A parameter, or a tensor of the optimizer's state of it, as a part of the whole one, along each
     dimension of which this process has a part and the tensor is as long."""
     spans = state.spans_of(name)
@@ -132,7 +131,7 @@ def part_of(state: ModelState, name: str, tensor: torch.Tensor) -> torch.Tensor 
     return Part(tensor, torch.Size(offsets), torch.Size(whole)) if own else tensor
 
 
-def _state_of(optimizer: PipelineOptimizer | None) -> Iterator[tuple[str, dict[str, Any]]]:
+def _state_of(optimizer: PipelineOptimizer | None) -> Iterator[tuple[ShardName, dict[str, Any]]]:
     """The names of this rank's parameters, or of their rows, with the optimizer's state of each."""
     if optimizer is not None:
         shared = [key for key in optimizer.state if key not in optimizer.names]
@@ -142,7 +141,7 @@ def _state_of(optimizer: PipelineOptimizer | None) -> Iterator[tuple[str, dict[s
                 "has no place for it."
             )
         for updated, name in optimizer.names.items():
-            yield name, optimizer.state_of(updated)
+            yield ShardName(name), optimizer.state_of(updated)
 
 
 def _plain_fields(optimizer: PipelineOptimizer | None) -> dict[str, dict[str, Any]]:
@@ -151,7 +150,7 @@ def _plain_fields(optimizer: PipelineOptimizer | None) -> dict[str, dict[str, An
     for name, fields in _state_of(optimizer):
         plain = {key: value for key, value in fields.items() if not isinstance(value, torch.Tensor)}
         if plain:
-            found[whole_name(name)] = plain
+            found[name.tensor] = plain
     return found
 
 
