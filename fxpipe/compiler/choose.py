@@ -99,8 +99,9 @@ class Costing:
     def _all(self, of: Stages, cut: Cut) -> Iterator[Placed]:
         options, cluster, model = self._options, self._cluster, self._model
         if options.costs == "measured":
-            overhead = cluster.first.stage_overhead
-            measured = measured_seconds(cut.sections, self._device, overhead, self._known, options.backend)
+            measured = measured_seconds(
+                cut.sections, self._device, cluster.first, self._known, options.backend
+            )
             seconds: SecondsOfRanks = (measured,) * options.ranks
         else:
             seconds = seconds_on(cluster, cut.graph)
@@ -285,8 +286,8 @@ def choose_below(options: Options, stages: Sequence[Stages], costing: Costing, b
         if not problem.is_extended and any(a > b for a, b in zip(least, problem.limits, strict=True)):
             need = max(map(sum, zip(held_bytes(placed, options), least, strict=True)))
             too_heavy.append(LimitError("One microbatch needs more than the memory limit.", need))
-        elif problem.step_bound >= beat:
-            bounds.append(problem.step_bound)
+        elif problem.bound >= beat:
+            bounds.append(problem.bound)
         else:
             able[problem] = placed
     if not able and not bounds:

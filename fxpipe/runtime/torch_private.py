@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,7 @@ __all__ = [
     "hooks_of",
     "hooks_of_all_modules",
     "hooks_registered",
+    "is_fake",
     "is_profiling",
     "is_watched",
     "module_hooks",
@@ -186,6 +188,12 @@ def fake_tensors() -> contextlib.AbstractContextManager[Any]:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return FakeTensorMode(shape_env=ShapeEnv())  # all shapes are known; but Inductor's cache asks for it
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a layout alone, in a trace."""
+    known = sys.modules.get("torch._subclasses.fake_tensor")
+    return known is not None and isinstance(tensor, known.FakeTensor)
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
