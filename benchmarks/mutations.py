@@ -8,7 +8,9 @@ from __future__ import annotations
 import ast
 import copy
 from collections.abc import Callable, Iterator
+from functools import cache
 from random import Random
+from typing import Any
 
 Mutation = Callable[[ast.Module, Random], str | None]
 """Changes the tree; gives what it did as text."""
@@ -16,57 +18,84 @@ Mutation = Callable[[ast.Module, Random], str | None]
 
 def mutated(source: str, random: Random) -> tuple[str, str, str]:
     """A text with one edit: the name of its kind, what it did, and the new text."""
-    tree = ast.parse(source)
     while True:
-        kind = random.choice(tuple(MUTATIONS))
-        edited = copy.deepcopy(tree)
-        done = MUTATIONS[kind](edited, random)
-        if done is not None:
-            return kind, done, ast.unparse(ast.fix_missing_locations(edited))
+        kind, tree = random.choice(tuple(MUTATIONS)), ast.parse(source)
+        done = MUTATIONS[kind](tree, random)
+        if done is not None and (text := ast.unparse(tree)) != _normal(source):
+            return kind, done, text
 
 
-def _functions(tree: ast.Module) -> list[ast.FunctionDef]:
-    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+@cache
+def _normal(source: str) -> str:
+    return ast.unparse(ast.parse(source))
 
 
-def _bodies(tree: ast.Module) -> list[list[ast.stmt]]:
-    return [node.body for node in _functions(tree)]
+def _bodies(tree: ast.AST) -> list[list[ast.stmt]]:
+    """The statements of each function and each loop."""
+    return [node.body for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.For)]
 
 
-def _step(tree: ast.Module) -> list[ast.stmt]:
-    return next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "step").body
+def _step(tree: ast.Module) -> ast.FunctionDef:
+    return next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "step")
 
 
 def _text(node: ast.AST) -> str:
     return ast.unparse(node)[:90]
 
 
-def _matching(body: list[ast.stmt], *words: str) -> list[int]:
-    return [k for k, line in enumerate(body) if any(word in ast.unparse(line) for word in words)]
-
-
-def _drop(body: list[ast.stmt], places: list[int], random: Random) -> str | None:
-    if not places or len(body) < 2:
+def _drop(tree: ast.AST, which: Callable[[ast.stmt], bool], random: Random) -> str | None:
+    found = [(body, line) for body in _bodies(tree) for line in body if len(body) > 1 and which(line)]
+    if not found:
         return None
-    return _text(body.pop(random.choice(places)))
+    body, line = random.choice(found)
+    body.remove(line)
+    return _text(line)
+
+
+def _is_docstring(line: ast.stmt) -> bool:
+    return isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)
 
 
 def drop_call(tree: ast.Module, random: Random) -> str | None:
     """A W, a send or another call of ``step`` is missing."""
-    body = _step(tree)
-    return _drop(body, _matching(body, "(")[2:-1], random)
+    return _drop(
+        _step(tree), lambda line: isinstance(line, ast.Expr) and isinstance(line.value, ast.Call), random
+    )
 
 
 def drop_line(tree: ast.Module, random: Random) -> str | None:
     """A line of any function is missing."""
-    body = random.choice(_bodies(tree))
-    return _drop(body, [*range(len(body) - 1)], random)
+    return _drop(tree, lambda line: not isinstance(line, ast.Return) and not _is_docstring(line), random)
 
 
 def drop_deletion(tree: ast.Module, random: Random) -> str | None:
-    """A value is not freed."""
-    body = _step(tree)
-    return _drop(body, [k for k, line in enumerate(body) if isinstance(line, ast.Delete)], random)
+    """A value of any function is not freed."""
+    return _drop(tree, lambda line: isinstance(line, ast.Delete), random)
+
+
+def keep(tree: ast.Module, random: Random) -> str | None:
+    """A value by microbatch is read and not taken: ``h[m]`` for ``h.pop(m)``; or a list is not emptied."""
+    pops = [c for c in ast.walk(tree) if isinstance(c, ast.Call) and getattr(c.func, "attr", "") == "pop"]
+    clears = [c for c in ast.walk(tree) if isinstance(c, ast.Call) and getattr(c.func, "attr", "") == "clear"]
+    if not pops and not clears:
+        return None
+    call: Any = random.choice([*pops, *clears])
+    text = _text(call)
+    if call in pops and call.args:
+        place = ast.Subscript(call.func.value, call.args[0], ast.Load())
+        _replace(tree, call, place)
+    else:
+        _replace(tree, call, call.func.value)
+    return text
+
+
+def _replace(tree: ast.AST, old: ast.AST, new: ast.AST) -> None:
+    for node in ast.walk(tree):
+        for name, value in ast.iter_fields(node):
+            if value is old:
+                setattr(node, name, new)
+            elif isinstance(value, list):
+                value[:] = [new if each is old else each for each in value]
 
 
 def swap_lines(tree: ast.Module, random: Random) -> str | None:
@@ -81,9 +110,7 @@ def swap_lines(tree: ast.Module, random: Random) -> str | None:
 
 def swap_sends(tree: ast.Module, random: Random) -> str | None:
     """The values of two messages."""
-    body = _step(tree)
-    calls = [line.value for line in body if isinstance(line, ast.Expr) and ".send(" in ast.unparse(line)]
-    calls = [call for call in calls if isinstance(call, ast.Call)]
+    calls = [c for c in _calls(_step(tree)) if getattr(c.func, "attr", "") == "send"]
     if len(calls) < 2:
         return None
     one, other = random.sample(calls, 2)
@@ -91,9 +118,19 @@ def swap_sends(tree: ast.Module, random: Random) -> str | None:
     return f"{_text(one)} and {_text(other)}"
 
 
+def swap_calls(tree: ast.Module, random: Random) -> str | None:
+    """Two calls of ``step``, in its order of ops."""
+    calls = [n for n in ast.walk(_step(tree)) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Call)]
+    if len(calls) < 2:
+        return None
+    one, other = random.sample(calls, 2)
+    one.value, other.value = other.value, one.value
+    return f"{_text(one)} and {_text(other)}"
+
+
 def twice(tree: ast.Module, random: Random) -> str | None:
     """A line runs twice: a sum, a message."""
-    body = random.choice([*_bodies(tree), _step(tree)])
+    body = random.choice(_bodies(tree))
     k = random.randrange(len(body))
     if isinstance(body[k], ast.Return):
         return None
@@ -102,7 +139,7 @@ def twice(tree: ast.Module, random: Random) -> str | None:
 
 
 def early_free(tree: ast.Module, random: Random) -> str | None:
-    """A value is freed before its last use, or a list emptied."""
+    """A value is freed before its last use."""
     body = random.choice(_bodies(tree))
     places = [k for k, line in enumerate(body) if isinstance(line, ast.Delete)]
     if not places:
@@ -121,13 +158,13 @@ def _constants(tree: ast.AST, kinds: tuple[type, ...]) -> list[ast.Constant]:
 def swap_literals(tree: ast.Module, random: Random) -> str | None:
     """Two numbers of a line."""
     lines = [line for body in _bodies(tree) for line in body if not isinstance(line, ast.FunctionDef)]
-    line = random.choice(lines)
-    found = _constants(line, (int, float, bool))
+    found = _constants(random.choice(lines), (int, float, bool))
     if len({repr(node.value) for node in found}) < 2:
         return None
     one, other = random.sample(found, 2)
+    text = f"{one.value} and {other.value}"
     one.value, other.value = other.value, one.value
-    return _text(line)
+    return text
 
 
 def other_literal(tree: ast.Module, random: Random) -> str | None:
@@ -136,63 +173,88 @@ def other_literal(tree: ast.Module, random: Random) -> str | None:
     if not found:
         return None
     node = random.choice(found)
-    before = node.value
+    before: Any = node.value
     node.value = not before if isinstance(before, bool) else before + random.choice((-1, 1, 2))
-    return f"{before} becomes {node.value}"
+    return f"{before} becomes {node.value} (line {node.lineno})"
 
 
 def other_name(tree: ast.Module, random: Random) -> str | None:
     """Another parameter, leaf or message."""
-    lines = [node for node in ast.walk(tree) if isinstance(node, ast.Subscript)]
-    found = [node.slice for node in lines if isinstance(node.slice, ast.Constant)]
-    names = sorted({str(node.value) for node in found if isinstance(node.value, str)})
-    nodes = [node for node in found if isinstance(node.value, str)]
+    nodes = [node for node in _constants(tree, (str,)) if " " not in str(node.value)]
+    names = sorted({str(node.value) for node in nodes})
     if len(names) < 2:
         return None
     node = random.choice(nodes)
     before, node.value = node.value, random.choice(names)
-    return f"{before!r} becomes {node.value!r}"
+    return f"{before!r} becomes {node.value!r} (line {node.lineno})"
 
 
 def _calls(tree: ast.AST) -> Iterator[ast.Call]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) > 1)
+    return (node for node in ast.walk(tree) if isinstance(node, ast.Call))
 
 
 def swap_operands(tree: ast.Module, random: Random) -> str | None:
     """Two arguments of a call."""
-    call = random.choice([*_calls(tree)])
+    call = random.choice([call for call in _calls(tree) if len(call.args) > 1])
     one, other = random.sample(range(len(call.args)), 2)
     call.args[one], call.args[other] = call.args[other], call.args[one]
     return _text(call)
 
 
+def other_row(tree: ast.Module, random: Random) -> str | None:
+    """An entry of a list or of a tuple takes the place of another one: a row of a table, a size, a result."""
+    found = [n for n in ast.walk(tree) if isinstance(n, ast.List | ast.Tuple) and len(n.elts) > 1]
+    if not found:
+        return None
+    row = random.choice(found)
+    one, other = random.sample(range(len(row.elts)), 2)
+    if random.random() < 0.5 or isinstance(row.ctx, ast.Store):
+        row.elts[one], row.elts[other] = row.elts[other], row.elts[one]
+    else:
+        row.elts[one] = copy.deepcopy(row.elts[other])
+    return _text(row)
+
+
 def other_operand(tree: ast.Module, random: Random) -> str | None:
     """Another variable of the same function."""
-    body = random.choice(_functions(tree))
+    body = random.choice([node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)])
     names = [node for node in ast.walk(body) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
     if len({node.id for node in names}) < 2:
         return None
     node, other = random.sample(names, 2)
     before, node.id = node.id, other.id
-    return f"{before} becomes {node.id}"
+    return f"{before} becomes {node.id} (line {node.lineno})"
+
+
+def _aliases(tree: ast.Module) -> list[ast.Assign]:
+    """The lines at the top that name an op."""
+    return [node for node in tree.body if isinstance(node, ast.Assign) and "torch.ops" in ast.unparse(node)]
 
 
 def other_op(tree: ast.Module, random: Random) -> str | None:
     """The alias of another op."""
-    aliases = [
-        n.targets[0].id for n in tree.body if isinstance(n, ast.Assign) and "torch.ops" in ast.unparse(n)
-    ]  # type: ignore[attr-defined]
-    calls = [c for c in ast.walk(tree) if isinstance(c, ast.Call) and getattr(c.func, "id", "") in aliases]
+    aliases = [line.targets[0].id for line in _aliases(tree)]  # type: ignore[attr-defined]
+    calls = [call for call in _calls(tree) if getattr(call.func, "id", "") in aliases]
     if not calls or len(aliases) < 2:
         return None
-    call = random.choice(calls)
-    call.func.id = random.choice(aliases)  # type: ignore[attr-defined]
-    return _text(call)
+    call: Any = random.choice(calls)
+    before, call.func.id = call.func.id, random.choice(aliases)
+    return f"{before} becomes {_text(call)}"
+
+
+def other_alias(tree: ast.Module, random: Random) -> str | None:
+    """Two aliases name each other's op."""
+    aliases = _aliases(tree)
+    if len(aliases) < 2:
+        return None
+    one, other = random.sample(aliases, 2)
+    one.value, other.value = other.value, one.value
+    return f"{_text(one)} and {_text(other)}"
 
 
 def drop_out(tree: ast.Module, random: Random) -> str | None:
     """An op writes to another value, or makes a new one."""
-    calls = [c for c in ast.walk(tree) if isinstance(c, ast.Call) and any(k.arg == "out" for k in c.keywords)]
+    calls = [c for c in _calls(tree) if any(k.arg == "out" for k in c.keywords)]
     if not calls:
         return None
     call = random.choice(calls)
@@ -208,7 +270,9 @@ MUTATIONS: dict[str, Mutation] = {
         drop_call,
         drop_line,
         drop_deletion,
+        keep,
         swap_lines,
+        swap_calls,
         swap_sends,
         twice,
         early_free,
@@ -216,8 +280,10 @@ MUTATIONS: dict[str, Mutation] = {
         other_literal,
         other_name,
         swap_operands,
+        other_row,
         other_operand,
         other_op,
+        other_alias,
         drop_out,
     )
 }

@@ -10,29 +10,47 @@ beside torch's own DistributedDataParallel and FSDP2 around the stages of its pi
 run on gloo).  Printed: the time of a step with its update, and the MiB that a process holds at most beyond
 what it held before it built the model.
 
+Part search: settings drawn at random.  Printed: the simulated step that ``auto`` finds with what replicas
+exchange ("seen"), and the shortest, with the same exchanges, of the families and of a search that does not
+see them.  Nothing is run.
+
 A step lasts from the first process's start to the last one's end.  Every round runs every contender once, in
 fresh processes, in an order that differs from round to round; shown are the median over the rounds of the
 medians of their steps, and the least and greatest.
 
     python benchmarks/replicas.py --part overlap --output benchmarks/results/replicas_overlap.txt
     python benchmarks/replicas.py --part torch --output benchmarks/results/replicas_torch.txt
+    python benchmarks/replicas.py --part search --output benchmarks/results/replicas_search.txt
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
+from drawn_settings import drawn_settings
 from launch import run
 from report import Report, median_and_spread
 from rich.progress import track
 from vs_torch import rotated
 
+from fxpipe.errors import ScheduleError
+from fxpipe.schedule.costs import Exchange
+from fxpipe.schedule.problem import Problem, per_rank
+from fxpipe.schedule.search.auto import search
+from fxpipe.schedule.search.build import schedule_of
+from fxpipe.schedule.search.variants import families_of
+from fxpipe.schedule.simulation.simulator import simulate
+
 SLEEP, EXCHANGE, RANKS, REPLICAS = 0.020, 0.060, 4, 2
 BAR = 1.03
+EFFORT = 0.5  # seconds of one core
 SCHEDULES = (("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 4))
 CONTENDERS = (
     *(
@@ -48,14 +66,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--part", choices=("overlap", "torch"), required=True)
+    parser.add_argument("--part", choices=("overlap", "torch", "search"), required=True)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4, help="timed steps of each run")
     parser.add_argument("--microbatches", type=int, help="of a replica; overlap: 8, torch: 4")
+    parser.add_argument("--settings", type=int, default=60, help="search: so many")
     parser.add_argument("--output", type=Path, help="keep what is printed in this file")
     options = parser.parse_args()
     report = Report(f"fxpipe: replicas, part {options.part}")
-    (overlap if options.part == "overlap" else beside_torch)(options, report)
+    {"overlap": overlap, "torch": beside_torch, "search": searches}[options.part](options, report)
     report.save(options.output)
 
 
@@ -123,6 +142,33 @@ def beside_torch(options: argparse.Namespace, report: Report) -> None:
             ]
         )
     report.table(["contender", "s a step", "MiB, rank 0", "MiB, rank 1", "loss"], rows)
+
+
+def searches(options: argparse.Namespace, report: Report) -> None:
+    rows, changes = [], list[float]()
+    for k, drawn in enumerate(drawn_settings(options.settings, seed=0)):
+        random = Random(k)
+        most, gathers = random.choice((1.0, 4.0, 16.0)) / drawn.stages_per_rank, random.choice((0.0, 0.5))
+        sums = [random.uniform(0.5, 1) * most for _ in drawn.costs.stages]
+        costs = replace(drawn.costs, exchanges=tuple(Exchange(own, gathers * own) for own in sums))
+        limits = per_rank(drawn.limit, drawn.ranks)
+        shape = drawn.ranks, drawn.microbatches, drawn.stages_per_rank, drawn.placement
+        problem = Problem(*shape, costs, limits)
+        blind = [search([replace(problem, costs=drawn.costs)], effort=EFFORT).schedule]
+        for name in (family.name for family in families_of(problem) if not family.is_searched):
+            with contextlib.suppress(ScheduleError):  # that does not keep the limit
+                blind.append(schedule_of(name, problem))
+        without = min(simulate(schedule, costs).seconds for schedule in blind)
+        found = search([problem], effort=EFFORT).seconds
+        changes.append(found / without - 1)
+        figures = (f"{seconds:.2f}" for seconds in (max(sums), without, found, problem.bound))
+        rows.append([drawn.label, *figures, f"{changes[-1]:+.2%}"])
+    report.line(f"\nF, B and W of a rank take 3 together; {EFFORT:g} s of one core for each search")
+    report.table(["setting", "longest sum", "not seen", "seen", "bound", "change"], rows)
+    fewer, more = (sum(sign * x > 1e-9 for x in changes) for sign in (-1, 1))
+    report.line(
+        f"mean {statistics.mean(changes):+.2%}; shorter in {fewer} of {len(changes)}, longer in {more}"
+    )
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ MESHES: dict[str, tuple[tuple[int, int, int], str | None]] = {
     "2 x 2 x 1": ((2, 2, 1), None),
     "1 x 4 x 1": ((1, 4, 1), None),
 }
+WITHOUT_LANES = "2 x 2 x 1"
 
 
 def made() -> Words:
@@ -138,6 +139,17 @@ def run(directory: Path) -> None:
     for name, (other, shard) in MESHES.items():
         if other != sizes:
             resumed(compiled(other, shard), directory / name, half)
+    back_to_lanes(directory)
+
+
+def back_to_lanes(directory: Path) -> None:
+    """What a run without lanes has at its end, read with lanes and written again."""
+    pipe = fxpipe.load(directory / "pipe")
+    optimizer = pipe.optimizer(torch.optim.AdamW, **OPTIONS)
+    with fxpipe.Checkpointer(pipe, directory / WITHOUT_LANES / "end", optimizer=optimizer) as checkpoints:
+        assert checkpoints.resume()
+    with fxpipe.Checkpointer(pipe, directory / "back" / "end", optimizer=optimizer) as checkpoints:
+        checkpoints.save()
 
 
 def check_other_lanes() -> None:

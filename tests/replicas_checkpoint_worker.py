@@ -112,6 +112,7 @@ def run(directory: Path) -> None:
     for name, (ranks, level, of) in RESUMED.items():
         pipe = compiled(ranks, PROCESSES // ranks, level)
         train(pipe, directory / name, directory / f"{of}" / "half")
+        come_back(directory, name)
     rows = {"rows": Rows(pipe.replica, pipe.replicas, own=True)}
     with fxpipe.Checkpointer(pipe, directory / "gradients" / "half", state=rows) as checkpoints:
         try:
@@ -121,6 +122,16 @@ def run(directory: Path) -> None:
             assert message in str(error)  # noqa: PT017 - no pytest here
         else:
             raise AssertionError("the states of two replicas are given to one")
+
+
+def come_back(directory: Path, name: str) -> None:
+    """What a run on another mesh has at its end, read by the replicas and written again."""
+    pipe = fxpipe.load(directory / "pipe parameters")
+    optimizer = pipe.optimizer(torch.optim.AdamW, **OPTIONS)
+    for path in (directory / name / "end", directory / f"back from {name}" / "end"):
+        with fxpipe.Checkpointer(pipe, path, optimizer=optimizer) as checkpoints:
+            if not checkpoints.resume():
+                checkpoints.save()
 
 
 def check_exports(pipe: fxpipe.Pipeline, directory: Path) -> None:

@@ -13,6 +13,8 @@ import types
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
+from fxpipe.runtime.functions import names_in
+
 _CLASSES = ("Tensor", "Parameter")
 
 
@@ -27,7 +29,8 @@ def compared_classes(reached: Iterable[Any], files: Collection[str]) -> list[str
 
 def _in_function(function: types.FunctionType) -> Iterator[str]:
     # Most functions name neither: their source is not read.
-    if not {"type", "__class__"}.intersection(names_in(function.__code__)):
+    names = names_in(function.__code__)
+    if "type" not in names.globals and "__class__" not in names.attributes:
         return
     try:
         lines, first = inspect.getsourcelines(function)
@@ -58,9 +61,3 @@ def _names_a_tensor(node: ast.expr) -> bool:
         case ast.Name(id=name) | ast.Attribute(attr=name) | ast.Constant(value=str(name)):
             return name in _CLASSES
     return False
-
-
-def names_in(code: types.CodeType) -> set[str]:
-    """The names of globals and attributes in a function and those within it."""
-    inner = (names_in(x) for x in code.co_consts if isinstance(x, types.CodeType))
-    return set(code.co_names).union(*inner)

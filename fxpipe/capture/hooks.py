@@ -19,7 +19,8 @@ from fxpipe.capture.functional import is_mutating
 from fxpipe.capture.registered import Registered
 from fxpipe.ir import compat
 from fxpipe.ir.storage import leading_to
-from fxpipe.runtime.torch_private import function_name, hooks_of, hooks_of_all_modules, state_hooks, unwrapped
+from fxpipe.runtime.functions import code_of, function_name, name_and_line
+from fxpipe.runtime.torch_private import hooks_of, hooks_of_all_modules, module_hooks, state_hooks
 
 _TORCH = str(Path(torch.__file__).parent)
 
@@ -120,20 +121,14 @@ class Hooks:
                     )
 
 
-def name_and_line(function: Callable[..., Any]) -> str:
-    """``collect (net.py:12)``: a function, and the line where it is defined."""
-    name = function_name(function).rpartition("<locals>.")[2].removeprefix("__main__.")
-    code = _code(function)
-    return f"{name} ({Path(code.co_filename).name}:{code.co_firstlineno})" if code is not None else name
-
-
-def _code(function: Any) -> Any:
-    found = unwrapped(function)
-    return getattr(found, "__code__", None) or getattr(type(found).__call__, "__code__", None)
+def hook_functions(model: nn.Module) -> set[str]:
+    """The names of the functions of all hooks of a model's modules."""
+    kinds = (hooks for module in model.modules() for hooks in module_hooks(module))
+    return {function_name(hook) for hooks in kinds for hook in hooks.values()}
 
 
 def _is_torchs(function: Any) -> bool:
-    code = _code(function)
+    code = code_of(function)
     return code is None or code.co_filename.startswith(_TORCH)
 
 

@@ -18,7 +18,7 @@ import sysconfig
 import threading
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from fxpipe.capture.classes import names_in
 from fxpipe.capture.places import Names, Opaque, State, read_place
+from fxpipe.runtime.functions import CodeNames, names_in
 
 CONTAINERS = (dict, list, set, deque)
 _VALUES = (str, bytes, int, float, complex, torch.Tensor, torch.dtype, torch.device, type(None))
@@ -73,7 +73,7 @@ class Snapshot:
         paths = {id(module): path for path, module in model.named_modules()}
         snapshot = Snapshot([], [])
         seen = snapshot.reached
-        used: set[str] = {"forward"}  # names in the functions found
+        used: set[str] = {"forward"}  # attributes that the functions found name
         waiting: dict[str, list[_Found]] = {}  # methods, by a name that is not among them
         todo = [_Found(loss_fn, "the loss function's state"), _Found(model, "")]
         while todo:
@@ -88,11 +88,13 @@ class Snapshot:
                 found = _Found(thing, name, thing)
             if _has_hidden_state(thing):
                 snapshot.is_whole = False
+            names = CodeNames(set(), set(), set())
             if isinstance(thing, types.FunctionType) and _is_users(thing):
-                for name in names_in(thing.__code__) - used:
+                names = names_in(thing.__code__)
+                for name in (names.attributes | names.stored) - used:
                     used.add(name)
                     todo += waiting.pop(name, ())
-            for place, label in _places(found):
+            for place, label in _places(found, names.globals):
                 before = read_place(place)
                 snapshot.states.append(State(place, before, label, found.owner, found.attribute))
                 entries = before.items() if isinstance(before, dict) else ((None, x) for x in before or ())
@@ -166,8 +168,8 @@ class _Found:
         return _Found(x, label.replace("*", named), self.owner, attribute)
 
 
-def _places(found: _Found) -> Iterator[tuple[Any, str]]:
-    """The places of state in an object, with their labels."""
+def _places(found: _Found, globals_: Collection[str]) -> Iterator[tuple[Any, str]]:
+    """The places of state in an object, with their labels.  globals_: those that a function names."""
     thing, label = found.thing, found.label
     if isinstance(thing, CONTAINERS):
         yield thing, label
@@ -186,8 +188,7 @@ def _places(found: _Found) -> Iterator[tuple[Any, str]]:
         if _is_users(thing):
             for name, cell in zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=False):
                 yield Names(cell, ("cell_contents",)), f"the variable {name!r} of {thing.__qualname__}"
-            names = tuple(names_in(thing.__code__))
-            yield Names(thing.__globals__, names), f"the global * of {thing.__module__}"
+            yield Names(thing.__globals__, tuple(globals_)), f"the global * of {thing.__module__}"
             yield thing.__dict__, f"{thing.__qualname__}.*"
     elif isinstance(thing, nn.Module) or _is_users(type(thing)):
         if type(thing).__dictoffset__:  # others may answer to any name

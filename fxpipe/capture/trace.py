@@ -25,6 +25,7 @@ from fxpipe.capture.constants import check_constants
 from fxpipe.capture.failures import explained, in_another_thread
 from fxpipe.capture.frozen import Watch
 from fxpipe.capture.functional import KeepsState, functionalize
+from fxpipe.capture.hooks import hook_functions
 from fxpipe.capture.inputs import inputs
 from fxpipe.capture.kept import unwritten
 from fxpipe.capture.registered import Registered, overlapping
@@ -35,7 +36,6 @@ from fxpipe.ir import compat
 from fxpipe.ir.graph import Origin
 from fxpipe.ir.storage import graph_outputs
 from fxpipe.plan.lanes import NO_LANES, LanePlan
-from fxpipe.runtime.torch_private import hook_functions
 
 
 @dataclass(frozen=True, eq=False)

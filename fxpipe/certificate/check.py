@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fxpipe.certificate.calls import Calls
-from fxpipe.certificate.compare import compared, larger_memory
+from fxpipe.certificate.compare import compared
 from fxpipe.certificate.identities import RULES
 from fxpipe.certificate.layouts import Unknown
+from fxpipe.certificate.memory import unlike_plan
 from fxpipe.certificate.problems import Certificate, Problem, RankProof, Rejected
 from fxpipe.certificate.program import Lines, loaded
 from fxpipe.certificate.reference import Reference, reference_of
@@ -35,14 +36,19 @@ def check(plan: Plan, programs: Sequence[str], captured: CapturedStep) -> Certif
     Raises ArtifactError if the captured step names ops that do not exist.
     """
     with collector_paused():
-        reference = reference_of(captured, Terms(RULES))
-        reference.terms.line = Lines(plan.ranks)
+        return check_against(reference_of(captured, Terms(RULES)), plan, programs)
+
+
+def check_against(reference: Reference, plan: Plan, programs: Sequence[str]) -> Certificate:
+    """``check``, for a captured step on terms, which may serve for many texts."""
+    with collector_paused():
+        reference.terms.line, reference.causes = Lines(plan.ranks), {}
         world = World(plan.ranks)
         ranks = [_rank(rank, plan, reference, world) for rank in range(plan.ranks)]
         world.run([_main(rank, source) for rank, source in zip(ranks, programs, strict=True)])
         if all(rank.ended for rank in ranks):
             world.problems += compared(plan, reference, world, ranks)
-        return _certificate(plan, reference, ranks, world.problems, captured.split)
+        return _certificate(plan, reference, ranks, world.problems)
 
 
 def check_artifact(artifact: Artifact, where: str = "captured.json") -> Certificate:
@@ -92,7 +98,7 @@ def _main(rt: TermRuntime, source: str) -> Callable[[], None]:
 
 
 def _certificate(
-    plan: Plan, reference: Reference, ranks: Sequence[TermRuntime], problems: list[Problem], split: bool
+    plan: Plan, reference: Reference, ranks: Sequence[TermRuntime], problems: list[Problem]
 ) -> Certificate:
     predicted = plan.prediction.peak_memory
     return Certificate(
@@ -106,6 +112,6 @@ def _certificate(
             for rt in ranks
         ),
         problems=tuple(dict.fromkeys(sorted(problems)))[:MOST_PROBLEMS],
-        split=split,
-        larger=tuple(larger_memory(plan, ranks)),
+        split=reference.split,
+        otherwise=tuple(dict.fromkeys(sorted(unlike_plan(plan, ranks))))[:MOST_PROBLEMS],
     )

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from fxpipe.certificate.memory import Ranks
 from fxpipe.certificate.problems import Line, Problem
 from fxpipe.certificate.reference import Reference
 from fxpipe.certificate.runtime import TermRuntime
@@ -18,10 +19,6 @@ from fxpipe.certificate.world import World
 from fxpipe.plan.artifact import Plan, holders
 from fxpipe.plan.rows import ShardName
 from fxpipe.plan.tensors import dtype_of
-
-Ranks = Sequence[TermRuntime]
-ACCURACY = 1.05
-"""Of the plan's memory: a storage that two stages of a rank save counts for one of them there."""
 
 
 def compared(plan: Plan, reference: Reference, world: World, ranks: Ranks) -> list[Problem]:
@@ -192,14 +189,3 @@ def _messages(world: World, ranks: Ranks) -> Iterator[Problem]:
     for (group, number), joined in world.joined.items():
         if len(joined) != len(ranks):
             yield _at(joined[0][2], f"{len(joined)} ranks take part in collective {number} of group {group}")
-
-
-def larger_memory(plan: Plan, ranks: Ranks) -> Iterator[Problem]:
-    """Where ranks hold more than the plan predicts."""
-    for rt, predicted in zip(ranks, plan.prediction.peak_memory, strict=True):
-        held, op = rt.held.peak
-        if held > ACCURACY * predicted:
-            yield _at(
-                rt.last,
-                f"holds {held} bytes before {op}, and the plan has {predicted:.0f}",
-            )

@@ -45,8 +45,8 @@ class RankProof:
 
 @dataclass(frozen=True)
 class Certificate:
-    """``ranks``: one entry each.  ``problems``: empty if the programs are the captured step.  ``larger``:
-    where they hold more memory than the plan predicts, which changes no result.
+    """``ranks``: one entry each.  ``problems``: empty if the programs are the captured step.  ``otherwise``:
+    where they hold more memory than the plan has, or run in another order, which changes no result.
 
     ``split``: whether the step was taken with its vocabulary layers split, which is not proved here.
     """
@@ -59,7 +59,7 @@ class Certificate:
     ranks: tuple[RankProof, ...]
     problems: tuple[Problem, ...]
     split: bool = False
-    larger: tuple[Problem, ...] = ()
+    otherwise: tuple[Problem, ...] = ()
 
     @property
     def holds(self) -> bool:
@@ -97,8 +97,8 @@ def _lines(found: Certificate) -> list[str]:
             f"holds at most {proof.peak_bytes / _MIB:.2f} MiB between ops, "
             f"of {proof.predicted_bytes / _MIB:.2f} predicted"
         )
-    if found.larger:
-        lines += ["More memory than the plan predicts:", *map(str, found.larger)]
+    if found.otherwise:
+        lines += ["The same results, and otherwise than the plan:", *map(str, found.otherwise)]
     if found.split:
         lines.append("Taken as given: the split of the vocabulary layers (docs/certificate.md).")
     return lines

@@ -22,7 +22,8 @@ from fxpipe.strict import Misfit
 @dataclass(eq=False)
 class Reference:
     """``loss`` … ``checks``: terms, as ``Outputs`` in ``ir/graph.py`` says.  A term is the reference's if its
-    number is below ``size``.  ``causes``: of the results that differ."""
+    number is below ``size``.  ``causes``: of the results that differ.  ``split``: whether its
+    vocabulary layers are split."""
 
     terms: Terms
     loss: Term | None = None
@@ -33,6 +34,7 @@ class Reference:
     checks: tuple[tuple[Term, Any], ...] = ()
     causes: dict[Difference, list[tuple[str, Line]]] = field(default_factory=dict)
     size: int = 0
+    split: bool = False
 
     def input(self, kind: str, name: str) -> Term:
         """The term of an input, also of one that the captured step does not have."""
@@ -74,6 +76,7 @@ def reference_of(step: CapturedStep, terms: Terms) -> Reference:
             raise ArtifactError(
                 f"The captured step has an op that does not fit, {op.name}: {error}."
             ) from error
+    found.split = step.split
     found.loss = None if step.loss is None else values[step.loss]
     found.count = None if step.count is None else values[step.count]
     found.outputs = {name: values[k] for name, k in step.outputs.items()}

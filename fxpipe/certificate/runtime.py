@@ -9,7 +9,7 @@ from typing import Any
 from fxpipe.certificate.problems import Line, Rejected
 from fxpipe.certificate.terms import Term
 from fxpipe.certificate.traffic import Traffic
-from fxpipe.certificate.values import Value
+from fxpipe.certificate.values import Memory, Offloaded, Value
 from fxpipe.certificate.world import Message
 
 Summands = dict[Term, list[tuple[int | None, Line]]]
@@ -34,15 +34,23 @@ class TermRuntime(Traffic):
 
     def warm_up(self, *made: dict[int, Any]) -> Iterator[None]:
         """Once, as where the last update stands.  Where it does not, what was sent in a warm-up comes again,
-        to receives that are posted again in warm-ups."""
+        to receives that are posted again in warm-ups, and the values in ``made`` are freed."""
+        if not all(type(values) is dict for values in made):
+            raise Rejected(
+                self.calls.line(), "has a warm-up that makes other things than values by microbatch"
+            )
         self.ahead = True
         yield
         self.ahead = False
+        found = sum({memory: memory.bytes for memory in _memories(made) if memory.held}.values())
+        if self.held.now > found:
+            text = f"has a warm-up that makes {self.held.now - found} bytes more than it would free"
+            self.held.wasted.append((self.calls.line().number, text))
 
     # -- what it does between its sections -----------------------------------------------------------------
 
     def op(self, name: str) -> None:
-        self.held.ops.append(name)
+        self.held.begin(name, self.calls.line())
 
     def add_loss(self, loss: Value, count: Value | None = None) -> None:
         self.losses.append(
@@ -119,7 +127,20 @@ class TermRuntime(Traffic):
     def finish(self) -> None:
         self.ended = True
         self.last = self.calls.line()
-        self.held.ops.append("the end")
+        self.held.begin("the end", self.last)
+
+
+def _memories(values: Any) -> Iterator[Memory]:
+    match values:
+        case Value():
+            yield values.memory
+        case Offloaded():
+            yield values.value.memory
+        case list() | tuple():
+            for each in values:
+                yield from _memories(each)
+        case dict():
+            yield from _memories([*values.values()])
 
 
 def joined(parts: Iterable[Summands]) -> Summands:

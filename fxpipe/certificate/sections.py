@@ -305,7 +305,7 @@ def _rebuilt(part: Any, given: _Given, before: list[int], new: dict[int, Memory]
                 return value
             memory = new.get(part.memory)
             if memory is None:
-                memory = new[part.memory] = Memory(part.keeper, bytes=part.bytes)
+                memory = new[part.memory] = Memory(part.keeper, root=part.term, bytes=part.bytes)
                 memory.count(held)
             return Value(part.term, given.own, memory)
         case list():

@@ -31,6 +31,7 @@ class Traffic(Inputs):
         term = self.calls.read(value)
         if not isinstance(term, Term):
             raise Rejected(self.calls.line(), "gives what is no tensor")
+        value.memory.use()
         return Value(term, value.microbatch, Memory())
 
     # -- messages -----------------------------------------------------------------------------------------
@@ -156,11 +157,15 @@ class Traffic(Inputs):
     # -- offload ------------------------------------------------------------------------------------------
 
     def offload(self, values: list[Any], at: int) -> None:
+        self._moved("offload")
         for k, value in enumerate(values):
             size = layout_of(self.calls.terms, self.calls.read(value)).bytes
             handle = Offloaded(value, at, at + -(-size // _ALIGNMENT) * _ALIGNMENT)
             self._place(handle)
             values[k], at = handle, handle.end
+
+    def _moved(self, verb: str) -> None:
+        self.held.transfers[verb, len(self.held.ops)] += 1
 
     def _place(self, handle: Offloaded) -> None:
         """Note a problem if the bytes are not there, or are another value's."""
@@ -176,31 +181,37 @@ class Traffic(Inputs):
         handle.value.memory.keeper = handle.value.memory.keeper or "on its way to the pool"
 
     def wait_offload(self, values: list[Any]) -> None:
-        for handle in self._handles(values):
+        self._moved("wait_offload")
+        for handle in self._handles(values, "leaving"):
             value = handle.value
+            value.memory.use()
             handle.value = Value(value.term, value.microbatch, Memory())
             handle.state = "out"
 
     def reload(self, values: list[Any]) -> None:
-        for handle in self._handles(values):
+        self._moved("reload")
+        for handle in self._handles(values, "out"):
             handle.value = Value(handle.value.term, handle.value.microbatch, self._new_memory(handle.value))
             handle.value.memory.count(self.held)
             handle.state = "coming"
 
     def wait_reload(self, values: list[Any]) -> None:
-        for k, handle in enumerate(self._handles(values)):
-            if handle.state != "coming":
-                raise Rejected(self.calls.line(), f"waits for {handle.value.term}, which is not reloaded")
+        self._moved("wait_reload")
+        for k, handle in enumerate(self._handles(values, "coming")):
             self._pool.remove(handle)
             values[k] = handle.value
 
-    def _handles(self, values: Any) -> list[Offloaded]:
+    def _handles(self, values: Any, state: str) -> list[Offloaded]:
         if not isinstance(values, list) or not all(isinstance(value, Offloaded) for value in values):
             raise Rejected(self.calls.line(), "moves what is not offloaded")
+        for handle in values:
+            if handle.state != state:
+                text = f"moves {handle.value.term}, which is {handle.state} and has to be {state}"
+                raise Rejected(self.calls.line(), text)
         return list(values)
 
     def _new_memory(self, value: Value) -> Memory:
-        return Memory(bytes=layout_of(self.calls.terms, value.term).bytes)
+        return Memory(root=value.term, bytes=layout_of(self.calls.terms, value.term).bytes)
 
 
 def _name(layout: Any) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from fxpipe.certificate.problems import Line
 from fxpipe.certificate.terms import Term
 
 
@@ -16,20 +17,26 @@ class Memory:
 
     ``root``: the value that it was made for.
 
-    It counts in ``held`` from ``count`` on until nothing of the program refers to it.
+    It counts in ``held`` from ``count`` on until nothing of the program refers to it.  ``used``: how many ops
+    had begun when it was last read.
     """
 
-    __slots__ = ("__weakref__", "bytes", "held", "keeper", "root", "since", "version", "written")
+    __slots__ = ("__weakref__", "bytes", "held", "keeper", "root", "since", "used", "version", "written")
 
     def __init__(self, keeper: str = "", *, root: Term | None = None, bytes: int = 0) -> None:
         self.bytes, self.keeper, self.root = bytes, keeper, root
         self.held: Held | None = None
-        self.since, self.version, self.written = 0, 0, ""
+        self.since, self.used, self.version, self.written = 0, 0, 0, ""
 
     def count(self, held: Held) -> None:
         if self.held is None:
             self.held, self.since = held, len(held.ops)
             held.changes[self.since] += self.bytes
+        self.used = len(held.ops)
+
+    def use(self) -> None:
+        if self.held is not None:
+            self.used = len(self.held.ops)
 
     def count_from_now(self) -> None:
         """Not before: until now it was a part of a collective that had not begun."""
@@ -41,6 +48,8 @@ class Memory:
     def __del__(self) -> None:
         if self.held is not None:
             self.held.changes[len(self.held.ops)] -= self.bytes
+            if self.bytes and self.used < len(self.held.ops):
+                self.held.dead.append((self.root, self.used, len(self.held.ops)))
 
 
 @dataclass(eq=False)
@@ -48,11 +57,26 @@ class Held:
     """The bytes that a rank's program holds between its ops.  ``changes``: behind so many ``ops``.
 
     As in the plan, a message counts from the first section on that uses it, and a part of a collective not
-    before that has begun.
+    before that has begun.  ``lines``: of the ops.  ``dead``: values that were held though nothing read them
+    again, with the numbers of ops that had begun when they were last read, and when they were freed.
+    ``wasted``: lines that hold memory otherwise, each with a text.  ``transfers``: how often an offload or a
+    reload begins, or is waited for, behind so many ops.
     """
 
     ops: list[str] = field(default_factory=list)
+    lines: list[Line] = field(default_factory=list)
     changes: Counter[int] = field(default_factory=Counter)
+    dead: list[tuple[Term | None, int, int]] = field(default_factory=list)
+    wasted: list[tuple[int, str]] = field(default_factory=list)
+    transfers: Counter[tuple[str, int]] = field(default_factory=Counter)
+
+    def begin(self, op: str, line: Line) -> None:
+        self.ops.append(op)
+        self.lines.append(line)
+
+    @property
+    def now(self) -> int:
+        return sum(self.changes.values())
 
     @property
     def peak(self) -> tuple[int, str]:

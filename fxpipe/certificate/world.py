@@ -1,15 +1,17 @@
-"""Lets the ranks take turns, one at a time and always in the same order, and carries what they send.
+"""Lets the ranks take turns, always in the same order, and carries what they send.
 
-A rank runs until it waits for something that has not been sent; then a rank goes on whose messages are there.
+Each rank has a stack of its own.  It runs until it waits for something that has not been sent; then a rank
+goes on whose messages are there.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from greenlet import getcurrent, greenlet
 
 from fxpipe.certificate.problems import Line, Problem, Rejected
 
@@ -24,8 +26,12 @@ class Message(NamedTuple):
     ahead: bool = False
 
 
-class _Stopped(BaseException):
-    """Ends a rank after another one was rejected; no program catches it."""
+class _Wait(NamedTuple):
+    """Of a rank for the message with a key, at a line; ``what``: the message as text."""
+
+    key: Any
+    line: Line
+    what: str
 
 
 @dataclass(eq=False)
@@ -38,12 +44,7 @@ class World:
     numbers: Counter[Any] = field(default_factory=Counter)
     joined: dict[Any, list[Any]] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
-    _gates: list[threading.Lock] = field(default_factory=list)
-    _ready: deque[int] = field(default_factory=deque)
-    _wanted: dict[Any, list[int]] = field(default_factory=dict)  # key -> the ranks that wait for it
-    _waits: dict[int, tuple[Line, str]] = field(default_factory=dict)
-    _failed: bool = False
-    _error: BaseException | None = None
+    _waits: dict[int, _Wait] = field(default_factory=dict)
 
     def next_key(self, *channel: Any) -> Any:
         """The key of the next message of a channel, as one of its ends counts them."""
@@ -52,75 +53,41 @@ class World:
 
     def send(self, key: Any, message: Message) -> None:
         self.sent[key] = message
-        self._ready.extend(self._wanted.pop(key, ()))
 
     def take(self, key: Any, rank: int, line: Line, what: str) -> Message:
-        """Wait for a message.  Raises Rejected, on one rank, if all ranks wait."""
-        while key not in self.sent:
-            self._wanted.setdefault(key, []).append(rank)
-            self._waits[rank] = line, what
-            self._pass_on()
-            self._pause(rank)
-        self._waits.pop(rank, None)
+        """Wait for a message."""
+        if key not in self.sent:
+            self._waits[rank] = _Wait(key, line, what)
+            caller = getcurrent().parent
+            assert caller is not None, "a rank has a stack of its own, above the caller's"
+            caller.switch()
         return self.sent.pop(key)
 
     def look(self, key: Any, rank: int, line: Line, what: str) -> Message:
         """Wait for a message that others take as well."""
-        found = self.take(key, rank, line, what)
-        self.sent[key] = found
+        found = self.sent[key] = self.take(key, rank, line, what)
         return found
-
-    def _pause(self, rank: int) -> None:
-        self._gates[rank].acquire()
-        if self._failed:
-            raise _Stopped
-
-    def _pass_on(self) -> None:
-        """Let another rank go on; if none can, all of them end."""
-        if self._ready:
-            self._gates[self._ready.popleft()].release()
-            return
-        if self._waits and not self._failed:
-            for rank, (line, what) in sorted(self._waits.items()):
-                self.problems.append(Problem(rank, line.number, f"waits forever for {what}"))
-        self._stop()
-
-    def _stop(self) -> None:
-        self._failed = True
-        for gate in self._gates:
-            if gate.locked():
-                gate.release()
 
     def run(self, mains: list[Callable[[], None]]) -> None:
         """Run one function a rank, to its end or to the first that is rejected."""
-        self._gates = [threading.Lock() for _ in mains]
-        for gate in self._gates:
-            gate.acquire()
-        self._ready.extend(range(len(mains)))
-        running = len(mains)
+        stacks = [greenlet(main) for main in mains]
+        try:
+            self._take_turns(stacks)
+        except Rejected as error:
+            self.problems.append(error.problem)
+        finally:
+            for stack in stacks:
+                if stack:  # it waits, and ends there
+                    stack.throw()
 
-        def main(rank: int) -> None:
-            nonlocal running
-            try:
-                self._pause(rank)
-                mains[rank]()
-                running -= 1
-                if running:
-                    self._pass_on()
-            except _Stopped:
-                pass
-            except Rejected as error:
-                self.problems.append(error.problem)
-                self._stop()
-            except BaseException as error:  # noqa: BLE001 - raised again by the caller's thread
-                self._error = error
-                self._stop()
-
-        threads = [threading.Thread(target=main, args=(rank,), daemon=True) for rank in range(len(mains))]
-        for thread in threads:
-            thread.start()
-        self._pass_on()
-        for thread in threads:
-            thread.join()
-        if self._error is not None:
-            raise self._error
+    def _take_turns(self, stacks: list[greenlet]) -> None:
+        while running := [rank for rank, stack in enumerate(stacks) if not stack.dead]:
+            ready = [r for r in running if r not in self._waits or self._waits[r].key in self.sent]
+            for rank in ready:
+                self._waits.pop(rank, None)
+                stacks[rank].switch()
+            if not ready:
+                for rank in running:
+                    _, line, what = self._waits[rank]
+                    self.problems.append(Problem(rank, line.number, f"waits forever for {what}"))
+                return

@@ -27,16 +27,19 @@ from fxpipe.cost.cluster import Cluster
 from fxpipe.cost.exchange import StageTensors, exchanges
 from fxpipe.cost.profile import Known, measured_seconds
 from fxpipe.cost.update import Trained, update_costs
-from fxpipe.errors import LimitError, ScheduleError
+from fxpipe.errors import LimitError, PartitionError, ScheduleError
 from fxpipe.ir.liveness import Liveness, liveness
 from fxpipe.passes.recompute import Level
 from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.candidate import SearchResult
 from fxpipe.schedule.costs import Costs, Link
 from fxpipe.schedule.memory_text import MemoryText
+from fxpipe.schedule.offload.planner import keeps
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.problem import Problem, per_rank
-from fxpipe.schedule.search.fastest import fastest
+from fxpipe.schedule.search.comparison import row_of
+from fxpipe.schedule.search.fastest import AUTO, fastest
+from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.units import units_of
 
 _T = TypeVar("_T")
@@ -96,8 +99,9 @@ class Costing:
     def _all(self, of: Stages, cut: Cut) -> Iterator[Placed]:
         options, cluster, model = self._options, self._cluster, self._model
         if options.costs == "measured":
-            overhead = cluster.first.stage_overhead
-            measured = measured_seconds(cut.sections, self._device, overhead, self._known, options.backend)
+            measured = measured_seconds(
+                cut.sections, self._device, cluster.first, self._known, options.backend
+            )
             seconds: SecondsOfRanks = (measured,) * options.ranks
         else:
             seconds = seconds_on(cluster, cut.graph)
@@ -121,6 +125,16 @@ class Costing:
                 stage_tensors(model, held, cut.sections, options.grad_dtype),
                 trained_parameters(model, held, options.grad_dtype),
             )
+
+    def balanced(self, of: Stages, shape: str) -> Stages | None:
+        """The same step in as many stages, cut such that the ranks of a placement are balanced; None where it
+        cannot be."""
+        ranks = self.tried.placements[of.options.stages][shape]
+        asked = replace(of.options, placements=(shape,), balanced=ranks)
+        try:
+            return self._cuts.stages_of(of.whole, asked, self.phase)
+        except PartitionError:
+            return None
 
     def problem(self, placed: Placed, options: Options) -> Problem:
         """What a schedule has to do; ``options`` say how many replicas there are, and what they divide.
@@ -192,13 +206,13 @@ def choose(options: Options, stages: Sequence[Stages], costing: Costing) -> Chos
     Raises ScheduleError where no schedule keeps the memory limit.
     """
     first, *levels = costing.tried.levels
-    made: dict[tuple[int, str, int, str], Placed] = {}  # by the problem's setting
+    made: dict[tuple[int, str, int, str], tuple[Stages, Placed]] = {}  # by the problem's setting
     bounds: dict[Stages, float] = {}  # seconds, at the first level
     too_heavy: list[LimitError] = []
 
     def at_level(of: Stages, level: Level | None) -> list[Problem]:
         found, errors = _problems(options, of, costing, level)
-        made.update((problem.setting, placed) for placed, problem in found)
+        made.update((problem.setting, (of, placed)) for placed, problem in found)
         too_heavy.extend(errors)
         if level == first and found:
             bounds[of] = _bound(found)
@@ -214,8 +228,25 @@ def choose(options: Options, stages: Sequence[Stages], costing: Costing) -> Chos
     if not without:
         raise min(too_heavy, key=lambda error: error.smallest)
     found = fastest(options.schedule, without, effort=options.effort, more=recomputing if levels else None)
-    placed = made[found.problem.setting]
-    return Chosen(placed, found, held_bytes(placed, options))
+    of, placed = made[found.problem.setting]
+    chosen = Chosen(placed, found, held_bytes(placed, options))
+    return _with_balanced_ranks(options, of, costing, chosen) if options.schedule == AUTO else chosen
+
+
+def _with_balanced_ranks(options: Options, of: Stages, costing: Costing, chosen: Chosen) -> Chosen:
+    """The same schedule on a cut that balances ranks instead of stages, where that is faster."""
+    found = chosen.found
+    is_fixed = of.options.split_points is not None or found.problem.offload is not None
+    other = None if is_fixed or not found.problem.is_v else costing.balanced(of, found.problem.shape)
+    if other is None:
+        return chosen
+    for placed, problem in _problems(options, other, costing, chosen.placed.cut.recompute)[0]:
+        moved = SearchResult(problem, simulate(found.schedule, problem.costs))
+        if moved.key < found.key and keeps(moved.timeline, problem.limits):
+            row, before = row_of(moved), row_of(found)
+            tried = tuple(row if each == before else each for each in found.tried)
+            return Chosen(placed, replace(moved, tried=tried), held_bytes(placed, options))
+    return chosen
 
 
 def with_uses(options: Options, choose: Callable[[Options], _T]) -> tuple[Options, _T]:
@@ -255,8 +286,8 @@ def choose_below(options: Options, stages: Sequence[Stages], costing: Costing, b
         if not problem.is_extended and any(a > b for a, b in zip(least, problem.limits, strict=True)):
             need = max(map(sum, zip(held_bytes(placed, options), least, strict=True)))
             too_heavy.append(LimitError("One microbatch needs more than the memory limit.", need))
-        elif problem.step_bound >= beat:
-            bounds.append(problem.step_bound)
+        elif problem.bound >= beat:
+            bounds.append(problem.bound)
         else:
             able[problem] = placed
     if not able and not bounds:

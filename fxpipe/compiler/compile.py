@@ -75,7 +75,7 @@ def capture_step(given: Compilation, phase: Phases) -> CapturedStep:
                 captured.graph,
                 example,
                 lengths,
-                lambda resized: traced(replace(given, example=resized)).graph,
+                lambda resized: capture_lanes(model, lambda: traced(replace(given, example=resized))).graph,
             )
     return CapturedStep(captured, resized)
 

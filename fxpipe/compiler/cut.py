@@ -62,10 +62,11 @@ def split(step: Step, options: CutOptions) -> Step:
 
 @dataclass(frozen=True, eq=False)
 class Stages:
-    """The step cut into stages, before recomputation."""
+    """The step cut into stages, before recomputation.  ``whole``: it, without colors."""
 
     step: Step
     options: CutOptions
+    whole: Step
 
 
 def stages_of(step: Step, options: CutOptions, phase: Phases) -> Stages:
@@ -79,7 +80,7 @@ def stages_of(step: Step, options: CutOptions, phase: Phases) -> Stages:
         run_passes(PASSES.partition, own, options)
     with phase("passes"):
         run_passes(PASSES.colored, own, options)
-    return Stages(own, options)
+    return Stages(own, options, step)
 
 
 def cut(stages: Stages, level: Level | None, phase: Phases) -> Cut:
@@ -116,7 +117,7 @@ class Cuts:
 
     def stages_of(self, step: Step, options: CutOptions, phase: Phases) -> Stages:
         """``stages_of``, of a result of ``split``."""
-        key = step, options.stages, options.slowness
+        key = step, options.stages, options.slowness, options.balanced
         if key not in self._stages:
             try:
                 self._stages[key] = stages_of(step, options, phase)
@@ -125,7 +126,7 @@ class Cuts:
         found = self._stages[key]
         if isinstance(found, PartitionError):
             raise found
-        return Stages(found.step, options)
+        return replace(found, options=options)
 
     def cut(self, stages: Stages, level: Level | None, phase: Phases) -> Cut:
         """``cut``, of a result of ``stages_of``."""

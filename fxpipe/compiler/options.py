@@ -188,21 +188,11 @@ def check(options: Options) -> None:
 
 def check_lanes(options: Options, lanes: LanePlan) -> None:
     """Raise OptionError for an option that a model with DTensors cannot have."""
-    refused = {
-        "vocab_parallel": (
-            options.vocab_parallel is not False,
-            "lanes share the vocabulary if the plan of parallelize_module does",
-        ),
-        'backend="inductor"': (
-            options.backend != "eager",
-            "Inductor may order what lanes exchange in another way on each",
-        ),
-        'costs="measured"': (options.costs == "measured", "one process cannot time what lanes exchange"),
-        "dimensions": (options.dimensions is not None, "traces at other lengths are not compared by lane"),
-    }
-    for name, (is_asked, reason) in refused.items() if lanes.number > 1 else ():
-        if is_asked:
-            raise OptionError(f"The model has DTensors, which do not go with {name}: {reason}. Leave it out.")
+    if lanes.number > 1 and options.vocab_parallel is not False:
+        raise OptionError(
+            "The model has DTensors, which do not go with vocab_parallel: lanes share the vocabulary if the "
+            "plan of parallelize_module does. Leave it out."
+        )
 
 
 def _check_costs(options: Options) -> None:

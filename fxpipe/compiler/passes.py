@@ -56,8 +56,9 @@ class CutOptions:
     ``stages``: the number of the model's own stages.  ``split_points``: see ``partition``.  ``barriers``: per
     microbatch, of split vocabulary layers; None if they are not split.  ``runnable``: the sections will be
     run for their costs.  ``recompute``: the level of recomputation.  ``held``, ``slowness``: see
-    ``partition``.  ``placements``: the names of those that the cut is for.  ``grad_dtype``, ``print_after``:
-    see ``fxpipe.compile``.  ``backend``: that runs the sections.
+    ``partition``.  ``balanced``: the rank of each stage, where ranks are balanced.  ``placements``: the names
+    of those that the cut is for.  ``grad_dtype``, ``print_after``: see ``fxpipe.compile``.  ``backend``: that
+    runs the sections.
     """
 
     stages: int
@@ -69,6 +70,7 @@ class CutOptions:
     recompute: Level | None = None
     held: Sequence[Set[str]] | None = None
     slowness: tuple[float, ...] = ()
+    balanced: tuple[int, ...] = ()
     placements: tuple[str, ...] = ()
     grad_dtype: torch.dtype | None = None
     backend: str = "eager"
@@ -165,6 +167,7 @@ def _partition(step: Step, options: CutOptions) -> None:
             behind=beside.output_shards,
             held=options.held,
             slowness=options.slowness,
+            ranks=options.balanced,
         )
     except PartitionError as error:
         if step.vocabulary is None:

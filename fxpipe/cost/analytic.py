@@ -12,13 +12,13 @@ from fxpipe.cost.arithmetic import arithmetic_of
 from fxpipe.cost.cluster import Cluster
 from fxpipe.cost.device import Device
 from fxpipe.cost.kinds import kind_of
-from fxpipe.cost.nodes import NodeSeconds, bytes_moved, is_free
+from fxpipe.cost.nodes import NodeSeconds, bytes_moved, is_free, sent_between_lanes
 from fxpipe.cost.polynomials import Polynomial, Sizes
 from fxpipe.ir.liveness import Liveness
 from fxpipe.ir.ops import node_flops
 from fxpipe.ir.resized import ResizedTraces
 from fxpipe.ir.storage import call_nodes, node_bytes
-from fxpipe.plan.work import VIEW, PlanWork, Rates, StageWork, Terms, Work
+from fxpipe.plan.work import BETWEEN_LANES, VIEW, PlanWork, Rates, StageWork, Terms, Work
 from fxpipe.schedule.costs import Costs, Edge, StageBytes, StageCost
 from fxpipe.schedule.ops import Color, Phase
 
@@ -89,6 +89,8 @@ def work_for_any_size(
             kind = kind_of(node)
             if kind == VIEW and not is_free(node):
                 alike[0, 0, "float32", kind] += 1
+            elif kind == BETWEEN_LANES:
+                alike[0, sent_between_lanes(node, sizes.bytes), "float32", kind] += 1
             elif not is_free(node):
                 flops, moved = node_flops(node, sizes.shapes), bytes_moved(node, sizes.bytes)
                 alike[flops, moved, arithmetic_of(node), kind] += 1

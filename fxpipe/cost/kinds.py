@@ -13,8 +13,9 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from fxpipe.ir.ops import is_between_lanes
 from fxpipe.ir.storage import draws_numbers, is_view, tensors
-from fxpipe.plan.work import VIEW
+from fxpipe.plan.work import BETWEEN_LANES, VIEW
 from fxpipe.runtime.program.random import keyed
 
 #: Kinds whose size is in FLOPs; each arithmetic has a curve of its own.  "thin product": with a dimension of
@@ -73,6 +74,8 @@ def kind_of(node: fx.Node) -> str:
     """The kind of an op of the graph."""
     if is_view(node):
         return VIEW
+    if is_between_lanes(node.target):
+        return BETWEEN_LANES
     if draws_numbers(node) or node.target is keyed:
         return "random"
     found = _kind_of_target(node.target)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, cast
 
 import torch
@@ -13,10 +14,10 @@ from torch import fx
 from fxpipe.cost.arithmetic import arithmetic_of
 from fxpipe.cost.device import Device
 from fxpipe.cost.kinds import kind_of
-from fxpipe.ir.ops import is_between_lanes, node_flops
+from fxpipe.ir.ops import node_flops
 from fxpipe.ir.storage import node_bytes
 from fxpipe.plan.tensors import sum_over_ranks
-from fxpipe.plan.work import VIEW
+from fxpipe.plan.work import BETWEEN_LANES, VIEW
 
 aten = torch.ops.aten
 
@@ -48,9 +49,9 @@ def node_cost(node: fx.Node, device: Device) -> NodeCost:
         sizes = [3 * node_bytes(part) for part in cast(list[fx.Node], node.args[1])]
         seconds = [device.seconds(0, moved, "float32", "move") for moved in sizes]
         return NodeCost(0, sum(sizes), sum(seconds))
+    if kind == BETWEEN_LANES:
+        return NodeCost(0, bytes_moved(node), device.intra.seconds(sent_between_lanes(node)))
     flops, moved = node_flops(node), bytes_moved(node)
-    if is_between_lanes(node.target):
-        return NodeCost(0, moved, device.intra.seconds(sent_between_lanes(node)))
     return NodeCost(flops, moved, device.seconds(flops, moved, arithmetic_of(node), kind))
 
 
@@ -73,15 +74,17 @@ class NodeSeconds:
         return self._known[key][0]
 
 
-def sent_between_lanes(node: fx.Node) -> float:
+def sent_between_lanes(node: fx.Node, size: Callable[[fx.Node], Any] = node_bytes) -> Any:
     """The bytes that a lane sends to the others, each of which has a share: twice for a sum that all get.
 
-    Lanes are neighbors, so the link is that within a machine.
+    Lanes are neighbors, so the link is that within a machine.  size: as for ``bytes_moved``.
     """
-    lanes, value = node.args[-1], node.args[0]
-    largest = max(node_bytes(node), node_bytes(cast(fx.Node, value)))
-    rounds = 2 if node.target is torch.ops.lanes.all_reduce.default else 1
-    return rounds * largest * (cast(int, lanes) - 1) / cast(int, lanes)
+    lanes, given = cast(int, node.args[-1]), size(cast(fx.Node, node.args[0]))
+    all_shares: dict[Any, int] = {
+        torch.ops.lanes.all_reduce.default: 2,
+        torch.ops.lanes.all_gather.default: lanes,
+    }
+    return given * Fraction(all_shares.get(node.target, 1) * (lanes - 1), lanes)
 
 
 def is_free(node: fx.Node) -> bool:

@@ -1,7 +1,8 @@
 """Measured times of sections on this device: each section is run and timed.
 
 A section reads the tensors of the model and of the example, whose indices decide how long lookups and sums of
-rows take, and synthetic values where other sections would have computed them.
+rows take, and synthetic values where other sections would have computed them.  What lanes exchange does not
+travel here: its time is that of the link.
 """
 
 from __future__ import annotations
@@ -10,22 +11,27 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
 
 from fxpipe.cost.clock import median_seconds, seconds_until_done
+from fxpipe.cost.device import Device
+from fxpipe.cost.nodes import node_cost
 from fxpipe.errors import ScheduleError
 from fxpipe.ir.graph import Input, Kind, Section
+from fxpipe.ir.ops import is_between_lanes
 from fxpipe.ir.sections import is_compiled
-from fxpipe.ir.storage import storage_root, written_arguments
+from fxpipe.ir.storage import call_nodes, storage_root, written_arguments
+from fxpipe.plan.dtensors import local
 from fxpipe.plan.kept import kept_slots, kept_tensors
 from fxpipe.plan.step import Tier
 from fxpipe.plan.tensors import in_strides, storage_bytes
 from fxpipe.runtime.program.batch import batch_leaves
 from fxpipe.runtime.program.checks import expect
 from fxpipe.runtime.program.inductor import inductor
+from fxpipe.runtime.program.lanes import AloneLane, running
 from fxpipe.runtime.program.offload import open_store
 from fxpipe.schedule.costs import Costs
 from fxpipe.schedule.ops import Color, Phase
@@ -40,8 +46,9 @@ _FIELDS = {Phase.F: "forward", Phase.B: "backward", Phase.W: "weight"}
 def known_tensors(model: nn.Module, example: Any, constants: Mapping[str, torch.Tensor]) -> Known:
     """The tensors that sections can be run on; those on the meta device have no values."""
     found: dict[Kind, dict[str, torch.Tensor]] = {
-        Kind.PARAMETER: dict(model.named_parameters()),
-        Kind.BUFFER: {**kept_tensors(model, kept_slots(model)), **dict(model.named_buffers())},
+        Kind.PARAMETER: {name: local(p) for name, p in model.named_parameters()},
+        Kind.BUFFER: kept_tensors(model, kept_slots(model))
+        | {name: local(b) for name, b in model.named_buffers()},
         Kind.CONSTANT: dict(constants),
         Kind.BATCH: {name: x for name, x in batch_leaves(example) if isinstance(x, torch.Tensor)},
     }
@@ -54,13 +61,22 @@ def known_tensors(model: nn.Module, example: Any, constants: Mapping[str, torch.
 
 
 def measured_seconds(
-    sections: tuple[Section, ...], device: torch.device, overhead: float, known: Known, backend: str
+    sections: tuple[Section, ...], device: torch.device, described: Device, known: Known, backend: str
 ) -> dict[Color, float]:
-    """The median seconds of some runs of each section, plus its overhead in a program.
+    """The median seconds of some runs of each section, plus its overhead in a program, and the time of the
+    link for what lanes exchange.
 
     Raises ScheduleError for an op that fails on synthetic inputs.
     """
-    return {s.color: overhead + _section_seconds(s, device, known, backend) for s in sections}
+
+    def seconds(section: Section) -> float:
+        between = [n for n in call_nodes(section.graph) if is_between_lanes(n.target)]
+        lanes = cast(int, between[0].args[-1]) if between else 1
+        with running(AloneLane(0, lanes)):
+            own = _section_seconds(section, device, known, backend)
+        return described.stage_overhead + own + sum(node_cost(n, described).seconds for n in between)
+
+    return {section.color: seconds(section) for section in sections}
 
 
 def _section_seconds(section: Section, device: torch.device, known: Known, backend: str) -> float:

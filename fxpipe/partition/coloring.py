@@ -37,6 +37,7 @@ def partition(
     behind: int = 0,
     held: Sequence[Set[str]] | None = None,
     slowness: Sequence[float] = (),
+    ranks: Sequence[int] = (),
 ) -> None:
     """Give every op without a color its stage, and phase F or B; negative stages count from the last one.
 
@@ -44,6 +45,7 @@ def partition(
     before, behind: the numbers of stages beside the model's own, whose ops have colors.
     held: per stage the names of its parameters and buffers, of a forward that follows another step's stages.
     slowness: per stage its time relative to that of ``node_seconds``; by default all are alike.
+    ranks: of each stage; if given, ranks are balanced instead of stages.
     Raises PartitionError for a split point that is no module of the graph and for more stages than
     there are places to cut.
     """
@@ -57,7 +59,7 @@ def partition(
         bytes = _crossing_bytes(graph, position, dict(position), free.in_stage | free.anywhere)
         cuts = following_cuts(forward, bytes, free.in_stage | free.anywhere, held)
     elif split_points is None:
-        cuts = _cuts_by_cost(graph, position, by_seq, stages, node_seconds, free, slowness)
+        cuts = _cuts_by_cost(graph, position, by_seq, stages, node_seconds, free, slowness, ranks)
     else:
         cuts = _cuts_by_path(forward, stages, split_points)
     starts = {c + 1 for c in cuts}
@@ -108,6 +110,7 @@ def _cuts_by_cost(
     node_seconds: NodeSeconds,
     free: Free,
     slowness: Sequence[float],
+    ranks: Sequence[int],
 ) -> tuple[int, ...]:
     seconds = [0.0] * len(position)
     home = dict(position)  # forward and backward ops alike: the position whose stage they go with
@@ -124,7 +127,7 @@ def _cuts_by_cost(
     whole = _trained_spans(graph, position, by_seq, free.in_stage)
     bytes = _crossing_bytes(graph, position, home, free.in_stage | free.anywhere, whole)
     try:
-        return choose_cuts(seconds, bytes, stages, slowness)
+        return choose_cuts(seconds, bytes, stages, slowness, ranks)
     except PartitionError as error:
         spans = _buffer_spans(graph, home)
         wide = [name for name, (first, last) in spans.items() if last - first > len(position) // 4]

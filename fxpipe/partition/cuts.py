@@ -1,29 +1,38 @@
 """Cuts a chain of costs into contiguous stages, by dynamic programming.
 
 First the smallest possible largest stage is found; then, among all partitions whose largest stage is
-within ``SLACK`` of it, the one whose cuts move the fewest bytes.
+within ``SLACK`` of it, the one whose cuts move the fewest bytes.  Where ranks have several stages, the
+largest rank can take the place of the largest stage: where one op, such as an output layer, is larger than
+other stages, its rank gets less of these.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
 from fxpipe.errors import PartitionError
 
 SLACK = 0.02
+_ROUNDS = 3  # more change nothing
 
 
 def choose_cuts(
-    seconds: Sequence[float], bytes: Sequence[float], stages: int, slowness: Sequence[float] = ()
+    seconds: Sequence[float],
+    bytes: Sequence[float],
+    stages: int,
+    slowness: Sequence[float] = (),
+    ranks: Sequence[int] = (),
 ) -> tuple[int, ...]:
     """Return the positions (ascending) after which to cut a chain into ``stages`` parts.
 
     seconds: cost of each position, all phases together.
     bytes: sent across a cut after each position; ``inf`` where no cut may be.
     slowness: per stage, what its costs are to be multiplied by; by default all are alike.
+    ranks: of each stage, to balance these.
     Raises PartitionError if there are fewer places to cut than needed.
     """
     places = [i for i, b in enumerate(bytes[:-1]) if b != float("inf")]
@@ -40,7 +49,53 @@ def choose_cuts(
     speeds = 1 / np.array(slowness or [1.0] * stages)
     limits = _smallest_maximum(ends, speeds) * (1 + SLACK) * speeds
     weights = [float(bytes[i]) for i in places] + [0.0]
-    return tuple(places[k] for k in _lightest(ends, weights, limits.tolist()))
+    cuts = _lightest(ends, weights, limits.tolist())
+    if ranks:
+        cuts = _balanced(ends, weights, speeds, cuts, np.array(ranks))
+    return tuple(places[k] for k in cuts)
+
+
+def _balanced(
+    ends: np.ndarray, weights: list[float], speeds: np.ndarray, cuts: list[int], ranks: np.ndarray
+) -> list[int]:
+    """Move cuts such that the largest rank gets smaller: in turns those between stages of different ranks,
+    as many as follow each other."""
+    turns = np.flatnonzero(np.diff([-1, *_turns(ranks), -1]))
+    for _ in range(_ROUNDS):
+        for first, behind in pairwise(turns):
+            bounds = [-1, *cuts, len(ends) - 1]
+            begin, end = bounds[first], bounds[behind]
+            own = ends[begin + 1 : end + 1] - (ends[begin] if begin >= 0 else 0.0)
+            costs = np.diff([0.0, *ends[bounds[1:]]]) / speeds
+            loads = np.bincount(ranks, costs)
+            others = (loads[ranks] - costs)[first:behind]
+            scale = speeds[first:behind]
+            least = _least(own, scale, others, float(loads.max()))
+            limits = (least * (1 + SLACK) - others) * scale
+            inner = _lightest(own, [*weights[begin + 1 : end], 0.0], limits.tolist())
+            cuts[first : behind - 1] = [begin + 1 + k for k in inner]
+    return cuts
+
+
+def _turns(ranks: np.ndarray) -> list[int]:
+    """For each stage the number of its turn: a stage begins another one if it comes to a rank again."""
+    found, seen = [0], {ranks[0]}
+    for rank in ranks[1:]:
+        found.append(found[-1] + (rank in seen))
+        seen = {rank} if rank in seen else seen | {rank}
+    return found
+
+
+def _least(ends: np.ndarray, speeds: np.ndarray, others: np.ndarray, enough: float) -> float:
+    """The smallest time of the slowest rank, whose other stages take ``others``; at most ``enough``."""
+    low, high = float(others.max()), enough
+    while high - low > 1e-6 * high:
+        middle = (low + high) / 2
+        if _suffices(ends, (middle - others) * speeds):
+            high = middle
+        else:
+            low = middle
+    return high
 
 
 def _smallest_maximum(ends: np.ndarray, speeds: np.ndarray) -> float:

@@ -18,8 +18,8 @@ from fxpipe.strict import Fits, NonNegative, at_least, between, entries
 
 PHASE_FIELDS = ("forward", "backward", "weight")
 MOST_LENGTH, MOST_POWER, MOST_TERMS, MOST_CURVES = 1 << 31, 16, 1024, 256
-#: The kind of an op that only returns memory of its argument.
-VIEW = "view"
+#: The kind of an op that only returns memory of its argument, and of one that lanes run together.
+VIEW, BETWEEN_LANES = "view", "between lanes"
 
 
 def _is_term(numbers: tuple[int, ...]) -> bool:
@@ -86,7 +86,7 @@ class Rates:
 @dataclass(frozen=True)
 class Work:
     """``count`` equal ops, each with its FLOPs and bytes; ``rate``: FLOPs per second for their arithmetic.
-    ``kind``: of op, as ``cost.kinds`` has it."""
+    ``kind``: of op, as ``cost.kinds`` has it.  ``bytes``: of an op between lanes those that a lane sends."""
 
     count: Length
     flops: Terms
@@ -98,6 +98,8 @@ class Work:
     def seconds(self, lengths: Sequence[Any], rates: Rates, largest: Callable[..., Any]) -> Any:
         """Of one of the ops."""
         flops, moved = value_at(self.flops, lengths), value_at(self.bytes, lengths)
+        if self.kind == BETWEEN_LANES:
+            return rates.latency + moved / rates.link
         roofline = self.rate, rates.memory, rates.launch
         return op_seconds(flops, moved, self.arithmetic, self.kind, roofline, rates.curves, largest)
 

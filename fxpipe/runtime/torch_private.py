@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,12 +38,11 @@ __all__ = [
     "default_store",
     "fake_store",
     "fake_tensors",
-    "function_name",
     "gradient_hooks",
-    "hook_functions",
     "hooks_of",
     "hooks_of_all_modules",
     "hooks_registered",
+    "is_fake",
     "is_profiling",
     "is_watched",
     "module_hooks",
@@ -51,7 +50,6 @@ __all__ = [
     "pytree",
     "rendezvous",
     "state_hooks",
-    "unwrapped",
 ]
 
 #: ``dist.all_gather`` to a list of tensors would allocate them once more.  torch 2.13 gave it another name.
@@ -79,21 +77,12 @@ def communicator_error(group: dist.ProcessGroup, device: torch.device) -> Callab
     return None if get is None else lambda: "" if get().name == "SUCCESS" else get().name
 
 
-def module_hooks(module: torch.nn.Module) -> tuple[dict[int, str], dict[int, str]]:
-    """A module's hooks of its forward, and those of its backward: number -> the name of the function."""
-    forward = (module._forward_pre_hooks, module._forward_hooks)
-    backward = (module._backward_pre_hooks, module._backward_hooks)
-    forward_names, backward_names = (
-        {number: function_name(hook) for hooks in kind for number, hook in hooks.items()}
-        for kind in (forward, backward)
+def module_hooks(module: torch.nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """A module's hooks of its forward, and those of its backward: number -> function."""
+    return (
+        {**module._forward_pre_hooks, **module._forward_hooks},
+        {**module._backward_pre_hooks, **module._backward_hooks},
     )
-    return forward_names, backward_names
-
-
-def hook_functions(model: torch.nn.Module) -> set[str]:
-    """The names of the functions of all hooks of a model's modules."""
-    kinds = (hooks for module in model.modules() for hooks in module_hooks(module))
-    return {name for hooks in kinds for name in hooks.values()}
 
 
 #: Kinds of hooks -> the attribute of a module that has them by number.
@@ -125,20 +114,6 @@ def state_hooks(module: torch.nn.Module) -> list[tuple[str, Any]]:
     """Kind and function of the hooks of a module's state dict."""
     found = ((kind, hook) for kind, name in _STATE_HOOKS.items() for hook in getattr(module, name).values())
     return [(kind, getattr(hook, "hook", hook)) for kind, hook in found]
-
-
-def unwrapped(function: Any) -> Any:
-    """What is called with arguments bound by ``partial``."""
-    while isinstance(function, partial):
-        function = function.func
-    return function
-
-
-def function_name(function: Any) -> str:
-    """``library.module.outer.<locals>.hook``; of an object that can be called, the name of its class."""
-    function = unwrapped(function)
-    named = function if hasattr(function, "__qualname__") else type(function)
-    return f"{named.__module__}.{named.__qualname__}"
 
 
 def gradient_hooks(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -213,6 +188,12 @@ def fake_tensors() -> contextlib.AbstractContextManager[Any]:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return FakeTensorMode(shape_env=ShapeEnv())  # all shapes are known; but Inductor's cache asks for it
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a layout alone, in a trace."""
+    known = sys.modules.get("torch._subclasses.fake_tensor")
+    return known is not None and isinstance(tensor, known.FakeTensor)
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:

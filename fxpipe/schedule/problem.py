@@ -102,7 +102,11 @@ class Problem:
     @cached_property
     def arrays(self) -> ScheduleArrays:
         return schedule_arrays(
-            self.costs, self.placement, self.microbatches, updates=self.objective == "period"
+            self.costs,
+            self.placement,
+            self.microbatches,
+            updates=self.objective == "period",
+            exchanges=self.by_makespan,
         )
 
     @property
@@ -118,21 +122,13 @@ class Problem:
 
     @cached_property
     def bound(self) -> float:
-        """A lower bound on the objective of an order, whatever is offloaded; a search does not see what
-        replicas exchange."""
+        """A lower bound on the objective of an order, whatever is offloaded."""
         bounds = [self.work]
-        if self.objective == "makespan":
-            bounds.append(lower_bound(self.costs.of_ops, self.placement, self.microbatches))
+        if self.by_makespan:
+            bounds.append(lower_bound(self.costs, self.placement, self.microbatches))
         if not self.is_extended:
             bounds.append(self.microbatches * self.least_period)
         return max(bounds)
-
-    @cached_property
-    def step_bound(self) -> float:
-        """The same of a simulated step, in which replicas exchange."""
-        if not self.costs.exchanges or self.objective != "makespan":
-            return self.bound
-        return max(self.bound, lower_bound(self.costs, self.placement, self.microbatches))
 
     @cached_property
     def least_period(self) -> float:

@@ -26,7 +26,8 @@ def some_stages(costs: Costs, first: int, last: int) -> Costs:
         for edge in costs.edges
         if first <= edge.source.stage < last and first <= edge.target.stage < last
     )
-    return replace(costs, stages=costs.stages[first:last], edges=edges, link=None)
+    own = costs.exchanges[first:last]
+    return replace(costs, stages=costs.stages[first:last], edges=edges, link=None, exchanges=own)
 
 
 def budget_for_model_stages(

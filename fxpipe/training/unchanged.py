@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from fxpipe.errors import RunError
+from fxpipe.runtime.functions import function_name
 from fxpipe.runtime.torch_private import gradient_hooks, hooks_registered, module_hooks
 
 Hooks = dict[str, tuple[int, ...]]
@@ -118,7 +119,7 @@ def _hooks(
     found: tuple[Hooks, Hooks] = {}, {}
     for name, module in () if model is None else model.named_modules():
         for kind, hooks in zip(found, module_hooks(module), strict=True):
-            given = tuple(number for number, function in hooks.items() if function not in own)
+            given = tuple(number for number, function in hooks.items() if function_name(function) not in own)
             if given:
                 kind[f"the module {name}" if name else "the model"] = given
     for name, parameter in parameters.items():

@@ -17,11 +17,14 @@ from torch.distributed.tensor.parallel import (
 )
 
 import fxpipe
+import fxpipe.cost.profile
+from fxpipe.cost.describe import described_here
 from fxpipe.cost.known_devices import device_named
 from fxpipe.cost.nodes import node_cost
 from fxpipe.errors import CaptureError, OptionError, RunError
+from fxpipe.ir.ops import is_between_lanes
 from fxpipe.ir.storage import call_nodes
-from fxpipe.schedule.ops import Phase
+from fxpipe.schedule.ops import Color, Phase
 
 
 class Net(nn.Module):
@@ -165,12 +168,44 @@ def test_placements_and_meshes_that_lanes_do_not_have(mesh):
     refused(model, "'up.weight' and 'norm.weight' are DTensors on two meshes")
 
 
-@pytest.mark.parametrize(
-    "options", [{"backend": "inductor"}, {"costs": "measured"}, {"vocab_parallel": True}, {"dimensions": {}}]
-)
-def test_options_that_lanes_do_not_have(mesh, options):
-    message = f"do not go with {next(iter(options))}.*: .*Leave it out"
-    refused(parallelize_module(Net(), mesh, PLAN), message, OptionError, **options)
+def test_a_vocabulary_is_not_split_over_ranks_and_lanes(mesh):
+    message = "do not go with vocab_parallel: .*Leave it out"
+    refused(parallelize_module(Net(), mesh, PLAN), message, OptionError, vocab_parallel=True)
+
+
+def test_measured_costs_have_the_time_of_the_link(mesh, monkeypatch):
+    def a_second(run, *_, **__):
+        run()
+        return 1.0
+
+    monkeypatch.setattr(fxpipe.cost.profile, "median_seconds", a_second)
+    with parallelized(model := Words(), mesh, "sequence"):
+        pipe = fxpipe.compile(model, batch(2), ranks=2, microbatches=2, schedule="zb-h1", costs="measured")
+    device, between = described_here(torch.device("cpu")), dict[Color, float]()
+    for node in call_nodes(pipe.graph):
+        if is_between_lanes(node.target):
+            color = node.meta["color"]
+            between[color] = between.get(color, 0.0) + node_cost(node, device).seconds
+    assert len({color.phase for color in between}) == len(Phase)
+    for stage, cost in enumerate(pipe.plan.costs.stages):
+        for phase, found in zip(Phase, (cost.forward, cost.backward, cost.weight), strict=True):
+            expected = between.get(Color(stage, phase), 0.0)
+            assert found == pytest.approx(1.0 + device.stage_overhead + expected), (stage, phase)
+
+
+def test_costs_of_lanes_at_other_sizes(mesh):
+    def costs(rows: int, length: int, sizes=None, **options):
+        model = parallelize_module(Net(torch.relu), mesh, PLAN)
+        given = {"ranks": 2, "microbatches": 2, "schedule": "1f1b", "split_points": ["norm"], **options}
+        pipe = fxpipe.compile(model, (torch.randn(rows, length, 4),), **given)
+        return pipe.simulate(sizes=sizes).costs
+
+    sizes = {"microbatch": 640, "sequence": 3000}  # ops take longer than their launch
+    found = costs(2, 24, sizes, dimensions={"sequence": 24})
+    for own, expected in zip(found.stages, costs(*sizes.values()).stages, strict=True):
+        assert own.forward == pytest.approx(expected.forward)
+        assert own.backward == pytest.approx(expected.backward)
+        assert own.saved_activations == expected.saved_activations
 
 
 def test_a_process_of_all_lanes_needs_the_whole_values_and_writes_no_checkpoints(mesh, tmp_path):

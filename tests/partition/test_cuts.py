@@ -106,3 +106,29 @@ def test_dynamic_programming_agrees_with_brute_force():
     for stages in (1, 2, 3, 4):
         everywhere = brute_force(seconds, [0.0] * len(seconds), stages)
         assert best_largest_part(seconds, stages) == min(max(parts(seconds, c)) for c in everywhere)
+
+
+V = (0, 1, 1, 0)
+
+
+def loads(seconds: Sequence[float], cuts: Sequence[int], ranks: Sequence[int]) -> list[float]:
+    costs = parts(seconds, cuts)
+    return [sum(c for c, rank in zip(costs, ranks, strict=True) if rank == own) for own in set(ranks)]
+
+
+def test_a_rank_with_an_op_larger_than_other_stages_gets_less_of_the_rest():
+    seconds = [1.0] * 10 + [6.0]
+    assert loads(seconds, choose_cuts(seconds, [1.0] * 11, 4, ranks=V), V) == [8.0, 8.0]
+
+
+@settings(max_examples=100, deadline=None)
+@given(chains())
+@example(([0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0], 4))
+def test_balanced_ranks_are_no_larger_than_those_of_balanced_stages(chain):
+    seconds, bytes, _ = chain
+    if len(brute_force(seconds, bytes, 4)) == 0:
+        return
+    before, after = (choose_cuts(seconds, bytes, 4, ranks=ranks) for ranks in ((), V))
+    assert after in brute_force(seconds, bytes, 4)
+    rounding = 1e-5 * sum(seconds) + 1e-12
+    assert max(loads(seconds, after, V)) <= max(loads(seconds, before, V)) * (1 + SLACK) ** 2 + rounding

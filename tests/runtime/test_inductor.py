@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from inductor_worker import MICROBATCHES, REAL
 from launch import forked
 from safetensors.torch import load_file
+from tensor_parallel import Words, batch, parallelized
 from zoo import CASES, Case, Chain, Shape, captured_once, compiled, numbers, relative_error, too_far
 
 import fxpipe
@@ -25,6 +26,7 @@ import fxpipe.ir.liveness
 import fxpipe.runtime.program.inductor
 from fxpipe.errors import OptionError, RunError
 from fxpipe.ir.graph import Section
+from fxpipe.ir.ops import is_between_lanes
 from fxpipe.ir.sections import is_compiled
 from fxpipe.ir.storage import call_nodes, written
 from fxpipe.runtime.program.checks import expect
@@ -43,13 +45,17 @@ pytestmark = pytest.mark.slow
 
 
 class Interpreted:
-    """In the place of Inductor: runs traced graphs op by op.  ``number``: of those that were compiled."""
+    """In the place of Inductor: runs traced graphs op by op.  ``graphs``: that were compiled."""
 
     def __init__(self) -> None:
-        self.number = 0
+        self.graphs: list[torch.fx.Graph] = []
+
+    @property
+    def number(self) -> int:
+        return len(self.graphs)
 
     def __call__(self, traced: torch.fx.GraphModule, inputs: object) -> Callable[[list[torch.Tensor]], Any]:
-        self.number += 1
+        self.graphs.append(traced.graph)
 
         def run(given: list[torch.Tensor]) -> Any:
             return torch.fx.Interpreter(traced).boxed_run(given)
@@ -116,6 +122,25 @@ def test_the_traced_graphs_compute_the_same_bits(name, interpreted, monkeypatch)
         assert too_far(pipe.buffers, eager.buffers, 0.0) == {}
         assert found.peak_saved == expected.peak_saved
     assert interpreted.number == sum(len(compiled_functions(program.step)) for program in programs) > 0
+
+
+def test_ops_between_lanes_stay_in_the_order_of_the_program(interpreted):
+    """Each function is compiled in pieces between them; no piece has one."""
+    found = []
+    for backend in ("eager", "inductor"):
+        torch.manual_seed(0)
+        model = Words(dropout=0.25)
+        whole = {name: value.clone() for name, value in model.state_dict().items()}
+        with fxpipe.local_lanes(2) as mesh, parallelized(model, mesh, "sequence"):
+            pipe = fxpipe.compile(model, batch(2), ranks=2, microbatches=2, schedule="zb-h1", backend=backend)
+        pipe.load_state_dict(whole)
+        found.append(pipe.run_local(batch(4), measure_memory=True))
+    eager, compiled = found
+    assert torch.equal(compiled.loss, eager.loss)
+    assert too_far(compiled.grads, eager.grads, 0.0) == {}
+    assert compiled.peak_saved == eager.peak_saved
+    assert interpreted.number > sum(len(compiled_functions(p.step)) for p in pipe._runner._local_programs) > 0
+    assert not any(is_between_lanes(n.target) for graph in interpreted.graphs for n in graph.nodes)
 
 
 @pytest.mark.usefixtures("double")

@@ -5,7 +5,7 @@ from pathlib import Path
 import lanes_worker as worker
 import pytest
 import torch
-from lanes_worker import HALF, MESHES, PROCESSES, STEPS
+from lanes_worker import HALF, MESHES, PROCESSES, STEPS, WITHOUT_LANES
 from launch import forked
 from safetensors.torch import load_file
 from zoo import relative_error
@@ -80,6 +80,12 @@ def test_the_same_mesh_goes_on_bit_for_bit_from_a_checkpoint_and_a_saved_pipelin
     assert all(torch.equal(found[name], x) for name, x in expected.items())
     later = measured(directory / "loaded")
     assert all(torch.equal(x, measured(directory / "whole")[name]) for name, x in later.items())
+
+
+def test_a_checkpoint_of_a_run_without_lanes_is_read_with_lanes(directory):
+    found, expected = values(directory / "back"), values(directory / WITHOUT_LANES)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], x) for name, x in expected.items())
 
 
 def test_updates_ahead_of_the_verdict_on_some_lanes_give_the_same_bits(directory):

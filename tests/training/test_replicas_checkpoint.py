@@ -25,16 +25,22 @@ def directory(tmp_path_factory) -> Path:
     return directory
 
 
-def values(directory: Path) -> dict[str, torch.Tensor]:
-    """All that a run is at its end, and its last losses."""
+def tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """All that a run is at its end."""
     end = fxpipe.read_checkpoint(directory / "end")
     assert end.step_number == worker.STEPS
-    assert end.state["rows"]["next"] == worker.STEPS
+    assert end.groups[0]["lr"] == pytest.approx(worker.OPTIONS["lr"] / 2**worker.STEPS)
     found = {f"optimizer {n}.{key}": value for n, own in end.optimizer.items() for key, value in own.items()}
     assert {name.rpartition(".")[2] for name in found} == {"step", "exp_avg", "exp_avg_sq"}
+    return end.model | found
+
+
+def values(directory: Path) -> dict[str, torch.Tensor]:
+    """The same, and its last losses."""
+    assert fxpipe.read_checkpoint(directory / "end").state["rows"]["next"] == worker.STEPS
     losses = load_file(directory / "losses")
-    assert end.groups[0]["lr"] == pytest.approx(worker.OPTIONS["lr"] / 2**worker.STEPS)
-    return end.model | found | {f"loss {k}": losses[str(k)] for k in range(worker.CHECKPOINT, worker.STEPS)}
+    last = {f"loss {k}": losses[str(k)] for k in range(worker.CHECKPOINT, worker.STEPS)}
+    return tensors(directory) | last
 
 
 def check(found: Path, expected: Path, limit: float) -> None:
@@ -59,6 +65,13 @@ def test_with_another_shard_level(directory, shard):
 @pytest.mark.parametrize("name", RESUMED)
 def test_on_another_mesh(directory, name):
     check(directory / name, directory / f"{RESUMED[name][2]}", LIMIT)
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_from_another_mesh(directory, name):
+    found, expected = tensors(directory / f"back from {name}"), tensors(directory / name)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], x) for key, x in expected.items())
 
 
 @pytest.mark.usefixtures("double")

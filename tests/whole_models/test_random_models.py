@@ -134,8 +134,7 @@ STEPS = [
     "frozen_statistics", "skip",
 ]  # fmt: skip
 #: Every second step works with weights, so that there is something to cut.
-# Capture looks into globals whose names the model uses, and strategies lead to all of pytest.
-lists_of_steps = st.lists(
+steps = st.lists(
     st.tuples(st.one_of(st.sampled_from(STEPS), st.sampled_from(["linear", "tied"])), st.integers(0, 11)),
     min_size=3,
     max_size=12,
@@ -167,7 +166,7 @@ def _trains(build: Callable[[], nn.Module]) -> bool:
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
     derandomize="FXPIPE_EXAMPLES" not in os.environ,
 )
-@given(lists_of_steps, st.booleans(), st.booleans(), options)
+@given(steps, st.booleans(), st.booleans(), options)
 @pytest.mark.filterwarnings("error::UserWarning:fxpipe")
 def test_equals_eager(steps, shared, frozen, options):
     build = partial(Random, steps, shared, frozen)

@@ -22,6 +22,7 @@ from torch import fx
 
 from fxpipe.errors import RunError
 from fxpipe.runtime.program.checks import expect, expect_op
+from fxpipe.runtime.program.pieces import compiled_in_pieces
 from fxpipe.runtime.program.random import as_tensor
 from fxpipe.runtime.program.within import within
 from fxpipe.runtime.torch_private import (
@@ -162,7 +163,7 @@ def _compile(function: Callable[..., Any], args: Sequence[Any]) -> _Compiled:
         tuple(places[varying[i]] for i in used),
         _layouts(inputs),
         tuple((places[k], repr(value)) for k, value in enumerate(values) if isinstance(value, float)),
-        compile_by_inductor(traced, inputs),
+        compiled_in_pieces(traced, inputs, compile_by_inductor),
         result_tree,
         checks,
     )

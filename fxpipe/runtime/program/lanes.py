@@ -18,13 +18,14 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import reduce
-from typing import Protocol
+from functools import reduce, wraps
+from typing import Any, Protocol
 
 import torch
 
 from fxpipe.errors import RunError
 from fxpipe.plan.tensors import sum_over_ranks
+from fxpipe.runtime.torch_private import is_fake
 
 
 class Lanes(Protocol):
@@ -94,6 +95,20 @@ _REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
 REDUCTIONS = tuple(_REDUCTIONS)
 
 
+def _one_op(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """In a trace the function is the op of its name."""
+
+    @wraps(run)
+    def call(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        found: torch.Tensor = (
+            getattr(torch.ops.lanes, run.__name__)(x, *rest) if is_fake(x) else run(x, *rest)
+        )
+        return found
+
+    return call
+
+
+@_one_op
 def all_reduce(x: torch.Tensor, op: str, n: int) -> torch.Tensor:
     lanes, flat = _lanes(), x.contiguous().view(-1)
     slices = [part.contiguous() for part in flat.tensor_split(n)]
@@ -105,14 +120,17 @@ def all_reduce(x: torch.Tensor, op: str, n: int) -> torch.Tensor:
     return torch.cat(found).view(x.shape)
 
 
+@_one_op
 def all_gather(x: torch.Tensor, n: int) -> torch.Tensor:
     return torch.cat(_lanes().gather(x.contiguous()))
 
 
+@_one_op
 def reduce_scatter(x: torch.Tensor, op: str, n: int) -> torch.Tensor:
     return _REDUCTIONS[op](*_lanes().exchange([part.contiguous() for part in x.chunk(n)]))
 
 
+@_one_op
 def all_to_all(x: torch.Tensor, n: int) -> torch.Tensor:
     return torch.cat(_lanes().exchange([part.contiguous() for part in x.chunk(n)]))
 
@@ -155,3 +173,11 @@ for _schema, (_run, _layout) in _OPS.items():
     _library.define(_schema)
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"lanes::{_name}", _layout, lib=_library)
+
+#: Of the ops that all lanes run together, the functions that programs call.
+FUNCTIONS: dict[Any, Callable[..., torch.Tensor]] = {
+    torch.ops.lanes.all_reduce.default: all_reduce,
+    torch.ops.lanes.all_gather.default: all_gather,
+    torch.ops.lanes.reduce_scatter.default: reduce_scatter,
+    torch.ops.lanes.all_to_all.default: all_to_all,
+}

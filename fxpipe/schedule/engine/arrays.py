@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from fxpipe.schedule.bound import in_order
-from fxpipe.schedule.costs import Costs
+from fxpipe.schedule.costs import Costs, Exchange
 from fxpipe.schedule.dependencies import SECTION_KINDS, SECTIONS_PER_STAGE, Needs, durations, index, needs
 from fxpipe.schedule.engine.tables import Floats, Ints, Tables
 from fxpipe.schedule.ops import Phase
@@ -24,10 +24,11 @@ from fxpipe.schedule.simulation.memory import memory_changes
 class ScheduleArrays:
     """Costs, placement and number of microbatches as arrays.
 
-    Per section: ``seconds`` to ``rank``, and the memory changes ``at_start`` and ``at_end``.  Per rank: its
-    stages (``own``), and the seconds of its ``update`` that count as part of its span.  Per stage: ``hold``
-    and ``kept``, the most that a rank holds from F to B and from B to W, including values that the stage and
-    later stages of its rank hand each other; ``joined``: instead of both, if B and W are one op.
+    Per section: ``seconds`` to ``rank``, the memory changes ``at_start`` and ``at_end``, and ``gathered``,
+    when the parameters of its stage are there.  Per rank: its stages (``own``), and the seconds of its
+    ``update`` that count as part of its span.  Per stage: ``hold`` and ``kept``, the most that a rank holds
+    from F to B and from B to W, including values that the stage and later stages of its rank hand each other;
+    ``joined``: instead of both, if B and W are one op; the seconds of the ``sum`` of its gradients.
     """
 
     ranks: int
@@ -45,6 +46,8 @@ class ScheduleArrays:
     at_start: tuple[float, ...]
     at_end: tuple[float, ...]
     update: tuple[float, ...]
+    gathered: tuple[float, ...]
+    sum: tuple[float, ...]
 
     @property
     def sections(self) -> int:
@@ -91,13 +94,19 @@ class ScheduleArrays:
 
 
 #: The fields that the tables have as they are.
-_FLOATS = ("seconds", "lead", "at_start", "at_end", "hold", "kept", "update")
+_FLOATS = ("seconds", "lead", "at_start", "at_end", "hold", "kept", "update", "gathered", "sum")
 
 
 def schedule_arrays(
-    costs: Costs, placement: tuple[int, ...], microbatches: int, updates: bool = False
+    costs: Costs,
+    placement: tuple[int, ...],
+    microbatches: int,
+    *,
+    updates: bool = False,
+    exchanges: bool = False,
 ) -> ScheduleArrays:
     """The arrays of costs and placement.  updates: whether those of the costs count as part of a rank's span.
+    exchanges: the same of what replicas exchange; those for each use count once, from below.
 
     Raises ScheduleError if costs and placement do not agree.
     """
@@ -117,6 +126,7 @@ def schedule_arrays(
             if edge.target.phase is Phase.W:
                 kept[edge.target.stage] += edge.bytes
     at_start, at_end = memory_changes(costs, placement)
+    found = costs.exchanges if exchanges and costs.exchanges else (Exchange(0.0),) * len(placement)
     return ScheduleArrays(
         ranks=len(ranks),
         stages=len(placement),
@@ -136,7 +146,21 @@ def schedule_arrays(
         at_start=tuple(at_start),
         at_end=tuple(at_end),
         update=tuple(costs.update_seconds(rank, "post") if updates else 0.0 for rank in ranks),
+        gathered=_gathered([each.gather for each in found], placement),
+        sum=tuple(each.sum for each in found),
     )
+
+
+def _gathered(gathers: Sequence[float], placement: Sequence[int]) -> tuple[float, ...]:
+    """Per section when the parameters of its stage are there.
+
+    A rank gathers one stage after the other, in the order of their first F, which is that of the model.
+    """
+    now, found = [0.0] * (max(placement) + 1), list[float]()
+    for rank, seconds in zip(placement, gathers, strict=True):
+        now[rank] += seconds
+        found += [now[rank] if seconds else 0.0] * SECTIONS_PER_STAGE
+    return tuple(found)
 
 
 def _in_model_order(table: list[Needs], placement: tuple[int, ...]) -> tuple[Needs, ...]:

@@ -25,7 +25,8 @@ def run_ops(t, order, m, since, end, cause, first, free):
     """Run every op as early as its rank's order allows; False if the orders block each other.
 
     Writes the last four, which are per op and per rank, but for the ops that ended before ``since``.
-    ``first`` is the start of a rank's first op, less its update: so ``free`` - ``first`` is its span.
+    ``first`` is the start of a rank's first op, less its update, and ``free`` the end of its last op and of
+    its sums over replicas: so ``free`` - ``first`` is its span.
     """
     ranks = len(free)
     at = np.empty(ranks, np.int64)
@@ -63,6 +64,8 @@ def run_ops(t, order, m, since, end, cause, first, free):
             op = order[i]
             section = t.section[op]
             start, why, missing = now, before, -1
+            if t.gathered[section] > start:
+                start, why = t.gathered[section], -1
             for k in range(t.need_at[section], t.need_at[section + 1]):
                 source = op + (t.need[k] - section) * m
                 arrival = end[source]
@@ -88,10 +91,30 @@ def run_ops(t, order, m, since, end, cause, first, free):
             before = op
             i += 1
         at[rank], free[rank] = i, now
-    blocked = False
     for rank in range(ranks):
-        blocked = blocked or waits_for[rank] >= 0
-    return not blocked
+        if waits_for[rank] >= 0:
+            return False
+    for stage in range(len(t.sum)):
+        if t.sum[stage]:
+            rank = t.rank[3 * stage]
+            free[rank] = max(free[rank], end[_last_weight(stage, m)] + _summed_behind(t, m, end, stage))
+    return True
+
+
+@compiled
+def _last_weight(stage, m):
+    """The op behind which the gradients of a stage are summed: ops of a section are in microbatch order."""
+    return (3 * stage + 3) * m - 1
+
+
+@compiled
+def _summed_behind(t, m, end, stage):
+    """The seconds of sums over replicas from a stage's last W on, its own first, one after the other."""
+    rank, own, total = t.rank[3 * stage], end[_last_weight(stage, m)], 0.0
+    for k in range(t.own_at[rank], t.own_at[rank + 1]):
+        if end[_last_weight(t.own[k], m)] >= own:
+            total += t.sum[t.own[k]]
+    return total
 
 
 @compiled
@@ -276,6 +299,9 @@ def run_back(t, order, m, until, end, first, by_makespan, tail):
                 longest = tail[behind] + t.seconds[t.section[behind]]
             else:
                 longest = 0.0 if by_makespan else -first[rank]
+            stage = section // 3
+            if t.sum[stage] and op == _last_weight(stage, m):
+                longest = max(longest, _summed_behind(t, m, end, stage))
             for k in range(t.feed_at[section], t.feed_at[section + 1]):
                 other = op + (t.feed[k] - section) * m
                 if tail[other] == -inf:
@@ -309,7 +335,7 @@ def _path_through(t, order, m, pos, rest, begin, stop, low, high, end, tail, mov
             source = op + (t.need[k] - section) * m
             inside = low <= pos[source] < i
             now = max(now, (moved_end[source] if inside else end[source]) + t.need_delay[k])
-        now += t.seconds[section]
+        now = max(now, t.gathered[section]) + t.seconds[section]
         moved_end[op] = now
     longest = -inf
     for i in range(high, low - 1, -1):
@@ -320,6 +346,9 @@ def _path_through(t, order, m, pos, rest, begin, stop, low, high, end, tail, mov
             way = (moved_tail[behind] if i < high else tail[behind]) + t.seconds[t.section[behind]]
         else:
             way = rest
+        stage = section // 3
+        if t.sum[stage] and op == _last_weight(stage, m):
+            way = max(way, t.sum[stage])
         for k in range(t.feed_at[section], t.feed_at[section + 1]):
             other = op + (t.feed[k] - section) * m
             inside = i < pos[other] <= high
@@ -341,7 +370,7 @@ def _critical(t, order, m, end, cause, first, free, by_makespan, befores, afters
             equals += 1
             if random.random() * equals < 1:  # each of the worst ranks is as likely
                 at = rank
-    op, arcs, blocks = order[3 * m * t.own_at[at + 1] - 1], 0, 0
+    op, arcs, blocks = _last_critical(t, order, m, end, free, at), 0, 0
     last = op
     while cause[op] >= 0:
         before = cause[op]
@@ -358,6 +387,18 @@ def _critical(t, order, m, end, cause, first, free, by_makespan, befores, afters
         heads[blocks], lasts[blocks] = op, last
         blocks += 1
     return arcs, blocks
+
+
+@compiled
+def _last_critical(t, order, m, end, free, rank):
+    """The last op of the critical path of a rank: the last of all, or one that is followed by sums alone."""
+    for k in range(t.own_at[rank], t.own_at[rank + 1]):
+        stage = t.own[k]
+        if t.sum[stage]:
+            op = _last_weight(stage, m)
+            if end[op] + _summed_behind(t, m, end, stage) >= free[rank] * (1 - 1e-9):
+                return op
+    return order[3 * m * t.own_at[rank + 1] - 1]
 
 
 @compiled

@@ -13,7 +13,8 @@ Floats = NDArray[np.float64]
 
 class Tables(NamedTuple):
     """The loops' arrays.  Per op: its ``section``, since division is slow; per section: ``seconds`` to
-    ``at_end``; per stage: ``hold`` and ``kept``; per rank: ``update``, which counts as part of its span.
+    ``at_end``, and ``gathered``, when the parameters of its stage are there; per stage: ``hold``, ``kept``,
+    and the seconds of its ``sum`` over replicas; per rank: ``update``, which counts as part of its span.
 
     A section needs ``need[need_at[section]:need_at[section + 1]]``; ``need_delay`` has the seconds that their
     values take to arrive.  ``feed`` has the sections that need it, likewise.  Of rank r are the stages
@@ -37,3 +38,5 @@ class Tables(NamedTuple):
     own_at: Ints
     own: Ints
     update: Floats
+    gathered: Floats
+    sum: Floats

@@ -40,7 +40,7 @@ def search(
     comparison, candidates, bounds = Comparison(), list[Candidate](), dict[Problem, float]()
 
     def build_all(problems: Sequence[Problem]) -> None:
-        new = {variant: variant.step_bound for problem in problems for variant in variants(problem)}
+        new = {variant: variant.bound for problem in problems for variant in variants(problem)}
         candidates.extend(_built(new, comparison))
         bounds.update(new)
 

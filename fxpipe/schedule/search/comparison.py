@@ -88,7 +88,7 @@ class Comparison:
             if (problem, family) not in self.tried:
                 self.leave_out(problem, family, str(error))
             return
-        self.tried[problem, family] = _row(found)
+        self.tried[problem, family] = row_of(found)
         self.best = found if self.best is None else min(self.best, found, key=lambda one: one.key)
 
     def _completed(self, problem: Problem, family: str, ops: RankOps) -> SearchResult:
@@ -107,7 +107,8 @@ class Comparison:
         return f"it takes {time(least)} or more, and another takes {time(self.best.key[0])}"
 
 
-def _row(found: SearchResult) -> Tried:
+def row_of(found: SearchResult) -> Tried:
+    """A candidate as the plan has it."""
     timeline = found.timeline
     stages, shape, barriers, recompute = found.problem.setting
     return Tried(

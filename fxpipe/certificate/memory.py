@@ -1,0 +1,76 @@
+"""Compares the memory that programs hold, and the order of their ops, with the plan.
+
+Neither changes a result, so a certificate holds where they differ, and says so.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+
+from fxpipe.certificate.problems import Problem
+from fxpipe.certificate.runtime import TermRuntime
+from fxpipe.plan.artifact import Plan
+from fxpipe.schedule.ops import PHASES, Direction, Op, Phase
+
+Ranks = Sequence[TermRuntime]
+ACCURACY = 1.05
+"""Of the plan's memory: a storage that two stages of a rank save counts for one of them there."""
+
+
+def unlike_plan(plan: Plan, ranks: Ranks) -> Iterator[Problem]:
+    """Where ranks hold more memory than the plan, or do what it has in another order."""
+    if not all(rt.ended for rt in ranks):
+        return
+    for rt in ranks:
+        yield from _order(rt, [str(op) for op in plan.ordered.order[rt.rank] if _takes_time(plan, op)])
+        yield from _transfers(rt, plan)
+        yield from _dead(rt)
+        held, op = rt.held.peak
+        predicted = plan.prediction.peak_memory[rt.rank]
+        if held > ACCURACY * predicted:
+            number = rt.held.lines[rt.held.ops.index(op)].number
+            yield Problem(
+                rt.rank, number, f"holds {held} bytes before {op}, and the plan has {predicted:.0f}"
+            )
+
+
+def _takes_time(plan: Plan, op: Op) -> bool:
+    """Not an op without code, as the backward of tokens is."""
+    cost = plan.costs.stages[op.stage]
+    seconds = {Phase.F: cost.forward, Phase.B: cost.backward, Phase.W: cost.weight}
+    return any(seconds[phase] for phase in PHASES[op.kind])
+
+
+def _order(rt: TermRuntime, planned: Sequence[str]) -> Iterator[Problem]:
+    """The first op that is not the plan's."""
+    lines = rt.held.lines
+    for own, due, line in zip_longest(rt.held.ops[:-1], planned, lines):
+        if own != due:
+            number = (line or lines[-1]).number
+            yield Problem(rt.rank, number, f"runs {own or 'nothing'} where the plan has {due or 'nothing'}")
+            return
+
+
+def _transfers(rt: TermRuntime, plan: Plan) -> Iterator[Problem]:
+    """Offloads and reloads that begin, or are waited for, between other ops than in the plan."""
+    due: Counter[tuple[str, int]] = Counter()
+    for transfer in plan.transfers:
+        if plan.placement[transfer.stage] == rt.rank:
+            verb = "offload" if transfer.direction is Direction.OUT else "reload"
+            due[verb, transfer.begin] += 1
+            due[f"wait_{verb}", transfer.end] += 1
+    for (verb, number), times in (rt.held.transfers - due).items():
+        text = f"calls rt.{verb} {times} times more before {rt.held.ops[number]} than the plan"
+        yield Problem(rt.rank, rt.held.lines[number].number, text)
+
+
+def _dead(rt: TermRuntime) -> Iterator[Problem]:
+    """Values that the program held through an op though it did not read them again."""
+    held = rt.held
+    for term, used, freed in held.dead:
+        last, until = held.ops[max(used - 1, 0)], held.ops[freed - 1]
+        line = held.lines[max(used - 1, 0)].number
+        yield Problem(rt.rank, line, f"keeps {term}, which {last} is the last to read, until {until}")
+    yield from (Problem(rt.rank, line, text) for line, text in held.wasted)

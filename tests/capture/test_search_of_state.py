@@ -1,0 +1,74 @@
+"""Where capture looks for state: in the globals that code names, not in those called like an attribute."""
+
+import dis
+import inspect
+import types
+
+import pytest
+import torch
+from torch import nn
+
+import fxpipe
+from fxpipe.runtime.functions import names_in
+
+
+class Unread(dict):
+    """Looking into it is an error; it stands for a large program."""
+
+    def items(self):
+        raise AssertionError("the search has come here")
+
+
+width, relu = Unread(), Unread()
+counts = [0]
+settings = types.ModuleType("settings")
+settings.counts, settings.unread = [0], Unread()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.width = 4
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        def count():
+            counts[0] += 1
+
+        count()
+        settings.counts[0] += 1
+        return self.linear(x).relu().sum() / self.width
+
+
+def test_globals_are_told_from_attributes():
+    batch = torch.randn(4, 4)
+    with pytest.warns(UserWarning, match="The forward changes") as warned:
+        pipe = fxpipe.compile(Net(), (batch[:2],), ranks=1, microbatches=2, schedule="1f1b", check=False)
+    assert counts == settings.counts == [0]
+    messages = [str(each.message).partition(". A program")[0] for each in warned]
+    assert messages == [
+        f"The forward changes {name}"
+        for name in ("the global counts of test_search_of_state", "settings.counts")
+    ]
+    assert pipe.run_local((batch,)).loss.isfinite()
+
+
+def sample(module):
+    global counts
+    counts = module.first.second(width)
+    module.third = [relu * 2 for relu in module.fourth]
+    from os import path as found
+
+    return lambda: super(nn.Module, found).fifth
+
+
+def test_names_of_code():
+    names = names_in(sample.__code__)
+    assert names.globals == {"counts", "width", "super", "nn"}
+    assert names.attributes == {"first", "second", "fourth", "os", "path", "Module", "fifth"}
+    assert names.stored == {"third"}
+    for function in (function for _, function in inspect.getmembers(torch.nn.functional, inspect.isfunction)):
+        given = names_in(function.__code__)
+        for op in dis.get_instructions(function.__code__):
+            if op.opcode in dis.hasname:
+                assert op.argval in set().union(*given)
