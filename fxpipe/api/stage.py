@@ -9,7 +9,7 @@ from fxpipe.cost.plan_costs import expressions, known_work
 from fxpipe.ir.graph import Section
 from fxpipe.plan.work import Expressions, PlanWork
 from fxpipe.schedule.costs import StageCost
-from fxpipe.units import bytes_text, seconds_text
+from fxpipe.viz.summary import costs_text
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -33,9 +33,5 @@ class Stage:
         return expressions(known_work(self.work), self.index)
 
     def __repr__(self) -> str:
-        cost = self.costs
-        f, b, w = map(seconds_text, (cost.forward, cost.backward, cost.weight))
-        return (
-            f"Stage({self.index}, rank {self.rank}: {len(self.parameters)} parameters; F {f}, B {b}, W {w}; "
-            f"saves {bytes_text(cost.saved_activations)} a microbatch)"
-        )
+        held = f"{len(self.parameters)} parameters"
+        return f"Stage({self.index}, rank {self.rank}: {held}; {costs_text(self.costs)})"

@@ -8,7 +8,8 @@ from html import escape
 from fxpipe.errors import printable
 from fxpipe.plan.artifact import Plan
 from fxpipe.plan.memory import RankMemory, rank_memory
-from fxpipe.units import bubble_text, seconds_text, units_of
+from fxpipe.schedule.costs import StageCost
+from fxpipe.units import bubble_text, bytes_text, seconds_text, units_of
 
 
 def summary(plan: Plan) -> list[str]:
@@ -35,6 +36,12 @@ def summary(plan: Plan) -> list[str]:
     if step.outputs:
         lines.append(f"outputs: {', '.join(output.name for output in step.outputs[:8])}")
     return [shortened(printable(line)) for line in lines]
+
+
+def costs_text(cost: StageCost) -> str:
+    """Of one microbatch on a stage: "F 1.2 ms, B 1.4 ms, W 1.1 ms; saves 12 MiB a microbatch"."""
+    f, b, w = map(seconds_text, (cost.forward, cost.backward, cost.weight))
+    return f"F {f}, B {b}, W {w}; saves {bytes_text(cost.saved_activations)} a microbatch"
 
 
 def memory_rows(memory: Sequence[RankMemory], limit: str) -> list[tuple[str, ...]]:
