@@ -130,7 +130,8 @@ def spied_reads():
             return self.own.get_shape()
 
         def __getitem__(self, place):
-            reads.append((self.name, place[0].start, place[0].stop))
+            rows = place if isinstance(place, slice) else place[0]
+            reads.append((self.name, rows.start, rows.stop))
             return self.own[place]
 
     @contextlib.contextmanager
