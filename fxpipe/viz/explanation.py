@@ -136,11 +136,13 @@ def _table(plan: Plan) -> Table:
     again = any(candidate.recompute for candidate in tried)
     moved = any(candidate.offloaded for candidate in tried)
     many = any(candidate.period is not None for candidate in tried)
-    names = ["schedule", "stages a rank", "placed", *["vocabulary"] * spread, *["recomputed"] * again]
+    names = ["schedule", *["vocabulary"] * spread, *["recomputed"] * again]
     figures_of = ("step", *["of many"] * many, "longer", "span bubble", "activations")
     table = Table(*names, *["offloaded"] * moved, *figures_of)
+    table.caption = "x 2: two stages a rank; v: placed down the ranks and back"
+    table.caption_justify = "left"
     table.columns[0].no_wrap = True
-    for column in (*table.columns[1:2], *table.columns[len(names) :]):
+    for column in table.columns[len(names) :]:
         column.justify = "right"
     for a in _sorted(tried):
         if a.seconds is None or a.span_bubble is None or a.peak_memory is None:
@@ -149,7 +151,8 @@ def _table(plan: Plan) -> Table:
         figures += [bubble_text(a.span_bubble), memory(a.peak_memory)]
         beside = [*[_vocabulary(a)] * spread, *[a.recompute or "nothing"] * again]
         beside += [memory(a.offloaded) if a.offloaded else "nothing"] * moved
-        row = (a.schedule, str(a.stages_per_rank), a.placement, *beside, *figures)
+        placed = "" if a.placement == "plain" else f", {a.placement}"
+        row = (f"{a.schedule} x {a.stages_per_rank}{placed}", *beside, *figures)
         table.add_row(*map(terminal, row))
     return table
 
