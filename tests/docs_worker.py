@@ -10,6 +10,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -178,13 +179,14 @@ def run_on_ranks(pages: Sequence[str], calls: Sequence[Sequence[str]], directory
 
 #: Fewer rows and steps than on the pages.
 FEWER = {"1050": "146", "1000": "96", "range(5)": "range(1)", "< 150": "< 4", "% 30": "% 2"}
-FEWER_OF_COMMANDS = {"200": "3", "50": "2"}
+FEWER_OF_COMMANDS = {"--steps": "3", "--every": "2", "--devices": "4", "--nodes": "2", "--batch": "32"}
 
 
 def fewer(call: Sequence[str]) -> list[str]:
     """The arguments behind ``fxpipe``, for less of the same."""
     effort = ["--effort", "0.05"] if call[0] in ("plan", "compare") and "--effort" not in call else []
-    return [*(FEWER_OF_COMMANDS.get(argument, argument) for argument in call), *effort]
+    values = (FEWER_OF_COMMANDS.get(option, value) for option, value in pairwise(call))
+    return [call[0], *values, *effort]
 
 
 def tutorial() -> list[str]:

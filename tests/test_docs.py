@@ -11,9 +11,11 @@ import torch
 from docs_worker import ROOT
 from launch import Run, forked
 from safetensors.torch import save_file
+from small_samples import SMALL
 
 import fxpipe
 from fxpipe.cli import main
+from fxpipe.cost import samples
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
@@ -103,6 +105,8 @@ def test_pages_in_one_process(here, monkeypatch, capsys):
     docs_worker.run(COMPILED)
 
     monkeypatch.setattr("sys.stdin", io.StringIO("continue\n" * 9))  # of --pdb
+    for name, sizes in SMALL.items():
+        monkeypatch.setattr(samples, name, sizes)  # of calibrate
     printed = {}
     for call in (call for page in COMMANDS for call in docs_worker.commands(page)):
         if call[0] == "fxpipe":

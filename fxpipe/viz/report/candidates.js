@@ -34,9 +34,8 @@ function candidatesTab(model, host) {
     chosen = chosenOf(model, points);
   const name = (c) =>
     [
-      c.schedule,
-      `${c.stages_per_rank} a rank`,
-      c.placement,
+      `${c.schedule} x ${c.stages_per_rank}`, // stages a rank
+      c.placement === "plain" ? "" : c.placement,
       c.barriers ? `vocabulary ${c.barriers}-barrier` : "",
       c.recompute && `recompute ${c.recompute}`,
       c.offloaded && "offload",
@@ -80,7 +79,7 @@ function candidatesTab(model, host) {
     el(
       "p",
       { class: "note" },
-      "A dot is a candidate; the line joins those than which no other is faster with as little memory.",
+      "A dot is a candidate; the line joins those than which no other is faster with as little memory. x 2: two stages a rank; v: placed down the ranks and back.",
     ),
     el("h2", {}, "What more memory buys"),
     steps.length
