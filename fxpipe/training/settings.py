@@ -53,40 +53,45 @@ class Change(NamedTuple):
     before: Any
     now: Any
 
+    @property
+    def is_of_code(self) -> bool:
+        return isinstance(self.before, Code) or isinstance(self.now, Code)
+
 
 class Settings:
     """Those of a model when this is made, and how they change.  It does not keep the model."""
 
     def __init__(self, model: nn.Module):
-        self._then = _described(model)
-        self._places = _places(model)
+        self._reads, self._sets = _names(_classes(_owners(model)))
+        self._then = _described(model, self._reads)
+        self._paths = {path for path, _ in self._then}
+        self._places = _places(model, self._reads)
 
     def changes(self, model: nn.Module) -> list[Change]:
         # In nearly all steps all objects are the same: a microsecond or two a module.
         if all(place.is_same() for place in self._places):
             return []
-        now, owners = _described(model), _owners(model)
-        reads, sets = _names(_classes(owners))
+        now, owners, then = _described(model, self._reads), _owners(model), self._then
         found = []
-        for path, name in now.keys() | self._then.keys():
-            values = [there.get((path, name)) for there in (self._then, now)]
-            is_state = (name or path.rpartition(".")[2]) in sets
-            if values[0] != values[1] and not is_state and self._matters((path, name), now, reads):
-                known = [_of_class(owners.get(path), name) if x is None else x for x in values]
-                found.append(Change(".".join(filter(None, (path, name))) or "class", *known))
-        if not found:
-            self._places = _places(model)
+        for path, name in now.keys() | then.keys():
+            before, after = then.get((path, name)), now.get((path, name))
+            if before != after and self._matters(path, name, now):
+                of_class = _of_class(owners.get(path), name)
+                named = ".".join(filter(None, (path, name))) or "class"
+                found.append(Change(named, *(of_class if x is None else x for x in (before, after))))
+        if not any(change.is_of_code for change in found):
+            self._places = _places(model, self._reads)
         return sorted(found, key=lambda change: change.name)
 
-    def _matters(self, key: Key, now: Mapping[Key, Any], reads: Collection[str]) -> bool:
-        path, name = key
+    def _matters(self, path: str, name: str, now: Mapping[Key, Any]) -> bool:
+        owner = path, ""
+        if (name or path.rpartition(".")[2]) in self._sets:
+            return False
         if name == "training":  # a program has its mode, whatever the mode of the whole model
             return now.get(("", name)) == self._then.get(("", name))
-        if name and (path, "") in self._then and now.get((path, "")) != self._then[path, ""]:
-            return False  # of another module, which is a change by itself
-        if name and not any(path == known for known, _ in self._then):
-            return False  # of a new one, or of its class
-        return key in self._then or not name or name in reads
+        if name and (path not in self._paths or now.get(owner) != self._then.get(owner)):
+            return False  # of a new module, of another one, or of its class: a change by itself
+        return (path, name) in self._then or not name or name in self._reads
 
 
 def _of_class(owner: Any, name: str) -> Any:
@@ -97,11 +102,11 @@ def _of_class(owner: Any, name: str) -> Any:
 class _Place:
     """The objects in a module, in what is in an attribute, or in a class, to see that they are the same."""
 
-    def __init__(self, owner: Any):
+    def __init__(self, owner: Any, reads: Collection[str]):
         self._owner = _weak(owner)
-        own = _own(owner)
+        own, is_class = _own(owner), isinstance(owner, type)
         self._size = len(own)
-        compared = {name: x for name, x in own.items() if name not in _OWN}
+        compared = {k: x for k, x in own.items() if k in reads or (k not in _OWN and not is_class)}
         self._plain = [name for name, x in compared.items() if isinstance(x, _PLAIN)]
         self._values = [own[name] for name in self._plain]
         others = {name: x for name, x in compared.items() if name not in self._plain and _is_compared(x)}
@@ -113,32 +118,29 @@ class _Place:
         if owner is None:
             return False
         own = _own(owner)
-        return (
-            len(own) == self._size
-            and all(map(operator.is_, map(own.get, self._plain), self._values))
-            and all(map(operator.is_, map(own.get, self._names), map(_strong, self._others)))
-            and [*map(id, _modules(own))] == self._modules
-        )
+        if len(own) != self._size or not all(map(operator.is_, map(own.get, self._plain), self._values)):
+            return False
+        if self._names and not all(map(operator.is_, map(own.get, self._names), map(_strong, self._others))):
+            return False
+        return not self._modules or [*map(id, _modules(own))] == self._modules
 
 
-def _places(model: nn.Module) -> list[_Place]:
+def _places(model: nn.Module, reads: Collection[str]) -> list[_Place]:
     owners = _owners(model)
-    return [_Place(x) for x in (*owners.values(), *_classes(owners))]
+    return [_Place(x, reads) for x in (*owners.values(), *_classes(owners))]
 
 
-def _described(model: nn.Module) -> dict[Key, Any]:
+def _described(model: nn.Module, reads: Collection[str]) -> dict[Key, Any]:
     owners = _owners(model)
     classes = _classes(owners)
-    reads, _ = _names(classes)
     found: dict[Key, Any] = {(path, ""): _code(type(x)) for path, x in owners.items()}
     named = [*owners.items(), *((f"{cls.__module__}.{cls.__qualname__}", cls) for cls in classes)]
     for path, owner in named:
         for name, x in _own(owner).items():
             value = None if name in _OWN else _value(x)
-            if isinstance(owner, type) and str(name).startswith("__") and not isinstance(value, Code):
-                continue  # as __doc__
-            if value is not None and (not isinstance(value, Code) or name in reads):
-                found[path, str(name)] = value
+            if value is None or ((isinstance(owner, type) or isinstance(value, Code)) and name not in reads):
+                continue
+            found[path, str(name)] = value
     return found
 
 
@@ -162,9 +164,9 @@ def _has_settings(x: Any) -> bool:
 
 def _own(owner: Any) -> Mapping[Any, Any]:
     """The contents of an owner."""
-    if type(owner) is list:
-        return dict(enumerate(owner))
-    return owner if type(owner) is dict else vars(owner)
+    if type(owner) is dict:
+        return owner
+    return dict(enumerate(owner)) if type(owner) is list else vars(owner)
 
 
 def _modules(own: Mapping[Any, Any]) -> Collection[nn.Module]:

@@ -16,7 +16,7 @@ from torch import nn
 from fxpipe.errors import RunError
 from fxpipe.runtime.functions import function_name
 from fxpipe.runtime.torch_private import gradient_hooks, hooks_registered, module_hooks
-from fxpipe.training.settings import Code, Settings
+from fxpipe.training.settings import Settings
 
 Hooks = dict[str, tuple[int, ...]]
 """Where hooks are, as text -> their numbers."""
@@ -87,12 +87,13 @@ class Traced:
     def _check_settings(self, settings: Settings, model: nn.Module) -> None:
         """Raise RunError where other code would run than when the model was compiled; warn, once for each, of
         other values."""
-        for name, before, now in settings.changes(model):
+        for change in settings.changes(model):
+            name, before, now = change
             text = (
                 f"The model's {name} was {before!r} when it was compiled, and is {now!r}: programs run with "
                 f"{before!r}. Compile the model again, or "
             )
-            if isinstance(before, Code) or isinstance(now, Code):
+            if change.is_of_code:
                 raise RunError(text + "undo the change.")
             if name not in self._told:
                 self._told.add(name)

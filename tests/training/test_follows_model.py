@@ -243,6 +243,7 @@ CODE = {
         "mix",
         other,
     ),
+    r"Mixer.forward was .*Mixer.forward .* is .*other": lambda m: (Mixer, "forward", other),
     r"Linear.forward was torch.*Linear.forward": lambda m: (nn.Linear, "forward", other),
     r"last was torch.nn.modules.linear.Linear .* and is .*Doubled": lambda m: (
         m,
