@@ -25,6 +25,7 @@ LIBRARIES = (
     "peft",
     "torch_geometric.nn",
     "monai.networks.nets",
+    "vector_quantize_pytorch",
 )
 
 

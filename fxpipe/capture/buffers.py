@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from fxpipe.capture.failures import ONE_OP
 from fxpipe.errors import CaptureError
 from fxpipe.ir.graph import Kind
 from fxpipe.ir.storage import graph_outputs
@@ -36,8 +37,8 @@ def check_buffers(graph: fx.Graph) -> None:
                 raise CaptureError(
                     f"The model's code reads a number from the buffer {name!r}, which the step changes "
                     f"({node.meta['origin']}). It is another one at the next step: compute with the buffer "
-                    "as a tensor (an index needs a dimension for that: x[i.reshape(1)]), or, if the first "
-                    "batch alone sets it, run the model on one batch before you compile it."
+                    "as a tensor (an index needs a dimension for that: x[i.reshape(1)]), if the first batch "
+                    f"alone sets it, run the model on one batch before you compile it; {ONE_OP}."
                 )
 
 

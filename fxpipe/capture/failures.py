@@ -11,6 +11,8 @@ from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 
 _DENSE = "Add up over the indices of what is not zero instead (index_add, scatter_add), or keep it dense."
+#: Also in ``buffers.py``, for observers that have run.
+ONE_OP = "for fake quantization take a qconfig of version=1, whose observer is one op"
 #: Causes of failed traces: a text in the error or in a file of the traceback -> its meaning, and the remedy.
 _UNSUPPORTED = (
     (
@@ -42,6 +44,16 @@ _UNSUPPORTED = (
         "a tensor of a subclass of torch.Tensor that no module registers",
         "Give its values as a plain tensor: x.as_subclass(torch.Tensor).",
     ),
+    (
+        "torch/ao/quantization",
+        "observers that decide by values",
+        f"Run the model on one batch before you compile it, and {ONE_OP}.",
+    ),
+)
+_PACKED = (
+    "Give the layer the padded batch: a row with its padding at the end has the same results before that. "
+    "Mask the others (torch.where(torch.arange(T) < lengths[:, None], …)), and take the last ones with "
+    "y[torch.arange(len(y)), lengths - 1]. For the backward direction flip each row within its length."
 )
 
 
@@ -58,6 +70,10 @@ def explained(error: Exception, provenance: Provenance, of_loss: str) -> Capture
     line = _user_line(error) or origin.source
     where = "loss_fn" if of_loss else origin.module
     where += f" ({line})" if line else ""
+    if isinstance(error, compat.DATA_DEPENDENT) and "_pack_padded_sequence" in str(error):
+        return CaptureError(
+            f"The model packs sequences by their lengths, in {where}: shapes depend on data. {_PACKED}."
+        )
     if isinstance(error, compat.DATA_DEPENDENT):
         return CaptureError(
             f"The model's control flow or shapes depend on data, in {where}: {_first_line(error)}\n"

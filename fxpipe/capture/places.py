@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import random
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,11 +135,16 @@ def read_place(place: Any) -> Any:
         case Names() | Opaque():
             return place.read()
         case dict():
-            return dict(place.items())
+            return dict(_base(place).items(place))
         case set():
             return set(place)
         case _:
             return list(place)
+
+
+def _base(place: dict[Any, Any]) -> type[dict[Any, Any]]:
+    """The class whose methods read and write a dict: those of other classes may import what it names."""
+    return OrderedDict if isinstance(place, OrderedDict) else dict
 
 
 def _put_back(place: Any, before: Any) -> None:
@@ -154,13 +160,13 @@ def _put_back(place: Any, before: Any) -> None:
             if place.read() != before:
                 place.restore()
         case dict():
-            if list(place) != list(before):
-                place.clear()
-                place.update(before)
-            now = dict(place.items())  # an item that is read may be made for that
+            base, now = _base(place), read_place(place)
+            if [*now] != [*before]:
+                base.clear(place)
+                now = {}
             for key, value in before.items():
-                if now[key] is not value:
-                    place[key] = value
+                if now.get(key, _ABSENT) is not value:
+                    base.__setitem__(place, key, value)
         case set():
             if place != before:
                 place.clear()

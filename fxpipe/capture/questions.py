@@ -31,12 +31,13 @@ _TRUTH = (torch.Tensor.__bool__, torch.Tensor.is_nonzero, torch.is_nonzero)
 
 class Questions(TorchFunctionMode):
     """While entered, intercepts reads of tensors, and assignments to ``.data``, that do not pass the
-    dispatcher.  ``assigned``: those of the run."""
+    dispatcher.  ``assigned``: those of the run.  ``with_gradients``: ids of what has a ``.grad`` before."""
 
     def __init__(self, provenance: Provenance, hooks: Hooks):
         super().__init__()
         self._hooks = hooks
         self._provenance, self._answers, self.assigned = provenance, provenance.answers, Assigned()
+        self.with_gradients = frozenset[int]()
         self.hooked = False  # whether there are hooks of the backward
         self.again = False  # whether this is the second run
 
@@ -74,9 +75,14 @@ class Questions(TorchFunctionMode):
         if descriptor is torch.Tensor.data and func.__name__ == "__set__":
             return self.assigned.assign(args[0], args[1], self._provenance.place())
         read = _UNKNOWN.get(func if func is torch.Tensor.data_ptr else descriptor)
-        if read and (descriptor is not torch.Tensor.grad or compat.is_placeholder(args[0])):
+        if read and (descriptor is not torch.Tensor.grad or self._may_have_gradient(args[0], func)):
             self._refuse(read, reader, through_torch=descriptor is torch.Tensor.grad)
         return func(*args, **kwargs)
+
+    def _may_have_gradient(self, tensor: torch.Tensor, func: Any) -> bool:
+        """Whether another step may have left one there: a tensor that is not trained has none."""
+        asks = func.__name__ == "__get__" and not tensor.requires_grad
+        return compat.is_placeholder(tensor) and (not asks or id(tensor) in self.with_gradients)
 
     def _refuse(self, read: str, reader: FrameType, through_torch: bool = False) -> None:
         """Raise CaptureError where the model's code reads what a trace cannot tell.

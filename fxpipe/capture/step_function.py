@@ -88,6 +88,9 @@ class StepFunction:
         trained = [x for x in self.given if x.input.kind is Kind.PARAMETER and x.fake.requires_grad]
         wanted = {x.input.name: x.fake for x in trained}
         questions = Questions(self.provenance, self.hooks)
+        questions.with_gradients = frozenset(
+            id(x.fake) for x in self.given if x.real.is_leaf and x.real.grad is not None
+        )
         questions.hooked = self.hooks.follow_gradients(self.registered, wanted)
         with self.hooks, self.provenance, questions:
             first = self._step(wanted, self.gradients, questions)

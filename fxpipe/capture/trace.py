@@ -145,9 +145,10 @@ def _traced(
         put_back(step.registered, given)
 
         as_written = compat.plain_kernels(), compat.modules_without_code(), compat.uncompiled()
+        checkpoints = compat.checkpoints_that_end(), recorded_checkpoints()
         with contextlib.ExitStack() as stack:
             stack.callback(step.constants.detach)
-            for context in (flag(), recorded_checkpoints(), *as_written, compat.without_log(), mode):
+            for context in (flag(), *checkpoints, *as_written, compat.without_log(), mode):
                 stack.enter_context(context)
             try:
                 module = compat.make_fx(step)(*values)

@@ -19,6 +19,7 @@ it.  Beside these, terms are equal only if the same ops are applied to equal ope
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from math import prod
 from typing import Any
 
@@ -159,7 +160,8 @@ def _cat(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
     parts = given["tensors"]
     layouts = [layout_of(terms, part) for part in parts]
     kept = tuple(part for part, layout in zip(parts, layouts, strict=True) if prod(layout.shape))
-    if not kept or len({layout.dtype for layout in layouts}) > 1:
+    promoted = reduce(torch.promote_types, (layout.dtype for layout in layouts))
+    if not kept or any(layout_of(terms, part).dtype != promoted for part in kept):
         return None
     if len(kept) == 1:
         return kept[0]  # type: ignore[no-any-return]

@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.utils import checkpoint
 
 from fxpipe.runtime.torch_private import TorchDispatchMode, no_modes, pytree
 
@@ -318,6 +319,28 @@ def without_log() -> Iterator[None]:
         yield
     finally:
         log.disabled = before
+
+
+@contextlib.contextmanager
+def checkpoints_that_end() -> Iterator[None]:
+    """End the activation checkpointing in which an error occurs.
+
+    While the error is alive, torch 2.11 leaves its hooks for saved tensors to later traces and to eager.
+    """
+    made: list[Any] = []
+    generator = checkpoint._checkpoint_without_reentrant_generator
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        made.append(generator(*args, **kwargs))
+        return made[-1]
+
+    checkpoint._checkpoint_without_reentrant_generator = noted
+    try:
+        yield
+    finally:
+        checkpoint._checkpoint_without_reentrant_generator = generator
+        for each in reversed(made):
+            each.close()
 
 
 @contextlib.contextmanager

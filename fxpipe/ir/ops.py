@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,20 @@ def node_flops(node: fx.Node, value: Callable[[fx.Node], Any] = lambda n: n.meta
     if formula is None:
         return 0
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), value)
+    if "scaled_dot_product" in (name := node.target.__name__):  # type: ignore[union-attr]
+        args = _with_all_heads(args, 1 if "backward" in name else 0)
     return formula(*args, **kwargs, out_val=value(node))
+
+
+def _with_all_heads(args: Sequence[Any], first: int) -> Any:
+    """The arguments of attention with as many heads of keys and values as of queries.
+
+    first: the queries' position.  Kernels repeat heads that groups of queries share, which torch 2.11 cannot
+        count.
+    """
+    query, key, value = (getattr(x, "shape", x) for x in args[first : first + 3])
+    with_all = [query, *((n, query[1], *others) for n, _, *others in (key, value))]
+    return [*args[:first], *with_all, *args[first + 3 :]]
 
 
 def is_between_lanes(target: Any) -> bool:

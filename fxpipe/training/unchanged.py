@@ -1,16 +1,14 @@
-"""What a program takes from its model once, when it is compiled: which parameters are trained, hooks, and
-settings, which are floating-point numbers in attributes of modules.
+"""What a program takes from its model once, when it is compiled: which parameters are trained, hooks, and the
+model's Python.
 
-A parameter that is frozen later would still be trained, a hook that is registered later would never run, and
-a rate of dropout that is set later would stay as it was.
+A parameter that is frozen later would still be trained, a hook that is registered later would never run, a
+method that is replaced later would not be called, and a rate of dropout would stay as it was.
 """
 
 from __future__ import annotations
 
 import warnings
-import weakref
-from collections.abc import Collection, Container, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection, Container, Mapping
 
 import torch
 from torch import nn
@@ -18,29 +16,11 @@ from torch import nn
 from fxpipe.errors import RunError
 from fxpipe.runtime.functions import function_name
 from fxpipe.runtime.torch_private import gradient_hooks, hooks_registered, module_hooks
+from fxpipe.training.settings import Settings
 
 Hooks = dict[str, tuple[int, ...]]
 """Where hooks are, as text -> their numbers."""
 PARAMETER = "the parameter"
-
-
-class _Settings(NamedTuple):
-    """Those of a module, whose parameters this does not keep."""
-
-    path: str
-    module: weakref.ref[nn.Module]
-    values: dict[str, Any]
-
-    def changed(self) -> Iterator[tuple[str, Any, Any]]:
-        """Names of attributes, with their values then and now.  Each is given once."""
-        module = self.module()
-        now = self.values if module is None else vars(module)
-        # Nearly all are the same objects: this is asked in each step.
-        for name in [k for k, x in self.values.items() if now.get(k) is not x]:
-            if (before := self.values.pop(name)) == (value := now.get(name)):
-                self.values[name] = value
-            else:
-                yield f"{self.path}.{name}" if self.path else name, before, value
 
 
 class Traced:
@@ -59,7 +39,8 @@ class Traced:
         self._registered = hooks_registered()
         self._forward, self._backward = _hooks(named, model, self._own)
         self._has_model = model is not None
-        self._settings = [] if model is None else _settings(model)
+        self._settings = None if model is None else Settings(model)
+        self._told: set[str] = set()
 
     def check(
         self,
@@ -82,12 +63,8 @@ class Traced:
                     f"requires_grad of the parameter {name} is now {not before}, and the program, compiled "
                     f"when it was {before}, {does}. Compile the model again."
                 )
-        for name, before, now in (each for own in self._settings for each in own.changed()):
-            warnings.warn(
-                f"The model's {name} was {before!r} when it was compiled, and is {now!r}: programs run "
-                f"with {before!r}. Compile the model again, or make it a buffer, which each step reads.",
-                stacklevel=2,
-            )
+        if self._settings is not None and model is not None:
+            self._check_settings(self._settings, model)
         registered = hooks_registered()
         known = registered == self._registered and not self._forward and not self._backward
         if known or self._has_model != (model is not None):
@@ -107,6 +84,21 @@ class Traced:
                     )  # an eager forward of the model may have registered them
         self._registered, (self._forward, self._backward) = registered, hooks
 
+    def _check_settings(self, settings: Settings, model: nn.Module) -> None:
+        """Raise RunError where other code would run than when the model was compiled; warn, once for each, of
+        other values."""
+        for change in settings.changes(model):
+            name, before, now = change
+            text = (
+                f"The model's {name} was {before!r} when it was compiled, and is {now!r}: programs run with "
+                f"{before!r}. Compile the model again, or "
+            )
+            if change.is_of_code:
+                raise RunError(text + "undo the change.")
+            if name not in self._told:
+                self._told.add(name)
+                warnings.warn(text + "make it a buffer, which each step reads.", stacklevel=2)
+
 
 def _named(parameters: Mapping[str, torch.Tensor], model: nn.Module | None) -> dict[str, torch.Tensor]:
     return ({} if model is None else dict(model.named_parameters())) | dict(parameters)
@@ -125,17 +117,4 @@ def _hooks(
     for name, parameter in parameters.items():
         if given := gradient_hooks(parameter):
             found[1][f"{PARAMETER} {name}"] = given
-    return found
-
-
-def _settings(model: nn.Module) -> list[_Settings]:
-    """Those of all modules, but what their code keeps for itself.
-
-    An integer is often a counter, and a bool says what has happened already: eager runs change these.
-    """
-    found = []
-    for path, module in model.named_modules():
-        own = {k: x for k, x in vars(module).items() if isinstance(x, float) and not k.startswith("_")}
-        if own:
-            found.append(_Settings(path, weakref.ref(module), own))
     return found

@@ -641,3 +641,23 @@ def test_dropout_of_nothing_is_no_random_number():
             return x if torch.isfinite(x).all() else -x
 
     assert_equals_eager(Zero, batch, ranks=2, schedule="zb-h1")
+
+
+def test_packed_sequences():
+    class Packs(Reads):
+        def read(self, x, mask):
+            return nn.utils.rnn.pack_padded_sequence(x[None], mask.sum()[None].cpu(), batch_first=True).data
+
+    assert "Give the layer the padded batch" in refused(Packs)
+
+
+def test_checks_of_the_backward_that_are_the_same():
+    class Puts(Reads):
+        def read(self, x, mask):
+            keep, y = x.detach() < 1e9, torch.zeros_like(x)
+            y[keep] = x[keep] * 2
+            y[keep] = y[keep] + x[keep]
+            nothing = torch.empty(0, dtype=torch.float32)
+            return y * torch.cat([nothing, x.sum()[None]])
+
+    assert_equals_eager(Puts, batch, ranks=2, schedule="zb-h1")

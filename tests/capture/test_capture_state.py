@@ -943,10 +943,10 @@ def test_a_view_of_a_parameter_that_was_made_before():
 def test_observers_that_get_their_shape_from_the_first_batch():
     torch.set_default_dtype(torch.float32)
 
-    def build(*runs: int) -> nn.Module:
+    def build(*runs: int, version: int = 1) -> nn.Module:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-        model.qconfig = torch.ao.quantization.get_default_qat_qconfig("x86")
+        model.qconfig = torch.ao.quantization.get_default_qat_qconfig("x86", version)
         torch.ao.quantization.prepare_qat(model, inplace=True)
         for count in runs:
             model(torch.ones(count, WIDTH))
@@ -956,6 +956,9 @@ def test_observers_that_get_their_shape_from_the_first_batch():
     data = (torch.linspace(-1, 1, 6 * WIDTH).view(6, WIDTH),)
     with pytest.raises(fxpipe.CaptureError, match=r"min_val', which is empty .*Run the model on one batch"):
         fxpipe.compile(build(), (data[0][:2],), microbatches=3, **options)
+    for runs in ((), (2,)):
+        with pytest.raises(fxpipe.CaptureError, match=r"one batch before you compile it.* version=1, whose"):
+            fxpipe.compile(build(*runs, version=0), (data[0][:2],), microbatches=3, **options)
     pipe = fxpipe.compile(build(2), (data[0][:2],), microbatches=3, **options)
     loss, grads = eager_step(build(2), data, 3, options["loss_fn"])
     result = pipe.run_local(data)

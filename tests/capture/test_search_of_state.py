@@ -3,6 +3,7 @@
 import dis
 import inspect
 import types
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -12,15 +13,25 @@ import fxpipe
 from fxpipe.runtime.functions import names_in
 
 
-class Unread(dict):
+class Unread:
     """Looking into it is an error; it stands for a large program."""
 
+    def __getattribute__(self, name):
+        assert name != "__dict__", "the search has come here"
+        return super().__getattribute__(name)
+
+
+class Lazy(OrderedDict):
+    """Its methods import what it names, as those of a registry of models do."""
+
     def items(self):
-        raise AssertionError("the search has come here")
+        raise ImportError
+
+    __iter__ = keys = values = clear = update = items
 
 
 width, relu = Unread(), Unread()
-counts = [0]
+counts, lazy = [0], Lazy(a=1)
 settings = types.ModuleType("settings")
 settings.counts, settings.unread = [0], Unread()
 
@@ -37,6 +48,7 @@ class Net(nn.Module):
 
         count()
         settings.counts[0] += 1
+        lazy["b"] = 2
         return self.linear(x).relu().sum() / self.width
 
 
@@ -45,6 +57,7 @@ def test_globals_are_told_from_attributes():
     with pytest.warns(UserWarning, match="The forward changes") as warned:
         pipe = fxpipe.compile(Net(), (batch[:2],), ranks=1, microbatches=2, schedule="1f1b", check=False)
     assert counts == settings.counts == [0]
+    assert [*OrderedDict.items(lazy)] == [("a", 1)]
     messages = [str(each.message).partition(". A program")[0] for each in warned]
     assert messages == [
         f"The forward changes {name}"

@@ -473,3 +473,14 @@ def test_what_a_trace_cannot_tell(message):
     with pytest.raises(fxpipe.CaptureError, match=rf"{message}.*test_state_between_steps.py:\d+"):
         traced(REFUSED[message])
     assert torch.get_default_dtype() is dtype
+    x = torch.ones(2, requires_grad=True)
+    y = x.exp()
+    assert y.grad_fn._saved_result.data_ptr() == y.data_ptr()  # without hooks of a checkpoint
+
+
+def test_a_gradient_of_what_is_not_trained():
+    state = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+    assert traced(lambda self, x: x * self.state if self.state.grad is None else x, state) == ""
+    state.grad = torch.ones(WIDTH)
+    with pytest.raises(fxpipe.CaptureError, match="reads the gradient"):
+        traced(lambda self, x: x * self.state if self.state.grad is None else x, state)

@@ -1,5 +1,13 @@
 """What the user does between compile and step: the step is that of the model as it is now, or an error."""
 
+import argparse
+import contextlib
+import dataclasses
+import gc
+import types
+import warnings
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +16,7 @@ from torch import nn
 from zoo import relative_error, too_far
 
 import fxpipe
+from fxpipe.training.settings import Settings
 
 WIDTH = 8
 
@@ -168,18 +177,163 @@ def test_no_result_over_an_operand_that_is_read_twice():
     assert relative_error(forward.loss, loss) <= LIMIT
 
 
-def test_settings_that_change():
-    model, batch = Chain(), torch.randn(6, WIDTH)
-    model.layers[1].rate = 0.5
-    pipe = compiled(model, batch)
-    loss = pipe.run_local((batch,)).loss
-    model.eval()
-    model.layers[1].rate = float("0.5")
-    pipe.run_local((batch,))  # no warning
-    model.layers[1].rate = 0.1
-    with pytest.warns(
-        UserWarning, match=r"layers\.1\.rate was 0\.5 when it was compiled, and is 0\.1: .*with 0\.5"
-    ):
-        pipe.run_local((batch,))
-    model.layers[1].rate = 0.2
-    assert pipe.run_local((batch,)).loss != loss, "as the buffer goes on; no second warning"
+@dataclasses.dataclass
+class Config:
+    scale: float = 1.0
+    norm: str = "none"
+
+
+class Mixer(nn.Module):
+    repeats = 1  # of the class
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.drop, self.between = nn.Dropout(0.0), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
+        self.power, self.kind, self.bias, self.shape = 2, "plain", True, (1, 1)
+        self.activation, self.config, self.rates, self.seen = torch.tanh, Config(), [0.5, 0.25], 0
+
+    def mix(self, x):
+        return self.between(self.linear(x)) * self.rates[0] * self.repeats
+
+    def forward(self, x):
+        if not self.training:
+            self.seen = len(x)
+        x = self.drop(self.activation(self.mix(x)) ** self.power * self.config.scale)
+        return (self.last(x) + float(self.bias) + len(self.kind)).square().mean()
+
+    def unused(self):
+        return self.power
+
+
+def other(*args):
+    return args[-1]
+
+
+class Doubled(nn.Linear):
+    pass
+
+
+#: Names of settings and their values -> how they are set.
+VALUES = {
+    "power was 2 when it was compiled, and is 3: programs run with 2": lambda m: (m, "power", 3),
+    "kind was 'plain' .* and is 'wide'": lambda m: (m, "kind", "wide"),
+    "bias was True .* and is False": lambda m: (m, "bias", False),
+    r"shape was \(1, 1\) .* and is \(2, 2\)": lambda m: (m, "shape", (2, 2)),
+    "config.scale was 1.0 .* and is 2.0": lambda m: (m.config, "scale", 2.0),
+    r"rates.0 was 0.5 .* and is 0.1": lambda m: (m, "rates", [0.1, 0.25]),
+    r"drop.p was 0.0 .* and is 0.5": lambda m: (m.drop, "p", 0.5),
+    r"between.0.training was True .* and is False": lambda m: (m.between[0], "training", False),
+    r"Mixer.repeats was 1 .* and is 2": lambda m: (Mixer, "repeats", 2),
+}
+CODE = {
+    r"activation was .*tanh when .* is .*other \(test_follows_model.py:\d+\)": lambda m: (
+        m,
+        "activation",
+        other,
+    ),
+    r"forward was .*Mixer.forward .* is .*other \(test_follows": lambda m: (
+        m,
+        "forward",
+        types.MethodType(other, m),
+    ),
+    r"mix was .*Mixer.mix .* and is <lambda>": lambda m: (m, "mix", lambda x: x),
+    r"test_follows_model.Mixer.mix was .*Mixer.mix \(.*\) when .* and is .*other": lambda m: (
+        Mixer,
+        "mix",
+        other,
+    ),
+    r"Mixer.forward was .*Mixer.forward .* is .*other": lambda m: (Mixer, "forward", other),
+    r"Linear.forward was torch.*Linear.forward": lambda m: (nn.Linear, "forward", other),
+    r"last was torch.nn.modules.linear.Linear .* and is .*Doubled": lambda m: (
+        m,
+        "last",
+        Doubled(WIDTH, WIDTH),
+    ),
+    r"between.1 was .*ReLU .* and is .*GELU": lambda m: (m.between, "1", nn.GELU()),
+    r"config was .*Config when .* and is .*Namespace": lambda m: (m, "config", argparse.Namespace(scale=1.0)),
+}
+
+
+@pytest.fixture(scope="module")
+def mixer():
+    model = Mixer()
+    options = {"ranks": 1, "microbatches": 2, "schedule": "1f1b", "check": False}
+    return model, lambda: fxpipe.compile(model, (torch.ones(2, WIDTH),), **options)
+
+
+BATCH = (torch.ones(4, WIDTH),)
+
+
+@contextlib.contextmanager
+def changed(thing, name, value):
+    has = name in {**vars(thing), **vars(thing).get("_modules", {})}
+    before = getattr(thing, name)
+    setattr(thing, name, value)
+    try:
+        yield
+    finally:
+        setattr(thing, name, before) if has else delattr(thing, name)
+
+
+def test_the_python_of_a_model_changes(mixer):
+    model, compiled_again = mixer
+    pipe = compiled_again()
+    before = pipe.run_local(BATCH).loss
+    for message, change in VALUES.items():
+        with changed(*change(model)), pytest.warns(UserWarning, match=message):
+            assert pipe.run_local(BATCH).loss == before
+    for message, change in CODE.items():
+        with changed(*change(model)), pytest.raises(fxpipe.RunError, match=message):
+            pipe.run_local(BATCH)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert pipe.run_local(BATCH).loss == before
+        with changed(model, "power", 3):
+            pipe.run_local(BATCH)  # no second warning
+
+
+def stays_as_it_was(model):
+    model.drop.p = float("0.0")
+
+
+def is_what_the_forward_sets(model):
+    model.eval()(*BATCH)
+
+
+def is_no_part_of_the_forward(model):
+    model.epoch, model.unused = 3, other
+
+
+def is_another_module_of_the_same_kind(model):
+    model.between[0] = nn.Linear(WIDTH, WIDTH)
+
+
+HARMLESS = [
+    stays_as_it_was,
+    is_what_the_forward_sets,
+    is_no_part_of_the_forward,
+    is_another_module_of_the_same_kind,
+]
+
+
+@pytest.mark.filterwarnings("error")
+def test_changes_that_programs_do_not_mind(mixer):
+    model, compiled_again = mixer
+    pipe = compiled_again()
+    for change in HARMLESS:
+        change(model)
+        loss = pipe.run_local(BATCH).loss
+    assert relative_error(loss, model.train()(*BATCH)) <= 1e-6
+
+
+def test_a_pipeline_does_not_keep_what_it_compares():
+    def build():
+        model = Mixer()
+        model.activation = lambda x: model.linear(x)
+        model.mix = types.MethodType(Mixer.mix, model)
+        return weakref.ref(model), Settings(model)
+
+    (model, settings), _ = build(), gc.collect()
+    assert model() is None
+    assert settings.changes(Mixer())

@@ -22,6 +22,7 @@ SOURCES: dict[str, str | None] = {
     "peft_adapters": "peft",
     "geometric": "torch_geometric.nn",
     "monai_networks": "monai.networks.nets",
+    "small_packages": "vector_quantize_pytorch",
 }
 
 
