@@ -12,6 +12,7 @@ from zoo import relative_error
 
 from fxpipe.errors import OptionError
 from fxpipe.plan.artifact import TensorLayout
+from fxpipe.plan.rows import ShardName
 from fxpipe.training.shards import divide
 
 LIMIT = 1e-12
@@ -106,7 +107,7 @@ def test_shards_are_of_whole_rows():
         "c[8:12]": TensorLayout((4, 2), (2, 1), "torch.float32"),
         "across": TensorLayout((3, 3), (1, 3), "torch.float32"),
     }
-    division = divide([*layouts], layouts, 3)
+    division = divide([*map(ShardName, layouts)], layouts, 3)
     assert division.begins == (0, 16, 29, 42)
     names = [[piece.name for piece in own] for own in division.pieces]
     assert names == [["a[0:4]"], ["a[4:6]", "b", "c[8:10]"], ["c[10:12]", "across"]]
@@ -118,7 +119,7 @@ def test_more_replicas_than_rows():
         "a": TensorLayout((2, 8), (8, 1), "torch.float32"),
         "none": TensorLayout((0,), (1,), "torch.float32"),
     }
-    division = divide([*layouts], layouts, 4)
+    division = divide([*map(ShardName, layouts)], layouts, 4)
     names = [piece.name for own in division.pieces for piece in own]
     assert sorted(names) == ["a[0:1]", "a[1:2]", "none"]
 
