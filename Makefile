@@ -34,8 +34,8 @@ demo: env
 	$(BIN)/python examples/demo.py $(ARGS)
 
 # A worker runs whole files, in the order of tests/conftest.py: what a file compiles for several of its tests,
-# it compiles once.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# it compiles once.  Three workers for two cores: tests of several ranks wait for a third of their time.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # What takes longest is listed at the end, so that it stays known where the time of CI goes.
 test: env

@@ -112,7 +112,7 @@ _PLACES = """
     const t = report.timeline, row = t.rowOf(layer, rank), over = t.plot.over.getBoundingClientRect();
     return [over.x + t.plot.valToPos((from + until) / 2, "x"), over.y + row.y + row.height / 2];
   };
-  const layer = report.model.predicted;
+  const layer = report.model.predicted, host = document.getElementById("rows");
   const op = (name) => {
     const [rank, k] = layer.places.get(name), t = layer.tracks[rank];
     return span(layer, rank, t.start[k], t.end[k]);
@@ -140,6 +140,12 @@ def use(checks: Checks) -> None:
     waits = page.run("report.model.predicted.tracks[1].cause.indexOf(1)")
     page.click(*checks.at(f"gap(1, {waits})"))
     that("a click on a gap says what it waits for", checks.title() == "Rank 1 waits for F0.0 of rank 0")
+    x, (_, y) = checks.at("[host.getBoundingClientRect().x + 20, span(layer, 1, 0, 1)]")
+    page.click(x, y)
+    text = page.run("document.getElementById('inspector').textContent")
+    that("a click on a rank's name adds up its gaps", checks.title() == "Why rank 1 is idle")
+    that("... by what it waits for", "ops of rank 0" in text and "messages on their way" in text)
+    page.click(*checks.at(f"gap(1, {waits})"))
     for key, name in (("ArrowRight", "F1.0"), ("ArrowRight", "F1.1")):
         page.key(key)
         that(f"{key} goes on to {name}", checks.title().split()[-1] == name)

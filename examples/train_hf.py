@@ -1,4 +1,4 @@
-"""Fine-tune a Hugging Face model on four ranks of this machine: checkpointed, killed, resumed, exported.
+"""Fine-tune a Hugging Face model on two ranks of this machine: checkpointed, killed, resumed, exported.
 
     python examples/train_hf.py                     # a small Llama with random weights, in build/hf/model
     python examples/train_hf.py --model DIRECTORY   # a causal language model that is on this disk
@@ -25,14 +25,15 @@ from text import batches, standard_library, tokenize, train_tokenizer
 import fxpipe
 
 BUILD = Path("build/hf")
-RANKS, MICROBATCHES, ROWS, SEQUENCE, VOCABULARY = 4, 8, 1, 64, 1024
+RANKS, MICROBATCHES, ROWS, SEQUENCE, VOCABULARY = 2, 8, 1, 64, 1024
+KILLED = 1  # the rank that dies
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", type=Path, default=BUILD / "model")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--kill-at", type=int, default=17, help="the step in which rank 2 dies")
+    parser.add_argument("--kill-at", type=int, default=17, help=f"the step in which rank {KILLED} dies")
     options = parser.parse_args()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if "LOCAL_RANK" in os.environ:
@@ -47,13 +48,13 @@ def run(model: Path, steps: int, kill_at: int) -> None:
     console = Console()
     shutil.rmtree(BUILD, ignore_errors=True)
     BUILD.mkdir(parents=True)
-    documents = standard_library(400_000)
+    documents = standard_library(200_000)
     save_file(
         {"tokens": tokenize(documents, train_tokenizer(documents, VOCABULARY))}, BUILD / "tokens.safetensors"
     )
     if not model.exists():
         make_model(model)
-    console.rule(f"torchrun, {RANKS} ranks, {steps} steps; rank 2 is killed in step {kill_at}")
+    console.rule(f"torchrun, {RANKS} ranks, {steps} steps; rank {KILLED} is killed in step {kill_at}")
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1",
         "--nproc-per-node", str(RANKS), __file__,
@@ -73,7 +74,7 @@ def make_model(directory: Path) -> None:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=8,
+        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=4,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=SEQUENCE,
         tie_word_embeddings=True, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
@@ -110,7 +111,7 @@ def train_this_rank(directory: Path, steps: int, kill_at: int) -> None:
         if checkpoints.resume():
             console.print(f"resumed after {pipe.step_number} steps")
         while pipe.step_number < steps:
-            if first_attempt and rank == 2 and pipe.step_number == kill_at:
+            if first_attempt and rank == KILLED and pipe.step_number == kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
             loss = pipe.step(batch_of(pipe.step_number))
             optimizer.step()

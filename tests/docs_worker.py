@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import runpy
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import torch
+from small_samples import make_samples_small
 from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
+from zoo import EFFORT
 
 import fxpipe
+from fxpipe.cli import main
 
 ROOT = Path(__file__).parents[1]
 ROWS, LENGTH, WORDS, MICROBATCHES = 2, 4, 12, 16
@@ -50,35 +59,69 @@ class Output(dict):
         self.__dict__ = self
 
 
-def fences(page: str) -> list[tuple[str, str, str]]:
-    """The blocks of a page: (language, title or "", text)."""
-    pattern = r'^```(\w+)(?: title="(.*?)")?\n(.*?)^```'
-    return re.findall(pattern, (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+@dataclass(frozen=True)
+class Block:
+    """A block of code of a page.  ``reason``: the page's, why tests do not run it; empty if they do.
+
+    ``local``: whether its section runs all ranks in one process, by ``run_local``.
+    """
+
+    reason: str
+    language: str
+    title: str
+    text: str
+    local: bool
+
+    @property
+    def is_whole(self) -> bool:
+        """An ellipsis stands for something else."""
+        return "…" not in self.text.replace("# rank0.py … rank3.py", "")
 
 
-def blocks(page: str, local: bool = False) -> list[str]:
-    """The blocks of Python of a page that are whole: an ellipsis stands for something else.
+FENCE = re.compile(
+    r"^(?:<!-- not run by tests: (.*?) -->\n)?( *)```(\w+)(?: title=\"(.*?)\")?\n(.*?)^\2```$",
+    re.MULTILINE | re.DOTALL,
+)
 
-    local: those of sections that run all ranks in one process, by ``run_local``; else those of the others.
+
+@functools.cache
+def blocks(page: str) -> list[Block]:
+    found = []
+    for section in re.split(r"^#+ (?=[A-Z0-9`])", (ROOT / page).read_text(), flags=re.MULTILINE):
+        fences = FENCE.findall(section)
+        local = any("run_local" in text for *_, text in fences)
+        found += [Block(reason, lang, title, dedent(text), local) for reason, _, lang, title, text in fences]
+    return found
+
+
+def python(page: str, local: bool | None = None) -> list[str]:
+    """The whole blocks of Python that are run; local: those of such sections, or of the others.
+
     Those that need transformers are in test_state_of_models.py.
     """
-    found = []
-    for section in re.split(r"^#+ ", (ROOT / page).read_text(), flags=re.MULTILINE):
-        python = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
-        if any("run_local" in block for block in python) == local:
-            found += python
-    whole = (block for block in found if "…" not in block.replace("# rank0.py … rank3.py", ""))
-    return [block for block in whole if "transformers" not in block]
+    return [
+        block.text
+        for block in blocks(page)
+        if block.language == "python" and block.is_whole and not block.reason and not block.title
+        if "transformers" not in block.text and local in (None, block.local)
+    ]
 
 
 def commands(page: str) -> list[list[str]]:
-    """The arguments of each ``fxpipe`` on a page, and of each ``torchrun … -m fxpipe``."""
-    scripts = (text for language, _, text in fences(page) if language == "bash")
+    """The arguments of each command of a page's blocks of bash that are run."""
+    scripts = (block.text for block in blocks(page) if block.language == "bash" and not block.reason)
     lines = (line for text in scripts for line in text.replace("\\\n", "").splitlines())
-    calls = (shlex.split(line, comments=True) for line in lines)
-    return [
-        call for call in calls if call[:1] == ["fxpipe"] or (call[:1] == ["torchrun"] and "fxpipe" in call)
-    ]
+    return [call for line in lines if (call := shlex.split(line, comments=True))]
+
+
+def shown(page: str) -> list[tuple[list[str], list[str]]]:
+    """The commands of a page with what they print: the lines of it that the page has."""
+    found = []
+    for block in blocks(page):
+        if block.language == "console":
+            command, _, output = block.text.removeprefix("$ ").replace("\\\n", "").partition("\n")
+            found.append((shlex.split(command), [x.rstrip() for x in output.splitlines() if x != "…"]))
+    return found
 
 
 def names() -> dict[str, Any]:
@@ -87,49 +130,78 @@ def names() -> dict[str, Any]:
     batches = [{"input_ids": part, "labels": part} for part in rows.split(MICROBATCHES * ROWS)]
     example = {name: tensor[:ROWS] for name, tensor in batches[0].items()}
     return {
-        **{"torch": torch, "F": F, "DataLoader": DataLoader, "fxpipe": fxpipe, "os": os},
+        **{"torch": torch, "nn": nn, "F": F, "DataLoader": DataLoader, "fxpipe": fxpipe, "os": os},
         **{"model": Model(), "example": example, "loader": batches, "batch": batches[0]},
         **{"batch_of": lambda step: batches[step % 2], "steps": 3, "data": list(rows)},
+        **{"plan": {"blocks.*.0": ColwiseParallel(output_layouts=Replicate())}},
+        **{"parallelize_module": parallelize_module},
     }
 
 
-def run(pages: Sequence[str], directory: str, local: bool = False) -> None:
+#: What the text of a page says that its blocks begin with.
+BEFORE = {
+    "docs/lanes.md": "import copy",
+    "docs/large_models.md": 'with torch.device("meta"):\n    model = type(model)()\n'
+    "pipe = fxpipe.compile(model, example, ranks=4, microbatches=16)",
+}
+
+
+def run(pages: Iterable[str], local: bool | None = None) -> None:
+    """Run the Python of pages in this directory, with little effort for searches."""
+    whole: Callable[..., fxpipe.Pipeline] = fxpipe.compile
+
+    def compiled(*given: Any, **options: Any) -> fxpipe.Pipeline:
+        return whole(*given, **{"effort": EFFORT} | options)
+
+    fxpipe.compile = compiled
+    try:
+        known: dict[str, Any] = {}
+        for page in pages:
+            known |= names()
+            exec(BEFORE.get(page, ""), known)
+            for block in python(page, local):
+                exec(compile(block, page, "exec"), known)
+                print("ran", block.splitlines()[0])
+    finally:
+        fxpipe.compile = whole
+
+
+def run_on_ranks(pages: Sequence[str], calls: Sequence[Sequence[str]], directory: str) -> None:
+    """What each rank of torchrun does: the pages' Python, then each call, the arguments behind ``fxpipe``."""
     os.chdir(directory)
-    known = names()
-    for page in pages:
-        for block in blocks(page, local):
-            exec(compile(block, page, "exec"), known)
-            print("ran", block.splitlines()[0])
-
-
-def run_commands(calls: Sequence[Sequence[str]], directory: str) -> None:
-    """Each in the process of a rank; the arguments are those behind ``fxpipe``."""
-    from fxpipe.cli import main
-
-    os.chdir(directory)
+    run(pages, local=False)
+    make_samples_small()
     for call in calls:
-        code = main(call)
+        code = main(fewer(call))
         assert not code, (call, code)
         print("ran", *call)
 
 
-#: Fewer rows and steps than on the page.
+#: Fewer rows and steps than on the pages.
 FEWER = {"1050": "146", "1000": "96", "range(5)": "range(1)", "< 150": "< 4", "% 30": "% 2"}
+FEWER_OF_COMMANDS = {"--steps": "3", "--every": "2", "--devices": "4", "--nodes": "2", "--batch": "32"}
+
+
+def fewer(call: Sequence[str]) -> list[str]:
+    """The arguments behind ``fxpipe``, for less of the same."""
+    effort = ["--effort", "0.05"] if call[0] in ("plan", "compare") and "--effort" not in call else []
+    values = (FEWER_OF_COMMANDS.get(option, value) for option, value in pairwise(call))
+    return [call[0], *values, *effort]
 
 
 def tutorial() -> list[str]:
     """train.py of the tutorial before each of its commands."""
     script, scripts = "", []
-    for language, title, text in fences("docs/tutorial.md"):
-        if title == "train.py":
-            script = text
-        elif language == "diff":
-            for hunk in re.split(r"^@@\n", text, flags=re.MULTILINE):
+    for block in blocks("docs/tutorial.md"):
+        if block.title == "train.py":
+            script = block.text
+        elif block.language == "diff":
+            for hunk in re.split(r"^@@\n", block.text, flags=re.MULTILINE):
                 lines = hunk.splitlines(keepends=True)
                 old, new = ("".join(line[1:] for line in lines if line[0] in " \n" + sign) for sign in "-+")
                 assert script.count(old) == 1, old
                 script = script.replace(old, new)
-        elif language == "bash" and script not in scripts:
+        elif block.language == "bash" and script not in scripts:
             scripts.append(script)
     for long, short in FEWER.items():
         scripts = [text.replace(long, short) for text in scripts]

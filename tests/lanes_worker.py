@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 from tensor_parallel import Words, batch, parallelized
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from zoo import EFFORT
+from zoo import EFFORT, captured_once
 
 import fxpipe
 from fxpipe.training.ahead import Ahead
@@ -45,15 +46,20 @@ def batches() -> list[dict[str, torch.Tensor]]:
     return [batch(ROWS * MICROBATCHES) for _ in range(STEPS)]
 
 
+@functools.cache
+def mesh_of(sizes: tuple[int, int, int]) -> DeviceMesh:
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "pp", "tp"))
+
+
 def compiled(sizes: tuple[int, int, int], shard: str | None = None, **options: Any) -> fxpipe.Pipeline:
     model, (replicas, ranks, lanes) = made(), sizes
     mesh: DeviceMesh | int = ranks
     around: Any = contextlib.nullcontext()
     if lanes > 1:
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "pp", "tp"))
+        mesh = mesh_of(sizes)
         around = parallelized(model, mesh["tp"], PLAN)
         mesh = mesh if shard is None else mesh["dp", "pp"]
-    with around:
+    with around, captured_once(sizes):
         return fxpipe.compile(
             model, batch(ROWS), ranks=mesh, shard=shard, microbatches=MICROBATCHES // replicas,
             schedule="1f1b", effort=EFFORT, check=False, **options,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from replicas_worker import MICROBATCHES, OPTIONS, RANKS, REPLICAS, ROWS, Case, Tied
 from safetensors.torch import load_file, save_file
+from zoo import captured_once
 
 import fxpipe
 
@@ -37,10 +38,12 @@ def batches() -> list[dict[str, torch.Tensor]]:
 
 def compiled(ranks: int, replicas: int, shard: str | None) -> fxpipe.Pipeline:
     example = {name: x[:ROWS] for name, x in batches()[0].items()}
-    return fxpipe.compile(
-        CASE.made(), example, ranks=ranks, replicas=replicas, shard=shard, schedule="1f1b",
-        microbatches=MICROBATCHES * REPLICAS // replicas,
-    )  # fmt: skip
+    microbatches = MICROBATCHES * REPLICAS // replicas
+    with captured_once(microbatches):
+        return fxpipe.compile(
+            CASE.made(), example, ranks=ranks, replicas=replicas, shard=shard, schedule="1f1b",
+            microbatches=microbatches,
+        )  # fmt: skip
 
 
 class Rows:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
-from zoo import EFFORT, LENGTH, WIDTH, WORDS, Block, tokens
+from zoo import EFFORT, LENGTH, WIDTH, WORDS, Block, captured_once, tokens
 
 import fxpipe
 
@@ -139,9 +139,10 @@ class Case:
         example = {name: x[:ROWS] for name, x in self.batches()[0].items()}
         options = {"schedule": "zb-h1", "effort": EFFORT, **self.options}
         microbatches = MICROBATCHES * REPLICAS // replicas
-        return fxpipe.compile(
-            model, example, ranks=RANKS, replicas=replicas, microbatches=microbatches, **options
-        )
+        with captured_once(self.model, self.batch, self.dtype, microbatches):
+            return fxpipe.compile(
+                model, example, ranks=RANKS, replicas=replicas, microbatches=microbatches, **options
+            )
 
 
 #: Whole parameters for the step would break the limit.

@@ -1,6 +1,7 @@
 """The Python and the commands of pages run as they stand there; excerpts and tables are those of the code."""
 
 import inspect
+import io
 import re
 from pathlib import Path
 
@@ -8,73 +9,126 @@ import docs_worker
 import pytest
 import torch
 from docs_worker import ROOT
-from launch import forked
+from launch import Run, forked
 from safetensors.torch import save_file
+from small_samples import SMALL
 
 import fxpipe
 from fxpipe.cli import main
+from fxpipe.cost import samples
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
+PAGES = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+#: Their Python runs on four ranks, but for sections that run all ranks in one process.
+ON_RANKS = ("README.md", "docs/steps.md", "docs/mesh.md", "docs/howto.md", "docs/training.md")
+IN_ONE_PROCESS = ("docs/howto.md", "docs/debugging.md")
+#: They compile for more ranks than four, or for other devices.
+COMPILED = (
+    "docs/costs.md", "docs/calibrate.md", "docs/inductor.md", "docs/lanes.md", "docs/large_models.md",
+    "docs/offload.md", "docs/vocabulary.md",
+)  # fmt: skip
+#: In the order of what one needs of another.
+COMMANDS = (
+    "README.md", "docs/calibrate.md", "docs/concepts.md", "docs/howto.md", "docs/report.md",
+    "docs/training.md", "docs/debugging.md", "docs/costs.md",
+)  # fmt: skip
+SHOWN = ("docs/simulate.md", "docs/steps.md", "docs/certificate.md")
+ELSEWHERE = {"docs/tutorial.md": "test_the_tutorial", "CONTRIBUTING.md": "passes/test_each_pass.py"}
 
-#: The number of blocks that are whole, by page.
-PAGES = {"README.md": 2, "docs/steps.md": 1, "docs/mesh.md": 3, "docs/howto.md": 4}
-LOCAL = {"docs/howto.md": 4, "docs/debugging.md": 3}
+
+def started(page: str) -> list[list[str]]:
+    """What torchrun starts, behind ``fxpipe``."""
+    return [call[call.index("fxpipe") + 1 :] for call in docs_worker.commands(page) if call[0] == "torchrun"]
 
 
-def test_pages(tmp_path):
-    ran = forked(4, docs_worker.run, [*PAGES], str(tmp_path), dtype=torch.float32, logs=tmp_path / "logs")
-    assert ran.code == 0, ran
-    assert {page: len(docs_worker.blocks(page)) for page in PAGES} == PAGES
-    assert all(out.count("ran ") == sum(PAGES.values()) for out in ran.stdout), ran
+def test_every_block_runs_or_says_why_not():
+    for page in set(PAGES) - ELSEWHERE.keys():
+        whole = docs_worker.python(page)
+        assert not whole or page in {*ON_RANKS, *IN_ONE_PROCESS, *COMPILED}, page
+        calls = docs_worker.commands(page)
+        assert not calls or page in COMMANDS, page
+        for call in calls:
+            assert call[0] == "fxpipe" or (call[0] == "torchrun" and "fxpipe" in call), (page, call)
+        assert not docs_worker.shown(page) or page in SHOWN, page
+    reasons = [block.reason for page in PAGES for block in docs_worker.blocks(page) if block.reason]
+    assert len(reasons) <= 12, reasons
 
 
-def test_pages_in_one_process(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    docs_worker.run([*LOCAL], str(tmp_path), local=True)
-    assert {page: len(docs_worker.blocks(page, local=True)) for page in LOCAL} == LOCAL
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    """What the commands of pages take for granted."""
+    directory = tmp_path_factory.mktemp("pages")
+    known = docs_worker.names()
+    pipe = fxpipe.compile(known["model"], known["example"], ranks=4, microbatches=16, schedule="1f1b")
+    pipe.save(directory / "build/demo")
+    for name in ("data.safetensors", "build/demo-data.safetensors"):
+        save_file(known["batch"] | {"labels": known["batch"]["labels"].clone()}, directory / name)
+    (directory / "my_model.py").write_text(
+        "from docs_worker import names\n\ndef large():\n    known = names()\n"
+        "    return known['model'], known['example']\n"
+    )
+    return directory
+
+
+@pytest.fixture(scope="module")
+def ranks(directory) -> Run:
+    """One start of four ranks, for all pages."""
+    calls = [call for page in COMMANDS for call in started(page)]
+    given = [*ON_RANKS], calls, str(directory)
+    run = forked(4, docs_worker.run_on_ranks, *given, dtype=torch.float32, logs=directory / "logs")
+    assert run.code == 0, run
+    return run
+
+
+@pytest.fixture
+def here(ranks, directory, monkeypatch) -> Path:
+    """In the directory, after the ranks."""
+    monkeypatch.chdir(directory)
+    monkeypatch.syspath_prepend(str(directory))
+    return directory
+
+
+def test_pages_on_ranks(ranks):
+    blocks = sum(len(docs_worker.python(page, local=False)) for page in ON_RANKS)
+    calls = sum(len(started(page)) for page in COMMANDS)
+    assert all(out.count("ran ") == blocks + calls for out in ranks.stdout), ranks
+
+
+def test_pages_in_one_process(here, monkeypatch, capsys):
+    docs_worker.run(IN_ONE_PROCESS, local=True)
     printed = capsys.readouterr().out
     assert "Rank 1 of 4: Model" in printed  # the program
     assert "'F0.15'" in printed  # a range of the profiler
     assert "[record function] F0.0" in printed
-    replays, debugged = docs_worker.commands("docs/debugging.md")
-    assert debugged == [*replays, "--pdb"]
-    assert main(replays[1:]) == 0
-    assert "as in the step" in capsys.readouterr().out
+    (here / "gpu.json").write_bytes((here / "cpu.json").read_bytes())
+    docs_worker.run(COMPILED)
 
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> Path:
-    """A directory with what the commands of pages take for granted."""
-    directory = tmp_path_factory.mktemp("commands")
-    known = docs_worker.names()
-    pipe = fxpipe.compile(known["model"], known["example"], ranks=4, microbatches=16, schedule="zb-h1")
-    (directory / "build").mkdir()
-    for name in ("gpt2", "demo"):
-        pipe.save(directory / "build" / name)
-    for name in ("data.safetensors", "build/demo-data.safetensors"):
-        save_file(known["batch"] | {"labels": known["batch"]["labels"].clone()}, directory / name)
-    return directory
-
-
-WITH_COMMANDS = ("README.md", "docs/howto.md", "docs/concepts.md")
-
-
-def test_commands(saved, monkeypatch, capsys):
-    monkeypatch.chdir(saved)
-    calls = [call for page in WITH_COMMANDS for call in docs_worker.commands(page)]
-    started = [call[call.index("fxpipe") + 1 :] for call in calls if call[0] == "torchrun"]
-    ran = forked(4, docs_worker.run_commands, started, str(saved), dtype=torch.float32, logs=saved / "logs")
-    assert ran.code == 0, ran
-    assert len(started) == 2
+    monkeypatch.setattr("sys.stdin", io.StringIO("continue\n" * 9))  # of --pdb
+    for name, sizes in SMALL.items():
+        monkeypatch.setattr(samples, name, sizes)  # of calibrate
     printed = {}
-    for call in calls:
+    for call in (call for page in COMMANDS for call in docs_worker.commands(page)):
         if call[0] == "fxpipe":
-            assert not main(call[1:]), call
-            printed[" ".join(call[:4])] = capsys.readouterr().out
-    assert "span bubble 27.27%" in printed["fxpipe simulate --schedule 1f1b"]
-    assert "span bubble 11.11%" in printed["fxpipe simulate --schedule zb-h1"]
-    assert {"report.html"} <= {path.name for path in (saved / "build/gpt2").iterdir()}
+            assert not main(docs_worker.fewer(call[1:])), call
+            printed[" ".join(call[1:4])] = capsys.readouterr().out
+    assert "span bubble 27.27%" in printed["simulate --schedule 1f1b"]
+    assert "span bubble 11.11%" in printed["simulate --schedule zb-h1"]
+    assert "as in the step" in printed["replay recorded F1.3"]
+    assert {"report.html", "measured0.json"} <= {path.name for path in (here / "build/gpt2").iterdir()}
+    assert {"trace.json", "cpu.json"} <= {path.name for path in here.iterdir()}
+
+
+@pytest.mark.parametrize("page", SHOWN)
+def test_what_commands_print(here, page, capsys):
+    (here / "docs").mkdir(exist_ok=True)
+    assert docs_worker.shown(page)
+    for call, lines in docs_worker.shown(page):
+        assert main(call[1:]) == 0
+        printed = iter([line.rstrip() for line in capsys.readouterr().out.splitlines()])
+        for line in lines:
+            begin, rest, _ = line.partition("…")
+            assert any(found.startswith(begin) if rest else found == line for found in printed), line
 
 
 def test_the_tutorial(tmp_path):
@@ -86,7 +140,7 @@ def test_the_tutorial(tmp_path):
 
 
 def test_excerpts_of_programs_are_those_of_the_goldens():
-    excerpts = [(title, text) for _, title, text in docs_worker.fences("docs/concepts.md") if title]
+    excerpts = [(block.title, block.text) for block in docs_worker.blocks("docs/concepts.md") if block.title]
     assert len(excerpts) == 4
     for title, text in excerpts:
         rest = (ROOT / "tests/golden" / f"{title}.golden").read_text()

@@ -33,7 +33,7 @@ class Checked:
     says: Any
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Effects:
     """What a section does beside its results, of its own microbatch."""
 
@@ -41,7 +41,7 @@ class Effects:
     checked: list[Checked] = field(default_factory=list)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Calls:
     """``line``: of the program that runs.  ``note``: reports a problem there.  ``shapes``: of accumulators.
     ``effects``: of the section that runs."""

@@ -18,7 +18,7 @@ from fxpipe.certificate.world import World
 from fxpipe.plan.artifact import Plan, RankTensors
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Inputs:
     """One rank.  ``versions``: how often the program has given a buffer a new value.  ``gathering``: the
     buckets of parameters that are gathered from other replicas, ``gathered``: the parameters that have

@@ -70,7 +70,7 @@ def parsed(source: str, line: Line) -> CodeType:
         raise Rejected(Line(line.rank, number), f"is no Python program: {error}") from error
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Op:
     """An OpOverload as a program calls it."""
 

@@ -19,7 +19,7 @@ from fxpipe.plan.tensors import dtype_of
 from fxpipe.strict import Misfit
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Reference:
     """``loss`` … ``checks``: terms, as ``Outputs`` in ``ir/graph.py`` says.  A term is the reference's if its
     number is below ``size``.  ``causes``: of the results that differ.  ``split``: whether its

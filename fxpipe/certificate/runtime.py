@@ -16,7 +16,7 @@ Summands = dict[Term, list[tuple[int | None, Line]]]
 """Term -> each microbatch of which it was added, with the line."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class TermRuntime(Traffic):
     """``losses``, ``outputs``: what the program gives, with the lines.  ``totals``: the gradients that were
     summed over ranks.  ``summed``: those whose sums over the replicas have begun, with the line and the

@@ -31,7 +31,7 @@ class Leaf:
     versions: int
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Summary:
     """A call, for any microbatch.  ``result``, ``lists``: of ``Leaf``s: what it returns, and what its list
     arguments hold afterwards.  ``writes``: by the number of a memory, how often it writes to it.
@@ -45,7 +45,7 @@ class Summary:
     calls: list[tuple[int | None, Line]] = field(default_factory=list)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class _Given:
     """The arguments of a call, in a form that is equal for calls of other microbatches."""
 
@@ -55,7 +55,7 @@ class _Given:
     lists: list[list[Any]] = field(default_factory=list)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Sections:
     """The summaries of one rank.  ``buffers``: gives the value of a buffer that the step changes."""
 

@@ -31,7 +31,7 @@ class Layout:
         return size
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class Term:
     """``op``: the functional name of an op, ``"aten.add"``, or the kind of an input.  ``name``: of the value
     in the captured graph, "" where it has none.  ``layout``: if it is known.  ``results``: the number of its
@@ -118,7 +118,7 @@ def operands(argument: Any) -> Iterator[Term]:
             yield from operands(each)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Terms:
     """The table of all terms.  ``rules``: by op, identities (``identities.py``): functions that give a
     simpler term for arguments, or None.  ``line``: gives the line of the program that runs."""

@@ -16,7 +16,7 @@ COLLECTIVE = "collective"
 _ALIGNMENT = 512  # bytes, of the values in an offload pool
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Traffic(Inputs):
     """``sent``: the number of messages that the rank has sent.  ``pending``: what it receives and has not
     waited for.  ``ahead``: whether its warm-up runs."""

@@ -52,7 +52,7 @@ class Memory:
                 self.held.dead.append((self.root, self.used, len(self.held.ops)))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Held:
     """The bytes that a rank's program holds between its ops.  ``changes``: behind so many ``ops``.
 
@@ -113,7 +113,7 @@ class Sum:
     transposed: bool = False
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Leaves:
     """The leaves of a microbatch, by name."""
 
@@ -124,7 +124,7 @@ class Leaves:
         return self.read(name, self.microbatch)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Container:
     """A dict of ``rt``, by its kind (``params``, ``grads`` …), or the leaves of a microbatch in a section."""
 
@@ -141,7 +141,7 @@ class Container:
         self.write(name, value)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Offloaded:
     """A handle in the place of a value: ``value`` without its memory, the bytes ``at`` … ``end`` of the pool.
     ``state``: leaving, out or coming."""
@@ -166,7 +166,7 @@ class Announced(tuple[Any, ...]):
         return " ".join(map(str, (self.name, *self)))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Pending:
     """What a program waits for: the messages with these keys, one a tensor, in these layouts.  ``adds``:
     whether their sum is what arrives.  ``line``: that posted it.  ``ahead``: whether in the warm-up."""

@@ -34,7 +34,7 @@ class _Wait(NamedTuple):
     what: str
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class World:
     """``sent``: what was sent and not taken yet, by its key: (from, to, number), or of a collective
     (COLLECTIVE, group, number, from).  ``joined``: per collective what each rank took it for."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import shutil
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -87,7 +89,17 @@ def write_picture(path: Path, svg: str) -> None:
     from resvg_py import svg_to_bytes
 
     with writing(path):
-        path.write_bytes(bytes(svg_to_bytes(svg_string=svg, zoom=2)))
+        path.write_bytes(bytes(svg_to_bytes(svg_string=svg, zoom=2, sans_serif_family=_sans_serif())))
+
+
+def _sans_serif() -> str:
+    """The font that this machine has for sans-serif.  By default resvg takes Arial, and leaves all text out
+    where that is missing."""
+    if (match := shutil.which("fc-match")) is None:
+        return "DejaVu Sans"
+    asked = [match, "--format=%{family}", "sans-serif"]
+    found = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
+    return found.split(",")[0] or "DejaVu Sans"
 
 
 def share(text: str) -> float:

@@ -20,6 +20,7 @@ from fxpipe.api.checkpointer import Checkpointer
 from fxpipe.cli.data import Data
 from fxpipe.errors import RunError
 from fxpipe.plan.recorded import write_spans
+from fxpipe.plan.step import counted
 
 if TYPE_CHECKING:
     from fxpipe.api.pipeline import Pipeline
@@ -178,13 +179,9 @@ def _factor(settings: Settings, step: int, steps: int) -> float:
 
 
 def _speed(pipe: Pipeline, seconds: float) -> dict[str, float]:
-    """Tokens a second of all replicas (rows, where no leaf holds tokens), and the bubble, measured and
-    predicted."""
+    """Tokens or samples a second of all replicas, and the bubble, measured and predicted."""
     spec = pipe.artifact.plan.step
-    shaped = [(leaf.shape, leaf.dtype) for leaf in spec.batch.leaves if leaf.shape]
-    tokens = [shape for shape, dtype in shaped if "int" in dtype and len(shape) > 1]
-    rows = [shape[:1] for shape, _ in shaped]
-    per_microbatch = math.prod((tokens or rows or [(1,)])[0])
+    unit, lengths = counted((leaf.shape or (), leaf.dtype) for leaf in spec.batch.leaves)
     spans = pipe.runtime.record.spans
     busy = sum(end - start for _, start, end in spans)
     idle = torch.tensor(1 - busy / (spans[-1][2] - spans[0][1]), dtype=torch.float64)
@@ -193,7 +190,7 @@ def _speed(pipe: Pipeline, seconds: float) -> dict[str, float]:
         pipe.process.all_reduce_(idle, largest=True)
         replicas = pipe.replicas
     return {
-        "tokens/s" if tokens else "rows/s": per_microbatch * spec.microbatches * replicas / seconds,
+        f"{unit}/s": math.prod(lengths) * spec.microbatches * replicas / seconds,
         "bubble": float(idle),
         "predicted": pipe.artifact.plan.prediction.span_bubble,
     }

@@ -19,6 +19,7 @@ from fxpipe.ir.ops import node_flops
 from fxpipe.ir.resized import ResizedTraces
 from fxpipe.ir.storage import call_nodes
 from fxpipe.plan.meshes import TriedMesh
+from fxpipe.plan.step import counted
 from fxpipe.plan.work import lengths_at, value_at
 from fxpipe.runtime.program.batch import batch_leaves
 
@@ -27,8 +28,8 @@ from fxpipe.runtime.program.batch import batch_leaves
 class Throughput:
     """A microbatch at some ``lengths`` of its named dimensions.
 
-    ``rows``: of its tensors.  ``count``: of its ``unit``, "tokens" where the example has a tensor of whole
-    numbers with two dimensions, else "rows".  ``peak_seconds``: in which a device at its peak computes it.
+    ``rows``: of its tensors.  ``count``: of its ``unit``, see ``counted``.  ``peak_seconds``: in which a
+    device at its peak computes it.
     """
 
     lengths: Mapping[str, int]
@@ -67,9 +68,8 @@ def throughputs(
         number = node_flops(node) if known is None else node_flops(node, known.shapes)
         if number:
             flops[arithmetic_of(node)] += number
-    shapes = [x for _, x in batch_leaves(example) if isinstance(x, torch.Tensor) and x.dim()]
-    tokens = [x.shape for x in shapes if x.dim() == 2 and not x.dtype.is_floating_point]
-    unit, shape = ("tokens", tokens[0]) if tokens else ("rows", shapes[0].shape[:1] if shapes else (1,))
+    tensors = (x for _, x in batch_leaves(example) if isinstance(x, torch.Tensor))
+    unit, shape = counted((x.shape, str(x.dtype)) for x in tensors)
     names = {length: name for name, length in lengths.items() if name != "microbatch"}
     found = []
     for given in sizes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -42,6 +43,19 @@ class BatchSpec:
     def tensors(self) -> tuple[str, ...]:
         """The names of the leaves that are tensors."""
         return tuple(leaf.name for leaf in self.leaves if leaf.shape is not None)
+
+
+def counted(tensors: Iterable[tuple[Sequence[int], str]]) -> tuple[str, tuple[int, ...]]:
+    """The unit in which the data of a step are counted, and the lengths whose product is their number in a
+    microbatch: "tokens" where the first tensor of the example is a sequence of integers in each row, [rows,
+    length]; else "samples", its rows.
+
+    tensors: shape and dtype of each, "torch.int64".
+    """
+    shape, dtype = next(((shape, dtype) for shape, dtype in tensors if shape), ((1,), ""))
+    if "int" in dtype and len(shape) == 2:
+        return "tokens", tuple(shape)
+    return "samples", tuple(shape[:1])
 
 
 @dataclass(frozen=True)

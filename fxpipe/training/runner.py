@@ -17,7 +17,7 @@ from fxpipe.runtime.program.batch import given_leaves
 from fxpipe.runtime.program.comm import NoAnswer
 from fxpipe.runtime.program.outputs import Collected, On, StepResult, requested
 from fxpipe.runtime.program.rank import Runtime
-from fxpipe.runtime.ranks.agreement import check_agreement, check_replicas
+from fxpipe.runtime.ranks.agreement import check_agreement, check_programs
 from fxpipe.runtime.ranks.connect import connect
 from fxpipe.runtime.ranks.finite import Check
 from fxpipe.runtime.ranks.heap import give_back_large_tensors
@@ -203,9 +203,9 @@ class Runner(LocalRunner):
         assert process is not None
         with process.agreed("read its program"):
             program = self._program(process.rank)
-        if process.replicas > 1:
+        if process.replicas * process.lanes > 1:
             text = self.artifact.programs[process.rank]
-            check_replicas(text, process.world_rank, process.ranks, process.lanes, process.gather)
+            check_programs(text, process.world_rank, process.ranks, process.lanes, process.gather)
         return program, check_agreement({process.rank: program.traffic}, self._gather_texts)
 
     def _gather_texts(self, own: list[str]) -> list[str]:

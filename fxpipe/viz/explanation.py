@@ -88,7 +88,7 @@ def _many_steps(plan: Plan) -> str:
 def _memory(plan: Plan) -> Table:
     """The memory of each rank: of many, the first and the last."""
     head, *rows = memory_rows(rank_memory(plan, plan.prediction.peak_memory), plan.memory_limit)
-    table = Table(*head)
+    table = _plain_table(*head)
     for column in table.columns:
         column.justify = "right"
     for rank, row in enumerate(rows):
@@ -136,12 +136,14 @@ def _table(plan: Plan) -> Table:
     again = any(candidate.recompute for candidate in tried)
     moved = any(candidate.offloaded for candidate in tried)
     many = any(candidate.period is not None for candidate in tried)
-    names = ["schedule", "stages a rank", "placed", *["vocabulary"] * spread, *["recomputed"] * again]
+    names = ["schedule", *["vocabulary"] * spread, *["recomputed"] * again]
     figures_of = ("step", *["of many"] * many, "longer", "span bubble", "activations")
-    table = Table(*names, *["offloaded"] * moved, *figures_of)
+    table = _plain_table(*names, *["offloaded"] * moved, *figures_of)
+    table.caption = "x 2: two stages a rank; v: placed down the ranks and back"
     table.columns[0].no_wrap = True
-    for column in (*table.columns[1:2], *table.columns[len(names) :]):
+    for column in table.columns[len(names) :]:
         column.justify = "right"
+    rows: dict[tuple[str, ...], None] = {}  # without what two candidates have alike
     for a in _sorted(tried):
         if a.seconds is None or a.span_bubble is None or a.peak_memory is None:
             continue  # the reasons below name it
@@ -149,8 +151,16 @@ def _table(plan: Plan) -> Table:
         figures += [bubble_text(a.span_bubble), memory(a.peak_memory)]
         beside = [*[_vocabulary(a)] * spread, *[a.recompute or "nothing"] * again]
         beside += [memory(a.offloaded) if a.offloaded else "nothing"] * moved
-        row = (a.schedule, str(a.stages_per_rank), a.placement, *beside, *figures)
+        rows[_setting(a), *beside, *figures] = None
+    for row in rows:
         table.add_row(*map(terminal, row))
+    return table
+
+
+def _plain_table(*names: str) -> Table:
+    """With lines below the head alone, which leaves more of 80 columns."""
+    table = Table(*names, box=SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
+    table.caption_justify = "left"
     return table
 
 
@@ -164,11 +174,10 @@ def mesh_table(
     more: further columns, of what a mesh with a simulated step has.
     """
     names = "mesh", "divided", "schedule", "step", "memory", *(more or {})
-    table = Table(*names, box=SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
+    table = _plain_table(*names)
     table.caption = "mesh: ranks x replicas; *: chosen; ≥: left out, it takes at least"
     if any(one.recompute for one in tried):
         table.caption += "\nnorms, full: what is recomputed"
-    table.caption_justify = "left"
     for column in table.columns[3:]:
         column.justify = "right"
         column.no_wrap = True
@@ -199,9 +208,12 @@ def _vocabulary(candidate: Tried) -> str:
     return f"spread, {candidate.barriers}-barrier" if candidate.barriers else "whole"
 
 
+def _setting(candidate: Tried) -> str:
+    placed = "" if candidate.placement == "plain" else f", {candidate.placement}"
+    return f"{candidate.schedule} x {candidate.stages_per_rank}{placed}"
+
+
 def _name(candidate: Tried) -> str:
     vocabulary = f", vocabulary {_vocabulary(candidate)}" if candidate.barriers else ""
     again = f", recompute {candidate.recompute}" if candidate.recompute else ""
-    return (
-        f"{candidate.schedule}, {candidate.stages_per_rank} a rank, {candidate.placement}{vocabulary}{again}"
-    )
+    return f"{_setting(candidate)}{vocabulary}{again}"

@@ -19,9 +19,10 @@ MEMORY = 26
 LINK = 7  # each direction of a rank's link, if it has transfers; its exchanges with other replicas
 TOP = 84
 LEFT, RIGHT = 64, 110
-LETTER = 5.2  # width of a digit in a rectangle
+LETTER = 5.6  # width of a digit in a rectangle, in the widest of common fonts
+WORDS = 6.5  # of a letter beside one
 OP_WIDTH = 30  # average width of an op, if the maximum width of the picture permits
-NARROWEST, WIDEST = 900, 3200
+NARROWEST, WIDEST = 900, 4800
 
 COLORS = {shown: "url(#BW)" if shown is Role.BW else color(shown) for shown in Role}
 EXCHANGES = {"sum": "gradients summed", "gather": "parameters gathered"}  # over replicas
@@ -131,9 +132,9 @@ def _head(svg: ET.Element, timeline: Timeline, steps: Steps | None, title: str, 
     for style, text in keys:
         ET.SubElement(svg, "rect", {"x": f"{x}", "y": "52", "width": "14", "height": "12", "class": style})
         _text(svg, x + 18, 62, text)
-        x += 18 + 5.6 * len(text) + 16
+        x += 18 + WORDS * len(text) + 16
     if stages:
-        _text(svg, x, 62, "a number is stage.microbatch, paler where the stage is a later one of its rank")
+        _text(svg, x, 62, "a number is stage.microbatch, or the microbatch; paler: a later stage of its rank")
     else:
         _text(svg, x, 62, "a number is the microbatch")
 
@@ -172,8 +173,9 @@ def _op(row: ET.Element, span: Span, scale: Scale, look: str, chunks: int, units
     drawn = ET.SubElement(row, "rect", rect)
     start = units.time(span.start - scale.start)
     ET.SubElement(drawn, "title").text = f"{span.op} from {start}, {units.time(span.end - span.start)}"
-    text = _number(span.op, chunks)
-    if len(text) * LETTER <= end - x - 2:
+    texts = (_number(span.op, chunks), f"{span.op.microbatch}")
+    text = next((text for text in texts if len(text) * LETTER <= end - x - 1), "")
+    if text:
         ET.SubElement(row, "text", {"x": f"{(x + end) / 2:.5g}", "y": "15", "class": "n"}).text = text
 
 

@@ -29,6 +29,7 @@ SHAPES = {
     "tied_head": Shape(2, "zb-h1"),
     "noisy": Shape(2, "gpipe", offload=True),
     "batch_norm": Shape(2, "1f1b"),
+    "tied_thrice": Shape(2, "gpipe"),
     "sharded": Shape(2, "zb-h1", replicas=2, shard="parameters"),
 }
 
@@ -134,6 +135,10 @@ EDITS = {
     "a warm-up that would empty the batch": (
         ("tied_head", 0, r"rt\.warm_up\(saved0", "rt.warm_up(batches"),
         r"rank0.py:LINE: has a warm-up that makes other things than values by microbatch",
+    ),
+    "arguments of within are exchanged": (
+        ("tied_thrice", 0, r"within\((\w+), (.*?)\)", r"within(\2, \1)"),
+        r"rank0.py:\d+: fails: TypeError",
     ),
     "an offloaded value is read": (
         ("noisy", 0, r"rt.wait_reload\(.*\)", "pass"),

@@ -11,6 +11,7 @@ import fxpipe
 from fxpipe.cli import command, main
 from fxpipe.cli.diff import differences
 from fxpipe.cli.loop import Settings, train
+from fxpipe.plan.step import counted
 
 TIMES = ["--ranks", "2", "--microbatches", "4", "--forward", "1", "--backward-input", "1"]
 TIMES += ["--backward-weight", "1"]
@@ -127,6 +128,20 @@ def test_completion(capsys, shell):
     assert "--memory-limit" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("tensors", "counted_as"),
+    [
+        ([((4, 12), "torch.int64"), ((4,), "torch.int64")], ("tokens", (4, 12))),
+        ([((4, 3, 8, 8), "torch.uint8"), ((4,), "torch.int64")], ("samples", (4,))),  # pixels
+        ([((4, 3, 8, 8), "torch.float32"), ((4, 10), "torch.int64")], ("samples", (4,))),  # labels of classes
+        ([((4, 12), "torch.bool")], ("samples", (4,))),
+        ([((), "torch.int64")], ("samples", (1,))),
+    ],
+)
+def test_units_of_speed(tensors, counted_as):
+    assert counted(tensors) == counted_as
+
+
 class Batches:
     once, state = 3, {}
 
@@ -141,4 +156,4 @@ def test_a_log_of_json_lines(tmp_path):
     train(pipe, Batches(), Settings(steps=2, lr=0.1, log=file))
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["step"] for line in lines] == [-1, 0, 1]
-    assert lines[2].keys() >= {"time", "loss", "lr", "norm", "rows/s", "bubble"}
+    assert lines[2].keys() >= {"time", "loss", "lr", "norm", "samples/s", "bubble"}

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from zoo import (
     CASES,
     EFFORT,
@@ -19,6 +20,7 @@ from zoo import (
 
 import fxpipe
 from fxpipe.cli import main
+from fxpipe.compiler.choose import Costing
 from fxpipe.cost.known_devices import CPU
 from fxpipe.errors import LimitError, OptionError, ScheduleError
 from fxpipe.runtime.ranks.load_program import load_program
@@ -228,3 +230,36 @@ def test_units_of_the_limit():
     from fxpipe.compiler.options import limit_of
 
     assert [limit_of(x) for x in ("16GiB", "1.5 kB", "2mb", 7, "8")] == [16 * 2**30, 1500.0, 2e6, 7.0, 8.0]
+
+
+def test_a_v_placement_with_a_large_head_gets_a_cut_that_balances_ranks(monkeypatch):
+    with torch.device("meta"):
+        layers = [nn.Linear(512, 512) for _ in range(8)]
+        model = nn.Sequential(*layers, nn.Linear(512, 4096))
+        x = torch.empty(2048, 512)
+
+    def found() -> fxpipe.Pipeline:
+        return fxpipe.compile(
+            model,
+            (x,),
+            loss_fn=lambda y, _: y.square().mean(),
+            ranks=2,
+            microbatches=4,
+            placement="v",
+            stages_per_rank=2,
+            costs="H100",
+            effort=0.01,
+        )
+
+    def work(pipe: fxpipe.Pipeline) -> list[float]:
+        own = [0.0, 0.0]
+        for rank, cost in zip(pipe.plan.placement, pipe.plan.costs.stages, strict=True):
+            own[rank] += cost.total
+        return own
+
+    after = found()
+    monkeypatch.setattr(Costing, "balanced", lambda *_: None)
+    before = found()
+    assert after.plan.prediction.seconds < 0.98 * before.plan.prediction.seconds
+    assert max(work(after)) < 0.98 * max(work(before))
+    assert min(row.seconds for row in after.plan.tried if row.seconds) == after.plan.prediction.seconds

@@ -8,6 +8,7 @@ import pytest
 import sympy
 import torch
 from launch import forked
+from small_samples import SMALL, make_samples_small
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -25,7 +26,6 @@ from fxpipe.ir.ops import node_flops
 from fxpipe.ir.storage import call_nodes
 from fxpipe.plan.curve import Curve
 
-SMALL = {"ELEMENTS": (16, 4096), "ROWS": (8, 16), "LENGTHS": (8, 16), "SIDES": (4, 8)}
 LINE = Curve(((100.0, 1.0), (200.0, 2.0), (400.0, 6.0)))
 
 
@@ -168,8 +168,7 @@ def test_the_command_measures_every_kind(small, tmp_path, capsys):
 
 def calibrate_small(path):
     """What a rank does."""
-    for name, sizes in SMALL.items():
-        setattr(samples, name, sizes)
+    make_samples_small()
     return main(["calibrate", str(path)])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -135,10 +136,25 @@ def rank_of_four(plan):
     state = {name: value.tolist() for name, value in pipe.full_state_dict().items()}
     print(json.dumps([norms, state]))
     try:
+        edited(pipe).step(data)
+    except fxpipe.RunError as error:
+        print(f"edited: {error}")
+    try:
         torch.manual_seed(0)
         pipe = fxpipe.compile(Numbered(mesh), (torch.ones(1, 2),), **OPTIONS)
     except fxpipe.CaptureError as error:
         print(f"refused: {error}")
+
+
+def edited(pipe: fxpipe.Pipeline) -> fxpipe.Pipeline:
+    """With the first two collectives of a program in other order, on the last process."""
+    if pipe.process.world_rank < 3:
+        return pipe
+    *others, text = pipe.artifact.programs
+    lines = text.splitlines(keepends=True)
+    a, b, *_ = (k for k, line in enumerate(lines) if "= lanes." in line)
+    lines[a], lines[b] = lines[b], lines[a]
+    return replace(pipe, artifact=replace(pipe.artifact, programs=(*others, "".join(lines))))
 
 
 @pytest.mark.slow
@@ -146,6 +162,8 @@ def test_processes_have_the_bits_of_one_process_and_the_norm_of_the_whole_model(
     run = forked(4, rank_of_four, "sequence", dtype=torch.float32, logs=tmp_path / "logs")
     assert run.code == 0, run
     assert all("refused: The model of process 1, the last lane of rank 0" in out for out in run.stdout)
+    message = "edited: Rank 3, of replica 0, lane 1, runs another rank1.py than rank 2, of replica 0, lane 0"
+    assert all(message in out for out in run.stdout)
     found = [[json.loads(line) for line in out.splitlines() if line.startswith("[")] for out in run.stdout]
     with fxpipe.local_lanes(2) as mesh:
         pipe = trained(mesh, "sequence")

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from fxpipe.errors import FxpipeError
 from fxpipe.runtime.job.life import own_process, runs
+from fxpipe.runtime.job.tracebacks import users_part
 from fxpipe.runtime.torch_private import Store
 
 FAILURE = "failure"  # the key of the message
@@ -59,18 +60,27 @@ class Failures:
     ranks: int
     hosts: bool = False
     _found: list[str] = field(default_factory=list)
+    _own: list[str] = field(default_factory=list)
     _processes: dict[int, str] = field(default_factory=dict)
     _signs: dict[int, Sign] = field(default_factory=dict)
 
     def leave(self, message: str) -> str:
         """Tell the other ranks why this one fails; return the message of the first rank that failed."""
         text = message.encode(errors="backslashreplace").decode()
+        first = text
         with contextlib.suppress(dist.DistError):  # the store is gone with the others
-            first: bytes = self.store.compare_set(FAILURE, "", text)
-            message = first.decode()
+            found: bytes = self.store.compare_set(FAILURE, "", text)
+            first = found.decode()
+        if first == text:
+            self._own.append(text)
         if not self._found:
-            self._found.append(message)
-        return message
+            self._found.append(first)
+        return first
+
+    @property
+    def began_here(self) -> bool:
+        """Whether this rank is the first that failed."""
+        return bool(self._own)
 
     @property
     def are_known(self) -> bool:
@@ -155,12 +165,13 @@ def record(error: BaseException) -> None:
     file = os.environ.pop("TORCHELASTIC_ERROR_FILE", None)
     if file is None or _is_whole(file):
         return
-    # Of an error of fxpipe the message alone: each rank has printed the rest before the summary of all.
-    lines = traceback.format_exception_only(error) if isinstance(error, FxpipeError) else None
+    # The rank prints the rest before the summary of all, which ends with this.
+    trace = None if isinstance(error, FxpipeError) else users_part(error.__traceback__)
+    lines = traceback.TracebackException(type(error), error, trace).format(chain=False)
     text = {
         "message": f"{type(error).__name__}: {error}",
         "extraInfo": {
-            "py_callstack": "".join(lines or traceback.format_exception(error)),
+            "py_callstack": "".join(lines),
             "timestamp": str(int(time.time())),
         },
     }

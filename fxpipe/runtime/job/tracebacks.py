@@ -57,7 +57,7 @@ def shorten(error: BaseException) -> None:
     chain, link, seen = [error], _before(error), {id(error)}
     while link is not None and id(link) not in seen:
         seen.add(id(link))
-        trace = _users_part(link.__traceback__)
+        trace = users_part(link.__traceback__)
         if trace is not None and not isinstance(link, FxpipeError):
             chain.append(link.with_traceback(trace))
         link = _before(link)
@@ -70,7 +70,8 @@ def _before(error: BaseException) -> BaseException | None:
     return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
-def _users_part(trace: TracebackType | None) -> TracebackType | None:
+def users_part(trace: TracebackType | None) -> TracebackType | None:
+    """The frames of the user's code."""
     frames = []
     while trace is not None:
         if _is_users(trace.tb_frame.f_code.co_filename):

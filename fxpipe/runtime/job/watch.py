@@ -8,6 +8,7 @@ import faulthandler
 import logging
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -141,7 +142,24 @@ class Watch:
             f"Rank {self.failures.rank} failed at {place_of_error(error)}, {self.progress()}: "
             f"{type(error).__name__}: {error}"
         )
-        record(error)
+        if self.failures.began_here:
+            record(error)
+
+    def ended(self, error: BaseException, show: Callable[[], None]) -> None:
+        """Report an error that nobody caught, and show it: whole if it is the first of all ranks, and else in
+        a line, as the others follow from the first.  Ctrl-C reaches all ranks, and one of them says so."""
+        self.report(error)
+        is_first = self.failures.began_here
+        if isinstance(error, KeyboardInterrupt):
+            if is_first:
+                print(f"fxpipe: interrupted, {self.progress()}", file=sys.stderr, flush=True)
+        elif is_first:
+            show()
+        else:
+            text = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
+            print(f"fxpipe: rank {self.failures.rank} ends: {text}", file=sys.stderr, flush=True)
+            self._over.set()
+            _await_torchrun()
 
     def lost(self, error: NoAnswer, show: Callable[[], None] | None = None) -> RunError:
         """The error to raise on a rank that gets no answer: the first failure of a rank, as far as known.
@@ -297,11 +315,23 @@ def _report_uncaught(watch: Watch) -> None:
     before, process = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, trace: object) -> None:
+        def show() -> None:
+            before(kind, error, trace)  # type: ignore[arg-type]
+
         if os.getpid() == process:
-            watch.report(error)
-        before(kind, error, trace)  # type: ignore[arg-type]
+            watch.ended(error, show)
+        else:
+            show()
 
     sys.excepthook = hook
+
+
+def _await_torchrun() -> None:
+    """Wait for torchrun to end this process, as it does when it notices the first failure.  Its summary lists
+    every rank that does not end with 0, and so the first alone."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+        time.sleep(GRACE)
 
 
 def _described(op: str) -> str:

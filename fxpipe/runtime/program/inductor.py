@@ -22,7 +22,6 @@ from torch import fx
 
 from fxpipe.errors import RunError
 from fxpipe.runtime.program.checks import expect, expect_op
-from fxpipe.runtime.program.pieces import compiled_in_pieces
 from fxpipe.runtime.program.random import as_tensor
 from fxpipe.runtime.program.within import within
 from fxpipe.runtime.torch_private import (
@@ -163,10 +162,18 @@ def _compile(function: Callable[..., Any], args: Sequence[Any]) -> _Compiled:
         tuple(places[varying[i]] for i in used),
         _layouts(inputs),
         tuple((places[k], repr(value)) for k, value in enumerate(values) if isinstance(value, float)),
-        compiled_in_pieces(traced, inputs, compile_by_inductor),
+        _run(traced, inputs),
         result_tree,
         checks,
     )
+
+
+def _run(traced: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[[list[torch.Tensor]], Sequence[Any]]:
+    if not any(getattr(node.target, "namespace", "") == "lanes" for node in traced.graph.nodes):
+        return compile_by_inductor(traced, inputs)
+    from fxpipe.runtime.program.pieces import compiled_in_pieces
+
+    return compiled_in_pieces(traced, inputs, compile_by_inductor)
 
 
 def _at(args: Sequence[Any], place: Place) -> Any:

@@ -36,12 +36,10 @@ def compiled_in_pieces(
     inputs: Sequence[torch.Tensor],
     compiled: Callable[[fx.GraphModule, Sequence[torch.Tensor]], Run],
 ) -> Run:
-    """What ``compiled`` makes of the graph; of one with ops between lanes, of each stretch between them.
+    """``compiled`` makes such a function of each stretch of the graph.
 
     The result takes the inputs in a list, which it empties: each is freed after its last use.
     """
-    if not any(node.target in FUNCTIONS for node in traced.graph.nodes):
-        return compiled(traced, inputs)
     placeholders, output = traced.graph.find_nodes(op="placeholder"), traced.graph.output_node()
     values: dict[fx.Node, Any] = dict(zip(placeholders, inputs, strict=True))
     later, pieces = {*output.all_input_nodes}, list[_Piece]()

@@ -69,10 +69,11 @@ def check_agreement(own: Mapping[int, Traffic], gather: Callable[[list[str]], li
     return all(rank.is_known for rank in ranks)
 
 
-def check_replicas(
+def check_programs(
     program: str, process: int, ranks: int, lanes: int, gather: Callable[[bytes], list[bytes]]
 ) -> None:
-    """Raise RunError on all processes, naming the first line that differs, if replicas run other programs.
+    """Raise RunError on all processes, naming the first line that differs, if replicas or lanes run other
+    programs.
 
     program: the text that this process runs; process: its number.  ranks, lanes: of a replica, and of a rank.
     gather: gives the bytes of all processes.
@@ -87,10 +88,15 @@ def check_replicas(
     theirs, ours = (texts[number].decode().splitlines(keepends=True) for number in (other, first))
     lines = enumerate(zip_longest(theirs, ours, fillvalue="its end"), 1)
     line, (found, expected) = next((k, pair) for k, pair in lines if pair[0] != pair[1])
+
+    def named(number: int) -> str:
+        lane = f", lane {number % lanes}" if lanes > 1 else ""
+        return f"{number}, of replica {number // (ranks * lanes)}{lane}"
+
     raise RunError(
-        f"Rank {other}, of replica {other // (ranks * lanes)}, runs another rank{first // lanes}.py than "
-        f"rank {first}, of replica 0: line {line} is {found[:100]!r}, and there {expected[:100]!r}. Give all "
-        "machines the same files: replicas run the same programs."
+        f"Rank {named(other)}, runs another rank{first // lanes}.py than rank {named(first)}: line {line} is "
+        f"{found[:100]!r}, and there {expected[:100]!r}. Give all machines the same files: replicas and "
+        "lanes run the same programs."
     )
 
 

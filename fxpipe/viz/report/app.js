@@ -17,7 +17,8 @@ class App {
     this.model = model;
     this.rank = 0;
     const events = {
-      click: (hit) => (hit.layer ? this.select(hit) : this.setRank(hit.rank)),
+      click: (hit) => (hit.layer ? this.select(hit) : this.idle(hit.rank)),
+      idle: (rank) => this.idle(rank),
       rank: () => this.rank,
       range: () => this.timeline.range,
       ranged: () => this.strip?.plot.setScale("x", { min: this.timeline.range[0], max: this.timeline.range[1] }),
@@ -74,7 +75,7 @@ class App {
       head.replicas > 1 ? `${head.replicas} replicas` : "",
       `step ${secondsText(head.seconds)}`,
       this.model.measured ? `measured ${secondsText(this.model.measured.seconds)}` : "",
-      `bubble ${percent(head.span_bubble)}`,
+      `span bubble ${percent(head.span_bubble)}`,
       `peak ${bytesText(head.peak_memory[fullest])} of activations (rank ${fullest})`,
     ];
     byId("facts").textContent = facts.filter(Boolean).join(" · ");
@@ -117,7 +118,7 @@ class App {
         "forward, input gradients, weight gradients; a number is stage.microbatch, or the microbatch",
       ),
       this.model.head.placement.length > this.model.ranks
-        ? el("span", { class: "soft" }, "paler: a later stage of its rank")
+        ? el("span", { class: "soft" }, "muted: a later stage of its rank")
         : null,
       this.model.vocabulary.size
         ? [
@@ -183,6 +184,15 @@ class App {
     );
   }
 
+  // Why a rank is idle, in all.
+  idle(rank) {
+    this.tab("timeline");
+    this.timeline.selected = null;
+    this.setRank(rank);
+    this.timeline.reveal(...this.timeline.range, rank);
+    this.inspector.rank(this.model.layers[0], rank);
+  }
+
   spanOf({ layer, rank, k, gap }) {
     return gap ? layer.gap(rank, k) : [layer.tracks[rank].start[k], layer.tracks[rank].end[k]];
   }
@@ -198,7 +208,7 @@ class App {
     this.timeline.reveal(tick, tick, rank);
   }
 
-  // #op=F2.5, #gap=5.12 (rank and position), #measured-op=…, #graph, #zoom=0.2,0.4 (shares of the step)
+  // #op=F2.5, #gap=5.12 (rank and position), #measured-op=…, #rank=5, #graph, #zoom=0.2,0.4 (shares of the step)
   fromHash() {
     for (const part of location.hash.slice(1).split("&")) {
       const [name, value = ""] = part.split("="),
@@ -210,6 +220,7 @@ class App {
       const [rank, k] = value.split(".").map(Number);
       if (/gap$/.test(name) && layer?.tracks[rank] && k >= 0)
         this.select({ layer, rank, k: this.gapFrom(layer, rank, k), gap: true }, true);
+      if (name === "rank" && +value < this.model.ranks) this.idle(+value);
       if (name === "live" && +value < this.model.ranks) this.live(+value, null);
     }
   }

@@ -1,4 +1,4 @@
-// The candidates of a search: bubble against memory, and what more memory buys.
+// The candidates of a search: step against memory, and what more memory buys.
 "use strict";
 
 // Better in one of memory and time, and no worse in the other, than all others.
@@ -34,9 +34,8 @@ function candidatesTab(model, host) {
     chosen = chosenOf(model, points);
   const name = (c) =>
     [
-      c.schedule,
-      `${c.stages_per_rank} a rank`,
-      c.placement,
+      `${c.schedule} x ${c.stages_per_rank}`, // stages a rank
+      c.placement === "plain" ? "" : c.placement,
       c.barriers ? `vocabulary ${c.barriers}-barrier` : "",
       c.recompute && `recompute ${c.recompute}`,
       c.offloaded && "offload",
@@ -75,12 +74,12 @@ function candidatesTab(model, host) {
       ),
     );
   host.append(
-    el("h2", {}, `All ${all.length} candidates: bubble against memory`),
+    el("h2", {}, `All ${all.length} candidates: step against memory`),
     plot,
     el(
       "p",
       { class: "note" },
-      "A dot is a candidate; the line joins those than which no other is faster with as little memory.",
+      "A dot is a candidate; the line joins those than which no other is faster with as little memory. x 2: two stages a rank; v: placed down the ranks and back.",
     ),
     el("h2", {}, "What more memory buys"),
     steps.length
@@ -89,10 +88,10 @@ function candidatesTab(model, host) {
     el("h2", {}, "The candidates, fastest first"),
     table(["", "candidate", "step", "span bubble", "peak memory", "why it was left out"], rows, [2, 3, 4]),
   );
-  drawCandidates(plot, points, best, chosen, name);
+  drawCandidates(plot, points, best, chosen, name, many);
 }
 
-function drawCandidates(host, points, best, chosen, name) {
+function drawCandidates(host, points, best, chosen, name, many) {
   const sorted = [...points].sort((a, b) => a.peak_memory - b.peak_memory),
     tip = el("p", { class: "soft" }, "Point at a candidate for its name.");
   const make = () =>
@@ -104,7 +103,7 @@ function drawCandidates(host, points, best, chosen, name) {
         legend: { show: false },
         scales: {
           x: { time: false, range: (u, low, high) => [0, high * 1.08] },
-          y: { range: (u, low, high) => [0, high * 1.15 || 1] },
+          y: { range: (u, low, high) => [low - 0.1 * (high - low || low), high + 0.1 * (high - low || low)] },
         },
         series: [
           {},
@@ -132,11 +131,11 @@ function drawCandidates(host, points, best, chosen, name) {
             space: 90,
           },
           {
-            size: 60,
+            size: 70,
             stroke: () => color("soft"),
             grid: { stroke: () => color("grid") },
-            label: "span bubble",
-            values: (_, t) => t.map((x) => percent(x)),
+            label: many ? "a step of many" : "step",
+            values: (_, t) => axisTimes(t),
           },
         ],
         cursor: { drag: { x: false, y: false } },
@@ -152,7 +151,7 @@ function drawCandidates(host, points, best, chosen, name) {
           draw: [
             (u) => {
               const x = u.valToPos(chosen.peak_memory, "x", true),
-                y = u.valToPos(chosen.span_bubble, "y", true),
+                y = u.valToPos(chosen.compared, "y", true),
                 r = 9 * devicePixelRatio;
               u.ctx.strokeStyle = color("select");
               u.ctx.lineWidth = 2 * devicePixelRatio;
@@ -169,8 +168,8 @@ function drawCandidates(host, points, best, chosen, name) {
       },
       [
         sorted.map((c) => c.peak_memory),
-        sorted.map((c) => c.span_bubble),
-        sorted.map((c) => (best.includes(c) ? c.span_bubble : null)),
+        sorted.map((c) => c.compared),
+        sorted.map((c) => (best.includes(c) ? c.compared : null)),
       ],
       host,
     );

@@ -61,6 +61,8 @@ function secondsText(seconds) {
 // A color of style.css: those of the light or of the dark page.
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
+const PADDING = 28; // pixels right of a plot over time: half of a label
+
 // A table with a head; cells are texts or elements, those of columns in `right` are numbers.
 function table(heads, rows, right = []) {
   const cell = (tag, content, k) => el(tag, { class: right.includes(k) ? "n" : null }, content);

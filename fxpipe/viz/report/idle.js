@@ -14,6 +14,8 @@ function waitText(model, layer, rank, k) {
   return layer.name === "measured" ? "runtime, or a message on its way" : "waits";
 }
 
+const OTHER_REASONS = { [TRANSFER]: "offloads and reloads", [EXCHANGE]: "exchanges with the other replicas" };
+
 class GapInspector {
   constructor(model, host, events) {
     Object.assign(this, { model, host, events });
@@ -53,6 +55,8 @@ class GapInspector {
               ` on rank ${last[1]}.`,
             ],
       );
+      const [start, length] = layer.name === "predicted" ? model.predicted.data.updates[rank] : [0, 0];
+      if (length) say(`The optimizer's update (O) is predicted from ${model.time(start)} to ${model.time(start + length)}.`);
     } else if (t.cause[k] === MESSAGE) this.why(layer, rank, k, from, until, say);
     else if (t.cause[k] === TRANSFER)
       say(
@@ -72,6 +76,60 @@ class GapInspector {
       k < t.n && until > from ? `Rank ${rank} ${waitText(model, layer, rank, k)}` : `Rank ${rank} is idle`,
       parts,
     );
+  }
+
+  // All gaps of a rank, by what it waits for, and the longest of them.
+  rank(layer, rank) {
+    const { model } = this,
+      t = layer.tracks[rank],
+      gaps = [],
+      sums = new Map();
+    for (let k = 0; k <= t.n; k++) {
+      const [from, until] = layer.gap(rank, k);
+      if (until <= from) continue;
+      gaps.push([until - from, k]);
+      const why = this.reason(layer, rank, k, from, until);
+      for (const [text, ticks] of why) sums.set(text, (sums.get(text) || 0) + ticks);
+    }
+    const all = gaps.reduce((sum, [ticks]) => sum + ticks, 0),
+      gapLink = (k) =>
+        el(
+          "button",
+          { class: "op", onclick: () => this.events.select({ layer, rank, k, gap: true }, true) },
+          waitText(model, layer, rank, k),
+        );
+    gaps.sort((a, b) => b[0] - a[0]);
+    this.put(
+      `Why rank ${rank} is idle`,
+      el(
+        "p",
+        {},
+        el("b", {}, model.time(all)),
+        ` of ${model.time(layer.end)}, ${percent(all / layer.end)}, ${layer.name}. It waits`,
+      ),
+      table(
+        ["for", "in all"],
+        [...sums].sort((a, b) => b[1] - a[1]).map(([text, ticks]) => [text, model.time(ticks)]),
+        [1],
+      ),
+      el("h3", {}, "The longest gaps"),
+      el(
+        "ol",
+        { class: "course" },
+        gaps.slice(0, 8).map(([ticks, k]) => el("li", {}, gapLink(k), ` ${model.time(ticks)}`)),
+      ),
+      el("button", { onclick: () => this.events.live(rank, null) }, "What is live at its peak?"),
+    );
+  }
+
+  // What the time of a gap goes to: [text, ticks] of each part.
+  reason(layer, rank, k, from, until) {
+    const t = layer.tracks[rank];
+    if (k >= t.n) return [["the others, behind its last op", until - from]];
+    if (t.cause[k] !== MESSAGE) return [[OTHER_REASONS[t.cause[k]] || "the runtime, or messages on their way", until - from]];
+    const computing = clamp(t.made[k] - from, 0, until - from),
+      parts = [[`ops of rank ${t.fromRank[k]}${k ? "" : ", before its first op"}`, computing]];
+    return [...parts, ["messages on their way", until - from - computing]].filter(([, ticks]) => ticks > 0);
   }
 
   why(layer, rank, k, from, until, say) {

@@ -9,6 +9,8 @@ class Inspector extends GapInspector {
 
   empty() {
     const key = (keys, what) => el("tr", {}, el("td", {}, el("kbd", {}, keys)), el("td", {}, what));
+    const { events } = this,
+      ask = (text, act) => el("button", { onclick: act }, text);
     this.put(
       "Choose an op or an idle gap",
       el(
@@ -16,18 +18,18 @@ class Inspector extends GapInspector {
         {},
         "An op shows its microbatch on its way through all ranks, its messages and its line of the program; an idle gap what the rank waits for.",
       ),
+      el("h3", {}, "Questions"),
+      el("p", {}, ask(`Why is rank ${this.idlest()} idle?`, () => events.idle(this.idlest())), " or a click on a rank's name"),
+      el("p", {}, ask("What is live at the peak?", () => events.live(this.fullest(), null)), " or a click on the memory"),
+      el("p", {}, ask("Where does measured differ?", () => events.tab("measured"))),
       el(
-        "div",
-        { class: "legend" },
-        ["F", "B", "W", "BW"].map((kind) =>
-          el(
-            "p",
-            {},
-            el("span", { class: `box ${kind}` }, kind),
-            { F: "forward", B: "gradients of activations", W: "gradients of weights", BW: "both gradients" }[kind],
-          ),
-        ),
+        "p",
+        {},
+        el("b", {}, "Where does a NaN come from? "),
+        el("code", {}, 'pipe.step(batch, check="finite")'),
+        ", with the batch of that step, names the op, its module and its microbatch; search for them above.",
       ),
+      el("h3", {}, "Keys"),
       el("table", { class: "keys" }, [
         key("← →", "op before, behind, on the rank"),
         key("↑ ↓", "the op above, below, at that time"),
@@ -42,6 +44,16 @@ class Inspector extends GapInspector {
         key("Esc", "nothing chosen"),
       ]),
     );
+  }
+
+  idlest() {
+    const { idle } = this.model.head;
+    return idle.indexOf(Math.max(...idle));
+  }
+
+  fullest() {
+    const peaks = this.model.memory.map((_, rank) => peakOf(memoryOf(this.model, rank)).bytes);
+    return peaks.indexOf(Math.max(...peaks));
   }
 
   show(selection) {

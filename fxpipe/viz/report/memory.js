@@ -88,7 +88,7 @@ class MemoryStrip {
       {
         width: this.host.clientWidth,
         height: this.host.clientHeight || 150,
-        padding: [6, 10, 0, 0],
+        padding: [6, PADDING, 8, 0],
         legend: { show: false },
         cursor: {
           y: false,

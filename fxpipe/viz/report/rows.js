@@ -225,7 +225,7 @@ class Rows {
             : "";
       const low = HEIGHTS[t.kind[k]];
       ctx.fillStyle = this.tone.onBox;
-      ctx.globalAlpha = chosen !== null && t.microbatch[k] !== chosen ? 0.25 : text === kind ? 0.6 : 1;
+      ctx.globalAlpha = chosen !== null && t.microbatch[k] !== chosen ? 0.25 : text === kind ? 0.75 : 1;
       if (text && (low > 0.5 || row.height >= 18))
         ctx.fillText(
           text,
@@ -261,7 +261,7 @@ class Rows {
     if (!length) return;
     ctx.fillStyle = this.tone.update;
     ctx.fillRect(left, at.y(row.y), Math.max(1, wide), row.height * at.ratio);
-    if (wide < 12 * at.ratio || row.height < 9) return;
+    if (wide < 9 * at.ratio || row.height < 9) return;
     ctx.fillStyle = this.tone.onBox;
     ctx.textAlign = "center";
     ctx.fillText("O", left + wide / 2, at.y(row.y + row.height / 2));

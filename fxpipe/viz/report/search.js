@@ -64,7 +64,10 @@ class Search {
     const [, word, number] = text.match(/^(rank|stage|microbatch|mb|m)\s*(\d+)$/) || [],
       found = [];
     if (word === "rank" && +number < this.model.ranks)
-      found.push({ text: `rank ${number}`, what: "its memory", act: () => this.events.live(+number, null) });
+      found.push(
+        { text: `rank ${number}`, what: "why it is idle", act: () => this.events.idle(+number) },
+        { text: `rank ${number}`, what: "what is live at its peak", act: () => this.events.live(+number, null) },
+      );
     if (word === "stage" && +number < this.model.head.stages)
       found.push({ text: `stage ${number}`, what: "in the graph", act: () => this.events.stage(+number) });
     if (word?.startsWith("m") && +number < this.model.head.microbatches) {

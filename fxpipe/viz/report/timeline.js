@@ -31,7 +31,7 @@ class Timeline extends Rows {
     return {
       width: this.host.clientWidth,
       height: this.height + 32,
-      padding: [0, 10, 0, LABELS],
+      padding: [0, PADDING, 0, LABELS],
       legend: { show: false },
       cursor: {
         y: false,
