@@ -8,6 +8,7 @@ from math import inf
 import numpy as np
 
 from fxpipe.schedule.engine.compiled import compiled
+from fxpipe.schedule.engine.moves import keeps_between, may_pass, shift
 
 TIE_BREAK = 1e-3  # of the ranks' mean span in a value, to tell equals apart
 _REACH = 8  # ops that a move may pass, about
@@ -171,7 +172,7 @@ def anneal(t, order, m, limits, by_makespan, good_enough, work, seed, hot, cold)
         pos[order[i]] = i
     for rank in range(ranks):
         begin, stop = 3 * m * t.own_at[rank], 3 * m * t.own_at[rank + 1]
-        _keeps_between(t, order, live, begin, begin, stop - 1, inf)
+        keeps_between(t, order, live, begin, begin, stop - 1, inf)
     end, cause, tail = np.empty(ops), np.empty(ops, np.int64), np.zeros(ops)
     first, free = np.empty(ranks), np.empty(ranks)
     run_ops(t, order, m, 0.0, end, cause, first, free)
@@ -211,15 +212,15 @@ def anneal(t, order, m, limits, by_makespan, good_enough, work, seed, hot, cold)
         begin, stop = 3 * m * t.own_at[rank], 3 * m * t.own_at[rank + 1]
         target = max(begin, min(stop - 1, target))
         spent += _REACH
-        if source == target or not _may_pass(t, order, m, source, target):
+        if source == target or not may_pass(t, order, m, source, target):
             continue
         low, high = min(source, target), max(source, target)
         since, until = end[order[low]] - t.seconds[t.section[order[low]]], end[order[high]]
         # The most that is accepted (Metropolis), drawn first, so that the estimate alone can reject.
         most = value - temperature * np.log(random.random())
-        _shift(order, pos, source, target)
+        shift(order, pos, source, target)
         new = inf
-        if _keeps_between(t, order, live, begin, low, high, limits[rank] * (1 + 1e-9)):
+        if keeps_between(t, order, live, begin, low, high, limits[rank] * (1 + 1e-9)):
             rest = 0.0 if by_makespan else -first[rank]
             longest = _path_through(
                 t, order, m, pos, rest, begin, stop, low, high, end, tail, moved_end, moved_tail
@@ -233,8 +234,8 @@ def anneal(t, order, m, limits, by_makespan, good_enough, work, seed, hot, cold)
                 if run_ops(t, order, m, since, new_end, new_cause, new_first, new_free):
                     new = score(new_first, new_free, by_makespan)
         if new > most:
-            _shift(order, pos, target, source)
-            _keeps_between(t, order, live, begin, low, high, inf)
+            shift(order, pos, target, source)
+            keeps_between(t, order, live, begin, low, high, inf)
             continue
         value = new
         spent += ops // 2
@@ -399,41 +400,3 @@ def _last_critical(t, order, m, end, free, rank):
             if end[op] + _summed_behind(t, m, end, stage) >= free[rank] * (1 - 1e-9):
                 return op
     return order[3 * m * t.own_at[rank + 1] - 1]
-
-
-@compiled
-def _may_pass(t, order, m, source, target):
-    """Whether an op may move: it must not pass an op of its section, or of its stage and microbatch."""
-    section = t.section[order[source]]
-    first = 3 * (section // 3)
-    j = order[source] - section * m
-    step = 1 if target > source else -1
-    for i in range(source + step, target + step, step):
-        other = t.section[order[i]]
-        if other == section or (first <= other < first + 3 and order[i] - other * m == j):
-            return False
-    return True
-
-
-@compiled
-def _shift(order, pos, source, target):
-    op, step = order[source], 1 if target > source else -1
-    for i in range(source, target, step):
-        order[i] = order[i + step]
-        pos[order[i]] = i
-    order[target] = op
-    pos[op] = target
-
-
-@compiled
-def _keeps_between(t, order, live, begin, low, high, limit):
-    """Writes the live memory after each op from low to high of a rank; whether it keeps the limit."""
-    now, within = live[low - 1] if low > begin else 0.0, True
-    for i in range(low, high + 1):
-        section = t.section[order[i]]
-        now += t.at_start[section]
-        within = within and now <= limit
-        now += t.at_end[section]
-        within = within and now <= limit
-        live[i] = now
-    return within
