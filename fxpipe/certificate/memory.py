@@ -73,4 +73,4 @@ def _dead(rt: TermRuntime) -> Iterator[Problem]:
         last, until = held.ops[max(used - 1, 0)], held.ops[freed - 1]
         line = held.lines[max(used - 1, 0)].number
         yield Problem(rt.rank, line, f"keeps {term}, which {last} is the last to read, until {until}")
-    yield from (Problem(rt.rank, line, text) for line, text in held.wasted)
+    yield from (Problem(rt.rank, line, text) for text, line in held.wasted.items())

@@ -45,7 +45,7 @@ class TermRuntime(Traffic):
         found = sum({memory: memory.bytes for memory in _memories(made) if memory.held}.values())
         if self.held.now > found:
             text = f"has a warm-up that makes {self.held.now - found} bytes more than it would free"
-            self.held.wasted.append((self.calls.line().number, text))
+            self.held.wasted[text] = self.calls.line().number
 
     # -- what it does between its sections -----------------------------------------------------------------
 

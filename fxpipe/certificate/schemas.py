@@ -20,8 +20,9 @@ _SILENT_VIEWS = (
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 #: Arguments without which an op that may draw random numbers draws none.
 _STILL = {"dropout_p": 0.0, "p": 0.0, "train": False}
-#: Arguments that decide where and how a result lies in memory, not its elements.
-_OF_MEMORY = ("memory_format", "pin_memory", "non_blocking", "layout")
+#: Arguments that decide where and how a result lies in memory, not its elements: with these values they say
+#: what an op does without them.
+_OF_MEMORY = {"pin_memory": (None, False), "non_blocking": (None, False), "layout": (None, torch.strided)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ def schema_of(op: Any) -> Schema:
         Parameter(
             a.name,
             canonical(a.default_value) if a.has_default_value() else ...,
-            a.name in outs or a.name in _OF_MEMORY,
+            a.name in outs or a.name == "memory_format",
             isinstance(a.type, torch.TensorType),
             "Tensor" not in str(a.type),
             a.kwarg_only,
@@ -138,6 +139,8 @@ def arguments_of(schema: Schema, given: dict[str, Any], as_tensor: Any) -> dict[
         if p.is_out or p.name not in given:
             continue
         value = given[p.name]
+        if p.name in _OF_MEMORY and value in _OF_MEMORY[p.name]:
+            continue
         if p.is_tensor and type(value) in _NUMBERS:
             found[p.name] = as_tensor(value, _NUMBERS[type(value)])
             continue

@@ -57,12 +57,13 @@ class _Given:
 
 @dataclass(eq=False, repr=False)
 class Sections:
-    """The summaries of one rank.  ``buffers``: gives the value of a buffer that the step changes."""
+    """The summaries of one rank.  ``own``: the microbatch of the last call."""
 
     calls: Calls
     known: dict[Any, Summary] = field(default_factory=dict)
     held: Held = field(default_factory=Held)
     running: bool = False
+    own: int | None = None
     number: int = 0
     read_buffers: dict[Any, set[str]] = field(default_factory=dict)
 
@@ -73,7 +74,9 @@ class Sections:
             if self.running:  # of another section
                 return function(*args, **kwargs)
             self.number += 1
-            return self.call(function, [*args, *kwargs.values()], tuple(kwargs), buffer)
+            result = self.call(function, [*args, *kwargs.values()], tuple(kwargs), buffer)
+            self.held.runs(function.__name__, self.own, self.calls.line())
+            return result
 
         call.__name__ = function.__name__
         return call
@@ -87,6 +90,7 @@ class Sections:
     ) -> Any:
         """Call a function, the last arguments by their names."""
         given = _Given(_microbatch(args))
+        self.own = given.own
         form = function, names, tuple(self._form(given, each) for each in args)
         changed = sorted(self.read_buffers.get(form, ()))
         key = form, tuple(self._form(given, buffer(name)) for name in changed)

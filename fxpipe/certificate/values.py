@@ -59,20 +59,26 @@ class Held:
     As in the plan, a message counts from the first section on that uses it, and a part of a collective not
     before that has begun.  ``lines``: of the ops.  ``dead``: values that were held though nothing read them
     again, with the numbers of ops that had begun when they were last read, and when they were freed.
-    ``wasted``: lines that hold memory otherwise, each with a text.  ``transfers``: how often an offload or a
-    reload begins, or is waited for, behind so many ops.
+    ``wasted``: what else holds memory, as text, with a line.  ``transfers``: how often an offload or a reload
+    begins, or is waited for, behind so many ops.
     """
 
     ops: list[str] = field(default_factory=list)
     lines: list[Line] = field(default_factory=list)
     changes: Counter[int] = field(default_factory=Counter)
     dead: list[tuple[Term | None, int, int]] = field(default_factory=list)
-    wasted: list[tuple[int, str]] = field(default_factory=list)
+    wasted: dict[str, int] = field(default_factory=dict)
     transfers: Counter[tuple[str, int]] = field(default_factory=Counter)
 
     def begin(self, op: str, line: Line) -> None:
         self.ops.append(op)
         self.lines.append(line)
+
+    def runs(self, section: str, microbatch: int | None, line: Line) -> None:
+        """A section must run in an op of its microbatch: what it gives is held from there on."""
+        op = self.ops[-1] if self.ops else "the first op"
+        if microbatch is not None and not op.endswith(f".{microbatch}"):
+            self.wasted.setdefault(f"runs {section} of microbatch {microbatch} in {op}", line.number)
 
     @property
     def now(self) -> int:

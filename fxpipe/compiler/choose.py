@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -29,6 +30,7 @@ from fxpipe.cost.profile import Known, measured_seconds
 from fxpipe.cost.update import Trained, update_costs
 from fxpipe.errors import LimitError, PartitionError, ScheduleError
 from fxpipe.ir.liveness import Liveness, liveness
+from fxpipe.partition.cuts import SLACK
 from fxpipe.passes.recompute import Level
 from fxpipe.schedule.bound import lower_bound
 from fxpipe.schedule.candidate import SearchResult
@@ -38,7 +40,7 @@ from fxpipe.schedule.offload.planner import keeps
 from fxpipe.schedule.ops import Schedule
 from fxpipe.schedule.problem import Problem, per_rank
 from fxpipe.schedule.search.comparison import row_of
-from fxpipe.schedule.search.fastest import AUTO, fastest
+from fxpipe.schedule.search.fastest import fastest
 from fxpipe.schedule.simulation.simulator import simulate
 from fxpipe.units import units_of
 
@@ -230,23 +232,36 @@ def choose(options: Options, stages: Sequence[Stages], costing: Costing) -> Chos
     found = fastest(options.schedule, without, effort=options.effort, more=recomputing if levels else None)
     of, placed = made[found.problem.setting]
     chosen = Chosen(placed, found, held_bytes(placed, options))
-    return _with_balanced_ranks(options, of, costing, chosen) if options.schedule == AUTO else chosen
+    is_given = isinstance(options.schedule, Schedule)
+    return chosen if is_given else _with_balanced_ranks(options, of, costing, chosen)
 
 
 def _with_balanced_ranks(options: Options, of: Stages, costing: Costing, chosen: Chosen) -> Chosen:
-    """The same schedule on a cut that balances ranks instead of stages, where that is faster."""
-    found = chosen.found
-    is_fixed = of.options.split_points is not None or found.problem.offload is not None
-    other = None if is_fixed or not found.problem.is_v else costing.balanced(of, found.problem.shape)
+    """What was chosen; where ranks are uneven, a cut that balances these and not stages, if it is faster."""
+    found, problem = chosen.found, chosen.found.problem
+    work = [problem.arrays.work(rank) for rank in range(problem.ranks)]
+    is_even = max(work) <= (1 + SLACK) * sum(work) / len(work)
+    is_fixed = of.options.split_points is not None or problem.offload is not None
+    is_able = problem.is_v and not is_even and not is_fixed and options.costs != "measured"
+    other = costing.balanced(of, problem.shape) if is_able else None
     if other is None:
         return chosen
     for placed, problem in _problems(options, other, costing, chosen.placed.cut.recompute)[0]:
-        moved = SearchResult(problem, simulate(found.schedule, problem.costs))
-        if moved.key < found.key and keeps(moved.timeline, problem.limits):
-            row, before = row_of(moved), row_of(found)
+        others = _on_other_costs(found, problem, options.effort)
+        able = (one for one in others if keeps(one.timeline, problem.limits))
+        best = min((found, *able), key=lambda one: one.key)
+        if best is not found:
+            row, before = row_of(best), row_of(found)
             tried = tuple(row if each == before else each for each in found.tried)
-            return Chosen(placed, replace(moved, tried=tried), held_bytes(placed, options))
+            return Chosen(placed, replace(best, tried=tried), held_bytes(placed, options))
     return chosen
+
+
+def _on_other_costs(found: SearchResult, problem: Problem, effort: float | None) -> Iterator[SearchResult]:
+    """The same order, and that of its family for these costs."""
+    yield SearchResult(problem, simulate(found.schedule, problem.costs))
+    with suppress(ScheduleError):  # then the family has none within the limits
+        yield fastest(found.schedule.name, [problem], effort=effort)
 
 
 def with_uses(options: Options, choose: Callable[[Options], _T]) -> tuple[Options, _T]:

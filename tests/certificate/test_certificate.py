@@ -116,6 +116,10 @@ EDITS = {
         ("tied_head", 0, r"rt.all_reduce_gradient\(.*\)", "pass"),
         r"rank1.py:\d+: waits forever for the gradient of embedding.weight of rank 0",
     ),
+    "a pinned tensor": (
+        ("noisy", 0, "pin_memory=False", "pin_memory=True"),
+        r"rank0.py:LINE: computes .*True",
+    ),
     "a key of another microbatch": (
         ("noisy", 0, r"rt\.key\(m\)", "rt.key(0 if m == 1 else m)"),
         r"rank0.py:LINE: computes key of the microbatch 1 earlier, where the captured step has key",
@@ -227,6 +231,10 @@ OTHERWISE = {
     "a warm-up that would not free what it makes": (
         ("tied_head", 0, r"rt\.warm_up\(saved0, \w+\)", "rt.warm_up(saved0)"),
         r"rank0.py:LINE: has a warm-up that makes \d+ bytes more than it would free",
+    ),
+    "a section runs before its op": (
+        ("tied_head", 0, r"^( +rt\.op\(f\"F0\.\{m\}\"\)\n)( +.* = stage0_forward\(.*\n)", r"\2\1"),
+        r"rank0.py:\d+: runs stage0_forward of microbatch 1 in F0.0",
     ),
     "an offload is waited for late": (
         ("noisy", 0, r"(wait_offload_0\(0\)); (F0\(2\))$", r"\2; \1"),
