@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
@@ -13,9 +14,9 @@ from torch.nn.parameter import is_lazy
 from fxpipe.compiler.options import Options
 from fxpipe.errors import CaptureError
 from fxpipe.plan.dtensors import is_dtensor
-from fxpipe.plan.number import number
 from fxpipe.runtime.job.process import Process
 from fxpipe.runtime.program.batch import batch_leaves
+from fxpipe.runtime.ranks.agreement import first_difference
 
 
 def arguments_of(
@@ -47,11 +48,15 @@ def check_lanes(process: Process, traced: Callable[[], str]) -> None:
     last, own = process.lanes - 1, b""
     with process.agreed("trace its model"), process.unhurried():
         if process.world_rank in (0, last):
-            own = str(number(traced().encode())).encode()
-    found = process.gather(own)
-    if found[0] != found[last]:
-        raise CaptureError(
-            f"The model of process {last}, the last lane of rank 0, runs other ops than that of process 0 "
-            "would on that lane. All lanes run one program: let a module keep neither the number of its "
-            "process nor what follows from it, and ask mesh.get_local_rank() in the forward."
-        )
+            own = traced().encode()
+    found = process.gather(hashlib.sha256(own).digest())
+    if found[0] == found[last]:
+        return
+    texts = process.gather(own)
+    _, theirs, ours = first_difference(texts[last], texts[0])
+    raise CaptureError(
+        f"The model of process {last}, the last lane of rank 0, runs other ops than that of process 0 "
+        f"would on that lane: {theirs}, and there {ours}. All lanes run one program: let a module keep "
+        "neither the number of its process nor what follows from it, and ask mesh.get_local_rank() in the "
+        "forward."
+    )

@@ -67,6 +67,7 @@ def capture_lanes(model: nn.Module, capture: Callable[[], Captured]) -> Captured
 def lane_as_text(model: nn.Module, capture: Callable[[], Captured], lane: int) -> str:
     """What one lane runs, the same on all processes whose models are alike."""
     mesh = mesh_of(model)
+    lane_plan(model, mesh.size())
     with compat.as_lane(type(mesh), mesh.size(), lane):
         found = capture()
     _use_lanes(found.graph, mesh.get_group().group_name, mesh.size())

@@ -66,8 +66,10 @@ def request_of(
     Raises OptionError for numbers that are no mesh.
     """
     if (microbatches is None) == (batch is None):
+        given = "neither is given" if batch is None else "both are given"
         raise OptionError(
-            "Give microbatches, of each replica, or batch, the rows of a step over all replicas; not both."
+            "Give microbatches, of each replica, or batch, the rows of a step over all replicas: one of the "
+            f"two, and {given}."
         )
     if ranks is not None and shard != AUTO and devices is None and batch is None:
         return None

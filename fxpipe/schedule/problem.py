@@ -135,17 +135,6 @@ class Problem:
         """A lower bound on the mean time from microbatch to microbatch within the limits."""
         return least_period(self.arrays, self.costs, self.limits)
 
-    @property
-    def sees_exchanges(self) -> bool:
-        return self.by_makespan and bool(self.costs.exchanges)
-
-    @property
-    def of_ops(self) -> Problem:
-        """The same problem without what comes behind the ops: updates and exchanges."""
-        if self.objective == "period":
-            return replace(self, objective="span")
-        return replace(self, costs=self.costs.of_ops)
-
     def limited(self, limits: tuple[float, ...]) -> Problem:
         """The same problem with other limits."""
         other = replace(self, limits=limits)

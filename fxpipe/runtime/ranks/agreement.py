@@ -85,9 +85,7 @@ def check_programs(
         return
     first = like[other]
     texts = gather(program.encode() if process in (first, other) else b"")
-    theirs, ours = (texts[number].decode().splitlines(keepends=True) for number in (other, first))
-    lines = enumerate(zip_longest(theirs, ours, fillvalue="its end"), 1)
-    line, (found, expected) = next((k, pair) for k, pair in lines if pair[0] != pair[1])
+    line, found, expected = first_difference(texts[other], texts[first])
 
     def named(number: int) -> str:
         lane = f", lane {number % lanes}" if lanes > 1 else ""
@@ -95,9 +93,16 @@ def check_programs(
 
     raise RunError(
         f"Rank {named(other)}, runs another rank{first // lanes}.py than rank {named(first)}: line {line} is "
-        f"{found[:100]!r}, and there {expected[:100]!r}. Give all machines the same files: replicas and "
+        f"{found}, and there {expected}. Give all machines the same files: replicas and "
         "lanes run the same programs."
     )
+
+
+def first_difference(one: bytes, other: bytes) -> tuple[int, str, str]:
+    """The number of the first line in which two texts differ, and that line of each, in quotes."""
+    both = (text.decode().splitlines(keepends=True) for text in (one, other))
+    lines = enumerate(zip_longest(*both, fillvalue="its end"), 1)
+    return next((k, f"{a[:100]!r}", f"{b[:100]!r}") for k, (a, b) in lines if a != b)
 
 
 def _messages(rank: int, own: Traffic) -> dict[str, list[str]]:

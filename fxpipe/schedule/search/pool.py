@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import chain as joined
 from itertools import zip_longest
 from math import inf
@@ -68,10 +69,10 @@ def find(problems: Sequence[Problem], effort: float | None = None, seed: int = 0
     ops = sum(problem.ops for problem in able)
     seconds = min(_EFFORT, _EFFORT_PER_OP * ops) if effort is None else effort
     known: list[Order | None] = [None] * len(able)
-    if any(len(set(problem.arrays.update)) > 1 or problem.sees_exchanges for problem in able):
-        # The best order of ops alone is one more start: with uneven updates annealing alone finds worse.
+    if any(len(set(problem.arrays.update)) > 1 for problem in able):
+        # The order with the shortest span is one more start: with uneven updates annealing alone finds worse.
         seconds /= 2
-        shortest = find([problem.of_ops for problem in able], seconds, seed)
+        shortest = find([replace(problem, objective="span") for problem in able], seconds, seed)
         both = zip(able, shortest, strict=True)
         known = [None if own is None else Order(problem.arrays, own.order.op_ids) for problem, own in both]
     work = _SPEED * seconds
