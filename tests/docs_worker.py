@@ -37,9 +37,7 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(WORDS, 8)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.LayerNorm(8)) for _ in range(8)
-        )
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(8))
         self.head = nn.Linear(8, WORDS, bias=False)
 
     def forward(self, input_ids, labels=None):
@@ -146,12 +144,15 @@ BEFORE = {
 }
 
 
-def run(pages: Iterable[str], local: bool | None = None) -> None:
-    """Run the Python of pages in this directory, with little effort for searches."""
+def run(pages: Iterable[str], local: bool | None = None, **defaults: Any) -> None:
+    """Run the Python of pages in this directory, with little effort for searches.
+
+    defaults: of ``compile``, instead of its own.
+    """
     whole: Callable[..., fxpipe.Pipeline] = fxpipe.compile
 
     def compiled(*given: Any, **options: Any) -> fxpipe.Pipeline:
-        return whole(*given, **{"effort": EFFORT} | options)
+        return whole(*given, **{"effort": EFFORT} | defaults | options)
 
     fxpipe.compile = compiled
     try:

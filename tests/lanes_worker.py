@@ -14,9 +14,11 @@ from safetensors.torch import save_file
 from tensor_parallel import Words, batch, parallelized
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from zoo import EFFORT, captured_once
+from zoo import EFFORT
 
 import fxpipe
+from fxpipe.capture.trace import Captured
+from fxpipe.compiler import compile as compiler
 from fxpipe.training.ahead import Ahead
 from fxpipe.training.pace import Pace
 
@@ -49,6 +51,23 @@ def batches() -> list[dict[str, torch.Tensor]]:
 @functools.cache
 def mesh_of(sizes: tuple[int, int, int]) -> DeviceMesh:
     return init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "pp", "tp"))
+
+
+_captured: dict[tuple[int, int, int], Captured] = {}
+
+
+@contextlib.contextmanager
+def captured_once(sizes: tuple[int, int, int]) -> Iterator[None]:
+    """What replicas divide is not in the graph; ``zoo.captured_once`` has the traces, which lanes change."""
+    whole = compiler.capture_lanes
+
+    def captured(*given: Any) -> Captured:
+        if sizes not in _captured:
+            _captured[sizes] = whole(*given)
+        return _captured[sizes]
+
+    with mock.patch.object(compiler, "capture_lanes", captured):
+        yield
 
 
 def compiled(sizes: tuple[int, int, int], shard: str | None = None, **options: Any) -> fxpipe.Pipeline:

@@ -16,6 +16,8 @@ from small_samples import SMALL
 import fxpipe
 from fxpipe.cli import main
 from fxpipe.cost import samples
+from fxpipe.cost.device_file import read_device
+from fxpipe.cost.known_devices import CPU
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
@@ -95,6 +97,14 @@ def test_pages_on_ranks(ranks):
     assert all(out.count("ran ") == blocks + calls for out in ranks.stdout), ranks
 
 
+def test_ranks_calibrate_their_messages(ranks, directory):
+    found = read_device(directory / "cpu.json")
+    assert found.conditions["ranks"] == "4"
+    assert found.device.intra != CPU.intra
+    assert 0 < found.device.intra.latency < 1
+    assert 1e6 < found.device.intra.bandwidth < 1e13
+
+
 def test_pages_in_one_process(here, monkeypatch, capsys):
     docs_worker.run(IN_ONE_PROCESS, local=True)
     printed = capsys.readouterr().out
@@ -102,7 +112,7 @@ def test_pages_in_one_process(here, monkeypatch, capsys):
     assert "'F0.15'" in printed  # a range of the profiler
     assert "[record function] F0.0" in printed
     (here / "gpu.json").write_bytes((here / "cpu.json").read_bytes())
-    docs_worker.run(COMPILED)
+    docs_worker.run(COMPILED, schedule="1f1b", check=False)
 
     monkeypatch.setattr("sys.stdin", io.StringIO("continue\n" * 9))  # of --pdb
     for name, sizes in SMALL.items():
@@ -111,7 +121,7 @@ def test_pages_in_one_process(here, monkeypatch, capsys):
     for call in (call for page in COMMANDS for call in docs_worker.commands(page)):
         if call[0] == "fxpipe":
             assert not main(docs_worker.fewer(call[1:])), call
-            printed[" ".join(call[1:4])] = capsys.readouterr().out
+            printed.setdefault(" ".join(call[1:4]), capsys.readouterr().out)
     assert "span bubble 27.27%" in printed["simulate --schedule 1f1b"]
     assert "span bubble 11.11%" in printed["simulate --schedule zb-h1"]
     assert "as in the step" in printed["replay recorded F1.3"]

@@ -6,6 +6,7 @@ Only the module of the subcommand that runs is imported, so that ``fxpipe --help
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -59,7 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(message, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("fxpipe: interrupted", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":  # it reaches all ranks
+            print("fxpipe: interrupted", file=sys.stderr)
         return INTERRUPTED
     return 0
 

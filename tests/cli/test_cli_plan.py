@@ -107,10 +107,10 @@ def test_the_table_says_what_is_missing(capsys, monkeypatch):
     assert "No mesh (ranks x replicas) fits: the least memory is needed by" in printed.err
 
 
-def test_rows_where_the_example_has_no_tokens(capsys):
+def test_samples_where_the_example_has_no_tokens(capsys):
     model = ["--model", f"{__name__}:numbers", "--ranks", "1", "--replicas", "2", "--microbatches", "3"]
     (entry,) = planned(capsys, *model)
-    assert entry["meshes"][0]["rows_per_second"] == pytest.approx(12 / entry["meshes"][0]["seconds"])
+    assert entry["meshes"][0]["samples_per_second"] == pytest.approx(12 / entry["meshes"][0]["seconds"])
 
 
 @pytest.mark.parametrize(

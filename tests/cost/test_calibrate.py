@@ -7,8 +7,7 @@ from itertools import pairwise
 import pytest
 import sympy
 import torch
-from launch import forked
-from small_samples import SMALL, make_samples_small
+from small_samples import SMALL
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -164,24 +163,6 @@ def test_the_command_measures_every_kind(small, tmp_path, capsys):
     assert found.device.intra == CPU.intra  # of one process
     assert "product float32" in capsys.readouterr().out
     assert [*tmp_path.iterdir()] == [path]
-
-
-def calibrate_small(path):
-    """What a rank does."""
-    make_samples_small()
-    return main(["calibrate", str(path)])
-
-
-@pytest.mark.slow
-def test_ranks_measure_their_messages(tmp_path):
-    path = tmp_path / "cpu.json"
-    run = forked(2, calibrate_small, path, dtype=torch.float32, logs=tmp_path / "logs")
-    assert run.code == 0, run
-    found = read_device(path)
-    assert found.conditions["ranks"] == "2"
-    assert found.device.intra != CPU.intra
-    assert 0 < found.device.intra.latency < 1
-    assert 1e6 < found.device.intra.bandwidth < 1e13
 
 
 def test_the_mean_of_what_ranks_measured():
