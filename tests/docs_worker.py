@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from textwrap import dedent
 from typing import Any
 
 import torch
@@ -88,7 +87,8 @@ def blocks(page: str) -> list[Block]:
     for section in re.split(r"^#+ (?=[A-Z0-9`])", (ROOT / page).read_text(), flags=re.MULTILINE):
         fences = FENCE.findall(section)
         local = any("run_local" in text for *_, text in fences)
-        found += [Block(reason, lang, title, dedent(text), local) for reason, _, lang, title, text in fences]
+        for reason, indent, language, title, text in fences:
+            found.append(Block(reason, language, title, re.sub(f"^{indent}", "", text, flags=re.M), local))
     return found
 
 

@@ -77,8 +77,8 @@ def _imports(path: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("rooms", "part", "exceptions"),
     [
-        # Inductor compiles functions at run time, from a graph of its own.
-        (("plan", "runtime", "training"), "torch.fx", {"inductor.py", "torch_private.py"}),
+        # Inductor compiles functions at run time, from graphs of its own.
+        (("plan", "runtime", "training"), "torch.fx", {"inductor.py", "pieces.py", "torch_private.py"}),
         ((*COMPILER, "plan", "viz"), "torch.distributed", set()),
     ],
 )

@@ -91,7 +91,7 @@ class Snapshot:
             names = CodeNames(set(), set(), set())
             if isinstance(thing, types.FunctionType) and _is_users(thing):
                 names = names_in(thing.__code__)
-                for name in (names.attributes | names.stored) - used:
+                for name in sorted((names.attributes | names.stored) - used):
                     used.add(name)
                     todo += waiting.pop(name, ())
             for place, label in _places(found, names.globals):
@@ -188,7 +188,7 @@ def _places(found: _Found, globals_: Collection[str]) -> Iterator[tuple[Any, str
         if _is_users(thing):
             for name, cell in zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=False):
                 yield Names(cell, ("cell_contents",)), f"the variable {name!r} of {thing.__qualname__}"
-            yield Names(thing.__globals__, tuple(globals_)), f"the global * of {thing.__module__}"
+            yield Names(thing.__globals__, tuple(sorted(globals_))), f"the global * of {thing.__module__}"
             yield thing.__dict__, f"{thing.__qualname__}.*"
     elif isinstance(thing, nn.Module) or _is_users(type(thing)):
         if type(thing).__dictoffset__:  # others may answer to any name

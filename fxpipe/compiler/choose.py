@@ -241,9 +241,8 @@ def _with_balanced_ranks(options: Options, of: Stages, costing: Costing, chosen:
     found, problem = chosen.found, chosen.found.problem
     work = [problem.arrays.work(rank) for rank in range(problem.ranks)]
     is_even = max(work) <= (1 + SLACK) * sum(work) / len(work)
-    is_fixed = of.options.split_points is not None or problem.offload is not None
-    is_able = problem.is_v and not is_even and not is_fixed and options.costs != "measured"
-    other = costing.balanced(of, problem.shape) if is_able else None
+    is_able = problem.is_v and of.options.split_points is None and options.costs != "measured"
+    other = costing.balanced(of, problem.shape) if is_able and not is_even else None
     if other is None:
         return chosen
     for placed, problem in _problems(options, other, costing, chosen.placed.cut.recompute)[0]:
@@ -258,8 +257,9 @@ def _with_balanced_ranks(options: Options, of: Stages, costing: Costing, chosen:
 
 
 def _on_other_costs(found: SearchResult, problem: Problem, effort: float | None) -> Iterator[SearchResult]:
-    """The same order, and that of its family for these costs."""
-    yield SearchResult(problem, simulate(found.schedule, problem.costs))
+    """The same order, if it moves nothing to the host, and that of its family for these costs."""
+    if problem.offload is None:
+        yield SearchResult(problem, simulate(found.schedule, problem.costs))
     with suppress(ScheduleError):  # then the family has none within the limits
         yield fastest(found.schedule.name, [problem], effort=effort)
 

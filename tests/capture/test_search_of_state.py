@@ -61,7 +61,7 @@ def test_globals_are_told_from_attributes():
     messages = [str(each.message).partition(". A program")[0] for each in warned]
     assert messages == [
         f"The forward changes {name}"
-        for name in ("the global counts of test_search_of_state", "settings.counts")
+        for name in ("settings.counts", "the global counts of test_search_of_state")
     ]
     assert pipe.run_local((batch,)).loss.isfinite()
 

@@ -235,7 +235,7 @@ def test_units_of_the_limit():
 def test_a_v_placement_with_a_large_head_gets_a_cut_that_balances_ranks(monkeypatch):
     with torch.device("meta"):
         layers = [nn.Linear(512, 512) for _ in range(8)]
-        model = nn.Sequential(*layers, nn.Linear(512, 4096))
+        model = nn.Sequential(*layers, nn.Linear(512, 2048))
         x = torch.empty(2048, 512)
 
     def found() -> fxpipe.Pipeline:

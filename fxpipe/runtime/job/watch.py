@@ -136,14 +136,14 @@ class Watch:
     # -- what becomes of it -------------------------------------------------------------------------------
 
     def report(self, error: BaseException) -> None:
-        """Tell the other ranks, and torchrun's summary, of an error that ends this process."""
+        """Tell the other ranks of an error that ends this process, and torchrun's summary of the first of all
+        ranks: torchrun takes that of the rank whose end it sees first, which may be another one."""
         self.has_failed = True
-        self.failures.leave(
+        first = self.failures.leave(
             f"Rank {self.failures.rank} failed at {place_of_error(error)}, {self.progress()}: "
             f"{type(error).__name__}: {error}"
         )
-        if self.failures.began_here:
-            record(error)
+        record(error if self.failures.began_here else RunError(first))
 
     def ended(self, error: BaseException, show: Callable[[], None]) -> None:
         """Report an error that nobody caught, and show it: whole if it is the first of all ranks, and else in
