@@ -1,7 +1,7 @@
 """Steps one behind the other, with a barrier before each update and without one (CPU, gloo, one thread a
 process).
 
-Part sleep: 8 ranks whose stages only sleep, 20 ms in each of F, B and W of a stage.  Printed: seconds a step
+Part sleep: 8 ranks whose stages only sleep, ``--sleep`` seconds in each of F, B and W of a stage.  Printed: seconds a step
 of many, of the rank that takes longest / the simulated ones, for both validations, side by side.  Bar: at
 most 1.02 for "post".
 
@@ -24,7 +24,7 @@ from launch import run
 from report import Report, median_and_spread
 from rich.progress import track
 
-SLEEP, BAR = 0.020, 1.02
+BAR = 1.02
 SLEEPING = (("zb-v", 2), ("zb-2p", 1))
 GPT2 = (("1f1b", 1), ("zb-h1", 1), ("zb-2p", 1), ("zb-v", 2))
 
@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, help="sleep: 16, gpt2: 4")
     parser.add_argument("--steps", type=int, default=20, help="timed steps of each validation, in blocks")
     parser.add_argument("--blocks", type=int, default=2, help="of steps of each validation")
+    parser.add_argument("--sleep", type=float, default=0.020, help="seconds of F, B and W of a stage")
     parser.add_argument("--output", type=Path, help="keep what is printed in this file")
     options = parser.parse_args()
     sleeps = options.part == "sleep"
@@ -46,11 +47,17 @@ def main() -> None:
     report = Report(f"fxpipe: steps without a barrier, part {options.part}")
     report.line(
         f"\n{ranks} ranks, {microbatches} microbatches, {options.blocks} blocks of {options.steps} steps each"
+        + (f", ops of {1000 * options.sleep:.0f} ms" if sleeps else "")
     )
     rows, worst = [], 0.0
     for schedule, stages in track(SLEEPING if sleeps else GPT2, "schedules", transient=True):
-        case = {"schedule": schedule, "stages_per_rank": stages, "microbatches": microbatches, "sleep": SLEEP}
-        case |= {"part": options.part, "steps": options.steps, "blocks": options.blocks}
+        case = {"schedule": schedule, "stages_per_rank": stages, "microbatches": microbatches}
+        case |= {
+            "part": options.part,
+            "steps": options.steps,
+            "blocks": options.blocks,
+            "sleep": options.sleep,
+        }
         found = run("edges_worker.py", ranks, case)
         for validation in ("barrier", "post"):
             own = found[validation]
