@@ -15,13 +15,14 @@ INSTALLED := $(VENV)/.installed
 PIP_INSTALL := pip install --quiet --disable-pip-version-check --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-fast kernels lint site gpu-check coverage env clean distclean
+.PHONY: help demo test test-fast test-all kernels lint site gpu-check coverage env clean distclean
 
 help:
 	@echo "make demo       compile a small GPT-2 into 4 rank programs and train it here; see build/demo/"
 	@echo "make test       run the tests            (make test ARGS='-k text' runs some of them,"
 	@echo "                                          make test TORCH=2.11.0 all of them under another torch)"
 	@echo "make test-fast  run those that are not slow (less than a minute)"
+	@echo "make test-all   run those of make test, with more settings (a quarter longer)"
 	@echo "make lint       check style, types and walls  (ruff, mypy, import-linter)"
 	@echo "make site       build the documentation as a site: build/site/index.html"
 	@echo "make gpu-check  try fxpipe on the GPUs of this machine (fifteen minutes); docs/gpus.md"
@@ -40,6 +41,10 @@ PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 # What takes longest is listed at the end, so that it stays known where the time of CI goes.
 test: env
 	$(PYTEST) --durations=30 --durations-min=2 $(ARGS)
+
+# With more settings of what the others show.
+test-all: env
+	$(PYTEST) -m 'not gpu' $(ARGS)
 
 test-fast: env
 	$(PYTEST) --fast $(ARGS)

@@ -1,9 +1,9 @@
 """Steps one behind the other, with a barrier before each update and without one (CPU, gloo, one thread a
 process).
 
-Part sleep: 8 ranks whose stages only sleep, ``--sleep`` seconds in each of F, B and W of a stage.  Printed: seconds a step
-of many, of the rank that takes longest / the simulated ones, for both validations, side by side.  Bar: at
-most 1.02 for "post".
+Part sleep: 8 ranks whose stages only sleep, ``--sleep`` seconds in each of F, B and W of a stage.  Printed:
+seconds a step of many, of the rank that takes longest / the simulated ones, for both validations, side by
+side.  Bar: at most 1.02 for "post".
 
 Part gpt2: 2 ranks train the GPT-2 of ``vs_torch.py`` with AdamW, clipping and ``skip_nonfinite``; blocks of
 steps with a barrier and without follow each other in one process.  Bar: "post" is no slower in any row.

@@ -107,7 +107,12 @@ def test_parameters_are_divided_where_nothing_else_fits():
     assert all(exchange.per_use for exchange in pipe.plan.costs.exchanges)
 
 
-@pytest.mark.parametrize("options", [{"schedule": "1f1b"}, {"schedule": "auto", "recompute": "auto"}])
+SEARCHED = {"schedule": "auto", "recompute": "auto"}
+
+
+@pytest.mark.parametrize(
+    "options", [{"schedule": "1f1b"}, pytest.param(SEARCHED, marks=pytest.mark.variation)]
+)
 def test_a_choice_is_compiled_as_if_it_was_given(options):
     """One trace serves all meshes, also for other numbers of microbatches."""
     options = {**options, "memory_limit": 2.2 * LAYERS * LAYER, "optimizer_bytes": 8, "dimensions": {}}

@@ -46,8 +46,8 @@ def compiled(model: nn.Module, name: str, schedule: str, recompute: str | bool, 
     [
         ("llama", "1f1b", False),
         ("gpt2", "zb-h1", "1-barrier"),
-        ("mixtral", "zb-v", False),
-        ("t5", "interleaved", False),
+        pytest.param("mixtral", "zb-v", False, marks=pytest.mark.variation),
+        pytest.param("t5", "interleaved", False, marks=pytest.mark.variation),
     ],
 )
 def test_the_same_gradients_from_less_memory(name, schedule, vocab_parallel):

@@ -33,7 +33,7 @@ def name(request) -> str:
     return request.param
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [pytest.param("2-1f1b-v", marks=pytest.mark.variation), "4-zb-h1-v"])
 def test_equals_one_process(name, shape):
     check_against_eager(CASES[name], MICROBATCHES, SHAPES[shape])
 
