@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpipe.capture.traced_nodes import nodes_after
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.storage import call_nodes, is_view, storage_root, written, written_arguments
@@ -293,7 +294,7 @@ class _Retrace(fx.Interpreter):
             self._label_new_nodes(write)
 
     def _label_new_nodes(self, n: fx.Node) -> None:
-        for node in compat.nodes_after(self._seen, compat.traced_graph()):
+        for node in nodes_after(self._seen, compat.traced_graph()):
             for key in ("origin", "random_position"):
                 if key in n.meta:
                     node.meta[key] = n.meta[key]

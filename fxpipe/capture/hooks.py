@@ -17,6 +17,7 @@ from torch import fx, nn
 
 from fxpipe.capture.functional import is_mutating
 from fxpipe.capture.registered import Registered
+from fxpipe.capture.traced_nodes import last_node, nodes_after
 from fxpipe.ir import compat
 from fxpipe.ir.storage import leading_to
 from fxpipe.runtime.functions import code_of, function_name, name_and_line
@@ -41,10 +42,10 @@ class _Hook:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.times += 1
-        last = compat.last_node() if compat.is_tracing() else None
+        last = last_node() if compat.is_tracing() else None
         result = self.function(*args, **kwargs)
         if last is not None:
-            self.nodes += compat.nodes_after(last)
+            self.nodes += nodes_after(last)
         self.returned |= result is not None
         return result
 

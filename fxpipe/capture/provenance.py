@@ -24,6 +24,7 @@ from fxpipe.capture.dtypes import check_dtypes
 from fxpipe.capture.frozen import warn_of_seed
 from fxpipe.capture.functional import writes_to_a_constant
 from fxpipe.capture.replay import Call, Replay, key_of
+from fxpipe.capture.traced_nodes import last_node, nodes_after
 from fxpipe.capture.values import Values
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
@@ -176,7 +177,7 @@ class Provenance(compat.TorchDispatchMode):
                     self._forward_origin.setdefault(compat.current_sequence_number(), origin)
                 return result
             self._replay.record()
-            self._replay, self._seen = None, compat.last_node()
+            self._replay, self._seen = None, last_node()
         if func is torch.ops.aten._local_scalar_dense.default:
             result = self.answers.numbers(args[0])[0]
         else:
@@ -187,7 +188,7 @@ class Provenance(compat.TorchDispatchMode):
                 result = compat.recorded(func, args, kwargs)
             except compat.DATA_DEPENDENT:
                 graph = compat.traced_graph()
-                for node in reversed(compat.nodes_after(self._seen, graph)):
+                for node in reversed(nodes_after(self._seen, graph)):
                     graph.erase_node(node)  # of the op that has no result
                 result = self.answers.result(func, args, kwargs)
                 if result is None:
@@ -202,7 +203,7 @@ class Provenance(compat.TorchDispatchMode):
         return f"{self.source() or 'an unknown line'} ({Origin(self.path).module})"
 
     def _label_new_nodes(self) -> list[fx.Node]:
-        new = compat.nodes_after(self._seen, compat.traced_graph())
+        new = nodes_after(self._seen, compat.traced_graph())
         if new:
             self._seen = new[-1]
             origin, recorded = self._origin(), torch.is_grad_enabled()

@@ -31,6 +31,7 @@ from fxpipe.capture.replaced import aliases, put_back, replaced_buffers
 from fxpipe.capture.replay import Run
 from fxpipe.capture.results import Results, find_results
 from fxpipe.capture.snapshot import Snapshot
+from fxpipe.capture.traced_nodes import last_node, nodes_after
 from fxpipe.capture.values import Values
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
@@ -152,7 +153,7 @@ class StepFunction:
 
         traced: the results of the trace, which stay as they are.
         """
-        last = compat.last_node()
+        last = last_node()
         nodes = [compat.traced_node(x) for x in traced]
         put_back(self.registered, self.given)
         for x, placeholder in zip(
@@ -181,7 +182,7 @@ class StepFunction:
             second = self._step(wanted, first.backward, questions)
         found = difference(first.run, second.run, inputs, kept)
         graph = compat.traced_graph()
-        for node in reversed(compat.nodes_after(last)):
+        for node in reversed(nodes_after(last)):
             graph.erase_node(node)
         for tensor, node in zip(traced, nodes, strict=True):
             if node is not None:

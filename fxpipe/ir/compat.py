@@ -49,13 +49,11 @@ __all__ = [
     "is_placeholder",
     "is_real",
     "is_tracing",
-    "last_node",
     "make_fx",
     "mark_as_parameter",
     "modules_without_code",
     "no_function_modes",
     "no_modes",
-    "nodes_after",
     "plain_kernels",
     "proxies",
     "pytree",
@@ -427,16 +425,3 @@ def copy_node(
     graph._find_nodes_lookup_table.insert(copy)
     graph._len += 1
     return copy
-
-
-def last_node() -> torch.fx.Node:
-    """The last node of the running trace."""
-    last: torch.fx.Node = next(iter(reversed(traced_graph().nodes)))
-    return last
-
-
-def nodes_after(last: torch.fx.Node | None, graph: torch.fx.Graph | None = None) -> list[torch.fx.Node]:
-    """The nodes that were appended after ``last``, in order, to the graph or the running trace."""
-    graph = traced_graph() if graph is None else graph
-    new = itertools.takewhile(lambda node: node is not last, reversed(graph.nodes))
-    return list(new)[::-1]
