@@ -217,8 +217,8 @@ PASSES = Passes(
     chosen=(
         Pass("join_backward", lambda step, options: join_backward(step.graph, step.joined)),
         _of_graph(accept_any_strides),
+        _of_graph(accumulate_together),  # lets gradients live longer, which no op may overwrite then
         Pass("use_inplace_ops", lambda step, options: use_inplace_ops(step.graph, options.backend)),
-        _of_graph(accumulate_together),
     ),
     scheduled=(Pass("insert_offload", _insert_offload),),
 )

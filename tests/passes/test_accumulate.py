@@ -137,6 +137,29 @@ def test_small_gradients_of_a_stage_are_added_in_one_op(monkeypatch):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+class OneGradientForTwo(nn.Module):
+    """The gradient of the second bias is also that of ``m``, whose own it could be overwritten with."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+
+    def forward(self, x):
+        m = torch.tanh(self.layers[0](x).mean(0))
+        return (self.layers[1](x) + m).square().mean()
+
+
+def test_a_gradient_that_waits_for_others_is_not_overwritten():
+    torch.manual_seed(0)
+    model, data = OneGradientForTwo().double(), (rows(6)[0].double(),)
+    pipe = fxpipe.compile(model, (data[0][:2],), ranks=1, microbatches=3, schedule="1f1b")
+    assert pipe.artifact.programs[0].count(" foreach_add_(") == 1
+    found = pipe.run_local(data).grads
+    (sum(model(x) for x in data[0].split(2)) / 3).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-12, atol=0)
+
+
 def test_weight_gradients_are_added_where_they_are_ready():
     """Each addition stands behind the last of its operands, before any op of the next layer."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
