@@ -98,7 +98,8 @@ def _lines(found: Certificate) -> list[str]:
             f"of {proof.predicted_bytes / _MIB:.2f} predicted"
         )
     if found.otherwise:
-        lines += ["The same results, and otherwise than the plan:", *map(str, found.otherwise)]
+        lines.append("Otherwise than the plan; sums in another order may round differently:")
+        lines += map(str, found.otherwise)
     if found.split:
         lines.append("Taken as given: the split of the vocabulary layers (docs/certificate.md).")
     return lines

@@ -93,6 +93,8 @@ def canonical(argument: Any) -> Any:
         case bool():
             return ("bool", argument)
         case int():
+            if argument.bit_length() > 63:
+                raise TypeError("an integer of more than 64 bits is no argument of an op")
             return argument
         case float():
             return ("float", "nan" if argument != argument else argument.hex())

@@ -28,7 +28,7 @@ from fxpipe.cost.cluster import Cluster
 from fxpipe.cost.exchange import StageTensors, exchanges
 from fxpipe.cost.profile import Known, measured_seconds
 from fxpipe.cost.update import Trained, update_costs
-from fxpipe.errors import LimitError, PartitionError, ScheduleError
+from fxpipe.errors import DeadlockError, LimitError, PartitionError, ScheduleError
 from fxpipe.ir.liveness import Liveness, liveness
 from fxpipe.partition.cuts import SLACK
 from fxpipe.passes.recompute import Level
@@ -259,7 +259,8 @@ def _with_balanced_ranks(options: Options, of: Stages, costing: Costing, chosen:
 def _on_other_costs(found: SearchResult, problem: Problem, effort: float | None) -> Iterator[SearchResult]:
     """The same order, if it moves nothing to the host, and that of its family for these costs."""
     if problem.offload is None:
-        yield SearchResult(problem, simulate(found.schedule, problem.costs))
+        with suppress(DeadlockError):  # a value that skips stages goes another way in another cut
+            yield SearchResult(problem, simulate(found.schedule, problem.costs))
     with suppress(ScheduleError):  # then the family has none within the limits
         yield fastest(found.schedule.name, [problem], effort=effort)
 

@@ -19,7 +19,7 @@ from fxpipe.certificate.identities import RULES
 from fxpipe.certificate.problems import Certificate
 from fxpipe.certificate.reference import reference_of
 from fxpipe.certificate.schemas import schema_of
-from fxpipe.certificate.terms import Terms
+from fxpipe.certificate.terms import Terms, canonical
 from fxpipe.errors import ArtifactError, RunError
 from fxpipe.plan.captured import CapturedStep
 
@@ -67,6 +67,12 @@ def test_programs_are_the_captured_step(name):
     assert found.gradients == len(list(CASES[name].build().parameters()))
     if name != "noisy":  # offloads may end earlier than the plan assumes
         assert [rank.peak_bytes for rank in found.ranks] == list(pipe.plan.prediction.peak_memory)
+
+
+def test_integers_of_more_than_64_bits_are_no_arguments():
+    assert canonical(2**63 - 1) == 2**63 - 1
+    with pytest.raises(TypeError, match="more than 64 bits"):
+        canonical(2**63)
 
 
 #: Model, rank, what is replaced (the first match, or that of a number), by what; what is said of it, "LINE"
