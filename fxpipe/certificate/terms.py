@@ -55,8 +55,8 @@ class Term:
     def __str__(self) -> str:
         return self.name or self.written()
 
-    def written(self) -> str:
-        """The term as one call, its operands by their names, or as calls of names."""
+    def written(self, depth: int = 3) -> str:
+        """The term as one call, its operands by their names, or as calls, at most ``depth`` in one another."""
         if not self.arguments:
             return self.op
         if self.op in INPUTS:
@@ -64,7 +64,7 @@ class Term:
         values = [value for _, value in self.arguments]
         if self.op == "keyed":
             values = [*values[:3], *(value for _, value in values[3])]
-        given = ", ".join(map(shown, values))
+        given = ", ".join(shown(value, depth - 1) for value in values)
         return f"{self.op.removeprefix('aten.')}({given})"
 
 
@@ -75,7 +75,9 @@ def shown(argument: Any, depth: int = 2) -> str:
     """A canonical argument for a message."""
     match argument:
         case Term():
-            return argument.name or (argument.written() if depth and len(argument.arguments) < 5 else "…")
+            return argument.name or (
+                argument.written(depth) if depth > 0 and len(argument.arguments) < 5 else "…"
+            )
         case ("bool" | "complex" | "str" | "torch" | "op", value):
             return repr(value) if argument[0] == "str" else str(value)
         case ("float", str(text)):

@@ -5,12 +5,13 @@ before: a = unsqueeze(cos, 1)   (layer 0)      b = unsqueeze(cos, 1)   (layer 1)
 after:  a                                      a
 
 What layers share stands before the first of them, so that they stay alike.
-Random ops, checks, reads of buffers and results of the step are never merged.  Two values that are equal at
-the example's sizes alone stay apart, since costs at other sizes would be wrong.
+Random ops, checks, reads of buffers and ops of which the step returns a result are never merged.  Two values
+that are equal at the example's sizes alone stay apart, since costs at other sizes would be wrong.
 """
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Hashable, Set
 from typing import Any
@@ -102,7 +103,8 @@ def _move(node: fx.Node, place: fx.Node) -> None:
 
 def _may_merge(node: fx.Node) -> bool:
     is_own = node.target in _EACH_ITS_OWN or may_draw_numbers(node.target) or bool(written(node.target))
-    return not is_own and not any(user.op == "output" for user in node.users)
+    parts = [user for user in node.users if user.target is operator.getitem]
+    return not is_own and not any(user.op == "output" for each in (node, *parts) for user in each.users)
 
 
 def _value(node: fx.Node, resized: ResizedTraces | None) -> Hashable:

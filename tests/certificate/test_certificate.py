@@ -75,6 +75,14 @@ def test_integers_of_more_than_64_bits_are_no_arguments():
         canonical(2**63)
 
 
+def test_a_term_is_written_in_a_few_calls():
+    terms = Terms(RULES)
+    term = terms.input("batch", "x", None, True)
+    for k in range(60):
+        term = terms.make("aten.atan2", {"self": term, "other": term})
+    assert term.written() == "atan2(atan2(atan2(…, …), atan2(…, …)), atan2(atan2(…, …), atan2(…, …)))"
+
+
 #: Model, rank, what is replaced (the first match, or that of a number), by what; what is said of it, "LINE"
 #: for the line of the edit.
 EDITS = {

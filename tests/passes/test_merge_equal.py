@@ -52,6 +52,27 @@ def test_random_numbers_are_each_drawn():
     assert ops(compiled(), "F").count("keyed") == 3
 
 
+class OneNormThrice(nn.Module):
+    """Twice in the first stage, where the gradients of its parameters are equal, and once in the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+    def forward(self, x):
+        return self.norm(self.layers(self.norm(x) + self.norm(x))).exp().mean()
+
+
+def test_equal_gradients_that_one_op_returns_are_each_added():
+    torch.manual_seed(0)
+    model, data = OneNormThrice(), torch.randn(2 * WIDTH, WIDTH)
+    found = compiled(model, ranks=2, split_points=["layers.2"]).run_local((data,)).grads
+    (sum(map(model, data.split(WIDTH))) / 2).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad)
+
+
 def test_shared_values_stand_before_the_layers():
     """So the first layer has the ops of the others."""
     pipe = compiled()
