@@ -56,7 +56,7 @@ class Term:
         return self.name or self.written()
 
     def written(self, depth: int = 3) -> str:
-        """The term as one call, its operands by their names, or as calls, at most ``depth`` in one another."""
+        """The term as one call, its operands by their names, or as calls, at most ``depth`` deep."""
         if not self.arguments:
             return self.op
         if self.op in INPUTS:

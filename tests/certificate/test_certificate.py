@@ -78,7 +78,7 @@ def test_integers_of_more_than_64_bits_are_no_arguments():
 def test_a_term_is_written_in_a_few_calls():
     terms = Terms(RULES)
     term = terms.input("batch", "x", None, True)
-    for k in range(60):
+    for _ in range(60):
         term = terms.make("aten.atan2", {"self": term, "other": term})
     assert term.written() == "atan2(atan2(atan2(…, …), atan2(…, …)), atan2(atan2(…, …), atan2(…, …)))"
 
