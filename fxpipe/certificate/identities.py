@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from fxpipe.certificate.layouts import layout_of
+from fxpipe.certificate.layouts import Unknown, layout_of
 from fxpipe.certificate.terms import Layout, Term, Terms, canonical
 
 Rule = Callable[[Terms, str, dict[str, Any]], Term | None]
@@ -62,10 +62,21 @@ def _cast(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
 # -- shapes -----------------------------------------------------------------------------------------------
 
 
+def _dimension(given: int, rank: int) -> int:
+    """Counted from the first.  Raises Unknown where torch would say that there is none."""
+    rank = max(rank, 1)
+    if not -rank <= given < rank:
+        raise Unknown(f"a tensor of {rank} dimensions has no dimension {given}")
+    return given % rank
+
+
 def reshaped(terms: Terms, source: Term, shape: tuple[int, ...]) -> Term:
+    """Raises Unknown for another number of elements."""
     while source.op == RESHAPE:
         source = source["self"]
     own = layout_of(terms, source)
+    if prod(shape) != prod(own.shape):
+        raise Unknown(f"{source} of {list(own.shape)} cannot be {list(shape)}")
     if shape == own.shape:
         return source
     found = terms.plain(RESHAPE, {"self": source, "shape": shape})
@@ -86,14 +97,14 @@ def _reshape(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
 
 def _unsqueeze(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
     shape = list(layout_of(terms, given["self"]).shape)
-    shape.insert(given["dim"] % (len(shape) + 1), 1)
+    shape.insert(_dimension(given["dim"], len(shape) + 1), 1)
     return reshaped(terms, given["self"], tuple(shape))
 
 
 def _squeeze(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
     shape = layout_of(terms, given["self"]).shape
     dims = given.get("dim", tuple(range(len(shape))))
-    dropped = {d % max(len(shape), 1) for d in (dims if isinstance(dims, tuple) else (dims,))}
+    dropped = {_dimension(d, len(shape)) for d in (dims if isinstance(dims, tuple) else (dims,))}
     kept = tuple(n for d, n in enumerate(shape) if n != 1 or d not in dropped)
     return reshaped(terms, given["self"], kept)
 
@@ -113,14 +124,18 @@ def permuted(terms: Terms, source: Term, dims: tuple[int, ...]) -> Term:
 
 def _permute(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
     rank = len(layout_of(terms, given["self"]).shape)
-    return permuted(terms, given["self"], tuple(d % rank for d in given["dims"]))
+    dims = tuple(_dimension(d, rank) for d in given["dims"])
+    if sorted(dims) != list(range(rank)):
+        raise Unknown(f"{list(dims)} is no order of {rank} dimensions")
+    return permuted(terms, given["self"], dims)
 
 
 def _transpose(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
     rank = len(layout_of(terms, given["self"]).shape)
     dims = list(range(rank))
     if rank:
-        one, other = given.get("dim0", 0) % rank, given.get("dim1", 1 if rank > 1 else 0) % rank
+        given = {"dim0": 0, "dim1": int(rank > 1)} | given
+        one, other = (_dimension(given[name], rank) for name in ("dim0", "dim1"))
         dims[one], dims[other] = dims[other], dims[one]
     return permuted(terms, given["self"], tuple(dims))
 
@@ -129,7 +144,12 @@ def _expand(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
     source, size = given["self"], given["size"]
     own = layout_of(terms, source)
     missing = len(size) - len(own.shape)
-    shape = tuple(own.shape[d - missing] if n == -1 else n for d, n in enumerate(size))
+    if missing < 0 or -1 in size[:missing]:
+        raise Unknown(f"{source} of {list(own.shape)} cannot be expanded to {list(size)}")
+    before = (*[1] * missing, *own.shape)
+    shape = tuple(had if n == -1 else n for had, n in zip(before, size, strict=True))
+    if any(had not in (1, n) for had, n in zip(before, shape, strict=True)):
+        raise Unknown(f"{source} of {list(own.shape)} cannot be expanded to {list(size)}")
     while source.op == "aten.expand":
         source = source["self"]
     if shape == layout_of(terms, source).shape:
@@ -141,8 +161,10 @@ def _expand(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
 
 def _slice(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
     own = layout_of(terms, given["self"])
-    dim = given.get("dim", 0) % len(own.shape)
+    dim = _dimension(given.get("dim", 0), len(own.shape))
     length, step = own.shape[dim], given.get("step", 1)
+    if step < 1:
+        raise Unknown(f"a slice has no step {step}")
     begin, end = (
         min(max(n + length if n < 0 else n, 0), length)
         for n in (given.get("start") or 0, length if given.get("end") is None else given["end"])

@@ -7,6 +7,7 @@ import torch
 
 from fxpipe.certificate.calls import op_term
 from fxpipe.certificate.identities import RULES
+from fxpipe.certificate.layouts import Unknown
 from fxpipe.certificate.schemas import schema_of
 from fxpipe.certificate.terms import Layout, Terms
 
@@ -46,6 +47,25 @@ def same(dtype, one, other):
 )
 def test_a_value_is_its_operand(dtype, made, holds):
     assert same(dtype, made, lambda call, x, y: x) is holds
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda call, x: call(aten.transpose.int, x, 0, 3), "2 dimensions has no dimension 3"),
+        (lambda call, x: call(aten.slice.Tensor, x, -3, 0, 9), "2 dimensions has no dimension -3"),
+        (lambda call, x: call(aten.slice.Tensor, x, 0, 0, 9, 0), "no step 0"),
+        (lambda call, x: call(aten.unsqueeze.default, x, 3), "no dimension 3"),
+        (lambda call, x: call(aten.squeeze.dim, x, 2), "no dimension 2"),
+        (lambda call, x: call(aten.permute.default, x, [0, 0]), "no order of 2 dimensions"),
+        (lambda call, x: call(aten.view.default, call(aten.view.default, x, [5]), [2, 3]), "cannot be"),
+        (lambda call, x: call(aten.expand.default, x, [4, 3]), "cannot be expanded"),
+        (lambda call, x: call(aten.expand.default, x, [-1, 2, 3]), "cannot be expanded"),
+    ],
+)
+def test_what_torch_refuses_has_no_term(made, said):
+    with pytest.raises(Unknown, match=said):
+        same(FLOAT, lambda call, x, y: made(call, x), lambda call, x, y: x)
 
 
 @pytest.mark.parametrize(
