@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 
 from fxpipe.certificate.problems import Problem
 from fxpipe.certificate.runtime import TermRuntime
@@ -56,11 +56,13 @@ def _order(rt: TermRuntime, planned: Sequence[str]) -> Iterator[Problem]:
 def _transfers(rt: TermRuntime, plan: Plan) -> Iterator[Problem]:
     """Offloads and reloads that begin, or are waited for, between other ops than in the plan."""
     due: Counter[tuple[str, int]] = Counter()
+    ops = plan.ordered.order[rt.rank]
+    number_of = [0, *accumulate(_takes_time(plan, op) for op in ops)]  # in the plan -> in the program
     for transfer in plan.transfers:
         if plan.placement[transfer.stage] == rt.rank:
             verb = "offload" if transfer.direction is Direction.OUT else "reload"
-            due[verb, transfer.begin] += 1
-            due[f"wait_{verb}", transfer.end] += 1
+            due[verb, number_of[transfer.begin]] += 1
+            due[f"wait_{verb}", number_of[transfer.end]] += 1
     for (verb, number), times in (rt.held.transfers - due).items():
         text = f"calls rt.{verb} {times} times more before {rt.held.ops[number]} than the plan"
         yield Problem(rt.rank, rt.held.lines[number].number, text)
