@@ -22,7 +22,7 @@ help:
 	@echo "make test       run the tests            (make test ARGS='-k text' runs some of them,"
 	@echo "                                          make test TORCH=2.11.0 all of them under another torch)"
 	@echo "make test-fast  run those that are not slow (less than a minute)"
-	@echo "make test-all   run those of make test, with more settings (a quarter longer)"
+	@echo "make test-all   run those of make test, with more settings"
 	@echo "make lint       check style, types and walls  (ruff, mypy, import-linter)"
 	@echo "make site       build the documentation as a site: build/site/index.html"
 	@echo "make gpu-check  try fxpipe on the GPUs of this machine (fifteen minutes); docs/gpus.md"
@@ -35,7 +35,7 @@ demo: env
 	$(BIN)/python examples/demo.py $(ARGS)
 
 # A worker runs whole files, in the order of tests/conftest.py: what a file compiles for several of its tests,
-# it compiles once.  Three workers for two cores: tests of several ranks wait for a third of their time.
+# it compiles once.  Three workers for two cores: two left some of the time to nobody, as ranks wait.
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # What takes longest is listed at the end, so that it stays known where the time of CI goes.

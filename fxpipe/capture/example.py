@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.capture.functional import is_mutating, overwritten
+from fxpipe.capture.functional import is_mutating, memory_of, overwritten
 from fxpipe.errors import CaptureError
 from fxpipe.ir import compat
 from fxpipe.ir.graph import Input, Kind
-from fxpipe.ir.storage import draws_numbers, storage_root
+from fxpipe.ir.storage import draws_numbers
 
 #: Number of draws of random numbers that code reads; the value must be the same each time.
 DRAWS = 32
@@ -122,13 +122,21 @@ def _run(
 
 
 def _needed(node: fx.Node, at: fx.Node | None = None) -> set[fx.Node]:
-    """The ops that lead to a node, with the ops before ``at`` that write to their inputs."""
-    needed, roots = {node}, {storage_root(node)}
-    node = node if at is None else at.prev
+    """The ops that lead to a node, with those that write to its memory or to their inputs: before ``at``, or
+    all of them up to now, as an older view sees what was written after it was made."""
+    needed, roots = {node}, {_memory(node)}
+    node = next(iter(reversed(node.graph.nodes))) if at is None else at.prev
     while node.op != "root":
-        if node in needed or any(storage_root(x) in roots for x in overwritten(node)):
+        if node in needed or any(_memory(x) in roots for x in overwritten(node)):
             needed.add(node)
             needed.update(node.all_input_nodes)
-            roots.update(storage_root(x) for x in node.all_input_nodes)
+            roots.update(map(_memory, node.all_input_nodes))
         node = node.prev
     return needed
+
+
+def _memory(node: fx.Node) -> fx.Node:
+    """``memory_roots`` of one node: the trace grows between two questions."""
+    while shared := memory_of(node):
+        node = shared
+    return node

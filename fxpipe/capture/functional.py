@@ -345,6 +345,12 @@ def memory_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """Each op -> the op in whose memory its result lies; itself, if it made memory of its own."""
     roots: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        shares = overwritten(node) or (node.all_input_nodes if is_view(node) else [])
-        roots[node] = roots[shares[0]] if shares else node
+        shared = memory_of(node)
+        roots[node] = roots[shared] if shared else node
     return roots
+
+
+def memory_of(node: fx.Node) -> fx.Node | None:
+    """The value in whose memory a node's result lies: one that it writes to, or views."""
+    shared = overwritten(node) or (node.all_input_nodes if is_view(node) else [])
+    return shared[0] if shared else None

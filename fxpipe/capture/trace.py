@@ -170,15 +170,15 @@ def _traced(
         check_constants(module, [r for r in step.registered if r.name not in replaced])
         if refused and step.difference:  # a state that the first batch alone sets, for example
             raise CaptureError(f"{refused} {step.difference}.")
-        origins = [node.meta.get("origin", Origin()) for node in module.graph.nodes]
-        watch.warn_of_changes(step.difference, {origin.source.rpartition(":")[0] for origin in origins})
+        files = {node.meta.get("origin", Origin()).source.rpartition(":")[0] for node in module.graph.nodes}
         step.hooks.warn(module.graph)
-    with compat.plain_kernels(), compat.modules_without_code(), mode:
-        module = functionalize(module, values)
-    frozen = {r.name for r in step.registered if not r.tensor.requires_grad}
-    cleaned = clean(module, [x.input for x in given], step.layout, frozen)
-    captured = Captured(*cleaned, own_hooks=tuple(sorted(after - before)))
-    _check_written(captured.graph, step.registered, replaced)
+        with compat.plain_kernels(), compat.modules_without_code(), mode:
+            module = functionalize(module, values)
+        frozen = {r.name for r in step.registered if not r.tensor.requires_grad}
+        cleaned = clean(module, [x.input for x in given], step.layout, frozen)
+        captured = Captured(*cleaned, own_hooks=tuple(sorted(after - before)))
+        _check_written(captured.graph, step.registered, replaced)
+        watch.warn_of_changes(step.difference, files)  # last: an error says more than they
     return captured
 
 

@@ -144,11 +144,10 @@ def _expand(terms: Terms, op: str, given: dict[str, Any]) -> Term | None:
     source, size = given["self"], given["size"]
     own = layout_of(terms, source)
     missing = len(size) - len(own.shape)
-    if missing < 0 or -1 in size[:missing]:
-        raise Unknown(f"{source} of {list(own.shape)} cannot be expanded to {list(size)}")
     before = (*[1] * missing, *own.shape)
-    shape = tuple(had if n == -1 else n for had, n in zip(before, size, strict=True))
-    if any(had not in (1, n) for had, n in zip(before, shape, strict=True)):
+    shape = tuple(had if n == -1 else n for had, n in zip(before, size, strict=missing >= 0))
+    fits = all(had in (1, n) for had, n in zip(before, shape, strict=False))
+    if missing < 0 or -1 in size[:missing] or not fits:
         raise Unknown(f"{source} of {list(own.shape)} cannot be expanded to {list(size)}")
     while source.op == "aten.expand":
         source = source["self"]

@@ -158,6 +158,17 @@ class WritesToWhatAConstantGives(Reads):
         return x + x @ table
 
 
+class ReadsAnOlderView(Reads):
+    """What several ops in turn have written to is read through a view that is older than they."""
+
+    def read(self, x, mask):
+        counts = torch.ones(3)
+        first = counts[:1]
+        counts.add_(1)
+        counts.mul_(3)
+        return x * 10 if first.item() > 5 else x
+
+
 class NeverDrops(Reads):
     """Layer drop with a probability of nothing."""
 
@@ -258,6 +269,7 @@ RIGHT = [
     GraphInABuffer,
     FrozenParameter,
     WritesToWhatAConstantGives,
+    ReadsAnOlderView,
     NeverDrops,
     ValidatedDistribution,
     Encoder,
